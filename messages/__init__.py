@@ -1,0 +1,1 @@
+"""Every message that crosses a process boundary, declared once, and the channels that carry them."""

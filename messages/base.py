@@ -1,0 +1,25 @@
+"""The base of every message, and the packing of integer arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+I32 = npt.NDArray[np.int32]
+
+
+class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """A message that crosses a process boundary; its tag is the class name, an undeclared field is an error."""
+
+
+def pack_i32(values: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
+    """Little-endian int32 bytes of ``values``; raises ``OverflowError`` where one does not fit."""
+    return np.ascontiguousarray(values, dtype="<i4").tobytes()
+
+
+def unpack_i32(data: bytes) -> I32:
+    """The read-only int32 array behind ``data`` (no copy)."""
+    return np.frombuffer(data, dtype="<i4")

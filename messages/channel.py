@@ -1,0 +1,108 @@
+"""The ZMQ channels that carry messages between the processes of one instance.
+
+A frame is a msgpack list of messages, so that one send carries a whole step. A channel declares the messages it
+accepts; its decoder is built once. A frame that is not a list of those is refused with ``UndeclaredMessage`` and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from .base import Message
+
+M = TypeVar("M", bound=Message)
+_encoder = msgspec.msgpack.Encoder()
+LINGER_MS = 500
+
+
+class UndeclaredMessage(ValueError):
+    """A frame held something that its channel does not declare. Dropping the frame is the only answer."""
+
+
+def ipc_address(run_dir: Path, name: str) -> str:
+    """The address of channel ``name`` of the instance whose run directory (mode 0700) is given."""
+    return f"ipc://{run_dir / name}.ipc"
+
+
+def encode(messages: Sequence[Message]) -> bytes:
+    """One frame."""
+    return _encoder.encode(messages)
+
+
+class Codec(Generic[M]):
+    """Decodes the frames of one channel. ``declared`` is a union of ``Message`` types."""
+
+    def __init__(self, declared: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[list[M]] = msgspec.msgpack.Decoder(list[declared])
+
+    def decode(self, frame: bytes | memoryview) -> list[M]:
+        """The frame's messages; raises ``UndeclaredMessage``."""
+        try:
+            return self._decoder.decode(frame)
+        except msgspec.MsgspecError as e:
+            raise UndeclaredMessage(f"dropped a frame of {len(frame)} bytes: {e}") from e
+
+
+class Sender:
+    """The sending end (PUSH, connects). One thread only, as every ZMQ socket."""
+
+    def __init__(self, ctx: zmq.Context[Any], address: str) -> None:
+        self._socket = ctx.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.connect(address)
+
+    def send(self, *messages: Message) -> None:
+        """Send the messages as one frame; never blocks."""
+        if messages:
+            self._socket.send(_encoder.encode(messages), zmq.DONTWAIT, copy=True)
+
+    def close(self) -> None:
+        """Close; what is still queued has ``LINGER_MS`` to leave."""
+        self._socket.close()
+
+
+class Receiver(Generic[M]):
+    """The receiving end (PULL, binds)."""
+
+    def __init__(self, ctx: zmq.Context[Any], address: str, declared: Any) -> None:
+        self.socket = ctx.socket(zmq.PULL)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(address)
+        self._codec: Codec[M] = Codec(declared)
+
+    def recv(self, timeout_ms: int) -> list[M]:
+        """The next frame's messages, or [] after ``timeout_ms`` (-1 waits for ever); raises ``UndeclaredMessage``."""
+        if not self.socket.poll(timeout_ms):
+            return []
+        return self._codec.decode(self.socket.recv(zmq.DONTWAIT))
+
+    def close(self) -> None:
+        """Close at once."""
+        self.socket.close()
+
+
+class AsyncReceiver(Generic[M]):
+    """The receiving end for an asyncio process."""
+
+    def __init__(self, ctx: zmq.asyncio.Context, address: str, declared: Any) -> None:
+        self._socket = ctx.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address)
+        self._codec: Codec[M] = Codec(declared)
+
+    async def recv(self) -> list[M]:
+        """The next frame's messages; raises ``UndeclaredMessage``."""
+        return self._codec.decode(await self._socket.recv())
+
+    def close(self) -> None:
+        """Close at once."""
+        self._socket.close()

@@ -1,0 +1,68 @@
+"""Questions about the instance itself, and the supervisor's messages.
+
+A question rides the same ring as requests, HTTP → tokenizer → scheduler → detokenizer → HTTP, so its answer proves
+that every process on the ring is alive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .base import Message
+
+
+class Ping(Message):
+    """Is the instance able to serve? ``sent`` is ``time.monotonic()``."""
+
+    id: int
+
+
+class Pong(Message):
+    """``ready`` False comes with the reason (loading, draining, the worker is stuck)."""
+
+    id: int
+    ready: bool
+    reason: str = ""
+
+
+class FlushCacheReq(Message):
+    """Drop every cached prefix that no request uses."""
+
+    id: int
+
+
+class FlushCacheResult(Message):
+    """``flushed`` tokens were dropped; ``success`` False (with the reason) while requests are running."""
+
+    id: int
+    success: bool
+    flushed: int = 0
+    message: str = ""
+
+
+class ServerInfoReq(Message):
+    """What does the scheduler hold?"""
+
+    id: int
+
+
+class ServerInfo(Message):
+    """The scheduler's view, JSON-ready: pools, queues, role, peers, counters, invariants."""
+
+    id: int
+    info: dict[str, Any]
+
+
+class Ready(Message):
+    """Child → supervisor: process ``name`` can serve; ``info`` says what start-up spent where (seconds)."""
+
+    name: str
+    info: dict[str, float] = {}
+
+
+class Drain(Message):
+    """Supervisor → scheduler: admit nothing more, finish what runs, then answer ``Drained``."""
+
+
+class Drained(Message):
+    """Scheduler → supervisor: no request is left."""

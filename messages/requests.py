@@ -1,0 +1,80 @@
+"""Messages that carry a request inwards: HTTP → tokenizer → scheduler."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .base import Message
+from .sampling import SamplingParams
+
+
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn of a conversation; ``content`` is plain text (HTTP joins text parts)."""
+
+    role: str
+    content: str
+
+
+class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Names one hand-over: the prefill's bootstrap server and the room (63 bits) drawn for this request."""
+
+    host: str
+    port: int
+    room: int
+
+
+class LogprobOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a client wants to know about probabilities.
+
+    ``start_len``: first prompt position whose logprob is returned, -1 for none (output tokens only).
+    ``top_num``: how many alternatives a position lists.
+    """
+
+    start_len: int = -1
+    top_num: int = 0
+
+
+class TokenizeReq(Message):
+    """HTTP → tokenizer: one request, exactly one of ``text``, ``input_ids`` and ``chat`` set.
+
+    ``arrival`` is ``time.monotonic()`` (one clock for all processes of a host) when HTTP accepted the request.
+    """
+
+    rid: str
+    sampling: SamplingParams
+    arrival: float
+    text: str | None = None
+    input_ids: list[int] | None = None
+    chat: list[ChatMessage] | None = None
+    logprobs: LogprobOptions | None = None
+    bootstrap: Bootstrap | None = None
+    extra_key: str = ""
+
+
+class GenerateReq(Message):
+    """Tokenizer → scheduler: a request with its prompt as int32 bytes.
+
+    ``stop_ids``: token ids that end the output: end-of-sequence ids (unless ``ignore_eos``) and ``stop_token_ids``.
+    """
+
+    rid: str
+    input_ids: bytes
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...]
+    arrival: float
+    logprobs: LogprobOptions | None = None
+    bootstrap: Bootstrap | None = None
+    extra_key: str = ""
+
+
+class AbortReq(Message):
+    """End a request early. Travels the request's own road, so that it never overtakes it. ``rid`` "" means all."""
+
+    rid: str
+    reason: str = "aborted by the client"
+
+
+class StopReq(Message):
+    """Detokenizer → scheduler: a stop string was found and the client answered; give the request's memory back."""
+
+    rid: str

@@ -1,0 +1,34 @@
+"""Which messages each channel of an instance declares. A channel is named after the process that receives from it.
+
+    HTTP ─▶ tokenizer ─▶ scheduler ─▶ worker          scheduler ─▶ detokenizer ─▶ http
+                             ▲  ▲───── worker_events      ▲ tokenizer errors ─────▲
+                             └──────── StopReq from the detokenizer
+"""
+
+from __future__ import annotations
+
+from .control import (
+    Drain,
+    Drained,
+    FlushCacheReq,
+    FlushCacheResult,
+    Ping,
+    Pong,
+    Ready,
+    ServerInfo,
+    ServerInfoReq,
+)
+from .outputs import ReqError, TextBatch, TokenBatch
+from .requests import AbortReq, GenerateReq, StopReq, TokenizeReq
+from .worker import WorkerCommand, WorkerEvent
+
+Question = Ping | FlushCacheReq | ServerInfoReq
+Answer = Pong | FlushCacheResult | ServerInfo
+
+ToTokenizer = TokenizeReq | AbortReq | Question
+ToScheduler = GenerateReq | AbortReq | StopReq | Question | Drain
+ToWorker = WorkerCommand
+ToSchedulerFromWorker = WorkerEvent
+ToDetokenizer = TokenBatch | ReqError | Answer
+ToHttp = TextBatch | ReqError | Answer
+ToSupervisor = Ready | Drained

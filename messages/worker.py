@@ -1,0 +1,206 @@
+"""Messages between the scheduler and the model worker. One ordered channel each way."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .base import Message
+from .outputs import TokenLogprob
+
+
+class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How KV pages look. Two instances can exchange pages only if their layouts are equal.
+
+    A page is one contiguous span ``[num_layers, 2, page_size, kv_heads, head_dim]`` of ``dtype``.
+    """
+
+    page_size: int
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    page_bytes: int
+
+
+class WorkerReady(Message):
+    """Worker → scheduler: the model is loaded. ``fingerprint`` identifies the weights (equal weights, equal value).
+
+    ``max_total_tokens``: slots that may be handed out (page 0 excluded), a multiple of the page size.
+    ``backend_metadata``: opaque address of this worker's transfer backend, for the peer's ``ConnectPeer``.
+    ``load_seconds``: what start-up spent where.
+    """
+
+    fingerprint: str
+    vocab_size: int
+    context_length: int
+    max_total_tokens: int
+    layout: KVLayout
+    device: str
+    attention_backend: str
+    weights_dtype: str
+    backend_metadata: bytes
+    load_seconds: dict[str, float]
+
+
+class RowInit(msgspec.Struct, forbid_unknown_fields=True):
+    """A request takes a row of the request table; what the sampler needs to know of it.
+
+    ``history`` (int32: prompt, then output) is sent only where penalties need it, with ``prompt_len`` the border.
+    ``logprobs``: alternatives to list for each sampled token, None for no logprobs at all.
+    """
+
+    row: int
+    seed: int
+    prompt_len: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    min_new_tokens: int
+    stop_ids: tuple[int, ...]
+    logprobs: int | None = None
+    history: bytes | None = None
+
+
+class SlotDelta(msgspec.Struct, array_like=True):
+    """Positions ``start …`` of a row now live in ``slots`` (int32): a cached prefix, or duplicates replaced."""
+
+    row: int
+    start: int
+    slots: bytes
+
+
+class InputLogprobSpec(msgspec.Struct, array_like=True):
+    """Prompt logprobs wanted from one entry of a step.
+
+    The logits at offset ``first + i`` of the entry's tokens score token ``targets[i]`` (int32), the prompt's next token.
+    """
+
+    entry: int
+    first: int
+    targets: bytes
+    top_num: int
+
+
+class ForwardStep(Message):
+    """Scheduler → worker: one forward pass. Arrays are int32 bytes; ``B`` entries, ``T`` tokens in all.
+
+    An entry computes ``q_lens[b]`` tokens of the request in row ``rows[b]``, from position ``starts[b]`` on, and writes
+    their KV to ``out_cache_loc`` (T slots, entries one after another), which is also what the row's positions
+    map to from then on. Prefill chunks and decode steps mix freely. Where ``use_last[b]`` is 1 (``q_lens[b]`` is 1
+    then) the token is the row's last sampled one, which the scheduler may not know yet, and ``input_ids`` holds a
+    0 in its place. Where ``sample[b]`` is 1 the worker samples the next token after the entry's last one.
+    Applied in order: ``new_rows``, ``slot_deltas``, the pass.
+    """
+
+    step_id: int
+    rows: bytes
+    starts: bytes
+    q_lens: bytes
+    use_last: bytes
+    sample: bytes
+    input_ids: bytes
+    out_cache_loc: bytes
+    new_rows: list[RowInit] = []
+    slot_deltas: list[SlotDelta] = []
+    input_logprobs: list[InputLogprobSpec] = []
+
+
+class StepResult(Message):
+    """Worker → scheduler: what a step gave.
+
+    ``next_tokens``: int32, one for each entry with ``sample`` set, in order. ``logprobs``: aligned with it, None for
+    rows that want none. ``input_logprobs``: one list for each ``ForwardStep.input_logprobs``, aligned with ``targets``.
+    ``bad_entries``: entries whose logits were not finite; their token means nothing and the request must fail.
+    """
+
+    step_id: int
+    next_tokens: bytes
+    forward_ms: float
+    logprobs: list[TokenLogprob | None] | None = None
+    input_logprobs: list[list[TokenLogprob]] = []
+    bad_entries: list[int] = []
+
+
+class ConnectPeer(Message):
+    """Scheduler → worker: reach the transfer backend of ``peer`` (an epoch) behind ``metadata``."""
+
+    peer: str
+    metadata: bytes
+
+
+class DisconnectPeer(Message):
+    """Scheduler → worker: nothing more is exchanged with ``peer``. Answered by ``PeerLinkDown``."""
+
+    peer: str
+
+
+class PeerConnected(Message):
+    """Worker → scheduler: ``ConnectPeer`` ended, badly where ``error`` is set."""
+
+    peer: str
+    error: str | None = None
+
+
+class PeerLinkDown(Message):
+    """Worker → scheduler: ``peer`` can no longer write into this worker's pool, nor this worker into its."""
+
+    peer: str
+
+
+class SendPages(Message):
+    """Scheduler → worker: push pages of room ``room`` to ``peer`` (int32 page numbers, here and there, aligned).
+
+    Comes after the ``ForwardStep`` that computes them. Pages of a room are pushed, and enter its checksum, in order.
+    """
+
+    room: int
+    peer: str
+    src_pages: bytes
+    dst_pages: bytes
+    last: bool
+
+
+class CancelSend(Message):
+    """Scheduler → worker: stop pushing room ``room``. Always answered by one ``SendEnded``."""
+
+    room: int
+
+
+class SendEnded(Message):
+    """Worker → scheduler: nothing more will be read from or written to the pages of room ``room``.
+
+    ``error`` None and ``cancelled`` False mean that all pages arrived, ``last`` ones included. ``checksum`` is xxh3_64
+    over the pages' bytes in order (0 for a backend that moves nothing). ``seconds`` is time spent pushing.
+    """
+
+    room: int
+    checksum: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    cancelled: bool = False
+    error: str | None = None
+
+
+class VerifyPages(Message):
+    """Scheduler → worker: do these pages of our pool (int32, in order) have this checksum? Answer: ``PagesVerified``."""
+
+    room: int
+    pages: bytes
+    checksum: int
+
+
+class PagesVerified(Message):
+    """Worker → scheduler: whether the landed pages are what the sender had."""
+
+    room: int
+    ok: bool
+
+
+WorkerCommand = ForwardStep | ConnectPeer | DisconnectPeer | SendPages | CancelSend | VerifyPages
+WorkerEvent = WorkerReady | StepResult | PeerConnected | PeerLinkDown | SendEnded | PagesVerified
+TransferCommand = ConnectPeer | DisconnectPeer | SendPages | CancelSend | VerifyPages
+TransferEvent = PeerConnected | PeerLinkDown | SendEnded | PagesVerified

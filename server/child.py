@@ -1,0 +1,85 @@
+"""What every child process of an instance does first: title, logging, death with the parent, its options."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import setproctitle
+import zmq
+
+from ..messages.channel import Sender, ipc_address
+from ..messages.control import Ready
+from .options import ServerOptions
+
+PR_SET_PDEATHSIG = 1
+
+
+class ChildSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the supervisor tells a child, as one JSON argument."""
+
+    name: str
+    run_dir: str
+    epoch: str
+    parent_pid: int
+    options: ServerOptions
+
+
+@dataclass(frozen=True)
+class ChildContext:
+    """A child's surroundings."""
+
+    name: str
+    run_dir: Path
+    epoch: str
+    options: ServerOptions
+    zmq_ctx: zmq.Context[Any]
+
+    def address(self, channel: str) -> str:
+        """Address of one of the instance's channels."""
+        return ipc_address(self.run_dir, channel)
+
+    def report_ready(self, info: dict[str, float] | None = None) -> None:
+        """Tell the supervisor that this process can serve."""
+        sender = Sender(self.zmq_ctx, self.address("supervisor"))
+        sender.send(Ready(name=self.name, info=info or {}))
+        sender.close()
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel for SIGKILL when the parent dies; exit at once if it already has."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        sys.exit("the parent process is gone")
+
+
+def configure_logging(name: str, level: str) -> None:
+    """One line a record on stderr, with the process's name."""
+    logging.basicConfig(
+        level=level.upper(),
+        stream=sys.stderr,
+        format=f"%(asctime)s %(levelname).1s [{name}] %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
+
+
+def start_child(argv: list[str]) -> ChildContext:
+    """Become a child: called first in each process's ``main``; ``argv[1]`` is a ``ChildSpec`` in JSON."""
+    spec = msgspec.json.decode(argv[1], type=ChildSpec)
+    die_with_parent(spec.parent_pid)
+    # Ctrl-C reaches the whole process group; only the supervisor acts on it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    port = spec.options.port
+    setproctitle.setproctitle(f"pdserve {spec.options.disaggregation_mode}:{port} {spec.name}")
+    configure_logging(f"{spec.options.disaggregation_mode}:{port} {spec.name}", spec.options.log_level)
+    return ChildContext(spec.name, Path(spec.run_dir), spec.epoch, spec.options, zmq.Context())

