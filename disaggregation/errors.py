@@ -1,0 +1,62 @@
+"""What can go wrong in a hand-over. The type says whether trying again can help; the message says what to do."""
+
+from __future__ import annotations
+
+
+class TransferError(Exception):
+    """Base of every error of this folder."""
+
+    retriable = False
+    """Whether the same operation can succeed later without anybody changing anything."""
+
+
+class RegionError(TransferError):
+    """The KV pool's memory can't be reserved or is not fit for the transfer backend."""
+
+
+class UnknownBackend(TransferError):
+    """No transfer backend has this name."""
+
+
+class BadMetadata(TransferError):
+    """The peer's backend metadata is not of this backend, or not readable."""
+
+
+class BadSpans(TransferError):
+    """A write names memory outside of a pool, or local and remote spans that do not match."""
+
+
+class PeerUnreachable(TransferError):
+    """The peer's data address does not answer."""
+
+    retriable = True
+
+
+class PeerRefused(TransferError):
+    """The peer answered and said no."""
+
+
+class NotConnected(TransferError):
+    """There is no link to this peer. It has to be connected (again)."""
+
+    retriable = True
+
+
+class LinkLost(TransferError):
+    """The link to the peer broke; what was on its way may or may not have arrived."""
+
+    retriable = True
+
+
+class RouteUnavailable(TransferError):
+    """The bootstrap server has no route (yet), or does not answer."""
+
+    retriable = True
+
+
+class RouteConflict(TransferError):
+    """A newer instance has taken the route over, or this one has withdrawn from it."""
+
+
+class RouteInvalid(TransferError):
+    """The bootstrap server's answer, or a route given to it, is not a route."""

@@ -1,0 +1,161 @@
+"""Hands out and takes back the slots of the KV pool.
+
+Life of a page: free → (``alloc_extend`` | ``alloc_decode``) in use → ``free`` → free. Page 0 is neither: padded tokens
+write there. A page has one owner (a request or the prefix cache); which one, the allocator does not know.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+
+from ..messages.base import I32
+from .errors import DoubleFree, InvalidFree, InvariantViolation, MisplacedSlot, UnalignedLength
+from .pages import slots_to_pages
+
+
+class TokenToKVPoolAllocator(ABC):
+    """Slots ``page_size … page_size + size - 1``, handed out to positions so that ``slot ≡ position`` modulo ``page_size``."""
+
+    def __init__(self, num_slots: int, page_size: int) -> None:
+        if page_size < 1 or num_slots < 1 or num_slots % page_size:
+            raise UnalignedLength(f"a pool of {num_slots} slots is not a whole number (≥ 1) of pages of {page_size}")
+        self.size = num_slots
+        self.page_size = page_size
+        self.num_pages = num_slots // page_size
+
+    @abstractmethod
+    def available_size(self) -> int:
+        """Slots in free pages. Free slots at the end of a request's last page are not counted: only it can use them."""
+
+    @abstractmethod
+    def alloc_extend(self, prefix_len: int, seq_len: int, last_slot: int) -> I32 | None:
+        """Slots for positions ``[prefix_len, seq_len)`` of one request: [seq_len - prefix_len] int32.
+
+        First the rest of the page of ``last_slot`` (the slot of position ``prefix_len - 1``; ignored when
+        ``prefix_len`` is page-aligned), then new pages, the last of them perhaps only partly used.
+        None when too few pages are free; nothing is changed then. Raises ``MisplacedSlot``.
+        """
+
+    @abstractmethod
+    def alloc_decode(self, seq_lens: I32, last_slots: I32) -> I32 | None:
+        """One slot for each of B requests: [B] int32, aligned with the arguments.
+
+        ``seq_lens`` [B] counts the new token, ``last_slots`` [B] is the slot of the token before it (ignored where the
+        new token begins a page). None when too few pages are free; nothing is changed then. Raises ``MisplacedSlot``.
+        """
+
+    @abstractmethod
+    def free(self, slots: I32) -> None:
+        """Take back every page that ``slots`` [N] touches, so name all or some slots of pages that nobody uses any more.
+
+        The slots of one page must stand together. The pages may be handed out again by the next call. Raises
+        ``DoubleFree`` and ``InvalidFree`` (page 0, or outside the pool); nothing is changed then.
+        """
+
+    @abstractmethod
+    def free_pages(self) -> I32:
+        """The free pages, in no particular order (a copy)."""
+
+    @abstractmethod
+    def check_invariants(self) -> None:
+        """Raise ``InvariantViolation`` when the free list and the pages' states disagree."""
+
+
+class PagedTokenToKVPoolAllocator(TokenToKVPoolAllocator):
+    """Free pages on a stack: the page freed last is handed out first.
+
+    Why a stack and not a queue: the pool's memory is committed when it is first touched, so reuse keeps the footprint
+    at the peak of what was really needed, and a page just freed is still warm in the processor's cache.
+    """
+
+    def __init__(self, num_slots: int, page_size: int) -> None:
+        super().__init__(num_slots, page_size)
+        self._stack: I32 = np.arange(self.num_pages, 0, -1, dtype=np.int32)
+        self._top = self.num_pages
+        self._in_use = np.zeros(self.num_pages + 1, dtype=np.bool_)
+        self._offsets: I32 = np.arange(page_size, dtype=np.int32)
+        # Scratch of ``free``: where in its argument a page was named last.
+        self._named_at = np.zeros(self.num_pages + 1, dtype=np.int64)
+
+    def available_size(self) -> int:
+        return self._top * self.page_size
+
+    def alloc_extend(self, prefix_len: int, seq_len: int, last_slot: int) -> I32 | None:
+        if not 0 <= prefix_len <= seq_len:
+            raise ValueError(f"can't extend from {prefix_len} to {seq_len} tokens")
+        tail = min(-prefix_len % self.page_size, seq_len - prefix_len)
+        rest = seq_len - prefix_len - tail
+        num_new = -(-rest // self.page_size)
+        if num_new > self._top:
+            return None
+        slots = np.empty(tail + rest, dtype=np.int32)
+        if tail:
+            if (last_slot + 1 - prefix_len) % self.page_size or not self._is_in_use(last_slot):
+                raise MisplacedSlot(f"slot {last_slot} can't hold position {prefix_len - 1}")
+            slots[:tail] = np.arange(last_slot + 1, last_slot + 1 + tail, dtype=np.int32)
+        if num_new:
+            first_slots = self._pop(num_new) * self.page_size
+            slots[tail:] = (first_slots[:, None] + self._offsets).ravel()[:rest]
+        return slots
+
+    def alloc_decode(self, seq_lens: I32, last_slots: I32) -> I32 | None:
+        slots = np.add(last_slots, 1, dtype=np.int32)
+        begins_page = (seq_lens - 1) % self.page_size == 0
+        num_new = int(np.count_nonzero(begins_page))
+        if num_new > self._top:
+            return None
+        misplaced = (slots - seq_lens + 1) % self.page_size != 0
+        misplaced &= ~begins_page
+        if misplaced.any():
+            i = int(misplaced.argmax())
+            raise MisplacedSlot(f"slot {last_slots[i]} can't hold position {seq_lens[i] - 2}")
+        if num_new:
+            slots[begins_page] = self._pop(num_new) * self.page_size
+        return slots
+
+    def free(self, slots: I32) -> None:
+        if not slots.size:
+            return
+        pages = slots_to_pages(slots, self.page_size)
+        if pages.min() < 1 or pages.max() > self.num_pages:
+            raise InvalidFree(
+                f"slots {slots.min()} … {slots.max()} reach outside the pool's {self.page_size} … {self.page_size + self.size - 1}"
+            )
+        order = np.arange(pages.size)
+        self._named_at[pages] = order
+        twice = self._named_at[pages] != order
+        if twice.any():
+            raise DoubleFree(f"page {pages[twice.argmax()]} is named twice in one call")
+        in_use = self._in_use[pages]
+        if not in_use.all():
+            raise DoubleFree(f"page {pages[in_use.argmin()]} is free already")
+        self._in_use[pages] = False
+        # Reversed, so that a request's pages come back in ascending order where they went out so: fewer, longer spans.
+        self._stack[self._top : self._top + pages.size] = pages[::-1]
+        self._top += pages.size
+
+    def free_pages(self) -> I32:
+        return self._stack[: self._top].copy()
+
+    def check_invariants(self) -> None:
+        named = np.bincount(self._stack[: self._top], minlength=self.num_pages + 1)
+        expected = ~self._in_use
+        expected[0] = False
+        wrong = named != expected
+        if wrong.any():
+            page = int(wrong.argmax())
+            state = "in use" if self._in_use[page] else "not in use"
+            raise InvariantViolation(f"page {page} stands {named[page]} times in the free list and is marked {state}")
+
+    def _is_in_use(self, slot: int) -> bool:
+        page = slot // self.page_size
+        return 1 <= page <= self.num_pages and bool(self._in_use[page])
+
+    def _pop(self, num_pages: int) -> I32:
+        """Take that many pages off the stack, which must have them."""
+        self._top -= num_pages
+        pages = self._stack[self._top : self._top + num_pages][::-1]
+        self._in_use[pages] = True
+        return pages

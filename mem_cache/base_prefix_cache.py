@@ -1,0 +1,165 @@
+"""Which computed prefixes are kept, and for whom.
+
+A request's KV, from admission to its end::
+
+    match_prefix ─▶ hold ─▶ (alloc_extend / alloc_decode, row written, hold.kv_len moved on
+                               ─▶ cache_unfinished_req)* ─▶ cache_finished_req | release_req
+
+Everything happens when a step is *planned*: a prefix may be in the cache, and be matched by the next request, before the
+model worker has computed it. That is sound because the worker runs steps in the order in which they were planned, and so
+is handing out a freed page at once: whoever still writes to it runs before its next owner. Only a reader outside that
+order (a transfer that still sends a page) must be waited for before the page is freed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..messages.base import I32
+from .allocator import TokenToKVPoolAllocator
+from .errors import StaleHold
+from .req_to_token_pool import ReqToTokenPool
+from .tree_node import TreeNode
+
+
+class PrefixMatch(NamedTuple):
+    """A cached prefix: its ``slots`` [M] int32 (read-only, M a whole number of pages) and the node that it ends in.
+
+    Valid until the next ``evict`` or ``reset``, unless held.
+    """
+
+    slots: I32
+    node: TreeNode
+
+
+class Rewrite(NamedTuple):
+    """Row positions ``start …`` now live in ``slots`` [N] int32. The model worker's table must follow."""
+
+    start: int
+    slots: I32
+
+
+@dataclass(slots=True)
+class KVHold:
+    """What one request holds.
+
+    Positions ``[0, cached_len)`` of its row are the cache's slots, pinned by the lock on ``node``, which ends at
+    ``cached_len`` (page-aligned). ``[cached_len, kv_len)`` belong to the request alone: the scheduler writes them to
+    the row and moves ``kv_len`` on as it allocates. ``live`` turns False when the hold is given back.
+    """
+
+    row: int
+    extra_key: str
+    node: TreeNode
+    cached_len: int
+    kv_len: int
+    live: bool = True
+
+
+class BasePrefixCache(ABC):
+    """A prefix cache over one allocator and one request table. Sizes are in tokens."""
+
+    def __init__(self, allocator: TokenToKVPoolAllocator, req_to_token: ReqToTokenPool) -> None:
+        self.allocator = allocator
+        self.req_to_token = req_to_token
+        self.page_size = allocator.page_size
+
+    @abstractmethod
+    def match_prefix(self, tokens: I32, extra_key: str = "") -> PrefixMatch:
+        """The longest cached, page-aligned prefix of ``tokens`` [N] in the namespace ``extra_key``.
+
+        Counts as a use of the nodes on its path and may split one; changes no size, lock or page. A caller that must
+        compute at least one token asks for ``tokens[:-1]``. Pins nothing: ``hold`` the match before making room.
+        """
+
+    @abstractmethod
+    def insert(self, tokens: I32, slots: I32, extra_key: str = "") -> int:
+        """Offer ``slots`` [N], which hold the KV of ``tokens`` [N]; N is a whole number of pages.
+
+        Returns K: ``slots[:K]`` stay the caller's, since the cache has that prefix elsewhere or keeps nothing;
+        ``slots[K:]`` are the cache's from now on. For pages outside a ``KVHold``. Raises ``UnalignedLength``.
+        """
+
+    @abstractmethod
+    def inc_lock_ref(self, node: TreeNode) -> None:
+        """Pin ``node`` and its ancestors. Raises ``UnbalancedLock`` when it has left the tree."""
+
+    @abstractmethod
+    def dec_lock_ref(self, node: TreeNode) -> None:
+        """Undo one ``inc_lock_ref``. Raises ``UnbalancedLock`` when there is none to undo."""
+
+    @abstractmethod
+    def evict(self, num_tokens: int) -> int:
+        """Give the allocator at least ``num_tokens`` slots of unlocked prefixes, or all of them if they are fewer.
+
+        Returns how many. Invalidates every match that is not held.
+        """
+
+    @abstractmethod
+    def evictable_size(self) -> int:
+        """Cached tokens that no request pins."""
+
+    @abstractmethod
+    def protected_size(self) -> int:
+        """Cached tokens that some request pins."""
+
+    def total_size(self) -> int:
+        """Cached tokens."""
+        return self.evictable_size() + self.protected_size()
+
+    @abstractmethod
+    def hold(self, row: int, match: PrefixMatch, extra_key: str) -> KVHold:
+        """Lock ``match``, which came from ``match_prefix(…, extra_key)``, and write its slots to ``row``.
+
+        ``row`` (from ``ReqToTokenPool.alloc``) is the hold's from now on. Raises ``StaleMatch``; nothing is changed then.
+        """
+
+    @abstractmethod
+    def cache_unfinished_req(self, hold: KVHold, tokens: I32) -> Rewrite | None:
+        """Share what a running request has: ``tokens`` are the ids whose KV the steps planned so far compute.
+
+        Their page-aligned part enters the cache and is pinned for the request (``hold.node`` and ``cached_len`` move
+        on). Pages of it that the cache got from elsewhere meanwhile are freed and replaced in the row: that is
+        the ``Rewrite`` returned, None when nothing was replaced. ``tokens[:cached_len]`` must be what was matched or
+        cached before. Raises ``StaleHold``, also when ``tokens`` are more than ``kv_len``; nothing is changed then.
+        """
+
+    def cache_finished_req(self, hold: KVHold, tokens: I32) -> None:
+        """Share what a request leaves behind, as ``cache_unfinished_req`` does, and give back the rest.
+
+        Frees ``[aligned part of tokens, kv_len)`` and the row, unlocks the node and ends the hold. Raises ``StaleHold``.
+        """
+        self.cache_unfinished_req(hold, tokens)
+        self.release_req(hold)
+
+    def release_req(self, hold: KVHold) -> None:
+        """Give back all that a request holds and keep nothing new of it: it failed, was aborted or retracted.
+
+        Frees ``[cached_len, kv_len)`` and the row, unlocks the node and ends the hold. Raises ``StaleHold``.
+        """
+        require_live(hold)
+        hold.live = False
+        self.allocator.free(self.req_to_token.table[hold.row, hold.cached_len : hold.kv_len])
+        self.req_to_token.free(hold.row)
+        self.dec_lock_ref(hold.node)
+
+    @abstractmethod
+    def reset(self) -> int:
+        """Drop every unlocked prefix and return how many tokens that were. Invalidates every match that is not held."""
+
+    @abstractmethod
+    def check_invariants(self, holds: Iterable[KVHold]) -> None:
+        """Raise ``InvariantViolation`` unless free + cached + held pages are all pages, each exactly once.
+
+        ``holds`` are all live holds; locks and rows must be theirs alone, so ask between two plans, not within one.
+        Costs O(pages + cached nodes).
+        """
+
+
+def require_live(hold: KVHold) -> None:
+    """Raise ``StaleHold`` when the hold was given back."""
+    if not hold.live:
+        raise StaleHold(f"the hold on row {hold.row} was given back already")

@@ -1,0 +1,77 @@
+"""Which unlocked leaf of the radix tree goes first.
+
+Life of a heap entry: pushed when a node becomes an unlocked leaf, or when an unlocked leaf is used → superseded by a
+later push of the same node, or outdated because the node was locked, grew a child or left the tree → dropped when it
+surfaces or at the next sweep. Nothing is ever searched for in the heap, so each step costs O(log leaves).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from .tree_node import TreeNode
+
+Priority = Callable[[TreeNode], tuple[int, int]]
+SWEEP_SLACK = 1024
+
+
+def lru(node: TreeNode) -> tuple[int, int]:
+    """Least recently used first."""
+    return node.last_access, 0
+
+
+def lfu(node: TreeNode) -> tuple[int, int]:
+    """Least often matched first, among equals the least recently used."""
+    return node.hit_count, node.last_access
+
+
+def fifo(node: TreeNode) -> tuple[int, int]:
+    """Oldest first."""
+    return node.created, 0
+
+
+def mru(node: TreeNode) -> tuple[int, int]:
+    """Most recently used first: keeps the start of a loop over more prompts than fit."""
+    return -node.last_access, 0
+
+
+EVICTION_POLICIES: Mapping[str, Priority] = MappingProxyType({"lru": lru, "lfu": lfu, "fifo": fifo, "mru": mru})
+
+
+class EvictionHeap:
+    """The unlocked leaves in the order of a policy."""
+
+    def __init__(self, priority: Priority) -> None:
+        self._priority = priority
+        self._entries: list[tuple[tuple[int, int], int, TreeNode]] = []
+        self._pushes = 0
+        self._sweep_above = SWEEP_SLACK
+
+    def push(self, node: TreeNode) -> None:
+        """Enter ``node``, an unlocked leaf, at its present priority; an earlier entry of it no longer counts."""
+        self._pushes += 1
+        node.heap_seq = self._pushes
+        heapq.heappush(self._entries, (self._priority(node), self._pushes, node))
+        if len(self._entries) > self._sweep_above:
+            self.sweep()
+
+    def peek(self) -> TreeNode | None:
+        """The leaf to evict next, which stays entered until it is no unlocked leaf any more; None when there is none."""
+        while self._entries:
+            _, seq, node = self._entries[0]
+            if node.heap_seq == seq and node.is_evictable:
+                return node
+            heapq.heappop(self._entries)
+        return None
+
+    def nodes(self) -> list[TreeNode]:
+        """The leaves entered, in no particular order."""
+        return [node for _, seq, node in self._entries if node.heap_seq == seq and node.is_evictable]
+
+    def sweep(self) -> None:
+        """Drop outdated entries, so that they are never more than the others by ``SWEEP_SLACK``; O(1) a push on average."""
+        self._entries = [e for e in self._entries if e[2].heap_seq == e[1] and e[2].is_evictable]
+        heapq.heapify(self._entries)
+        self._sweep_above = 2 * len(self._entries) + SWEEP_SLACK

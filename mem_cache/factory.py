@@ -1,0 +1,20 @@
+"""The prefix cache that the options ask for."""
+
+from __future__ import annotations
+
+from ..server.options import ServerOptions
+from .allocator import TokenToKVPoolAllocator
+from .base_prefix_cache import BasePrefixCache
+from .chunk_cache import ChunkCache
+from .eviction import EVICTION_POLICIES
+from .radix_cache import RadixCache
+from .req_to_token_pool import ReqToTokenPool
+
+
+def make_prefix_cache(
+    options: ServerOptions, allocator: TokenToKVPoolAllocator, req_to_token: ReqToTokenPool
+) -> BasePrefixCache:
+    """``ChunkCache`` with ``disable_radix_cache``, otherwise ``RadixCache`` with ``radix_eviction_policy``."""
+    if options.disable_radix_cache:
+        return ChunkCache(allocator, req_to_token)
+    return RadixCache(allocator, req_to_token, EVICTION_POLICIES[options.radix_eviction_policy])

@@ -1,0 +1,84 @@
+"""What must be true of pages, holds and locks between two plans. Slow and independent of the code that it checks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..messages.base import I32
+from .allocator import TokenToKVPoolAllocator
+from .base_prefix_cache import KVHold
+from .errors import InvariantViolation
+from .req_to_token_pool import ReqToTokenPool
+from .tree_node import NO_SLOTS, TreeNode
+
+
+class Claim(NamedTuple):
+    """``owner`` says that it holds ``pages`` [P]."""
+
+    owner: str
+    pages: I32
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``InvariantViolation`` with ``message`` unless ``condition``."""
+    if not condition:
+        raise InvariantViolation(message)
+
+
+def claim_pages(owner: str, slots: I32, page_size: int) -> Claim:
+    """The claim of the owner of ``slots`` [N], which begin at a page border; refuses slots that are not runs of pages."""
+    first_slots = slots[::page_size]
+    whole = first_slots[:, None] + np.arange(page_size, dtype=np.int32)
+    aligned = not (first_slots % page_size).any()
+    require(aligned and np.array_equal(whole.ravel()[: slots.size], slots), f"{owner}: its slots are no runs of pages")
+    return Claim(owner, first_slots // page_size)
+
+
+def hold_claims(holds: Iterable[KVHold], req_to_token: ReqToTokenPool, page_size: int) -> list[Claim]:
+    """What each request says it owns beside the cache."""
+    return [
+        claim_pages(f"request in row {h.row}", req_to_token.table[h.row, h.cached_len : h.kv_len], page_size)
+        for h in holds
+    ]
+
+
+def check_pages(allocator: TokenToKVPoolAllocator, claims: Sequence[Claim]) -> None:
+    """Free pages and claims together must name each of the pool's pages exactly once."""
+    claims = [Claim("free list", allocator.free_pages()), *claims]
+    pages = np.concatenate([claim.pages for claim in claims])
+    outside = (pages < 1) | (pages > allocator.num_pages)
+    require(not outside.any(), f"page {pages[outside.argmax()]} is claimed and is not in the pool")
+    wrong = np.bincount(pages, minlength=allocator.num_pages + 1)[1:] != 1
+    if wrong.any():
+        page = int(wrong.argmax()) + 1
+        owners = [claim.owner for claim in claims for _ in range(int(np.count_nonzero(claim.pages == page)))]
+        raise InvariantViolation(f"page {page} has owners: {', '.join(owners) or 'none'} ({wrong.sum()} such pages)")
+
+
+def check_holds(holds: Sequence[KVHold], req_to_token: ReqToTokenPool, lock_refs: Mapping[TreeNode, int]) -> None:
+    """Rows in use are the holds' rows; each row starts with its path's slots; ``lock_refs`` (all nodes) are the holds'."""
+    rows = Counter(hold.row for hold in holds)
+    shared = [row for row, count in rows.items() if count > 1]
+    require(not shared, f"rows {shared} are held by several requests")
+    leaked = rows.keys() ^ req_to_token.rows_in_use()
+    require(not leaked, f"rows {sorted(leaked)} are either held or handed out, not both")
+    pins: Counter[TreeNode] = Counter()
+    for hold in holds:
+        require(hold.live, f"row {hold.row}: its hold was given back")
+        require(
+            hold.cached_len <= hold.kv_len <= req_to_token.context_len, f"row {hold.row}: impossible lengths {hold}"
+        )
+        path = list(hold.node.path_up())
+        pins.update(path)
+        slots = np.concatenate([NO_SLOTS, *(node.slots for node in reversed(path))])
+        row = req_to_token.table[hold.row, : hold.cached_len]
+        require(np.array_equal(slots, row), f"row {hold.row}: its first {hold.cached_len} slots are not its node's")
+    for node in pins.keys() | lock_refs.keys():
+        require(
+            node in lock_refs and pins[node] == lock_refs[node],
+            f"a node over slots {node.slots[:1]} … has lock_ref {lock_refs.get(node)}, {pins[node]} requests pin it",
+        )

@@ -1,0 +1,279 @@
+"""The prefix cache as a radix tree over page-aligned token runs.
+
+Life of a node: inserted as a leaf (by ``insert``, or by a request that shares its KV) → matched, split at page borders
+when a prefix parts inside it (the old node stays the lower part, so whoever ends in it still does) → locked while a
+request pins it or a descendant → unlocked leaf → trimmed from its end, or evicted whole; then its parent may be the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from ..messages.base import I32
+from .allocator import TokenToKVPoolAllocator
+from .base_prefix_cache import BasePrefixCache, KVHold, PrefixMatch, Rewrite, require_live
+from .errors import StaleHold, StaleMatch, UnalignedLength, UnbalancedLock
+from .eviction import EvictionHeap, Priority, lru
+from .invariants import Claim, check_holds, check_pages, claim_pages, hold_claims, require
+from .pages import ceil_to_page, floor_to_page
+from .req_to_token_pool import ReqToTokenPool
+from .tree_node import NO_SLOTS, TOKEN_BYTES, TreeNode, make_root
+
+
+class Path(NamedTuple):
+    """Nodes from (not including) the start of a walk down to its end; together they hold ``slots`` [N]."""
+
+    nodes: list[TreeNode]
+    slots: I32
+
+
+class RadixCache(BasePrefixCache):
+    """Keeps every computed prefix until its pages are needed. Namespaces share nothing but the root."""
+
+    def __init__(
+        self, allocator: TokenToKVPoolAllocator, req_to_token: ReqToTokenPool, priority: Priority = lru
+    ) -> None:
+        super().__init__(allocator, req_to_token)
+        self._page_bytes = self.page_size * TOKEN_BYTES
+        self._root = make_root()
+        self._heap = EvictionHeap(priority)
+        self._now = 0
+        self._evictable = 0
+        self._protected = 0
+
+    def match_prefix(self, tokens: I32, extra_key: str = "") -> PrefixMatch:
+        path = self._walk(self._root, self._key(tokens), extra_key)
+        for node in path.nodes:
+            node.hit_count += 1
+        self._touch(path.nodes)
+        return PrefixMatch(path.slots, path.nodes[-1] if path.nodes else self._root)
+
+    def insert(self, tokens: I32, slots: I32, extra_key: str = "") -> int:
+        if len(tokens) % self.page_size or len(tokens) != len(slots):
+            raise UnalignedLength(f"{len(tokens)} tokens in {len(slots)} slots, pages of {self.page_size}")
+        path = self._walk(self._root, self._key(tokens), extra_key)
+        known = path.slots.size
+        self._extend(self._root, path, self._key(tokens), slots, extra_key)
+        self._touch(path.nodes)
+        return known
+
+    def inc_lock_ref(self, node: TreeNode) -> None:
+        path = list(node.path_up())
+        if path[-1] is not self._root:
+            raise UnbalancedLock("a node that has left the tree can't be locked")
+        self._lock(path)
+
+    def dec_lock_ref(self, node: TreeNode) -> None:
+        path = list(node.path_up())
+        if path[-1] is not self._root or node.lock_ref == 0:
+            raise UnbalancedLock("unlocked more often than locked")
+        for n in path:
+            n.lock_ref -= 1
+            if n.lock_ref == 0:
+                self._protected -= n.num_tokens
+                self._evictable += n.num_tokens
+        if node.is_evictable:
+            self._heap.push(node)
+
+    def evict(self, num_tokens: int) -> int:
+        goal = ceil_to_page(num_tokens, self.page_size)
+        freed: list[I32] = []
+        while goal > 0 and (leaf := self._heap.peek()) is not None:
+            if goal < leaf.num_tokens:
+                freed.append(self._trim(leaf, goal))
+            else:
+                freed.append(leaf.slots)
+                self._remove_leaf(leaf)
+            goal -= freed[-1].size
+        return self._give_back(freed)
+
+    def evictable_size(self) -> int:
+        return self._evictable
+
+    def protected_size(self) -> int:
+        return self._protected
+
+    def hold(self, row: int, match: PrefixMatch, extra_key: str) -> KVHold:
+        path = list(match.node.path_up())
+        matched = match.slots.size
+        if path[-1] is not self._root or sum(node.num_tokens for node in path) != matched:
+            raise StaleMatch(f"a match of {matched} tokens was evicted before it was held")
+        self._lock(path)
+        self.req_to_token.table[row, :matched] = match.slots
+        return KVHold(row, extra_key, match.node, cached_len=matched, kv_len=matched)
+
+    def cache_unfinished_req(self, hold: KVHold, tokens: I32) -> Rewrite | None:
+        require_live(hold)
+        if len(tokens) > hold.kv_len:
+            raise StaleHold(f"{len(tokens)} tokens can't have KV in {hold.kv_len} slots")
+        start, end = hold.cached_len, floor_to_page(len(tokens), self.page_size)
+        if end <= start:
+            return None
+        row = self.req_to_token.table[hold.row]
+        # The walk starts at the hold's node, so a chunk costs what it is long, not what the prompt is long.
+        key = self._key(tokens[start:end])
+        path = self._walk(hold.node, key, hold.extra_key)
+        known = path.slots
+        self._extend(hold.node, path, key, row[start:end], hold.extra_key)
+        self._touch(path.nodes)
+        self._lock(path.nodes)
+        hold.node, hold.cached_len = path.nodes[-1], end
+        if not known.size:
+            return None
+        self.allocator.free(row[start : start + known.size])
+        row[start : start + known.size] = known
+        return Rewrite(start, known)
+
+    def reset(self) -> int:
+        def is_top(node: TreeNode) -> bool:
+            """Unlocked, and its parent stays."""
+            parent = node.parent
+            return node.lock_ref == 0 and parent is not None and (parent is self._root or parent.lock_ref > 0)
+
+        tops = [node for node in self._root.subtree() if is_top(node)]
+        freed = []
+        for top in tops:
+            assert top.parent is not None
+            del top.parent.children[top.edge]
+            for node in top.subtree():
+                node.parent = None
+                node.children = {}
+                self._evictable -= node.num_tokens
+                freed.append(node.slots)
+        self._heap.sweep()
+        return self._give_back(freed)
+
+    def check_invariants(self, holds: Iterable[KVHold]) -> None:
+        holds = list(holds)
+        nodes = list(self._root.subtree())
+        claims = [self._check_node(node) for node in nodes]
+        self.allocator.check_invariants()
+        check_pages(self.allocator, [*claims, *hold_claims(holds, self.req_to_token, self.page_size)])
+        check_holds(holds, self.req_to_token, {node: node.lock_ref for node in nodes})
+        evictable = sum(node.num_tokens for node in nodes if node.lock_ref == 0)
+        protected = sum(node.num_tokens for node in nodes if node.lock_ref)
+        counted, kept = (evictable, protected), (self._evictable, self._protected)
+        require(counted == kept, f"(evictable, protected) tokens are {counted}, accounts say {kept}")
+        entered = self._heap.nodes()
+        leaves = {node for node in nodes if node.is_evictable}
+        require(set(entered) == leaves and len(entered) == len(leaves), "the eviction heap misses unlocked leaves")
+
+    def _check_node(self, node: TreeNode) -> Claim:
+        """The pages that ``node`` claims; raises ``InvariantViolation`` when it does not fit its parent."""
+        claim = claim_pages(f"cache node {node.edge[-8:].hex()}", node.slots, self.page_size)
+        if node is not self._root:
+            require(
+                node.num_tokens > 0 and len(node.key) == node.num_tokens * TOKEN_BYTES, f"{claim.owner}: bad length"
+            )
+            require(node.parent is not None and node.parent.children.get(node.edge) is node, f"{claim.owner}: lost")
+            require(node.edge.endswith(node.key[: self._page_bytes]), f"{claim.owner}: its edge is not its first page")
+        return claim
+
+    def _key(self, tokens: I32) -> bytes:
+        """The whole pages of ``tokens`` as bytes."""
+        return np.ascontiguousarray(tokens[: floor_to_page(len(tokens), self.page_size)], dtype=np.int32).tobytes()
+
+    def _edge(self, node: TreeNode, key: bytes, pos: int, extra_key: str) -> bytes:
+        """Name of the child of ``node`` that ``key`` goes on with at byte ``pos``.
+
+        Pages are of one length, so that a namespace before one can't be mistaken for another namespace and page.
+        """
+        page = key[pos : pos + self._page_bytes]
+        return extra_key.encode(errors="surrogatepass") + page if node is self._root and extra_key else page
+
+    def _walk(self, node: TreeNode, key: bytes, extra_key: str) -> Path:
+        """Follow ``key`` down from ``node`` as far as it is cached; splits the node in which it parts."""
+        nodes: list[TreeNode] = []
+        pos = 0
+        while pos < len(key):
+            child = node.children.get(self._edge(node, key, pos, extra_key))
+            if child is None:
+                break
+            whole = key.startswith(child.key, pos)
+            node = child if whole else self._split(child, self._common_bytes(child.key, key, pos))
+            nodes.append(node)
+            pos += len(node.key)
+            if not whole:
+                break
+        if len(nodes) == 1:
+            return Path(nodes, nodes[0].slots)
+        return Path(nodes, np.concatenate([n.slots for n in nodes]) if nodes else NO_SLOTS)
+
+    def _common_bytes(self, ours: bytes, theirs: bytes, pos: int) -> int:
+        """Length of the whole pages that ``ours`` and ``theirs[pos:]`` start with alike."""
+        num = min(len(ours), len(theirs) - pos) // TOKEN_BYTES
+        a = np.frombuffer(ours, dtype=np.int32, count=num)
+        b = np.frombuffer(theirs, dtype=np.int32, count=num, offset=pos)
+        differ = a != b
+        alike = int(differ.argmax()) if differ.any() else num
+        return floor_to_page(alike, self.page_size) * TOKEN_BYTES
+
+    def _split(self, node: TreeNode, at: int) -> TreeNode:
+        """Cut ``node`` at byte ``at`` of its key; returns the new upper part, pinned by the same requests."""
+        parent = node.parent
+        assert parent is not None
+        num = at // TOKEN_BYTES
+        upper = TreeNode(parent, node.edge, node.key[:at], node.slots[:num], node.created)
+        upper.lock_ref, upper.last_access, upper.hit_count = node.lock_ref, node.last_access, node.hit_count
+        parent.children[node.edge] = upper
+        node.parent, node.key, node.slots = upper, node.key[at:], node.slots[num:]
+        node.edge = node.key[: self._page_bytes]
+        upper.children[node.edge] = node
+        return upper
+
+    def _extend(self, start: TreeNode, path: Path, key: bytes, slots: I32, extra_key: str) -> None:
+        """Append to ``path``, walked from ``start``, a leaf for what of ``key`` and ``slots`` it does not reach."""
+        known = path.slots.size
+        if known == len(slots):
+            return
+        parent = path.nodes[-1] if path.nodes else start
+        pos = known * TOKEN_BYTES
+        own = np.array(slots[known:], dtype=np.int32)
+        own.setflags(write=False)
+        leaf = TreeNode(parent, self._edge(parent, key, pos, extra_key), key[pos:], own, self._now)
+        parent.children[leaf.edge] = leaf
+        path.nodes.append(leaf)
+        self._evictable += leaf.num_tokens
+
+    def _touch(self, nodes: list[TreeNode]) -> None:
+        """Note that a path was used just now. Only its last node can be a leaf, so only that can move in the heap."""
+        self._now += 1
+        for node in nodes:
+            node.last_access = self._now
+        if nodes and nodes[-1].is_evictable:
+            self._heap.push(nodes[-1])
+
+    def _lock(self, nodes: list[TreeNode]) -> None:
+        for node in nodes:
+            if node.lock_ref == 0:
+                self._evictable -= node.num_tokens
+                self._protected += node.num_tokens
+            node.lock_ref += 1
+
+    def _trim(self, leaf: TreeNode, num_tokens: int) -> I32:
+        """Cut the last ``num_tokens`` (whole pages, not all) off an unlocked leaf; returns their slots."""
+        cut = leaf.slots[-num_tokens:]
+        leaf.slots = leaf.slots[:-num_tokens]
+        leaf.key = leaf.key[: -num_tokens * TOKEN_BYTES]
+        self._evictable -= num_tokens
+        return cut
+
+    def _remove_leaf(self, leaf: TreeNode) -> None:
+        """Take an unlocked leaf out of the tree; its parent may be one now."""
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[leaf.edge]
+        leaf.parent = None
+        self._evictable -= leaf.num_tokens
+        if parent.is_evictable:
+            self._heap.push(parent)
+
+    def _give_back(self, freed: list[I32]) -> int:
+        if not freed:
+            return 0
+        slots = np.concatenate(freed)
+        self.allocator.free(slots)
+        return slots.size

@@ -1,0 +1,42 @@
+"""The tensors of one forward pass, as the worker hands them to ``ModelRunner.forward``.
+
+Shapes: T tokens, B entries, L wanted rows of logits, R rows of the request table, C its width in tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """One pass over ``B`` entries; entry ``b`` computes ``q_lens[b]`` tokens of row ``rows[b]`` from position ``starts[b]`` on.
+
+    The entries' tokens lie one after another in ``input_ids``, ``positions`` and ``out_cache_loc``. Prefill chunks and
+    decode steps (``q_lens[b]`` 1) mix freely. ``req_to_token`` must already map this pass's positions to
+    ``out_cache_loc``, and a row's pages must be whole: position ``p`` lives at offset ``p % page_size`` of its page.
+    """
+
+    input_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64: position of each token in its request."""
+    out_cache_loc: Tensor
+    """[T] int64: slots that the pass writes."""
+    rows: Tensor
+    """[B] int64: rows of ``req_to_token``."""
+    starts: list[int]
+    """[B]: tokens of the row whose KV is computed already."""
+    q_lens: list[int]
+    """[B]: tokens of the row that this pass computes, at least 1."""
+    req_to_token: Tensor
+    """[R, C] int32: row × position → slot. Never written by the model."""
+    logit_indices: Tensor
+    """[L] int64: indices into T of the tokens whose logits are wanted, in the order of the answer."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.input_ids.shape[0]

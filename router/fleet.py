@@ -1,0 +1,95 @@
+"""All instances of a router, and which of them serves the next request.
+
+The rule: a pair where a healthy prefill and a healthy decode exist, else a healthy worker. A pair needs both of its
+legs, so an unhealthy prefill also keeps work from the decodes, and the other way round. On a retry, instances
+that the request has already failed on come last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from .instance import HealthState, Instance, Role
+from .options import RouterOptions, check_url, parse_prefill
+from .policies import POLICIES
+from .request_body import RequestBody
+
+logger = logging.getLogger(__name__)
+
+
+class Pair(NamedTuple):
+    """A prefill and a decode that serve one request together."""
+
+    prefill: Instance
+    decode: Instance
+
+
+Target = Pair | Instance
+
+
+class Fleet:
+    """The instances, their states, and the policies that choose among them."""
+
+    def __init__(self, options: RouterOptions) -> None:
+        prefills = [Instance(url, Role.PREFILL, port) for url, port in parse_prefill(options.prefill)]
+        decodes = [Instance(check_url(url), Role.DECODE) for url in options.decode]
+        workers = [Instance(check_url(url), Role.WORKER) for url in options.worker]
+        self.instances: tuple[Instance, ...] = (*prefills, *decodes, *workers)
+        self._policies = {role: POLICIES[options.policy]() for role in Role}
+        self._changed = asyncio.Event()
+
+    def healthy(self, role: Role | None = None) -> list[Instance]:
+        """Healthy instances, of one role or of all."""
+        return [i for i in self.instances if i.state is HealthState.HEALTHY and role in (None, i.role)]
+
+    def can_serve(self) -> bool:
+        """Whether a request that comes now can be sent anywhere."""
+        return bool(self.healthy(Role.WORKER) or (self.healthy(Role.PREFILL) and self.healthy(Role.DECODE)))
+
+    def undecided(self) -> bool:
+        """Whether a check under way may still turn up an instance."""
+        return any(i.state is HealthState.UNKNOWN for i in self.instances)
+
+    def pick(self, request: RequestBody, failed: Collection[Instance] = ()) -> Target | None:
+        """Who serves ``request``; None while nobody can. ``failed``: instances it failed on before."""
+        prefills, decodes, workers = (self.healthy(role) for role in (Role.PREFILL, Role.DECODE, Role.WORKER))
+        fresh_prefills, fresh_decodes, fresh_workers = (
+            [i for i in group if i not in failed] for group in (prefills, decodes, workers)
+        )
+        if fresh_prefills and fresh_decodes:
+            return self._pair(fresh_prefills, fresh_decodes, request)
+        if fresh_workers:
+            return self._policies[Role.WORKER].choose(fresh_workers, request)
+        if prefills and decodes:
+            return self._pair(fresh_prefills or prefills, fresh_decodes or decodes, request)
+        return self._policies[Role.WORKER].choose(workers, request) if workers else None
+
+    def _pair(self, prefills: Sequence[Instance], decodes: Sequence[Instance], request: RequestBody) -> Pair:
+        return Pair(
+            self._policies[Role.PREFILL].choose(prefills, request),
+            self._policies[Role.DECODE].choose(decodes, request),
+        )
+
+    def set_state(self, instance: Instance, state: HealthState, reason: str) -> None:
+        """Record what was learned about an instance; wakes everyone in ``wait_change``."""
+        if instance.state is not state:
+            level = logging.INFO if state is HealthState.HEALTHY else logging.WARNING
+            logger.log(level, "%s is %s: %s", instance, state, reason)
+            self._changed.set()
+            self._changed = asyncio.Event()
+        instance.state = state
+        instance.reason = reason
+
+    def report_failure(self, instance: Instance, reason: str) -> None:
+        """A request found the instance dead: send it nothing until a check, which starts at once, has passed."""
+        instance.failures += 1
+        if instance.state is HealthState.HEALTHY:
+            self.set_state(instance, HealthState.UNKNOWN, reason)
+        instance.check_now.set()
+
+    async def wait_change(self) -> None:
+        """Return when any instance's state has changed."""
+        await self._changed.wait()

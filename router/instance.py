@@ -1,0 +1,66 @@
+"""One instance as the router sees it: where it is, what it does, and whether it can be sent work.
+
+    UNKNOWN ──check passed──▶ HEALTHY ──check failed──▶ UNHEALTHY ──check passed──▶ HEALTHY
+       ▲ └────check failed─────────────────────────────────▲
+       └── a request failed there: the next check comes at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+from urllib.parse import urlsplit
+
+
+class Role(StrEnum):
+    """What an instance is sent."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    WORKER = "worker"
+
+
+class HealthState(StrEnum):
+    """Whether an instance can be sent work; UNKNOWN: not checked since the start, or since a request failed there."""
+
+    UNKNOWN = "unknown"
+    HEALTHY = "healthy"
+    UNHEALTHY = "unhealthy"
+
+
+@dataclass(eq=False)
+class Instance:
+    """One instance and what the router counts about it. ``bootstrap_port`` is set for prefill instances only."""
+
+    url: str
+    role: Role
+    bootstrap_port: int | None = None
+    state: HealthState = HealthState.UNKNOWN
+    reason: str = "not checked yet"
+    in_flight: int = 0
+    requests: int = 0
+    failures: int = 0
+    check_now: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.url}"
+
+    @property
+    def host(self) -> str:
+        """The host part of the URL, without brackets."""
+        return urlsplit(self.url).hostname or ""
+
+    def summary(self) -> dict[str, Any]:
+        """JSON-ready view for ``/server_info``."""
+        return {
+            "url": self.url,
+            "role": self.role,
+            "bootstrap_port": self.bootstrap_port,
+            "state": self.state,
+            "reason": self.reason,
+            "in_flight": self.in_flight,
+            "requests": self.requests,
+            "failures": self.failures,
+        }

@@ -1,0 +1,124 @@
+"""The options of the router, declared once; the command line and YAML files read them here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import urlsplit
+
+DEFAULT_BOOTSTRAP_PORT = 8998
+
+
+class RouterOptionsError(ValueError):
+    """An option that can't work; the message says what to write instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterOptions:
+    """Options of ``pdserve router``.
+
+    Parameters
+    ----------
+    prefill
+        Prefill instances: URL [BOOTSTRAP_PORT], as often as you like; the bootstrap port is 8998 when left out.
+    decode
+        URLs of decode instances.
+    worker
+        URLs of unified instances, which serve whole requests. Used while no prefill-decode pair can serve.
+    host
+        Address to listen on. Other than a loopback address only when you say so.
+    port
+        Port of the router's HTTP API.
+    policy
+        How an instance is chosen among the healthy ones, for prefill, decode and unified alike.
+    api_key
+        When set, every request but /health needs "Authorization: Bearer KEY"; the same key goes to the instances.
+    health_check_interval
+        Seconds between two health checks of an instance.
+    health_check_timeout
+        Seconds that an instance may take to answer a health check.
+    connect_timeout
+        Seconds that an instance may take to accept a connection.
+    first_byte_timeout
+        Seconds that a request may wait for its answer to begin.
+    idle_timeout
+        Seconds of silence in the middle of an answer after which it counts as lost.
+    retries
+        How often a request is tried again on other instances when the first ones die before they answered.
+    retry_window
+        Seconds after a request's arrival in which it is tried again.
+    max_body_bytes
+        Longest request body; a longer one is answered with 413.
+    drain_timeout
+        Seconds that running answers have to finish after SIGTERM.
+    log_level
+        Least severe messages to log.
+    """
+
+    prefill: list[str] = field(default_factory=list)
+    decode: list[str] = field(default_factory=list)
+    worker: list[str] = field(default_factory=list)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    policy: Literal["random", "round_robin"] = "round_robin"
+    api_key: str | None = None
+    health_check_interval: float = 0.5
+    health_check_timeout: float = 5.0
+    connect_timeout: float = 1.0
+    first_byte_timeout: float = 600.0
+    idle_timeout: float = 120.0
+    retries: int = 2
+    retry_window: float = 2.0
+    max_body_bytes: int = 32 * 2**20
+    drain_timeout: float = 30.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def check(self) -> None:
+        """Raise ``RouterOptionsError`` when these options can't route anything."""
+        parse_prefill(self.prefill)
+        for url in [*self.decode, *self.worker]:
+            check_url(url)
+        if bool(self.prefill) != bool(self.decode):
+            given, missing = ("--prefill", "--decode") if self.prefill else ("--decode", "--prefill")
+            raise RouterOptionsError(f"{given} is of no use without {missing}: give at least one URL of each")
+        if not self.prefill and not self.worker:
+            raise RouterOptionsError("nothing to route to: give --prefill and --decode, or --worker")
+        if self.retries < 0:
+            raise RouterOptionsError("--retries must be 0 or more")
+        for name in ("health_check_interval", "health_check_timeout", "connect_timeout", "max_body_bytes"):
+            if getattr(self, name) <= 0:
+                raise RouterOptionsError(f"--{name.replace('_', '-')} must be above 0")
+
+
+def parse_prefill(tokens: list[str]) -> list[tuple[str, int]]:
+    """Pairs (URL, bootstrap port) from the flattened values of ``--prefill URL [BOOTSTRAP_PORT]``.
+
+    Raises ``RouterOptionsError`` when a port comes without its URL, twice, or out of range.
+    """
+    pairs: list[tuple[str, int]] = []
+    port_allowed = False
+    for token in tokens:
+        if not token.isdigit():
+            pairs.append((check_url(token), DEFAULT_BOOTSTRAP_PORT))
+            port_allowed = True
+            continue
+        if not port_allowed:
+            raise RouterOptionsError(f"--prefill {token}: a bootstrap port follows its URL, one port a URL")
+        if not 0 < int(token) < 65536:
+            raise RouterOptionsError(f"--prefill: {token} is not a port (1 to 65535)")
+        pairs[-1] = (pairs[-1][0], int(token))
+        port_allowed = False
+    return pairs
+
+
+def check_url(url: str) -> str:
+    """The URL without a trailing slash; raises ``RouterOptionsError`` when it is not ``http://HOST[:PORT]``."""
+    wanted = f"{url!r} is not an instance's URL: write it like http://127.0.0.1:30000"
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        raise RouterOptionsError(wanted) from None
+    if not usable or parts.query or parts.fragment or parts.path not in ("", "/"):
+        raise RouterOptionsError(wanted)
+    return url.rstrip("/")

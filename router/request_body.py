@@ -1,0 +1,88 @@
+"""A client's JSON body, parsed once, and what each leg is sent instead of it."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import orjson
+
+from .errors import BadRequestError
+from .instance import Instance
+
+ROOM_BITS = 63
+
+
+class PairBodies(NamedTuple):
+    """What the two legs of a pair are sent."""
+
+    prefill: bytes
+    decode: bytes
+
+
+@dataclass(frozen=True)
+class RequestBody:
+    """A request as the client sent it. ``fields`` is ``raw``, parsed."""
+
+    raw: bytes
+    fields: dict[str, Any]
+
+    @classmethod
+    def parse(cls, raw: bytes) -> RequestBody:
+        """Raises ``BadRequestError`` for anything but a JSON object."""
+        try:
+            fields = orjson.loads(raw)
+        except orjson.JSONDecodeError as exc:
+            raise BadRequestError(f"the body is not valid JSON: {exc}") from None
+        if not isinstance(fields, dict):
+            raise BadRequestError("the body must be a JSON object")
+        return cls(raw, fields)
+
+    @property
+    def stream(self) -> bool:
+        """Whether the client asked for SSE."""
+        return self.fields.get("stream") is True
+
+    @property
+    def batch_size(self) -> int | None:
+        """How many prompts a batch holds; None for a single prompt (and for what the instance will refuse)."""
+        for name in ("text", "input_ids", "prompt"):
+            prompts = self.fields.get(name)
+            if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list):
+                return len(prompts)
+        return None
+
+    def for_pair(self, prefill: Instance) -> PairBodies:
+        """Bodies for ``prefill`` and any decode, with a fresh room, and a fresh rid where the client gave none.
+
+        The same rid goes to both legs, so that one ``/abort_request`` ends both. The prefill is never asked to
+        stream: only its status matters, and a plain answer shows an error in the status.
+        """
+        count = self.batch_size
+        host, port = prefill.host, prefill.bootstrap_port
+        patch: dict[str, Any]
+        if count is None:
+            patch = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": draw_room()}
+        else:
+            patch = {
+                "bootstrap_host": [host] * count,
+                "bootstrap_port": [port] * count,
+                "bootstrap_room": [draw_room() for _ in range(count)],
+            }
+        if self.fields.get("rid") is None:
+            patch["rid"] = draw_rid() if count is None else [draw_rid() for _ in range(count)]
+        decode = {**self.fields, **patch}
+        prefill_fields = {**decode, "stream": False}
+        prefill_fields.pop("stream_options", None)
+        return PairBodies(orjson.dumps(prefill_fields), orjson.dumps(decode))
+
+
+def draw_room() -> int:
+    """A fresh room. 0 means "nothing has landed" to other servers that speak this protocol, so it is never drawn."""
+    return secrets.randbits(ROOM_BITS) or 1
+
+
+def draw_rid() -> str:
+    """A fresh request id, 32 hex digits."""
+    return secrets.token_hex(16)

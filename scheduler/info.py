@@ -1,0 +1,46 @@
+"""What ``/server_info`` tells of the scheduler."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from ..mem_cache.errors import InvariantViolation
+from .scheduler import Scheduler
+
+
+def server_info(scheduler: Scheduler, epoch: str) -> dict[str, Any]:
+    """JSON-ready: pools (tokens), queues (requests), counters since the start, peers, options. Checks the invariants."""
+    worker, counters = scheduler.worker, scheduler.counters
+    try:
+        scheduler.check_invariants()
+        invariants = "ok"
+    except InvariantViolation as e:
+        invariants = str(e)
+    states = Counter(str(r.state) for r in scheduler.reqs.values())
+    manager = scheduler.kv_manager
+    return {
+        "status": "draining" if scheduler.draining else "ready",
+        "epoch": epoch,
+        "role": scheduler.options.disaggregation_mode,
+        "model": scheduler.options.model_name,
+        "fingerprint": worker.fingerprint,
+        "context_length": worker.context_length,
+        "vocab_size": worker.vocab_size,
+        "device": worker.device,
+        "weights_dtype": worker.weights_dtype,
+        "attention_backend": worker.attention_backend,
+        "kv_layout": msgspec.to_builtins(worker.layout),
+        "pool": scheduler.memory.usage(),
+        "invariants": invariants,
+        "requests": {"total": len(scheduler.reqs), **dict(states)},
+        "queues": {"waiting": len(scheduler.planner.waiting), "running": len(scheduler.planner.running)},
+        "new_token_ratio": round(scheduler.planner.reserve.ratio, 4),
+        "retractions": scheduler.planner.retractions,
+        "counters": dict(vars(counters)),
+        "disaggregation": manager.info() if manager is not None else None,
+        "load_seconds": worker.load_seconds,
+        "options": msgspec.to_builtins(scheduler.options) | {"api_key": "***" if scheduler.options.api_key else None},
+    }

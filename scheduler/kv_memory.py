@@ -1,0 +1,156 @@
+"""The scheduler's memory: request rows, slots and cached prefixes behind one door.
+
+A request's memory is taken once, for everything it has to compute (``admit``), grows by one slot a decode step (``grow``), and
+goes back whole: ``finish`` (its prefix stays cached) or ``release`` (nothing stays). Cached prefixes that no request
+uses are evicted when slots run short.
+
+Pages are freed as soon as the scheduler plans without them, while steps that were already sent may still touch them. That is
+sound because the worker runs steps in order: whoever gets the page next writes it in a later step. A *remote* writer is not in
+that order, so ``disaggregation/kv_receiver.py`` waits for those steps before it offers fresh pages to a peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ..mem_cache.allocator import PagedTokenToKVPoolAllocator
+from ..mem_cache.base_prefix_cache import KVHold, Rewrite
+from ..mem_cache.factory import make_prefix_cache
+from ..mem_cache.req_to_token_pool import ReqToTokenPool
+from ..messages.base import I32
+from ..server.options import ServerOptions
+from .req import Req
+
+
+class KVMemory:
+    """Owner of every row and slot of the instance. See the module for the life of a request's memory."""
+
+    def __init__(self, options: ServerOptions, max_total_tokens: int, context_length: int) -> None:
+        self.page_size = options.page_size
+        self.max_total_tokens = max_total_tokens
+        self._allocator = PagedTokenToKVPoolAllocator(max_total_tokens, options.page_size)
+        # An output's last token may be computed once too often while its end is not known yet: room for two more.
+        self._table = ReqToTokenPool(options.max_running_requests, context_length + 2)
+        self._cache = make_prefix_cache(options, self._allocator, self._table)
+
+    @property
+    def obtainable(self) -> int:
+        """Slots that are free or can be made free by eviction."""
+        return self._allocator.available_size() + self._cache.evictable_size()
+
+    def pages_up(self, tokens: int) -> int:
+        """``tokens`` rounded up to whole pages, in tokens."""
+        return -(-tokens // self.page_size) * self.page_size
+
+    def prefix_len(self, req: Req) -> int:
+        """How much of the request is cached now (tokens). Takes nothing."""
+        return len(self._cache.match_prefix(req.token_ids[: req.longest_reusable_prefix], req.msg.extra_key).slots)
+
+    def admit(self, req: Req, reserve: int, *, prefix_limit: int) -> bool:
+        """Take a row, the cached prefix (at most ``prefix_limit`` tokens) and slots for the rest of the known tokens.
+
+        ``reserve``: slots that must stay obtainable for others. Returns False, having changed nothing, where row or slots
+        are short. Sets ``req.hold`` and ``req.computed``.
+        """
+        if self._table.available_size() == 0:
+            return False
+        match = self._cache.match_prefix(req.token_ids[:prefix_limit], req.msg.extra_key)
+        cached = len(match.slots)
+        self._cache.inc_lock_ref(match.node)
+        need = self.pages_up(req.known_len) - cached
+        fits = need + reserve <= self.obtainable
+        if fits:
+            row = self._table.alloc()
+            assert row is not None
+            req.hold = self._cache.hold(row, match, req.msg.extra_key)
+            self._extend(req.hold, req.known_len)
+            req.computed = cached
+        self._cache.dec_lock_ref(match.node)
+        return fits
+
+    def grow(self, reqs: Sequence[Req]) -> I32 | None:
+        """One more slot for each request, in order; None, with nothing changed, where slots are short even after eviction."""
+        holds = [self.hold_of(r) for r in reqs]
+        rows = np.fromiter((h.row for h in holds), dtype=np.int64, count=len(holds))
+        lens = np.fromiter((h.kv_len for h in holds), dtype=np.int32, count=len(holds))
+        needed = int(np.count_nonzero(lens % self.page_size == 0)) * self.page_size
+        if not self._make_room(needed):
+            return None
+        slots = self._allocator.alloc_decode(lens + 1, self._table.table[rows, lens - 1])
+        assert slots is not None
+        self._table.table[rows, lens] = slots
+        for hold in holds:
+            hold.kv_len += 1
+        return slots
+
+    def slots(self, req: Req, start: int, end: int) -> I32:
+        """The slots of positions ``[start, end)``."""
+        return self._table.table[self.hold_of(req).row, start:end]
+
+    def pages(self, req: Req, start: int, end: int) -> I32:
+        """The pages of positions ``[start, end)``; ``start`` is page-aligned."""
+        return self.slots(req, start, end)[:: self.page_size] // self.page_size
+
+    def share(self, req: Req, computed: int) -> Rewrite | None:
+        """Let others reuse the request's first ``computed`` tokens; returns row positions whose slots changed thereby."""
+        return self._cache.cache_unfinished_req(self.hold_of(req), req.known_tokens(computed))
+
+    def finish(self, req: Req) -> None:
+        """Give the request's memory back, keeping what it computed as a cached prefix."""
+        hold = self.hold_of(req)
+        req.hold = None
+        self._cache.cache_finished_req(hold, req.known_tokens(min(req.computed, hold.kv_len)))
+
+    def release(self, req: Req) -> None:
+        """Give the request's memory back and keep nothing (beyond what ``share`` had already shared)."""
+        hold = self.hold_of(req)
+        req.hold = None
+        self._cache.release_req(hold)
+
+    def hold_of(self, req: Req) -> KVHold:
+        """The request's memory; it must have some."""
+        if req.hold is None:
+            raise AssertionError(f"request {req.rid} ({req.state}) holds no KV memory")
+        return req.hold
+
+    def flush(self) -> int:
+        """Drop every cached prefix that no request uses; returns the tokens dropped."""
+        return self._cache.reset()
+
+    def usage(self) -> dict[str, int]:
+        """Tokens: total, free, cached (evictable), in use; rows: total, in use."""
+        free, cached = self._allocator.available_size(), self._cache.evictable_size()
+        rows = len(self._table.table)
+        return {
+            "total": self.max_total_tokens,
+            "free": free,
+            "cached": cached,
+            "in_use": self.max_total_tokens - free - cached,
+            "rows_total": rows,
+            "rows_in_use": rows - self._table.available_size(),
+        }
+
+    def check_invariants(self, reqs: Iterable[Req]) -> None:
+        """Every page exactly once; raises ``mem_cache.errors.InvariantViolation``."""
+        self._cache.check_invariants([r.hold for r in reqs if r.hold is not None])
+
+    def _extend(self, hold: KVHold, seq_len: int) -> None:
+        """Slots for positions ``[hold.kv_len, seq_len)``; the caller made sure that they can be had."""
+        need = self.pages_up(seq_len) - self.pages_up(hold.kv_len)
+        if not self._make_room(need):
+            raise AssertionError(f"{need} slots were obtainable and are not")
+        last = int(self._table.table[hold.row, hold.kv_len - 1]) if hold.kv_len else 0
+        slots = self._allocator.alloc_extend(hold.kv_len, seq_len, last)
+        assert slots is not None
+        self._table.table[hold.row, hold.kv_len : seq_len] = slots
+        hold.kv_len = seq_len
+
+    def _make_room(self, tokens: int) -> bool:
+        short = tokens - self._allocator.available_size()
+        if short > 0:
+            if short > self._cache.evictable_size():
+                return False
+            self._cache.evict(short)
+        return tokens <= self._allocator.available_size()

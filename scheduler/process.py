@@ -1,0 +1,173 @@
+"""The scheduler process: its sockets and its loop. Imports no torch.
+
+Start-up: bind the channels, answer questions with "loading" until the worker's ``WorkerReady``, then build the ``Scheduler`` (and
+the ``KVManager`` of a prefill or decode instance) and report ready. From then on the loop sleeps until a message, a worker's
+event, a peer's message or a deadline comes.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import time
+from typing import Any
+
+import zmq
+
+from ..disaggregation.kv_manager import KVManager
+from ..messages.channel import Receiver, Sender, UndeclaredMessage
+from ..messages.control import Drain, Drained, FlushCacheReq, FlushCacheResult, Ping, Pong, ServerInfo, ServerInfoReq
+from ..messages.outputs import ReqError
+from ..messages.requests import AbortReq, GenerateReq, StopReq
+from ..messages.routes import ToScheduler, ToSchedulerFromWorker
+from ..messages.worker import StepResult, WorkerEvent, WorkerReady
+from ..server.child import ChildContext, start_child
+from .info import server_info
+from .outbox import Outbox
+from .scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+IDLE_CHECK_INTERVAL = 1.0
+"""Seconds between invariant checks of an idle instance that has served something since the last one."""
+
+
+class SchedulerProcess:
+    """Owner of the sockets; see the module."""
+
+    def __init__(self, ctx: ChildContext) -> None:
+        self._ctx = ctx
+        self._inbox: Receiver[Any] = Receiver(ctx.zmq_ctx, ctx.address("scheduler"), ToScheduler)
+        self._events: Receiver[Any] = Receiver(ctx.zmq_ctx, ctx.address("worker_events"), ToSchedulerFromWorker)
+        self._supervisor = Sender(ctx.zmq_ctx, ctx.address("supervisor"))
+        self._outbox = Outbox(
+            Sender(ctx.zmq_ctx, ctx.address("worker")), Sender(ctx.zmq_ctx, ctx.address("detokenizer"))
+        )
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox.socket, zmq.POLLIN)
+        self._poller.register(self._events.socket, zmq.POLLIN)
+        self._scheduler: Scheduler | None = None
+        self._manager: KVManager | None = None
+        self._checked_at = 0.0
+        self._checked_step = -1
+        self._drained_sent = False
+
+    def run(self) -> None:
+        """Serve for ever; raises what can't be survived."""
+        while True:
+            self._poller.poll(self._timeout_ms())
+            now = time.monotonic()
+            for event in self._drain(self._events):
+                self._on_worker_event(event, now)
+            for message in self._drain(self._inbox):
+                self._on_message(message, now)
+            if self._manager is not None:
+                self._manager.poll(now)
+            if self._scheduler is not None:
+                self._scheduler.run_steps(now)
+                self._when_idle(self._scheduler, now)
+            self._outbox.flush()
+
+    def _timeout_ms(self) -> int:
+        if self._manager is not None:
+            return self._manager.timeout_ms(time.monotonic())
+        if self._scheduler is not None and self._scheduler.counters.steps != self._checked_step:
+            return int(IDLE_CHECK_INTERVAL * 1000)
+        return -1
+
+    def _drain(self, receiver: Receiver[Any]) -> list[Any]:
+        messages: list[Any] = []
+        while True:
+            try:
+                batch = receiver.recv(0)
+            except UndeclaredMessage as e:
+                log.error("%s", e)
+                continue
+            if not batch:
+                return messages
+            messages += batch
+
+    def _on_worker_event(self, event: WorkerEvent, now: float) -> None:
+        if isinstance(event, WorkerReady):
+            self._start(event, now)
+            return
+        assert self._scheduler is not None
+        if isinstance(event, StepResult):
+            self._scheduler.on_step_result(event, now)
+        elif self._manager is not None:
+            self._manager.on_transfer_event(event, now)
+
+    def _start(self, worker: WorkerReady, now: float) -> None:
+        self._scheduler = Scheduler(self._ctx.options, worker, self._outbox)
+        if self._ctx.options.disaggregation_mode != "unified":
+            self._manager = KVManager(self._ctx, self._scheduler, self._poller)
+            self._scheduler.kv_manager = self._manager
+            self._manager.start(now)
+        # What exists now lives as long as the process: a full collection need not look at it again.
+        gc.collect()
+        gc.freeze()
+        self._ctx.report_ready(worker.load_seconds)
+
+    def _on_message(self, message: Any, now: float) -> None:
+        scheduler = self._scheduler
+        if isinstance(message, Ping):
+            self._outbox.answer(self._pong(message, now))
+        elif scheduler is None:
+            if isinstance(message, GenerateReq):
+                text = "the model is still loading; try again in a few seconds"
+                self._outbox.answer(ReqError(message.rid, 503, text, "overloaded_error"))
+            elif isinstance(message, ServerInfoReq):
+                self._outbox.answer(ServerInfo(message.id, {"status": "loading"}))
+            elif isinstance(message, FlushCacheReq):
+                self._outbox.answer(FlushCacheResult(message.id, False, message="the model is still loading"))
+        elif isinstance(message, GenerateReq):
+            scheduler.admit_message(message, now)
+        elif isinstance(message, AbortReq):
+            scheduler.abort(message)
+        elif isinstance(message, StopReq):
+            scheduler.stop(message)
+        elif isinstance(message, FlushCacheReq):
+            self._outbox.answer(self._flush_cache(scheduler, message))
+        elif isinstance(message, ServerInfoReq):
+            self._outbox.answer(ServerInfo(message.id, server_info(scheduler, self._ctx.epoch)))
+        elif isinstance(message, Drain):
+            log.info("draining: %d requests are left", len(scheduler.reqs))
+            scheduler.draining = True
+            if self._manager is not None:
+                self._manager.withdraw()
+
+    def _flush_cache(self, scheduler: Scheduler, message: FlushCacheReq) -> FlushCacheResult:
+        if scheduler.reqs:
+            text = f"{len(scheduler.reqs)} requests are running; flush when the instance is idle"
+            return FlushCacheResult(message.id, False, message=text)
+        return FlushCacheResult(message.id, True, flushed=scheduler.memory.flush())
+
+    def _pong(self, ping: Ping, now: float) -> Pong:
+        if self._scheduler is None:
+            return Pong(ping.id, False, "the model is still loading")
+        if self._scheduler.draining:
+            return Pong(ping.id, False, "the instance is draining")
+        since = self._scheduler.in_flight_since
+        if since is not None and now - since > self._ctx.options.watchdog_timeout:
+            return Pong(ping.id, False, f"the model worker has been busy with one step for {now - since:.0f} s")
+        return Pong(ping.id, True)
+
+    def _when_idle(self, scheduler: Scheduler, now: float) -> None:
+        if not scheduler.is_idle:
+            return
+        if scheduler.draining and not self._drained_sent:
+            self._supervisor.send(Drained())
+            self._drained_sent = True
+        if now - self._checked_at >= IDLE_CHECK_INTERVAL and self._checked_step != scheduler.counters.steps:
+            scheduler.check_invariants()
+            self._checked_at, self._checked_step = now, scheduler.counters.steps
+
+
+def main() -> None:
+    """Entry point of the child process."""
+    SchedulerProcess(start_child(sys.argv)).run()
+
+
+if __name__ == "__main__":
+    main()

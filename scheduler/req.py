@@ -1,0 +1,187 @@
+"""One request inside the scheduler.
+
+Lifecycle (DESIGN §5)::
+
+    local:     WAITING → PREFILLING → RUNNING → FINISHED
+    outgoing:  BOOTSTRAPPING → WAITING → PREFILLING → SENDING → FINISHED
+    incoming:  BOOTSTRAPPING → PREALLOCATED → TRANSFERRING → RUNNING → FINISHED
+
+A retracted request goes back from RUNNING to WAITING with its output kept, and is from then on a local one: this instance
+computes prompt and output again. ``ABORTED`` and ``FAILED`` follow from any state.
+
+Positions count from the prompt's first token. Of a request's ``total_len`` tokens, the first ``computed`` have their KV in
+the pool or written by a step that was already sent; ``pending`` tokens at the end were sampled by steps whose result is
+not here yet, so the scheduler knows that they exist but not what they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from ..mem_cache.base_prefix_cache import KVHold
+from ..messages.base import I32, unpack_i32
+from ..messages.outputs import Timing, TokenLogprob
+from ..messages.requests import GenerateReq
+from ..messages.worker import RowInit
+
+
+class ReqState(StrEnum):
+    """Where a request stands."""
+
+    BOOTSTRAPPING = "bootstrapping"
+    WAITING = "waiting"
+    PREALLOCATED = "preallocated"
+    TRANSFERRING = "transferring"
+    PREFILLING = "prefilling"
+    SENDING = "sending"
+    RUNNING = "running"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+ENDED = frozenset({ReqState.FINISHED, ReqState.ABORTED, ReqState.FAILED})
+
+
+class Route(StrEnum):
+    """Where a request's two phases run."""
+
+    LOCAL = "local"
+    OUTGOING = "outgoing"
+    INCOMING = "incoming"
+
+
+@dataclass(slots=True)
+class ReqTimes:
+    """``time.monotonic()`` of a request's turning points; 0 where it has not come to that yet."""
+
+    arrival: float
+    ready: float = 0.0
+    """When nothing but memory and its turn kept the request waiting (a hand-over's peer has turned up)."""
+    admitted: float = 0.0
+    first_token: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Req:
+    """See the module. ``hold`` is the memory that the request has, None while it has none."""
+
+    rid: str
+    msg: GenerateReq
+    route: Route
+    state: ReqState
+    prompt_len: int
+    max_new_tokens: int
+    token_ids: I32
+    """Prompt, then known output; only the first ``known_len`` entries mean anything."""
+    known_len: int
+    times: ReqTimes
+    stop_ids: frozenset[int]
+    pending: int = 0
+    computed: int = 0
+    hold: KVHold | None = None
+    cached_tokens: int = 0
+    retractions: int = 0
+    announced: bool = False
+    """Whether the detokenizer has been told of this request."""
+    input_logprobs: list[TokenLogprob] | None = None
+    timing: Timing = field(default_factory=Timing)
+
+    @staticmethod
+    def create(msg: GenerateReq, route: Route, state: ReqState, max_new_tokens: int) -> Req:
+        """A fresh request; ``max_new_tokens`` may be less than the client asked for where the pool is small."""
+        prompt = unpack_i32(msg.input_ids)
+        token_ids = np.empty(len(prompt) + max_new_tokens, dtype=np.int32)
+        token_ids[: len(prompt)] = prompt
+        req = Req(
+            rid=msg.rid,
+            msg=msg,
+            route=route,
+            state=state,
+            prompt_len=len(prompt),
+            max_new_tokens=max_new_tokens,
+            token_ids=token_ids,
+            known_len=len(prompt),
+            times=ReqTimes(arrival=msg.arrival),
+            stop_ids=frozenset(msg.stop_ids),
+        )
+        if req.wants_input_logprobs:
+            first = TokenLogprob(int(prompt[0]), None)
+            req.input_logprobs = [first] if req.logprob_start == 0 else []
+        return req
+
+    @property
+    def total_len(self) -> int:
+        """Prompt and output tokens, those not yet known included."""
+        return self.known_len + self.pending
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next one can be sampled; 1 while decoding."""
+        return self.total_len - self.computed
+
+    @property
+    def output_len(self) -> int:
+        """Known output tokens."""
+        return self.known_len - self.prompt_len
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether one more token may be sampled, counting those on their way."""
+        return self.total_len - self.prompt_len < self.max_new_tokens
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the request is over; results that still arrive for it mean nothing."""
+        return self.state in ENDED
+
+    @property
+    def logprob_start(self) -> int:
+        """First prompt position whose logprob is wanted, -1 for none."""
+        return self.msg.logprobs.start_len if self.msg.logprobs is not None else -1
+
+    @property
+    def wants_input_logprobs(self) -> bool:
+        """Whether prompt logprobs are wanted at all."""
+        return 0 <= self.logprob_start < self.prompt_len
+
+    @property
+    def longest_reusable_prefix(self) -> int:
+        """Tokens that may come from the cache: one must be computed to sample, and a scored position needs its logits."""
+        limit = self.total_len - 1
+        if self.wants_input_logprobs and self.output_len == 0:
+            limit = min(limit, max(0, self.logprob_start - 1))
+        return limit
+
+    def known_tokens(self, length: int) -> I32:
+        """The first ``length`` token ids, fewer where fewer are known."""
+        return self.token_ids[: min(length, self.known_len)]
+
+    def append(self, token_id: int) -> None:
+        """A sampled token has become known."""
+        self.token_ids[self.known_len] = token_id
+        self.known_len += 1
+
+    def row_init(self, row: int) -> RowInit:
+        """What the worker's sampler must know as the request takes ``row``."""
+        p = self.msg.sampling
+        history = self.known_tokens(self.known_len).tobytes() if p.has_penalties else None
+        return RowInit(
+            row=row,
+            seed=p.seed,
+            prompt_len=self.prompt_len,
+            temperature=p.temperature,
+            top_p=p.top_p,
+            top_k=p.top_k,
+            min_p=p.min_p,
+            frequency_penalty=p.frequency_penalty,
+            presence_penalty=p.presence_penalty,
+            repetition_penalty=p.repetition_penalty,
+            min_new_tokens=p.min_new_tokens,
+            stop_ids=self.msg.stop_ids,
+            logprobs=self.msg.logprobs.top_num if self.msg.logprobs is not None else None,
+            history=history,
+        )

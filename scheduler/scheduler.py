@@ -1,0 +1,280 @@
+"""The scheduler: takes requests in, keeps the worker busy, gives tokens out, and knows where every request stands.
+
+One loop for all routes (DESIGN §5). ``process.py`` feeds it messages and time; it answers through its ``Outbox``. In order:
+
+1. ``handle`` takes a message in: a request is checked and queued, or handed to the KV manager when a peer is involved.
+2. ``run_steps`` plans and sends forward passes while fewer than ``max_in_flight`` are on their way. With overlap (the default)
+   that is two: step n+1 is planned while the worker runs step n, with n's tokens still unknown.
+3. ``on_step_result`` makes tokens known, ends requests, and sends the tokens to the detokenizer.
+
+Every request ends exactly once, through ``end``. Its memory goes back through ``free``: at once, or, where a transfer still
+touches its pages, when the KV manager says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ..messages.base import unpack_i32
+from ..messages.outputs import FinishReason, FinishType, ReqMeta, TokenLogprob
+from ..messages.requests import AbortReq, GenerateReq, StopReq
+from ..messages.worker import StepResult, WorkerReady
+from ..server.options import ServerOptions
+from .kv_memory import KVMemory
+from .outbox import Outbox
+from .planner import StepPlanner
+from .req import Req, ReqState, Route
+from .step_builder import InFlightStep
+
+if TYPE_CHECKING:
+    from ..disaggregation.kv_manager import KVManager
+
+log = logging.getLogger(__name__)
+
+
+class Counters:
+    """What happened since the start, for /server_info and metrics."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.finished = 0
+        self.aborted = 0
+        self.failed = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generation_tokens = 0
+        self.steps = 0
+        self.forward_seconds = 0.0
+
+
+class Scheduler:
+    """See the module."""
+
+    def __init__(self, options: ServerOptions, worker: WorkerReady, outbox: Outbox) -> None:
+        self.options = options
+        self.worker = worker
+        self.memory = KVMemory(options, worker.max_total_tokens, worker.context_length)
+        self.planner = StepPlanner(options, self.memory)
+        self.outbox = outbox
+        self.reqs: dict[str, Req] = {}
+        self.counters = Counters()
+        self.draining = False
+        self.completed_step = 0
+        self.kv_manager: KVManager | None = None
+        self._in_flight: deque[InFlightStep] = deque()
+        self._max_in_flight = 1 if options.disable_overlap_schedule else 2
+
+    # --- requests in ---
+
+    def admit_message(self, msg: GenerateReq, now: float) -> None:
+        """Take a request in, or refuse it with a reason."""
+        refusal = self._refusal(msg)
+        if refusal is not None:
+            status, message, kind, field = refusal
+            self.outbox.error(msg.rid, status, message, kind, field)
+            return
+        route = Route.LOCAL
+        if msg.bootstrap is not None:
+            route = Route.OUTGOING if self.options.disaggregation_mode == "prefill" else Route.INCOMING
+        room = self.memory.max_total_tokens - len(msg.input_ids) // 4
+        req = Req.create(msg, route, ReqState.WAITING, max(1, min(msg.sampling.max_new_tokens, room)))
+        self.reqs[req.rid] = req
+        self.counters.requests += 1
+        self.counters.prompt_tokens += req.prompt_len
+        if route is Route.LOCAL:
+            self.enqueue(req, now)
+        else:
+            assert self.kv_manager is not None
+            req.state = ReqState.BOOTSTRAPPING
+            self.kv_manager.add(req, now)
+
+    def _refusal(self, msg: GenerateReq) -> tuple[int, str, str, str | None] | None:
+        mode = self.options.disaggregation_mode
+        prompt_len = len(msg.input_ids) // 4
+        limit = self.memory.max_total_tokens
+        bad_request, busy = "invalid_request_error", "overloaded_error"
+        if self.draining:
+            return 503, "the instance is draining; send the request to another one", busy, None
+        if msg.rid in self.reqs:
+            return 400, f"rid {msg.rid!r} is in use by a running request; choose another", bad_request, "rid"
+        # One slot for the token that follows the prompt; whole pages only.
+        if self.memory.pages_up(prompt_len + 1) > limit:
+            text = f"the prompt has {prompt_len} tokens, the KV pool holds {limit}; shorten it or raise --max-total-tokens"
+            return 400, text, bad_request, "input_ids"
+        if msg.bootstrap is not None and mode == "unified":
+            text = "bootstrap_room was given, but this instance runs in unified mode; use a prefill and a decode instance"
+            return 400, text, bad_request, "bootstrap_room"
+        if len(self.reqs) >= self.options.max_queued_requests + self.options.max_running_requests:
+            return 429, f"{len(self.reqs)} requests are queued or running; try again later", busy, None
+        return None
+
+    def enqueue(self, req: Req, now: float) -> None:
+        """The request waits for its turn to compute here."""
+        req.state = ReqState.WAITING
+        req.times.ready = now
+        self.planner.waiting[req.rid] = req
+
+    def abort(self, msg: AbortReq) -> None:
+        """End a request (or all) on a client's wish. An unknown rid has ended already: nothing to do."""
+        for rid in [msg.rid] if msg.rid else list(self.reqs):
+            req = self.reqs.get(rid)
+            if req is not None:
+                self.end(req, ReqState.ABORTED, FinishReason(FinishType.ABORT, message=msg.reason))
+                self._free_after_abort(req, msg.reason)
+
+    def stop(self, msg: StopReq) -> None:
+        """The detokenizer found a stop string and has answered the client."""
+        req = self.reqs.get(msg.rid)
+        if req is not None:
+            self.end(req, ReqState.FINISHED, None)
+            self._free_after_abort(req, "a stop string was found")
+
+    def _free_after_abort(self, req: Req, reason: str) -> None:
+        if self.kv_manager is not None and self.kv_manager.owns(req):
+            self.kv_manager.cancel(req, reason)
+        else:
+            self.free(req)
+
+    # --- requests out ---
+
+    def end(self, req: Req, state: ReqState, finish: FinishReason | None) -> None:
+        """The request is over. ``finish`` is what the client is told; None where somebody else has told it."""
+        self._leave(req, state)
+        if finish is not None:
+            self.outbox.tokens(req, [], finish, self.meta(req), None)
+
+    def fail(self, req: Req, status: int, message: str, kind: str = "server_error") -> None:
+        """The request is over by a fault that is not the client's wish. Memory is the caller's to ``free``."""
+        if req.is_ended:
+            return
+        self._leave(req, ReqState.FAILED)
+        self.outbox.error(req.rid, status, message, kind)
+
+    def _leave(self, req: Req, state: ReqState) -> None:
+        if req.is_ended:
+            raise AssertionError(f"request {req.rid} ends a second time ({req.state} → {state})")
+        req.state = state
+        del self.reqs[req.rid]
+        self.planner.waiting.pop(req.rid, None)
+        self.planner.running.pop(req.rid, None)
+        counters = self.counters
+        counters.finished += state is ReqState.FINISHED
+        counters.aborted += state is ReqState.ABORTED
+        counters.failed += state is ReqState.FAILED
+        counters.cached_tokens += req.cached_tokens
+        counters.generation_tokens += req.output_len
+
+    def free(self, req: Req, *, keep_prefix: bool = True) -> None:
+        """Give back what memory the request holds, if any. ``keep_prefix`` False where its KV can't be trusted."""
+        if req.hold is None:
+            return
+        if keep_prefix:
+            self.memory.finish(req)
+        else:
+            self.memory.release(req)
+
+    def meta(self, req: Req) -> ReqMeta:
+        """What the client is told of the request's life, up to now."""
+        return ReqMeta(
+            prompt_tokens=req.prompt_len,
+            completion_tokens=req.output_len,
+            cached_tokens=req.cached_tokens,
+            timing=req.timing,
+            retractions=req.retractions,
+            input_logprobs=req.input_logprobs,
+        )
+
+    # --- steps ---
+
+    @property
+    def in_flight_since(self) -> float | None:
+        """When the oldest step under way was sent (``time.monotonic()``), None with none under way."""
+        return self._in_flight[0].sent_at if self._in_flight else None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is alive and no step under way."""
+        return not self.reqs and not self._in_flight
+
+    def run_steps(self, now: float) -> None:
+        """Keep the worker supplied."""
+        while len(self._in_flight) < self._max_in_flight:
+            step = self.planner.plan(now)
+            if step is None:
+                return
+            self.outbox.to_worker(step.message)
+            self._in_flight.append(step.in_flight)
+            if self.kv_manager is not None:
+                for req in step.prefilled:
+                    self.kv_manager.chunk_planned(req)
+
+    def on_step_result(self, result: StepResult, now: float) -> None:
+        """A step is done: its tokens are known now."""
+        step = self._in_flight.popleft()
+        if step.step_id != result.step_id:
+            raise AssertionError(f"the worker answered step {result.step_id}, step {step.step_id} is due")
+        self.completed_step = step.step_id
+        self.counters.steps += 1
+        self.counters.forward_seconds += result.forward_ms / 1000
+        for req, scores in zip(step.input_logprobs, result.input_logprobs, strict=True):
+            if req.input_logprobs is not None:
+                req.input_logprobs += scores
+        bad = set(result.bad_entries)
+        if bad:
+            self._fail_bad(step.entries[i] for i in bad)
+        tokens = unpack_i32(result.next_tokens).tolist()
+        for i, entry in enumerate(step.sampled):
+            req = step.entries[entry]
+            req.pending -= 1
+            if not req.is_ended:
+                logprob = result.logprobs[i] if result.logprobs is not None else None
+                self._on_token(req, tokens[i], logprob, now)
+
+    def _fail_bad(self, reqs: Iterable[Req]) -> None:
+        for req in reqs:
+            if req.is_ended:
+                continue
+            log.error("request %s: the model's logits are not finite", req.rid)
+            self.fail(req, 500, "the model produced logits that are not finite for this prompt")
+            self._free_after_abort(req, "logits are not finite")
+        # What the failed requests computed may be cached already, and the next one with this prompt would start from it.
+        self.memory.flush()
+
+    def _on_token(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
+        if not req.times.first_token:
+            req.times.first_token = now
+            req.timing.queue_ms = (req.times.admitted - req.times.arrival) * 1000
+            req.timing.prefill_ms = (now - req.times.admitted) * 1000
+        if req.route is Route.OUTGOING:
+            assert self.kv_manager is not None
+            req.append(token)
+            self.kv_manager.first_token(req, token, logprob)
+            return
+        self.take_token(req, token, logprob, now)
+
+    def take_token(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
+        """A new output token, computed here or on the peer: pass it on, and end the request if it is the last."""
+        req.append(token)
+        finish = None
+        if token in req.stop_ids:
+            finish = FinishReason(FinishType.STOP, matched=token)
+        elif req.output_len >= req.max_new_tokens:
+            finish = FinishReason(FinishType.LENGTH)
+        meta = None
+        if finish is not None or req.msg.sampling.stop:
+            req.timing.decode_ms = (now - req.times.first_token) * 1000
+            meta = self.meta(req)
+        self.outbox.tokens(req, [token], finish, meta, [logprob] if logprob is not None else None)
+        if finish is not None:
+            self._leave(req, ReqState.FINISHED)
+            self.free(req)
+
+    def check_invariants(self) -> None:
+        """Memory is whole, and every request stands where its state says. Raises ``InvariantViolation``."""
+        holders = [r for r in self.reqs.values() if r.hold is not None]
+        if self.kv_manager is not None:
+            holders += [r for r in self.kv_manager.lingering() if r.hold is not None]
+        self.memory.check_invariants(holders)

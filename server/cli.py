@@ -1,0 +1,102 @@
+"""The command line: ``pdserve server | router | up | version``.
+
+What a command runs is imported inside it: ``pdserve router`` never loads what only a server needs.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from ..router.options import RouterOptions, RouterOptionsError
+from .cluster_options import ClusterOptions, ClusterOptionsError
+from .config_file import apply_config
+from .option_checks import OptionError, check_options
+from .options import ServerOptions
+
+EXIT_USAGE = 2
+
+
+def _show_default(value: Any) -> Any:
+    """A flag that is off, or a list that is empty, needs no "[default: …]"."""
+    return None if value is False or value == [] else value
+
+
+Config = Annotated[
+    Path | None,
+    Parameter(help="YAML file with any of these options (page-size: 16); the command line wins over it."),
+]
+
+app = App(
+    name="pdserve",
+    help="LLM inference server whose prefill and decode phases run in separate instances.\n\nOptions: pdserve COMMAND --help",
+    group_parameters="Options",
+    version_flags=[],
+    config=apply_config,
+    default_parameter=Parameter(negative=(), consume_multiple=True, show_default=_show_default),
+)
+
+
+@app.command
+def server(
+    *, options: Annotated[ServerOptions, Parameter(name="*")] = ServerOptions(), config: Config = None
+) -> int:
+    """Run one instance: unified, prefill or decode."""
+    try:
+        check_options(options)
+    except OptionError as e:
+        return _refuse("server", e)
+    from .supervisor import run_server
+
+    return run_server(options)
+
+
+@app.command
+def router(
+    *, options: Annotated[RouterOptions, Parameter(name="*")] = RouterOptions(), config: Config = None
+) -> int:
+    """Run the router, which pairs prefill and decode instances for each request."""
+    try:
+        options.check()
+    except RouterOptionsError as e:
+        return _refuse("router", e)
+    from ..router.process import run_router
+
+    return run_router(options)
+
+
+@app.command
+def up(
+    *, options: Annotated[ClusterOptions, Parameter(name="*")] = ClusterOptions(), config: Config = None
+) -> int:
+    """Run a whole cluster on this host: prefill and decode instances behind a router."""
+    try:
+        options.check()
+        check_options(options.instance_options())
+    except (ClusterOptionsError, OptionError) as e:
+        return _refuse("up", e)
+    from .cluster import run_cluster
+
+    return run_cluster(options)
+
+
+@app.command
+def version() -> int:
+    """Print the version."""
+    print(package_version("pdserve"))
+    return 0
+
+
+def _refuse(command: str, error: ValueError) -> int:
+    for line in str(error).splitlines():
+        print(f"pdserve {command}: {line}", file=sys.stderr)
+    return EXIT_USAGE
+
+
+def main() -> None:
+    """The console script ``pdserve``."""
+    sys.exit(app(result_action="return_value"))

@@ -1,0 +1,86 @@
+"""The options of a whole cluster on one host: its shape, and, inherited, what every instance is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from .options import DisaggregationMode, ServerOptions
+
+
+class ClusterOptionsError(ValueError):
+    """An option that can't work; the message says what to write instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions(ServerOptions):
+    """Options of ``pdserve up``: those of ``pdserve server`` for every instance, and the cluster's own.
+
+    What the cluster decides for each instance (its mode, its ports) can't be given.
+
+    Parameters
+    ----------
+    prefill
+        How many prefill instances to start.
+    decode
+        How many decode instances to start.
+    unified
+        How many instances to start that serve whole requests.
+    host
+        Address that the router listens on; the instances always listen on 127.0.0.1.
+    port
+        Port of the router's HTTP API; 0 takes a free one.
+    policy
+        How the router chooses an instance.
+    log_dir
+        Folder for one log file a process; default: all to stderr, each line after its process's name.
+    max_restarts
+        How often in a minute a process that died is started again; one more death ends the cluster.
+    disaggregation_transfer_backend
+        How KV pages move: shm (same host, one copy), tcp (any host), fake (moves nothing, for tests).
+    mem_fraction_static
+        Share of the device's memory for weights and KV pools of all instances together, split evenly;
+        default 0.88 on cuda, 0.3 on cpu.
+    threads
+        Compute threads of each model worker; default: one for each core that it is given.
+    cpus
+        Cores that the model workers divide among themselves, like "0,2-3"; default: every core this process may use.
+    startup_timeout
+        Seconds that the whole cluster may take to start.
+    drain_timeout
+        Seconds that running requests have to finish after Ctrl-C or SIGTERM; a second Ctrl-C doesn't wait.
+    """
+
+    prefill: int = 1
+    decode: int = 1
+    unified: int = 0
+    port: int = 8000
+    policy: Literal["random", "round_robin"] = "round_robin"
+    log_dir: str | None = None
+    max_restarts: int = 10
+    disaggregation_transfer_backend: Literal["tcp", "shm", "fake"] = "shm"
+    drain_timeout: float = 10.0
+    disaggregation_mode: Annotated[DisaggregationMode, Parameter(parse=False)] = "unified"
+    disaggregation_bootstrap_port: Annotated[int, Parameter(parse=False)] = 8998
+
+    def check(self) -> None:
+        """Raise ``ClusterOptionsError`` when this cluster can't work."""
+        if min(self.prefill, self.decode, self.unified) < 0:
+            raise ClusterOptionsError("--prefill, --decode and --unified count instances: 0 or more")
+        if bool(self.prefill) != bool(self.decode):
+            given, missing = ("prefill", "decode") if self.prefill else ("decode", "prefill")
+            raise ClusterOptionsError(
+                f"--{given} {getattr(self, given)} is of no use with --{missing} 0: "
+                f"start at least one of each, or set both to 0 and --unified to 1"
+            )
+        if not self.prefill + self.unified:
+            raise ClusterOptionsError("nothing to start: give --prefill and --decode, or --unified")
+        if self.max_restarts < 0:
+            raise ClusterOptionsError("--max-restarts must be 0 or more")
+
+    def instance_options(self, **changes: Any) -> ServerOptions:
+        """The options of one instance: these, with ``changes``."""
+        common = {item.name: getattr(self, item.name) for item in fields(ServerOptions)}
+        return ServerOptions(**{**common, **changes})

@@ -1,0 +1,52 @@
+"""``--config file.yaml``: options from a file, under those of the command line."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import yaml
+from cyclopts import App, ArgumentCollection, CycloptsError
+from cyclopts.config import Dict
+
+CONFIG_FLAG = "--config"
+
+
+def read_config(path: Path, flags: list[str]) -> dict[str, Any]:
+    """The options in YAML file ``path``, keyed by flag name without dashes; absent (null) ones are left out.
+
+    ``flags``: the names that exist ("--page-size"); keys may be written "page-size" or "page_size".
+    Raises ``CycloptsError`` where the file is not a mapping of those.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise CycloptsError(msg=f"{CONFIG_FLAG} {path}: {e}") from e
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise CycloptsError(msg=f'{CONFIG_FLAG} {path}: write one "flag-name: value" a line')
+    known = {flag.removeprefix("--") for flag in flags} - {CONFIG_FLAG.removeprefix("--")}
+    options: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).replace("_", "-")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f' Did you mean "{near[0]}"?' if near else ""
+            raise CycloptsError(msg=f'{CONFIG_FLAG} {path}: there is no option "{key}".{hint}')
+        if name in options:
+            raise CycloptsError(msg=f'{CONFIG_FLAG} {path}: "{name}" is given twice')
+        if value is not None:
+            options[name] = value
+    return options
+
+
+def apply_config(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Give every argument that the command line left out its value from the ``--config`` file, if one was given."""
+    given = arguments.get(CONFIG_FLAG, default=None)
+    if given is None or not given.tokens:
+        return
+    path = Path(given.tokens[-1].value)
+    flags = [argument.name for argument in arguments if argument.parse]
+    Dict(read_config(path, flags), source=str(path), use_commands_as_keys=False)(app, commands, arguments)

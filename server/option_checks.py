@@ -1,0 +1,126 @@
+"""Refuses combinations of server options that can't work, before any process starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from .options import ServerOptions
+
+MAX_PAGE_SIZE = 1024
+AT_LEAST_ONE = ("max_running_requests", "max_queued_requests", "max_prefill_tokens", "threads", "context_length")
+ABOVE_ZERO = (
+    "schedule_conservativeness",
+    "disaggregation_bootstrap_timeout",
+    "disaggregation_transfer_timeout",
+    "disaggregation_heartbeat_interval",
+    "disaggregation_heartbeat_timeout",
+    "watchdog_timeout",
+    "startup_timeout",
+)
+NOT_EMPTY = ("model_path", "tokenizer_path", "served_model_name", "host", "api_key")
+
+
+class OptionError(ValueError):
+    """Options that can't work; the message says what to write instead."""
+
+
+def check_options(options: ServerOptions) -> None:
+    """Raise ``OptionError``, with every complaint on a line of its own, when an instance can't run with ``options``."""
+    complaints = [
+        *_numbers(options),
+        *_texts(options),
+        *_ports(options),
+        *_memory(options),
+        *_schedule(options),
+    ]
+    if complaints:
+        raise OptionError("\n".join(complaints))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _numbers(options: ServerOptions) -> Iterator[str]:
+    for name in AT_LEAST_ONE:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            yield f"{_flag(name)} is {value}: it must be 1 or more"
+    for name in ABOVE_ZERO:
+        value = getattr(options, name)
+        if not (value > 0 and math.isfinite(value)):
+            yield f"{_flag(name)} is {value}: it must be above 0"
+    if not (options.drain_timeout >= 0 and math.isfinite(options.drain_timeout)):
+        yield f"--drain-timeout is {options.drain_timeout}: it must be 0 or more"
+    if options.random_seed < 0:
+        yield f"--random-seed is {options.random_seed}: it must be 0 or more"
+
+
+def _texts(options: ServerOptions) -> Iterator[str]:
+    for name in NOT_EMPTY:
+        value = getattr(options, name)
+        if value is not None and not value.strip():
+            yield f"{_flag(name)} is empty: give a value or leave the flag out"
+    if options.api_key is not None and not (options.api_key.isascii() and options.api_key.isprintable()):
+        yield "--api-key can't travel in an HTTP header: use printable ASCII characters"
+    if options.chat_template is not None and not Path(options.chat_template).is_file():
+        yield f"--chat-template {options.chat_template}: there is no such file"
+    if options.cpus is not None:
+        yield from _cpus(options.cpus)
+
+
+def _cpus(cpus: str) -> Iterator[str]:
+    for part in cpus.split(","):
+        first, dash, last = part.partition("-")
+        numbers = [first, last] if dash else [first]
+        if not all(n.isascii() and n.isdigit() for n in numbers):
+            yield f"--cpus {cpus!r}: write core numbers and ranges, like 0,2-3"
+            return
+        if int(numbers[-1]) < int(numbers[0]):
+            yield f"--cpus {cpus!r}: the range {part} runs backwards"
+
+
+def _ports(options: ServerOptions) -> Iterator[str]:
+    if not 0 <= options.port <= 65535:
+        yield f"--port is {options.port}: it must be 1 to 65535 (0 takes a free one)"
+    bootstrap_port = options.disaggregation_bootstrap_port
+    if not 1 <= bootstrap_port <= 65535:
+        yield f"--disaggregation-bootstrap-port is {bootstrap_port}: it must be 1 to 65535"
+    if options.disaggregation_mode == "prefill" and options.port == bootstrap_port:
+        yield (
+            f"--port and --disaggregation-bootstrap-port are both {options.port}: "
+            "a prefill instance listens on two ports, so give them different ones"
+        )
+    if options.disaggregation_heartbeat_timeout <= options.disaggregation_heartbeat_interval:
+        yield (
+            f"--disaggregation-heartbeat-timeout {options.disaggregation_heartbeat_timeout} must be longer than "
+            f"--disaggregation-heartbeat-interval {options.disaggregation_heartbeat_interval}: three times is a good choice"
+        )
+
+
+def _memory(options: ServerOptions) -> Iterator[str]:
+    page_size = options.page_size
+    if not 1 <= page_size <= MAX_PAGE_SIZE or page_size & (page_size - 1):
+        yield f"--page-size is {page_size}: it must be a power of two, 1 to {MAX_PAGE_SIZE}"
+    if options.max_total_tokens is not None and options.max_total_tokens < max(page_size, 1):
+        yield f"--max-total-tokens is {options.max_total_tokens}: the pool must hold at least one page ({page_size})"
+    fraction = options.mem_fraction_static
+    if fraction is not None and not 0 < fraction < 1:
+        yield f"--mem-fraction-static is {fraction}: it is a share of the memory, between 0 and 1"
+
+
+def _schedule(options: ServerOptions) -> Iterator[str]:
+    page_size, chunk = max(options.page_size, 1), options.chunked_prefill_size
+    if chunk != -1 and (chunk < page_size or chunk % page_size):
+        example = max(chunk // page_size, 1) * page_size
+        yield (
+            f"--chunked-prefill-size is {chunk}: prompts are cut at page borders, so give a multiple of "
+            f"--page-size {page_size}, like {example}, or -1 to never cut"
+        )
+    if options.schedule_policy == "lpm" and options.disable_radix_cache:
+        yield (
+            "--schedule-policy lpm orders requests by their cached prefix, and --disable-radix-cache keeps none: "
+            "drop one of the two"
+        )

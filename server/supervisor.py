@@ -1,0 +1,253 @@
+"""The supervisor: starts the processes of one instance, watches them, and takes the instance down as one.
+
+Lifecycle: check that the ports are free → start all children at once → wait for each one's ``Ready`` within
+``startup_timeout`` → watch. The death of any child ends the instance: the others are killed, the last log line names the child and
+how it died, and the exit code is 1. SIGTERM drains: the scheduler admits nothing more and says ``Drained`` when its last request
+is done (or ``drain_timeout`` passes); then the children are stopped and the exit code is 0. SIGINT stops without draining.
+Children ask the kernel to die with this process (``child.die_with_parent``), so even ``kill -9`` of it leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+import setproctitle
+import zmq
+
+from ..messages.channel import Receiver, Sender, UndeclaredMessage, ipc_address
+from ..messages.control import Drain, Drained, Ready
+from ..messages.routes import ToSupervisor
+from .child import ChildSpec, configure_logging
+from .options import ServerOptions
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE = 3.0
+"""Seconds between SIGTERM and SIGKILL for a child."""
+
+MODULES = {
+    "worker": "pdserve.model_runner.process",
+    "tokenizer": "pdserve.server.tokenizer_process",
+    "scheduler": "pdserve.scheduler.process",
+    "detokenizer": "pdserve.detokenizer.process",
+    "http": "pdserve.server.http_process",
+    "bootstrap": "pdserve.disaggregation.bootstrap_process",
+}
+
+
+class InstanceFailed(Exception):
+    """The instance can't start or go on; the message says why."""
+
+
+@dataclass
+class Child:
+    """A started process. ``pidfd`` becomes readable when it dies."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    ready: bool = False
+
+
+@dataclass
+class Supervisor:
+    """See the module. ``run`` is the whole life of an instance."""
+
+    options: ServerOptions
+    epoch: str = field(default_factory=lambda: secrets.token_hex(8))
+    started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        # mkdtemp makes the directory with mode 0700: only this user can reach the sockets in it.
+        self.run_dir = Path(tempfile.mkdtemp(prefix="pdserve-"))
+        self.children: list[Child] = []
+        self._ctx: zmq.Context[Any] = zmq.Context()
+        self._inbox: Receiver[Any] = Receiver(self._ctx, ipc_address(self.run_dir, "supervisor"), ToSupervisor)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._inbox.socket.getsockopt(zmq.FD), selectors.EVENT_READ, None)
+        self._signalled: signal.Signals | None = None
+        self._drained = False
+        self._signal_read, self._signal_write = socket.socketpair()
+
+    def run(self) -> int:
+        """Start, watch, stop; returns the exit code."""
+        self._install_signals()
+        try:
+            check_port_free(self.options.host, self.options.port, "--port")
+            self._start_children()
+            self._wait_until_ready()
+            if self._signalled is None:
+                self._watch()
+            if self._signalled is signal.SIGTERM and all(c.ready for c in self.children):
+                self._drain()
+            code = 0
+        except InstanceFailed as e:
+            failure, code = str(e), 1
+        finally:
+            self._stop_children()
+            self._inbox.close()
+            self._ctx.term()
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+        # Said last, so that it is what a log's reader sees first.
+        if code:
+            log.error("%s", failure)
+        else:
+            log.info("stopped")
+        return code
+
+    def _install_signals(self) -> None:
+        self._signal_write.setblocking(False)
+        signal.set_wakeup_fd(self._signal_write.fileno())
+        self._selector.register(self._signal_read, selectors.EVENT_READ, None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # SIGTERM asks for a drain; a second signal, or Ctrl-C, wants out at once.
+        first = self._signalled is None and number == signal.SIGTERM
+        self._signalled = signal.SIGTERM if first else signal.SIGINT
+
+    def _start_children(self) -> None:
+        names = [n for n in MODULES if n != "bootstrap" or self.options.disaggregation_mode == "prefill"]
+        for name in names:
+            spec = ChildSpec(name, str(self.run_dir), self.epoch, os.getpid(), self.options)
+            argv = [sys.executable, "-m", MODULES[name], msgspec.json.encode(spec).decode()]
+            process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=self._environment(name))
+            child = Child(name, process, os.pidfd_open(process.pid))
+            self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+            self.children.append(child)
+
+    def _environment(self, name: str) -> dict[str, str]:
+        """OpenMP reads its settings from the environment, before any code of ours runs in the child."""
+        env = dict(os.environ)
+        if name == "worker":
+            # Idle team threads sleep at once instead of spinning on cores that other processes need.
+            env.update({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"})
+        else:
+            env.update({"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"})
+        return env
+
+    def _wait_until_ready(self) -> None:
+        deadline = self.started + self.options.startup_timeout
+        while not all(c.ready for c in self.children):
+            if self._signalled is not None:
+                return
+            if time.monotonic() > deadline:
+                missing = ", ".join(c.name for c in self.children if not c.ready)
+                raise InstanceFailed(
+                    f"not ready after {self.options.startup_timeout:.0f} s: {missing}; raise --startup-timeout if loading takes long"
+                )
+            self._turn(deadline - time.monotonic())
+        log.info(
+            "ready after %.1f s: %s instance on http://%s:%d serves %s",
+            time.monotonic() - self.started,
+            self.options.disaggregation_mode,
+            self.options.host,
+            self.options.port,
+            self.options.model_name,
+        )
+
+    def _watch(self) -> None:
+        while self._signalled is None:
+            self._turn(None)
+
+    def _drain(self) -> None:
+        scheduler = Sender(self._ctx, ipc_address(self.run_dir, "scheduler"))
+        scheduler.send(Drain())
+        deadline = time.monotonic() + self.options.drain_timeout
+        log.info("draining (at most %.0f s; a second signal stops at once)", self.options.drain_timeout)
+        while not self._drained and self._signalled is signal.SIGTERM and time.monotonic() < deadline:
+            self._turn(deadline - time.monotonic())
+        scheduler.close()
+        if not self._drained:
+            log.warning("stopping with requests unfinished")
+
+    def _turn(self, timeout: float | None) -> None:
+        """Wait for something to happen, and take it in; raises ``InstanceFailed`` when a child died."""
+        # ZMQ's descriptor is edge-triggered: what came in since the last look must be read before sleeping.
+        self._read_inbox()
+        for key, _ in self._selector.select(timeout):
+            if key.fileobj is self._signal_read:
+                self._signal_read.recv(64)
+            elif key.data is not None:
+                child: Child = key.data
+                raise InstanceFailed(f"process {child.name} {describe_exit(child.process.wait())}; the instance stops")
+        self._read_inbox()
+
+    def _read_inbox(self) -> None:
+        while True:
+            try:
+                messages = self._inbox.recv(0)
+            except UndeclaredMessage as e:
+                log.error("%s", e)
+                continue
+            if not messages:
+                return
+            for message in messages:
+                if isinstance(message, Drained):
+                    self._drained = True
+                elif isinstance(message, Ready):
+                    self._on_ready(message)
+
+    def _on_ready(self, message: Ready) -> None:
+        for child in self.children:
+            if child.name == message.name:
+                child.ready = True
+        detail = ", ".join(f"{k} {v:.1f} s" for k, v in message.info.items())
+        log.info("%s is ready after %.1f s%s", message.name, time.monotonic() - self.started, f" ({detail})" if detail else "")
+
+    def _stop_children(self) -> None:
+        # HTTP goes first, so that clients see closed connections rather than silence.
+        living = [c for c in reversed(self.children) if c.process.poll() is None]
+        for child in living:
+            child.process.terminate()
+        deadline = time.monotonic() + STOP_GRACE
+        for child in living:
+            try:
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+        for child in self.children:
+            self._selector.unregister(child.pidfd)
+            os.close(child.pidfd)
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, in words."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def check_port_free(host: str, port: int, flag: str) -> None:
+    """Fail early, before a model is loaded; raises ``InstanceFailed``."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, port))
+        except OSError as e:
+            raise InstanceFailed(f"can't listen on {host}:{port} ({e.strerror}); choose another address with {flag}") from e
+
+
+def run_server(options: ServerOptions) -> int:
+    """``pdserve server``: run one instance until it is told to stop; returns the exit code."""
+    setproctitle.setproctitle(f"pdserve {options.disaggregation_mode}:{options.port} supervisor")
+    configure_logging(f"{options.disaggregation_mode}:{options.port} supervisor", options.log_level)
+    return Supervisor(options).run()
