@@ -32,10 +32,6 @@ class PeerUnreachable(TransferError):
     retriable = True
 
 
-class PeerRefused(TransferError):
-    """The peer answered and said no."""
-
-
 class NotConnected(TransferError):
     """There is no link to this peer. It has to be connected (again)."""
 

@@ -16,7 +16,7 @@ from .pages import slots_to_pages
 
 
 class TokenToKVPoolAllocator(ABC):
-    """Slots ``page_size … page_size + size - 1``, handed out to positions so that ``slot ≡ position`` modulo ``page_size``."""
+    """Slots ``page_size … page_size + size - 1``; a position gets a slot with the same offset in its page."""
 
     def __init__(self, num_slots: int, page_size: int) -> None:
         if page_size < 1 or num_slots < 1 or num_slots % page_size:
@@ -48,7 +48,7 @@ class TokenToKVPoolAllocator(ABC):
 
     @abstractmethod
     def free(self, slots: I32) -> None:
-        """Take back every page that ``slots`` [N] touches, so name all or some slots of pages that nobody uses any more.
+        """Take back every page that ``slots`` [N] touches: some slots of a page stand for all of it.
 
         The slots of one page must stand together. The pages may be handed out again by the next call. Raises
         ``DoubleFree`` and ``InvalidFree`` (page 0, or outside the pool); nothing is changed then.
@@ -120,9 +120,7 @@ class PagedTokenToKVPoolAllocator(TokenToKVPoolAllocator):
             return
         pages = slots_to_pages(slots, self.page_size)
         if pages.min() < 1 or pages.max() > self.num_pages:
-            raise InvalidFree(
-                f"slots {slots.min()} … {slots.max()} reach outside the pool's {self.page_size} … {self.page_size + self.size - 1}"
-            )
+            raise InvalidFree(f"pages {pages.min()} … {pages.max()} reach outside the pool's 1 … {self.num_pages}")
         order = np.arange(pages.size)
         self._named_at[pages] = order
         twice = self._named_at[pages] != order

@@ -5,10 +5,10 @@ A request's KV, from admission to its end::
     match_prefix ─▶ hold ─▶ (alloc_extend / alloc_decode, row written, hold.kv_len moved on
                                ─▶ cache_unfinished_req)* ─▶ cache_finished_req | release_req
 
-Everything happens when a step is *planned*: a prefix may be in the cache, and be matched by the next request, before the
-model worker has computed it. That is sound because the worker runs steps in the order in which they were planned, and so
-is handing out a freed page at once: whoever still writes to it runs before its next owner. Only a reader outside that
-order (a transfer that still sends a page) must be waited for before the page is freed.
+Everything happens when a step is *planned*: a prefix may be in the cache, and be matched by the next request, before
+the model worker has computed it. That is sound because the worker runs steps in the order of their plans, and so is
+handing out a freed page at once: whoever still writes to it runs before its next owner. Only a user of a page outside
+that order (a transfer that reads or writes it) must be waited for before the page is freed.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class BasePrefixCache(ABC):
     def hold(self, row: int, match: PrefixMatch, extra_key: str) -> KVHold:
         """Lock ``match``, which came from ``match_prefix(…, extra_key)``, and write its slots to ``row``.
 
-        ``row`` (from ``ReqToTokenPool.alloc``) is the hold's from now on. Raises ``StaleMatch``; nothing is changed then.
+        ``row`` (from ``ReqToTokenPool.alloc``) is the hold's from now on. Raises ``StaleMatch``; changes nothing then.
         """
 
     @abstractmethod
@@ -130,7 +130,7 @@ class BasePrefixCache(ABC):
     def cache_finished_req(self, hold: KVHold, tokens: I32) -> None:
         """Share what a request leaves behind, as ``cache_unfinished_req`` does, and give back the rest.
 
-        Frees ``[aligned part of tokens, kv_len)`` and the row, unlocks the node and ends the hold. Raises ``StaleHold``.
+        Frees ``[aligned part of tokens, kv_len)`` and the row, unlocks the node, ends the hold. Raises ``StaleHold``.
         """
         self.cache_unfinished_req(hold, tokens)
         self.release_req(hold)

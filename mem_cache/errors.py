@@ -20,7 +20,7 @@ class DoubleFree(InvalidFree):
 
 
 class MisplacedSlot(MemCacheError):
-    """A slot can't belong to the position that it was named for: position and slot differ in their offset in the page."""
+    """A slot can't hold the position that it was named for: their offsets in the page differ, or its page is free."""
 
 
 class UnalignedLength(MemCacheError):

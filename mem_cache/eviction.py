@@ -58,7 +58,7 @@ class EvictionHeap:
             self.sweep()
 
     def peek(self) -> TreeNode | None:
-        """The leaf to evict next, which stays entered until it is no unlocked leaf any more; None when there is none."""
+        """The leaf to evict next, or None. It stays entered for as long as it is an unlocked leaf."""
         while self._entries:
             _, seq, node = self._entries[0]
             if node.heap_seq == seq and node.is_evictable:
@@ -71,7 +71,7 @@ class EvictionHeap:
         return [node for _, seq, node in self._entries if node.heap_seq == seq and node.is_evictable]
 
     def sweep(self) -> None:
-        """Drop outdated entries, so that they are never more than the others by ``SWEEP_SLACK``; O(1) a push on average."""
+        """Drop outdated entries. Done each time the heap has doubled, so O(1) a push on average."""
         self._entries = [e for e in self._entries if e[2].heap_seq == e[1] and e[2].is_evictable]
         heapq.heapify(self._entries)
         self._sweep_above = 2 * len(self._entries) + SWEEP_SLACK

@@ -30,7 +30,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def claim_pages(owner: str, slots: I32, page_size: int) -> Claim:
-    """The claim of the owner of ``slots`` [N], which begin at a page border; refuses slots that are not runs of pages."""
+    """The claim of the owner of ``slots`` [N], which begin at a page border; refuses slots in another order."""
     first_slots = slots[::page_size]
     whole = first_slots[:, None] + np.arange(page_size, dtype=np.int32)
     aligned = not (first_slots % page_size).any()
@@ -60,7 +60,7 @@ def check_pages(allocator: TokenToKVPoolAllocator, claims: Sequence[Claim]) -> N
 
 
 def check_holds(holds: Sequence[KVHold], req_to_token: ReqToTokenPool, lock_refs: Mapping[TreeNode, int]) -> None:
-    """Rows in use are the holds' rows; each row starts with its path's slots; ``lock_refs`` (all nodes) are the holds'."""
+    """Rows in use are the holds', each starts with its path's slots, and the ``lock_refs`` of all nodes are theirs."""
     rows = Counter(hold.row for hold in holds)
     shared = [row for row, count in rows.items() if count > 1]
     require(not shared, f"rows {shared} are held by several requests")
@@ -78,7 +78,8 @@ def check_holds(holds: Sequence[KVHold], req_to_token: ReqToTokenPool, lock_refs
         row = req_to_token.table[hold.row, : hold.cached_len]
         require(np.array_equal(slots, row), f"row {hold.row}: its first {hold.cached_len} slots are not its node's")
     for node in pins.keys() | lock_refs.keys():
-        require(
-            node in lock_refs and pins[node] == lock_refs[node],
-            f"a node over slots {node.slots[:1]} … has lock_ref {lock_refs.get(node)}, {pins[node]} requests pin it",
-        )
+        if lock_refs.get(node) != pins[node]:
+            raise InvariantViolation(
+                f"the node over slots {node.slots[:1]} … has lock_ref {lock_refs.get(node, 'none, it left the tree')}, "
+                f"{pins[node]} requests pin it"
+            )

@@ -2,7 +2,7 @@
 
 Life of a node: inserted as a leaf (by ``insert``, or by a request that shares its KV) → matched, split at page borders
 when a prefix parts inside it (the old node stays the lower part, so whoever ends in it still does) → locked while a
-request pins it or a descendant → unlocked leaf → trimmed from its end, or evicted whole; then its parent may be the next.
+request pins it or a descendant → unlocked leaf → trimmed from its end or evicted; then its parent may be a leaf.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 from ..messages.base import I32
 from .allocator import TokenToKVPoolAllocator
 from .base_prefix_cache import BasePrefixCache, KVHold, PrefixMatch, Rewrite, require_live
-from .errors import StaleHold, StaleMatch, UnalignedLength, UnbalancedLock
+from .errors import InvariantViolation, StaleHold, StaleMatch, UnalignedLength, UnbalancedLock
 from .eviction import EvictionHeap, Priority, lru
-from .invariants import Claim, check_holds, check_pages, claim_pages, hold_claims, require
+from .invariants import check_holds, check_pages, claim_pages, hold_claims, require
 from .pages import ceil_to_page, floor_to_page
 from .req_to_token_pool import ReqToTokenPool
 from .tree_node import NO_SLOTS, TOKEN_BYTES, TreeNode, make_root
@@ -149,9 +149,15 @@ class RadixCache(BasePrefixCache):
     def check_invariants(self, holds: Iterable[KVHold]) -> None:
         holds = list(holds)
         nodes = list(self._root.subtree())
-        claims = [self._check_node(node) for node in nodes]
+        for node in nodes:
+            self._check_node(node)
+        slots = np.concatenate([node.slots for node in nodes])
         self.allocator.check_invariants()
-        check_pages(self.allocator, [*claims, *hold_claims(holds, self.req_to_token, self.page_size)])
+        claims = [
+            claim_pages("prefix cache", slots, self.page_size),
+            *hold_claims(holds, self.req_to_token, self.page_size),
+        ]
+        check_pages(self.allocator, claims)
         check_holds(holds, self.req_to_token, {node: node.lock_ref for node in nodes})
         evictable = sum(node.num_tokens for node in nodes if node.lock_ref == 0)
         protected = sum(node.num_tokens for node in nodes if node.lock_ref)
@@ -161,16 +167,20 @@ class RadixCache(BasePrefixCache):
         leaves = {node for node in nodes if node.is_evictable}
         require(set(entered) == leaves and len(entered) == len(leaves), "the eviction heap misses unlocked leaves")
 
-    def _check_node(self, node: TreeNode) -> Claim:
-        """The pages that ``node`` claims; raises ``InvariantViolation`` when it does not fit its parent."""
-        claim = claim_pages(f"cache node {node.edge[-8:].hex()}", node.slots, self.page_size)
-        if node is not self._root:
-            require(
-                node.num_tokens > 0 and len(node.key) == node.num_tokens * TOKEN_BYTES, f"{claim.owner}: bad length"
+    def _check_node(self, node: TreeNode) -> None:
+        """Raise ``InvariantViolation`` when ``node`` does not fit its parent or its slots."""
+        if node is self._root:
+            return
+        num = node.num_tokens
+        is_linked = node.parent is not None and node.parent.children.get(node.edge) is node
+        is_named = node.edge.endswith(node.key[: self._page_bytes])
+        is_whole = num > 0 and num % self.page_size == 0 and len(node.key) == num * TOKEN_BYTES
+        # The message is costly to format, and this runs for every node.
+        if not (is_linked and is_named and is_whole):
+            raise InvariantViolation(
+                f"cache node over slots {node.slots[:1]} …: child of its parent {is_linked}, under its first page "
+                f"{is_named}, whole pages {is_whole} ({num} slots, {len(node.key)} bytes of key)"
             )
-            require(node.parent is not None and node.parent.children.get(node.edge) is node, f"{claim.owner}: lost")
-            require(node.edge.endswith(node.key[: self._page_bytes]), f"{claim.owner}: its edge is not its first page")
-        return claim
 
     def _key(self, tokens: I32) -> bytes:
         """The whole pages of ``tokens`` as bytes."""

@@ -14,11 +14,11 @@ NO_SLOTS.setflags(write=False)
 
 
 class TreeNode:
-    """One run. ``edge`` is its name in ``parent.children``: its first page's bytes (below the root, after the namespace's).
+    """One run. ``edge`` is its name in ``parent.children``: its first page's bytes, below the root after a namespace.
 
-    ``key`` is the run's int32 tokens as bytes, because a compare in place is then one ``memcmp``; ``slots`` [len(key) / 4]
-    is read-only. ``lock_ref`` counts the requests that pin the node, so it never grows from parent to child.
-    Times are ticks of the tree's own clock. A node without parent is the root, or has left the tree.
+    ``key`` is the run's int32 tokens as bytes, because a compare in place is then one ``memcmp``. ``slots``
+    [len(key) / 4] is read-only. ``lock_ref`` counts the requests that pin the node, so it never grows from parent
+    to child. Times are ticks of the tree's own clock. A node without parent is the root, or has left the tree.
     """
 
     __slots__ = (

@@ -54,6 +54,13 @@ class TransferRequest(Message):
     dst_pages: bytes
 
 
+class RoomQueued(Message):
+    """Decode → prefill: I know of this room and will ask for it when I have memory; don't give up on it while I live."""
+
+    epoch: str
+    room: int
+
+
 class AuxData(msgspec.Struct, forbid_unknown_fields=True):
     """What travels beside the KV."""
 
@@ -103,5 +110,5 @@ class Heartbeat(Message):
     epoch: str
 
 
-DecodeToPrefill = Hello | TransferRequest | Abort | Heartbeat
+DecodeToPrefill = Hello | RoomQueued | TransferRequest | Abort | Heartbeat
 PrefillToDecode = Welcome | Refused | TransferDone | TransferFailed | AbortAck | Heartbeat

@@ -1,8 +1,8 @@
 """Which messages each channel of an instance declares. A channel is named after the process that receives from it.
 
-    HTTP ─▶ tokenizer ─▶ scheduler ─▶ worker          scheduler ─▶ detokenizer ─▶ http
-                             ▲  ▲───── worker_events      ▲ tokenizer errors ─────▲
-                             └──────── StopReq from the detokenizer
+HTTP ─▶ tokenizer ─▶ scheduler ─▶ worker          scheduler ─▶ detokenizer ─▶ http
+                         ▲  ▲───── worker_events      ▲ tokenizer errors ─────▲
+                         └──────── StopReq from the detokenizer
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can go wrong between ``--model-path`` and a loaded model. A retry helps with none of these; the message says what does."""
+"""What can go wrong between ``--model-path`` and a loaded model. No retry helps; each message says what does."""
 
 from __future__ import annotations
 

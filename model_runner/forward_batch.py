@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """One pass over ``B`` entries; entry ``b`` computes ``q_lens[b]`` tokens of row ``rows[b]`` from position ``starts[b]`` on.
+    """One pass: entry ``b`` computes ``q_lens[b]`` tokens of row ``rows[b]`` from position ``starts[b]`` on.
 
     The entries' tokens lie one after another in ``input_ids``, ``positions`` and ``out_cache_loc``. Prefill chunks and
     decode steps (``q_lens[b]`` 1) mix freely. ``req_to_token`` must already map this pass's positions to

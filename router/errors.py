@@ -1,4 +1,4 @@
-"""What can go wrong on the way through the router. The type says which status the client sees and whether a retry can help."""
+"""What can go wrong on the way through the router: the type says which status a client sees, and if a retry helps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ class RouterError(Exception):
     status = 500
     kind = "internal_error"
     retryable = False
+    retry_after: str | None = None
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -49,6 +50,7 @@ class NoInstanceError(RouterError):
 
     status = 503
     kind = "service_unavailable"
+    retry_after = "1"
 
 
 class InstanceGoneError(RouterError):
@@ -60,7 +62,7 @@ class InstanceGoneError(RouterError):
 
 
 class InstanceSilentError(RouterError):
-    """An instance took the request and then said nothing for too long. Not tried again: it may still be at work on it."""
+    """An instance took the request and then said nothing for too long. Not tried again: the wait was long enough."""
 
     status = 504
     kind = "instance_timeout"

@@ -1,8 +1,8 @@
 """One instance as the router sees it: where it is, what it does, and whether it can be sent work.
 
-    UNKNOWN ──check passed──▶ HEALTHY ──check failed──▶ UNHEALTHY ──check passed──▶ HEALTHY
-       ▲ └────check failed─────────────────────────────────▲
-       └── a request failed there: the next check comes at once
+UNKNOWN ──check passed──▶ HEALTHY ──check failed──▶ UNHEALTHY ──check passed──▶ HEALTHY
+   ▲ └────check failed─────────────────────────────────▲
+   └── a request failed there: the next check comes at once
 """
 
 from __future__ import annotations

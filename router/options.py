@@ -34,7 +34,7 @@ class RouterOptions:
     api_key
         When set, every request but /health needs "Authorization: Bearer KEY"; the same key goes to the instances.
     health_check_interval
-        Seconds between two health checks of an instance.
+        Seconds between two health checks of a healthy instance; one that is down is asked four times as often.
     health_check_timeout
         Seconds that an instance may take to answer a health check.
     connect_timeout
@@ -62,13 +62,13 @@ class RouterOptions:
     port: int = 8000
     policy: Literal["random", "round_robin"] = "round_robin"
     api_key: str | None = None
-    health_check_interval: float = 0.5
-    health_check_timeout: float = 5.0
+    health_check_interval: float = 1.0
+    health_check_timeout: float = 3.0
     connect_timeout: float = 1.0
     first_byte_timeout: float = 600.0
     idle_timeout: float = 120.0
     retries: int = 2
-    retry_window: float = 2.0
+    retry_window: float = 1.5
     max_body_bytes: int = 32 * 2**20
     drain_timeout: float = 30.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"

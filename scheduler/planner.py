@@ -8,14 +8,13 @@ one never stops half-way. When decoding runs out of slots the youngest running r
 from __future__ import annotations
 
 from ..messages.base import pack_i32
-from ..messages.worker import RowInit, SlotDelta
+from ..messages.worker import ForwardStep, RowInit, SlotDelta
 from ..server.options import ServerOptions
 from .admission import TokenReserve
 from .kv_memory import KVMemory
 from .policy import POLICIES
 from .req import Req, ReqState, Route
 from .step_builder import InFlightStep, StepBuilder
-from ..messages.worker import ForwardStep
 
 
 class PlannedStep:

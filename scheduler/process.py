@@ -67,11 +67,13 @@ class SchedulerProcess:
             if self._scheduler is not None:
                 self._scheduler.run_steps(now)
                 self._when_idle(self._scheduler, now)
+            if self._manager is not None:
+                self._manager.flush()
             self._outbox.flush()
 
     def _timeout_ms(self) -> int:
         if self._manager is not None:
-            return self._manager.timeout_ms(time.monotonic())
+            return self._manager.timeout_ms()
         if self._scheduler is not None and self._scheduler.counters.steps != self._checked_step:
             return int(IDLE_CHECK_INTERVAL * 1000)
         return -1

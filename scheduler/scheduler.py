@@ -102,10 +102,14 @@ class Scheduler:
             return 400, f"rid {msg.rid!r} is in use by a running request; choose another", bad_request, "rid"
         # One slot for the token that follows the prompt; whole pages only.
         if self.memory.pages_up(prompt_len + 1) > limit:
-            text = f"the prompt has {prompt_len} tokens, the KV pool holds {limit}; shorten it or raise --max-total-tokens"
+            text = (
+                f"the prompt has {prompt_len} tokens, the KV pool holds {limit}; shorten it or raise --max-total-tokens"
+            )
             return 400, text, bad_request, "input_ids"
         if msg.bootstrap is not None and mode == "unified":
-            text = "bootstrap_room was given, but this instance runs in unified mode; use a prefill and a decode instance"
+            text = (
+                "bootstrap_room was given, but this instance runs in unified mode; use a prefill and a decode instance"
+            )
             return 400, text, bad_request, "bootstrap_room"
         if len(self.reqs) >= self.options.max_queued_requests + self.options.max_running_requests:
             return 429, f"{len(self.reqs)} requests are queued or running; try again later", busy, None
@@ -142,7 +146,7 @@ class Scheduler:
 
     def end(self, req: Req, state: ReqState, finish: FinishReason | None) -> None:
         """The request is over. ``finish`` is what the client is told; None where somebody else has told it."""
-        self._leave(req, state)
+        self.leave(req, state)
         if finish is not None:
             self.outbox.tokens(req, [], finish, self.meta(req), None)
 
@@ -150,10 +154,11 @@ class Scheduler:
         """The request is over by a fault that is not the client's wish. Memory is the caller's to ``free``."""
         if req.is_ended:
             return
-        self._leave(req, ReqState.FAILED)
+        self.leave(req, ReqState.FAILED)
         self.outbox.error(req.rid, status, message, kind)
 
-    def _leave(self, req: Req, state: ReqState) -> None:
+    def leave(self, req: Req, state: ReqState) -> None:
+        """Take the request out of every queue, silently; a second time is an error."""
         if req.is_ended:
             raise AssertionError(f"request {req.rid} ends a second time ({req.state} → {state})")
         req.state = state
@@ -269,7 +274,7 @@ class Scheduler:
             meta = self.meta(req)
         self.outbox.tokens(req, [token], finish, meta, [logprob] if logprob is not None else None)
         if finish is not None:
-            self._leave(req, ReqState.FINISHED)
+            self.leave(req, ReqState.FINISHED)
             self.free(req)
 
     def check_invariants(self) -> None:

@@ -209,7 +209,12 @@ class Supervisor:
             if child.name == message.name:
                 child.ready = True
         detail = ", ".join(f"{k} {v:.1f} s" for k, v in message.info.items())
-        log.info("%s is ready after %.1f s%s", message.name, time.monotonic() - self.started, f" ({detail})" if detail else "")
+        log.info(
+            "%s is ready after %.1f s%s",
+            message.name,
+            time.monotonic() - self.started,
+            f" ({detail})" if detail else "",
+        )
 
     def _stop_children(self) -> None:
         # HTTP goes first, so that clients see closed connections rather than silence.
@@ -243,7 +248,9 @@ def check_port_free(host: str, port: int, flag: str) -> None:
         try:
             s.bind((host, port))
         except OSError as e:
-            raise InstanceFailed(f"can't listen on {host}:{port} ({e.strerror}); choose another address with {flag}") from e
+            raise InstanceFailed(
+                f"can't listen on {host}:{port} ({e.strerror}); choose another address with {flag}"
+            ) from e
 
 
 def run_server(options: ServerOptions) -> int:

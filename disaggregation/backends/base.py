@@ -9,10 +9,10 @@ neither side can write any more, one ``LinkDown`` says so.
          └───▶ ConnectFailed                                                  │
                         writers of this epoch are refused until `admit` ◀─────┘
 
-Because a peer whose link went down is refused until the owner admits it again, ``LinkDown`` may be taken as the word that
-its pages are safe to reuse: no connection that it opened earlier, or opens by itself, can write after it.
+Because a peer whose link went down is refused until the owner admits it again, ``LinkDown`` may be taken as the word
+that its pages are safe to reuse: no connection that it opened earlier, or opens by itself, can write after it.
 
-One thread owns a backend and calls everything but ``wake``. No call blocks, except ``progress`` for as long as it is told.
+One thread owns a backend and calls everything but ``wake``. Only ``progress`` waits, and only for as long as it is told.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import BadSpans
 from ..region import KVRegion
 
 Spans = npt.NDArray[np.int64]
@@ -54,8 +55,14 @@ class LinkUp(NamedTuple):
     peer: str
 
 
+class Admitted(NamedTuple):
+    """``admit`` took effect: the peer may open an incoming link."""
+
+    peer: str
+
+
 class ConnectFailed(NamedTuple):
-    """``connect`` failed; ``error`` says what to do. Nothing is left of the attempt."""
+    """``connect`` or ``admit`` failed; ``error`` says what to do. Nothing is left of the attempt."""
 
     peer: str
     error: str
@@ -68,7 +75,7 @@ class LinkDown(NamedTuple):
     reason: str
 
 
-LinkEvent = LinkUp | ConnectFailed | LinkDown
+LinkEvent = LinkUp | Admitted | ConnectFailed | LinkDown
 
 
 class TransferBackend(ABC):
@@ -85,13 +92,13 @@ class TransferBackend(ABC):
     def connect(self, peer: str, metadata: bytes) -> None:
         """Start to open the outgoing link, which admits the peer too; ``LinkUp`` or ``ConnectFailed`` follows.
 
-        A peer that is connected already gets ``LinkUp`` at once. After a ``disconnect`` that is still under way the
-        attempt begins when that is over.
+        A peer that is connected already gets ``LinkUp`` at once. While the links to the peer are still going down, the
+        attempt waits for its ``LinkDown``.
         """
 
     @abstractmethod
     def admit(self, peer: str) -> None:
-        """Let a peer whose link went down open an incoming link again."""
+        """Let a peer whose link went down open an incoming link again; ``Admitted`` or ``ConnectFailed`` follows."""
 
     @abstractmethod
     def write(self, peer: str, local: Spans, remote: Spans) -> WriteHandle:
@@ -114,7 +121,7 @@ class TransferBackend(ABC):
 
     @abstractmethod
     def progress(self, timeout: float | None) -> list[LinkEvent]:
-        """Do what I/O can be done and say what happened to links; waits up to ``timeout`` seconds (None: for ever) for some."""
+        """Do what I/O can be done; returns what happened to links. Waits ``timeout`` seconds at most (None: for ever)."""
 
     @abstractmethod
     def wake(self) -> None:
@@ -127,8 +134,6 @@ class TransferBackend(ABC):
 
 def check_spans(spans: Spans, nbytes: int, what: str) -> None:
     """Raise ``BadSpans`` unless every span is a non-empty piece of a region of ``nbytes`` bytes."""
-    from ..errors import BadSpans
-
     offsets, lengths = spans[:, 0], spans[:, 1]
     # `nbytes - lengths` rather than `offsets + lengths`: the sum of two hostile int64 can wrap around.
     if len(spans) and bool(((lengths <= 0) | (offsets < 0) | (lengths > nbytes) | (offsets > nbytes - lengths)).any()):

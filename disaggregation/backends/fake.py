@@ -6,7 +6,7 @@ import threading
 
 from ..errors import BadSpans, NotConnected
 from ..region import KVRegion
-from .base import LinkDown, LinkEvent, LinkUp, Spans, TransferBackend, WriteHandle, WriteState
+from .base import Admitted, LinkDown, LinkEvent, LinkUp, Spans, TransferBackend, WriteHandle, WriteState
 
 
 class FakeBackend(TransferBackend):
@@ -27,7 +27,7 @@ class FakeBackend(TransferBackend):
         self._events.append(LinkUp(peer))
 
     def admit(self, peer: str) -> None:
-        pass
+        self._events.append(Admitted(peer))
 
     def write(self, peer: str, local: Spans, remote: Spans) -> WriteHandle:
         if peer not in self._peers:

@@ -1,0 +1,139 @@
+"""From tokens to text, for all requests of an instance.
+
+A request's life here::
+
+    init ──▶ decoding ──▶ finished: the scheduler's finish, a stop string, or an error; its state is gone
+
+The first tokens bring ``init`` and start the state; they start it anew where a rid is used again. After a stop string
+the scheduler still sends what was under way: tokens, and perhaps a finish of its own. Such late items are known by
+having neither ``init`` nor state, and are dropped, so finished requests leave nothing behind. The one item that may
+come without either and still count is the end of a request that never gave a token; its meta says so.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from ..messages.base import unpack_i32
+from ..messages.outputs import DetokenizeInit, FinishReason, FinishType, ReqText, ReqTokens, TextBatch, TokenBatch
+from ..messages.requests import StopReq
+from .request_decoder import DecoderFactory, RequestDecoder
+from .stop_strings import StopMatcher
+
+
+class StepText(NamedTuple):
+    """A step's text for HTTP, and what the scheduler need no longer compute."""
+
+    batch: TextBatch
+    stops: list[StopReq]
+
+
+class _ReqState:
+    """One request that is being decoded; ``seconds`` spent on it so far."""
+
+    __slots__ = ("decoder", "seconds", "stop")
+
+    def __init__(self, decoder: RequestDecoder, stop: StopMatcher | None) -> None:
+        self.decoder = decoder
+        self.stop = stop
+        self.seconds = 0.0
+
+
+class _Piece(NamedTuple):
+    """Text of the first ``tokens`` tokens of an item; ``matched`` is the stop string that the last of them completed."""
+
+    text: str
+    tokens: int
+    matched: str | None = None
+
+
+class Detokenizer:
+    """Holds the state of every request that is being decoded."""
+
+    def __init__(self, factory: DecoderFactory) -> None:
+        self._factory = factory
+        self._states: dict[str, _ReqState] = {}
+
+    def __len__(self) -> int:
+        """Requests being decoded."""
+        return len(self._states)
+
+    def process(self, batch: TokenBatch) -> StepText:
+        """Decode a step's tokens."""
+        texts: list[ReqText] = []
+        stops: list[StopReq] = []
+        started = time.perf_counter()
+        for item in batch.items:
+            state = self._find_state(item)
+            if state is None:
+                if _ends_unstarted(item):
+                    texts.append(ReqText(item.rid, "", [], item.finish, item.meta))
+                continue
+            if state.stop is None and item.finish is None:
+                text = state.decoder.decode(item.token_ids)
+                texts.append(ReqText(item.rid, text, item.token_ids, logprobs=item.logprobs))
+            else:
+                piece = _read_piece(state, item)
+                if piece.matched is not None and item.finish is None:
+                    stops.append(StopReq(rid=item.rid))
+                texts.append(self._release(state, item, piece, started))
+            now = time.perf_counter()
+            state.seconds += now - started
+            started = now
+        return StepText(TextBatch(items=texts), stops)
+
+    def forget(self, rid: str) -> None:
+        """Drop a request's state, if there is any: it ended in an error, and text held back is not shown."""
+        self._states.pop(rid, None)
+
+    def _find_state(self, item: ReqTokens) -> _ReqState | None:
+        if item.init is None:
+            return self._states.get(item.rid)
+        state = self._states[item.rid] = self._start(item.init)
+        return state
+
+    def _start(self, init: DetokenizeInit) -> _ReqState:
+        decoder = self._factory.start(unpack_i32(init.prompt_tail), skip_special_tokens=init.skip_special_tokens)
+        stop = [s for s in init.stop if s]
+        return _ReqState(decoder, StopMatcher(stop) if stop else None)
+
+    def _release(self, state: _ReqState, item: ReqTokens, piece: _Piece, started: float) -> ReqText:
+        """The item's answer: up to the stop string where one was found, up to its end otherwise."""
+        finish, text = item.finish, piece.text
+        if piece.matched is not None:
+            finish = FinishReason(FinishType.STOP, piece.matched)
+        elif finish is not None and state.stop is not None:
+            text += state.stop.flush()
+        logprobs = None if item.logprobs is None else item.logprobs[: piece.tokens]
+        token_ids = item.token_ids[: piece.tokens]
+        if finish is None:
+            return ReqText(item.rid, text, token_ids, logprobs=logprobs)
+        self.forget(item.rid)
+        meta = item.meta
+        if meta is not None:
+            meta.completion_tokens -= len(item.token_ids) - piece.tokens
+            meta.timing.detokenize_ms = (state.seconds + time.perf_counter() - started) * 1000
+        return ReqText(item.rid, text, token_ids, finish, meta, logprobs)
+
+
+def _read_piece(state: _ReqState, item: ReqTokens) -> _Piece:
+    """Decode the item's tokens, up to the one that completes a stop string."""
+    shown = len(item.token_ids)
+    if item.finish is not None and item.finish.type is FinishType.STOP and isinstance(item.finish.matched, int):
+        shown = max(0, shown - 1)  # a stop token is counted, but its text is not shown
+    if state.stop is None:
+        return _Piece(state.decoder.decode(item.token_ids[:shown]), len(item.token_ids))
+    texts = []
+    for i in range(shown):
+        released = state.stop.feed(state.decoder.decode(item.token_ids[i : i + 1]))
+        texts.append(released.text)
+        if released.matched is not None:
+            return _Piece("".join(texts), i + 1, released.matched)
+    return _Piece("".join(texts), len(item.token_ids))
+
+
+def _ends_unstarted(item: ReqTokens) -> bool:
+    """Whether an item without state ends a request that never gave a token, rather than trailing a stopped one."""
+    never_gave = item.meta is None or item.meta.completion_tokens == 0
+    return item.finish is not None and not item.token_ids and never_gave

@@ -1,0 +1,73 @@
+"""The detokenizer process: scheduler → here → HTTP.
+
+Tokens become text; errors and answers to questions are passed on unchanged, behind the tokens that came before them.
+A stop string that is found here is reported to the scheduler before HTTP hears of it, so that the scheduler knows
+before a client can use the rid again.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..messages.base import Message
+from ..messages.channel import Receiver, Sender, UndeclaredMessage
+from ..messages.outputs import ReqError, TokenBatch
+from ..messages.requests import StopReq
+from ..messages.routes import ToDetokenizer
+from ..server.child import start_child
+from ..server.text.load import load_tokenizer
+from .detokenizer import Detokenizer
+from .request_decoder import make_decoder_factory
+
+logger = logging.getLogger(__name__)
+
+
+class Routed(NamedTuple):
+    """What one frame gave, for each receiver."""
+
+    to_scheduler: list[StopReq]
+    to_http: list[Message]
+
+
+def route(detokenizer: Detokenizer, messages: Sequence[ToDetokenizer]) -> Routed:
+    """Turn a frame's tokens into text and keep the order of everything."""
+    routed = Routed([], [])
+    for message in messages:
+        if isinstance(message, TokenBatch):
+            step = detokenizer.process(message)
+            routed.to_scheduler.extend(step.stops)
+            if step.batch.items:
+                routed.to_http.append(step.batch)
+            continue
+        if isinstance(message, ReqError):
+            detokenizer.forget(message.rid)
+        routed.to_http.append(message)
+    return routed
+
+
+def main() -> None:
+    """Run until killed."""
+    started = time.monotonic()
+    ctx = start_child(sys.argv)
+    receiver: Receiver[ToDetokenizer] = Receiver(ctx.zmq_ctx, ctx.address("detokenizer"), ToDetokenizer)
+    scheduler = Sender(ctx.zmq_ctx, ctx.address("scheduler"))
+    http = Sender(ctx.zmq_ctx, ctx.address("http"))
+    detokenizer = Detokenizer(make_decoder_factory(load_tokenizer(ctx.options)))
+    ctx.report_ready({"load_tokenizer": time.monotonic() - started})
+    while True:
+        try:
+            messages = receiver.recv(-1)
+        except UndeclaredMessage as e:
+            logger.error("%s", e)
+            continue
+        routed = route(detokenizer, messages)
+        scheduler.send(*routed.to_scheduler)
+        http.send(*routed.to_http)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Turns one request's output tokens into text, piece by piece.
+
+A decoder gives text only once it is certain: a character whose bytes are spread over several tokens comes out with the
+last of them, and bytes that are no UTF-8 come out as U+FFFD as soon as nothing that follows could complete them.
+What is still incomplete when the request ends is never shown. Joined, the pieces are what the tokenizer gives for
+all output tokens behind the prompt's tail.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from codecs import utf_8_decode
+from collections.abc import Sequence
+
+from ..messages.base import I32
+from ..server.text.byte_table import ByteTable
+from ..server.text.text_tokenizer import TextTokenizer
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# UTF-8 needs at most four bytes for a character, so at most three can be incomplete.
+MAX_INCOMPLETE = 3
+# Windows are decoded again for each token: short is fast. Neighbours further apart than this don't change a token's text.
+CONTEXT_TOKENS = 4
+WINDOW_TOKENS = 8
+# Tokens that read as U+FFFD themselves would otherwise hold a window open for ever.
+MAX_WINDOW_TOKENS = 32
+
+
+class RequestDecoder(ABC):
+    """The decoding state of one request."""
+
+    @abstractmethod
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Take more tokens; returns the text that became certain (often that of the tokens, sometimes "")."""
+
+
+class DecoderFactory(ABC):
+    """Makes decoders for one tokenizer."""
+
+    @abstractmethod
+    def start(self, prompt_tail: I32, *, skip_special_tokens: bool) -> RequestDecoder:
+        """A decoder for output that follows ``prompt_tail``, the prompt's last few token ids."""
+
+
+def make_decoder_factory(tokenizer: TextTokenizer) -> DecoderFactory:
+    """The fastest factory that is right for the tokenizer."""
+    table = tokenizer.byte_table
+    return WindowDecoders(tokenizer) if table is None else ByteDecoders(table)
+
+
+class ByteDecoders(DecoderFactory):
+    """Decoders for tokenizers with a byte table."""
+
+    def __init__(self, table: ByteTable) -> None:
+        self._all = table.pieces
+        self._without_special = [b"" if i in table.special_ids else piece for i, piece in enumerate(table.pieces)]
+        self._strip_first_space = table.strip_first_space
+
+    def start(self, prompt_tail: I32, *, skip_special_tokens: bool) -> RequestDecoder:
+        """See ``DecoderFactory``."""
+        decoder = ByteDecoder(self._without_special if skip_special_tokens else self._all, self._strip_first_space)
+        decoder.decode(prompt_tail.tolist())
+        return decoder
+
+
+class ByteDecoder(RequestDecoder):
+    """Looks bytes up and decodes them as UTF-8."""
+
+    __slots__ = ("_pending", "_pieces", "_strip_space")
+
+    def __init__(self, pieces: list[bytes], strip_first_space: bool) -> None:
+        self._pieces = pieces
+        self._pending = b""
+        self._strip_space = strip_first_space
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """See ``RequestDecoder``."""
+        pieces = self._pieces
+        # A model's output layer may be padded: ids beyond the vocabulary have no text.
+        data = self._pending + b"".join([pieces[i] for i in token_ids if i < len(pieces)])
+        text, used = utf_8_decode(data, "replace", False)
+        self._pending = data[used:]
+        if self._strip_space and text:
+            self._strip_space = False
+            return text.removeprefix(" ")
+        return text
+
+
+class WindowDecoders(DecoderFactory):
+    """Decoders for any tokenizer: the last few tokens are decoded again with each new one."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def start(self, prompt_tail: I32, *, skip_special_tokens: bool) -> RequestDecoder:
+        """See ``DecoderFactory``."""
+        return WindowDecoder(self._tokenizer, prompt_tail.tolist(), skip_special_tokens)
+
+
+class WindowDecoder(RequestDecoder):
+    """Decodes a sliding window of tokens and gives what is new in its text.
+
+    Invariant: the first ``_shown`` characters of the window's text were given before, or belong to the prompt.
+    """
+
+    __slots__ = ("_shown", "_skip_special_tokens", "_tokenizer", "_window")
+
+    def __init__(self, tokenizer: TextTokenizer, prompt_tail: list[int], skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._window = prompt_tail
+        self._shown = self._certain_length(self._text())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """See ``RequestDecoder``."""
+        return "".join([self._decode_token(token_id) for token_id in token_ids])
+
+    def _decode_token(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._text()
+        end = self._certain_length(text)
+        if len(self._window) > MAX_WINDOW_TOKENS:
+            end = len(text)
+        new = text[self._shown : end]
+        self._shown = max(self._shown, end)
+        if len(self._window) > WINDOW_TOKENS and self._shown == len(text):
+            self._window = self._window[-CONTEXT_TOKENS:]
+            self._shown = len(self._text())
+        return new
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
+
+    @staticmethod
+    def _certain_length(text: str) -> int:
+        """How much of ``text`` can't change any more: a few U+FFFD at its end may be a character's first bytes."""
+        incomplete = len(text) - len(text.rstrip(REPLACEMENT))
+        return len(text) - min(incomplete, MAX_INCOMPLETE)

@@ -1,0 +1,82 @@
+"""Finds stop strings in a text that arrives in pieces.
+
+Text that may be the beginning of a stop string is held back until it is decided. The result does not depend on where
+the pieces are cut: the text ends before the stop string that is complete first; of several complete at the same
+character, before the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Released(NamedTuple):
+    """Text that is certain to come before any stop string; ``matched`` is the stop string found, which ends the text."""
+
+    text: str
+    matched: str | None = None
+
+
+class StopMatcher:
+    """Searches one request's text for its stop strings; after a match it is spent."""
+
+    __slots__ = ("_held", "_patterns")
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        """``stop``: at least one string, none of them empty."""
+        # Longest first: of two that end at the same character, the first found is the one to report.
+        self._patterns = [_Pattern(s) for s in sorted(set(stop), key=len, reverse=True)]
+        self._held = ""
+
+    def feed(self, piece: str) -> Released:
+        """Take the next piece of text."""
+        found = None
+        end = len(piece)
+        for pattern in self._patterns:
+            stops_at = pattern.feed(piece, end if found is None else end - 1)
+            if stops_at is not None:
+                found, end = pattern, stops_at
+        text = self._held + piece[:end]
+        if found is not None:
+            self._held = ""
+            return Released(text[: len(text) - len(found.text)], found.text)
+        certain = len(text) - max(pattern.matched for pattern in self._patterns)
+        self._held = text[certain:]
+        return Released(text[:certain])
+
+    def flush(self) -> str:
+        """The text held back, when no more is to come."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Pattern:
+    """Knuth-Morris-Pratt search for one string: each character of the text is looked at once, whatever the string.
+
+    ``matched``: length of the longest end of the text so far that begins the string.
+    """
+
+    __slots__ = ("_fallback", "matched", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        self._fallback = [0] * len(text)
+        for i in range(1, len(text)):
+            self._fallback[i] = self._advance(self._fallback[i - 1], text[i])
+
+    def feed(self, piece: str, end: int) -> int | None:
+        """Read ``piece[:end]``; returns where in it the string is first complete, or None."""
+        if self.matched == 0 and self.text[0] not in piece:
+            return None
+        for i in range(end):
+            self.matched = self._advance(self.matched, piece[i])
+            if self.matched == len(self.text):
+                return i + 1
+        return None
+
+    def _advance(self, matched: int, character: str) -> int:
+        while matched and self.text[matched] != character:
+            matched = self._fallback[matched - 1]
+        return matched + 1 if self.text[matched] == character else 0

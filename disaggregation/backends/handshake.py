@@ -1,0 +1,108 @@
+"""How a writer introduces itself to the worker whose pool it wants to write, before any data.
+
+The receiver's ``Offer`` reaches the writer through the control plane. The writer sends a ``Greeting``, the receiver
+answers with a ``Verdict``. Both are msgpack behind a little-endian 32-bit length. The secret is random for each start
+of an instance: it keeps out whoever was not given the offer, and whoever holds the offer of an earlier life.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+
+import msgspec
+
+from ..errors import BadMetadata, LinkLost
+
+WIRE_VERSION = 1
+MAX_BODY = 4096
+LENGTH = struct.Struct("<I")
+
+
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where and how to reach the pool (``nbytes`` long) of instance ``epoch``. ``place`` is a host name or a path."""
+
+    backend: str
+    epoch: str
+    secret: bytes
+    nbytes: int
+    place: str
+    port: int = 0
+    host_id: str = ""
+
+
+class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The writer of epoch ``writer`` wants to write the pool of ``receiver``."""
+
+    version: int
+    writer: str
+    receiver: str
+    secret: bytes
+
+
+class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The receiver's answer: welcome, unless ``error`` says why not."""
+
+    error: str = ""
+
+
+def decode_offer(metadata: bytes, backend: str, peer: str) -> Offer:
+    """The offer of ``peer`` in its backend metadata; raises ``BadMetadata``."""
+    try:
+        offer = msgspec.msgpack.decode(metadata, type=Offer)
+    except msgspec.MsgspecError as e:
+        raise BadMetadata(
+            f"peer {peer} sent backend metadata that is not of the {backend} backend ({e}); "
+            "start both instances with the same --disaggregation-transfer-backend and version"
+        ) from e
+    if offer.backend != backend:
+        raise BadMetadata(
+            f"peer {peer} uses the transfer backend {offer.backend}, this instance {backend}; "
+            "start both with the same --disaggregation-transfer-backend"
+        )
+    if offer.epoch != peer:
+        raise BadMetadata(f"the backend metadata for peer {peer} is that of {offer.epoch}: the peer has restarted")
+    return offer
+
+
+def judge(greeting: Greeting, epoch: str, secret: bytes) -> str:
+    """Why the receiver ``epoch`` must refuse this greeting, or ""."""
+    if greeting.version != WIRE_VERSION:
+        return f"it speaks version {greeting.version} of the transfer protocol, this instance {WIRE_VERSION}"
+    if greeting.receiver != epoch:
+        return f"it looks for {greeting.receiver}, which is an earlier life of this instance"
+    if not hmac.compare_digest(greeting.secret, secret):
+        return "its secret is wrong"
+    if not greeting.writer:
+        return "it does not say who it is"
+    return ""
+
+
+def frame(message: Greeting | Verdict) -> bytes:
+    """``message`` with its length in front."""
+    body = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def body_length(prefix: bytearray) -> int:
+    """Length of the body that follows; raises ``LinkLost`` where no honest peer sends that much."""
+    length = int(LENGTH.unpack(prefix)[0])
+    if not 0 < length <= MAX_BODY:
+        raise LinkLost("the handshake is malformed")
+    return length
+
+
+def decode_greeting(body: bytearray) -> Greeting:
+    """Raises ``LinkLost`` for anything else."""
+    try:
+        return msgspec.msgpack.decode(body, type=Greeting)
+    except msgspec.MsgspecError as e:
+        raise LinkLost(f"the greeting is malformed: {e}") from e
+
+
+def decode_verdict(body: bytearray) -> Verdict:
+    """Raises ``LinkLost`` for anything else."""
+    try:
+        return msgspec.msgpack.decode(body, type=Verdict)
+    except msgspec.MsgspecError as e:
+        raise LinkLost(f"the answer to the greeting is malformed: {e}") from e

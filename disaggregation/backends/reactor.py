@@ -1,0 +1,51 @@
+"""Waits for sockets, and for other threads that want attention."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+from typing import Any
+
+
+class Reactor:
+    """A selector with a doorbell. One thread uses it; ``wake`` is for the others."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._doorbell, selectors.EVENT_READ)
+
+    def watch(self, sock: socket.socket, data: object, *, read: bool, write: bool) -> None:
+        """Report ``data`` when ``sock`` can be read or written; also changes what is watched for."""
+        mask = (selectors.EVENT_READ if read else 0) | (selectors.EVENT_WRITE if write else 0)
+        key = self._selector.get_map().get(sock)
+        if key is None:
+            self._selector.register(sock, mask, data)
+        elif key.events != mask:
+            self._selector.modify(sock, mask, data)
+
+    def forget(self, sock: socket.socket) -> None:
+        """Watch it no more; comes before closing it."""
+        self._selector.unregister(sock)
+
+    def wait(self, timeout: float | None) -> list[tuple[Any, bool, bool]]:
+        """(data, readable, writable) of what is ready; waits up to ``timeout`` seconds (None: for ever)."""
+        ready = []
+        for key, mask in self._selector.select(timeout):
+            if key.fd == self._doorbell:
+                os.eventfd_read(self._doorbell)
+            else:
+                ready.append((key.data, bool(mask & selectors.EVENT_READ), bool(mask & selectors.EVENT_WRITE)))
+        return ready
+
+    def wake(self) -> None:
+        """Make ``wait`` return. Thread-safe, and harmless after ``close``."""
+        if self._doorbell >= 0:
+            os.eventfd_write(self._doorbell, 1)
+
+    def close(self) -> None:
+        """Close everything but the sockets."""
+        self._selector.close()
+        os.close(self._doorbell)
+        self._doorbell = -1

@@ -1,0 +1,102 @@
+"""A non-blocking socket that fills given memory and drains given memory, without a copy of its own."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from ..errors import LinkLost
+
+MAX_VIEWS = 512
+"""Pieces a system call takes at once; the kernel's own limit is 1,024."""
+MAX_TURN = 4 << 20
+"""Bytes moved before the other sockets get their turn."""
+
+
+class Stream:
+    """Reads exactly what was asked for, then calls back; sends what was queued, in order.
+
+    Nothing happens but in ``on_readable`` and ``on_writable``, which raise ``LinkLost`` once the connection is gone.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.last_progress = time.monotonic()
+        self._wanted: deque[memoryview] = deque()
+        self._then: Callable[[], None] | None = None
+        self._queued: deque[memoryview] = deque()
+
+    @property
+    def sending(self) -> bool:
+        """Whether something is left to send."""
+        return bool(self._queued)
+
+    def read(self, views: Iterable[memoryview], then: Callable[[], None]) -> None:
+        """Fill ``views`` one after another, then call ``then`` (which may ask for more)."""
+        self._wanted.extend(views)
+        self._then = then
+
+    def send(self, views: Iterable[memoryview | bytes]) -> None:
+        """Queue ``views``; their memory must not change before they are sent."""
+        if not self._queued:
+            self.last_progress = time.monotonic()
+        self._queued.extend(memoryview(view) for view in views)
+
+    def on_readable(self) -> None:
+        """Read what there is, a turn's worth at most. Bytes that nobody asked for break the protocol."""
+        budget = MAX_TURN
+        while budget > 0:
+            if not self._wanted:
+                raise LinkLost("the peer sent what was not expected")
+            try:
+                received = self._receive([self._wanted[i] for i in range(min(len(self._wanted), MAX_VIEWS))])
+            except BlockingIOError:
+                return
+            except OSError as e:
+                raise LinkLost(f"the connection broke: {e.strerror}") from e
+            if received == 0:
+                raise LinkLost("the peer closed the connection")
+            self.last_progress = time.monotonic()
+            budget -= received
+            _advance(self._wanted, received)
+            if not self._wanted and self._then is not None:
+                then, self._then = self._then, None
+                then()
+
+    def on_writable(self) -> None:
+        """Send what the kernel takes, a turn's worth at most."""
+        budget = MAX_TURN
+        while self._queued and budget > 0:
+            try:
+                sent = self.sock.sendmsg([self._queued[i] for i in range(min(len(self._queued), MAX_VIEWS))])
+            except BlockingIOError:
+                return
+            except OSError as e:
+                raise LinkLost(f"the connection broke: {e.strerror}") from e
+            self.last_progress = time.monotonic()
+            budget -= sent
+            _advance(self._queued, sent)
+
+    def close(self) -> None:
+        """Close the socket and let go of all memory."""
+        self._wanted.clear()
+        self._queued.clear()
+        self._then = None
+        self.sock.close()
+
+    def _receive(self, views: list[memoryview]) -> int:
+        return self.sock.recvmsg_into(views)[0]
+
+
+def _advance(views: deque[memoryview], count: int) -> None:
+    """Drop the first ``count`` bytes of ``views``."""
+    while count:
+        first = views[0]
+        if len(first) > count:
+            views[0] = first[count:]
+            return
+        count -= len(first)
+        views.popleft()

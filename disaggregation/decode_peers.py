@@ -1,0 +1,180 @@
+"""A prefill's view of the decode instances that are connected to it.
+
+    Hello → (checked, worker connects to the decode's worker) → Welcome → hand-overs, heartbeats → gone
+
+A peer is gone when its worker's link breaks or when it falls silent for ``heartbeat_timeout``. Gone is final: the same
+instance comes back as a new peer, with a new connection, once the worker has let go of the old one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..messages.base import Message
+from ..messages.channel import UndeclaredMessage
+from ..messages.handover import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
+from ..messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, WorkerReady
+from .control_channel import ControlServer
+from .handover_host import HandoverHost
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class DecodePeer:
+    """One connected decode instance. ``welcomed`` once the worker can write into its pool."""
+
+    identity: bytes
+    epoch: str
+    heard_at: float
+    hello: Hello
+    connecting: bool = False
+    welcomed: bool = False
+    unsent: list[Message] = field(default_factory=list)
+
+
+class DecodePeers:
+    """Owner of the control socket and of the peers behind it."""
+
+    def __init__(
+        self,
+        host: HandoverHost,
+        worker: WorkerReady,
+        backend: str,
+        heartbeat: tuple[float, float],
+        server: ControlServer,
+        on_message: Callable[[DecodePeer, Any, float], None],
+        on_gone: Callable[[DecodePeer, str], None],
+    ) -> None:
+        self._host = host
+        self._worker = worker
+        self._backend = backend
+        self._interval, self._timeout = heartbeat
+        self._server = server
+        self._on_message = on_message
+        self._on_gone = on_gone
+        self._peers: dict[bytes, DecodePeer] = {}
+        self._closing: set[str] = set()
+        self._beat_at = 0.0
+
+    def poll(self, now: float) -> None:
+        """Read everything, beat, drop who is silent."""
+        while True:
+            try:
+                frame = self._server.recv()
+            except UndeclaredMessage as e:
+                log.error("from a decode instance: %s", e)
+                continue
+            if frame is None:
+                break
+            for message in frame[1]:
+                self._take(frame[0], message, now)
+        for peer in list(self._peers.values()):
+            if now - peer.heard_at > self._timeout:
+                self._gone(peer, f"the decode instance was silent for {self._timeout:.1f} s")
+        if now - self._beat_at >= self._interval:
+            self._beat_at = now
+            for peer in self._peers.values():
+                if peer.welcomed:
+                    self.send(peer, Heartbeat(peer.epoch))
+
+    def send(self, peer: DecodePeer, message: Message) -> None:
+        """Queue for the peer; one frame a turn of the loop."""
+        peer.unsent.append(message)
+
+    def flush(self) -> None:
+        """Send what the turn has queued."""
+        for peer in self._peers.values():
+            if peer.unsent:
+                self._server.send(peer.identity, *peer.unsent)
+                peer.unsent = []
+
+    def on_peer_connected(self, event: PeerConnected) -> None:
+        """The worker has reached the decode's worker, or has not."""
+        for peer in [p for p in self._peers.values() if p.epoch == event.peer and p.connecting]:
+            peer.connecting = False
+            if event.error is None:
+                peer.welcomed = True
+                self.send(peer, Welcome(peer.epoch))
+                log.info("decode instance %s is connected", peer.epoch)
+            else:
+                self._refuse(peer.identity, peer.epoch, event.error)
+                del self._peers[peer.identity]
+
+    def on_peer_link_down(self, epoch: str) -> None:
+        """The worker can't reach this decode's worker any more."""
+        self._closing.discard(epoch)
+        for peer in [p for p in self._peers.values() if p.epoch == epoch]:
+            if peer.welcomed:
+                self._gone(peer, "the decode instance's worker closed the data link or died", down=True)
+            elif not peer.connecting:
+                self._connect(peer)
+
+    def info(self) -> list[dict[str, Any]]:
+        """For /server_info."""
+        return [{"epoch": p.epoch, "state": "ready" if p.welcomed else "connecting"} for p in self._peers.values()]
+
+    @property
+    def active(self) -> bool:
+        """Whether any peer needs heartbeats."""
+        return bool(self._peers)
+
+    def _take(self, identity: bytes, message: Any, now: float) -> None:
+        peer = self._peers.get(identity)
+        if peer is not None:
+            peer.heard_at = now
+        if isinstance(message, Hello):
+            self._greet(identity, message, now)
+        elif message.epoch != self._host.epoch:
+            log.warning("dropped a message of a decode instance for epoch %s", message.epoch)
+        elif peer is None or not peer.welcomed:
+            log.warning("dropped %s of a decode instance that is not connected", type(message).__name__)
+        elif not isinstance(message, Heartbeat):
+            self._on_message(peer, message, now)
+
+    def _greet(self, identity: bytes, hello: Hello, now: float) -> None:
+        problem = self._problem(hello)
+        if problem is not None:
+            self._refuse(identity, hello.sender, problem)
+            return
+        for old in [p for p in self._peers.values() if p.epoch == hello.sender]:
+            self._gone(old, "the decode instance connected anew")
+        peer = self._peers[identity] = DecodePeer(identity, hello.sender, now, hello)
+        if peer.epoch not in self._closing:
+            self._connect(peer)
+
+    def _problem(self, hello: Hello) -> str | None:
+        """Why the pair can't exchange pages, None where it can."""
+        worker = self._worker
+        if hello.version != PROTOCOL_VERSION:
+            return (
+                f"protocol version {hello.version} there, {PROTOCOL_VERSION} here; run the same pdserve on both sides"
+            )
+        if hello.epoch != self._host.epoch:
+            return "the route is that of an earlier start of this instance; fetch it again"
+        if hello.backend != self._backend:
+            return f"transfer backend {hello.backend} there, {self._backend} here; start both with the same one"
+        if hello.fingerprint != worker.fingerprint:
+            return f"other model weights there ({hello.fingerprint}) than here ({worker.fingerprint})"
+        if hello.layout != worker.layout:
+            return f"KV layout {hello.layout} there, {worker.layout} here; use equal --page-size, --dtype and --kv-cache-dtype"
+        return None
+
+    def _refuse(self, identity: bytes, epoch: str, reason: str) -> None:
+        log.warning("refused decode instance %s: %s", epoch, reason)
+        self._server.send(identity, Refused(epoch, reason))
+
+    def _connect(self, peer: DecodePeer) -> None:
+        peer.connecting = True
+        self._host.to_worker(ConnectPeer(peer.epoch, peer.hello.metadata))
+
+    def _gone(self, peer: DecodePeer, reason: str, *, down: bool = False) -> None:
+        log.warning("decode instance %s is gone: %s", peer.epoch, reason)
+        del self._peers[peer.identity]
+        if not down and (peer.welcomed or peer.connecting):
+            self._closing.add(peer.epoch)
+            self._host.to_worker(DisconnectPeer(peer.epoch))
+        self._on_gone(peer, reason)

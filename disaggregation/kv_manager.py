@@ -1,0 +1,284 @@
+"""The scheduler's door to disaggregation: one object for every hand-over of an instance, in both directions.
+
+A prefill instance has senders and a control socket that decodes connect to; a decode instance has receivers and
+links to prefills. All of it runs inside the scheduler's loop: ``poll`` once a turn, never blocking. What must block (asking bootstrap
+servers, renewing leases) runs in small threads, whose results come back through a mailbox that wakes the loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import zmq
+
+from ..messages.base import I32, Message
+from ..messages.handover import Abort, AbortAck, RoomQueued, TransferDone, TransferFailed, TransferRequest
+from ..messages.outputs import FinishReason, FinishType, TokenLogprob
+from ..messages.worker import PagesVerified, PeerConnected, PeerLinkDown, SendEnded, TransferEvent
+from ..scheduler.req import Req, ReqState
+from ..scheduler.scheduler import Scheduler
+from ..server.child import ChildContext
+from .bootstrap import Route
+from .bootstrap_client import LeaseKeeper, RouteFetcher
+from .control_channel import ControlServer
+from .decode_peers import DecodePeer, DecodePeers
+from .kv_receiver import KVReceivers
+from .kv_sender import KVSenders
+from .mailbox import Mailbox
+from .prefill_link import PrefillLink
+from .prefill_links import PrefillLinks
+
+log = logging.getLogger(__name__)
+
+IDLE_TIMEOUT_MS = 1000
+LEASE_SECONDS = 6.0
+
+
+class SchedulerHost:
+    """``HandoverHost`` over the real scheduler."""
+
+    def __init__(self, scheduler: Scheduler, epoch: str) -> None:
+        self._scheduler = scheduler
+        self.epoch = epoch
+
+    def to_worker(self, message: Message) -> None:
+        """See ``HandoverHost``."""
+        self._scheduler.outbox.to_worker(message)
+
+    def enqueue(self, req: Req, now: float) -> None:
+        """See ``HandoverHost``."""
+        self._scheduler.enqueue(req, now)
+
+    def end_outgoing(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
+        """See ``HandoverHost``."""
+        scheduler = self._scheduler
+        scheduler.leave(req, ReqState.FINISHED)
+        finish = FinishReason(FinishType.LENGTH)
+        scheduler.outbox.tokens(req, [token], finish, scheduler.meta(req), [logprob] if logprob is not None else None)
+        scheduler.free(req)
+
+    def start_incoming(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
+        """See ``HandoverHost``."""
+        self._scheduler.planner.start_landed(req)
+        self._scheduler.take_token(req, token, logprob, now)
+
+    def admit_incoming(self, req: Req, others: Iterable[Req]) -> bool:
+        """See ``HandoverHost``. A retracted request waits for memory longer than any newcomer: it goes first."""
+        planner, memory = self._scheduler.planner, self._scheduler.memory
+        if any(r.retractions for r in planner.waiting.values()):
+            return False
+        busy = [*planner.running.values(), *others]
+        reserve = planner.reserve.tokens([*busy, req]) if busy else 0
+        return memory.admit(req, reserve, prefix_limit=req.prompt_len)
+
+    def end(self, req: Req, state: ReqState, finish: FinishReason | None) -> None:
+        """See ``HandoverHost``."""
+        self._scheduler.end(req, state, finish)
+
+    def fail(self, req: Req, status: int, message: str, kind: str = "server_error") -> None:
+        """See ``HandoverHost``."""
+        self._scheduler.fail(req, status, message, kind)
+
+    def free(self, req: Req, *, keep_prefix: bool = True) -> None:
+        """See ``HandoverHost``."""
+        self._scheduler.free(req, keep_prefix=keep_prefix)
+
+    def pages(self, req: Req, start: int, end: int) -> I32:
+        """See ``HandoverHost``."""
+        return self._scheduler.memory.pages(req, start, end)
+
+    @property
+    def last_step_id(self) -> int:
+        """See ``HandoverHost``."""
+        return self._scheduler.planner.last_step_id
+
+    @property
+    def completed_step(self) -> int:
+        """See ``HandoverHost``."""
+        return self._scheduler.completed_step
+
+
+class KVManager:
+    """See the module."""
+
+    def __init__(self, ctx: ChildContext, scheduler: Scheduler, poller: zmq.Poller) -> None:
+        options = ctx.options
+        host = SchedulerHost(scheduler, ctx.epoch)
+        limits = (options.disaggregation_bootstrap_timeout, options.disaggregation_transfer_timeout)
+        heartbeat = (options.disaggregation_heartbeat_interval, options.disaggregation_heartbeat_timeout)
+        backend = options.disaggregation_transfer_backend
+        self._ctx = ctx
+        self._options = options
+        self._scheduler = scheduler
+        self._interval_ms = int(options.disaggregation_heartbeat_interval * 1000)
+        self._mailbox: Mailbox[tuple[str, int, Route | str]] = Mailbox()
+        poller.register(self._mailbox.fileno(), zmq.POLLIN)
+        self._lease: LeaseKeeper | None = None
+        self.senders: KVSenders | None = None
+        self.receivers: KVReceivers | None = None
+        self._peers: DecodePeers | None = None
+        self._links: PrefillLinks | None = None
+        if options.disaggregation_mode == "prefill":
+            self._server = ControlServer(ctx.zmq_ctx, options.host)
+            poller.register(self._server.socket, zmq.POLLIN)
+            self._peers = DecodePeers(
+                host, scheduler.worker, backend, heartbeat, self._server, self._on_decode_message, self._on_decode_gone
+            )
+            self.senders = KVSenders(host, options.page_size, *limits, self._peers.send)
+        else:
+            self._fetcher = RouteFetcher(lambda h, p, route: self._mailbox.put((h, p, route)))
+            self._links = PrefillLinks(
+                host,
+                scheduler.worker,
+                backend,
+                heartbeat,
+                ctx.zmq_ctx,
+                poller,
+                self._fetcher.fetch,
+                self._on_prefill_message,
+                self._on_prefill_gone,
+                self._on_prefill_down,
+            )
+            self.receivers = KVReceivers(host, options.page_size, *limits, self._links.link_to)
+
+    def start(self, now: float) -> None:
+        """A prefill becomes known to its bootstrap server, by a lease that is renewed as long as this process lives."""
+        if self._peers is not None:
+            worker = self._scheduler.worker
+            route = Route(
+                epoch=self._ctx.epoch,
+                control_port=self._server.port,
+                fingerprint=worker.fingerprint,
+                layout=worker.layout,
+                backend=self._options.disaggregation_transfer_backend,
+                ttl=LEASE_SECONDS,
+            )
+            self._lease = LeaseKeeper(route, self._options.host, self._options.disaggregation_bootstrap_port)
+            self._lease.start()
+
+    def withdraw(self) -> None:
+        """Decodes shall not find this instance any more."""
+        if self._lease is not None:
+            self._lease.withdraw()
+            self._lease = None
+
+    # --- the scheduler's side ---
+
+    def add(self, req: Req, now: float) -> None:
+        """Take over a request whose phases run on two instances."""
+        if self.senders is not None:
+            self.senders.add(req, now)
+        elif self.receivers is not None:
+            self.receivers.add(req, now)
+
+    def owns(self, req: Req) -> bool:
+        """Whether the request's memory is not the scheduler's to free yet."""
+        if self.senders is not None:
+            return self.senders.owns(req)
+        return self.receivers is not None and self.receivers.owns(req)
+
+    def cancel(self, req: Req, reason: str) -> None:
+        """The request has ended; free its memory as soon as no transfer touches it."""
+        if self.senders is not None:
+            self.senders.cancel(req, reason)
+        elif self.receivers is not None:
+            self.receivers.cancel(req, reason)
+
+    def chunk_planned(self, req: Req) -> None:
+        """A step that computes more of the request's prompt was sent to the worker."""
+        if self.senders is not None:
+            self.senders.chunk_planned(req)
+
+    def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
+        """An outgoing request's prompt is computed."""
+        if self.senders is not None:
+            self.senders.first_token(req, token, logprob)
+
+    def lingering(self) -> list[Req]:
+        """Ended requests that still hold memory."""
+        if self.senders is not None:
+            return self.senders.lingering()
+        return self.receivers.lingering() if self.receivers is not None else []
+
+    def on_transfer_event(self, event: TransferEvent, now: float) -> None:
+        """News from the worker's transfer engine."""
+        if isinstance(event, SendEnded) and self.senders is not None:
+            self.senders.on_send_ended(event)
+        elif isinstance(event, PagesVerified) and self.receivers is not None:
+            self.receivers.on_verified(event, now)
+        elif isinstance(event, PeerConnected) and self._peers is not None:
+            self._peers.on_peer_connected(event)
+        elif isinstance(event, PeerLinkDown):
+            if self._peers is not None:
+                self._peers.on_peer_link_down(event.peer)
+            elif self._links is not None:
+                self._links.on_peer_link_down(event.peer)
+
+    def poll(self, now: float) -> None:
+        """One turn: read peers, move rooms on, keep deadlines."""
+        if self._peers is not None and self.senders is not None:
+            self._peers.poll(now)
+            self.senders.tick(now)
+        elif self._links is not None and self.receivers is not None:
+            for host, port, route in self._mailbox.take_all():
+                self._links.on_route(host, port, route, now)
+            self._links.poll(now)
+            self.receivers.advance(now)
+
+    def flush(self) -> None:
+        """Send what this turn has queued for peers."""
+        if self._peers is not None:
+            self._peers.flush()
+        elif self._links is not None:
+            self._links.flush()
+
+    def timeout_ms(self) -> int:
+        """How long the loop may sleep: heartbeats while there are peers, deadlines while there are rooms."""
+        active = self._peers.active if self._peers is not None else self._links is not None and self._links.active
+        return self._interval_ms if active else IDLE_TIMEOUT_MS
+
+    def info(self) -> dict[str, Any]:
+        """For /server_info."""
+        rooms = self.senders or self.receivers
+        assert rooms is not None
+        info: dict[str, Any] = {"rooms": len(rooms.rooms), "done": rooms.done, "failed": rooms.failed}
+        if self.senders is not None and self._peers is not None:
+            info |= {"bytes_sent": self.senders.bytes_sent, "push_seconds": round(self.senders.push_seconds, 6)}
+            info["peers"] = self._peers.info()
+        elif self.receivers is not None and self._links is not None:
+            info |= {"bytes_received": self.receivers.bytes_received, "peers": self._links.info()}
+        return info
+
+    # --- the peers' side ---
+
+    def _on_decode_message(self, peer: DecodePeer, message: Any, now: float) -> None:
+        assert self.senders is not None
+        if isinstance(message, TransferRequest):
+            self.senders.on_request(peer, message, now)
+        elif isinstance(message, RoomQueued):
+            self.senders.on_queued(peer, message.room, now)
+        elif isinstance(message, Abort):
+            self.senders.on_abort(peer, message, now)
+
+    def _on_decode_gone(self, peer: DecodePeer, reason: str) -> None:
+        assert self.senders is not None
+        self.senders.on_peer_gone(peer, reason)
+
+    def _on_prefill_message(self, link: PrefillLink, message: Any) -> None:
+        assert self.receivers is not None
+        if isinstance(message, TransferDone):
+            self.receivers.on_done(link, message)
+        elif isinstance(message, TransferFailed):
+            self.receivers.on_failed(link, message)
+        elif isinstance(message, AbortAck):
+            self.receivers.on_abort_ack(link, message.room)
+
+    def _on_prefill_gone(self, link: PrefillLink) -> None:
+        assert self.receivers is not None
+        self.receivers.on_link_gone(link)
+
+    def _on_prefill_down(self, link: PrefillLink) -> None:
+        assert self.receivers is not None
+        self.receivers.on_link_down(link)

@@ -1,0 +1,284 @@
+"""The prefill's side of hand-overs.
+
+A ``KVSender`` is one room. It begins with whichever comes first, the client's request or the decode's ``TransferRequest``::
+
+    (request + TransferRequest) → request is enqueued → chunk_planned* pushes pages → first_token + SendEnded → TransferDone
+
+Off that path the room *drains*: the worker is told to cancel, and only its ``SendEnded`` (nothing more is read here or written
+there) frees the pages and lets the decode know, by ``TransferFailed`` or ``AbortAck``. A request that ends early leaves its
+room behind as a tombstone for a while, so that the other leg, arriving late, is told at once instead of waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import xxhash
+
+from ..messages.base import Message, pack_i32, unpack_i32
+from ..messages.handover import Abort, AbortAck, AuxData, TransferDone, TransferFailed, TransferRequest
+from ..messages.outputs import FinishReason, FinishType, TokenLogprob
+from ..messages.worker import CancelSend, SendEnded, SendPages
+from ..scheduler.req import Req, ReqState
+from .decode_peers import DecodePeer
+from .handover_host import HandoverHost
+
+log = logging.getLogger(__name__)
+
+TOMBSTONE_SECONDS = 60.0
+
+
+@dataclass(slots=True)
+class KVSender:
+    """One room. ``next_page`` counts pages of the prompt; ``failure`` is set once the room drains."""
+
+    room: int
+    deadline: float
+    req: Req | None = None
+    peer: DecodePeer | None = None
+    request: TransferRequest | None = None
+    next_page: int = 0
+    pushing: bool = False
+    first_token: int | None = None
+    first_logprob: TokenLogprob | None = None
+    sent: SendEnded | None = None
+    failure: tuple[int, str] | None = None
+    abort_asked: bool = False
+
+
+class KVSenders:
+    """Owner of all rooms of a prefill instance, and of their requests' memory while a room drains."""
+
+    def __init__(
+        self,
+        host: HandoverHost,
+        page_size: int,
+        bootstrap_timeout: float,
+        transfer_timeout: float,
+        reply: Callable[[DecodePeer, Message], None],
+    ) -> None:
+        self._host = host
+        self._page_size = page_size
+        self._bootstrap_timeout = bootstrap_timeout
+        self._transfer_timeout = transfer_timeout
+        self._reply = reply
+        self.rooms: dict[int, KVSender] = {}
+        self._tombstones: dict[int, tuple[float, str]] = {}
+        self.done = 0
+        self.failed = 0
+        self.bytes_sent = 0
+        self.push_seconds = 0.0
+
+    # --- both ends turn up ---
+
+    def add(self, req: Req, now: float) -> None:
+        """A client's request for a room has come."""
+        assert req.msg.bootstrap is not None
+        room = req.msg.bootstrap.room
+        if room in self._tombstones:
+            self._host.fail(req, 503, f"the decode instance gave the hand-over up: {self._tombstones.pop(room)[1]}")
+            return
+        sender = self.rooms.get(room)
+        if sender is None:
+            sender = self.rooms[room] = KVSender(room, now + self._bootstrap_timeout)
+        elif sender.req is not None:
+            text = f"bootstrap_room {room} is in use; draw a fresh one for every request"
+            self._host.fail(req, 400, text, "invalid_request_error")
+            return
+        sender.req = req
+        self._try_start(sender, now)
+
+    def on_queued(self, peer: DecodePeer, room: int, now: float) -> None:
+        """A decode will ask for this room when it has memory: only the peer's death ends the wait now."""
+        sender = self.rooms.get(room)
+        if sender is None:
+            sender = self.rooms[room] = KVSender(room, now + self._bootstrap_timeout)
+        sender.peer = peer
+
+    def on_request(self, peer: DecodePeer, msg: TransferRequest, now: float) -> None:
+        """A decode has memory and wants a room's KV."""
+        if msg.room in self._tombstones:
+            reason = self._tombstones.pop(msg.room)[1]
+            self._reply(peer, TransferFailed(peer.epoch, msg.room, 503, f"the prefill instance gave up: {reason}"))
+            return
+        sender = self.rooms.get(msg.room)
+        if sender is None:
+            sender = self.rooms[msg.room] = KVSender(msg.room, now + self._bootstrap_timeout)
+        elif sender.request is not None:
+            self._reply(peer, TransferFailed(peer.epoch, msg.room, 409, f"bootstrap_room {msg.room} is in use"))
+            return
+        sender.peer, sender.request = peer, msg
+        self._try_start(sender, now)
+
+    def _try_start(self, sender: KVSender, now: float) -> None:
+        req, request = sender.req, sender.request
+        if req is None or request is None:
+            return
+        problem = self._mismatch(req, request)
+        if problem is not None:
+            self._drain(sender, 409, problem)
+            return
+        sender.next_page = request.decode_prefix_len // self._page_size
+        sender.deadline = now + self._transfer_timeout
+        self._host.enqueue(req, now)
+
+    def _mismatch(self, req: Req, request: TransferRequest) -> str | None:
+        if request.prompt_len != req.prompt_len or request.prompt_digest != prompt_digest(req):
+            return f"bootstrap_room {request.room} means another prompt on the decode instance"
+        pages = -(-req.prompt_len // self._page_size) - request.decode_prefix_len // self._page_size
+        if request.decode_prefix_len % self._page_size or len(request.dst_pages) != 4 * pages:
+            return f"the decode instance offers {len(request.dst_pages) // 4} pages where {pages} are needed"
+        return None
+
+    # --- the request computes ---
+
+    def chunk_planned(self, req: Req) -> None:
+        """A step that computes more of the prompt was sent to the worker: push what will be whole after it."""
+        sender = self._of(req)
+        if sender is None or sender.failure is not None:
+            return
+        assert sender.request is not None
+        assert sender.peer is not None
+        last = req.computed >= req.prompt_len
+        end = -(-req.prompt_len // self._page_size) if last else req.computed // self._page_size
+        start = sender.next_page
+        if end <= start and not last:
+            return
+        skipped = sender.request.decode_prefix_len // self._page_size
+        src = self._host.pages(req, start * self._page_size, min(end * self._page_size, req.prompt_len))
+        dst = unpack_i32(sender.request.dst_pages)[start - skipped : end - skipped]
+        sender.next_page = max(start, end)
+        sender.pushing = True
+        self._host.to_worker(SendPages(sender.room, sender.peer.epoch, pack_i32(src), pack_i32(dst), last))
+
+    def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
+        """The prompt is computed; the decode goes on from this token."""
+        sender = self._of(req)
+        if sender is not None:
+            sender.first_token, sender.first_logprob = token, logprob
+            self._finish_if_whole(sender)
+
+    def on_send_ended(self, event: SendEnded) -> None:
+        """The worker will not touch this room's pages again."""
+        sender = self.rooms.get(event.room)
+        if sender is None:
+            return
+        sender.pushing = False
+        sender.sent = event
+        self.bytes_sent += event.nbytes
+        self.push_seconds += event.seconds
+        if sender.failure is not None:
+            self._drained(sender)
+        elif event.error is not None or event.cancelled:
+            self._drain(sender, 502, f"the KV transfer failed: {event.error or 'cancelled'}")
+        else:
+            self._finish_if_whole(sender)
+
+    def _finish_if_whole(self, sender: KVSender) -> None:
+        req, peer = sender.req, sender.peer
+        if sender.first_token is None or sender.sent is None or sender.failure is not None:
+            return
+        assert req is not None
+        assert peer is not None
+        req.timing.transfer_bytes = sender.sent.nbytes
+        req.timing.transfer_ms = sender.sent.seconds * 1000
+        # Waiting for the decode is the decode's own to count: here the queue begins when both ends were there.
+        req.timing.queue_ms = max(0.0, (req.times.admitted - max(req.times.arrival, req.times.ready)) * 1000)
+        aux = AuxData(sender.first_token, req.cached_tokens, req.timing, sender.first_logprob, req.input_logprobs)
+        self._reply(peer, TransferDone(peer.epoch, sender.room, sender.sent.checksum, aux))
+        del self.rooms[sender.room]
+        self.done += 1
+        self._host.end_outgoing(req, sender.first_token, sender.first_logprob)
+
+    # --- the ways out ---
+
+    def cancel(self, req: Req, reason: str) -> None:
+        """The request has ended on this side (its client left, or it failed); free its memory when that is safe."""
+        sender = self._of(req)
+        if sender is None:
+            self._host.free(req)
+        else:
+            self._drain(sender, 499 if req.state is ReqState.ABORTED else 500, reason)
+
+    def on_abort(self, peer: DecodePeer, msg: Abort, now: float) -> None:
+        """The decode gives a room up."""
+        sender = self.rooms.get(msg.room)
+        if sender is None or (sender.peer is not None and sender.peer is not peer):
+            self._tombstones[msg.room] = (now + TOMBSTONE_SECONDS, msg.reason)
+            self._reply(peer, AbortAck(peer.epoch, msg.room))
+            return
+        sender.peer, sender.abort_asked = peer, True
+        if sender.req is None:
+            self._tombstones[msg.room] = (now + TOMBSTONE_SECONDS, msg.reason)
+        elif not sender.req.is_ended:
+            self._host.end(sender.req, ReqState.ABORTED, FinishReason(FinishType.ABORT, message=msg.reason))
+        if sender.failure is None:
+            self._drain(sender, 499, msg.reason)
+
+    def on_peer_gone(self, peer: DecodePeer, reason: str) -> None:
+        """A decode instance died or fell silent."""
+        for sender in [s for s in self.rooms.values() if s.peer is peer]:
+            self._drain(sender, 502, reason)
+
+    def tick(self, now: float) -> None:
+        """Give up what has waited too long."""
+        for sender in list(self.rooms.values()):
+            if now < sender.deadline or sender.failure is not None:
+                continue
+            if sender.request is not None and sender.req is not None:
+                self._drain(sender, 504, f"the hand-over took longer than {self._transfer_timeout:.0f} s")
+            elif sender.req is None:
+                text = f"no request for this room reached the prefill instance within {self._bootstrap_timeout:.0f} s"
+                self._drain(sender, 504, text)
+            elif sender.peer is None:
+                text = f"no decode instance asked for this room within {self._bootstrap_timeout:.0f} s"
+                self._drain(sender, 504, text)
+        for room in [r for r, (until, _) in self._tombstones.items() if now > until]:
+            del self._tombstones[room]
+
+    def owns(self, req: Req) -> bool:
+        """Whether the request's room is open, so that its memory is this object's to free."""
+        return self._of(req) is not None
+
+    def lingering(self) -> list[Req]:
+        """Ended requests whose memory a transfer may still read."""
+        return [s.req for s in self.rooms.values() if s.req is not None and s.req.is_ended]
+
+    def _of(self, req: Req) -> KVSender | None:
+        if req.msg.bootstrap is None:
+            return None
+        sender = self.rooms.get(req.msg.bootstrap.room)
+        return sender if sender is not None and sender.req is req else None
+
+    def _drain(self, sender: KVSender, status: int, reason: str) -> None:
+        if sender.failure is not None:
+            return
+        sender.failure = (status, reason)
+        if sender.req is not None and not sender.req.is_ended:
+            self._host.fail(sender.req, status, reason, "transfer_error")
+        if sender.pushing:
+            self._host.to_worker(CancelSend(sender.room))
+        else:
+            self._drained(sender)
+
+    def _drained(self, sender: KVSender) -> None:
+        assert sender.failure is not None
+        status, reason = sender.failure
+        del self.rooms[sender.room]
+        self.failed += 1
+        log.info("room %d is off: %s", sender.room, reason)
+        if sender.req is not None:
+            self._host.free(sender.req)
+        if sender.peer is None:
+            return
+        if sender.abort_asked:
+            self._reply(sender.peer, AbortAck(sender.peer.epoch, sender.room))
+        else:
+            self._reply(sender.peer, TransferFailed(sender.peer.epoch, sender.room, status, reason))
+
+
+def prompt_digest(req: Req) -> int:
+    """xxh3_64 of the prompt's token ids: do both legs mean the same request?"""
+    return xxhash.xxh3_64_intdigest(req.token_ids[: req.prompt_len].tobytes())

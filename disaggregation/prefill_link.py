@@ -1,0 +1,51 @@
+"""A decode's connection to one prefill instance, from its bootstrap address to its end.
+
+    ROUTING (ask the bootstrap server) → GREETING (Hello) → READY (Welcome) → GONE
+
+Gone is final and says why; the next request for the same address opens a new link. ``down`` says more than gone: that the peer's
+worker can't write into our pool any more, which only our worker knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from ..messages.base import Message
+from .control_channel import ControlClient
+
+
+class LinkState(Enum):
+    """Where a link stands; see the module."""
+
+    ROUTING = auto()
+    GREETING = auto()
+    READY = auto()
+    GONE = auto()
+
+
+@dataclass(slots=True, eq=False)
+class PrefillLink:
+    """One connection. ``status`` (HTTP) and ``reason`` are for the requests that fail when it is gone."""
+
+    host: str
+    port: int
+    state: LinkState = LinkState.ROUTING
+    asked: bool = False
+    status: int = 503
+    reason: str = ""
+    peer_epoch: str = ""
+    client: ControlClient | None = None
+    heard_at: float = 0.0
+    down: bool = True
+    unsent: list[Message] = field(default_factory=list)
+
+    def send(self, message: Message) -> None:
+        """Queue for the peer; one frame a turn of the loop."""
+        self.unsent.append(message)
+
+    def flush(self) -> None:
+        """Send what is queued."""
+        if self.unsent and self.client is not None:
+            self.client.send(*self.unsent)
+        self.unsent = []

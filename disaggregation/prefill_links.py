@@ -1,0 +1,188 @@
+"""All links of a decode instance to prefill instances: opening, greeting, heartbeats, and noticing death.
+
+Death shows in three ways, whichever is first: the control connection breaks, the worker loses the data link, or the peer
+is silent for ``heartbeat_timeout``. A link to an address is opened only after the last one to it is down, so that what the worker
+says of a peer is never about an earlier connection to it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from ..messages.channel import UndeclaredMessage
+from ..messages.handover import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
+from ..messages.worker import DisconnectPeer, WorkerReady
+from .bootstrap import Route
+from .control_channel import ControlClient
+from .handover_host import HandoverHost
+from .prefill_link import LinkState, PrefillLink
+
+log = logging.getLogger(__name__)
+
+GREETING_SECONDS = 10.0
+"""How long a prefill may take to connect its worker to ours and say Welcome."""
+
+
+class PrefillLinks:
+    """Owner of the links. ``on_gone`` and ``on_down`` tell the receivers; ``fetch_route`` must not block."""
+
+    def __init__(
+        self,
+        host: HandoverHost,
+        worker: WorkerReady,
+        backend: str,
+        heartbeat: tuple[float, float],
+        zmq_ctx: zmq.Context[Any],
+        poller: zmq.Poller,
+        fetch_route: Callable[[str, int], None],
+        on_message: Callable[[PrefillLink, Any], None],
+        on_gone: Callable[[PrefillLink], None],
+        on_down: Callable[[PrefillLink], None],
+    ) -> None:
+        self._host = host
+        self._worker = worker
+        self._backend = backend
+        self._interval, self._timeout = heartbeat
+        self._ctx = zmq_ctx
+        self._poller = poller
+        self._fetch_route = fetch_route
+        self._on_message = on_message
+        self._on_gone = on_gone
+        self._on_down = on_down
+        self._open: dict[tuple[str, int], PrefillLink] = {}
+        self._closing: list[PrefillLink] = []
+        self._beat_at = 0.0
+
+    def link_to(self, host: str, port: int, now: float) -> PrefillLink:
+        """The link to the prefill behind this bootstrap address; a new one where there is none."""
+        link = self._open.get((host, port))
+        if link is None:
+            link = self._open[(host, port)] = PrefillLink(host, port)
+            self._ask(link)
+        return link
+
+    def on_route(self, host: str, port: int, route: Route | str, now: float) -> None:
+        """The bootstrap server's answer: a route, or why there is none."""
+        link = self._open.get((host, port))
+        if link is None or link.state is not LinkState.ROUTING:
+            return
+        if isinstance(route, str):
+            self._gone(link, f"the bootstrap server {host}:{port} gave no route: {route}")
+            return
+        link.client = ControlClient(self._ctx, control_address(route, host))
+        self._poller.register(link.client.socket, zmq.POLLIN)
+        self._poller.register(link.client.monitor, zmq.POLLIN)
+        link.state, link.peer_epoch, link.down, link.heard_at = LinkState.GREETING, route.epoch, False, now
+        worker = self._worker
+        link.send(
+            Hello(
+                epoch=route.epoch,
+                sender=self._host.epoch,
+                version=PROTOCOL_VERSION,
+                fingerprint=worker.fingerprint,
+                layout=worker.layout,
+                backend=self._backend,
+                metadata=worker.backend_metadata,
+            )
+        )
+
+    def poll(self, now: float) -> None:
+        """Read every link, beat, and drop those that are silent."""
+        for link in list(self._open.values()):
+            if link.client is None:
+                self._ask(link)
+                continue
+            self._read(link, link.client, now)
+            if link.state is LinkState.GONE:
+                continue
+            # A dead link may still have brought messages: they were read first.
+            if link.client.connection_ended():
+                self._gone(link, "the prefill instance closed the connection or died")
+            elif now - link.heard_at > (self._timeout if link.state is LinkState.READY else GREETING_SECONDS):
+                self._gone(link, f"the prefill instance was silent for {now - link.heard_at:.1f} s")
+        if now - self._beat_at >= self._interval:
+            self._beat_at = now
+            for link in self._open.values():
+                if link.state is LinkState.READY:
+                    link.send(Heartbeat(link.peer_epoch))
+
+    def flush(self) -> None:
+        """Send what the turn has queued."""
+        for link in self._open.values():
+            link.flush()
+
+    def on_peer_link_down(self, peer: str) -> None:
+        """The worker says that ``peer`` can't write here any more, on our wish or by itself."""
+        for link in [k for k in self._open.values() if k.peer_epoch == peer and k.state is not LinkState.ROUTING]:
+            link.down = True
+            self._gone(link, "the prefill instance's worker closed the data link or died")
+        for link in [k for k in self._closing if k.peer_epoch == peer]:
+            link.down = True
+            self._closing.remove(link)
+            self._on_down(link)
+
+    def info(self) -> list[dict[str, Any]]:
+        """For /server_info."""
+        return [
+            {"bootstrap": f"{k.host}:{k.port}", "state": k.state.name.lower(), "epoch": k.peer_epoch}
+            for k in [*self._open.values(), *self._closing]
+        ]
+
+    @property
+    def active(self) -> bool:
+        """Whether any link needs heartbeats."""
+        return bool(self._open)
+
+    def _ask(self, link: PrefillLink) -> None:
+        if link.asked or any((k.host, k.port) == (link.host, link.port) for k in self._closing):
+            return
+        link.asked = True
+        self._fetch_route(link.host, link.port)
+
+    def _read(self, link: PrefillLink, client: ControlClient, now: float) -> None:
+        while link.state is not LinkState.GONE:
+            try:
+                messages = client.recv()
+            except UndeclaredMessage as e:
+                log.error("from %s:%d: %s", link.host, link.port, e)
+                continue
+            if not messages:
+                return
+            link.heard_at = now
+            for message in messages:
+                if message.epoch != self._host.epoch:
+                    log.warning("dropped a message of %s:%d for epoch %s", link.host, link.port, message.epoch)
+                elif isinstance(message, Welcome):
+                    link.state = LinkState.READY
+                    log.info("linked to prefill %s:%d (epoch %s)", link.host, link.port, link.peer_epoch)
+                elif isinstance(message, Refused):
+                    link.status = 409
+                    self._gone(link, f"the prefill instance refused this decode instance: {message.reason}")
+                elif not isinstance(message, Heartbeat):
+                    self._on_message(link, message)
+
+    def _gone(self, link: PrefillLink, reason: str) -> None:
+        if link.state is LinkState.GONE:
+            return
+        log.warning("link to prefill %s:%d is gone: %s", link.host, link.port, reason)
+        link.state, link.reason = LinkState.GONE, reason
+        del self._open[(link.host, link.port)]
+        if link.client is not None:
+            link.flush()
+            self._poller.unregister(link.client.socket)
+            self._poller.unregister(link.client.monitor)
+            link.client.close()
+        if not link.down:
+            self._closing.append(link)
+            self._host.to_worker(DisconnectPeer(link.peer_epoch))
+        self._on_gone(link)
+
+
+def control_address(route: Route, bootstrap_host: str) -> str:
+    """Where the prefill's control socket is: on the host that we reached its bootstrap server by."""
+    host = f"[{bootstrap_host}]" if ":" in bootstrap_host else bootstrap_host
+    return f"tcp://{host}:{route.control_port}"

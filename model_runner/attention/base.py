@@ -1,0 +1,24 @@
+"""The interface of attention backends."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from ..forward_batch import ForwardBatch
+
+
+class AttentionBackend(ABC):
+    """Causal attention of a pass's tokens over their rows' KV: ``plan`` once a pass, then ``forward`` once a layer."""
+
+    @abstractmethod
+    def plan(self, batch: ForwardBatch) -> None:
+        """Prepare the pass ``batch``: everything that its layers share. Reads the request table, does not keep it."""
+
+    @abstractmethod
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store ``k`` and ``v`` [T, KV heads, head_dim] into the pool, then attend with ``q`` [T, heads, head_dim].
+
+        Each token sees its row's KV up to and including its own position. Returns [T, heads * head_dim].
+        """

@@ -1,0 +1,41 @@
+"""The arithmetic of a layer in plain torch: right on every device, and what faster kernels are tested against.
+
+Shapes: T tokens, H heads, D head_dim, I intermediate size, N rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x`` [T, in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [T, out]."""
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x`` [..., N] over the root of its mean square along N (computed in float32), times ``weight`` [N]."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def rope(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Rotate each head: element ``i`` pairs with ``i + D / 2``.
+
+    ``cos_TD`` and ``sin_TD`` are [T, 1, D] in the type of ``x_THD``; the first half of ``sin_TD`` is negated already.
+    """
+    return torch.addcmul(x_THD * cos_TD, x_THD.roll(x_THD.shape[-1] // 2, -1), sin_TD)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """``silu(gate) * up`` for ``x`` = [gate, up] of shape [T, 2 I]: [T, I]."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def store_kv(pool_rows: Tensor, key_rows: Tensor, value_rows: Tensor, k: Tensor, v: Tensor) -> None:
+    """Write ``k`` and ``v`` [T, H, D] into rows (int64 [T]) of the pool seen as [N, H * D]."""
+    width = pool_rows.shape[1]
+    pool_rows.index_copy_(0, key_rows, k.reshape(-1, width).to(pool_rows.dtype))
+    pool_rows.index_copy_(0, value_rows, v.reshape(-1, width).to(pool_rows.dtype))

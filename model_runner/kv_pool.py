@@ -1,0 +1,74 @@
+"""The tensors behind the slots.
+
+The pool is page-first, ``[P, L, 2, page_size, H, D]`` (P pages with page 0, L layers, keys then values, H KV heads, D
+head_dim), so that page ``p`` is the bytes ``[p * page_bytes, (p + 1) * page_bytes)`` and a slot
+``s = page * page_size + offset`` is ``pool[page, layer, k/v, offset]``. Two flat views of it do all the work: rows of
+one token's heads, and rows of one layer's page of keys or values.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+from ..messages.worker import KVLayout
+from .config import ModelConfig
+from .kernels import store_kv
+
+KEYS, VALUES = 0, 1
+
+
+def make_layout(config: ModelConfig, page_size: int, dtype: torch.dtype) -> KVLayout:
+    """The layout of ``config``'s pages."""
+    values = config.num_layers * 2 * page_size * config.num_kv_heads * config.head_dim
+    return KVLayout(
+        page_size=page_size,
+        num_layers=config.num_layers,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        page_bytes=values * dtype.itemsize,
+    )
+
+
+class MHATokenToKVPool:
+    """Keys and values of all slots. Page 0 is never handed out and stays zero: padded lanes read it."""
+
+    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device, buffer: mmap.mmap | None = None) -> None:
+        """Lay the pool over ``buffer`` (zeroed, on the CPU), or over memory of its own.
+
+        ``num_pages`` counts page 0.
+        """
+        self.layout = layout
+        self.dtype: torch.dtype = getattr(torch, layout.dtype)
+        shape = (num_pages, layout.num_layers, 2, layout.page_size, layout.kv_heads, layout.head_dim)
+        if buffer is None:
+            self.data = torch.zeros(shape, dtype=self.dtype, device=device)
+        else:
+            self.data = torch.frombuffer(buffer, dtype=self.dtype).view(shape)
+        self._token_rows = self.data.view(-1, layout.kv_heads * layout.head_dim)
+        self._page_rows = self.data.view(num_pages * layout.num_layers * 2, -1)
+
+    def token_rows(self, slots: Tensor) -> Tensor:
+        """Where layer 0's keys of ``slots`` (int64) lie among the token rows; the argument of ``store``."""
+        size = self.layout.page_size
+        return slots // size * (self.layout.num_layers * 2 * size) + slots % size
+
+    def store(self, layer: int, token_rows: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write ``k`` and ``v`` [T, H, D] of ``layer`` to the slots behind ``token_rows`` [T]."""
+        key_rows = token_rows + layer * 2 * self.layout.page_size
+        store_kv(self._token_rows, key_rows, key_rows + self.layout.page_size, k, v)
+
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of ``layer`` in ``pages`` (int64 [N]): two copies [N * page_size, H, D]."""
+        rows = pages * (self.layout.num_layers * 2) + layer * 2
+        shape = (-1, self.layout.kv_heads, self.layout.head_dim)
+        keys = self._page_rows.index_select(0, rows + KEYS)
+        values = self._page_rows.index_select(0, rows + VALUES)
+        return keys.view(shape), values.view(shape)
+
+    def clear(self, pages: Tensor) -> None:
+        """Zero ``pages`` (int64) in all layers."""
+        self.data.index_fill_(0, pages, 0)

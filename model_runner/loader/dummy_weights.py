@@ -1,0 +1,29 @@
+"""Random weights: every speed, none of the sense. For tests and benchmarks without a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .base import WeightSource
+
+STD = 0.02
+
+
+class DummyWeights(WeightSource):
+    """Normal weights from ``seed``, the same in every process; norms scale by one, biases are drawn like weights."""
+
+    def __init__(self, shapes: dict[str, torch.Size], seed: int) -> None:
+        self._shapes = shapes
+        self._seed = seed
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See the base class."""
+        generator = torch.Generator().manual_seed(self._seed)
+        for name, shape in self._shapes.items():
+            if name.endswith("norm.weight"):
+                yield name, torch.ones(shape)
+            else:
+                yield name, torch.empty(shape).normal_(0.0, STD, generator=generator)

@@ -1,0 +1,117 @@
+"""One model on one device: config, weights, KV pool and attention backend, ready to run forward passes.
+
+Built once, in this order: config → device and types → weights → KV pool → attention backend. Then ``forward`` any
+number of times, from one thread; only the pool changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..disaggregation.region import KVRegion, allocate_region
+from ..server.options import ServerOptions
+from .attention.registry import choose_attention_backend, make_attention_backend
+from .config import choose_context_length, read_config
+from .device import choose_device, choose_dtype, device_memory
+from .forward_batch import ForwardBatch
+from .kv_pool import MHATokenToKVPool, make_layout
+from .loader.load import fingerprint, load_model_weights
+from .model_path import ModelSource, resolve_model
+from .models.registry import make_model
+from .pool_size import PoolRequest, choose_max_total_tokens
+
+log = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Computes logits. Raises ``ModelError`` from its constructor where the model can't be served as asked.
+
+    Attributes: ``config``, ``context_length`` and ``vocab_size`` (tokens), ``device``, ``dtype`` (weights and
+    activations), ``layout``, ``max_total_tokens`` (slots to hand out, page 0 excluded), ``pool``, ``kv_region`` (the
+    pool's memory as one buffer; None on an accelerator), ``fingerprint``, ``attention_backend`` (its name),
+    ``load_seconds``.
+    """
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.load_seconds: dict[str, float] = {}
+        with self._timed("config"):
+            source = resolve_model(options.model_path, weights=options.load_format != "dummy")
+            self.config = read_config(source)
+            self.context_length = choose_context_length(self.config, options.context_length)
+            self.vocab_size = self.config.vocab_size
+            self.device = choose_device(options.device)
+            self.dtype = choose_dtype(options.dtype, self.device)
+        with self._timed("weights"):
+            self._load(options, source)
+        with self._timed("kv_pool"):
+            self._allocate_pool(options)
+        self.attention_backend = choose_attention_backend(options.attention_backend)
+        self._attention = make_attention_backend(self.attention_backend, self.pool, self.config.num_heads, self.dtype)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Logits of ``batch.logit_indices``, [L, V] float32; writes the pass's KV to the pool."""
+        with torch.inference_mode():
+            self._clear_begun_pages(batch)
+            self._attention.plan(batch)
+            return self._model.forward(batch, self._attention)
+
+    def _load(self, options: ServerOptions, source: ModelSource) -> None:
+        self._model = make_model(self.config, self.dtype, self.device)
+        weights = self._model.weights()
+        load_model_weights(weights, source, self.config, options.load_format, options.random_seed)
+        self.fingerprint = fingerprint(self.config, weights)
+        self._weight_bytes = sum(view.nbytes for view in weights.values())
+
+    def _allocate_pool(self, options: ServerOptions) -> None:
+        kv_dtype = self.dtype if options.kv_cache_dtype == "auto" else choose_dtype(options.kv_cache_dtype, self.device)
+        self.layout = make_layout(self.config, options.page_size, kv_dtype)
+        request = PoolRequest(
+            options.max_total_tokens,
+            options.mem_fraction_static,
+            options.page_size,
+            options.max_running_requests * (self.context_length + options.page_size - 1),
+        )
+        self.max_total_tokens = choose_max_total_tokens(
+            request, self.layout.page_bytes, self._weight_bytes, device_memory(self.device), self.device.type
+        )
+        num_pages = self.max_total_tokens // options.page_size + 1
+        self.kv_region: KVRegion | None = None
+        if self.device.type == "cpu":
+            shared = options.disaggregation_transfer_backend == "shm"
+            self.kv_region = allocate_region(num_pages * self.layout.page_bytes, shared=shared)
+        buffer = None if self.kv_region is None else self.kv_region.buffer
+        self.pool = MHATokenToKVPool(self.layout, num_pages, self.device, buffer)
+        log.info(
+            "%s: %.2f GiB of weights, KV pool of %d tokens (%.2f GiB)",
+            options.model_path,
+            self._weight_bytes / 2**30,
+            self.max_total_tokens,
+            num_pages * self.layout.page_bytes / 2**30,
+        )
+
+    def _clear_begun_pages(self, batch: ForwardBatch) -> None:
+        """Zero the pages that this pass begins and does not fill.
+
+        Attention reads whole pages and masks the lanes beyond a row's end; a NaN that a former owner left there would
+        get through the mask, as 0 × NaN is NaN.
+        """
+        size, end, tokens = self.layout.page_size, 0, []
+        for start, q_len in zip(batch.starts, batch.q_lens, strict=True):
+            end += q_len
+            used = (start + q_len) % size
+            if 0 < used <= q_len:
+                tokens.append(end - 1)
+        if tokens:
+            self.pool.clear(batch.out_cache_loc[torch.tensor(tokens, device=self.device)] // size)
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        begin = time.monotonic()
+        yield
+        self.load_seconds[what] = time.monotonic() - begin

@@ -1,0 +1,102 @@
+"""What the worker knows of each row of the request table between steps: sampling parameters, histories, the last token.
+
+A row's state starts with its ``RowInit`` (which forgets everything of the request before), changes with every token that
+is sampled for it, and is never read again once the scheduler names the row no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..messages.base import unpack_i32
+from ..messages.worker import RowInit
+from .penalties import I64, LogitEdits, TokenHistory
+
+NO_LOGPROBS = -1
+# Below this a division would blow rounding errors of the logits up to probabilities; it is greedy, as 0 is.
+GREEDY_TEMPERATURE = 1e-5
+_FOR_EVER = 2**31
+
+ROW_PARAMS = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("prompt_len", np.int64),
+        ("greedy", np.bool_),
+        ("temperature", np.float32),
+        ("top_p", np.float64),  # infinity: everything
+        ("top_k", np.int64),  # 0: the whole vocabulary
+        ("min_p", np.float32),
+        ("penalised", np.bool_),
+        ("frequency_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("repetition_penalty", np.float32),
+        ("min_new_tokens", np.int64),
+        ("logprobs", np.int32),  # alternatives to list, or NO_LOGPROBS
+    ]
+)
+RowParams = npt.NDArray[np.void]
+
+
+class RowStates:
+    """State of all ``max_reqs`` rows. ``last_tokens`` ([R] int64) lives on the device, the rest on the host."""
+
+    def __init__(self, max_reqs: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._params: RowParams = np.zeros(max_reqs, dtype=ROW_PARAMS)
+        self._histories: list[TokenHistory | None] = [None] * max_reqs
+        self._stop_ids: list[I64] = [np.empty(0, dtype=np.int64)] * max_reqs
+        self.last_tokens: Tensor = torch.full((max_reqs,), -1, dtype=torch.int64, device=device)
+
+    def start(self, init: RowInit) -> None:
+        """A new request takes the row."""
+        row = init.row
+        greedy = init.temperature < GREEDY_TEMPERATURE or init.top_k == 1
+        penalised = init.history is not None
+        self._params[row] = (
+            init.seed & 0xFFFFFFFFFFFFFFFF,
+            init.prompt_len,
+            greedy,
+            init.temperature,
+            init.top_p if init.top_p < 1.0 else np.inf,
+            max(init.top_k, 0) if init.top_k < self._vocab_size else 0,
+            init.min_p,
+            penalised,
+            init.frequency_penalty,
+            init.presence_penalty,
+            init.repetition_penalty,
+            min(init.min_new_tokens, _FOR_EVER),
+            NO_LOGPROBS if init.logprobs is None else min(init.logprobs, self._vocab_size),
+        )
+        self._histories[row] = None if init.history is None else TokenHistory(unpack_i32(init.history), init.prompt_len)
+        # A client may name stop tokens that the vocabulary does not have.
+        self._stop_ids[row] = np.array([t for t in init.stop_ids if 0 <= t < self._vocab_size], dtype=np.int64)
+        # Until something is sampled there is no last token; the embedding refuses -1 loudly.
+        self.last_tokens[row] = -1
+
+    def params(self, rows: I64) -> RowParams:
+        """[N] parameters of the rows (a copy)."""
+        return self._params[rows]
+
+    def edits(self, rows: I64, params: RowParams, positions: I64) -> LogitEdits | None:
+        """What changes the rows' logits when the tokens at ``positions`` [N] are sampled; None in the common case."""
+        too_short = positions - params["prompt_len"] < params["min_new_tokens"]
+        if not (too_short.any() or params["penalised"].any()):
+            return None
+        row_list = rows.tolist()
+        return LogitEdits(
+            histories=[self._histories[row] for row in row_list],
+            banned=[self._stop_ids[row] if short else None for row, short in zip(row_list, too_short, strict=True)],
+        )
+
+    def record(self, rows: I64, params: RowParams, tokens: Tensor, host_tokens: Sequence[int]) -> None:
+        """Remember what was sampled: ``tokens`` ([N] int64, on the device) and the same on the host."""
+        self.last_tokens[torch.from_numpy(rows).to(tokens.device)] = tokens
+        for i in np.flatnonzero(params["penalised"]).tolist():
+            history = self._histories[int(rows[i])]
+            assert history is not None
+            history.append(host_tokens[i])

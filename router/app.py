@@ -1,0 +1,134 @@
+"""The router's ASGI application: routes, the API key, and the connections to the instances."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import httpx
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .dispatcher import Dispatcher
+from .endpoints import HEALTH_PROMPT, ControlEndpoints, GenerationEndpoint, error_response, json_response
+from .errors import RouterError, UnauthorizedError, error_body
+from .fleet import Fleet
+from .health import HealthMonitor
+from .options import RouterOptions
+
+GENERATION_PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
+OPEN_PATHS = ("/health",)
+KEEPALIVE_EXPIRY = 4.0
+"""Seconds; below uvicorn's 5 s for idle connections, so that a request rarely meets one that is just being closed."""
+DEAD_HOST_OPTIONS = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+]
+"""A host that vanishes without closing its connections is noticed in about 6 s, however long the answer is silent."""
+
+
+class ApiKeyMiddleware:
+    """Lets through only what carries the API key; ``/health`` is open."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                error = UnauthorizedError('a valid "Authorization: Bearer KEY" header is needed')
+                response = error_response(error)
+                response.headers["www-authenticate"] = "Bearer"
+                return await response(scope, receive, send)
+        await self._app(scope, receive, send)
+
+
+def make_client(options: RouterOptions) -> httpx.AsyncClient:
+    """The client that all requests to instances go through. Time limits are the callers'."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY)
+    return httpx.AsyncClient(
+        transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=DEAD_HOST_OPTIONS),
+        timeout=httpx.Timeout(None, connect=options.connect_timeout),
+        # An answer is passed on as it is, so it must come unpacked.
+        headers={"accept-encoding": "identity", "user-agent": "pdserve-router"},
+        trust_env=False,
+    )
+
+
+def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) -> Starlette:
+    """The application. Its lifespan runs the health checks.
+
+    ``on_fault`` is told when these break; the instances' states are then no longer true, so it must end the process.
+    """
+    fleet = Fleet(options)
+    client = make_client(options)
+    dispatcher = Dispatcher(fleet, client, options)
+    control = ControlEndpoints(fleet, client, options)
+    generation = GenerationEndpoint(dispatcher, options.max_body_bytes)
+    health_prompt = GenerationEndpoint(dispatcher, options.max_body_bytes, orjson.dumps(HEALTH_PROMPT))
+
+    def ended(checks: asyncio.Task[None]) -> None:
+        if not checks.cancelled() and (error := checks.exception()):
+            on_fault(error)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        checks = asyncio.create_task(HealthMonitor(fleet, client, options).run())
+        checks.add_done_callback(ended)
+        try:
+            yield
+        finally:
+            checks.cancel()
+            await asyncio.wait((checks,))
+            await client.aclose()
+
+    return Starlette(
+        routes=[
+            *(Route(path, generation, methods=["POST"]) for path in GENERATION_PATHS),
+            Route("/health", control.health),
+            Route("/health_generate", health_prompt, methods=["GET"]),
+            Route("/v1/models", control.models),
+            Route("/server_info", control.server_info),
+            Route("/abort_request", control.abort_request, methods=["POST"]),
+            Route("/flush_cache", control.flush_cache, methods=["GET", "POST"]),
+        ],
+        middleware=[Middleware(ApiKeyMiddleware, api_key=options.api_key)] if options.api_key else [],
+        exception_handlers={
+            HTTPException: answer_http_exception,
+            RouterError: answer_router_error,
+            Exception: answer_unexpected,
+        },
+        lifespan=lifespan,
+    )
+
+
+async def answer_http_exception(request: Request, exc: Exception) -> Response:
+    """Unknown paths and methods, in the API's error shape."""
+    assert isinstance(exc, HTTPException)
+    message = f"{request.method} {request.url.path}: {exc.detail}"
+    return json_response(error_body(exc.status_code, message, "invalid_request_error"), exc.status_code)
+
+
+async def answer_router_error(request: Request, exc: Exception) -> Response:
+    """What an endpoint raises on purpose."""
+    assert isinstance(exc, RouterError)
+    return error_response(exc)
+
+
+async def answer_unexpected(request: Request, exc: Exception) -> Response:
+    """A fault of ours: the traceback is in the log, the client gets an error in the API's shape."""
+    return json_response(error_body(500, "the router failed on this request; its log says why", "internal_error"), 500)

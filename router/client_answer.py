@@ -1,0 +1,54 @@
+"""The answer to one client, written straight to ASGI: a chunk passes through with no response object in between."""
+
+from __future__ import annotations
+
+import orjson
+from starlette.types import Send
+
+from .errors import RouterError, error_body
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class ClientAnswer:
+    """What a client is sent. ``started`` turns true before the first byte leaves: from then on there is no retry.
+
+    ``finished`` turns true before the last byte leaves.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+        self.finished = False
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """Send the answer's head."""
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, chunk: bytes) -> None:
+        """Send bytes of the body; waits while the client reads too slowly."""
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def finish(self, last: bytes = b"") -> None:
+        """Send the end of the body."""
+        self.finished = True
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send an answer in one go."""
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self.finish(body)
+
+    async def fail(self, error: RouterError) -> None:
+        """Send an error: as the answer, or as an SSE event when the answer has begun."""
+        if self.started:
+            event = orjson.dumps(error_body(error.status, error.message, error.kind))
+            await self.finish(b"data: " + event + b"\n\n")
+            return
+        headers = [(b"content-type", b"application/json")]
+        if error.retry_after:
+            headers.append((b"retry-after", error.retry_after.encode("latin-1")))
+        if error.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        await self.whole(error.status, headers, error.body())

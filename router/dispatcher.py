@@ -1,0 +1,174 @@
+"""Sends one client's request to the instances that serve it, and their answer back.
+
+One attempt at a pair: both legs are sent at once and run as tasks. The decode's leg answers the client; the
+prefill's is only watched. The first of these ends the attempt:
+
+    prefill fails, nothing sent to the client yet ─▶ the decode's leg is dropped, the attempt failed
+    decode fails                                  ─▶ the prefill's leg is dropped, the attempt failed
+    decode's answer is complete                   ─▶ done; the prefill's leg may take a moment more to end
+    the client leaves (this task is cancelled)    ─▶ both legs are dropped
+
+Both legs or neither: a dropped leg's connection is closed, which aborts its request there. A failed attempt is
+repeated, with a new room and on other instances where there are any, only while the client has been sent nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import httpx
+
+from .client_answer import ClientAnswer
+from .errors import InstanceAnsweredError, NoInstanceError, RouterError, parse_error
+from .fleet import Fleet, Pair, Target
+from .instance import Instance
+from .leg import Leg, LegLimits
+from .options import RouterOptions
+from .request_body import RequestBody
+
+logger = logging.getLogger(__name__)
+
+RETRY_PAUSE = 0.05
+"""Seconds before a retry: time for a dropped leg's abort to arrive, so that the same rid is free again."""
+LINGER = 5.0
+"""Seconds that a prefill's leg may stay open after the decode's answer is complete."""
+ERROR_EVENT = b'data: {"error"'
+
+
+@dataclass(frozen=True)
+class RoutedRequest:
+    """A client's request: where it goes, what is passed on of its headers, and its body."""
+
+    path: str
+    headers: Mapping[str, str]
+    body: RequestBody
+
+
+class Dispatcher:
+    """Serves requests from a fleet."""
+
+    def __init__(self, fleet: Fleet, client: httpx.AsyncClient, options: RouterOptions) -> None:
+        self._fleet = fleet
+        self._client = client
+        self._limits = LegLimits(options.first_byte_timeout, options.idle_timeout)
+        self._retries = options.retries
+        self._retry_window = options.retry_window
+        self._lingering: set[asyncio.Task[None]] = set()
+
+    async def serve(self, request: RoutedRequest, answer: ClientAnswer) -> None:
+        """Answer the client. Raises ``RouterError`` when that fails; ``answer.started`` says how far it got.
+
+        Cancel to drop the request everywhere.
+        """
+        deadline = asyncio.get_running_loop().time() + self._retry_window
+        failed: set[Instance] = set()
+        last_error: RouterError | None = None
+        for left in range(self._retries, -1, -1):
+            try:
+                target = await self._choose(request.body, failed, deadline, retrying=last_error is not None)
+            except NoInstanceError as exc:
+                raise last_error or exc from None
+            try:
+                if isinstance(target, Pair):
+                    return await self._serve_by_pair(target, request, answer)
+                return await self._answer_from(target, request, request.body.raw, answer)
+            except RouterError as exc:
+                out_of_time = asyncio.get_running_loop().time() + RETRY_PAUSE >= deadline
+                if answer.started or not exc.retryable or not left or out_of_time:
+                    raise
+                failed.update(target if isinstance(target, Pair) else (target,))
+                last_error = exc
+            logger.warning("%s: %s; trying again", request.path, last_error.message)
+            await asyncio.sleep(RETRY_PAUSE)
+
+    async def _choose(self, body: RequestBody, failed: set[Instance], deadline: float, *, retrying: bool) -> Target:
+        """Who serves the request. Waits until ``deadline`` (loop time) while a check under way may still turn up
+        somebody, and on a retry in any case. Raises ``NoInstanceError``."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                while (target := self._fleet.pick(body, failed)) is None:
+                    if not retrying and not self._fleet.undecided():
+                        break
+                    await self._fleet.wait_change()
+        except TimeoutError:
+            target = None
+        if target is None:
+            raise NoInstanceError("no instance can serve at the moment: no healthy prefill-decode pair and no worker")
+        return target
+
+    async def _serve_by_pair(self, pair: Pair, request: RoutedRequest, answer: ClientAnswer) -> None:
+        bodies = request.body.for_pair(pair.prefill)
+        prefill = asyncio.create_task(self._watch_prefill(pair.prefill, request, bodies.prefill))
+        decode = asyncio.create_task(self._answer_from(pair.decode, request, bodies.decode, answer))
+        try:
+            await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
+            if prefill.done() and not answer.started and not decode.done():
+                prefill.result()
+            await decode
+            self._let_linger(prefill)
+        finally:
+            await drop(decode, *({prefill} - self._lingering))
+
+    async def _watch_prefill(self, instance: Instance, request: RoutedRequest, body: bytes) -> None:
+        """Run a prefill's leg to its end; what it says is of no interest, only whether it fails."""
+        async with Leg(self._client, self._fleet, instance, self._limits) as leg:
+            await leg.open("POST", request.path, body, request.headers)
+            await leg.read_all()
+
+    async def _answer_from(self, instance: Instance, request: RoutedRequest, body: bytes, answer: ClientAnswer) -> None:
+        """Run the leg whose answer goes to the client."""
+        async with Leg(self._client, self._fleet, instance, self._limits) as leg:
+            response = await leg.open("POST", request.path, body, request.headers)
+            content_type = response.headers.get("content-type", "application/octet-stream")
+            headers = [(b"content-type", content_type.encode("latin-1"))]
+            if not content_type.startswith("text/event-stream"):
+                return await answer.whole(response.status_code, headers, await leg.read_all())
+            async for events in leg.events():
+                if not answer.started:
+                    raise_first_error(events, instance)
+                    await answer.start(response.status_code, [*headers, (b"cache-control", b"no-cache")])
+                await answer.write(events)
+            if not answer.started:
+                await answer.start(response.status_code, headers)
+            await answer.finish()
+
+    def _let_linger(self, prefill: asyncio.Task[None]) -> None:
+        """Let a prefill's leg end by itself after the client has been served, so that its connection is kept."""
+        if prefill.done():
+            if not prefill.cancelled() and prefill.exception():
+                logger.info("a prefill failed after its request was served: %s", prefill.exception())
+            return
+        self._lingering.add(prefill)
+        timer = asyncio.get_running_loop().call_later(LINGER, prefill.cancel)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            timer.cancel()
+            self._lingering.discard(task)
+            if not task.cancelled() and task.exception():
+                logger.info("a prefill failed after its request was served: %s", task.exception())
+
+        prefill.add_done_callback(ended)
+
+
+async def drop(*legs: asyncio.Task[None]) -> None:
+    """Cancel legs, all at once, and wait until their connections are closed. How they end no longer matters."""
+    for leg in legs:
+        leg.cancel()
+    await asyncio.wait(legs)
+    for leg in legs:
+        if not leg.cancelled() and leg.exception():
+            logger.debug("a dropped leg had failed: %s", leg.exception())
+
+
+def raise_first_error(events: bytes, instance: Instance) -> None:
+    """Raise ``InstanceAnsweredError`` when an answer's first SSE event is an error: nothing has been sent to the
+    client yet, so it can still be a status, or a retry."""
+    if not events.startswith(ERROR_EVENT):
+        return
+    first = events.partition(b"\n\n")[0].removeprefix(b"data: ")
+    code = (parse_error(first) or {}).get("code")
+    status = code if isinstance(code, int) and 400 <= code < 600 else httpx.codes.INTERNAL_SERVER_ERROR
+    raise InstanceAnsweredError(int(status), first, str(instance))

@@ -1,0 +1,201 @@
+"""The router's HTTP endpoints: what is passed on to one pair or worker, what to every instance, what is its own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, NamedTuple
+
+import httpx
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from .client_answer import ClientAnswer
+from .dispatcher import Dispatcher, RoutedRequest
+from .errors import BodyTooLargeError, NoInstanceError, RouterError, error_body
+from .fleet import Fleet
+from .instance import HealthState, Instance, Role
+from .options import RouterOptions
+from .request_body import RequestBody
+
+PASSED_ON = ("authorization", "x-request-id", "traceparent", "tracestate")
+"""Client headers that an instance gets to see."""
+QUESTION_TIMEOUT = 5.0
+"""Seconds that an instance may take to answer anything but a generation."""
+HEALTH_PROMPT = {"text": "Hi", "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+
+
+class ClientLeftError(Exception):
+    """The client closed the connection before its request was complete."""
+
+
+class Said(NamedTuple):
+    """What an instance answered to a question; status 0: nothing."""
+
+    instance: Instance
+    status: int
+    body: Any
+
+
+class GenerationEndpoint:
+    """An ASGI endpoint whose requests are served by a pair or a worker.
+
+    Bare ASGI on purpose: a chunk goes from the instance's connection to the client's without a response object,
+    and the client's leaving is seen at any moment, also before the first byte.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, max_body_bytes: int, fixed_body: bytes | None = None) -> None:
+        self._dispatcher = dispatcher
+        self._max_body_bytes = max_body_bytes
+        self._fixed_body = fixed_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = ClientAnswer(send)
+        try:
+            raw = await read_body(scope, receive, self._max_body_bytes)
+            path, raw = (scope["path"], raw) if self._fixed_body is None else ("/generate", self._fixed_body)
+            request = RoutedRequest(path, passed_on_headers(scope), RequestBody.parse(raw))
+            await self._serve(request, answer, receive)
+        except RouterError as exc:
+            await answer.fail(exc)
+        except ClientLeftError:
+            return
+
+    async def _serve(self, request: RoutedRequest, answer: ClientAnswer, receive: Receive) -> None:
+        work = asyncio.create_task(self._dispatcher.serve(request, answer))
+        left = asyncio.create_task(until_disconnect(receive))
+        try:
+            await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
+            # The server also reports a disconnect once the answer is complete; what is left to do then is tidying up.
+            if work.done() or answer.finished:
+                await work
+        finally:
+            work.cancel()
+            left.cancel()
+            await asyncio.wait((work, left))
+
+
+class ControlEndpoints:
+    """Endpoints that the router answers itself, or after asking every instance."""
+
+    def __init__(self, fleet: Fleet, client: httpx.AsyncClient, options: RouterOptions) -> None:
+        self._fleet = fleet
+        self._client = client
+        self._options = options
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: 200 while a pair or a worker can serve."""
+        if self._fleet.can_serve():
+            return json_response({"status": "ok"})
+        return error_response(NoInstanceError("no healthy prefill-decode pair and no healthy worker"))
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models: what the first healthy instance says."""
+        ranks = list(Role)[::-1]
+        for instance in sorted(self._fleet.healthy(), key=lambda i: ranks.index(i.role)):
+            said = await self._ask(instance, request, "GET")
+            if said.status:
+                return json_response(said.body, said.status)
+        return error_response(NoInstanceError("no instance is healthy"))
+
+    async def server_info(self, request: Request) -> Response:
+        """GET /server_info: the router's view of every instance, and each instance's own."""
+        told = await self._ask_all(request, "GET")
+        instances = [{**said.instance.summary(), "info" if said.status == 200 else "error": said.body} for said in told]
+        options = self._options
+        router = {"policy": options.policy, "can_serve": self._fleet.can_serve(), "retries": options.retries}
+        return json_response({"role": "router", "router": router, "instances": instances})
+
+    async def abort_request(self, request: Request) -> Response:
+        """POST /abort_request: to all; an instance that doesn't know the request has nothing to abort."""
+        told = await self._ask_all(request, "POST", await read_request(request, self._options.max_body_bytes))
+        done = [said for said in told if 200 <= said.status < 300]
+        return json_response(reports(told), 200 if done else first_status(told))
+
+    async def flush_cache(self, request: Request) -> Response:
+        """POST /flush_cache: to all; successful when every instance that is up was."""
+        told = await self._ask_all(request, "POST", await read_request(request, self._options.max_body_bytes))
+        up = [said for said in told if said.instance.state is not HealthState.UNHEALTHY]
+        refused = [said for said in up if not 200 <= said.status < 300]
+        return json_response(reports(told), first_status(refused or told) if refused or not up else 200)
+
+    async def _ask_all(self, request: Request, method: str, body: bytes = b"") -> list[Said]:
+        return await asyncio.gather(*(self._ask(i, request, method, body) for i in self._fleet.instances))
+
+    async def _ask(self, instance: Instance, request: Request, method: str, body: bytes = b"") -> Said:
+        """An instance's answer to the client's own question. Never raises: a failure is what the answer tells."""
+        url, headers = instance.url + request.url.path, passed_on_headers(request.scope)
+        if instance.state is HealthState.UNHEALTHY:
+            return Said(instance, 0, instance.reason)
+        try:
+            async with asyncio.timeout(QUESTION_TIMEOUT):
+                response = await self._client.request(method, url, content=body, headers=headers)
+        except TimeoutError:
+            return Said(instance, 0, f"no answer within {QUESTION_TIMEOUT:g} s")
+        except httpx.TransportError as exc:
+            self._fleet.report_failure(instance, f"can't be reached ({type(exc).__name__}: {exc})")
+            return Said(instance, 0, instance.reason)
+        try:
+            return Said(instance, response.status_code, orjson.loads(response.content) if response.content else None)
+        except orjson.JSONDecodeError:
+            return Said(instance, response.status_code, response.text)
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The request's body. Raises ``BodyTooLargeError`` above ``limit`` bytes, ``ClientLeftError``."""
+    parts: list[bytes] = []
+    size = 0
+    more = True
+    while more:
+        message: Message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeftError
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise BodyTooLargeError(f"the body is longer than {limit} bytes, the most that --max-body-bytes allows")
+        parts.append(part)
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+async def read_request(request: Request, limit: int) -> bytes:
+    """``read_body`` for an endpoint that gets a ``Request``."""
+    return await read_body(request.scope, request.receive, limit)
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Return when the client has left, or its answer is complete."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def passed_on_headers(scope: Scope) -> dict[str, str]:
+    """The headers that an instance gets: a few of the client's, and ours."""
+    wanted = {name.encode() for name in PASSED_ON}
+    passed = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"] if k in wanted}
+    return {"content-type": "application/json", **passed}
+
+
+def reports(told: list[Said]) -> dict[str, Any]:
+    """What each instance said, JSON-ready."""
+    return {"instances": [{"url": s.instance.url, "status": s.status, "answer": s.body} for s in told]}
+
+
+def first_status(told: list[Said]) -> int:
+    """The first instance's error status; 502 when none answered at all."""
+    return next((said.status for said in told if said.status), 502)
+
+
+def json_response(content: Any, status: int = 200) -> Response:
+    """A JSON answer."""
+    return Response(orjson.dumps(content), status, media_type="application/json")
+
+
+def error_response(error: RouterError) -> Response:
+    """An error in the API's shape."""
+    response = json_response(error_body(error.status, error.message, error.kind), error.status)
+    if error.retry_after:
+        response.headers["retry-after"] = error.retry_after
+    return response

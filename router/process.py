@@ -1,0 +1,113 @@
+"""The router process: one event loop, from the command line's options to a clean end.
+
+starting ──sockets bound──▶ serving ──SIGTERM──▶ draining ──answers complete, or drain_timeout──▶ exit 0
+                               └──────SIGINT (at once), or a second signal──────────────────────▶ exit 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+
+import setproctitle
+import uvicorn
+import uvloop
+
+from .app import make_app
+from .options import RouterOptions, RouterOptionsError
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 4096
+EXIT_USAGE = 2
+
+
+class RouterServer(uvicorn.Server):
+    """uvicorn's server with our signals: an ending that was asked for is exit status 0, not death by signal."""
+
+    failed = False
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle SIGTERM and SIGINT while serving."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _stop(self, number: signal.Signals) -> None:
+        if self.should_exit or number == signal.SIGINT:
+            self.force_exit = True
+        else:
+            logger.info("SIGTERM: finishing the running answers, %s s at most", self.config.timeout_graceful_shutdown)
+        self.should_exit = True
+
+    def end_on_fault(self, error: BaseException) -> None:
+        """End with status 1: a part of the router that nothing works without has failed."""
+        logger.critical("the router is broken and ends", exc_info=error)
+        self.failed = self.should_exit = self.force_exit = True
+
+
+def run_router(options: RouterOptions) -> int:
+    """Serve until told to end.
+
+    Returns the exit status: 0 after a signal, 1 when the port is taken or after a fault, 2 for bad options.
+    """
+    try:
+        options.check()
+    except RouterOptionsError as exc:
+        print(f"pdserve router: {exc}", file=sys.stderr)
+        return EXIT_USAGE
+    setproctitle.setproctitle(f"pdserve router:{options.port}")
+    logging.basicConfig(
+        level=options.log_level.upper(),
+        stream=sys.stderr,
+        format=f"%(asctime)s %(levelname).1s [router:{options.port}] %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
+    # One line a request from the HTTP client would be most of the log.
+    for name in ("httpx", "httpcore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    allow_many_connections()
+
+    def on_fault(error: BaseException) -> None:
+        server.end_on_fault(error)
+
+    config = uvicorn.Config(
+        make_app(options, on_fault),
+        host=options.host,
+        port=options.port,
+        http="httptools",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=int(options.drain_timeout),
+    )
+    server = RouterServer(config)
+    uvloop.run(serve(server))
+    return 1 if server.failed or not server.started else 0
+
+
+async def serve(server: RouterServer) -> None:
+    """``Server.serve``; a port that is taken ends it by ``SystemExit`` after the reason was logged."""
+    with contextlib.suppress(SystemExit):
+        await server.serve()
+
+
+def allow_many_connections() -> None:
+    """A request takes three connections: raise the soft limit on open files to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,1 @@
+"""The HTTP surface: SGLang's native shape, OpenAI's, and questions about the instance."""

@@ -1,0 +1,202 @@
+"""The HTTP process's side of the ring: requests out, text and answers in.
+
+A request is live from ``submit`` until the engine ends it. One whose client has gone is aborted and stays known under
+its wire id, without an owner, until the engine has ended it too: a new request of the same name can't get its text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+
+import msgspec
+
+from ...messages.base import Message
+from ...messages.channel import AsyncReceiver, UndeclaredMessage
+from ...messages.control import FlushCacheResult, Pong, ServerInfo
+from ...messages.outputs import ReqError, TextBatch
+from ...messages.requests import AbortReq, TokenizeReq
+from ...messages.routes import Answer, Question
+from .errors import ApiError, ClientGone, bad_request
+from .plan import PromptPlan
+from .submission import Choice, Submission
+
+A = TypeVar("A", Pong, FlushCacheResult, ServerInfo)
+INT63 = 2**63
+log = logging.getLogger(__name__)
+
+
+class MessageSink(Protocol):
+    """Where messages to the tokenizer go; ``Sender`` is one."""
+
+    def send(self, *messages: Message) -> None:
+        """Send the messages as one frame; never blocks."""
+
+
+class _Live(NamedTuple):
+    choice: Choice
+    owner: Submission
+
+
+class EngineClient:
+    """Submits requests and questions, and hands every answer to the one who waits for it. Event-loop thread only."""
+
+    def __init__(self, tokenizer: MessageSink) -> None:
+        self._tokenizer = tokenizer
+        self._live: dict[str, _Live | None] = {}
+        self._by_rid: dict[str, Submission] = {}
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._ids = itertools.count(1)
+        self._closed: ApiError | None = None
+
+    @property
+    def live_requests(self) -> int:
+        """Requests that the engine has not ended, those whose client has gone included."""
+        return len(self._live)
+
+    # --- requests ---
+
+    def submit(self, plans: Sequence[PromptPlan], *, streaming: bool) -> Submission:
+        """Send one request a choice. Raises ``ApiError`` where an id is in use, or after ``close``."""
+        if self._closed is not None:
+            raise self._closed
+        arrival = time.monotonic()
+        choices: list[Choice] = []
+        requests: list[TokenizeReq] = []
+        for prompt_index, plan in enumerate(plans):
+            for i in range(plan.n):
+                rid = plan.rid if plan.n == 1 else f"{plan.rid}-{i}"
+                choice = Choice(len(choices), prompt_index, rid, self._wire_rid(rid), arrival, plan.keep_output)
+                choices.append(choice)
+                requests.append(_request(plan, i, choice))
+        submission = Submission(choices, streaming=streaming)
+        for name in names_of(plans, choices):
+            if name in self._by_rid:
+                raise bad_request("rid", f"{name!r} is in use by a running request; choose another")
+        self._by_rid.update(dict.fromkeys(names_of(plans, choices), submission))
+        self._live.update((choice.wire_rid, _Live(choice, submission)) for choice in choices)
+        self._tokenizer.send(*requests)
+        return submission
+
+    def end(self, submission: Submission, plans: Sequence[PromptPlan]) -> None:
+        """Forget a submission; whatever of it still runs is aborted."""
+        for name in names_of(plans, submission.choices):
+            self._by_rid.pop(name, None)
+        self._abort(submission.choices, "the client is gone")
+        for choice in submission.choices:
+            if choice.wire_rid in self._live:
+                self._live[choice.wire_rid] = None
+
+    def abort(self, rid: str) -> int:
+        """End the running requests named ``rid`` (all choices of it); returns how many there were."""
+        owner = self._by_rid.get(rid)
+        if owner is None:
+            return 0
+        named = [choice for choice in owner.choices if choice.rid == rid]
+        return self._abort(named or owner.choices, "aborted by the client")
+
+    def abort_all(self) -> int:
+        """End every running request; returns how many there were."""
+        self._tokenizer.send(AbortReq(rid=""))
+        return len(self._live)
+
+    def _abort(self, choices: Iterable[Choice], reason: str) -> int:
+        running = [choice for choice in choices if self._live.get(choice.wire_rid) is not None]
+        self._tokenizer.send(*(AbortReq(choice.wire_rid, reason) for choice in running))
+        return len(running)
+
+    def _wire_rid(self, rid: str) -> str:
+        # Only a request whose client has gone can still hold the name: a live one is refused in submit.
+        return rid if rid not in self._live else f"{rid}~{next(self._ids)}"
+
+    # --- questions ---
+
+    async def ask(self, make: Callable[[int], Question], answer: type[A], timeout: float) -> A:
+        """Send the question that ``make(id)`` gives and wait for its answer; raises ``TimeoutError`` (seconds)."""
+        if self._closed is not None:
+            raise self._closed
+        question = make(next(self._ids))
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._questions[question.id] = future
+        try:
+            self._tokenizer.send(question)
+            async with asyncio.timeout(timeout):
+                result = await future
+        finally:
+            del self._questions[question.id]
+        if not isinstance(result, answer):
+            raise TypeError(f"{type(question).__name__} was answered by {type(result).__name__}")
+        return result
+
+    # --- answers ---
+
+    async def run(self, receiver: AsyncReceiver[Any]) -> NoReturn:
+        """Take in what the engine sends, for ever. A frame that is not declared is logged and dropped."""
+        while True:
+            try:
+                messages = await receiver.recv()
+            except UndeclaredMessage as e:
+                log.error("%s", e)
+                continue
+            self.dispatch(messages)
+
+    def dispatch(self, messages: Iterable[TextBatch | ReqError | Answer]) -> None:
+        """Hand each message to the one who waits for it; what nobody waits for any more is dropped."""
+        for message in messages:
+            if isinstance(message, TextBatch):
+                self._on_text(message)
+            elif isinstance(message, ReqError):
+                live = self._live.pop(message.rid, None)
+                if live is not None:
+                    live.owner.fail(ApiError.from_engine(message))
+            else:
+                future = self._questions.get(message.id)
+                if future is not None and not future.done():
+                    future.set_result(message)
+
+    def _on_text(self, batch: TextBatch) -> None:
+        now = time.monotonic()
+        for item in batch.items:
+            live = self._live.get(item.rid)
+            if item.finish is not None:
+                self._live.pop(item.rid, None)
+            if live is not None:
+                live.owner.update(live.choice, item, now)
+
+    def close(self, reason: str) -> None:
+        """Fail everything that waits, and all that comes later, with a 503."""
+        self._closed = ApiError(503, reason)
+        for owner in set(self._by_rid.values()):
+            owner.fail(self._closed)
+        for future in self._questions.values():
+            if not future.done():
+                future.set_exception(self._closed)
+
+
+def names_of(plans: Sequence[PromptPlan], choices: Sequence[Choice]) -> list[str]:
+    """The ids that ``/abort_request`` can name: each choice's, and a prompt's for all its choices."""
+    return list({*(plan.rid for plan in plans), *(choice.rid for choice in choices)})
+
+
+def _request(plan: PromptPlan, i: int, choice: Choice) -> TokenizeReq:
+    sampling, bootstrap = plan.sampling, plan.bootstrap
+    if i:
+        # Choices of one prompt differ by their seed; the first one is what n = 1 gives.
+        sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + i) % INT63)
+        if bootstrap is not None:
+            bootstrap = msgspec.structs.replace(bootstrap, room=(bootstrap.room + i) % INT63)
+    return TokenizeReq(
+        rid=choice.wire_rid,
+        sampling=sampling,
+        arrival=choice.arrival,
+        text=plan.prompt.text,
+        input_ids=plan.prompt.input_ids,
+        chat=plan.prompt.chat,
+        logprobs=plan.logprobs,
+        bootstrap=bootstrap,
+        extra_key=plan.extra_key,
+    )

@@ -1,0 +1,107 @@
+"""Every error this API answers with, in one shape: ``{"error": {"message", "type", "code", "param"}}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from ...messages.outputs import ReqError
+
+RETRY_AFTER_SECONDS = "1"
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "method_not_allowed",
+    413: "request_too_large",
+    429: "overloaded_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class ClientGone(Exception):
+    """The client closed its connection: nobody is left to answer."""
+
+
+class ApiError(Exception):
+    """An answer other than 200. ``param`` names the offending field; the message says what to do."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, kind: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.kind = kind or ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.headers: Mapping[str, str] | None = None
+
+    @staticmethod
+    def from_engine(error: ReqError) -> ApiError:
+        """What the engine said of one request; a status that is no error status becomes 500."""
+        status = error.status if 400 <= error.status <= 599 else 500
+        return ApiError(status, error.message, param=error.field, kind=error.kind if status != 500 else None)
+
+    def body(self) -> dict[str, Any]:
+        """JSON-ready; ``code`` is the HTTP status."""
+        return {
+            "error": {"message": self.message, "type": self.kind, "code": self.status, "param": self.param},
+        }
+
+    def response(self) -> Response:
+        """The answer."""
+        headers = dict(self.headers or {})
+        if self.status in (429, 503):
+            headers["Retry-After"] = RETRY_AFTER_SECONDS
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return json_response(self.body(), self.status, headers)
+
+
+def bad_request(param: str | None, message: str) -> ApiError:
+    """A 400 that names its field: the message is ``param: message``."""
+    return ApiError(400, f"{param}: {message}" if param else message, param=param)
+
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """``content`` as JSON."""
+    body = orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)
+    return Response(body, status, headers, media_type="application/json")
+
+
+async def _on_api_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    messages = {
+        404: f"there is no {request.url.path}; docs/http-api.md lists what is",
+        405: f"{request.url.path} does not take {request.method}",
+    }
+    api_error = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)))
+    api_error.headers = error.headers
+    return api_error.response()
+
+
+async def _on_disconnect(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=400)
+
+
+async def _on_bug(_request: Request, error: Exception) -> Response:
+    # Starlette raises the error again after this answer, so its traceback reaches the log.
+    return ApiError(500, f"internal error ({type(error).__name__}); the server's log has the details").response()
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Every error leaves ``app`` in the one shape."""
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_bug)

@@ -1,0 +1,102 @@
+"""The base of every request body: strict types, and no field that is not known.
+
+A body is checked in this order: unknown fields (with the nearest known name), fields that are not served, then types
+and ranges. null means "not given" everywhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from .errors import bad_request
+from .unserved import Unserved, is_neutral
+
+T = TypeVar("T")
+INT32_MAX = 2**31 - 1
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+ONE, MANY = "one", "many"
+UNION_TAGS = (ONE, MANY)
+
+ELSEWHERE: Mapping[str, str] = {
+    "seed": "sampling_seed",
+    "sampling_seed": "seed",
+    "max_tokens": "max_new_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "min_new_tokens": "min_tokens",
+    "prompt": "text",
+    "inputs": "text",
+    "text": "prompt",
+    "parameters": "sampling_params",
+    "logprobs": "return_logprob",
+}
+"""What a field is called in a neighbouring API, where the spelling alone would not lead there."""
+
+
+def _one_or_many(value: Any) -> str:
+    return MANY if isinstance(value, list) else ONE
+
+
+def _ids_one_or_many(value: Any) -> str:
+    return MANY if isinstance(value, list) and value and isinstance(value[0], list) else ONE
+
+
+def _check_printable(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError("must hold printable characters only")
+    return value
+
+
+OneOrMany = Annotated[
+    Annotated[T, Tag(ONE)] | Annotated[list[T], Tag(MANY)],
+    Discriminator(_one_or_many),
+]
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+TokenIds = Annotated[
+    Annotated[list[TokenId], Tag(ONE)] | Annotated[list[list[TokenId]], Tag(MANY)],
+    Discriminator(_ids_one_or_many),
+]
+Rid = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_check_printable)]
+
+
+class Body(BaseModel):
+    """A request body, or an object inside one (then ``path`` says where, for error messages)."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    path: ClassVar[str] = ""
+    unserved: ClassVar[Unserved] = {}
+    belongs: ClassVar[Mapping[str, str]] = {}
+    """Fields that are known, but in another object: name → that object."""
+
+    @classmethod
+    def at(cls, name: str) -> str:
+        """The path of field ``name``."""
+        return f"{cls.path}.{name}" if cls.path else name
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        for name, value in raw.items():
+            if name in cls.model_fields:
+                continue
+            if name not in cls.unserved:
+                raise bad_request(cls.at(name), f"there is no such field{cls._hint(name)}")
+            if not is_neutral(value, cls.unserved[name]):
+                raise bad_request(cls.at(name), "this server does not serve this field; leave it out")
+        return {name: value for name, value in raw.items() if value is not None and name in cls.model_fields}
+
+    @classmethod
+    def _hint(cls, name: str) -> str:
+        if name in cls.belongs:
+            return f'; it belongs in "{cls.belongs[name]}"'
+        known = cls.model_fields.keys()
+        near = [other] if (other := ELSEWHERE.get(name)) in known else difflib.get_close_matches(name, known, 1)
+        return f'; did you mean "{near[0]}"?' if near else ""

@@ -1,0 +1,90 @@
+"""From the bytes of a request to a checked body, or to a 400 that names the field."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import Request
+
+from .errors import ApiError, bad_request
+from .fields import UNION_TAGS, Body
+
+B = TypeVar("B", bound=Body)
+MAX_BODY_BYTES = 32 * 2**20
+MAX_SHOWN = 60
+
+WANTED = {
+    "string_type": "must be a string",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "string_too_short": "must not be empty",
+    "missing": "is required",
+}
+
+
+async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
+    """The body's bytes; raises ``ApiError`` 413 when they are more than ``limit``, before reading them all."""
+    too_large = ApiError(413, f"the body is longer than {limit} bytes; split the batch")
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise too_large
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            raise too_large
+    return bytes(body)
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """The JSON object in ``data``; raises ``ApiError`` 400."""
+    try:
+        # NaN, Infinity, lone surrogates and absurd nesting are refused here.
+        content = orjson.loads(data)
+    except orjson.JSONDecodeError as e:
+        raise bad_request(None, f"the body is not valid JSON: {e}") from None
+    if not isinstance(content, dict):
+        raise bad_request(None, "the body must be a JSON object")
+    return content
+
+
+def validate(schema: type[B], content: dict[str, Any]) -> B:
+    """``content`` as a ``schema``; raises ``ApiError`` 400 that names the first offending field."""
+    try:
+        return schema.model_validate(content)
+    except ValidationError as e:
+        raise _explain(e.errors(include_url=False, include_context=False)[0]) from None
+
+
+async def parse_body(request: Request, schema: type[B]) -> B:
+    """Read, parse and check the body; the content type is not asked for, so that a plain ``curl -d`` works."""
+    return validate(schema, parse_json(await read_body(request)))
+
+
+def _explain(error: ErrorDetails) -> ApiError:
+    path = ""
+    for part in error["loc"]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part not in UNION_TAGS:
+            path += f".{part}" if path else part
+    wanted = WANTED.get(error["type"]) or error["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    value = "" if error["type"] in ("missing", "string_too_short") else _show(error["input"])
+    return bad_request(path or None, f"{wanted}{value}")
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return f", not a{'n object' if isinstance(value, dict) else ' list'}"
+    shown = orjson.dumps(value).decode()
+    return f", not {shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + '…'}"

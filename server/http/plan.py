@@ -1,0 +1,142 @@
+"""From a checked body to what the engine is asked: one ``PromptPlan`` a prompt.
+
+The native and the OpenAI endpoints differ in their fields and answers; what they ask of the engine is the same.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
+
+from ...messages.requests import Bootstrap, ChatMessage, LogprobOptions
+from ...messages.sampling import SamplingParams
+from .errors import bad_request
+from .fields import INT64_MAX
+from .schemas import RequestFields, SamplingFields
+
+V = TypeVar("V")
+MAX_CHOICES = 4096
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy: float32 logits divided by it would overflow."""
+
+
+class Prompt(NamedTuple):
+    """Exactly one is set."""
+
+    text: str | None = None
+    input_ids: list[int] | None = None
+    chat: list[ChatMessage] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """One prompt and the ``n`` choices wanted for it.
+
+    ``rid`` names the first choice when ``n`` is 1, else choice ``i`` is ``rid-i``. Where ``keep_output`` is False the
+    client asked for no token at all: the engine computes one, and it is dropped.
+    """
+
+    prompt: Prompt
+    sampling: SamplingParams
+    n: int
+    rid: str
+    keep_output: bool
+    logprobs: LogprobOptions | None
+    bootstrap: Bootstrap | None
+    extra_key: str
+
+
+class Naming(NamedTuple):
+    """A prompt's own share of ``RequestFields``."""
+
+    rid: str
+    bootstrap: Bootstrap | None
+    extra_key: str
+
+
+def sampling_params(fields: SamplingFields, max_new: int, min_new: int, seed: int | None) -> SamplingParams:
+    """``fields`` as the engine takes them. A seed is drawn where none is given; a negative one keeps its low 63 bits."""
+    return SamplingParams(
+        seed=secrets.randbits(63) if seed is None else seed & INT64_MAX,
+        # The engine always computes a token; PromptPlan.keep_output drops it.
+        max_new_tokens=max(max_new, 1),
+        min_new_tokens=min_new,
+        temperature=fields.temperature if fields.temperature >= GREEDY_BELOW else 0.0,
+        top_p=fields.top_p,
+        top_k=fields.top_k,
+        min_p=fields.min_p,
+        frequency_penalty=fields.frequency_penalty,
+        presence_penalty=fields.presence_penalty,
+        repetition_penalty=fields.repetition_penalty,
+        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop),
+        stop_token_ids=tuple(fields.stop_token_ids),
+        ignore_eos=fields.ignore_eos,
+        skip_special_tokens=fields.skip_special_tokens,
+    )
+
+
+def make_prompts(field: str, texts: Sequence[str] | None, id_lists: Sequence[list[int]] | None) -> list[Prompt]:
+    """Prompts from a non-empty batch; raises ``ApiError`` where one is empty. ``field`` names them in errors."""
+    prompts = [Prompt(text=t) for t in texts or ()] + [Prompt(input_ids=ids) for ids in id_lists or ()]
+    if not prompts:
+        raise bad_request(field, "is empty; give at least one prompt")
+    for i, prompt in enumerate(prompts):
+        if not (prompt.text or prompt.input_ids):
+            where = field if len(prompts) == 1 else f"{field}[{i}]"
+            raise bad_request(where, "is empty; a prompt needs at least one token")
+    return prompts
+
+
+def name_requests(
+    fields: RequestFields, counts: Sequence[int], batch: bool, new_rid: Callable[[], str], default_port: int
+) -> list[Naming]:
+    """The naming of each prompt of a body; prompt ``i`` has ``counts[i]`` choices. Raises ``ApiError``.
+
+    A scalar ``bootstrap_room`` names the first choice of a batch; the others count on from it, modulo 2^63, so that
+    both instances of a pair, which see the same body, agree.
+    """
+    if sum(counts) > MAX_CHOICES:
+        raise bad_request("n", f"{sum(counts)} answers in one request, the limit is {MAX_CHOICES}; split the batch")
+    size = len(counts)
+    rids = _rids(fields.rid, size, batch, new_rid)
+    keys = per_prompt("extra_key", fields.extra_key, size, batch)
+    hosts = per_prompt("bootstrap_host", fields.bootstrap_host, size, batch)
+    ports = per_prompt("bootstrap_port", fields.bootstrap_port, size, batch)
+    if isinstance(fields.bootstrap_room, int):
+        firsts = accumulate(counts[:-1], initial=0)
+        rooms: list[int | None] = [(fields.bootstrap_room + first) & INT64_MAX for first in firsts]
+    else:
+        rooms = per_prompt("bootstrap_room", fields.bootstrap_room, size, batch)
+    namings = []
+    for rid, key, host, port, room in zip(rids, keys, hosts, ports, rooms, strict=True):
+        if (host is None) != (room is None):
+            missing, given = ("bootstrap_room", "bootstrap_host") if room is None else ("bootstrap_host", "bootstrap_room")
+            raise bad_request(missing, f"is required with {given}")
+        bootstrap = None if host is None or room is None else Bootstrap(host, port or default_port, room)
+        namings.append(Naming(rid, bootstrap, key or ""))
+    return namings
+
+
+def per_prompt(field: str, value: Any, size: int, batch: bool) -> list[Any]:
+    """``value`` for each of ``size`` prompts: a list is taken apart, anything else repeated. Raises ``ApiError``."""
+    if not isinstance(value, list):
+        return [value] * size
+    if not batch:
+        raise bad_request(field, "is a list, but there is one prompt; give one value")
+    if len(value) != size:
+        raise bad_request(field, f"has {len(value)} entries for {size} prompts")
+    return value
+
+
+def _rids(rid: str | list[str] | None, size: int, batch: bool, new_rid: Callable[[], str]) -> list[str]:
+    if rid is None:
+        return [new_rid() for _ in range(size)]
+    if isinstance(rid, str):
+        return [f"{rid}-{i}" for i in range(size)] if batch else [rid]
+    rids: list[str] = per_prompt("rid", rid, size, batch)
+    if len(set(rids)) != size:
+        raise bad_request("rid", "two prompts of the batch share an id")
+    return rids

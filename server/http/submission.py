@@ -1,0 +1,106 @@
+"""What one HTTP request waits for: its choices, filled in place as the engine answers.
+
+A choice: submitted → (text, tokens)* → finished. The submission ends when every choice has finished, when one fails, or
+when the client goes. News is not queued: whatever arrives while the client's socket is busy ends up in the same chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from ...messages.outputs import FinishReason, ReqMeta, ReqText, TokenLogprob
+from .errors import ApiError, ClientGone
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One sequence that the engine generates. Times are ``time.monotonic()`` seconds.
+
+    ``wire_rid`` is its id inside the instance. ``sent_chars`` and ``sent_tokens``: what a streaming client already has.
+    """
+
+    index: int
+    prompt_index: int
+    rid: str
+    wire_rid: str
+    arrival: float
+    keep_output: bool = True
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: FinishReason | None = None
+    meta: ReqMeta | None = None
+    finished_at: float = 0.0
+    sent_chars: int = 0
+    sent_tokens: int = 0
+
+    def add(self, item: ReqText, now: float) -> None:
+        """Take in what the engine says."""
+        if self.keep_output:
+            self.text += item.text
+            self.token_ids += item.token_ids
+            if item.logprobs:
+                self.logprobs += item.logprobs
+        if item.meta is not None:
+            self.meta = item.meta
+            self.prompt_tokens = item.meta.prompt_tokens
+            self.cached_tokens = item.meta.cached_tokens
+        if item.finish is not None:
+            self.finish = item.finish
+            self.finished_at = now
+
+
+class Submission:
+    """The choices of one HTTP request, and the way to wait for them. One waiter."""
+
+    def __init__(self, choices: list[Choice], *, streaming: bool) -> None:
+        self.choices = choices
+        self._streaming = streaming
+        self._running = len(choices)
+        self._changed: dict[int, Choice] = {}
+        self._failure: ApiError | ClientGone | None = None
+        self._wakeup = asyncio.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether every choice has finished."""
+        return not self._running
+
+    def update(self, choice: Choice, item: ReqText, now: float) -> None:
+        """``item`` arrived for ``choice``."""
+        choice.add(item, now)
+        self._running -= item.finish is not None
+        if self._streaming:
+            self._changed[choice.index] = choice
+            self._wakeup.set()
+        elif not self._running:
+            self._wakeup.set()
+
+    def fail(self, failure: ApiError | ClientGone) -> None:
+        """Nothing more will come. The first reason counts; a client that has gone needs no other."""
+        if self._failure is None or isinstance(failure, ClientGone):
+            self._failure = failure
+        self._wakeup.set()
+
+    async def news(self) -> list[Choice]:
+        """The choices that changed since the last call, at least one; raises ``ApiError`` or ``ClientGone``."""
+        while not self._changed or isinstance(self._failure, ClientGone):
+            await self._wait()
+        changed = list(self._changed.values())
+        self._changed.clear()
+        return changed
+
+    async def finished(self) -> list[Choice]:
+        """Every choice, once all have finished; raises ``ApiError`` or ``ClientGone``."""
+        while self._running or self._failure is not None:
+            await self._wait()
+        return self.choices
+
+    async def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._wakeup.clear()
+        await self._wakeup.wait()

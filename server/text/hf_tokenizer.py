@@ -1,0 +1,123 @@
+"""Loads a tokenizer from a Hugging Face folder: ``tokenizer.json`` through the ``tokenizers`` library alone.
+
+``transformers`` is imported only for a folder without a ``tokenizer.json``; importing it takes seconds.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import AddedToken, Tokenizer
+
+from .byte_table import ByteTable, table_for_decoder
+from .errors import TokenizerLoadError
+from .text_tokenizer import FastTokenizer, TextTokenizer, vocabulary_tokens
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class _AddedTokenEntry(msgspec.Struct):
+    id: int
+    content: str
+    special: bool = False
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The small parts of a tokenizer.json; the vocabulary is skipped unread."""
+
+    added_tokens: list[_AddedTokenEntry] = []
+    decoder: dict[str, Any] | None = None
+
+
+def tokenizer_from_folder(folder: Path) -> TextTokenizer:
+    """The folder's tokenizer; raises ``TokenizerLoadError``."""
+    config = read_json_object(folder / "tokenizer_config.json") | read_json_object(folder / "special_tokens_map.json")
+    named = {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None}
+    template = _find_chat_template(folder, config)
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        from .transformers_tokenizer import tokenizer_from_transformers
+
+        return tokenizer_from_transformers(folder, named, template)
+    data = file.read_bytes()
+    try:
+        parts = msgspec.json.decode(data, type=_TokenizerFile)
+        backend = Tokenizer.from_buffer(data)
+    except (msgspec.MsgspecError, ValueError) as e:
+        raise TokenizerLoadError(f"{file} can't be read: {e}") from e
+    special_ids = {entry.id for entry in parts.added_tokens if entry.special}
+    special_ids |= _add_missing_tokens(backend, config)
+    return FastTokenizer(
+        make_backend=lambda: backend,
+        make_byte_table=partial(backend_byte_table, backend, parts.decoder, frozenset(special_ids)),
+        eos_ids=find_eos_ids(folder, backend.token_to_id(named["eos_token"]) if "eos_token" in named else None),
+        special_tokens=named,
+        chat_template=template,
+    )
+
+
+def backend_byte_table(backend: Tokenizer, decoder: Any, special_ids: frozenset[int]) -> ByteTable | None:
+    """The byte table of a tokenizer whose ``decoder`` section is given."""
+    return table_for_decoder(decoder, vocabulary_tokens(backend), special_ids)
+
+
+def find_eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
+    """Every id that the folder's files name as end of text: generation config, model config, tokenizer."""
+    ids: dict[int, None] = {}
+    for name in ("generation_config.json", "config.json"):
+        value = read_json_object(folder / name).get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [value]:
+            if isinstance(token_id, int):
+                ids[token_id] = None
+    if tokenizer_eos is not None:
+        ids[tokenizer_eos] = None
+    return tuple(ids)
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The JSON object in ``file``, {} where there is no such file; raises ``TokenizerLoadError``."""
+    if not file.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except msgspec.MsgspecError as e:
+        raise TokenizerLoadError(f"{file} can't be read: {e}") from e
+
+
+def _token_text(value: Any) -> str | None:
+    """A token in a config is a string, or an object with its content."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _add_missing_tokens(backend: Tokenizer, config: dict[str, Any]) -> set[int]:
+    """Add the tokens that only tokenizer_config.json names; returns the ids of special ones among them.
+
+    A token that the library would give another id than the config does is left out: the model knows it by the config's.
+    """
+    special_ids: set[int] = set()
+    entries = config.get("added_tokens_decoder") or {}
+    for key, entry in sorted(entries.items(), key=lambda pair: int(pair[0])):
+        content, token_id = entry["content"], int(key)
+        if backend.token_to_id(content) is not None or token_id != backend.get_vocab_size(with_added_tokens=True):
+            continue
+        special = bool(entry.get("special"))
+        backend.add_tokens([AddedToken(content, special=special, normalized=bool(entry.get("normalized")))])
+        if special:
+            special_ids.add(token_id)
+    return special_ids
+
+
+def _find_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """The default chat template: a file of its own, or the config's entry (one template, or a list with names)."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    value = read_json_object(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(value, list):
+        value = {entry.get("name"): entry.get("template") for entry in value}.get("default")
+    return value if isinstance(value, str) else None

@@ -1,0 +1,44 @@
+"""Finds and loads the tokenizer and the chat template that the options name. Does not import torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...model_runner.model_path import ModelSource, resolve_model
+from ..options import ServerOptions
+from .chat_template import ChatTemplate
+from .errors import TokenizerLoadError
+from .gguf_metadata import read_gguf_metadata
+from .gguf_tokenizer import tokenizer_from_gguf
+from .hf_tokenizer import tokenizer_from_folder
+from .text_tokenizer import TextTokenizer
+
+
+def load_tokenizer(options: ServerOptions) -> TextTokenizer:
+    """The tokenizer of ``tokenizer_path``, else of the model; raises ``TokenizerLoadError`` or ``ModelNotFound``."""
+    source = _find_tokenizer(options)
+    if source.kind == "gguf":
+        return tokenizer_from_gguf(read_gguf_metadata(source.path))
+    return tokenizer_from_folder(source.path)
+
+
+def load_chat_template(options: ServerOptions, tokenizer: TextTokenizer) -> ChatTemplate | None:
+    """The template that the options name, else the tokenizer's own, else None; raises ``TokenizerLoadError``."""
+    source = tokenizer.chat_template
+    if options.chat_template is not None:
+        try:
+            source = Path(options.chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise TokenizerLoadError(f"--chat-template {options.chat_template} can't be read: {e}") from e
+    return None if source is None else ChatTemplate(source, tokenizer.special_tokens)
+
+
+def _find_tokenizer(options: ServerOptions) -> ModelSource:
+    path = options.tokenizer_path
+    if path is None:
+        return resolve_model(options.model_path, weights=False)
+    folder = Path(path).expanduser()
+    # A folder with only a tokenizer is no model, but all that is needed here.
+    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return ModelSource("hf", folder)
+    return resolve_model(path, weights=False)

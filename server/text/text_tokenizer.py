@@ -1,0 +1,105 @@
+"""A model's tokenizer as the server sees it, whatever library is behind it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+from tokenizers import Tokenizer
+
+from .byte_table import ByteTable
+
+UNKNOWN_TOKEN_BYTES = 1024
+
+
+class TextTokenizer(ABC):
+    """Text to token ids and back.
+
+    ``eos_ids`` end a text. ``special_tokens`` are the named ones ("bos_token", …) that chat templates print.
+    """
+
+    def __init__(self, eos_ids: tuple[int, ...], special_tokens: Mapping[str, str], chat_template: str | None) -> None:
+        self.eos_ids = eos_ids
+        self.special_tokens = special_tokens
+        self.chat_template = chat_template
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Ids of each text. ``add_special_tokens`` adds what the model wants around a plain text (often a BOS)."""
+
+    @abstractmethod
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of the ids; ids without a token are left out."""
+
+    @property
+    @abstractmethod
+    def byte_table(self) -> ByteTable | None:
+        """The bytes behind each token, or None where tokens read differently in different places."""
+
+    @property
+    @abstractmethod
+    def max_token_bytes(self) -> int:
+        """No token stands for more bytes of text than this: an upper bound, used to refuse hopeless texts cheaply."""
+
+
+class FastTokenizer(TextTokenizer):
+    """A tokenizer of the ``tokenizers`` library.
+
+    ``make_backend`` and ``make_byte_table`` run when first needed: the tokenizer process uses the one, the detokenizer
+    process mostly the other, and either takes a good part of the process's start-up time.
+    """
+
+    def __init__(
+        self,
+        make_backend: Callable[[], Tokenizer],
+        make_byte_table: Callable[[], ByteTable | None],
+        eos_ids: tuple[int, ...],
+        special_tokens: Mapping[str, str],
+        chat_template: str | None,
+    ) -> None:
+        super().__init__(eos_ids, special_tokens, chat_template)
+        self._make_backend = make_backend
+        self._make_byte_table = make_byte_table
+
+    @cached_property
+    def backend(self) -> Tokenizer:
+        """The library's tokenizer."""
+        backend = self._make_backend()
+        # A tokenizer.json may carry a training run's limits; the server's own checks speak up instead of cutting.
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
+
+    @cached_property
+    def byte_table(self) -> ByteTable | None:
+        """See ``TextTokenizer``."""
+        return self._make_byte_table()
+
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """See ``TextTokenizer``."""
+        # A normalizer may shorten the text before it is cut into tokens; composing characters makes one of at most four.
+        table = self.byte_table
+        longest = max(map(len, table.pieces), default=1) if table else UNKNOWN_TOKEN_BYTES
+        return longest * (4 if self.backend.normalizer else 1)
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """See ``TextTokenizer``."""
+        if len(texts) == 1:  # no thread pool for the common case
+            return [self.backend.encode(texts[0], add_special_tokens=add_special_tokens).ids]
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """See ``TextTokenizer``."""
+        return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def vocabulary_tokens(backend: Tokenizer) -> list[str | None]:
+    """Tokens by id, added ones included; None where an id has no token."""
+    vocab = backend.get_vocab(with_added_tokens=True)
+    tokens: list[str | None] = [None] * (max(vocab.values(), default=-1) + 1)
+    for token, token_id in vocab.items():
+        tokens[token_id] = token
+    return tokens

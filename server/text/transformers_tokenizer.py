@@ -1,0 +1,65 @@
+"""The slow road: tokenizers that only ``transformers`` can load. Imported for folders without a tokenizer.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from transformers import AutoTokenizer
+
+from .byte_table import ByteTable
+from .errors import TokenizerLoadError
+from .hf_tokenizer import backend_byte_table, find_eos_ids
+from .text_tokenizer import UNKNOWN_TOKEN_BYTES, FastTokenizer, TextTokenizer
+
+
+class PythonTokenizer(TextTokenizer):
+    """A ``transformers`` tokenizer without a ``tokenizers`` backend."""
+
+    byte_table: ByteTable | None = None
+    max_token_bytes = UNKNOWN_TOKEN_BYTES
+
+    def __init__(
+        self, tokenizer: Any, eos_ids: tuple[int, ...], special_tokens: Mapping[str, str], chat_template: str | None
+    ) -> None:
+        super().__init__(eos_ids, special_tokens, chat_template)
+        self._tokenizer = tokenizer
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """See ``TextTokenizer``."""
+        return [self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """See ``TextTokenizer``."""
+        # Cleaning up spaces around punctuation would take back text that was already sent.
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def tokenizer_from_transformers(folder: Path, named: Mapping[str, str], template: str | None) -> TextTokenizer:
+    """The tokenizer of ``folder``; ``named`` tokens and ``template`` found there complete what the library knows."""
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, ImportError, KeyError) as e:
+        raise TokenizerLoadError(
+            f"{folder} has no tokenizer.json, and transformers finds no tokenizer there either: {e}. "
+            "Give a folder that has one as --tokenizer-path"
+        ) from e
+    special_tokens = {**{k: str(v) for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}, **named}
+    eos_ids = find_eos_ids(folder, tokenizer.eos_token_id)
+    if not tokenizer.is_fast:
+        return PythonTokenizer(tokenizer, eos_ids, special_tokens, template)
+    backend = tokenizer.backend_tokenizer
+    decoder = msgspec.json.decode(backend.to_str(), type=dict[str, Any]).get("decoder")
+    return FastTokenizer(
+        make_backend=lambda: backend,
+        make_byte_table=partial(backend_byte_table, backend, decoder, frozenset(tokenizer.all_special_ids)),
+        eos_ids=eos_ids,
+        special_tokens=special_tokens,
+        chat_template=template,
+    )

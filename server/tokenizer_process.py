@@ -1,0 +1,92 @@
+"""The tokenizer process: HTTP → here → scheduler.
+
+A ``TokenizeReq`` becomes a ``GenerateReq`` for the scheduler, or a ``ReqError`` that goes straight back to HTTP.
+Everything else (aborts, questions) is passed to the scheduler unchanged and in its place, so that an abort never
+overtakes the request that it ends. The process keeps no state between frames.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..messages.base import Message
+from ..messages.channel import Receiver, Sender, UndeclaredMessage
+from ..messages.outputs import ReqError
+from ..messages.requests import TokenizeReq
+from ..messages.routes import ToTokenizer
+from ..model_runner.model_path import resolve_model
+from .child import start_child
+from .options import ServerOptions
+from .text.load import load_chat_template, load_tokenizer
+from .text.model_limits import read_limits
+from .text.request_tokenizer import RequestTokenizer
+
+logger = logging.getLogger(__name__)
+# Frames that wait together are encoded together, but no request waits for more than this many others.
+MAX_BATCH = 256
+
+
+class Routed(NamedTuple):
+    """What one round of messages gave, for each receiver."""
+
+    to_scheduler: list[Message]
+    to_http: list[ReqError]
+
+
+def load_request_tokenizer(options: ServerOptions) -> RequestTokenizer:
+    """Load all that requests need, the vocabulary included; raises ``TokenizerLoadError`` or ``ModelNotFound``."""
+    limits = read_limits(resolve_model(options.model_path, weights=False), options.context_length)
+    tokenizer = load_tokenizer(options)
+    tokenizer.encode_batch(["a"], add_special_tokens=True)  # what is loaded on first use is loaded now
+    return RequestTokenizer(tokenizer, load_chat_template(options, tokenizer), limits)
+
+
+def route(tokenizer: RequestTokenizer, messages: Sequence[ToTokenizer]) -> Routed:
+    """Tokenize what is to be tokenized and keep the order of everything."""
+    answers = iter(tokenizer.tokenize([m for m in messages if isinstance(m, TokenizeReq)]))
+    routed = Routed([], [])
+    for message in messages:
+        answer = next(answers) if isinstance(message, TokenizeReq) else message
+        if isinstance(answer, ReqError):
+            routed.to_http.append(answer)
+        else:
+            routed.to_scheduler.append(answer)
+    return routed
+
+
+def receive_waiting(receiver: Receiver[ToTokenizer]) -> list[ToTokenizer]:
+    """Wait for a frame, then take what else is there; frames that the channel does not declare are logged and dropped."""
+    messages: list[ToTokenizer] = []
+    while len(messages) < MAX_BATCH:
+        try:
+            arrived = receiver.recv(0 if messages else -1)
+        except UndeclaredMessage as e:
+            logger.error("%s", e)
+            continue
+        if not arrived:
+            break
+        messages += arrived
+    return messages
+
+
+def main() -> None:
+    """Run until killed."""
+    started = time.monotonic()
+    ctx = start_child(sys.argv)
+    receiver: Receiver[ToTokenizer] = Receiver(ctx.zmq_ctx, ctx.address("tokenizer"), ToTokenizer)
+    scheduler = Sender(ctx.zmq_ctx, ctx.address("scheduler"))
+    http = Sender(ctx.zmq_ctx, ctx.address("http"))
+    tokenizer = load_request_tokenizer(ctx.options)
+    ctx.report_ready({"load_tokenizer": time.monotonic() - started})
+    while True:
+        routed = route(tokenizer, receive_waiting(receiver))
+        scheduler.send(*routed.to_scheduler)
+        http.send(*routed.to_http)
+
+
+if __name__ == "__main__":
+    main()

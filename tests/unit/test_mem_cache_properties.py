@@ -1,0 +1,274 @@
+"""Random lives of requests against a model of what each slot holds.
+
+The KV of a position depends on its whole prefix, so the model notes for each slot the namespace and the prefix that was
+last written there. A wrong, stale or shared slot then shows as a wrong prefix. ``worker_rows`` follows the request
+table only through what the scheduler would send: slots allocated, prefixes hit, and ``Rewrite``.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from pdserve.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from pdserve.mem_cache.base_prefix_cache import KVHold
+from pdserve.mem_cache.factory import make_prefix_cache
+from pdserve.mem_cache.req_to_token_pool import ReqToTokenPool
+from pdserve.server.options import ServerOptions
+
+NUM_PAGES = 14
+MAX_REQS = 4
+CONTEXT_LEN = 64
+token_ids = st.integers(0, 1)
+# Most prompts share a long prefix, so that hits, splits and duplicates are common.
+prompts = st.builds(
+    lambda num_shared, own: [0] * num_shared + own, st.integers(0, 20), st.lists(token_ids, min_size=1, max_size=6)
+)
+namespaces = st.sampled_from(["", "tenant"])
+
+
+def i32(values):
+    return np.array(values, dtype=np.int32)
+
+
+@dataclass
+class Running:
+    """A request: ``tokens`` known so far, of which ``hold.kv_len`` have KV."""
+
+    tokens: list[int]
+    hold: KVHold
+    worker_row: list[int] = field(default_factory=list)
+
+    @property
+    def computed(self):
+        return self.tokens[: self.hold.kv_len]
+
+
+class MemCacheMachine(RuleBasedStateMachine):
+    running = Bundle("running")
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4]),
+        policy=st.sampled_from(["lru", "lfu", "fifo", "mru"]),
+        keep=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, page_size, policy, keep):
+        options = ServerOptions(radix_eviction_policy=policy, disable_radix_cache=not keep)
+        self.keep = keep
+        self.page_size = page_size
+        self.allocator = PagedTokenToKVPoolAllocator(NUM_PAGES * page_size, page_size)
+        self.table = ReqToTokenPool(MAX_REQS, CONTEXT_LEN)
+        self.cache = make_prefix_cache(options, self.allocator, self.table)
+        self.root = self.cache.match_prefix(i32([])).node
+        self.reqs: list[Running] = []
+        self.written: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.cached: set[tuple[str, tuple[int, ...]]] = set()
+
+    # What a scheduler does, in parts.
+
+    def write(self, req, slots):
+        """The request's next positions get ``slots`` and their KV."""
+        for slot in slots:
+            pos = len(req.worker_row)
+            req.worker_row.append(int(slot))
+            self.written[int(slot)] = (req.hold.extra_key, tuple(req.tokens[: pos + 1]))
+        hold = req.hold
+        self.table.table[hold.row, hold.kv_len : hold.kv_len + len(slots)] = slots
+        hold.kv_len += len(slots)
+
+    def make_room(self, num_tokens):
+        """Evict until ``num_tokens`` slots are free; False when that can't be."""
+        short = num_tokens - self.allocator.available_size()
+        if short > 0:
+            self.evict(short)
+        return self.allocator.available_size() >= num_tokens
+
+    def aligned_prefixes(self, tokens, extra_key):
+        ends = range(self.page_size, len(tokens) + 1, self.page_size)
+        return {(extra_key, tuple(tokens[:end])) for end in ends} if self.keep else set()
+
+    def extend(self, req, seq_len):
+        hold = req.hold
+        last_slot = req.worker_row[-1] if req.worker_row else 0
+        num_pages = -(-seq_len // self.page_size) - -(-hold.kv_len // self.page_size)
+        room = self.make_room(num_pages * self.page_size)
+        slots = self.allocator.alloc_extend(hold.kv_len, seq_len, last_slot)
+        assert (slots is not None) == room
+        if slots is not None:
+            assert len(slots) == seq_len - hold.kv_len
+            self.write(req, slots)
+
+    def tree(self):
+        """The cached page-aligned prefixes with the slots of their last page, read from the nodes."""
+        found = {}
+        paths = {self.root: ()}
+        for node in self.root.subtree():
+            start = paths[node]
+            for edge, child in node.children.items():
+                namespace = edge[: -4 * self.page_size].decode() if node is self.root else start[0]
+                tokens = () if node is self.root else start[1]
+                key = tuple(np.frombuffer(child.key, dtype=np.int32).tolist())
+                paths[child] = (namespace, tokens + key)
+                for end in range(self.page_size, len(key) + 1, self.page_size):
+                    found[namespace, tokens + key[:end]] = child.slots[end - self.page_size : end].tolist()
+        return found
+
+    def pinned(self):
+        return set().union(*(self.aligned_prefixes(r.tokens[: r.hold.cached_len], r.hold.extra_key) for r in self.reqs))
+
+    def share(self, req, tokens, cache_req):
+        """``cache_req`` gives the cache what is computed of ``tokens``."""
+        self.cached |= self.aligned_prefixes(tokens, req.hold.extra_key)
+        rewrite = cache_req(req.hold, i32(tokens))
+        if rewrite is not None:
+            assert self.keep
+            assert rewrite.slots.size
+            for i, slot in enumerate(rewrite.slots.tolist()):
+                assert req.worker_row[rewrite.start + i] != slot
+                req.worker_row[rewrite.start + i] = slot
+
+    # Rules.
+
+    @rule(target=running, tokens=prompts, extra_key=namespaces, chunk=st.integers(1, 24))
+    def admit(self, tokens, extra_key, chunk):
+        req = self.admit_req(tokens, extra_key, chunk)
+        return multiple() if req is None else req
+
+    @rule(target=running, twin=running)
+    def admit_twin(self, twin):
+        """The same prompt again while the first computes it: whoever shares second has duplicates."""
+        req = self.admit_req(list(twin.tokens), twin.hold.extra_key, len(twin.tokens))
+        return multiple() if req is None else req
+
+    def admit_req(self, tokens, extra_key, chunk):
+        match = self.cache.match_prefix(i32(tokens[:-1]), extra_key)
+        known = self.aligned_prefixes(tokens[:-1], extra_key) & self.cached
+        assert len(match.slots) == max((len(prefix) for _, prefix in known), default=0)
+        for i, slot in enumerate(match.slots.tolist()):
+            assert self.written[slot] == (extra_key, tuple(tokens[: i + 1]))
+        row = self.table.alloc()
+        assert (row is None) == (len(self.reqs) == MAX_REQS)
+        if row is None:
+            return None
+        req = Running(tokens, self.cache.hold(row, match, extra_key), match.slots.tolist())
+        self.reqs.append(req)
+        self.extend(req, min(len(tokens), req.hold.kv_len + chunk))
+        return req
+
+    @rule(req=running, chunk=st.integers(1, 24))
+    def next_chunk(self, req, chunk):
+        if req in self.reqs and req.hold.kv_len < len(req.tokens):
+            self.share(req, req.computed, self.cache.cache_unfinished_req)
+            self.extend(req, min(len(req.tokens), req.hold.kv_len + chunk))
+
+    @rule(req=running, behind=st.integers(0, 3))
+    def share_running(self, req, behind):
+        if req in self.reqs:
+            num_tokens = max(0, req.hold.kv_len - behind)
+            self.share(req, req.tokens[:num_tokens], self.cache.cache_unfinished_req)
+            assert req.hold.cached_len >= (num_tokens // self.page_size * self.page_size if self.keep else 0)
+
+    @rule(sampled=st.lists(token_ids, min_size=MAX_REQS, max_size=MAX_REQS))
+    def decode(self, sampled):
+        reqs = [r for r in self.reqs if r.hold.kv_len == len(r.tokens) < CONTEXT_LEN]
+        begin = [r for r in reqs if r.hold.kv_len % self.page_size == 0]
+        room = self.make_room(len(begin) * self.page_size)
+        seq_lens, last_slots = i32([r.hold.kv_len + 1 for r in reqs]), i32([r.worker_row[-1] for r in reqs])
+        slots = self.allocator.alloc_decode(seq_lens, last_slots)
+        assert (slots is not None) == room
+        if slots is not None:
+            for req, token, slot in zip(reqs, sampled, slots, strict=False):
+                req.tokens.append(token)
+                self.write(req, [slot])
+
+    @rule(req=consumes(running), behind=st.integers(0, 3))
+    def finish(self, req, behind):
+        if req in self.reqs:
+            tokens = req.tokens[: max(0, req.hold.kv_len - behind)]
+            self.share(req, tokens, self.cache.cache_finished_req)
+            self.reqs.remove(req)
+
+    @rule(req=consumes(running))
+    def release(self, req):
+        if req in self.reqs:
+            self.cache.release_req(req.hold)
+            self.reqs.remove(req)
+
+    @rule(tokens=prompts, extra_key=namespaces)
+    def offer(self, tokens, extra_key):
+        """Pages come from elsewhere, not from a request of ours."""
+        tokens = tokens[: len(tokens) // self.page_size * self.page_size]
+        slots = self.allocator.alloc_extend(0, len(tokens), 0)
+        if slots is None:
+            return
+        for i, slot in enumerate(slots.tolist()):
+            self.written[slot] = (extra_key, tuple(tokens[: i + 1]))
+        known = self.cache.insert(i32(tokens), slots, extra_key)
+        self.allocator.free(slots[:known])
+        self.cached |= self.aligned_prefixes(tokens, extra_key)
+
+    @rule(num_tokens=st.integers(0, 20))
+    def evict(self, num_tokens):
+        evictable, free = self.cache.evictable_size(), self.allocator.available_size()
+        freed = self.cache.evict(num_tokens)
+        assert freed == min(-(-num_tokens // self.page_size) * self.page_size, evictable)
+        self.after_loss(freed, free)
+
+    @rule(really=st.sampled_from([False, False, False, True]))
+    def reset(self, really):
+        if not really:  # a full cache is the more interesting one
+            return
+        evictable, free = self.cache.evictable_size(), self.allocator.available_size()
+        freed = self.cache.reset()
+        assert freed == evictable
+        self.after_loss(freed, free)
+
+    def after_loss(self, freed, free_before):
+        assert self.allocator.available_size() == free_before + freed
+        left = set(self.tree())
+        assert self.pinned() <= left <= self.cached
+        assert (len(self.cached) - len(left)) * self.page_size == freed
+        self.cached = left
+
+    # What must hold after every step.
+
+    @invariant()
+    def every_page_has_one_owner(self):
+        self.cache.check_invariants([r.hold for r in self.reqs])
+
+    @invariant()
+    def every_request_sees_its_own_prefix(self):
+        for req in self.reqs:
+            row = self.table.table[req.hold.row, : req.hold.kv_len].tolist()
+            assert row == req.worker_row
+            for i, slot in enumerate(row):
+                assert self.written[slot] == (req.hold.extra_key, tuple(req.tokens[: i + 1]))
+
+    @invariant()
+    def the_cache_holds_what_was_written(self):
+        tree = self.tree()
+        assert tree.keys() == self.cached
+        for (extra_key, prefix), slots in tree.items():
+            assert [self.written[slot] for slot in slots] == [
+                (extra_key, prefix[: len(prefix) - self.page_size + i + 1]) for i in range(self.page_size)
+            ]
+        pinned = len(self.pinned()) * self.page_size
+        assert (self.cache.protected_size(), self.cache.total_size()) == (pinned, len(tree) * self.page_size)
+
+    def teardown(self):
+        if not hasattr(self, "cache"):
+            return
+        for req in self.reqs:
+            self.cache.release_req(req.hold)
+        self.cache.reset()
+        self.cache.check_invariants([])
+        assert self.allocator.available_size() == self.allocator.size
+        assert self.table.available_size() == MAX_REQS
+
+
+TestMemCache = MemCacheMachine.TestCase
+TestMemCache.settings = settings(
+    max_examples=300, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
