@@ -41,7 +41,7 @@ class _ReqState:
 
 
 class _Piece(NamedTuple):
-    """Text of the first ``tokens`` tokens of an item; ``matched`` is the stop string that the last of them completed."""
+    """Text of an item's first ``tokens`` tokens; ``matched`` is the stop string that the last of them completed."""
 
     text: str
     tokens: int

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Released(NamedTuple):
-    """Text that is certain to come before any stop string; ``matched`` is the stop string found, which ends the text."""
+    """Text that comes before any stop string for certain; ``matched`` is the stop string found, which ends the text."""
 
     text: str
     matched: str | None = None

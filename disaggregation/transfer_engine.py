@@ -4,11 +4,11 @@
     CancelSend ─▶ no new slice; those under way land ─▶ SendEnded(cancelled)
     the link goes down ─▶ SendEnded(error) for each of the peer's rooms ─▶ PeerLinkDown
 
-One thread owns the transfer backend and all state. It sleeps while there is nothing to do. Chunks are cut into slices of
+One thread owns the transfer backend and all state, and sleeps while there is nothing to do. Chunks are cut into slices of
 a few MiB, so that small rooms pass between the slices of huge ones and a cancel waits for little.
 
-A room that failed takes no more pages: those still on their way from the scheduler are dropped, since a checksum over the
-rest would claim what is not true.
+Where the link broke under a room's slices, some may still land after ``SendEnded(error)``: the peer alone can say that
+nothing more will, by its own ``PeerLinkDown``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ import logging
 import os
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
-
-import msgspec
+from dataclasses import dataclass
 
 from ..messages.worker import (
     CancelSend,
@@ -36,24 +34,250 @@ from ..messages.worker import (
     TransferEvent,
     VerifyPages,
 )
-from .backends.base import Admitted, ConnectFailed, LinkDown, LinkUp, TransferBackend, WriteState
-from .errors import BadSpans, NotConnected, TransferError
+from .backends.base import Admitted, ConnectFailed, LinkEvent, LinkUp, TransferBackend
+from .backends.registry import make_backend
+from .errors import BadSpans, TransferError
 from .outgoing_room import OutgoingRoom
 from .page_check import PageCheck
+from .page_spans import unpack_pages
 from .region import KVRegion
 
 log = logging.getLogger(__name__)
 
 SLICE_BYTES = 2 << 20
 WINDOW_BYTES = 8 << 20
-"""Bytes of a peer's slices that may be under way: enough to keep a fast link busy while we prepare the next one."""
+"""Bytes under way to a peer: enough to keep a fast link busy while the next slice is prepared."""
 WINDOW_SLICES = 64
 CHECK_BYTES = 4 << 20
-MAX_TOMBSTONES = 4096
+MAX_BROKEN_ROOMS = 4096
+CLOSE_SECONDS = 5.0
 
 
 def end_process(error: BaseException) -> None:
     """What a broken engine does unless told otherwise: a worker that can't transfer must not look healthy."""
     log.critical("the transfer engine failed; ending the process", exc_info=error)
     logging.shutdown()
-    os._exit(1)
+    os._exit(1)  # sys.exit would end this thread only
+
+
+@dataclass(slots=True)
+class _Window:
+    """What is under way to one peer."""
+
+    slices: int = 0
+    nbytes: int = 0
+
+    @property
+    def open(self) -> bool:
+        return self.slices < WINDOW_SLICES and self.nbytes < WINDOW_BYTES
+
+
+class TransferEngine:
+    """Obeys ``TransferCommand``; every answer leaves by ``emit``, called from the engine's thread only.
+
+    ``ConnectPeer`` with empty metadata only admits the peer as a writer, which is needed (before saying hello to it) after
+    a ``PeerLinkDown`` of that epoch and harmless otherwise. Several ``DisconnectPeer`` of a peer share one ``PeerLinkDown``.
+
+    A room that failed before all its pages were handed in takes no more of them, since a checksum over the rest would
+    claim what is not true; the ``last`` ones are answered with the error again.
+    """
+
+    def __init__(
+        self,
+        backend: str | TransferBackend,
+        region: KVRegion,
+        page_bytes: int,
+        epoch: str,
+        host: str,
+        emit: Callable[[TransferEvent], None],
+        on_failure: Callable[[BaseException], None] = end_process,
+    ) -> None:
+        """Open ``region`` (page 0 at its start) to peers at once. Raises ``UnknownBackend`` and ``RegionError``.
+
+        ``host`` is the address to listen on. ``on_failure`` is called, in the engine's thread, should that break.
+        """
+        self._backend = make_backend(backend, epoch, host) if isinstance(backend, str) else backend
+        self.metadata = self._backend.register(region, page_bytes)
+        self._page_bytes = page_bytes
+        self._num_pages = region.nbytes // page_bytes
+        self._pool = region.view()
+        self._emit = emit
+        self._on_failure = on_failure
+        self._commands: queue.SimpleQueue[TransferCommand | None] = queue.SimpleQueue()
+        self._rooms: dict[int, OutgoingRoom] = {}
+        self._turns: deque[OutgoingRoom] = deque()
+        self._windows: dict[str, _Window] = {}
+        self._broken: dict[int, str] = {}
+        self._checks: deque[PageCheck] = deque()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="transfer-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, command: TransferCommand) -> None:
+        """Hand a command over. Thread-safe, never waits."""
+        self._commands.put(command)
+        self._backend.wake()
+
+    def close(self) -> None:
+        """End all links and the thread, at once and without further events. The region may be closed afterwards."""
+        self._commands.put(None)
+        self._backend.wake()
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            raise TransferError(f"the transfer engine did not end within {CLOSE_SECONDS:g} s")
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._obey()
+                pushed = self._push()
+                checking = self._check()
+                events = self._backend.progress(0.0 if pushed or checking else None)
+                self._reap()
+                for event in events:
+                    self._on_link(event)
+            self._backend.close()
+            self._pool.release()
+        except BaseException as e:
+            # Whatever it is, this thread is over; going on without it would leave requests hanging.
+            self._on_failure(e)
+
+    # Commands
+
+    def _obey(self) -> None:
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            match command:
+                case SendPages():
+                    self._send(command)
+                case CancelSend():
+                    self._cancel(command.room)
+                case VerifyPages():
+                    self._verify(command)
+                case ConnectPeer(peer=peer, metadata=metadata) if metadata:
+                    self._backend.connect(peer, metadata)
+                case ConnectPeer():
+                    self._backend.admit(command.peer)
+                case DisconnectPeer():
+                    self._backend.disconnect(command.peer)
+                case None:
+                    self._closing = True
+                    return
+
+    def _send(self, command: SendPages) -> None:
+        if command.room in self._broken:
+            if command.last:
+                self._emit(SendEnded(command.room, error=self._broken.pop(command.room)))
+            return
+        room = self._rooms.get(command.room)
+        if room is None:
+            room = self._rooms[command.room] = OutgoingRoom(command.room, command.peer, self._page_bytes)
+        waiting = room.pending
+        room.whole = command.last
+        try:
+            src = unpack_pages(command.src_pages, self._num_pages, "source")
+            dst = unpack_pages(command.dst_pages, 1 << 31, "destination")
+            if len(src) != len(dst) or command.peer != room.peer:
+                raise BadSpans(f"room {command.room} was given pages that do not match, or two peers")
+        except BadSpans as e:
+            room.fail(str(e))
+        else:
+            if room.error is None:
+                room.add(src, dst)
+        if room.pending and not waiting:
+            self._turns.append(room)
+        self._end_if_over(room)
+
+    def _cancel(self, number: int) -> None:
+        self._broken.pop(number, None)
+        room = self._rooms.get(number)
+        if room is None:
+            self._emit(SendEnded(number, cancelled=True))
+            return
+        room.cancel()
+        self._end_if_over(room)
+
+    def _verify(self, command: VerifyPages) -> None:
+        if not self._backend.moves_data:
+            self._emit(PagesVerified(command.room, ok=True))
+            return
+        try:
+            pages = unpack_pages(command.pages, self._num_pages, "landed")
+        except BadSpans as e:
+            log.error("can't verify room %d: %s", command.room, e)
+            self._emit(PagesVerified(command.room, ok=False))
+            return
+        self._checks.append(PageCheck(command.room, pages, command.checksum))
+
+    # Work
+
+    def _push(self) -> bool:
+        """Start slices of as many rooms as make up one full slice, in turn; False when none could be started."""
+        pushed = 0
+        for _ in range(len(self._turns)):
+            room = self._turns.popleft()
+            if not room.pending:
+                continue
+            window = self._windows.setdefault(room.peer, _Window())
+            if window.open:
+                try:
+                    nbytes = room.push_slice(self._backend, self._pool, SLICE_BYTES)
+                except TransferError as e:
+                    room.fail(str(e))
+                    self._end_if_over(room)
+                    continue
+                window.slices += 1
+                window.nbytes += nbytes
+                pushed += nbytes
+            if room.pending:
+                self._turns.append(room)
+            if pushed >= SLICE_BYTES:
+                break
+        return pushed > 0
+
+    def _check(self) -> bool:
+        """Hash a part of the landed pages that wait for it; False when none is left."""
+        if self._checks:
+            check = self._checks.popleft()
+            ok = check.step(self._pool, self._page_bytes, CHECK_BYTES)
+            if ok is None:
+                self._checks.append(check)
+            else:
+                self._emit(PagesVerified(check.room, ok))
+        return bool(self._checks)
+
+    def _reap(self) -> None:
+        for room in [room for room in self._rooms.values() if room.landing]:
+            slices, nbytes = room.reap(self._backend)
+            window = self._windows[room.peer]
+            window.slices -= slices
+            window.nbytes -= nbytes
+            self._end_if_over(room)
+
+    def _end_if_over(self, room: OutgoingRoom) -> None:
+        if not room.over:
+            return
+        del self._rooms[room.room]
+        if room.error is not None and not room.whole and not room.cancelled:
+            self._broken[room.room] = room.error
+            if len(self._broken) > MAX_BROKEN_ROOMS:
+                del self._broken[next(iter(self._broken))]
+        self._emit(room.ended(checksummed=self._backend.moves_data))
+
+    def _on_link(self, event: LinkEvent) -> None:
+        match event:
+            case LinkUp() | Admitted():
+                self._emit(PeerConnected(event.peer))
+            case ConnectFailed():
+                log.warning("%s", event.error)
+                self._emit(PeerConnected(event.peer, event.error))
+            case _:
+                log.info("the links with peer %s are down: %s", event.peer, event.reason)
+                for room in [room for room in self._rooms.values() if room.peer == event.peer]:
+                    room.fail(f"the link to peer {event.peer} is down: {event.reason}")
+                    self._end_if_over(room)
+                self._windows.pop(event.peer, None)
+                self._emit(PeerLinkDown(event.peer))

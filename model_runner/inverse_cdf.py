@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BLOCK = 256
-# splitmix64 (Steele, Lea, Flood 2014): a counter that grows by GOLDEN, and a mixer that turns each count into 64 random bits.
+# splitmix64 (Steele, Lea, Flood 2014): a counter that grows by GOLDEN, and a mixer from counts to 64 random bits.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -45,11 +45,11 @@ def pick_few(weights_NM: Tensor, uniforms_N: Tensor) -> Tensor:
 
 
 def pick(weights_NM: Tensor, uniforms_N: Tensor) -> Tensor:
-    """As ``pick_few`` for a whole vocabulary: finds the block, then the weight in it, so that few sums are cumulated."""
+    """As ``pick_few`` for a whole vocabulary: finds the block, then the weight in it, so few sums are cumulated."""
     size = weights_NM.shape[1]
     if size % BLOCK:
         weights_NM = pad(weights_NM, (0, BLOCK - size % BLOCK))
-    blocks_NGb = weights_NM.unflatten(1, (-1, BLOCK))
+    blocks_NGb = weights_NM.view(len(weights_NM), -1, BLOCK)
     cumulative_NG = blocks_NGb.sum(2).cumsum(1, dtype=torch.float64)
     target_N1 = uniforms_N.unsqueeze(1) * cumulative_NG[:, -1:]
     block_N1 = _first_above(cumulative_NG, target_N1).unsqueeze(1)

@@ -1,7 +1,7 @@
 """What changes a row's logits before a token is chosen: penalties on tokens seen, and the ban on stopping too early.
 
-A history lives as long as its request holds its row: made from ``RowInit.history`` (prompt, then output so far), grown by
-one token each time the worker samples for the row, dropped when the row gets its next request.
+A history lives as long as its request holds its row: made from ``RowInit.history`` (prompt, then output so far), grown
+by one token each time the worker samples for the row, dropped when the row gets its next request.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def apply_penalties(
     sizes = [len(history.ids) for history in seen]
     flat = np.concatenate([history.ids + i * vocab for i, history in zip(rows, seen, strict=True)])
     counts = np.concatenate([history.output_counts for history in seen])
-    # One array to subtract, so that the device is left with one rounding: a fused multiply-add in only the vectorised part
-    # of a loop would make a logit depend on its place in the batch.
+    # One array to subtract leaves the device one rounding: a fused multiply-add in only the vectorised part of a loop
+    # would make a logit depend on its place in the batch.
     minus = np.repeat(frequency_N[rows], sizes) * counts + np.repeat(presence_N[rows], sizes) * (counts > 0)
     device = logits_NV.device
     flat_M = torch.from_numpy(flat).to(device)

@@ -1,17 +1,18 @@
-"""Where the worker's threads run: compute threads each on a core of their own, every other thread wherever there is room.
+"""Where the worker's threads run: each compute thread on its own core, every other thread wherever there is room.
 
-A forward pass is hundreds of short parallel regions that end when the last thread does. A compute thread that shares its core
-therefore stalls all the others for a scheduler tick, so with ``--cpus`` each is bound to one core; instances on one host
-are given different ones. The rest (ZMQ's I/O thread, the transfer engine) is short work that must not queue behind a
-bound thread: it keeps the cores that the process was allowed when it started. Threads inherit the binding of the thread that
-starts them, hence the order in ``model_runner.process``:
+A forward pass is hundreds of short parallel regions, each of which ends when its last thread does. A compute thread that
+shares its core stalls all the others for a scheduler tick, so with ``--cpus`` each is bound to one core, and instances on
+one host are given different ones. The other threads (ZMQ's I/O thread, the transfer engine's) do short work that must not
+queue behind a compute thread: they keep all cores that the process was allowed when it started. Threads inherit the
+binding of the thread that starts them, hence the order in ``process.py``:
 
-    channels open → ``confine`` → torch is imported, the model loads → ``bind_compute_threads`` → ``floating``: engine starts
+    channels open → ``confine`` → torch is imported → ``bind_compute_threads`` → model loads → engine starts, ``floating``
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ class PlacementError(ValueError):
 
 
 class Placement(NamedTuple):
-    """``cpus``: the core of each of the ``threads`` compute threads, None for no binding. ``allowed``: cores at the start."""
+    """``cpus``: the core of each of the ``threads`` compute threads, None for no binding. ``allowed``: all cores."""
 
     threads: int
     cpus: tuple[int, ...] | None
@@ -39,8 +40,11 @@ def parse_cpus(text: str) -> tuple[int, ...]:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise PlacementError(f'--cpus {text}: "{part}" is neither a core nor a range; write it like 0,2-3')
-        cpus.extend(range(int(first), int(last if dash else first) + 1))
-    if len(set(cpus)) != len(cpus) or not cpus:
+        cores = range(int(first), int(last if dash else first) + 1)
+        if not cores:
+            raise PlacementError(f'--cpus {text}: "{part}" runs backwards')
+        cpus.extend(cores)
+    if len(set(cpus)) != len(cpus):
         raise PlacementError(f"--cpus {text}: name each core once")
     return tuple(cpus)
 
@@ -83,7 +87,7 @@ def bind_compute_threads(placement: Placement) -> list[int]:
     pool = sorted(_threads() - before)
     if len(pool) != placement.threads - 1:
         raise PlacementError(f"torch started {len(pool)} threads where {placement.threads - 1} were expected")
-    bound = [_current_thread(), *pool]
+    bound = [threading.get_native_id(), *pool]
     for thread, cpu in zip(bound, placement.cpus, strict=True):
         os.sched_setaffinity(thread, {cpu})
     return bound
@@ -102,7 +106,3 @@ def floating(placement: Placement) -> Iterator[None]:
 
 def _threads() -> set[int]:
     return {int(task.name) for task in Path("/proc/self/task").iterdir()}
-
-
-def _current_thread() -> int:
-    return int(Path("/proc/thread-self").resolve().name)

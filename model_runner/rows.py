@@ -1,7 +1,7 @@
-"""What the worker knows of each row of the request table between steps: sampling parameters, histories, the last token.
+"""What the worker knows of each row of the request table between steps: sampling parameters, history, last token.
 
-A row's state starts with its ``RowInit`` (which forgets everything of the request before), changes with every token that
-is sampled for it, and is never read again once the scheduler names the row no more.
+A row's state starts with its ``RowInit`` (which forgets everything of the request before), changes with every token
+that is sampled for it, and is never read again once the scheduler names the row no more.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ class RowStates:
             banned=[self._stop_ids[row] if short else None for row, short in zip(row_list, too_short, strict=True)],
         )
 
-    def record(self, rows: I64, params: RowParams, tokens: Tensor, host_tokens: Sequence[int]) -> None:
+    def record(self, rows: I64, params: RowParams, tokens: Tensor, host_tokens: I64) -> None:
         """Remember what was sampled: ``tokens`` ([N] int64, on the device) and the same on the host."""
         self.last_tokens[torch.from_numpy(rows).to(tokens.device)] = tokens
         for i in np.flatnonzero(params["penalised"]).tolist():
             history = self._histories[int(rows[i])]
             assert history is not None
-            history.append(host_tokens[i])
+            history.append(int(host_tokens[i]))

@@ -2,8 +2,8 @@
 
 Order, as in the systems that users come from: repetition, frequency and presence penalties and the ban on stop tokens
 change the logits; then temperature; then top-k; then top-p over what top-k left, renormalised; then min-p, relative to
-the most likely token. What is left is renormalised and inverted at the row's uniform number, in vocabulary order. Both
-top-k and top-p keep a run of the order "larger logit first, then lower id", so equal logits at the border are cut by id.
+the most likely token. What is left is renormalised and inverted at the row's uniform number, in vocabulary order.
+Top-k and top-p keep the first of the order "more likely first, then lower id", so equals at the border are cut by id.
 Temperature 0 and top_k 1 mean the first token of that order.
 
 Batch invariance: a row takes its way through the code by its own values only, and every operation works on rows
@@ -65,11 +65,9 @@ def sample(logits_NV: Tensor, params: RowParams, positions: I64, edits: LogitEdi
 
 def _best(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     """The lowest id of the largest logit, and that logit (NaN where the row has one)."""
-    if logits_NV.device.type == "cpu":
-        # NumPy's argmax is vectorised, ten times faster than torch's, and promises the first of equals.
-        best_N = torch.from_numpy(logits_NV.numpy().argmax(1))
-    else:
-        best_N = logits_NV.argmax(1)
+    on_cpu = logits_NV.device.type == "cpu"
+    # On a CPU NumPy's argmax is vectorised, ten times faster than torch's, and promises the first of equals.
+    best_N = torch.from_numpy(logits_NV.numpy().argmax(1)) if on_cpu else logits_NV.argmax(1)
     return best_N, logits_NV.gather(1, best_N.unsqueeze(1)).squeeze(1)
 
 
@@ -86,10 +84,18 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, logits_NV: Tensor, max_N: Tensor, params: RowParams, positions: I64) -> _Rows:
-        columns = [params[name].copy() for name in ("temperature", "top_k", "top_p", "min_p")]
-        on_device = [torch.from_numpy(column).to(logits_NV.device).unsqueeze(1) for column in columns]
-        draws = torch.from_numpy(uniforms(params["seed"], positions)).to(logits_NV.device)
-        return cls(logits_NV, max_N.unsqueeze(1), *on_device, draws)
+        def column(values: npt.NDArray[np.generic]) -> Tensor:
+            return torch.from_numpy(values.copy()).to(logits_NV.device).unsqueeze(1)
+
+        return cls(
+            logits_NV,
+            max_N.unsqueeze(1),
+            column(params["temperature"]),
+            column(params["top_k"]),
+            column(params["top_p"]),
+            column(params["min_p"]),
+            column(uniforms(params["seed"], positions)).squeeze(1),
+        )
 
     def take(self, which: npt.NDArray[np.intp]) -> _Rows:
         if len(which) == len(self.logits_NV):
@@ -166,7 +172,7 @@ def _from_candidates(rows: _Rows, weights_NK: Tensor, ids_NK: Tensor) -> Tensor:
 
 
 class _Kept(NamedTuple):
-    """The ``count`` largest weights of a row are kept; the smallest of them is ``border``. ``certain``: found for good."""
+    """The ``count`` largest weights of a row are kept; the smallest is ``border``. ``certain``: found for good."""
 
     count_N: Tensor
     border_N: Tensor

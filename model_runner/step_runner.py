@@ -1,8 +1,8 @@
 """Runs one ``ForwardStep`` after another: the device's request table, the pass, the samples, the ``StepResult``.
 
-A step is applied in the order that ``ForwardStep`` fixes: rows that begin, slots that moved, the table positions of this
-pass, the pass, then the sampled tokens enter the rows' state, where the next step's ``use_last`` finds them. The scheduler may
-therefore send a step before it has the result of the one before.
+A step is applied in the order that ``ForwardStep`` fixes: rows that begin, slots that moved, the table positions of
+this pass, the pass; then the sampled tokens enter the rows' state, where the next step's ``use_last`` finds them. The
+scheduler may therefore send a step before it has the result of the one before.
 
 Shapes: T tokens, B entries, S sampled entries, L wanted rows of logits, R rows and C columns of the request table.
 """
@@ -65,7 +65,8 @@ class StepRunner:
     def run(self, step: ForwardStep) -> StepResult:
         """Apply the step and compute it. ``forward_ms`` of the result is the time of this whole call.
 
-        Raises ``ValueError`` or ``IndexError`` where the step contradicts itself or the table: the scheduler's books are wrong then.
+        Raises ``ValueError`` or ``IndexError`` where the step contradicts itself or the table: the scheduler's books
+        are wrong then.
         """
         begin = time.perf_counter()
         self._apply(step)
@@ -99,12 +100,14 @@ class StepRunner:
         rows, starts, q_lens = _i64(step.rows), _i64(step.starts), _i64(step.q_lens)
         ends = np.cumsum(q_lens)
         first_tokens = ends - q_lens
-        num_tokens = int(ends[-1]) if len(ends) else 0
+        num_tokens = int(q_lens.sum())
         positions = np.arange(num_tokens) + np.repeat(starts - first_tokens, q_lens)
         input_ids = self._to_device(_i64(step.input_ids))
         out_cache_loc = self._to_device(_i64(step.out_cache_loc))
         if not len(input_ids) == len(out_cache_loc) == num_tokens:
-            raise ValueError(f"step {step.step_id}: {num_tokens} tokens, {len(input_ids)} ids, {len(out_cache_loc)} slots")
+            raise ValueError(
+                f"step {step.step_id}: {num_tokens} tokens, {len(input_ids)} ids, {len(out_cache_loc)} slots"
+            )
         rows_B = self._to_device(rows)
         positions_T = self._to_device(positions)
         use_last = np.flatnonzero(unpack_i32(step.use_last))
@@ -129,9 +132,7 @@ class StepRunner:
         )
         return _Plan(batch, sampled, rows[sampled], starts[sampled] + q_lens[sampled])
 
-    def _sample(
-        self, logits_SV: Tensor, plan: _Plan, bad: set[int]
-    ) -> tuple[I32, list[TokenLogprob | None] | None]:
+    def _sample(self, logits_SV: Tensor, plan: _Plan, bad: set[int]) -> tuple[I32, list[TokenLogprob | None] | None]:
         if not len(plan.sampled):
             return np.empty(0, dtype=np.int32), None
         params = self._rows.params(plan.rows)

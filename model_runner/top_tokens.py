@@ -40,7 +40,7 @@ def top_tokens(logits_NV: Tensor, k: int) -> TopTokens:
         ids_NV = torch.arange(vocab, device=logits_NV.device).expand_as(logits_NV)
         return _select(logits_NV, ids_NV, k)
     whole = vocab // BLOCK * BLOCK
-    blocks_NGb = logits_NV[:, :whole].unflatten(1, (-1, BLOCK))
+    blocks_NGb = logits_NV[:, :whole].view(len(logits_NV), whole // BLOCK, BLOCK)
     maxima_NG = blocks_NGb.amax(2)
     block_ids_G = torch.arange(maxima_NG.shape[1], device=logits_NV.device)
     best_blocks_NK = _select(maxima_NG, block_ids_G.expand_as(maxima_NG), k).ids

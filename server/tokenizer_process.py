@@ -59,7 +59,7 @@ def route(tokenizer: RequestTokenizer, messages: Sequence[ToTokenizer]) -> Route
 
 
 def receive_waiting(receiver: Receiver[ToTokenizer]) -> list[ToTokenizer]:
-    """Wait for a frame, then take what else is there; frames that the channel does not declare are logged and dropped."""
+    """Wait for a frame, then take what else is there; a frame that holds undeclared messages is logged and dropped."""
     messages: list[ToTokenizer] = []
     while len(messages) < MAX_BATCH:
         try:

@@ -38,10 +38,10 @@ class ModelGGUFReader(GGUFReader):  # type: ignore[misc]  # the gguf package is 
         if item_type != GGUFValueType.STRING:
             return header + length * np.dtype(self.gguf_scalar_to_np[GGUFValueType(item_type)]).itemsize
         string_length, data = struct.Struct("<Q").unpack_from, self.data
-        end: int = start + header
+        end = start + header
         for _ in range(length):
             end += 8 + string_length(data, end)[0]
-        return end - start
+        return int(end - start)
 
 
 class GGUFFile:

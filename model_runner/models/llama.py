@@ -36,11 +36,11 @@ class LlamaAttention:
     def forward(self, x_TN: Tensor, rotation: Rotation, attention: AttentionBackend) -> Tensor:
         """What the layer's attention adds to the residual: [T, N]."""
         qkv = self.qkv_proj.forward(x_TN).view(x_TN.shape[0], -1, self._dim)
-        qk, v_TKD = torch.split(qkv, (self._heads + self._kv_heads, self._kv_heads), 1)
+        qk, v_TKD = torch.split(qkv, [self._heads + self._kv_heads, self._kv_heads], 1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = torch.split(qk, (self._heads, self._kv_heads), 1)
+            q, k = torch.split(qk, [self._heads, self._kv_heads], 1)
             qk = torch.cat((self.q_norm.forward(q), self.k_norm.forward(k)), 1)
-        q_THD, k_TKD = torch.split(rope(qk, *rotation), (self._heads, self._kv_heads), 1)
+        q_THD, k_TKD = torch.split(rope(qk, *rotation), [self._heads, self._kv_heads], 1)
         return self.o_proj.forward(attention.forward(self._layer, q_THD, k_TKD, v_TKD))
 
     def weights(self, prefix: str) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from ...messages.control import FlushCacheResult, Pong, ServerInfo
 from ...messages.outputs import ReqError, TextBatch
 from ...messages.requests import AbortReq, TokenizeReq
 from ...messages.routes import Answer, Question
-from .errors import ApiError, ClientGone, bad_request
+from .errors import ApiError, bad_request
 from .plan import PromptPlan
 from .submission import Choice, Submission
 
@@ -48,10 +48,10 @@ class EngineClient:
     def __init__(self, tokenizer: MessageSink) -> None:
         self._tokenizer = tokenizer
         self._live: dict[str, _Live | None] = {}
-        self._by_rid: dict[str, Submission] = {}
+        self._named: dict[str, list[Choice]] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count(1)
-        self._closed: ApiError | None = None
+        self._closed: str | None = None
 
     @property
     def live_requests(self) -> int:
@@ -60,44 +60,47 @@ class EngineClient:
 
     # --- requests ---
 
-    def submit(self, plans: Sequence[PromptPlan], *, streaming: bool) -> Submission:
-        """Send one request a choice. Raises ``ApiError`` where an id is in use, or after ``close``."""
-        if self._closed is not None:
-            raise self._closed
+    def submit(self, plans: Sequence[PromptPlan], *, streaming: bool, group: str | None = None) -> Submission:
+        """Send one request a choice. ``group``: a name for all of them, beside those in ``plans``.
+
+        Raises ``ApiError`` where a name is in use, or after ``close``.
+        """
+        self._check_open()
         arrival = time.monotonic()
         choices: list[Choice] = []
         requests: list[TokenizeReq] = []
+        named: dict[str, list[Choice]] = {}
         for prompt_index, plan in enumerate(plans):
             for i in range(plan.n):
                 rid = plan.rid if plan.n == 1 else f"{plan.rid}-{i}"
                 choice = Choice(len(choices), prompt_index, rid, self._wire_rid(rid), arrival, plan.keep_output)
                 choices.append(choice)
                 requests.append(_request(plan, i, choice))
-        submission = Submission(choices, streaming=streaming)
-        for name in names_of(plans, choices):
-            if name in self._by_rid:
-                raise bad_request("rid", f"{name!r} is in use by a running request; choose another")
-        self._by_rid.update(dict.fromkeys(names_of(plans, choices), submission))
+                for name in {rid, plan.rid, group or rid}:
+                    named.setdefault(name, []).append(choice)
+        taken = next((name for name in named if name in self._named), None)
+        if taken is not None:
+            raise bad_request("rid", f'"{taken}" is in use by a running request; choose another')
+        if len({choice.rid for choice in choices}) != len(choices):
+            raise bad_request("rid", "two answers of the batch would share an id; choose others")
+        submission = Submission(choices, names=list(named), streaming=streaming)
+        self._named.update(named)
         self._live.update((choice.wire_rid, _Live(choice, submission)) for choice in choices)
         self._tokenizer.send(*requests)
         return submission
 
-    def end(self, submission: Submission, plans: Sequence[PromptPlan]) -> None:
+    def end(self, submission: Submission) -> None:
         """Forget a submission; whatever of it still runs is aborted."""
-        for name in names_of(plans, submission.choices):
-            self._by_rid.pop(name, None)
+        for name in submission.names:
+            del self._named[name]
         self._abort(submission.choices, "the client is gone")
         for choice in submission.choices:
             if choice.wire_rid in self._live:
                 self._live[choice.wire_rid] = None
 
     def abort(self, rid: str) -> int:
-        """End the running requests named ``rid`` (all choices of it); returns how many there were."""
-        owner = self._by_rid.get(rid)
-        if owner is None:
-            return 0
-        named = [choice for choice in owner.choices if choice.rid == rid]
-        return self._abort(named or owner.choices, "aborted by the client")
+        """End the running requests named ``rid`` (every choice of it); returns how many there were."""
+        return self._abort(self._named.get(rid, ()), "aborted by the client")
 
     def abort_all(self) -> int:
         """End every running request; returns how many there were."""
@@ -113,12 +116,15 @@ class EngineClient:
         # Only a request whose client has gone can still hold the name: a live one is refused in submit.
         return rid if rid not in self._live else f"{rid}~{next(self._ids)}"
 
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise ApiError(503, self._closed)
+
     # --- questions ---
 
     async def ask(self, make: Callable[[int], Question], answer: type[A], timeout: float) -> A:
         """Send the question that ``make(id)`` gives and wait for its answer; raises ``TimeoutError`` (seconds)."""
-        if self._closed is not None:
-            raise self._closed
+        self._check_open()
         question = make(next(self._ids))
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._questions[question.id] = future
@@ -169,17 +175,12 @@ class EngineClient:
 
     def close(self, reason: str) -> None:
         """Fail everything that waits, and all that comes later, with a 503."""
-        self._closed = ApiError(503, reason)
-        for owner in set(self._by_rid.values()):
-            owner.fail(self._closed)
+        self._closed = reason
+        for owner in {live.owner for live in self._live.values() if live is not None}:
+            owner.fail(ApiError(503, reason))
         for future in self._questions.values():
             if not future.done():
-                future.set_exception(self._closed)
-
-
-def names_of(plans: Sequence[PromptPlan], choices: Sequence[Choice]) -> list[str]:
-    """The ids that ``/abort_request`` can name: each choice's, and a prompt's for all its choices."""
-    return list({*(plan.rid for plan in plans), *(choice.rid for choice in choices)})
+                future.set_exception(ApiError(503, reason))
 
 
 def _request(plan: PromptPlan, i: int, choice: Choice) -> TokenizeReq:

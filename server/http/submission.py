@@ -54,10 +54,11 @@ class Choice:
 
 
 class Submission:
-    """The choices of one HTTP request, and the way to wait for them. One waiter."""
+    """The choices of one HTTP request, the names it goes by, and the way to wait for it. One waiter."""
 
-    def __init__(self, choices: list[Choice], *, streaming: bool) -> None:
+    def __init__(self, choices: list[Choice], *, names: list[str], streaming: bool) -> None:
         self.choices = choices
+        self.names = names
         self._streaming = streaming
         self._running = len(choices)
         self._changed: dict[int, Choice] = {}

@@ -134,7 +134,7 @@ class RequestTokenizer:
             raise PromptError(
                 field,
                 f"the prompt has {len(token_ids)} tokens, but prompt and output share a context of "
-                f"{self._limits.context_length}, so at most {self._limits.context_length - 1} can be prompt; shorten it",
+                f"{self._limits.context_length} and the output needs one; shorten the prompt",
             )
         self._check_id(field, min(token_ids))
         self._check_id(field, max(token_ids))

@@ -79,7 +79,7 @@ class FastTokenizer(TextTokenizer):
     @cached_property
     def max_token_bytes(self) -> int:
         """See ``TextTokenizer``."""
-        # A normalizer may shorten the text before it is cut into tokens; composing characters makes one of at most four.
+        # A normalizer may shorten the text before it is cut into tokens: composing makes one character of up to four.
         table = self.byte_table
         longest = max(map(len, table.pieces), default=1) if table else UNKNOWN_TOKEN_BYTES
         return longest * (4 if self.backend.normalizer else 1)

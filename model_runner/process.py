@@ -1,0 +1,151 @@
+"""The model worker process: owns the device, runs the scheduler's steps, moves KV pages.
+
+Life: channels open → threads placed → model loads → warm-up → ``WorkerReady`` → steps and transfer commands, in the
+order they come, until the process is ended. It sleeps in its channel when there is nothing to do. A step's result is
+sent before the next message is looked at; transfers run in the engine's own thread, which reports through a channel end
+of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+from ..messages.channel import Receiver, Sender, UndeclaredMessage
+from ..messages.routes import ToWorker
+from ..messages.worker import ForwardStep, StepResult, TransferEvent, WorkerCommand, WorkerReady
+from ..server.child import ChildContext, start_child
+from .errors import ModelError, UnsupportedModel
+from .placement import Placement, PlacementError, bind_compute_threads, confine, floating, plan_placement
+
+if TYPE_CHECKING:
+    from ..disaggregation.transfer_engine import TransferEngine
+    from .model_runner import ModelRunner
+    from .step_runner import StepRunner
+
+log = logging.getLogger(__name__)
+
+
+class Worker(NamedTuple):
+    """A loaded worker; ``engine`` None on an instance that hands nothing over."""
+
+    model: ModelRunner
+    steps: StepRunner
+    engine: TransferEngine | None
+    load_seconds: dict[str, float]
+
+
+def main() -> NoReturn:
+    """Entry point of the process."""
+    ctx = start_child(sys.argv)
+    # The first socket starts ZMQ's I/O thread, which must not inherit the compute threads' cores.
+    receiver: Receiver[WorkerCommand] = Receiver(ctx.zmq_ctx, ctx.address("worker"), ToWorker)
+    events = Sender(ctx.zmq_ctx, ctx.address("worker_events"))
+    try:
+        worker = load(ctx)
+    except (ModelError, PlacementError) as e:
+        sys.exit(f"model worker: {e}")
+    events.send(_ready_message(worker))
+    ctx.report_ready(worker.load_seconds)
+    while True:
+        serve_frame(receiver, events, worker.steps, worker.engine)
+
+
+def load(ctx: ChildContext) -> Worker:
+    """Place the threads, load the model, warm it up; raises ``ModelError`` or ``PlacementError``."""
+    options = ctx.options
+    begin = time.monotonic()
+    placement = plan_placement(options.threads, options.cpus, frozenset(os.sched_getaffinity(0)))
+    confine(placement)
+    # torch comes in here and not before, since OpenMP settles on its cores when it is loaded.
+    from .model_runner import ModelRunner
+    from .step_runner import StepRunner
+    from .warm_up import warm_up
+
+    bind_compute_threads(placement)
+    imported = time.monotonic()
+    model = ModelRunner(options)
+    steps = StepRunner(model, options.max_running_requests)
+    engine = _start_engine(ctx, model, placement)
+    loaded = time.monotonic()
+    warm_up(steps, options.max_running_requests, model.context_length, options.page_size)
+    # What lives now lives as long as the process. Frozen, it is never walked again, which keeps the collector's pauses
+    # to microseconds: a full collection over torch's and the model's objects takes tens of milliseconds, in mid-stream.
+    gc.collect()
+    gc.freeze()
+    seconds = {"imports": imported - begin, **model.load_seconds, "warm_up": time.monotonic() - loaded}
+    return Worker(model, steps, engine, seconds)
+
+
+def serve_frame(
+    receiver: Receiver[WorkerCommand], events: Sender, steps: StepRunner, engine: TransferEngine | None
+) -> None:
+    """Wait for the next frame and do what its messages say, in order."""
+    try:
+        commands = receiver.recv(-1)
+    except UndeclaredMessage as e:
+        log.error("%s", e)
+        return
+    for command in commands:
+        if isinstance(command, ForwardStep):
+            events.send(_run(steps, command))
+        elif engine is not None:
+            engine.submit(command)
+        else:
+            raise RuntimeError(f"a unified instance hands nothing over, but was sent {type(command).__name__}")
+
+
+def _run(steps: StepRunner, step: ForwardStep) -> StepResult:
+    result = steps.run(step)
+    if result.bad_entries:
+        log.error("step %d: entries %s gave logits that are not finite", step.step_id, result.bad_entries)
+    return result
+
+
+def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -> TransferEngine | None:
+    options = ctx.options
+    if options.disaggregation_mode == "unified":
+        return None
+    if model.kv_region is None:
+        raise UnsupportedModel(f"KV hand-over from {model.device.type} memory is not there yet; use --device cpu")
+    from ..disaggregation.transfer_engine import TransferEngine
+
+    # Made here, used by the engine's thread alone.
+    sender = Sender(ctx.zmq_ctx, ctx.address("worker_events"))
+
+    def emit(event: TransferEvent) -> None:
+        sender.send(event)
+
+    with floating(placement):
+        return TransferEngine(
+            options.disaggregation_transfer_backend,
+            model.kv_region,
+            model.layout.page_bytes,
+            ctx.epoch,
+            options.host,
+            emit,
+        )
+
+
+def _ready_message(worker: Worker) -> WorkerReady:
+    model = worker.model
+    return WorkerReady(
+        fingerprint=model.fingerprint,
+        vocab_size=model.vocab_size,
+        context_length=model.context_length,
+        max_total_tokens=model.max_total_tokens,
+        layout=model.layout,
+        device=str(model.device),
+        attention_backend=model.attention_backend,
+        weights_dtype=str(model.dtype).removeprefix("torch."),
+        backend_metadata=b"" if worker.engine is None else worker.engine.metadata,
+        load_seconds=worker.load_seconds,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Questions about the instance, and orders to it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...messages.control import FlushCacheReq, FlushCacheResult, ServerInfo, ServerInfoReq
+from ...messages.sampling import SamplingParams
+from .errors import ApiError, ClientGone, json_response
+from .engine_response import watch_disconnect
+from .parsing import parse_body
+from .plan import Prompt, PromptPlan
+from .schemas import AbortBody
+from .state import HttpState
+
+QUESTION_TIMEOUT_SECONDS = 5.0
+HEALTH_GENERATE_TIMEOUT_SECONDS = 20.0
+
+
+async def health(request: Request) -> Response:
+    """200 when every process of the instance answers and it takes requests, else 503 with the reason."""
+    verdict = await HttpState.of(request).health.verdict()
+    if not verdict.ready:
+        raise ApiError(503, verdict.reason)
+    return json_response({"status": "ready"})
+
+
+async def health_generate(request: Request) -> Response:
+    """200 when a token has really been generated within the time limit, else 503 with the reason."""
+    engine = HttpState.of(request).engine
+    plan = PromptPlan(
+        prompt=Prompt(text="1"),
+        sampling=SamplingParams(seed=0, max_new_tokens=1, temperature=0.0, ignore_eos=True),
+        n=1,
+        rid=f"health-{secrets.token_hex(8)}",
+        keep_output=True,
+        logprobs=None,
+        bootstrap=None,
+        extra_key="",
+    )
+    submission = engine.submit([plan], streaming=False)
+    try:
+        async with asyncio.timeout(HEALTH_GENERATE_TIMEOUT_SECONDS), watch_disconnect(request.receive, submission):
+            await submission.finished()
+    except TimeoutError:
+        raise ApiError(503, f"no token within {HEALTH_GENERATE_TIMEOUT_SECONDS:g} s") from None
+    except ClientGone:
+        return Response()
+    finally:
+        engine.end(submission)
+    return json_response({"status": "ready"})
+
+
+async def server_info(request: Request) -> Response:
+    """The scheduler's view (pools, queues, role, peers, invariants, options) and this process's."""
+    state = HttpState.of(request)
+    try:
+        answer = await state.engine.ask(lambda id_: ServerInfoReq(id=id_), ServerInfo, QUESTION_TIMEOUT_SECONDS)
+    except TimeoutError:
+        raise ApiError(503, f"the scheduler did not answer within {QUESTION_TIMEOUT_SECONDS:g} s") from None
+    http = {"live_requests": state.engine.live_requests, "started": state.started}
+    return json_response({**answer.info, "version": state.version, "epoch": state.epoch, "http": http})
+
+
+async def model_info(request: Request) -> Response:
+    """What is served, in SGLang's words."""
+    options = HttpState.of(request).options
+    content: dict[str, Any] = {
+        "model_path": options.model_path,
+        "tokenizer_path": options.tokenizer_path or options.model_path,
+        "served_model_name": options.model_name,
+        "is_generation": True,
+        "disaggregation_mode": options.disaggregation_mode,
+    }
+    return json_response(content)
+
+
+async def flush_cache(request: Request) -> Response:
+    """Drop every cached prefix; 400 while requests are running."""
+    engine = HttpState.of(request).engine
+    try:
+        result = await engine.ask(lambda id_: FlushCacheReq(id=id_), FlushCacheResult, QUESTION_TIMEOUT_SECONDS)
+    except TimeoutError:
+        raise ApiError(503, f"the scheduler did not answer within {QUESTION_TIMEOUT_SECONDS:g} s") from None
+    if not result.success:
+        raise ApiError(400, result.message)
+    return json_response({"success": True, "flushed": result.flushed})
+
+
+async def abort_request(request: Request) -> Response:
+    """End one running request, or all; one that is not running is no error. Each still gets its answer, cut short."""
+    engine = HttpState.of(request).engine
+    body = await parse_body(request, AbortBody)
+    return json_response({"aborted": engine.abort_all() if body.abort_all else engine.abort(body.rid)})

@@ -1,0 +1,121 @@
+"""The answer to a generation request, plain or as server-sent events.
+
+Submitting happens here, inside the response: whatever ends it (the last token, an error, the client, a bug) ends the
+requests as well. The status line waits for the first news, so that a request that fails at once gets its true status;
+a failure after that is the event ``{"error": {...}}``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .engine_client import EngineClient
+from .errors import ApiError, ClientGone
+from .plan import PromptPlan
+from .submission import Choice, Submission
+
+DONE = b"data: [DONE]\n\n"
+EVENT_STREAM = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # nginx would hold small chunks back.
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class Renderer(Protocol):
+    """One API's way to write answers."""
+
+    def answer(self, choices: list[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
+        """The plain answer, JSON-ready."""
+
+    def events(self, choice: Choice) -> bytes:
+        """The events for what is new in ``choice``; may be empty."""
+
+    def last_events(self, choices: list[Choice]) -> bytes:
+        """The events between the last choice's end and ``[DONE]``; may be empty."""
+
+
+def event(content: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+@asynccontextmanager
+async def watch_disconnect(receive: Receive, submission: Submission) -> AsyncIterator[None]:
+    """Fail ``submission`` with ``ClientGone`` when the client closes its connection. The body must have been read."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        submission.fail(ClientGone())
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
+class EngineResponse(Response):
+    """Submits ``plans`` and answers as ``renderer`` says."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        plans: Sequence[PromptPlan],
+        renderer: Renderer,
+        *,
+        stream: bool,
+        group: str | None = None,
+    ) -> None:
+        # Response.__init__ would render a body; this one is written while it comes.
+        self.status_code = 200
+        self.background = None
+        self._engine = engine
+        self._plans = plans
+        self._renderer = renderer
+        self._is_stream = stream
+        self._group = group
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ``ApiError`` while nothing has been sent; afterwards an error is an event."""
+        submission = self._engine.submit(self._plans, streaming=self._is_stream, group=self._group)
+        try:
+            async with watch_disconnect(receive, submission):
+                if self._is_stream:
+                    await self._send_stream(submission, send)
+                else:
+                    await self._send_answer(submission, scope, receive, send)
+        except ClientGone:
+            return
+        finally:
+            self._engine.end(submission)
+
+    async def _send_answer(self, submission: Submission, scope: Scope, receive: Receive, send: Send) -> None:
+        choices = await submission.finished()
+        body = orjson.dumps(self._renderer.answer(choices))
+        await Response(body, media_type="application/json")(scope, receive, send)
+
+    async def _send_stream(self, submission: Submission, send: Send) -> None:
+        news = await submission.news()
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+        try:
+            while True:
+                events = b"".join(map(self._renderer.events, news))
+                if submission.done:
+                    events += self._renderer.last_events(submission.choices)
+                    break
+                if events:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+                news = await submission.news()
+        except ApiError as e:
+            events = event(e.body())
+        await send({"type": "http.response.body", "body": events + DONE, "more_body": False})

@@ -1,0 +1,148 @@
+"""``POST /generate``: SGLang's native shape."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...messages.outputs import FinishReason, FinishType, Timing, TokenLogprob
+from ...messages.requests import LogprobOptions
+from .engine_response import EngineResponse, event
+from .errors import bad_request
+from .parsing import parse_body
+from .plan import PromptPlan, make_prompts, name_requests, per_prompt, sampling_params
+from .schemas import GenerateBody
+from .state import HttpState
+from .submission import Choice
+
+
+async def generate(request: Request) -> Response:
+    """Generate from one prompt or a batch, plain or streaming."""
+    state = HttpState.of(request)
+    body = await parse_body(request, GenerateBody)
+    batch = is_batch(body)
+    plans = plan_generate(body, batch, state.options.disaggregation_bootstrap_port)
+    group = body.rid if isinstance(body.rid, str) else None
+    as_list = batch or plans[0].n > 1
+    return EngineResponse(state.engine, plans, NativeRenderer(plans, as_list), stream=body.stream, group=group)
+
+
+def is_batch(body: GenerateBody) -> bool:
+    """Whether the body holds a list of prompts (the answer is a list then, even of one)."""
+    if body.input_ids is not None:
+        return bool(body.input_ids) and isinstance(body.input_ids[0], list)
+    return isinstance(body.text, list)
+
+
+def plan_generate(body: GenerateBody, batch: bool, default_port: int) -> list[PromptPlan]:
+    """What the engine is asked; raises ``ApiError``."""
+    if (body.text is None) == (body.input_ids is None):
+        raise bad_request("text" if body.text is None else "input_ids", 'give exactly one of "text" and "input_ids"')
+    if body.text is not None:
+        prompts = make_prompts("text", [body.text] if isinstance(body.text, str) else body.text, None)
+    else:
+        prompts = make_prompts("input_ids", None, body.input_ids if batch else [body.input_ids])  # type: ignore[arg-type,list-item]
+    size = len(prompts)
+    samplings = per_prompt("sampling_params", body.sampling_params, size, batch)
+    wanted = per_prompt("return_logprob", body.return_logprob, size, batch)
+    tops = per_prompt("top_logprobs_num", body.top_logprobs_num, size, batch)
+    starts = per_prompt("logprob_start_len", body.logprob_start_len, size, batch)
+    namings = name_requests(body, [s.n for s in samplings], batch, lambda: secrets.token_hex(16), default_port)
+    return [
+        PromptPlan(
+            prompt=prompts[i],
+            sampling=sampling_params(s, s.max_new_tokens, s.min_new_tokens, s.sampling_seed),
+            n=s.n,
+            rid=namings[i].rid,
+            keep_output=s.max_new_tokens > 0,
+            logprobs=LogprobOptions(start_len=starts[i], top_num=tops[i]) if wanted[i] else None,
+            bootstrap=namings[i].bootstrap,
+            extra_key=namings[i].extra_key,
+        )
+        for i, s in enumerate(samplings)
+    ]
+
+
+class NativeRenderer:
+    """Objects of text, output_ids and meta_info; in a stream cumulative ones, with ``index`` where there are several."""
+
+    def __init__(self, plans: list[PromptPlan], as_list: bool) -> None:
+        self._logprobs = [plan.logprobs for plan in plans]
+        self._prompt_lens = [None if p.prompt.input_ids is None else len(p.prompt.input_ids) for p in plans]
+        self._as_list = as_list
+
+    def answer(self, choices: list[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
+        """One object, or a list where the body held a list or asked for several choices."""
+        answers = [self._render(choice) for choice in choices]
+        return answers if self._as_list else answers[0]
+
+    def events(self, choice: Choice) -> bytes:
+        """One event with everything so far."""
+        content = self._render(choice)
+        if self._as_list:
+            content["index"] = choice.index
+        return event(content)
+
+    def last_events(self, choices: list[Choice]) -> bytes:
+        """Nothing is left to say."""
+        return b""
+
+    def _render(self, choice: Choice) -> dict[str, Any]:
+        meta_info: dict[str, Any] = {
+            "id": choice.rid,
+            "finish_reason": finish_reason(choice.finish, len(choice.token_ids)),
+            "prompt_tokens": choice.prompt_tokens or self._prompt_lens[choice.prompt_index],
+            "completion_tokens": len(choice.token_ids),
+            "cached_tokens": choice.cached_tokens,
+        }
+        if choice.finish is not None:
+            meta_info["e2e_latency"] = round(choice.finished_at - choice.arrival, 6)
+        if choice.meta is not None:
+            meta_info["retractions"] = choice.meta.retractions
+            meta_info["timing"] = timing(choice.meta.timing)
+        options = self._logprobs[choice.prompt_index]
+        if options is not None:
+            meta_info |= logprob_lists(choice, options)
+        return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta_info}
+
+
+def finish_reason(finish: FinishReason | None, completion_tokens: int) -> dict[str, Any] | None:
+    """SGLang's shape: ``{"type": "stop", "matched": …}``, ``{"type": "length", "length": n}`` or ``{"type": "abort", …}``."""
+    if finish is None:
+        return None
+    if finish.type is FinishType.STOP:
+        return {"type": "stop", "matched": finish.matched}
+    if finish.type is FinishType.LENGTH:
+        return {"type": "length", "length": completion_tokens}
+    return {"type": "abort", "message": finish.message}
+
+
+def timing(spent: Timing) -> dict[str, float]:
+    """Where the time went: milliseconds, and bytes for the hand-over."""
+    return {name: round(value, 3) for name, value in msgspec.structs.asdict(spent).items()}
+
+
+def logprob_lists(choice: Choice, options: LogprobOptions) -> dict[str, Any]:
+    """``[logprob, token id, null]`` for each token; the null is SGLang's place for the token's text."""
+    prompt = (choice.meta.input_logprobs if choice.meta is not None else None) or []
+    lists: dict[str, Any] = {
+        "input_token_logprobs": [_pair(p) for p in prompt],
+        "output_token_logprobs": [_pair(p) for p in choice.logprobs],
+    }
+    if options.top_num:
+        lists["input_top_logprobs"] = [_top(p) for p in prompt]
+        lists["output_top_logprobs"] = [_top(p) for p in choice.logprobs]
+    return lists
+
+
+def _pair(entry: TokenLogprob) -> tuple[float | None, int, None]:
+    return entry.logprob, entry.token_id, None
+
+
+def _top(entry: TokenLogprob) -> list[tuple[float, int, None]] | None:
+    # The prompt's first token follows nothing: it has no alternatives.
+    return [(logprob, token_id, None) for token_id, logprob in entry.top] if entry.logprob is not None else None

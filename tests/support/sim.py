@@ -1,0 +1,204 @@
+"""An instance without processes: the real scheduler over a simulated worker whose KV can be checked.
+
+The simulated model writes to each slot a hash of the token and of the slot before it, and samples from the last one's hash. So
+a token comes out right only if every slot of its prefix holds what it should: one page handed to two owners, one stale
+table row, one chunk skipped, and the output differs from ``reference_output``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from pdserve.messages.base import Message, pack_i32, unpack_i32
+from pdserve.messages.outputs import ReqError, ReqTokens, TokenBatch
+from pdserve.messages.requests import Bootstrap, GenerateReq, LogprobOptions
+from pdserve.messages.sampling import SamplingParams
+from pdserve.messages.worker import ForwardStep, KVLayout, SlotDelta, StepResult, WorkerReady
+from pdserve.scheduler.outbox import Outbox
+from pdserve.scheduler.scheduler import Scheduler
+from pdserve.server.options import ServerOptions
+
+VOCAB = 97
+MASK = (1 << 61) - 1
+
+
+def mix(before: int, token: int) -> int:
+    """One step of the hash chain."""
+    return (before * 6364136223846793005 + token * 1442695040888963407 + 1442695040888963407) & MASK
+
+
+def chain(tokens) -> int:
+    """The KV of the last of ``tokens``."""
+    state = 0
+    for token in tokens:
+        state = mix(state, int(token))
+    return state
+
+
+def sample_from(state: int) -> int:
+    """The next token after a prefix."""
+    return (state >> 7) % VOCAB
+
+
+def reference_output(prompt, max_new_tokens: int, stop_ids=()) -> list[int]:
+    """What the simulated model says, computed without any of the machinery under test."""
+    state = chain(prompt)
+    output: list[int] = []
+    while len(output) < max_new_tokens:
+        token = sample_from(state)
+        output.append(token)
+        if token in stop_ids:
+            break
+        state = mix(state, token)
+    return output
+
+
+def make_options(**changes) -> ServerOptions:
+    """Small pools, so that everything that can run short does."""
+    defaults = {"page_size": 4, "max_total_tokens": 256, "max_running_requests": 8, "chunked_prefill_size": 16}
+    return ServerOptions(**(defaults | changes))
+
+
+def make_worker_ready(options: ServerOptions, context_length: int = 512) -> WorkerReady:
+    """What a worker of the simulated model says of itself."""
+    layout = KVLayout(options.page_size, 1, 1, 1, "int64", options.page_size * 8)
+    return WorkerReady(
+        fingerprint="sim",
+        vocab_size=VOCAB,
+        context_length=context_length,
+        max_total_tokens=options.max_total_tokens or 256,
+        layout=layout,
+        device="cpu",
+        attention_backend="sim",
+        weights_dtype="float32",
+        backend_metadata=b"",
+        load_seconds={},
+    )
+
+
+def make_generate(rid: str, prompt, *, max_new_tokens=8, stop_ids=(), stop=(), room=None, logprobs=None) -> GenerateReq:
+    """A request as the tokenizer sends it."""
+    return GenerateReq(
+        rid=rid,
+        input_ids=pack_i32(np.asarray(prompt)),
+        sampling=SamplingParams(seed=1, max_new_tokens=max_new_tokens, temperature=0.0, stop=stop),
+        stop_ids=tuple(stop_ids),
+        arrival=0.0,
+        logprobs=LogprobOptions(*logprobs) if logprobs is not None else None,
+        bootstrap=Bootstrap("p", 1, room) if room is not None else None,
+    )
+
+
+class Sent:
+    """A channel's sending end that keeps what was sent."""
+
+    def __init__(self) -> None:
+        self.messages: deque[Message] = deque()
+
+    def send(self, *messages: Message) -> None:
+        """Keep."""
+        self.messages.extend(messages)
+
+
+class SimWorker:
+    """Runs steps on hashes instead of tensors."""
+
+    def __init__(self, options: ServerOptions, context_length: int = 512) -> None:
+        self.page_size = options.page_size
+        self.kv = np.zeros((options.max_total_tokens or 256) + options.page_size, dtype=np.int64)
+        self.table = np.zeros((options.max_running_requests, context_length + 2), dtype=np.int32)
+        self.last = np.zeros(options.max_running_requests, dtype=np.int32)
+
+    def run(self, step: ForwardStep) -> StepResult:
+        """One forward pass."""
+        for delta in step.slot_deltas:
+            slots = unpack_i32(delta.slots)
+            self.table[delta.row, delta.start : delta.start + len(slots)] = slots
+        rows, starts, q_lens = unpack_i32(step.rows), unpack_i32(step.starts), unpack_i32(step.q_lens)
+        ids, slots = unpack_i32(step.input_ids).copy(), unpack_i32(step.out_cache_loc)
+        assert len(set(slots.tolist())) == len(slots), "a step writes one slot twice"
+        assert (slots >= self.page_size).all(), "a step writes to the padding page"
+        at = 0
+        sampled = []
+        for b, row in enumerate(rows):
+            start, q_len = int(starts[b]), int(q_lens[b])
+            if unpack_i32(step.use_last)[b]:
+                ids[at] = self.last[row]
+            for i in range(q_len):
+                self.table[row, start + i] = slots[at + i]
+                before = int(self.kv[self.table[row, start + i - 1]]) if start + i else 0
+                self.kv[slots[at + i]] = mix(before, int(ids[at + i]))
+            at += q_len
+            if unpack_i32(step.sample)[b]:
+                self.last[row] = sample_from(int(self.kv[slots[at - 1]]))
+                sampled.append(int(self.last[row]))
+        assert at == len(slots) == len(ids)
+        return StepResult(step.step_id, pack_i32(sampled), 0.1)
+
+
+class SimInstance:
+    """Scheduler, worker and what the client saw. ``turn`` is one turn of the loop."""
+
+    def __init__(self, options: ServerOptions | None = None) -> None:
+        self.options = options or make_options()
+        self.to_worker, self.to_detokenizer = Sent(), Sent()
+        self.outbox = Outbox(self.to_worker, self.to_detokenizer)
+        self.scheduler = Scheduler(self.options, make_worker_ready(self.options), self.outbox)
+        self.worker = SimWorker(self.options)
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, ReqTokens | ReqError] = {}
+        self.now = 1.0
+
+    def submit(self, *args, **kwargs) -> None:
+        """Take a request in."""
+        self.scheduler.admit_message(make_generate(*args, **kwargs), self.now)
+
+    def plan(self) -> None:
+        """Let the scheduler plan, and read what it says."""
+        self.now += 0.001
+        self.scheduler.run_steps(self.now)
+        self.outbox.flush()
+        self._read()
+
+    def work(self) -> bool:
+        """Let the worker do its oldest message; False when it has none."""
+        if not self.to_worker.messages:
+            return False
+        message = self.to_worker.messages.popleft()
+        if isinstance(message, ForwardStep):
+            self.scheduler.on_step_result(self.worker.run(message), self.now)
+        else:
+            self.on_command(message)
+        self.outbox.flush()
+        self._read()
+        return True
+
+    def on_command(self, message: Message) -> None:
+        """A transfer command; a plain instance sends none."""
+        raise AssertionError(f"unexpected {message}")
+
+    def run_until_idle(self, turns: int = 10_000) -> None:
+        """Turn until nothing is left to do."""
+        for _ in range(turns):
+            self.plan()
+            self.scheduler.check_invariants()
+            if not self.work() and self.scheduler.is_idle:
+                return
+        raise AssertionError(f"not idle after {turns} turns: {self.scheduler.reqs}")
+
+    def _read(self) -> None:
+        while self.to_detokenizer.messages:
+            message = self.to_detokenizer.messages.popleft()
+            if isinstance(message, ReqError):
+                assert message.rid not in self.ends, f"{message.rid} ended twice"
+                self.ends[message.rid] = message
+            elif isinstance(message, TokenBatch):
+                for item in message.items:
+                    assert item.rid not in self.ends, f"{item.rid} goes on after its end"
+                    self.tokens.setdefault(item.rid, []).extend(item.token_ids)
+                    if item.finish is not None:
+                        self.ends[item.rid] = item
+
+
+__all__ = ["SimInstance", "SimWorker", "SlotDelta", "make_generate", "make_options", "reference_output"]

@@ -1,0 +1,268 @@
+"""The scheduler over a simulated worker: every token right, every request ended once, every page given back."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pdserve.messages.base import pack_i32
+from pdserve.messages.outputs import FinishType, ReqError, ReqTokens
+from pdserve.messages.requests import AbortReq, StopReq
+from pdserve.messages.worker import StepResult
+from support.sim import SimInstance, make_generate, make_options, reference_output
+
+
+def assert_all_returned(sim: SimInstance) -> None:
+    usage = sim.scheduler.memory.usage()
+    assert usage["in_use"] == 0
+    assert usage["rows_in_use"] == 0
+    sim.scheduler.check_invariants()
+
+
+def end_of(sim: SimInstance, rid: str) -> ReqTokens:
+    end = sim.ends[rid]
+    assert isinstance(end, ReqTokens), end
+    return end
+
+
+def test_one_request_gives_the_reference_tokens_and_its_counts():
+    sim = SimInstance()
+    sim.submit("a", range(10), max_new_tokens=5)
+    sim.run_until_idle()
+    assert sim.tokens["a"] == reference_output(range(10), 5)
+    end = end_of(sim, "a")
+    assert end.finish.type is FinishType.LENGTH
+    assert (end.meta.prompt_tokens, end.meta.completion_tokens, end.meta.cached_tokens) == (10, 5, 0)
+    assert_all_returned(sim)
+
+
+def test_repeated_prompt_is_a_prefix_hit_of_whole_pages():
+    sim = SimInstance()
+    for rid in ("a", "b"):
+        sim.submit(rid, range(10), max_new_tokens=5)
+        sim.run_until_idle()
+    assert sim.tokens["a"] == sim.tokens["b"]
+    assert end_of(sim, "b").meta.cached_tokens == 8
+    assert_all_returned(sim)
+
+
+def test_stop_token_ends_the_output_even_with_a_step_in_flight():
+    prompt = [3, 1, 4, 1, 5]
+    expected = reference_output(prompt, 20)
+    stop = expected[6]
+    sim = SimInstance()
+    sim.submit("a", prompt, max_new_tokens=20, stop_ids=[stop])
+    sim.run_until_idle()
+    first = expected.index(stop)
+    assert sim.tokens["a"] == expected[: first + 1]
+    assert end_of(sim, "a").finish.matched == stop
+    assert_all_returned(sim)
+
+
+def test_two_steps_are_on_their_way_with_overlap_and_one_without():
+    for disabled, depth in ((False, 2), (True, 1)):
+        sim = SimInstance(make_options(disable_overlap_schedule=disabled))
+        sim.submit("a", range(4), max_new_tokens=6)
+        sim.plan()
+        assert len(sim.to_worker.messages) == depth
+        sim.run_until_idle()
+        assert sim.tokens["a"] == reference_output(range(4), 6)
+
+
+def test_long_prompt_is_cut_at_page_borders_and_decodes_go_on_beside_it():
+    sim = SimInstance(make_options(chunked_prefill_size=8, max_total_tokens=512))
+    sim.submit("short", range(3), max_new_tokens=40)
+    for _ in range(6):
+        sim.plan()
+        sim.work()
+    before = len(sim.tokens["short"])
+    sim.submit("long", range(100, 150), max_new_tokens=2)
+    chunks = []
+    while "long" not in sim.tokens:
+        sim.plan()
+        step = sim.to_worker.messages[-1]
+        chunks.append(step)
+        sim.work()
+    assert len(sim.tokens["short"]) > before + 3
+    sim.run_until_idle()
+    assert sim.tokens["long"] == reference_output(range(100, 150), 2)
+    assert_all_returned(sim)
+
+
+def test_small_pool_retracts_and_still_answers_everything():
+    sim = SimInstance(make_options(max_total_tokens=64, schedule_conservativeness=0.01))
+    prompts = {f"r{i}": [i, i + 1, i + 2, 7] for i in range(6)}
+    for rid, prompt in prompts.items():
+        sim.submit(rid, prompt, max_new_tokens=30)
+    sim.run_until_idle()
+    assert sim.scheduler.planner.retractions > 0
+    for rid, prompt in prompts.items():
+        assert sim.tokens[rid] == reference_output(prompt, 30)
+        assert end_of(sim, rid).finish.type is FinishType.LENGTH
+    assert_all_returned(sim)
+
+
+def test_prompt_larger_than_the_pool_is_refused_by_name():
+    sim = SimInstance()
+    sim.submit("a", range(300))
+    sim.plan()
+    end = sim.ends["a"]
+    assert isinstance(end, ReqError)
+    assert end.status == 400
+    assert "300" in end.message
+    assert "--max-total-tokens" in end.message
+
+
+def test_output_is_clamped_to_what_the_pool_can_hold():
+    sim = SimInstance(make_options(max_total_tokens=32))
+    sim.submit("a", range(10), max_new_tokens=400)
+    sim.run_until_idle()
+    assert sim.tokens["a"] == reference_output(range(10), 22)
+    assert_all_returned(sim)
+
+
+def test_full_queue_answers_429_and_draining_503():
+    sim = SimInstance(make_options(max_queued_requests=1, max_running_requests=1))
+    for rid in "abc":
+        sim.submit(rid, range(4))
+    sim.scheduler.draining = True
+    sim.submit("d", range(4))
+    sim.run_until_idle()
+    assert sim.ends["c"].status == 429
+    assert sim.ends["d"].status == 503
+    assert sim.tokens["a"] == sim.tokens["b"] == reference_output(range(4), 8)
+
+
+def test_live_rid_can_not_be_taken_twice_but_reused_later():
+    sim = SimInstance()
+    sim.submit("a", range(4))
+    sim.plan()
+    sim.scheduler.admit_message(make_generate("a", range(9)), sim.now)
+    sim.outbox.flush()
+    error = next(m for m in sim.to_detokenizer.messages if isinstance(m, ReqError))
+    assert error.status == 400
+    assert error.field == "rid"
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5])
+def test_abort_at_any_moment_gives_everything_back(turns):
+    sim = SimInstance()
+    sim.submit("a", range(40), max_new_tokens=50)
+    sim.submit("b", range(40), max_new_tokens=10)
+    for _ in range(turns):
+        sim.plan()
+        sim.work()
+    sim.scheduler.abort(AbortReq("a"))
+    sim.run_until_idle()
+    assert end_of(sim, "a").finish.type is FinishType.ABORT
+    assert sim.tokens["b"] == reference_output(range(40), 10)
+    assert_all_returned(sim)
+
+
+def test_abort_all_and_unknown_rids_and_stop():
+    sim = SimInstance()
+    for rid in "abc":
+        sim.submit(rid, range(6), max_new_tokens=50)
+    for _ in range(3):
+        sim.plan()
+        sim.work()
+    sim.scheduler.abort(AbortReq("nobody"))
+    sim.scheduler.stop(StopReq("a"))
+    sim.scheduler.abort(AbortReq(""))
+    sim.run_until_idle()
+    assert "a" not in sim.ends  # the detokenizer has told its client
+    assert {end_of(sim, r).finish.type for r in "bc"} == {FinishType.ABORT}
+    assert_all_returned(sim)
+
+
+def test_logits_that_are_not_finite_fail_the_request_and_flush_what_it_cached():
+    sim = SimInstance()
+    sim.submit("a", range(12), max_new_tokens=4)
+    sim.plan()
+    step = sim.to_worker.messages.popleft()
+    sim.to_worker.messages.clear()
+    sim.scheduler.on_step_result(StepResult(step.step_id, pack_i32([0]), 0.1, bad_entries=[0]), sim.now)
+    sim.scheduler.on_step_result(StepResult(step.step_id + 1, pack_i32([0]), 0.1), sim.now)
+    sim.outbox.flush()
+    sim.plan()
+    assert sim.ends["a"].status == 500
+    assert sim.scheduler.memory.usage()["free"] == sim.scheduler.memory.max_total_tokens
+
+
+def test_logprob_start_limits_the_reuse_of_cached_tokens():
+    sim = SimInstance()
+    sim.submit("a", range(12), max_new_tokens=1)
+    sim.run_until_idle()
+    sim.submit("b", range(12), max_new_tokens=1, logprobs=(6, 0))
+    sim.plan()
+    step = sim.to_worker.messages[0]
+    spec = step.input_logprobs[0]
+    assert (spec.first, spec.targets) == (1, pack_i32(range(6, 12)))  # 4 cached, position 5 scores token 6
+
+
+def test_lpm_prefers_what_is_cached():
+    sim = SimInstance(make_options(schedule_policy="lpm", max_running_requests=1))
+    sim.submit("warm", range(16), max_new_tokens=1)
+    sim.run_until_idle()
+    sim.submit("cold", range(50, 66), max_new_tokens=1)
+    sim.submit("hot", range(16), max_new_tokens=1)
+    sim.run_until_idle()
+    assert list(sim.ends) == ["warm", "hot", "cold"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    pool=st.sampled_from([48, 96, 256]),
+    chunk=st.sampled_from([4, 16, -1]),
+    radix=st.booleans(),
+    overlap=st.booleans(),
+    policy=st.sampled_from(["fcfs", "lpm"]),
+)
+def test_random_load(seed, pool, chunk, radix, overlap, policy):
+    rng = random.Random(seed)
+    options = make_options(
+        max_total_tokens=pool,
+        chunked_prefill_size=chunk,
+        disable_radix_cache=not radix,
+        disable_overlap_schedule=not overlap,
+        schedule_policy=policy,
+        schedule_conservativeness=rng.choice([0.01, 1.0]),
+    )
+    sim = SimInstance(options)
+    expected, cut = {}, set()
+    for i in range(30):
+        rid = f"r{i}"
+        base = rng.choice([[1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 9], []])
+        prompt = base + [rng.randrange(5) for _ in range(rng.randrange(1, 20))]
+        budget = rng.randrange(1, 12)
+        stops = [rng.randrange(97) for _ in range(rng.choice([0, 0, 20]))]
+        sim.submit(rid, prompt, max_new_tokens=budget, stop_ids=stops)
+        expected[rid] = reference_output(prompt, min(budget, pool - len(prompt)), stops)
+        for _ in range(rng.randrange(4)):
+            sim.plan()
+            sim.scheduler.check_invariants()
+            sim.work()
+        if rng.random() < 0.2:
+            victim = rng.choice(list(expected))
+            cut.add(victim)
+            sim.scheduler.abort(AbortReq(victim))
+    sim.run_until_idle()
+    for rid, tokens in expected.items():
+        got = sim.tokens.get(rid, [])
+        if rid in cut:
+            assert got == tokens[: len(got)]
+        else:
+            assert got == tokens
+            assert end_of(sim, rid).finish.type in (FinishType.LENGTH, FinishType.STOP)
+    assert_all_returned(sim)
+
+
+def test_scheduler_process_imports_no_torch():
+    code = "import sys, pdserve.scheduler.process; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert out.stdout.strip() == "[]"
