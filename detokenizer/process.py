@@ -18,7 +18,9 @@ from ..messages.channel import Receiver, Sender, UndeclaredMessage
 from ..messages.outputs import ReqError, TokenBatch
 from ..messages.requests import StopReq
 from ..messages.routes import ToDetokenizer
+from ..model_runner.errors import ModelError
 from ..server.child import start_child
+from ..server.text.errors import TextError
 from ..server.text.load import load_tokenizer
 from .detokenizer import Detokenizer
 from .request_decoder import make_decoder_factory
@@ -56,7 +58,10 @@ def main() -> None:
     receiver: Receiver[ToDetokenizer] = Receiver(ctx.zmq_ctx, ctx.address("detokenizer"), ToDetokenizer)
     scheduler = Sender(ctx.zmq_ctx, ctx.address("scheduler"))
     http = Sender(ctx.zmq_ctx, ctx.address("http"))
-    detokenizer = Detokenizer(make_decoder_factory(load_tokenizer(ctx.options)))
+    try:
+        detokenizer = Detokenizer(make_decoder_factory(load_tokenizer(ctx.options)))
+    except (TextError, ModelError) as e:
+        sys.exit(f"detokenizer: {e}")
     ctx.report_ready({"load_tokenizer": time.monotonic() - started})
     while True:
         try:

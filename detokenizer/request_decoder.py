@@ -19,7 +19,7 @@ from ..server.text.text_tokenizer import TextTokenizer
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # UTF-8 needs at most four bytes for a character, so at most three can be incomplete.
 MAX_INCOMPLETE = 3
-# Windows are decoded again for each token: short is fast. Tokens further apart than this don't change each other's text.
+# Windows are decoded again for each token: short is fast. Tokens further apart than this don't affect each other.
 CONTEXT_TOKENS = 4
 WINDOW_TOKENS = 8
 # Tokens that read as U+FFFD themselves would otherwise hold a window open for ever.

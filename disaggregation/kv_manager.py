@@ -8,16 +8,14 @@ servers, renewing leases) runs in small threads, whose results come back through
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 import zmq
 
-from ..messages.base import I32, Message
 from ..messages.handover import Abort, AbortAck, RoomQueued, TransferDone, TransferFailed, TransferRequest
-from ..messages.outputs import FinishReason, FinishType, TokenLogprob
+from ..messages.outputs import TokenLogprob
 from ..messages.worker import PagesVerified, PeerConnected, PeerLinkDown, SendEnded, TransferEvent
-from ..scheduler.req import Req, ReqState
+from ..scheduler.req import Req
 from ..scheduler.scheduler import Scheduler
 from ..server.child import ChildContext
 from .bootstrap import Route
@@ -29,75 +27,12 @@ from .kv_sender import KVSenders
 from .mailbox import Mailbox
 from .prefill_link import PrefillLink
 from .prefill_links import PrefillLinks
+from .scheduler_host import SchedulerHost
 
 log = logging.getLogger(__name__)
 
 IDLE_TIMEOUT_MS = 1000
 LEASE_SECONDS = 6.0
-
-
-class SchedulerHost:
-    """``HandoverHost`` over the real scheduler."""
-
-    def __init__(self, scheduler: Scheduler, epoch: str) -> None:
-        self._scheduler = scheduler
-        self.epoch = epoch
-
-    def to_worker(self, message: Message) -> None:
-        """See ``HandoverHost``."""
-        self._scheduler.outbox.to_worker(message)
-
-    def enqueue(self, req: Req, now: float) -> None:
-        """See ``HandoverHost``."""
-        self._scheduler.enqueue(req, now)
-
-    def end_outgoing(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
-        """See ``HandoverHost``."""
-        scheduler = self._scheduler
-        scheduler.leave(req, ReqState.FINISHED)
-        finish = FinishReason(FinishType.LENGTH)
-        scheduler.outbox.tokens(req, [token], finish, scheduler.meta(req), [logprob] if logprob is not None else None)
-        scheduler.free(req)
-
-    def start_incoming(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
-        """See ``HandoverHost``."""
-        self._scheduler.planner.start_landed(req)
-        self._scheduler.take_token(req, token, logprob, now)
-
-    def admit_incoming(self, req: Req, others: Iterable[Req]) -> bool:
-        """See ``HandoverHost``. A retracted request waits for memory longer than any newcomer: it goes first."""
-        planner, memory = self._scheduler.planner, self._scheduler.memory
-        if any(r.retractions for r in planner.waiting.values()):
-            return False
-        busy = [*planner.running.values(), *others]
-        reserve = planner.reserve.tokens([*busy, req]) if busy else 0
-        return memory.admit(req, reserve, prefix_limit=req.prompt_len)
-
-    def end(self, req: Req, state: ReqState, finish: FinishReason | None) -> None:
-        """See ``HandoverHost``."""
-        self._scheduler.end(req, state, finish)
-
-    def fail(self, req: Req, status: int, message: str, kind: str = "server_error") -> None:
-        """See ``HandoverHost``."""
-        self._scheduler.fail(req, status, message, kind)
-
-    def free(self, req: Req, *, keep_prefix: bool = True) -> None:
-        """See ``HandoverHost``."""
-        self._scheduler.free(req, keep_prefix=keep_prefix)
-
-    def pages(self, req: Req, start: int, end: int) -> I32:
-        """See ``HandoverHost``."""
-        return self._scheduler.memory.pages(req, start, end)
-
-    @property
-    def last_step_id(self) -> int:
-        """See ``HandoverHost``."""
-        return self._scheduler.planner.last_step_id
-
-    @property
-    def completed_step(self) -> int:
-        """See ``HandoverHost``."""
-        return self._scheduler.completed_step
 
 
 class KVManager:

@@ -10,7 +10,7 @@ import xxhash
 
 from ..messages.base import I32
 from ..messages.worker import SendEnded
-from .backends.base import Spans, TransferBackend, WriteHandle, WriteState
+from .backends.base import TransferBackend, WriteHandle, WriteState
 from .page_spans import page_spans
 
 MAX_SLICE_PAGES = 1024

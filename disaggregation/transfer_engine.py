@@ -4,8 +4,8 @@
     CancelSend ─▶ no new slice; those under way land ─▶ SendEnded(cancelled)
     the link goes down ─▶ SendEnded(error) for each of the peer's rooms ─▶ PeerLinkDown
 
-One thread owns the transfer backend and all state, and sleeps while there is nothing to do. Chunks are cut into slices of
-a few MiB, so that small rooms pass between the slices of huge ones and a cancel waits for little.
+One thread owns the transfer backend and all state, and sleeps while there is nothing to do. Chunks are cut into slices
+of a few MiB, so that small rooms pass between the slices of huge ones and a cancel waits for little.
 
 Where the link broke under a room's slices, some may still land after ``SendEnded(error)``: the peer alone can say that
 nothing more will, by its own ``PeerLinkDown``.
@@ -75,8 +75,9 @@ class _Window:
 class TransferEngine:
     """Obeys ``TransferCommand``; every answer leaves by ``emit``, called from the engine's thread only.
 
-    ``ConnectPeer`` with empty metadata only admits the peer as a writer, which is needed (before saying hello to it) after
-    a ``PeerLinkDown`` of that epoch and harmless otherwise. Several ``DisconnectPeer`` of a peer share one ``PeerLinkDown``.
+    ``ConnectPeer`` with empty metadata only admits the peer as a writer. After a ``PeerLinkDown`` of an epoch this has
+    to come (and ``PeerConnected`` to answer) before that epoch is asked to connect again; before the first time it is
+    harmless. Commands for one peer that cross share an answer: one ``PeerLinkDown`` serves several ``DisconnectPeer``.
 
     A room that failed before all its pages were handed in takes no more of them, since a checksum over the rest would
     claim what is not true; the ``last`` ones are answered with the error again.
@@ -109,7 +110,6 @@ class TransferEngine:
         self._windows: dict[str, _Window] = {}
         self._broken: dict[int, str] = {}
         self._checks: deque[PageCheck] = deque()
-        self._closing = False
         self._thread = threading.Thread(target=self._run, name="transfer-engine", daemon=True)
         self._thread.start()
 
@@ -125,31 +125,31 @@ class TransferEngine:
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             raise TransferError(f"the transfer engine did not end within {CLOSE_SECONDS:g} s")
+        self._backend.close()
+        self._pool.release()
 
     def _run(self) -> None:
         try:
-            while not self._closing:
-                self._obey()
+            while self._obey():
                 pushed = self._push()
                 checking = self._check()
                 events = self._backend.progress(0.0 if pushed or checking else None)
                 self._reap()
                 for event in events:
                     self._on_link(event)
-            self._backend.close()
-            self._pool.release()
-        except BaseException as e:
+        except BaseException as e:  # noqa: BLE001
             # Whatever it is, this thread is over; going on without it would leave requests hanging.
             self._on_failure(e)
 
     # Commands
 
-    def _obey(self) -> None:
+    def _obey(self) -> bool:
+        """Do what was asked since the last time; False when it is time to end."""
         while True:
             try:
                 command = self._commands.get_nowait()
             except queue.Empty:
-                return
+                return True
             match command:
                 case SendPages():
                     self._send(command)
@@ -164,8 +164,7 @@ class TransferEngine:
                 case DisconnectPeer():
                     self._backend.disconnect(command.peer)
                 case None:
-                    self._closing = True
-                    return
+                    return False
 
     def _send(self, command: SendPages) -> None:
         if command.room in self._broken:

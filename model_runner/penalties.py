@@ -62,6 +62,10 @@ class LogitEdits(NamedTuple):
     histories: Sequence[TokenHistory | None]
     banned: Sequence[I64 | None]
 
+    def of(self, part: slice) -> LogitEdits:
+        """The same for some of the rows."""
+        return LogitEdits(self.histories[part], self.banned[part])
+
 
 def apply_penalties(
     logits_NV: Tensor, histories: Sequence[TokenHistory | None], repetition_N: F32, frequency_N: F32, presence_N: F32

@@ -1,12 +1,12 @@
 """Where the worker's threads run: each compute thread on its own core, every other thread wherever there is room.
 
-A forward pass is hundreds of short parallel regions, each of which ends when its last thread does. A compute thread that
-shares its core stalls all the others for a scheduler tick, so with ``--cpus`` each is bound to one core, and instances on
-one host are given different ones. The other threads (ZMQ's I/O thread, the transfer engine's) do short work that must not
-queue behind a compute thread: they keep all cores that the process was allowed when it started. Threads inherit the
-binding of the thread that starts them, hence the order in ``process.py``:
+A forward pass is hundreds of short parallel regions, each of which ends when its last thread does. A compute thread
+that shares its core stalls all the others for a scheduler tick, so with ``--cpus`` each is bound to one core, and
+instances on one host are given different ones. The other threads (ZMQ's I/O thread, the transfer engine's) do short
+work that must not queue behind a compute thread: they keep all cores that the process was allowed when it started.
+Threads inherit the binding of the thread that starts them, hence the order in ``process.py``:
 
-    channels open → ``confine`` → torch is imported → ``bind_compute_threads`` → model loads → engine starts, ``floating``
+    channels open → ``confine`` → torch is imported → ``bind_compute_threads`` → model loads → ``floating``: engine
 """
 
 from __future__ import annotations

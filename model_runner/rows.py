@@ -6,8 +6,6 @@ that is sampled for it, and is never read again once the scheduler names the row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch

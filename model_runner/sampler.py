@@ -29,7 +29,10 @@ from .top_tokens import top_tokens
 # A nucleus is looked for among this many best tokens first (their ids are found cheaply), then in the sorted
 # probabilities: the largest SORTED of them, and last, all.
 CANDIDATES = 64
-SORTED = 2048
+SORTED = 8192
+# On a CPU rows are drawn in groups of about this many logits. Larger temporaries leave the cache, and the allocator
+# hands their memory back to the kernel each time: 256 rows of a vocabulary of 49,152 took 7 times as long at once.
+CHUNK_LOGITS = 1 << 20
 
 
 class Sampled(NamedTuple):
@@ -44,6 +47,20 @@ def sample(logits_NV: Tensor, params: RowParams, positions: I64, edits: LogitEdi
 
     A row that is not ``finite`` gets a token that means nothing.
     """
+    if edits is None and params["greedy"].all():
+        tokens_N, max_N = _best(logits_NV)
+        return Sampled(tokens_N, torch.isfinite(max_N).cpu().numpy())
+    count, vocab = logits_NV.shape
+    size = max(1, CHUNK_LOGITS // vocab) if logits_NV.device.type == "cpu" else count
+    parts = []
+    for begin in range(0, count, size):
+        part = slice(begin, begin + size)
+        part_edits = None if edits is None else edits.of(part)
+        parts.append(_sample_chunk(logits_NV[part], params[part], positions[part], part_edits))
+    return Sampled(torch.cat([part.tokens for part in parts]), np.concatenate([part.finite for part in parts]))
+
+
+def _sample_chunk(logits_NV: Tensor, params: RowParams, positions: I64, edits: LogitEdits | None) -> Sampled:
     if edits is not None:
         logits_NV = logits_NV.clone()
         apply_penalties(
@@ -132,7 +149,7 @@ def _from_all(rows: _Rows) -> Tensor:
     """No top-k, no top-p."""
     weights_NV = torch.softmax(rows.scaled(rows.logits_NV), 1)
     if rows.min_p_N1.any():
-        weights_NV.masked_fill_(weights_NV < rows.min_p_N1 * weights_NV.amax(1, keepdim=True), 0.0)
+        _zero_below(weights_NV, rows.min_p_N1 * weights_NV.amax(1, keepdim=True))
     return pick(weights_NV, rows.uniforms_N)
 
 
@@ -215,10 +232,17 @@ def _from_sorted(rows: _Rows, weights_NV: Tensor) -> Tensor:
         wider = _kept(rows.take(unsure), weights_NV[index], weights_NV.shape[1])
         kept.count_N[index] = wider.count_N
         kept.border_N[index] = wider.border_N
-    weights_NV.masked_fill_(weights_NV < kept.border_N.unsqueeze(1), 0.0)
-    excess = ((weights_NV > 0).sum(1) - kept.count_N).tolist()
-    for row, surplus in enumerate(excess):
+    surpluses = (_zero_below(weights_NV, kept.border_N.unsqueeze(1)) - kept.count_N).tolist()
+    for row, surplus in enumerate(surpluses):
         if surplus > 0:
             equals = (weights_NV[row] == kept.border_N[row]).nonzero().squeeze(1)
             weights_NV[row, equals[-surplus:]] = 0.0
     return pick(weights_NV, rows.uniforms_N)
+
+
+def _zero_below(weights_NV: Tensor, border_N1: Tensor) -> Tensor:
+    """Zero the weights below the border, in place; [N] int64, how many are left."""
+    # Comparing into floats and multiplying is vectorised, which masks of bools are not: a tenth of the time.
+    keep_NV = torch.ge(weights_NV, border_N1, out=torch.empty_like(weights_NV))
+    weights_NV.mul_(keep_NV)
+    return keep_NV.sum(1).to(torch.int64)

@@ -156,7 +156,8 @@ def _sampled_logprobs(logits_SV: Tensor, params: RowParams, tokens: I64) -> list
     wanted = np.flatnonzero(params["logprobs"] != NO_LOGPROBS)
     if not len(wanted):
         return None
-    rows_NV = logits_SV[torch.from_numpy(wanted).to(logits_SV.device)]
+    all_rows = len(wanted) == len(params)
+    rows_NV = logits_SV if all_rows else logits_SV[torch.from_numpy(wanted).to(logits_SV.device)]
     result: list[TokenLogprob | None] = [None] * len(params)
     scores = score(rows_NV, tokens[wanted].tolist(), params["logprobs"][wanted].tolist())
     for i, scored in zip(wanted.tolist(), scores, strict=True):

@@ -120,7 +120,8 @@ async def answer_http_exception(request: Request, exc: Exception) -> Response:
     """Unknown paths and methods, in the API's error shape."""
     assert isinstance(exc, HTTPException)
     message = f"{request.method} {request.url.path}: {exc.detail}"
-    return json_response(error_body(exc.status_code, message, "invalid_request_error"), exc.status_code)
+    kind = {404: "not_found_error", 405: "method_not_allowed"}.get(exc.status_code, "invalid_request_error")
+    return json_response(error_body(exc.status_code, message, kind), exc.status_code, exc.headers)
 
 
 async def answer_router_error(request: Request, exc: Exception) -> Response:
@@ -131,4 +132,4 @@ async def answer_router_error(request: Request, exc: Exception) -> Response:
 
 async def answer_unexpected(request: Request, exc: Exception) -> Response:
     """A fault of ours: the traceback is in the log, the client gets an error in the API's shape."""
-    return json_response(error_body(500, "the router failed on this request; its log says why", "internal_error"), 500)
+    return json_response(error_body(500, "the router failed on this request; its log says why", "server_error"), 500)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import httpx
@@ -188,9 +189,9 @@ def first_status(told: list[Said]) -> int:
     return next((said.status for said in told if said.status), 502)
 
 
-def json_response(content: Any, status: int = 200) -> Response:
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON answer."""
-    return Response(orjson.dumps(content), status, media_type="application/json")
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
 def error_response(error: RouterError) -> Response:

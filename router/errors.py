@@ -11,7 +11,7 @@ class RouterError(Exception):
     """A request can't be served. ``retryable``: the same request may well succeed on another instance."""
 
     status = 500
-    kind = "internal_error"
+    kind = "server_error"
     retryable = False
     retry_after: str | None = None
 
@@ -42,14 +42,14 @@ class BodyTooLargeError(RouterError):
     """The request body is longer than the router takes."""
 
     status = 413
-    kind = "invalid_request_error"
+    kind = "request_too_large"
 
 
 class NoInstanceError(RouterError):
     """No pair and no worker can serve at the moment."""
 
     status = 503
-    kind = "service_unavailable"
+    kind = "overloaded_error"
     retry_after = "1"
 
 
@@ -57,7 +57,7 @@ class InstanceGoneError(RouterError):
     """An instance refused the connection, or dropped it before its answer was complete."""
 
     status = 502
-    kind = "instance_gone"
+    kind = "server_error"
     retryable = True
 
 
@@ -65,13 +65,13 @@ class InstanceSilentError(RouterError):
     """An instance took the request and then said nothing for too long. Not tried again: the wait was long enough."""
 
     status = 504
-    kind = "instance_timeout"
+    kind = "timeout_error"
 
 
 class InstanceAnsweredError(RouterError):
     """An instance answered with an error; its own body goes to the client."""
 
-    kind = "instance_error"
+    kind = "server_error"
 
     def __init__(self, status: int, answer: bytes, where: str, retry_after: str | None = None) -> None:
         parsed = parse_error(answer)
@@ -87,8 +87,8 @@ class InstanceAnsweredError(RouterError):
 
 
 def error_body(status: int, message: str, kind: str) -> dict[str, Any]:
-    """The API's error shape."""
-    return {"error": {"message": message, "type": kind, "code": status}}
+    """The API's error shape, the same as an instance's."""
+    return {"error": {"message": message, "type": kind, "code": status, "param": None}}
 
 
 def parse_error(answer: bytes) -> dict[str, Any] | None:

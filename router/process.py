@@ -19,7 +19,7 @@ import uvicorn
 import uvloop
 
 from .app import make_app
-from .options import RouterOptions, RouterOptionsError
+from .options import RouterOptions, RouterOptionsError, parse_prefill
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ def run_router(options: RouterOptions) -> int:
         datefmt="%H:%M:%S",
         force=True,
     )
-    # One line a request from the HTTP client would be most of the log.
-    for name in ("httpx", "httpcore"):
+    # One line a request from the HTTP client would be most of the log; uvicorn's steps are of no interest either.
+    for name in ("httpx", "httpcore", "uvicorn"):
         logging.getLogger(name).setLevel(logging.WARNING)
     allow_many_connections()
 
@@ -96,14 +96,18 @@ def run_router(options: RouterOptions) -> int:
         timeout_graceful_shutdown=int(options.drain_timeout),
     )
     server = RouterServer(config)
+    counts = len(parse_prefill(options.prefill)), len(options.decode), len(options.worker)
+    logger.info("http://%s:%d: %d prefill, %d decode, %d unified", options.host, options.port, *counts)
     uvloop.run(serve(server))
-    return 1 if server.failed or not server.started else 0
+    return 1 if server.failed else 0
 
 
 async def serve(server: RouterServer) -> None:
     """``Server.serve``; a port that is taken ends it by ``SystemExit`` after the reason was logged."""
-    with contextlib.suppress(SystemExit):
+    try:
         await server.serve()
+    except SystemExit:
+        server.failed = True
 
 
 def allow_many_connections() -> None:

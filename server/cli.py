@@ -19,6 +19,7 @@ from .option_checks import OptionError, check_options
 from .options import ServerOptions
 
 EXIT_USAGE = 2
+SERVER_DEFAULTS, ROUTER_DEFAULTS, CLUSTER_DEFAULTS = ServerOptions(), RouterOptions(), ClusterOptions()
 
 
 def _show_default(value: Any) -> Any:
@@ -33,7 +34,10 @@ Config = Annotated[
 
 app = App(
     name="pdserve",
-    help="LLM inference server whose prefill and decode phases run in separate instances.\n\nOptions: pdserve COMMAND --help",
+    help=(
+        "LLM inference server whose prefill and decode phases run in separate instances.\n\n"
+        "pdserve COMMAND --help lists the options of a command."
+    ),
     group_parameters="Options",
     version_flags=[],
     config=apply_config,
@@ -42,9 +46,7 @@ app = App(
 
 
 @app.command
-def server(
-    *, options: Annotated[ServerOptions, Parameter(name="*")] = ServerOptions(), config: Config = None
-) -> int:
+def server(*, options: Annotated[ServerOptions, Parameter(name="*")] = SERVER_DEFAULTS, config: Config = None) -> int:
     """Run one instance: unified, prefill or decode."""
     try:
         check_options(options)
@@ -56,9 +58,7 @@ def server(
 
 
 @app.command
-def router(
-    *, options: Annotated[RouterOptions, Parameter(name="*")] = RouterOptions(), config: Config = None
-) -> int:
+def router(*, options: Annotated[RouterOptions, Parameter(name="*")] = ROUTER_DEFAULTS, config: Config = None) -> int:
     """Run the router, which pairs prefill and decode instances for each request."""
     try:
         options.check()
@@ -70,9 +70,7 @@ def router(
 
 
 @app.command
-def up(
-    *, options: Annotated[ClusterOptions, Parameter(name="*")] = ClusterOptions(), config: Config = None
-) -> int:
+def up(*, options: Annotated[ClusterOptions, Parameter(name="*")] = CLUSTER_DEFAULTS, config: Config = None) -> int:
     """Run a whole cluster on this host: prefill and decode instances behind a router."""
     try:
         options.check()

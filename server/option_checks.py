@@ -96,7 +96,7 @@ def _ports(options: ServerOptions) -> Iterator[str]:
     if options.disaggregation_heartbeat_timeout <= options.disaggregation_heartbeat_interval:
         yield (
             f"--disaggregation-heartbeat-timeout {options.disaggregation_heartbeat_timeout} must be longer than "
-            f"--disaggregation-heartbeat-interval {options.disaggregation_heartbeat_interval}: three times is a good choice"
+            f"--disaggregation-heartbeat-interval {options.disaggregation_heartbeat_interval}, best three times as long"
         )
 
 

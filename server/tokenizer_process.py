@@ -18,9 +18,11 @@ from ..messages.channel import Receiver, Sender, UndeclaredMessage
 from ..messages.outputs import ReqError
 from ..messages.requests import TokenizeReq
 from ..messages.routes import ToTokenizer
+from ..model_runner.errors import ModelError
 from ..model_runner.model_path import resolve_model
 from .child import start_child
 from .options import ServerOptions
+from .text.errors import TextError
 from .text.load import load_chat_template, load_tokenizer
 from .text.model_limits import read_limits
 from .text.request_tokenizer import RequestTokenizer
@@ -38,7 +40,7 @@ class Routed(NamedTuple):
 
 
 def load_request_tokenizer(options: ServerOptions) -> RequestTokenizer:
-    """Load all that requests need, the vocabulary included; raises ``TokenizerLoadError`` or ``ModelNotFound``."""
+    """Load all that requests need, the vocabulary included; raises ``TokenizerLoadError`` or ``ModelError``."""
     limits = read_limits(resolve_model(options.model_path, weights=False), options.context_length)
     tokenizer = load_tokenizer(options)
     tokenizer.encode_batch(["a"], add_special_tokens=True)  # what is loaded on first use is loaded now
@@ -80,7 +82,10 @@ def main() -> None:
     receiver: Receiver[ToTokenizer] = Receiver(ctx.zmq_ctx, ctx.address("tokenizer"), ToTokenizer)
     scheduler = Sender(ctx.zmq_ctx, ctx.address("scheduler"))
     http = Sender(ctx.zmq_ctx, ctx.address("http"))
-    tokenizer = load_request_tokenizer(ctx.options)
+    try:
+        tokenizer = load_request_tokenizer(ctx.options)
+    except (TextError, ModelError) as e:
+        sys.exit(f"tokenizer: {e}")
     ctx.report_ready({"load_tokenizer": time.monotonic() - started})
     while True:
         routed = route(tokenizer, receive_waiting(receiver))

@@ -12,7 +12,7 @@ neither side can write any more, one ``LinkDown`` says so.
 Because a peer whose link went down is refused until the owner admits it again, ``LinkDown`` may be taken as the word
 that its pages are safe to reuse: no connection that it opened earlier, or opens by itself, can write after it.
 
-One thread owns a backend and calls everything but ``wake``. Only ``progress`` waits, and only for as long as it is told.
+One thread owns a backend and calls everything but ``wake``. Only ``progress`` waits, as long as it is told.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class TransferBackend(ABC):
 
     @abstractmethod
     def progress(self, timeout: float | None) -> list[LinkEvent]:
-        """Do what I/O can be done; returns what happened to links. Waits ``timeout`` seconds at most (None: for ever)."""
+        """Do what I/O can be done, waiting up to ``timeout`` seconds (None: for ever); returns what happened to links."""
 
     @abstractmethod
     def wake(self) -> None:

@@ -2,8 +2,8 @@
 
 The pool is a memfd. Its owner listens on an abstract Unix socket, which has no file; a writer of the same user that
 introduces itself well gets the memfd's descriptor. The connection stays open as the lease: the kernel closes it after
-the writer's last access, however the writer ends, so its end means that nothing more can be written. The owner can't take
-the mapping away. To part, it half-closes the connection; the writer then unmaps and closes its end.
+the writer's last access, however the writer ends, so its end means that nothing more can be written. The owner can't
+take the mapping away. To part, it half-closes the connection; the writer then unmaps and closes its end.
 """
 
 from __future__ import annotations

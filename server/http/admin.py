@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from ...messages.control import FlushCacheReq, FlushCacheResult, ServerInfo, ServerInfoReq
 from ...messages.sampling import SamplingParams
-from .errors import ApiError, ClientGone, json_response
 from .engine_response import watch_disconnect
+from .errors import ApiError, ClientGone, json_response
 from .parsing import parse_body
 from .plan import Prompt, PromptPlan
 from .schemas import AbortBody

@@ -158,7 +158,7 @@ class EngineClient:
             elif isinstance(message, ReqError):
                 live = self._live.pop(message.rid, None)
                 if live is not None:
-                    live.owner.fail(ApiError.from_engine(message))
+                    live.owner.fail(_as_api_error(message, live))
             else:
                 future = self._questions.get(message.id)
                 if future is not None and not future.done():
@@ -181,6 +181,13 @@ class EngineClient:
         for future in self._questions.values():
             if not future.done():
                 future.set_exception(ApiError(503, reason))
+
+
+def _as_api_error(error: ReqError, live: _Live) -> ApiError:
+    api_error = ApiError.from_engine(error)
+    if live.owner.choices[-1].prompt_index:
+        api_error.message = f"prompt {live.choice.prompt_index} of the batch: {api_error.message}"
+    return api_error
 
 
 def _request(plan: PromptPlan, i: int, choice: Choice) -> TokenizeReq:

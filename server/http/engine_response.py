@@ -8,9 +8,9 @@ a failure after that is the event ``{"error": {...}}``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import orjson
 from starlette.responses import Response
@@ -31,7 +31,9 @@ EVENT_STREAM = (
 
 
 class Renderer(Protocol):
-    """One API's way to write answers."""
+    """One API's way to write answers. ``field_names``: its names of the engine's fields, where they differ."""
+
+    field_names: ClassVar[Mapping[str, str]]
 
     def answer(self, choices: list[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
         """The plain answer, JSON-ready."""
@@ -96,6 +98,8 @@ class EngineResponse(Response):
                     await self._send_answer(submission, scope, receive, send)
         except ClientGone:
             return
+        except ApiError as e:
+            raise e.renamed(self._renderer.field_names) from None
         finally:
             self._engine.end(submission)
 
@@ -117,5 +121,5 @@ class EngineResponse(Response):
                     await send({"type": "http.response.body", "body": events, "more_body": True})
                 news = await submission.news()
         except ApiError as e:
-            events = event(e.body())
+            events = event(e.renamed(self._renderer.field_names).body())
         await send({"type": "http.response.body", "body": events + DONE, "more_body": False})

@@ -47,6 +47,12 @@ class ApiError(Exception):
         status = error.status if 400 <= error.status <= 599 else 500
         return ApiError(status, error.message, param=error.field, kind=error.kind if status != 500 else None)
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The same error with ``param`` as the client calls it, and named in the message."""
+        param = names.get(self.param, self.param) if self.param is not None else None
+        message = f"{param}: {self.message}" if param is not None and param not in self.message else self.message
+        return ApiError(self.status, message, param=param, kind=self.kind)
+
     def body(self) -> dict[str, Any]:
         """JSON-ready; ``code`` is the HTTP status."""
         return {

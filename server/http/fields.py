@@ -18,8 +18,9 @@ from .unserved import Unserved, is_neutral
 T = TypeVar("T")
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-ONE, MANY = "one", "many"
-UNION_TAGS = (ONE, MANY)
+TAG = "|"
+"""Begins the tag of a union's member: pydantic puts tags into error paths, where they must not pass for field names."""
+ONE, MANY = TAG + "one", TAG + "many"
 
 ELSEWHERE: Mapping[str, str] = {
     "seed": "sampling_seed",

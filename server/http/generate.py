@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.requests import Request
@@ -68,7 +69,12 @@ def plan_generate(body: GenerateBody, batch: bool, default_port: int) -> list[Pr
 
 
 class NativeRenderer:
-    """Objects of text, output_ids and meta_info; in a stream cumulative ones, with ``index`` where there are several."""
+    """Objects of text, output_ids and meta_info; in a stream cumulative, with ``index`` where there are several."""
+
+    field_names: ClassVar[Mapping[str, str]] = {
+        "stop": "sampling_params.stop",
+        "stop_token_ids": "sampling_params.stop_token_ids",
+    }
 
     def __init__(self, plans: list[PromptPlan], as_list: bool) -> None:
         self._logprobs = [plan.logprobs for plan in plans]
@@ -111,7 +117,7 @@ class NativeRenderer:
 
 
 def finish_reason(finish: FinishReason | None, completion_tokens: int) -> dict[str, Any] | None:
-    """SGLang's shape: ``{"type": "stop", "matched": …}``, ``{"type": "length", "length": n}`` or ``{"type": "abort", …}``."""
+    """SGLang's shape: ``type`` ("stop", "length" or "abort"), and with it ``matched``, ``length`` or ``message``."""
     if finish is None:
         return None
     if finish.type is FinishType.STOP:

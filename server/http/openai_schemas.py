@@ -8,12 +8,12 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from . import unserved
 from .errors import bad_request
-from .fields import INT32_MAX, INT64_MAX, INT64_MIN, MANY, ONE, Body, TokenId
+from .fields import INT32_MAX, INT64_MAX, INT64_MIN, MANY, ONE, TAG, Body, TokenId
 from .schemas import RequestFields, SamplingFields
 from .unserved import Unserved
 
 MAX_OPENAI_LOGPROBS = 20
-TEXT, TEXTS, IDS, ID_LISTS = "text", "texts", "ids", "id_lists"
+TEXT, TEXTS, IDS, ID_LISTS = TAG + "text", TAG + "texts", TAG + "ids", TAG + "id_lists"
 DEFAULT_COMPLETION_TOKENS = 16
 
 MaxTokens = Annotated[int, Field(ge=0, le=INT32_MAX)]

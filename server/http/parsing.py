@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from .errors import ApiError, bad_request
-from .fields import UNION_TAGS, Body
+from .fields import TAG, Body
 
 B = TypeVar("B", bound=Body)
 MAX_BODY_BYTES = 32 * 2**20
@@ -76,7 +76,7 @@ def _explain(error: ErrorDetails) -> ApiError:
     for part in error["loc"]:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part not in UNION_TAGS:
+        elif not part.startswith(TAG):
             path += f".{part}" if path else part
     wanted = WANTED.get(error["type"]) or error["msg"].removeprefix("Input ").removeprefix("Value error, ")
     value = "" if error["type"] in ("missing", "string_too_short") else _show(error["input"])

@@ -58,7 +58,7 @@ class Naming(NamedTuple):
 
 
 def sampling_params(fields: SamplingFields, max_new: int, min_new: int, seed: int | None) -> SamplingParams:
-    """``fields`` as the engine takes them. A seed is drawn where none is given; a negative one keeps its low 63 bits."""
+    """``fields`` as the engine takes them. A seed is drawn where none is given; 63 bits of it count."""
     return SamplingParams(
         seed=secrets.randbits(63) if seed is None else seed & INT64_MAX,
         # The engine always computes a token; PromptPlan.keep_output drops it.
@@ -113,7 +113,9 @@ def name_requests(
     namings = []
     for rid, key, host, port, room in zip(rids, keys, hosts, ports, rooms, strict=True):
         if (host is None) != (room is None):
-            missing, given = ("bootstrap_room", "bootstrap_host") if room is None else ("bootstrap_host", "bootstrap_room")
+            missing, given = (
+                ("bootstrap_room", "bootstrap_host") if room is None else ("bootstrap_host", "bootstrap_room")
+            )
             raise bad_request(missing, f"is required with {given}")
         bootstrap = None if host is None or room is None else Bootstrap(host, port or default_port, room)
         namings.append(Naming(rid, bootstrap, key or ""))

@@ -63,7 +63,12 @@ class Submission:
         self._running = len(choices)
         self._changed: dict[int, Choice] = {}
         self._failure: ApiError | ClientGone | None = None
+        self._told = False
         self._wakeup = asyncio.Event()
+
+    @property
+    def _gone(self) -> bool:
+        return isinstance(self._failure, ClientGone)
 
     @property
     def done(self) -> bool:
@@ -87,9 +92,13 @@ class Submission:
         self._wakeup.set()
 
     async def news(self) -> list[Choice]:
-        """The choices that changed since the last call, at least one; raises ``ApiError`` or ``ClientGone``."""
-        while not self._changed or isinstance(self._failure, ClientGone):
+        """The choices that changed since the last call, at least one; raises ``ApiError`` or ``ClientGone``.
+
+        Before the first news an error wins, as it can still become the status; later, text that came before it does.
+        """
+        while not self._changed or (self._failure is not None and not self._told) or self._gone:
             await self._wait()
+        self._told = True
         changed = list(self._changed.values())
         self._changed.clear()
         return changed

@@ -1,7 +1,7 @@
 """Fields that clients of SGLang, vLLM and OpenAI send and this server does not serve.
 
-Each is accepted while it asks for nothing (null, false, 0, "", [], {} or one of the values listed), so that a client that
-spells out its defaults works, and otherwise refused by name: nothing is ever ignored that would change the answer.
+Each is accepted while it asks for nothing (null, false, 0, "", [], {} or one of the values listed), so that a client
+that spells out its defaults works, and otherwise refused by name: nothing that would change the answer is ignored.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ...model_runner.errors import ModelNotFound
 from ...model_runner.model_path import ModelSource, resolve_model
 from ..options import ServerOptions
 from .chat_template import ChatTemplate
@@ -15,7 +16,7 @@ from .text_tokenizer import TextTokenizer
 
 
 def load_tokenizer(options: ServerOptions) -> TextTokenizer:
-    """The tokenizer of ``tokenizer_path``, else of the model; raises ``TokenizerLoadError`` or ``ModelNotFound``."""
+    """The tokenizer of ``tokenizer_path``, else of the model; raises ``TokenizerLoadError`` or ``ModelError``."""
     source = _find_tokenizer(options)
     if source.kind == "gguf":
         return tokenizer_from_gguf(read_gguf_metadata(source.path))
@@ -41,4 +42,7 @@ def _find_tokenizer(options: ServerOptions) -> ModelSource:
     # A folder with only a tokenizer is no model, but all that is needed here.
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return ModelSource("hf", folder)
-    return resolve_model(path, weights=False)
+    try:
+        return resolve_model(path, weights=False)
+    except ModelNotFound as e:
+        raise TokenizerLoadError(f"--tokenizer-path leads nowhere: {e}") from e

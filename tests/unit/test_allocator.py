@@ -98,8 +98,9 @@ def test_one_slot_frees_its_page():
 def test_a_refused_free_changes_nothing(slots, error):
     allocator = make_allocator()
     held = allocator.alloc_extend(0, 8, 0)
-    with pytest.raises(error):
+    with pytest.raises(error) as info:
         allocator.free(i32(*slots))
+    assert info.type is error
     assert allocator.available_size() == 8
     allocator.check_invariants()
     allocator.free(held)

@@ -304,6 +304,14 @@ async def test_a_dead_pair_is_retried_on_another_with_a_fresh_room(rig):
 
 
 @scenario()
+async def test_a_retry_avoids_who_failed(rig):
+    p, d, w = await rig.instance(), await rig.instance("busy"), await rig.instance()
+    client = await rig.route([p], [d], [w])
+    assert (await generate(client)).status_code == 200
+    assert (len(p.requests), len(d.requests), len(w.requests)) == (1, 1, 1)
+
+
+@scenario()
 async def test_a_failed_prefill_is_retried_while_the_decode_waits(rig):
     p1, d1, p2, d2 = await rig.instance("busy"), await rig.instance("hang"), await rig.instance(), await rig.instance()
     client = await rig.route([p1, p2], [d1, d2])

@@ -1,0 +1,61 @@
+"""What a prefill instance tells decode instances through its bootstrap server: how to reach it, and what it serves."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+from typing import Annotated, Literal
+
+import httpx
+import msgspec
+from msgspec import Meta
+
+from ..messages.handover import PROTOCOL_VERSION
+from ..messages.worker import KVLayout
+from .errors import RouteInvalid
+
+MAX_ROUTE_BYTES = 64 << 10
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The current life (``epoch``) of the instance behind a bootstrap server; a lease of ``ttl`` seconds.
+
+    ``control_port`` is where its scheduler listens, on the host that the bootstrap server was reached by.
+    ``fingerprint``, ``layout`` and ``backend`` let a decode see early whether the two can exchange pages.
+    """
+
+    epoch: Annotated[str, Meta(min_length=1, max_length=128)]
+    control_port: Annotated[int, Meta(ge=1, le=65535)]
+    fingerprint: str
+    layout: KVLayout
+    backend: str
+    ttl: Annotated[float, Meta(gt=0, le=3600)]
+    role: Literal["unified", "prefill", "decode"] = "prefill"
+    version: int = PROTOCOL_VERSION
+
+
+class RouteError(msgspec.Struct, frozen=True):
+    """The bootstrap server's answer where it has no route, or refuses one."""
+
+    error: str
+
+
+def decode_route(body: bytes) -> Route:
+    """The route in ``body`` (JSON); raises ``RouteInvalid``, which names the field."""
+    try:
+        return msgspec.json.decode(body, type=Route)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise RouteInvalid(f"not a route: {e}") from e
+
+
+def route_url(host: str, port: int) -> httpx.URL:
+    """Where the bootstrap server at ``host``:``port`` keeps its route; raises ``httpx.InvalidURL``.
+
+    ``host`` may come from a request, so it is taken as a host and nothing else. "Any address", which is for
+    listening, means this host.
+    """
+    with contextlib.suppress(ValueError):  # a name, not an address
+        address = ipaddress.ip_address(host)
+        if address.is_unspecified:
+            host = "::1" if address.version == 6 else "127.0.0.1"
+    return httpx.URL(scheme="http", host=host, port=port, path="/route")

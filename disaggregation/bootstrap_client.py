@@ -1,0 +1,113 @@
+"""Asks bootstrap servers for routes without ever making the scheduler wait.
+
+One daemon thread runs all questions at once on an event loop: a host that does not answer holds up no other. A server
+that says "not yet" (503) is asked again for ``patience`` seconds, one that does not answer at all only for
+``reach_seconds``, since requests are waiting that could go elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import httpx
+import msgspec
+
+from .bootstrap import MAX_ROUTE_BYTES, Route, RouteError, decode_route, route_url
+from .errors import RouteInvalid, RouteUnavailable, TransferError
+from .lease_keeper import LeaseKeeper
+
+__all__ = ["LeaseKeeper", "RouteFetcher"]
+
+REACH_SECONDS = 1.5
+PATIENCE_SECONDS = 10.0
+FIRST_PAUSE_SECONDS = 0.05
+LONGEST_PAUSE_SECONDS = 0.5
+
+log = logging.getLogger(__name__)
+
+OnRoute = Callable[[str, int, Route | str], None]
+
+
+class RouteFetcher:
+    """Each ``fetch`` is answered by one ``on_route(host, port, route or error)``, called from the fetcher's thread."""
+
+    def __init__(
+        self, on_route: OnRoute, *, reach_seconds: float = REACH_SECONDS, patience: float = PATIENCE_SECONDS
+    ) -> None:
+        self._on_route = on_route
+        self._reach_seconds = reach_seconds
+        self._patience = patience
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="route-fetcher", daemon=True)
+        self._thread.start()
+
+    def fetch(self, host: str, port: int) -> None:
+        """Ask the bootstrap server at ``host``:``port``. Thread-safe, never waits."""
+        asyncio.run_coroutine_threadsafe(self._fetch(host, port), self._loop)
+
+    def stop(self) -> None:
+        """Give up what is still asked (nobody is called any more) and end the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.close()
+
+    async def _fetch(self, host: str, port: int) -> None:
+        try:
+            answer: Route | str = await self._ask_until(host, port)
+        except TransferError as e:
+            answer = str(e)
+        except Exception as e:
+            # Hosts come from requests: whatever a strange one leads to, somebody waits for this answer.
+            log.exception("asking the bootstrap server %s:%d failed", host, port)
+            answer = f"{type(e).__name__}: {e}"
+        self._on_route(host, port, answer)
+
+    async def _ask_until(self, host: str, port: int) -> Route:
+        start = time.monotonic()
+        pause = FIRST_PAUSE_SECONDS
+        async with httpx.AsyncClient(timeout=self._reach_seconds, trust_env=False) as client:
+            while True:
+                limit = self._patience
+                try:
+                    return await _ask(client, route_url(host, port))
+                except RouteUnavailable as e:
+                    error: TransferError = e
+                except httpx.InvalidURL as e:
+                    raise RouteInvalid(f"{host}:{port} is no address: {e}") from e
+                except httpx.HTTPError as e:
+                    limit = self._reach_seconds
+                    error = RouteUnavailable(f"it does not answer: {e or type(e).__name__}")
+                if time.monotonic() + pause - start > limit:
+                    raise error
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+async def _ask(client: httpx.AsyncClient, url: httpx.URL) -> Route:
+    """One question; raises ``RouteUnavailable`` for "not now" and ``RouteInvalid`` for an answer that is none."""
+    body = b""
+    async with client.stream("GET", url) as response:
+        async for chunk in response.aiter_bytes():
+            body += chunk
+            if len(body) > MAX_ROUTE_BYTES:
+                raise RouteInvalid("its answer is too long for a route: is this a bootstrap server?")
+    if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+        try:
+            raise RouteUnavailable(msgspec.json.decode(body, type=RouteError).error)
+        except msgspec.MsgspecError:
+            raise RouteUnavailable("it is not available (503)") from None
+    if response.status_code != httpx.codes.OK:
+        raise RouteInvalid(f"it answered with HTTP status {response.status_code}: is this a bootstrap server?")
+    return decode_route(body)

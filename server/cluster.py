@@ -1,0 +1,221 @@
+"""``pdserve up``: a whole cluster on this host.
+
+Lifecycle: plan (ports, cores, memory) → start every instance and the router at once → wait until each answers /health
+with 200, within ``startup_timeout``; a death now ends the cluster → watch. A process that dies later is started again
+on the same ports, after a pause that doubles; one that dies too often in a minute ends the cluster. SIGTERM, SIGINT or
+SIGHUP: the router finishes what runs, then the instances end; a second signal kills all. All die with this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+
+import httpx
+import setproctitle
+
+from .child import configure_logging
+from .cluster_options import ClusterOptions, ClusterOptionsError
+from .cluster_plan import ClusterPlan, cores_of_this_process, plan_cluster
+from .cluster_process import ClusterProcess
+from .supervisor import InstanceFailed, check_port_free
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL = 0.1
+"""Seconds between two looks at /health while the cluster starts."""
+POLL_TIMEOUT = 2.0
+KILL_GRACE = 5.0
+"""Seconds that a process has beyond ``drain_timeout`` before it is killed."""
+EXIT_USAGE = 2
+
+
+class ClusterFailedError(Exception):
+    """The cluster can't start or go on; the message says why."""
+
+
+class Cluster:
+    """See the module. ``run`` is the whole life of a cluster."""
+
+    def __init__(self, options: ClusterOptions, plan: ClusterPlan) -> None:
+        self._options = options
+        log_dir = Path(options.log_dir) if options.log_dir else None
+        if log_dir:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        self._instances = [ClusterProcess(p, log_dir) for p in plan.instances]
+        self._router = ClusterProcess(plan.router, log_dir)
+        self._all = [*self._instances, self._router]
+        self._selector = selectors.DefaultSelector()
+        self._signals = 0
+        self._wake_read, self._wake_write = socket.socketpair()
+
+    def run(self) -> int:
+        """Start, watch, stop; returns the exit code."""
+        self._install_signals()
+        failure = ""
+        try:
+            for process in self._all:
+                self._start(process)
+            self._wait_until_ready()
+            if not self._signals:
+                print(self.summary(), flush=True)
+            while not self._signals:
+                self._watch_once()
+        except ClusterFailedError as exc:
+            failure = str(exc)
+        finally:
+            self._stop(drain=not failure)
+        # Said last, so that it is what a log's reader sees first.
+        if failure:
+            logger.error("%s", failure)
+            return 1
+        logger.info("stopped")
+        return 0
+
+    def _install_signals(self) -> None:
+        self._wake_write.setblocking(False)
+        self._wake_read.setblocking(False)
+        signal.set_wakeup_fd(self._wake_write.fileno())
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+
+    def _start(self, process: ClusterProcess) -> None:
+        process.start()
+        self._selector.register(process.pidfd, selectors.EVENT_READ, process)
+
+    def _turn(self, timeout: float | None) -> list[tuple[ClusterProcess, str]]:
+        """Wait for something to happen; returns the processes that ended, and how each did."""
+        ended = []
+        for key, _ in self._selector.select(timeout):
+            if key.data is None:
+                self._wake_read.recv(64)
+                continue
+            process: ClusterProcess = key.data
+            self._selector.unregister(process.pidfd)
+            ended.append((process, process.take_end()))
+        return ended
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self._options.startup_timeout
+        with httpx.Client(timeout=POLL_TIMEOUT, trust_env=False) as client:
+            while waiting := [p for p in self._all if p.ready_after is None]:
+                for process, how in self._turn(POLL_INTERVAL):
+                    raise ClusterFailedError(f"{process.plan.name} {how} while the cluster was starting")
+                if self._signals:
+                    return
+                if time.monotonic() > deadline:
+                    names = ", ".join(p.plan.name for p in waiting)
+                    raise ClusterFailedError(
+                        f"not ready after {self._options.startup_timeout:.0f} s: {names}; "
+                        f"raise --startup-timeout if loading takes long"
+                    )
+                for process in waiting:
+                    if answers(client, process.plan.url):
+                        process.ready_after = time.monotonic() - process.started
+                        logger.info("%s is ready after %.1f s", process.plan.name, process.ready_after)
+
+    def _watch_once(self) -> None:
+        """Wait for a death, a restart's time or a signal, and act on it."""
+        planned = [p.restart_at for p in self._all if p.restart_at is not None]
+        timeout = max(0.0, min(planned) - time.monotonic()) if planned else None
+        for process, how in self._turn(timeout):
+            if process.deaths > self._options.max_restarts:
+                raise ClusterFailedError(
+                    f"{process.plan.name} {how}, for the {ordinal(process.deaths)} time in a minute"
+                )
+            logger.error("%s %s: it is started again", process.plan.name, how)
+        for process in self._all:
+            if process.restart_at is not None and process.restart_at <= time.monotonic() and not self._signals:
+                self._start(process)
+
+    def _stop(self, *, drain: bool) -> None:
+        """End every process: the router first, so that running answers can still be finished."""
+        if drain:
+            logger.info("stopping (%.0f s at most; a second signal doesn't wait)", self._options.drain_timeout)
+            self._end([self._router], self._options.drain_timeout + KILL_GRACE)
+            self._end(self._instances, self._options.drain_timeout + KILL_GRACE)
+        else:
+            self._end(self._all, KILL_GRACE)
+
+    def _end(self, processes: Iterable[ClusterProcess], grace: float) -> None:
+        """SIGTERM, then SIGKILL to those that are still there after ``grace`` seconds, or after a second signal."""
+        deadline = time.monotonic() + grace
+        left = [p for p in processes if p.running]
+        for process in left:
+            process.send(signal.SIGTERM)
+        while any(p.running for p in left) and time.monotonic() < deadline and self._signals < 2:
+            self._turn(max(0.0, deadline - time.monotonic()))
+        for process in left:
+            if process.running:
+                self._selector.unregister(process.pidfd)
+                process.kill()
+
+    def summary(self) -> str:
+        """What a user needs to know once the cluster is up, and where the start-up's time went."""
+        url, options = self._router.plan.url, self._options
+        key = ' -H "Authorization: Bearer $API_KEY"' if options.api_key else ""
+        body = '{"text": "The capital of France is", "sampling_params": {"max_new_tokens": 32}, "stream": true}'
+        lines = [f"\n{options.model_name} is served on {url}\n"]
+        headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+        with httpx.Client(timeout=POLL_TIMEOUT, trust_env=False, headers=headers) as client:
+            for process in self._all:
+                ready = f"ready after {process.ready_after:5.1f} s"
+                parts = ", ".join(f"{k} {v:.1f}" for k, v in load_seconds(client, process.plan.url).items())
+                line = f"  {process.plan.name:<11} {process.plan.url:<24} {ready}"
+                lines.append(f"{line} ({parts})" if parts else line)
+        lines.append(f"\nTry it:\n\n  curl -N {url}/generate{key} -d '{body}'\n\nCtrl-C stops everything.\n")
+        return "\n".join(lines)
+
+
+def answers(client: httpx.Client, url: str) -> bool:
+    """Whether ``GET /health`` says 200."""
+    try:
+        return client.get(url + "/health").status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+def load_seconds(client: httpx.Client, url: str) -> dict[str, float]:
+    """What an instance's start-up spent where; empty for what doesn't say."""
+    try:
+        response = client.get(url + "/server_info")
+        told = response.json().get("load_seconds", {}) if response.is_success else {}
+    except (httpx.TransportError, ValueError):
+        return {}
+    return {part: seconds for part, seconds in told.items() if seconds >= 0.05}
+
+
+def ordinal(number: int) -> str:
+    """1st, 2nd, 3rd, 4th…"""
+    suffix = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{suffix}"
+
+
+def run_cluster(options: ClusterOptions) -> int:
+    """``pdserve up``: run a cluster until it is told to stop; returns the exit code."""
+    setproctitle.setproctitle(f"pdserve up:{options.port}")
+    configure_logging("up", options.log_level)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        options.check()
+        plan = plan_cluster(options, cores_of_this_process())
+        if options.port:
+            check_port_free(options.host, options.port, "--port")
+    except ClusterOptionsError as exc:
+        print(f"pdserve up: {exc}", file=sys.stderr)
+        return EXIT_USAGE
+    except InstanceFailed as exc:
+        logger.error("%s", exc)
+        return 1
+    return Cluster(options, plan).run()

@@ -1,0 +1,156 @@
+"""Turns the options of a cluster into the processes to start: names, ports, cores, command lines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from ..model_runner.placement import parse_cpus
+from ..router.options import RouterOptions
+from .cluster_options import ClusterOptions, ClusterOptionsError
+from .core_split import format_cores, split_cores
+from .options import DisaggregationMode, ServerOptions
+
+INSTANCE_HOST = "127.0.0.1"
+MEMORY_SHARE = {"cpu": 0.3, "cuda": 0.88}
+"""What an instance that is alone on its device takes, see ``ServerOptions.mem_fraction_static``."""
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    """One process of a cluster. ``argv``: the words after the Python interpreter."""
+
+    name: str
+    argv: tuple[str, ...]
+    url: str
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """What ``pdserve up`` starts."""
+
+    instances: tuple[ProcessPlan, ...]
+    router: ProcessPlan
+
+    @property
+    def processes(self) -> tuple[ProcessPlan, ...]:
+        """All of them, the router last."""
+        return (*self.instances, self.router)
+
+
+def plan_cluster(options: ClusterOptions, available_cores: list[int]) -> ClusterPlan:
+    """Lay a cluster out on this host, on ports that are free now. Raises ``ClusterOptionsError``."""
+    counts: dict[DisaggregationMode, int] = {
+        "prefill": options.prefill,
+        "decode": options.decode,
+        "unified": options.unified,
+    }
+    modes = [mode for mode, count in counts.items() for _ in range(count)]
+    ports = free_ports(2 * len(modes) + 1)
+    shares = split_cores(usable_cores(options.cpus, available_cores), len(modes))
+    memory = memory_share(options, len(modes))
+    instances = []
+    targets: dict[DisaggregationMode, list[str]] = {"prefill": [], "decode": [], "unified": []}
+    for i, (mode, cores) in enumerate(zip(modes, shares, strict=True)):
+        port, bootstrap_port = ports[2 * i], ports[2 * i + 1]
+        instance = options.instance_options(
+            host=INSTANCE_HOST,
+            port=port,
+            disaggregation_mode=mode,
+            disaggregation_bootstrap_port=bootstrap_port,
+            # More threads than cores of its own: the instance floats over all of them.
+            cpus=format_cores(cores) if (options.threads or 1) <= len(cores) else None,
+            mem_fraction_static=memory,
+        )
+        name = f"{mode}-{modes[: i + 1].count(mode) - 1}"
+        url = f"http://{INSTANCE_HOST}:{port}"
+        instances.append(ProcessPlan(name, tethered("server", instance_flags(instance)), url))
+        targets[mode] += [url, str(bootstrap_port)] if mode == "prefill" else [url]
+    return ClusterPlan(tuple(instances), plan_router(options, targets, ports[-1]))
+
+
+def plan_router(options: ClusterOptions, targets: dict[DisaggregationMode, list[str]], free_port: int) -> ProcessPlan:
+    """The router in front of ``targets``; it takes ``free_port`` when the options don't name one."""
+    port = options.port or free_port
+    router = RouterOptions(
+        prefill=targets["prefill"],
+        decode=targets["decode"],
+        worker=targets["unified"],
+        host=options.host,
+        port=port,
+        policy=options.policy,
+        api_key=options.api_key,
+        drain_timeout=options.drain_timeout,
+        log_level=options.log_level,
+    )
+    host = INSTANCE_HOST if options.host in ("0.0.0.0", "::") else options.host
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return ProcessPlan("router", tethered("router", router_flags(router)), url)
+
+
+def tethered(command: str, flags: list[str]) -> tuple[str, ...]:
+    """Arguments that run ``pdserve COMMAND`` as a process that dies with this one."""
+    return ("-m", "pdserve.server.tethered", str(os.getpid()), command, *flags)
+
+
+def instance_flags(options: ServerOptions) -> list[str]:
+    """The flags that say ``options``; defaults are left out."""
+    return [flag for item in fields(options) if (flag := _flag(item.name, getattr(options, item.name), item.default))]
+
+
+def router_flags(options: RouterOptions) -> list[str]:
+    """The flags that say ``options``; defaults are left out."""
+    lists = {"prefill": options.prefill, "decode": options.decode, "worker": options.worker}
+    flags = [word for name, values in lists.items() if values for word in (f"--{name}", *values)]
+    single = [item for item in fields(options) if item.name not in lists]
+    return flags + [flag for i in single if (flag := _flag(i.name, getattr(options, i.name), i.default))]
+
+
+def _flag(name: str, value: object, default: object) -> str:
+    """One flag; "" when it says nothing new. ``--name=value``, because a value may begin with a dash."""
+    if value == default or value is None:
+        return ""
+    flag = "--" + name.replace("_", "-")
+    return flag if value is True else f"{flag}={value}"
+
+
+def usable_cores(cpus: str | None, available: list[int]) -> list[int]:
+    """The cores that the instances divide. Raises ``ClusterOptionsError`` when ``cpus`` names one that is not there."""
+    if cpus is None:
+        return available
+    wanted = parse_cpus(cpus)
+    if missing := sorted(set(wanted) - set(available)):
+        raise ClusterOptionsError(
+            f"--cpus {cpus}: this process may not use core {format_cores(missing)}, only {format_cores(available)}"
+        )
+    return list(wanted)
+
+
+def memory_share(options: ClusterOptions, instances: int) -> float | None:
+    """Each instance's ``mem_fraction_static``; None leaves it the default, which is meant for one that is alone."""
+    if instances == 1 or options.max_total_tokens is not None:
+        return options.mem_fraction_static
+    total = options.mem_fraction_static
+    if total is None:
+        cuda = options.device == "cuda" or (options.device == "auto" and any(Path("/dev").glob("nvidia[0-9]*")))
+        total = MEMORY_SHARE["cuda" if cuda else "cpu"]
+    return round(total / instances, 4)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback address that nobody listens on. Another process may take one before it is used:
+    whoever then can't listen on it says so and ends."""
+    with contextlib.ExitStack() as held:
+        sockets: Sequence[socket.socket] = [held.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind((INSTANCE_HOST, 0))
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+def cores_of_this_process() -> list[int]:
+    """The cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0))

@@ -1,0 +1,120 @@
+"""One process of a cluster, across its lives.
+
+stopped ──start()──▶ running ──it ends──▶ dead ──after a pause that doubles──▶ start() again
+                        └── send(SIGTERM), kill() ─▶ dead
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import IO
+
+from .cluster_plan import ProcessPlan
+from .supervisor import describe_exit
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE = 0.25
+"""Seconds before the first restart; each further one within ``MEMORY`` doubles them."""
+LONGEST_PAUSE = 10.0
+MEMORY = 60.0
+"""Seconds after which a death is forgotten."""
+
+
+class ClusterProcess:
+    """A planned process: starts it, forwards its output, counts its deaths. Times are ``time.monotonic()``."""
+
+    def __init__(self, plan: ProcessPlan, log_dir: Path | None) -> None:
+        self.plan = plan
+        self.pidfd = -1
+        self.started = 0.0
+        self.ready_after: float | None = None
+        self.restart_at: float | None = None
+        self._log_dir = log_dir
+        self._process: subprocess.Popen[bytes] | None = None
+        self._deaths: deque[float] = deque()
+
+    @property
+    def running(self) -> bool:
+        """Whether it has been started and its end has not been taken in yet."""
+        return self._process is not None
+
+    @property
+    def deaths(self) -> int:
+        """How often it died within the last ``MEMORY`` seconds."""
+        while self._deaths and self._deaths[0] < time.monotonic() - MEMORY:
+            self._deaths.popleft()
+        return len(self._deaths)
+
+    def start(self) -> None:
+        """Start it; ``pidfd`` becomes readable when it ends."""
+        argv = [sys.executable, *self.plan.argv]
+        self.started = time.monotonic()
+        self.restart_at = None
+        if self._log_dir is None:
+            self._process = self._spawn(argv, subprocess.PIPE)
+            assert self._process.stdout is not None
+            pump = threading.Thread(
+                target=forward_lines, args=(self._process.stdout, self.plan.name), name=f"log of {self.plan.name}"
+            )
+            pump.daemon = True
+            pump.start()
+        else:
+            with (self._log_dir / f"{self.plan.name}.log").open("ab") as log:
+                self._process = self._spawn(argv, log)
+        self.pidfd = os.pidfd_open(self._process.pid)
+
+    def _spawn(self, argv: list[str], output: int | IO[bytes]) -> subprocess.Popen[bytes]:
+        # A process group of its own: Ctrl-C in the terminal reaches only this process, which then ends all in order.
+        return subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
+        )
+
+    def take_end(self) -> str:
+        """Take in that it has ended (waits for it); returns how, in words, and plans its restart."""
+        assert self._process is not None
+        how = describe_exit(self._process.wait())
+        os.close(self.pidfd)
+        self._process = None
+        pause = min(FIRST_PAUSE * 2**self.deaths, LONGEST_PAUSE)
+        now = time.monotonic()
+        self._deaths.append(now)
+        self.restart_at = now + pause
+        return how
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal; nothing happens if it has ended."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill it and wait until it is gone. Its own children die with it."""
+        if self._process is None:
+            return
+        logger.warning("%s did not end in time: killed", self.plan.name)
+        self._process.kill()
+        self.take_end()
+
+
+def forward_lines(source: IO[bytes], name: str) -> None:
+    """Copy lines to stderr, each after its process's name, until the source ends."""
+    prefix = f"{name:<10} | ".encode()
+    broken = False
+    with source:
+        for line in source:
+            if broken:
+                continue
+            try:
+                # One write a line: the lines of several processes don't mix.
+                os.write(sys.stderr.fileno(), prefix + line)
+            except OSError:
+                # Nobody reads our stderr any more. The pipe must still be emptied, or its writer would stand still.
+                broken = True

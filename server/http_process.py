@@ -1,0 +1,104 @@
+"""The HTTP process: listens, checks requests, passes them to the tokenizer and answers with what the detokenizer sends.
+
+bind → serve, receive → (SIGTERM) fail what still waits with a 503 → close connections → exit 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Generator
+
+import uvicorn
+import uvloop
+import zmq.asyncio
+
+from ..messages.channel import AsyncReceiver, Sender
+from ..messages.routes import ToHttp
+from .child import ChildContext, start_child
+from .http.app import make_app
+from .http.engine_client import EngineClient
+
+BACKLOG = 2048
+CLOSE_TIMEOUT_SECONDS = 1
+log = logging.getLogger(__name__)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that says when it serves, less its signal handlers: Ctrl-C is the supervisor's business."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The listening socket; raises ``OSError``."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+async def serve(ctx: ChildContext, listener: socket.socket) -> None:
+    """Serve until SIGTERM; an error in the receiving task ends the process."""
+    receiver: AsyncReceiver[ToHttp] = AsyncReceiver(zmq.asyncio.Context(ctx.zmq_ctx), ctx.address("http"), ToHttp)
+    sender = Sender(ctx.zmq_ctx, ctx.address("tokenizer"))
+    engine = EngineClient(sender)
+    config = uvicorn.Config(
+        make_app(ctx.options, engine, ctx.epoch),
+        http="httptools",
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=CLOSE_TIMEOUT_SECONDS,
+    )
+
+    def started() -> None:
+        host, port = listener.getsockname()[:2]
+        log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+        ctx.report_ready()
+
+    server = _Server(config, started)
+
+    def stop() -> None:
+        engine.close("the server is shutting down; send the request to another instance")
+        server.should_exit = True
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+    receiving = asyncio.create_task(engine.run(receiver))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await asyncio.wait([receiving, serving], return_when=asyncio.FIRST_COMPLETED)
+    if receiving.done():
+        receiving.result()
+    receiving.cancel()
+    await serving
+    receiver.close()
+    sender.close()
+
+
+def main() -> None:
+    """Entry point of the child process."""
+    ctx = start_child(sys.argv)
+    host, port = ctx.options.host, ctx.options.port
+    try:
+        listener = listen(host, port)
+    except OSError as e:
+        log.error("can't listen on %s:%d: %s; choose another --host or --port", host, port, e.strerror or e)
+        sys.exit(1)
+    uvloop.run(serve(ctx, listener))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""The HTTP app in front of an engine that is a few lines long: output token ``i`` is id ``i`` and reads "w<i> "."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import httpx
+import orjson
+from fastapi import FastAPI
+
+from pdserve.messages.base import Message
+from pdserve.messages.control import FlushCacheReq, FlushCacheResult, Ping, Pong, ServerInfo, ServerInfoReq
+from pdserve.messages.outputs import (
+    FinishReason,
+    FinishType,
+    ReqError,
+    ReqMeta,
+    ReqText,
+    TextBatch,
+    Timing,
+    TokenLogprob,
+)
+from pdserve.messages.requests import AbortReq, TokenizeReq
+from pdserve.server.http.app import make_app
+from pdserve.server.http.engine_client import EngineClient
+from pdserve.server.options import ServerOptions
+
+T = TypeVar("T")
+PROMPT_TOKENS, CACHED_TOKENS = 7, 4
+
+
+class FakeEngine:
+    """Records what HTTP sends, and answers one step a turn of the event loop.
+
+    ``hold``: answer no request by itself. ``mute``: answer no question. ``errors``: what the next requests end in.
+    """
+
+    def __init__(self, *, hold: bool = False, mute: bool = False, **options: Any) -> None:
+        self.client = EngineClient(self)
+        self.app: FastAPI = make_app(ServerOptions(**options), self.client, epoch="e1")
+        self.hold = hold
+        self.mute = mute
+        self.pong = Pong(0, True)
+        self.flush_result = FlushCacheResult(0, True, flushed=5)
+        self.errors: list[ReqError] = []
+        self.requests: list[TokenizeReq] = []
+        self.aborts: list[AbortReq] = []
+        self.questions: list[Message] = []
+        self.arrived = asyncio.Condition()
+
+    def send(self, *messages: Message) -> None:
+        """The tokenizer's end."""
+        for message in messages:
+            if isinstance(message, TokenizeReq):
+                self.requests.append(message)
+                if self.errors:
+                    error = self.errors.pop(0)
+                    self._soon(ReqError(message.rid, error.status, error.message, error.kind, error.field))
+                elif not self.hold:
+                    self.step(message, 0)
+            elif isinstance(message, AbortReq):
+                self.aborts.append(message)
+                for request in self.requests if not message.rid else [r for r in self.requests if r.rid == message.rid]:
+                    self._soon(TextBatch([self.text(request, "", [], FinishType.ABORT, matched=None)]))
+            else:
+                self.questions.append(message)
+                if not self.mute:
+                    self._answer(message)
+        asyncio.get_running_loop().create_task(self._notify())
+
+    async def _notify(self) -> None:
+        async with self.arrived:
+            self.arrived.notify_all()
+
+    async def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` holds; it is looked at when something arrives."""
+        async with asyncio.timeout(10), self.arrived:
+            await self.arrived.wait_for(condition)
+
+    def step(self, request: TokenizeReq, i: int) -> None:
+        """Answer token ``i`` and, later, the rest."""
+        last = i + 1 == request.sampling.max_new_tokens
+        item = self.text(request, f"w{i} ", [i], FinishType.LENGTH if last else None)
+        self._soon(TextBatch([item]))
+        if not last:
+            asyncio.get_running_loop().call_soon(self.step, request, i + 1)
+
+    def text(
+        self,
+        request: TokenizeReq,
+        text: str,
+        token_ids: list[int],
+        finish: FinishType | None = None,
+        matched: int | str | None = None,
+    ) -> ReqText:
+        """One item as the detokenizer would send it."""
+        logprobs = input_logprobs = None
+        if request.logprobs is not None:
+            top = [(90 + k, -1.5 - k) for k in range(request.logprobs.top_num)]
+            logprobs = [TokenLogprob(t, -0.5, top) for t in token_ids]
+            if request.logprobs.start_len >= 0:
+                input_logprobs = [TokenLogprob(50, None), TokenLogprob(51, -2.0, top)]
+        meta = None
+        if finish is not None:
+            timing = Timing(queue_ms=1.23456, transfer_bytes=4096)
+            meta = ReqMeta(PROMPT_TOKENS, 0, CACHED_TOKENS, timing, input_logprobs=input_logprobs)
+        reason = None if finish is None else FinishReason(finish, matched)
+        return ReqText(request.rid, text, token_ids, reason, meta, logprobs)
+
+    def _answer(self, question: Message) -> None:
+        if isinstance(question, Ping):
+            self._soon(Pong(question.id, self.pong.ready, self.pong.reason))
+        elif isinstance(question, FlushCacheReq):
+            result = self.flush_result
+            self._soon(FlushCacheResult(question.id, result.success, result.flushed, result.message))
+        elif isinstance(question, ServerInfoReq):
+            self._soon(ServerInfo(question.id, {"role": "unified", "pool": {"in_use": 0}}))
+
+    def _soon(self, message: Any) -> None:
+        asyncio.get_running_loop().call_soon(self.client.dispatch, [message])
+
+    def http(self, **headers: str) -> httpx.AsyncClient:
+        """A client of the app, without sockets; an error that the app doesn't handle is raised here."""
+        transport = httpx.ASGITransport(app=self.app)
+        return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers)
+
+    async def post(self, path: str, body: Any) -> httpx.Response:
+        """POST ``body`` as JSON."""
+        async with self.http() as client:
+            return await client.post(path, content=orjson.dumps(body))
+
+    async def get(self, path: str) -> httpx.Response:
+        """GET ``path``."""
+        async with self.http() as client:
+            return await client.get(path)
+
+
+def with_engine(check: Callable[[FakeEngine], Awaitable[T]], **options: Any) -> T:
+    """Run ``check`` on a fresh engine and event loop."""
+
+    async def run() -> T:
+        return await check(FakeEngine(**options))
+
+    return asyncio.run(run())
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The JSON of a stream's events; ``[DONE]`` must be the last, and is left out."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    parts = response.text.split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    assert all(part.startswith("data: ") for part in parts[:-1])
+    return [orjson.loads(part.removeprefix("data: ")) for part in parts[:-2]]

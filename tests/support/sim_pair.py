@@ -1,0 +1,228 @@
+"""A prefill and a decode instance over simulated workers, a transfer engine that copies one page at a time, and a control plane that
+delivers when told to. Nothing happens by itself: a test (or chance) picks what moves next, so every interleaving is reachable.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from pdserve.disaggregation.decode_peers import DecodePeer
+from pdserve.disaggregation.kv_receiver import KVReceivers
+from pdserve.disaggregation.kv_sender import KVSenders
+from pdserve.disaggregation.prefill_link import LinkState, PrefillLink
+from pdserve.disaggregation.scheduler_host import SchedulerHost
+from pdserve.messages.base import Message, unpack_i32
+from pdserve.messages.handover import Abort, AbortAck, RoomQueued, TransferDone, TransferFailed, TransferRequest
+from pdserve.messages.worker import CancelSend, DisconnectPeer, PagesVerified, SendEnded, SendPages, VerifyPages
+from support.sim import SimInstance, make_options
+
+BOOTSTRAP_TIMEOUT, TRANSFER_TIMEOUT = 5.0, 5.0
+
+
+@dataclass
+class Push:
+    """A room on its way through the engine."""
+
+    pages: deque[tuple[int, int]] = field(default_factory=deque)
+    whole: bool = False
+    checksum: int = 0
+    nbytes: int = 0
+
+
+class SimSide(SimInstance):
+    """One instance of the pair, with the part of ``KVManager`` that the scheduler sees."""
+
+    def __init__(self, pair: SimPair, mode: str, **changes) -> None:
+        super().__init__(make_options(disaggregation_mode=mode, **changes))
+        self.pair = pair
+        self.host = SchedulerHost(self.scheduler, mode)
+        self.senders = self.receivers = None
+        page = self.options.page_size
+        if mode == "prefill":
+            self.senders = KVSenders(self.host, page, BOOTSTRAP_TIMEOUT, TRANSFER_TIMEOUT, self._reply)
+            self.rooms = self.senders
+        else:
+            link_to = lambda host, port, now: pair.open_link()  # noqa: E731
+            self.receivers = KVReceivers(self.host, page, BOOTSTRAP_TIMEOUT, TRANSFER_TIMEOUT, link_to)
+            self.rooms = self.receivers
+        self.scheduler.kv_manager = self
+
+    def _reply(self, peer, message) -> None:
+        self.pair.to_decode.append(message)
+
+    def add(self, req, now) -> None:
+        """See ``KVManager``."""
+        self.rooms.add(req, now)
+
+    def owns(self, req) -> bool:
+        """See ``KVManager``."""
+        return self.rooms.owns(req)
+
+    def cancel(self, req, reason) -> None:
+        """See ``KVManager``."""
+        self.rooms.cancel(req, reason)
+
+    def lingering(self):
+        """See ``KVManager``."""
+        return self.rooms.lingering()
+
+    def chunk_planned(self, req) -> None:
+        """See ``KVManager``."""
+        if self.senders is not None:
+            self.senders.chunk_planned(req)
+
+    def first_token(self, req, token, logprob) -> None:
+        """See ``KVManager``."""
+        self.senders.first_token(req, token, logprob)
+
+    def on_command(self, message: Message) -> None:
+        """Transfer commands reach the engine in order with the steps."""
+        self.pair.engine(self, message)
+
+
+class SimPair:
+    """See the module."""
+
+    def __init__(self, **changes) -> None:
+        self.now = 1.0
+        self.prefill = SimSide(self, "prefill", **changes)
+        self.decode = SimSide(self, "decode", **changes)
+        self.to_prefill: deque[Message] = deque()
+        self.to_decode: deque[Message] = deque()
+        self.pushes: dict[int, Push] = {}
+        self.corrupt = False
+        self.link: PrefillLink | None = None
+        self.peer: DecodePeer | None = None
+        self.open_link()
+
+    def open_link(self) -> PrefillLink:
+        """The one link; a fresh one after the last has gone."""
+        if self.link is None or self.link.state is LinkState.GONE:
+            assert self.link is None or self.link.down, "a link is opened over one that is not down"
+            self.link = PrefillLink("p", 1, LinkState.READY, peer_epoch="prefill", down=False)
+            self.peer = DecodePeer(b"d", "decode", 0.0, None, welcomed=True)  # type: ignore[arg-type]
+        return self.link
+
+    def submit(self, rid: str, prompt, room: int, legs=("prefill", "decode"), **kwargs) -> None:
+        """Both legs of a request, or one of them."""
+        for leg in legs:
+            getattr(self, leg).submit(rid, prompt, room=room, **kwargs)
+
+    # --- what can move ---
+
+    def moves(self):
+        """Everything that could happen next."""
+        moves = [self.prefill.plan, self.decode.plan, self.advance]
+        moves += [side.work for side in (self.prefill, self.decode) if side.to_worker.messages]
+        moves += [self.deliver_to_prefill] if self.to_prefill else []
+        moves += [self.deliver_to_decode] if self.to_decode else []
+        moves += [lambda room=room: self.copy(room) for room, p in self.pushes.items() if p.pages or p.whole]
+        return moves
+
+    def advance(self) -> None:
+        """The managers' turn."""
+        self.now += 0.001
+        self.decode.receivers.advance(self.now)
+        self.prefill.senders.tick(self.now)
+        self.collect()
+
+    def collect(self) -> None:
+        """What both sides have said is on its way now."""
+        if self.link is not None:
+            self.to_prefill.extend(self.link.unsent)
+            self.link.unsent = []
+        for side in (self.prefill, self.decode):
+            side.outbox.flush()
+            side._read()
+
+    def deliver_to_prefill(self) -> None:
+        """One control message."""
+        message, senders = self.to_prefill.popleft(), self.prefill.senders
+        if isinstance(message, TransferRequest):
+            senders.on_request(self.peer, message, self.now)
+        elif isinstance(message, RoomQueued):
+            senders.on_queued(self.peer, message.room, self.now)
+        elif isinstance(message, Abort):
+            senders.on_abort(self.peer, message, self.now)
+        self.collect()
+
+    def deliver_to_decode(self) -> None:
+        """One control message."""
+        message, receivers = self.to_decode.popleft(), self.decode.receivers
+        if isinstance(message, TransferDone):
+            receivers.on_done(self.link, message)
+        elif isinstance(message, TransferFailed):
+            receivers.on_failed(self.link, message)
+        elif isinstance(message, AbortAck):
+            receivers.on_abort_ack(self.link, message.room)
+        self.collect()
+
+    def engine(self, side: SimSide, message: Message) -> None:
+        """The transfer engines of both workers."""
+        if isinstance(message, SendPages):
+            push = self.pushes.setdefault(message.room, Push())
+            push.pages.extend(zip(unpack_i32(message.src_pages), unpack_i32(message.dst_pages), strict=True))
+            push.whole = message.last
+        elif isinstance(message, CancelSend):
+            self.pushes.pop(message.room, None)
+            side.senders.on_send_ended(SendEnded(message.room, cancelled=True))
+        elif isinstance(message, VerifyPages):
+            checksum = 0
+            for page in unpack_i32(message.pages):
+                checksum = hash((checksum, *self.page(self.decode, page)))
+            side.receivers.on_verified(PagesVerified(message.room, checksum == message.checksum), self.now)
+        elif isinstance(message, DisconnectPeer):
+            pass  # the test says when the link is down
+        self.collect()
+
+    def copy(self, room: int) -> None:
+        """One page of a room, read and written now, whatever happened meanwhile."""
+        push = self.pushes[room]
+        if push.pages:
+            src, dst = push.pages.popleft()
+            values = self.page(self.prefill, src).copy()
+            push.checksum = hash((push.checksum, *values))
+            push.nbytes += 8 * len(values)
+            self.page(self.decode, dst)[:] = values + (1 if self.corrupt else 0)
+        if not push.pages and push.whole:
+            del self.pushes[room]
+            self.prefill.senders.on_send_ended(SendEnded(room, push.checksum, push.nbytes, 0.001))
+        self.collect()
+
+    def page(self, side: SimSide, page: int):
+        """A page of a worker's KV."""
+        size = side.options.page_size
+        return side.worker.kv[page * size : (page + 1) * size]
+
+    # --- death ---
+
+    def lose_link(self) -> None:
+        """The decode notices that the prefill is gone (and the other way round); pages may still be on their way."""
+        link = self.link
+        link.state, link.reason = LinkState.GONE, "killed by the test"
+        self.to_prefill.clear()
+        self.to_decode.clear()
+        self.decode.receivers.on_link_gone(link)
+        self.prefill.senders.on_peer_gone(self.peer, "killed by the test")
+        self.collect()
+
+    def link_is_down(self) -> None:
+        """Both workers say that nothing is written any more."""
+        for room in list(self.pushes):
+            del self.pushes[room]
+            self.prefill.senders.on_send_ended(SendEnded(room, error="link lost"))
+        self.link.down = True
+        self.decode.receivers.on_link_down(self.link)
+        self.collect()
+
+    def check(self) -> None:
+        """Invariants of both sides."""
+        self.prefill.scheduler.check_invariants()
+        self.decode.scheduler.check_invariants()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left to do."""
+        sides = (self.prefill, self.decode)
+        return all(s.scheduler.is_idle and not s.rooms.rooms and not s.to_worker.messages for s in sides)

@@ -1,0 +1,82 @@
+"""What ``pdserve up`` starts, and with which flags."""
+
+import pytest
+
+from pdserve.router.options import RouterOptions
+from pdserve.server.cli import app
+from pdserve.server.cluster_options import ClusterOptions, ClusterOptionsError
+from pdserve.server.cluster_plan import instance_flags, plan_cluster, router_flags
+from pdserve.server.core_split import split_cores
+from pdserve.server.options import ServerOptions
+
+
+def understood(process):
+    """The options that the command line makes of a planned process's arguments."""
+    _, bound, _ = app.parse_args(process.argv[3:])
+    return bound.arguments["options"]
+
+
+@pytest.mark.parametrize(
+    ("cores", "instances", "split"),
+    [
+        ([0, 1], 2, [[0], [1]]),
+        ([0, 1, 2, 3, 4], 2, [[0, 1, 2], [3, 4]]),
+        ([2, 5, 7, 9], 3, [[2, 5], [7], [9]]),
+        ([0, 1], 3, [[0], [1], [0]]),
+        ([4], 2, [[4], [4]]),
+    ],
+)
+def test_cores_are_shared_only_when_there_are_too_few(cores, instances, split):
+    assert split_cores(cores, instances) == split
+
+
+def test_every_process_gets_what_the_cluster_was_asked_for():
+    options = ClusterOptions(prefill=2, unified=1, port=8123, api_key="key", page_size=8, drain_timeout=3.0)
+    plan = plan_cluster(options, [0, 1, 2, 3])
+    assert [p.name for p in plan.processes] == ["prefill-0", "prefill-1", "decode-0", "unified-0", "router"]
+    instances = [understood(p) for p in plan.instances]
+    assert [i.disaggregation_mode for i in instances] == ["prefill", "prefill", "decode", "unified"]
+    assert [i.cpus for i in instances] == ["0", "1", "2", "3"]
+    assert {i.mem_fraction_static for i in instances} == {0.075}
+    assert {(i.api_key, i.page_size, i.disaggregation_transfer_backend) for i in instances} == {("key", 8, "shm")}
+    ports = [port for i in instances for port in (i.port, i.disaggregation_bootstrap_port)]
+    assert len(set(ports)) == 8
+    router = understood(plan.router)
+    assert router == RouterOptions(
+        prefill=[
+            word
+            for p, i in zip(plan.instances[:2], instances, strict=False)
+            for word in (p.url, str(i.disaggregation_bootstrap_port))
+        ],
+        decode=[plan.instances[2].url],
+        worker=[plan.instances[3].url],
+        port=8123,
+        api_key="key",
+        drain_timeout=3.0,
+    )
+
+
+def test_flags_say_exactly_the_options():
+    server = ServerOptions(chunked_prefill_size=-1, disable_radix_cache=True, model_path="a b", context_length=64)
+    assert instance_flags(ServerOptions()) == []
+    _, bound, _ = app.parse_args(["server", *instance_flags(server)])
+    assert bound.arguments["options"] == server
+    assert router_flags(RouterOptions()) == []
+
+
+def test_threads_beyond_an_instances_cores_leave_it_unbound():
+    plan = plan_cluster(ClusterOptions(threads=2), [0, 1])
+    assert [understood(p).cpus for p in plan.instances] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "options", [{"prefill": 0}, {"decode": 0}, {"prefill": 0, "decode": 0}, {"unified": -1}, {"max_restarts": -1}]
+)
+def test_clusters_that_cannot_work_are_refused(options):
+    with pytest.raises(ClusterOptionsError):
+        ClusterOptions(**options).check()
+
+
+def test_cores_that_are_not_there_are_refused():
+    with pytest.raises(ClusterOptionsError, match="may not use core 7"):
+        plan_cluster(ClusterOptions(cpus="0,7"), [0, 1])

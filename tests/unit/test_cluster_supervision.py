@@ -1,0 +1,127 @@
+"""How a cluster starts, restarts and ends its processes: real processes, with a small HTTP server for each instance."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+INSTANCE = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+print("serving", flush=True)
+server.serve_forever()
+"""
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + INSTANCE
+BROKEN = "print('no model'); raise SystemExit(3)"
+
+DRIVER = """
+import sys
+from pdserve.server.child import configure_logging
+from pdserve.server.cluster import Cluster
+from pdserve.server import cluster
+from pdserve.server.cluster_options import ClusterOptions
+from pdserve.server.cluster_plan import ClusterPlan, ProcessPlan, free_ports
+configure_logging("up", "info")
+cluster.KILL_GRACE = 0.5
+def plan(name, code, port):
+    return ProcessPlan(name, ("-c", code, str(port)), f"http://127.0.0.1:{port}")
+ports = free_ports(2)
+plans = plan("unified-0", sys.argv[1], ports[0]), plan("router", sys.argv[2], ports[1])
+options = ClusterOptions(prefill=0, decode=0, unified=1, drain_timeout=0.0, max_restarts=int(sys.argv[3]))
+sys.exit(Cluster(options, ClusterPlan((plans[0],), plans[1])).run())
+"""
+
+
+class Up:
+    """A running cluster whose output is read line by line."""
+
+    def __init__(self, instance=INSTANCE, max_restarts=5):
+        argv = [sys.executable, "-u", "-c", DRIVER, instance, INSTANCE, str(max_restarts)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.process = subprocess.Popen(argv, **pipes)
+        self.lines = []
+
+    def until(self, pattern):
+        """Read until a line matches."""
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if re.search(pattern, line):
+                return
+        raise AssertionError(f"no line matches {pattern!r} in:\n{''.join(self.lines)}")
+
+    def child(self, port_word):
+        (found,) = [c for c in psutil.Process(self.process.pid).children() if port_word in c.cmdline()]
+        return found
+
+    def ports(self):
+        return re.findall(r"http://127\.0\.0\.1:(\d+) +ready", "".join(self.lines))
+
+
+@pytest.fixture
+def up():
+    started = []
+
+    def start(*args, **kwargs):
+        started.append(Up(*args, **kwargs))
+        return started[-1]
+
+    yield start
+    for cluster in started:
+        children = psutil.Process(cluster.process.pid).children() if cluster.process.poll() is None else []
+        for process in (cluster.process, *children):
+            process.kill()
+        cluster.process.communicate(timeout=10)
+
+
+def test_a_dead_process_is_started_again_on_its_port_and_one_signal_ends_all(up):
+    cluster = up()
+    cluster.until("Ctrl-C stops everything")
+    port = cluster.ports()[0]
+    victim = cluster.child(port)
+    victim.kill()
+    cluster.until("unified-0 was killed by SIGKILL: it is started again")
+    cluster.until(r"unified-0 +\| serving")
+    assert cluster.child(port).pid != victim.pid
+    children = psutil.Process(cluster.process.pid).children()
+    cluster.process.send_signal(signal.SIGTERM)
+    cluster.until(r"\[up\] stopped")
+    assert cluster.process.wait(10) == 0
+    assert not any(child.is_running() for child in children)
+
+
+def test_a_death_during_start_up_ends_the_cluster(up):
+    cluster = up(instance=BROKEN)
+    cluster.until(r"unified-0 ended with exit code 3 while the cluster was starting")
+    assert cluster.process.wait(10) == 1
+    assert any(re.search(r"unified-0 +\| no model", line) for line in cluster.lines)
+
+
+def test_a_process_that_keeps_dying_ends_the_cluster(up):
+    cluster = up(max_restarts=1)
+    cluster.until("Ctrl-C stops everything")
+    port = cluster.ports()[1]
+    cluster.child(port).kill()
+    cluster.until(r"router +\| serving")
+    cluster.child(port).kill()
+    cluster.until("router was killed by SIGKILL, for the 2nd time in a minute")
+    assert cluster.process.wait(10) == 1
+
+
+def test_a_process_that_ignores_sigterm_is_killed(up):
+    cluster = up(instance=STUBBORN)
+    cluster.until("Ctrl-C stops everything")
+    stubborn = cluster.child(cluster.ports()[0])
+    os.kill(cluster.process.pid, signal.SIGINT)
+    cluster.until("unified-0 did not end in time: killed")
+    assert cluster.process.wait(10) == 0
+    assert not stubborn.is_running()

@@ -1,0 +1,235 @@
+"""The hand-over between two schedulers: tokens as on one instance, whatever the order of events; no page lost or written late."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pdserve.disaggregation.kv_receiver import ReceiverState
+from pdserve.messages.handover import TransferRequest
+from pdserve.messages.outputs import FinishType, ReqError
+from pdserve.messages.requests import AbortReq
+from support.sim import reference_output
+from support.sim_pair import BOOTSTRAP_TIMEOUT, SimPair
+
+
+def run_until_idle(pair: SimPair, rng: random.Random | None = None, moves: int = 20_000) -> None:
+    rng = rng or random.Random(0)
+    for i in range(moves):
+        rng.choice(pair.moves())()
+        if i % 8 == 0:
+            pair.check()
+        if pair.is_idle:
+            return
+    raise AssertionError(f"not idle: {pair.prefill.rooms.rooms} {pair.decode.rooms.rooms}")
+
+
+def assert_all_returned(pair: SimPair) -> None:
+    for side in (pair.prefill, pair.decode):
+        usage = side.scheduler.memory.usage()
+        assert (usage["in_use"], usage["rows_in_use"]) == (0, 0)
+    pair.check()
+
+
+def test_one_request_goes_through_with_the_tokens_of_one_instance():
+    pair = SimPair()
+    pair.submit("a", range(30), 7, max_new_tokens=6)
+    run_until_idle(pair)
+    assert pair.decode.tokens["a"] == reference_output(range(30), 6)
+    assert pair.prefill.tokens["a"] == reference_output(range(30), 1)
+    timing = pair.decode.ends["a"].meta.timing
+    assert timing.transfer_bytes == 8 * 4 * 8  # eight pages of four 8-byte slots
+    assert_all_returned(pair)
+
+
+def test_decode_keeps_its_own_prefix_and_asks_only_for_the_rest():
+    pair = SimPair()
+    pair.submit("a", range(30), 1, max_new_tokens=4)
+    run_until_idle(pair)
+    pair.submit("b", [*range(20), 9, 9, 9, 9, 9], 2, max_new_tokens=4)
+    run_until_idle(pair)
+    end = pair.decode.ends["b"]
+    assert pair.decode.tokens["b"] == reference_output([*range(20), 9, 9, 9, 9, 9], 4)
+    assert end.meta.timing.transfer_bytes == 8 * 4 * 2
+    assert end.meta.cached_tokens == 20
+    assert_all_returned(pair)
+
+
+def test_either_leg_may_come_first():
+    rng = random.Random(1)
+    for first, second in (("prefill", "decode"), ("decode", "prefill")):
+        pair = SimPair()
+        pair.submit("a", range(9), 1, legs=(first,), max_new_tokens=3)
+        for _ in range(50):
+            rng.choice(pair.moves())()
+        pair.submit("a", range(9), 1, legs=(second,), max_new_tokens=3)
+        run_until_idle(pair)
+        assert pair.decode.tokens["a"] == reference_output(range(9), 3)
+
+
+def test_one_token_or_a_stop_token_ends_right_after_landing():
+    pair = SimPair()
+    prompt = [5, 6, 7]
+    first = reference_output(prompt, 1)[0]
+    pair.submit("a", prompt, 1, max_new_tokens=1)
+    pair.submit("b", prompt, 2, max_new_tokens=9, stop_ids=[first])
+    run_until_idle(pair)
+    assert pair.decode.ends["a"].finish.type is FinishType.LENGTH
+    assert pair.decode.ends["b"].finish.matched == first
+    assert_all_returned(pair)
+
+
+def test_corrupt_pages_are_never_decoded():
+    pair = SimPair()
+    pair.corrupt = True
+    pair.submit("a", range(30), 1, max_new_tokens=4)
+    run_until_idle(pair)
+    end = pair.decode.ends["a"]
+    assert isinstance(end, ReqError)
+    assert end.status == 502
+    assert "checksum" in end.message
+    assert "a" not in pair.decode.tokens
+    pair.corrupt = False
+    pair.submit("b", range(30), 2, max_new_tokens=4)
+    run_until_idle(pair)
+    assert pair.decode.tokens["b"] == reference_output(range(30), 4)
+    assert pair.decode.ends["b"].meta.timing.transfer_bytes == 8 * 4 * 8  # nothing of the bad pages was cached
+    assert_all_returned(pair)
+
+
+def test_other_prompt_under_the_same_room_is_refused_on_both_sides():
+    pair = SimPair()
+    pair.submit("a", range(9), 1, legs=("prefill",))
+    pair.submit("a", range(1, 10), 1, legs=("decode",))
+    run_until_idle(pair)
+    for side in (pair.prefill, pair.decode):
+        assert side.ends["a"].status == 409
+        assert "another prompt" in side.ends["a"].message
+    assert_all_returned(pair)
+
+
+def test_room_in_use_is_refused():
+    pair = SimPair()
+    pair.submit("a", range(9), 1)
+    pair.submit("b", range(9), 1)
+    run_until_idle(pair)
+    assert pair.decode.tokens["a"] == reference_output(range(9), 8)
+    for side in (pair.prefill, pair.decode):
+        assert side.ends["b"].status == 400
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+def test_missing_other_leg_ends_in_an_error_within_the_time_limit(leg):
+    rng = random.Random(1)
+    pair = SimPair()
+    pair.submit("a", range(9), 1, legs=(leg,))
+    for _ in range(40):
+        rng.choice(pair.moves())()
+    pair.now += BOOTSTRAP_TIMEOUT + 0.1
+    run_until_idle(pair)
+    assert getattr(pair, leg).ends["a"].status == 504
+    assert_all_returned(pair)
+
+
+def test_aborted_destination_is_not_reused_before_the_prefill_has_let_go():
+    rng = random.Random(1)
+    pair = SimPair()
+    pair.submit("a", range(30), 1, max_new_tokens=4)
+    while not pair.pushes:
+        rng.choice(pair.moves())()
+    pair.decode.scheduler.abort(AbortReq("a"))
+    pair.collect()
+    assert pair.decode.ends["a"].finish.type is FinishType.ABORT
+    assert pair.decode.scheduler.memory.usage()["in_use"] > 0
+    receiver = next(iter(pair.decode.rooms.rooms.values()))
+    assert receiver.state is ReceiverState.DRAINING
+    run_until_idle(pair)
+    assert_all_returned(pair)
+
+
+def test_fresh_pages_are_offered_only_after_steps_that_may_still_write_them():
+    pair = SimPair(max_total_tokens=32, disable_radix_cache=True)
+    decode = pair.decode
+    decode.submit("old", range(20), max_new_tokens=9)
+    decode.plan()
+    decode.work()
+    decode.plan()
+    decode.scheduler.abort(AbortReq("old"))  # its pages are free, its step still runs
+    pair.submit("a", range(24), 1, max_new_tokens=2)
+    for _ in range(3):
+        pair.advance()
+    assert not any(isinstance(m, TransferRequest) for m in pair.to_prefill)
+    while decode.work():
+        pass
+    pair.advance()
+    assert any(isinstance(m, TransferRequest) for m in pair.to_prefill)
+    run_until_idle(pair)
+    assert decode.tokens["a"] == reference_output(range(24), 2)
+
+
+def test_lost_link_fails_requests_at_once_and_frees_pages_when_it_is_down():
+    rng = random.Random(1)
+    pair = SimPair()
+    pair.submit("a", range(30), 1, max_new_tokens=4)
+    while not pair.pushes:
+        rng.choice(pair.moves())()
+    pair.lose_link()
+    assert pair.decode.ends["a"].status == 503
+    assert pair.decode.scheduler.memory.usage()["in_use"] > 0
+    pair.link_is_down()
+    run_until_idle(pair)
+    assert_all_returned(pair)
+    pair.submit("b", range(30), 2, max_new_tokens=4)
+    run_until_idle(pair)
+    assert pair.decode.tokens["b"] == reference_output(range(30), 4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    pool=st.sampled_from([64, 128, 256]),
+    chunk=st.sampled_from([4, 16, -1]),
+    radix=st.booleans(),
+    faults=st.booleans(),
+)
+def test_random_handovers(seed, pool, chunk, radix, faults):
+    rng = random.Random(seed)
+    pair = SimPair(
+        max_total_tokens=pool, chunked_prefill_size=chunk, disable_radix_cache=not radix, schedule_conservativeness=0.05
+    )
+    expected, cut = {}, set()
+    for i in range(12):
+        rid = f"r{i}"
+        base = rng.choice([[1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 9], []])
+        prompt = base + [rng.randrange(5) for _ in range(rng.randrange(1, 20))]
+        budget = rng.randrange(1, 12)
+        pair.submit(rid, prompt, 100 + i, max_new_tokens=budget)
+        expected[rid] = reference_output(prompt, budget)
+        for _ in range(rng.randrange(12)):
+            rng.choice(pair.moves())()
+        pair.check()
+        if rng.random() < 0.25:
+            victim = rng.choice(list(expected))
+            cut.add(victim)
+            getattr(pair, rng.choice(["prefill", "decode"])).scheduler.abort(AbortReq(victim))
+            pair.collect()
+        if faults and rng.random() < 0.08:
+            cut.update(expected)
+            pair.lose_link()
+            for _ in range(rng.randrange(6)):  # pages still on their way land in pages that nobody may have yet
+                copies = [m for m in pair.moves() if "lambda" in str(m)]
+                if copies:
+                    rng.choice(copies)()
+                pair.decode.plan()
+                pair.decode.work()
+            pair.link_is_down()
+    run_until_idle(pair, rng)
+    for rid, tokens in expected.items():
+        got = pair.decode.tokens.get(rid, [])
+        assert got == tokens[: len(got)]
+        if rid not in cut:
+            assert got == tokens
+    assert pair.decode.ends.keys() == pair.prefill.ends.keys() == expected.keys()
+    assert_all_returned(pair)

@@ -1,0 +1,180 @@
+"""Questions and orders, keys, and the shape of every error, through the real app in front of a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_engine import FakeEngine, with_engine
+
+from pdserve.messages.control import FlushCacheResult, Ping, Pong
+from pdserve.messages.outputs import ReqError
+from pdserve.server.http import health as health_module
+from pdserve.server.http.parsing import MAX_BODY_BYTES
+
+
+def test_health_asks_once_for_all_who_ask_at_once() -> None:
+    async def run(engine: FakeEngine) -> None:
+        answers = await asyncio.gather(*(engine.get("/health") for _ in range(20)))
+        assert {answer.status_code for answer in answers} == {200}
+        assert [type(question) for question in engine.questions] == [Ping]
+
+    with_engine(run)
+
+
+def test_health_says_why_not() -> None:
+    async def run(engine: FakeEngine) -> None:
+        engine.pong = Pong(0, False, "the model is still loading")
+        answer = await engine.get("/health")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["message"] == "the model is still loading"
+
+    with_engine(run)
+
+
+def test_health_without_an_answer_is_503_and_a_late_answer_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_module, "PING_TIMEOUT_SECONDS", 0.01)
+
+    async def run(engine: FakeEngine) -> None:
+        answer = await engine.get("/health")
+        assert answer.status_code == 503
+        assert "no answer" in answer.json()["error"]["message"]
+        [ping] = engine.questions
+        assert isinstance(ping, Ping)
+        engine.client.dispatch([Pong(ping.id, True)])
+
+    with_engine(run, mute=True)
+
+
+def test_health_is_asked_again_once_the_answer_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_module, "CACHE_SECONDS", 0.0)
+
+    async def run(engine: FakeEngine) -> None:
+        assert (await engine.get("/health")).status_code == 200
+        engine.pong = Pong(0, False, "draining")
+        assert (await engine.get("/health")).status_code == 503
+
+    with_engine(run)
+
+
+def test_health_generate_makes_a_token() -> None:
+    async def run(engine: FakeEngine) -> None:
+        assert (await engine.get("/health_generate")).status_code == 200
+        [request] = engine.requests
+        assert (request.sampling.max_new_tokens, request.sampling.temperature) == (1, 0.0)
+        engine.errors = [ReqError("", 503, "full")]
+        assert (await engine.get("/health_generate")).status_code == 503
+
+    with_engine(run)
+
+
+def test_info_flush_and_the_old_names() -> None:
+    async def run(engine: FakeEngine) -> None:
+        for path in ("/server_info", "/get_server_info"):
+            info = (await engine.get(path)).json()
+            assert (info["role"], info["pool"], info["epoch"]) == ("unified", {"in_use": 0}, "e1")
+            assert info["http"]["live_requests"] == 0
+        assert (await engine.get("/get_model_info")).json()["model_path"] == "smollm2"
+        for answer in (await engine.get("/flush_cache"), await engine.post("/flush_cache", {})):
+            assert answer.json() == {"success": True, "flushed": 5}
+        engine.flush_result = FlushCacheResult(0, False, message="3 requests are running")
+        assert (await engine.get("/flush_cache")).status_code == 400
+
+    with_engine(run)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nope", 404), ("GET", "/generate", 405), ("POST", "/health", 405)]
+)
+def test_unknown_paths_and_methods_have_the_same_shape(method: str, path: str, status: int) -> None:
+    async def run(engine: FakeEngine) -> None:
+        async with engine.http() as client:
+            answer = await client.request(method, path)
+        assert answer.status_code == status
+        assert answer.json()["error"].keys() == {"message", "type", "code", "param"}
+        assert path in answer.json()["error"]["message"]
+
+    with_engine(run)
+
+
+def test_api_key_guards_all_but_health() -> None:
+    async def run(engine: FakeEngine) -> None:
+        paths = ("/v1/models", "/server_info", "/health_generate", "/openapi.json", "/nope")
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "sécret"},
+            {"authorization": "secret"},
+        ):
+            async with engine.http(**headers) as client:
+                assert (await client.get("/health")).status_code == 200
+                for path in paths:
+                    answer = await client.get(path)
+                    assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+        async with engine.http(authorization="Bearer secret") as client:
+            assert [(await client.get(path)).status_code for path in paths] == [200, 200, 200, 200, 404]
+
+    with_engine(run, api_key="secret")
+
+
+def test_a_body_over_the_limit_is_413_however_it_comes() -> None:
+    async def chunks() -> Any:
+        for _ in range(MAX_BODY_BYTES // 2**20 + 1):
+            yield b" " * 2**20
+
+    async def run(engine: FakeEngine) -> None:
+        async with engine.http() as client:
+            declared = await client.post("/generate", content=b" " * (MAX_BODY_BYTES + 1))
+            chunked = await client.post("/generate", content=chunks())
+        assert [declared.status_code, chunked.status_code] == [413, 413]
+
+    with_engine(run)
+
+
+def test_documentation_lists_every_field() -> None:
+    async def run(engine: FakeEngine) -> None:
+        spec = (await engine.get("/openapi.json")).json()
+        schema = spec["paths"]["/generate"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert {"text", "input_ids", "sampling_params", "bootstrap_room"} <= schema["properties"].keys()
+        assert "$ref" not in orjson.dumps(schema).decode()
+
+    with_engine(run)
+
+
+PATHS = st.sampled_from(["/generate", "/v1/completions", "/v1/chat/completions", "/abort_request", "/flush_cache"])
+LEAVES = st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.sampled_from("ab ")
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3), max_leaves=4)
+NAMES = [
+    "text",
+    "input_ids",
+    "prompt",
+    "messages",
+    "n",
+    "stream",
+    "rid",
+    "stop",
+    "seed",
+    "logprobs",
+    "echo",
+    "bootstrap_room",
+]
+MESSAGES = st.fixed_dictionaries({"messages": st.just([{"role": "user", "content": "a"}])})
+BODIES = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4) | MESSAGES
+
+
+@given(PATHS, st.binary(max_size=30) | BODIES)
+def test_no_body_makes_a_500(path: str, body: bytes | dict[str, Any]) -> None:
+    async def run(engine: FakeEngine) -> None:
+        content = body if isinstance(body, bytes) else orjson.dumps(body)
+        async with engine.http() as client:
+            answer = await client.post(path, content=content)
+        assert answer.status_code < 500
+        if answer.status_code != 200:
+            assert answer.json()["error"]["message"]
+        assert engine.client.live_requests == 0
+
+    with_engine(run)

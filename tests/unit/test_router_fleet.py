@@ -1,0 +1,68 @@
+"""Who is chosen for a request, and when nobody is."""
+
+from collections import Counter
+
+import pytest
+
+from pdserve.router.fleet import Fleet, Pair
+from pdserve.router.instance import HealthState
+from pdserve.router.options import RouterOptions
+from pdserve.router.request_body import RequestBody
+
+BODY = RequestBody(b"{}", {})
+
+
+def make_fleet(policy="round_robin", prefill=1, decode=1, worker=0, unhealthy=()):
+    names = {"prefill": prefill, "decode": decode, "worker": worker}
+    urls = {role: [f"http://{role}{i}" for i in range(count)] for role, count in names.items()}
+    fleet = Fleet(RouterOptions(policy=policy, **urls))
+    for instance in fleet.instances:
+        state = HealthState.UNHEALTHY if instance.host in unhealthy else HealthState.HEALTHY
+        fleet.set_state(instance, state, "test")
+    return fleet
+
+
+def chosen(fleet, failed=()):
+    target = fleet.pick(BODY, [i for i in fleet.instances if i.host in failed])
+    if isinstance(target, Pair):
+        return target.prefill.host, target.decode.host
+    return target.host if target else None
+
+
+def test_round_robin_gives_each_its_turn():
+    fleet = make_fleet(prefill=2, decode=3)
+    counts = Counter(host for _ in range(12) for host in chosen(fleet))
+    assert counts == {"prefill0": 6, "prefill1": 6, "decode0": 4, "decode1": 4, "decode2": 4}
+
+
+def test_random_uses_all():
+    fleet = make_fleet("random", prefill=2, decode=2)
+    assert len({chosen(fleet) for _ in range(200)}) == 4
+
+
+@pytest.mark.parametrize("policy", ["random", "round_robin"])
+def test_the_unhealthy_are_never_chosen(policy):
+    fleet = make_fleet(policy, prefill=2, decode=2, unhealthy=("prefill0", "decode1"))
+    assert {chosen(fleet) for _ in range(50)} == {("prefill1", "decode0")}
+
+
+def test_workers_serve_while_no_pair_can():
+    assert chosen(make_fleet(worker=1)) == ("prefill0", "decode0")
+    assert chosen(make_fleet(worker=1, unhealthy=("prefill0",))) == "worker0"
+    nobody = make_fleet(worker=1, unhealthy=("decode0", "worker0"))
+    assert (chosen(nobody), nobody.can_serve()) == (None, False)
+
+
+def test_a_retry_goes_elsewhere_while_there_is_an_elsewhere():
+    assert chosen(make_fleet(prefill=2, decode=2), failed=("prefill0", "decode0")) == ("prefill1", "decode1")
+    assert chosen(make_fleet(worker=1), failed=("prefill0", "decode0")) == "worker0"
+    assert chosen(make_fleet(prefill=2), failed=("prefill0", "decode0")) == ("prefill1", "decode0")
+    assert chosen(make_fleet(), failed=("prefill0", "decode0")) == ("prefill0", "decode0")
+
+
+def test_a_failure_takes_an_instance_out_until_the_next_check():
+    fleet = make_fleet()
+    fleet.report_failure(fleet.instances[0], "connection reset")
+    assert chosen(fleet) is None
+    assert (fleet.can_serve(), fleet.undecided()) == (False, True)
+    assert fleet.instances[0].check_now.is_set()

@@ -1,0 +1,31 @@
+"""Router options: what is understood, what is refused."""
+
+import pytest
+
+from pdserve.router.options import RouterOptions, RouterOptionsError, parse_prefill
+
+
+def test_bootstrap_ports_follow_their_urls():
+    tokens = ["http://a:30000/", "9000", "http://b:30000", "http://[::1]:30000", "9001"]
+    assert parse_prefill(tokens) == [("http://a:30000", 9000), ("http://b:30000", 8998), ("http://[::1]:30000", 9001)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prefill": ["http://a"]},
+        {"decode": ["http://a"], "worker": ["http://b"]},
+        {"prefill": ["9000", "http://a"], "decode": ["http://b"]},
+        {"prefill": ["http://a", "9000", "9001"], "decode": ["http://b"]},
+        {"prefill": ["http://a", "70000"], "decode": ["http://b"]},
+        {"worker": ["127.0.0.1:30000"]},
+        {"worker": ["http://a/v1"]},
+        {"worker": ["http://a:99999"]},
+        {"worker": ["http://a"], "retries": -1},
+        {"worker": ["http://a"], "health_check_interval": 0.0},
+    ],
+)
+def test_what_cannot_work_is_refused(options):
+    with pytest.raises(RouterOptionsError):
+        RouterOptions(**options).check()

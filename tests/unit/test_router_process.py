@@ -1,0 +1,66 @@
+"""The router as an OS process: its title, its end, and what it does not load."""
+
+import signal
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+RUN = """
+import sys
+from pdserve.router.options import RouterOptions
+from pdserve.router.process import run_router
+code = run_router(RouterOptions(worker=["http://127.0.0.1:9"], port=int(sys.argv[1])))
+assert "torch" not in sys.modules
+print("exit", code, flush=True)
+"""
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def start(port):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", RUN, str(port)], **pipes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_exit_code_0(port, number):
+    with start(port) as process:
+        # The first health check is logged once the router serves.
+        assert any("is unhealthy" in line for line in process.stderr)
+        assert psutil.Process(process.pid).cmdline()[0] == f"pdserve router:{port}"
+        process.send_signal(number)
+        out, err = process.communicate(timeout=20)
+    assert (out, process.returncode) == ("exit 0\n", 0), err
+
+
+def test_a_port_that_is_taken_is_an_error_that_names_it(port):
+    with socket.create_server(("127.0.0.1", port)), start(port) as process:
+        out, err = process.communicate(timeout=20)
+    assert out == "exit 1\n"
+    assert str(port) in err
+
+
+def test_it_dies_with_the_parent_that_it_is_tied_to(port):
+    command = [sys.executable, "-m", "pdserve.server.tethered", "PARENT", "router"]
+    flags = ["--worker", "http://127.0.0.1:9", f"--port={port}"]
+    code = (
+        "import os, subprocess, sys\n"
+        "argv = [str(os.getpid()) if word == 'PARENT' else word for word in sys.argv[1:]]\n"
+        "print(subprocess.Popen(argv, stderr=sys.stdout).pid, flush=True)\n"
+        "sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, *command, *flags], **pipes) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        assert any("is unhealthy" in line for line in parent.stdout)
+        parent.kill()
+        _, alive = psutil.wait_procs([child], timeout=10)
+    assert not alive

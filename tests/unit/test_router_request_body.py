@@ -1,0 +1,54 @@
+"""What each leg is sent for a client's body."""
+
+import json
+
+import pytest
+
+from pdserve.router.instance import Instance, Role
+from pdserve.router.request_body import RequestBody
+
+PREFILL = Instance("http://[::1]:30000", Role.PREFILL, 9000)
+
+
+def legs(**fields):
+    bodies = RequestBody.parse(json.dumps(fields).encode()).for_pair(PREFILL)
+    return json.loads(bodies.prefill), json.loads(bodies.decode)
+
+
+@pytest.mark.parametrize(
+    ("fields", "size"),
+    [
+        ({"text": "a"}, None),
+        ({"text": ["a"]}, 1),
+        ({"input_ids": [1, 2]}, None),
+        ({"input_ids": [[1], [2, 3]]}, 2),
+        ({"prompt": ["a", "b", "c"]}, 3),
+        ({"prompt": [1, 2]}, None),
+        ({"messages": [{"role": "user", "content": "a"}]}, None),
+        ({"text": []}, None),
+    ],
+)
+def test_a_batch_gets_a_room_and_a_rid_for_each_prompt(fields, size):
+    prefill, decode = legs(**fields)
+    assert prefill == {**decode, "stream": False}
+    if size is None:
+        assert (decode["bootstrap_host"], decode["bootstrap_port"]) == ("::1", 9000)
+        assert isinstance(decode["bootstrap_room"], int)
+        assert isinstance(decode["rid"], str)
+        return
+    assert decode["bootstrap_host"] == ["::1"] * size
+    assert decode["bootstrap_port"] == [9000] * size
+    assert len(set(decode["bootstrap_room"])) == len(set(decode["rid"])) == size
+
+
+def test_the_prefill_is_not_asked_to_stream():
+    prefill, decode = legs(prompt="a", stream=True, stream_options={"include_usage": True})
+    assert (prefill["stream"], "stream_options" in prefill) == (False, False)
+    assert (decode["stream"], decode["stream_options"]) == (True, {"include_usage": True})
+
+
+def test_a_clients_own_room_is_replaced_and_its_rid_kept():
+    prefill, decode = legs(text="a", rid="mine", bootstrap_room=5, bootstrap_host="elsewhere")
+    assert prefill["rid"] == decode["rid"] == "mine"
+    assert prefill["bootstrap_room"] == decode["bootstrap_room"] != 5
+    assert decode["bootstrap_host"] == "::1"

@@ -1,0 +1,211 @@
+"""What request bodies may hold: every refusal names its field, and nothing a client writes is more than a 400."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.server.http.completions import read_prompts
+from pdserve.server.http.errors import ApiError
+from pdserve.server.http.fields import Body
+from pdserve.server.http.generate import is_batch, plan_generate
+from pdserve.server.http.openai_schemas import ChatBody, CompletionBody
+from pdserve.server.http.parsing import parse_json, validate
+from pdserve.server.http.schemas import AbortBody, GenerateBody, SamplingParamsBody
+
+
+def refusal(schema: type[Body], body: dict[str, Any]) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        validate(schema, body)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"txt": "a"}, "txt", 'did you mean "text"?'),
+        ({"temperature": 1}, "temperature", 'belongs in "sampling_params"'),
+        ({"sampling_params": {"max_tokens": 1}}, "sampling_params.max_tokens", '"max_new_tokens"'),
+        ({"sampling_params": {"seed": 1}}, "sampling_params.seed", '"sampling_seed"'),
+        ({"zzzz": None}, "zzzz", "no such field"),
+        ({"image_data": "x"}, "image_data", "does not serve"),
+        ({"sampling_params": {"regex": "a*"}}, "sampling_params.regex", "does not serve"),
+        ({"text": 5}, "text", "must be a string, not 5"),
+        ({"text": ["a", None]}, "text[1]", "must be a string, not null"),
+        ({"input_ids": [1, True]}, "input_ids[1]", "must be an integer, not true"),
+        ({"input_ids": [[1], [1, -2]]}, "input_ids[1][1]", "greater than or equal to 0"),
+        ({"input_ids": [2**31]}, "input_ids[0]", "less than or equal to 2147483647"),
+        ({"stream": 1}, "stream", "must be true or false"),
+        ({"sampling_params": "x"}, "sampling_params", "must be an object"),
+        ({"sampling_params": {"temperature": "1"}}, "sampling_params.temperature", "must be a number"),
+        ({"sampling_params": {"temperature": -0.1}}, "sampling_params.temperature", "not -0.1"),
+        ({"sampling_params": {"temperature": 1e300}}, "sampling_params.temperature", "less than"),
+        ({"sampling_params": {"temperature": True}}, "sampling_params.temperature", "must be a number"),
+        ({"sampling_params": {"top_p": 0}}, "sampling_params.top_p", "greater than 0"),
+        ({"sampling_params": {"top_k": 0}}, "sampling_params.top_k", "-1 for all"),
+        ({"sampling_params": {"top_k": -2}}, "sampling_params.top_k", "-1"),
+        ({"sampling_params": {"min_p": 1.5}}, "sampling_params.min_p", "1"),
+        ({"sampling_params": {"frequency_penalty": 2.5}}, "sampling_params.frequency_penalty", "2"),
+        ({"sampling_params": {"repetition_penalty": 0}}, "sampling_params.repetition_penalty", "greater than 0"),
+        ({"sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens", "0"),
+        ({"sampling_params": {"max_new_tokens": 1.0}}, "sampling_params.max_new_tokens", "must be an integer"),
+        ({"sampling_params": {"max_new_tokens": 2**64 - 1}}, "sampling_params.max_new_tokens", "less than"),
+        ({"sampling_params": {"min_new_tokens": 129}}, "sampling_params.min_new_tokens", "max_new_tokens (128)"),
+        ({"sampling_params": {"n": 65}}, "sampling_params.n", "64"),
+        ({"sampling_params": {"stop": ""}}, "sampling_params.stop", "empty"),
+        ({"sampling_params": {"stop": ["a"] * 33}}, "sampling_params.stop", "the limit is 32"),
+        ({"sampling_params": {"stop_token_ids": [-1]}}, "sampling_params.stop_token_ids[0]", "0"),
+        ({"rid": ""}, "rid", "must not be empty"),
+        ({"rid": "a\nb"}, "rid", "printable"),
+        ({"bootstrap_room": 2**63}, "bootstrap_room", "less than or equal"),
+        ({"bootstrap_port": 0}, "bootstrap_port", "1"),
+    ],
+)
+def test_generate_refuses_by_name(body: dict[str, Any], param: str, says: str) -> None:
+    error = refusal(GenerateBody, body)
+    assert error.param == param
+    assert error.message.startswith(f"{param}: ")
+    assert says in error.message
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "text"),
+        ({"text": "a", "input_ids": [1]}, "input_ids"),
+        ({"text": ""}, "text"),
+        ({"text": []}, "text"),
+        ({"text": ["a", ""]}, "text[1]"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [[1], []]}, "input_ids[1]"),
+        ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
+        ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid"),
+        ({"text": "a", "rid": ["x"]}, "rid"),
+        ({"text": "a", "sampling_params": []}, "sampling_params"),
+        ({"text": "a", "bootstrap_room": 1}, "bootstrap_host"),
+        ({"text": "a", "bootstrap_host": "h"}, "bootstrap_room"),
+        ({"text": ["a"] * 128, "sampling_params": {"n": 64}}, "n"),
+    ],
+)
+def test_generate_refuses_what_does_not_fit_together(body: dict[str, Any], param: str) -> None:
+    checked = validate(GenerateBody, body)
+    with pytest.raises(ApiError) as caught:
+        plan_generate(checked, is_batch(checked), default_port=8998)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert param in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("schema", "body"),
+    [
+        (GenerateBody, {"text": "a", "image_data": None, "lora_path": "", "log_metrics": True, "priority": 0}),
+        (GenerateBody, {"text": "a", "sampling_params": {"regex": None, "spaces_between_special_tokens": True}}),
+        (GenerateBody, {"text": None, "input_ids": [1], "rid": None, "sampling_params": {"max_new_tokens": None}}),
+        (CompletionBody, {"prompt": "a", "best_of": 1, "logit_bias": {}, "suffix": None, "user": "u"}),
+        (ChatBody, {"messages": [{"role": "user", "content": "a", "name": None}], "tools": [], "tool_choice": "auto"}),
+        (ChatBody, {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "text"}}),
+        (AbortBody, {"rid": "", "abort_all": True}),
+    ],
+)
+def test_what_asks_for_nothing_is_accepted(schema: type[Body], body: dict[str, Any]) -> None:
+    validate(schema, body)
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "param"),
+    [
+        (CompletionBody, {}, "prompt"),
+        (CompletionBody, {"prompt": "a", "suffix": "b"}, "suffix"),
+        (CompletionBody, {"prompt": "a", "best_of": 2}, "best_of"),
+        (CompletionBody, {"prompt": [1, "a"]}, "prompt[1]"),
+        (CompletionBody, {"prompt": "a", "logprobs": True}, "logprobs"),
+        (CompletionBody, {"prompt": "a", "logprobs": 1, "echo": True, "stream": True}, "echo"),
+        (CompletionBody, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+        (CompletionBody, {"prompt": "a", "stream_options": {"include_usag": True}}, "stream_options.include_usag"),
+        (ChatBody, {"messages": []}, "messages"),
+        (ChatBody, {"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+        (ChatBody, {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        (ChatBody, {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools"),
+        (
+            ChatBody,
+            {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json"}},
+            "response_format",
+        ),
+        (ChatBody, {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "top_logprobs"),
+        (AbortBody, {}, "rid"),
+        (AbortBody, {"rid": "a", "abort_all": True}, "rid"),
+    ],
+)
+def test_other_bodies_refuse_by_name(schema: type[Body], body: dict[str, Any], param: str) -> None:
+    assert refusal(schema, body).param == param
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b'"a"',
+        b"null",
+        b'{"text": NaN}',
+        b'{"text": Infinity}',
+        b'{"text": "\\ud800"}',
+        b"\xff",
+        b"[" * 5000,
+    ],
+)
+def test_what_is_not_a_json_object_is_refused(data: bytes) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_json(data)
+    assert caught.value.status == 400
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(string.ascii_letters, max_size=3), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+NESTED = {"sampling_params": SamplingParamsBody}
+
+
+def bodies(schema: type[Body]) -> st.SearchStrategy[dict[str, Any]]:
+    """Objects with some of the known fields, whatever their values."""
+    names = [*schema.model_fields, *schema.unserved]
+    values = {name: bodies(NESTED[name]) | JSON if name in NESTED else JSON for name in names}
+    return st.fixed_dictionaries({}, optional=values).map(lambda body: dict(list(body.items())[:6]))
+
+
+@given(bodies(GenerateBody))
+def test_any_generate_body_is_planned_or_refused(body: dict[str, Any]) -> None:
+    try:
+        checked = validate(GenerateBody, body)
+        plans = plan_generate(checked, is_batch(checked), default_port=8998)
+    except ApiError as e:
+        assert e.status == 400
+    else:
+        assert all(plan.prompt.text or plan.prompt.input_ids for plan in plans)
+
+
+@given(bodies(CompletionBody))
+def test_any_completion_body_is_checked_or_refused(body: dict[str, Any]) -> None:
+    try:
+        read_prompts(validate(CompletionBody, {"prompt": "a"} | body).prompt)
+    except ApiError as e:
+        assert e.status == 400
+
+
+@given(bodies(ChatBody))
+def test_any_chat_body_is_checked_or_refused(body: dict[str, Any]) -> None:
+    try:
+        validate(ChatBody, {"messages": [{"role": "user", "content": "a"}]} | body)
+    except ApiError as e:
+        assert e.status == 400

@@ -1,0 +1,216 @@
+"""What a ``ForwardStep`` makes of the request table, the batch and the result, with a model that is easy to predict."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pdserve.messages.base import pack_i32, unpack_i32
+from pdserve.messages.worker import ForwardStep, InputLogprobSpec, RowInit, SlotDelta
+from pdserve.model_runner.forward_batch import ForwardBatch
+from pdserve.model_runner.step_runner import StepRunner
+
+VOCAB = 100
+
+
+class FakeModel:
+    """Its favourite next token is (token + position) % V; it keeps the batches that it saw, the table copied."""
+
+    vocab_size = VOCAB
+    context_length = 64
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.batches: list[ForwardBatch] = []
+        self.tables: list[torch.Tensor] = []
+        self.bad_tokens: set[int] = set()
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        self.batches.append(batch)
+        self.tables.append(batch.req_to_token.clone())
+        ids, positions = batch.input_ids[batch.logit_indices], batch.positions[batch.logit_indices]
+        logits = torch.zeros(len(ids), VOCAB)
+        logits[torch.arange(len(ids)), (ids + positions) % VOCAB] = 10.0
+        for bad in self.bad_tokens:
+            logits[ids == bad] = torch.nan
+        return logits
+
+
+def make_row(row: int, **changes) -> RowInit:
+    defaults = {
+        "row": row,
+        "seed": 1,
+        "prompt_len": 3,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "stop_ids": (),
+    }
+    return RowInit(**(defaults | changes))
+
+
+def make_step(*entries: tuple[int, int, list[int] | None, bool], step_id: int = 1, first_slot: int = 16, **extra):
+    """Entries are (row, start, tokens or None for the row's last one, sample); slots count up from ``first_slot``."""
+    rows, starts, tokens, sample = zip(*entries, strict=True)
+    ids = [token for entry in tokens for token in (entry or [0])]
+    return ForwardStep(
+        step_id=step_id,
+        rows=pack_i32(rows),
+        starts=pack_i32(starts),
+        q_lens=pack_i32([len(entry or [0]) for entry in tokens]),
+        use_last=pack_i32([entry is None for entry in tokens]),
+        sample=pack_i32(sample),
+        input_ids=pack_i32(ids),
+        out_cache_loc=pack_i32(np.arange(first_slot, first_slot + len(ids))),
+        **extra,
+    )
+
+
+@pytest.fixture
+def model() -> FakeModel:
+    return FakeModel()
+
+
+@pytest.fixture
+def runner(model: FakeModel) -> StepRunner:
+    return StepRunner(model, max_reqs=4)
+
+
+def next_tokens(result) -> list[int]:
+    return unpack_i32(result.next_tokens).tolist()
+
+
+def test_chunks_and_decode_steps_share_a_pass(runner: StepRunner, model: FakeModel) -> None:
+    runner.run(make_step((2, 0, [5, 6, 7], True), new_rows=[make_row(2)]))
+    result = runner.run(
+        make_step((0, 4, [10, 11], False), (2, 3, None, True), (1, 0, [20], True), new_rows=[make_row(0), make_row(1)])
+    )
+    batch = model.batches[1]
+    assert batch.input_ids.tolist() == [10, 11, 9, 20]
+    assert batch.positions.tolist() == [4, 5, 3, 0]
+    assert batch.out_cache_loc.tolist() == [16, 17, 18, 19]
+    assert (batch.rows.tolist(), batch.starts, batch.q_lens) == ([0, 2, 1], [4, 3, 0], [2, 1, 1])
+    assert batch.logit_indices.tolist() == [2, 3]
+    assert next_tokens(result) == [12, 20]
+    assert result.logprobs is None
+
+
+def test_a_step_is_ready_before_the_result_of_the_one_before_is_known(runner: StepRunner, model: FakeModel) -> None:
+    steps = [make_step((1, 0, [1, 2, 3], True), new_rows=[make_row(1)])]
+    steps += [make_step((1, 3 + i, None, True), step_id=2 + i) for i in range(3)]
+    assert [next_tokens(runner.run(step)) for step in steps] == [[5], [8], [12], [17]]
+    assert [batch.input_ids.tolist() for batch in model.batches[1:]] == [[5], [8], [12]]
+
+
+def test_the_table_follows_deltas_then_the_pass(runner: StepRunner, model: FakeModel) -> None:
+    deltas = [SlotDelta(3, 0, pack_i32([32, 33, 34, 35])), SlotDelta(3, 1, pack_i32([65, 66])), SlotDelta(0, 5, b"")]
+    runner.run(make_step((3, 3, [1, 2], True), new_rows=[make_row(3)], slot_deltas=deltas))
+    assert model.tables[0][3, :6].tolist() == [32, 65, 66, 16, 17, 0]
+    assert not model.tables[0][:3].any()
+
+
+def test_a_new_request_starts_its_row_afresh(runner: StepRunner) -> None:
+    history = pack_i32([1, 2, 3])
+    runner.run(
+        make_step((0, 0, [1, 2, 3], True), new_rows=[make_row(0, frequency_penalty=20.0, history=history, logprobs=1)])
+    )
+    result = runner.run(make_step((0, 0, [1, 2, 3], True), new_rows=[make_row(0)]))
+    assert next_tokens(result) == [5]
+    assert result.logprobs is None
+    runner.run(make_step((0, 0, [1], False), new_rows=[make_row(0)]))
+    assert runner.run(make_step((0, 1, [7], True))).bad_entries == []
+
+
+def test_a_last_token_that_was_never_sampled_is_not_the_former_request_s(runner: StepRunner, model: FakeModel) -> None:
+    runner.run(make_step((0, 0, [1, 2, 3], True), new_rows=[make_row(0)]))
+    runner.run(make_step((0, 0, None, True), new_rows=[make_row(0)]))
+    assert model.batches[-1].input_ids.tolist() == [-1]
+
+
+def test_penalties_count_what_the_worker_itself_sampled(runner: StepRunner) -> None:
+    init = make_row(0, frequency_penalty=6.0, history=pack_i32([1, 2, 3]))
+    assert next_tokens(runner.run(make_step((0, 0, [1, 2, 3], True), new_rows=[init]))) == [5]
+    # The model wants token 5 again and again: once output it has 10 - 6, twice -2, below the zeros of the others.
+    assert next_tokens(runner.run(make_step((0, 3, [2], True)))) == [5]
+    assert next_tokens(runner.run(make_step((0, 4, [1], True)))) == [0]
+
+
+def test_repetition_counts_the_prompt_and_frequency_does_not(runner: StepRunner) -> None:
+    prompt = pack_i32([1, 5, 3])
+    first = make_step((0, 0, [1, 5, 3], True), new_rows=[make_row(0, frequency_penalty=50.0, history=prompt)])
+    assert next_tokens(runner.run(first)) == [5]
+    again = make_step(
+        (0, 0, [1, 5, 3], True), new_rows=[make_row(0, repetition_penalty=100.0, history=prompt, logprobs=2)]
+    )
+    result = runner.run(again)
+    assert next_tokens(result) == [5]
+    assert result.logprobs[0].top[0][0] == 5
+
+
+def test_min_new_tokens_holds_back_stop_tokens(runner: StepRunner) -> None:
+    init = make_row(0, min_new_tokens=2, stop_ids=(5, 10**6))
+    assert next_tokens(runner.run(make_step((0, 0, [1, 2, 3], True), new_rows=[init]))) == [0]
+    assert next_tokens(runner.run(make_step((0, 3, [2], True)))) == [0]
+    assert next_tokens(runner.run(make_step((0, 4, [1], True)))) == [5]
+
+
+def test_logprobs_of_samples_align_with_entries_that_sample(runner: StepRunner) -> None:
+    rows = [make_row(0), make_row(1, logprobs=0), make_row(2, logprobs=3)]
+    step = make_step((0, 0, [1], True), (1, 0, [2], False), (1, 1, [2], True), (2, 0, [9], True), new_rows=rows)
+    none, bare, full = runner.run(step).logprobs
+    assert none is None
+    assert (bare.token_id, bare.top) == (3, [])
+    assert full.token_id == 9
+    assert [token for token, _ in full.top] == [9, 0, 1]
+    assert full.top[0][1] == full.logprob == pytest.approx(10 - np.log(np.exp(10) + VOCAB - 1), abs=1e-5)
+
+
+def test_input_logprobs_score_the_prompt_s_next_tokens(runner: StepRunner, model: FakeModel) -> None:
+    specs = [InputLogprobSpec(1, 1, pack_i32([22, 23]), 1), InputLogprobSpec(0, 0, pack_i32([3]), 0)]
+    step = make_step(
+        (0, 0, [3, 4], True),
+        (1, 0, [20, 21, 22, 23], False),
+        new_rows=[make_row(0), make_row(1)],
+        input_logprobs=specs,
+    )
+    result = runner.run(step)
+    assert model.batches[0].logit_indices.tolist() == [1, 3, 4, 0]
+    assert next_tokens(result) == [5]
+    first, second = result.input_logprobs
+    assert [(entry.token_id, entry.top[0][0]) for entry in first] == [(22, 22), (23, 24)]
+    assert first[0].logprob == pytest.approx(first[1].top[0][1])
+    assert first[1].logprob == pytest.approx(first[1].top[0][1] - 10)
+    assert (second[0].token_id, second[0].top) == (3, [])
+
+
+def test_entries_whose_logits_are_not_finite_are_named(runner: StepRunner, model: FakeModel) -> None:
+    model.bad_tokens = {7, 8}
+    step = make_step(
+        (0, 0, [1], True),
+        (1, 0, [7], True),
+        (2, 0, [8, 9], False),
+        (3, 0, [2], True),
+        new_rows=[make_row(row) for row in range(4)],
+        input_logprobs=[InputLogprobSpec(2, 0, pack_i32([9]), 2)],
+    )
+    result = runner.run(step)
+    assert result.bad_entries == [1, 2]
+    assert [next_tokens(result)[i] for i in (0, 2)] == [1, 2]
+
+
+def test_a_step_that_contradicts_itself_is_refused(runner: StepRunner) -> None:
+    step = make_step((0, 0, [1, 2], True), new_rows=[make_row(0)])
+    step.out_cache_loc = pack_i32([16])
+    with pytest.raises(ValueError, match="step 1"):
+        runner.run(step)
+
+
+def test_nothing_wanted_gives_nothing(runner: StepRunner) -> None:
+    result = runner.run(make_step((0, 0, [1, 2], False), new_rows=[make_row(0)]))
+    assert (next_tokens(result), result.logprobs, result.input_logprobs) == ([], None, [])

@@ -1,0 +1,162 @@
+"""Requests on their way through the tokenizer process: checks, batches, order."""
+
+import re
+
+import pytest
+
+from pdserve.messages.base import unpack_i32
+from pdserve.messages.control import Ping
+from pdserve.messages.outputs import ReqError
+from pdserve.messages.requests import AbortReq, Bootstrap, ChatMessage, GenerateReq, LogprobOptions, TokenizeReq
+from pdserve.messages.sampling import SamplingParams
+from pdserve.server.options import ServerOptions
+from pdserve.server.text.chat_template import ChatTemplate
+from pdserve.server.text.load import load_tokenizer
+from pdserve.server.text.model_limits import ModelLimits
+from pdserve.server.text.request_tokenizer import RequestTokenizer
+from pdserve.server.tokenizer_process import route
+
+CONTEXT = 32
+VOCAB = 49152
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def smollm():
+    return load_tokenizer(ServerOptions())
+
+
+@pytest.fixture
+def requests(smollm):
+    return RequestTokenizer(smollm, ChatTemplate(TEMPLATE, {}), ModelLimits(CONTEXT, VOCAB))
+
+
+def make_req(rid="r", **fields):
+    sampling = fields.pop("sampling", {})
+    return TokenizeReq(rid=rid, sampling=SamplingParams(seed=1, **sampling), arrival=1.5, **fields)
+
+
+def one(requests, **fields):
+    [answer] = requests.tokenize([make_req(**fields)])
+    return answer
+
+
+def chat(content, role="user"):
+    return [ChatMessage(role, content)]
+
+
+def test_a_request_keeps_everything_that_the_scheduler_needs(requests, smollm):
+    fields = {
+        "logprobs": LogprobOptions(0, 3),
+        "bootstrap": Bootstrap("127.0.0.1", 8998, 1 << 62),
+        "extra_key": "tenant",
+    }
+    out = one(requests, text="Hello world", sampling={"stop": ("x",), "max_new_tokens": 4}, **fields)
+    assert unpack_i32(out.input_ids).tolist() == smollm.encode_batch(["Hello world"], add_special_tokens=True)[0]
+    assert out.sampling == SamplingParams(seed=1, stop=("x",), max_new_tokens=4)
+    assert (out.rid, out.arrival, out.logprobs, out.bootstrap, out.extra_key) == ("r", 1.5, *fields.values())
+
+
+def test_texts_ids_and_chats_that_arrive_together_are_answered_in_order(requests, smollm):
+    reqs = [
+        make_req("a", text="one"),
+        make_req("b", input_ids=[5, 6]),
+        make_req("c", text=""),
+        make_req("d", chat=chat("two")),
+        make_req("e", text="three"),
+    ]
+    answers = requests.tokenize(reqs)
+    assert [a.rid for a in answers] == list("abcde")
+    assert isinstance(answers[2], ReqError)
+    [one_, two, three] = smollm.encode_batch(["one", "two", "three"], add_special_tokens=False)
+    got = [unpack_i32(a.input_ids).tolist() for a in answers if isinstance(a, GenerateReq)]
+    assert got == [one_, [5, 6], two, three]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        ({}, "text", "exactly one of text, input_ids, messages; found: none"),
+        ({"text": "a", "input_ids": [1]}, "text", "found: text and input_ids"),
+        ({"text": ""}, "text", "empty"),
+        ({"input_ids": []}, "input_ids", "empty"),
+        ({"chat": []}, "messages", "empty"),
+        ({"chat": [ChatMessage("user", "")]}, "messages", "no tokens"),
+        ({"input_ids": [1, VOCAB]}, "input_ids", f"token id {VOCAB} .* 0 to {VOCAB - 1}"),
+        ({"input_ids": [1, -1]}, "input_ids", "token id -1"),
+        ({"input_ids": [2**63]}, "input_ids", "vocabulary"),
+        ({"input_ids": [1] * CONTEXT}, "input_ids", "32 tokens"),
+        ({"text": "a b " * CONTEXT}, "text", "context of 32"),
+        ({"text": "a" * 10_000_000}, "text", "can't fit"),
+        ({"chat": [ChatMessage("user", "a" * 10_000_000)]}, "messages", "can't fit"),
+        ({"text": "a\ud800"}, "text", "surrogate"),
+        ({"chat": [ChatMessage("user", "\udfff")]}, "messages", "surrogate"),
+        ({"chat": [ChatMessage("bad", "a")]}, "messages", "no such role"),
+        ({"text": "a", "sampling": {"stop_token_ids": (1, VOCAB)}}, "stop_token_ids", "vocabulary"),
+        ({"text": "a", "sampling": {"stop_token_ids": (-1,)}}, "stop_token_ids", "vocabulary"),
+        ({"text": "a", "sampling": {"stop": ("x", "")}}, "stop", "1 to"),
+        ({"text": "a", "sampling": {"stop": ("x" * 5000,)}}, "stop", "5000"),
+        ({"text": "a", "sampling": {"stop": ("x",) * 65}}, "stop", "at most 64"),
+    ],
+)
+def test_a_bad_request_is_refused_with_its_field(requests, fields, field, message):
+    out = one(requests, **fields)
+    assert isinstance(out, ReqError)
+    assert (out.rid, out.status, out.field) == ("r", 400, field)
+    assert re.search(message, out.message), out.message
+
+
+def test_a_huge_text_is_refused_without_tokenizing_it(smollm, monkeypatch):
+    requests = RequestTokenizer(smollm, None, ModelLimits(CONTEXT, VOCAB))
+    encoded = []
+    monkeypatch.setattr(smollm, "encode_batch", lambda texts, **_: encoded.append(texts))
+    assert isinstance(one(requests, text="é" * (CONTEXT * smollm.max_token_bytes // 2 + 1)), ReqError)
+    assert encoded == []
+
+
+def test_the_longest_text_that_could_fit_is_tokenized(requests, smollm):
+    table = smollm.byte_table.pieces
+    longest = max(table, key=len).decode()
+    out = one(requests, text=longest * (CONTEXT - 1))
+    assert isinstance(out, GenerateReq)
+
+
+def test_no_chat_template_says_what_to_do(smollm):
+    out = one(RequestTokenizer(smollm, None, ModelLimits(CONTEXT, VOCAB)), chat=chat("hi"))
+    assert (out.status, out.field) == (400, "messages")
+    assert "--chat-template" in out.message
+
+
+def test_output_is_cut_to_what_the_context_leaves(requests):
+    out = one(requests, input_ids=[1] * (CONTEXT - 5), sampling={"max_new_tokens": 100, "min_new_tokens": 50})
+    assert (out.sampling.max_new_tokens, out.sampling.min_new_tokens) == (5, 5)
+    out = one(requests, input_ids=[1] * (CONTEXT - 1))
+    assert out.sampling.max_new_tokens == 1
+
+
+def test_stop_ids_are_the_models_own_and_the_requests(requests):
+    assert one(requests, text="a").stop_ids == (2,)
+    assert one(requests, text="a", sampling={"stop_token_ids": (7, 2)}).stop_ids == (2, 7)
+    assert one(requests, text="a", sampling={"stop_token_ids": (7,), "ignore_eos": True}).stop_ids == (7,)
+
+
+def test_an_end_of_text_that_the_model_has_no_weights_for_is_left_out(smollm):
+    requests = RequestTokenizer(smollm, None, ModelLimits(CONTEXT, 2))
+    assert one(requests, input_ids=[1]).stop_ids == ()
+
+
+def test_a_text_whose_tokens_the_model_has_no_weights_for_is_refused(smollm):
+    requests = RequestTokenizer(smollm, None, ModelLimits(CONTEXT, 20))
+    assert isinstance(one(requests, text="Hello"), ReqError)
+
+
+def test_aborts_and_questions_keep_their_place_and_errors_go_back(requests):
+    ping, abort = Ping(id=1), AbortReq(rid="a")
+    routed = route(requests, [make_req("a", text="x"), abort, make_req("b", text=""), ping, make_req("c", text="y")])
+    assert [getattr(m, "rid", None) for m in routed.to_scheduler] == ["a", "a", None, "c"]
+    assert routed.to_scheduler[1] is abort
+    assert routed.to_scheduler[2] is ping
+    assert [e.rid for e in routed.to_http] == ["b"]

@@ -1,0 +1,38 @@
+"""Folders without a tokenizer.json, loaded by transformers."""
+
+import json
+
+from tokenizers.pre_tokenizers import ByteLevel
+
+from pdserve.detokenizer.request_decoder import ByteDecoders, WindowDecoders, make_decoder_factory
+from pdserve.messages.base import unpack_i32
+from pdserve.server.options import ServerOptions
+from pdserve.server.text.load import load_tokenizer
+
+TEXT = "Hé 😀!"
+
+
+def stream(tokenizer, token_ids):
+    decoder = make_decoder_factory(tokenizer).start(unpack_i32(b""), skip_special_tokens=True)
+    return "".join(decoder.decode([token_id]) for token_id in token_ids)
+
+
+def test_vocabulary_and_merges_become_a_fast_tokenizer(tmp_path):
+    vocab = {token: i for i, token in enumerate([*sorted(ByteLevel.alphabet()), "<|endoftext|>"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "chat_template": "{{ 1 }}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(ServerOptions(tokenizer_path=str(tmp_path)))
+    [token_ids] = tokenizer.encode_batch([TEXT], add_special_tokens=True)
+    assert isinstance(make_decoder_factory(tokenizer), ByteDecoders)
+    assert stream(tokenizer, [*token_ids, 256]) == TEXT
+    assert (tokenizer.eos_ids, tokenizer.chat_template) == ((256,), "{{ 1 }}")
+
+
+def test_a_tokenizer_in_python_is_decoded_through_a_window(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
+    tokenizer = load_tokenizer(ServerOptions(tokenizer_path=str(tmp_path)))
+    [token_ids] = tokenizer.encode_batch([TEXT], add_special_tokens=False)
+    assert isinstance(make_decoder_factory(tokenizer), WindowDecoders)
+    assert stream(tokenizer, token_ids) == TEXT

@@ -1,0 +1,181 @@
+"""Peers that die or freeze in the middle of a transfer: real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from pdserve.disaggregation.backends.registry import make_backend
+from pdserve.disaggregation.backends.tcp import TcpBackend
+from pdserve.disaggregation.region import allocate_region
+from pdserve.disaggregation.transfer_engine import TransferEngine
+from pdserve.messages.base import pack_i32
+from pdserve.messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, PeerLinkDown, SendEnded, SendPages
+
+PAGE = 64 << 10
+PAGES = 513
+LIMIT = 20.0
+PAGE_LIST = pack_i32(range(1, PAGES))
+
+CHILD = """
+import queue, sys
+from pdserve.disaggregation.region import allocate_region
+from pdserve.disaggregation.transfer_engine import TransferEngine
+from pdserve.messages.base import pack_i32
+from pdserve.messages.worker import ConnectPeer, SendPages
+
+backend, peer, page, pages = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+region = allocate_region(page * pages, shared=backend == "shm")
+region.buffer[:] = b"c" * region.nbytes
+events = queue.Queue()
+engine = TransferEngine(backend, region, page, "child", "127.0.0.1", events.put)
+print(engine.metadata.hex(), flush=True)
+metadata = bytes.fromhex(sys.stdin.readline())
+room = 0
+if metadata:  # write into the peer's pool for ever
+    engine.submit(ConnectPeer(peer, metadata))
+    assert events.get().error is None
+while metadata:
+    room += 1
+    engine.submit(SendPages(room, peer, pack_i32(range(1, pages)), pack_i32(range(1, pages)), True))
+    ended = events.get()
+    if room == 1:
+        print("writing", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def kind(request):
+    return request.param
+
+
+class Parent:
+    """Our engine, and a child process with another."""
+
+    def __init__(self, kind, backend=None):
+        self.region = allocate_region(PAGE * PAGES, shared=kind == "shm")
+        self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8)
+        self.pool[:] = ord("p")
+        self.events = queue.Queue()
+        backend = backend or make_backend(kind, "parent", "127.0.0.1")
+        self.engine = TransferEngine(backend, self.region, PAGE, "parent", "127.0.0.1", self.events.put)
+        command = [sys.executable, "-c", CHILD, kind, "parent", str(PAGE), str(PAGES)]
+        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.child_metadata = bytes.fromhex(self.child.stdout.readline())
+
+    def let_child_write(self):
+        self.tell(self.engine.metadata.hex())
+        assert self.child.stdout.readline() == "writing\n"
+
+    def connect_child(self):
+        self.tell("")
+        self.engine.submit(ConnectPeer("child", self.child_metadata))
+        assert self.next() == PeerConnected("child")
+
+    def tell(self, line):
+        self.child.stdin.write(line + "\n")
+        self.child.stdin.flush()
+
+    def next(self, timeout=LIMIT):
+        return self.events.get(timeout=timeout)
+
+    def send(self, room, *, last=True):
+        self.engine.submit(SendPages(room, "child", PAGE_LIST, PAGE_LIST, last))
+
+
+@pytest.fixture
+def start():
+    parents = []
+
+    def make(*args):
+        parents.append(Parent(*args))
+        return parents[-1]
+
+    yield make
+    for parent in parents:
+        parent.child.kill()
+        parent.child.wait()
+        parent.child.stdin.close()
+        parent.child.stdout.close()
+        parent.engine.close()
+
+
+def test_a_killed_writer_is_reported_once_after_its_last_write(start, kind):
+    parent = start(kind)
+    parent.let_child_write()
+    os.kill(parent.child.pid, signal.SIGKILL)
+    assert parent.next(timeout=2) == PeerLinkDown("child")
+    parent.pool[:] = ord("x")  # its pages are ours again
+    parent.child.wait()
+    parent.engine.submit(DisconnectPeer("nobody"))
+    assert parent.next() == PeerLinkDown("nobody")  # and nothing came in between
+    assert (parent.pool == ord("x")).all()
+
+
+def test_a_killed_receiver_ends_its_rooms_at_once(start, kind):
+    parent = start(kind)
+    parent.connect_child()
+    parent.send(1, last=False)
+    os.kill(parent.child.pid, signal.SIGKILL)
+    ended = parent.next(timeout=2)
+    assert isinstance(ended, SendEnded)
+    assert ended.error
+    assert parent.next(timeout=2) == PeerLinkDown("child")
+    parent.send(2)
+    assert "not connected" in parent.next().error
+    assert parent.events.empty()
+
+
+def test_a_frozen_shm_writer_keeps_its_pages_until_it_dies(start):
+    parent = start("shm")
+    parent.let_child_write()
+    os.kill(parent.child.pid, signal.SIGSTOP)
+    parent.engine.submit(DisconnectPeer("child"))
+    with pytest.raises(queue.Empty):
+        parent.next(timeout=0.3)
+    os.kill(parent.child.pid, signal.SIGKILL)
+    assert parent.next() == PeerLinkDown("child")
+
+
+def test_a_frozen_shm_writer_that_goes_on_lets_go(start):
+    parent = start("shm")
+    parent.let_child_write()
+    os.kill(parent.child.pid, signal.SIGSTOP)
+    parent.engine.submit(DisconnectPeer("child"))
+    os.kill(parent.child.pid, signal.SIGCONT)
+    assert parent.next() == PeerLinkDown("child")
+    parent.pool[:] = ord("x")
+    parent.engine.submit(DisconnectPeer("nobody"))
+    assert parent.next() == PeerLinkDown("nobody")
+    assert (parent.pool == ord("x")).all()
+
+
+def test_a_frozen_tcp_writer_is_cut_off_at_once(start):
+    parent = start("tcp")
+    parent.let_child_write()
+    os.kill(parent.child.pid, signal.SIGSTOP)
+    parent.engine.submit(DisconnectPeer("child"))
+    assert parent.next(timeout=2) == PeerLinkDown("child")
+    parent.pool[:] = ord("x")
+    os.kill(parent.child.pid, signal.SIGCONT)
+    parent.engine.submit(DisconnectPeer("nobody"))
+    assert parent.next() == PeerLinkDown("nobody")
+    assert (parent.pool == ord("x")).all()
+
+
+def test_a_frozen_tcp_receiver_ends_its_rooms_after_the_stall_limit(start):
+    parent = start("tcp", TcpBackend("parent", "127.0.0.1", stall_seconds=0.5))
+    parent.connect_child()
+    os.kill(parent.child.pid, signal.SIGSTOP)
+    parent.send(1)
+    ended = parent.next(timeout=5)
+    assert "does not answer" in ended.error
+    assert parent.next() == PeerLinkDown("child")
+    assert parent.events.empty()

@@ -1,0 +1,345 @@
+"""The transfer engine: rooms, checksums, fairness, cancelling, failures; two engines in one process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import numpy as np
+import pytest
+import xxhash
+
+from pdserve.disaggregation import transfer_engine
+from pdserve.disaggregation.backends.base import LinkUp, TransferBackend, WriteHandle, WriteState
+from pdserve.disaggregation.errors import NotConnected
+from pdserve.disaggregation.region import allocate_region
+from pdserve.disaggregation.transfer_engine import TransferEngine
+from pdserve.messages.base import pack_i32
+from pdserve.messages.worker import (
+    CancelSend,
+    ConnectPeer,
+    DisconnectPeer,
+    PagesVerified,
+    PeerConnected,
+    PeerLinkDown,
+    SendEnded,
+    SendPages,
+    VerifyPages,
+)
+
+PAGE = 1024
+PAGES = 400
+LIMIT = 10.0
+
+
+class Node:
+    """An engine over a pool of random bytes."""
+
+    def __init__(self, backend, epoch, *, page=PAGE, pages=PAGES):
+        self.region = allocate_region(page * pages, shared=backend == "shm")
+        self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8).reshape(pages, page)
+        self.pool[:] = np.random.default_rng(len(epoch)).integers(0, 256, self.pool.shape)
+        self.events = queue.Queue()
+        self.engine = TransferEngine(backend, self.region, page, epoch, "127.0.0.1", self.events.put)
+        self.epoch = epoch
+
+    def submit(self, *commands):
+        for command in commands:
+            self.engine.submit(command)
+
+    def next(self):
+        return self.events.get(timeout=LIMIT)
+
+
+def send(room, src, dst, *, last=True, peer="D"):
+    return SendPages(room, peer, pack_i32(src), pack_i32(dst), last)
+
+
+def digest(node, pages):
+    return xxhash.xxh3_64_intdigest(node.pool[pages].tobytes())
+
+
+@pytest.fixture
+def make_node():
+    nodes = []
+
+    def make(*args, **kwargs):
+        nodes.append(Node(*args, **kwargs))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.engine.close()
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def pair(make_node, kind):
+    writer, receiver = make_node(kind, "P"), make_node(kind, "D")
+    writer.submit(ConnectPeer("D", receiver.engine.metadata))
+    assert writer.next() == PeerConnected("D")
+    return writer, receiver
+
+
+def test_pages_of_all_chunks_land_and_the_checksum_verifies(pair):
+    writer, receiver = pair
+    rng = np.random.default_rng(3)
+    src, dst = rng.permutation(np.arange(1, PAGES))[:300], rng.permutation(np.arange(1, PAGES))[:300]
+    untouched = np.setdiff1d(np.arange(PAGES), dst)
+    before = receiver.pool[untouched].copy()
+    writer.submit(*(send(5, src[a:b], dst[a:b], last=b == 300) for a, b in ((0, 1), (1, 200), (200, 300))))
+    ended = writer.next()
+    assert ended == SendEnded(5, digest(writer, src), 300 * PAGE, ended.seconds)
+    assert 0 < ended.seconds < LIMIT
+    assert np.array_equal(receiver.pool[dst], writer.pool[src])
+    assert np.array_equal(receiver.pool[untouched], before)
+
+    receiver.submit(VerifyPages(5, pack_i32(dst), ended.checksum))
+    assert receiver.next() == PagesVerified(5, True)
+    receiver.pool[dst[150], 7] ^= 1
+    receiver.submit(VerifyPages(5, pack_i32(dst), ended.checksum))
+    assert receiver.next() == PagesVerified(5, False)
+
+
+def test_a_room_may_end_without_a_page_in_its_last_chunk(pair):
+    writer, _ = pair
+    writer.submit(send(1, [], []), send(2, [3], [4], last=False), send(2, [], []))
+    assert writer.next() == SendEnded(1, xxhash.xxh3_64_intdigest(b""), 0, 0.0)
+    ended = writer.next()
+    assert (ended.room, ended.checksum, ended.nbytes, ended.error) == (2, digest(writer, [3]), PAGE, None)
+
+
+def test_verifying_more_than_one_slice_and_pages_that_cannot_be(pair, monkeypatch):
+    monkeypatch.setattr(transfer_engine, "CHECK_BYTES", 3 * PAGE)
+    node = pair[1]
+    pages = [*range(1, 12), 40, 30]
+    node.submit(
+        VerifyPages(1, pack_i32(pages), digest(node, pages)),
+        VerifyPages(2, pack_i32([0]), digest(node, [0])),
+        VerifyPages(3, b"", xxhash.xxh3_64_intdigest(b"")),
+        VerifyPages(4, pack_i32([PAGES]), 0),
+    )
+    answers = [node.next() for _ in range(4)]
+    assert sorted((answer.room, answer.ok) for answer in answers) == [(1, True), (2, False), (3, True), (4, False)]
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [([1, 2], [1]), ([0], [1]), ([1], [0]), ([PAGES], [1]), ([-1], [1]), ([1], [PAGES])],
+)
+def test_impossible_pages_fail_their_room_only(pair, src, dst):
+    writer, receiver = pair
+    before = receiver.pool.copy()
+    writer.submit(send(1, src, dst))
+    assert writer.next().error
+    assert np.array_equal(receiver.pool, before)
+    writer.submit(send(2, [1], [1]))
+    assert writer.next().error is None
+
+
+def test_rooms_of_unknown_peers_fail_and_take_no_more_pages(pair):
+    writer, _ = pair
+    writer.submit(send(1, [1], [1], last=False, peer="X"))
+    first = writer.next()
+    assert first.room == 1
+    assert "X is not connected" in first.error
+    writer.submit(send(1, [2], [2], last=False, peer="X"), send(1, [3], [3], peer="X"), send(1, [3], [3]))
+    again = writer.next()
+    assert (again.room, again.error) == (1, first.error)
+    assert writer.next().error is None  # the number is free again
+
+
+def test_cancelling_an_unknown_room_is_answered(pair):
+    pair[0].submit(CancelSend(77))
+    assert pair[0].next() == SendEnded(77, cancelled=True)
+
+
+def test_a_room_without_its_last_pages_stays_until_cancelled(pair):
+    writer, _ = pair
+    writer.submit(send(1, [1], [1], last=False), send(2, [2], [2]))
+    assert writer.next().room == 2
+    writer.submit(CancelSend(1))
+    ended = writer.next()
+    assert (ended.room, ended.cancelled, ended.error, ended.nbytes) == (1, True, None, PAGE)
+    assert writer.events.empty()
+
+
+def test_disconnecting_ends_the_rooms_then_the_link_on_both_sides(pair):
+    writer, receiver = pair
+    writer.submit(send(1, [1], [1], last=False), send(2, [1], [2], last=False), DisconnectPeer("D"))
+    ended = [writer.next(), writer.next()]
+    assert sorted(event.room for event in ended) == [1, 2]
+    assert all(event.error for event in ended)
+    assert writer.next() == PeerLinkDown("D")
+    assert receiver.next() == PeerLinkDown("P")
+    writer.submit(send(3, [1], [1]))
+    assert "not connected" in writer.next().error
+
+
+def test_a_pair_links_again_once_the_receiver_admits_the_writer(pair):
+    writer, receiver = pair
+    receiver.submit(DisconnectPeer("P"))
+    assert (receiver.next(), writer.next()) == (PeerLinkDown("P"), PeerLinkDown("D"))
+    writer.submit(ConnectPeer("D", receiver.engine.metadata))
+    assert "register with it again" in writer.next().error
+    receiver.submit(ConnectPeer("P", b""))
+    assert receiver.next() == PeerConnected("P")
+    writer.submit(ConnectPeer("D", receiver.engine.metadata), ConnectPeer("D", b"garbage"))
+    assert writer.next() == PeerConnected("D")
+    writer.submit(send(1, [1], [1]))
+    assert writer.next().error is None
+
+
+def test_the_fake_backend_moves_nothing_and_is_always_right(make_node):
+    writer, receiver = make_node("fake", "P"), make_node("fake", "D")
+    before = receiver.pool.copy()
+    writer.submit(ConnectPeer("D", receiver.engine.metadata), send(1, [1, 2], [3, 4]))
+    events = [writer.next(), writer.next()]
+    assert PeerConnected("D") in events
+    ended = next(event for event in events if isinstance(event, SendEnded))
+    assert (ended.checksum, ended.nbytes, ended.error) == (0, 2 * PAGE, None)
+    receiver.submit(VerifyPages(1, pack_i32([3, 4]), 0))
+    assert receiver.next() == PagesVerified(1, True)
+    assert np.array_equal(receiver.pool, before)
+    writer.submit(DisconnectPeer("D"))
+    assert writer.next() == PeerLinkDown("D")
+
+
+class SlowBackend(TransferBackend):
+    """Writes land only when the test says so."""
+
+    def __init__(self):
+        self.writes = []
+        self.up = []
+        self.bell = threading.Event()
+
+    def register(self, region, page_bytes):
+        return b"slow"
+
+    def connect(self, peer, metadata):
+        self.up.append(LinkUp(peer))
+
+    def admit(self, peer):
+        raise AssertionError("not asked for")
+
+    def write(self, peer, local, remote):
+        if peer != "D":
+            raise NotConnected(peer)
+        self.writes.append((WriteHandle(), int(local[0, 0]) // PAGE, int(local[:, 1].sum())))
+        return self.writes[-1][0]
+
+    def poll(self, handle):
+        return handle.state
+
+    def disconnect(self, peer):
+        raise AssertionError("not asked for")
+
+    def progress(self, timeout):
+        if not self.up:
+            self.bell.wait(timeout)
+        self.bell.clear()
+        events, self.up = self.up, []
+        return events
+
+    def wake(self):
+        self.bell.set()
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def slow(make_node, monkeypatch):
+    """An engine with slices of 4 pages and a window of 8, over a backend whose writes the test lands."""
+    monkeypatch.setattr(transfer_engine, "SLICE_BYTES", 4 * PAGE)
+    monkeypatch.setattr(transfer_engine, "WINDOW_BYTES", 8 * PAGE)
+    node = make_node(SlowBackend(), "P")
+    node.backend = node.engine._backend
+    node.submit(ConnectPeer("D", b"slow"))
+    assert node.next() == PeerConnected("D")
+    return node
+
+
+def settle(node):
+    """Wait until the engine has obeyed everything so far and sleeps."""
+    node.submit(CancelSend(-1))
+    assert node.next() == SendEnded(-1, cancelled=True)
+    node.submit(CancelSend(-1))
+    assert node.next() == SendEnded(-1, cancelled=True)
+
+
+def land(node, count=1):
+    """Let the oldest writes under way land."""
+    for handle, _, _ in [w for w in node.backend.writes if w[0].state is WriteState.PENDING][:count]:
+        handle.state = WriteState.DONE
+    node.backend.wake()
+
+
+def test_a_small_room_passes_between_the_slices_of_a_huge_one(slow):
+    slow.submit(send(1, range(100, 200), range(100, 200)))
+    settle(slow)
+    assert len(slow.backend.writes) == 2  # the window
+    slow.submit(send(2, [7], [7]))
+    settle(slow)
+    land(slow, 2)
+    settle(slow)
+    assert 7 in [page for _, page, _ in slow.backend.writes[2:5]]
+
+
+def test_a_cancel_takes_effect_between_slices_and_is_answered_when_those_under_way_have_landed(slow):
+    slow.submit(send(1, range(100, 200), range(100, 200)))
+    settle(slow)
+    slow.submit(CancelSend(1))
+    settle(slow)
+    assert slow.events.empty()
+    land(slow, 1)
+    settle(slow)
+    assert slow.events.empty()
+    land(slow, 1)
+    ended = slow.next()
+    assert (ended.room, ended.cancelled, ended.nbytes) == (1, True, 8 * PAGE)
+    assert len(slow.backend.writes) == 2
+
+
+def test_a_failed_write_ends_its_room_only(slow):
+    slow.submit(send(1, range(100, 104), range(100, 104), last=False), send(2, [7], [7]))
+    settle(slow)
+    slow.backend.writes[0][0].error = "broken"
+    slow.backend.writes[0][0].state = WriteState.FAILED
+    land(slow)
+    ended = {event.room: event for event in (slow.next(), slow.next())}
+    assert ended[1].error == "broken"
+    assert (ended[2].error, ended[2].checksum) == (None, digest(slow, [7]))
+
+
+def test_a_broken_engine_says_so_instead_of_limping_on():
+    broken = []
+    region = allocate_region(PAGE * 2, shared=False)
+
+    def emit(event):
+        raise RuntimeError("the channel is gone")
+
+    engine = TransferEngine("fake", region, PAGE, "P", "127.0.0.1", emit, broken.append)
+    engine.submit(CancelSend(1))
+    engine.close()
+    assert [str(error) for error in broken] == ["the channel is gone"]
+    region.close()
+
+
+def test_an_idle_engine_sleeps(make_node, monkeypatch, kind):
+    node = make_node(kind, "P")
+    turns = []
+    progress = node.engine._backend.progress
+
+    def counted(timeout):
+        turns.append(timeout)
+        return progress(timeout)
+
+    monkeypatch.setattr(node.engine._backend, "progress", counted)
+    settle(node)
+    assert turns[-1] is None
+    assert len(turns) <= 4

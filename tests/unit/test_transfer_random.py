@@ -1,0 +1,174 @@
+"""Random hand-overs between two engines: every room ends exactly once, what arrived is right, and nothing is written after."""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import xxhash
+
+from pdserve.disaggregation import transfer_engine
+from pdserve.disaggregation.region import allocate_region
+from pdserve.disaggregation.transfer_engine import TransferEngine
+from pdserve.messages.base import pack_i32
+from pdserve.messages.worker import (
+    CancelSend,
+    ConnectPeer,
+    DisconnectPeer,
+    PeerConnected,
+    PeerLinkDown,
+    SendEnded,
+    SendPages,
+)
+
+PAGE = 4096
+PAGES = 2001
+LIMIT = 20.0
+CANARY = 0xA5
+OPERATIONS = 150
+
+
+@dataclass
+class Room:
+    """What the test knows of a room."""
+
+    number: int
+    src: np.ndarray
+    dst: np.ndarray
+    pushed: int = 0
+    cancels: int = 0
+    ends: list[SendEnded] = field(default_factory=list)
+
+
+class Side:
+    """An engine and its events."""
+
+    def __init__(self, kind, epoch):
+        self.region = allocate_region(PAGE * PAGES, shared=kind == "shm")
+        self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8).reshape(PAGES, PAGE)
+        self.events = queue.Queue()
+        self.engine = TransferEngine(kind, self.region, PAGE, epoch, "127.0.0.1", self.events.put)
+
+
+class Campaign:
+    """Drives P as a scheduler would, and checks after each event what must hold from then on."""
+
+    def __init__(self, kind, seed):
+        self.rng = np.random.default_rng(seed)
+        self.p, self.d = Side(kind, "P"), Side(kind, "D")
+        self.p.pool[:] = self.rng.integers(0, 256, self.p.pool.shape)
+        self.d.pool[:] = CANARY
+        self.free = list(self.rng.permutation(np.arange(1, PAGES)))
+        self.rooms: dict[int, Room] = {}
+        self.quarantined: list[np.ndarray] = []
+        self.connect()
+
+    def connect(self):
+        self.p.engine.submit(ConnectPeer("D", self.d.engine.metadata))
+        assert self.p.events.get(timeout=LIMIT) == PeerConnected("D")
+
+    def live(self):
+        return [room for room in self.rooms.values() if not room.ends]
+
+    def open_room(self):
+        size = int(self.rng.choice([1, 3, 20, 600]))
+        if size > len(self.free):
+            return
+        dst, self.free = np.array(self.free[:size]), self.free[size:]
+        number = len(self.rooms) + 1
+        self.rooms[number] = Room(number, self.rng.integers(1, PAGES, size), dst)
+
+    def push_chunk(self):
+        rooms = [room for room in self.live() if room.pushed < len(room.src) and not room.cancels]
+        if rooms:
+            room = rooms[self.rng.integers(len(rooms))]
+            end = min(len(room.src), room.pushed + int(self.rng.integers(1, 300)))
+            part = slice(room.pushed, end)
+            room.pushed = end
+            src, dst = pack_i32(room.src[part]), pack_i32(room.dst[part])
+            self.p.engine.submit(SendPages(room.number, "D", src, dst, end == len(room.src)))
+
+    def cancel(self):
+        rooms = self.live()
+        if rooms:
+            room = rooms[self.rng.integers(len(rooms))]
+            room.cancels += 1
+            self.p.engine.submit(CancelSend(room.number))
+
+    def disconnect(self):
+        """Part, from a random side; then link again."""
+        one, peer = (self.p, "D") if self.rng.random() < 0.5 else (self.d, "P")
+        one.engine.submit(DisconnectPeer(peer))
+        while (event := self.p.events.get(timeout=LIMIT)) != PeerLinkDown("D"):
+            self.on_event(event)
+        assert self.d.events.get(timeout=LIMIT) == PeerLinkDown("P")
+        assert not [room for room in self.live() if room.pushed and not room.cancels]
+        for pages in self.quarantined:
+            self.d.pool[pages] = CANARY
+            self.free += pages.tolist()
+        self.quarantined.clear()
+        self.d.engine.submit(ConnectPeer("P", b""))
+        assert self.d.events.get(timeout=LIMIT) == PeerConnected("P")
+        self.connect()
+
+    def on_event(self, event):
+        assert isinstance(event, SendEnded), event
+        room = self.rooms[event.room]
+        room.ends.append(event)
+        if len(room.ends) > 1:
+            # Only a cancel that crossed the end may be answered too.
+            assert len(room.ends) == 1 + room.cancels, room.ends
+            assert event == SendEnded(room.number, cancelled=True)
+            return
+        if event.error is not None:
+            self.quarantined.append(room.dst)  # the link is down: D's own PeerLinkDown frees them
+            return
+        if not event.cancelled:
+            assert room.pushed == len(room.src)
+            assert event.nbytes == PAGE * len(room.src)
+            assert np.array_equal(self.d.pool[room.dst], self.p.pool[room.src])
+            assert event.checksum == xxhash.xxh3_64_intdigest(self.d.pool[room.dst].tobytes())
+        self.d.pool[room.dst] = CANARY
+        self.free += room.dst.tolist()
+
+    def drain_events(self):
+        while not self.p.events.empty():
+            self.on_event(self.p.events.get())
+
+    def check_canary(self):
+        assert (self.d.pool[self.free] == CANARY).all()
+
+    def finish(self):
+        while rooms := [room for room in self.live() if room.pushed < len(room.src) and not room.cancels]:
+            self.push_chunk()
+            assert rooms
+        while any(not room.ends for room in self.rooms.values()):
+            self.on_event(self.p.events.get(timeout=LIMIT))
+        self.p.engine.submit(DisconnectPeer("D"))
+        while (event := self.p.events.get(timeout=LIMIT)) != PeerLinkDown("D"):
+            self.on_event(event)
+        assert self.d.events.get(timeout=LIMIT) == PeerLinkDown("P")
+        self.check_canary()
+        assert self.p.events.empty()
+        assert self.d.events.empty()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_every_room_ends_once_and_nothing_is_written_after(kind, seed, monkeypatch):
+    monkeypatch.setattr(transfer_engine, "SLICE_BYTES", 16 * PAGE)
+    monkeypatch.setattr(transfer_engine, "WINDOW_BYTES", 64 * PAGE)
+    campaign = Campaign(kind, seed)
+    operations = [campaign.open_room, campaign.push_chunk, campaign.cancel, campaign.disconnect]
+    try:
+        for choice in campaign.rng.choice(len(operations), OPERATIONS, p=[0.25, 0.6, 0.1, 0.05]):
+            operations[choice]()
+            campaign.drain_events()
+            campaign.check_canary()
+        campaign.finish()
+        assert len(campaign.rooms) > 20
+    finally:
+        campaign.p.engine.close()
+        campaign.d.engine.close()
