@@ -76,6 +76,7 @@ def test_match_is_page_aligned_and_exact():
     assert s.put("aaaabbbb") == [4, 5, 6, 7, 8, 9, 10, 11]
     assert s.match("aaaabbbbcc") == [4, 5, 6, 7, 8, 9, 10, 11]
     assert s.match("aaaabbb") == [4, 5, 6, 7]
+    assert s.match("aaaabbbx") == [4, 5, 6, 7]
     assert s.match("aaab") == []
     assert s.match("aaa") == []
     assert s.match("") == []

@@ -79,6 +79,10 @@ class Parent:
         self.engine.submit(ConnectPeer("child", self.child_metadata))
         assert self.next() == PeerConnected("child")
 
+    def freeze_child(self):
+        os.kill(self.child.pid, signal.SIGSTOP)
+        os.waitpid(self.child.pid, os.WUNTRACED)  # the signal takes a moment
+
     def tell(self, line):
         self.child.stdin.write(line + "\n")
         self.child.stdin.flush()
@@ -136,7 +140,7 @@ def test_a_killed_receiver_ends_its_rooms_at_once(start, kind):
 def test_a_frozen_shm_writer_keeps_its_pages_until_it_dies(start):
     parent = start("shm")
     parent.let_child_write()
-    os.kill(parent.child.pid, signal.SIGSTOP)
+    parent.freeze_child()
     parent.engine.submit(DisconnectPeer("child"))
     with pytest.raises(queue.Empty):
         parent.next(timeout=0.3)
@@ -147,7 +151,7 @@ def test_a_frozen_shm_writer_keeps_its_pages_until_it_dies(start):
 def test_a_frozen_shm_writer_that_goes_on_lets_go(start):
     parent = start("shm")
     parent.let_child_write()
-    os.kill(parent.child.pid, signal.SIGSTOP)
+    parent.freeze_child()
     parent.engine.submit(DisconnectPeer("child"))
     os.kill(parent.child.pid, signal.SIGCONT)
     assert parent.next() == PeerLinkDown("child")
@@ -160,7 +164,7 @@ def test_a_frozen_shm_writer_that_goes_on_lets_go(start):
 def test_a_frozen_tcp_writer_is_cut_off_at_once(start):
     parent = start("tcp")
     parent.let_child_write()
-    os.kill(parent.child.pid, signal.SIGSTOP)
+    parent.freeze_child()
     parent.engine.submit(DisconnectPeer("child"))
     assert parent.next(timeout=2) == PeerLinkDown("child")
     parent.pool[:] = ord("x")
@@ -173,7 +177,7 @@ def test_a_frozen_tcp_writer_is_cut_off_at_once(start):
 def test_a_frozen_tcp_receiver_ends_its_rooms_after_the_stall_limit(start):
     parent = start("tcp", TcpBackend("parent", "127.0.0.1", stall_seconds=0.5))
     parent.connect_child()
-    os.kill(parent.child.pid, signal.SIGSTOP)
+    parent.freeze_child()
     parent.send(1)
     ended = parent.next(timeout=5)
     assert "does not answer" in ended.error
