@@ -2,13 +2,13 @@
 
     SendPages … SendPages(last) ─▶ slices, round robin over rooms ─▶ all landed ─▶ SendEnded
     CancelSend ─▶ no new slice; those under way land ─▶ SendEnded(cancelled)
-    the link goes down ─▶ SendEnded(error) for each of the peer's rooms ─▶ PeerLinkDown
+    the link goes down ─▶ PeerLinkDown ─▶ SendEnded(error) for each of the peer's rooms
 
 One thread owns the transfer backend and all state, and sleeps while there is nothing to do. Chunks are cut into slices
 of a few MiB, so that small rooms pass between the slices of huge ones and a cancel waits for little.
 
-Where the link broke under a room's slices, some may still land after ``SendEnded(error)``: the peer alone can say that
-nothing more will, by its own ``PeerLinkDown``.
+Where a link breaks under a room's slices, some may still land after ``SendEnded(error)``: only the peer can know that
+nothing more will, by its own ``PeerLinkDown``. Ours comes first, so that whoever hears of the rooms knows that already.
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ class TransferEngine:
                 pushed = self._push()
                 checking = self._check()
                 events = self._backend.progress(0.0 if pushed or checking else None)
-                self._reap()
                 for event in events:
                     self._on_link(event)
+                self._reap()
         except BaseException as e:  # noqa: BLE001
             # Whatever it is, this thread is over; going on without it would leave requests hanging.
             self._on_failure(e)
@@ -250,11 +250,15 @@ class TransferEngine:
 
     def _reap(self) -> None:
         for room in [room for room in self._rooms.values() if room.landing]:
-            slices, nbytes = room.reap(self._backend)
+            self._reap_room(room)
+            self._end_if_over(room)
+
+    def _reap_room(self, room: OutgoingRoom) -> None:
+        slices, nbytes = room.reap(self._backend)
+        if slices:
             window = self._windows[room.peer]
             window.slices -= slices
             window.nbytes -= nbytes
-            self._end_if_over(room)
 
     def _end_if_over(self, room: OutgoingRoom) -> None:
         if not room.over:
@@ -275,8 +279,10 @@ class TransferEngine:
                 self._emit(PeerConnected(event.peer, event.error))
             case _:
                 log.info("the links with peer %s are down: %s", event.peer, event.reason)
+                self._emit(PeerLinkDown(event.peer))
                 for room in [room for room in self._rooms.values() if room.peer == event.peer]:
-                    room.fail(f"the link to peer {event.peer} is down: {event.reason}")
+                    self._reap_room(room)
+                    if not room.over:
+                        room.fail(f"the link to peer {event.peer} is down: {event.reason}")
                     self._end_if_over(room)
                 self._windows.pop(event.peer, None)
-                self._emit(PeerLinkDown(event.peer))

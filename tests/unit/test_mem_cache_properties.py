@@ -270,5 +270,5 @@ class MemCacheMachine(RuleBasedStateMachine):
 
 TestMemCache = MemCacheMachine.TestCase
 TestMemCache.settings = settings(
-    max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -104,7 +104,8 @@ class Campaign:
         while (event := self.p.events.get(timeout=LIMIT)) != PeerLinkDown("D"):
             self.on_event(event)
         assert self.d.events.get(timeout=LIMIT) == PeerLinkDown("P")
-        assert not [room for room in self.live() if room.pushed and not room.cancelled]
+        while any(room.pushed for room in self.live()):
+            self.on_event(self.p.events.get(timeout=LIMIT))
         for pages in self.quarantined:
             self.d.pool[pages] = CANARY
             self.free += pages.tolist()
