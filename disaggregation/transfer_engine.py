@@ -79,8 +79,8 @@ class TransferEngine:
     to come (and ``PeerConnected`` to answer) before that epoch is asked to connect again; before the first time it is
     harmless. Commands for one peer that cross share an answer: one ``PeerLinkDown`` serves several ``DisconnectPeer``.
 
-    A room that failed before all its pages were handed in takes no more of them, since a checksum over the rest would
-    claim what is not true; the ``last`` ones are answered with the error again.
+    A room that failed before all its pages were handed in takes no more of them: those that crossed its ``SendEnded``
+    are dropped, since a checksum over them alone would claim what is not true.
     """
 
     def __init__(
@@ -157,19 +157,25 @@ class TransferEngine:
                     self._cancel(command.room)
                 case VerifyPages():
                     self._verify(command)
-                case ConnectPeer(peer=peer, metadata=metadata) if metadata:
-                    self._backend.connect(peer, metadata)
                 case ConnectPeer():
-                    self._backend.admit(command.peer)
+                    self._connect(command)
                 case DisconnectPeer():
                     self._backend.disconnect(command.peer)
                 case None:
                     return False
 
+    def _connect(self, command: ConnectPeer) -> None:
+        # Who connects again has heard that the rooms of the last time are over, and sends no more for them.
+        self._broken = {room: peer for room, peer in self._broken.items() if peer != command.peer}
+        if command.metadata:
+            self._backend.connect(command.peer, command.metadata)
+        else:
+            self._backend.admit(command.peer)
+
     def _send(self, command: SendPages) -> None:
         if command.room in self._broken:
             if command.last:
-                self._emit(SendEnded(command.room, error=self._broken.pop(command.room)))
+                del self._broken[command.room]
             return
         room = self._rooms.get(command.room)
         if room is None:
@@ -265,7 +271,7 @@ class TransferEngine:
             return
         del self._rooms[room.room]
         if room.error is not None and not room.whole and not room.cancelled:
-            self._broken[room.room] = room.error
+            self._broken[room.room] = room.peer
             if len(self._broken) > MAX_BROKEN_ROOMS:
                 del self._broken[next(iter(self._broken))]
         self._emit(room.ended(checksummed=self._backend.moves_data))

@@ -26,6 +26,7 @@ from .health import HealthMonitor
 from .options import RouterOptions
 
 GENERATION_PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
+MODEL_PATHS = ("/v1/models", "/v1/models/{name:path}", "/model_info", "/get_model_info")
 OPEN_PATHS = ("/health",)
 KEEPALIVE_EXPIRY = 4.0
 """Seconds; below uvicorn's 5 s for idle connections, so that a request rarely meets one that is just being closed."""
@@ -101,8 +102,8 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
             *(Route(path, generation, methods=["POST"]) for path in GENERATION_PATHS),
             Route("/health", control.health),
             Route("/health_generate", health_prompt, methods=["GET"]),
-            Route("/v1/models", control.models),
-            Route("/server_info", control.server_info),
+            *(Route(path, control.ask_one) for path in MODEL_PATHS),
+            *(Route(path, control.server_info) for path in ("/server_info", "/get_server_info")),
             Route("/abort_request", control.abort_request, methods=["POST"]),
             Route("/flush_cache", control.flush_cache, methods=["GET", "POST"]),
         ],

@@ -63,7 +63,8 @@ class Dispatcher:
 
         Cancel to drop the request everywhere.
         """
-        deadline = asyncio.get_running_loop().time() + self._retry_window
+        now = asyncio.get_running_loop().time
+        deadline = now() + self._retry_window
         failed: set[Instance] = set()
         last_error: RouterError | None = None
         for left in range(self._retries, -1, -1):
@@ -76,8 +77,12 @@ class Dispatcher:
                     return await self._serve_by_pair(target, request, answer)
                 return await self._answer_from(target, request, request.body.raw, answer)
             except RouterError as exc:
-                out_of_time = asyncio.get_running_loop().time() + RETRY_PAUSE >= deadline
-                if answer.started or not exc.retryable or not left or out_of_time:
+                if last_error is None:
+                    # Counted from here: a request may have been running for long when its instance dies.
+                    deadline = now() + self._retry_window
+                elif now() > deadline:
+                    raise
+                if answer.started or not exc.retryable or not left:
                     raise
                 failed.update(target if isinstance(target, Pair) else (target,))
                 last_error = exc
@@ -153,14 +158,14 @@ class Dispatcher:
         prefill.add_done_callback(ended)
 
 
-async def drop(*legs: asyncio.Task[None]) -> None:
-    """Cancel legs, all at once, and wait until their connections are closed. How they end no longer matters."""
-    for leg in legs:
-        leg.cancel()
-    await asyncio.wait(legs)
-    for leg in legs:
-        if not leg.cancelled() and leg.exception():
-            logger.debug("a dropped leg had failed: %s", leg.exception())
+async def drop(*tasks: asyncio.Task[None]) -> None:
+    """Cancel tasks, all at once, and wait until they have closed their connections. How they end no longer matters."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled() and task.exception():
+            logger.debug("what was dropped had failed: %s", task.exception())
 
 
 def raise_first_error(events: bytes, instance: Instance) -> None:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from .client_answer import ClientAnswer
-from .dispatcher import Dispatcher, RoutedRequest
+from .dispatcher import Dispatcher, RoutedRequest, drop
 from .errors import BodyTooLargeError, NoInstanceError, RouterError, error_body
 from .fleet import Fleet
 from .instance import HealthState, Instance, Role
@@ -37,6 +37,20 @@ class Said(NamedTuple):
     instance: Instance
     status: int
     body: Any
+
+    @property
+    def ok(self) -> bool:
+        """Whether the answer is a success."""
+        return 200 <= self.status < 300
+
+    def count(self, name: str) -> int:
+        """A number in the answer, 0 where there is none."""
+        value = self.body.get(name) if isinstance(self.body, dict) else None
+        return value if isinstance(value, int) else 0
+
+    def report(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {"url": self.instance.url, "status": self.status, "answer": self.body}
 
 
 class GenerationEndpoint:
@@ -72,9 +86,7 @@ class GenerationEndpoint:
             if work.done() or answer.finished:
                 await work
         finally:
-            work.cancel()
-            left.cancel()
-            await asyncio.wait((work, left))
+            await drop(work, left)
 
 
 class ControlEndpoints:
@@ -88,50 +100,55 @@ class ControlEndpoints:
     async def health(self, request: Request) -> Response:
         """GET /health: 200 while a pair or a worker can serve."""
         if self._fleet.can_serve():
-            return json_response({"status": "ok"})
+            return json_response({"status": "ready"})
         return error_response(NoInstanceError("no healthy prefill-decode pair and no healthy worker"))
 
-    async def models(self, request: Request) -> Response:
-        """GET /v1/models: what the first healthy instance says."""
-        ranks = list(Role)[::-1]
-        for instance in sorted(self._fleet.healthy(), key=lambda i: ranks.index(i.role)):
-            said = await self._ask(instance, request, "GET")
+    async def ask_one(self, request: Request) -> Response:
+        """GET /v1/models and the like: what the first healthy instance says; all serve the same model."""
+        answers_clients = (Role.WORKER, Role.DECODE, Role.PREFILL)
+        for instance in sorted(self._fleet.healthy(), key=lambda i: answers_clients.index(i.role)):
+            said = await self._ask(instance, request)
             if said.status:
                 return json_response(said.body, said.status)
         return error_response(NoInstanceError("no instance is healthy"))
 
     async def server_info(self, request: Request) -> Response:
         """GET /server_info: the router's view of every instance, and each instance's own."""
-        told = await self._ask_all(request, "GET")
-        instances = [{**said.instance.summary(), "info" if said.status == 200 else "error": said.body} for said in told]
+        told = await self._ask_all(request)
+        instances = [{**said.instance.summary(), "info" if said.ok else "error": said.body} for said in told]
         options = self._options
         router = {"policy": options.policy, "can_serve": self._fleet.can_serve(), "retries": options.retries}
         return json_response({"role": "router", "router": router, "instances": instances})
 
     async def abort_request(self, request: Request) -> Response:
-        """POST /abort_request: to all; an instance that doesn't know the request has nothing to abort."""
-        told = await self._ask_all(request, "POST", await read_request(request, self._options.max_body_bytes))
-        done = [said for said in told if 200 <= said.status < 300]
-        return json_response(reports(told), 200 if done else first_status(told))
+        """POST /abort_request: to all; a request of a pair runs on both of its legs and counts once."""
+        told = await self._ask_all(
+            request, await read_body(request.scope, request.receive, self._options.max_body_bytes)
+        )
+        if refused := refusal(told):
+            return refused
+        aborted = sum(said.count("aborted") for said in told if said.instance.role is not Role.PREFILL)
+        return json_response({"aborted": aborted, "instances": [said.report() for said in told]})
 
     async def flush_cache(self, request: Request) -> Response:
-        """POST /flush_cache: to all; successful when every instance that is up was."""
-        told = await self._ask_all(request, "POST", await read_request(request, self._options.max_body_bytes))
-        up = [said for said in told if said.instance.state is not HealthState.UNHEALTHY]
-        refused = [said for said in up if not 200 <= said.status < 300]
-        return json_response(reports(told), first_status(refused or told) if refused or not up else 200)
+        """GET or POST /flush_cache: to all; an error as soon as one that is up refuses."""
+        told = await self._ask_all(request)
+        if refused := refusal(told):
+            return refused
+        flushed = sum(said.count("flushed") for said in told)
+        return json_response({"success": True, "flushed": flushed, "instances": [said.report() for said in told]})
 
-    async def _ask_all(self, request: Request, method: str, body: bytes = b"") -> list[Said]:
-        return await asyncio.gather(*(self._ask(i, request, method, body) for i in self._fleet.instances))
+    async def _ask_all(self, request: Request, body: bytes = b"") -> list[Said]:
+        return await asyncio.gather(*(self._ask(i, request, body) for i in self._fleet.instances))
 
-    async def _ask(self, instance: Instance, request: Request, method: str, body: bytes = b"") -> Said:
+    async def _ask(self, instance: Instance, request: Request, body: bytes = b"") -> Said:
         """An instance's answer to the client's own question. Never raises: a failure is what the answer tells."""
         url, headers = instance.url + request.url.path, passed_on_headers(request.scope)
         if instance.state is HealthState.UNHEALTHY:
             return Said(instance, 0, instance.reason)
         try:
             async with asyncio.timeout(QUESTION_TIMEOUT):
-                response = await self._client.request(method, url, content=body, headers=headers)
+                response = await self._client.request(request.method, url, content=body, headers=headers)
         except TimeoutError:
             return Said(instance, 0, f"no answer within {QUESTION_TIMEOUT:g} s")
         except httpx.TransportError as exc:
@@ -161,11 +178,6 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     return b"".join(parts)
 
 
-async def read_request(request: Request, limit: int) -> bytes:
-    """``read_body`` for an endpoint that gets a ``Request``."""
-    return await read_body(request.scope, request.receive, limit)
-
-
 async def until_disconnect(receive: Receive) -> None:
     """Return when the client has left, or its answer is complete."""
     while (await receive())["type"] != "http.disconnect":
@@ -179,14 +191,18 @@ def passed_on_headers(scope: Scope) -> dict[str, str]:
     return {"content-type": "application/json", **passed}
 
 
-def reports(told: list[Said]) -> dict[str, Any]:
-    """What each instance said, JSON-ready."""
-    return {"instances": [{"url": s.instance.url, "status": s.status, "answer": s.body} for s in told]}
+def refusal(told: list[Said]) -> Response | None:
+    """The answer to a client whose order was refused by an instance, or reached none; None when it was carried out.
 
-
-def first_status(told: list[Said]) -> int:
-    """The first instance's error status; 502 when none answered at all."""
-    return next((said.status for said in told if said.status), 502)
+    An instance that is down has nothing to abort and nothing to flush.
+    """
+    reached = [said for said in told if said.status]
+    if not reached:
+        return error_response(NoInstanceError("no instance can be reached"))
+    for said in reached:
+        if not said.ok:
+            return json_response(said.body, said.status)
+    return None
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

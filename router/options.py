@@ -46,7 +46,7 @@ class RouterOptions:
     retries
         How often a request is tried again on other instances when the first ones die before they answered.
     retry_window
-        Seconds after a request's arrival in which it is tried again.
+        Seconds after its first failure in which a request is tried again, or waits for an instance to come back.
     max_body_bytes
         Longest request body; a longer one is answered with 413.
     drain_timeout

@@ -212,10 +212,11 @@ def run_cluster(options: ClusterOptions) -> int:
         plan = plan_cluster(options, cores_of_this_process())
         if options.port:
             check_port_free(options.host, options.port, "--port")
+        cluster = Cluster(options, plan)
     except ClusterOptionsError as exc:
         print(f"pdserve up: {exc}", file=sys.stderr)
         return EXIT_USAGE
-    except InstanceFailed as exc:
+    except (InstanceFailed, OSError) as exc:
         logger.error("%s", exc)
         return 1
-    return Cluster(options, plan).run()
+    return cluster.run()

@@ -28,7 +28,7 @@ CLOSE_TIMEOUT_SECONDS = 1
 log = logging.getLogger(__name__)
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn that says when it serves, less its signal handlers: Ctrl-C is the supervisor's business."""
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
@@ -70,7 +70,7 @@ async def serve(ctx: ChildContext, listener: socket.socket) -> None:
         log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         ctx.report_ready()
 
-    server = _Server(config, started)
+    server = Server(config, started)
 
     def stop() -> None:
         engine.close("the server is shutting down; send the request to another instance")

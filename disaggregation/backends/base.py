@@ -121,7 +121,7 @@ class TransferBackend(ABC):
 
     @abstractmethod
     def progress(self, timeout: float | None) -> list[LinkEvent]:
-        """Do what I/O can be done, waiting up to ``timeout`` seconds (None: for ever); returns what happened to links."""
+        """Do what I/O can be done; returns what happened to links. Waits up to ``timeout`` seconds (None: for ever)."""
 
     @abstractmethod
     def wake(self) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hmac
 import struct
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from ..errors import BadMetadata, LinkLost
 
@@ -20,14 +22,17 @@ LENGTH = struct.Struct("<I")
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where and how to reach the pool (``nbytes`` long) of instance ``epoch``. ``place`` is a host name or a path."""
+    """Where and how to reach the pool (``nbytes`` long) of instance ``epoch``. ``place`` is an IP address or a name.
+
+    It comes over the network, so its fields are bounded to what the system calls behind them take.
+    """
 
     backend: str
-    epoch: str
-    secret: bytes
-    nbytes: int
-    place: str
-    port: int = 0
+    epoch: Annotated[str, Meta(max_length=128)]
+    secret: Annotated[bytes, Meta(max_length=64)]
+    nbytes: Annotated[int, Meta(ge=1, lt=1 << 48)]
+    place: Annotated[str, Meta(max_length=64)]
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
     host_id: str = ""
 
 

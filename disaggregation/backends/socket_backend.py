@@ -90,7 +90,7 @@ class SocketBackend(TransferBackend):
 
     @abstractmethod
     def _dial(self, offer: Offer) -> OutgoingLink:
-        """Start to connect; raises ``OSError``."""
+        """Start to connect; raises ``OSError`` and ``TransferError``."""
 
     @abstractmethod
     def _unreachable(self, offer: Offer, reason: str) -> str:

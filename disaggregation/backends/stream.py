@@ -6,11 +6,12 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from ..errors import LinkLost
 
-MAX_VIEWS = 512
-"""Pieces a system call takes at once; the kernel's own limit is 1,024."""
+MAX_VIEWS = 64
+"""Pieces offered to a system call at once: more than it takes are listed in vain."""
 MAX_TURN = 4 << 20
 """Bytes moved before the other sockets get their turn."""
 
@@ -52,7 +53,7 @@ class Stream:
             if not self._wanted:
                 raise LinkLost("the peer sent what was not expected")
             try:
-                received = self._receive([self._wanted[i] for i in range(min(len(self._wanted), MAX_VIEWS))])
+                received = self._receive(list(islice(self._wanted, MAX_VIEWS)))
             except BlockingIOError:
                 return
             except OSError as e:
@@ -71,7 +72,7 @@ class Stream:
         budget = MAX_TURN
         while self._queued and budget > 0:
             try:
-                sent = self.sock.sendmsg([self._queued[i] for i in range(min(len(self._queued), MAX_VIEWS))])
+                sent = self.sock.sendmsg(list(islice(self._queued, MAX_VIEWS)))
             except BlockingIOError:
                 return
             except OSError as e:

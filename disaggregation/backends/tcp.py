@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import BadSpans, LinkLost
+from ..errors import BadMetadata, BadSpans, LinkLost
 from ..region import KVRegion
 from .base import Spans, WriteHandle, WriteState, check_spans
 from .handshake import Offer
@@ -59,8 +59,7 @@ class TcpBackend(SocketBackend):
         return sock, self._offer(reachable_address(place), port)
 
     def _dial(self, offer: Offer) -> OutgoingLink:
-        family = socket.AF_INET6 if ":" in offer.place else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock = socket.socket(address_family(offer), socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
             set_buffers(sock)
@@ -191,6 +190,15 @@ class _TcpReader(IncomingLink):
     def _on_payload(self, number: int, *, landed: bool) -> None:
         self.stream.send([ANSWER.pack(number, landed)])
         self._read_header()
+
+
+def address_family(offer: Offer) -> socket.AddressFamily:
+    """Family of the offered address; raises ``BadMetadata`` for a name, whose look-up could block."""
+    try:
+        version = ipaddress.ip_address(offer.place).version
+    except ValueError as e:
+        raise BadMetadata(f"peer {offer.epoch} offers {offer.place!r}, which is no IP address") from e
+    return socket.AF_INET6 if version == 6 else socket.AF_INET
 
 
 def reachable_address(bound: str) -> str:

@@ -61,7 +61,8 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str) -> FastAP
         app.add_api_route(path, endpoint, methods=["GET"])
     for path, endpoint, body in ORDERS:
         app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=_documented(body))
-    app.add_api_route("/flush_cache", flush_cache, methods=["GET", "POST"])
+    for method in ("GET", "POST"):
+        app.add_api_route("/flush_cache", flush_cache, methods=[method])
     install_error_handlers(app)
     if options.api_key is not None:
         app.add_middleware(ApiKeyAuth, api_key=options.api_key)

@@ -20,6 +20,8 @@ from .model_limits import ModelLimits
 from .text_tokenizer import TextTokenizer
 
 BAD_REQUEST = 400
+# Hardly any text has so many characters in each of its tokens.
+PROBE_CHARACTERS_PER_TOKEN = 16
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
 
@@ -114,6 +116,7 @@ class RequestTokenizer:
                 f"{field} has half of a surrogate pair at character {e.start}; "
                 "write characters beyond U+FFFF as UTF-8, or escape both halves",
             ) from e
+        self._check_beginning(field, text)
         return text
 
     def _check_size(self, field: str, size: int) -> None:
@@ -123,6 +126,22 @@ class RequestTokenizer:
                 field,
                 f"{field} of at least {size} bytes can't fit the context of {self._limits.context_length} tokens; "
                 "shorten it",
+            )
+
+    def _check_beginning(self, field: str, text: str) -> None:
+        """Refuse a text whose beginning alone is far too long: encoding all of it would hold up everyone else.
+
+        Where the beginning is cut, a word may encode otherwise than in the whole text, hence the factor of two.
+        """
+        beginning = PROBE_CHARACTERS_PER_TOKEN * self._limits.context_length
+        if len(text) <= beginning:
+            return
+        [token_ids] = self._tokenizer.encode_batch([text[:beginning]], add_special_tokens=False)
+        if len(token_ids) > 2 * self._limits.context_length:
+            raise PromptError(
+                field,
+                f"the first {beginning} characters of {field} have {len(token_ids)} tokens, but the context has "
+                f"{self._limits.context_length}; shorten it",
             )
 
     def _generate_req(self, req: TokenizeReq, token_ids: list[int]) -> GenerateReq:

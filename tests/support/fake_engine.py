@@ -28,13 +28,14 @@ from pdserve.server.http.engine_client import EngineClient
 from pdserve.server.options import ServerOptions
 
 T = TypeVar("T")
-PROMPT_TOKENS, CACHED_TOKENS = 7, 4
+PROMPT_TOKENS, CACHED_TOKENS, MAX_OUTPUT = 7, 4, 16
 
 
 class FakeEngine:
     """Records what HTTP sends, and answers one step a turn of the event loop.
 
     ``hold``: answer no request by itself. ``mute``: answer no question. ``errors``: what the next requests end in.
+    ``end_aborted``: end aborted requests, as an engine does sooner or later.
     """
 
     def __init__(self, *, hold: bool = False, mute: bool = False, **options: Any) -> None:
@@ -43,6 +44,7 @@ class FakeEngine:
         self.hold = hold
         self.mute = mute
         self.pong = Pong(0, True)
+        self.end_aborted = True
         self.flush_result = FlushCacheResult(0, True, flushed=5)
         self.errors: list[ReqError] = []
         self.requests: list[TokenizeReq] = []
@@ -62,7 +64,8 @@ class FakeEngine:
                     self.step(message, 0)
             elif isinstance(message, AbortReq):
                 self.aborts.append(message)
-                for request in self.requests if not message.rid else [r for r in self.requests if r.rid == message.rid]:
+                named = [r for r in self.requests if message.rid in ("", r.rid)] if self.end_aborted else []
+                for request in named:
                     self._soon(TextBatch([self.text(request, "", [], FinishType.ABORT, matched=None)]))
             else:
                 self.questions.append(message)
@@ -81,7 +84,7 @@ class FakeEngine:
 
     def step(self, request: TokenizeReq, i: int) -> None:
         """Answer token ``i`` and, later, the rest."""
-        last = i + 1 == request.sampling.max_new_tokens
+        last = i + 1 == min(request.sampling.max_new_tokens, MAX_OUTPUT)
         item = self.text(request, f"w{i} ", [i], FinishType.LENGTH if last else None)
         self._soon(TextBatch([item]))
         if not last:
@@ -121,7 +124,7 @@ class FakeEngine:
     def _soon(self, message: Any) -> None:
         asyncio.get_running_loop().call_soon(self.client.dispatch, [message])
 
-    def http(self, **headers: str) -> httpx.AsyncClient:
+    def http(self, **headers: str | bytes) -> httpx.AsyncClient:
         """A client of the app, without sockets; an error that the app doesn't handle is raised here."""
         transport = httpx.ASGITransport(app=self.app)
         return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers)

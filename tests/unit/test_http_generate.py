@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import httpx
@@ -91,7 +92,7 @@ def test_stream_is_cumulative_and_ends_with_done() -> None:
     response, _ = generate({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 3}, "stream": True})
     chunks = events(response)
     assert [c["text"] for c in chunks][-1] == "w0 w1 w2 "
-    for before, after in zip(chunks, chunks[1:], strict=False):
+    for before, after in itertools.pairwise(chunks):
         assert after["text"].startswith(before["text"])
         assert after["meta_info"]["completion_tokens"] == len(after["output_ids"]) > len(before["output_ids"])
     assert [c["meta_info"]["finish_reason"] for c in chunks[:-1]] == [None] * (len(chunks) - 1)

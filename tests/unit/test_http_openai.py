@@ -74,7 +74,7 @@ def test_completion_stream_carries_deltas_and_usage_when_asked() -> None:
     *deltas, last = chunks
     assert "".join(c["choices"][0]["text"] for c in deltas) == "w0 w1 w2 "
     assert [t for c in deltas for t in c["choices"][0]["logprobs"]["tokens"]] == [f"token_id:{i}" for i in range(3)]
-    assert [o for c in deltas for o in c["choices"][0]["logprobs"]["text_offset"]][0] == 0
+    assert deltas[0]["choices"][0]["logprobs"]["text_offset"][0] == 0
     assert deltas[-1]["choices"][0]["finish_reason"] == "length"
     assert all(c["usage"] is None for c in deltas)
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)

@@ -141,6 +141,36 @@ def test_a_row_gets_the_reference_s_token_and_the_same_alone_as_in_any_company(c
             assert together.tokens[i] == expected.token
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"top_p": 0.9},
+        {"top_p": 0.2, "min_p": 0.4},
+        {"top_k": 100, "top_p": 0.3},
+        {"top_k": SORTED + 500},
+        {"top_k": SORTED + 500, "top_p": 0.95, "min_p": 0.2},
+        {"top_k": 50, "top_p": 0.5, "min_p": 0.6},
+    ],
+)
+def test_what_is_kept_of_a_flat_distribution(changes: dict) -> None:
+    """More is kept than the candidates, or even the sorted part, hold."""
+    count, vocab = 24, 2 * SORTED + 77
+    logits = np.random.default_rng(0).standard_normal((count, vocab)).astype(np.float32) * 0.5
+    inits = [make_row(row, seed=row, **changes) for row in range(count)]
+    tokens = run(torch.from_numpy(logits), inits, [4] * count).tokens.tolist()
+    expected = [reference(row, init, 4) for row, init in zip(logits, inits, strict=True)]
+    certain = [i for i, choice in enumerate(expected) if choice.margin > BORDER]
+    assert len(certain) > count / 3
+    assert [tokens[i] for i in certain] == [expected[i].token for i in certain]
+
+
+def test_repetition_makes_seen_tokens_less_likely_whatever_their_sign() -> None:
+    history = pack_i32([0, 0, 0, 0])
+    for logits in ([-1.0, -1.5, -9.0], [1.5, 1.0, -9.0]):
+        penalised = make_row(temperature=0.0, repetition_penalty=2.0, history=history)
+        assert run(torch.tensor([logits]), [penalised], [4]).tokens.tolist() == [1]
+
+
 def changed(init: RowInit, **changes) -> RowInit:
     return RowInit(**({name: getattr(init, name) for name in init.__struct_fields__} | changes))
 
@@ -207,6 +237,13 @@ def test_pick_never_takes_a_weight_of_zero() -> None:
         at = torch.full((3,), u, dtype=torch.float64)
         assert pick(weights, at).tolist() == [300] * 3
         assert pick_few(weights, at).tolist() == [300] * 3
+
+
+def test_pick_takes_the_last_weight_where_rounding_puts_the_target_behind_it() -> None:
+    weights = torch.zeros(1, 512)
+    # The block's float32 sum rounds up, past what the float64 sum inside the block reaches.
+    weights[0, :2] = torch.tensor([1.0, 8e-8])
+    assert pick(weights, torch.tensor([1 - 2.0**-53], dtype=torch.float64)).tolist() == [1]
 
 
 @given(st.integers(0, 2**32), st.sampled_from([40, 3000, 3007]), st.sampled_from([1, 7, 20, 64]))

@@ -117,6 +117,19 @@ def test_a_huge_text_is_refused_without_tokenizing_it(smollm, monkeypatch):
     assert encoded == []
 
 
+def test_of_a_long_text_only_the_beginning_is_tokenized_to_refuse_it(requests, smollm, monkeypatch):
+    encode, lengths = smollm.encode_batch, []
+
+    def watch(texts, **options):
+        lengths.extend(map(len, texts))
+        return encode(texts, **options)
+
+    monkeypatch.setattr(smollm, "encode_batch", watch)
+    out = one(requests, text="1" * (CONTEXT * 80))
+    assert isinstance(out, ReqError)
+    assert lengths == [CONTEXT * 16]
+
+
 def test_the_longest_text_that_could_fit_is_tokenized(requests, smollm):
     table = smollm.byte_table.pieces
     longest = max(table, key=len).decode()

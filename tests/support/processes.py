@@ -1,0 +1,168 @@
+"""Real servers for the end-to-end tests: started on free ports, watched, always ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+STARTUP_SECONDS = 90.0
+STOP_SECONDS = 15.0
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago (held open together, so that they differ)."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    """Poll until ``condition()`` is true; an AssertionError that names ``what`` after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        time.sleep(0.02)
+
+
+@dataclass
+class Launched:
+    """One ``pdserve`` command and its log."""
+
+    args: list[str]
+    port: int
+    log_path: Path
+    process: subprocess.Popen[bytes] | None = None
+    client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=60.0, trust_env=False))
+
+    @property
+    def url(self) -> str:
+        """Base URL."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Launch; doesn't wait."""
+        with self.log_path.open("ab") as log:
+            argv = [sys.executable, "-m", "pdserve.server.cli", *self.args]
+            self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def is_healthy(self) -> bool:
+        """Whether /health says 200; fails the test when the process has died."""
+        assert self.process is not None
+        assert self.process.poll() is None, f"died while starting:\n{self.log()}"
+        try:
+            return self.client.get(self.url + "/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def wait_healthy(self) -> None:
+        """Wait for /health."""
+        wait_until(self.is_healthy, STARTUP_SECONDS, f"{self.args} healthy; log:\n{self.log()}")
+
+    def log(self) -> str:
+        """What it has printed."""
+        return self.log_path.read_text(errors="replace")
+
+    def info(self) -> dict:
+        """/server_info."""
+        return self.client.get(self.url + "/server_info").raise_for_status().json()
+
+    def post(self, path: str, body: dict) -> httpx.Response:
+        """POST JSON."""
+        return self.client.post(self.url + path, json=body)
+
+    def generate(self, **body) -> dict:
+        """/generate, successfully."""
+        response = self.post("/generate", body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def family(self) -> dict[str, psutil.Process]:
+        """Living processes of the instance by their short name; the root is "supervisor"."""
+        assert self.process is not None
+        root = psutil.Process(self.process.pid)
+        names = {"supervisor": root}
+        for child in root.children(recursive=True):
+            names[child.cmdline()[0].split()[-1]] = child
+        return names
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """End it; returns the exit code."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"did not stop:\n{self.log()}") from None
+
+
+@contextmanager
+def launched(tmp: Path, name: str, *args: str, port: int | None = None) -> Iterator[Launched]:
+    """Run ``pdserve ARGS --port …`` for the duration of the block."""
+    port = port or free_ports(1)[0]
+    server = Launched([*args, "--port", str(port)], port, tmp / f"{name}.log")
+    server.start()
+    try:
+        yield server
+    finally:
+        assert server.process is not None
+        if server.process.poll() is None:
+            server.stop()
+        server.client.close()
+
+
+@dataclass
+class Pair:
+    """A prefill, a decode, and a router before them."""
+
+    prefill: Launched
+    decode: Launched
+    router: Launched
+
+    def assert_all_returned(self) -> None:
+        """Nothing in use on either instance, and their own checks agree."""
+
+        def idle() -> bool:
+            return all(s.info()["requests"]["total"] == 0 == s.info()["pool"]["in_use"] for s in (self.prefill, self.decode))
+
+        wait_until(idle, 15, "both instances idle with no slot in use")
+        for server in (self.prefill, self.decode):
+            info = server.info()
+            assert info["pool"]["rows_in_use"] == 0
+            assert info["disaggregation"]["rooms"] == 0
+            assert info["invariants"] == "ok"
+
+
+@contextmanager
+def pd_pair(tmp: Path, backend: str, *args: str) -> Iterator[Pair]:
+    """1 prefill + 1 decode + router; ``args`` go to both instances."""
+    bootstrap = free_ports(1)[0]
+    cores = sorted(os.sched_getaffinity(0))
+    with ExitStack() as stack:
+        servers = []
+        for i, mode in enumerate(("prefill", "decode")):
+            own = ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", backend]
+            own += ["--disaggregation-bootstrap-port", str(bootstrap), "--threads", "1"]
+            own += ["--cpus", str(cores[i % len(cores)])]
+            servers.append(stack.enter_context(launched(tmp, mode, "server", *own, *args)))
+        prefill, decode = servers
+        route = ["--prefill", prefill.url, str(bootstrap), "--decode", decode.url]
+        router = stack.enter_context(launched(tmp, "router", "router", *route))
+        for server in (prefill, decode, router):
+            server.wait_healthy()
+        yield Pair(prefill, decode, router)

@@ -1,0 +1,207 @@
+"""The router in front of scripted instances: real sockets, one event loop, no model."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from dataclasses import dataclass, field
+
+import httpx
+import uvicorn
+
+from pdserve.router.app import make_app
+from pdserve.router.options import RouterOptions
+
+TIME_LIMIT = 10.0
+EVENT = b'data: {"text": "a"}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class Seen:
+    """A request that an instance got, and whether its connection was dropped before it was answered."""
+
+    path: str
+    headers: dict
+    body: dict
+    dropped: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class FakeInstance:
+    """An HTTP server that answers by script: the script's name says what happens to a generation."""
+
+    def __init__(self, script="ok", health=200):
+        self.script, self.health = script, health
+        self.requests, self.questions = [], []
+        self.arrived = asyncio.Event()
+        self.go_on = asyncio.Event()
+        self.port = 0
+        self.refuses = False
+        self._writers = set()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self):
+        self._server = await asyncio.start_server(self._connection, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def kill(self):
+        """What kill -9 does to a process's sockets."""
+        self._server.close()
+        for writer in list(self._writers):
+            writer.transport.abort()
+        await self._server.wait_closed()
+
+    async def _connection(self, reader, writer):
+        self._writers.add(writer)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while await self._one_request(reader, writer):
+                pass
+        self._writers.discard(writer)
+        writer.close()
+
+    async def _one_request(self, reader, writer):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        method, path, _ = head[0].split(" ")
+        headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in head[1:] if line)}
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        if path == "/health":
+            self.reply(writer, self.health, {})
+        elif path in ("/generate", "/v1/completions"):
+            seen = Seen(path, headers, json.loads(body))
+            self.requests.append(seen)
+            self.arrived.set()
+            await getattr(self, "do_" + self.script)(seen, reader, writer)
+        else:
+            self.questions.append((method, path, body))
+            answer = {"from": self.port, "flushed": 3, "aborted": 1}
+            self.reply(writer, *((400, {"error": {"message": "busy"}}) if self.refuses else (200, answer)))
+        await writer.drain()
+        return not writer.is_closing()
+
+    def reply(self, writer, status, content, extra=""):
+        body = json.dumps(content).encode()
+        head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\n{extra}content-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+
+    def chunk(self, writer, data):
+        writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+
+    def begin_stream(self, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+
+    async def do_ok(self, seen, reader, writer):
+        if not seen.body.get("stream"):
+            return self.reply(writer, 200, {"text": "ab", "seen": seen.body})
+        self.begin_stream(writer)
+        for data in (EVENT, EVENT[:7], EVENT[7:] + DONE[:3], DONE[3:], b""):
+            self.chunk(writer, data)
+            await writer.drain()
+
+    async def do_bad_request(self, seen, reader, writer):
+        self.reply(writer, 400, {"error": {"message": "temperature: too hot", "type": "invalid_request_error"}})
+
+    async def do_busy(self, seen, reader, writer):
+        self.reply(writer, 503, {"error": {"message": "draining"}}, "retry-after: 7\r\n")
+
+    async def do_crash_text(self, seen, reader, writer):
+        self.reply(writer, 500, "Internal Server Error")
+
+    async def do_error_event(self, seen, reader, writer):
+        self.begin_stream(writer)
+        self.chunk(writer, b'data: {"error": {"message": "the transfer failed", "code": 502}}\n\n')
+        self.chunk(writer, b"")
+
+    async def do_die(self, seen, reader, writer):
+        writer.transport.abort()
+
+    async def do_die_mid_stream(self, seen, reader, writer):
+        self.begin_stream(writer)
+        self.chunk(writer, EVENT + EVENT[:9])
+        await writer.drain()
+        await self.go_on.wait()
+        writer.transport.abort()
+
+    async def do_hang(self, seen, reader, writer):
+        if not await reader.read(1):
+            seen.dropped.set()
+        writer.close()
+
+    async def do_stream_then_hang(self, seen, reader, writer):
+        self.begin_stream(writer)
+        self.chunk(writer, EVENT)
+        await self.do_hang(seen, reader, writer)
+
+
+class QuietServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+class Rig:
+    """Instances, the router in front of them, and a client."""
+
+    def __init__(self, **options):
+        self.options = {"health_check_interval": 0.04, **options}
+        self.instances = []
+
+    async def instance(self, *args, **kwargs):
+        self.instances.append(await FakeInstance(*args, **kwargs).start())
+        return self.instances[-1]
+
+    async def route(self, prefill=(), decode=(), worker=()):
+        tokens = [token for instance in prefill for token in (instance.url, "9001")]
+        urls = {"prefill": tokens, "decode": [i.url for i in decode], "worker": [i.url for i in worker]}
+        faults = []
+        app = make_app(RouterOptions(**urls, **self.options), faults.append)
+        sock = socket.create_server(("127.0.0.1", 0))
+        self.server = QuietServer(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
+        self.task = asyncio.create_task(self.server.serve(sockets=[sock]))
+        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=TIME_LIMIT)
+        await self.until_states(*["healthy" if i.health == 200 else "unhealthy" for i in (*prefill, *decode, *worker)])
+        self.faults = faults
+        return self.client
+
+    async def until_states(self, *wanted):
+        """Wait until the router sees the instances' states as ``wanted``."""
+        headers = {"authorization": f"Bearer {self.options.get('api_key')}"}
+        while True:
+            info = (await self.client.get("/server_info", headers=headers)).json()
+            if [i["state"] for i in info["instances"]] == list(wanted):
+                return info
+
+    async def close(self):
+        await self.client.aclose()
+        self.server.should_exit = True
+        await self.task
+        for instance in self.instances:
+            await instance.kill()
+        assert self.faults == []
+
+
+def scenario(**options):
+    """Run an async test with a ``Rig``, within a time limit."""
+
+    def wrap(test):
+        def run():
+            async def body():
+                rig = Rig(**options)
+                async with asyncio.timeout(TIME_LIMIT):
+                    await test(rig)
+                    await rig.close()
+
+            asyncio.run(body())
+
+        run.__name__ = test.__name__
+        return run
+
+    return wrap
+
+
+async def generate(client, stream=False, **fields):
+    """POST /generate."""
+    return await client.post("/generate", json={"text": "x", "stream": stream, **fields})

@@ -1,0 +1,174 @@
+"""The command line: what it accepts, what it refuses and what it says then."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from pdserve.server.cli import app
+from pdserve.server.option_checks import OptionError, check_options
+from pdserve.server.options import ServerOptions
+
+RUNNERS = {
+    "server": ("pdserve.server.supervisor", "run_server"),
+    "router": ("pdserve.router.process", "run_router"),
+    "up": ("pdserve.server.cluster", "run_cluster"),
+}
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The options that a command would have run with."""
+    options: list[Any] = []
+    for module, function in RUNNERS.values():
+        fake = ModuleType(module)
+        setattr(fake, function, lambda given: options.append(given) or 7)
+        monkeypatch.setitem(sys.modules, module, fake)
+    return options
+
+
+def call(*argv: str) -> Any:
+    return app(list(argv), result_action="return_value")
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What a refused command line says, on one line."""
+    try:
+        code = call(*argv)
+    except SystemExit as e:
+        code = e.code
+    assert code == 2
+    return " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_flags_become_options(seen: list[Any]) -> None:
+    argv = ["--model-path", "m.gguf", "--disaggregation-mode", "prefill", "--chunked-prefill-size", "-1"]
+    assert call("server", *argv, "--disable-radix-cache") == 7
+    assert seen == [
+        ServerOptions(
+            model_path="m.gguf", disaggregation_mode="prefill", chunked_prefill_size=-1, disable_radix_cache=True
+        )
+    ]
+
+
+def test_router_urls_are_consumed_greedily(seen: list[Any]) -> None:
+    urls = ["--prefill", "http://a:1", "9000", "--prefill", "http://b:1", "--decode", "http://c:1", "http://d:1"]
+    assert call("router", *urls) == 7
+    assert seen[0].prefill == ["http://a:1", "9000", "http://b:1"]
+    assert seen[0].decode == ["http://c:1", "http://d:1"]
+
+
+def test_config_file_lies_under_the_command_line(seen: list[Any], tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("page_size: 32\ndisable-radix-cache: true\nport: 5\nthreads: null\nchunked-prefill-size: -1\n")
+    call("server", "--port", "6", "--config", str(config))
+    assert seen == [ServerOptions(page_size=32, disable_radix_cache=True, port=6, chunked_prefill_size=-1)]
+    config.write_text("prefill: ['http://a:1', 9000]\ndecode: 'http://b:1'\npolicy: random\n")
+    call("router", "--config", str(config))
+    call("router", "--config", str(config), "--prefill", "http://z:1")
+    assert [(o.prefill, o.decode, o.policy) for o in seen[1:]] == [
+        (["http://a:1", "9000"], ["http://b:1"], "random"),
+        (["http://z:1"], ["http://b:1"], "random"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("pagesize: 3", 'no option "pagesize". Did you mean "page-size"?'),
+        ("config: x", 'no option "config"'),
+        ("page-size: 1\npage_size: 2", '"page-size" is given twice'),
+        ("page-size: many", 'unable to convert "many" into int'),
+        ("- 1", "flag-name: value"),
+        ("a: [", "while parsing"),
+    ],
+)
+def test_a_bad_config_file_is_refused(
+    content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(content)
+    assert says in refusal(capsys, "server", "--config", str(config))
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["server", "--prot", "1"], "Unknown option: --prot. Did you mean --port?"),
+        (["server", "smollm2"], "smollm2"),
+        (["server", "--page-size", "x"], "--page-size"),
+        (["server", "--dtype", "int3"], "float32"),
+        (["server", "--config", "/nowhere.yaml"], "No such file"),
+        (["serve"], 'Did you mean "server"?'),
+        (["router"], "nothing to route to"),
+        (["router", "--prefill", "http://a:1"], "--decode"),
+        (["up", "--prefill", "0"], "--prefill 0"),
+        (["up", "--page-size", "3"], "power of two"),
+        (["up", "--disaggregation-mode", "prefill"], "--disaggregation-mode"),
+    ],
+)
+def test_a_bad_command_line_is_refused(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert says in refusal(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"chunked_prefill_size": 8}, "like 16, or -1"),
+        ({"chunked_prefill_size": 100}, "like 96, or -1"),
+        ({"chunked_prefill_size": 0}, "--chunked-prefill-size"),
+        ({"page_size": 0}, "power of two"),
+        ({"page_size": 24, "chunked_prefill_size": 48}, "power of two"),
+        ({"port": 8998, "disaggregation_mode": "prefill"}, "give them different ones"),
+        ({"port": 70000}, "--port"),
+        ({"disaggregation_bootstrap_port": 0}, "--disaggregation-bootstrap-port"),
+        ({"max_running_requests": 0}, "--max-running-requests is 0"),
+        ({"max_total_tokens": -5}, "at least one page"),
+        ({"mem_fraction_static": 1.0}, "between 0 and 1"),
+        ({"mem_fraction_static": float("nan")}, "between 0 and 1"),
+        ({"watchdog_timeout": float("inf")}, "--watchdog-timeout"),
+        ({"drain_timeout": -1.0}, "--drain-timeout"),
+        ({"disaggregation_heartbeat_timeout": 0.1}, "longer than"),
+        ({"schedule_policy": "lpm", "disable_radix_cache": True}, "drop one of the two"),
+        ({"cpus": "3-1"}, "backwards"),
+        ({"cpus": "0,x"}, "like 0,2-3"),
+        ({"api_key": "ключ"}, "ASCII"),
+        ({"api_key": ""}, "--api-key is empty"),
+        ({"chat_template": "/nowhere.jinja"}, "no such file"),
+        ({"random_seed": -1}, "--random-seed"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_with_what_to_do(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        check_options(replace(ServerOptions(), **changes))
+    assert says in str(caught.value)
+
+
+def test_defaults_and_usual_combinations_pass() -> None:
+    check_options(ServerOptions())
+    check_options(ServerOptions(port=8998, cpus="0,2-3", mem_fraction_static=0.5, max_total_tokens=16))
+
+
+@pytest.mark.parametrize("command", RUNNERS)
+def test_help_explains_every_flag_in_100_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    call(command, "--help")
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    assert "--no-" not in text
+    if command == "server":
+        for item in fields(ServerOptions):
+            assert f"--{item.name.replace('_', '-')} " in text
+
+
+def test_help_loads_no_model_code() -> None:
+    code = "import sys, pdserve.server.cli; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'zmq')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

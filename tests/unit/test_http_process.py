@@ -1,0 +1,111 @@
+"""The HTTP process itself, started as the supervisor starts it; the test plays the rest of the ring."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import zmq
+
+from pdserve.messages.channel import Receiver, Sender, ipc_address
+from pdserve.messages.control import Ready
+from pdserve.messages.outputs import FinishReason, FinishType, ReqMeta, ReqText, TextBatch, Timing
+from pdserve.messages.requests import TokenizeReq
+from pdserve.messages.routes import ToSupervisor, ToTokenizer
+from pdserve.server.child import ChildSpec
+from pdserve.server.options import ServerOptions
+
+TIMEOUT_MS = 30_000
+
+
+class Ring:
+    """The channels of an instance whose other processes are this test."""
+
+    def __init__(self, run_dir: Path, port: int) -> None:
+        self.ctx: zmq.Context[Any] = zmq.Context()
+        self.supervisor: Receiver[Any] = Receiver(self.ctx, ipc_address(run_dir, "supervisor"), ToSupervisor)
+        self.tokenizer: Receiver[Any] = Receiver(self.ctx, ipc_address(run_dir, "tokenizer"), ToTokenizer)
+        self.http = Sender(self.ctx, ipc_address(run_dir, "http"))
+        self.raw_http = self.ctx.socket(zmq.PUSH)
+        self.raw_http.connect(ipc_address(run_dir, "http"))
+        self.url = f"http://127.0.0.1:{port}"
+        spec = ChildSpec("http", str(run_dir), "e1", os.getpid(), ServerOptions(port=port))
+        argv = [sys.executable, "-m", "pdserve.server.http_process", msgspec.json.encode(spec).decode()]
+        self.process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+
+    def next_request(self) -> TokenizeReq:
+        """What HTTP sends to the tokenizer."""
+        [request] = self.tokenizer.recv(TIMEOUT_MS)
+        assert isinstance(request, TokenizeReq)
+        return request
+
+    def close(self) -> None:
+        """End the process and the channels."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+        self.ctx.destroy(linger=0)
+
+
+@contextmanager
+def ring(run_dir: Path, port: int) -> Iterator[Ring]:
+    """A ring that is closed again."""
+    it = Ring(run_dir, port)
+    try:
+        yield it
+    finally:
+        it.close()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_serves_survives_strange_frames_and_ends_on_sigterm(tmp_path: Path) -> None:
+    with ring(tmp_path, free_port()) as it, ThreadPoolExecutor() as pool, httpx.Client(timeout=30) as client:
+        [ready] = it.supervisor.recv(TIMEOUT_MS)
+        assert isinstance(ready, Ready)
+        answer = pool.submit(client.post, it.url + "/generate", json={"text": "a"})
+        request = it.next_request()
+        it.raw_http.send(b"not a frame")
+        it.raw_http.send(msgspec.msgpack.encode([{"type": "Reboot"}]))
+        meta = ReqMeta(1, 1, 0, Timing())
+        it.http.send(TextBatch([ReqText(request.rid, "b", [5], FinishReason(FinishType.LENGTH), meta)]))
+        assert answer.result().json()["text"] == "b"
+
+        waiting = pool.submit(client.post, it.url + "/generate", json={"text": "a"})
+        it.next_request()
+        it.process.terminate()
+        assert waiting.result().status_code == 503
+        _, log = it.process.communicate(timeout=30)
+        assert it.process.returncode == 0
+        assert log.count("dropped a frame") == 2
+        assert "Traceback" not in log
+
+
+def test_a_port_in_use_ends_it_with_a_clear_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with ring(tmp_path, port) as it:
+            _, log = it.process.communicate(timeout=30)
+            assert it.process.returncode == 1
+            assert f"can't listen on 127.0.0.1:{port}" in log
+            assert "Traceback" not in log
+            assert it.supervisor.recv(0) == []
+
+
+@pytest.mark.parametrize("module", ["torch", "transformers", "pdserve.scheduler.process"])
+def test_does_not_load_what_it_does_not_need(module: str) -> None:
+    code = f"import sys, pdserve.server.http_process; sys.exit({module!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,57 @@
+"""The router's own endpoints, and what it asks of all instances."""
+
+from support.router_rig import generate, scenario
+
+
+@scenario(api_key="secret")
+async def test_the_api_key_is_checked_and_passed_on(rig):
+    w = await rig.instance()
+    client = await rig.route(worker=[w])
+    assert (await generate(client)).status_code == 401
+    assert (await client.get("/server_info")).status_code == 401
+    assert (await client.get("/health")).status_code == 200
+    client.headers["authorization"] = "Bearer secret"
+    assert (await generate(client)).status_code == 200
+    assert w.requests[0].headers["authorization"] == "Bearer secret"
+
+
+@scenario()
+async def test_orders_reach_every_instance_and_their_answers_are_added_up(rig):
+    p, d, w = await rig.instance(), await rig.instance(), await rig.instance()
+    client = await rig.route([p], [d], [w])
+    assert (await client.post("/abort_request", json={"rid": "r"})).json()["aborted"] == 2
+    assert (await client.post("/flush_cache")).json()["flushed"] == 9
+    for instance in (p, d, w):
+        assert ("POST", "/abort_request", b'{"rid":"r"}') in instance.questions
+        assert ("POST", "/flush_cache", b"") in instance.questions
+
+
+@scenario()
+async def test_orders_pass_by_dead_instances_and_a_refusal_is_told(rig):
+    p, d = await rig.instance(), await rig.instance()
+    client = await rig.route([p], [d])
+    await d.kill()
+    await rig.until_states("healthy", "unhealthy")
+    assert (await client.get("/v1/models/any")).json()["from"] == p.port
+    assert (await client.post("/flush_cache")).json()["flushed"] == 3
+    p.refuses = True
+    response = await client.post("/flush_cache")
+    assert (response.status_code, response.json()["error"]["message"]) == (400, "busy")
+    await p.kill()
+    await rig.until_states("unhealthy", "unhealthy")
+    assert (await client.post("/flush_cache")).status_code == 503
+
+
+@scenario()
+async def test_unknown_paths_and_methods_are_told_in_the_error_shape(rig):
+    client = await rig.route(worker=[await rig.instance()])
+    assert (await client.get("/nowhere")).json()["error"]["code"] == 404
+    assert (await client.get("/generate")).json()["error"]["code"] == 405
+
+
+@scenario()
+async def test_health_generate_runs_a_real_request(rig):
+    p, d = await rig.instance(), await rig.instance()
+    client = await rig.route([p], [d])
+    assert (await client.get("/health_generate")).status_code == 200
+    assert p.requests[0].path == d.requests[0].path == "/generate"
