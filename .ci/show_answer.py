@@ -6,6 +6,7 @@ Exit code 1 unless the answer is complete and its KV really went from a prefill 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from typing import Any
 
@@ -36,23 +37,16 @@ def show_text() -> dict[str, Any]:
 
 def show_timing(meta: dict[str, Any]) -> None:
     """Print ``meta_info`` of a finished answer as a table."""
-    timing, tokens = meta["timing"], meta["completion_tokens"]
+    timing, tokens, cached = meta["timing"], meta["completion_tokens"], meta["cached_tokens"]
     per_token = timing["decode_ms"] / max(1, tokens - 1)
+    ended = meta["finish_reason"]["type"]
     rows = [
         ("queue", timing["queue_ms"], "waiting for a turn and for memory"),
-        (
-            "prefill",
-            timing["prefill_ms"],
-            f"{meta['prompt_tokens']} prompt tokens, {meta['cached_tokens']} of them cached",
-        ),
+        ("prefill", timing["prefill_ms"], f"{meta['prompt_tokens']} prompt tokens, {cached} of them cached"),
         ("transfer", timing["transfer_ms"], f"{timing['transfer_bytes']:,} bytes of KV, prefill to decode"),
         ("decode", timing["decode_ms"], f"{tokens} tokens, {per_token:.1f} ms each after the first"),
         ("detokenize", timing["detokenize_ms"], "beside the decode"),
-        (
-            "end to end",
-            meta["e2e_latency"] * 1000,
-            f"as the decode instance saw it; finished by {meta['finish_reason']['type']}",
-        ),
+        ("end to end", meta["e2e_latency"] * 1000, f"as the decode instance saw it; ended by {ended}"),
     ]
     print("\n")
     for name, milliseconds, note in rows:
@@ -61,6 +55,8 @@ def show_timing(meta: dict[str, Any]) -> None:
 
 def main() -> None:
     """Show, judge."""
+    # Ctrl-C ends the demo: the script that reads our exit code says the rest.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     last = show_text()
     finish = last["meta_info"]["finish_reason"] if last else None
     if not finish or finish["type"] == "abort" or not last["text"].strip():

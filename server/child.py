@@ -23,7 +23,10 @@ PR_SET_PDEATHSIG = 1
 
 
 class ChildSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the supervisor tells a child, as one JSON argument."""
+    """What the supervisor tells a child: a JSON file in the run directory, whose path is the child's one argument.
+
+    Not the argument itself: options hold the API key, and every user of the host can read arguments.
+    """
 
     name: str
     run_dir: str
@@ -71,11 +74,13 @@ def configure_logging(name: str, level: str) -> None:
         datefmt="%H:%M:%S",
         force=True,
     )
+    # A line for each HTTP request between our own processes is noise at our "info".
+    logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def start_child(argv: list[str]) -> ChildContext:
-    """Become a child: called first in each process's ``main``; ``argv[1]`` is a ``ChildSpec`` in JSON."""
-    spec = msgspec.json.decode(argv[1], type=ChildSpec)
+    """Become a child: called first in each process's ``main``; ``argv[1]`` is the path of its ``ChildSpec``."""
+    spec = msgspec.json.decode(Path(argv[1]).read_bytes(), type=ChildSpec)
     die_with_parent(spec.parent_pid)
     # Ctrl-C reaches the whole process group; only the supervisor acts on it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -65,6 +65,7 @@ class CompletionRenderer:
         self._envelope = envelope
         self._echoes = echoes
         self._wants_logprobs = wants_logprobs
+        self._opened: set[int] = set()
 
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
         """A ``text_completion`` object."""
@@ -81,7 +82,8 @@ class CompletionRenderer:
 
     def events(self, choice: Choice) -> bytes:
         """What is new since the last event; none for tokens that show no text yet."""
-        echo = self._echoes[choice.prompt_index] if not choice.sent_tokens else ""
+        echo = self._echoes[choice.prompt_index] if choice.index not in self._opened else ""
+        self._opened.add(choice.index)
         offset, text = choice.sent_chars, choice.text[choice.sent_chars :]
         entries = choice.logprobs[choice.sent_tokens :]
         if not (echo or text or entries or choice.finish):

@@ -35,4 +35,13 @@ def tiny_model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_args(tiny_model) -> list[str]:
     """Flags that serve the tiny model, with a real tokenizer."""
-    return ["--model-path", str(tiny_model), "--load-format", "dummy", "--tokenizer-path", "smollm2", "--dtype", "float32"]
+    return [
+        "--model-path",
+        str(tiny_model),
+        "--load-format",
+        "dummy",
+        "--tokenizer-path",
+        "smollm2",
+        "--dtype",
+        "float32",
+    ]

@@ -138,7 +138,9 @@ class Pair:
         """Nothing in use on either instance, and their own checks agree."""
 
         def idle() -> bool:
-            return all(s.info()["requests"]["total"] == 0 == s.info()["pool"]["in_use"] for s in (self.prefill, self.decode))
+            return all(
+                s.info()["requests"]["total"] == 0 == s.info()["pool"]["in_use"] for s in (self.prefill, self.decode)
+            )
 
         wait_until(idle, 15, "both instances idle with no slot in use")
         for server in (self.prefill, self.decode):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
+
 from pdserve.messages.base import Message, pack_i32, unpack_i32
 from pdserve.messages.outputs import ReqError, ReqTokens, TokenBatch
 from pdserve.messages.requests import Bootstrap, GenerateReq, LogprobOptions

@@ -7,12 +7,13 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sim import reference_output
+from support.sim_pair import BOOTSTRAP_TIMEOUT, SimPair
+
 from pdserve.disaggregation.kv_receiver import ReceiverState
 from pdserve.messages.handover import TransferRequest
 from pdserve.messages.outputs import FinishType, ReqError
 from pdserve.messages.requests import AbortReq
-from support.sim import reference_output
-from support.sim_pair import BOOTSTRAP_TIMEOUT, SimPair
 
 
 def run_until_idle(pair: SimPair, rng: random.Random | None = None, moves: int = 20_000) -> None:

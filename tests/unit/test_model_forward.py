@@ -196,7 +196,9 @@ def test_only_the_wanted_logits_in_their_order(llama: tuple[torch.nn.Module, Pat
     assert Harness(folder).forward((0, tokens), logits_at=[]).shape == (0, VOCAB)
 
 
-@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), [("bfloat16", "auto"), ("float16", "auto"), ("float32", "bfloat16")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype"), [("bfloat16", "auto"), ("float16", "auto"), ("float32", "bfloat16")]
+)
 def test_short_types_stay_near_float32(llama: tuple[torch.nn.Module, Path], dtype: str, kv_cache_dtype: str) -> None:
     model, folder = llama
     harness, tokens = Harness(folder, dtype=dtype, kv_cache_dtype=kv_cache_dtype), draw(40, 8)
@@ -218,7 +220,9 @@ def test_pages_are_contiguous_spans_of_the_region(llama: tuple[torch.nn.Module, 
     assert runner.kv_region is not None
     assert runner.kv_region.fd is not None
     assert runner.kv_region.nbytes == (runner.max_total_tokens // PAGE + 1) * size
-    runner.kv_region.buffer[target * size : (target + 1) * size] = runner.kv_region.buffer[page * size : (page + 1) * size]
+    runner.kv_region.buffer[target * size : (target + 1) * size] = runner.kv_region.buffer[
+        page * size : (page + 1) * size
+    ]
     harness.table[1, :PAGE] = torch.arange(PAGE) + target * PAGE
     harness._lens[1] = PAGE
     close(harness.forward((1, [1])), expected)

@@ -9,11 +9,12 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sim import SimInstance, make_generate, make_options, reference_output
+
 from pdserve.messages.base import pack_i32
 from pdserve.messages.outputs import FinishType, ReqError, ReqTokens
 from pdserve.messages.requests import AbortReq, StopReq
 from pdserve.messages.worker import StepResult
-from support.sim import SimInstance, make_generate, make_options, reference_output
 
 
 def assert_all_returned(sim: SimInstance) -> None:

@@ -1,0 +1,136 @@
+"""``kill -9`` of every kind of process, under load: quick errors, a loud exit, no orphan, and back in use after a restart."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+from support.processes import Pair, launched, pd_pair, wait_until
+
+CHILDREN = ["worker", "scheduler", "tokenizer", "detokenizer", "http", "supervisor"]
+ERROR_SECONDS = 2.0
+
+
+class Load:
+    """Clients that keep streams open through the router, and note when each one learns of its end."""
+
+    def __init__(self, pair: Pair, count: int) -> None:
+        self.ends: list[tuple[float, str]] = []
+        self.streaming = threading.Semaphore(0)
+        self.threads = [threading.Thread(target=self._stream, args=(pair.router.url,)) for _ in range(count)]
+        for thread in self.threads:
+            thread.start()
+        for _ in range(count):
+            assert self.streaming.acquire(timeout=30)
+
+    def _stream(self, url: str) -> None:
+        params = {"max_new_tokens": 1900, "ignore_eos": True, "temperature": 0}
+        body = {"input_ids": [1, 2, 3], "sampling_params": params, "stream": True}
+        end = "closed without a word"
+        try:
+            with httpx.stream("POST", url + "/generate", json=body, timeout=60, trust_env=False) as response:
+                for i, line in enumerate(response.iter_lines()):
+                    if i == 0:
+                        self.streaming.release()
+                    if '"error"' in line:
+                        end = line
+                    elif line == "data: [DONE]" and end == "closed without a word":
+                        end = "done"
+        except httpx.TransportError as e:
+            end = repr(e)
+        self.ends.append((time.monotonic(), end))
+
+    def join(self) -> None:
+        """Wait for every client."""
+        for thread in self.threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a client hangs"
+
+
+def answers(pair: Pair) -> bool:
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+    return pair.router.post("/generate", body).status_code == 200
+
+
+def kill_under_load(pair: Pair, victim_name: str, child: str) -> None:
+    victim = getattr(pair, victim_name)
+    assert answers(pair)
+    load = Load(pair, 3)
+    family = victim.family()
+    assert child in family, sorted(family)
+    killed_at = time.monotonic()
+    family[child].send_signal(signal.SIGKILL)
+    code = victim.process.wait(10)
+    assert code != 0
+    if child != "supervisor":
+        assert f"process {child} was killed by SIGKILL" in victim.log()
+    gone, alive = psutil.wait_procs(list(family.values()), timeout=5)
+    assert not alive, f"orphans: {alive}"
+    if victim_name == "decode":
+        load.join()
+        for at, end in load.ends:
+            assert "error" in end, end
+            assert at - killed_at < ERROR_SECONDS
+    asked_at = time.monotonic()
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+    response = pair.router.post("/generate", body)
+    assert response.status_code in (502, 503), response.text
+    assert time.monotonic() - asked_at < ERROR_SECONDS + 0.5
+    victim.start()
+    victim.wait_healthy()
+    wait_until(lambda: answers(pair), 10, "the router and its peer use the restarted instance")
+    if victim_name == "prefill":
+        load.join()  # streams that were decoding when the prefill died were none of its business
+        assert {end for _, end in load.ends} == {"done"}
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
+def test_kill_each_process_in_turn(tmp_path, tiny_args, victim):
+    children = [*CHILDREN, "bootstrap"] if victim == "prefill" else CHILDREN
+    with pd_pair(tmp_path, "tcp" if victim == "prefill" else "shm", *tiny_args) as pair:
+        for child in children:
+            kill_under_load(pair, victim, child)
+        pair.assert_all_returned()
+
+
+def test_killed_router_leaves_nothing_running_on_the_instances(tmp_path, tiny_args):
+    with pd_pair(tmp_path, "shm", *tiny_args) as pair:
+        load = Load(pair, 2)
+        killed_at = time.monotonic()
+        pair.router.process.kill()
+        load.join()
+        assert all(at - killed_at < ERROR_SECONDS for at, _ in load.ends)
+        pair.assert_all_returned()
+
+
+def test_sigterm_drains_and_frees_the_port(tmp_path, tiny_args):
+    with launched(tmp_path, "unified", "server", *tiny_args) as server:
+        server.wait_healthy()
+        answer: dict = {}
+        body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 300, "ignore_eos": True}}
+        client = threading.Thread(target=lambda: answer.update(server.generate(**body)))
+        client.start()
+        wait_until(lambda: server.info()["queues"]["running"] == 1, 10, "the request runs")
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "draining" in server.log(), 5, "the drain begins")
+        refused = server.post("/generate", body)
+        assert refused.status_code == 503
+        assert "draining" in refused.text
+        client.join(60)
+        assert answer["meta_info"]["completion_tokens"] == 300
+        assert server.process.wait(10) == 0
+    with launched(tmp_path, "again", "server", *tiny_args, port=server.port) as again:
+        again.wait_healthy()
+
+
+def test_port_in_use_is_said_before_anything_is_loaded(tmp_path, tiny_args):
+    with launched(tmp_path, "first", "server", *tiny_args) as first:
+        first.wait_healthy()
+        with launched(tmp_path, "second", "server", *tiny_args, port=first.port) as second:
+            assert second.process.wait(20) == 1
+            assert "choose another address with --port" in second.log()
