@@ -98,3 +98,7 @@ def _refuse(command: str, error: ValueError) -> int:
 def main() -> None:
     """The console script ``pdserve``."""
     sys.exit(app(result_action="return_value"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Every attention backend against attention written out in float64, over random mixes of entries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pdserve.messages.worker import KVLayout
+from pdserve.model_runner.attention.registry import make_attention_backend
+from pdserve.model_runner.forward_batch import ForwardBatch
+from pdserve.model_runner.kv_pool import MHATokenToKVPool
+
+BACKENDS = ["torch"]
+HEADS, KV_HEADS, DIM, LAYERS, PAGES = 6, 2, 16, 2, 120
+
+
+def make_batch(starts: list[int], q_lens: list[int], page_size: int) -> ForwardBatch:
+    """Rows 1, 2, … over random pages; what a row does not map yet is out of every range."""
+    free = (torch.randperm(PAGES - 1) + 1).tolist()
+    table = torch.full((len(starts) + 1, 512), 10**9, dtype=torch.int32)
+    locs, positions = [], []
+    for row, (start, q_len) in enumerate(zip(starts, q_lens, strict=True), 1):
+        for position in range(start + q_len):
+            first = position % page_size == 0
+            table[row, position] = free.pop() * page_size if first else table[row, position - 1] + 1
+        positions.append(torch.arange(start, start + q_len))
+        locs.append(table[row, start : start + q_len].long())
+    return ForwardBatch(
+        input_ids=torch.zeros(sum(q_lens), dtype=torch.int64),
+        positions=torch.cat(positions),
+        out_cache_loc=torch.cat(locs),
+        rows=torch.arange(1, len(starts) + 1),
+        starts=starts,
+        q_lens=q_lens,
+        req_to_token=table,
+        logit_indices=torch.empty(0, dtype=torch.int64),
+    )
+
+
+def attend_in_float64(batch: ForwardBatch, data: torch.Tensor, layer: int, q: torch.Tensor) -> torch.Tensor:
+    """``data`` is the pool with this pass's KV stored."""
+    page_size, out, first = data.shape[3], [], 0
+    for row, start, q_len in zip(batch.rows.tolist(), batch.starts, batch.q_lens, strict=True):
+        for i in range(q_len):
+            slots = batch.req_to_token[row, : start + i + 1].long()
+            kv = data[slots // page_size, layer, :, slots % page_size].double()
+            k, v = (kv[:, part].repeat_interleave(HEADS // KV_HEADS, 1) for part in (0, 1))
+            weights = torch.einsum("hd,shd->hs", q[first + i].double(), k).mul(DIM**-0.5).softmax(-1)
+            out.append(torch.einsum("hs,shd->hd", weights, v).flatten())
+        first += q_len
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("starts", "q_lens"),
+    [
+        ([0], [1]),
+        ([31, 0, 15, 16, 90], [1, 1, 1, 1, 1]),
+        ([0, 130], [150, 260]),
+        ([7, 40, 0, 63, 17], [9, 1, 33, 1, 128]),
+    ],
+    ids=["first token", "decodes", "long chunks", "mixed"],
+)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_equals_float64(
+    backend: str, dtype: torch.dtype, tolerance: float, starts: list[int], q_lens: list[int], page_size: int
+) -> None:
+    if sum(starts) + sum(q_lens) > PAGES * page_size // 2:
+        pytest.skip("the pool of this page size is too small")
+    torch.manual_seed(11)
+    layout = KVLayout(page_size, LAYERS, KV_HEADS, DIM, str(dtype).removeprefix("torch."), 0)
+    pool = MHATokenToKVPool(layout, PAGES, torch.device("cpu"))
+    pool.data[1:] = torch.randn_like(pool.data[1:])
+    batch = make_batch(starts, q_lens, page_size)
+    attention = make_attention_backend(backend, pool, HEADS, dtype)
+    attention.plan(batch)
+    total = sum(q_lens)
+    for layer in range(LAYERS):
+        q, k, v = (torch.randn(total, heads, DIM).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        before = pool.data.clone()
+        out = attention.forward(layer, q, k, v)
+        pages, offsets = batch.out_cache_loc // page_size, batch.out_cache_loc % page_size
+        before[pages, layer, 0, offsets], before[pages, layer, 1, offsets] = k, v
+        assert torch.equal(pool.data, before), "exactly this pass's slots are written"
+        expected = attend_in_float64(batch, pool.data, layer, q)
+        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+        assert out.shape == (total, HEADS * DIM)
+
+
+def test_unknown_backend_is_named() -> None:
+    layout = KVLayout(4, 1, 1, 2, "float32", 0)
+    pool = MHATokenToKVPool(layout, 2, torch.device("cpu"))
+    with pytest.raises(ValueError, match="no attention backend 'magic'; there is torch"):
+        make_attention_backend("magic", pool, 1, torch.float32)

