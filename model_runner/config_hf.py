@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from .config import ModelConfig, RopeConfig, RopeType
 from .errors import UnsupportedModel
@@ -18,11 +19,11 @@ def read_hf_config(folder: Path) -> ModelConfig:
     """The config in ``folder``; raises ``UnsupportedModel``."""
     file = folder / "config.json"
     try:
-        raw: dict[str, Any] = json.loads(file.read_text())
+        raw = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
         family = find_family(raw.get("model_type", "(none)"))
         _refuse_unsupported(raw)
         return _to_config(raw, family)
-    except (KeyError, TypeError, ValueError) as e:
+    except (KeyError, TypeError, ValueError, msgspec.MsgspecError) as e:
         raise UnsupportedModel(f"{file} is no usable model config: {e.__class__.__name__}: {e}") from e
 
 
@@ -34,25 +35,25 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
 
 
 def _to_config(raw: dict[str, Any], family: Family) -> ModelConfig:
-    heads = raw["num_attention_heads"]
+    heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
     attention_bias = bool(raw.get("attention_bias", False))
     rope, context = _rope(raw)
     return ModelConfig(
         model_type=raw["model_type"],
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_layers=raw["num_hidden_layers"],
+        vocab_size=int(raw["vocab_size"]),
+        hidden_size=hidden,
+        intermediate_size=int(raw["intermediate_size"]),
+        num_layers=int(raw["num_hidden_layers"]),
         num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+        head_dim=int(raw.get("head_dim") or hidden // heads),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         context_length=_limit_to_window(raw, family, context),
         rope=rope,
-        tie_word_embeddings=raw.get("tie_word_embeddings", False),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.qkv_bias is None else False,
-        mlp_bias=raw.get("mlp_bias", False),
+        mlp_bias=bool(raw.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
     )
 

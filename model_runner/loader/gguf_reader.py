@@ -36,7 +36,7 @@ class ModelGGUFReader(GGUFReader):  # type: ignore[misc]  # the gguf package is 
     def _array_nbytes(self, start: int, item_type: int, length: int) -> int:
         header = struct.calcsize("<IQ")
         if item_type != GGUFValueType.STRING:
-            return header + length * np.dtype(self.gguf_scalar_to_np[GGUFValueType(item_type)]).itemsize
+            return header + length * int(np.dtype(self.gguf_scalar_to_np[GGUFValueType(item_type)]).itemsize)
         string_length, data = struct.Struct("<Q").unpack_from, self.data
         end = start + header
         for _ in range(length):

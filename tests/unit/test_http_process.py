@@ -40,7 +40,9 @@ class Ring:
         self.raw_http.connect(ipc_address(run_dir, "http"))
         self.url = f"http://127.0.0.1:{port}"
         spec = ChildSpec("http", str(run_dir), "e1", os.getpid(), ServerOptions(port=port))
-        argv = [sys.executable, "-m", "pdserve.server.http_process", msgspec.json.encode(spec).decode()]
+        spec_file = run_dir / "http.json"
+        spec_file.write_bytes(msgspec.json.encode(spec))
+        argv = [sys.executable, "-m", "pdserve.server.http_process", str(spec_file)]
         self.process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
 
     def next_request(self) -> TokenizeReq:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -184,28 +185,31 @@ def bodies(schema: type[Body]) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=values).map(lambda body: dict(list(body.items())[:6]))
 
 
+def status_of(check: Callable[[], object]) -> int:
+    """200, or the status of the refusal."""
+    try:
+        check()
+    except ApiError as e:
+        return e.status
+    return 200
+
+
 @given(bodies(GenerateBody))
 def test_any_generate_body_is_planned_or_refused(body: dict[str, Any]) -> None:
-    try:
+    def check() -> None:
         checked = validate(GenerateBody, body)
         plans = plan_generate(checked, is_batch(checked), default_port=8998)
-    except ApiError as e:
-        assert e.status == 400
-    else:
         assert all(plan.prompt.text or plan.prompt.input_ids for plan in plans)
+
+    assert status_of(check) in (200, 400)
 
 
 @given(bodies(CompletionBody))
 def test_any_completion_body_is_checked_or_refused(body: dict[str, Any]) -> None:
-    try:
-        read_prompts(validate(CompletionBody, {"prompt": "a"} | body).prompt)
-    except ApiError as e:
-        assert e.status == 400
+    assert status_of(lambda: read_prompts(validate(CompletionBody, {"prompt": "a"} | body).prompt)) in (200, 400)
 
 
 @given(bodies(ChatBody))
 def test_any_chat_body_is_checked_or_refused(body: dict[str, Any]) -> None:
-    try:
-        validate(ChatBody, {"messages": [{"role": "user", "content": "a"}]} | body)
-    except ApiError as e:
-        assert e.status == 400
+    messages = [{"role": "user", "content": "a"}]
+    assert status_of(lambda: validate(ChatBody, {"messages": messages} | body)) in (200, 400)
