@@ -269,7 +269,8 @@ class Scheduler:
         elif req.output_len >= req.max_new_tokens:
             finish = FinishReason(FinishType.LENGTH)
         meta = None
-        if finish is not None or req.msg.sampling.stop:
+        # With the first token, so that a stream can tell its counts; with every one where a stop string may end it.
+        if finish is not None or req.msg.sampling.stop or not req.announced:
             req.timing.decode_ms = (now - req.times.first_token) * 1000
             meta = self.meta(req)
         self.outbox.tokens(req, [token], finish, meta, [logprob] if logprob is not None else None)

@@ -45,18 +45,23 @@ def wait_until(condition):
         threading.Event().wait(0.01)
 
 
+def child_command(run_dir, port):
+    """What the supervisor would start."""
+    options = ServerOptions(disaggregation_mode="prefill", disaggregation_bootstrap_port=port)
+    spec = run_dir / "bootstrap.json"
+    spec.write_bytes(msgspec.json.encode(ChildSpec("bootstrap", str(run_dir), "epoch", os.getpid(), options)))
+    return [sys.executable, "-m", "pdserve.disaggregation.bootstrap_process", str(spec)]
+
+
 class Server:
     """A bootstrap process, ready."""
 
     def __init__(self, tmp_path, port):
         self.port = port
         self.url = f"http://127.0.0.1:{port}/route"
-        options = ServerOptions(disaggregation_mode="prefill", disaggregation_bootstrap_port=port)
-        spec = ChildSpec("bootstrap", str(tmp_path), "epoch", os.getpid(), options)
-        command = [sys.executable, "-m", "pdserve.disaggregation.bootstrap_process", msgspec.json.encode(spec).decode()]
         with zmq.Context() as ctx:
             ready = Receiver(ctx, ipc_address(tmp_path, "supervisor"), Ready)
-            self.process = subprocess.Popen(command)
+            self.process = subprocess.Popen(child_command(tmp_path, port))
             try:
                 assert [message.name for message in ready.recv(int(LIMIT * 1000))] == ["bootstrap"]
             finally:
@@ -136,9 +141,7 @@ def test_a_taken_port_says_what_to_do(tmp_path):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
-        options = ServerOptions(disaggregation_mode="prefill", disaggregation_bootstrap_port=sock.getsockname()[1])
-        spec = ChildSpec("bootstrap", str(tmp_path), "epoch", os.getpid(), options)
-        command = [sys.executable, "-m", "pdserve.disaggregation.bootstrap_process", msgspec.json.encode(spec).decode()]
+        command = child_command(tmp_path, sock.getsockname()[1])
         result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert result.returncode == 1
     assert "--disaggregation-bootstrap-port" in result.stderr

@@ -1,0 +1,179 @@
+"""What is shipped around the code agrees with the code: packages, pins, the compose file, the pages."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from pdserve.router.options import RouterOptions
+from pdserve.server.cli import app
+from pdserve.server.cluster_options import ClusterOptions
+from pdserve.server.http.app import ORDERS, QUESTIONS
+from pdserve.server.http.openai_schemas import ChatBody, CompletionBody, StreamOptions
+from pdserve.server.http.schemas import AbortBody, GenerateBody, SamplingParamsBody
+from pdserve.server.option_checks import check_options
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMPOSE = ROOT / "docker" / "compose.yaml"
+NOT_PRODUCT = {"tests", "docs", "docker", "build", "dist"}
+FOREIGN_FLAGS = {"--build", "--wait", "--help"}
+"""Flags that are not options, or not ours, and that the pages mention."""
+
+
+def check_command(words: list[str]) -> None:
+    """Raise unless ``pdserve WORDS`` would start: names, values and combinations."""
+    _, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
+    options = bound.arguments["options"]
+    if isinstance(options, ClusterOptions | RouterOptions):
+        options.check()
+    else:
+        check_options(options)
+
+
+def compose_command(service: dict) -> list[str]:
+    """A service's command, each ``${NAME:-default}`` replaced by its default."""
+    return [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in service["command"]]
+
+
+def shown_commands(page: Path) -> list[list[str]]:
+    """The words behind ``pdserve`` of each line in a page's code blocks that begins with it and names options."""
+    blocks = re.findall(r"```console\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    commands = [shlex.split(line, comments=True) for line in lines if line.startswith("pdserve ")]
+    return [words[1:] for words in commands if "[OPTIONS]" not in words]
+
+
+def flags_of(*commands: str) -> set[str]:
+    """Every flag of the given commands."""
+    arguments = [app[command].assemble_argument_collection() for command in commands]
+    return {name for collection in arguments for argument in collection if argument.parse for name in argument.names}
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory) -> list[str]:
+    """The files in a wheel that is built from a copy of the tree."""
+    source, wheels = tmp_path_factory.mktemp("source") / "tree", tmp_path_factory.mktemp("wheels")
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist"))
+    build = (
+        "import setuptools.build_meta, sys, warnings; warnings.simplefilter('ignore'); "
+        "print(setuptools.build_meta.build_wheel(sys.argv[1]))"
+    )
+    run = subprocess.run([sys.executable, "-c", build, wheels], cwd=source, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    [wheel] = wheels.glob("*.whl")
+    return zipfile.ZipFile(wheel).namelist()
+
+
+def test_only_pdserve_is_installed(wheel_names):
+    tops = {name.split("/")[0] for name in wheel_names}
+    assert {top for top in tops if not re.fullmatch(r"pdserve-[\d.]+\.dist-info", top)} == {"pdserve"}
+
+
+def test_all_of_the_product_is_installed(wheel_names):
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name not in NOT_PRODUCT]
+    product = [
+        f"pdserve/{file.relative_to(ROOT)}"
+        for folder in folders
+        if not folder.name.startswith(".")
+        for file in folder.rglob("*.py")
+    ]
+    assert len(product) > 100
+    assert set(product) <= set(wheel_names)
+
+
+def test_license_is_installed(wheel_names):
+    assert any(name.endswith("licenses/LICENSE") for name in wheel_names)
+
+
+def test_every_dependency_is_pinned_within_its_bounds():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    versions = {}
+    for pin in pins:
+        [specifier] = pin.specifier
+        assert specifier.operator == "==", pin
+        versions[canonicalize_name(pin.name)] = specifier.version
+    for text in project["dependencies"] + project["optional-dependencies"]["dev"]:
+        wanted = Requirement(text)
+        assert versions[canonicalize_name(wanted.name)] in wanted.specifier, wanted
+
+
+def test_compose_services_start():
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    assert set(services) == {"prefill", "decode", "router"}
+    for service in services.values():
+        check_command(compose_command(service))
+
+
+def test_compose_services_are_where_the_router_and_the_health_checks_look():
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    router = compose_command(services["router"])
+    for service in services.values():
+        assert "--port=8000" in service["command"]
+        assert "127.0.0.1:8000/health" in service["healthcheck"]["test"][-1]
+    assert router[router.index("--prefill") + 1 :][:2] == ["http://prefill:8000", "8998"]
+    assert "--disaggregation-bootstrap-port=8998" in services["prefill"]["command"]
+    assert router[router.index("--decode") + 1] == "http://decode:8000"
+
+
+def test_dockerfile_command_starts():
+    [command] = re.findall(r"^CMD (\[.*\])$", (ROOT / "docker" / "Dockerfile").read_text(), flags=re.MULTILINE)
+    check_command(yaml.safe_load(command))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_on_a_page_start(page):
+    for words in shown_commands(page):
+        check_command(words)
+
+
+def test_commands_are_found():
+    assert sum(len(shown_commands(page)) for page in PAGES) >= 9
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_on_a_page_exist(page):
+    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", page.read_text(encoding="utf-8")))
+    assert mentioned - flags_of("server", "router", "up") - FOREIGN_FLAGS == set()
+
+
+def test_flags_page_is_up_to_date():
+    render = runpy.run_path(str(ROOT / "docs" / "generate_flags.py"))["render"]
+    assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == render(), "run make docs"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_on_a_page_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.is_file(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, target
+
+
+def test_http_page_names_every_endpoint_and_field():
+    text = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
+    paths = [path for path, *_ in (*QUESTIONS, *ORDERS)]
+    for path in (*paths, "/flush_cache"):
+        assert path.replace("{name:path}", "NAME") in text, path
+    for body in (GenerateBody, SamplingParamsBody, CompletionBody, ChatBody, StreamOptions, AbortBody):
+        for name in body.model_fields:
+            assert re.search(rf"[`.\"]{name}[`\"]", text), f"{body.__name__}.{name}"
