@@ -77,9 +77,9 @@ class DecodePeers:
                 self._gone(peer, f"the decode instance was silent for {self._timeout:.1f} s")
         if now - self._beat_at >= self._interval:
             self._beat_at = now
+            # Also to those that wait for their Welcome: connecting workers may take longer than a heartbeat.
             for peer in self._peers.values():
-                if peer.welcomed:
-                    self.send(peer, Heartbeat(peer.epoch))
+                self.send(peer, Heartbeat(peer.epoch))
 
     def send(self, peer: DecodePeer, message: Message) -> None:
         """Queue for the peer; one frame a turn of the loop."""
@@ -130,9 +130,11 @@ class DecodePeers:
             self._greet(identity, message, now)
         elif message.epoch != self._host.epoch:
             log.warning("dropped a message of a decode instance for epoch %s", message.epoch)
+        elif isinstance(message, Heartbeat):
+            return
         elif peer is None or not peer.welcomed:
             log.warning("dropped %s of a decode instance that is not connected", type(message).__name__)
-        elif not isinstance(message, Heartbeat):
+        else:
             self._on_message(peer, message, now)
 
     def _greet(self, identity: bytes, hello: Hello, now: float) -> None:

@@ -143,8 +143,11 @@ class KVManager:
             self.senders.on_send_ended(event)
         elif isinstance(event, PagesVerified) and self.receivers is not None:
             self.receivers.on_verified(event, now)
-        elif isinstance(event, PeerConnected) and self._peers is not None:
-            self._peers.on_peer_connected(event)
+        elif isinstance(event, PeerConnected):
+            if self._peers is not None:
+                self._peers.on_peer_connected(event)
+            elif self._links is not None:
+                self._links.on_peer_connected(event)
         elif isinstance(event, PeerLinkDown):
             if self._peers is not None:
                 self._peers.on_peer_link_down(event.peer)

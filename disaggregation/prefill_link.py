@@ -1,6 +1,6 @@
 """A decode's connection to one prefill instance, from its bootstrap address to its end.
 
-    ROUTING (ask the bootstrap server) → GREETING (Hello) → READY (Welcome) → GONE
+    ROUTING (ask the bootstrap server) → GREETING (our worker admits the peer; Hello) → READY (Welcome) → GONE
 
 Gone is final and says why; the next request for the same address opens a new link. ``down`` says more than gone: that the peer's
 worker can't write into our pool any more, which only our worker knows.
@@ -32,6 +32,7 @@ class PrefillLink:
     port: int
     state: LinkState = LinkState.ROUTING
     asked: bool = False
+    greeted: bool = False
     status: int = 503
     reason: str = ""
     peer_epoch: str = ""

@@ -15,16 +15,13 @@ import zmq
 
 from ..messages.channel import UndeclaredMessage
 from ..messages.handover import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
-from ..messages.worker import DisconnectPeer, WorkerReady
+from ..messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, WorkerReady
 from .bootstrap import Route
 from .control_channel import ControlClient
 from .handover_host import HandoverHost
 from .prefill_link import LinkState, PrefillLink
 
 log = logging.getLogger(__name__)
-
-GREETING_SECONDS = 10.0
-"""How long a prefill may take to connect its worker to ours and say Welcome."""
 
 
 class PrefillLinks:
@@ -77,10 +74,23 @@ class PrefillLinks:
         self._poller.register(link.client.socket, zmq.POLLIN)
         self._poller.register(link.client.monitor, zmq.POLLIN)
         link.state, link.peer_epoch, link.down, link.heard_at = LinkState.GREETING, route.epoch, False, now
+        # The worker lets a peer that it has lost before write here again only when told so, and before that peer tries.
+        self._host.to_worker(ConnectPeer(route.epoch, b""))
+
+    def on_peer_connected(self, event: PeerConnected) -> None:
+        """The worker is ready for a prefill's writes (or is not): greet the prefill."""
+        for link in [k for k in self._open.values() if k.peer_epoch == event.peer and k.state is LinkState.GREETING]:
+            if event.error is not None:
+                self._gone(link, f"this instance can't take its pages: {event.error}")
+            else:
+                self._greet(link)
+
+    def _greet(self, link: PrefillLink) -> None:
         worker = self._worker
+        link.greeted = True
         link.send(
             Hello(
-                epoch=route.epoch,
+                epoch=link.peer_epoch,
                 sender=self._host.epoch,
                 version=PROTOCOL_VERSION,
                 fingerprint=worker.fingerprint,
@@ -102,12 +112,12 @@ class PrefillLinks:
             # A dead link may still have brought messages: they were read first.
             if link.client.connection_ended():
                 self._gone(link, "the prefill instance closed the connection or died")
-            elif now - link.heard_at > (self._timeout if link.state is LinkState.READY else GREETING_SECONDS):
+            elif now - link.heard_at > self._timeout:
                 self._gone(link, f"the prefill instance was silent for {now - link.heard_at:.1f} s")
         if now - self._beat_at >= self._interval:
             self._beat_at = now
             for link in self._open.values():
-                if link.state is LinkState.READY:
+                if link.greeted:
                     link.send(Heartbeat(link.peer_epoch))
 
     def flush(self) -> None:

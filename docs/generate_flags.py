@@ -40,7 +40,9 @@ instead.
 
 def render() -> str:
     """The page's text."""
-    sections = re.split(r"^## pdserve (\w+)\n", app.generate_docs(usage_name="pdserve"), flags=re.MULTILINE)[1:]
+    # The usage line names the program as it was started, which the page must not depend on.
+    heading = r"^## pdserve (\w+)\n+```console\n.*\n```\n"
+    sections = re.split(heading, app.generate_docs(), flags=re.MULTILINE)[1:]
     texts = dict(zip(sections[::2], sections[1::2], strict=True))
     return PREAMBLE + "".join(f"\n## pdserve {command}\n\n{texts[command].strip()}\n" for command in COMMANDS)
 

@@ -126,7 +126,10 @@ class StepResult(Message):
 
 
 class ConnectPeer(Message):
-    """Scheduler → worker: reach the transfer backend of ``peer`` (an epoch) behind ``metadata``."""
+    """Scheduler → worker: reach the transfer backend of ``peer`` (an epoch) behind ``metadata``.
+
+    Empty ``metadata`` (from a decode) only admits ``peer`` as a writer, which matters when it was lost before.
+    """
 
     peer: str
     metadata: bytes

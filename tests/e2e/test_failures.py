@@ -108,6 +108,25 @@ def test_killed_router_leaves_nothing_running_on_the_instances(tmp_path, tiny_ar
         pair.assert_all_returned()
 
 
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+def test_frozen_prefill_is_an_error_in_seconds_and_the_pair_heals_by_itself(tmp_path, tiny_args, backend):
+    with pd_pair(tmp_path, backend, *tiny_args) as pair:
+        assert answers(pair)
+        scheduler = pair.prefill.family()["scheduler"]
+        scheduler.suspend()
+        try:
+            asked_at = time.monotonic()
+            body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+            response = pair.router.post("/generate", body)
+            assert response.status_code in (502, 503, 504), response.text
+            assert time.monotonic() - asked_at < 2 * ERROR_SECONDS
+            wait_until(lambda: "silent" in pair.decode.log(), 5, "the decode notices the silence")
+        finally:
+            scheduler.resume()
+        wait_until(lambda: answers(pair), 10, "the pair serves again")
+        pair.assert_all_returned()
+
+
 def test_sigterm_drains_and_frees_the_port(tmp_path, tiny_args):
     with launched(tmp_path, "unified", "server", *tiny_args) as server:
         server.wait_healthy()

@@ -49,11 +49,10 @@ def compose_command(service: dict) -> list[str]:
 
 
 def shown_commands(page: Path) -> list[list[str]]:
-    """The words behind ``pdserve`` of each line in a page's code blocks that begins with it and names options."""
+    """The words behind ``pdserve`` of each line in a page's code blocks that begins with it."""
     blocks = re.findall(r"```console\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    commands = [shlex.split(line, comments=True) for line in lines if line.startswith("pdserve ")]
-    return [words[1:] for words in commands if "[OPTIONS]" not in words]
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("pdserve ")]
 
 
 def flags_of(*commands: str) -> set[str]:

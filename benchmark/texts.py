@@ -1,0 +1,93 @@
+"""Prompts from a file: plain lines, JSON lines, or ShareGPT conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+
+from ..model_runner.errors import ModelError
+from ..server.options import ServerOptions
+from ..server.text.errors import TokenizerLoadError
+from ..server.text.load import load_tokenizer
+from ..server.text.text_tokenizer import TextTokenizer
+from .errors import WorkloadError
+from .prompts import RequestSpec
+
+
+class TextEntry(NamedTuple):
+    """A prompt, and what says how much to ask for: a number of tokens, or a known answer; both may be missing."""
+
+    prompt: str
+    output_len: int | None = None
+    answer: str | None = None
+
+
+def read_texts(path: Path, limit: int | None) -> list[TextEntry]:
+    """The first ``limit`` prompts; raises ``WorkloadError``."""
+    try:
+        content = path.read_text(encoding="utf-8")
+        entries = _conversations(path, content) if path.suffix == ".json" else _lines(path, content)
+    except (OSError, ValueError) as e:
+        raise WorkloadError(f"{path}: {e}") from e
+    if not entries:
+        raise WorkloadError(f"{path} holds no prompts")
+    return entries[:limit]
+
+
+def _conversations(path: Path, content: str) -> list[TextEntry]:
+    """The first question and answer of each conversation; those without are left out."""
+    loaded = orjson.loads(content)
+    if not isinstance(loaded, list):
+        raise WorkloadError(f"{path} is not a list of conversations")
+    turns = [item.get("conversations", item.get("conversation", [])) for item in loaded if isinstance(item, dict)]
+    return [TextEntry(str(t[0]["value"]), None, str(t[1]["value"])) for t in turns if len(t) >= 2]
+
+
+def _lines(path: Path, content: str) -> list[TextEntry]:
+    is_json = path.suffix == ".jsonl"
+    return [_json_line(line) if is_json else TextEntry(line) for line in content.splitlines() if line.strip()]
+
+
+def _json_line(line: str) -> TextEntry:
+    item: Any = orjson.loads(line)
+    prompt = item.get("prompt") if isinstance(item, dict) else None
+    if not isinstance(prompt, str):
+        raise ValueError(f'not an object with a "prompt": {line[:60]}')
+    return TextEntry(prompt, item.get("output_len"), item.get("answer"))
+
+
+def text_requests(entries: Sequence[TextEntry], tokenizer_path: str | None, output_len: int | None) -> list[RequestSpec]:
+    """Requests for ``entries``; ``output_len`` wins over what they say. Raises ``WorkloadError``."""
+    if tokenizer_path is None:
+        return [RequestSpec(e.prompt, _wanted(e, output_len, None)) for e in entries]
+    tokenizer = _tokenizer(tokenizer_path)
+    prompts = tokenizer.encode_batch([e.prompt for e in entries], add_special_tokens=True)
+    return [
+        RequestSpec(np.asarray(ids, np.int32), _wanted(e, output_len, tokenizer))
+        for e, ids in zip(entries, prompts, strict=True)
+        if ids
+    ]
+
+
+def _wanted(entry: TextEntry, output_len: int | None, tokenizer: TextTokenizer | None) -> int:
+    if output_len is not None:
+        return output_len
+    if entry.output_len is not None:
+        return entry.output_len
+    if entry.answer is not None and tokenizer is not None:
+        return max(1, len(tokenizer.encode_batch([entry.answer], add_special_tokens=False)[0]))
+    raise WorkloadError(
+        "the file doesn't say how many tokens to ask for: give --output-len, "
+        "or --tokenizer where conversations hold the answers"
+    )
+
+
+def _tokenizer(path: str) -> TextTokenizer:
+    try:
+        return load_tokenizer(ServerOptions(model_path=path))
+    except (TokenizerLoadError, ModelError) as e:
+        raise WorkloadError(f"--tokenizer {path}: {e}") from e

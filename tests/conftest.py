@@ -1,0 +1,7 @@
+"""Runs before any test module is imported."""
+
+import os
+
+# The machine that runs the tests has few cores: a team of OpenMP threads with another busy process beside it waits for
+# whole scheduler ticks at every barrier. OpenMP reads this when torch is loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
