@@ -40,7 +40,8 @@ class BenchOptions:
         Tokenizer for --dataset text: prompts are then sent as token ids, and a conversation's own answer says how many
         tokens to ask for. A folder, .gguf file, hub name or "smollm2".
     scenario
-        Load of several kinds at once, instead of one data set: "mixed", or a YAML file like benchmark/scenarios/mixed.yaml.
+        Load of several kinds at once, instead of one data set: "mixed", or a YAML file like
+        benchmark/scenarios/mixed.yaml.
     num_prompts
         How many requests to send; default 100 random ones, or all of a file.
     input_len
@@ -66,7 +67,8 @@ class BenchOptions:
     request_rate
         Requests a second, arriving at random (Poisson); "inf" sends all at once. Several values: one run for each.
     burstiness
-        1: Poisson arrivals. Below 1 they come in bursts (gamma distribution), above more evenly; "inf" at equal intervals.
+        1: Poisson arrivals. Below 1 they come in bursts (gamma distribution), above more evenly; "inf": at equal
+        intervals.
     max_concurrency
         Most requests under way; with request_rate inf a closed loop. Several values: one run for each.
     seed

@@ -15,7 +15,7 @@ _REQUEST, _PREFIX = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """One request. ``prompt``: token ids, or text that the server turns into tokens; ``output_len``: tokens to ask for."""
+    """One request. ``prompt``: token ids, or text that the server tokenizes; ``output_len``: tokens to ask for."""
 
     prompt: TokenIds | str
     output_len: int
@@ -52,7 +52,9 @@ class PromptShape:
 
 def random_requests(shape: PromptShape, tokens: TokenRange, seed: Seed) -> Iterator[RequestSpec]:
     """Endless random requests of one shape."""
-    prefixes = [tokens.draw(np.random.default_rng([*seed, _PREFIX, i]), shape.prefix_len) for i in range(shape.num_prefixes)]
+    prefixes = [
+        tokens.draw(np.random.default_rng([*seed, _PREFIX, i]), shape.prefix_len) for i in range(shape.num_prefixes)
+    ]
     index = 0
     while True:
         # A generator for each request: its prompt doesn't depend on how many were drawn before it by whom.

@@ -31,8 +31,8 @@ def read_texts(path: Path, limit: int | None) -> list[TextEntry]:
     try:
         content = path.read_text(encoding="utf-8")
         entries = _conversations(path, content) if path.suffix == ".json" else _lines(path, content)
-    except (OSError, ValueError) as e:
-        raise WorkloadError(f"{path}: {e}") from e
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise WorkloadError(f"{path}: {e.__class__.__name__}: {e}") from e
     if not entries:
         raise WorkloadError(f"{path} holds no prompts")
     return entries[:limit]
@@ -43,8 +43,12 @@ def _conversations(path: Path, content: str) -> list[TextEntry]:
     loaded = orjson.loads(content)
     if not isinstance(loaded, list):
         raise WorkloadError(f"{path} is not a list of conversations")
-    turns = [item.get("conversations", item.get("conversation", [])) for item in loaded if isinstance(item, dict)]
-    return [TextEntry(str(t[0]["value"]), None, str(t[1]["value"])) for t in turns if len(t) >= 2]
+    entries = []
+    for item in loaded:
+        turns: Any = item.get("conversations", ()) if isinstance(item, dict) else ()
+        if len(turns) >= 2:
+            entries.append(TextEntry(str(turns[0]["value"]), None, str(turns[1]["value"])))
+    return entries
 
 
 def _lines(path: Path, content: str) -> list[TextEntry]:
@@ -60,7 +64,9 @@ def _json_line(line: str) -> TextEntry:
     return TextEntry(prompt, item.get("output_len"), item.get("answer"))
 
 
-def text_requests(entries: Sequence[TextEntry], tokenizer_path: str | None, output_len: int | None) -> list[RequestSpec]:
+def text_requests(
+    entries: Sequence[TextEntry], tokenizer_path: str | None, output_len: int | None
+) -> list[RequestSpec]:
     """Requests for ``entries``; ``output_len`` wins over what they say. Raises ``WorkloadError``."""
     if tokenizer_path is None:
         return [RequestSpec(e.prompt, _wanted(e, output_len, None)) for e in entries]

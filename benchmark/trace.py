@@ -68,8 +68,8 @@ def _checked(entry: TraceEntry, path: Path, number: int) -> TraceEntry:
 class TraceReplay:
     """Turns entries into requests, lengths and times scaled.
 
-    Blocks are whole tokens, so ``length_scale`` is rounded to steps of 1/512 (``effective_scale``); a prompt is its blocks,
-    cut to its scaled length.
+    Blocks are whole tokens, so ``length_scale`` is rounded to steps of 1/512 (``effective_scale``); a prompt is its
+    blocks, cut to its scaled length.
     """
 
     def __init__(self, tokens: TokenRange, seed: Seed, length_scale: float, time_scale: float) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 from pdserve.server.cli import app
 
 PAGE = Path(__file__).with_name("flags.md")
-COMMANDS = ("server", "router", "up")
+FIRST = ("server", "router", "up")
+WITHOUT_FLAGS = ("version",)
 PREAMBLE = """\
 # Flags
 
-<!-- Written by `make docs` from server/options.py, router/options.py and server/cluster_options.py: edit those. -->
+<!-- Written by `make docs` from the declarations of the options, in */*options.py: edit those. -->
 
 `pdserve COMMAND --help` shows the same in a terminal. Names are SGLang's where it has the flag.
 
@@ -40,11 +41,12 @@ instead.
 
 def render() -> str:
     """The page's text."""
-    # The usage line names the program as it was started, which the page must not depend on.
-    heading = r"^## pdserve (\w+)\n+```console\n.*\n```\n"
-    sections = re.split(heading, app.generate_docs(), flags=re.MULTILINE)[1:]
+    # Usage lines name the program as it was started, which the page must not depend on.
+    text = re.sub(r"```console\n.*\n```\n+", "", app.generate_docs())
+    sections = re.split(r"^## pdserve (\w+)\n", text, flags=re.MULTILINE)[1:]
     texts = dict(zip(sections[::2], sections[1::2], strict=True))
-    return PREAMBLE + "".join(f"\n## pdserve {command}\n\n{texts[command].strip()}\n" for command in COMMANDS)
+    commands = [*FIRST, *sorted(texts.keys() - {*FIRST, *WITHOUT_FLAGS})]
+    return PREAMBLE + "".join(f"\n## pdserve {command}\n\n{texts[command].strip()}\n" for command in commands)
 
 
 if __name__ == "__main__":

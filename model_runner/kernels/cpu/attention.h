@@ -1,0 +1,131 @@
+// Paged attention over the page-first KV pool, for any mix of decode tokens and prefill chunks.
+//
+// Once a pass, on one thread: AttentionPlan::prepare. Then once a layer, on every thread of the team, between barriers:
+//   store_kv (all tokens of the pass) | barrier | attention_run | barrier
+// attention_run needs no barrier of its own: the last thread to finish a part of a long context joins the parts.
+//
+// A token's result depends on its query and on the keys and values it sees, and on nothing else, to the last bit: not
+// on the other entries, the number of threads, the page size, or whether it was computed as a decode step or in
+// the middle of a prefill chunk. Keys are taken in tiles of kTile and chunks of kChunk positions counted from position 0,
+// each chunk has its own online softmax (Milakov, Gimelshein 2018), and chunks are joined in order (as in
+// flash-decoding), whoever computed them.
+//
+// Shapes: T tokens of the pass, H query heads, K KV heads, G = H / K, D head_dim, L layers, P pages.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "types.h"
+
+namespace pdserve {
+
+// Element types of rows and pool, chosen at run time; the values are part of the interface to Python.
+enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+
+inline int64_t size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
+
+// The pool [P, L, 2, page_size, K, D]: keys then values. D is a multiple of 16.
+struct KVPoolView {
+  void* data;
+  DType dtype;
+  int64_t num_layers;
+  int64_t page_size;
+  int64_t kv_heads;
+  int64_t head_dim;
+};
+
+// Entry of a pass: tokens [first_token, first_token + q_len) of T are positions [start, start + q_len) of the row.
+struct AttentionEntry {
+  int32_t row;
+  int32_t start;
+  int32_t q_len;
+  int32_t first_token;
+};
+
+// Rows of T tokens, `stride` elements apart; a token's heads lie one after another. Elements of `dtype`.
+struct TokenRows {
+  void* data;
+  DType dtype;
+  int64_t stride;
+};
+
+// Floats on a cache line of their own; grows, and forgets its content when it does.
+class AlignedFloats {
+ public:
+  void reserve(int64_t size);
+  float* data() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(float* data) const;
+  };
+  std::unique_ptr<float[], Free> data_;
+  int64_t size_ = 0;
+};
+
+// A unit of work: queries [q_begin, q_end) of the entry under KV heads [head_begin, head_end), over keys
+// [key_begin, key_end). A part of a split context is one chunk of it.
+struct AttentionItem {
+  int32_t entry;
+  int32_t q_begin, q_end;
+  int32_t head_begin, head_end;
+  int32_t key_begin, key_end;
+  int64_t cost;
+};
+
+constexpr int kChunk = 256;  // keys of a chunk, a multiple of kTile
+
+// Which part of the work each thread does, and where the keys lie. Lives for as many passes as its owner likes; each
+// prepare forgets the pass before.
+class AttentionPlan {
+ public:
+  // Reads the entries' rows of the request table ([R, table_stride] int32 slots, which must map this pass's tokens
+  // already) and keeps none of the pointers. H is a multiple of K. `scale` multiplies q·k (D^-0.5, usually).
+  void prepare(const KVPoolView& pool, int64_t num_heads, float scale, const AttentionEntry* entries,
+               int64_t num_entries, const int32_t* req_to_token, int64_t table_stride, int nthreads);
+
+  DType pool_dtype() const { return pool_.dtype; }
+
+ private:
+  friend class AttentionWorker;
+
+  // Where the parts of a split context leave their results.
+  struct Split {
+    int32_t num_chunks = 0;     // 0: not split
+    int64_t first_partial = 0;  // in floats, among the partial results
+    int64_t first_counter = 0;  // one a KV head: chunks that are done
+  };
+
+  void find_pages(const int32_t* req_to_token, int64_t table_stride);
+  void make_items(int nthreads);
+  void share_out(int nthreads);
+  void reserve(int nthreads);
+  int64_t keys_of(const AttentionEntry& entry) const { return entry.start + entry.q_len; }
+  int64_t group() const { return num_heads_ / pool_.kv_heads; }
+
+  KVPoolView pool_{};
+  int64_t num_heads_ = 0;
+  float scale_ = 0;
+  std::vector<AttentionEntry> entries_;
+  std::vector<int64_t> first_page_;    // [B]: where the entry's pages begin in page_offsets_
+  std::vector<int64_t> page_offsets_;  // bytes from the pool's begin to each page
+  std::vector<Split> splits_;          // [B]
+  std::vector<AttentionItem> items_;
+  std::vector<std::vector<AttentionItem>> work_;  // by thread
+  std::vector<AlignedFloats> scratch_;            // by thread
+  AlignedFloats partials_;
+  std::unique_ptr<std::atomic<int32_t>[]> counters_;
+  int64_t counters_size_ = 0;
+};
+
+// Writes k and v (K heads a token) of tokens [begin, end) to `slots` ([T] int64) of `layer`.
+void store_kv(const KVPoolView& pool, int64_t layer, const int64_t* slots, const TokenRows& k, const TokenRows& v,
+              int64_t begin, int64_t end);
+
+// out[t] = softmax(scale · q[t] Kᵀ) V over the keys up to t's own position: this thread's share of it.
+void attention_run(AttentionPlan& plan, int64_t layer, const TokenRows& q, const TokenRows& out, int tid);
+
+}  // namespace pdserve

@@ -1,0 +1,124 @@
+// Divides a pass's attention among threads. Costs are balanced by the longest-first rule; nothing that a thread
+// computes depends on who else computes what (see attention.h).
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+#include "attention.h"
+#include "attention_tile.h"
+
+namespace pdserve {
+namespace {
+
+// Rows of queries that share a packed tile: enough to make packing cheap, few enough for the first cache.
+constexpr int64_t kQueryRows = 96;
+// Entries of at most this many tokens may be split along their keys.
+constexpr int32_t kSplitTokens = 8;
+// What loading and packing a key costs, in rows of queries.
+constexpr int64_t kPackCost = 8;
+// Units of work a thread should have, so that shares come out even.
+constexpr int64_t kUnits = 4;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+void AlignedFloats::Free::operator()(float* data) const { std::free(data); }
+
+void AlignedFloats::reserve(int64_t size) {
+  if (size <= size_) return;
+  size_ = ceil_div(size, 16) * 16;
+  data_.reset(static_cast<float*>(std::aligned_alloc(64, size_ * sizeof(float))));
+  if (!data_) throw std::bad_alloc();
+}
+
+void AttentionPlan::prepare(const KVPoolView& pool, int64_t num_heads, float scale, const AttentionEntry* entries,
+                            int64_t num_entries, const int32_t* req_to_token, int64_t table_stride, int nthreads) {
+  pool_ = pool;
+  num_heads_ = num_heads;
+  scale_ = scale;
+  entries_.assign(entries, entries + num_entries);
+  find_pages(req_to_token, table_stride);
+  make_items(nthreads);
+  share_out(nthreads);
+  reserve(nthreads);
+}
+
+void AttentionPlan::find_pages(const int32_t* req_to_token, int64_t table_stride) {
+  const int64_t size = pool_.page_size;
+  const int64_t page_bytes = pool_.num_layers * 2 * size * pool_.kv_heads * pool_.head_dim * size_of(pool_.dtype);
+  first_page_.clear();
+  page_offsets_.clear();
+  for (const AttentionEntry& entry : entries_) {
+    first_page_.push_back(static_cast<int64_t>(page_offsets_.size()));
+    const int32_t* slots = req_to_token + entry.row * table_stride;
+    for (int64_t key = 0; key < keys_of(entry); key += size) page_offsets_.push_back(slots[key] / size * page_bytes);
+  }
+}
+
+void AttentionPlan::make_items(int nthreads) {
+  const auto heads = static_cast<int32_t>(pool_.kv_heads);
+  const auto cost = [&](int64_t keys, int64_t tokens) { return keys * (kPackCost + tokens * group()); };
+  int64_t total = 0, units = 0;
+  for (const AttentionEntry& entry : entries_) {
+    total += cost(keys_of(entry), entry.q_len);
+    units += ceil_div(keys_of(entry), kChunk);
+  }
+  const auto step = static_cast<int32_t>(std::max<int64_t>(1, kQueryRows / group()));
+  // Neighbouring heads lie side by side in memory: one unit takes all of them where there are units enough.
+  const int32_t together = units >= kUnits * nthreads ? heads : 1;
+  int64_t partial_size = 0, num_counters = 0;
+  items_.clear();
+  splits_.assign(entries_.size(), Split{});
+  for (size_t b = 0; b < entries_.size(); ++b) {
+    const AttentionEntry& entry = entries_[b];
+    const auto keys = static_cast<int32_t>(keys_of(entry));
+    const bool decode = entry.q_len <= kSplitTokens;
+    const bool large = cost(keys, entry.q_len) * kUnits * nthreads > total;
+    const bool split = decode && large && keys > kChunk && nthreads > 1;
+    if (split) {
+      splits_[b] = {static_cast<int32_t>(ceil_div(keys, kChunk)), partial_size, num_counters};
+      partial_size += splits_[b].num_chunks * heads * entry.q_len * group() * (1 + kLanes + pool_.head_dim);
+      num_counters += heads;
+    }
+    const int32_t key_step = split ? kChunk : keys, head_step = decode ? together : 1;
+    for (int32_t key = 0; key < keys; key += key_step) {
+      for (int32_t head = 0; head < heads; head += head_step) {
+        for (int32_t q = 0; q < entry.q_len; q += step) {
+          AttentionItem item{static_cast<int32_t>(b), q, std::min(q + step, entry.q_len), head, head + head_step, key, 0, 0};
+          item.key_end = split ? std::min(key + key_step, keys) : entry.start + item.q_end;
+          item.cost = cost(item.key_end - key, item.q_end - q) * head_step;
+          items_.push_back(item);
+        }
+      }
+    }
+  }
+  partials_.reserve(partial_size);
+  if (num_counters > counters_size_) {
+    counters_ = std::make_unique<std::atomic<int32_t>[]>(num_counters);
+    counters_size_ = num_counters;
+  }
+}
+
+void AttentionPlan::share_out(int nthreads) {
+  work_.resize(nthreads);
+  for (auto& items : work_) items.clear();
+  std::stable_sort(items_.begin(), items_.end(), [](const auto& a, const auto& b) { return a.cost > b.cost; });
+  std::vector<int64_t> load(nthreads, 0);
+  for (const AttentionItem& item : items_) {
+    const auto least = std::min_element(load.begin(), load.end()) - load.begin();
+    load[least] += item.cost;
+    work_[least].push_back(item);
+  }
+}
+
+void AttentionPlan::reserve(int nthreads) {
+  int64_t rows = 0;
+  for (const AttentionItem& item : items_) {
+    rows = std::max(rows, (item.q_end - item.q_begin) * group() * (item.head_end - item.head_begin));
+  }
+  scratch_.resize(nthreads);
+  for (auto& scratch : scratch_) scratch.reserve(AttentionScratch::size(rows, pool_.head_dim));
+}
+
+}  // namespace pdserve

@@ -1,0 +1,415 @@
+#include "engine.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "elementwise.h"
+
+namespace pdserve {
+namespace {
+
+// Up to this many tokens a pass streams weights by columns; beyond, it walks blocks of this many tokens.
+constexpr int64_t kColumnTokens = 48;
+constexpr int64_t kBlockTokens = 96;
+// Up to this many tokens every thread normalises all of them, which is cheaper than another barrier.
+constexpr int64_t kRedundantTokens = 8;
+// Tokens that activations have room for from the start.
+constexpr int64_t kFirstTokens = 512;
+
+struct Range {
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
+};
+
+Range share(int64_t total, int tid, int size) { return {total * tid / size, total * (tid + 1) / size}; }
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Columns {
+  Vec left, right;
+};
+
+template <class T>
+class Engine final : public EngineBase {
+ public:
+  Engine(const EngineConfig& config, Team& team)
+      : c_(config),
+        team_(team),
+        dtype_(sizeof(T) == 2 ? DType::kBFloat16 : DType::kFloat32),
+        fused_(config.head_dim % kPanel == 0 && !config.qk_norm && config.pool.dtype == dtype_),
+        layers_(config.layers) {
+    x_stride_ = ceil_div(c_.hidden, kPanel) * kPanel;
+    qkv_stride_ = ceil_div((c_.heads + 2 * c_.kv_heads) * c_.head_dim, kPanel) * kPanel;
+    inner_stride_ = ceil_div(c_.inner, kLanes) * kLanes;
+    att_stride_ = c_.heads * c_.head_dim;
+    inner_ = arena_.allocate<T>(kColumnTokens * inner_stride_);
+    for (int tid = 0; tid < team.size(); ++tid) {
+      own_.push_back({arena_.allocate<T>(kBlockTokens * c_.hidden), arena_.allocate<T>(kBlockTokens * inner_stride_)});
+    }
+    reserve(kFirstTokens);
+  }
+
+  void set_linear(LinearKind kind, int64_t layer, const void* weight, const float* bias) override {
+    PackedLinear& packed = linear(kind, layer);
+    const std::vector<int32_t> rows = column_order(kind);
+    packed.format = Format::kDense;
+    packed.k = input_size(kind);
+    packed.panels = static_cast<int64_t>(rows.size()) / kPanel;
+    packed.panel_bytes = dense_panel_bytes<T>(packed.k);
+    uint8_t* data = arena_.allocate<uint8_t>(packed.panels * packed.panel_bytes);
+    packed.data = data;
+    team_.run([&](int tid, int size) {
+      const Range own = share(packed.panels, tid, size);
+      for (int64_t p = own.begin; p < own.end; ++p) {
+        T* panel = reinterpret_cast<T*>(data + p * packed.panel_bytes);
+        pack_dense_panel(static_cast<const T*>(weight), packed.k, &rows[p * kPanel], panel);
+      }
+    });
+    if (bias == nullptr) return;
+    float* packed_bias = arena_.allocate<float>(rows.size());
+    for (size_t i = 0; i < rows.size(); ++i) packed_bias[i] = rows[i] < 0 ? 0.0f : bias[rows[i]];
+    packed.bias = packed_bias;
+  }
+
+  void set_norm(NormKind kind, int64_t layer, const float* weight) override {
+    const bool of_head = kind == NormKind::kQ || kind == NormKind::kK;
+    const int64_t size = of_head ? c_.head_dim : c_.hidden;
+    float* copy = arena_.allocate<float>(size);
+    std::copy_n(weight, size, copy);
+    norm(kind, layer) = copy;
+  }
+
+  void set_embedding(const void* table) override { embedding_ = static_cast<const T*>(table); }
+
+  void forward(const ForwardArgs& args) override {
+    if (args.tokens > max_tokens_) reserve(std::max(args.tokens, 2 * max_tokens_));
+    const float scale = 1.0f / std::sqrt(static_cast<float>(c_.head_dim));
+    plan_.prepare(c_.pool, c_.heads, scale, args.entry, args.entries, args.req_to_token, args.table_stride,
+                  team_.size());
+    team_.run([&](int tid, int size) { pass(args, tid, size); });
+  }
+
+ private:
+  struct Layer {
+    PackedLinear qkv, o, gate_up, down;
+    const float* attention_norm = nullptr;
+    const float* mlp_norm = nullptr;
+    const float* q_norm = nullptr;
+    const float* k_norm = nullptr;
+  };
+
+  // What one thread works in while it walks blocks of tokens.
+  struct Own {
+    T* normed;
+    T* inner;
+  };
+
+  // One thread's part in a pass.
+  struct Worker {
+    const ForwardArgs& args;
+    int tid, size;
+  };
+
+  // Makes room for the activations of `tokens` tokens.
+  void reserve(int64_t tokens) {
+    activations_ = std::make_unique<Arena>();
+    x_ = activations_->allocate<float>(tokens * x_stride_);
+    qkv_ = activations_->allocate<T>(tokens * qkv_stride_);
+    att_ = activations_->allocate<T>(tokens * att_stride_);
+    normed_ = activations_->allocate<T>(tokens * c_.hidden);
+    kv_offset_ = activations_->allocate<int64_t>(tokens);
+    max_tokens_ = tokens;
+  }
+
+  void pass(const ForwardArgs& args, int tid, int size) {
+    const Worker w{args, tid, size};
+    embed(w);
+    if (args.tokens > kColumnTokens) {
+      for (int64_t layer = 0; layer < c_.layers; ++layer) run_by_rows(layer, w);
+    } else {
+      team_.barrier();
+      for (int64_t layer = 0; layer < c_.layers; ++layer) run_by_columns(layer, w);
+    }
+    if (args.wanted == 0) return;
+    team_.barrier();
+    run_head(w);
+  }
+
+  void embed(const Worker& w) {
+    const int64_t page = c_.pool.page_size, width = c_.kv_heads * c_.head_dim;
+    const Range own = share(w.args.tokens, w.tid, w.size);
+    for (int64_t t = own.begin; t < own.end; ++t) {
+      const T* row = embedding_ + w.args.input_ids[t] * c_.hidden;
+      for (int64_t i = 0; i < c_.hidden; ++i) x_[t * x_stride_ + i] = to_float(row[i]);
+      const int64_t slot = w.args.out_cache_loc[t];
+      kv_offset_[t] = (slot / page * c_.layers * 2 * page + slot % page) * width;
+    }
+  }
+
+  void run_by_columns(int64_t index, const Worker& w) {
+    const Layer& layer = layers_[index];
+    const Range all{0, w.args.tokens}, own = share(w.args.tokens, w.tid, w.size);
+    const T* normed = normalise_all(layer.attention_norm, w);
+    project_qkv(layer, index, w, normed, all, share(layer.qkv.panels, w.tid, w.size));
+    team_.barrier();
+    if (!fused_) {
+      rotate_and_store(layer, index, w, own);
+      team_.barrier();
+    }
+    attend(index, w);
+    team_.barrier();
+    add_to_residual(layer.o, att_, att_stride_, all, share(layer.o.panels, w.tid, w.size));
+    team_.barrier();
+    normed = normalise_all(layer.mlp_norm, w);
+    gate(layer.gate_up, normed, all.size(), share(layer.gate_up.panels, w.tid, w.size), inner_);
+    team_.barrier();
+    add_to_residual(layer.down, inner_, inner_stride_, all, share(layer.down.panels, w.tid, w.size));
+    team_.barrier();
+  }
+
+  void run_by_rows(int64_t index, const Worker& w) {
+    const Layer& layer = layers_[index];
+    const Range own = share(w.args.tokens, w.tid, w.size);
+    const Own& scratch = own_[w.tid];
+    const int64_t blocks = ceil_div(own.size(), kBlockTokens);
+    const auto block = [&](int64_t b) {
+      return Range{own.begin + own.size() * b / blocks, own.begin + own.size() * (b + 1) / blocks};
+    };
+    for (int64_t b = 0; b < blocks; ++b) {
+      normalise(layer.attention_norm, block(b), scratch.normed);
+      project_qkv(layer, index, w, scratch.normed, block(b), {0, layer.qkv.panels});
+      if (!fused_) rotate_and_store(layer, index, w, block(b));
+    }
+    team_.barrier();
+    attend(index, w);
+    team_.barrier();
+    for (int64_t b = 0; b < blocks; ++b) {
+      const Range rows = block(b);
+      add_to_residual(layer.o, att_ + rows.begin * att_stride_, att_stride_, rows, {0, layer.o.panels});
+      normalise(layer.mlp_norm, rows, scratch.normed);
+      gate(layer.gate_up, scratch.normed, rows.size(), {0, layer.gate_up.panels}, scratch.inner);
+      add_to_residual(layer.down, scratch.inner, inner_stride_, rows, {0, layer.down.panels});
+    }
+  }
+
+  void run_head(const Worker& w) {
+    const ForwardArgs& args = w.args;
+    const Range own = share(args.wanted, w.tid, w.size);
+    for (int64_t i = own.begin; i < own.end; ++i) {
+      const float* row = x_ + args.logit_indices[i] * x_stride_;
+      rms_norm(row, final_norm_, c_.eps, static_cast<int>(c_.hidden), normed_ + i * c_.hidden);
+    }
+    team_.barrier();
+    multiply(head_, normed_, c_.hidden, args.wanted, share(head_.panels, w.tid, w.size),
+             [&](int64_t m, int64_t panel, Columns y) {
+               float* out = args.logits + m * c_.vocab + panel * kPanel;
+               if ((panel + 1) * kPanel <= c_.vocab) {
+                 store(out, y.left);
+                 store(out + kLanes, y.right);
+               } else {
+                 float both[kPanel];
+                 store(both, y.left);
+                 store(both + kLanes, y.right);
+                 std::copy_n(both, c_.vocab - panel * kPanel, out);
+               }
+             });
+  }
+
+  void normalise(const float* weight, Range rows, T* out) {
+    for (int64_t t = rows.begin; t < rows.end; ++t, out += c_.hidden) {
+      rms_norm(x_ + t * x_stride_, weight, c_.eps, static_cast<int>(c_.hidden), out);
+    }
+  }
+
+  // All tokens of a small pass, normalised; the same on every thread.
+  const T* normalise_all(const float* weight, const Worker& w) {
+    if (w.args.tokens <= kRedundantTokens) {
+      normalise(weight, {0, w.args.tokens}, own_[w.tid].normed);
+      return own_[w.tid].normed;
+    }
+    const Range own = share(w.args.tokens, w.tid, w.size);
+    normalise(weight, own, normed_ + own.begin * c_.hidden);
+    team_.barrier();
+    return normed_;
+  }
+
+  void project_qkv(const Layer& layer, int64_t index, const Worker& w, const T* a, Range rows, Range panels) {
+    if (!fused_) {
+      multiply(layer.qkv, a, c_.hidden, rows.size(), panels, [&](int64_t m, int64_t panel, Columns y) {
+        T* out = qkv_ + (rows.begin + m) * qkv_stride_ + panel * kPanel;
+        store(out, y.left);
+        store(out + kLanes, y.right);
+      });
+      return;
+    }
+    const int64_t dim = c_.head_dim, half = dim / 2, per_head = dim / kPanel, page = c_.pool.page_size;
+    const int64_t width = c_.kv_heads * dim;
+    T* keys = static_cast<T*>(c_.pool.data) + index * 2 * page * width;
+    T* values = keys + page * width;
+    multiply(layer.qkv, a, c_.hidden, rows.size(), panels, [&](int64_t m, int64_t panel, Columns y) {
+      const int64_t t = rows.begin + m, head = panel / per_head, part = panel % per_head;
+      if (head >= c_.heads + c_.kv_heads) {
+        T* out = values + kv_offset_[t] + (head - c_.heads - c_.kv_heads) * dim + part * kPanel;
+        store(out, y.left);
+        store(out + kLanes, y.right);
+        return;
+      }
+      T* out = head < c_.heads ? qkv_ + t * qkv_stride_ + head * dim : keys + kv_offset_[t] + (head - c_.heads) * dim;
+      out += part * kLanes;
+      const int64_t angle = w.args.positions[t] * half + part * kLanes;
+      const Vec cos = load(w.args.cos + angle), sin = load(w.args.sin + angle);
+      store(out, y.left * cos - y.right * sin);
+      store(out + half, y.right * cos + y.left * sin);
+    });
+  }
+
+  void rotate_and_store(const Layer& layer, int64_t index, const Worker& w, Range rows) {
+    const int dim = static_cast<int>(c_.head_dim);
+    for (int64_t t = rows.begin; t < rows.end; ++t) {
+      const int64_t angle = w.args.positions[t] * (dim / 2);
+      for (int64_t h = 0; h < c_.heads + c_.kv_heads; ++h) {
+        T* head = qkv_ + t * qkv_stride_ + h * dim;
+        if (c_.qk_norm) rms_norm(head, h < c_.heads ? layer.q_norm : layer.k_norm, c_.eps, dim, head);
+        rope(head, w.args.cos + angle, w.args.sin + angle, dim);
+      }
+    }
+    T* k = qkv_ + c_.heads * c_.head_dim;
+    T* v = k + c_.kv_heads * c_.head_dim;
+    store_kv(c_.pool, index, w.args.out_cache_loc, {k, dtype_, qkv_stride_}, {v, dtype_, qkv_stride_}, rows.begin,
+             rows.end);
+  }
+
+  void attend(int64_t index, const Worker& w) {
+    attention_run(plan_, index, {qkv_, dtype_, qkv_stride_}, {att_, dtype_, att_stride_}, w.tid);
+  }
+
+  void add_to_residual(const PackedLinear& weight, const T* a, int64_t stride, Range rows, Range panels) {
+    multiply(weight, a, stride, rows.size(), panels, [&](int64_t m, int64_t panel, Columns y) {
+      float* x = x_ + (rows.begin + m) * x_stride_ + panel * kPanel;
+      store(x, load(x) + y.left);
+      store(x + kLanes, load(x + kLanes) + y.right);
+    });
+  }
+
+  void gate(const PackedLinear& weight, const T* a, int64_t rows, Range panels, T* out) {
+    multiply(weight, a, c_.hidden, rows, panels, [&](int64_t m, int64_t panel, Columns y) {
+      store(out + m * inner_stride_ + panel * kLanes, silu(y.left) * y.right);
+    });
+  }
+
+  // Panels times rows [0, rows) of `a`; `finish(m, panel, columns)` takes every result with its bias.
+  template <class Finish>
+  void multiply(const PackedLinear& weight, const T* a, int64_t stride, int64_t rows, Range panels, Finish&& finish) {
+    alignas(64) float tile[kMaxRows * kPanel];
+    const int64_t blocks = ceil_div(rows, kMaxRows);
+    for (int64_t p = panels.begin; p < panels.end; ++p) {
+      const Vec none = zero();
+      const float* bias = weight.bias == nullptr ? nullptr : weight.bias + p * kPanel;
+      const Columns add = bias == nullptr ? Columns{none, none} : Columns{load(bias), load(bias + kLanes)};
+      for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t begin = rows * b / blocks, end = rows * (b + 1) / blocks;
+        multiply_dense_panel(a + begin * stride, stride, static_cast<int>(end - begin),
+                             reinterpret_cast<const T*>(weight.panel(p)), weight.k, tile);
+        const float* y = tile;
+        for (int64_t m = begin; m < end; ++m, y += kPanel) {
+          finish(m, p, Columns{load(y) + add.left, load(y + kLanes) + add.right});
+        }
+      }
+    }
+  }
+
+  PackedLinear& linear(LinearKind kind, int64_t layer) {
+    switch (kind) {
+      case LinearKind::kQKV: return layers_[layer].qkv;
+      case LinearKind::kO: return layers_[layer].o;
+      case LinearKind::kGateUp: return layers_[layer].gate_up;
+      case LinearKind::kDown: return layers_[layer].down;
+      case LinearKind::kHead: break;
+    }
+    return head_;
+  }
+
+  const float*& norm(NormKind kind, int64_t layer) {
+    switch (kind) {
+      case NormKind::kAttention: return layers_[layer].attention_norm;
+      case NormKind::kMlp: return layers_[layer].mlp_norm;
+      case NormKind::kQ: return layers_[layer].q_norm;
+      case NormKind::kK: return layers_[layer].k_norm;
+      case NormKind::kFinal: break;
+    }
+    return final_norm_;
+  }
+
+  int64_t input_size(LinearKind kind) const {
+    switch (kind) {
+      case LinearKind::kO: return att_stride_;
+      case LinearKind::kDown: return c_.inner;
+      default: return c_.hidden;
+    }
+  }
+
+  // Which row of the weight each packed column takes; -1 for padding.
+  std::vector<int32_t> column_order(LinearKind kind) const {
+    std::vector<int32_t> order;
+    const auto run = [&](int64_t first, int64_t count) {
+      for (int64_t i = 0; i < count; ++i) order.push_back(static_cast<int32_t>(first + i));
+    };
+    switch (kind) {
+      case LinearKind::kQKV: {
+        // Both elements of a rotated pair lie in one panel, so that its finish can rotate them.
+        const int64_t rotated = fused_ ? c_.heads + c_.kv_heads : 0, half = c_.head_dim / 2;
+        for (int64_t h = 0; h < rotated; ++h) {
+          for (int64_t i = 0; i < half; i += kLanes) {
+            run(h * c_.head_dim + i, kLanes);
+            run(h * c_.head_dim + half + i, kLanes);
+          }
+        }
+        run(rotated * c_.head_dim, (c_.heads + 2 * c_.kv_heads - rotated) * c_.head_dim);
+        break;
+      }
+      case LinearKind::kGateUp:
+        // A gate and its product lie in one panel, so that its finish can multiply them.
+        for (int64_t i = 0; i < inner_stride_; i += kLanes) {
+          for (int64_t first : {int64_t{0}, c_.inner}) {
+            run(first + i, std::min<int64_t>(kLanes, c_.inner - i));
+            order.resize(ceil_div(static_cast<int64_t>(order.size()), kLanes) * kLanes, -1);
+          }
+        }
+        break;
+      case LinearKind::kHead: run(0, c_.vocab); break;
+      default: run(0, c_.hidden); break;
+    }
+    order.resize(ceil_div(static_cast<int64_t>(order.size()), kPanel) * kPanel, -1);
+    return order;
+  }
+
+  const EngineConfig c_;
+  Team& team_;
+  const DType dtype_;
+  const bool fused_;  // rotation and the store to the pool happen as qkv is computed
+  Arena arena_;  // weights
+  std::unique_ptr<Arena> activations_;
+  int64_t max_tokens_ = 0;
+  AttentionPlan plan_;
+  std::vector<Layer> layers_;
+  PackedLinear head_;
+  const float* final_norm_ = nullptr;
+  const T* embedding_ = nullptr;
+  int64_t x_stride_, qkv_stride_, inner_stride_, att_stride_;
+  float* x_;             // [T, x_stride]: the residual
+  T* qkv_;               // [T, qkv_stride]: queries; and keys and values unless fused
+  T* att_;               // [T, H * D]
+  T* normed_;            // [T, N]
+  T* inner_;             // [kColumnTokens, inner_stride]
+  int64_t* kv_offset_;   // [T]: where the token's keys lie in layer 0 of the pool, in elements
+  std::vector<Own> own_;
+};
+
+}  // namespace
+
+std::unique_ptr<EngineBase> make_engine(const EngineConfig& config, DType dtype, Team& team) {
+  if (dtype == DType::kBFloat16) return std::make_unique<Engine<bf16>>(config, team);
+  return std::make_unique<Engine<float>>(config, team);
+}
+
+}  // namespace pdserve

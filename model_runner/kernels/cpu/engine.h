@@ -1,0 +1,65 @@
+// A whole forward pass of a Llama-family model in one call, on a team of threads.
+//
+// Life: constructed -> every weight set -> any number of forward passes, one at a time.
+//
+// A pass of few tokens (decode) is bound by memory: each thread streams its own columns of every weight past all the
+// tokens, and the threads meet at a barrier after each product:
+//   norm + qkv + rope + KV store | attention | o_proj + residual | norm + gate_up + silu | down + residual
+// A pass of many tokens (prefill) is bound by arithmetic: each thread takes its own tokens through the products in
+// blocks whose activations stay in its cache, and only attention needs the others: two barriers a layer.
+// Both compute every element in the same order, so that they agree to the last bit.
+//
+// Shapes: T tokens, L wanted rows of logits, N hidden size, H query heads, K KV heads, D head_dim, I inner size,
+// V vocabulary.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "arena.h"
+#include "attention.h"
+#include "linear.h"
+#include "team.h"
+
+namespace pdserve {
+
+// Mirrored by ctypes in library.py.
+struct EngineConfig {
+  int64_t layers, hidden, heads, kv_heads, head_dim, inner, vocab;
+  float eps;
+  int32_t qk_norm;
+  KVPoolView pool;
+};
+
+struct ForwardArgs {
+  int64_t tokens, entries, wanted;
+  const int64_t* input_ids;       // [T], below V
+  const int64_t* positions;       // [T]
+  const int64_t* out_cache_loc;   // [T]
+  const int64_t* logit_indices;   // [L], below T
+  const AttentionEntry* entry;    // [B]
+  const int32_t* req_to_token;    // [R, table_stride]
+  int64_t table_stride;
+  const float* cos;               // [positions, D / 2]
+  const float* sin;
+  float* logits;                  // [L, V]
+};
+
+enum class LinearKind : int32_t { kQKV = 0, kO = 1, kGateUp = 2, kDown = 3, kHead = 4 };
+enum class NormKind : int32_t { kAttention = 0, kMlp = 1, kQ = 2, kK = 3, kFinal = 4 };
+
+class EngineBase {
+ public:
+  virtual ~EngineBase() = default;
+  // Packs a weight [N, k] in the engine's own type, row-major; `bias` is [N] float32 or null.
+  virtual void set_linear(LinearKind kind, int64_t layer, const void* weight, const float* bias) = 0;
+  virtual void set_norm(NormKind kind, int64_t layer, const float* weight) = 0;
+  // [V, N] in the engine's own type; kept by reference.
+  virtual void set_embedding(const void* table) = 0;
+  virtual void forward(const ForwardArgs& args) = 0;
+};
+
+std::unique_ptr<EngineBase> make_engine(const EngineConfig& config, DType dtype, Team& team);
+
+}  // namespace pdserve

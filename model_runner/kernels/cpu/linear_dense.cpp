@@ -1,0 +1,161 @@
+// The dense microkernel: a block of up to kMaxRows rows times one panel, accumulated in registers.
+#include <utility>
+
+#include "linear.h"
+#include "simd.h"
+
+namespace pdserve {
+namespace {
+
+// How far ahead of the arithmetic weights are fetched, in bytes: a memory latency's worth at full bandwidth.
+constexpr int kAhead = 2048;
+
+template <class T>
+constexpr int kGroup = sizeof(T) == 2 ? 2 : 1;
+
+inline void fetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
+
+#if defined(__AVX512F__)
+
+constexpr int kBlockRows = kMaxRows;
+
+#if defined(__AVX512BF16__)
+inline __m512 dot(__m512 acc, __m512i a, __m512i b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+#else
+inline __m512 dot(__m512 acc, __m512i a, __m512i b) {
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  const auto odd = [&](__m512i x) { return _mm512_castsi512_ps(_mm512_and_si512(x, high)); };
+  const auto even = [](__m512i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); };
+  return _mm512_fmadd_ps(odd(a), odd(b), _mm512_fmadd_ps(even(a), even(b), acc));
+}
+#endif
+
+template <int R>
+void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, float* tile) {
+  __m512 left[R], right[R];
+  for (int m = 0; m < R; ++m) left[m] = right[m] = _mm512_setzero_ps();
+  for (int64_t i = 0; i < k; i += 2, panel += 2 * kPanel) {
+    fetch(reinterpret_cast<const char*>(panel) + kAhead);
+    fetch(reinterpret_cast<const char*>(panel) + kAhead + 64);
+    const __m512i b0 = _mm512_loadu_si512(panel), b1 = _mm512_loadu_si512(panel + kPanel);
+    for (int m = 0; m < R; ++m) {
+      int32_t pair;
+      std::memcpy(&pair, a + m * stride + i, sizeof pair);
+      const __m512i both = _mm512_set1_epi32(pair);
+      left[m] = dot(left[m], both, b0);
+      right[m] = dot(right[m], both, b1);
+    }
+  }
+  for (int m = 0; m < R; ++m) {
+    _mm512_storeu_ps(tile + m * kPanel, left[m]);
+    _mm512_storeu_ps(tile + m * kPanel + kLanes, right[m]);
+  }
+}
+
+template <int R>
+void block(const float* a, int64_t stride, const float* panel, int64_t k, float* tile) {
+  __m512 left[R], right[R];
+  for (int m = 0; m < R; ++m) left[m] = right[m] = _mm512_setzero_ps();
+  for (int64_t i = 0; i < k; ++i, panel += kPanel) {
+    fetch(reinterpret_cast<const char*>(panel) + kAhead);
+    fetch(reinterpret_cast<const char*>(panel) + kAhead + 64);
+    const __m512 b0 = _mm512_loadu_ps(panel), b1 = _mm512_loadu_ps(panel + kLanes);
+    for (int m = 0; m < R; ++m) {
+      const __m512 x = _mm512_set1_ps(a[m * stride + i]);
+      left[m] = _mm512_fmadd_ps(x, b0, left[m]);
+      right[m] = _mm512_fmadd_ps(x, b1, right[m]);
+    }
+  }
+  for (int m = 0; m < R; ++m) {
+    _mm512_storeu_ps(tile + m * kPanel, left[m]);
+    _mm512_storeu_ps(tile + m * kPanel + kLanes, right[m]);
+  }
+}
+
+#else
+
+// Sixteen registers: three rows of half a panel's columns at a time would be best, two of all keep this short.
+constexpr int kBlockRows = 2;
+
+template <int R>
+void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, float* tile) {
+  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  __m256 acc[R][4];
+  for (int m = 0; m < R; ++m) {
+    for (auto& part : acc[m]) part = _mm256_setzero_ps();
+  }
+  for (int64_t i = 0; i < k; i += 2, panel += 2 * kPanel) {
+    fetch(reinterpret_cast<const char*>(panel) + kAhead);
+    fetch(reinterpret_cast<const char*>(panel) + kAhead + 64);
+    for (int c = 0; c < 4; ++c) {
+      const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel) + c);
+      const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(b, 16));
+      const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(b, high));
+      for (int m = 0; m < R; ++m) {
+        acc[m][c] = _mm256_fmadd_ps(_mm256_set1_ps(to_float(a[m * stride + i])), even, acc[m][c]);
+        acc[m][c] = _mm256_fmadd_ps(_mm256_set1_ps(to_float(a[m * stride + i + 1])), odd, acc[m][c]);
+      }
+    }
+  }
+  for (int m = 0; m < R; ++m) {
+    for (int c = 0; c < 4; ++c) _mm256_storeu_ps(tile + m * kPanel + c * 8, acc[m][c]);
+  }
+}
+
+template <int R>
+void block(const float* a, int64_t stride, const float* panel, int64_t k, float* tile) {
+  __m256 acc[R][4];
+  for (int m = 0; m < R; ++m) {
+    for (auto& part : acc[m]) part = _mm256_setzero_ps();
+  }
+  for (int64_t i = 0; i < k; ++i, panel += kPanel) {
+    fetch(reinterpret_cast<const char*>(panel) + kAhead);
+    fetch(reinterpret_cast<const char*>(panel) + kAhead + 64);
+    for (int c = 0; c < 4; ++c) {
+      const __m256 b = _mm256_loadu_ps(panel + c * 8);
+      for (int m = 0; m < R; ++m) acc[m][c] = _mm256_fmadd_ps(_mm256_set1_ps(a[m * stride + i]), b, acc[m][c]);
+    }
+  }
+  for (int m = 0; m < R; ++m) {
+    for (int c = 0; c < 4; ++c) _mm256_storeu_ps(tile + m * kPanel + c * 8, acc[m][c]);
+  }
+}
+
+#endif
+
+template <class T>
+using Block = void (*)(const T*, int64_t, const T*, int64_t, float*);
+
+template <class T, int... R>
+Block<T> choose(int count, std::integer_sequence<int, R...>) {
+  static constexpr Block<T> blocks[] = {&block<R + 1>...};
+  return blocks[count - 1];
+}
+
+}  // namespace
+
+template <class T>
+void pack_dense_panel(const T* source, int64_t k, const int32_t* rows, T* panel) {
+  constexpr int group = kGroup<T>;
+  for (int64_t i = 0; i < k; i += group) {
+    for (int c = 0; c < kPanel; ++c) {
+      for (int g = 0; g < group; ++g) *panel++ = rows[c] < 0 ? T{} : source[rows[c] * k + i + g];
+    }
+  }
+}
+
+template <class T>
+void multiply_dense_panel(const T* a, int64_t a_stride, int count, const T* panel, int64_t k, float* tile) {
+  for (int done = 0; done < count; done += kBlockRows) {
+    const int rows = count - done < kBlockRows ? count - done : kBlockRows;
+    const auto multiply = choose<T>(rows, std::make_integer_sequence<int, kBlockRows>());
+    multiply(a + done * a_stride, a_stride, panel, k, tile + done * kPanel);
+  }
+}
+
+template void pack_dense_panel(const bf16*, int64_t, const int32_t*, bf16*);
+template void pack_dense_panel(const float*, int64_t, const int32_t*, float*);
+template void multiply_dense_panel(const bf16*, int64_t, int, const bf16*, int64_t, float*);
+template void multiply_dense_panel(const float*, int64_t, int, const float*, int64_t, float*);
+
+}  // namespace pdserve

@@ -1,0 +1,175 @@
+"""A Llama-family model on the CPU kernels: packed weights, and a whole forward pass in one call.
+
+Made from a loaded model, whose own weights may be dropped afterwards, but for the embedding table.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from enum import IntEnum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..forward_batch import ForwardBatch
+from ..kv_pool import MHATokenToKVPool
+from ..layers.linear import Linear
+from ..layers.rotary import RotaryEmbedding
+from ..models.llama import LlamaForCausalLM
+from .library import NATIVE_DTYPES, EngineConfig, ForwardArgs, KVPoolView, load_library
+from .team import Team
+
+ROTATIONS = 1024
+"""Positions that the table of rotations grows by."""
+
+
+class LinearKind(IntEnum):
+    """``LinearKind`` of engine.h."""
+
+    QKV = 0
+    O = 1  # noqa: E741 - the layer's name
+    GATE_UP = 2
+    DOWN = 3
+    HEAD = 4
+
+
+class NormKind(IntEnum):
+    """``NormKind`` of engine.h."""
+
+    ATTENTION = 0
+    MLP = 1
+    Q = 2
+    K = 3
+    FINAL = 4
+
+
+def refusal(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+    """Why the kernels can't run this model; None if they can."""
+    if dtype not in NATIVE_DTYPES or kv_dtype not in NATIVE_DTYPES:
+        return f"they compute in bfloat16 and float32, not in {dtype} over a KV pool of {kv_dtype}"
+    if config.head_dim % 16:
+        return f"they need a head_dim that is a multiple of 16, not {config.head_dim}"
+    if config.hidden_size % 2 or config.intermediate_size % 2:
+        return "they need even hidden and intermediate sizes"
+    return None
+
+
+class CpuEngine:
+    """Computes passes over ``pool``. Raises ``BuildError`` where the kernels can't be had."""
+
+    def __init__(self, model: LlamaForCausalLM, pool: MHATokenToKVPool, team: Team) -> None:
+        self._library = load_library()
+        self._config = config = model.config
+        self._pool, self._team = pool, team
+        self._embedding = model.embed_tokens
+        self._rotary = RotaryEmbedding(config.rope, config.head_dim, dtype=torch.float32, device=torch.device("cpu"))
+        self._cos = self._sin = torch.empty(0, config.head_dim // 2)
+        self._logits = torch.empty(0, config.vocab_size)
+        layout = pool.layout
+        view = KVPoolView(
+            pool.data.data_ptr(),
+            NATIVE_DTYPES[pool.dtype],
+            layout.num_layers,
+            layout.page_size,
+            layout.kv_heads,
+            layout.head_dim,
+        )
+        native = EngineConfig(
+            config.num_layers,
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.intermediate_size,
+            config.vocab_size,
+            config.rms_norm_eps,
+            config.qk_norm,
+            view,
+        )
+        handle = self._library.pds_engine_new(native, NATIVE_DTYPES[self._embedding.dtype], team.handle)
+        if handle is None:
+            raise MemoryError("no memory for the engine's activations")
+        self._handle = handle
+        self.close = weakref.finalize(self, self._library.pds_engine_free, handle)
+        self._pack(model)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Logits of ``batch.logit_indices``, [L, V] float32; writes the pass's KV to the pool.
+
+        The answer is a view of memory that the next pass overwrites. Raises ``IndexError`` for a token that is not in
+        the vocabulary.
+        """
+        ids, positions = batch.input_ids.numpy(), batch.positions.numpy()
+        if not 0 <= ids.min() <= ids.max() < self._config.vocab_size:
+            raise IndexError(f"token ids reach from {ids.min()} to {ids.max()}")
+        self._reserve_rotations(int(positions.max()) + 1)
+        entries = np.empty((len(batch.q_lens), 4), dtype=np.int32)
+        entries[:, 0] = batch.rows.numpy()
+        entries[:, 1] = batch.starts
+        entries[:, 2] = batch.q_lens
+        entries[:, 3] = np.cumsum(entries[:, 2]) - entries[:, 2]
+        wanted = batch.logit_indices.shape[0]
+        if wanted > self._logits.shape[0]:
+            self._logits = torch.empty(wanted, self._config.vocab_size)
+        args = ForwardArgs(
+            len(ids),
+            len(entries),
+            wanted,
+            batch.input_ids.data_ptr(),
+            batch.positions.data_ptr(),
+            batch.out_cache_loc.data_ptr(),
+            batch.logit_indices.data_ptr(),
+            entries.ctypes.data,
+            batch.req_to_token.data_ptr(),
+            batch.req_to_token.stride(0),
+            self._cos.data_ptr(),
+            self._sin.data_ptr(),
+            self._logits.data_ptr(),
+        )
+        if self._library.pds_engine_forward(self._handle, args) != 0:
+            raise MemoryError(f"no memory for a pass of {len(ids)} tokens")
+        return self._logits[:wanted]
+
+    def _reserve_rotations(self, positions: int) -> None:
+        """Extend the table of rotations to ``positions``."""
+        have = self._cos.shape[0]
+        if positions <= have:
+            return
+        more = torch.arange(have, -(-positions // ROTATIONS) * ROTATIONS)
+        rotation = self._rotary.forward(more)
+        half = self._config.head_dim // 2
+        # The second halves: those of the sines are not negated.
+        self._cos = torch.cat((self._cos, rotation.cos[:, 0, half:]))
+        self._sin = torch.cat((self._sin, rotation.sin[:, 0, half:]))
+
+    def _pack(self, model: LlamaForCausalLM) -> None:
+        for i, layer in enumerate(model.layers):
+            attention, mlp = layer.attention, layer.mlp
+            self._set_linear(LinearKind.QKV, i, attention.qkv_proj)
+            self._set_linear(LinearKind.O, i, attention.o_proj)
+            self._set_linear(LinearKind.GATE_UP, i, mlp.gate_up_proj)
+            self._set_linear(LinearKind.DOWN, i, mlp.down_proj)
+            self._set_norm(NormKind.ATTENTION, i, layer.attention_norm.weight)
+            self._set_norm(NormKind.MLP, i, layer.mlp_norm.weight)
+            if attention.q_norm is not None and attention.k_norm is not None:
+                self._set_norm(NormKind.Q, i, attention.q_norm.weight)
+                self._set_norm(NormKind.K, i, attention.k_norm.weight)
+        self._set_norm(NormKind.FINAL, 0, model.norm.weight)
+        self._set_weight(LinearKind.HEAD, 0, model.lm_head, None)
+        self._library.pds_engine_set_embedding(self._handle, self._embedding.data_ptr())
+
+    def _set_linear(self, kind: LinearKind, layer: int, linear: Linear) -> None:
+        self._set_weight(kind, layer, linear.weight, linear.bias)
+
+    def _set_weight(self, kind: LinearKind, layer: int, weight: Tensor, bias: Tensor | None) -> None:
+        float_bias = None if bias is None else bias.float().contiguous()
+        bias_ptr = None if float_bias is None else float_bias.data_ptr()
+        if self._library.pds_engine_set_linear(self._handle, kind, layer, weight.contiguous().data_ptr(), bias_ptr) != 0:
+            raise MemoryError("no memory for the packed weights")
+
+    def _set_norm(self, kind: NormKind, layer: int, weight: Tensor) -> None:
+        if self._library.pds_engine_set_norm(self._handle, kind, layer, weight.float().contiguous().data_ptr()) != 0:
+            raise MemoryError("no memory for the packed weights")

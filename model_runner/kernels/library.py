@@ -1,0 +1,92 @@
+"""Loads the compiled CPU kernels and mirrors their structs."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
+from functools import cache
+
+import torch
+
+from .build import BuildError, best_level, build
+
+log = logging.getLogger(__name__)
+
+
+class NativeDType(IntEnum):
+    """``DType`` of types.h."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+
+
+NATIVE_DTYPES = {torch.float32: NativeDType.FLOAT32, torch.bfloat16: NativeDType.BFLOAT16}
+
+
+class KVPoolView(ctypes.Structure):
+    """``KVPoolView`` of attention.h."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("dtype", c_int32),
+        ("num_layers", c_int64),
+        ("page_size", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+    )
+
+
+class EngineConfig(ctypes.Structure):
+    """``EngineConfig`` of engine.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")),
+        ("eps", c_float),
+        ("qk_norm", c_int32),
+        ("pool", KVPoolView),
+    )
+
+
+class ForwardArgs(ctypes.Structure):
+    """``ForwardArgs`` of engine.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("tokens", "entries", "wanted")),
+        *((name, c_void_p) for name in ("input_ids", "positions", "out_cache_loc", "logit_indices", "entry")),
+        ("req_to_token", c_void_p),
+        ("table_stride", c_int64),
+        *((name, c_void_p) for name in ("cos", "sin", "logits")),
+    )
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """The kernels for this processor, built now if ``make setup`` has not. Raises ``BuildError``."""
+    level = best_level()
+    if level is None:
+        raise BuildError("the CPU kernels need a processor with AVX2 or AVX-512")
+    path = build(level)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as e:
+        raise BuildError(f"{path} can't be loaded: {e}") from e
+    _declare(library)
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    for name, result, arguments in (
+        ("pds_team_new", c_void_p, (c_int32, POINTER(c_int32))),
+        ("pds_team_free", None, (c_void_p,)),
+        ("pds_engine_new", c_void_p, (POINTER(EngineConfig), c_int32, c_void_p)),
+        ("pds_engine_free", None, (c_void_p,)),
+        ("pds_engine_set_linear", c_int32, (c_void_p, c_int32, c_int64, c_void_p, c_void_p)),
+        ("pds_engine_set_norm", c_int32, (c_void_p, c_int32, c_int64, c_void_p)),
+        ("pds_engine_set_embedding", None, (c_void_p, c_void_p)),
+        ("pds_engine_forward", c_int32, (c_void_p, POINTER(ForwardArgs))),
+    ):
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
