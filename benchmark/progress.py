@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .http_client import clock
 from .record import RequestRecord
 
 # Drawing takes a millisecond or two, in which no chunk gets its time stamp. So it is drawn twice a second, and only
@@ -50,6 +50,6 @@ class ProgressView:
             return
         self._failed += record.error is not None
         self._progress.update(self._task, advance=1, failed=f"{self._failed} failed" if self._failed else "")
-        if clock() - self._drawn > REDRAW_SECONDS:
+        if time.monotonic() - self._drawn > REDRAW_SECONDS:
             self._progress.refresh()
-            self._drawn = clock()
+            self._drawn = time.monotonic()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from .backends import Backend
 from .errors import RequestError, ServerError
-from .http_client import HttpClient, clock
+from .http_client import HttpClient
 from .prompts import RequestSpec
 from .record import RequestRecord, StreamRecorder
 from .workload import LoadGroup, Workload
@@ -53,7 +53,7 @@ class LoadRunner:
 
     async def warm_up(self, workload: Workload) -> None:
         """Send the warm-up requests, as many at a time as the load has; raises ``ServerError`` when one fails."""
-        self._origin = clock()
+        self._origin = self._client.clock()
         limit = asyncio.Semaphore(workload.load.concurrency or max(1, len(workload.warmup)))
 
         async def one(spec: RequestSpec) -> None:
@@ -74,7 +74,7 @@ class LoadRunner:
         self._records = []
         with _no_garbage_collection():
             cpu = time.process_time()
-            self._origin = clock()
+            self._origin = self._client.clock()
             senders = [asyncio.create_task(self._send_group(group)) for group in workload.groups]
             limit = workload.duration + self._drain_timeout
             _, unfinished = await asyncio.wait(senders, timeout=None if math.isinf(limit) else limit)
@@ -147,7 +147,7 @@ class LoadRunner:
         return record
 
     def _now(self) -> float:
-        return clock() - self._origin
+        return self._client.clock() - self._origin
 
     async def _sleep_until(self, at: float) -> None:
         delay = at - self._now()

@@ -54,7 +54,7 @@ class LoadGroup:
 
 @dataclass(frozen=True)
 class Workload:
-    """What one run sends. ``duration``: seconds after which nothing new is sent; infinite: the groups end themselves."""
+    """What one run sends. ``duration``: seconds after which nothing new is sent; infinite: groups end themselves."""
 
     label: str
     load: Load

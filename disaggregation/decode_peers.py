@@ -162,7 +162,8 @@ class DecodePeers:
         if hello.fingerprint != worker.fingerprint:
             return f"other model weights there ({hello.fingerprint}) than here ({worker.fingerprint})"
         if hello.layout != worker.layout:
-            return f"KV layout {hello.layout} there, {worker.layout} here; use equal --page-size, --dtype and --kv-cache-dtype"
+            flags = "--page-size, --dtype and --kv-cache-dtype"
+            return f"KV layout {hello.layout} there, {worker.layout} here; use equal {flags}"
         return None
 
     def _refuse(self, identity: bytes, epoch: str, reason: str) -> None:

@@ -1,4 +1,6 @@
-"""What the hand-over's state machines need from the scheduler that they live in: a narrow view, so that they can be tested alone."""
+"""What the hand-over's state machines need from the scheduler that they live in: a narrow view, so that they can be
+tested alone.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The scheduler's door to disaggregation: one object for every hand-over of an instance, in both directions.
 
-A prefill instance has senders and a control socket that decodes connect to; a decode instance has receivers and
-links to prefills. All of it runs inside the scheduler's loop: ``poll`` once a turn, never blocking. What must block (asking bootstrap
-servers, renewing leases) runs in small threads, whose results come back through a mailbox that wakes the loop.
+A prefill instance has senders and a control socket that decodes connect to; a decode instance has receivers and links
+to prefills. All of it runs inside the scheduler's loop: ``poll`` once a turn, never blocking. What must block (asking
+bootstrap servers, renewing leases) runs in small threads, whose results come back through a mailbox that wakes the
+loop.
 """
 
 from __future__ import annotations

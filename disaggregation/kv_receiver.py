@@ -5,10 +5,10 @@ A ``KVReceiver`` is one room::
     LINKING → QUEUED → PREALLOCATED → TRANSFERRING → VERIFYING → (the request runs)
                                           └────────▶ DRAINING → (memory freed)
 
-LINKING waits for the prefill instance to be connected, QUEUED for memory, PREALLOCATED for the steps that were under way when its
-pages were taken: they may still write to them (see ``scheduler/kv_memory.py``), and a remote writer must come after.
-DRAINING is a room that ended while the prefill may still write: its pages are freed only when the prefill has said that
-it will not, or its link is down for good. Bad KV (checksum, room, epoch) never reaches the model.
+LINKING waits for the prefill instance to be connected, QUEUED for memory, PREALLOCATED for the steps that were under
+way when its pages were taken: they may still write to them (see ``scheduler/kv_memory.py``), and a remote writer must
+come after. DRAINING is a room that ended while the prefill may still write: its pages are freed only when the prefill
+has said that it will not, or its link is down for good. Bad KV (checksum, room, epoch) never reaches the model.
 """
 
 from __future__ import annotations

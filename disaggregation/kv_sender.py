@@ -1,12 +1,14 @@
 """The prefill's side of hand-overs.
 
-A ``KVSender`` is one room. It begins with whichever comes first, the client's request or the decode's ``TransferRequest``::
+A ``KVSender`` is one room. It begins with whichever comes first, the client's request or the decode's
+``TransferRequest``::
 
-    (request + TransferRequest) → request is enqueued → chunk_planned* pushes pages → first_token + SendEnded → TransferDone
+    request + TransferRequest → enqueued → chunk_planned* pushes pages → first_token + SendEnded → TransferDone
 
-Off that path the room *drains*: the worker is told to cancel, and only its ``SendEnded`` (nothing more is read here or written
-there) frees the pages and lets the decode know, by ``TransferFailed`` or ``AbortAck``. A request that ends early leaves its
-room behind as a tombstone for a while, so that the other leg, arriving late, is told at once instead of waiting.
+Off that path the room *drains*: the worker is told to cancel, and only its ``SendEnded`` (nothing more is read here or
+written there) frees the pages and lets the decode know, by ``TransferFailed`` or ``AbortAck``. A request that ends
+early leaves its room behind as a tombstone for a while, so that the other leg, arriving late, is told at once instead
+of waiting.
 """
 
 from __future__ import annotations

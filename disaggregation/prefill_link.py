@@ -2,8 +2,8 @@
 
     ROUTING (ask the bootstrap server) → GREETING (our worker admits the peer; Hello) → READY (Welcome) → GONE
 
-Gone is final and says why; the next request for the same address opens a new link. ``down`` says more than gone: that the peer's
-worker can't write into our pool any more, which only our worker knows.
+Gone is final and says why; the next request for the same address opens a new link. ``down`` says more than gone: that
+the peer's worker can't write into our pool any more, which only our worker knows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """All links of a decode instance to prefill instances: opening, greeting, heartbeats, and noticing death.
 
-Death shows in three ways, whichever is first: the control connection breaks, the worker loses the data link, or the peer
-is silent for ``heartbeat_timeout``. A link to an address is opened only after the last one to it is down, so that what the worker
-says of a peer is never about an earlier connection to it.
+Death shows in three ways, whichever is first: the control connection breaks, the worker loses the data link, or the
+peer is silent for ``heartbeat_timeout``. A link to an address is opened only after the last one to it is down, so that
+what the worker says of a peer is never about an earlier connection to it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The ZMQ channels that carry messages between the processes of one instance.
 
 A frame is a msgpack list of messages, so that one send carries a whole step. A channel declares the messages it
-accepts; its decoder is built once. A frame that is not a list of those is refused with ``UndeclaredMessage`` and changes nothing.
+accepts; its decoder is built once. A frame that is not a list of those is refused with ``UndeclaredMessage`` and
+changes nothing.
 """
 
 from __future__ import annotations

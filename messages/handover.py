@@ -41,7 +41,8 @@ class Refused(Message):
 
 
 class TransferRequest(Message):
-    """Decode → prefill: send the KV of room ``room`` from token ``decode_prefix_len`` on (page-aligned) to ``dst_pages``.
+    """Decode → prefill: send the KV of room ``room`` from token ``decode_prefix_len`` on (page-aligned) to
+    ``dst_pages``.
 
     ``prompt_digest`` (xxh3_64 of the int32 prompt) guards against a room that means another prompt there.
     """
@@ -55,7 +56,7 @@ class TransferRequest(Message):
 
 
 class RoomQueued(Message):
-    """Decode → prefill: I know of this room and will ask for it when I have memory; don't give up on it while I live."""
+    """Decode → prefill: I know of this room and ask for it when I have memory; don't give up on it while I live."""
 
     epoch: str
     room: int

@@ -104,7 +104,8 @@ class TextBatch(Message):
 class ReqError(Message):
     """A request ended in an error. ``status`` is the HTTP status; ``field`` names the offending field, if any.
 
-    From the tokenizer it goes straight to HTTP; from the scheduler through the detokenizer, behind the request's tokens.
+    From the tokenizer it goes straight to HTTP; from the scheduler through the detokenizer, behind the request's
+    tokens.
     """
 
     rid: str

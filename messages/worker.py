@@ -76,7 +76,8 @@ class SlotDelta(msgspec.Struct, array_like=True):
 class InputLogprobSpec(msgspec.Struct, array_like=True):
     """Prompt logprobs wanted from one entry of a step.
 
-    The logits at offset ``first + i`` of the entry's tokens score token ``targets[i]`` (int32), the prompt's next token.
+    The logits at offset ``first + i`` of the entry's tokens score token ``targets[i]`` (int32), the prompt's next
+    token.
     """
 
     entry: int
@@ -189,7 +190,7 @@ class SendEnded(Message):
 
 
 class VerifyPages(Message):
-    """Scheduler → worker: do these pages of our pool (int32, in order) have this checksum? Answer: ``PagesVerified``."""
+    """Scheduler → worker: have these pages of our pool (int32, in order) this checksum? Answer: ``PagesVerified``."""
 
     room: int
     pages: bytes

@@ -1,14 +1,15 @@
 """One model on one device: config, weights, KV pool and attention backend, ready to run forward passes.
 
 Built once, in this order: config → device and types → weights → KV pool → attention backend. Then ``forward`` any
-number of times, from one thread; only the pool changes.
+number of times, from one thread; only the pool changes. The attention backend "cpu" stands for a whole engine, which
+runs passes in the model's place, with weights of its own.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,7 +24,9 @@ from .forward_batch import ForwardBatch
 from .kv_pool import MHATokenToKVPool, make_layout
 from .loader.load import fingerprint, load_model_weights
 from .model_path import ModelSource, resolve_model
+from .models.llama import LlamaForCausalLM
 from .models.registry import make_model
+from .placement import parse_cpus
 from .pool_size import PoolRequest, choose_max_total_tokens
 
 log = logging.getLogger(__name__)
@@ -48,25 +51,49 @@ class ModelRunner:
             self.device = choose_device(options.device)
             self.dtype = choose_dtype(options.dtype, self.device)
         with self._timed("weights"):
-            self._load(options, source)
+            model = self._load(options, source)
         with self._timed("kv_pool"):
             self._allocate_pool(options)
-        self.attention_backend = choose_attention_backend(options.attention_backend)
-        self._attention = make_attention_backend(self.attention_backend, self.pool, self.config.num_heads, self.dtype)
+        with self._timed("kernels"):
+            backend = choose_attention_backend(
+                options.attention_backend, self.config, self.device, self.dtype, self.pool.dtype
+            )
+            self.attention_backend = backend
+            self._run = self._native_pass(model, options) if backend == "cpu" else self._torch_pass(model)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Logits of ``batch.logit_indices``, [L, V] float32; writes the pass's KV to the pool."""
-        with torch.inference_mode():
-            self._clear_begun_pages(batch)
-            self._attention.plan(batch)
-            return self._model.forward(batch, self._attention)
+        """Logits of ``batch.logit_indices``, [L, V] float32; writes the pass's KV to the pool.
 
-    def _load(self, options: ServerOptions, source: ModelSource) -> None:
-        self._model = make_model(self.config, self.dtype, self.device)
-        weights = self._model.weights()
+        The next pass may overwrite them.
+        """
+        with torch.inference_mode():
+            return self._run(batch)
+
+    def _load(self, options: ServerOptions, source: ModelSource) -> LlamaForCausalLM:
+        model = make_model(self.config, self.dtype, self.device)
+        weights = model.weights()
         load_model_weights(weights, source, self.config, options.load_format, options.random_seed)
         self.fingerprint = fingerprint(self.config, weights)
         self._weight_bytes = sum(view.nbytes for view in weights.values())
+        return model
+
+    def _torch_pass(self, model: LlamaForCausalLM) -> Callable[[ForwardBatch], Tensor]:
+        attention = make_attention_backend(self.attention_backend, self.pool, self.config.num_heads, self.dtype)
+
+        def run(batch: ForwardBatch) -> Tensor:
+            self._clear_begun_pages(batch)
+            attention.plan(batch)
+            return model.forward(batch, attention)
+
+        return run
+
+    def _native_pass(self, model: LlamaForCausalLM, options: ServerOptions) -> Callable[[ForwardBatch], Tensor]:
+        # Imported here: it loads the compiled kernels.
+        from .kernels.cpu_engine import CpuEngine
+        from .kernels.team import Team
+
+        cpus = None if options.cpus is None else parse_cpus(options.cpus)
+        return CpuEngine(model, self.pool, Team(torch.get_num_threads(), cpus)).forward
 
     def _allocate_pool(self, options: ServerOptions) -> None:
         kv_dtype = self.dtype if options.kv_cache_dtype == "auto" else choose_dtype(options.kv_cache_dtype, self.device)

@@ -12,7 +12,7 @@ from .scheduler import Scheduler
 
 
 def server_info(scheduler: Scheduler, epoch: str) -> dict[str, Any]:
-    """JSON-ready: pools (tokens), queues (requests), counters since the start, peers, options. Checks the invariants."""
+    """JSON-ready: pools (tokens), queues (requests), counters since start, peers, options. Checks the invariants."""
     worker, counters = scheduler.worker, scheduler.counters
     try:
         scheduler.check_invariants()

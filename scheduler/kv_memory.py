@@ -1,12 +1,13 @@
 """The scheduler's memory: request rows, slots and cached prefixes behind one door.
 
-A request's memory is taken once, for everything it has to compute (``admit``), grows by one slot a decode step (``grow``), and
-goes back whole: ``finish`` (its prefix stays cached) or ``release`` (nothing stays). Cached prefixes that no request
-uses are evicted when slots run short.
+A request's memory is taken once, for everything it has to compute (``admit``), grows by one slot a decode step
+(``grow``), and goes back whole: ``finish`` (its prefix stays cached) or ``release`` (nothing stays). Cached prefixes
+that no request uses are evicted when slots run short.
 
-Pages are freed as soon as the scheduler plans without them, while steps that were already sent may still touch them. That is
-sound because the worker runs steps in order: whoever gets the page next writes it in a later step. A *remote* writer is not in
-that order, so ``disaggregation/kv_receiver.py`` waits for those steps before it offers fresh pages to a peer.
+Pages are freed as soon as the scheduler plans without them, while steps that were already sent may still touch them.
+That is sound because the worker runs steps in order: whoever gets the page next writes it in a later step. A *remote*
+writer is not in that order, so ``disaggregation/kv_receiver.py`` waits for those steps before it offers fresh pages to
+a peer.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class KVMemory:
     def admit(self, req: Req, reserve: int, *, prefix_limit: int) -> bool:
         """Take a row, the cached prefix (at most ``prefix_limit`` tokens) and slots for the rest of the known tokens.
 
-        ``reserve``: slots that must stay obtainable for others. Returns False, having changed nothing, where row or slots
-        are short. Sets ``req.hold`` and ``req.computed``.
+        ``reserve``: slots that must stay obtainable for others. Returns False, having changed nothing, where row or
+        slots are short. Sets ``req.hold`` and ``req.computed``.
         """
         if self._table.available_size() == 0:
             return False
@@ -71,7 +72,9 @@ class KVMemory:
         return fits
 
     def grow(self, reqs: Sequence[Req]) -> I32 | None:
-        """One more slot for each request, in order; None, with nothing changed, where slots are short even after eviction."""
+        """One more slot for each request, in order; None, with nothing changed, where slots are short even after
+        eviction.
+        """
         holds = [self.hold_of(r) for r in reqs]
         rows = np.fromiter((h.row for h in holds), dtype=np.int64, count=len(holds))
         lens = np.fromiter((h.kv_len for h in holds), dtype=np.int32, count=len(holds))
@@ -94,7 +97,7 @@ class KVMemory:
         return self.slots(req, start, end)[:: self.page_size] // self.page_size
 
     def share(self, req: Req, computed: int) -> Rewrite | None:
-        """Let others reuse the request's first ``computed`` tokens; returns row positions whose slots changed thereby."""
+        """Let others reuse the first ``computed`` tokens; returns the row positions whose slots changed thereby."""
         return self._cache.cache_unfinished_req(self.hold_of(req), req.known_tokens(computed))
 
     def finish(self, req: Req) -> None:

@@ -1,8 +1,9 @@
 """Plans forward passes: which requests compute which tokens next, and where the memory for it comes from.
 
-A step holds one token of every request that decodes, and prompt pieces up to a token budget: pieces of admitted requests
-first, then waiting requests in the policy's order. A waiting request is admitted when its whole prompt fits in memory, so an admitted
-one never stops half-way. When decoding runs out of slots the youngest running request is retracted.
+A step holds one token of every request that decodes, and prompt pieces up to a token budget: pieces of admitted
+requests first, then waiting requests in the policy's order. A waiting request is admitted when its whole prompt fits
+in memory, so an admitted one never stops half-way. When decoding runs out of slots the youngest running request is
+retracted.
 """
 
 from __future__ import annotations

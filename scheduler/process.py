@@ -1,8 +1,8 @@
 """The scheduler process: its sockets and its loop. Imports no torch.
 
-Start-up: bind the channels, answer questions with "loading" until the worker's ``WorkerReady``, then build the ``Scheduler`` (and
-the ``KVManager`` of a prefill or decode instance) and report ready. From then on the loop sleeps until a message, a worker's
-event, a peer's message or a deadline comes.
+Start-up: bind the channels, answer questions with "loading" until the worker's ``WorkerReady``, then build the
+``Scheduler`` (and the ``KVManager`` of a prefill or decode instance) and report ready. From then on the loop sleeps
+until a message, a worker's event, a peer's message or a deadline comes.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """One request inside the scheduler.
 
-Lifecycle (DESIGN §5)::
+Lifecycle (docs/architecture.md)::
 
     local:     WAITING → PREFILLING → RUNNING → FINISHED
     outgoing:  BOOTSTRAPPING → WAITING → PREFILLING → SENDING → FINISHED
     incoming:  BOOTSTRAPPING → PREALLOCATED → TRANSFERRING → RUNNING → FINISHED
 
-A retracted request goes back from RUNNING to WAITING with its output kept, and is from then on a local one: this instance
-computes prompt and output again. ``ABORTED`` and ``FAILED`` follow from any state.
+A retracted request goes back from RUNNING to WAITING with its output kept, and is from then on a local one: this
+instance computes prompt and output again. ``ABORTED`` and ``FAILED`` follow from any state.
 
-Positions count from the prompt's first token. Of a request's ``total_len`` tokens, the first ``computed`` have their KV in
-the pool or written by a step that was already sent; ``pending`` tokens at the end were sampled by steps whose result is
-not here yet, so the scheduler knows that they exist but not what they are.
+Positions count from the prompt's first token. Of a request's ``total_len`` tokens, the first ``computed`` have their
+KV in the pool or written by a step that was already sent; ``pending`` tokens at the end were sampled by steps whose
+result is not here yet, so the scheduler knows that they exist but not what they are.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Req:
 
     @property
     def longest_reusable_prefix(self) -> int:
-        """Tokens that may come from the cache: one must be computed to sample, and a scored position needs its logits."""
+        """Tokens that may come from the cache: one must be computed to sample; a scored position needs its logits."""
         limit = self.total_len - 1
         if self.wants_input_logprobs and self.output_len == 0:
             limit = min(limit, max(0, self.logprob_start - 1))

@@ -1,14 +1,15 @@
 """The scheduler: takes requests in, keeps the worker busy, gives tokens out, and knows where every request stands.
 
-One loop for all routes (DESIGN §5). ``process.py`` feeds it messages and time; it answers through its ``Outbox``. In order:
+One loop for all routes (docs/architecture.md). ``process.py`` feeds it messages and time; it answers through its
+``Outbox``. In order:
 
-1. ``handle`` takes a message in: a request is checked and queued, or handed to the KV manager when a peer is involved.
-2. ``run_steps`` plans and sends forward passes while fewer than ``max_in_flight`` are on their way. With overlap (the default)
-   that is two: step n+1 is planned while the worker runs step n, with n's tokens still unknown.
+1. ``admit_message`` takes a request in: it is checked and queued, or handed to the KV manager when a peer is involved.
+2. ``run_steps`` plans and sends forward passes while fewer than ``max_in_flight`` are on their way. With overlap (the
+   default) that is two: step n+1 is planned while the worker runs step n, with n's tokens still unknown.
 3. ``on_step_result`` makes tokens known, ends requests, and sends the tokens to the detokenizer.
 
-Every request ends exactly once, through ``end``. Its memory goes back through ``free``: at once, or, where a transfer still
-touches its pages, when the KV manager says so.
+Every request ends exactly once, through ``end``. Its memory goes back through ``free``: at once, or, where a transfer
+still touches its pages, when the KV manager says so.
 """
 
 from __future__ import annotations
@@ -245,7 +246,7 @@ class Scheduler:
             log.error("request %s: the model's logits are not finite", req.rid)
             self.fail(req, 500, "the model produced logits that are not finite for this prompt")
             self._free_after_abort(req, "logits are not finite")
-        # What the failed requests computed may be cached already, and the next one with this prompt would start from it.
+        # What the failed requests computed may be cached already; the next one with this prompt would start from it.
         self.memory.flush()
 
     def _on_token(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:

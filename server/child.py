@@ -74,8 +74,9 @@ def configure_logging(name: str, level: str) -> None:
         datefmt="%H:%M:%S",
         force=True,
     )
-    # A line for each HTTP request between our own processes is noise at our "info".
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    # A line for each HTTP request between our own processes, and of each server's start, is noise at our "info".
+    for noisy in ("httpx", "uvicorn.error"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def start_child(argv: list[str]) -> ChildContext:

@@ -22,11 +22,15 @@ MEMORY_SHARE = {"cpu": 0.3, "cuda": 0.88}
 
 @dataclass(frozen=True)
 class ProcessPlan:
-    """One process of a cluster. ``argv``: the words after the Python interpreter."""
+    """One process of a cluster. ``argv``: the words after the Python interpreter.
+
+    ``command``: the words of ``pdserve``'s command line, which the process reads from its standard input.
+    """
 
     name: str
     argv: tuple[str, ...]
     url: str
+    command: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def plan_cluster(options: ClusterOptions, available_cores: list[int]) -> Cluster
         )
         name = f"{mode}-{modes[: i + 1].count(mode) - 1}"
         url = f"http://{INSTANCE_HOST}:{port}"
-        instances.append(ProcessPlan(name, tethered("server", instance_flags(instance)), url))
+        instances.append(tethered(name, url, "server", instance_flags(instance)))
         targets[mode] += [url, str(bootstrap_port)] if mode == "prefill" else [url]
     return ClusterPlan(tuple(instances), plan_router(options, targets, ports[-1]))
 
@@ -89,12 +93,12 @@ def plan_router(options: ClusterOptions, targets: dict[DisaggregationMode, list[
     )
     host = INSTANCE_HOST if options.host in ("0.0.0.0", "::") else options.host
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    return ProcessPlan("router", tethered("router", router_flags(router)), url)
+    return tethered("router", url, "router", router_flags(router))
 
 
-def tethered(command: str, flags: list[str]) -> tuple[str, ...]:
-    """Arguments that run ``pdserve COMMAND`` as a process that dies with this one."""
-    return ("-m", "pdserve.server.tethered", str(os.getpid()), command, *flags)
+def tethered(name: str, url: str, command: str, flags: list[str]) -> ProcessPlan:
+    """A process that runs ``pdserve COMMAND`` and dies with this one."""
+    return ProcessPlan(name, ("-m", "pdserve.server.tethered", str(os.getpid())), url, (command, *flags))
 
 
 def instance_flags(options: ServerOptions) -> list[str]:

@@ -6,6 +6,7 @@ stopped ──start()──▶ running ──it ends──▶ dead ──after a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -16,6 +17,8 @@ import time
 from collections import deque
 from pathlib import Path
 from typing import IO
+
+import msgspec
 
 from .cluster_plan import ProcessPlan
 from .supervisor import describe_exit
@@ -74,9 +77,13 @@ class ClusterProcess:
 
     def _spawn(self, argv: list[str], output: int | IO[bytes]) -> subprocess.Popen[bytes]:
         # A process group of its own: Ctrl-C in the terminal reaches only this process, which then ends all in order.
-        return subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
+        process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, process_group=0
         )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin:  # it may be dead already, which its pidfd says
+            process.stdin.write(msgspec.json.encode(self.plan.command))
+        return process
 
     def take_end(self) -> str:
         """Take in that it has ended (waits for it); returns how, in words, and plans its restart."""

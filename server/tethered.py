@@ -1,11 +1,15 @@
-"""``python -m pdserve.server.tethered PARENT_PID COMMAND…``: the command line, as a process that dies with its parent.
+"""``python -m pdserve.server.tethered PARENT_PID``: the command line, as a process that dies with its parent.
 
-What ``pdserve up`` starts runs under it. A user's own ``pdserve server`` doesn't: it may outlive the shell.
+The words of the command line come from standard input, a JSON list: they may hold the API key, and every user of the
+host can read arguments. What ``pdserve up`` starts runs under it. A user's own ``pdserve server`` doesn't: it may
+outlive the shell.
 """
 
 from __future__ import annotations
 
 import sys
+
+import msgspec
 
 from .child import die_with_parent
 from .cli import app
@@ -14,7 +18,8 @@ from .cli import app
 def main() -> None:
     """Tie this process's life to its parent's, then run the command line."""
     die_with_parent(int(sys.argv[1]))
-    sys.exit(app(sys.argv[2:], result_action="return_value"))
+    words = msgspec.json.decode(sys.stdin.buffer.read(), type=list[str])
+    sys.exit(app(words, result_action="return_value"))
 
 
 if __name__ == "__main__":

@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
+from ..config import ModelConfig
+from ..errors import UnsupportedModel
 from ..kv_pool import MHATokenToKVPool
 from .base import AttentionBackend
 
+log = logging.getLogger(__name__)
 
-def choose_attention_backend(name: str) -> str:
-    """What "auto" stands for."""
-    return "torch" if name == "auto" else name
+
+def choose_attention_backend(
+    name: str, config: ModelConfig, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> str:
+    """What ``name`` stands for: "auto" is "cpu", the whole engine of ``kernels``, wherever that runs, else "torch".
+
+    Raises ``UnsupportedModel`` where "cpu" is asked for by name and can't be had.
+    """
+    if name not in ("auto", "cpu"):
+        return name
+    reason = _refusal(config, device, dtype, kv_dtype)
+    if reason is None:
+        return "cpu"
+    if name == "cpu":
+        raise UnsupportedModel(f"--attention-backend cpu: {reason}")
+    if device.type == "cpu":
+        log.warning("running on the torch reference, several times slower than the CPU kernels: %s", reason)
+    return "torch"
+
+
+def _refusal(config: ModelConfig, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+    """Why the CPU kernels can't be used, or None. Builds them, if nobody has."""
+    if device.type != "cpu":
+        return f"the CPU kernels do not run on {device.type}"
+    from ..kernels.build import BuildError
+    from ..kernels.cpu_engine import refusal
+    from ..kernels.library import load_library
+
+    reason = refusal(config, dtype, kv_dtype)
+    if reason is None:
+        try:
+            load_library()
+        except BuildError as e:
+            reason = str(e)
+    return reason
 
 
 def make_attention_backend(name: str, pool: MHATokenToKVPool, num_heads: int, dtype: torch.dtype) -> AttentionBackend:
@@ -19,4 +56,4 @@ def make_attention_backend(name: str, pool: MHATokenToKVPool, num_heads: int, dt
         from .torch_backend import TorchAttention
 
         return TorchAttention(pool, num_heads, dtype)
-    raise ValueError(f"there is no attention backend {name!r}; there is torch")
+    raise ValueError(f"there is no attention backend {name!r} for single layers; there is torch")

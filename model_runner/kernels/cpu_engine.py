@@ -167,7 +167,10 @@ class CpuEngine:
     def _set_weight(self, kind: LinearKind, layer: int, weight: Tensor, bias: Tensor | None) -> None:
         float_bias = None if bias is None else bias.float().contiguous()
         bias_ptr = None if float_bias is None else float_bias.data_ptr()
-        if self._library.pds_engine_set_linear(self._handle, kind, layer, weight.contiguous().data_ptr(), bias_ptr) != 0:
+        if (
+            self._library.pds_engine_set_linear(self._handle, kind, layer, weight.contiguous().data_ptr(), bias_ptr)
+            != 0
+        ):
             raise MemoryError("no memory for the packed weights")
 
     def _set_norm(self, kind: NormKind, layer: int, weight: Tensor) -> None:

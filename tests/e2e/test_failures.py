@@ -1,4 +1,6 @@
-"""``kill -9`` of every kind of process, under load: quick errors, a loud exit, no orphan, and back in use after a restart."""
+"""``kill -9`` of every kind of process, under load: quick errors, a loud exit, no orphan, and back in use after a
+restart.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def kill_under_load(pair: Pair, victim_name: str, child: str) -> None:
     assert code != 0
     if child != "supervisor":
         assert f"process {child} was killed by SIGKILL" in victim.log()
-    gone, alive = psutil.wait_procs(list(family.values()), timeout=5)
+    _, alive = psutil.wait_procs(list(family.values()), timeout=5)
     assert not alive, f"orphans: {alive}"
     if victim_name == "decode":
         load.join()

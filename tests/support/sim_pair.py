@@ -1,5 +1,6 @@
-"""A prefill and a decode instance over simulated workers, a transfer engine that copies one page at a time, and a control plane that
-delivers when told to. Nothing happens by itself: a test (or chance) picks what moves next, so every interleaving is reachable.
+"""A prefill and a decode instance over simulated workers, a transfer engine that copies one page at a time, and a
+control plane that delivers when told to. Nothing happens by itself: a test (or chance) picks what moves next, so every
+interleaving is reachable.
 """
 
 from __future__ import annotations

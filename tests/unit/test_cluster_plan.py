@@ -12,7 +12,7 @@ from pdserve.server.options import ServerOptions
 
 def understood(process):
     """The options that the command line makes of a planned process's arguments."""
-    _, bound, _ = app.parse_args(process.argv[3:])
+    _, bound, _ = app.parse_args(list(process.command))
     return bound.arguments["options"]
 
 

@@ -1,4 +1,6 @@
-"""The hand-over between two schedulers: tokens as on one instance, whatever the order of events; no page lost or written late."""
+"""The hand-over between two schedulers: tokens as on one instance, whatever the order of events; no page lost or
+written late.
+"""
 
 from __future__ import annotations
 

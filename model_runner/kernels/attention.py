@@ -1,0 +1,111 @@
+"""Paged attention on the CPU by itself: what the engine runs inside, here to be tested and measured alone.
+
+Shapes: T tokens, B entries, H query heads, K KV heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+
+import numpy as np
+from torch import Tensor
+
+from ..forward_batch import ForwardBatch
+from ..kv_pool import MHATokenToKVPool
+from .library import NATIVE_DTYPES, KVPoolView, load_library
+from .team import Team
+
+HEAD_DIM_MULTIPLE = 16
+
+
+class TokenRows(ctypes.Structure):
+    """``TokenRows`` of attention.h."""
+
+    _fields_ = (("data", c_void_p), ("dtype", c_int32), ("stride", c_int64))
+
+
+def pool_view(pool: MHATokenToKVPool) -> KVPoolView:
+    """The pool as the kernels see it; the caller keeps ``pool`` alive. Raises ``ValueError`` where they can't."""
+    layout = pool.layout
+    if layout.head_dim % HEAD_DIM_MULTIPLE or pool.dtype not in NATIVE_DTYPES or pool.data.device.type != "cpu":
+        raise ValueError(
+            f"the CPU attention kernel takes float32 and bfloat16 heads of a multiple of {HEAD_DIM_MULTIPLE}, "
+            f"not {layout.dtype} heads of {layout.head_dim} on {pool.data.device}"
+        )
+    return KVPoolView(
+        pool.data.data_ptr(),
+        NATIVE_DTYPES[pool.dtype],
+        layout.num_layers,
+        layout.page_size,
+        layout.kv_heads,
+        layout.head_dim,
+    )
+
+
+def pass_entries(batch: ForwardBatch) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    """[B, 4] int32: ``AttentionEntry`` of attention.h."""
+    q_lens = np.array(batch.q_lens, dtype=np.int32)
+    columns = (batch.rows.numpy(), batch.starts, q_lens, np.cumsum(q_lens) - q_lens)
+    return np.stack([np.asarray(column, dtype=np.int32) for column in columns], axis=1)
+
+
+class PagedAttention:
+    """Causal attention over ``pool`` on a team's threads: ``plan`` once a pass, then ``run`` for each layer."""
+
+    def __init__(self, pool: MHATokenToKVPool, num_heads: int, team: Team) -> None:
+        self._library = _declared(load_library())
+        self._pool, self._view, self._team, self._num_heads = pool, pool_view(pool), team, num_heads
+        self._plan = self._library.pds_attention_plan_new()
+        if self._plan is None:
+            raise MemoryError
+        self.close = weakref.finalize(self, self._library.pds_attention_plan_free, self._plan)
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Divide the pass among the threads. Keeps nothing of ``batch``."""
+        entries, table = pass_entries(batch), batch.req_to_token
+        status = self._library.pds_attention_prepare(
+            self._plan,
+            self._view,
+            self._num_heads,
+            self._pool.layout.head_dim**-0.5,
+            entries.ctypes.data,
+            len(entries),
+            table.data_ptr(),
+            table.stride(0),
+            self._team.size,
+        )
+        if status != 0:
+            raise MemoryError
+
+    def run(self, layer: int, q_THD: Tensor, out_THD: Tensor, layers: int = 1) -> None:
+        """Attend in ``layer`` (and the ones after it, for measurements): writes ``out_THD``."""
+        q, out = _rows(q_THD), _rows(out_THD)
+        self._library.pds_attention_run(self._plan, self._team.handle, layer, layer + layers, q, out)
+
+    def store(self, layer: int, slots: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Write keys and values of ``layer`` to ``slots`` (int64 [T])."""
+        self._library.pds_store_kv(self._view, layer, slots.data_ptr(), _rows(k_TKD), _rows(v_TKD), len(slots))
+
+
+def _rows(x_THD: Tensor) -> TokenRows:
+    if x_THD.stride()[1:] != (x_THD.shape[2], 1):
+        raise ValueError("a token's heads must lie one after another")
+    return TokenRows(x_THD.data_ptr(), NATIVE_DTYPES[x_THD.dtype], x_THD.stride(0))
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    pool, rows = POINTER(KVPoolView), POINTER(TokenRows)
+    entries = (c_void_p, c_int64, c_void_p, c_int64)
+    for name, result, arguments in (
+        ("pds_attention_plan_new", c_void_p, ()),
+        ("pds_attention_plan_free", None, (c_void_p,)),
+        ("pds_attention_prepare", c_int32, (c_void_p, pool, c_int64, c_float, *entries, c_int32)),
+        ("pds_attention_run", None, (c_void_p, c_void_p, c_int64, c_int64, rows, rows)),
+        ("pds_store_kv", None, (pool, c_int64, c_void_p, rows, rows, c_int64)),
+    ):
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
