@@ -15,6 +15,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 # Okabe and Ito's palette: told apart by colour-blind readers and in print.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 DPI = 140
+SHORTEST_MS = 0.01
+"""Where times are cut off below: chunks that came in one read are 0 apart, which a logarithmic axis doesn't have."""
 # Typed loosely: matplotlib's own type of such a mapping names every setting, and differs between its versions.
 STYLE: Any = {
     "font.size": 9.5,
@@ -59,7 +61,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 def draw_cdf(axes: Axes, samples: Iterable[float], label: str, index: int) -> None:
     """The share of ``samples`` (ms) that is at most x."""
-    values = np.sort(np.fromiter(samples, np.float64))
+    values = np.maximum(np.sort(np.fromiter(samples, np.float64)), SHORTEST_MS)
     if not values.size:
         return
     share = np.arange(1, values.size + 1) / values.size

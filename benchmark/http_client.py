@@ -13,7 +13,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -64,8 +64,8 @@ class _Connection(asyncio.Protocol):
     # asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # A cast, because uvloop's transports have these methods without being subclasses.
+        self._transport = cast(asyncio.Transport, transport)
         self.usable = True
 
     def data_received(self, data: bytes) -> None:

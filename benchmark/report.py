@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .metrics import MS, Distribution, GroupReport, RunReport
@@ -67,18 +68,23 @@ def _latency_table(groups: Sequence[GroupReport]) -> Table:
             if values is None:
                 continue
             cells = (values.mean, values.median, values.p90, values.p99, values.max)
-            table.add_row(title, *[group.name] * (len(groups) > 1), *(f"{cell:,.1f}" for cell in cells))
+            table.add_row(title, *[group.name] * (len(groups) > 1), *map(_milliseconds, cells))
     return table
 
 
 def _print_problems(console: Console, group: GroupReport, is_named: bool) -> None:
     where = f"{group.name}: " if is_named else ""
     for error, count in list(group.errors.items())[:MAX_ERRORS_SHOWN]:
-        console.print(f"[red]{where}{count} failed:[/red] {error}", highlight=False, markup=True)
+        # Escaped: an error's text may hold brackets, which the console would take for colours.
+        console.print(f"[red]{where}{count} failed:[/red] {escape(error)}", highlight=False)
     if len(group.errors) > MAX_ERRORS_SHOWN:
         console.print(f"[red]{where}… and {len(group.errors) - MAX_ERRORS_SHOWN} other errors[/red]")
     if group.short_answers:
         console.print(f"[yellow]{where}{group.short_answers} answers are shorter than asked for[/yellow]")
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:,.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def _optional(value: float | None, form: str) -> str:

@@ -45,8 +45,9 @@ class ScenarioGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def __post_init__(self) -> None:
         if sum(way is not None for way in (self.concurrency, self.rate, self.every)) != 1:
             raise ValueError(f'group "{self.name}": give one of concurrency, rate and every')
-        counts = (self.input_len, self.output_len, self.num_prefixes, self.burst, self.concurrency or 1)
-        if min(counts) < 1 or min(self.rate or 1, self.every or 1, self.burstiness) <= 0:
+        counts = (self.input_len, self.output_len, self.num_prefixes, self.burst, self.concurrency)
+        rates = (self.rate, self.every, self.burstiness)
+        if any(n is not None and n < 1 for n in counts) or any(rate is not None and rate <= 0 for rate in rates):
             raise ValueError(f'group "{self.name}": lengths, counts and rates must be above 0')
         if self.start < 0 or self.prefix_len < 0 or not 0 <= self.range_ratio < 1 or not 0 <= self.prefix_share <= 1:
             raise ValueError(f'group "{self.name}": start, prefix_len, range_ratio or prefix_share is out of range')

@@ -62,6 +62,8 @@ def load(ctx: ChildContext) -> Worker:
     placement = plan_placement(options.threads, options.cpus, frozenset(os.sched_getaffinity(0)))
     confine(placement)
     # torch comes in here and not before, since OpenMP settles on its cores when it is loaded.
+    import torch
+
     from .model_runner import ModelRunner
     from .step_runner import StepRunner
     from .warm_up import warm_up
@@ -69,6 +71,10 @@ def load(ctx: ChildContext) -> Worker:
     bind_compute_threads(placement)
     imported = time.monotonic()
     model = ModelRunner(options)
+    if model.attention_backend == "cpu":
+        # The kernels have threads of their own. Torch's would spin on the same cores after each of the few small
+        # operations that are left to it.
+        torch.set_num_threads(1)
     steps = StepRunner(model, options.max_running_requests)
     engine = _start_engine(ctx, model, placement)
     loaded = time.monotonic()

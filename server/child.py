@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import logging
 import os
 import signal
@@ -66,7 +67,8 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def configure_logging(name: str, level: str) -> None:
-    """One line a record on stderr, with the process's name."""
+    """One line a record on stderr, with the process's name; SIGUSR2 prints every thread's stack there."""
+    faulthandler.register(signal.SIGUSR2)
     logging.basicConfig(
         level=level.upper(),
         stream=sys.stderr,

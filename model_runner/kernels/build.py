@@ -44,7 +44,7 @@ LEVELS = (
     Level(
         "avx512",
         frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "fma", "f16c")),
-        tuple(f"-m{name}" for name in "avx512f avx512bw avx512vl avx512dq avx512vnni avx512bf16 fma f16c".split()),
+        ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512bf16", "-mfma", "-mf16c"),
     ),
     Level("avx2", frozenset(("avx2", "fma", "f16c")), ("-mavx2", "-mfma", "-mf16c")),
 )

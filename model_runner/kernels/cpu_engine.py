@@ -5,7 +5,6 @@ Made from a loaded model, whose own weights may be dropped afterwards, but for t
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from enum import IntEnum
 
@@ -174,5 +173,6 @@ class CpuEngine:
             raise MemoryError("no memory for the packed weights")
 
     def _set_norm(self, kind: NormKind, layer: int, weight: Tensor) -> None:
-        if self._library.pds_engine_set_norm(self._handle, kind, layer, weight.float().contiguous().data_ptr()) != 0:
+        floats = weight.float().contiguous()
+        if self._library.pds_engine_set_norm(self._handle, kind, layer, floats.data_ptr()) != 0:
             raise MemoryError("no memory for the packed weights")

@@ -106,6 +106,9 @@ class Launched:
         try:
             return self.process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
+            for process in self.family().values():
+                process.send_signal(signal.SIGUSR2)  # the log shows where each one hangs
+            time.sleep(1)
             self.process.kill()
             self.process.wait()
             raise AssertionError(f"did not stop:\n{self.log()}") from None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,53 +16,43 @@ EVENT = 'data: {"meta_info": {"prompt_tokens": 8, "completion_tokens": %d, "fini
 STREAM = "".join(EVENT % (n, '{"type": "length"}' if n == 3 else "null") for n in (1, 2, 3)) + "data: [DONE]\n\n"
 
 
-class TinyServer(threading.Thread):
-    """Answers every POST with three tokens; every ``fails_every``-th with a 500."""
+class TinyServer:
+    """Answers every POST with three tokens; every ``fails_every``-th (0: none) with a 500."""
 
     def __init__(self, fails_every: int) -> None:
-        super().__init__(daemon=True)
-        self.fails_every = fails_every
         self.paths: list[str] = []
-        self.port = 0
-        self._ready = threading.Event()
-        self._loop = asyncio.new_event_loop()
+        lock = threading.Lock()
+        tiny = self
 
-    def run(self) -> None:
-        self._loop.run_until_complete(self._serve())
-        self._loop.close()
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
 
-    async def _serve(self) -> None:
-        self._ended = asyncio.Event()
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
-        self.port = server.sockets[0].getsockname()[1]
-        self._ready.set()
-        async with server:
-            await self._ended.wait()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
-            await asyncio.wait([task])
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["content-length"]))
+                with lock:
+                    tiny.paths.append(self.path)
+                    fails = fails_every and len(tiny.paths) % fails_every == 0
+                body = b"[oh] no" if fails else STREAM.encode()
+                self.send_response(500 if fails else 200)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
 
-    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
-                self.paths.append(head.split(b" ")[1].decode())
-                fails = self.fails_every and len(self.paths) % self.fails_every == 0
-                status, body = (500, b"[oh] no") if fails else (200, STREAM.encode())
-                writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.transport.abort()
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self._server.server_port
 
     def __enter__(self) -> TinyServer:
-        self.start()
-        assert self._ready.wait(10)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._ended.set)
-        self.join(10)
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
 
 
 @pytest.fixture

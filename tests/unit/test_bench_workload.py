@@ -94,7 +94,8 @@ def test_a_trace_is_replayed_with_equal_blocks_for_equal_ids(tmp_path: Path) -> 
         (9500, 5, 1, [8]),
     )
     group = one_group(dataset="trace", dataset_path=path, length_scale=0.25, time_scale=0.5, num_prompts=3)
-    first, second, third = (spec.prompt.tolist() for spec in (specs := list(group.requests)))
+    specs = list(group.requests)
+    first, second, third = prompts(specs)
     assert list(group.arrivals) == [0.0, 1.0, 4.0]
     assert [len(p) for p in (first, second, third)] == [175, 256, 128]
     assert [spec.output_len for spec in specs] == [50, 2, 1]

@@ -91,7 +91,7 @@ def test_config(runner: ModelRunner) -> None:
         tie_word_embeddings=True,
     )
     assert runner.max_total_tokens == 1024
-    assert set(runner.load_seconds) == {"config", "weights", "kv_pool"}
+    assert set(runner.load_seconds) == {"config", "weights", "kv_pool", "kernels"}
 
 
 def test_logits_equal_transformers(runner: ModelRunner) -> None:

@@ -9,6 +9,8 @@
 namespace pdserve {
 namespace {
 
+// Times that the next tile is asked for while a head's tile is computed.
+constexpr int kFetches = 3;
 constexpr float kLog2E = 1.44269504088896341f;
 
 template <class From, class To>
@@ -149,10 +151,14 @@ class AttentionWorker {
     for (int i = place.count; i % kLanes != 0; ++i) rows[i] = reinterpret_cast<const uint32_t*>(zeros);
   }
 
-  void prefetch(const char* keys, const TilePlace& place) const {
-    for (int i = 0; i < place.count; ++i) {
-      const char* row = keys + place.offsets[i];
-      for (int64_t byte = 0; byte < head_bytes_; byte += 64) {
+  // Asks for step `step` of `steps` of a tile, for all heads of the item: in whole rows, which lie one after another
+  // in memory, and little at a time, because a core that waits for room in its queue of misses computes nothing.
+  void prefetch(const AttentionItem& item, const TilePlace& place, int step, int steps) const {
+    const int64_t bytes = heads_of(item) * head_bytes_;
+    const char* base = base_ + item.head_begin * head_bytes_;
+    for (int i = place.count * step / steps; i < place.count * (step + 1) / steps; ++i) {
+      const char* row = base + place.offsets[i];
+      for (int64_t byte = 0; byte < bytes; byte += 64) {
         _mm_prefetch(row + byte, _MM_HINT_T0);
         _mm_prefetch(row + values_offset_ + byte, _MM_HINT_T0);
       }
@@ -170,13 +176,17 @@ class AttentionWorker {
     auto* values = reinterpret_cast<uint32_t*>(scratch.values);
     const auto* queries = reinterpret_cast<const typename Words::Element*>(scratch.queries);
     const uint32_t* found[kTile];
+    const int steps = kFetches * heads_of(item);
+    int step = 0;
     for (int32_t head = item.head_begin; head < item.head_end; ++head) {
       const char* base = base_ + head * head_bytes_;
-      prefetch(base, next);
+      prefetch(item, next, step++, steps);
       find_rows<Words, Pool>(base, place, scratch.wide_keys, scratch.zeros, found);
       pack_keys(found, packed, dim_ / Words::kGroup, keys);
+      prefetch(item, next, step++, steps);
       find_rows<Words, Pool>(base + values_offset_, place, scratch.wide_values, scratch.zeros, found);
       pack_values(Words{}, found, packed, dim_, values);
+      prefetch(item, next, step++, steps);
       const int64_t row = static_cast<int64_t>(head - item.head_begin) * rows;
       for (int r = 0; r < rows; r += kBlockRows) {
         run_block<Words>(item, key, place.count, r, std::min(kBlockRows, rows - r), queries + (row + r) * dim_,

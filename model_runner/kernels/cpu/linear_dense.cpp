@@ -7,6 +7,9 @@
 namespace pdserve {
 namespace {
 
+// The loops over rows are unrolled by pragma: the compiler would do it by itself, but only after it has decided that
+// the accumulators are an array and live in memory.
+
 // How far ahead of the arithmetic weights are fetched, in bytes: a memory latency's worth at full bandwidth.
 constexpr int kAhead = 2048;
 
@@ -33,11 +36,13 @@ inline __m512 dot(__m512 acc, __m512i a, __m512i b) {
 template <int R>
 void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, float* tile) {
   __m512 left[R], right[R];
+#pragma GCC unroll 16
   for (int m = 0; m < R; ++m) left[m] = right[m] = _mm512_setzero_ps();
   for (int64_t i = 0; i < k; i += 2, panel += 2 * kPanel) {
     fetch(reinterpret_cast<const char*>(panel) + kAhead);
     fetch(reinterpret_cast<const char*>(panel) + kAhead + 64);
     const __m512i b0 = _mm512_loadu_si512(panel), b1 = _mm512_loadu_si512(panel + kPanel);
+#pragma GCC unroll 16
     for (int m = 0; m < R; ++m) {
       int32_t pair;
       std::memcpy(&pair, a + m * stride + i, sizeof pair);
@@ -46,6 +51,7 @@ void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, float* t
       right[m] = dot(right[m], both, b1);
     }
   }
+#pragma GCC unroll 16
   for (int m = 0; m < R; ++m) {
     _mm512_storeu_ps(tile + m * kPanel, left[m]);
     _mm512_storeu_ps(tile + m * kPanel + kLanes, right[m]);
@@ -55,17 +61,20 @@ void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, float* t
 template <int R>
 void block(const float* a, int64_t stride, const float* panel, int64_t k, float* tile) {
   __m512 left[R], right[R];
+#pragma GCC unroll 16
   for (int m = 0; m < R; ++m) left[m] = right[m] = _mm512_setzero_ps();
   for (int64_t i = 0; i < k; ++i, panel += kPanel) {
     fetch(reinterpret_cast<const char*>(panel) + kAhead);
     fetch(reinterpret_cast<const char*>(panel) + kAhead + 64);
     const __m512 b0 = _mm512_loadu_ps(panel), b1 = _mm512_loadu_ps(panel + kLanes);
+#pragma GCC unroll 16
     for (int m = 0; m < R; ++m) {
       const __m512 x = _mm512_set1_ps(a[m * stride + i]);
       left[m] = _mm512_fmadd_ps(x, b0, left[m]);
       right[m] = _mm512_fmadd_ps(x, b1, right[m]);
     }
   }
+#pragma GCC unroll 16
   for (int m = 0; m < R; ++m) {
     _mm512_storeu_ps(tile + m * kPanel, left[m]);
     _mm512_storeu_ps(tile + m * kPanel + kLanes, right[m]);
@@ -81,23 +90,29 @@ template <int R>
 void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, float* tile) {
   const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
   __m256 acc[R][4];
+#pragma GCC unroll 16
   for (int m = 0; m < R; ++m) {
-    for (auto& part : acc[m]) part = _mm256_setzero_ps();
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) acc[m][c] = _mm256_setzero_ps();
   }
   for (int64_t i = 0; i < k; i += 2, panel += 2 * kPanel) {
     fetch(reinterpret_cast<const char*>(panel) + kAhead);
     fetch(reinterpret_cast<const char*>(panel) + kAhead + 64);
+#pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
       const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel) + c);
       const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(b, 16));
       const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(b, high));
+#pragma GCC unroll 16
       for (int m = 0; m < R; ++m) {
         acc[m][c] = _mm256_fmadd_ps(_mm256_set1_ps(to_float(a[m * stride + i])), even, acc[m][c]);
         acc[m][c] = _mm256_fmadd_ps(_mm256_set1_ps(to_float(a[m * stride + i + 1])), odd, acc[m][c]);
       }
     }
   }
+#pragma GCC unroll 16
   for (int m = 0; m < R; ++m) {
+#pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) _mm256_storeu_ps(tile + m * kPanel + c * 8, acc[m][c]);
   }
 }
@@ -105,18 +120,24 @@ void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, float* t
 template <int R>
 void block(const float* a, int64_t stride, const float* panel, int64_t k, float* tile) {
   __m256 acc[R][4];
+#pragma GCC unroll 16
   for (int m = 0; m < R; ++m) {
-    for (auto& part : acc[m]) part = _mm256_setzero_ps();
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) acc[m][c] = _mm256_setzero_ps();
   }
   for (int64_t i = 0; i < k; ++i, panel += kPanel) {
     fetch(reinterpret_cast<const char*>(panel) + kAhead);
     fetch(reinterpret_cast<const char*>(panel) + kAhead + 64);
+#pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
       const __m256 b = _mm256_loadu_ps(panel + c * 8);
+#pragma GCC unroll 16
       for (int m = 0; m < R; ++m) acc[m][c] = _mm256_fmadd_ps(_mm256_set1_ps(a[m * stride + i]), b, acc[m][c]);
     }
   }
+#pragma GCC unroll 16
   for (int m = 0; m < R; ++m) {
+#pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) _mm256_storeu_ps(tile + m * kPanel + c * 8, acc[m][c]);
   }
 }
