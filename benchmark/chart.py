@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,17 @@ STYLE: Any = {
     "grid.linewidth": 0.7,
     "legend.frameon": False,
     "legend.fontsize": 8.5,
-    "lines.linewidth": 1.8,
+    "lines.linewidth": 1.7,
+    "savefig.dpi": DPI,
 }
+_THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.10g}")
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Everything that is drawn within looks like this."""
+    with mpl.rc_context(STYLE):
+        yield
 
 
 def color(index: int) -> str:
@@ -45,59 +55,72 @@ def new_figure(
 ) -> tuple[Figure, list[Axes]]:
     """A figure and its axes, row by row. ``width``, ``height``: inches of each."""
     # Figures of their own, not pyplot's: nothing is kept in a global list.
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
-        axes = [figure.add_subplot(rows, columns, i + 1) for i in range(rows * columns)]
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    axes = [figure.add_subplot(rows, columns, i + 1) for i in range(rows * columns)]
+    for one in axes:
+        one.yaxis.set_major_formatter(_THOUSANDS)
     return figure, axes
 
 
 def save(figure: Figure, path: Path) -> Path:
     """Write the PNG; returns ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context(STYLE):
-        figure.savefig(path, dpi=DPI)
+    figure.savefig(path)
     return path
 
 
 def draw_cdf(axes: Axes, samples: Iterable[float], label: str, index: int) -> None:
-    """The share of ``samples`` (ms) that is at most x."""
+    """The share of ``samples`` (ms) that is at most x, on an axis that gives each nine the same room."""
     values = np.maximum(np.sort(np.fromiter(samples, np.float64)), SHORTEST_MS)
     if not values.size:
         return
-    share = np.arange(1, values.size + 1) / values.size
-    axes.step([values[0], *values], [0.0, *share], where="post", label=label, color=color(index))
+    # The last sample is drawn as half a sample short of everything: "all of them" is infinitely many nines.
+    above = np.maximum(values.size - np.arange(1, values.size + 1), 0.5) / values.size
+    axes.step([values[0], *values], [0.0, *-np.log10(above)], where="post", label=label, color=color(index))
 
 
-def finish_cdf(axes: Axes, title: str, *, is_log: bool) -> None:
-    """Titles, scales and the lines that readers look for."""
-    axes.set(title=title, xlabel="ms", ylabel="share of samples", ylim=(0, 1.02))
-    if is_log:
-        axes.set_xscale("log")
-        plain_log_ticks(axes)
-    else:
-        axes.set_xlim(left=0)
-    for level, name in ((0.5, "P50"), (0.99, "P99")):
-        axes.axhline(level, color="#9a9a9a", linewidth=0.8, linestyle=":")
-        axes.annotate(
-            name, (1, level), (-2, 2), ("axes fraction", "data"), "offset points", ha="right", color="#777", fontsize=8
-        )
+def finish_cdf(axes: Axes, title: str) -> None:
+    """Titles and scales of a plot of ``draw_cdf``; call it when all is drawn."""
+    shares = (0.5, 0.9, 0.99, 0.999, 0.9999)
+    heights = [-np.log10(1 - share) for share in shares]
+    shown = [i for i, height in enumerate(heights) if height <= max(axes.dataLim.y1, 1.0)]
+    axes.set_yticks([heights[i] for i in shown], [f"P{shares[i] * 100:g}" for i in shown])
+    axes.set(title=title, xlabel="ms", ylabel="percentile", ylim=(0, None), xscale="log")
+    _plain_log_ticks(axes)
 
 
-def plain_log_ticks(axes: Axes) -> None:
-    """10, 100, 1,000 instead of powers of ten; within a decade 2 and 5 as well."""
+def _plain_log_ticks(axes: Axes) -> None:
+    """10, 100, 1,000 instead of powers of ten; 2 and 5 of each as well, where there is room."""
     low, high = axes.get_xlim()
     ticks = [m * 10.0**e for e in range(-3, 7) for m in (1, 2, 5) if low <= m * 10.0**e <= high]
-    step = [tick for tick in ticks if len(ticks) <= 9 or f"{tick:e}"[0] == "1"]
-    axes.set_xticks(step)
+    axes.set_xticks([tick for tick in ticks if len(ticks) <= 8 or f"{tick:e}"[0] == "1"])
     axes.set_xticks([], minor=True)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.xaxis.set_major_formatter(_THOUSANDS)
 
 
 def draw_rate(axes: Axes, times: Sequence[float], weights: Sequence[float], end: float, label: str, index: int) -> None:
-    """Events a second over time, in bins of a second (less when the run is short)."""
-    bins = max(1, min(int(np.ceil(end)), 400)) if end > 8 else 20
+    """Events a second over time, in bins of about a second (less when the run is short)."""
+    bins = int(np.clip(np.ceil(end), 20, 300))
     counts, edges = np.histogram(times, bins=bins, range=(0, max(end, 1e-9)), weights=weights)
     axes.stairs(counts / np.diff(edges), edges, label=label, color=color(index), linewidth=1.4)
+
+
+def draw_level(axes: Axes, changes: Iterable[tuple[float, int]], end: float, label: str, index: int) -> None:
+    """A running sum of ``changes`` (time, by how much). What lasts less than the eye can see is left out."""
+    blink = max(end, 1e-9) / 1000
+    levels, now = {0: 0}, 0
+    for at, change in sorted(changes):
+        now += change
+        levels[int(at / blink)] = now
+    times = [step * blink for step in levels]
+    axes.step(times, list(levels.values()), where="post", label=label, color=color(index), linewidth=1.2)
+
+
+def log_y(axes: Axes) -> None:
+    """A logarithmic y axis with plain numbers; call it when all is drawn."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(_THOUSANDS)
+    axes.yaxis.set_minor_formatter(lambda *_: "")
 
 
 def whole_numbers(axes: Axes) -> None:

@@ -169,7 +169,7 @@ def report_group(name: str, records: Sequence[RequestRecord], window: _Window, s
         mean_concurrency=mean_concurrency,
         peak_concurrency=peak_concurrency,
         goodput=window.per_second(good) if slo.is_given else None,
-        slo_share=good / len(records) if slo.is_given and records else None,
+        slo_share=sum(map(slo.is_met, records)) / len(records) if slo.is_given and records else None,
         ttft=distribution(record.ttft for record in done),
         itl=distribution(gap for record in done for gap in record.itls),
         tpot=distribution(tpot for record in done if (tpot := record.tpot) is not None),

@@ -26,13 +26,15 @@ def require_matplotlib() -> None:
 
 def plot_runs(folder: Path, runs: Runs) -> list[Path]:
     """Write the plots into ``folder``; returns their paths."""
-    series = _series(runs)
-    paths = [_plot_latency(folder / "latency.png", series), _plot_throughput(folder / "throughput.png", runs)]
-    if len(runs) > 1:
-        paths.append(_plot_sweep(folder / "ttft_load.png", [report for _, report in runs]))
-    else:
-        paths.append(_plot_in_flight(folder / "ttft_load.png", runs[0][0]))
-    return paths
+    from . import chart
+
+    with chart.style():
+        load = folder / "ttft_load.png"
+        return [
+            _plot_latency(folder / "latency.png", _series(runs)),
+            _plot_throughput(folder / "throughput.png", runs),
+            _plot_sweep(load, [report for _, report in runs]) if len(runs) > 1 else _plot_in_flight(load, runs[0][0]),
+        ]
 
 
 def _series(runs: Runs) -> list[tuple[str, list[RequestRecord]]]:
@@ -52,47 +54,47 @@ def _plot_latency(path: Path, series: list[tuple[str, list[RequestRecord]]]) -> 
     for i, (name, records) in enumerate(series):
         chart.draw_cdf(ttft, (r.ttft * MS for r in records), name, i)
         chart.draw_cdf(itl, (gap * MS for r in records for gap in r.itls), name, i)
-    chart.finish_cdf(ttft, "Time to first token", is_log=True)
-    chart.finish_cdf(itl, "Inter-token latency", is_log=True)
+    chart.finish_cdf(ttft, "Time to first token")
+    chart.finish_cdf(itl, "Inter-token latency")
     for axes in (ttft, itl):
         chart.show_legend(axes, len(series))
     return chart.save(figure, path)
 
 
 def _plot_throughput(path: Path, runs: Runs) -> Path:
+    """Two panels for each load: one above the other where there is one, side by side where there are several."""
     from . import chart
 
-    figure, (tokens, busy) = chart.new_figure(1, 2, width=8.2, height=2.5)
-    lines = 0
-    for result, report in runs:
-        for group in report.groups:
-            records = [r for r in result.records if r.group == group.name]
-            name = group.name if len(report.groups) > 1 else report.label
-            end = max((r.ended for r in records), default=0.0)
-            times = [t for r in records for t in r.chunk_times]
-            chart.draw_rate(tokens, times, [float(n) for r in records for n in r.chunk_tokens], end, name, lines)
-            _draw_in_flight(busy, records, name, lines)
-            lines += 1
-    tokens.set(title="Output tokens a second", ylim=(0, None), xlim=(0, None))
-    busy.set(title="Requests under way", xlabel="seconds from the start", ylim=(0, None), xlim=(0, None))
-    chart.show_legend(tokens, lines)
+    is_sweep = len(runs) > 1
+    columns, rows = (2, len(runs)) if is_sweep else (1, 2)
+    figure, panels = chart.new_figure(columns, rows, width=5.4 if is_sweep else 8.2, height=1.8 if is_sweep else 2.5)
+    for i, (result, report) in enumerate(runs):
+        tokens, busy = panels[2 * i : 2 * i + 2]
+        name = f": {report.label}" if is_sweep else ""
+        for line, group in enumerate(report.groups):
+            _draw_group(tokens, busy, [r for r in result.records if r.group == group.name], group.name, line)
+        tokens.set(title=f"Output tokens a second{name}", ylim=(0, None), xlim=(0, None))
+        busy.set(title=f"Requests under way{name}", ylim=(0, None), xlim=(0, None))
+        chart.show_legend(tokens, len(report.groups))
+    for panel in panels[-columns:]:
+        panel.set_xlabel("seconds from the start")
     return chart.save(figure, path)
 
 
-def _draw_in_flight(axes: Axes, records: list[RequestRecord], name: str, index: int) -> None:
+def _draw_group(tokens: Axes, busy: Axes, records: list[RequestRecord], name: str, line: int) -> None:
     from . import chart
 
-    changes = sorted([(r.sent, 1) for r in records] + [(r.ended, -1) for r in records])
-    times, counts, now = [0.0], [0], 0
-    for at, change in changes:
-        now += change
-        times.append(at)
-        counts.append(now)
-    axes.step(times, counts, where="post", label=name, color=chart.color(index), linewidth=1.2)
+    end = max((r.ended for r in records), default=0.0)
+    times = [t for r in records for t in r.chunk_times]
+    chart.draw_rate(tokens, times, [float(n) for r in records for n in r.chunk_tokens], end, name, line)
+    chart.draw_level(busy, [(r.sent, 1) for r in records] + [(r.ended, -1) for r in records], end, name, line)
 
 
 def _plot_sweep(path: Path, reports: list[RunReport]) -> Path:
-    """TTFT and throughput of each load. The x axis is what was swept; where both were, it is the rate."""
+    """TTFT and throughput of each load. The x axis is what was swept; where both were, it is the rate.
+
+    A run that sent all at once has no place on an axis of rates, and is left out there.
+    """
     from . import chart
 
     by_rate = len({report.rate for report in reports}) > 1
@@ -102,7 +104,7 @@ def _plot_sweep(path: Path, reports: list[RunReport]) -> Path:
         points = [
             (_offered(r, by_rate), r.total.ttft.median, r.total.ttft.p99, r.total.output_throughput)
             for r in reports
-            if _other(r, by_rate) == other and r.total.ttft is not None
+            if _other(r, by_rate) == other and r.total.ttft is not None and not (by_rate and r.rate is None)
         ]
         x, medians, tails, rates = zip(*sorted(points), strict=True) if points else ((), (), (), ())
         suffix = f", {other}" if len(others) > 1 else ""
@@ -110,7 +112,8 @@ def _plot_sweep(path: Path, reports: list[RunReport]) -> Path:
         ttft.plot(x, tails, "s--", label=f"P99{suffix}", color=chart.color(i))
         tokens.plot(x, rates, "o-", label=other, color=chart.color(i))
     swept = "requests/s offered" if by_rate else "concurrency"
-    ttft.set(title="Time to first token", xlabel=swept, ylabel="ms", ylim=(0, None), xlim=(0, None))
+    ttft.set(title="Time to first token", xlabel=swept, ylabel="ms", xlim=(0, None))
+    chart.log_y(ttft)
     tokens.set(title="Output tokens a second", xlabel=swept, ylim=(0, None), xlim=(0, None))
     ttft.legend()
     chart.show_legend(tokens, len(others))
@@ -118,10 +121,9 @@ def _plot_sweep(path: Path, reports: list[RunReport]) -> Path:
 
 
 def _offered(report: RunReport, by_rate: bool) -> float:
-    """What is on the x axis. A run that sent all at once stands at the rate that the server managed."""
-    if by_rate:
-        return report.total.request_throughput if report.rate is None else report.rate
-    return report.total.mean_concurrency if report.concurrency is None else report.concurrency
+    """What is on the x axis."""
+    offered = report.rate if by_rate else report.concurrency
+    return report.total.mean_concurrency if offered is None else offered
 
 
 def _other(report: RunReport, by_rate: bool) -> str:

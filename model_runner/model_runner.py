@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from ..server.options import ServerOptions
 from .attention.registry import choose_attention_backend, make_attention_backend
 from .config import choose_context_length, read_config
 from .device import choose_device, choose_dtype, device_memory
+from .errors import UnsupportedModel
 from .forward_batch import ForwardBatch
 from .kv_pool import MHATokenToKVPool, make_layout
 from .loader.load import fingerprint, load_model_weights
@@ -28,6 +30,9 @@ from .models.llama import LlamaForCausalLM
 from .models.registry import make_model
 from .placement import parse_cpus
 from .pool_size import PoolRequest, choose_max_total_tokens
+
+if TYPE_CHECKING:
+    from .loader.quantized_blocks import BlockSource
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +64,10 @@ class ModelRunner:
                 options.attention_backend, self.config, self.device, self.dtype, self.pool.dtype
             )
             self.attention_backend = backend
-            self._run = self._native_pass(model, options) if backend == "cpu" else self._torch_pass(model)
+            blocks = None
+            if options.quantization != "none":
+                blocks = self._open_blocks(options, source)
+            self._run = self._native_pass(model, options, blocks) if backend == "cpu" else self._torch_pass(model)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits of ``batch.logit_indices``, [L, V] float32; writes the pass's KV to the pool.
@@ -73,9 +81,19 @@ class ModelRunner:
         model = make_model(self.config, self.dtype, self.device)
         weights = model.weights()
         load_model_weights(weights, source, self.config, options.load_format, options.random_seed)
-        self.fingerprint = fingerprint(self.config, weights)
+        self.fingerprint = fingerprint(self.config, weights, options.quantization)
         self._weight_bytes = sum(view.nbytes for view in weights.values())
         return model
+
+    def _open_blocks(self, options: ServerOptions, source: ModelSource) -> BlockSource | None:
+        if self.attention_backend != "cpu":
+            raise UnsupportedModel(
+                f"--quantization {options.quantization} needs the CPU kernels, which can't be used here"
+            )
+        # Imported here: it takes numpy's quantisers along.
+        from .loader.quantized_blocks import open_blocks
+
+        return open_blocks(options.quantization, source, self.config)
 
     def _torch_pass(self, model: LlamaForCausalLM) -> Callable[[ForwardBatch], Tensor]:
         attention = make_attention_backend(self.attention_backend, self.pool, self.config.num_heads, self.dtype)
@@ -87,13 +105,15 @@ class ModelRunner:
 
         return run
 
-    def _native_pass(self, model: LlamaForCausalLM, options: ServerOptions) -> Callable[[ForwardBatch], Tensor]:
+    def _native_pass(
+        self, model: LlamaForCausalLM, options: ServerOptions, blocks: BlockSource | None
+    ) -> Callable[[ForwardBatch], Tensor]:
         # Imported here: it loads the compiled kernels.
         from .kernels.cpu_engine import CpuEngine
         from .kernels.team import Team
 
         cpus = None if options.cpus is None else parse_cpus(options.cpus)
-        return CpuEngine(model, self.pool, Team(torch.get_num_threads(), cpus)).forward
+        return CpuEngine(model, self.pool, Team(torch.get_num_threads(), cpus), blocks).forward
 
     def _allocate_pool(self, options: ServerOptions) -> None:
         kv_dtype = self.dtype if options.kv_cache_dtype == "auto" else choose_dtype(options.kv_cache_dtype, self.device)

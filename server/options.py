@@ -76,6 +76,8 @@ class ServerOptions:
         Plan a step only when the one before it is done.
     dtype
         Type of weights and activations; auto takes bfloat16 where the processor computes in it, float32 elsewhere.
+    quantization
+        Linear layers' weights on the CPU: none, as dtype says; gguf, the file's own Q4_0, Q4_1 and Q8_0 blocks; int8 and int4, rounded at start.
     kv_cache_dtype
         Type of the KV pool; auto takes the weights' type.
     device
@@ -128,6 +130,7 @@ class ServerOptions:
     radix_eviction_policy: Literal["lru", "lfu", "fifo", "mru"] = "lru"
     disable_overlap_schedule: bool = False
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantization: Literal["none", "gguf", "int8", "int4"] = "none"
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None

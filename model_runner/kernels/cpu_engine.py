@@ -6,6 +6,7 @@ Made from a loaded model, whose own weights may be dropped afterwards, but for t
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -17,10 +18,13 @@ from ..forward_batch import ForwardBatch
 from ..kv_pool import MHATokenToKVPool
 from ..layers.linear import Linear
 from ..layers.rotary import RotaryEmbedding
+from ..loader.quantized_blocks import HEAD_NAMES, BlockSource
 from ..models.llama import LlamaForCausalLM
 from .library import NATIVE_DTYPES, EngineConfig, ForwardArgs, KVPoolView, load_library
 from .team import Team
 
+DENSE = 0
+"""``Format::kDense`` of linear.h."""
 ROTATIONS = 1024
 """Positions that the table of rotations grows by."""
 
@@ -57,9 +61,17 @@ def refusal(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> s
 
 
 class CpuEngine:
-    """Computes passes over ``pool``. Raises ``BuildError`` where the kernels can't be had."""
+    """Computes passes over ``pool``. Raises ``BuildError`` where the kernels can't be had.
 
-    def __init__(self, model: LlamaForCausalLM, pool: MHATokenToKVPool, team: Team) -> None:
+    Linear layers take their weights from ``blocks`` where it has them, and from the model elsewhere.
+    """
+
+    def __init__(
+        self, model: LlamaForCausalLM, pool: MHATokenToKVPool, team: Team, blocks: BlockSource | None = None
+    ) -> None:
+        self._blocks = blocks
+        self.weight_bytes = 0
+        """What the linear layers' weights take, as a decode step reads them."""
         self._library = load_library()
         self._config = config = model.config
         self._pool, self._team = pool, team
@@ -94,6 +106,8 @@ class CpuEngine:
         self._handle = handle
         self.close = weakref.finalize(self, self._library.pds_engine_free, handle)
         self._pack(model)
+        # The blocks are packed; the source may hold a whole file.
+        self._blocks = None
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits of ``batch.logit_indices``, [L, V] float32; writes the pass's KV to the pool.
@@ -146,30 +160,38 @@ class CpuEngine:
 
     def _pack(self, model: LlamaForCausalLM) -> None:
         for i, layer in enumerate(model.layers):
-            attention, mlp = layer.attention, layer.mlp
-            self._set_linear(LinearKind.QKV, i, attention.qkv_proj)
-            self._set_linear(LinearKind.O, i, attention.o_proj)
-            self._set_linear(LinearKind.GATE_UP, i, mlp.gate_up_proj)
-            self._set_linear(LinearKind.DOWN, i, mlp.down_proj)
+            attention, mlp, prefix = layer.attention, layer.mlp, f"model.layers.{i}"
+            qkv = [f"{prefix}.self_attn.{name}_proj.weight" for name in "qkv"]
+            self._set_linear(LinearKind.QKV, i, attention.qkv_proj, qkv)
+            self._set_linear(LinearKind.O, i, attention.o_proj, [f"{prefix}.self_attn.o_proj.weight"])
+            gate_up = [f"{prefix}.mlp.{name}_proj.weight" for name in ("gate", "up")]
+            self._set_linear(LinearKind.GATE_UP, i, mlp.gate_up_proj, gate_up)
+            self._set_linear(LinearKind.DOWN, i, mlp.down_proj, [f"{prefix}.mlp.down_proj.weight"])
             self._set_norm(NormKind.ATTENTION, i, layer.attention_norm.weight)
             self._set_norm(NormKind.MLP, i, layer.mlp_norm.weight)
             if attention.q_norm is not None and attention.k_norm is not None:
                 self._set_norm(NormKind.Q, i, attention.q_norm.weight)
                 self._set_norm(NormKind.K, i, attention.k_norm.weight)
         self._set_norm(NormKind.FINAL, 0, model.norm.weight)
-        self._set_weight(LinearKind.HEAD, 0, model.lm_head, None)
+        self._set_weight(LinearKind.HEAD, 0, model.lm_head, None, HEAD_NAMES[:1])
         self._library.pds_engine_set_embedding(self._handle, self._embedding.data_ptr())
 
-    def _set_linear(self, kind: LinearKind, layer: int, linear: Linear) -> None:
-        self._set_weight(kind, layer, linear.weight, linear.bias)
+    def _set_linear(self, kind: LinearKind, layer: int, linear: Linear, names: Sequence[str]) -> None:
+        self._set_weight(kind, layer, linear.weight, linear.bias, names)
 
-    def _set_weight(self, kind: LinearKind, layer: int, weight: Tensor, bias: Tensor | None) -> None:
-        float_bias = None if bias is None else bias.float().contiguous()
-        bias_ptr = None if float_bias is None else float_bias.data_ptr()
-        if (
-            self._library.pds_engine_set_linear(self._handle, kind, layer, weight.contiguous().data_ptr(), bias_ptr)
-            != 0
-        ):
+    def _set_weight(
+        self, kind: LinearKind, layer: int, weight: Tensor, bias: Tensor | None, names: Sequence[str]
+    ) -> None:
+        rows, floats = weight.contiguous(), None if bias is None else bias.float().contiguous()
+        found = None if self._blocks is None else self._blocks.find(names, weight)
+        if found is None:
+            native_format, pointer, nbytes = DENSE, rows.data_ptr(), rows.nbytes
+        else:
+            native_format, pointer, nbytes = int(found.format), found.blocks.ctypes.data, found.blocks.nbytes
+        self.weight_bytes += nbytes
+        bias_pointer = None if floats is None else floats.data_ptr()
+        set_linear = self._library.pds_engine_set_linear
+        if set_linear(self._handle, kind, layer, native_format, pointer, bias_pointer) != 0:
             raise MemoryError("no memory for the packed weights")
 
     def _set_norm(self, kind: NormKind, layer: int, weight: Tensor) -> None:

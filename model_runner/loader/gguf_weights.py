@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 import torch
-from gguf import ReaderTensor
+from gguf import GGMLQuantizationType, ReaderTensor
 from torch import Tensor
 
 from ..config import ModelConfig
@@ -51,11 +52,22 @@ class GGUFWeights(WeightSource):
         for name, tensor in self._file.tensors.items():
             if name == IN_CONFIG:
                 continue
-            values = _dequantize(tensor)
-            heads = self._heads.get(name.split(".")[-2])
-            if heads is not None and self._interleaved:
-                values = _undo_interleave(values, heads)
-            yield _hf_name(name), values
+            yield _hf_name(name), self._in_hf_order(name, _dequantize(tensor))
+
+    def blocks(
+        self, kinds: Container[GGMLQuantizationType]
+    ) -> dict[str, tuple[GGMLQuantizationType, npt.NDArray[np.uint8]]]:
+        """The matrices that are quantised in one of ``kinds``, as they are: uint8 [N, bytes of a row]."""
+        found = {}
+        for name, tensor in self._file.tensors.items():
+            if tensor.tensor_type in kinds and tensor.data.ndim == 2:
+                rows = torch.from_numpy(np.require(tensor.data, requirements=["C", "W"]))
+                found[_hf_name(name)] = (tensor.tensor_type, self._in_hf_order(name, rows).numpy())
+        return found
+
+    def _in_hf_order(self, name: str, values: Tensor) -> Tensor:
+        heads = self._heads.get(name.split(".")[-2])
+        return values if heads is None or not self._interleaved else _undo_interleave(values, heads)
 
 
 def _hf_name(name: str) -> str:

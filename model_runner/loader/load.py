@@ -45,12 +45,14 @@ def _open_source(
     return SafetensorsWeights(source.path)
 
 
-def fingerprint(config: ModelConfig, weights: dict[str, Tensor]) -> str:
-    """16 hex digits that two instances share if they serve the same weights in the same type.
+def fingerprint(config: ModelConfig, weights: dict[str, Tensor], quantization: str = "none") -> str:
+    """16 hex digits that two instances share if they serve the same weights in the same type, rounded alike.
 
     Hashes the config and ``SAMPLES`` values spread over each tensor: enough to tell checkpoints apart, in milliseconds.
     """
     digest = xxhash.xxh3_64(msgspec.json.encode(asdict(config)))
+    if quantization != "none":
+        digest.update(quantization.encode())
     for name in sorted(weights):
         view = weights[name]
         rows = _spread(view.shape[0])

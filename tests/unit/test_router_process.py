@@ -1,5 +1,6 @@
 """The router as an OS process: its title, its end, and what it does not load."""
 
+import json
 import signal
 import socket
 import subprocess
@@ -49,16 +50,18 @@ def test_a_port_that_is_taken_is_an_error_that_names_it(port):
 
 
 def test_it_dies_with_the_parent_that_it_is_tied_to(port):
-    command = [sys.executable, "-m", "pdserve.server.tethered", "PARENT", "router"]
-    flags = ["--worker", "http://127.0.0.1:9", f"--port={port}"]
+    words = json.dumps(["router", "--worker", "http://127.0.0.1:9", f"--port={port}"])
     code = (
         "import os, subprocess, sys\n"
-        "argv = [str(os.getpid()) if word == 'PARENT' else word for word in sys.argv[1:]]\n"
-        "print(subprocess.Popen(argv, stderr=sys.stdout).pid, flush=True)\n"
+        "argv = [sys.executable, '-m', 'pdserve.server.tethered', str(os.getpid())]\n"
+        "child = subprocess.Popen(argv, stdin=subprocess.PIPE, stderr=sys.stdout)\n"
+        "child.stdin.write(sys.argv[1].encode())\n"
+        "child.stdin.close()\n"
+        "print(child.pid, flush=True)\n"
         "sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", code, *command, *flags], **pipes) as parent:
+    with subprocess.Popen([sys.executable, "-c", code, words], **pipes) as parent:
         child = psutil.Process(int(parent.stdout.readline()))
         assert any("is unhealthy" in line for line in parent.stdout)
         parent.kill()

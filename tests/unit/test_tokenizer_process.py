@@ -27,7 +27,9 @@ def command(name, run_dir, **options):
     spec = ChildSpec(
         name=name, run_dir=str(run_dir), epoch="e", parent_pid=os.getpid(), options=ServerOptions(**options)
     )
-    return [sys.executable, "-m", MODULES[name], msgspec.json.encode(spec).decode()]
+    spec_file = run_dir / f"{name}.json"
+    spec_file.write_bytes(msgspec.json.encode(spec))
+    return [sys.executable, "-m", MODULES[name], str(spec_file)]
 
 
 class Child:

@@ -3,14 +3,13 @@
 
 #include <type_traits>
 
+#include "attention_fetch.h"
 #include "attention_pack.h"
 #include "attention_tile.h"
 
 namespace pdserve {
 namespace {
 
-// Times that the next tile is asked for while a head's tile is computed.
-constexpr int kFetches = 3;
 constexpr float kLog2E = 1.44269504088896341f;
 
 template <class From, class To>
@@ -151,20 +150,6 @@ class AttentionWorker {
     for (int i = place.count; i % kLanes != 0; ++i) rows[i] = reinterpret_cast<const uint32_t*>(zeros);
   }
 
-  // Asks for step `step` of `steps` of a tile, for all heads of the item: in whole rows, which lie one after another
-  // in memory, and little at a time, because a core that waits for room in its queue of misses computes nothing.
-  void prefetch(const AttentionItem& item, const TilePlace& place, int step, int steps) const {
-    const int64_t bytes = heads_of(item) * head_bytes_;
-    const char* base = base_ + item.head_begin * head_bytes_;
-    for (int i = place.count * step / steps; i < place.count * (step + 1) / steps; ++i) {
-      const char* row = base + place.offsets[i];
-      for (int64_t byte = 0; byte < bytes; byte += 64) {
-        _mm_prefetch(row + byte, _MM_HINT_T0);
-        _mm_prefetch(row + values_offset_ + byte, _MM_HINT_T0);
-      }
-    }
-  }
-
   template <class Words, class Pool>
   void run_tile(const AttentionItem& item, int32_t key, const TilePlace& place, const TilePlace& next,
                 const AttentionScratch& scratch) const {
@@ -176,21 +161,19 @@ class AttentionWorker {
     auto* values = reinterpret_cast<uint32_t*>(scratch.values);
     const auto* queries = reinterpret_cast<const typename Words::Element*>(scratch.queries);
     const uint32_t* found[kTile];
-    const int steps = kFetches * heads_of(item);
-    int step = 0;
+    TileFetch ahead;
+    ahead.begin(base_ + item.head_begin * head_bytes_, next.offsets, next.count, heads_of(item) * head_bytes_,
+                values_offset_);
     for (int32_t head = item.head_begin; head < item.head_end; ++head) {
       const char* base = base_ + head * head_bytes_;
-      prefetch(item, next, step++, steps);
       find_rows<Words, Pool>(base, place, scratch.wide_keys, scratch.zeros, found);
-      pack_keys(found, packed, dim_ / Words::kGroup, keys);
-      prefetch(item, next, step++, steps);
+      pack_keys(found, packed, dim_ / Words::kGroup, keys, ahead);
       find_rows<Words, Pool>(base + values_offset_, place, scratch.wide_values, scratch.zeros, found);
-      pack_values(Words{}, found, packed, dim_, values);
-      prefetch(item, next, step++, steps);
+      pack_values(Words{}, found, packed, dim_, values, ahead);
       const int64_t row = static_cast<int64_t>(head - item.head_begin) * rows;
       for (int r = 0; r < rows; r += kBlockRows) {
         run_block<Words>(item, key, place.count, r, std::min(kBlockRows, rows - r), queries + (row + r) * dim_,
-                         at(state, row + r), scratch);
+                         at(state, row + r), scratch, ahead);
       }
     }
     const bool chunk_ends = (key + kTile) % kChunk == 0 || key + kTile >= item.key_end;
@@ -201,7 +184,7 @@ class AttentionWorker {
   template <class Words>
   void run_block(const AttentionItem& item, int32_t key, int tile_keys, int r, int count,
                  const typename Words::Element* queries, const SoftmaxRows& state,
-                 const AttentionScratch& scratch) const {
+                 const AttentionScratch& scratch, TileFetch& ahead) const {
     using Element = typename Words::Element;
     // Row r sees the keys of the tile below `visible(r)`.
     const int64_t first = plan_.entries_[item.entry].start + item.q_begin + 1 - key;
@@ -213,6 +196,7 @@ class AttentionWorker {
     multiply(reinterpret_cast<const uint32_t*>(queries), dim_ / Words::kGroup,
              reinterpret_cast<const uint32_t*>(scratch.keys), kTile, static_cast<int>(dim_ / Words::kGroup),
              scratch.scores, kTile, vecs, nullptr);
+    ahead.fetch(dim_ / Words::kGroup);
     auto* weights = reinterpret_cast<Element*>(scratch.weights);
     float factors[kBlockRows];
     for (int i = 0; i < count; ++i) {
@@ -220,6 +204,7 @@ class AttentionWorker {
       factors[i] = softmax_row(scratch.scores + i * kTile, vecs, seen, plan_.scale_ * kLog2E, state.largest + i,
                                state.sums + i * kLanes, weights + i * kTile);
     }
+    ahead.fetch(dim_ / Words::kGroup);
     multiply(reinterpret_cast<const uint32_t*>(weights), kTile / Words::kGroup,
              reinterpret_cast<const uint32_t*>(scratch.values), dim_, vecs * kLanes / Words::kGroup, state.values,
              dim_, static_cast<int>(dim_ / kLanes), factors);

@@ -1,6 +1,7 @@
 // Brings a tile of keys and values into the order that multiply_block reads (see attention_tile.h).
 #pragma once
 
+#include "attention_fetch.h"
 #include "attention_tile.h"
 
 namespace pdserve {
@@ -71,21 +72,29 @@ inline void transpose_square(const uint32_t* const* rows, int64_t at, int, uint3
 
 #endif
 
+// Lines to ask for after each square, so that packing a head's keys asks for a quarter of the next tile's share.
+constexpr int kSquareLines = kSquare * kSquare / 32;
+
 // out [words][kTile] from `keys` rows (a multiple of kLanes) of `words` words (a multiple of 8).
-inline void pack_keys(const uint32_t* const* rows, int keys, int64_t words, uint32_t* out) {
+inline void pack_keys(const uint32_t* const* rows, int keys, int64_t words, uint32_t* out, TileFetch& ahead) {
   for (int64_t w = 0; w < words; w += kSquare) {
     const int count = static_cast<int>(std::min<int64_t>(kSquare, words - w));
-    for (int key = 0; key < keys; key += kSquare) transpose_square(rows + key, w, count, out + w * kTile + key, kTile);
+    for (int key = 0; key < keys; key += kSquare) {
+      transpose_square(rows + key, w, count, out + w * kTile + key, kTile);
+      ahead.fetch(kSquareLines);
+    }
   }
 }
 
 #if defined(__AVX512BF16__)
 // out [keys / 2][dim] words, each the values of two neighbouring keys.
-inline void pack_values(PairWords, const uint32_t* const* rows, int keys, int64_t dim, uint32_t* out) {
+inline void pack_values(PairWords, const uint32_t* const* rows, int keys, int64_t dim, uint32_t* out,
+                        TileFetch& ahead) {
   alignas(64) static constexpr uint16_t kLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
   const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   for (int key = 0; key < keys; key += 2, out += dim) {
+    ahead.fetch(dim / 16);
     int64_t d = 0;
     for (; d + 32 <= dim; d += 32) {
       const __m512i a = _mm512_loadu_si512(rows[key] + d / 2), b = _mm512_loadu_si512(rows[key + 1] + d / 2);
@@ -101,8 +110,12 @@ inline void pack_values(PairWords, const uint32_t* const* rows, int keys, int64_
 }
 #endif
 
-inline void pack_values(FloatWords, const uint32_t* const* rows, int keys, int64_t dim, uint32_t* out) {
-  for (int key = 0; key < keys; ++key) std::memcpy(out + key * dim, rows[key], dim * sizeof(uint32_t));
+inline void pack_values(FloatWords, const uint32_t* const* rows, int keys, int64_t dim, uint32_t* out,
+                        TileFetch& ahead) {
+  for (int key = 0; key < keys; ++key) {
+    ahead.fetch(dim / 16);
+    std::memcpy(out + key * dim, rows[key], dim * sizeof(uint32_t));
+  }
 }
 
 }  // namespace pdserve

@@ -16,8 +16,8 @@ constexpr int64_t kQueryRows = 96;
 constexpr int32_t kSplitTokens = 8;
 // What loading and packing a key costs, in rows of queries.
 constexpr int64_t kPackCost = 8;
-// Units of work a thread should have, so that shares come out even.
-constexpr int64_t kUnits = 4;
+// A context is split if it is more than one part in so many of a thread's work.
+constexpr int64_t kLargeShare = 4;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -65,8 +65,8 @@ void AttentionPlan::make_items(int nthreads) {
     units += ceil_div(keys_of(entry), kChunk);
   }
   const auto step = static_cast<int32_t>(std::max<int64_t>(1, kQueryRows / group()));
-  // Neighbouring heads lie side by side in memory: one unit takes all of them where there are units enough.
-  const int32_t together = units >= kUnits * nthreads ? heads : 1;
+  // Neighbouring heads lie side by side in memory, so one unit takes all of them where there are units enough.
+  const int32_t together = nthreads == 1 || units >= 2 * nthreads ? heads : 1;
   int64_t partial_size = 0, num_counters = 0;
   items_.clear();
   splits_.assign(entries_.size(), Split{});
@@ -74,7 +74,7 @@ void AttentionPlan::make_items(int nthreads) {
     const AttentionEntry& entry = entries_[b];
     const auto keys = static_cast<int32_t>(keys_of(entry));
     const bool decode = entry.q_len <= kSplitTokens;
-    const bool large = cost(keys, entry.q_len) * kUnits * nthreads > total;
+    const bool large = cost(keys, entry.q_len) * kLargeShare * nthreads > total;
     const bool split = decode && large && keys > kChunk && nthreads > 1;
     if (split) {
       splits_[b] = {static_cast<int32_t>(ceil_div(keys, kChunk)), partial_size, num_counters};

@@ -27,9 +27,11 @@ PDS_API void* pds_engine_new(const EngineConfig* config, int32_t dtype, void* te
 
 PDS_API void pds_engine_free(void* engine) { delete static_cast<EngineBase*>(engine); }
 
-PDS_API int32_t pds_engine_set_linear(void* engine, int32_t kind, int64_t layer, const void* weight, const float* bias) {
+PDS_API int32_t pds_engine_set_linear(void* engine, int32_t kind, int64_t layer, int32_t format, const void* weight,
+                                      const float* bias) {
   try {
-    static_cast<EngineBase*>(engine)->set_linear(static_cast<LinearKind>(kind), layer, weight, bias);
+    static_cast<EngineBase*>(engine)->set_linear(static_cast<LinearKind>(kind), layer, static_cast<Format>(format),
+                                                 weight, bias);
   } catch (const std::bad_alloc&) {
     return -1;
   }

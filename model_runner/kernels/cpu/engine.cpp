@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "elementwise.h"
+#include "linear_quantized.h"
 
 namespace pdserve {
 namespace {
@@ -44,25 +45,33 @@ class Engine final : public EngineBase {
     att_stride_ = c_.heads * c_.head_dim;
     inner_ = arena_.allocate<T>(kColumnTokens * inner_stride_);
     for (int tid = 0; tid < team.size(); ++tid) {
-      own_.push_back({arena_.allocate<T>(kBlockTokens * c_.hidden), arena_.allocate<T>(kBlockTokens * inner_stride_)});
+      const int64_t widest = kBlockTokens * std::max({c_.hidden, att_stride_, c_.inner}), runs = ceil_div(widest, kRun);
+      own_.push_back({arena_.allocate<T>(kBlockTokens * c_.hidden),
+                      arena_.allocate<T>(kBlockTokens * inner_stride_),
+                      {arena_.allocate<int8_t>(widest), arena_.allocate<float>(runs), arena_.allocate<int32_t>(runs), 0}});
     }
     reserve(kFirstTokens);
   }
 
-  void set_linear(LinearKind kind, int64_t layer, const void* weight, const float* bias) override {
+  void set_linear(LinearKind kind, int64_t layer, Format format, const void* weight, const float* bias) override {
     PackedLinear& packed = linear(kind, layer);
     const std::vector<int32_t> rows = column_order(kind);
-    packed.format = Format::kDense;
+    packed.format = format;
     packed.k = input_size(kind);
     packed.panels = static_cast<int64_t>(rows.size()) / kPanel;
-    packed.panel_bytes = dense_panel_bytes<T>(packed.k);
+    const bool dense = format == Format::kDense;
+    packed.panel_bytes = dense ? dense_panel_bytes<T>(packed.k) : quantized_panel_bytes(format, packed.k);
     uint8_t* data = arena_.allocate<uint8_t>(packed.panels * packed.panel_bytes);
     packed.data = data;
     team_.run([&](int tid, int size) {
       const Range own = share(packed.panels, tid, size);
       for (int64_t p = own.begin; p < own.end; ++p) {
-        T* panel = reinterpret_cast<T*>(data + p * packed.panel_bytes);
-        pack_dense_panel(static_cast<const T*>(weight), packed.k, &rows[p * kPanel], panel);
+        uint8_t* panel = data + p * packed.panel_bytes;
+        if (dense) {
+          pack_dense_panel(static_cast<const T*>(weight), packed.k, &rows[p * kPanel], reinterpret_cast<T*>(panel));
+        } else {
+          pack_quantized_panel(format, static_cast<const uint8_t*>(weight), packed.k, &rows[p * kPanel], panel);
+        }
       }
     });
     if (bias == nullptr) return;
@@ -102,6 +111,7 @@ class Engine final : public EngineBase {
   struct Own {
     T* normed;
     T* inner;
+    QuantizedRows quantized;
   };
 
   // One thread's part in a pass.
@@ -158,12 +168,12 @@ class Engine final : public EngineBase {
     }
     attend(index, w);
     team_.barrier();
-    add_to_residual(layer.o, att_, att_stride_, all, share(layer.o.panels, w.tid, w.size));
+    add_to_residual(layer.o, w, att_, att_stride_, all, share(layer.o.panels, w.tid, w.size));
     team_.barrier();
     normed = normalise_all(layer.mlp_norm, w);
-    gate(layer.gate_up, normed, all.size(), share(layer.gate_up.panels, w.tid, w.size), inner_);
+    gate(layer.gate_up, w, normed, all.size(), share(layer.gate_up.panels, w.tid, w.size), inner_);
     team_.barrier();
-    add_to_residual(layer.down, inner_, inner_stride_, all, share(layer.down.panels, w.tid, w.size));
+    add_to_residual(layer.down, w, inner_, inner_stride_, all, share(layer.down.panels, w.tid, w.size));
     team_.barrier();
   }
 
@@ -185,10 +195,10 @@ class Engine final : public EngineBase {
     team_.barrier();
     for (int64_t b = 0; b < blocks; ++b) {
       const Range rows = block(b);
-      add_to_residual(layer.o, att_ + rows.begin * att_stride_, att_stride_, rows, {0, layer.o.panels});
+      add_to_residual(layer.o, w, att_ + rows.begin * att_stride_, att_stride_, rows, {0, layer.o.panels});
       normalise(layer.mlp_norm, rows, scratch.normed);
-      gate(layer.gate_up, scratch.normed, rows.size(), {0, layer.gate_up.panels}, scratch.inner);
-      add_to_residual(layer.down, scratch.inner, inner_stride_, rows, {0, layer.down.panels});
+      gate(layer.gate_up, w, scratch.normed, rows.size(), {0, layer.gate_up.panels}, scratch.inner);
+      add_to_residual(layer.down, w, scratch.inner, inner_stride_, rows, {0, layer.down.panels});
     }
   }
 
@@ -200,7 +210,7 @@ class Engine final : public EngineBase {
       rms_norm(row, final_norm_, c_.eps, static_cast<int>(c_.hidden), normed_ + i * c_.hidden);
     }
     team_.barrier();
-    multiply(head_, normed_, c_.hidden, args.wanted, share(head_.panels, w.tid, w.size),
+    multiply(head_, w, normed_, c_.hidden, args.wanted, share(head_.panels, w.tid, w.size),
              [&](int64_t m, int64_t panel, Columns y) {
                float* out = args.logits + m * c_.vocab + panel * kPanel;
                if ((panel + 1) * kPanel <= c_.vocab) {
@@ -235,7 +245,7 @@ class Engine final : public EngineBase {
 
   void project_qkv(const Layer& layer, int64_t index, const Worker& w, const T* a, Range rows, Range panels) {
     if (!fused_) {
-      multiply(layer.qkv, a, c_.hidden, rows.size(), panels, [&](int64_t m, int64_t panel, Columns y) {
+      multiply(layer.qkv, w, a, c_.hidden, rows.size(), panels, [&](int64_t m, int64_t panel, Columns y) {
         T* out = qkv_ + (rows.begin + m) * qkv_stride_ + panel * kPanel;
         store(out, y.left);
         store(out + kLanes, y.right);
@@ -246,7 +256,7 @@ class Engine final : public EngineBase {
     const int64_t width = c_.kv_heads * dim;
     T* keys = static_cast<T*>(c_.pool.data) + index * 2 * page * width;
     T* values = keys + page * width;
-    multiply(layer.qkv, a, c_.hidden, rows.size(), panels, [&](int64_t m, int64_t panel, Columns y) {
+    multiply(layer.qkv, w, a, c_.hidden, rows.size(), panels, [&](int64_t m, int64_t panel, Columns y) {
       const int64_t t = rows.begin + m, head = panel / per_head, part = panel % per_head;
       if (head >= c_.heads + c_.kv_heads) {
         T* out = values + kv_offset_[t] + (head - c_.heads - c_.kv_heads) * dim + part * kPanel;
@@ -283,33 +293,55 @@ class Engine final : public EngineBase {
     attention_run(plan_, index, {qkv_, dtype_, qkv_stride_}, {att_, dtype_, att_stride_}, w.tid);
   }
 
-  void add_to_residual(const PackedLinear& weight, const T* a, int64_t stride, Range rows, Range panels) {
-    multiply(weight, a, stride, rows.size(), panels, [&](int64_t m, int64_t panel, Columns y) {
+  void add_to_residual(const PackedLinear& weight, const Worker& w, const T* a, int64_t stride, Range rows, Range panels) {
+    multiply(weight, w, a, stride, rows.size(), panels, [&](int64_t m, int64_t panel, Columns y) {
       float* x = x_ + (rows.begin + m) * x_stride_ + panel * kPanel;
       store(x, load(x) + y.left);
       store(x + kLanes, load(x + kLanes) + y.right);
     });
   }
 
-  void gate(const PackedLinear& weight, const T* a, int64_t rows, Range panels, T* out) {
-    multiply(weight, a, c_.hidden, rows, panels, [&](int64_t m, int64_t panel, Columns y) {
+  void gate(const PackedLinear& weight, const Worker& w, const T* a, int64_t rows, Range panels, T* out) {
+    multiply(weight, w, a, c_.hidden, rows, panels, [&](int64_t m, int64_t panel, Columns y) {
       store(out + m * inner_stride_ + panel * kLanes, silu(y.left) * y.right);
     });
   }
 
   // Panels times rows [0, rows) of `a`; `finish(m, panel, columns)` takes every result with its bias.
   template <class Finish>
-  void multiply(const PackedLinear& weight, const T* a, int64_t stride, int64_t rows, Range panels, Finish&& finish) {
+  void multiply(const PackedLinear& weight, const Worker& w, const T* a, int64_t stride, int64_t rows, Range panels,
+                Finish&& finish) {
+    if (weight.format == Format::kDense) {
+      multiply_panels(weight, rows, panels, finish, [&](int64_t begin, int count, int64_t p, float* tile) {
+        multiply_dense_panel(a + begin * stride, stride, count, reinterpret_cast<const T*>(weight.panel(p)), weight.k,
+                             tile);
+      });
+      return;
+    }
+    // Every thread rounds the rows that it needs for itself: that is cheaper than to meet once more.
+    QuantizedRows& q = own_[w.tid].quantized;
+    q.k = weight.k;
+    for (int64_t first = 0; first < rows; first += kBlockTokens) {
+      const int64_t size = std::min(kBlockTokens, rows - first);
+      quantize_rows(a + first * stride, stride, size, q);
+      const auto from_first = [&](int64_t m, int64_t panel, Columns y) { finish(first + m, panel, y); };
+      multiply_panels(weight, size, panels, from_first, [&](int64_t begin, int count, int64_t p, float* tile) {
+        multiply_quantized_panel(weight.format, q, begin, count, weight.panel(p), tile);
+      });
+    }
+  }
+
+  // `product(first row, rows, panel, tile)` computes a block of at most kMaxRows rows.
+  template <class Finish, class Product>
+  void multiply_panels(const PackedLinear& weight, int64_t rows, Range panels, Finish&& finish, Product&& product) {
     alignas(64) float tile[kMaxRows * kPanel];
     const int64_t blocks = ceil_div(rows, kMaxRows);
     for (int64_t p = panels.begin; p < panels.end; ++p) {
-      const Vec none = zero();
       const float* bias = weight.bias == nullptr ? nullptr : weight.bias + p * kPanel;
-      const Columns add = bias == nullptr ? Columns{none, none} : Columns{load(bias), load(bias + kLanes)};
+      const Columns add = bias == nullptr ? Columns{zero(), zero()} : Columns{load(bias), load(bias + kLanes)};
       for (int64_t b = 0; b < blocks; ++b) {
         const int64_t begin = rows * b / blocks, end = rows * (b + 1) / blocks;
-        multiply_dense_panel(a + begin * stride, stride, static_cast<int>(end - begin),
-                             reinterpret_cast<const T*>(weight.panel(p)), weight.k, tile);
+        product(begin, static_cast<int>(end - begin), p, tile);
         const float* y = tile;
         for (int64_t m = begin; m < end; ++m, y += kPanel) {
           finish(m, p, Columns{load(y) + add.left, load(y + kLanes) + add.right});

@@ -52,8 +52,8 @@ enum class NormKind : int32_t { kAttention = 0, kMlp = 1, kQ = 2, kK = 3, kFinal
 class EngineBase {
  public:
   virtual ~EngineBase() = default;
-  // Packs a weight [N, k] in the engine's own type, row-major; `bias` is [N] float32 or null.
-  virtual void set_linear(LinearKind kind, int64_t layer, const void* weight, const float* bias) = 0;
+  // Packs a weight [N, k], row-major, in the engine's own type or in blocks of `format`; `bias` is [N] float32 or null.
+  virtual void set_linear(LinearKind kind, int64_t layer, Format format, const void* weight, const float* bias) = 0;
   virtual void set_norm(NormKind kind, int64_t layer, const float* weight) = 0;
   // [V, N] in the engine's own type; kept by reference.
   virtual void set_embedding(const void* table) = 0;

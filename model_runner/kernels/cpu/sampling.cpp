@@ -1,0 +1,315 @@
+#include "sampling.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "simd.h"
+
+namespace pdserve {
+namespace {
+
+constexpr int64_t kBlock = 256;       // logits whose weights are summed before they join the float64 sum
+constexpr int64_t kMaximaBlock = 64;  // logits of which the largest stands for a block
+// Distances from the largest logit, over temperature, at which the weight so far is measured.
+constexpr int kLevels = 12;
+constexpr float kLevelStep = 1.25f;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Sixteen logits, the last ones of a row filled up with minus infinity.
+Vec load_some(const float* p, int64_t count) {
+  if (count >= kLanes) return load(p);
+  float lanes[kLanes];
+  std::fill(lanes, lanes + kLanes, -kInfinity);
+  std::copy(p, p + count, lanes);
+  return load(lanes);
+}
+
+// Logits over temperature, the largest 0, in the reference's order of operations.
+Vec scaled(Vec logits, Vec largest_logit, Vec temperature) { return (logits - largest_logit) / temperature; }
+
+#if defined(__AVX512F__)
+uint32_t at_least(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ); }
+uint32_t not_a_number(Vec a) { return _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q); }
+Vec where(uint32_t mask, Vec a) { return {_mm512_maskz_mov_ps(static_cast<__mmask16>(mask), a.v)}; }
+#else
+uint32_t mask_of(__m256 a, __m256 b) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(a)) | static_cast<uint32_t>(_mm256_movemask_ps(b)) << 8;
+}
+uint32_t at_least(Vec x, Vec y) {
+  return mask_of(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ));
+}
+uint32_t not_a_number(Vec x) {
+  return mask_of(_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q));
+}
+Vec where(uint32_t mask, Vec x) {
+  const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const auto half = [&](uint32_t low, __m256 v) {
+    const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(low)), bits);
+    return _mm256_and_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(set, bits)), v);
+  };
+  return {half(mask & 0xff, x.a), half(mask >> 8, x.b)};
+}
+#endif
+
+// Bits that order as the numbers do, and both zeros alike.
+uint32_t key_of(float logit) {
+  const float plus_zero = logit + 0.0f;
+  uint32_t bits;
+  std::memcpy(&bits, &plus_zero, sizeof bits);
+  return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
+}
+
+uint64_t mix(uint64_t z) {
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
+}
+
+// Weight of the row, whole and down to each level's distance.
+struct Masses {
+  double total = 0;
+  std::array<double, kLevels> down_to{};
+};
+
+Masses measure(const float* logits, int64_t vocab, Vec largest_logit, Vec temperature) {
+  Masses masses;
+  for (int64_t begin = 0; begin < vocab; begin += kBlock) {
+    Vec all = zero();
+    Vec part[kLevels];
+    for (Vec& sum : part) sum = zero();
+    for (int64_t i = begin; i < std::min(begin + kBlock, vocab); i += kLanes) {
+      const Vec distance = scaled(load_some(logits + i, vocab - i), largest_logit, temperature);
+      const Vec weight = exp(distance);
+      all = all + weight;
+#pragma GCC unroll 16
+      for (int level = 0; level < kLevels; ++level) {
+        part[level] = part[level] + where(at_least(distance, broadcast(-kLevelStep * (level + 1))), weight);
+      }
+    }
+    masses.total += sum(all);
+    for (int level = 0; level < kLevels; ++level) masses.down_to[level] += sum(part[level]);
+  }
+  return masses;
+}
+
+}  // namespace
+
+double uniform(uint64_t seed, int64_t position) {
+  constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
+  const uint64_t counter = mix(seed + kGolden) + (static_cast<uint64_t>(position) + 1) * kGolden;
+  return static_cast<double>(mix(counter) >> 11) * 0x1p-53;
+}
+
+Choice largest_logit(const float* logits, int64_t vocab) {
+  constexpr int64_t kStride = 1024;
+  float best = -kInfinity;
+  int64_t best_begin = 0;
+  uint32_t broken = 0;
+  for (int64_t begin = 0; begin < vocab; begin += kStride) {
+    const int64_t end = std::min(begin + kStride, vocab);
+    Vec top[4] = {broadcast(-kInfinity), broadcast(-kInfinity), broadcast(-kInfinity), broadcast(-kInfinity)};
+    int64_t i = begin;
+    for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
+#pragma GCC unroll 4
+      for (int part = 0; part < 4; ++part) {
+        const Vec x = load(logits + i + part * kLanes);
+        broken |= not_a_number(x);
+        top[part] = max(top[part], x);
+      }
+    }
+    for (; i < end; i += kLanes) {
+      const Vec x = load_some(logits + i, end - i);
+      broken |= not_a_number(x);
+      top[0] = max(top[0], x);
+    }
+    const float block = largest(max(max(top[0], top[1]), max(top[2], top[3])));
+    if (block > best) {
+      best = block;
+      best_begin = begin;
+    }
+  }
+  if (broken != 0 || !std::isfinite(best)) return {0, false};
+  int64_t token = best_begin;
+  while (logits[token] != best) ++token;
+  return {token, true};
+}
+
+Choice Sampler::sample(const float* logits, int64_t vocab, const SampleParams& params) {
+  const Choice best = largest_logit(logits, vocab);
+  if (!best.finite || params.greedy) return best;
+  const float top = logits[best.token];
+  const double u = uniform(params.seed, params.position);
+  const bool everything = params.top_p == std::numeric_limits<double>::infinity();
+  if (params.top_k == 0 && everything) return {draw_from_all(logits, vocab, top, params, u), true};
+  if (params.top_k > 0) {
+    collect(logits, vocab, top_k_threshold(logits, vocab, params.top_k), top, params.temperature);
+    keep(first_k(params.top_k));
+    double mass = 0;
+    for (const Candidate& candidate : candidates_) mass += candidate.weight;
+    return {draw_from_candidates(params, mass, u), true};
+  }
+  const Masses masses = measure(logits, vocab, broadcast(top), broadcast(params.temperature));
+  int level = 0;
+  // A little more than asked for, so that the rounding of this sum can't leave a token of the nucleus out.
+  while (level < kLevels && masses.down_to[level] < params.top_p * masses.total * (1 + 1e-6)) ++level;
+  const float distance = level < kLevels ? -kLevelStep * static_cast<float>(level + 1) : -kInfinity;
+  const float threshold = top + distance * params.temperature * (1 + 1e-6f) - std::abs(top) * 1e-6f;
+  collect(logits, vocab, threshold, top, params.temperature);
+  return {draw_from_candidates(params, masses.total, u), true};
+}
+
+int64_t Sampler::draw_from_all(const float* logits, int64_t vocab, float top, const SampleParams& params, double u) {
+  const Vec top_logit = broadcast(top), temperature = broadcast(params.temperature), least = broadcast(params.min_p);
+  const auto weights = [&](int64_t i) {
+    const Vec weight = exp(scaled(load_some(logits + i, vocab - i), top_logit, temperature));
+    return where(at_least(weight, least), weight);
+  };
+  sums_.clear();
+  double total = 0;
+  for (int64_t begin = 0; begin < vocab; begin += kBlock) {
+    Vec block = zero();
+    for (int64_t i = begin; i < std::min(begin + kBlock, vocab); i += kLanes) block = block + weights(i);
+    sums_.push_back(total);
+    total += sum(block);
+  }
+  const double target = u * total;
+  // The last block that begins at or below the target; then the first token whose sum exceeds it.
+  auto block = std::upper_bound(sums_.begin(), sums_.end(), target) - sums_.begin() - 1;
+  for (; block >= 0; --block) {
+    double cumulative = sums_[block];
+    int64_t last = -1;
+    for (int64_t i = block * kBlock; i < std::min((block + 1) * kBlock, vocab); i += kLanes) {
+      float lanes[kLanes];
+      store(lanes, weights(i));
+      for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, vocab - i); ++lane) {
+        if (lanes[lane] == 0) continue;
+        last = i + lane;
+        cumulative += lanes[lane];
+        if (cumulative > target) return last;
+      }
+    }
+    // Rounding put the target behind the block's own sum: the last token that has a weight.
+    if (last >= 0) return last;
+  }
+  return 0;
+}
+
+float Sampler::top_k_threshold(const float* logits, int64_t vocab, int64_t top_k) {
+  // At least k logits are as large as the k-th largest of the blocks' maxima.
+  maxima_.clear();
+  for (int64_t begin = 0; begin < vocab; begin += kMaximaBlock) {
+    Vec top = broadcast(-kInfinity);
+    for (int64_t i = begin; i < std::min(begin + kMaximaBlock, vocab); i += kLanes) {
+      top = max(top, load_some(logits + i, vocab - i));
+    }
+    maxima_.push_back(largest(top));
+  }
+  if (top_k > static_cast<int64_t>(maxima_.size())) return -kInfinity;
+  std::nth_element(maxima_.begin(), maxima_.begin() + top_k - 1, maxima_.end(), std::greater<float>());
+  return maxima_[top_k - 1];
+}
+
+void Sampler::collect(const float* logits, int64_t vocab, float threshold, float top, float temperature) {
+  candidates_.clear();
+  const Vec limit = broadcast(threshold), top_logit = broadcast(top), divisor = broadcast(temperature);
+  for (int64_t i = 0; i < vocab; i += kLanes) {
+    const Vec x = load_some(logits + i, vocab - i);
+    uint32_t mask = at_least(x, limit);
+    if (vocab - i < kLanes) mask &= (1u << (vocab - i)) - 1;
+    if (mask == 0) continue;
+    float weights[kLanes];
+    store(weights, exp(scaled(x, top_logit, divisor)));
+    for (; mask != 0; mask &= mask - 1) {
+      const int lane = __builtin_ctz(mask);
+      candidates_.push_back({key_of(logits[i + lane]), static_cast<int32_t>(i + lane), weights[lane]});
+    }
+  }
+}
+
+// Finds where the candidates, best first, are enough: a radix search, eleven bits of the key at a time.
+// `enough(count, mass)` says so of those that come before a candidate. Returns the last candidate kept.
+template <class Enough>
+Sampler::Border Sampler::find_border(Enough enough) {
+  constexpr int kBits = 11;
+  constexpr uint32_t kBins = 1u << kBits;
+  struct Bin {
+    double mass;
+    int64_t count;
+  };
+  std::array<Bin, kBins> bins;
+  int64_t count = 0;
+  double mass = 0;
+  open_ = candidates_;
+  for (int shift = 32 - kBits;; shift = std::max(0, shift - kBits)) {
+    bins.fill({0, 0});
+    for (const Candidate& candidate : open_) {
+      Bin& bin = bins[(candidate.key >> shift) & (kBins - 1)];
+      bin.mass += candidate.weight;
+      ++bin.count;
+    }
+    // The last bin that is not passed: whatever comes before the next one is enough, or there is no next one.
+    uint32_t at = kBins, last = kBins;
+    while (at-- > 0) {
+      if (bins[at].count == 0) continue;
+      if (last != kBins) {
+        if (enough(count + bins[last].count, mass + bins[last].mass)) break;
+        count += bins[last].count;
+        mass += bins[last].mass;
+      }
+      last = at;
+    }
+    const auto other = [&](const Candidate& c) { return ((c.key >> shift) & (kBins - 1)) != last; };
+    open_.erase(std::remove_if(open_.begin(), open_.end(), other), open_.end());
+    if (shift == 0) break;
+  }
+  int64_t equals = 0;
+  for (const Candidate& candidate : open_) {
+    if (count + equals > 0 && enough(count + equals, mass)) break;
+    mass += candidate.weight;
+    ++equals;
+  }
+  return {open_.front().key, equals};
+}
+
+Sampler::Border Sampler::first_k(int64_t k) {
+  return find_border([k](int64_t count, double) { return count >= k; });
+}
+
+Sampler::Border Sampler::nucleus(double limit) {
+  return find_border([limit](int64_t, double mass) { return mass >= limit; });
+}
+
+void Sampler::keep(Border border) {
+  const auto drop = [&border](const Candidate& candidate) {
+    if (candidate.key != border.key) return candidate.key < border.key;
+    return border.equals-- <= 0;
+  };
+  // In order of ids, so that the first of equals stay; remove_if promises to look at each element once.
+  candidates_.erase(std::remove_if(candidates_.begin(), candidates_.end(), drop), candidates_.end());
+}
+
+int64_t Sampler::draw_from_candidates(const SampleParams& params, double mass, double u) {
+  if (params.top_p < 1) keep(nucleus(params.top_p * mass));
+  double total = 0;
+  // The best token's weight is 1, and is kept whatever min_p is.
+  for (Candidate& candidate : candidates_) {
+    if (candidate.weight < std::min(params.min_p, 1.0f)) candidate.weight = 0;
+    total += candidate.weight;
+  }
+  const double target = u * total;
+  double cumulative = 0;
+  int64_t last = 0;
+  for (const Candidate& candidate : candidates_) {
+    if (candidate.weight == 0) continue;
+    last = candidate.id;
+    cumulative += candidate.weight;
+    if (cumulative > target) break;
+  }
+  return last;
+}
+
+}  // namespace pdserve

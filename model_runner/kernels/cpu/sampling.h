@@ -1,0 +1,70 @@
+// Chooses the next token of each row of logits, without sorting the vocabulary: the order of rules, the order of equals
+// and the inverted distribution are those of sampler.py, which is the reference.
+//
+// Weights are float32, their sums float64 in vocabulary order. The reference sums some of them as float32, so the two
+// may differ where the row's uniform number lies within rounding (about 1e-7) of a border between two tokens. A
+// row's token depends on that row alone.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace pdserve {
+
+// Mirrored by a NumPy dtype in sampling.py.
+struct SampleParams {
+  uint64_t seed;
+  int64_t position;  // of the token to be sampled
+  int64_t top_k;     // 0: the whole vocabulary
+  double top_p;      // infinity: everything
+  float temperature;
+  float min_p;
+  int64_t greedy;    // 0 or 1
+};
+
+struct Choice {
+  int64_t token;
+  bool finite;  // false: NaN, +inf or nothing but -inf in the row; the token means nothing
+};
+
+// The lowest id of the largest logit.
+Choice largest_logit(const float* logits, int64_t vocab);
+
+// One number in [0, 1), of 53 random bits, for each (seed, position).
+double uniform(uint64_t seed, int64_t position);
+
+// One thread's memory: the tokens that may be kept.
+class Sampler {
+ public:
+  Choice sample(const float* logits, int64_t vocab, const SampleParams& params);
+
+ private:
+  struct Candidate {
+    uint32_t key;  // grows with the logit
+    int32_t id;
+    float weight;
+  };
+
+  // What is kept of the candidates: keys above `key`, and the first `equals` of those equal to it.
+  struct Border {
+    uint32_t key;
+    int64_t equals;
+  };
+
+  int64_t draw_from_all(const float* logits, int64_t vocab, float largest, const SampleParams& params, double u);
+  int64_t draw_from_candidates(const SampleParams& params, double mass, double u);
+  float top_k_threshold(const float* logits, int64_t vocab, int64_t top_k);
+  void collect(const float* logits, int64_t vocab, float threshold, float largest, float temperature);
+  template <class Enough>
+  Border find_border(Enough enough);
+  Border first_k(int64_t k);
+  Border nucleus(double limit);
+  void keep(Border border);
+
+  std::vector<Candidate> candidates_;
+  std::vector<Candidate> open_;
+  std::vector<float> maxima_;
+  std::vector<double> sums_;
+};
+
+}  // namespace pdserve

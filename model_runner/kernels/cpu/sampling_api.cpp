@@ -1,0 +1,34 @@
+// Sampling, as Python calls it.
+#include <new>
+
+#include "api.h"
+#include "sampling.h"
+#include "team.h"
+
+using namespace pdserve;
+
+// Rows of float32 logits, `stride` elements apart, shared out among the team's threads (or on the caller's, without a
+// team). Returns -1 when memory runs out.
+PDS_API int32_t pds_sample(void* team, const float* logits, int64_t rows, int64_t vocab, int64_t stride,
+                           const SampleParams* params, int64_t* tokens, uint8_t* finite) {
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> failed{false};
+  const auto work = [&](int, int) {
+    try {
+      Sampler sampler;
+      for (int64_t row = next++; row < rows; row = next++) {
+        const Choice choice = sampler.sample(logits + row * stride, vocab, params[row]);
+        tokens[row] = choice.token;
+        finite[row] = choice.finite;
+      }
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+  };
+  if (team == nullptr || rows == 1) {
+    work(0, 1);
+  } else {
+    static_cast<Team*>(team)->run(work);
+  }
+  return failed ? -1 : 0;
+}

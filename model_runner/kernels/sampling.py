@@ -1,0 +1,71 @@
+"""Sampling on the CPU's vector units: the sampler's rules without a sort, a few microseconds a row.
+
+Shapes: N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_int32, c_int64, c_void_p
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from .library import load_library
+from .team import Team
+
+if TYPE_CHECKING:
+    from ..rows import RowParams
+
+I64 = npt.NDArray[np.int64]
+
+# SampleParams of sampling.h.
+SAMPLE_PARAMS = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("position", np.int64),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("temperature", np.float32),
+        ("min_p", np.float32),
+        ("greedy", np.int64),
+    ]
+)
+_SHARED = ("seed", "top_k", "top_p", "temperature", "min_p", "greedy")
+
+
+class NativeSampler:
+    """Chooses tokens as ``sampler.sample`` does, on ``team``'s threads or, without one, on the caller's."""
+
+    def __init__(self, team: Team | None = None) -> None:
+        """Raises ``BuildError`` where the kernels can't be had."""
+        self._team = team
+        library = load_library()
+        self._sample = library.pds_sample
+        self._sample.restype = c_int32
+        self._sample.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p)
+
+    def sample(self, logits_NV: Tensor, params: RowParams, positions: I64) -> tuple[I64, npt.NDArray[np.bool_]]:
+        """Tokens [N] and whether each row was finite [N]. ``logits_NV``: float32 on the CPU, rows contiguous."""
+        count, vocab = logits_NV.shape
+        if logits_NV.stride(1) != 1:
+            raise ValueError("the logits of a row must lie one after another")
+        rows = np.empty(count, dtype=SAMPLE_PARAMS)
+        for name in _SHARED:
+            rows[name] = params[name]
+        rows["position"] = positions
+        tokens, finite = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.bool_)
+        status = self._sample(
+            None if self._team is None else self._team.handle,
+            logits_NV.data_ptr(),
+            count,
+            vocab,
+            logits_NV.stride(0),
+            rows.ctypes.data,
+            tokens.ctypes.data,
+            finite.ctypes.data,
+        )
+        if status != 0:
+            raise MemoryError
+        return tokens, finite
