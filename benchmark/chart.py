@@ -116,6 +116,14 @@ def draw_level(axes: Axes, changes: Iterable[tuple[float, int]], end: float, lab
     axes.step(times, list(levels.values()), where="post", label=label, color=color(index), linewidth=1.2)
 
 
+def log_x(axes: Axes) -> None:
+    """A logarithmic x axis with plain numbers; call it when all is drawn."""
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    axes.set_xlim(low / 1.1, high * 1.1)
+    _plain_log_ticks(axes)
+
+
 def log_y(axes: Axes) -> None:
     """A logarithmic y axis with plain numbers; call it when all is drawn."""
     axes.set_yscale("log")
@@ -132,3 +140,10 @@ def show_legend(axes: Axes, entries: int) -> None:
     """A legend, where there is more than one thing to tell apart."""
     if entries > 1:
         axes.legend()
+
+
+def legend_below(figure: Figure, axes: Axes) -> None:
+    """One legend under all panels, for the lines of ``axes``, where there is more than one."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) > 1:
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6))

@@ -56,8 +56,7 @@ def _plot_latency(path: Path, series: list[tuple[str, list[RequestRecord]]]) -> 
         chart.draw_cdf(itl, (gap * MS for r in records for gap in r.itls), name, i)
     chart.finish_cdf(ttft, "Time to first token")
     chart.finish_cdf(itl, "Inter-token latency")
-    for axes in (ttft, itl):
-        chart.show_legend(axes, len(series))
+    chart.legend_below(figure, ttft)
     return chart.save(figure, path)
 
 

@@ -72,7 +72,7 @@ class Detokenizer:
                 continue
             if state.stop is None and item.finish is None:
                 text = state.decoder.decode(item.token_ids)
-                texts.append(ReqText(item.rid, text, item.token_ids, logprobs=item.logprobs))
+                texts.append(ReqText(item.rid, text, item.token_ids, meta=item.meta, logprobs=item.logprobs))
             else:
                 piece = _read_piece(state, item)
                 if piece.matched is not None and item.finish is None:
@@ -108,7 +108,9 @@ class Detokenizer:
         logprobs = None if item.logprobs is None else item.logprobs[: piece.tokens]
         token_ids = item.token_ids[: piece.tokens]
         if finish is None:
-            return ReqText(item.rid, text, token_ids, logprobs=logprobs)
+            # A first item's meta tells a stream its counts; later ones are only there in case a stop string ends it.
+            meta = item.meta if item.init is not None else None
+            return ReqText(item.rid, text, token_ids, meta=meta, logprobs=logprobs)
         self.forget(item.rid)
         meta = item.meta
         if meta is not None:

@@ -32,6 +32,7 @@ from .placement import parse_cpus
 from .pool_size import PoolRequest, choose_max_total_tokens
 
 if TYPE_CHECKING:
+    from .kernels.sampling import NativeSampler
     from .loader.quantized_blocks import BlockSource
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class ModelRunner:
     Attributes: ``config``, ``context_length`` and ``vocab_size`` (tokens), ``device``, ``dtype`` (weights and
     activations), ``layout``, ``max_total_tokens`` (slots to hand out, page 0 excluded), ``pool``, ``kv_region`` (the
     pool's memory as one buffer; None on an accelerator), ``fingerprint``, ``attention_backend`` (its name),
-    ``load_seconds``.
+    ``sampler`` (the kernel that chooses tokens, where the CPU kernels run), ``load_seconds``.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -59,6 +60,7 @@ class ModelRunner:
             model = self._load(options, source)
         with self._timed("kv_pool"):
             self._allocate_pool(options)
+        self.sampler: NativeSampler | None = None
         with self._timed("kernels"):
             backend = choose_attention_backend(
                 options.attention_backend, self.config, self.device, self.dtype, self.pool.dtype
@@ -110,10 +112,13 @@ class ModelRunner:
     ) -> Callable[[ForwardBatch], Tensor]:
         # Imported here: it loads the compiled kernels.
         from .kernels.cpu_engine import CpuEngine
+        from .kernels.sampling import NativeSampler
         from .kernels.team import Team
 
         cpus = None if options.cpus is None else parse_cpus(options.cpus)
-        return CpuEngine(model, self.pool, Team(torch.get_num_threads(), cpus), blocks).forward
+        team = Team(torch.get_num_threads(), cpus)
+        self.sampler = NativeSampler(team)
+        return CpuEngine(model, self.pool, team, blocks).forward
 
     def _allocate_pool(self, options: ServerOptions) -> None:
         kv_dtype = self.dtype if options.kv_cache_dtype == "auto" else choose_dtype(options.kv_cache_dtype, self.device)

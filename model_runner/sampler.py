@@ -14,7 +14,7 @@ Shapes: N rows, V vocabulary, K candidates.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,9 @@ from .inverse_cdf import pick, pick_few, uniforms
 from .penalties import I64, LogitEdits, apply_penalties, ban_tokens
 from .rows import RowParams
 from .top_tokens import top_tokens
+
+if TYPE_CHECKING:
+    from .kernels.sampling import NativeSampler
 
 # A nucleus is looked for among this many best tokens first (their ids are found cheaply), then in the sorted
 # probabilities: the largest SORTED of them, and last, all.
@@ -42,11 +45,21 @@ class Sampled(NamedTuple):
     finite: npt.NDArray[np.bool_]
 
 
-def sample(logits_NV: Tensor, params: RowParams, positions: I64, edits: LogitEdits | None = None) -> Sampled:
+def sample(
+    logits_NV: Tensor,
+    params: RowParams,
+    positions: I64,
+    edits: LogitEdits | None = None,
+    kernel: NativeSampler | None = None,
+) -> Sampled:
     """Choose the token at ``positions[i]`` of each row's request. ``logits_NV``: float32, left as they are.
 
-    A row that is not ``finite`` gets a token that means nothing.
+    With ``kernel`` (on a CPU) it makes the choice, by the same rules. A row that is not ``finite`` gets a token that
+    means nothing.
     """
+    if kernel is not None:
+        tokens, finite = kernel.sample(_edited(logits_NV, params, edits), params, positions)
+        return Sampled(torch.from_numpy(tokens), finite)
     if edits is None and params["greedy"].all():
         tokens_N, max_N = _best(logits_NV)
         return Sampled(tokens_N, torch.isfinite(max_N).cpu().numpy())
@@ -61,16 +74,7 @@ def sample(logits_NV: Tensor, params: RowParams, positions: I64, edits: LogitEdi
 
 
 def _sample_chunk(logits_NV: Tensor, params: RowParams, positions: I64, edits: LogitEdits | None) -> Sampled:
-    if edits is not None:
-        logits_NV = logits_NV.clone()
-        apply_penalties(
-            logits_NV,
-            edits.histories,
-            params["repetition_penalty"],
-            params["frequency_penalty"],
-            params["presence_penalty"],
-        )
-        ban_tokens(logits_NV, edits.banned)
+    logits_NV = _edited(logits_NV, params, edits)
     tokens_N, max_N = _best(logits_NV)
     finite = torch.isfinite(max_N).cpu().numpy()
     drawn = np.flatnonzero(~params["greedy"] & finite)
@@ -78,6 +82,17 @@ def _sample_chunk(logits_NV: Tensor, params: RowParams, positions: I64, edits: L
         rows = _Rows.of(logits_NV, max_N, params, positions).take(drawn)
         tokens_N[torch.from_numpy(drawn).to(tokens_N.device)] = _draw(rows)
     return Sampled(tokens_N, finite)
+
+
+def _edited(logits_NV: Tensor, params: RowParams, edits: LogitEdits | None) -> Tensor:
+    """The logits with penalties and bans applied: a copy where there are any."""
+    if edits is None:
+        return logits_NV
+    logits_NV = logits_NV.clone()
+    repetition, frequency, presence = (params[f"{name}_penalty"] for name in ("repetition", "frequency", "presence"))
+    apply_penalties(logits_NV, edits.histories, repetition, frequency, presence)
+    ban_tokens(logits_NV, edits.banned)
+    return logits_NV
 
 
 def _best(logits_NV: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ Shapes: T tokens, B entries, S sampled entries, L wanted rows of logits, R rows 
 from __future__ import annotations
 
 import time
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from .forward_batch import ForwardBatch
 from .logprobs import score
 from .rows import NO_LOGPROBS, RowParams, RowStates
 from .sampler import sample
+
+if TYPE_CHECKING:
+    from .kernels.sampling import NativeSampler
 
 I64 = npt.NDArray[np.int64]
 
@@ -55,8 +58,10 @@ class _Plan(NamedTuple):
 class StepRunner:
     """Owns the device's request table and the rows' state. One thread."""
 
-    def __init__(self, model: Model, max_reqs: int) -> None:
+    def __init__(self, model: Model, max_reqs: int, sampler: NativeSampler | None = None) -> None:
+        """``sampler``: the kernel that chooses tokens, where there is one."""
         self._model = model
+        self._sampler = sampler
         self._device = model.device
         self._rows = RowStates(max_reqs, model.vocab_size, model.device)
         self._req_to_token = torch.zeros((max_reqs, model.context_length), dtype=torch.int32, device=model.device)
@@ -136,7 +141,8 @@ class StepRunner:
         if not len(plan.sampled):
             return np.empty(0, dtype=np.int32), None
         params = self._rows.params(plan.rows)
-        chosen = sample(logits_SV, params, plan.positions, self._rows.edits(plan.rows, params, plan.positions))
+        edits = self._rows.edits(plan.rows, params, plan.positions)
+        chosen = sample(logits_SV, params, plan.positions, edits, self._sampler)
         tokens = chosen.tokens.cpu().numpy()
         self._rows.record(plan.rows, params, chosen.tokens, tokens)
         bad.update(plan.sampled[~chosen.finite].tolist())

@@ -107,7 +107,7 @@ class NativeRenderer:
         }
         if choice.finish is not None:
             meta_info["e2e_latency"] = round(choice.finished_at - choice.arrival, 6)
-        if choice.meta is not None:
+        if choice.meta is not None and choice.finish is not None:
             meta_info["retractions"] = choice.meta.retractions
             meta_info["timing"] = timing(choice.meta.timing)
         options = self._logprobs[choice.prompt_index]

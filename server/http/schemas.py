@@ -87,6 +87,8 @@ class GenerateBody(RequestFields):
     unserved: ClassVar[Unserved] = unserved.GENERATE
     belongs: ClassVar[Mapping[str, str]] = dict.fromkeys(SamplingParamsBody.model_fields, "sampling_params")
 
+    model: str | None = None
+    """Ignored: an instance serves one model. SGLang's router names one in every body that it passes on."""
     text: OneOrMany[str] | None = None
     input_ids: TokenIds | None = None
     sampling_params: OneOrMany[SamplingParamsBody] = SamplingParamsBody()

@@ -99,7 +99,9 @@ def test_a_stop_string_cuts_text_tokens_and_logprobs():
     d = make_detokenizer()
     logprobs = [TokenLogprob(i, -1.0) for i in tokens("xENDyz")]
     [out], _ = step(d, item("aE", init=make_init("END"), meta=make_meta(2)))
-    assert (out.text, out.token_ids, out.meta) == ("a", tokens("aE"), None)
+    assert (out.text, out.token_ids, out.meta.prompt_tokens) == ("a", tokens("aE"), 3)  # a stream's counts
+    [out], _ = step(d, item("", meta=make_meta(2)))
+    assert out.meta is None  # only there in case a stop string ends the request
     [out], stops = step(d, item("xENDyz", meta=make_meta(8), logprobs=logprobs))
     assert stops == ["r"]
     assert (out.text, out.token_ids) == ("Ex", tokens("xEND"))

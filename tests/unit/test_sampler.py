@@ -5,94 +5,43 @@ Shapes: N rows, V vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sampler_reference import BORDER, make_row, reference
 
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import RowInit
 from pdserve.model_runner.inverse_cdf import pick, pick_few, uniforms
+from pdserve.model_runner.kernels.build import best_level
 from pdserve.model_runner.rows import RowStates
 from pdserve.model_runner.sampler import CANDIDATES, SORTED, sample
 from pdserve.model_runner.top_tokens import top_tokens
 
-BORDER = 1e-5
+# Every rule is tested twice: as torch operations, and as the CPU kernel.
+WAYS = ["torch", "kernel"] if best_level() is not None else ["torch"]
+both_ways = pytest.mark.parametrize("way", WAYS)
 
 
-def make_row(row: int = 0, **changes) -> RowInit:
-    defaults = {
-        "row": row,
-        "seed": 7,
-        "prompt_len": 4,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "min_new_tokens": 0,
-        "stop_ids": (),
-    }
-    return RowInit(**(defaults | changes))
+@cache
+def load_kernel():
+    from pdserve.model_runner.kernels.sampling import NativeSampler
+
+    return NativeSampler()
 
 
-def run(logits: torch.Tensor, inits: list[RowInit], positions: list[int]):
+def run(way: str, logits: torch.Tensor, inits: list[RowInit], positions: list[int]):
     """Sample each row as the step runner does."""
     states = RowStates(len(inits), logits.shape[1], torch.device("cpu"))
     for init in inits:
         states.start(init)
     rows, at = np.array([init.row for init in inits]), np.array(positions)
     params = states.params(rows)
-    return sample(logits, params, at, states.edits(rows, params, at))
-
-
-class Choice(NamedTuple):
-    token: int
-    margin: float
-    """Distance of the row's uniform number, or of a cut's border, from where the answer changes."""
-
-
-def reference(logits: np.ndarray, init: RowInit, position: int) -> Choice:
-    """What the module docstring of the sampler says, in float64, with full sorts."""
-    x = edited_reference(logits.astype(np.float64), init, position)
-    order = np.lexsort((np.arange(len(x)), -x))
-    if init.temperature == 0 or init.top_k == 1:
-        return Choice(int(order[0]), 1.0)
-    p = np.exp((x - x.max()) / init.temperature)
-    p /= p.sum()
-    kept = order[: init.top_k] if init.top_k > 0 else order
-    margin = 1.0
-    q = p[kept] / p[kept].sum()
-    if init.top_p < 1:
-        before = np.cumsum(q) - q
-        margin = np.abs(before - init.top_p).min()
-        kept, q = kept[before < init.top_p], q[before < init.top_p]
-    if init.min_p > 0:
-        margin = min(margin, np.abs(q / q[0] - init.min_p).min())
-        kept = kept[q >= init.min_p * q[0]]
-    kept = np.sort(kept)
-    cumulative = np.cumsum(p[kept]) / p[kept].sum()
-    u = uniforms(np.array([init.seed], dtype=np.uint64), np.array([position]))[0]
-    margin = min(margin, np.abs(cumulative[:-1] - u).min(initial=1.0))
-    return Choice(int(kept[np.searchsorted(cumulative, u, side="right")]), float(margin))
-
-
-def edited_reference(x: np.ndarray, init: RowInit, position: int) -> np.ndarray:
-    if init.history is not None:
-        tokens = np.frombuffer(init.history, dtype="<i4")
-        output = tokens[init.prompt_len :]
-        for token in set(tokens.tolist()):
-            x[token] = x[token] / init.repetition_penalty if x[token] > 0 else x[token] * init.repetition_penalty
-        for token in set(output.tolist()):
-            x[token] -= init.frequency_penalty * (output == token).sum() + init.presence_penalty
-    if position - init.prompt_len < init.min_new_tokens:
-        x[[t for t in init.stop_ids if t < len(x)]] = -np.inf
-    return x
+    return sample(logits, params, at, states.edits(rows, params, at), load_kernel() if way == "kernel" else None)
 
 
 @st.composite
@@ -127,20 +76,22 @@ def rows_and_logits(draw):
     return np.array(logits, dtype=np.float32), inits, positions
 
 
+@both_ways
 @given(rows_and_logits())
 @settings(max_examples=150, deadline=None)
-def test_a_row_gets_the_reference_s_token_and_the_same_alone_as_in_any_company(case) -> None:
+def test_a_row_gets_the_reference_s_token_and_the_same_alone_as_in_any_company(way: str, case) -> None:
     logits, inits, positions = case
-    together = run(torch.from_numpy(logits), inits, positions)
+    together = run(way, torch.from_numpy(logits), inits, positions)
     assert together.finite.all()
     for i, init in enumerate(inits):
-        alone = run(torch.from_numpy(logits[i : i + 1].copy()), [changed(init, row=0)], positions[i : i + 1])
+        alone = run(way, torch.from_numpy(logits[i : i + 1].copy()), [changed(init, row=0)], positions[i : i + 1])
         assert alone.tokens[0] == together.tokens[i]
         expected = reference(logits[i], init, positions[i])
         if expected.margin > BORDER:
             assert together.tokens[i] == expected.token
 
 
+@both_ways
 @pytest.mark.parametrize(
     "changes",
     [
@@ -152,23 +103,24 @@ def test_a_row_gets_the_reference_s_token_and_the_same_alone_as_in_any_company(c
         {"top_k": 50, "top_p": 0.5, "min_p": 0.6},
     ],
 )
-def test_what_is_kept_of_a_flat_distribution(changes: dict) -> None:
+def test_what_is_kept_of_a_flat_distribution(way: str, changes: dict) -> None:
     """More is kept than the candidates, or even the sorted part, hold."""
     count, vocab = 24, 2 * SORTED + 77
     logits = np.random.default_rng(0).standard_normal((count, vocab)).astype(np.float32) * 0.5
     inits = [make_row(row, seed=row, **changes) for row in range(count)]
-    tokens = run(torch.from_numpy(logits), inits, [4] * count).tokens.tolist()
+    tokens = run(way, torch.from_numpy(logits), inits, [4] * count).tokens.tolist()
     expected = [reference(row, init, 4) for row, init in zip(logits, inits, strict=True)]
     certain = [i for i, choice in enumerate(expected) if choice.margin > BORDER]
     assert len(certain) > count / 3
     assert [tokens[i] for i in certain] == [expected[i].token for i in certain]
 
 
-def test_repetition_makes_seen_tokens_less_likely_whatever_their_sign() -> None:
+@both_ways
+def test_repetition_makes_seen_tokens_less_likely_whatever_their_sign(way: str) -> None:
     history = pack_i32([0, 0, 0, 0])
     for logits in ([-1.0, -1.5, -9.0], [1.5, 1.0, -9.0]):
         penalised = make_row(temperature=0.0, repetition_penalty=2.0, history=history)
-        assert run(torch.tensor([logits]), [penalised], [4]).tokens.tolist() == [1]
+        assert run(way, torch.tensor([logits]), [penalised], [4]).tokens.tolist() == [1]
 
 
 def changed(init: RowInit, **changes) -> RowInit:
@@ -195,10 +147,11 @@ def test_a_large_batch_is_bitwise_its_rows(vocab: int, threads: int) -> None:
         torch.set_num_threads(was)
 
 
-def test_draws_follow_the_distribution() -> None:
+@both_ways
+def test_draws_follow_the_distribution(way: str) -> None:
     count = 20_000
     logits = torch.tensor([2.0, 0.0, 1.0, -50.0]).log_softmax(0).expand(count, -1).contiguous()
-    drawn = run(logits, [make_row(row, seed=row) for row in range(count)], [4] * count).tokens
+    drawn = run(way, logits, [make_row(row, seed=row) for row in range(count)], [4] * count).tokens
     share = torch.bincount(drawn, minlength=4) / count
     # Five standard deviations of a share of 20,000 draws.
     torch.testing.assert_close(share, logits[0].exp(), atol=5 * 0.5 / count**0.5, rtol=0)
@@ -259,34 +212,39 @@ def test_top_tokens_order_by_logit_then_id(seed: int, vocab: int, k: int) -> Non
         assert values.tolist() == row[expected].tolist()
 
 
-def test_greedy_takes_the_lowest_of_equals() -> None:
+@both_ways
+def test_greedy_takes_the_lowest_of_equals(way: str) -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0], [5.0, 5.0, 5.0]])
-    assert run(logits, [make_row(0, temperature=0.0), make_row(1, top_k=1)], [4, 4]).tokens.tolist() == [1, 0]
+    assert run(way, logits, [make_row(0, temperature=0.0), make_row(1, top_k=1)], [4, 4]).tokens.tolist() == [1, 0]
 
 
+@both_ways
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
 @pytest.mark.parametrize("changes", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.9}, {"top_k": 100}])
-def test_a_row_that_is_not_finite_is_named_and_leaves_the_others_alone(bad: float, changes: dict) -> None:
+def test_a_row_that_is_not_finite_is_named_and_leaves_the_others_alone(way: str, bad: float, changes: dict) -> None:
     logits = torch.randn(3, 4000, generator=torch.Generator().manual_seed(0))
     inits = [make_row(row, seed=row, **changes) for row in range(3)]
-    clean = run(logits, inits, [4, 5, 6])
+    clean = run(way, logits, inits, [4, 5, 6])
     logits[1, 3999] = bad
-    broken = run(logits, inits, [4, 5, 6])
+    broken = run(way, logits, inits, [4, 5, 6])
     assert broken.finite.tolist() == [True, False, True]
     assert broken.tokens[[0, 2]].tolist() == clean.tokens[[0, 2]].tolist()
 
 
-def test_a_row_without_any_token_left_is_not_finite() -> None:
+@both_ways
+def test_a_row_without_any_token_left_is_not_finite(way: str) -> None:
     init = make_row(min_new_tokens=2, stop_ids=(0, 1, 2))
-    assert run(torch.zeros(1, 3), [init], [4]).finite.tolist() == [False]
-    assert run(torch.zeros(1, 3), [init], [6]).finite.tolist() == [True]
+    assert run(way, torch.zeros(1, 3), [init], [4]).finite.tolist() == [False]
+    assert run(way, torch.zeros(1, 3), [init], [6]).finite.tolist() == [True]
 
 
-def test_the_model_s_logits_are_left_as_they_are() -> None:
+@both_ways
+def test_the_model_s_logits_are_left_as_they_are(way: str) -> None:
     logits = torch.randn(2, 3000, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
     history = pack_i32([1, 2, 3, 4, 5])
     run(
+        way,
         logits,
         [
             make_row(0, repetition_penalty=1.5, history=history),

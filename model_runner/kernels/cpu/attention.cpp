@@ -10,6 +10,8 @@
 namespace pdserve {
 namespace {
 
+// With more rows a tile is computed for so long that the processor's own prefetcher is early enough.
+constexpr int kFetchRows = 24;
 constexpr float kLog2E = 1.44269504088896341f;
 
 template <class From, class To>
@@ -162,7 +164,7 @@ class AttentionWorker {
     const auto* queries = reinterpret_cast<const typename Words::Element*>(scratch.queries);
     const uint32_t* found[kTile];
     TileFetch ahead;
-    ahead.begin(base_ + item.head_begin * head_bytes_, next.offsets, next.count, heads_of(item) * head_bytes_,
+    ahead.begin(base_ + item.head_begin * head_bytes_, next.offsets, rows <= kFetchRows ? next.count : 0, heads_of(item) * head_bytes_,
                 values_offset_);
     for (int32_t head = item.head_begin; head < item.head_end; ++head) {
       const char* base = base_ + head * head_bytes_;

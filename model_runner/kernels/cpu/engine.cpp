@@ -14,6 +14,8 @@ constexpr int64_t kColumnTokens = 48;
 constexpr int64_t kBlockTokens = 96;
 // Up to this many tokens every thread normalises all of them, which is cheaper than another barrier.
 constexpr int64_t kRedundantTokens = 8;
+// What a thread fetches of its next product's weights before it waits for the others.
+constexpr int64_t kFirstBytes = 12288;
 // Tokens that activations have room for from the start.
 constexpr int64_t kFirstTokens = 512;
 
@@ -39,6 +41,13 @@ class Engine final : public EngineBase {
         dtype_(sizeof(T) == 2 ? DType::kBFloat16 : DType::kFloat32),
         fused_(config.head_dim % kPanel == 0 && !config.qk_norm && config.pool.dtype == dtype_),
         layers_(config.layers) {
+    for (size_t i = 0; i < layers_.size(); ++i) {
+      Layer& layer = layers_[i];
+      layer.qkv.next = &layer.o;
+      layer.o.next = &layer.gate_up;
+      layer.gate_up.next = &layer.down;
+      layer.down.next = i + 1 < layers_.size() ? &layers_[i + 1].qkv : &head_;
+    }
     x_stride_ = ceil_div(c_.hidden, kPanel) * kPanel;
     qkv_stride_ = ceil_div((c_.heads + 2 * c_.kv_heads) * c_.head_dim, kPanel) * kPanel;
     inner_stride_ = ceil_div(c_.inner, kLanes) * kLanes;
@@ -312,9 +321,9 @@ class Engine final : public EngineBase {
   void multiply(const PackedLinear& weight, const Worker& w, const T* a, int64_t stride, int64_t rows, Range panels,
                 Finish&& finish) {
     if (weight.format == Format::kDense) {
-      multiply_panels(weight, rows, panels, finish, [&](int64_t begin, int count, int64_t p, float* tile) {
-        multiply_dense_panel(a + begin * stride, stride, count, reinterpret_cast<const T*>(weight.panel(p)), weight.k,
-                             tile);
+      multiply_panels(weight, w, rows, panels, finish, [&](Range m, int64_t p, Stream stream, float* tile) {
+        const T* panel = reinterpret_cast<const T*>(weight.panel(p));
+        multiply_dense_panel(a + m.begin * stride, stride, static_cast<int>(m.size()), panel, weight.k, stream, tile);
       });
       return;
     }
@@ -325,28 +334,36 @@ class Engine final : public EngineBase {
       const int64_t size = std::min(kBlockTokens, rows - first);
       quantize_rows(a + first * stride, stride, size, q);
       const auto from_first = [&](int64_t m, int64_t panel, Columns y) { finish(first + m, panel, y); };
-      multiply_panels(weight, size, panels, from_first, [&](int64_t begin, int count, int64_t p, float* tile) {
-        multiply_quantized_panel(weight.format, q, begin, count, weight.panel(p), tile);
+      multiply_panels(weight, w, size, panels, from_first, [&](Range m, int64_t p, Stream stream, float* tile) {
+        const int count = static_cast<int>(m.size());
+        multiply_quantized_panel(weight.format, q, m.begin, count, weight.panel(p), stream, tile);
       });
     }
   }
 
-  // `product(first row, rows, panel, tile)` computes a block of at most kMaxRows rows.
+  // `product(rows, panel, stream, tile)` computes a block of at most kMaxRows rows.
   template <class Finish, class Product>
-  void multiply_panels(const PackedLinear& weight, int64_t rows, Range panels, Finish&& finish, Product&& product) {
+  void multiply_panels(const PackedLinear& weight, const Worker& w, int64_t rows, Range panels, Finish&& finish,
+                       Product&& product) {
     alignas(64) float tile[kMaxRows * kPanel];
     const int64_t blocks = ceil_div(rows, kMaxRows);
     for (int64_t p = panels.begin; p < panels.end; ++p) {
       const float* bias = weight.bias == nullptr ? nullptr : weight.bias + p * kPanel;
       const Columns add = bias == nullptr ? Columns{zero(), zero()} : Columns{load(bias), load(bias + kLanes)};
       for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t begin = rows * b / blocks, end = rows * (b + 1) / blocks;
-        product(begin, static_cast<int>(end - begin), p, tile);
+        const Range m{rows * b / blocks, rows * (b + 1) / blocks};
+        product(m, p, stream_of(weight.panel_bytes, b, blocks), tile);
         const float* y = tile;
-        for (int64_t m = begin; m < end; ++m, y += kPanel) {
-          finish(m, p, Columns{load(y) + add.left, load(y + kLanes) + add.right});
+        for (int64_t i = m.begin; i < m.end; ++i, y += kPanel) {
+          finish(i, p, Columns{load(y) + add.left, load(y + kLanes) + add.right});
         }
       }
+    }
+    if (weight.next != nullptr && w.args.tokens <= kColumnTokens) {
+      // The next product's first bytes travel while this thread waits for the others.
+      const uint8_t* first = weight.next->panel(share(weight.next->panels, w.tid, w.size).begin);
+      const int64_t size = std::min<int64_t>(kFirstBytes, weight.next->panel_bytes);
+      for (int64_t at = 0; at < size; at += kLine) _mm_prefetch(first + at, _MM_HINT_T0);
     }
   }
 

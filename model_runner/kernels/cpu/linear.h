@@ -29,6 +29,7 @@ struct PackedLinear {
   size_t panel_bytes = 0;
   const uint8_t* data = nullptr;
   const float* bias = nullptr;  // [panels * kPanel], or null
+  const PackedLinear* next = nullptr;  // what a pass multiplies with after this
 
   const uint8_t* panel(int64_t index) const { return data + index * panel_bytes; }
 };
@@ -43,8 +44,28 @@ size_t dense_panel_bytes(int64_t k) {
 template <class T>
 void pack_dense_panel(const T* source, int64_t k, const int32_t* rows, T* panel);
 
+// Which bytes a block fetches from memory while it computes: it starts `offset` bytes after the panel that it multiplies
+// with, and takes `part` of as many bytes as it reads. Panels lie one after another.
+struct Stream {
+  int64_t offset;
+  enum Part { kNone, kHalf, kAll } part;
+};
+
+// One block alone needs its own panel's bytes at the rate of its arithmetic: it fetches them a little ahead, but more
+// than a memory latency's worth, as they are used in bursts. The first of several blocks would wait for memory and the
+// others leave it idle: there, the first two fetch half of the next panel each.
+inline Stream stream_of(size_t panel_bytes, int64_t block, int64_t blocks) {
+  constexpr int64_t kAhead = 12288;
+  const int64_t size = static_cast<int64_t>(panel_bytes);
+  if (blocks == 1) return {kAhead, Stream::kAll};
+  if (block < 2) return {size + block * (size / 2), Stream::kHalf};
+  return {0, Stream::kNone};
+}
+
+constexpr int64_t kLine = 64;
+
 // tile[m][kPanel] = rows [0, count) of `a` times one panel; count is 1 to kMaxRows.
 template <class T>
-void multiply_dense_panel(const T* a, int64_t a_stride, int count, const T* panel, int64_t k, float* tile);
+void multiply_dense_panel(const T* a, int64_t a_stride, int count, const T* panel, int64_t k, Stream stream, float* tile);
 
 }  // namespace pdserve

@@ -10,13 +10,27 @@ namespace {
 // The loops over rows are unrolled by pragma: the compiler would do it by itself, but only after it has decided that
 // the accumulators are an array and live in memory.
 
-// How far ahead of the arithmetic weights are fetched, in bytes: a memory latency's worth at full bandwidth.
-constexpr int kAhead = 2048;
-
 template <class T>
 constexpr int kGroup = sizeof(T) == 2 ? 2 : 1;
 
-inline void fetch(const void* address) { _mm_prefetch(static_cast<const char*>(address), _MM_HINT_T0); }
+// Asks for what a step along k has to fetch, two lines at most; less is to ask for the same line again.
+class Fetch {
+ public:
+  Fetch(const void* panel, Stream stream)
+      : next_(static_cast<const char*>(panel) + stream.offset),
+        second_(stream.part == Stream::kAll ? kLine : 0),
+        step_(stream.part == Stream::kNone ? 0 : second_ + kLine) {}
+
+  void step() {
+    _mm_prefetch(next_, _MM_HINT_T0);
+    _mm_prefetch(next_ + second_, _MM_HINT_T0);
+    next_ += step_;
+  }
+
+ private:
+  const char* next_;
+  const int64_t second_, step_;
+};
 
 #if defined(__AVX512F__)
 
@@ -34,13 +48,13 @@ inline __m512 dot(__m512 acc, __m512i a, __m512i b) {
 #endif
 
 template <int R>
-void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, float* tile) {
+void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, Stream stream, float* tile) {
+  Fetch fetch(panel, stream);
   __m512 left[R], right[R];
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m) left[m] = right[m] = _mm512_setzero_ps();
   for (int64_t i = 0; i < k; i += 2, panel += 2 * kPanel) {
-    fetch(reinterpret_cast<const char*>(panel) + kAhead);
-    fetch(reinterpret_cast<const char*>(panel) + kAhead + 64);
+    fetch.step();
     const __m512i b0 = _mm512_loadu_si512(panel), b1 = _mm512_loadu_si512(panel + kPanel);
 #pragma GCC unroll 16
     for (int m = 0; m < R; ++m) {
@@ -59,13 +73,13 @@ void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, float* t
 }
 
 template <int R>
-void block(const float* a, int64_t stride, const float* panel, int64_t k, float* tile) {
+void block(const float* a, int64_t stride, const float* panel, int64_t k, Stream stream, float* tile) {
+  Fetch fetch(panel, stream);
   __m512 left[R], right[R];
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m) left[m] = right[m] = _mm512_setzero_ps();
   for (int64_t i = 0; i < k; ++i, panel += kPanel) {
-    fetch(reinterpret_cast<const char*>(panel) + kAhead);
-    fetch(reinterpret_cast<const char*>(panel) + kAhead + 64);
+    fetch.step();
     const __m512 b0 = _mm512_loadu_ps(panel), b1 = _mm512_loadu_ps(panel + kLanes);
 #pragma GCC unroll 16
     for (int m = 0; m < R; ++m) {
@@ -87,7 +101,8 @@ void block(const float* a, int64_t stride, const float* panel, int64_t k, float*
 constexpr int kBlockRows = 2;
 
 template <int R>
-void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, float* tile) {
+void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, Stream stream, float* tile) {
+  Fetch fetch(panel, stream);
   const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
   __m256 acc[R][4];
 #pragma GCC unroll 16
@@ -96,8 +111,7 @@ void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, float* t
     for (int c = 0; c < 4; ++c) acc[m][c] = _mm256_setzero_ps();
   }
   for (int64_t i = 0; i < k; i += 2, panel += 2 * kPanel) {
-    fetch(reinterpret_cast<const char*>(panel) + kAhead);
-    fetch(reinterpret_cast<const char*>(panel) + kAhead + 64);
+    fetch.step();
 #pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
       const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel) + c);
@@ -118,7 +132,8 @@ void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, float* t
 }
 
 template <int R>
-void block(const float* a, int64_t stride, const float* panel, int64_t k, float* tile) {
+void block(const float* a, int64_t stride, const float* panel, int64_t k, Stream stream, float* tile) {
+  Fetch fetch(panel, stream);
   __m256 acc[R][4];
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m) {
@@ -126,8 +141,7 @@ void block(const float* a, int64_t stride, const float* panel, int64_t k, float*
     for (int c = 0; c < 4; ++c) acc[m][c] = _mm256_setzero_ps();
   }
   for (int64_t i = 0; i < k; ++i, panel += kPanel) {
-    fetch(reinterpret_cast<const char*>(panel) + kAhead);
-    fetch(reinterpret_cast<const char*>(panel) + kAhead + 64);
+    fetch.step();
 #pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
       const __m256 b = _mm256_loadu_ps(panel + c * 8);
@@ -145,7 +159,7 @@ void block(const float* a, int64_t stride, const float* panel, int64_t k, float*
 #endif
 
 template <class T>
-using Block = void (*)(const T*, int64_t, const T*, int64_t, float*);
+using Block = void (*)(const T*, int64_t, const T*, int64_t, Stream, float*);
 
 template <class T, int... R>
 Block<T> choose(int count, std::integer_sequence<int, R...>) {
@@ -166,17 +180,17 @@ void pack_dense_panel(const T* source, int64_t k, const int32_t* rows, T* panel)
 }
 
 template <class T>
-void multiply_dense_panel(const T* a, int64_t a_stride, int count, const T* panel, int64_t k, float* tile) {
+void multiply_dense_panel(const T* a, int64_t a_stride, int count, const T* panel, int64_t k, Stream stream, float* tile) {
   for (int done = 0; done < count; done += kBlockRows) {
     const int rows = count - done < kBlockRows ? count - done : kBlockRows;
     const auto multiply = choose<T>(rows, std::make_integer_sequence<int, kBlockRows>());
-    multiply(a + done * a_stride, a_stride, panel, k, tile + done * kPanel);
+    multiply(a + done * a_stride, a_stride, panel, k, done == 0 ? stream : Stream{0, Stream::kNone}, tile + done * kPanel);
   }
 }
 
 template void pack_dense_panel(const bf16*, int64_t, const int32_t*, bf16*);
 template void pack_dense_panel(const float*, int64_t, const int32_t*, float*);
-template void multiply_dense_panel(const bf16*, int64_t, int, const bf16*, int64_t, float*);
-template void multiply_dense_panel(const float*, int64_t, int, const float*, int64_t, float*);
+template void multiply_dense_panel(const bf16*, int64_t, int, const bf16*, int64_t, Stream, float*);
+template void multiply_dense_panel(const float*, int64_t, int, const float*, int64_t, Stream, float*);
 
 }  // namespace pdserve

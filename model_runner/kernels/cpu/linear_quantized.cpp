@@ -12,7 +12,6 @@ namespace {
 constexpr int kGroups = kRun / 4;                    // groups of four k in a run
 constexpr int kScaleBytes = kPanel * 2;              // float16
 constexpr int kNibbles = kPanel * kRun / 2;          // bytes of a run of a panel in 4 bits
-constexpr int kAhead = 2048;
 
 constexpr bool four_bits(Format format) { return format != Format::kQ8_0; }
 constexpr int header_bytes(Format format) { return format == Format::kQ4_1 ? 2 * kScaleBytes : kScaleBytes; }
@@ -50,19 +49,20 @@ inline void unpack(const uint8_t* numbers, __m512i* w) {
 // Half a panel at a time, so that the sums of twelve rows fit in registers beside the numbers of a run. The second half
 // finds its bytes in the nearest cache.
 template <Format F, int R>
-void half_block(const QuantizedRows& a, int64_t first, const uint8_t* panel, int half, float* tile) {
+void half_block(const QuantizedRows& a, int64_t first, const uint8_t* panel, int half, Stream stream, float* tile) {
   constexpr int kHalfNumbers = (step_bytes(F) - header_bytes(F)) / 2;
   const int64_t runs = a.k / kRun;
   const int8_t* q = a.q + first * a.k;
   const float* scale = a.scale + first * runs;
   const int32_t* sum = a.sum + first * runs;
+  const char* next = reinterpret_cast<const char*>(panel) + stream.offset;
+  const int64_t step = stream.part == Stream::kNone ? 0 : step_bytes(F) / (stream.part == Stream::kHalf ? 2 : 1);
   __m512 out[R];
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m) out[m] = _mm512_setzero_ps();
   for (int64_t run = 0; run < runs; ++run, panel += step_bytes(F), q += kRun) {
-    for (int line = 0; half == 0 && line < step_bytes(F); line += 64) {
-      _mm_prefetch(reinterpret_cast<const char*>(panel) + kAhead + line, _MM_HINT_T0);
-    }
+    for (int64_t at = 0; at < step; at += kLine) _mm_prefetch(next + at, _MM_HINT_T0);
+    next += step;
     __m512i w[kGroups];
     unpack<F>(panel + header_bytes(F) + half * kHalfNumbers, w);
     const __m512 d = half_floats(panel + half * kScaleBytes / 2);
@@ -89,9 +89,9 @@ void half_block(const QuantizedRows& a, int64_t first, const uint8_t* panel, int
 }
 
 template <Format F, int R>
-void block(const QuantizedRows& a, int64_t first, const uint8_t* panel, float* tile) {
-  half_block<F, R>(a, first, panel, 0, tile);
-  half_block<F, R>(a, first, panel, 1, tile);
+void block(const QuantizedRows& a, int64_t first, const uint8_t* panel, Stream stream, float* tile) {
+  half_block<F, R>(a, first, panel, 0, stream, tile);
+  half_block<F, R>(a, first, panel, 1, {0, Stream::kNone}, tile);
 }
 
 #else
@@ -101,7 +101,7 @@ void block(const QuantizedRows& a, int64_t first, const uint8_t* panel, float* t
 constexpr int kBlockRows = 1;
 
 template <Format F, int R>
-void block(const QuantizedRows& a, int64_t first, const uint8_t* panel, float* tile) {
+void block(const QuantizedRows& a, int64_t first, const uint8_t* panel, Stream, float* tile) {
   const int64_t runs = a.k / kRun;
   std::fill_n(tile, kPanel, 0.0f);
   for (int64_t run = 0; run < runs; ++run, panel += step_bytes(F)) {
@@ -134,7 +134,7 @@ void block(const QuantizedRows& a, int64_t first, const uint8_t* panel, float* t
 
 #endif
 
-using Block = void (*)(const QuantizedRows&, int64_t, const uint8_t*, float*);
+using Block = void (*)(const QuantizedRows&, int64_t, const uint8_t*, Stream, float*);
 
 template <Format F, int... R>
 Block choose(int count, std::integer_sequence<int, R...>) {
@@ -200,11 +200,11 @@ void quantize_rows(const T* a, int64_t stride, int64_t count, const QuantizedRow
 }
 
 void multiply_quantized_panel(Format format, const QuantizedRows& a, int64_t first, int count, const uint8_t* panel,
-                              float* tile) {
+                              Stream stream, float* tile) {
   const int parts = (count + kBlockRows - 1) / kBlockRows;
   for (int part = 0; part < parts; ++part) {
     const int begin = count * part / parts, end = count * (part + 1) / parts;
-    choose(format, end - begin)(a, first + begin, panel, tile + begin * kPanel);
+    choose(format, end - begin)(a, first + begin, panel, part == 0 ? stream : Stream{0, Stream::kNone}, tile + begin * kPanel);
   }
 }
 

@@ -41,6 +41,6 @@ void quantize_rows(const T* a, int64_t stride, int64_t count, const QuantizedRow
 
 // tile[m][kPanel] = rows [first, first + count) times one panel; count is 1 to kMaxRows.
 void multiply_quantized_panel(Format format, const QuantizedRows& a, int64_t first, int count, const uint8_t* panel,
-                              float* tile);
+                              Stream stream, float* tile);
 
 }  // namespace pdserve

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace pdserve {
@@ -61,8 +62,24 @@ class Sampler {
   Border nucleus(double limit);
   void keep(Border border);
 
-  std::vector<Candidate> candidates_;
-  std::vector<Candidate> open_;
+  // As many as the vocabulary has tokens, and never filled with zeros, which would cost more than the rest.
+  class Candidates {
+   public:
+    void reserve(int64_t size) {
+      if (size > capacity_) memory_.reset(new Candidate[size]), capacity_ = size;
+    }
+    void cut(Candidate* end) { size_ = end - begin(); }
+    Candidate* begin() const { return memory_.get(); }
+    Candidate* end() const { return begin() + size_; }
+
+   private:
+    std::unique_ptr<Candidate[]> memory_;
+    int64_t capacity_ = 0;
+    int64_t size_ = 0;
+  };
+
+  Candidates candidates_;
+  Candidates open_;
   std::vector<float> maxima_;
   std::vector<double> sums_;
 };

@@ -1,0 +1,78 @@
+"""``python -m pdserve.benchmark.peers``: installs the peers, measures all engines in turn, writes the page."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from ..errors import PlotsUnavailable
+from ..plots import require_matplotlib
+from .compare import Comparison
+from .errors import PeerError
+from .install import install_all
+from .layout import PeerSetup
+from .options import PeerOptions
+from .page import write_page
+from .results import Results
+
+EXIT_FAILED, EXIT_USAGE = 1, 2
+DEFAULTS = PeerOptions()
+
+app = App(
+    name="python -m pdserve.benchmark.peers",
+    help="Compare pdserve with vLLM and llama.cpp on this machine.",
+    version_flags=[],
+    default_parameter=Parameter(negative=(), consume_multiple=True),
+)
+
+
+@app.default
+def peers(*, options: Annotated[PeerOptions, Parameter(name="*")] = DEFAULTS) -> int:
+    """Install, run and write the page, or only what --steps names."""
+    try:
+        options.check()
+    except ValueError as e:
+        return _fail(str(e), EXIT_USAGE)
+    setup = PeerSetup(options.build_dir.absolute(), tuple(sorted(os.sched_getaffinity(0))))
+    failures: list[str] = []
+    results = options.results_dir()
+    try:
+        if "page" in options.steps:
+            require_matplotlib()
+        if "install" in options.steps:
+            install_all(setup, _say)
+        if "run" in options.steps:
+            results.mkdir(parents=True, exist_ok=True)
+            comparison = Comparison(setup, results, _say)
+            comparison.measure_client()
+            failures = comparison.run(options.rounds, options.engines, options.cases)
+    except (PeerError, PlotsUnavailable) as e:
+        return _fail(str(e), EXIT_FAILED)
+    if "page" in options.steps:
+        _write(options.page, Results.read(results), setup.threads)
+    return _fail(f"{len(failures)} runs failed", EXIT_FAILED) if failures else 0
+
+
+def _write(page: Path, results: Results, threads: int) -> None:
+    from .charts import draw_charts
+
+    images = draw_charts(page.with_suffix(""), results)
+    write_page(page, results, images, threads)
+    _say(f"wrote {page} and {len(images)} plots")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _fail(text: str, code: int) -> int:
+    print(f"peers: {text}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(app(result_action="return_value"))

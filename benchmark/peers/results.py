@@ -1,0 +1,65 @@
+"""Reads the files that a comparison left, and takes medians and ratios of them."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from .cases import Case, Metric
+
+CLIENT_COST = "client-cost.txt"
+_NAME = re.compile(r"(?P<case>[^.]+)\.(?P<engine>[^.]+)\.(?P<number>\d+)\.json")
+
+
+@dataclass(frozen=True)
+class Results:
+    """``runs``: by case, engine and round, what ``pdserve bench serve`` wrote; ``client_cost``: lines of text."""
+
+    runs: Mapping[tuple[str, str, int], Mapping[str, Any]]
+    client_cost: str = ""
+
+    @classmethod
+    def read(cls, folder: Path) -> Results:
+        """All results in ``folder``."""
+        runs = {}
+        for path in sorted(folder.glob("*.json")):
+            if found := _NAME.fullmatch(path.name):
+                (run,) = orjson.loads(path.read_bytes())["runs"]
+                runs[found["case"], found["engine"], int(found["number"])] = run
+        cost = folder / CLIENT_COST
+        return cls(runs, cost.read_text(encoding="utf-8").rstrip() if cost.exists() else "not measured")
+
+    def rounds(self, case: str, engine: str) -> dict[int, Mapping[str, Any]]:
+        """The runs of a case on an engine, by round."""
+        return {number: run for (c, e, number), run in self.runs.items() if (c, e) == (case, engine)}
+
+    def values(self, case: Case, engine: str, metric: Metric) -> dict[int, float]:
+        """A figure of each round."""
+        read = {number: metric.read(run["report"]) for number, run in self.rounds(case.name, engine).items()}
+        return {number: value for number, value in read.items() if value is not None}
+
+    def median(self, case: Case, engine: str, metric: Metric) -> float | None:
+        """The median over rounds, None where there is none."""
+        values = self.values(case, engine, metric)
+        return statistics.median(values.values()) if values else None
+
+    def ratio(self, case: Case, ours: str, theirs: str, metric: Metric) -> float | None:
+        """The median, over the rounds that have both, of how many times better ``ours`` was in that round."""
+        a, b = self.values(case, ours, metric), self.values(case, theirs, metric)
+        ratios = [metric.ratio(a[number], b[number]) for number in a.keys() & b.keys() if a[number] and b[number]]
+        return statistics.median(ratios) if ratios else None
+
+    def typical_round(self, case: Case, engine: str) -> Mapping[str, Any] | None:
+        """The run whose most important figure is nearest to the median: the one to plot."""
+        values = self.values(case, engine, case.metrics[0])
+        if not values:
+            return None
+        middle = statistics.median(values.values())
+        number = min(values, key=lambda n: (abs(values[n] - middle), n))
+        return self.rounds(case.name, engine)[number]

@@ -1,0 +1,75 @@
+"""The sampler's rules in float64, with full sorts: what tests of samplers compare with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pdserve.messages.worker import RowInit
+from pdserve.model_runner.inverse_cdf import uniforms
+
+BORDER = 1e-5
+"""A choice whose margin is below this may differ by the rounding of float32."""
+
+
+def make_row(row: int = 0, **changes) -> RowInit:
+    defaults = {
+        "row": row,
+        "seed": 7,
+        "prompt_len": 4,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "stop_ids": (),
+    }
+    return RowInit(**(defaults | changes))
+
+
+class Choice(NamedTuple):
+    token: int
+    margin: float
+    """Distance of the row's uniform number, or of a cut's border, from where the answer changes."""
+
+
+def reference(logits: np.ndarray, init: RowInit, position: int) -> Choice:
+    """What the module docstring of the sampler says, in float64, with full sorts."""
+    x = edited_reference(logits.astype(np.float64), init, position)
+    order = np.lexsort((np.arange(len(x)), -x))
+    if init.temperature == 0 or init.top_k == 1:
+        return Choice(int(order[0]), 1.0)
+    p = np.exp((x - x.max()) / init.temperature)
+    p /= p.sum()
+    kept = order[: init.top_k] if init.top_k > 0 else order
+    margin = 1.0
+    q = p[kept] / p[kept].sum()
+    if init.top_p < 1:
+        before = np.cumsum(q) - q
+        margin = np.abs(before - init.top_p).min()
+        kept, q = kept[before < init.top_p], q[before < init.top_p]
+    if init.min_p > 0:
+        margin = min(margin, np.abs(q / q[0] - init.min_p).min())
+        kept = kept[q >= init.min_p * q[0]]
+    kept = np.sort(kept)
+    cumulative = np.cumsum(p[kept]) / p[kept].sum()
+    u = uniforms(np.array([init.seed], dtype=np.uint64), np.array([position]))[0]
+    margin = min(margin, np.abs(cumulative[:-1] - u).min(initial=1.0))
+    return Choice(int(kept[np.searchsorted(cumulative, u, side="right")]), float(margin))
+
+
+def edited_reference(x: np.ndarray, init: RowInit, position: int) -> np.ndarray:
+    if init.history is not None:
+        tokens = np.frombuffer(init.history, dtype="<i4")
+        output = tokens[init.prompt_len :]
+        for token in set(tokens.tolist()):
+            x[token] = x[token] / init.repetition_penalty if x[token] > 0 else x[token] * init.repetition_penalty
+        for token in set(output.tolist()):
+            x[token] -= init.frequency_penalty * (output == token).sum() + init.presence_penalty
+    if position - init.prompt_len < init.min_new_tokens:
+        x[[t for t in init.stop_ids if t < len(x)]] = -np.inf
+    return x

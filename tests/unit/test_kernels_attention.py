@@ -1,0 +1,165 @@
+"""The CPU attention kernel against attention written out in float64, and against itself in other company.
+
+Shapes: T tokens, H query heads, K KV heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.messages.worker import KVLayout
+from pdserve.model_runner.forward_batch import ForwardBatch
+from pdserve.model_runner.kernels.build import best_level
+from pdserve.model_runner.kernels.team import Team
+from pdserve.model_runner.kv_pool import MHATokenToKVPool
+
+pytestmark = pytest.mark.skipif(best_level() is None, reason="this processor can't run the kernels")
+
+LAYERS = 2
+# Standard normal values average to at most about 4. float32 sums a few hundred products; bfloat16 rounds the weights
+# and the result to 8 bits.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+SHAPES = [(6, 2, 16), (9, 3, 64), (8, 1, 128), (4, 4, 80), (14, 2, 48)]
+PASSES = {
+    "first token": ([0], [1]),
+    "decodes": ([31, 0, 15, 16, 90, 300], [1] * 6),
+    "long chunks": ([0, 130], [150, 260]),
+    "mixed": ([7, 40, 0, 63, 17, 255, 256], [9, 1, 33, 1, 128, 1, 1]),
+    "one long context": ([1500], [1]),
+    "few tokens on a long context": ([700], [5]),
+}
+
+
+class Case(NamedTuple):
+    pool: MHATokenToKVPool
+    batch: ForwardBatch
+    q_THD: Tensor
+
+
+def make_case(
+    shape: tuple[int, int, int], dtype: torch.dtype, page_size: int, starts: list[int], q_lens: list[int]
+) -> Case:
+    """Random keys and values on random pages; every slot that no row maps holds NaN."""
+    heads, kv_heads, dim = shape
+    ends = [start + q_len for start, q_len in zip(starts, q_lens, strict=True)]
+    num_pages = sum(-(-end // page_size) for end in ends) + 1
+    layout = KVLayout(page_size, LAYERS, kv_heads, dim, str(dtype).removeprefix("torch."), 0)
+    pool = MHATokenToKVPool(layout, num_pages, torch.device("cpu"))
+    pool.data.fill_(float("nan"))
+    free = (torch.randperm(num_pages - 1) + 1).tolist()
+    table = torch.full((len(starts) + 1, max(ends)), 10**9, dtype=torch.int32)
+    for row, end in enumerate(ends, 1):
+        for first in range(0, end, page_size):
+            count, page = min(page_size, end - first), free.pop()
+            table[row, first : first + count] = page * page_size + torch.arange(count, dtype=torch.int32)
+            pool.data[page, :, :, :count] = torch.randn(LAYERS, 2, count, kv_heads, dim).to(dtype)
+    empty = torch.empty(0, dtype=torch.int64)
+    rows = torch.arange(1, len(starts) + 1)
+    batch = ForwardBatch(empty, empty, empty, rows, starts, q_lens, table, empty)
+    return Case(pool, batch, torch.randn(sum(q_lens), heads, dim).to(dtype))
+
+
+def attend(case: Case, layer: int = 1, threads: int = 1, passes: int = 1) -> Tensor:
+    """The kernel's answer, [T, H, D]."""
+    from pdserve.model_runner.kernels.attention import PagedAttention
+
+    attention = PagedAttention(case.pool, case.q_THD.shape[1], Team(threads))
+    out_THD = torch.full_like(case.q_THD, float("nan"))
+    for _ in range(passes):
+        attention.plan(case.batch)
+        attention.run(layer, case.q_THD, out_THD)
+        attention.run(layer, case.q_THD, out_THD)
+    return out_THD
+
+
+def attend_in_float64(case: Case, layer: int = 1) -> Tensor:
+    data, batch, q_THD = case.pool.data, case.batch, case.q_THD.double()
+    page_size, group, first, outs = data.shape[3], q_THD.shape[1] // data.shape[4], 0, []
+    for row, start, q_len in zip(batch.rows.tolist(), batch.starts, batch.q_lens, strict=True):
+        slots = batch.req_to_token[row, : start + q_len].long()
+        kv = data[slots // page_size, layer, :, slots % page_size].double()
+        k, v = (kv[:, part].repeat_interleave(group, 1) for part in (0, 1))
+        scores = torch.einsum("thd,shd->hts", q_THD[first : first + q_len], k) * q_THD.shape[2] ** -0.5
+        later = torch.arange(start + q_len) > torch.arange(start, start + q_len)[:, None]
+        outs.append(torch.einsum("hts,shd->thd", scores.masked_fill(later, -torch.inf).softmax(-1), v))
+        first += q_len
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", PASSES)
+def test_equals_float64_whatever_the_number_of_threads(
+    name: str, shape: tuple[int, int, int], dtype: torch.dtype, page_size: int
+) -> None:
+    torch.manual_seed(3)
+    case = make_case(shape, dtype, page_size, *PASSES[name])
+    out_THD = attend(case)
+    torch.testing.assert_close(out_THD.double(), attend_in_float64(case), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    for threads in (2, 3):
+        assert torch.equal(attend(case, threads=threads, passes=2), out_THD)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_token_is_the_same_to_the_last_bit_however_its_prompt_is_cut(dtype: torch.dtype) -> None:
+    """In one chunk, in many, or alone as a decode step, in a batch or not."""
+    torch.manual_seed(5)
+    length, (pool, batch, q_THD) = 700, make_case((9, 3, 64), dtype, 16, [0], [700])
+    whole = attend(Case(pool, batch, q_THD))
+    cuts = [0, *sorted(random.Random(1).sample(range(1, length), 12)), length]
+    row = int(batch.rows[0])
+    starts = cuts[:-1]
+    q_lens = [end - start for start, end in zip(starts, cuts[1:], strict=True)]
+    rows = torch.full((len(starts),), row)
+    empty = torch.empty(0, dtype=torch.int64)
+    chunks = ForwardBatch(empty, empty, empty, rows, starts, q_lens, batch.req_to_token, empty)
+    assert torch.equal(attend(Case(pool, chunks, q_THD), threads=2), whole)
+    for position in (0, 63, 64, 255, 256, 257, 511, 699):
+        step = ForwardBatch(empty, empty, empty, rows[:1], [position], [1], batch.req_to_token, empty)
+        alone = attend(Case(pool, step, q_THD[position : position + 1]), threads=2)
+        assert torch.equal(alone[0], whole[position]), position
+
+
+def test_nan_in_a_query_stays_in_its_row_and_scores_may_be_huge() -> None:
+    torch.manual_seed(7)
+    case = make_case((4, 2, 32), torch.float32, 16, [20, 30], [1, 1])
+    case.q_THD[1] *= 1e4
+    clean = attend(case)
+    torch.testing.assert_close(clean.double(), attend_in_float64(case), atol=1e-3, rtol=1e-3)
+    case.q_THD[0, 0, 0] = float("nan")
+    broken = attend(case)
+    assert broken[0, 0].isnan().all()
+    assert torch.equal(broken[1], clean[1])
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_store_writes_the_slots_and_nothing_else(dtype: torch.dtype, pool_dtype: torch.dtype) -> None:
+    from pdserve.model_runner.kernels.attention import PagedAttention
+
+    torch.manual_seed(9)
+    layout = KVLayout(4, LAYERS, 2, 16, str(pool_dtype).removeprefix("torch."), 0)
+    pool = MHATokenToKVPool(layout, 6, torch.device("cpu"))
+    pool.data.normal_()
+    expected = pool.data.clone()
+    slots = torch.tensor([5, 23, 8, 9])
+    # Keys and values as they come out of one product: side by side, further apart than they are wide.
+    kv = torch.randn(4, 5, 16).to(dtype)
+    k, v = kv[:, :2], kv[:, 2:4]
+    expected[slots // 4, 1, 0, slots % 4], expected[slots // 4, 1, 1, slots % 4] = k.to(pool_dtype), v.to(pool_dtype)
+    PagedAttention(pool, 2, Team(1)).store(1, slots, k, v)
+    assert torch.equal(pool.data, expected)
+
+
+def test_pools_that_the_kernel_cannot_read_are_refused() -> None:
+    from pdserve.model_runner.kernels.attention import PagedAttention
+
+    pool = MHATokenToKVPool(KVLayout(4, 1, 1, 8, "float32", 0), 2, torch.device("cpu"))
+    with pytest.raises(ValueError, match="multiple of 16"):
+        PagedAttention(pool, 1, Team(1))
