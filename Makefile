@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo run test check lint types format docs clean
+.PHONY: help setup demo run test check lint types format bench-peers docs clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
@@ -19,7 +19,7 @@ KEY := $(shell { cat pyproject.toml setup.py constraints.txt; echo $(PACKAGES); 
 STAMP := .venv/.setup-$(KEY)
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## install everything into .venv, in the versions of constraints.txt
 
@@ -57,6 +57,9 @@ types: $(STAMP) ## check types
 format: $(STAMP) ## put the code into its format
 	@$(BIN)/ruff check --fix-only .
 	@$(BIN)/ruff format .
+
+bench-peers: $(STAMP) ## measure against vLLM and llama.cpp, in environments of their own, and write docs/benchmarks.md
+	@$(BIN)/python -m pdserve.benchmark.peers
 
 docs: $(STAMP) ## write docs/flags.md anew, from the options' declarations
 	@$(BIN)/python docs/generate_flags.py

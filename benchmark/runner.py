@@ -104,7 +104,7 @@ class LoadRunner:
                 await self._send(spec, group.name, self._now())
 
         async with asyncio.TaskGroup() as clients:
-            for _ in range(1):
+            for _ in range(group.concurrency or 1):
                 clients.create_task(one_client())
 
     async def _open_loop(self, group: LoadGroup, arrivals: Iterator[float]) -> None:

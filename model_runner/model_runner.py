@@ -72,10 +72,7 @@ class ModelRunner:
             self._run = self._native_pass(model, options, blocks) if backend == "cpu" else self._torch_pass(model)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Logits of ``batch.logit_indices``, [L, V] float32; writes the pass's KV to the pool.
-
-        The next pass may overwrite them.
-        """
+        """Logits of ``batch.logit_indices``, [L, V] float32; writes the pass's KV to the pool."""
         with torch.inference_mode():
             return self._run(batch)
 

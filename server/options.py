@@ -77,7 +77,7 @@ class ServerOptions:
     dtype
         Type of weights and activations; auto takes bfloat16 where the processor computes in it, float32 elsewhere.
     quantization
-        Linear layers' weights on the CPU: none, as dtype says; gguf, the file's own Q4_0, Q4_1 and Q8_0 blocks; int8 and int4, rounded at start.
+        Linear layers' weights: as dtype says (none), the GGUF file's own blocks (gguf), or rounded at start (int8, int4).
     kv_cache_dtype
         Type of the KV pool; auto takes the weights' type.
     device

@@ -56,4 +56,4 @@ def make_attention_backend(name: str, pool: MHATokenToKVPool, num_heads: int, dt
         from .torch_backend import TorchAttention
 
         return TorchAttention(pool, num_heads, dtype)
-    raise ValueError(f"there is no attention backend {name!r} for single layers; there is torch")
+    raise ValueError(f"there is no attention backend {name!r}; there is torch")

@@ -78,7 +78,6 @@ class CpuEngine:
         self._embedding = model.embed_tokens
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, dtype=torch.float32, device=torch.device("cpu"))
         self._cos = self._sin = torch.empty(0, config.head_dim // 2)
-        self._logits = torch.empty(0, config.vocab_size)
         layout = pool.layout
         view = KVPoolView(
             pool.data.data_ptr(),
@@ -112,8 +111,7 @@ class CpuEngine:
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits of ``batch.logit_indices``, [L, V] float32; writes the pass's KV to the pool.
 
-        The answer is a view of memory that the next pass overwrites. Raises ``IndexError`` for a token that is not in
-        the vocabulary.
+        Raises ``IndexError`` for a token that is not in the vocabulary.
         """
         ids, positions = batch.input_ids.numpy(), batch.positions.numpy()
         if not 0 <= ids.min() <= ids.max() < self._config.vocab_size:
@@ -125,8 +123,7 @@ class CpuEngine:
         entries[:, 2] = batch.q_lens
         entries[:, 3] = np.cumsum(entries[:, 2]) - entries[:, 2]
         wanted = batch.logit_indices.shape[0]
-        if wanted > self._logits.shape[0]:
-            self._logits = torch.empty(wanted, self._config.vocab_size)
+        logits = torch.empty(wanted, self._config.vocab_size)
         args = ForwardArgs(
             len(ids),
             len(entries),
@@ -140,11 +137,11 @@ class CpuEngine:
             batch.req_to_token.stride(0),
             self._cos.data_ptr(),
             self._sin.data_ptr(),
-            self._logits.data_ptr(),
+            logits.data_ptr(),
         )
         if self._library.pds_engine_forward(self._handle, args) != 0:
             raise MemoryError(f"no memory for a pass of {len(ids)} tokens")
-        return self._logits[:wanted]
+        return logits
 
     def _reserve_rotations(self, positions: int) -> None:
         """Extend the table of rotations to ``positions``."""

@@ -373,16 +373,18 @@ def test_the_model_is_asked_for_once() -> None:
         asyncio.run(ask({"data": []}))
 
 
-def test_a_closed_loop_keeps_its_concurrency() -> None:
+def test_concurrency_is_kept() -> None:
     async def script(answer: Answer) -> None:
         server = answer.server
         while len(server.answers) < 7 and server.under_way < 3:
             await asyncio.sleep(0)
         await generate_three(answer)
 
-    scripted, result = measure(script, groups=[group([SPEC] * 7, concurrency=3)])
-    assert (scripted.most_under_way, scripted.connections) == (3, 3)
-    assert len(result.records) == 7
+    # With arrivals it is the most under way; without, the number of clients.
+    for arrivals in (None, [0.0] * 7):
+        scripted, result = measure(script, groups=[group([SPEC] * 7, arrivals, concurrency=3)])
+        assert (scripted.most_under_way, scripted.connections) == (3, 3)
+        assert len(result.records) == 7
 
 
 def test_arrivals_are_kept_whatever_the_server_does() -> None:

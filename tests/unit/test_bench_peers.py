@@ -52,8 +52,8 @@ def results(**runs: Sequence[tuple[float, float]]) -> Results:
 
 
 def test_a_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
-    # Rates 10/5, 8/8, 6/2: ratios 2, 1, 3. The medians alone would give 8/5.
-    got = results(pdserve=[(10, 5), (8, 5), (6, 5)], vllm=[(5, 10), (8, 20), (2, 30)])
+    # Rates 10/5, 8/8, 6/1: ratios 2, 1, 6. The medians alone would give 8/5, the mean 3.
+    got = results(pdserve=[(10, 5), (8, 5), (6, 5)], vllm=[(5, 10), (8, 20), (1, 30)])
     rate, latency = EIGHT.metrics[:2]
     assert got.ratio(EIGHT, "pdserve", "vllm", rate) == 2
     assert got.median(EIGHT, "pdserve", rate) == 8

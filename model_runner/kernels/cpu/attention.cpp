@@ -164,8 +164,8 @@ class AttentionWorker {
     const auto* queries = reinterpret_cast<const typename Words::Element*>(scratch.queries);
     const uint32_t* found[kTile];
     TileFetch ahead;
-    ahead.begin(base_ + item.head_begin * head_bytes_, next.offsets, rows <= kFetchRows ? next.count : 0, heads_of(item) * head_bytes_,
-                values_offset_);
+    ahead.begin(base_ + item.head_begin * head_bytes_, next.offsets, rows <= kFetchRows ? next.count : 0,
+                heads_of(item) * head_bytes_, values_offset_);
     for (int32_t head = item.head_begin; head < item.head_end; ++head) {
       const char* base = base_ + head * head_bytes_;
       find_rows<Words, Pool>(base, place, scratch.wide_keys, scratch.zeros, found);

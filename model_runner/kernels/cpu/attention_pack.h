@@ -31,7 +31,8 @@ inline void transpose_square(const uint32_t* const* rows, int64_t at, int words,
   // Now a[4 g + j] holds words j, j + 4, j + 8, j + 12 of rows 4 g to 4 g + 3.
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) {
-    const __m512i low01 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), high01 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+    const __m512i low01 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88);
+    const __m512i high01 = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
     const __m512i low23 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
     const __m512i high23 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
     b[j] = _mm512_shuffle_i32x4(low01, low23, 0x88);

@@ -85,7 +85,8 @@ void AttentionPlan::make_items(int nthreads) {
     for (int32_t key = 0; key < keys; key += key_step) {
       for (int32_t head = 0; head < heads; head += head_step) {
         for (int32_t q = 0; q < entry.q_len; q += step) {
-          AttentionItem item{static_cast<int32_t>(b), q, std::min(q + step, entry.q_len), head, head + head_step, key, 0, 0};
+          AttentionItem item{static_cast<int32_t>(b), q, std::min(q + step, entry.q_len), head, head + head_step,
+                             key, 0, 0};
           item.key_end = split ? std::min(key + key_step, keys) : entry.start + item.q_end;
           item.cost = cost(item.key_end - key, item.q_end - q) * head_step;
           items_.push_back(item);

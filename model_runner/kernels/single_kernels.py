@@ -1,0 +1,93 @@
+"""The CPU kernels one by one, to be tested and measured; the engine calls them by itself.
+
+Shapes: M rows of activations, N outputs, K inputs, H heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .library import load_library
+
+PANEL = 32
+DENSE = 0
+
+
+class PackedWeight:
+    """A weight [N, K], packed: a tensor in the activations' ``dtype``, or uint8 GGUF blocks of ``block_format``."""
+
+    def __init__(
+        self, weight: Tensor | npt.NDArray[np.uint8], n: int, k: int, dtype: torch.dtype, block_format: int = DENSE
+    ) -> None:
+        self._library = load_library()
+        self._shape = (int(dtype == torch.bfloat16), block_format)
+        self._size = (n, k)
+        sizes = (*self._shape, *map(ctypes.c_int64, self._size))
+        self._library.pds_packed_bytes.restype = ctypes.c_int64
+        self.nbytes: int = self._library.pds_packed_bytes(*sizes)
+        # On a cache line of its own.
+        self._memory = torch.empty(self.nbytes + 64, dtype=torch.uint8)
+        self._packed = ctypes.c_void_p(-(-self._memory.data_ptr() // 64) * 64)
+        source = weight.data_ptr() if isinstance(weight, Tensor) else weight.ctypes.data
+        self._library.pds_pack(*self._shape, ctypes.c_void_p(source), *sizes[2:], self._packed)
+
+    def multiply(self, a: Tensor) -> Tensor:
+        """``a`` [M, K] times the weight transposed: [M, N] float32."""
+        n, k = self._size
+        out = torch.empty(a.shape[0], -(-n // PANEL) * PANEL)
+        self._library.pds_multiply(
+            *self._shape,
+            self._packed,
+            ctypes.c_int64(n),
+            ctypes.c_int64(k),
+            ctypes.c_void_p(a.data_ptr()),
+            ctypes.c_int64(a.stride(0)),
+            ctypes.c_int64(a.shape[0]),
+            ctypes.c_void_p(out.data_ptr()),
+        )
+        return out[:, :n]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x`` [M, N], normalised, times ``weight`` [N] float32."""
+    out = torch.empty_like(x)
+    load_library().pds_rms_norm(
+        int(x.dtype == torch.bfloat16),
+        _pointer(x),
+        _pointer(weight),
+        ctypes.c_float(eps),
+        ctypes.c_int64(x.shape[0]),
+        ctypes.c_int64(x.shape[1]),
+        _pointer(out),
+    )
+    return out
+
+
+def rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``heads`` [H, D] rotated by ``cos`` and ``sin`` [D / 2] float32."""
+    out = heads.clone()
+    load_library().pds_rope(
+        int(heads.dtype == torch.bfloat16),
+        _pointer(out),
+        _pointer(cos),
+        _pointer(sin),
+        ctypes.c_int64(heads.shape[0]),
+        ctypes.c_int64(heads.shape[1]),
+    )
+    return out
+
+
+def silu(x: Tensor) -> Tensor:
+    """``x`` float32 of a multiple of 16 elements."""
+    out = torch.empty_like(x)
+    load_library().pds_silu(_pointer(x), ctypes.c_int64(x.numel()), _pointer(out))
+    return out
+
+
+def _pointer(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())

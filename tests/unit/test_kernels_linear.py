@@ -1,0 +1,115 @@
+"""Single CPU kernels against float64: dense and quantised products, norms, rotation, silu."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from pdserve.model_runner.kernels.build import BuildError
+from pdserve.model_runner.kernels.library import load_library
+from pdserve.model_runner.kernels.single_kernels import PackedWeight, rms_norm, rope, silu
+from pdserve.model_runner.loader.quantized_blocks import FORMATS
+
+try:
+    load_library()
+except BuildError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+# A bfloat16 product is exact in float32, so what remains is the rounding of K additions, in either type.
+SUM_TOLERANCE = 2e-6
+BF16_STEP = 2.0**-7
+ROWS = (1, 2, 3, 7, 8, 11, 12, 13, 24, 25, 37)
+SHAPES = ((32, 2), (33, 64), (96, 576), (1, 34), (160, 130))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_dense(n: int, k: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(n * k)
+    weight = torch.randn(n, k, generator=generator).to(dtype)
+    packed = PackedWeight(weight, n, k, dtype)
+    for rows in ROWS:
+        # A stride wider than the row, as in a fused buffer.
+        a = torch.randn(rows, k + 6, generator=generator).to(dtype)[:, :k]
+        expected = a.double() @ weight.double().T
+        magnitude = a.double().abs() @ weight.double().abs().T
+        assert ((packed.multiply(a).double() - expected).abs() <= SUM_TOLERANCE * magnitude + 1e-30).all(), rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", list(FORMATS))
+@pytest.mark.parametrize(("n", "k"), [(32, 32), (33, 64), (96, 576)])
+def test_quantised(n: int, k: int, kind: GGMLQuantizationType, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(n * k)
+    blocks = gguf.quantize(torch.randn(n, k, generator=generator).numpy(), kind)
+    weight = torch.from_numpy(gguf.dequantize(blocks, kind)).double()
+    packed = PackedWeight(blocks, n, k, dtype, FORMATS[kind])
+    for rows in ROWS:
+        a = torch.randn(rows, k, generator=generator).to(dtype)
+        rounded = round_to_8_bits(a.double())
+        magnitude = rounded.abs() @ weight.abs().T + rounded.abs().sum(-1, keepdim=True) * weight.abs().max()
+        # Activations are rounded as the kernel says it does; beyond that, only additions may differ.
+        difference = (packed.multiply(a).double() - rounded @ weight.T).abs()
+        assert (difference <= 4e-6 * magnitude).all(), rows
+
+
+def round_to_8_bits(a: torch.Tensor) -> torch.Tensor:
+    """By runs of 32, ties to even; in float32 like the kernel, so that no tie falls the other way.
+
+    A Python number over a tensor would be its reciprocal times the number.
+    """
+    runs = a.float().view(a.shape[0], -1, 32)
+    amax = runs.abs().amax(-1, keepdim=True)
+    return ((runs * (torch.tensor(127.0) / amax)).round().double() * (amax / 127.0).double()).view(a.shape)
+
+
+@pytest.mark.parametrize("kind", [None, *FORMATS])
+def test_a_row_does_not_depend_on_the_rows_beside_it(kind: GGMLQuantizationType | None) -> None:
+    generator = torch.Generator().manual_seed(3)
+    n, k = 64, 192
+    weight = torch.randn(n, k, generator=generator)
+    if kind is None:
+        packed = PackedWeight(weight.bfloat16(), n, k, torch.bfloat16)
+    else:
+        packed = PackedWeight(gguf.quantize(weight.numpy(), kind), n, k, torch.bfloat16, FORMATS[kind])
+    a = torch.randn(40, k, generator=generator).bfloat16()
+    alone = torch.cat([packed.multiply(row[None]) for row in a])
+    for rows in (5, 12, 31, 40):
+        assert torch.equal(packed.multiply(a[:rows]), alone[:rows])
+
+
+def test_zero_activations_give_zero() -> None:
+    blocks = gguf.quantize(np.ones((32, 32), dtype=np.float32), GGMLQuantizationType.Q4_1)
+    packed = PackedWeight(blocks, 32, 32, torch.float32, FORMATS[GGMLQuantizationType.Q4_1])
+    assert not packed.multiply(torch.zeros(2, 32)).any()
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 48, 576, 577])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm(n: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(n)
+    x, weight = torch.randn(5, n, generator=generator).to(dtype), torch.randn(n, generator=generator)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    step = BF16_STEP / 2 if dtype == torch.bfloat16 else 1e-6
+    assert ((rms_norm(x, weight, 1e-5).double() - exact).abs() <= 1.01 * step * exact.abs() + 1e-9).all()
+
+
+@pytest.mark.parametrize("dim", [2, 16, 32, 48, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rope(dim: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(dim)
+    heads, angles = torch.randn(3, dim, generator=generator).to(dtype), torch.randn(dim // 2, generator=generator)
+    cos, sin = angles.cos(), angles.sin()
+    a, b = heads.double().chunk(2, -1)
+    exact = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    step = BF16_STEP / 2 if dtype == torch.bfloat16 else 1e-6
+    assert ((rope(heads, cos, sin).double() - exact).abs() <= 1.01 * step * exact.abs() + 1e-6).all()
+
+
+def test_silu() -> None:
+    x = torch.cat((torch.linspace(-120, 120, 4000), torch.randn(96)))
+    exact = x.double() * torch.sigmoid(x.double())
+    assert ((silu(x).double() - exact).abs() <= 1e-6 * exact.abs() + 1e-35).all()
