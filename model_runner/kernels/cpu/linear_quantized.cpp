@@ -55,13 +55,18 @@ void half_block(const QuantizedRows& a, int64_t first, const uint8_t* panel, int
   const int8_t* q = a.q + first * a.k;
   const float* scale = a.scale + first * runs;
   const int32_t* sum = a.sum + first * runs;
+  // Each half fetches the bytes that it will itself use further on, so that memory is never idle; when a half of them is
+  // asked for, the first half fetches it all.
+  const bool all = stream.part == Stream::kAll, first_half = half == 0;
   const char* next = reinterpret_cast<const char*>(panel) + stream.offset;
-  const int64_t step = stream.part == Stream::kNone ? 0 : step_bytes(F) / (stream.part == Stream::kHalf ? 2 : 1);
+  if (all && !first_half) next += header_bytes(F) + kHalfNumbers;
+  const int64_t step = all ? step_bytes(F) : stream.part == Stream::kHalf && first_half ? step_bytes(F) / 2 : 0;
+  const int64_t fetched = !all ? step : first_half ? header_bytes(F) + kHalfNumbers : kHalfNumbers;
   __m512 out[R];
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m) out[m] = _mm512_setzero_ps();
   for (int64_t run = 0; run < runs; ++run, panel += step_bytes(F), q += kRun) {
-    for (int64_t at = 0; at < step; at += kLine) _mm_prefetch(next + at, _MM_HINT_T0);
+    for (int64_t at = 0; at < fetched; at += kLine) _mm_prefetch(next + at, _MM_HINT_T0);
     next += step;
     __m512i w[kGroups];
     unpack<F>(panel + header_bytes(F) + half * kHalfNumbers, w);
@@ -91,7 +96,7 @@ void half_block(const QuantizedRows& a, int64_t first, const uint8_t* panel, int
 template <Format F, int R>
 void block(const QuantizedRows& a, int64_t first, const uint8_t* panel, Stream stream, float* tile) {
   half_block<F, R>(a, first, panel, 0, stream, tile);
-  half_block<F, R>(a, first, panel, 1, {0, Stream::kNone}, tile);
+  half_block<F, R>(a, first, panel, 1, stream, tile);
 }
 
 #else
