@@ -16,4 +16,6 @@ packages = [f"pdserve.{name}" for name in folders]
 for name in folders:
     packages += [f"pdserve.{name}.{sub}" for sub in find_packages(str(ROOT / name))]
 
-setup(packages=packages, package_dir=package_dir, package_data={"": ["**/*.cpp", "**/*.h", "**/*.yaml", "**/*.md", "**/*.txt"]})
+data = [f"**/*.{ending}" for ending in ("cpp", "h", "yaml", "md", "txt")]
+
+setup(packages=packages, package_dir=package_dir, package_data={"": data})

@@ -115,7 +115,16 @@ class ModelRunner:
         cpus = None if options.cpus is None else parse_cpus(options.cpus)
         team = Team(torch.get_num_threads(), cpus)
         self.sampler = NativeSampler(team)
-        return CpuEngine(model, self.pool, team, blocks).forward
+        engine = CpuEngine(model, self.pool, team, blocks)
+        if options.disaggregation_mode != "prefill":
+            return engine.forward
+
+        def run(batch: ForwardBatch) -> Tensor:
+            # The engine reads nothing beyond a row's end, but the peer that gets the page may run on the torch backend.
+            self._clear_begun_pages(batch)
+            return engine.forward(batch)
+
+        return run
 
     def _allocate_pool(self, options: ServerOptions) -> None:
         kv_dtype = self.dtype if options.kv_cache_dtype == "auto" else choose_dtype(options.kv_cache_dtype, self.device)
