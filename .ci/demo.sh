@@ -42,7 +42,8 @@ url=http://127.0.0.1:$port
 
 echo "\$ pdserve up --prefill 1 --decode 1 --port $port"
 # The same program, tethered: it ends with this script, whatever happens to the script.
-.venv/bin/python -m pdserve.server.tethered $$ up --prefill 1 --decode 1 --port "$port" --log-dir "$scratch" \
+.venv/bin/python -m pdserve.server.tethered $$ \
+  <<<"[\"up\", \"--prefill=1\", \"--decode=1\", \"--port=$port\", \"--log-dir=$scratch\"]" \
   >"$scratch/summary" 2>"$scratch/up.log" &
 cluster=$!
 deadline=$((SECONDS + START_SECONDS))
