@@ -43,7 +43,7 @@ class ControlServer:
 
 
 class ControlClient:
-    """A decode's end, for one prefill."""
+    """A decode's end, for one prefill. Raises ``zmq.ZMQError`` for an address that is none."""
 
     def __init__(self, ctx: zmq.Context[Any], address: str) -> None:
         self.socket = ctx.socket(zmq.DEALER)
@@ -54,8 +54,12 @@ class ControlClient:
         self.socket.setsockopt(zmq.IPV6, 1)
         ended = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
         self.monitor = self.socket.get_monitor_socket(ended)
-        self.socket.connect(address)
         self._codec: Codec[Any] = Codec(PrefillToDecode)
+        try:
+            self.socket.connect(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     def recv(self) -> list[Any]:
         """The next frame's messages, [] when there is none; raises ``UndeclaredMessage``."""

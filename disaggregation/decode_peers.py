@@ -142,7 +142,7 @@ class DecodePeers:
         if problem is not None:
             self._refuse(identity, hello.sender, problem)
             return
-        for old in [p for p in self._peers.values() if p.epoch == hello.sender]:
+        for old in [p for p in self._peers.values() if p.epoch == hello.sender or p.identity == identity]:
             self._gone(old, "the decode instance connected anew")
         peer = self._peers[identity] = DecodePeer(identity, hello.sender, now, hello)
         if peer.epoch not in self._closing:

@@ -77,7 +77,9 @@ class KVManager:
                 self._on_prefill_gone,
                 self._on_prefill_down,
             )
-            self.receivers = KVReceivers(host, options.page_size, *limits, self._links.link_to)
+            self.receivers = KVReceivers(
+                host, options.page_size, *limits, self._links.link_to, scheduler.worker.vocab_size
+            )
 
     def start(self, now: float) -> None:
         """A prefill becomes known to its bootstrap server, by a lease that is renewed as long as this process lives."""
@@ -148,7 +150,7 @@ class KVManager:
             if self._peers is not None:
                 self._peers.on_peer_connected(event)
             elif self._links is not None:
-                self._links.on_peer_connected(event)
+                self._links.on_peer_connected(event, now)
         elif isinstance(event, PeerLinkDown):
             if self._peers is not None:
                 self._peers.on_peer_link_down(event.peer)

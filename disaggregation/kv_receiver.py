@@ -32,6 +32,10 @@ OVERTAKING_SECONDS = 2.0
 """How long a big prompt that does not fit lets smaller ones pass it."""
 
 
+MOST_OVERTAKEN = 4
+"""How many that do not fit are passed over in one turn: each try costs a walk of the prefix tree."""
+
+
 class ReceiverState(Enum):
     """Where a room stands; see the module."""
 
@@ -69,7 +73,9 @@ class KVReceivers:
         bootstrap_timeout: float,
         transfer_timeout: float,
         link_to: Callable[[str, int, float], PrefillLink],
+        vocab_size: int,
     ) -> None:
+        self._vocab_size = vocab_size
         self._host = host
         self._page_size = page_size
         self._bootstrap_timeout = bootstrap_timeout
@@ -114,6 +120,7 @@ class KVReceivers:
 
     def _preallocate(self, now: float) -> None:
         holders = [r.req for r in self.rooms.values() if r.req.hold is not None and not r.req.is_ended]
+        misfits = 0
         for receiver in self._in(ReceiverState.QUEUED):
             if self._host.admit_incoming(receiver.req, holders):
                 receiver.state, receiver.req.state = ReceiverState.PREALLOCATED, ReqState.PREALLOCATED
@@ -121,7 +128,9 @@ class KVReceivers:
                 receiver.prefix_len = receiver.req.computed
                 receiver.deadline = now + self._transfer_timeout
                 holders.append(receiver.req)
-            elif now - receiver.queued_at > OVERTAKING_SECONDS:
+                continue
+            misfits += 1
+            if misfits > MOST_OVERTAKEN or now - receiver.queued_at > OVERTAKING_SECONDS:
                 return
 
     def _request(self, receiver: KVReceiver, now: float) -> None:
@@ -159,6 +168,9 @@ class KVReceivers:
             return
         req, aux = receiver.req, receiver.aux
         assert aux is not None
+        if not 0 <= aux.first_token < self._vocab_size:
+            self._fail(receiver, 502, f"the prefill instance sent a first token that is none: {aux.first_token}")
+            return
         del self.rooms[receiver.room]
         self.done += 1
         self.bytes_received += aux.timing.transfer_bytes

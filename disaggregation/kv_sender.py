@@ -14,6 +14,7 @@ of waiting.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -94,16 +95,28 @@ class KVSenders:
 
     def on_queued(self, peer: DecodePeer, room: int, now: float) -> None:
         """A decode will ask for this room when it has memory: only the peer's death ends the wait now."""
+        if self._refused(peer, room):
+            return
         sender = self.rooms.get(room)
         if sender is None:
             sender = self.rooms[room] = KVSender(room, now + self._bootstrap_timeout)
         sender.peer = peer
 
+    def _refused(self, peer: DecodePeer, room: int) -> bool:
+        """Whether the room is another decode's, or over already; the peer has been told then."""
+        sender = self.rooms.get(room)
+        if sender is not None and sender.peer not in (None, peer):
+            self._reply(peer, TransferFailed(peer.epoch, room, 409, f"bootstrap_room {room} is another decode's"))
+            return True
+        if sender is None and room in self._tombstones:
+            reason = self._tombstones.pop(room)[1]
+            self._reply(peer, TransferFailed(peer.epoch, room, 503, f"the prefill instance gave up: {reason}"))
+            return True
+        return False
+
     def on_request(self, peer: DecodePeer, msg: TransferRequest, now: float) -> None:
         """A decode has memory and wants a room's KV."""
-        if msg.room in self._tombstones:
-            reason = self._tombstones.pop(msg.room)[1]
-            self._reply(peer, TransferFailed(peer.epoch, msg.room, 503, f"the prefill instance gave up: {reason}"))
+        if self._refused(peer, msg.room):
             return
         sender = self.rooms.get(msg.room)
         if sender is None:
@@ -130,7 +143,8 @@ class KVSenders:
         if request.prompt_len != req.prompt_len or request.prompt_digest != prompt_digest(req):
             return f"bootstrap_room {request.room} means another prompt on the decode instance"
         pages = -(-req.prompt_len // self._page_size) - request.decode_prefix_len // self._page_size
-        if request.decode_prefix_len % self._page_size or len(request.dst_pages) != 4 * pages:
+        bad_prefix = request.decode_prefix_len % self._page_size or not 0 <= request.decode_prefix_len <= req.prompt_len
+        if bad_prefix or len(request.dst_pages) != 4 * pages:
             return f"the decode instance offers {len(request.dst_pages) // 4} pages where {pages} are needed"
         return None
 
@@ -208,7 +222,8 @@ class KVSenders:
         """The decode gives a room up."""
         sender = self.rooms.get(msg.room)
         if sender is None or (sender.peer is not None and sender.peer is not peer):
-            self._tombstones[msg.room] = (now + TOMBSTONE_SECONDS, msg.reason)
+            if sender is None:
+                self._tombstones[msg.room] = (now + TOMBSTONE_SECONDS, msg.reason)
             self._reply(peer, AbortAck(peer.epoch, msg.room))
             return
         sender.peer, sender.abort_asked = peer, True
@@ -274,6 +289,8 @@ class KVSenders:
         if sender.req is not None:
             self._host.free(sender.req)
         if sender.peer is None:
+            # The decode's leg has not turned up yet; when it does, it shall not wait.
+            self._tombstones[sender.room] = (time.monotonic() + TOMBSTONE_SECONDS, reason)
             return
         if sender.abort_asked:
             self._reply(sender.peer, AbortAck(sender.peer.epoch, sender.room))

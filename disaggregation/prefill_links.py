@@ -16,7 +16,7 @@ import zmq
 from ..messages.channel import UndeclaredMessage
 from ..messages.handover import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
 from ..messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, WorkerReady
-from .bootstrap import Route
+from .bootstrap import Route, route_url
 from .control_channel import ControlClient
 from .handover_host import HandoverHost
 from .prefill_link import LinkState, PrefillLink
@@ -70,24 +70,28 @@ class PrefillLinks:
         if isinstance(route, str):
             self._gone(link, f"the bootstrap server {host}:{port} gave no route: {route}")
             return
-        link.client = ControlClient(self._ctx, control_address(route, host))
+        try:
+            link.client = ControlClient(self._ctx, control_address(route, host, port))
+        except zmq.ZMQError as e:
+            self._gone(link, f"its control port can't be connected to: {e}")
+            return
         self._poller.register(link.client.socket, zmq.POLLIN)
         self._poller.register(link.client.monitor, zmq.POLLIN)
         link.state, link.peer_epoch, link.down, link.heard_at = LinkState.GREETING, route.epoch, False, now
         # The worker lets a peer that it has lost before write here again only when told so, and before that peer tries.
         self._host.to_worker(ConnectPeer(route.epoch, b""))
 
-    def on_peer_connected(self, event: PeerConnected) -> None:
+    def on_peer_connected(self, event: PeerConnected, now: float) -> None:
         """The worker is ready for a prefill's writes (or is not): greet the prefill."""
         for link in [k for k in self._open.values() if k.peer_epoch == event.peer and k.state is LinkState.GREETING]:
             if event.error is not None:
                 self._gone(link, f"this instance can't take its pages: {event.error}")
             else:
-                self._greet(link)
+                self._greet(link, now)
 
-    def _greet(self, link: PrefillLink) -> None:
+    def _greet(self, link: PrefillLink, now: float) -> None:
         worker = self._worker
-        link.greeted = True
+        link.greeted, link.heard_at = True, now
         link.send(
             Hello(
                 epoch=link.peer_epoch,
@@ -112,7 +116,7 @@ class PrefillLinks:
             # A dead link may still have brought messages: they were read first.
             if link.client.connection_ended():
                 self._gone(link, "the prefill instance closed the connection or died")
-            elif now - link.heard_at > self._timeout:
+            elif link.greeted and now - link.heard_at > self._timeout:
                 self._gone(link, f"the prefill instance was silent for {now - link.heard_at:.1f} s")
         if now - self._beat_at >= self._interval:
             self._beat_at = now
@@ -192,7 +196,10 @@ class PrefillLinks:
         self._on_gone(link)
 
 
-def control_address(route: Route, bootstrap_host: str) -> str:
-    """Where the prefill's control socket is: on the host that we reached its bootstrap server by."""
-    host = f"[{bootstrap_host}]" if ":" in bootstrap_host else bootstrap_host
-    return f"tcp://{host}:{route.control_port}"
+def control_address(route: Route, bootstrap_host: str, bootstrap_port: int) -> str:
+    """Where the prefill's control socket is: on the host that we reached its bootstrap server by, as HTTP spells it.
+
+    Hosts come from requests, and ZMQ refuses spellings that HTTP normalises.
+    """
+    host = route_url(bootstrap_host, bootstrap_port).raw_host.decode("ascii")
+    return f"tcp://[{host}]:{route.control_port}" if ":" in host else f"tcp://{host}:{route.control_port}"

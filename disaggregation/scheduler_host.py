@@ -35,8 +35,10 @@ class SchedulerHost:
 
     def start_incoming(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
         """See ``HandoverHost``."""
+        # Known before the row is taken: the sampler's history begins with it.
+        req.append(token)
         self._scheduler.planner.start_landed(req)
-        self._scheduler.take_token(req, token, logprob, now)
+        self._scheduler.publish_token(req, token, logprob, now)
 
     def admit_incoming(self, req: Req, others: Iterable[Req]) -> bool:
         """See ``HandoverHost``. A retracted request waits for memory longer than any newcomer: it goes first."""

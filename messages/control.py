@@ -65,4 +65,4 @@ class Drain(Message):
 
 
 class Drained(Message):
-    """Scheduler → supervisor: no request is left."""
+    """No request is left. Scheduler → detokenizer → HTTP → supervisor: it arrives behind the last answers."""

@@ -67,6 +67,8 @@ class StepPlanner:
     def start_landed(self, req: Req) -> None:
         """An incoming request's KV has landed and its first token is known: it decodes from now on."""
         req.computed = req.prompt_len
+        # Admitted on the peer; should it be retracted, its own count of cached tokens stands.
+        req.times.admitted = req.times.arrival
         self._take_row(req, req.prompt_len)
         self._share(req)
         req.state = ReqState.RUNNING

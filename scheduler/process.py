@@ -40,7 +40,6 @@ class SchedulerProcess:
         self._ctx = ctx
         self._inbox: Receiver[Any] = Receiver(ctx.zmq_ctx, ctx.address("scheduler"), ToScheduler)
         self._events: Receiver[Any] = Receiver(ctx.zmq_ctx, ctx.address("worker_events"), ToSchedulerFromWorker)
-        self._supervisor = Sender(ctx.zmq_ctx, ctx.address("supervisor"))
         self._outbox = Outbox(
             Sender(ctx.zmq_ctx, ctx.address("worker")), Sender(ctx.zmq_ctx, ctx.address("detokenizer"))
         )
@@ -67,6 +66,7 @@ class SchedulerProcess:
             if self._scheduler is not None:
                 self._scheduler.run_steps(now)
                 self._when_idle(self._scheduler, now)
+            # Peers first: "drained" leaves with the outbox, and what peers wait for must be on its way by then.
             if self._manager is not None:
                 self._manager.flush()
             self._outbox.flush()
@@ -156,11 +156,13 @@ class SchedulerProcess:
         return Pong(ping.id, True)
 
     def _when_idle(self, scheduler: Scheduler, now: float) -> None:
+        # A step under way has no reader left once all requests have ended: nobody waits for it.
+        if scheduler.draining and not scheduler.reqs and not self._drained_sent:
+            self._outbox.answer(Drained())
+            self._drained_sent = True
+            log.info("drained")
         if not scheduler.is_idle:
             return
-        if scheduler.draining and not self._drained_sent:
-            self._supervisor.send(Drained())
-            self._drained_sent = True
         if now - self._checked_at >= IDLE_CHECK_INTERVAL and self._checked_step != scheduler.counters.steps:
             scheduler.check_invariants()
             self._checked_at, self._checked_step = now, scheduler.counters.steps

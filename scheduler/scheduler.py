@@ -259,11 +259,11 @@ class Scheduler:
             req.append(token)
             self.kv_manager.first_token(req, token, logprob)
             return
-        self.take_token(req, token, logprob, now)
-
-    def take_token(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
-        """A new output token, computed here or on the peer: pass it on, and end the request if it is the last."""
         req.append(token)
+        self.publish_token(req, token, logprob, now)
+
+    def publish_token(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
+        """The request's newest token is known, from here or from the peer: pass it on; the last one ends it."""
         finish = None
         if token in req.stop_ids:
             finish = FinishReason(FinishType.STOP, matched=token)

@@ -54,7 +54,8 @@ async def serve(ctx: ChildContext, listener: socket.socket) -> None:
     """Serve until SIGTERM; an error in the receiving task ends the process."""
     receiver: AsyncReceiver[ToHttp] = AsyncReceiver(zmq.asyncio.Context(ctx.zmq_ctx), ctx.address("http"), ToHttp)
     sender = Sender(ctx.zmq_ctx, ctx.address("tokenizer"))
-    engine = EngineClient(sender)
+    supervisor = Sender(ctx.zmq_ctx, ctx.address("supervisor"))
+    engine = EngineClient(sender, supervisor)
     config = uvicorn.Config(
         make_app(ctx.options, engine, ctx.epoch),
         http="httptools",
@@ -86,6 +87,7 @@ async def serve(ctx: ChildContext, listener: socket.socket) -> None:
     await serving
     receiver.close()
     sender.close()
+    supervisor.close()
 
 
 def main() -> None:

@@ -44,6 +44,9 @@ STOP_GRACE = 3.0
 FAILURE_GRACE = 0.5
 """The same after a failure: enough for HTTP to tell its clients."""
 
+DRAIN_LOOK_SECONDS = 0.5
+"""Longest time between two looks at the inbox during a drain, whatever wakes this process."""
+
 RUN_DIR_PREFIX = "pdserve-"
 
 MODULES = {
@@ -108,7 +111,8 @@ class Supervisor:
         finally:
             self._stop_children(grace)
             self._inbox.close()
-            self._ctx.term()
+            # The children are gone: nothing that is still queued has a reader.
+            self._ctx.destroy(linger=0)
             shutil.rmtree(self.run_dir, ignore_errors=True)
         # Said last, so that it is what a log's reader sees first.
         if code:
@@ -179,14 +183,17 @@ class Supervisor:
 
     def _drain(self) -> None:
         scheduler = Sender(self._ctx, ipc_address(self.run_dir, "scheduler"))
-        scheduler.send(Drain())
-        deadline = time.monotonic() + self.options.drain_timeout
-        log.info("draining (at most %.0f s; a second signal stops at once)", self.options.drain_timeout)
-        while not self._drained and self._signalled is signal.SIGTERM and time.monotonic() < deadline:
-            self._turn(deadline - time.monotonic())
-        scheduler.close()
-        if not self._drained:
-            log.warning("stopping with requests unfinished")
+        try:
+            scheduler.send(Drain())
+            deadline = time.monotonic() + self.options.drain_timeout
+            log.info("draining (at most %.0f s; a second signal stops at once)", self.options.drain_timeout)
+            while not self._drained and self._signalled is signal.SIGTERM and time.monotonic() < deadline:
+                self._turn(min(DRAIN_LOOK_SECONDS, deadline - time.monotonic()))
+        finally:
+            scheduler.close()
+        log.log(
+            logging.INFO if self._drained else logging.WARNING, "drained" if self._drained else "requests are cut off"
+        )
 
     def _turn(self, timeout: float | None) -> None:
         """Wait for something to happen, and take it in; raises ``InstanceFailed`` when a child died."""

@@ -17,7 +17,7 @@ import msgspec
 
 from ...messages.base import Message
 from ...messages.channel import AsyncReceiver, UndeclaredMessage
-from ...messages.control import FlushCacheResult, Pong, ServerInfo
+from ...messages.control import Drained, FlushCacheResult, Pong, ServerInfo
 from ...messages.outputs import ReqError, TextBatch
 from ...messages.requests import AbortReq, TokenizeReq
 from ...messages.routes import Answer, Question
@@ -45,8 +45,9 @@ class _Live(NamedTuple):
 class EngineClient:
     """Submits requests and questions, and hands every answer to the one who waits for it. Event-loop thread only."""
 
-    def __init__(self, tokenizer: MessageSink) -> None:
+    def __init__(self, tokenizer: MessageSink, supervisor: MessageSink | None = None) -> None:
         self._tokenizer = tokenizer
+        self._supervisor = supervisor
         self._live: dict[str, _Live | None] = {}
         self._named: dict[str, list[Choice]] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
@@ -150,7 +151,7 @@ class EngineClient:
                 continue
             self.dispatch(messages)
 
-    def dispatch(self, messages: Iterable[TextBatch | ReqError | Answer]) -> None:
+    def dispatch(self, messages: Iterable[TextBatch | ReqError | Answer | Drained]) -> None:
         """Hand each message to the one who waits for it; what nobody waits for any more is dropped."""
         for message in messages:
             if isinstance(message, TextBatch):
@@ -159,6 +160,10 @@ class EngineClient:
                 live = self._live.pop(message.rid, None)
                 if live is not None:
                     live.owner.fail(_as_api_error(message, live))
+            elif isinstance(message, Drained):
+                # Every answer that came before it has been handed to its client's connection.
+                if self._supervisor is not None:
+                    self._supervisor.send(message)
             else:
                 future = self._questions.get(message.id)
                 if future is not None and not future.done():

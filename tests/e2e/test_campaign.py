@@ -24,12 +24,13 @@ class Tally:
 
 async def one_request(client: httpx.AsyncClient, rng: random.Random, tally: Tally, number: int) -> None:
     fate = rng.choices(["finish", "abort", "disconnect"], [70, 20, 10])[0]
-    wanted = rng.randrange(1, 60)
+    # Long enough that an abort finds it running.
+    wanted = rng.randrange(1, 60) if fate == "finish" else rng.randrange(200, 500)
     shared = rng.choice([0, 0, 40, 200])
     prompt = [rng.randrange(3, 20000) if i >= shared else 100 + i for i in range(shared + rng.randrange(1, 300))]
     params = {"max_new_tokens": wanted, "temperature": rng.choice([0, 1]), "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": params, "stream": True, "rid": f"r{number}"}
-    quit_after = rng.randrange(0, wanted)
+    quit_after = rng.randrange(0, 40)
     seen = 0
     reason = None
     async with client.stream("POST", "/generate", json=body) as response:

@@ -4,6 +4,7 @@ restart.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -147,6 +148,42 @@ def test_sigterm_drains_and_frees_the_port(tmp_path, tiny_args):
         assert server.process.wait(10) == 0
     with launched(tmp_path, "again", "server", *tiny_args, port=server.port) as again:
         again.wait_healthy()
+
+
+def test_drain_waits_until_every_answer_is_out(tmp_path, tiny_args):
+    with launched(tmp_path, "unified", "server", *tiny_args) as server:
+        server.wait_healthy()
+        body = {
+            "input_ids": [[i, 2, 3] for i in range(1, 33)],  # one batch, all of it ends in the same step
+            "sampling_params": {"max_new_tokens": 200, "ignore_eos": True},
+            "return_logprob": True,
+            "top_logprobs_num": 5,
+        }
+        answer: list = []
+        client = threading.Thread(target=lambda: answer.append(server.post("/generate", body)))
+        client.start()
+        wait_until(lambda: server.info()["queues"]["running"] == 32, 10, "the batch runs")
+        assert server.stop() == 0
+        client.join(30)
+        assert answer[0].status_code == 200, answer[0].text[:300]
+        assert [len(a["output_ids"]) for a in answer[0].json()] == [200] * 32
+
+
+def test_host_that_is_no_host_fails_the_request_and_not_the_decode(tmp_path, tiny_args):
+    with pd_pair(tmp_path, "tcp", *tiny_args) as pair:
+        port = int(pair.prefill.args[pair.prefill.args.index("--disaggregation-bootstrap-port") + 1])
+        for i, host in enumerate(("127。0。0。1", "no such host", "[", "münchen.invalid", "\u0000")):
+            body = {"input_ids": [1, 2], "bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": 77 + i}
+            response = pair.decode.client.post(pair.decode.url + "/abort_request", json={"abort_all": True})
+            assert response.status_code == 200
+            limit = 2 if i == 0 else 20
+            with pytest.raises(httpx.TimeoutException) if i == 0 else contextlib.nullcontext():
+                response = pair.decode.client.post(
+                    pair.decode.url + "/generate", json=body, timeout=2 if i == 0 else 20
+                )
+                assert 400 <= response.status_code < 600
+        assert pair.decode.is_healthy()
+        wait_until(lambda: answers(pair), 10, "the pair serves on")
 
 
 def test_port_in_use_is_said_before_anything_is_loaded(tmp_path, tiny_args):

@@ -78,12 +78,14 @@ def make_worker_ready(options: ServerOptions, context_length: int = 512) -> Work
     )
 
 
-def make_generate(rid: str, prompt, *, max_new_tokens=8, stop_ids=(), stop=(), room=None, logprobs=None) -> GenerateReq:
+def make_generate(
+    rid: str, prompt, *, max_new_tokens=8, stop_ids=(), stop=(), room=None, logprobs=None, **sampling
+) -> GenerateReq:
     """A request as the tokenizer sends it."""
     return GenerateReq(
         rid=rid,
         input_ids=pack_i32(np.asarray(prompt)),
-        sampling=SamplingParams(seed=1, max_new_tokens=max_new_tokens, temperature=0.0, stop=stop),
+        sampling=SamplingParams(seed=1, max_new_tokens=max_new_tokens, temperature=0.0, stop=stop, **sampling),
         stop_ids=tuple(stop_ids),
         arrival=0.0,
         logprobs=LogprobOptions(*logprobs) if logprobs is not None else None,

@@ -16,7 +16,7 @@ from pdserve.disaggregation.scheduler_host import SchedulerHost
 from pdserve.messages.base import Message, unpack_i32
 from pdserve.messages.handover import Abort, AbortAck, RoomQueued, TransferDone, TransferFailed, TransferRequest
 from pdserve.messages.worker import CancelSend, DisconnectPeer, PagesVerified, SendEnded, SendPages, VerifyPages
-from support.sim import SimInstance, make_options
+from support.sim import VOCAB, SimInstance, make_options
 
 BOOTSTRAP_TIMEOUT, TRANSFER_TIMEOUT = 5.0, 5.0
 
@@ -45,7 +45,7 @@ class SimSide(SimInstance):
             self.rooms = self.senders
         else:
             link_to = lambda host, port, now: pair.open_link()  # noqa: E731
-            self.receivers = KVReceivers(self.host, page, BOOTSTRAP_TIMEOUT, TRANSFER_TIMEOUT, link_to)
+            self.receivers = KVReceivers(self.host, page, BOOTSTRAP_TIMEOUT, TRANSFER_TIMEOUT, link_to, VOCAB)
             self.rooms = self.receivers
         self.scheduler.kv_manager = self
 
@@ -93,6 +93,7 @@ class SimPair:
         self.to_decode: deque[Message] = deque()
         self.pushes: dict[int, Push] = {}
         self.corrupt = False
+        self.stale: list[Message] = []
         self.link: PrefillLink | None = None
         self.peer: DecodePeer | None = None
         self.open_link()
@@ -161,7 +162,9 @@ class SimPair:
 
     def engine(self, side: SimSide, message: Message) -> None:
         """The transfer engines of both workers."""
-        if isinstance(message, SendPages):
+        if any(message is old for old in self.stale):
+            side.senders.on_send_ended(SendEnded(message.room, error="not connected"))
+        elif isinstance(message, SendPages):
             push = self.pushes.setdefault(message.room, Push())
             push.pages.extend(zip(unpack_i32(message.src_pages), unpack_i32(message.dst_pages), strict=True))
             push.whole = message.last
@@ -209,7 +212,11 @@ class SimPair:
         self.collect()
 
     def link_is_down(self) -> None:
-        """Both workers say that nothing is written any more."""
+        """Both workers say that nothing is written any more.
+
+        Pushes that the prefill's worker has yet to read find no connection: the next one is made by a command behind them.
+        """
+        self.stale += [m for m in self.prefill.to_worker.messages if isinstance(m, SendPages)]
         for room in list(self.pushes):
             del self.pushes[room]
             self.prefill.senders.on_send_ended(SendEnded(room, error="link lost"))

@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from support.sim import reference_output
 from support.sim_pair import BOOTSTRAP_TIMEOUT, SimPair
 
+from pdserve.disaggregation.decode_peers import DecodePeer
 from pdserve.disaggregation.kv_receiver import ReceiverState
-from pdserve.messages.handover import TransferRequest
+from pdserve.messages.base import unpack_i32
+from pdserve.messages.handover import Abort, TransferDone, TransferRequest
 from pdserve.messages.outputs import FinishType, ReqError
 from pdserve.messages.requests import AbortReq
+from pdserve.messages.worker import ForwardStep
 
 
 def run_until_idle(pair: SimPair, rng: random.Random | None = None, moves: int = 20_000) -> None:
@@ -187,6 +190,60 @@ def test_lost_link_fails_requests_at_once_and_frees_pages_when_it_is_down():
     pair.submit("b", range(30), 2, max_new_tokens=4)
     run_until_idle(pair)
     assert pair.decode.tokens["b"] == reference_output(range(30), 4)
+
+
+def test_history_for_penalties_begins_with_the_token_that_came_from_the_prefill():
+    pair = SimPair()
+    pair.submit("a", range(10), 1, max_new_tokens=3, repetition_penalty=1.5)
+    rng = random.Random(5)
+    steps = []
+    while not steps:
+        rng.choice(pair.moves())()
+        steps = [m for m in pair.decode.to_worker.messages if isinstance(m, ForwardStep)]
+    [row] = steps[0].new_rows
+    assert unpack_i32(row.history).tolist() == [*range(10), *reference_output(range(10), 1)]
+    assert row.prompt_len == 10
+
+
+def test_other_decode_can_not_take_a_room_over():
+    pair = SimPair()
+    pair.submit("a", range(30), 1, max_new_tokens=2)
+    while not pair.pushes:
+        random.Random(6).choice(pair.moves())() if not pair.to_prefill else pair.deliver_to_prefill()
+        pair.prefill.plan()
+        pair.prefill.work()
+        pair.advance()
+    stranger = DecodePeer(b"e", "stranger", 0.0, None, welcomed=True)
+    senders = pair.prefill.senders
+    senders.on_queued(stranger, 1, pair.now)
+    senders.on_abort(stranger, Abort("prefill", 1, "mine now"), pair.now)
+    assert senders.rooms[1].peer is pair.peer
+    pair.to_decode.clear()  # the refusals, which this simulation has no stranger to deliver to
+    run_until_idle(pair)
+    assert pair.decode.tokens["a"] == reference_output(range(30), 2)
+
+
+def test_decode_that_comes_late_is_told_at_once_that_the_prefill_gave_up():
+    pair = SimPair()
+    pair.submit("a", range(9), 1, legs=("prefill",))
+    pair.prefill.scheduler.abort(AbortReq("a"))
+    pair.submit("a", range(9), 1, legs=("decode",))
+    run_until_idle(pair)
+    assert pair.decode.ends["a"].status == 503
+    assert "gave up" in pair.decode.ends["a"].message
+    assert_all_returned(pair)
+
+
+def test_first_token_that_is_none_fails_the_request_and_nothing_else():
+    pair = SimPair()
+    pair.submit("a", range(9), 1)
+    rng = random.Random(7)
+    while not any(isinstance(m, TransferDone) for m in pair.to_decode):
+        rng.choice(pair.moves())()
+    next(m for m in pair.to_decode if isinstance(m, TransferDone)).aux.first_token = 2**40
+    run_until_idle(pair)
+    assert pair.decode.ends["a"].status == 502
+    assert_all_returned(pair)
 
 
 @settings(max_examples=40, deadline=None)
