@@ -214,7 +214,7 @@ class SimPair:
     def link_is_down(self) -> None:
         """Both workers say that nothing is written any more.
 
-        Pushes that the prefill's worker has yet to read find no connection: the next one is made by a command behind them.
+        Pushes that the prefill's worker has yet to read find no connection: the next is made by a command behind them.
         """
         self.stale += [m for m in self.prefill.to_worker.messages if isinstance(m, SendPages)]
         for room in list(self.pushes):
