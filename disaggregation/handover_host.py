@@ -24,7 +24,7 @@ class HandoverHost(Protocol):
     def enqueue(self, req: Req, now: float) -> None:
         """An outgoing request's peer is there: it may wait for its turn to compute."""
 
-    def end_outgoing(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
+    def end_outgoing(self, req: Req) -> None:
         """The peer has everything: end the request here with its first token, and free its memory."""
 
     def start_incoming(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:

@@ -206,7 +206,7 @@ class KVSenders:
         self._reply(peer, TransferDone(peer.epoch, sender.room, sender.sent.checksum, aux))
         del self.rooms[sender.room]
         self.done += 1
-        self._host.end_outgoing(req, sender.first_token, sender.first_logprob)
+        self._host.end_outgoing(req)
 
     # --- the ways out ---
 

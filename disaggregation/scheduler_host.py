@@ -25,20 +25,17 @@ class SchedulerHost:
         """See ``HandoverHost``."""
         self._scheduler.enqueue(req, now)
 
-    def end_outgoing(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
+    def end_outgoing(self, req: Req) -> None:
         """See ``HandoverHost``."""
-        scheduler = self._scheduler
-        scheduler.leave(req, ReqState.FINISHED)
-        finish = FinishReason(FinishType.LENGTH)
-        scheduler.outbox.tokens(req, [token], finish, scheduler.meta(req), [logprob] if logprob is not None else None)
-        scheduler.free(req)
+        self._scheduler.end(req, ReqState.FINISHED, FinishReason(FinishType.LENGTH))
+        self._scheduler.free(req)
 
     def start_incoming(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
         """See ``HandoverHost``."""
         # Known before the row is taken: the sampler's history begins with it.
-        req.append(token)
+        req.append(token, logprob)
         self._scheduler.planner.start_landed(req)
-        self._scheduler.publish_token(req, token, logprob, now)
+        self._scheduler.on_newest_token(req, token, now)
 
     def admit_incoming(self, req: Req, others: Iterable[Req]) -> bool:
         """See ``HandoverHost``. A retracted request waits for memory longer than any newcomer: it goes first."""

@@ -38,6 +38,7 @@ class TokenizeReq(Message):
     """HTTP → tokenizer: one request, exactly one of ``text``, ``input_ids`` and ``chat`` set.
 
     ``arrival`` is ``time.monotonic()`` (one clock for all processes of a host) when HTTP accepted the request.
+    ``stream``: whether the client sees the output grow; otherwise nobody looks at it before the end.
     """
 
     rid: str
@@ -49,6 +50,7 @@ class TokenizeReq(Message):
     logprobs: LogprobOptions | None = None
     bootstrap: Bootstrap | None = None
     extra_key: str = ""
+    stream: bool = False
 
 
 class GenerateReq(Message):
@@ -65,6 +67,7 @@ class GenerateReq(Message):
     logprobs: LogprobOptions | None = None
     bootstrap: Bootstrap | None = None
     extra_key: str = ""
+    stream: bool = False
 
 
 class AbortReq(Message):

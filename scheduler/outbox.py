@@ -1,15 +1,34 @@
-"""What the scheduler has to say, collected over one turn of its loop and sent as one frame for each receiver."""
+"""What the scheduler has to say, collected over one turn of its loop and sent as one frame for each receiver.
+
+Not every token is worth a message, which detokenizer, HTTP, router and client all have to handle. So a request's tokens
+wait in ``Req.untold`` until ``news_interval`` of them are there, or until the request ends or is retracted.
+"""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from ..messages.base import Message
-from ..messages.outputs import DetokenizeInit, FinishReason, ReqError, ReqMeta, ReqTokens, TokenBatch, TokenLogprob
+from ..messages.outputs import DetokenizeInit, FinishReason, ReqError, ReqMeta, ReqTokens, TokenBatch
+from ..messages.requests import GenerateReq
 from .req import Req
 
 PROMPT_TAIL = 8
 """Prompt tokens that the detokenizer gets as context of the first output token."""
+
+QUIET_INTERVAL = 32
+"""Tokens told at a time where nobody sees them before the end. Not all at once: the end would wait for their text."""
+
+
+def news_interval(msg: GenerateReq, stream_interval: int) -> int:
+    """How many of a request's tokens are told at a time.
+
+    Only the detokenizer finds stop strings, and what is computed behind one is wasted. So they are looked for after
+    each token, unless the client streams and has chosen to hear less often (``stream_interval``).
+    """
+    if msg.stream:
+        return stream_interval
+    return 1 if msg.sampling.stop else QUIET_INTERVAL
 
 
 class SendsMessages(Protocol):
@@ -36,21 +55,17 @@ class Outbox:
         """Queue an answer for HTTP; it travels behind the tokens that were queued before."""
         self._to_detokenizer.append(message)
 
-    def tokens(
-        self,
-        req: Req,
-        token_ids: list[int],
-        finish: FinishReason | None,
-        meta: ReqMeta | None,
-        logprobs: list[TokenLogprob] | None,
-    ) -> None:
-        """Queue new tokens of a request; neighbours share one ``TokenBatch``."""
+    def tokens(self, req: Req, finish: FinishReason | None, meta: ReqMeta | None) -> None:
+        """Queue a request's untold tokens, and its end if there is one; neighbours share one ``TokenBatch``."""
         init = None
         if not req.announced:
             tail = req.token_ids[max(0, req.prompt_len - PROMPT_TAIL) : req.prompt_len].tobytes()
             init = DetokenizeInit(req.msg.sampling.stop, req.msg.sampling.skip_special_tokens, tail)
             req.announced = True
-        item = ReqTokens(req.rid, token_ids, finish, meta, logprobs, init)
+        item = ReqTokens(req.rid, req.untold, finish, meta, req.untold_logprobs or None, init)
+        req.untold = []
+        if req.untold_logprobs:
+            req.untold_logprobs = []
         last = self._to_detokenizer[-1] if self._to_detokenizer else None
         if isinstance(last, TokenBatch):
             last.items.append(item)

@@ -15,6 +15,7 @@ from .admission import TokenReserve
 from .kv_memory import KVMemory
 from .policy import POLICIES
 from .req import Req, ReqState, Route
+from .step_budget import StepBudget
 from .step_builder import InFlightStep, StepBuilder
 
 
@@ -30,16 +31,16 @@ class PlannedStep:
 class StepPlanner:
     """Owner of the queues. ``waiting``: no memory yet. ``running``: holds memory and computes here."""
 
-    def __init__(self, options: ServerOptions, memory: KVMemory) -> None:
+    def __init__(self, options: ServerOptions, memory: KVMemory, device: str) -> None:
         self.waiting: dict[str, Req] = {}
         self.running: dict[str, Req] = {}
         self.reserve = TokenReserve(options.schedule_conservativeness)
         self.retractions = 0
+        self.retracted: list[Req] = []
+        """Who had to give way to the latest plan."""
         self._memory = memory
         self._policy = POLICIES[options.schedule_policy]()
-        self._may_chunk = options.chunked_prefill_size > 0
-        chunk = options.chunked_prefill_size if self._may_chunk else options.max_prefill_tokens
-        self._step_budget = min(chunk, options.max_prefill_tokens)
+        self._budget = StepBudget.of(options, device)
         self._new_rows: list[RowInit] = []
         self._slot_deltas: list[SlotDelta] = []
         self._step_id = 0
@@ -52,6 +53,7 @@ class StepPlanner:
     def plan(self, now: float) -> PlannedStep | None:
         """The next step, None where nothing can be computed now."""
         builder = StepBuilder()
+        self.retracted = []
         self._plan_decodes(builder)
         prefilled = self._plan_prefills(builder, now)
         if not len(builder):
@@ -102,9 +104,10 @@ class StepPlanner:
         self.retractions += 1
         self.reserve.retracted()
         self.waiting[req.rid] = req
+        self.retracted.append(req)
 
     def _plan_prefills(self, builder: StepBuilder, now: float) -> list[Req]:
-        budget = self._step_budget
+        budget = self._budget.tokens(decoding=len(builder) > 0)
         prefilled: list[Req] = []
         for req in [r for r in self.running.values() if r.state is ReqState.PREFILLING]:
             budget -= self._add_chunk(builder, req, budget, prefilled)
@@ -140,7 +143,7 @@ class StepPlanner:
         """Add the request's next piece; returns its length (0: the budget leaves no room for one)."""
         length = req.remaining
         if length > budget:
-            if self._may_chunk:
+            if self._budget.may_cut:
                 # A piece ends on a page border: whole pages can be shared, and pushed to a peer, at once.
                 page = self._memory.page_size
                 length = (req.computed + budget) // page * page - req.computed

@@ -63,6 +63,13 @@ class ReqTimes:
     """When nothing but memory and its turn kept the request waiting (a hand-over's peer has turned up)."""
     admitted: float = 0.0
     first_token: float = 0.0
+    last_token: float = 0.0
+    """When the newest token that was generated here became known."""
+
+    @property
+    def decode_ms(self) -> float:
+        """From the first token to the newest."""
+        return (self.last_token - self.first_token) * 1000 if self.last_token else 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -87,11 +94,16 @@ class Req:
     retractions: int = 0
     announced: bool = False
     """Whether the detokenizer has been told of this request."""
+    news_interval: int = 1
+    """How many tokens the detokenizer is told at a time; see ``outbox.news_interval``."""
+    untold: list[int] = field(default_factory=list)
+    """The newest output tokens, of which the detokenizer has not been told yet."""
+    untold_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] | None = None
     timing: Timing = field(default_factory=Timing)
 
     @staticmethod
-    def create(msg: GenerateReq, route: Route, state: ReqState, max_new_tokens: int) -> Req:
+    def create(msg: GenerateReq, route: Route, state: ReqState, max_new_tokens: int, news_interval: int) -> Req:
         """A fresh request; ``max_new_tokens`` may be less than the client asked for where the pool is small."""
         prompt = unpack_i32(msg.input_ids)
         token_ids = np.empty(len(prompt) + max_new_tokens, dtype=np.int32)
@@ -107,6 +119,7 @@ class Req:
             known_len=len(prompt),
             times=ReqTimes(arrival=msg.arrival),
             stop_ids=frozenset(msg.stop_ids),
+            news_interval=news_interval,
         )
         if req.wants_input_logprobs:
             first = TokenLogprob(int(prompt[0]), None)
@@ -132,6 +145,14 @@ class Req:
     def wants_tokens(self) -> bool:
         """Whether one more token may be sampled, counting those on their way."""
         return self.total_len - self.prompt_len < self.max_new_tokens
+
+    @property
+    def has_news(self) -> bool:
+        """Whether what is untold should go out, after a token that is not the last."""
+        if len(self.untold) >= self.news_interval or (self.msg.stream and not self.announced):
+            return True
+        # Retracted while this token was on its way: the next one may be long in coming.
+        return self.state is ReqState.WAITING
 
     @property
     def is_ended(self) -> bool:
@@ -160,10 +181,13 @@ class Req:
         """The first ``length`` token ids, fewer where fewer are known."""
         return self.token_ids[: min(length, self.known_len)]
 
-    def append(self, token_id: int) -> None:
+    def append(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """A sampled token has become known."""
         self.token_ids[self.known_len] = token_id
         self.known_len += 1
+        self.untold.append(token_id)
+        if logprob is not None:
+            self.untold_logprobs.append(logprob)
 
     def row_init(self, row: int) -> RowInit:
         """What the worker's sampler must know as the request takes ``row``."""

@@ -6,7 +6,8 @@ One loop for all routes (docs/architecture.md). ``process.py`` feeds it messages
 1. ``admit_message`` takes a request in: it is checked and queued, or handed to the KV manager when a peer is involved.
 2. ``run_steps`` plans and sends forward passes while fewer than ``max_in_flight`` are on their way. With overlap (the
    default) that is two: step n+1 is planned while the worker runs step n, with n's tokens still unknown.
-3. ``on_step_result`` makes tokens known, ends requests, and sends the tokens to the detokenizer.
+3. ``on_step_result`` makes tokens known, ends requests, and sends the tokens to the detokenizer: each at once, or
+   several at a time (``outbox.py``).
 
 Every request ends exactly once, through ``end``. Its memory goes back through ``free``: at once, or, where a transfer
 still touches its pages, when the KV manager says so.
@@ -25,7 +26,7 @@ from ..messages.requests import AbortReq, GenerateReq, StopReq
 from ..messages.worker import StepResult, WorkerReady
 from ..server.options import ServerOptions
 from .kv_memory import KVMemory
-from .outbox import Outbox
+from .outbox import Outbox, news_interval
 from .planner import StepPlanner
 from .req import Req, ReqState, Route
 from .step_builder import InFlightStep
@@ -58,7 +59,7 @@ class Scheduler:
         self.options = options
         self.worker = worker
         self.memory = KVMemory(options, worker.max_total_tokens, worker.context_length)
-        self.planner = StepPlanner(options, self.memory)
+        self.planner = StepPlanner(options, self.memory, worker.device)
         self.outbox = outbox
         self.reqs: dict[str, Req] = {}
         self.counters = Counters()
@@ -81,7 +82,9 @@ class Scheduler:
         if msg.bootstrap is not None:
             route = Route.OUTGOING if self.options.disaggregation_mode == "prefill" else Route.INCOMING
         room = self.memory.max_total_tokens - len(msg.input_ids) // 4
-        req = Req.create(msg, route, ReqState.WAITING, max(1, min(msg.sampling.max_new_tokens, room)))
+        budget = max(1, min(msg.sampling.max_new_tokens, room))
+        interval = news_interval(msg, self.options.stream_interval)
+        req = Req.create(msg, route, ReqState.WAITING, budget, interval)
         self.reqs[req.rid] = req
         self.counters.requests += 1
         self.counters.prompt_tokens += req.prompt_len
@@ -149,12 +152,13 @@ class Scheduler:
         """The request is over. ``finish`` is what the client is told; None where somebody else has told it."""
         self.leave(req, state)
         if finish is not None:
-            self.outbox.tokens(req, [], finish, self.meta(req), None)
+            self.outbox.tokens(req, finish, self.meta(req))
 
     def fail(self, req: Req, status: int, message: str, kind: str = "server_error") -> None:
         """The request is over by a fault that is not the client's wish. Memory is the caller's to ``free``."""
         if req.is_ended:
             return
+        self._tell(req)
         self.leave(req, ReqState.FAILED)
         self.outbox.error(req.rid, status, message, kind)
 
@@ -184,6 +188,7 @@ class Scheduler:
 
     def meta(self, req: Req) -> ReqMeta:
         """What the client is told of the request's life, up to now."""
+        req.timing.decode_ms = req.times.decode_ms
         return ReqMeta(
             prompt_tokens=req.prompt_len,
             completion_tokens=req.output_len,
@@ -209,6 +214,8 @@ class Scheduler:
         """Keep the worker supplied."""
         while len(self._in_flight) < self._max_in_flight:
             step = self.planner.plan(now)
+            for req in self.planner.retracted:
+                self._tell(req)
             if step is None:
                 return
             self.outbox.to_worker(step.message)
@@ -254,30 +261,34 @@ class Scheduler:
             req.times.first_token = now
             req.timing.queue_ms = (req.times.admitted - req.times.arrival) * 1000
             req.timing.prefill_ms = (now - req.times.admitted) * 1000
+        req.append(token, logprob)
         if req.route is Route.OUTGOING:
             assert self.kv_manager is not None
-            req.append(token)
             self.kv_manager.first_token(req, token, logprob)
-            return
-        req.append(token)
-        self.publish_token(req, token, logprob, now)
+        else:
+            self.on_newest_token(req, token, now)
 
-    def publish_token(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
-        """The request's newest token is known, from here or from the peer: pass it on; the last one ends it."""
+    def on_newest_token(self, req: Req, token: int, now: float) -> None:
+        """``token``, just appended, came from here or from the peer: tell it when its time has come, or end there."""
+        req.times.last_token = now
         finish = None
         if token in req.stop_ids:
             finish = FinishReason(FinishType.STOP, matched=token)
         elif req.output_len >= req.max_new_tokens:
             finish = FinishReason(FinishType.LENGTH)
-        meta = None
-        # With the first token, so that a stream can tell its counts; with every one where a stop string may end it.
-        if finish is not None or req.msg.sampling.stop or not req.announced:
-            req.timing.decode_ms = (now - req.times.first_token) * 1000
-            meta = self.meta(req)
-        self.outbox.tokens(req, [token], finish, meta, [logprob] if logprob is not None else None)
         if finish is not None:
-            self.leave(req, ReqState.FINISHED)
+            self.end(req, ReqState.FINISHED, finish)
             self.free(req)
+        elif req.has_news:
+            self._tell(req)
+
+    def _tell(self, req: Req) -> None:
+        """Pass on what is untold of a request, if anything is; its end is not known yet."""
+        if not req.untold:
+            return
+        # With the first tokens, so that a stream can tell its counts; with all of them where a stop string may end it.
+        wants_meta = req.msg.sampling.stop or not req.announced
+        self.outbox.tokens(req, None, self.meta(req) if wants_meta else None)
 
     def check_invariants(self) -> None:
         """Memory is whole, and every request stands where its state says. Raises ``InvariantViolation``."""

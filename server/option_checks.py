@@ -9,7 +9,14 @@ from pathlib import Path
 from .options import ServerOptions
 
 MAX_PAGE_SIZE = 1024
-AT_LEAST_ONE = ("max_running_requests", "max_queued_requests", "max_prefill_tokens", "threads", "context_length")
+AT_LEAST_ONE = (
+    "max_running_requests",
+    "max_queued_requests",
+    "max_prefill_tokens",
+    "stream_interval",
+    "threads",
+    "context_length",
+)
 ABOVE_ZERO = (
     "schedule_conservativeness",
     "disaggregation_bootstrap_timeout",
@@ -112,13 +119,19 @@ def _memory(options: ServerOptions) -> Iterator[str]:
 
 
 def _schedule(options: ServerOptions) -> Iterator[str]:
-    page_size, chunk = max(options.page_size, 1), options.chunked_prefill_size
-    if chunk != -1 and (chunk < page_size or chunk % page_size):
-        example = max(chunk // page_size, 1) * page_size
-        yield (
-            f"--chunked-prefill-size is {chunk}: prompts are cut at page borders, so give a multiple of "
-            f"--page-size {page_size}, like {example}, or -1 to never cut"
-        )
+    page_size, uncut = max(options.page_size, 1), options.chunked_prefill_size == -1
+    chunks = {"--chunked-prefill-size": options.chunked_prefill_size, "--mixed-chunk-size": options.mixed_chunk_size}
+    for flag, chunk in chunks.items():
+        if chunk is None or (uncut and flag == "--chunked-prefill-size"):
+            continue
+        if chunk < page_size or chunk % page_size:
+            example = max(chunk // page_size, 1) * page_size
+            yield (
+                f"{flag} is {chunk}: prompts are cut at page borders, so give a multiple of --page-size {page_size}, "
+                f"like {example}{', or -1 to never cut' if flag == '--chunked-prefill-size' else ''}"
+            )
+    if uncut and options.mixed_chunk_size is not None:
+        yield "--mixed-chunk-size cuts prompts, and --chunked-prefill-size -1 forbids it: drop one of the two"
     if options.schedule_policy == "lpm" and options.disable_radix_cache:
         yield (
             "--schedule-policy lpm orders requests by their cached prefix, and --disable-radix-cache keeps none: "

@@ -63,7 +63,11 @@ class ServerOptions:
     max_prefill_tokens
         Most prompt tokens computed in one step.
     chunked_prefill_size
-        Longest piece of a prompt computed in one step; -1 never cuts a prompt.
+        Most prompt tokens computed in one step, in pieces of a prompt where need be; -1 never cuts a prompt. Default 512
+        on cpu, 2048 on cuda.
+    mixed_chunk_size
+        The same for a step in which other requests decode, as they wait for it; default 128 on cpu, on cuda as
+        chunked_prefill_size.
     schedule_policy
         Order of waiting requests: fcfs (first come, first served), lpm (longest cached prefix first).
     schedule_conservativeness
@@ -74,6 +78,8 @@ class ServerOptions:
         Which cached prefixes go first when memory is short.
     disable_overlap_schedule
         Plan a step only when the one before it is done.
+    stream_interval
+        A streaming client gets its first token at once, then news every so many tokens; the end always at once.
     dtype
         Type of weights and activations; auto takes bfloat16 where the processor computes in it, float32 elsewhere.
     quantization
@@ -123,12 +129,14 @@ class ServerOptions:
     max_running_requests: int = 256
     max_queued_requests: int = 2048
     max_prefill_tokens: int = 8192
-    chunked_prefill_size: int = 2048
+    chunked_prefill_size: int | None = None
+    mixed_chunk_size: int | None = None
     schedule_policy: Literal["fcfs", "lpm"] = "fcfs"
     schedule_conservativeness: float = 1.0
     disable_radix_cache: bool = False
     radix_eviction_policy: Literal["lru", "lfu", "fifo", "mru"] = "lru"
     disable_overlap_schedule: bool = False
+    stream_interval: int = 1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["none", "gguf", "int8", "int4"] = "none"
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -75,9 +76,10 @@ class Child:
 
 @dataclass
 class Supervisor:
-    """See the module. ``run`` is the whole life of an instance."""
+    """See the module. ``run`` is the whole life of an instance. ``modules``: what each process runs, by its name."""
 
     options: ServerOptions
+    modules: Mapping[str, str] = field(default_factory=MODULES.copy)
     epoch: str = field(default_factory=lambda: secrets.token_hex(8))
     started: float = field(default_factory=time.monotonic)
 
@@ -134,12 +136,12 @@ class Supervisor:
         self._signalled = signal.SIGTERM if first else signal.SIGINT
 
     def _start_children(self) -> None:
-        names = [n for n in MODULES if n != "bootstrap" or self.options.disaggregation_mode == "prefill"]
+        names = [n for n in self.modules if n != "bootstrap" or self.options.disaggregation_mode == "prefill"]
         for name in names:
             spec = ChildSpec(name, str(self.run_dir), self.epoch, os.getpid(), self.options)
             spec_path = self.run_dir / f"{name}.json"
             spec_path.write_bytes(msgspec.json.encode(spec))
-            argv = [sys.executable, "-m", MODULES[name], str(spec_path)]
+            argv = [sys.executable, "-m", self.modules[name], str(spec_path)]
             process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=self._environment(name))
             child = Child(name, process, os.pidfd_open(process.pid))
             self._selector.register(child.pidfd, selectors.EVENT_READ, child)

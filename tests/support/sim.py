@@ -12,7 +12,7 @@ from collections import deque
 import numpy as np
 
 from pdserve.messages.base import Message, pack_i32, unpack_i32
-from pdserve.messages.outputs import ReqError, ReqTokens, TokenBatch
+from pdserve.messages.outputs import ReqError, ReqTokens, TokenBatch, TokenLogprob
 from pdserve.messages.requests import Bootstrap, GenerateReq, LogprobOptions
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, KVLayout, SlotDelta, StepResult, WorkerReady
@@ -40,6 +40,11 @@ def chain(tokens) -> int:
 def sample_from(state: int) -> int:
     """The next token after a prefix."""
     return (state >> 7) % VOCAB
+
+
+def logprob_of(token: int) -> TokenLogprob:
+    """What the simulated model says of a token that it chose."""
+    return TokenLogprob(token, -token / 8)
 
 
 def reference_output(prompt, max_new_tokens: int, stop_ids=()) -> list[int]:
@@ -79,9 +84,9 @@ def make_worker_ready(options: ServerOptions, context_length: int = 512) -> Work
 
 
 def make_generate(
-    rid: str, prompt, *, max_new_tokens=8, stop_ids=(), stop=(), room=None, logprobs=None, **sampling
+    rid: str, prompt, *, max_new_tokens=8, stop_ids=(), stop=(), room=None, logprobs=None, stream=True, **sampling
 ) -> GenerateReq:
-    """A request as the tokenizer sends it."""
+    """A request as the tokenizer sends it. It streams, so that with the default interval each token is told at once."""
     return GenerateReq(
         rid=rid,
         input_ids=pack_i32(np.asarray(prompt)),
@@ -90,6 +95,7 @@ def make_generate(
         arrival=0.0,
         logprobs=LogprobOptions(*logprobs) if logprobs is not None else None,
         bootstrap=Bootstrap("p", 1, room) if room is not None else None,
+        stream=stream,
     )
 
 
@@ -112,9 +118,11 @@ class SimWorker:
         self.kv = np.zeros((options.max_total_tokens or 256) + options.page_size, dtype=np.int64)
         self.table = np.zeros((options.max_running_requests, context_length + 2), dtype=np.int32)
         self.last = np.zeros(options.max_running_requests, dtype=np.int32)
+        self.wants_logprobs: dict[int, bool] = {}
 
     def run(self, step: ForwardStep) -> StepResult:
         """One forward pass."""
+        self.wants_logprobs |= {row.row: row.logprobs is not None for row in step.new_rows}
         for delta in step.slot_deltas:
             slots = unpack_i32(delta.slots)
             self.table[delta.row, delta.start : delta.start + len(slots)] = slots
@@ -124,6 +132,7 @@ class SimWorker:
         assert (slots >= self.page_size).all(), "a step writes to the padding page"
         at = 0
         sampled = []
+        logprobs: list[TokenLogprob | None] = []
         for b, row in enumerate(rows):
             start, q_len = int(starts[b]), int(q_lens[b])
             if unpack_i32(step.use_last)[b]:
@@ -136,8 +145,9 @@ class SimWorker:
             if unpack_i32(step.sample)[b]:
                 self.last[row] = sample_from(int(self.kv[slots[at - 1]]))
                 sampled.append(int(self.last[row]))
+                logprobs.append(logprob_of(sampled[-1]) if self.wants_logprobs[int(row)] else None)
         assert at == len(slots) == len(ids)
-        return StepResult(step.step_id, pack_i32(sampled), 0.1)
+        return StepResult(step.step_id, pack_i32(sampled), 0.1, logprobs if any(logprobs) else None)
 
 
 class SimInstance:
@@ -150,6 +160,7 @@ class SimInstance:
         self.scheduler = Scheduler(self.options, make_worker_ready(self.options), self.outbox)
         self.worker = SimWorker(self.options)
         self.tokens: dict[str, list[int]] = {}
+        self.items: dict[str, list[ReqTokens]] = {}
         self.ends: dict[str, ReqTokens | ReqError] = {}
         self.now = 1.0
 
@@ -200,6 +211,7 @@ class SimInstance:
                 for item in message.items:
                     assert item.rid not in self.ends, f"{item.rid} goes on after its end"
                     self.tokens.setdefault(item.rid, []).extend(item.token_ids)
+                    self.items.setdefault(item.rid, []).append(item)
                     if item.finish is not None:
                         self.ends[item.rid] = item
 

@@ -253,11 +253,16 @@ def test_first_token_that_is_none_fails_the_request_and_nothing_else():
     chunk=st.sampled_from([4, 16, -1]),
     radix=st.booleans(),
     faults=st.booleans(),
+    interval=st.sampled_from([1, 3, 32]),
 )
-def test_random_handovers(seed, pool, chunk, radix, faults):
+def test_random_handovers(seed, pool, chunk, radix, faults, interval):
     rng = random.Random(seed)
     pair = SimPair(
-        max_total_tokens=pool, chunked_prefill_size=chunk, disable_radix_cache=not radix, schedule_conservativeness=0.05
+        max_total_tokens=pool,
+        chunked_prefill_size=chunk,
+        disable_radix_cache=not radix,
+        schedule_conservativeness=0.05,
+        stream_interval=interval,
     )
     expected, cut = {}, set()
     for i in range(12):
@@ -265,7 +270,7 @@ def test_random_handovers(seed, pool, chunk, radix, faults):
         base = rng.choice([[1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 9], []])
         prompt = base + [rng.randrange(5) for _ in range(rng.randrange(1, 20))]
         budget = rng.randrange(1, 12)
-        pair.submit(rid, prompt, 100 + i, max_new_tokens=budget)
+        pair.submit(rid, prompt, 100 + i, max_new_tokens=budget, stream=rng.random() < 0.7)
         expected[rid] = reference_output(prompt, budget)
         for _ in range(rng.randrange(12)):
             rng.choice(pair.moves())()

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from pdserve.messages.worker import KVLayout
@@ -64,12 +66,19 @@ def make_case(
     return Case(pool, batch, torch.randn(sum(q_lens), heads, dim).to(dtype))
 
 
-def attend(case: Case, layer: int = 1, threads: int = 1, passes: int = 1) -> Tensor:
+def spread(rows: Tensor, gap: int) -> Tensor:
+    """The same rows [T, …], with ``gap`` NaN between one and the next, as in a buffer that holds more than them."""
+    wide = torch.full((len(rows), rows[0].numel() + gap), float("nan"), dtype=rows.dtype)
+    wide[:, gap:] = rows.flatten(1)
+    return wide[:, gap:].unflatten(1, rows.shape[1:])
+
+
+def attend(case: Case, layer: int = 1, threads: int = 1, passes: int = 1, out_gap: int = 0) -> Tensor:
     """The kernel's answer, [T, H, D]."""
     from pdserve.model_runner.kernels.attention import PagedAttention
 
     attention = PagedAttention(case.pool, case.q_THD.shape[1], Team(threads))
-    out_THD = torch.full_like(case.q_THD, float("nan"))
+    out_THD = spread(torch.full_like(case.q_THD, float("nan")), out_gap)
     for _ in range(passes):
         attention.plan(case.batch)
         attention.run(layer, case.q_THD, out_THD)
@@ -104,6 +113,38 @@ def test_equals_float64_whatever_the_number_of_threads(
     torch.testing.assert_close(out_THD.double(), attend_in_float64(case), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     for threads in (2, 3):
         assert torch.equal(attend(case, threads=threads, passes=2), out_THD)
+
+
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(list(TOLERANCE)),
+    st.sampled_from(list(TOLERANCE)),
+    st.tuples(st.integers(1, 9), st.integers(1, 4), st.sampled_from([16, 32, 48, 64, 112, 128, 192])),
+    st.integers(1, 40),
+    st.lists(st.tuples(st.integers(0, 400), st.sampled_from([1, 1, 1, 2, 7, 64, 90])), min_size=1, max_size=6),
+    st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    st.integers(1, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_equals_float64_for_random_sizes_and_strides(
+    seed: int,
+    dtype: torch.dtype,
+    pool_dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+    page_size: int,
+    spans: list[tuple[int, int]],
+    gaps: tuple[int, int],
+    threads: int,
+) -> None:
+    """Queries and answers in wider buffers; types of the pool and of the activations that may differ."""
+    torch.manual_seed(seed)
+    group, kv_heads, dim = sizes
+    starts, q_lens = (list(column) for column in zip(*spans, strict=True))
+    case = make_case((group * kv_heads, kv_heads, dim), pool_dtype, page_size, starts, q_lens)
+    case = case._replace(q_THD=spread(case.q_THD.to(dtype), gaps[0]))
+    out_THD = attend(case, threads=threads, out_gap=gaps[1])
+    tolerance = max(TOLERANCE[dtype], TOLERANCE[pool_dtype])
+    torch.testing.assert_close(out_THD.double(), attend_in_float64(case), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -154,6 +195,38 @@ def test_store_writes_the_slots_and_nothing_else(dtype: torch.dtype, pool_dtype:
     k, v = kv[:, :2], kv[:, 2:4]
     expected[slots // 4, 1, 0, slots % 4], expected[slots // 4, 1, 1, slots % 4] = k.to(pool_dtype), v.to(pool_dtype)
     PagedAttention(pool, 2, Team(1)).store(1, slots, k, v)
+    assert torch.equal(pool.data, expected)
+
+
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(list(TOLERANCE)),
+    st.sampled_from(list(TOLERANCE)),
+    st.tuples(st.integers(1, 5), st.sampled_from([16, 48, 64]), st.integers(1, 20), st.integers(1, 9)),
+    st.integers(0, 40),
+    st.integers(0, 1),
+)
+@settings(max_examples=60, deadline=None)
+def test_store_of_random_sizes_and_strides(
+    seed: int, dtype: torch.dtype, pool_dtype: torch.dtype, sizes: tuple[int, int, int, int], gap: int, layer: int
+) -> None:
+    """Exact: a value is copied, or rounded once to the nearest."""
+    from pdserve.model_runner.kernels.attention import PagedAttention
+
+    torch.manual_seed(seed)
+    kv_heads, dim, page_size, pages = sizes
+    pool = MHATokenToKVPool(
+        KVLayout(page_size, LAYERS, kv_heads, dim, str(pool_dtype).removeprefix("torch."), 0),
+        pages + 1,
+        torch.device("cpu"),
+    )
+    pool.data.normal_()
+    expected = pool.data.clone()
+    slots = torch.randperm(pages * page_size)[: 1 + seed % (pages * page_size)] + page_size
+    k, v = (spread(torch.randn(len(slots), kv_heads, dim).to(dtype), gap) for _ in range(2))
+    for part, rows in enumerate((k, v)):
+        expected[slots // page_size, layer, part, slots % page_size] = rows.to(pool_dtype)
+    PagedAttention(pool, kv_heads, Team(1)).store(layer, slots, k, v)
     assert torch.equal(pool.data, expected)
 
 

@@ -1,4 +1,7 @@
-"""Single CPU kernels against float64: dense and quantised products, norms, rotation, silu."""
+"""Single CPU kernels against float64: dense and quantised products, norms, rotation, silu.
+
+Each is tested on chosen sizes around the widths of its blocks, and then on random sizes, values and strides.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pdserve.model_runner.kernels.build import BuildError
 from pdserve.model_runner.kernels.library import load_library
@@ -23,6 +28,15 @@ SUM_TOLERANCE = 2e-6
 BF16_STEP = 2.0**-7
 ROWS = (1, 2, 3, 7, 8, 11, 12, 13, 24, 25, 37)
 SHAPES = ((32, 2), (33, 64), (96, 576), (1, 34), (160, 130))
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def random_rows(seed: int, rows: int, width: int, gap: int, dtype: torch.dtype) -> torch.Tensor:
+    """[rows, width], each row ``gap`` elements behind the one before it, of its own size and off zero."""
+    generator = torch.Generator().manual_seed(seed)
+    scale, offset = (torch.randn(rows, 1, generator=generator) for _ in range(2))
+    x = (torch.randn(rows, gap + width, generator=generator) + offset) * (4 * scale).exp()
+    return x.to(dtype)[:, gap:]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -37,6 +51,25 @@ def test_dense(n: int, k: int, dtype: torch.dtype) -> None:
         expected = a.double() @ weight.double().T
         magnitude = a.double().abs() @ weight.double().abs().T
         assert ((packed.multiply(a).double() - expected).abs() <= SUM_TOLERANCE * magnitude + 1e-30).all(), rows
+
+
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(DTYPES),
+    st.integers(1, 150),
+    st.integers(1, 400),
+    st.integers(1, 60),
+    st.integers(0, 40),
+)
+@settings(max_examples=80, deadline=None)
+def test_dense_of_random_sizes_and_strides(
+    seed: int, dtype: torch.dtype, n: int, half_k: int, rows: int, gap: int
+) -> None:
+    k = 2 * half_k
+    weight, a = random_rows(seed, n, k, 0, dtype), random_rows(seed + 1, rows, k, gap, dtype)
+    difference = PackedWeight(weight, n, k, dtype).multiply(a).double() - a.double() @ weight.double().T
+    magnitude = a.double().abs() @ weight.double().abs().T
+    assert (difference.abs() <= SUM_TOLERANCE * magnitude + 1e-30).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,6 +87,32 @@ def test_quantised(n: int, k: int, kind: GGMLQuantizationType, dtype: torch.dtyp
         # Activations are rounded as the kernel says it does; beyond that, only additions may differ.
         difference = (packed.multiply(a).double() - rounded @ weight.T).abs()
         assert (difference <= 4e-6 * magnitude).all(), rows
+
+
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(DTYPES),
+    st.sampled_from(list(FORMATS)),
+    st.integers(1, 100),
+    st.integers(1, 16),
+    st.integers(1, 40),
+    st.integers(0, 40),
+)
+@settings(max_examples=80, deadline=None)
+def test_quantised_of_random_sizes_and_strides(
+    seed: int, dtype: torch.dtype, kind: GGMLQuantizationType, n: int, runs: int, rows: int, gap: int
+) -> None:
+    k = 32 * runs
+    generator = torch.Generator().manual_seed(seed)
+    # Blocks hold float16 scales, so the weights' sizes differ less than those of the activations.
+    source = torch.randn(n, k, generator=generator) * torch.randn(n, 1, generator=generator).exp()
+    blocks = gguf.quantize(source.numpy(), kind)
+    weight = torch.from_numpy(gguf.dequantize(blocks, kind)).double()
+    a = random_rows(seed, rows, k, gap, dtype)
+    rounded = round_to_8_bits(a.double())
+    magnitude = rounded.abs() @ weight.abs().T + rounded.abs().sum(-1, keepdim=True) * weight.abs().max()
+    difference = PackedWeight(blocks, n, k, dtype, FORMATS[kind]).multiply(a).double() - rounded @ weight.T
+    assert (difference.abs() <= 4e-6 * magnitude).all()
 
 
 def round_to_8_bits(a: torch.Tensor) -> torch.Tensor:
@@ -97,6 +156,23 @@ def test_rms_norm(n: int, dtype: torch.dtype) -> None:
     assert ((rms_norm(x, weight, 1e-5).double() - exact).abs() <= 1.01 * step * exact.abs() + 1e-9).all()
 
 
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(DTYPES),
+    st.integers(1, 1200),
+    st.integers(0, 20),
+    st.sampled_from([1e-6, 1e-5, 0.1]),
+)
+@settings(max_examples=60, deadline=None)
+def test_rms_norm_of_random_sizes_at_any_place(seed: int, dtype: torch.dtype, n: int, gap: int, eps: float) -> None:
+    """Rows one by one, from wherever they lie in a wider buffer."""
+    x, weight = random_rows(seed, 4, n, gap, dtype), random_rows(seed + 1, 1, n, gap, torch.float32)[0]
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    ours = torch.cat([rms_norm(row[None], weight, eps) for row in x]).double()
+    step = BF16_STEP / 2 if dtype == torch.bfloat16 else 1e-6
+    assert ((ours - exact).abs() <= 1.01 * step * exact.abs() + 1e-30).all()
+
+
 @pytest.mark.parametrize("dim", [2, 16, 32, 48, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rope(dim: int, dtype: torch.dtype) -> None:
@@ -107,6 +183,29 @@ def test_rope(dim: int, dtype: torch.dtype) -> None:
     exact = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
     step = BF16_STEP / 2 if dtype == torch.bfloat16 else 1e-6
     assert ((rope(heads, cos, sin).double() - exact).abs() <= 1.01 * step * exact.abs() + 1e-6).all()
+
+
+@given(st.integers(0, 2**32), st.sampled_from(DTYPES), st.integers(1, 160), st.integers(1, 12), st.integers(0, 20))
+@settings(max_examples=60, deadline=None)
+def test_rope_of_random_sizes_at_any_place(seed: int, dtype: torch.dtype, half: int, heads: int, gap: int) -> None:
+    x = random_rows(seed, heads, 2 * half, 0, dtype)
+    angles = random_rows(seed + 1, 1, half, gap, torch.float32)[0]
+    # Places in a table of several positions, as the engine finds them.
+    cos, sin = (torch.cat((torch.full((gap,), torch.nan), part))[gap:] for part in (angles.cos(), angles.sin()))
+    a, b = x.double().chunk(2, -1)
+    exact = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    magnitude = torch.cat(((a * cos).abs() + (b * sin).abs(), (b * cos).abs() + (a * sin).abs()), -1)
+    # Two products may cancel: their own rounding is of their size, that of the result of its size.
+    step = BF16_STEP / 2 if dtype == torch.bfloat16 else 0.0
+    assert ((rope(x, cos, sin).double() - exact).abs() <= 1.01 * step * exact.abs() + 2e-7 * magnitude).all()
+
+
+@given(st.integers(0, 2**32), st.integers(1, 300), st.integers(0, 20), st.sampled_from([1e-20, 1e-3, 1.0, 30.0]))
+@settings(max_examples=60, deadline=None)
+def test_silu_of_random_sizes_at_any_place(seed: int, vectors: int, gap: int, scale: float) -> None:
+    x = random_rows(seed, 1, 16 * vectors, gap, torch.float32)[0].clamp(-30, 30) * scale
+    exact = x.double() * torch.sigmoid(x.double())
+    assert ((silu(x).double() - exact).abs() <= 1e-6 * exact.abs() + 1e-35).all()
 
 
 def test_silu() -> None:

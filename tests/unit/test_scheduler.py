@@ -223,8 +223,9 @@ def test_lpm_prefers_what_is_cached():
     radix=st.booleans(),
     overlap=st.booleans(),
     policy=st.sampled_from(["fcfs", "lpm"]),
+    interval=st.sampled_from([1, 3, 32]),
 )
-def test_random_load(seed, pool, chunk, radix, overlap, policy):
+def test_random_load(seed, pool, chunk, radix, overlap, policy, interval):
     rng = random.Random(seed)
     options = make_options(
         max_total_tokens=pool,
@@ -233,6 +234,7 @@ def test_random_load(seed, pool, chunk, radix, overlap, policy):
         disable_overlap_schedule=not overlap,
         schedule_policy=policy,
         schedule_conservativeness=rng.choice([0.01, 1.0]),
+        stream_interval=interval,
     )
     sim = SimInstance(options)
     expected, cut = {}, set()
@@ -242,7 +244,7 @@ def test_random_load(seed, pool, chunk, radix, overlap, policy):
         prompt = base + [rng.randrange(5) for _ in range(rng.randrange(1, 20))]
         budget = rng.randrange(1, 12)
         stops = [rng.randrange(97) for _ in range(rng.choice([0, 0, 20]))]
-        sim.submit(rid, prompt, max_new_tokens=budget, stop_ids=stops)
+        sim.submit(rid, prompt, max_new_tokens=budget, stop_ids=stops, stream=rng.random() < 0.7)
         expected[rid] = reference_output(prompt, min(budget, pool - len(prompt)), stops)
         for _ in range(rng.randrange(4)):
             sim.plan()
@@ -260,6 +262,7 @@ def test_random_load(seed, pool, chunk, radix, overlap, policy):
         else:
             assert got == tokens
             assert end_of(sim, rid).finish.type in (FinishType.LENGTH, FinishType.STOP)
+        assert end_of(sim, rid).meta.completion_tokens == len(got)
     assert_all_returned(sim)
 
 

@@ -18,7 +18,9 @@ constexpr int64_t kFloatChunk = 96;
 template <class T>
 constexpr int kGroup = sizeof(T) == 2 ? 2 : 1;
 
-// Asks for what a step along k has to fetch, two lines at most; less is to ask for the same line again.
+// Asks for what a step along k has to fetch, two lines at most; less is to ask for the same line again. The hint says
+// that weights are not worth keeping in the larger caches, which a step would otherwise sweep clean of everything else:
+// code and data of the other processes of the instance included.
 class Fetch {
  public:
   Fetch(const void* panel, Stream stream)
@@ -27,8 +29,8 @@ class Fetch {
         step_(stream.part == Stream::kNone ? 0 : second_ + kLine) {}
 
   void step() {
-    _mm_prefetch(next_, _MM_HINT_T0);
-    _mm_prefetch(next_ + second_, _MM_HINT_T0);
+    _mm_prefetch(next_, _MM_HINT_NTA);
+    _mm_prefetch(next_ + second_, _MM_HINT_NTA);
     next_ += step_;
   }
 

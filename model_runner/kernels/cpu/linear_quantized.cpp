@@ -66,7 +66,7 @@ void half_block(const QuantizedRows& a, int64_t first, const uint8_t* panel, int
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m) out[m] = _mm512_setzero_ps();
   for (int64_t run = 0; run < runs; ++run, panel += step_bytes(F), q += kRun) {
-    for (int64_t at = 0; at < fetched; at += kLine) _mm_prefetch(next + at, _MM_HINT_T0);
+    for (int64_t at = 0; at < fetched; at += kLine) _mm_prefetch(next + at, _MM_HINT_NTA);
     next += step;
     __m512i w[kGroups];
     unpack<F>(panel + header_bytes(F) + half * kHalfNumbers, w);

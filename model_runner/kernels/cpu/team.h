@@ -114,8 +114,9 @@ class Team {
   }
 
  private:
-  // Ticks run at 2 to 4 GHz, so these are about 50 and 10 microseconds.
-  static constexpr uint64_t kBarrierSpin = 150000;
+  // Ticks run at 2 to 4 GHz, so these are about 300 and 10 microseconds. On a machine with few cores another process
+  // takes a member's core for as long as the first: who sleeps meanwhile wakes up late as well.
+  static constexpr uint64_t kBarrierSpin = 900000;
   static constexpr uint64_t kIdleSpin = 30000;
 
   void serve(int tid) {

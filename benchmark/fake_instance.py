@@ -1,0 +1,118 @@
+"""A real instance around a fake model worker, and the handle of who measures it.
+
+``python -m pdserve.benchmark.fake_instance PARENT_PID`` is the instance's supervisor: it reads its ``ServerOptions``
+from standard input, prints its run directory, and dies with its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import setproctitle
+import zmq
+
+from ..messages.channel import ipc_address
+from ..server.child import configure_logging, die_with_parent
+from ..server.options import ServerOptions
+from ..server.supervisor import MODULES, Supervisor
+from .errors import ServerError
+from .fake_worker import QUESTIONS, Occupy, Report, StepRecord
+from .process_cpu import find_children
+
+READY_SECONDS = 60.0
+STOP_SECONDS = 10.0
+ANSWER_MS = 10_000
+
+
+class FakeInstance:
+    """A running instance. ``pids``: its processes by their short names."""
+
+    def __init__(self, port: int, run_dir: Path, process: subprocess.Popen[bytes]) -> None:
+        self.port = port
+        self._process = process
+        self._wait_healthy()
+        self.pids = {"supervisor": process.pid}
+        # A process's title ends in its name, see start_child.
+        self.pids |= {title.split()[-1]: pid for title, pid in find_children(process.pid).items()}
+        self._ctx: zmq.Context[Any] = zmq.Context()
+        self._questions: zmq.Socket[Any] = self._ctx.socket(zmq.REQ)
+        self._questions.setsockopt(zmq.LINGER, 0)
+        self._questions.setsockopt(zmq.RCVTIMEO, ANSWER_MS)
+        self._questions.connect(ipc_address(run_dir, QUESTIONS))
+
+    def occupy(self, batch: int, step_seconds: float) -> None:
+        """Let a step of ``batch`` requests take so much CPU time, and record anew."""
+        self._ask(Occupy(batch, step_seconds))
+
+    def record(self) -> StepRecord:
+        """The steps since ``occupy``; ask when nothing runs."""
+        return msgspec.msgpack.decode(self._ask(Report()), type=StepRecord)
+
+    def _ask(self, question: Occupy | Report) -> bytes:
+        self._questions.send(msgspec.msgpack.encode(question))
+        return bytes(self._questions.recv())
+
+    def _wait_healthy(self) -> None:
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise ServerError("the instance died while starting; its log says why")
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+            with contextlib.closing(connection), contextlib.suppress(OSError):
+                connection.request("GET", "/health")
+                if connection.getresponse().status == http.client.OK:
+                    return
+            time.sleep(0.05)
+        raise ServerError(f"the instance was not ready within {READY_SECONDS:.0f} s")
+
+    def close(self) -> None:
+        """Forget the instance; it is stopped by ``fake_instance``."""
+        self._ctx.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def fake_instance(options: ServerOptions) -> Iterator[FakeInstance]:
+    """Run an instance for the duration of the block; raises ``ServerError`` when it doesn't start."""
+    argv = [sys.executable, "-m", "pdserve.benchmark.fake_instance", str(os.getpid())]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(msgspec.json.encode(options))
+        process.stdin.close()
+        try:
+            run_dir = Path(process.stdout.readline().decode().strip())
+            instance = FakeInstance(options.port, run_dir, process)
+            try:
+                yield instance
+            finally:
+                instance.close()
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def main() -> None:
+    """The instance's supervisor."""
+    die_with_parent(int(sys.argv[1]))
+    options = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerOptions)
+    setproctitle.setproctitle(f"pdserve unified:{options.port} supervisor")
+    configure_logging("fake instance", options.log_level)
+    supervisor = Supervisor(options, modules={**MODULES, "worker": "pdserve.benchmark.fake_worker"})
+    print(supervisor.run_dir, flush=True)
+    sys.exit(supervisor.run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Measures what each way to compute costs in quality: ``python -m pdserve.model_runner.kernels.perplexity``.
+
+The text is English that every Python installation has, the language reference of ``pydoc``; other versions of Python
+have other texts. It is cut into windows that know nothing of each other. Every way computes the logits of every token,
+through the same path as a prefill of the server, and is compared with transformers in float32 on the same weights:
+
+- perplexity: the exponential of the mean of -ln p(token), over all tokens of a window but its first
+- divergence: the mean over the same places of KL(reference || way), in nats per token
+
+All ways are in memory together, so that the reference runs once a window: 3.5 GiB for the default model and windows.
+
+Shapes: W tokens of a window, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from pydoc_data.topics import topics
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...server.options import ServerOptions
+from ...server.text.load import load_tokenizer
+from ..config import read_config
+from ..forward_batch import ForwardBatch
+from ..loader.load import load_model_weights
+from ..model_path import ModelSource, resolve_model
+from ..model_runner import ModelRunner
+from ..models.registry import make_model
+
+REFERENCE = "transformers float32"
+ROWS = 64
+"""Rows of logits that are compared at a time, in float64."""
+
+DTypeName = Literal["float32", "bfloat16"]
+Quantization = Literal["none", "gguf", "int8", "int4"]
+Way = Callable[[Tensor], Tensor]
+"""Logits [W, V] float32 of a window's token ids, int64 [W]."""
+
+
+class Score(NamedTuple):
+    """``perplexity``, and ``divergence`` from the reference in nats per token."""
+
+    perplexity: float
+    divergence: float
+
+
+def main() -> None:
+    """Measure every way and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096, help="of the text's beginning (default: %(default)s)")
+    parser.add_argument("--window", type=int, default=512, help="tokens of a window (default: %(default)s)")
+    parser.add_argument("--model-path", default="smollm2", help="as the server takes it (default: %(default)s)")
+    args = parser.parse_args()
+    if not 2 <= args.window <= args.tokens:
+        parser.error("--window is at least 2 and at most --tokens")
+    windows = read_windows(args.model_path, args.tokens, args.window)
+    if len(windows) < args.tokens // args.window:
+        parser.error(f"the text has only {windows.numel()} tokens in whole windows")
+    print(
+        f"{args.model_path}, Python {platform.python_version()}: "
+        f"{windows.numel()} tokens in {len(windows)} windows of {args.window}"
+    )
+    ways = dict(make_ways(args.model_path, args.window))
+    scores = measure(ways, windows)
+    print(f"\n{'':24} {'perplexity':>11} {'ratio':>9} {'KL (nats per token)':>20}")
+    for name, score in scores.items():
+        ratio = score.perplexity / scores[REFERENCE].perplexity
+        print(f"{name:24} {score.perplexity:11.4f} {ratio:9.5f} {score.divergence:20.2e}")
+
+
+def read_windows(model_path: str, tokens: int, window: int) -> Tensor:
+    """The first ``tokens`` tokens of the text (fewer if it ends), [windows, W] int64; what fills no window is left out.
+
+    No token begins a window but the text's own.
+    """
+    text = "".join(topics[name] for name in sorted(topics))
+    tokenizer = load_tokenizer(ServerOptions(model_path=model_path))
+    ids = tokenizer.encode_batch([text], add_special_tokens=False)[0][:tokens]
+    whole = len(ids) // window
+    return torch.tensor(ids[: whole * window], dtype=torch.int64).view(whole, window)
+
+
+def make_ways(model_path: str, window: int) -> Iterator[tuple[str, Way]]:
+    """Name and function of each way, the reference first."""
+    source = resolve_model(model_path)
+    model = transformers_model(source, dequantised(source))
+    yield REFERENCE, transformers_way(model)
+    yield "transformers bfloat16", transformers_way(in_bfloat16(model))
+    yield "pdserve float32", pdserve_way(model_path, window, "float32")
+    yield "pdserve bfloat16", pdserve_way(model_path, window, "bfloat16")
+    quantizations: Sequence[Quantization] = ("gguf", "int8", "int4")
+    for quantization in quantizations:
+        if quantization != "gguf" or source.kind == "gguf":
+            yield f"pdserve bfloat16, {quantization}", pdserve_way(model_path, window, "bfloat16", quantization)
+
+
+def dequantised(source: ModelSource) -> dict[str, Tensor]:
+    """The weights as pdserve's own loader reads them, in float32, by their Hugging Face names."""
+    config = read_config(source)
+    weights = make_model(config, torch.float32, torch.device("cpu")).weights()
+    load_model_weights(weights, source, config, "auto", 0)
+    return weights
+
+
+def transformers_model(source: ModelSource, weights: dict[str, Tensor]) -> Any:
+    """The model of transformers in float32, with ``weights``.
+
+    Its config is what transformers itself reads in the files, so that a mistake in our own reading shows.
+    """
+    # Imported here: it takes seconds.
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if source.kind == "gguf":
+        config = AutoConfig.from_pretrained(source.path.parent, gguf_file=source.path.name)
+    else:
+        config = AutoConfig.from_pretrained(source.path)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    if unexpected or set(missing) - {"lm_head.weight"}:
+        raise ValueError(f"transformers has other weights: {missing} are missing, {unexpected} are too many")
+    model.tie_weights()
+    return model
+
+
+def in_bfloat16(model: Any) -> Any:
+    """A copy with its weights rounded. Only they are: transformers keeps rotary frequencies in float32, too."""
+    rounded = copy.deepcopy(model)
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return rounded
+
+
+def transformers_way(model: Any) -> Way:
+    """A model of transformers, in the type of its weights."""
+
+    def run(ids: Tensor) -> Tensor:
+        with torch.inference_mode():
+            logits: Tensor = model(ids[None], use_cache=False).logits[0]
+            return logits.float()
+
+    return run
+
+
+def pdserve_way(model_path: str, window: int, dtype: DTypeName, quantization: Quantization = "none") -> Way:
+    """The CPU engine, as ``--dtype`` and ``--quantization`` set it up. Raises ``ModelError`` where it can't run."""
+    options = ServerOptions(
+        model_path=model_path,
+        device="cpu",
+        dtype=dtype,
+        quantization=quantization,
+        attention_backend="cpu",
+        max_total_tokens=window + ServerOptions().page_size,
+    )
+    runner = ModelRunner(options)
+    table = torch.arange(window, dtype=torch.int32)[None] + options.page_size
+    positions = torch.arange(window)
+
+    def run(ids: Tensor) -> Tensor:
+        return runner.forward(
+            ForwardBatch(
+                input_ids=ids,
+                positions=positions,
+                out_cache_loc=table[0].long(),
+                rows=torch.zeros(1, dtype=torch.int64),
+                starts=[0],
+                q_lens=[window],
+                req_to_token=table,
+                logit_indices=positions,
+            )
+        )
+
+    return run
+
+
+def measure(ways: dict[str, Way], windows: Tensor) -> dict[str, Score]:
+    """The score of every way over ``windows``; ``ways`` begins with the reference."""
+    losses, divergences = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
+    for ids in windows:
+        expected: Tensor | None = None
+        for name, way in ways.items():
+            logits = way(ids)[:-1]
+            if expected is None:
+                expected = logits.double().log_softmax(-1)
+            loss, divergence = _compare(logits, expected, ids[1:])
+            losses[name] += loss
+            divergences[name] += divergence
+    places = windows.numel() - len(windows)
+    return {name: Score(math.exp(losses[name] / places), divergences[name] / places) for name in ways}
+
+
+def _compare(logits: Tensor, expected: Tensor, targets: Tensor) -> tuple[float, float]:
+    """Sums over the rows of -ln p(target) and of the divergence from ``expected``, log probabilities in float64.
+
+    In float64, because the divergence of float32 from float32 is less than the rounding of a float32 logarithm.
+    """
+    loss = divergence = 0.0
+    blocks = (torch.split(tensor, ROWS) for tensor in (logits, expected, targets))
+    for part, truth, wanted in zip(*blocks, strict=True):
+        log_p = part.double().log_softmax(-1)
+        loss -= float(log_p.gather(1, wanted[:, None]).sum())
+        divergence += float((truth.exp() * (truth - log_p)).sum())
+    return loss, divergence
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""A whole instance in one event loop: the real HTTP app, tokenizer, scheduler and detokenizer over a simulated worker.
+
+What the processes would say to each other is encoded and decoded on the way, as their channels do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from pdserve.detokenizer.detokenizer import Detokenizer
+from pdserve.detokenizer.process import route as route_out
+from pdserve.detokenizer.request_decoder import make_decoder_factory
+from pdserve.messages.base import Message
+from pdserve.messages.channel import Codec, encode
+from pdserve.messages.outputs import TextBatch
+from pdserve.messages.requests import AbortReq, GenerateReq
+from pdserve.messages.routes import ToDetokenizer, ToHttp, ToScheduler
+from pdserve.server.http.app import make_app
+from pdserve.server.http.engine_client import EngineClient
+from pdserve.server.text.byte_table import ByteTable
+from pdserve.server.text.model_limits import ModelLimits
+from pdserve.server.text.request_tokenizer import RequestTokenizer
+from pdserve.server.text.text_tokenizer import TextTokenizer
+from pdserve.server.tokenizer_process import route as route_in
+from support.sim import VOCAB, SimInstance, make_options
+
+CONTEXT = 512
+# Printable characters, and the two halves of "é": a character that no single token completes.
+PIECES = [*(bytes([32 + i]) for i in range(VOCAB - 2)), b"\xc3", b"\xa9"]
+LOOP_TURNS = 20
+"""Turns of the event loop for each of the instance: enough for the app to send an event before the next token."""
+
+
+class SimTokenizer(TextTokenizer):
+    """One token for each byte that has one."""
+
+    def __init__(self) -> None:
+        super().__init__((), {}, None)
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """See ``TextTokenizer``."""
+        return [[PIECES.index(bytes([byte])) for byte in text.encode()] for text in texts]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """See ``TextTokenizer``."""
+        return b"".join(PIECES[i] for i in token_ids).decode(errors="replace")
+
+    @property
+    def byte_table(self) -> ByteTable:
+        """See ``TextTokenizer``."""
+        return ByteTable(PIECES, frozenset(), strip_first_space=False)
+
+    @property
+    def max_token_bytes(self) -> int:
+        """See ``TextTokenizer``."""
+        return 1
+
+
+class SimRing(SimInstance):
+    """See the module. ``texts`` counts what the detokenizer sent to HTTP for requests."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(make_options(**options))
+        tokenizer = SimTokenizer()
+        self.tokenizer = RequestTokenizer(tokenizer, None, ModelLimits(CONTEXT, VOCAB))
+        self.detokenizer = Detokenizer(make_decoder_factory(tokenizer))
+        self.client = EngineClient(self)
+        self.app = make_app(self.options, self.client, epoch="ring")
+        self.texts = 0
+        self._to_scheduler: Codec[Any] = Codec(ToScheduler)
+        self._to_detokenizer: Codec[Any] = Codec(ToDetokenizer)
+        self._to_http: Codec[Any] = Codec(ToHttp)
+
+    def send(self, *messages: Message) -> None:
+        """The tokenizer's end of the ring."""
+        routed = route_in(self.tokenizer, list(messages))
+        assert not routed.to_http
+        for message in self._to_scheduler.decode(encode(routed.to_scheduler)):
+            if isinstance(message, GenerateReq):
+                self.scheduler.admit_message(message, self.now)
+            else:
+                assert isinstance(message, AbortReq)
+                self.scheduler.abort(message)
+
+    def _read(self) -> None:
+        messages = self._to_detokenizer.decode(encode(list(self.to_detokenizer.messages)))
+        super()._read()
+        routed = route_out(self.detokenizer, messages)
+        for stop in routed.to_scheduler:
+            self.scheduler.stop(stop)
+        answers = self._to_http.decode(encode(routed.to_http))
+        self.texts += sum(len(m.items) for m in answers if isinstance(m, TextBatch))
+        self.client.dispatch(answers)
+
+    async def _drive(self) -> None:
+        while True:
+            self.plan()
+            self.work()
+            for _ in range(LOOP_TURNS):
+                await asyncio.sleep(0)
+
+    def post(self, *bodies: dict[str, Any], path: str = "/generate") -> list[httpx.Response]:
+        """The answers to ``bodies``, sent together, on a fresh event loop."""
+
+        async def run() -> list[httpx.Response]:
+            driver = asyncio.create_task(self._drive())
+            transport = httpx.ASGITransport(app=self.app)
+            try:
+                async with (
+                    httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+                    asyncio.timeout(60),
+                ):
+                    return list(await asyncio.gather(*(client.post(path, json=body) for body in bodies)))
+            finally:
+                driver.cancel()
+
+        return asyncio.run(run())
