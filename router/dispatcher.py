@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import httpx
@@ -75,7 +75,7 @@ class Dispatcher:
             try:
                 if isinstance(target, Pair):
                     return await self._serve_by_pair(target, request, answer)
-                return await self._answer_from(target, request, request.body.raw, answer)
+                return await self._serve_alone(target, request, answer)
             except RouterError as exc:
                 if last_error is None:
                     # Counted from here: a request may have been running for long when its instance dies.
@@ -119,14 +119,29 @@ class Dispatcher:
 
     async def _watch_prefill(self, instance: Instance, request: RoutedRequest, body: bytes) -> None:
         """Run a prefill's leg to its end; what it says is of no interest, only whether it fails."""
-        async with Leg(self._client, self._fleet, instance, self._limits) as leg:
-            await leg.open("POST", request.path, body, request.headers)
-            await leg.read_all()
+        with instance.computing(request.body.prompt_tokens):
+            async with Leg(self._client, self._fleet, instance, self._limits) as leg:
+                await leg.open("POST", request.path, body, request.headers)
+                await leg.read_all()
 
-    async def _answer_from(self, instance: Instance, request: RoutedRequest, body: bytes, answer: ClientAnswer) -> None:
-        """Run the leg whose answer goes to the client."""
+    async def _serve_alone(self, instance: Instance, request: RoutedRequest, answer: ClientAnswer) -> None:
+        """One instance computes the prompt and the answer."""
+        with instance.computing(request.body.prompt_tokens) as computed:
+            # The prompt is done with when the answer begins; of an answer that doesn't stream, only its end is seen.
+            await self._answer_from(instance, request, request.body.raw, answer, computed)
+
+    async def _answer_from(
+        self,
+        instance: Instance,
+        request: RoutedRequest,
+        body: bytes,
+        answer: ClientAnswer,
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run the leg whose answer goes to the client; ``begun`` is called when it begins."""
         async with Leg(self._client, self._fleet, instance, self._limits) as leg:
             response = await leg.open("POST", request.path, body, request.headers)
+            begun()
             content_type = response.headers.get("content-type", "application/octet-stream")
             headers = [(b"content-type", content_type.encode("latin-1"))]
             if not content_type.startswith("text/event-stream"):

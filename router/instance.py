@@ -8,6 +8,8 @@ UNKNOWN ──check passed──▶ HEALTHY ──check failed──▶ UNHEALTH
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -32,7 +34,10 @@ class HealthState(StrEnum):
 
 @dataclass(eq=False)
 class Instance:
-    """One instance and what the router counts about it. ``bootstrap_port`` is set for prefill instances only."""
+    """One instance and what the router counts about it. ``bootstrap_port`` is set for prefill instances only.
+
+    ``prompt_tokens``: of prompts that it was sent to compute and, as far as the router can see, has not done with.
+    """
 
     url: str
     role: Role
@@ -40,6 +45,7 @@ class Instance:
     state: HealthState = HealthState.UNKNOWN
     reason: str = "not checked yet"
     in_flight: int = 0
+    prompt_tokens: int = 0
     requests: int = 0
     failures: int = 0
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
@@ -52,6 +58,22 @@ class Instance:
         """The host part of the URL, without brackets."""
         return urlsplit(self.url).hostname or ""
 
+    @contextmanager
+    def computing(self, tokens: int) -> Iterator[Callable[[], None]]:
+        """Count a prompt as waiting here until the block ends, or the function that it gives is called."""
+        waiting = tokens
+
+        def done() -> None:
+            nonlocal waiting
+            self.prompt_tokens -= waiting
+            waiting = 0
+
+        self.prompt_tokens += tokens
+        try:
+            yield done
+        finally:
+            done()
+
     def summary(self) -> dict[str, Any]:
         """JSON-ready view for ``/server_info``."""
         return {
@@ -61,6 +83,7 @@ class Instance:
             "state": self.state,
             "reason": self.reason,
             "in_flight": self.in_flight,
+            "prompt_tokens": self.prompt_tokens,
             "requests": self.requests,
             "failures": self.failures,
         }

@@ -31,6 +31,9 @@ class RouterOptions:
         Port of the router's HTTP API.
     policy
         How an instance is chosen among the healthy ones, for prefill, decode and unified alike.
+    prefill_backlog
+        Prompt tokens waiting at a prefill instance from which on a decode instance that has fewer waiting computes a
+        prompt itself, in small pieces between its streams' tokens; default: never.
     api_key
         When set, every request but /health needs "Authorization: Bearer KEY"; the same key goes to the instances.
     health_check_interval
@@ -61,6 +64,7 @@ class RouterOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     policy: Literal["random", "round_robin"] = "round_robin"
+    prefill_backlog: int | None = None
     api_key: str | None = None
     health_check_interval: float = 1.0
     health_check_timeout: float = 3.0
@@ -83,6 +87,8 @@ class RouterOptions:
             raise RouterOptionsError(f"{given} is of no use without {missing}: give at least one URL of each")
         if not self.prefill and not self.worker:
             raise RouterOptionsError("nothing to route to: give --prefill and --decode, or --worker")
+        if self.prefill_backlog is not None and self.prefill_backlog < 0:
+            raise RouterOptionsError("--prefill-backlog must be 0 or more")
         if self.retries < 0:
             raise RouterOptionsError("--retries must be 0 or more")
         for name in ("health_check_interval", "health_check_timeout", "connect_timeout", "max_body_bytes"):

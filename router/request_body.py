@@ -12,6 +12,8 @@ from .errors import BadRequestError
 from .instance import Instance
 
 ROOM_BITS = 63
+CHARS_PER_TOKEN = 4
+"""Of English text, about: enough to tell a long prompt from a short one."""
 
 
 class PairBodies(NamedTuple):
@@ -53,6 +55,15 @@ class RequestBody:
                 return len(prompts)
         return None
 
+    @property
+    def prompt_tokens(self) -> int:
+        """How long the prompts are, all together: counted where they are token ids, guessed where they are text."""
+        for name in ("input_ids", "prompt", "text"):
+            prompt = self.fields.get(name)
+            if prompt:
+                return _tokens(prompt)
+        return len(self.raw) // CHARS_PER_TOKEN
+
     def for_pair(self, prefill: Instance) -> PairBodies:
         """Bodies for ``prefill`` and any decode, with a fresh room, and a fresh rid where the client gave none.
 
@@ -76,6 +87,14 @@ class RequestBody:
         prefill_fields = {**decode, "stream": False}
         prefill_fields.pop("stream_options", None)
         return PairBodies(orjson.dumps(prefill_fields), orjson.dumps(decode))
+
+
+def _tokens(prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(prompt) // CHARS_PER_TOKEN + 1
+    if isinstance(prompt, list):
+        return sum(_tokens(item) if isinstance(item, str | list) else 1 for item in prompt)
+    return 1
 
 
 def draw_room() -> int:

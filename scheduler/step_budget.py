@@ -1,8 +1,9 @@
 """How many prompt tokens a step may compute.
 
-A step with prompt pieces takes longer than one of decodes alone, and every request that decodes waits for it. On a CPU a
-piece of some hundred tokens already uses all of its arithmetic, so small steps cost nothing there and keep the gaps
-between tokens short; an accelerator wants larger ones.
+A step with prompt pieces takes longer than one of decodes alone, and every request that decodes waits for it. On a CPU
+a piece of a hundred tokens already uses all of its arithmetic, so small steps cost nothing there and keep the gaps
+between tokens short; an accelerator wants larger ones. A decode instance exists for short gaps, and a prompt that it
+computes itself is the exception.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from ..server.options import ServerOptions
 
 CPU_CHUNK = 512
 CPU_MIXED_CHUNK = 128
+DECODE_MIXED_CHUNK = 32
 CHUNK = 2048
 
 
@@ -37,7 +39,9 @@ class StepBudget:
         if chunk is None:
             chunk = _pages_up(CPU_CHUNK if on_cpu else CHUNK, options.page_size)
         if mixed is None:
-            mixed = _pages_up(CPU_MIXED_CHUNK, options.page_size) if on_cpu else chunk
+            on_decode = options.disaggregation_mode == "decode"
+            mixed = _pages_up(DECODE_MIXED_CHUNK if on_decode else CPU_MIXED_CHUNK, options.page_size)
+            mixed = mixed if on_cpu else chunk
         return cls(min(chunk, most), min(mixed, chunk, most), may_cut=True)
 
     def tokens(self, *, decoding: bool) -> int:

@@ -34,6 +34,9 @@ class ClusterOptions(ServerOptions):
         Port of the router's HTTP API; 0 takes a free one.
     policy
         How the router chooses an instance.
+    prefill_backlog
+        Prompt tokens waiting at a prefill instance from which on a decode instance that has fewer waiting computes a
+        prompt itself, in small pieces between its streams' tokens; default: never.
     log_dir
         Folder for one log file a process; default: all to stderr, each line after its process's name.
     max_restarts
@@ -58,6 +61,7 @@ class ClusterOptions(ServerOptions):
     unified: int = 0
     port: int = 8000
     policy: Literal["random", "round_robin"] = "round_robin"
+    prefill_backlog: int | None = None
     log_dir: str | None = None
     max_restarts: int = 10
     disaggregation_transfer_backend: Literal["tcp", "shm", "fake"] = "shm"

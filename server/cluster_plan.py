@@ -87,6 +87,7 @@ def plan_router(options: ClusterOptions, targets: dict[DisaggregationMode, list[
         host=options.host,
         port=port,
         policy=options.policy,
+        prefill_backlog=options.prefill_backlog,
         api_key=options.api_key,
         drain_timeout=options.drain_timeout,
         log_level=options.log_level,

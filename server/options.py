@@ -63,11 +63,11 @@ class ServerOptions:
     max_prefill_tokens
         Most prompt tokens computed in one step.
     chunked_prefill_size
-        Most prompt tokens computed in one step, in pieces of a prompt where need be; -1 never cuts a prompt. Default 512
-        on cpu, 2048 on cuda.
+        Most prompt tokens computed in one step, in pieces of a prompt where need be; -1 never cuts a prompt. Default
+        512 on cpu, 2048 on cuda.
     mixed_chunk_size
-        The same for a step in which other requests decode, as they wait for it; default 128 on cpu, on cuda as
-        chunked_prefill_size.
+        The same for a step in which other requests decode, as they wait for it; default 128 on cpu, 32 in decode mode
+        there, and on cuda as chunked_prefill_size.
     schedule_policy
         Order of waiting requests: fcfs (first come, first served), lpm (longest cached prefix first).
     schedule_conservativeness

@@ -31,7 +31,7 @@ def dist(value: float) -> dict:
 
 
 def run_of(rate: float, latency: float) -> dict:
-    figures = {"output_throughput": rate, "input_throughput": rate, "goodput": rate}
+    figures = {"output_throughput": rate, "input_throughput": rate, "goodput": rate, "failed": latency}
     figures |= {name: dist(latency) for name in ("ttft", "itl", "tpot", "e2e")}
     groups = [{"name": name, **figures} for name in ("short", "long")]
     chunks = {"chunk_times": [0.1, 0.1 + latency / 1e3, 0.2 + latency / 500], "chunk_tokens": [1, 1, 1]}

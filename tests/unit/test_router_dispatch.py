@@ -43,6 +43,19 @@ async def test_a_stream_passes_through_unchanged(rig):
     assert p.requests[0].body["rid"] == d.requests[0].body["rid"] == "mine"
 
 
+@scenario(prefill_backlog=100)
+async def test_a_decode_serves_alone_while_its_prefill_is_behind(rig):
+    p, d = await rig.instance("hang"), await rig.instance()
+    client = await rig.route([p], [d])
+    behind = asyncio.create_task(generate(client, text="x" * 4000, stream=True))
+    await p.arrived.wait()
+    alone = await generate(client, text="y", stream=True)
+    assert alone.content == EVENT + EVENT + DONE
+    assert "bootstrap_room" not in d.requests[-1].body
+    assert [seen.body["text"] for seen in p.requests] == ["x" * 4000]
+    behind.cancel()
+
+
 @scenario()
 async def test_bad_json_touches_no_instance(rig):
     p, d = await rig.instance(), await rig.instance()

@@ -12,18 +12,18 @@ from pdserve.router.request_body import RequestBody
 BODY = RequestBody(b"{}", {})
 
 
-def make_fleet(policy="round_robin", prefill=1, decode=1, worker=0, unhealthy=()):
+def make_fleet(policy="round_robin", prefill=1, decode=1, worker=0, unhealthy=(), **options):
     names = {"prefill": prefill, "decode": decode, "worker": worker}
     urls = {role: [f"http://{role}{i}" for i in range(count)] for role, count in names.items()}
-    fleet = Fleet(RouterOptions(policy=policy, **urls))
+    fleet = Fleet(RouterOptions(policy=policy, **urls, **options))
     for instance in fleet.instances:
         state = HealthState.UNHEALTHY if instance.host in unhealthy else HealthState.HEALTHY
         fleet.set_state(instance, state, "test")
     return fleet
 
 
-def chosen(fleet, failed=()):
-    target = fleet.pick(BODY, [i for i in fleet.instances if i.host in failed])
+def chosen(fleet, failed=(), body=BODY):
+    target = fleet.pick(body, [i for i in fleet.instances if i.host in failed])
     if isinstance(target, Pair):
         return target.prefill.host, target.decode.host
     return target.host if target else None
@@ -66,3 +66,32 @@ def test_a_failure_takes_an_instance_out_until_the_next_check():
     assert chosen(fleet) is None
     assert (fleet.can_serve(), fleet.undecided()) == (False, True)
     assert fleet.instances[0].check_now.is_set()
+
+
+@pytest.mark.parametrize(
+    ("least", "at_prefill", "at_decode", "tokens", "expected"),
+    [
+        (None, 10**6, 0, 64, ("prefill0", "decode0")),
+        (512, 511, 0, 64, ("prefill0", "decode0")),
+        (512, 512, 0, 64, "decode0"),
+        # The decode is the slower one: a long prompt must have much before it, or wait.
+        (512, 1500, 0, 1500, ("prefill0", "decode0")),
+        (512, 3000, 0, 1500, "decode0"),
+        (512, 3000, 1500, 64, ("prefill0", "decode0")),
+        (0, 0, 0, 64, ("prefill0", "decode0")),
+    ],
+)
+def test_a_prompt_goes_to_the_decode_alone_when_its_prefill_is_behind(least, at_prefill, at_decode, tokens, expected):
+    fleet = make_fleet(prefill_backlog=least)
+    prefill, decode = fleet.instances
+    prefill.prompt_tokens, decode.prompt_tokens = at_prefill, at_decode
+    assert chosen(fleet, body=RequestBody(b"", {"input_ids": [1] * tokens})) == expected
+
+
+def test_a_prompt_counts_until_it_is_computed():
+    prefill, decode = make_fleet().instances
+    with prefill.computing(30), decode.computing(40) as done:
+        assert (prefill.prompt_tokens, decode.prompt_tokens) == (30, 40)
+        done()
+        assert (prefill.prompt_tokens, decode.prompt_tokens) == (30, 0)
+    assert (prefill.prompt_tokens, decode.prompt_tokens) == (0, 0)
