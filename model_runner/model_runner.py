@@ -44,7 +44,8 @@ class ModelRunner:
     Attributes: ``config``, ``context_length`` and ``vocab_size`` (tokens), ``device``, ``dtype`` (weights and
     activations), ``layout``, ``max_total_tokens`` (slots to hand out, page 0 excluded), ``pool``, ``kv_region`` (the
     pool's memory as one buffer; None on an accelerator), ``fingerprint``, ``attention_backend`` (its name),
-    ``sampler`` (the kernel that chooses tokens, where the CPU kernels run), ``load_seconds``.
+    ``sampler`` (the kernel that chooses tokens, where the CPU kernels run), ``step_weight_bytes`` (what a decode step
+    reads of weights), ``load_seconds``.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -61,6 +62,7 @@ class ModelRunner:
         with self._timed("kv_pool"):
             self._allocate_pool(options)
         self.sampler: NativeSampler | None = None
+        self.step_weight_bytes = self._weight_bytes
         with self._timed("kernels"):
             backend = choose_attention_backend(
                 options.attention_backend, self.config, self.device, self.dtype, self.pool.dtype
@@ -116,6 +118,7 @@ class ModelRunner:
         team = Team(torch.get_num_threads(), cpus)
         self.sampler = NativeSampler(team)
         engine = CpuEngine(model, self.pool, team, blocks)
+        self.step_weight_bytes = engine.weight_bytes
         if options.disaggregation_mode != "prefill":
             return engine.forward
 

@@ -82,7 +82,7 @@ LONG = Case("long", "4,000/64, 4 requests, one at a time", _random(4000, 64, 4, 
 MIXED = Case(
     "mixed",
     "mixed load: 8 streams of 64/200; three prompts of 1,500/4 every 3 s; 40 s",
-    ("--scenario", "mixed", "--warmup-requests", "4", "--drain-timeout", "30", *_SLO_FLAGS),
+    ("--scenario", "mixed", "--warmup-requests", "4", *_SLO_FLAGS),
     (SHORT_ITL_P99, SHORT_ITL_P50, SHORT_TTFT, LONG_TTFT, OUTPUT, GOODPUT, UNDONE),
     may_leave_undone=True,
 )

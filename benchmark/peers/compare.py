@@ -6,7 +6,6 @@ ratio is taken within each round before the median is taken over rounds.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -16,6 +15,7 @@ from .cases import CASES, Case
 from .engines import ENGINES, Engine
 from .errors import CaseFailed, PeerError
 from .layout import PeerSetup
+from .machine import wait_idle
 from .processes import running
 from .results import CLIENT_COST
 
@@ -60,8 +60,8 @@ class Comparison:
         ]
         if not missing:
             return []
-        load = os.getloadavg()[0]
-        self._say(f"round {number + 1}: {engine.title} (load average {load:.1f})")
+        quiet = "" if wait_idle() else ", on a busy machine"
+        self._say(f"round {number + 1}: {engine.title}{quiet}")
         failures = []
         with running(engine, self._setup, self._results / "logs") as url:
             for case in missing:

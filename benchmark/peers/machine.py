@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import re
+import time
 from pathlib import Path
 
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
+IDLE_WINDOW = 2.0
+"""Seconds over which the processors must be idle."""
+IDLE_SHARE = 0.95
 
 
 def describe_machine() -> str:
@@ -23,3 +27,24 @@ def describe_machine() -> str:
     cores = len(os.sched_getaffinity(0))
     name = model[1] if model else platform.processor() or platform.machine()
     return f"{name}, {cores} cores" + (f" ({features})" if features else "")
+
+
+def wait_idle(limit: float = 120.0) -> bool:
+    """Wait until nobody else uses the processors; False if ``limit`` seconds pass first.
+
+    What a measured engine leaves behind (processes that still end, memory that is given back) is the next one's noise.
+    """
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        before = _cpu_ticks()
+        time.sleep(IDLE_WINDOW)
+        idle, total = (b - a for a, b in zip(before, _cpu_ticks(), strict=True))
+        if idle >= IDLE_SHARE * total:
+            return True
+    return False
+
+
+def _cpu_ticks() -> tuple[int, int]:
+    """Ticks of all processors since boot: idle (waiting for a disk included), and all."""
+    fields = [int(word) for word in Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]]
+    return fields[3] + fields[4], sum(fields)

@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 
 from .cases import CASES, MIXED, MIXED_SLO, Case, Metric
-from .engines import ENGINES
+from .engines import ENGINES, PD_FLAGS
 from .install import LLAMA_CPP, NIXL, VLLM
 from .machine import describe_machine
 from .results import Results
@@ -23,14 +23,15 @@ TEMPLATE = Path(__file__).with_name("page-template.md")
 
 def write_page(page: Path, results: Results, images: Sequence[Path], threads: int) -> None:
     """Write the page; ``images`` lie in a folder beside it."""
-    rounds = len({number for _, _, number in results.runs})
+    counts = [len(results.rounds(case, engine)) for case, engine in {(c, e) for c, e, _ in results.runs}]
     text = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         vllm=VLLM,
         nixl=NIXL,
         llama=LLAMA_CPP,
         machine=describe_machine(),
         date=time.strftime("%Y-%m-%d"),
-        rounds=f"{rounds} rounds" if rounds > 1 else "one round",
+        pd_flags=" ".join(PD_FLAGS),
+        rounds=_rounds(counts),
         threads=threads,
         pairs=pairs_table(results),
         split=split_section(results),
@@ -40,6 +41,14 @@ def write_page(page: Path, results: Results, images: Sequence[Path], threads: in
     )
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(re.sub(r"\n{3,}", "\n\n", text), encoding="utf-8")
+
+
+def _rounds(counts: Sequence[int]) -> str:
+    """How often things were measured, in words; ``counts``: of each case on each engine."""
+    least, most = min(counts, default=0), max(counts, default=0)
+    if most == 1:
+        return "one round"
+    return f"{most} rounds" if least == most else f"{least} to {most} rounds (each table cell has those of its engine)"
 
 
 def pairs_table(results: Results) -> str:

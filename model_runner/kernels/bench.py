@@ -1,12 +1,14 @@
 """Measures the CPU kernels: ``python -m pdserve.model_runner.kernels.bench [--threads 2] [--quantization gguf]``.
 
 Prints memory-bound products in GB/s, arithmetic-bound ones in GFLOP/s (one thread), then whole forward passes in
-milliseconds (the best of several: what the machine can do when nobody else wants it).
+milliseconds (the best of several: what the machine can do when nobody else wants it) beside their roofline: the time
+that memory needs for the weights and the KV, or that arithmetic needs, at the rates measured right before and after.
 """
 
 from __future__ import annotations
 
 import argparse
+import operator
 import os
 import time
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from ...server.options import ServerOptions
 from ..forward_batch import ForwardBatch
 from ..loader.quantized_blocks import FORMATS
 from ..model_runner import ModelRunner
+from .roofline import Roofline
 from .single_kernels import PackedWeight
 
 N, K = 49152, 576
@@ -48,7 +51,7 @@ def main() -> None:
         cpus=",".join(map(str, cpus)),
         max_total_tokens=max(BATCHES) * ROW_SLOTS,
     )
-    _passes(ModelRunner(options))
+    _passes(ModelRunner(options), Roofline(cpus))
 
 
 def _products() -> None:
@@ -64,15 +67,46 @@ def _products() -> None:
             print(f"{name:9} {rows:3} rows: {bandwidth:6.1f} GB/s {speed:7.1f} GFLOP/s")
 
 
-def _passes(model: ModelRunner) -> None:
-    rows = max(BATCHES)
-    table = (torch.arange(rows * ROW_SLOTS, dtype=torch.int32) + model.layout.page_size).view(rows, ROW_SLOTS)
-    for size in BATCHES:
-        batch = make_batch(table, [CONTEXT] * size, [1] * size, model.vocab_size)
-        print(f"decode, batch {size:3}: {best(partial(model.forward, batch)) * 1e3:7.2f} ms")
+def _passes(model: ModelRunner, roofline: Roofline) -> None:
+    # Memory that was never written is one page of zeros, however often it is mapped, and lies in the nearest cache.
+    model.pool.data.uniform_(-1.0, 1.0)
+    rows, size = max(BATCHES), model.layout.page_size
+    # Pages anywhere, as they are after a while.
+    pages = torch.randperm(rows * ROW_SLOTS // size).view(rows, -1, 1) + 1
+    table = (pages * size + torch.arange(size)).view(rows, ROW_SLOTS).int()
+    for count in BATCHES:
+        batch = make_batch(table, [CONTEXT] * count, [1] * count, model.vocab_size)
+        _pass(f"decode, batch {count:3}", model, batch, roofline)
     for length in PROMPTS:
-        seconds = best(partial(model.forward, make_batch(table, [0], [length], model.vocab_size)))
-        print(f"prefill of {length:4}: {seconds * 1e3:7.2f} ms, {length / seconds:6.0f} tokens/s")
+        _pass(f"prefill of {length:4} ", model, make_batch(table, [0], [length], model.vocab_size), roofline)
+
+
+def _pass(name: str, model: ModelRunner, batch: ForwardBatch, roofline: Roofline) -> None:
+    before = roofline.bandwidth(), roofline.peak()
+    seconds = best(partial(model.forward, batch))
+    bandwidth, peak = map(max, zip(before, (roofline.bandwidth(), roofline.peak()), strict=True))
+    bound = max(_bytes_read(model, batch) / bandwidth, _operations(model, batch) / peak)
+    print(
+        f"{name}: {seconds * 1e3:7.2f} ms, {batch.num_tokens / seconds:6.0f} tokens/s; roofline {bound * 1e3:6.2f} ms "
+        f"({bandwidth / 1e9:.1f} GB/s, {peak / 1e9:.0f} GFLOP/s): {seconds / bound:.2f} times it"
+    )
+
+
+def _bytes_read(model: ModelRunner, batch: ForwardBatch) -> float:
+    """Every weight once, and the KV of every row."""
+    kv_tokens = sum(map(operator.add, batch.starts, batch.q_lens))
+    return model.step_weight_bytes + kv_tokens * model.layout.page_bytes / model.layout.page_size
+
+
+def _operations(model: ModelRunner, batch: ForwardBatch) -> float:
+    """Of the linear layers for every token, the head for the last of each row, and attention below the diagonal."""
+    config = model.config
+    width = config.num_heads * config.head_dim
+    weights = 2 * width + 2 * config.num_kv_heads * config.head_dim + 3 * config.intermediate_size
+    layers = batch.num_tokens * config.num_layers * weights * config.hidden_size
+    head = len(batch.q_lens) * config.vocab_size * config.hidden_size
+    pairs = sum(count * (2 * start + count + 1) / 2 for start, count in zip(batch.starts, batch.q_lens, strict=True))
+    return 2.0 * (layers + head) + 4.0 * config.num_layers * width * pairs
 
 
 def make_batch(table: torch.Tensor, starts: list[int], q_lens: list[int], vocab_size: int) -> ForwardBatch:

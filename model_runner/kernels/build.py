@@ -77,20 +77,20 @@ def choose_level() -> Level:
     return here[name]
 
 
-def library_path(level: Level) -> Path:
+def library_path(level: Level, sources: Path = SOURCES, name: str = "kernels") -> Path:
     """Where the library for ``level`` is, or would be."""
     digest = hashlib.sha256(" ".join((*COMMON_FLAGS, *level.flags)).encode())
-    for file in sorted(SOURCES.iterdir()):
+    for file in sorted(sources.iterdir()):
         digest.update(file.name.encode() + file.read_bytes())
-    return _cache_folder() / f"kernels-{level.name}-{digest.hexdigest()[:16]}.so"
+    return _cache_folder() / f"{name}-{level.name}-{digest.hexdigest()[:16]}.so"
 
 
-def build(level: Level) -> Path:
+def build(level: Level, sources: Path = SOURCES, name: str = "kernels") -> Path:
     """The path of the library for ``level``, built if it isn't there yet. Raises ``BuildError``.
 
     Processes that want it at the same time wait for the first of them.
     """
-    path = library_path(level)
+    path = library_path(level, sources, name)
     if path.is_file():
         return path
     try:
@@ -98,13 +98,13 @@ def build(level: Level) -> Path:
         with (path.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.is_file():
-                _compile(level, path)
+                _compile(level, sources, path)
     except OSError as e:
         raise BuildError(f"the CPU kernels can't be kept in {path.parent}: {e}") from e
     return path
 
 
-def _compile(level: Level, path: Path) -> None:
+def _compile(level: Level, folder_of_sources: Path, path: Path) -> None:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise BuildError(f"there is no C++ compiler ({', '.join(COMPILERS)}) to build the CPU kernels with")
@@ -112,7 +112,7 @@ def _compile(level: Level, path: Path) -> None:
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         output = Path(folder) / path.name
-        sources = [str(file) for file in sorted(SOURCES.glob("*.cpp"))]
+        sources = [str(file) for file in sorted(folder_of_sources.glob("*.cpp"))]
         command = [compiler, *COMMON_FLAGS, *level.flags, *sources, "-o", str(output)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
