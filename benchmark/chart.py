@@ -93,7 +93,7 @@ def _plain_log_ticks(axes: Axes) -> None:
     """10, 100, 1,000 instead of powers of ten; 2 and 5 of each as well, where there is room."""
     low, high = axes.get_xlim()
     ticks = [m * 10.0**e for e in range(-3, 7) for m in (1, 2, 5) if low <= m * 10.0**e <= high]
-    axes.set_xticks([tick for tick in ticks if len(ticks) <= 8 or f"{tick:e}"[0] == "1"])
+    axes.set_xticks([tick for tick in ticks if len(ticks) <= 6 or f"{tick:e}"[0] == "1"])
     axes.set_xticks([], minor=True)
     axes.xaxis.set_major_formatter(_THOUSANDS)
 
