@@ -95,7 +95,7 @@ def _pass(name: str, model: ModelRunner, batch: ForwardBatch, roofline: Roofline
 def _bytes_read(model: ModelRunner, batch: ForwardBatch) -> float:
     """Every weight once, and the KV of every row."""
     kv_tokens = sum(map(operator.add, batch.starts, batch.q_lens))
-    return model.step_weight_bytes + kv_tokens * model.layout.page_bytes / model.layout.page_size
+    return float(model.step_weight_bytes + kv_tokens * model.layout.page_bytes / model.layout.page_size)
 
 
 def _operations(model: ModelRunner, batch: ForwardBatch) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 
 from .build import build, choose_level
 
-SOURCES = Path(__file__).parent / "roofline"
+SOURCES = Path(__file__).parent / "probe"
 MEMORY = 512 << 20
 """Bytes to read: many times any cache."""
 ROUNDS = 400_000
