@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo run test check lint types format bench-peers docs clean
+.PHONY: help setup demo run test test-slow check lint types format bench-peers docs clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
@@ -46,6 +46,9 @@ run: $(STAMP) ## the same cluster on port 8000 (PORT=…), until Ctrl-C
 
 test: $(STAMP) ## run the tests: first those of single parts, then those of real processes
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'not slow' $(TESTS)
+
+test-slow: $(STAMP) ## run the tests that take too long for every change: perplexity, and the kernels' AVX2 build
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow $(TESTS)
 
 check: lint types test ## what must pass before a commit: format, lint, types, tests
 

@@ -57,6 +57,7 @@ def test_what_the_processor_lacks_can_not_be_chosen(processor: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(best_level() != AVX512, reason="the tests beside this one run the AVX2 code already, or none")
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # the first time, it compiles
 def test_the_kernels_pass_their_tests() -> None:
     try:

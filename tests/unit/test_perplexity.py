@@ -20,6 +20,8 @@ from pdserve.model_runner.kernels.perplexity import REFERENCE, Score, make_ways,
 
 WINDOWS, WINDOW = 2, 192
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def scores() -> dict[str, Score]:
