@@ -32,8 +32,8 @@ class RouterOptions:
     policy
         How an instance is chosen among the healthy ones, for prefill, decode and unified alike.
     prefill_backlog
-        Prompt tokens waiting at a prefill instance from which on a decode instance that has fewer waiting computes a
-        prompt itself, in small pieces between its streams' tokens; default: never.
+        Prompt tokens waiting at a prefill instance from which on a decode instance computes a prompt itself, in small
+        pieces between its streams' tokens, where that is sooner; default: never.
     api_key
         When set, every request but /health needs "Authorization: Bearer KEY"; the same key goes to the instances.
     health_check_interval

@@ -35,8 +35,8 @@ class ClusterOptions(ServerOptions):
     policy
         How the router chooses an instance.
     prefill_backlog
-        Prompt tokens waiting at a prefill instance from which on a decode instance that has fewer waiting computes a
-        prompt itself, in small pieces between its streams' tokens; default: never.
+        Prompt tokens waiting at a prefill instance from which on a decode instance computes a prompt itself, in small
+        pieces between its streams' tokens, where that is sooner; default: never.
     log_dir
         Folder for one log file a process; default: all to stderr, each line after its process's name.
     max_restarts
