@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 from .errors import RegionError
 
+_MADV_POPULATE_WRITE = 23
+"""linux/mman.h; Python's ``mmap`` doesn't name it yet."""
+
 
 @dataclass(eq=False)
 class KVRegion:
@@ -26,6 +29,18 @@ class KVRegion:
     def view(self) -> memoryview:
         """A writable view of all bytes; the memory can't be unmapped before it is released."""
         return memoryview(self.buffer)
+
+    def commit(self, begin: int, end: int) -> bool:
+        """Have memory behind bytes ``[begin, end)`` now, and not page by page when each is first written.
+
+        Contents stay as they are, also when a peer is writing them. ``begin`` on a memory page's border. False where
+        that can't be had, which is no harm: a kernel before Linux 5.14, or no memory left.
+        """
+        try:
+            self.buffer.madvise(_MADV_POPULATE_WRITE, begin, end - begin)
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         """Close the descriptor and unmap; memory that a tensor or view still uses is unmapped with the last of them."""

@@ -1,9 +1,9 @@
 """The model worker process: owns the device, runs the scheduler's steps, moves KV pages.
 
 Life: channels open → threads placed → model loads → warm-up → ``WorkerReady`` → steps and transfer commands, in the
-order they come, until the process is ended. It sleeps in its channel when there is nothing to do. A step's result is
-sent before the next message is looked at; transfers run in the engine's own thread, which reports through a channel end
-of its own.
+order they come, until the process is ended. With nothing to do it commits KV memory ahead and then sleeps in its
+channel. A step's result is sent before the next message is looked at; transfers run in the engine's own thread, which
+reports through a channel end of its own.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import sys
 import time
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+from ..messages.base import unpack_i32
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
 from ..messages.routes import ToWorker
 from ..messages.worker import ForwardStep, StepResult, TransferEvent, WorkerCommand, WorkerReady
 from ..server.child import ChildContext, start_child
 from .errors import ModelError, UnsupportedModel
 from .placement import Placement, PlacementError, bind_compute_threads, confine, floating, plan_placement
+from .prefault import PoolPrefault
 
 if TYPE_CHECKING:
     from ..disaggregation.transfer_engine import TransferEngine
@@ -36,6 +38,7 @@ class Worker(NamedTuple):
     model: ModelRunner
     steps: StepRunner
     engine: TransferEngine | None
+    prefault: PoolPrefault
     load_seconds: dict[str, float]
 
 
@@ -52,7 +55,7 @@ def main() -> NoReturn:
     events.send(_ready_message(worker))
     ctx.report_ready(worker.load_seconds)
     while True:
-        serve_frame(receiver, events, worker.steps, worker.engine)
+        serve_frame(receiver, events, worker)
 
 
 def load(ctx: ChildContext) -> Worker:
@@ -84,23 +87,25 @@ def load(ctx: ChildContext) -> Worker:
     gc.collect()
     gc.freeze()
     seconds = {"imports": imported - begin, **model.load_seconds, "warm_up": time.monotonic() - loaded}
-    return Worker(model, steps, engine, seconds)
+    prefault = PoolPrefault(model.kv_region, model.layout.page_bytes // options.page_size)
+    return Worker(model, steps, engine, prefault, seconds)
 
 
-def serve_frame(
-    receiver: Receiver[WorkerCommand], events: Sender, steps: StepRunner, engine: TransferEngine | None
-) -> None:
-    """Wait for the next frame and do what its messages say, in order."""
+def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worker) -> None:
+    """Wait for the next frame and do what its messages say, in order; while there is none, prepare KV memory."""
     try:
-        commands = receiver.recv(-1)
+        commands = receiver.recv(worker.prefault.wait_ms)
     except UndeclaredMessage as e:
         log.error("%s", e)
         return
+    if not commands:
+        worker.prefault.advance()
     for command in commands:
         if isinstance(command, ForwardStep):
-            events.send(_run(steps, command))
-        elif engine is not None:
-            engine.submit(command)
+            events.send(_run(worker.steps, command))
+            worker.prefault.used(int(unpack_i32(command.out_cache_loc).max(initial=0)))
+        elif worker.engine is not None:
+            worker.engine.submit(command)
         else:
             raise RuntimeError(f"a unified instance hands nothing over, but was sent {type(command).__name__}")
 

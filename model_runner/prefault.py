@@ -1,0 +1,67 @@
+"""Commits the KV pool's memory a little ahead of its use, while the worker has nothing else to do.
+
+A pool page costs nothing until it is first written, and then a fault for every 4 KiB of it: 1.4 µs where the kernel has
+the memory at hand, up to 10 µs where a hypervisor has to find it first. A prompt of 512 tokens of a small model brings
+2,900 such faults, 4 to 30 ms on top of a pass of 145 ms. Committing the whole pool at start would take seconds and
+gigabytes that may never be used, so the worker keeps a margin ahead of the highest page that a step has touched.
+(The allocator hands out low pages first and reuses freed ones, so that page is what marks the pool's use.)
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..disaggregation.region import KVRegion
+
+log = logging.getLogger(__name__)
+
+MARGIN_BYTES = 512 << 20
+SLICE_BYTES = 256 << 10
+"""Committed at a time: a step that arrives meanwhile waits for at most some 0.6 ms."""
+IDLE_MS = 5
+"""The worker is idle when nothing has come for so long: longer than the gap between two steps."""
+
+
+class PoolPrefault:
+    """Knows how much of ``region`` is committed. One thread; ``slot_bytes``: bytes of KV of one token."""
+
+    def __init__(self, region: KVRegion | None, slot_bytes: int, margin_bytes: int = MARGIN_BYTES) -> None:
+        self._region = region
+        self._slot_bytes = slot_bytes
+        self._margin = margin_bytes
+        self._end = 0
+        self._is_idle = False
+        self._target = 0 if region is None else min(margin_bytes, region.nbytes)
+
+    @property
+    def committed(self) -> int:
+        """Bytes committed by us, from the region's beginning."""
+        return self._end
+
+    @property
+    def wait_ms(self) -> int:
+        """How long to wait for work before the next ``advance``; -1, for ever, when there is nothing to commit."""
+        if self._end >= self._target:
+            return -1
+        return 0 if self._is_idle else IDLE_MS
+
+    def used(self, slot: int) -> None:
+        """A step writes ``slot``."""
+        self._is_idle = False
+        if self._region is not None:
+            self._target = max(self._target, min((slot + 1) * self._slot_bytes + self._margin, self._region.nbytes))
+
+    def advance(self) -> None:
+        """Nothing came within ``wait_ms``: commit the next slice."""
+        self._is_idle = True
+        if self._region is None or self._end >= self._target:
+            return
+        end = min(self._end + SLICE_BYTES, self._region.nbytes)
+        if not self._region.commit(self._end, end):
+            log.info("this kernel can't commit memory ahead: the first use of each KV page will be slower")
+            self._region = None
+            self._target = 0
+            return
+        self._end = end
