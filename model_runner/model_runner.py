@@ -32,6 +32,7 @@ from .placement import parse_cpus
 from .pool_size import PoolRequest, choose_max_total_tokens
 
 if TYPE_CHECKING:
+    from .kernels.cpu_engine import CpuEngine
     from .kernels.sampling import NativeSampler
     from .loader.quantized_blocks import BlockSource
 
@@ -44,8 +45,8 @@ class ModelRunner:
     Attributes: ``config``, ``context_length`` and ``vocab_size`` (tokens), ``device``, ``dtype`` (weights and
     activations), ``layout``, ``max_total_tokens`` (slots to hand out, page 0 excluded), ``pool``, ``kv_region`` (the
     pool's memory as one buffer; None on an accelerator), ``fingerprint``, ``attention_backend`` (its name),
-    ``sampler`` (the kernel that chooses tokens, where the CPU kernels run), ``step_weight_bytes`` (what a decode step
-    reads of weights), ``load_seconds``.
+    ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU kernels run),
+    ``step_weight_bytes`` (what a decode step reads of weights), ``clears_begun_pages``, ``load_seconds``.
     """
 
     def __init__(self, options: ServerOptions) -> None:
@@ -62,6 +63,9 @@ class ModelRunner:
         with self._timed("kv_pool"):
             self._allocate_pool(options)
         self.sampler: NativeSampler | None = None
+        self.engine: CpuEngine | None = None
+        # The engine reads nothing beyond a row's end, but the peer that gets a page may run on the torch backend.
+        self.clears_begun_pages = options.disaggregation_mode == "prefill"
         self.step_weight_bytes = self._weight_bytes
         with self._timed("kernels"):
             backend = choose_attention_backend(
@@ -117,13 +121,12 @@ class ModelRunner:
         cpus = None if options.cpus is None else parse_cpus(options.cpus)
         team = Team(torch.get_num_threads(), cpus)
         self.sampler = NativeSampler(team)
-        engine = CpuEngine(model, self.pool, team, blocks)
+        engine = self.engine = CpuEngine(model, self.pool, team, blocks)
         self.step_weight_bytes = engine.weight_bytes
-        if options.disaggregation_mode != "prefill":
+        if not self.clears_begun_pages:
             return engine.forward
 
         def run(batch: ForwardBatch) -> Tensor:
-            # The engine reads nothing beyond a row's end, but the peer that gets the page may run on the torch backend.
             self._clear_begun_pages(batch)
             return engine.forward(batch)
 

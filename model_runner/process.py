@@ -78,7 +78,7 @@ def load(ctx: ChildContext) -> Worker:
         # The kernels have threads of their own. Torch's would spin on the same cores after each of the few small
         # operations that are left to it.
         torch.set_num_threads(1)
-    steps = StepRunner(model, options.max_running_requests, model.sampler)
+    steps = StepRunner(model, options.max_running_requests)
     engine = _start_engine(ctx, model, placement)
     loaded = time.monotonic()
     warm_up(steps, options.max_running_requests, model.context_length, options.page_size)

@@ -35,17 +35,22 @@ ROW_PARAMS = np.dtype(
         ("repetition_penalty", np.float32),
         ("min_new_tokens", np.int64),
         ("logprobs", np.int32),  # alternatives to list, or NO_LOGPROBS
-    ]
+    ],
+    align=True,
 )
+"""``RowParams`` of the CPU kernels' step.h, which reads the table as it is."""
 RowParams = npt.NDArray[np.void]
 
 
 class RowStates:
-    """State of all ``max_reqs`` rows. ``last_tokens`` ([R] int64) lives on the device, the rest on the host."""
+    """State of all ``max_reqs`` rows. ``last_tokens`` ([R] int64) lives on the device, the rest on the host.
+
+    ``table`` is the parameters of all rows, [R]; like ``last_tokens`` it never moves.
+    """
 
     def __init__(self, max_reqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
-        self._params: RowParams = np.zeros(max_reqs, dtype=ROW_PARAMS)
+        self.table: RowParams = np.zeros(max_reqs, dtype=ROW_PARAMS)
         self._histories: list[TokenHistory | None] = [None] * max_reqs
         self._stop_ids: list[I64] = [np.empty(0, dtype=np.int64)] * max_reqs
         self.last_tokens: Tensor = torch.full((max_reqs,), -1, dtype=torch.int64, device=device)
@@ -55,7 +60,7 @@ class RowStates:
         row = init.row
         greedy = init.temperature < GREEDY_TEMPERATURE or init.top_k == 1
         penalised = init.history is not None
-        self._params[row] = (
+        self.table[row] = (
             init.seed & 0xFFFFFFFFFFFFFFFF,
             init.prompt_len,
             greedy,
@@ -78,7 +83,7 @@ class RowStates:
 
     def params(self, rows: I64) -> RowParams:
         """[N] parameters of the rows (a copy)."""
-        return self._params[rows]
+        return self.table[rows]
 
     def edits(self, rows: I64, params: RowParams, positions: I64) -> LogitEdits | None:
         """What changes the rows' logits when the tokens at ``positions`` [N] are sampled; None in the common case."""

@@ -4,6 +4,9 @@ A step is applied in the order that ``ForwardStep`` fixes: rows that begin, slot
 this pass, the pass; then the sampled tokens enter the rows' state, where the next step's ``use_last`` finds them. The
 scheduler may therefore send a step before it has the result of the one before.
 
+On the CPU kernels the common step, which wants tokens and nothing else, is one call of theirs. What else there is goes
+the general way: each part a call of its own, on any device.
+
 Shapes: T tokens, B entries, S sampled entries, L wanted rows of logits, R rows and C columns of the request table.
 """
 
@@ -26,6 +29,8 @@ from .rows import NO_LOGPROBS, RowParams, RowStates
 from .sampler import sample
 
 if TYPE_CHECKING:
+    from .kernels.cpu_engine import CpuEngine
+    from .kernels.native_steps import NativeSteps
     from .kernels.sampling import NativeSampler
 
 I64 = npt.NDArray[np.int64]
@@ -37,6 +42,9 @@ class Model(Protocol):
     vocab_size: int
     context_length: int
     device: torch.device
+    engine: CpuEngine | None
+    sampler: NativeSampler | None
+    clears_begun_pages: bool
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits, [L, V] float32."""
@@ -58,13 +66,18 @@ class _Plan(NamedTuple):
 class StepRunner:
     """Owns the device's request table and the rows' state. One thread."""
 
-    def __init__(self, model: Model, max_reqs: int, sampler: NativeSampler | None = None) -> None:
-        """``sampler``: the kernel that chooses tokens, where there is one."""
+    def __init__(self, model: Model, max_reqs: int) -> None:
         self._model = model
-        self._sampler = sampler
         self._device = model.device
-        self._rows = RowStates(max_reqs, model.vocab_size, model.device)
+        self._rows = rows = RowStates(max_reqs, model.vocab_size, model.device)
         self._req_to_token = torch.zeros((max_reqs, model.context_length), dtype=torch.int32, device=model.device)
+        self._native: NativeSteps | None = None
+        if model.engine is not None:
+            # Imported here: it loads the compiled kernels.
+            from .kernels.native_steps import NativeSteps
+
+            tables = (self._req_to_token, rows.last_tokens, rows.table)
+            self._native = NativeSteps(model.engine, *tables, clear_begun=model.clears_begun_pages)
 
     @torch.inference_mode()
     def run(self, step: ForwardStep) -> StepResult:
@@ -75,6 +88,13 @@ class StepRunner:
         """
         begin = time.perf_counter()
         self._apply(step)
+        if self._native is not None and (chosen := self._native.run(step)) is not None:
+            bad_entries = [] if chosen.finite.all() else _sampled_entries(step)[~chosen.finite].tolist()
+            forward_ms = (time.perf_counter() - begin) * 1e3
+            return StepResult(step.step_id, chosen.tokens, forward_ms, bad_entries=bad_entries)
+        return self._run_generally(step, begin)
+
+    def _run_generally(self, step: ForwardStep, begin: float) -> StepResult:
         plan = self._plan(step)
         logits_LV = self._model.forward(plan.batch)
         if self._device.type == "cuda":
@@ -120,7 +140,7 @@ class StepRunner:
             input_ids[self._to_device(first_tokens[use_last])] = self._rows.last_tokens[self._to_device(rows[use_last])]
         token_rows_T = rows_B if num_tokens == len(rows) else self._to_device(np.repeat(rows, q_lens))
         self._req_to_token[token_rows_T, positions_T] = out_cache_loc.to(torch.int32)
-        sampled = np.flatnonzero(unpack_i32(step.sample))
+        sampled = _sampled_entries(step)
         wanted = [ends[sampled] - 1]
         for spec in step.input_logprobs:
             first = first_tokens[spec.entry] + spec.first
@@ -142,7 +162,7 @@ class StepRunner:
             return np.empty(0, dtype=np.int32), None
         params = self._rows.params(plan.rows)
         edits = self._rows.edits(plan.rows, params, plan.positions)
-        chosen = sample(logits_SV, params, plan.positions, edits, self._sampler)
+        chosen = sample(logits_SV, params, plan.positions, edits, self._model.sampler)
         tokens = chosen.tokens.cpu().numpy()
         self._rows.record(plan.rows, params, chosen.tokens, tokens)
         bad.update(plan.sampled[~chosen.finite].tolist())
@@ -150,6 +170,10 @@ class StepRunner:
 
     def _to_device(self, array: I64) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _sampled_entries(step: ForwardStep) -> I64:
+    return np.flatnonzero(unpack_i32(step.sample))
 
 
 def _i64(data: bytes) -> I64:

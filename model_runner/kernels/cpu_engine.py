@@ -74,10 +74,12 @@ class CpuEngine:
         """What the linear layers' weights take, as a decode step reads them."""
         self._library = load_library()
         self._config = config = model.config
-        self._pool, self._team = pool, team
+        self.pool, self.team = pool, team
         self._embedding = model.embed_tokens
         self._rotary = RotaryEmbedding(config.rope, config.head_dim, dtype=torch.float32, device=torch.device("cpu"))
         self._cos = self._sin = torch.empty(0, config.head_dim // 2)
+        self.rotations: tuple[int, int, int] = (0, 0, 0)
+        """Addresses of the cosines and sines, and how many positions they reach."""
         layout = pool.layout
         view = KVPoolView(
             pool.data.data_ptr(),
@@ -102,7 +104,7 @@ class CpuEngine:
         handle = self._library.pds_engine_new(native, NATIVE_DTYPES[self._embedding.dtype], team.handle)
         if handle is None:
             raise MemoryError("no memory for the engine's activations")
-        self._handle = handle
+        self.handle = handle
         self.close = weakref.finalize(self, self._library.pds_engine_free, handle)
         self._pack(model)
         # The blocks are packed; the source may hold a whole file.
@@ -139,7 +141,7 @@ class CpuEngine:
             self._sin.data_ptr(),
             logits.data_ptr(),
         )
-        if self._library.pds_engine_forward(self._handle, args) != 0:
+        if self._library.pds_engine_forward(self.handle, args) != 0:
             raise MemoryError(f"no memory for a pass of {len(ids)} tokens")
         return logits
 
@@ -154,6 +156,7 @@ class CpuEngine:
         # The second halves: those of the sines are not negated.
         self._cos = torch.cat((self._cos, rotation.cos[:, 0, half:]))
         self._sin = torch.cat((self._sin, rotation.sin[:, 0, half:]))
+        self.rotations = (self._cos.data_ptr(), self._sin.data_ptr(), len(self._cos))
 
     def _pack(self, model: LlamaForCausalLM) -> None:
         for i, layer in enumerate(model.layers):
@@ -171,7 +174,7 @@ class CpuEngine:
                 self._set_norm(NormKind.K, i, attention.k_norm.weight)
         self._set_norm(NormKind.FINAL, 0, model.norm.weight)
         self._set_weight(LinearKind.HEAD, 0, model.lm_head, None, HEAD_NAMES[:1])
-        self._library.pds_engine_set_embedding(self._handle, self._embedding.data_ptr())
+        self._library.pds_engine_set_embedding(self.handle, self._embedding.data_ptr())
 
     def _set_linear(self, kind: LinearKind, layer: int, linear: Linear, names: Sequence[str]) -> None:
         self._set_weight(kind, layer, linear.weight, linear.bias, names)
@@ -188,10 +191,10 @@ class CpuEngine:
         self.weight_bytes += nbytes
         bias_pointer = None if floats is None else floats.data_ptr()
         set_linear = self._library.pds_engine_set_linear
-        if set_linear(self._handle, kind, layer, native_format, pointer, bias_pointer) != 0:
+        if set_linear(self.handle, kind, layer, native_format, pointer, bias_pointer) != 0:
             raise MemoryError("no memory for the packed weights")
 
     def _set_norm(self, kind: NormKind, layer: int, weight: Tensor) -> None:
         floats = weight.float().contiguous()
-        if self._library.pds_engine_set_norm(self._handle, kind, layer, floats.data_ptr()) != 0:
+        if self._library.pds_engine_set_norm(self.handle, kind, layer, floats.data_ptr()) != 0:
             raise MemoryError("no memory for the packed weights")

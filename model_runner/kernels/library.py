@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
 
@@ -61,6 +61,20 @@ class ForwardArgs(ctypes.Structure):
     )
 
 
+class StepTables(ctypes.Structure):
+    """``StepTables`` of step.h."""
+
+    _fields_ = (
+        ("req_to_token", c_void_p),
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("last_tokens", c_void_p),
+        ("params", c_void_p),
+        ("slots", c_int64),
+        ("clear_begun", c_int32),
+    )
+
+
 @cache
 def load_library() -> ctypes.CDLL:
     """The kernels for this processor, built now if ``make setup`` has not. Raises ``BuildError``."""
@@ -83,6 +97,15 @@ def _declare(library: ctypes.CDLL) -> None:
         ("pds_engine_set_norm", c_int32, (c_void_p, c_int32, c_int64, c_void_p)),
         ("pds_engine_set_embedding", None, (c_void_p, c_void_p)),
         ("pds_engine_forward", c_int32, (c_void_p, POINTER(ForwardArgs))),
+        ("pds_row_params_size", c_int64, ()),
+        ("pds_stepper_new", c_void_p, (c_void_p, c_void_p, POINTER(StepTables))),
+        ("pds_stepper_free", None, (c_void_p,)),
+        # Entries and tokens, seven int32 arrays as the bytes of a message, rotations, results.
+        (
+            "pds_stepper_run",
+            c_int64,
+            (c_void_p, c_int64, c_int64, *[c_char_p] * 7, c_void_p, c_void_p, c_int64, c_void_p, c_void_p),
+        ),
     ):
         function = getattr(library, name)
         function.restype = result

@@ -20,6 +20,9 @@ class FakeModel:
     vocab_size = VOCAB
     context_length = 64
     device = torch.device("cpu")
+    engine = None
+    sampler = None
+    clears_begun_pages = False
 
     def __init__(self) -> None:
         self.batches: list[ForwardBatch] = []

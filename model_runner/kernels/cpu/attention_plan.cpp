@@ -27,9 +27,11 @@ void AlignedFloats::Free::operator()(float* data) const { std::free(data); }
 
 void AlignedFloats::reserve(int64_t size) {
   if (size <= size_) return;
-  size_ = ceil_div(size, 16) * 16;
-  data_.reset(static_cast<float*>(std::aligned_alloc(64, size_ * sizeof(float))));
+  size_ = 0;
+  const int64_t rounded = ceil_div(size, 16) * 16;
+  data_.reset(static_cast<float*>(std::aligned_alloc(64, rounded * sizeof(float))));
   if (!data_) throw std::bad_alloc();
+  size_ = rounded;
 }
 
 void AttentionPlan::prepare(const KVPoolView& pool, int64_t num_heads, float scale, const AttentionEntry* entries,

@@ -99,6 +99,8 @@ class Engine final : public EngineBase {
 
   void set_embedding(const void* table) override { embedding_ = static_cast<const T*>(table); }
 
+  const EngineConfig& config() const override { return c_; }
+
   void forward(const ForwardArgs& args) override {
     if (args.tokens > max_tokens_) reserve(std::max(args.tokens, 2 * max_tokens_));
     const float scale = 1.0f / std::sqrt(static_cast<float>(c_.head_dim));

@@ -58,6 +58,7 @@ class EngineBase {
   // [V, N] in the engine's own type; kept by reference.
   virtual void set_embedding(const void* table) = 0;
   virtual void forward(const ForwardArgs& args) = 0;
+  virtual const EngineConfig& config() const = 0;
 };
 
 std::unique_ptr<EngineBase> make_engine(const EngineConfig& config, DType dtype, Team& team);

@@ -12,6 +12,8 @@
 
 namespace pdserve {
 
+class Team;
+
 // Mirrored by a NumPy dtype in sampling.py.
 struct SampleParams {
   uint64_t seed;
@@ -83,5 +85,10 @@ class Sampler {
   std::vector<float> maxima_;
   std::vector<double> sums_;
 };
+
+// Tokens and whether each row was finite, [rows]: rows of float32 logits, `stride` elements apart, shared out among the
+// team's threads (or on the caller's, without a team). Throws std::bad_alloc.
+void sample_rows(Team* team, const float* logits, int64_t rows, int64_t vocab, int64_t stride,
+                 const SampleParams* params, int64_t* tokens, uint8_t* finite);
 
 }  // namespace pdserve

@@ -1,16 +1,14 @@
-// Sampling, as Python calls it.
+// Sampling for many rows at once, and as Python calls it.
 #include <new>
 
 #include "api.h"
 #include "sampling.h"
 #include "team.h"
 
-using namespace pdserve;
+namespace pdserve {
 
-// Rows of float32 logits, `stride` elements apart, shared out among the team's threads (or on the caller's, without a
-// team). Returns -1 when memory runs out.
-PDS_API int32_t pds_sample(void* team, const float* logits, int64_t rows, int64_t vocab, int64_t stride,
-                           const SampleParams* params, int64_t* tokens, uint8_t* finite) {
+void sample_rows(Team* team, const float* logits, int64_t rows, int64_t vocab, int64_t stride,
+                 const SampleParams* params, int64_t* tokens, uint8_t* finite) {
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
   const auto work = [&](int, int) {
@@ -28,7 +26,22 @@ PDS_API int32_t pds_sample(void* team, const float* logits, int64_t rows, int64_
   if (team == nullptr || rows == 1) {
     work(0, 1);
   } else {
-    static_cast<Team*>(team)->run(work);
+    team->run(work);
   }
-  return failed ? -1 : 0;
+  if (failed) throw std::bad_alloc();
+}
+
+}  // namespace pdserve
+
+using namespace pdserve;
+
+// Returns -1 when memory runs out.
+PDS_API int32_t pds_sample(void* team, const float* logits, int64_t rows, int64_t vocab, int64_t stride,
+                           const SampleParams* params, int64_t* tokens, uint8_t* finite) {
+  try {
+    sample_rows(static_cast<Team*>(team), logits, rows, vocab, stride, params, tokens, finite);
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+  return 0;
 }

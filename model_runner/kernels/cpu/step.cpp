@@ -1,0 +1,99 @@
+#include "step.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace pdserve {
+
+int64_t Stepper::run(const StepArgs& args) {
+  if (!plan(args)) return -1;
+  const int64_t wanted = static_cast<int64_t>(wanted_.size());
+  logits_.reserve(wanted * engine_.config().vocab);
+  chosen_.resize(wanted);
+  for (const AttentionEntry& entry : batch_) {
+    int32_t* row = tables_.req_to_token + entry.row * tables_.columns + entry.start;
+    std::copy_n(args.out_cache_loc + entry.first_token, entry.q_len, row);
+  }
+  if (tables_.clear_begun) clear_begun_pages(args);
+  ForwardArgs forward{};
+  forward.tokens = args.tokens;
+  forward.entries = args.entries;
+  forward.wanted = wanted;
+  forward.input_ids = input_ids_.data();
+  forward.positions = positions_.data();
+  forward.out_cache_loc = slots_.data();
+  forward.logit_indices = wanted_.data();
+  forward.entry = batch_.data();
+  forward.req_to_token = tables_.req_to_token;
+  forward.table_stride = tables_.columns;
+  forward.cos = args.cos;
+  forward.sin = args.sin;
+  forward.logits = logits_.data();
+  engine_.forward(forward);
+  choose(args);
+  return wanted;
+}
+
+// Fills what the pass needs; false where the general way has to say what is wrong with the step, or to do more.
+bool Stepper::plan(const StepArgs& args) {
+  batch_.clear();
+  wanted_.clear();
+  params_.clear();
+  sampled_rows_.clear();
+  input_ids_.resize(args.tokens);
+  positions_.resize(args.tokens);
+  slots_.resize(args.tokens);
+  int64_t first_token = 0;
+  for (int64_t b = 0; b < args.entries; ++b) {
+    if (!plan_entry(args, b, first_token)) return false;
+    first_token += args.q_lens[b];
+  }
+  if (first_token != args.tokens) return false;
+  for (int64_t t = 0; t < args.tokens; ++t) {
+    slots_[t] = args.out_cache_loc[t];
+    if (slots_[t] < 0 || slots_[t] >= tables_.slots) return false;
+    if (input_ids_[t] < 0 || input_ids_[t] >= engine_.config().vocab) return false;
+  }
+  return args.tokens > 0;
+}
+
+bool Stepper::plan_entry(const StepArgs& args, int64_t b, int64_t first_token) {
+  const int64_t row = args.rows[b], start = args.starts[b], q_len = args.q_lens[b], end = start + q_len;
+  if (row < 0 || row >= tables_.rows || start < 0 || q_len < 1 || first_token + q_len > args.tokens) return false;
+  if (end > tables_.columns || end > args.rotations) return false;
+  for (int64_t i = 0; i < q_len; ++i) {
+    positions_[first_token + i] = start + i;
+    input_ids_[first_token + i] = args.input_ids[first_token + i];
+  }
+  if (args.use_last[b]) input_ids_[first_token] = tables_.last_tokens[row];
+  batch_.push_back({args.rows[b], args.starts[b], args.q_lens[b], static_cast<int32_t>(first_token)});
+  if (!args.sample[b]) return true;
+  const RowParams& p = tables_.params[row];
+  if (p.penalised || p.logprobs >= 0 || end - p.prompt_len < p.min_new_tokens) return false;
+  wanted_.push_back(first_token + q_len - 1);
+  params_.push_back({p.seed, end, p.top_k, p.top_p, p.temperature, p.min_p, p.greedy});
+  sampled_rows_.push_back(args.rows[b]);
+  return true;
+}
+
+void Stepper::clear_begun_pages(const StepArgs& args) {
+  const KVPoolView& pool = engine_.config().pool;
+  const int64_t page_bytes = pool.num_layers * 2 * pool.page_size * pool.kv_heads * pool.head_dim * size_of(pool.dtype);
+  for (const AttentionEntry& entry : batch_) {
+    const int64_t used = (entry.start + entry.q_len) % pool.page_size;
+    if (used == 0 || used > entry.q_len) continue;
+    const int64_t page = args.out_cache_loc[entry.first_token + entry.q_len - 1] / pool.page_size;
+    std::memset(static_cast<char*>(pool.data) + page * page_bytes, 0, page_bytes);
+  }
+}
+
+void Stepper::choose(const StepArgs& args) {
+  const int64_t count = static_cast<int64_t>(wanted_.size()), vocab = engine_.config().vocab;
+  sample_rows(&team_, logits_.data(), count, vocab, vocab, params_.data(), chosen_.data(), args.finite);
+  for (int64_t i = 0; i < count; ++i) {
+    args.next_tokens[i] = static_cast<int32_t>(chosen_[i]);
+    tables_.last_tokens[sampled_rows_[i]] = chosen_[i];
+  }
+}
+
+}  // namespace pdserve
