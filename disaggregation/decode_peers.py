@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ..messages.base import Message
 from ..messages.channel import UndeclaredMessage
 from ..messages.handover import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
@@ -162,6 +164,8 @@ class DecodePeers:
         if hello.fingerprint != worker.fingerprint:
             return f"other model weights there ({hello.fingerprint}) than here ({worker.fingerprint})"
         if hello.layout != worker.layout:
+            if msgspec.structs.replace(hello.layout, order=worker.layout.order) == worker.layout:
+                return f"KV order {hello.layout.order} there, {worker.layout.order} here; use --kv-order tokens on both"
             flags = "--page-size, --dtype and --kv-cache-dtype"
             return f"KV layout {hello.layout} there, {worker.layout} here; use equal {flags}"
         return None

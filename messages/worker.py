@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from .base import Message
@@ -11,7 +13,8 @@ from .outputs import TokenLogprob
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How KV pages look. Two instances can exchange pages only if their layouts are equal.
 
-    A page is one contiguous span ``[num_layers, 2, page_size, kv_heads, head_dim]`` of ``dtype``.
+    A page is one contiguous span ``[num_layers, 2, page_size, kv_heads, head_dim]`` of ``dtype``. ``order`` "pairs"
+    deals the elements of each layer's keys and values out differently, as ``kernels/cpu/kv_pairs.h`` has it.
     """
 
     page_size: int
@@ -20,6 +23,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: int
     dtype: str
     page_bytes: int
+    order: Literal["tokens", "pairs"] = "tokens"
 
 
 class WorkerReady(Message):

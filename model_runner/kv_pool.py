@@ -3,12 +3,14 @@
 The pool is page-first, ``[P, L, 2, page_size, H, D]`` (P pages with page 0, L layers, keys then values, H KV heads, D
 head_dim), so that page ``p`` is the bytes ``[p * page_bytes, (p + 1) * page_bytes)`` and a slot
 ``s = page * page_size + offset`` is ``pool[page, layer, k/v, offset]``. Two flat views of it do all the work: rows of
-one token's heads, and rows of one layer's page of keys or values.
+one token's heads, and rows of one layer's page of keys or values. In the order "pairs" that holds for whole pages and
+layers only; nothing but the CPU kernels knows what lies within.
 """
 
 from __future__ import annotations
 
 import mmap
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +22,9 @@ from .kernels import store_kv
 KEYS, VALUES = 0, 1
 
 
-def make_layout(config: ModelConfig, page_size: int, dtype: torch.dtype) -> KVLayout:
+def make_layout(
+    config: ModelConfig, page_size: int, dtype: torch.dtype, order: Literal["tokens", "pairs"] = "tokens"
+) -> KVLayout:
     """The layout of ``config``'s pages."""
     values = config.num_layers * 2 * page_size * config.num_kv_heads * config.head_dim
     return KVLayout(
@@ -30,6 +34,7 @@ def make_layout(config: ModelConfig, page_size: int, dtype: torch.dtype) -> KVLa
         head_dim=config.head_dim,
         dtype=str(dtype).removeprefix("torch."),
         page_bytes=values * dtype.itemsize,
+        order=order,
     )
 
 

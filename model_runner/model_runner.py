@@ -1,8 +1,8 @@
 """One model on one device: config, weights, KV pool and attention backend, ready to run forward passes.
 
-Built once, in this order: config → device and types → weights → KV pool → attention backend. Then ``forward`` any
-number of times, from one thread; only the pool changes. The attention backend "cpu" stands for a whole engine, which
-runs passes in the model's place, with weights of its own.
+Built once, in this order: config → device and types → weights → attention backend → KV pool → engine. Then ``forward``
+any number of times, from one thread; only the pool changes. The attention backend "cpu" stands for a whole engine,
+which runs passes in the model's place, with weights of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -60,18 +60,19 @@ class ModelRunner:
             self.dtype = choose_dtype(options.dtype, self.device)
         with self._timed("weights"):
             model = self._load(options, source)
+        kv_dtype = self.dtype if options.kv_cache_dtype == "auto" else choose_dtype(options.kv_cache_dtype, self.device)
+        with self._timed("kernels"):
+            backend = self.attention_backend = choose_attention_backend(
+                options.attention_backend, self.config, self.device, self.dtype, kv_dtype
+            )
         with self._timed("kv_pool"):
-            self._allocate_pool(options)
+            self._allocate_pool(options, kv_dtype)
         self.sampler: NativeSampler | None = None
         self.engine: CpuEngine | None = None
         # The engine reads nothing beyond a row's end, but the peer that gets a page may run on the torch backend.
         self.clears_begun_pages = options.disaggregation_mode == "prefill"
         self.step_weight_bytes = self._weight_bytes
-        with self._timed("kernels"):
-            backend = choose_attention_backend(
-                options.attention_backend, self.config, self.device, self.dtype, self.pool.dtype
-            )
-            self.attention_backend = backend
+        with self._timed("packing"):
             blocks = None
             if options.quantization != "none":
                 blocks = self._open_blocks(options, source)
@@ -132,9 +133,14 @@ class ModelRunner:
 
         return run
 
-    def _allocate_pool(self, options: ServerOptions) -> None:
-        kv_dtype = self.dtype if options.kv_cache_dtype == "auto" else choose_dtype(options.kv_cache_dtype, self.device)
-        self.layout = make_layout(self.config, options.page_size, kv_dtype)
+    def _allocate_pool(self, options: ServerOptions, dtype: torch.dtype) -> None:
+        order: Literal["tokens", "pairs"] = "tokens"
+        if self.attention_backend == "cpu" and options.kv_order == "auto":
+            # Imported here: it loads the compiled kernels.
+            from .kernels.attention import kv_order
+
+            order = kv_order(dtype, options.page_size)
+        self.layout = make_layout(self.config, options.page_size, dtype, order)
         request = PoolRequest(
             options.max_total_tokens,
             options.mem_fraction_static,

@@ -44,6 +44,8 @@ class TorchAttention(AttentionBackend):
     """The reference backend."""
 
     def __init__(self, pool: MHATokenToKVPool, num_heads: int, dtype: torch.dtype) -> None:
+        if pool.layout.order != "tokens":
+            raise ValueError(f"the torch backend reads KV in token order, not in {pool.layout.order}")
         self._pool = pool
         self._page_size = pool.layout.page_size
         self._num_heads = num_heads

@@ -8,22 +8,33 @@ from __future__ import annotations
 import ctypes
 import weakref
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from typing import Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..forward_batch import ForwardBatch
 from ..kv_pool import MHATokenToKVPool
-from .library import NATIVE_DTYPES, KVPoolView, load_library
+from .build import choose_level
+from .library import NATIVE_DTYPES, NATIVE_ORDERS, KVPoolView, load_library
 from .team import Team
 
 HEAD_DIM_MULTIPLE = 16
+PAIRS_SLOTS = 16
+"""``kBlockSlots`` of kv_pairs.h: a page must be made of whole blocks."""
 
 
 class TokenRows(ctypes.Structure):
     """``TokenRows`` of attention.h."""
 
     _fields_ = (("data", c_void_p), ("dtype", c_int32), ("stride", c_int64))
+
+
+def kv_order(dtype: torch.dtype, page_size: int) -> Literal["tokens", "pairs"]:
+    """The order of the pool that the kernels are fastest with; "pairs" needs the processor to multiply such pairs."""
+    pairs = dtype == torch.bfloat16 and page_size % PAIRS_SLOTS == 0 and choose_level().multiplies_pairs
+    return "pairs" if pairs else "tokens"
 
 
 def pool_view(pool: MHATokenToKVPool) -> KVPoolView:
@@ -34,9 +45,12 @@ def pool_view(pool: MHATokenToKVPool) -> KVPoolView:
             f"the CPU attention kernel takes float32 and bfloat16 heads of a multiple of {HEAD_DIM_MULTIPLE}, "
             f"not {layout.dtype} heads of {layout.head_dim} on {pool.data.device}"
         )
+    if layout.order == "pairs" and kv_order(pool.dtype, layout.page_size) != "pairs":
+        raise ValueError(f"keys and values can't lie in pairs here: {layout}")
     return KVPoolView(
         pool.data.data_ptr(),
         NATIVE_DTYPES[pool.dtype],
+        NATIVE_ORDERS[layout.order],
         layout.num_layers,
         layout.page_size,
         layout.kv_heads,

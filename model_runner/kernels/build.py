@@ -42,6 +42,8 @@ class Level(NamedTuple):
     name: str
     cpu_flags: frozenset[str]
     flags: tuple[str, ...]
+    multiplies_pairs: bool
+    """Whether there are dot products of pairs of bfloat16."""
 
 
 LEVELS = (
@@ -49,8 +51,9 @@ LEVELS = (
         "avx512",
         frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "fma", "f16c")),
         ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512bf16", "-mfma", "-mf16c"),
+        multiplies_pairs=True,
     ),
-    Level("avx2", frozenset(("avx2", "fma", "f16c")), ("-mavx2", "-mfma", "-mf16c")),
+    Level("avx2", frozenset(("avx2", "fma", "f16c")), ("-mavx2", "-mfma", "-mf16c"), multiplies_pairs=False),
 )
 
 

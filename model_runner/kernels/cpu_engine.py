@@ -20,7 +20,8 @@ from ..layers.linear import Linear
 from ..layers.rotary import RotaryEmbedding
 from ..loader.quantized_blocks import HEAD_NAMES, BlockSource
 from ..models.llama import LlamaForCausalLM
-from .library import NATIVE_DTYPES, EngineConfig, ForwardArgs, KVPoolView, load_library
+from .attention import pool_view
+from .library import NATIVE_DTYPES, EngineConfig, ForwardArgs, load_library
 from .team import Team
 
 DENSE = 0
@@ -80,15 +81,6 @@ class CpuEngine:
         self._cos = self._sin = torch.empty(0, config.head_dim // 2)
         self.rotations: tuple[int, int, int] = (0, 0, 0)
         """Addresses of the cosines and sines, and how many positions they reach."""
-        layout = pool.layout
-        view = KVPoolView(
-            pool.data.data_ptr(),
-            NATIVE_DTYPES[pool.dtype],
-            layout.num_layers,
-            layout.page_size,
-            layout.kv_heads,
-            layout.head_dim,
-        )
         native = EngineConfig(
             config.num_layers,
             config.hidden_size,
@@ -99,7 +91,7 @@ class CpuEngine:
             config.vocab_size,
             config.rms_norm_eps,
             config.qk_norm,
-            view,
+            pool_view(pool),
         )
         handle = self._library.pds_engine_new(native, NATIVE_DTYPES[self._embedding.dtype], team.handle)
         if handle is None:
@@ -118,7 +110,7 @@ class CpuEngine:
         ids, positions = batch.input_ids.numpy(), batch.positions.numpy()
         if not 0 <= ids.min() <= ids.max() < self._config.vocab_size:
             raise IndexError(f"token ids reach from {ids.min()} to {ids.max()}")
-        self._reserve_rotations(int(positions.max()) + 1)
+        self.reserve_rotations(int(positions.max()) + 1)
         entries = np.empty((len(batch.q_lens), 4), dtype=np.int32)
         entries[:, 0] = batch.rows.numpy()
         entries[:, 1] = batch.starts
@@ -145,7 +137,7 @@ class CpuEngine:
             raise MemoryError(f"no memory for a pass of {len(ids)} tokens")
         return logits
 
-    def _reserve_rotations(self, positions: int) -> None:
+    def reserve_rotations(self, positions: int) -> None:
         """Extend the table of rotations to ``positions``."""
         have = self._cos.shape[0]
         if positions <= have:

@@ -2,9 +2,11 @@
 #include "attention.h"
 
 #include <type_traits>
+#include <utility>
 
 #include "attention_fetch.h"
 #include "attention_pack.h"
+#include "attention_pairs.h"
 #include "attention_tile.h"
 
 namespace pdserve {
@@ -49,11 +51,49 @@ constexpr RowsKernel<Words> kMultiplyRows[kBlockRows + 1] = {
     multiply_rows<Words, 6>,
 };
 
-// Where the keys of a tile lie: bytes from the pool's begin, for layer 0, head 0.
+// Where the keys of a tile lie: bytes from the pool's begin, for layer 0, head 0. A place for each key, or, where keys
+// lie in pairs, for each block of 16.
 struct TilePlace {
   int count = 0;
   int64_t offsets[kTile];
 };
+
+// The products with a tile that was packed: rows of words side by side.
+template <class Words>
+struct PackedTile {
+  const uint32_t* keys;
+  const uint32_t* values;
+  int64_t dim;
+
+  void score(int rows, const uint32_t* queries, int vecs, float* scores) const {
+    const int words = static_cast<int>(dim / Words::kGroup);
+    kMultiplyRows<Words>[rows](queries, words, keys, kTile, words, scores, kTile, vecs, nullptr);
+  }
+
+  void weigh(int rows, const uint32_t* weights, int64_t keys_seen, float* sums, const float* factors) const {
+    const int64_t padded = (keys_seen + kLanes - 1) / kLanes * kLanes;
+    kMultiplyRows<Words>[rows](weights, kTile / Words::kGroup, values, dim, static_cast<int>(padded / Words::kGroup),
+                               sums, dim, static_cast<int>(dim / kLanes), factors);
+  }
+};
+
+#if defined(__AVX512BF16__)
+// The products with a tile as it lies in the pool.
+struct PairsTile {
+  const uint32_t* keys[kTileBlocks];
+  const uint32_t* values[kTileBlocks];
+  int64_t dim;
+  TileFetch& ahead;
+
+  void score(int rows, const uint32_t* queries, int vecs, float* scores) const {
+    kScoreRows[rows](queries, dim / 2, keys, vecs, scores, ahead);
+  }
+
+  void weigh(int rows, const uint32_t* weights, int64_t keys_seen, float* sums, const float* factors) const {
+    kWeighRows[rows](weights, values, dim, static_cast<int>((keys_seen + 1) / 2), sums, factors, ahead);
+  }
+};
+#endif
 
 }  // namespace
 
@@ -67,9 +107,11 @@ class AttentionWorker {
     token_bytes_ = pool.kv_heads * head_bytes_;
     values_offset_ = pool.page_size * token_bytes_;
     base_ = static_cast<const char*>(pool.data) + layer * 2 * values_offset_;
+    // Heads lie side by side in a token, or in a block of 16.
+    run_ = pool.order == KVOrder::kPairs ? kBlockSlots : 1;
   }
 
-  template <class Words, class Pool>
+  template <class Words, class Pool, KVOrder order = KVOrder::kTokens>
   void run() {
     if (items_.empty()) return;
     TilePlace places[2];
@@ -88,7 +130,7 @@ class AttentionWorker {
         } else if (i + 1 < items_.size()) {
           locate(items_[i + 1], items_[i + 1].key_begin, next);
         }
-        run_tile<Words, Pool>(item, key, places[now], next, scratch);
+        run_tile<Words, Pool, order>(item, key, places[now], next, scratch);
       }
       if (plan_.splits_[item.entry].num_chunks != 0) {
         leave_part(item, scratch);
@@ -118,14 +160,17 @@ class AttentionWorker {
     place.count = std::min(kTile, item.key_end - key);
     const int64_t* page = plan_.page_offsets_.data() + plan_.first_page_[item.entry] + key / size;
     int64_t offset = key % size;
-    for (int i = 0; i < place.count; ++i) {
+    for (int i = 0; i < places_of(place); ++i) {
       place.offsets[i] = *page + offset * token_bytes_;
-      if (++offset == size) {
+      offset += run_;
+      if (offset == size) {
         offset = 0;
         ++page;
       }
     }
   }
+
+  int places_of(const TilePlace& place) const { return static_cast<int>((place.count + run_ - 1) / run_); }
 
   template <class Element>
   void load_queries(const AttentionItem& item, Element* queries) const {
@@ -152,41 +197,80 @@ class AttentionWorker {
     for (int i = place.count; i % kLanes != 0; ++i) rows[i] = reinterpret_cast<const uint32_t*>(zeros);
   }
 
-  template <class Words, class Pool>
+  template <class Words, class Pool, KVOrder order>
   void run_tile(const AttentionItem& item, int32_t key, const TilePlace& place, const TilePlace& next,
                 const AttentionScratch& scratch) const {
-    const int rows = rows_of(item), packed = (place.count + kLanes - 1) / kLanes * kLanes;
+    const int rows = rows_of(item);
     const bool first_chunk = key - item.key_begin < kChunk;
     const SoftmaxRows& state = first_chunk ? scratch.total : scratch.chunk;
     if (key % kChunk == 0) reset(state, rows * heads_of(item), dim_);
-    auto* keys = reinterpret_cast<uint32_t*>(scratch.keys);
-    auto* values = reinterpret_cast<uint32_t*>(scratch.values);
     const auto* queries = reinterpret_cast<const typename Words::Element*>(scratch.queries);
-    const uint32_t* found[kTile];
     TileFetch ahead;
-    ahead.begin(base_ + item.head_begin * head_bytes_, next.offsets, rows <= kFetchRows ? next.count : 0,
-                heads_of(item) * head_bytes_, values_offset_);
+    const int64_t run_bytes = run_ * head_bytes_;
+    ahead.begin(base_ + item.head_begin * run_bytes, next.offsets, rows <= kFetchRows ? places_of(next) : 0,
+                heads_of(item) * run_bytes, values_offset_);
     for (int32_t head = item.head_begin; head < item.head_end; ++head) {
-      const char* base = base_ + head * head_bytes_;
-      find_rows<Words, Pool>(base, place, scratch.wide_keys, scratch.zeros, found);
-      pack_keys(found, packed, dim_ / Words::kGroup, keys, ahead);
-      find_rows<Words, Pool>(base + values_offset_, place, scratch.wide_values, scratch.zeros, found);
-      pack_values(Words{}, found, packed, dim_, values, ahead);
       const int64_t row = static_cast<int64_t>(head - item.head_begin) * rows;
-      for (int r = 0; r < rows; r += kBlockRows) {
-        run_block<Words>(item, key, place.count, r, std::min(kBlockRows, rows - r), queries + (row + r) * dim_,
-                         at(state, row + r), scratch, ahead);
+      const auto run_blocks = [&](const auto& tile) {
+        for (int r = 0; r < rows; r += kBlockRows) {
+          run_block<Words>(item, key, place.count, r, std::min(kBlockRows, rows - r), queries + (row + r) * dim_,
+                           at(state, row + r), scratch, tile);
+          if constexpr (order == KVOrder::kTokens) ahead.fetch(2 * dim_ / Words::kGroup);
+        }
+      };
+      const char* base = base_ + head * run_bytes;
+      if constexpr (order == KVOrder::kTokens) {
+        run_blocks(pack_tile<Words, Pool>(base, place, scratch, ahead));
+      } else {
+        run_blocks(find_tile(base, place, scratch, ahead));
       }
     }
     const bool chunk_ends = (key + kTile) % kChunk == 0 || key + kTile >= item.key_end;
     if (chunk_ends && !first_chunk) merge(scratch.total, scratch.chunk, rows * heads_of(item));
   }
 
-  // Rows [r, r + count) of the item's head over one packed tile.
-  template <class Words>
+  // One head's tile, packed.
+  template <class Words, class Pool>
+  PackedTile<Words> pack_tile(const char* base, const TilePlace& place, const AttentionScratch& scratch,
+                              TileFetch& ahead) const {
+    const int packed = (place.count + kLanes - 1) / kLanes * kLanes;
+    auto* keys = reinterpret_cast<uint32_t*>(scratch.keys);
+    auto* values = reinterpret_cast<uint32_t*>(scratch.values);
+    const uint32_t* found[kTile];
+    find_rows<Words, Pool>(base, place, scratch.wide_keys, scratch.zeros, found);
+    pack_keys(found, packed, dim_ / Words::kGroup, keys, ahead);
+    find_rows<Words, Pool>(base + values_offset_, place, scratch.wide_values, scratch.zeros, found);
+    pack_values(Words{}, found, packed, dim_, values, ahead);
+    return {keys, values, dim_};
+  }
+
+#if defined(__AVX512BF16__)
+  // One head's tile, where it is.
+  PairsTile find_tile(const char* base, const TilePlace& place, const AttentionScratch& scratch,
+                      TileFetch& ahead) const {
+    PairsTile tile{{}, {}, dim_, ahead};
+    for (int i = 0; i < places_of(place); ++i) {
+      tile.keys[i] = reinterpret_cast<const uint32_t*>(base + place.offsets[i]);
+      tile.values[i] = reinterpret_cast<const uint32_t*>(base + values_offset_ + place.offsets[i]);
+    }
+    if (place.count % 2 != 0) {
+      // The last key's neighbour may be anything, and 0 times anything may be NaN.
+      const uint32_t*& last = tile.values[(place.count - 1) / kBlockSlots];
+      auto* copy = reinterpret_cast<uint32_t*>(scratch.values);
+      const int64_t words = (place.count - 1) % kBlockSlots / 2 * dim_;
+      std::memcpy(copy, last, (words + dim_) * sizeof(uint32_t));
+      for (int64_t d = words; d < words + dim_; ++d) copy[d] &= 0xffff;
+      last = copy;
+    }
+    return tile;
+  }
+#endif
+
+  // Rows [r, r + count) of the item's head over one tile.
+  template <class Words, class Tile>
   void run_block(const AttentionItem& item, int32_t key, int tile_keys, int r, int count,
                  const typename Words::Element* queries, const SoftmaxRows& state,
-                 const AttentionScratch& scratch, TileFetch& ahead) const {
+                 const AttentionScratch& scratch, const Tile& tile) const {
     using Element = typename Words::Element;
     // Row r sees the keys of the tile below `visible(r)`.
     const int64_t first = plan_.entries_[item.entry].start + item.q_begin + 1 - key;
@@ -194,11 +278,7 @@ class AttentionWorker {
     const int64_t most = visible(r + count - 1);
     if (most <= 0) return;
     const int vecs = static_cast<int>((most + kLanes - 1) / kLanes);
-    const auto multiply = kMultiplyRows<Words>[count];
-    multiply(reinterpret_cast<const uint32_t*>(queries), dim_ / Words::kGroup,
-             reinterpret_cast<const uint32_t*>(scratch.keys), kTile, static_cast<int>(dim_ / Words::kGroup),
-             scratch.scores, kTile, vecs, nullptr);
-    ahead.fetch(dim_ / Words::kGroup);
+    tile.score(count, reinterpret_cast<const uint32_t*>(queries), vecs, scratch.scores);
     auto* weights = reinterpret_cast<Element*>(scratch.weights);
     float factors[kBlockRows];
     for (int i = 0; i < count; ++i) {
@@ -206,10 +286,7 @@ class AttentionWorker {
       factors[i] = softmax_row(scratch.scores + i * kTile, vecs, seen, plan_.scale_ * kLog2E, state.largest + i,
                                state.sums + i * kLanes, weights + i * kTile);
     }
-    ahead.fetch(dim_ / Words::kGroup);
-    multiply(reinterpret_cast<const uint32_t*>(weights), kTile / Words::kGroup,
-             reinterpret_cast<const uint32_t*>(scratch.values), dim_, vecs * kLanes / Words::kGroup, state.values,
-             dim_, static_cast<int>(dim_ / kLanes), factors);
+    tile.weigh(count, reinterpret_cast<const uint32_t*>(weights), most, state.values, factors);
   }
 
   // Rows of all heads of the item, divided by their sums.
@@ -276,7 +353,7 @@ class AttentionWorker {
   const TokenRows& out_;
   const int64_t dim_ = plan_.pool_.head_dim;
   const int64_t group_ = plan_.group();
-  int64_t head_bytes_, token_bytes_, values_offset_;
+  int64_t head_bytes_, token_bytes_, values_offset_, run_;
   const char* base_;
 };
 
@@ -286,15 +363,49 @@ void attention_run(AttentionPlan& plan, int64_t layer, const TokenRows& q, const
     worker.run<FloatWords, float>();
   } else {
 #if defined(__AVX512BF16__)
-    worker.run<PairWords, bf16>();
+    if (plan.order() == KVOrder::kPairs) {
+      worker.run<PairWords, bf16, KVOrder::kPairs>();
+    } else {
+      worker.run<PairWords, bf16>();
+    }
 #else
     worker.run<FloatWords, bf16>();
 #endif
   }
 }
 
+#if defined(__AVX512BF16__)
+namespace {
+
+void store_pairs(const KVPoolView& pool, int64_t layer, const int64_t* slots, const TokenRows& k, const TokenRows& v,
+                 int64_t begin, int64_t end) {
+  const int64_t width = pool.kv_heads * pool.head_dim, values = pool.page_size * width;
+  std::vector<float> row(width);
+  for (int64_t token = begin; token < end; ++token) {
+    const PairsPlace place = find_pairs(pool, layer, slots[token]);
+    for (const auto& [rows, offset] : {std::pair{&k, int64_t{0}}, std::pair{&v, values}}) {
+      convert_row(*rows, token, 0, row.data(), width);
+      for (int64_t at = 0; at < width; at += kLanes) {
+        bf16* block = static_cast<bf16*>(pool.data) + place.block + offset + at / pool.head_dim * pool.head_dim * kBlockSlots;
+        const int64_t d = at % pool.head_dim;
+        if (offset == 0) {
+          store_key_pairs(block, place.slot, d, load(row.data() + at));
+        } else {
+          store_value_pairs(block, place.slot, pool.head_dim, d, load(row.data() + at));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+#endif
+
 void store_kv(const KVPoolView& pool, int64_t layer, const int64_t* slots, const TokenRows& k, const TokenRows& v,
               int64_t begin, int64_t end) {
+#if defined(__AVX512BF16__)
+  if (pool.order == KVOrder::kPairs) return store_pairs(pool, layer, slots, k, v, begin, end);
+#endif
   const int64_t size = pool.page_size, width = pool.kv_heads * pool.head_dim;
   for (int64_t token = begin; token < end; ++token) {
     const int64_t page = slots[token] / size, offset = slots[token] % size;

@@ -27,10 +27,16 @@ enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
 
 inline int64_t size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
-// The pool [P, L, 2, page_size, K, D]: keys then values. D is a multiple of 16.
+// How slots lie within a page's keys or values; the values are part of the interface to Python.
+//   kTokens: [page_size, K, D]
+//   kPairs:  blocks of 16 slots, as kv_pairs.h has it: bfloat16, page_size a multiple of 16, and dot products of pairs
+enum class KVOrder : int32_t { kTokens = 0, kPairs = 1 };
+
+// The pool [P, L, 2, ...]: keys then values, each page_size * K * D elements. D is a multiple of 16.
 struct KVPoolView {
   void* data;
   DType dtype;
+  KVOrder order;
   int64_t num_layers;
   int64_t page_size;
   int64_t kv_heads;
@@ -88,6 +94,7 @@ class AttentionPlan {
                int64_t num_entries, const int32_t* req_to_token, int64_t table_stride, int nthreads);
 
   DType pool_dtype() const { return pool_.dtype; }
+  KVOrder order() const { return pool_.order; }
 
  private:
   friend class AttentionWorker;

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "elementwise.h"
+#include "kv_pairs.h"
 #include "linear_quantized.h"
 
 namespace pdserve {
@@ -158,12 +160,14 @@ class Engine final : public EngineBase {
 
   void embed(const Worker& w) {
     const int64_t page = c_.pool.page_size, width = c_.kv_heads * c_.head_dim;
+    const bool pairs = c_.pool.order == KVOrder::kPairs;
     const Range own = share(w.args.tokens, w.tid, w.size);
     for (int64_t t = own.begin; t < own.end; ++t) {
       const T* row = embedding_ + w.args.input_ids[t] * c_.hidden;
       for (int64_t i = 0; i < c_.hidden; ++i) x_[t * x_stride_ + i] = to_float(row[i]);
       const int64_t slot = w.args.out_cache_loc[t];
-      kv_offset_[t] = (slot / page * c_.layers * 2 * page + slot % page) * width;
+      kv_offset_[t] = pairs ? find_pairs(c_.pool, 0, slot).block
+                            : (slot / page * c_.layers * 2 * page + slot % page) * width;
     }
   }
 
@@ -270,18 +274,58 @@ class Engine final : public EngineBase {
     multiply(layer.qkv, w, a, c_.hidden, rows.size(), panels, [&](int64_t m, int64_t panel, Columns y) {
       const int64_t t = rows.begin + m, head = panel / per_head, part = panel % per_head;
       if (head >= c_.heads + c_.kv_heads) {
-        T* out = values + kv_offset_[t] + (head - c_.heads - c_.kv_heads) * dim + part * kPanel;
-        store(out, y.left);
-        store(out + kLanes, y.right);
+        store_value(values, t, head - c_.heads - c_.kv_heads, part * kPanel, y, w);
         return;
       }
-      T* out = head < c_.heads ? qkv_ + t * qkv_stride_ + head * dim : keys + kv_offset_[t] + (head - c_.heads) * dim;
-      out += part * kLanes;
       const int64_t angle = w.args.positions[t] * half + part * kLanes;
       const Vec cos = load(w.args.cos + angle), sin = load(w.args.sin + angle);
-      store(out, y.left * cos - y.right * sin);
-      store(out + half, y.right * cos + y.left * sin);
+      const Columns rotated{y.left * cos - y.right * sin, y.right * cos + y.left * sin};
+      if (head >= c_.heads) {
+        store_key(keys, t, head - c_.heads, part * kLanes, rotated, w);
+        return;
+      }
+      T* out = qkv_ + t * qkv_stride_ + head * dim + part * kLanes;
+      store(out, rotated.left);
+      store(out + half, rotated.right);
     });
+  }
+
+  // Dimensions [d, d + 16) of a token's key, and those half a head further on. `keys`: the layer's, in page 0.
+  void store_key(T* keys, int64_t t, int64_t head, int64_t d, Columns x, const Worker& w) {
+    const int64_t dim = c_.head_dim;
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, bf16>) {
+      if (c_.pool.order == KVOrder::kPairs) {
+        T* block = keys + kv_offset_[t] + head * dim * kBlockSlots;
+        const int slot = static_cast<int>(w.args.out_cache_loc[t] % kBlockSlots);
+        store_key_pairs(block, slot, d, x.left);
+        store_key_pairs(block, slot, d + dim / 2, x.right);
+        return;
+      }
+    }
+#endif
+    T* out = keys + kv_offset_[t] + head * dim + d;
+    store(out, x.left);
+    store(out + dim / 2, x.right);
+  }
+
+  // Dimensions [d, d + 32) of a token's value.
+  void store_value(T* values, int64_t t, int64_t head, int64_t d, Columns x, const Worker& w) {
+    const int64_t dim = c_.head_dim;
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, bf16>) {
+      if (c_.pool.order == KVOrder::kPairs) {
+        T* block = values + kv_offset_[t] + head * dim * kBlockSlots;
+        const int slot = static_cast<int>(w.args.out_cache_loc[t] % kBlockSlots);
+        store_value_pairs(block, slot, dim, d, x.left);
+        store_value_pairs(block, slot, dim, d + kLanes, x.right);
+        return;
+      }
+    }
+#endif
+    T* out = values + kv_offset_[t] + head * dim + d;
+    store(out, x.left);
+    store(out + kLanes, x.right);
   }
 
   void rotate_and_store(const Layer& layer, int64_t index, const Worker& w, Range rows) {
