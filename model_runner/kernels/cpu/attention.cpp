@@ -219,11 +219,13 @@ class AttentionWorker {
         }
       };
       const char* base = base_ + head * run_bytes;
-      if constexpr (order == KVOrder::kTokens) {
-        run_blocks(pack_tile<Words, Pool>(base, place, scratch, ahead));
-      } else {
+#if defined(__AVX512BF16__)
+      if constexpr (order == KVOrder::kPairs) {
         run_blocks(find_tile(base, place, scratch, ahead));
+        continue;
       }
+#endif
+      run_blocks(pack_tile<Words, Pool>(base, place, scratch, ahead));
     }
     const bool chunk_ends = (key + kTile) % kChunk == 0 || key + kTile >= item.key_end;
     if (chunk_ends && !first_chunk) merge(scratch.total, scratch.chunk, rows * heads_of(item));

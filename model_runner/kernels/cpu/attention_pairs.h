@@ -72,8 +72,11 @@ void score_rows(const uint32_t* q, int64_t words, const uint32_t* const* keys, i
     case 1: return score_blocks<R, 1>(q, words, keys, c, ahead);
     case 2: return score_blocks<R, 2>(q, words, keys, c, ahead);
     case 3: return score_blocks<R, 3>(q, words, keys, c, ahead);
-    default: return score_blocks<R, 4>(q, words, keys, c, ahead);
+    case 4: return score_blocks<R, 4>(q, words, keys, c, ahead);
   }
+  // More sums than there are registers.
+  score_blocks<R, 4>(q, words, keys, c, ahead);
+  score_rows<R>(q, words, keys + 4, blocks - 4, c + 4 * kLanes, ahead);
 }
 
 template <int R>

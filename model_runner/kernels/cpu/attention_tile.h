@@ -17,7 +17,7 @@
 
 namespace pdserve {
 
-constexpr int kTile = 64;       // keys of a tile
+constexpr int kTile = 128;      // keys of a tile
 constexpr int kBlockRows = 6;   // rows whose sums stay in registers together
 #if defined(__AVX512F__)
 constexpr int kBlockVecs = 4;   // 6 x 4 of 32 registers accumulate

@@ -104,7 +104,8 @@ class Engine final : public EngineBase {
   const EngineConfig& config() const override { return c_; }
 
   void forward(const ForwardArgs& args) override {
-    if (args.tokens > max_tokens_) reserve(std::max(args.tokens, 2 * max_tokens_));
+    const int64_t room = std::max(args.tokens, args.wanted);
+    if (room > max_tokens_) reserve(std::max(room, 2 * max_tokens_));
     const float scale = 1.0f / std::sqrt(static_cast<float>(c_.head_dim));
     plan_.prepare(c_.pool, c_.heads, scale, args.entry, args.entries, args.req_to_token, args.table_stride,
                   team_.size());
@@ -127,10 +128,13 @@ class Engine final : public EngineBase {
     QuantizedRows quantized;
   };
 
-  // One thread's part in a pass.
+  // One thread's part in a pass, or in the rest of one that goes on with fewer tokens.
   struct Worker {
     const ForwardArgs& args;
     int tid, size;
+    int64_t tokens;
+    float* x;   // [tokens, x_stride]: the residual
+    T* att;     // [tokens, H * D]
   };
 
   // Makes room for the activations of `tokens` tokens.
@@ -141,21 +145,27 @@ class Engine final : public EngineBase {
     att_ = activations_->allocate<T>(tokens * att_stride_);
     normed_ = activations_->allocate<T>(tokens * c_.hidden);
     kv_offset_ = activations_->allocate<int64_t>(tokens);
+    wanted_x_ = activations_->allocate<float>(tokens * x_stride_);
+    wanted_att_ = activations_->allocate<T>(tokens * att_stride_);
     max_tokens_ = tokens;
   }
 
   void pass(const ForwardArgs& args, int tid, int size) {
-    const Worker w{args, tid, size};
+    const Worker w{args, tid, size, args.tokens, x_, att_};
+    const int64_t last = c_.layers - 1;
     embed(w);
-    if (args.tokens > kColumnTokens) {
-      for (int64_t layer = 0; layer < c_.layers; ++layer) run_by_rows(layer, w);
-    } else {
-      team_.barrier();
-      for (int64_t layer = 0; layer < c_.layers; ++layer) run_by_columns(layer, w);
+    if (args.tokens <= kColumnTokens) team_.barrier();
+    for (int64_t layer = 0; layer < last; ++layer) {
+      fill_attention(layer, w);
+      finish_layer(layer, w);
     }
+    fill_attention(last, w);
+    // Of the last layer's results only those that become logits are ever read; of the others, their keys and values.
     if (args.wanted == 0) return;
+    const Worker wanted = gather_wanted(w);
+    finish_layer(last, wanted);
     team_.barrier();
-    run_head(w);
+    run_head(wanted);
   }
 
   void embed(const Worker& w) {
@@ -171,58 +181,80 @@ class Engine final : public EngineBase {
     }
   }
 
-  void run_by_columns(int64_t index, const Worker& w) {
+  // What the first half of a layer leaves: keys and values in the pool, and att.
+  void fill_attention(int64_t index, const Worker& w) {
     const Layer& layer = layers_[index];
-    const Range all{0, w.args.tokens}, own = share(w.args.tokens, w.tid, w.size);
-    const T* normed = normalise_all(layer.attention_norm, w);
-    project_qkv(layer, index, w, normed, all, share(layer.qkv.panels, w.tid, w.size));
-    team_.barrier();
-    if (!fused_) {
-      rotate_and_store(layer, index, w, own);
-      team_.barrier();
+    if (w.tokens > kColumnTokens) {
+      const Own& scratch = own_[w.tid];
+      for_blocks(w, [&](Range rows) {
+        normalise(layer.attention_norm, w, rows, scratch.normed);
+        project_qkv(layer, index, w, scratch.normed, rows, {0, layer.qkv.panels});
+        if (!fused_) rotate_and_store(layer, index, w, rows);
+      });
+    } else {
+      const T* normed = normalise_all(layer.attention_norm, w);
+      project_qkv(layer, index, w, normed, {0, w.tokens}, share(layer.qkv.panels, w.tid, w.size));
+      if (!fused_) {
+        team_.barrier();
+        rotate_and_store(layer, index, w, share(w.tokens, w.tid, w.size));
+      }
     }
-    attend(index, w);
+    if (index + 1 == c_.layers && w.args.wanted == 0) return;
     team_.barrier();
-    add_to_residual(layer.o, w, att_, att_stride_, all, share(layer.o.panels, w.tid, w.size));
+    attention_run(plan_, index, {qkv_, dtype_, qkv_stride_}, {att_, dtype_, att_stride_}, w.tid);
     team_.barrier();
-    normed = normalise_all(layer.mlp_norm, w);
+  }
+
+  // The second half: from att to the residual of the next layer.
+  void finish_layer(int64_t index, const Worker& w) {
+    const Layer& layer = layers_[index];
+    if (w.tokens > kColumnTokens) {
+      const Own& scratch = own_[w.tid];
+      for_blocks(w, [&](Range rows) {
+        add_to_residual(layer.o, w, w.att + rows.begin * att_stride_, att_stride_, rows, {0, layer.o.panels});
+        normalise(layer.mlp_norm, w, rows, scratch.normed);
+        gate(layer.gate_up, w, scratch.normed, rows.size(), {0, layer.gate_up.panels}, scratch.inner);
+        add_to_residual(layer.down, w, scratch.inner, inner_stride_, rows, {0, layer.down.panels});
+      });
+      return;
+    }
+    const Range all{0, w.tokens};
+    add_to_residual(layer.o, w, w.att, att_stride_, all, share(layer.o.panels, w.tid, w.size));
+    team_.barrier();
+    const T* normed = normalise_all(layer.mlp_norm, w);
     gate(layer.gate_up, w, normed, all.size(), share(layer.gate_up.panels, w.tid, w.size), inner_);
     team_.barrier();
     add_to_residual(layer.down, w, inner_, inner_stride_, all, share(layer.down.panels, w.tid, w.size));
     team_.barrier();
   }
 
-  void run_by_rows(int64_t index, const Worker& w) {
-    const Layer& layer = layers_[index];
-    const Range own = share(w.args.tokens, w.tid, w.size);
-    const Own& scratch = own_[w.tid];
+  // The thread's own tokens, in blocks of about kBlockTokens.
+  template <class F>
+  void for_blocks(const Worker& w, F&& f) {
+    const Range own = share(w.tokens, w.tid, w.size);
     const int64_t blocks = ceil_div(own.size(), kBlockTokens);
-    const auto block = [&](int64_t b) {
-      return Range{own.begin + own.size() * b / blocks, own.begin + own.size() * (b + 1) / blocks};
-    };
     for (int64_t b = 0; b < blocks; ++b) {
-      normalise(layer.attention_norm, block(b), scratch.normed);
-      project_qkv(layer, index, w, scratch.normed, block(b), {0, layer.qkv.panels});
-      if (!fused_) rotate_and_store(layer, index, w, block(b));
+      f(Range{own.begin + own.size() * b / blocks, own.begin + own.size() * (b + 1) / blocks});
+    }
+  }
+
+  // The wanted tokens' residuals and attention, side by side in the order of the logits.
+  Worker gather_wanted(const Worker& w) {
+    const Range own = share(w.args.wanted, w.tid, w.size);
+    for (int64_t i = own.begin; i < own.end; ++i) {
+      const int64_t t = w.args.logit_indices[i];
+      std::copy_n(w.x + t * x_stride_, x_stride_, wanted_x_ + i * x_stride_);
+      std::copy_n(w.att + t * att_stride_, att_stride_, wanted_att_ + i * att_stride_);
     }
     team_.barrier();
-    attend(index, w);
-    team_.barrier();
-    for (int64_t b = 0; b < blocks; ++b) {
-      const Range rows = block(b);
-      add_to_residual(layer.o, w, att_ + rows.begin * att_stride_, att_stride_, rows, {0, layer.o.panels});
-      normalise(layer.mlp_norm, rows, scratch.normed);
-      gate(layer.gate_up, w, scratch.normed, rows.size(), {0, layer.gate_up.panels}, scratch.inner);
-      add_to_residual(layer.down, w, scratch.inner, inner_stride_, rows, {0, layer.down.panels});
-    }
+    return {w.args, w.tid, w.size, w.args.wanted, wanted_x_, wanted_att_};
   }
 
   void run_head(const Worker& w) {
     const ForwardArgs& args = w.args;
     const Range own = share(args.wanted, w.tid, w.size);
     for (int64_t i = own.begin; i < own.end; ++i) {
-      const float* row = x_ + args.logit_indices[i] * x_stride_;
-      rms_norm(row, final_norm_, c_.eps, static_cast<int>(c_.hidden), normed_ + i * c_.hidden);
+      rms_norm(w.x + i * x_stride_, final_norm_, c_.eps, static_cast<int>(c_.hidden), normed_ + i * c_.hidden);
     }
     team_.barrier();
     multiply(head_, w, normed_, c_.hidden, args.wanted, share(head_.panels, w.tid, w.size),
@@ -240,20 +272,20 @@ class Engine final : public EngineBase {
              });
   }
 
-  void normalise(const float* weight, Range rows, T* out) {
+  void normalise(const float* weight, const Worker& w, Range rows, T* out) {
     for (int64_t t = rows.begin; t < rows.end; ++t, out += c_.hidden) {
-      rms_norm(x_ + t * x_stride_, weight, c_.eps, static_cast<int>(c_.hidden), out);
+      rms_norm(w.x + t * x_stride_, weight, c_.eps, static_cast<int>(c_.hidden), out);
     }
   }
 
   // All tokens of a small pass, normalised; the same on every thread.
   const T* normalise_all(const float* weight, const Worker& w) {
-    if (w.args.tokens <= kRedundantTokens) {
-      normalise(weight, {0, w.args.tokens}, own_[w.tid].normed);
+    if (w.tokens <= kRedundantTokens) {
+      normalise(weight, w, {0, w.tokens}, own_[w.tid].normed);
       return own_[w.tid].normed;
     }
-    const Range own = share(w.args.tokens, w.tid, w.size);
-    normalise(weight, own, normed_ + own.begin * c_.hidden);
+    const Range own = share(w.tokens, w.tid, w.size);
+    normalise(weight, w, own, normed_ + own.begin * c_.hidden);
     team_.barrier();
     return normed_;
   }
@@ -344,13 +376,9 @@ class Engine final : public EngineBase {
              rows.end);
   }
 
-  void attend(int64_t index, const Worker& w) {
-    attention_run(plan_, index, {qkv_, dtype_, qkv_stride_}, {att_, dtype_, att_stride_}, w.tid);
-  }
-
   void add_to_residual(const PackedLinear& weight, const Worker& w, const T* a, int64_t stride, Range rows, Range panels) {
     multiply(weight, w, a, stride, rows.size(), panels, [&](int64_t m, int64_t panel, Columns y) {
-      float* x = x_ + (rows.begin + m) * x_stride_ + panel * kPanel;
+      float* x = w.x + (rows.begin + m) * x_stride_ + panel * kPanel;
       store(x, load(x) + y.left);
       store(x + kLanes, load(x + kLanes) + y.right);
     });
@@ -405,7 +433,7 @@ class Engine final : public EngineBase {
         }
       }
     }
-    if (weight.next != nullptr && w.args.tokens <= kColumnTokens) {
+    if (weight.next != nullptr && w.tokens <= kColumnTokens) {
       // The next product's first bytes travel while this thread waits for the others.
       const uint8_t* first = weight.next->panel(share(weight.next->panels, w.tid, w.size).begin);
       const int64_t size = std::min<int64_t>(kFirstBytes, weight.next->panel_bytes);
@@ -496,6 +524,8 @@ class Engine final : public EngineBase {
   T* att_;               // [T, H * D]
   T* normed_;            // [T, N]
   T* inner_;             // [kColumnTokens, inner_stride]
+  float* wanted_x_;      // [T, x_stride]
+  T* wanted_att_;        // [T, H * D]
   int64_t* kv_offset_;   // [T]: where the token's keys lie in layer 0 of the pool, in elements
   std::vector<Own> own_;
 };
