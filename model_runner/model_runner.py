@@ -72,7 +72,7 @@ class ModelRunner:
         # The engine reads nothing beyond a row's end, but the peer that gets a page may run on the torch backend.
         self.clears_begun_pages = options.disaggregation_mode == "prefill"
         self.step_weight_bytes = self._weight_bytes
-        with self._timed("packing"):
+        with self._timed("kernels"):
             blocks = None
             if options.quantization != "none":
                 blocks = self._open_blocks(options, source)
@@ -184,4 +184,4 @@ class ModelRunner:
     def _timed(self, what: str) -> Iterator[None]:
         begin = time.monotonic()
         yield
-        self.load_seconds[what] = time.monotonic() - begin
+        self.load_seconds[what] = self.load_seconds.get(what, 0.0) + time.monotonic() - begin

@@ -14,7 +14,7 @@ from ..server.options import ServerOptions
 
 CPU_CHUNK = 512
 CPU_MIXED_CHUNK = 128
-DECODE_MIXED_CHUNK = 32
+DECODE_MIXED_CHUNK = 16
 CHUNK = 2048
 
 

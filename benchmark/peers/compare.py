@@ -15,7 +15,7 @@ from .cases import CASES, Case
 from .engines import ENGINES, Engine
 from .errors import CaseFailed, PeerError
 from .layout import PeerSetup
-from .machine import wait_idle
+from .machine import IDLE_PATIENCE, wait_idle
 from .processes import running
 from .results import CLIENT_COST
 
@@ -24,12 +24,16 @@ Say = Callable[[str], None]
 
 
 class Comparison:
-    """Runs what is missing in ``results``; a file there is one run (see ``result_path``)."""
+    """Runs what is missing in ``results``; a file there is one run (see ``result_path``).
 
-    def __init__(self, setup: PeerSetup, results: Path, say: Say) -> None:
+    ``patience``: seconds to wait for an idle machine before each engine.
+    """
+
+    def __init__(self, setup: PeerSetup, results: Path, say: Say, patience: float = IDLE_PATIENCE) -> None:
         self._setup = setup
         self._results = results
         self._say = say
+        self._patience = patience
 
     def run(self, rounds: int, engines: Iterable[str], cases: Iterable[str]) -> list[str]:
         """Measure; returns what failed. An engine that fails is left out of its round, and the rest goes on."""
@@ -60,7 +64,7 @@ class Comparison:
         ]
         if not missing:
             return []
-        quiet = "" if wait_idle() else ", on a busy machine"
+        quiet = "" if wait_idle(self._patience) else ", on a busy machine"
         self._say(f"round {number + 1}: {engine.title}{quiet}")
         failures = []
         with running(engine, self._setup, self._results / "logs") as url:

@@ -16,7 +16,7 @@ from .layout import PeerSetup
 HOST = "127.0.0.1"
 CONTEXT = 8192
 # The mixed load's prompts are more than one core can compute: the decode takes some of what waits.
-PD_FLAGS = ("--prefill-backlog", "512")
+PD_FLAGS = ("--prefill-backlog", "1024")
 # llama-server divides its context evenly between its slots: room for the long prompts in each.
 LLAMA_SLOTS = 16
 LLAMA_SLOT_CONTEXT = 4608

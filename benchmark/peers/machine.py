@@ -12,6 +12,7 @@ FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf
 IDLE_WINDOW = 2.0
 """Seconds over which the processors must be idle."""
 IDLE_SHARE = 0.95
+IDLE_PATIENCE = 120.0
 
 
 def describe_machine() -> str:
@@ -29,7 +30,7 @@ def describe_machine() -> str:
     return f"{name}, {cores} cores" + (f" ({features})" if features else "")
 
 
-def wait_idle(limit: float = 120.0) -> bool:
+def wait_idle(limit: float) -> bool:
     """Wait until nobody else uses the processors; False if ``limit`` seconds pass first.
 
     What a measured engine leaves behind (processes that still end, memory that is given back) is the next one's noise.

@@ -153,7 +153,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 def test_rounds_are_run_resumed_and_read(fake: Fake, tmp_path: Path) -> None:
     said: list[str] = []
-    comparison = Comparison(SETUP, tmp_path, said.append)
+    comparison = Comparison(SETUP, tmp_path, said.append, patience=0)
     assert comparison.run(1, ["fake"], ["tiny", "mixed"]) == []
     first = result_path(tmp_path, 0, "fake", "tiny").read_bytes()
     assert Results.read(tmp_path).values(TINY, "fake", TINY.metrics[0])[0] > 0
@@ -165,10 +165,10 @@ def test_rounds_are_run_resumed_and_read(fake: Fake, tmp_path: Path) -> None:
 
 def test_an_engine_that_fails_is_told_and_left_out(fake: Fake, tmp_path: Path) -> None:
     fake.program = "print('no such model'); raise SystemExit(3)"
-    (failure,) = Comparison(SETUP, tmp_path, lambda _: None).run(1, ["fake"], ["tiny"])
+    (failure,) = Comparison(SETUP, tmp_path, lambda _: None, patience=0).run(1, ["fake"], ["tiny"])
     assert "fake ended with 3:\nno such model" in failure
     fake.program = SERVER.replace('"length"', '"abort"')
-    (failure,) = Comparison(SETUP, tmp_path, lambda _: None).run(1, ["fake"], ["tiny"])
+    (failure,) = Comparison(SETUP, tmp_path, lambda _: None, patience=0).run(1, ["fake"], ["tiny"])
     assert "ended by abort" in failure
     assert Results.read(tmp_path).runs == {}
 
