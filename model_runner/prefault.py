@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MARGIN_BYTES = 512 << 20
+MARGIN_SHARE = 8
+"""Never more than this part of the memory that is free when the pool is made: others may want it first."""
 SLICE_BYTES = 256 << 10
 """Committed at a time: a step that arrives meanwhile waits for at most some 0.6 ms."""
 IDLE_MS = 5

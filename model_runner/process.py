@@ -22,7 +22,7 @@ from ..messages.worker import ForwardStep, StepResult, TransferEvent, WorkerComm
 from ..server.child import ChildContext, start_child
 from .errors import ModelError, UnsupportedModel
 from .placement import Placement, PlacementError, bind_compute_threads, confine, floating, plan_placement
-from .prefault import PoolPrefault
+from .prefault import MARGIN_BYTES, MARGIN_SHARE, PoolPrefault
 
 if TYPE_CHECKING:
     from ..disaggregation.transfer_engine import TransferEngine
@@ -67,6 +67,7 @@ def load(ctx: ChildContext) -> Worker:
     # torch comes in here and not before, since OpenMP settles on its cores when it is loaded.
     import torch
 
+    from .device import device_memory
     from .model_runner import ModelRunner
     from .step_runner import StepRunner
     from .warm_up import warm_up
@@ -87,7 +88,8 @@ def load(ctx: ChildContext) -> Worker:
     gc.collect()
     gc.freeze()
     seconds = {"imports": imported - begin, **model.load_seconds, "warm_up": time.monotonic() - loaded}
-    prefault = PoolPrefault(model.kv_region, model.layout.page_bytes // options.page_size)
+    margin = min(MARGIN_BYTES, device_memory(model.device).free // MARGIN_SHARE)
+    prefault = PoolPrefault(model.kv_region, model.layout.page_bytes // options.page_size, margin)
     return Worker(model, steps, engine, prefault, seconds)
 
 

@@ -144,9 +144,7 @@ class StepPlanner:
         length = req.remaining
         if length > budget:
             if self._budget.may_cut:
-                # A piece ends on a page border: whole pages can be shared, and pushed to a peer, at once.
-                page = self._memory.page_size
-                length = (req.computed + budget) // page * page - req.computed
+                length = self._piece(req, budget)
             elif prefilled:
                 return 0
         if length <= 0:
@@ -157,6 +155,16 @@ class StepPlanner:
         if req.remaining <= 1 and req.pending:
             req.state = ReqState.RUNNING if req.route is not Route.OUTGOING else ReqState.SENDING
         return length
+
+    def _piece(self, req: Req, budget: int) -> int:
+        """How much of a prompt that is longer than ``budget`` to compute now.
+
+        A piece ends on a page border, because whole pages can be shared, and pushed to a peer, at once; but where the
+        budget of every step is below a page it ends where it must.
+        """
+        page = self._memory.page_size
+        length = (req.computed + budget) // page * page - req.computed
+        return length if length > 0 or self._budget.mixed >= page else budget
 
     def _share(self, req: Req) -> None:
         rewrite = self._memory.share(req, req.computed)

@@ -40,7 +40,7 @@ class StepBudget:
             chunk = _pages_up(CPU_CHUNK if on_cpu else CHUNK, options.page_size)
         if mixed is None:
             on_decode = options.disaggregation_mode == "decode"
-            mixed = _pages_up(DECODE_MIXED_CHUNK if on_decode else CPU_MIXED_CHUNK, options.page_size)
+            mixed = DECODE_MIXED_CHUNK if on_decode else _pages_up(CPU_MIXED_CHUNK, options.page_size)
             mixed = mixed if on_cpu else chunk
         return cls(min(chunk, most), min(mixed, chunk, most), may_cut=True)
 
@@ -50,5 +50,5 @@ class StepBudget:
 
 
 def _pages_up(tokens: int, page_size: int) -> int:
-    """Pieces end on page borders: a budget below one page would never let a prompt move on."""
+    """A piece that ends within a page leaves tokens that can't be shared or pushed yet."""
     return max(tokens, page_size)

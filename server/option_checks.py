@@ -124,6 +124,8 @@ def _schedule(options: ServerOptions) -> Iterator[str]:
     for flag, chunk in chunks.items():
         if chunk is None or (uncut and flag == "--chunked-prefill-size"):
             continue
+        if flag == "--mixed-chunk-size" and 1 <= chunk < page_size:
+            continue
         if chunk < page_size or chunk % page_size:
             example = max(chunk // page_size, 1) * page_size
             yield (

@@ -66,8 +66,8 @@ class ServerOptions:
         Most prompt tokens computed in one step, in pieces of a prompt where need be; -1 never cuts a prompt. Default
         512 on cpu, 2048 on cuda.
     mixed_chunk_size
-        The same for a step in which other requests decode, as they wait for it; default 128 on cpu, 32 in decode mode
-        there, and on cuda as chunked_prefill_size.
+        The same for a step in which other requests decode, as they wait for it; default 128 on cpu, 16 in decode mode
+        there, and on cuda as chunked_prefill_size. Below page_size a prompt moves on within its pages.
     schedule_policy
         Order of waiting requests: fcfs (first come, first served), lpm (longest cached prefix first).
     schedule_conservativeness

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.sim import SimInstance, make_generate, make_options, reference_output
 
-from pdserve.messages.base import pack_i32
+from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.outputs import FinishType, ReqError, ReqTokens
 from pdserve.messages.requests import AbortReq, StopReq
 from pdserve.messages.worker import StepResult
@@ -91,6 +91,28 @@ def test_long_prompt_is_cut_at_page_borders_and_decodes_go_on_beside_it():
     assert len(sim.tokens["short"]) > before + 3
     sim.run_until_idle()
     assert sim.tokens["long"] == reference_output(range(100, 150), 2)
+    assert_all_returned(sim)
+
+
+@pytest.mark.parametrize(("mixed", "lengths"), [(4, [4, 4, 4]), (3, [3, 1, 3]), (1, [1, 1, 1])])
+def test_pieces_beside_decodes_may_be_shorter_than_a_page(mixed: int, lengths: list[int]):
+    sim = SimInstance(make_options(mixed_chunk_size=mixed, max_total_tokens=512))
+    sim.submit("short", range(3), max_new_tokens=80)
+    while "short" not in sim.tokens:
+        sim.plan()
+        sim.work()
+    sim.submit("long", range(100, 130), max_new_tokens=2)
+    pieces: dict[int, list[int]] = {}
+    while len(pieces) < len(lengths):
+        sim.plan()
+        for step in sim.to_worker.messages:
+            of_prompts = unpack_i32(step.q_lens)[unpack_i32(step.use_last) == 0]
+            if of_prompts.size:
+                pieces[step.step_id] = of_prompts.tolist()
+        sim.work()
+    assert list(pieces.values())[:3] == [[n] for n in lengths]
+    sim.run_until_idle()
+    assert sim.tokens["long"] == reference_output(range(100, 130), 2)
     assert_all_returned(sim)
 
 
@@ -220,16 +242,18 @@ def test_lpm_prefers_what_is_cached():
     seed=st.integers(0, 2**32),
     pool=st.sampled_from([48, 96, 256]),
     chunk=st.sampled_from([4, 16, -1]),
+    mixed=st.sampled_from([None, 1, 3, 4]),
     radix=st.booleans(),
     overlap=st.booleans(),
     policy=st.sampled_from(["fcfs", "lpm"]),
     interval=st.sampled_from([1, 3, 32]),
 )
-def test_random_load(seed, pool, chunk, radix, overlap, policy, interval):
+def test_random_load(seed, pool, chunk, mixed, radix, overlap, policy, interval):
     rng = random.Random(seed)
     options = make_options(
         max_total_tokens=pool,
         chunked_prefill_size=chunk,
+        mixed_chunk_size=None if chunk == -1 else mixed,
         disable_radix_cache=not radix,
         disable_overlap_schedule=not overlap,
         schedule_policy=policy,
