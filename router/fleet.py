@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 LOCAL_PREFILL_COST = 2.5
 """How much longer a decode takes over a prompt than a prefill: it computes it in small pieces between its streams'
-tokens (measured on a CPU: 16 tokens every 20 ms beside eight streams, where a prefill does 1,500 a second, and they wait)."""
+tokens, which wait for them (measured on a CPU: 16 tokens every 20 ms beside eight streams, where a prefill does 1,500
+a second)."""
 
 
 class Pair(NamedTuple):
