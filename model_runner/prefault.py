@@ -62,7 +62,9 @@ class PoolPrefault:
             return
         end = min(self._end + SLICE_BYTES, self._region.nbytes)
         if not self._region.commit(self._end, end):
-            log.info("memory can't be committed ahead (Linux before 5.14, or none left): each KV page's first use is slower")
+            log.info(
+                "memory can't be committed ahead (Linux before 5.14, or none left): each KV page's first use is slower"
+            )
             self._region = None
             self._target = 0
             return
