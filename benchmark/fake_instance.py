@@ -21,9 +21,10 @@ import setproctitle
 import zmq
 
 from ..messages.channel import ipc_address
-from ..server.child import configure_logging, die_with_parent
-from ..server.options import ServerOptions
-from ..server.supervisor import MODULES, Supervisor
+from ..runtime.child import configure_logging, die_with_parent
+from ..runtime.modules import process_modules
+from ..runtime.options import ServerOptions
+from ..runtime.supervisor import Supervisor
 from .errors import ServerError
 from .fake_worker import QUESTIONS, Occupy, Report, StepRecord
 from .process_cpu import find_children
@@ -109,7 +110,7 @@ def main() -> None:
     options = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerOptions)
     setproctitle.setproctitle(f"pdserve unified:{options.port} supervisor")
     configure_logging("fake instance", options.log_level)
-    supervisor = Supervisor(options, modules={**MODULES, "worker": "pdserve.benchmark.fake_worker"})
+    supervisor = Supervisor(options, modules={**process_modules(options), "worker": "pdserve.benchmark.fake_worker"})
     print(supervisor.run_dir, flush=True)
     sys.exit(supervisor.run())
 

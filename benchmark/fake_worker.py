@@ -20,10 +20,11 @@ import zmq
 from ..messages.channel import Receiver, Sender
 from ..messages.routes import ToWorker
 from ..messages.worker import ForwardStep, KVLayout, StepResult, WorkerCommand, WorkerReady
-from ..model_runner.config import choose_context_length, read_config
-from ..model_runner.model_path import resolve_model
-from ..server.child import ChildContext, start_child
-from ..server.options import ServerOptions
+from ..model_files.config import choose_context_length
+from ..model_files.config_reader import read_config
+from ..model_files.model_path import resolve_model
+from ..runtime.child import ChildContext, start_child
+from ..runtime.options import ServerOptions
 
 QUESTIONS = "fake_worker"
 POOL_TOKENS = 1 << 22

@@ -13,8 +13,8 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from ..server.cluster_plan import free_ports
-from ..server.options import ServerOptions
+from ..runtime.options import ServerOptions
+from ..runtime.web.ports import free_ports
 from .errors import BenchError, BenchOptionsError
 from .fake_instance import FakeInstance, fake_instance
 from .fake_worker import TOKEN_IDS, StepRecord

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from ..model_runner.errors import ModelError
-from ..server.options import ServerOptions
-from ..server.text.errors import TokenizerLoadError
-from ..server.text.load import load_tokenizer
-from ..server.text.text_tokenizer import TextTokenizer
+from ..model_files.errors import ModelError
+from ..model_files.text.errors import TokenizerLoadError
+from ..model_files.text.load import load_tokenizer
+from ..model_files.text.text_tokenizer import TextTokenizer
+from ..runtime.options import ServerOptions
 from .errors import WorkloadError
 from .prompts import RequestSpec
 

@@ -18,10 +18,10 @@ from ..messages.channel import Receiver, Sender, UndeclaredMessage
 from ..messages.outputs import ReqError, TokenBatch
 from ..messages.requests import StopReq
 from ..messages.routes import ToDetokenizer
-from ..model_runner.errors import ModelError
-from ..server.child import start_child
-from ..server.text.errors import TextError
-from ..server.text.load import load_tokenizer
+from ..model_files.errors import ModelError
+from ..model_files.text.errors import TextError
+from ..model_files.text.load import load_tokenizer
+from ..runtime.child import start_child
 from .detokenizer import Detokenizer
 from .request_decoder import make_decoder_factory
 

@@ -13,8 +13,8 @@ from codecs import utf_8_decode
 from collections.abc import Sequence
 
 from ..messages.base import I32
-from ..server.text.byte_table import ByteTable
-from ..server.text.text_tokenizer import TextTokenizer
+from ..model_files.text.byte_table import ByteTable
+from ..model_files.text.text_tokenizer import TextTokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # UTF-8 needs at most four bytes for a character, so at most three can be incomplete.

@@ -21,7 +21,7 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
-from ..server.child import start_child
+from ..runtime.child import start_child
 from .bootstrap import MAX_ROUTE_BYTES, RouteError, decode_route
 from .errors import RouteConflict, RouteInvalid, RouteUnavailable
 from .route_registry import RouteRegistry

@@ -16,9 +16,9 @@ import zmq
 from ..messages.handover import Abort, AbortAck, RoomQueued, TransferDone, TransferFailed, TransferRequest
 from ..messages.outputs import TokenLogprob
 from ..messages.worker import PagesVerified, PeerConnected, PeerLinkDown, SendEnded, TransferEvent
+from ..runtime.child import ChildContext
 from ..scheduler.req import Req
 from ..scheduler.scheduler import Scheduler
-from ..server.child import ChildContext
 from .bootstrap import Route
 from .bootstrap_client import LeaseKeeper, RouteFetcher
 from .control_channel import ControlServer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..server.options import ServerOptions
+from ..runtime.options import ServerOptions
 from .allocator import TokenToKVPoolAllocator
 from .base_prefix_cache import BasePrefixCache
 from .chunk_cache import ChunkCache

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from .errors import UnsupportedModel
+from ..model_files.errors import UnsupportedModel
 
 log = logging.getLogger(__name__)
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]

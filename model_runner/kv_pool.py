@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..messages.worker import KVLayout
-from .config import ModelConfig
+from ..model_files.config import ModelConfig
 from .kernels import store_kv
 
 KEYS, VALUES = 0, 1

@@ -17,18 +17,19 @@ import torch
 from torch import Tensor
 
 from ..disaggregation.region import KVRegion, allocate_region
-from ..server.options import ServerOptions
+from ..model_files.config import choose_context_length
+from ..model_files.config_reader import read_config
+from ..model_files.errors import UnsupportedModel
+from ..model_files.model_path import ModelSource, resolve_model
+from ..runtime.cpu_list import parse_cpus
+from ..runtime.options import ServerOptions
 from .attention.registry import choose_attention_backend, make_attention_backend
-from .config import choose_context_length, read_config
 from .device import choose_device, choose_dtype, device_memory
-from .errors import UnsupportedModel
 from .forward_batch import ForwardBatch
 from .kv_pool import MHATokenToKVPool, make_layout
 from .loader.load import fingerprint, load_model_weights
-from .model_path import ModelSource, resolve_model
 from .models.llama import LlamaForCausalLM
 from .models.registry import make_model
-from .placement import parse_cpus
 from .pool_size import PoolRequest, choose_max_total_tokens
 
 if TYPE_CHECKING:

@@ -18,11 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from ..runtime.cpu_list import PlacementError, parse_cpus
+
 PARALLEL_GRAIN = 1 << 16
-
-
-class PlacementError(ValueError):
-    """``--threads`` and ``--cpus`` ask for what this process can't have; the message says what would do."""
 
 
 class Placement(NamedTuple):
@@ -31,22 +29,6 @@ class Placement(NamedTuple):
     threads: int
     cpus: tuple[int, ...] | None
     allowed: frozenset[int]
-
-
-def parse_cpus(text: str) -> tuple[int, ...]:
-    """Cores in a list like "0,2-3", in the order given; raises ``PlacementError``."""
-    cpus: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise PlacementError(f'--cpus {text}: "{part}" is neither a core nor a range; write it like 0,2-3')
-        cores = range(int(first), int(last if dash else first) + 1)
-        if not cores:
-            raise PlacementError(f'--cpus {text}: "{part}" runs backwards')
-        cpus.extend(cores)
-    if len(set(cpus)) != len(cpus):
-        raise PlacementError(f"--cpus {text}: name each core once")
-    return tuple(cpus)
 
 
 def plan_placement(threads: int | None, cpus: str | None, allowed: frozenset[int]) -> Placement:

@@ -19,9 +19,10 @@ from ..messages.base import unpack_i32
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
 from ..messages.routes import ToWorker
 from ..messages.worker import ForwardStep, StepResult, TransferEvent, WorkerCommand, WorkerReady
-from ..server.child import ChildContext, start_child
-from .errors import ModelError, UnsupportedModel
-from .placement import Placement, PlacementError, bind_compute_threads, confine, floating, plan_placement
+from ..model_files.errors import ModelError, UnsupportedModel
+from ..runtime.child import ChildContext, start_child
+from ..runtime.cpu_list import PlacementError
+from .placement import Placement, bind_compute_threads, confine, floating, plan_placement
 from .prefault import MARGIN_BYTES, MARGIN_SHARE, PoolPrefault
 
 if TYPE_CHECKING:

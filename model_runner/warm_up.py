@@ -8,7 +8,7 @@ import numpy as np
 
 from ..messages.base import pack_i32
 from ..messages.worker import ForwardStep, InputLogprobSpec, RowInit
-from .errors import InvalidWeights
+from ..model_files.errors import InvalidWeights
 from .step_runner import StepRunner
 
 PROMPT_TOKENS = 64

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import socket
 from collections.abc import AsyncIterator, Callable
 
@@ -16,18 +15,18 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..runtime.web.auth import ApiKeyAuth
+from ..runtime.web.errors import error_body
 from .dispatcher import Dispatcher
 from .endpoints import HEALTH_PROMPT, ControlEndpoints, GenerationEndpoint, error_response, json_response
-from .errors import RouterError, UnauthorizedError, error_body
+from .errors import RouterError
 from .fleet import Fleet
 from .health import HealthMonitor
 from .options import RouterOptions
 
 GENERATION_PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
 MODEL_PATHS = ("/v1/models", "/v1/models/{name:path}", "/model_info", "/get_model_info")
-OPEN_PATHS = ("/health",)
 KEEPALIVE_EXPIRY = 4.0
 """Seconds; below uvicorn's 5 s for idle connections, so that a request rarely meets one that is just being closed."""
 DEAD_HOST_OPTIONS = [
@@ -38,24 +37,6 @@ DEAD_HOST_OPTIONS = [
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 ]
 """A host that vanishes without closing its connections is noticed in about 6 s, however long the answer is silent."""
-
-
-class ApiKeyMiddleware:
-    """Lets through only what carries the API key; ``/health`` is open."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                error = UnauthorizedError('a valid "Authorization: Bearer KEY" header is needed')
-                response = error_response(error)
-                response.headers["www-authenticate"] = "Bearer"
-                return await response(scope, receive, send)
-        await self._app(scope, receive, send)
 
 
 def make_client(options: RouterOptions) -> httpx.AsyncClient:
@@ -107,7 +88,7 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
             Route("/abort_request", control.abort_request, methods=["POST"]),
             Route("/flush_cache", control.flush_cache, methods=["GET", "POST"]),
         ],
-        middleware=[Middleware(ApiKeyMiddleware, api_key=options.api_key)] if options.api_key else [],
+        middleware=[Middleware(ApiKeyAuth, api_key=options.api_key)] if options.api_key else [],
         exception_handlers={
             HTTPException: answer_http_exception,
             RouterError: answer_router_error,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import orjson
 from starlette.types import Send
 
-from .errors import RouterError, error_body
+from ..runtime.web.errors import error_body
+from .errors import RouterError
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -12,9 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from ..runtime.web.errors import error_body
 from .client_answer import ClientAnswer
 from .dispatcher import Dispatcher, RoutedRequest, drop
-from .errors import BodyTooLargeError, NoInstanceError, RouterError, error_body
+from .errors import BodyTooLargeError, NoInstanceError, RouterError
 from .fleet import Fleet
 from .instance import HealthState, Instance, Role
 from .options import RouterOptions

@@ -6,6 +6,8 @@ from typing import Any
 
 import orjson
 
+from ..runtime.web.errors import error_body
+
 
 class RouterError(Exception):
     """A request can't be served. ``retryable``: the same request may well succeed on another instance."""
@@ -29,13 +31,6 @@ class BadRequestError(RouterError):
 
     status = 400
     kind = "invalid_request_error"
-
-
-class UnauthorizedError(RouterError):
-    """The client's API key is missing or wrong."""
-
-    status = 401
-    kind = "authentication_error"
 
 
 class BodyTooLargeError(RouterError):
@@ -84,11 +79,6 @@ class InstanceAnsweredError(RouterError):
     def body(self) -> bytes:
         """The instance's own words when they are in the API's error shape, ours otherwise."""
         return self._answer if self._answer is not None else super().body()
-
-
-def error_body(status: int, message: str, kind: str) -> dict[str, Any]:
-    """The API's error shape, the same as an instance's."""
-    return {"error": {"message": message, "type": kind, "code": status, "param": None}}
 
 
 def parse_error(answer: bytes) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ def server_info(scheduler: Scheduler, epoch: str) -> dict[str, Any]:
     except InvariantViolation as e:
         invariants = str(e)
     states = Counter(str(r.state) for r in scheduler.reqs.values())
-    manager = scheduler.kv_manager
+    manager = scheduler.handovers
     return {
         "status": "draining" if scheduler.draining else "ready",
         "epoch": epoch,

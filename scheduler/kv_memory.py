@@ -21,7 +21,7 @@ from ..mem_cache.base_prefix_cache import KVHold, Rewrite
 from ..mem_cache.factory import make_prefix_cache
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..messages.base import I32
-from ..server.options import ServerOptions
+from ..runtime.options import ServerOptions
 from .req import Req
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ..messages.base import pack_i32
 from ..messages.worker import ForwardStep, RowInit, SlotDelta
-from ..server.options import ServerOptions
+from ..runtime.options import ServerOptions
 from .admission import TokenReserve
 from .kv_memory import KVMemory
 from .policy import POLICIES

@@ -1,7 +1,7 @@
 """The scheduler process: its sockets and its loop. Imports no torch.
 
 Start-up: bind the channels, answer questions with "loading" until the worker's ``WorkerReady``, then build the
-``Scheduler`` (and the ``KVManager`` of a prefill or decode instance) and report ready. From then on the loop sleeps
+``Scheduler`` (and the hand-overs of an instance that takes part in them) and report ready. From then on the loop sleeps
 until a message, a worker's event, a peer's message or a deadline comes.
 """
 
@@ -11,18 +11,19 @@ import gc
 import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import zmq
 
-from ..disaggregation.kv_manager import KVManager
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
 from ..messages.control import Drain, Drained, FlushCacheReq, FlushCacheResult, Ping, Pong, ServerInfo, ServerInfoReq
 from ..messages.outputs import ReqError
 from ..messages.requests import AbortReq, GenerateReq, StopReq
 from ..messages.routes import ToScheduler, ToSchedulerFromWorker
 from ..messages.worker import StepResult, WorkerEvent, WorkerReady
-from ..server.child import ChildContext, start_child
+from ..runtime.child import ChildContext, start_child
+from .handover import Handovers
 from .info import server_info
 from .outbox import Outbox
 from .scheduler import Scheduler
@@ -33,11 +34,16 @@ IDLE_CHECK_INTERVAL = 1.0
 """Seconds between invariant checks of an idle instance that has served something since the last one."""
 
 
-class SchedulerProcess:
-    """Owner of the sockets; see the module."""
+MakeHandovers = Callable[[ChildContext, Scheduler, zmq.Poller], Handovers]
+"""What they wait for they register with the loop's poller."""
 
-    def __init__(self, ctx: ChildContext) -> None:
+
+class SchedulerProcess:
+    """Owner of the sockets; see the module. Without ``make_handovers`` an instance serves alone."""
+
+    def __init__(self, ctx: ChildContext, make_handovers: MakeHandovers | None = None) -> None:
         self._ctx = ctx
+        self._make_handovers = make_handovers
         self._inbox: Receiver[Any] = Receiver(ctx.zmq_ctx, ctx.address("scheduler"), ToScheduler)
         self._events: Receiver[Any] = Receiver(ctx.zmq_ctx, ctx.address("worker_events"), ToSchedulerFromWorker)
         self._outbox = Outbox(
@@ -47,7 +53,7 @@ class SchedulerProcess:
         self._poller.register(self._inbox.socket, zmq.POLLIN)
         self._poller.register(self._events.socket, zmq.POLLIN)
         self._scheduler: Scheduler | None = None
-        self._manager: KVManager | None = None
+        self._handovers: Handovers | None = None
         self._checked_at = 0.0
         self._checked_step = -1
         self._drained_sent = False
@@ -61,19 +67,19 @@ class SchedulerProcess:
                 self._on_worker_event(event, now)
             for message in self._drain(self._inbox):
                 self._on_message(message, now)
-            if self._manager is not None:
-                self._manager.poll(now)
+            if self._handovers is not None:
+                self._handovers.poll(now)
             if self._scheduler is not None:
                 self._scheduler.run_steps(now)
                 self._when_idle(self._scheduler, now)
             # Peers first: "drained" leaves with the outbox, and what peers wait for must be on its way by then.
-            if self._manager is not None:
-                self._manager.flush()
+            if self._handovers is not None:
+                self._handovers.flush()
             self._outbox.flush()
 
     def _timeout_ms(self) -> int:
-        if self._manager is not None:
-            return self._manager.timeout_ms()
+        if self._handovers is not None:
+            return self._handovers.timeout_ms()
         if self._scheduler is not None and self._scheduler.counters.steps != self._checked_step:
             return int(IDLE_CHECK_INTERVAL * 1000)
         return -1
@@ -97,15 +103,15 @@ class SchedulerProcess:
         assert self._scheduler is not None
         if isinstance(event, StepResult):
             self._scheduler.on_step_result(event, now)
-        elif self._manager is not None:
-            self._manager.on_transfer_event(event, now)
+        elif self._handovers is not None:
+            self._handovers.on_transfer_event(event, now)
 
     def _start(self, worker: WorkerReady, now: float) -> None:
         self._scheduler = Scheduler(self._ctx.options, worker, self._outbox)
-        if self._ctx.options.disaggregation_mode != "unified":
-            self._manager = KVManager(self._ctx, self._scheduler, self._poller)
-            self._scheduler.kv_manager = self._manager
-            self._manager.start(now)
+        if self._make_handovers is not None:
+            self._handovers = self._make_handovers(self._ctx, self._scheduler, self._poller)
+            self._scheduler.handovers = self._handovers
+            self._handovers.start(now)
         # What exists now lives as long as the process: a full collection need not look at it again.
         gc.collect()
         gc.freeze()
@@ -136,8 +142,8 @@ class SchedulerProcess:
         elif isinstance(message, Drain):
             log.info("draining: %d requests are left", len(scheduler.reqs))
             scheduler.draining = True
-            if self._manager is not None:
-                self._manager.withdraw()
+            if self._handovers is not None:
+                self._handovers.withdraw()
 
     def _flush_cache(self, scheduler: Scheduler, message: FlushCacheReq) -> FlushCacheResult:
         if scheduler.reqs:
@@ -169,7 +175,7 @@ class SchedulerProcess:
 
 
 def main() -> None:
-    """Entry point of the child process."""
+    """Entry point of the child process of an instance that takes part in no hand-over."""
     SchedulerProcess(start_child(sys.argv)).run()
 
 

@@ -18,21 +18,18 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from ..messages.base import unpack_i32
 from ..messages.outputs import FinishReason, FinishType, ReqMeta, TokenLogprob
 from ..messages.requests import AbortReq, GenerateReq, StopReq
 from ..messages.worker import StepResult, WorkerReady
-from ..server.options import ServerOptions
+from ..runtime.options import ServerOptions
+from .handover import Handovers
 from .kv_memory import KVMemory
 from .outbox import Outbox, news_interval
 from .planner import StepPlanner
 from .req import Req, ReqState, Route
 from .step_builder import InFlightStep
-
-if TYPE_CHECKING:
-    from ..disaggregation.kv_manager import KVManager
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +62,7 @@ class Scheduler:
         self.counters = Counters()
         self.draining = False
         self.completed_step = 0
-        self.kv_manager: KVManager | None = None
+        self.handovers: Handovers | None = None
         self._in_flight: deque[InFlightStep] = deque()
         self._max_in_flight = 1 if options.disable_overlap_schedule else 2
 
@@ -91,9 +88,9 @@ class Scheduler:
         if route is Route.LOCAL:
             self.enqueue(req, now)
         else:
-            assert self.kv_manager is not None
+            assert self.handovers is not None
             req.state = ReqState.BOOTSTRAPPING
-            self.kv_manager.add(req, now)
+            self.handovers.add(req, now)
 
     def _refusal(self, msg: GenerateReq) -> tuple[int, str, str, str | None] | None:
         mode = self.options.disaggregation_mode
@@ -141,8 +138,8 @@ class Scheduler:
             self._free_after_abort(req, "a stop string was found")
 
     def _free_after_abort(self, req: Req, reason: str) -> None:
-        if self.kv_manager is not None and self.kv_manager.owns(req):
-            self.kv_manager.cancel(req, reason)
+        if self.handovers is not None and self.handovers.owns(req):
+            self.handovers.cancel(req, reason)
         else:
             self.free(req)
 
@@ -220,9 +217,9 @@ class Scheduler:
                 return
             self.outbox.to_worker(step.message)
             self._in_flight.append(step.in_flight)
-            if self.kv_manager is not None:
+            if self.handovers is not None:
                 for req in step.prefilled:
-                    self.kv_manager.chunk_planned(req)
+                    self.handovers.chunk_planned(req)
 
     def on_step_result(self, result: StepResult, now: float) -> None:
         """A step is done: its tokens are known now."""
@@ -263,8 +260,8 @@ class Scheduler:
             req.timing.prefill_ms = (now - req.times.admitted) * 1000
         req.append(token, logprob)
         if req.route is Route.OUTGOING:
-            assert self.kv_manager is not None
-            self.kv_manager.first_token(req, token, logprob)
+            assert self.handovers is not None
+            self.handovers.first_token(req, token, logprob)
         else:
             self.on_newest_token(req, token, now)
 
@@ -293,6 +290,6 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Memory is whole, and every request stands where its state says. Raises ``InvariantViolation``."""
         holders = [r for r in self.reqs.values() if r.hold is not None]
-        if self.kv_manager is not None:
-            holders += [r for r in self.kv_manager.lingering() if r.hold is not None]
+        if self.handovers is not None:
+            holders += [r for r in self.handovers.lingering() if r.hold is not None]
         self.memory.check_invariants(holders)

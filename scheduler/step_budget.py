@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..server.options import ServerOptions
+from ..runtime.options import ServerOptions
 
 CPU_CHUNK = 512
 CPU_MIXED_CHUNK = 128

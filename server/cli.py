@@ -15,10 +15,10 @@ from cyclopts import App, Parameter
 from ..benchmark.errors import BenchOptionsError
 from ..benchmark.options import BenchOptions
 from ..router.options import RouterOptions, RouterOptionsError
+from ..runtime.config_file import apply_config
+from ..runtime.option_checks import OptionError, check_options
+from ..runtime.options import ServerOptions
 from .cluster_options import ClusterOptions, ClusterOptionsError
-from .config_file import apply_config
-from .option_checks import OptionError, check_options
-from .options import ServerOptions
 
 EXIT_USAGE = 2
 SERVER_DEFAULTS, ROUTER_DEFAULTS, CLUSTER_DEFAULTS = ServerOptions(), RouterOptions(), ClusterOptions()
@@ -55,7 +55,7 @@ def server(*, options: Annotated[ServerOptions, Parameter(name="*")] = SERVER_DE
         check_options(options)
     except OptionError as e:
         return _refuse("server", e)
-    from .supervisor import run_server
+    from ..runtime.supervisor import run_server
 
     return run_server(options)
 

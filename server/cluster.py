@@ -21,11 +21,11 @@ from types import FrameType
 import httpx
 import setproctitle
 
-from .child import configure_logging
+from ..runtime.child import configure_logging
+from ..runtime.supervisor import InstanceFailed, check_address
 from .cluster_options import ClusterOptions, ClusterOptionsError
 from .cluster_plan import ClusterPlan, cores_of_this_process, plan_cluster
 from .cluster_process import ClusterProcess
-from .supervisor import InstanceFailed, check_port_free
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ def run_cluster(options: ClusterOptions) -> int:
         options.check()
         plan = plan_cluster(options, cores_of_this_process())
         if options.port:
-            check_port_free(options.host, options.port, "--port")
+            check_address(options.host, options.port, "--port")
         cluster = Cluster(options, plan)
     except ClusterOptionsError as exc:
         print(f"pdserve up: {exc}", file=sys.stderr)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from .options import DisaggregationMode, ServerOptions
+from ..runtime.options import DisaggregationMode, ServerOptions
 
 
 class ClusterOptionsError(ValueError):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ..model_runner.placement import parse_cpus
 from ..router.options import RouterOptions
+from ..runtime.cpu_list import format_cores, parse_cpus
+from ..runtime.options import DisaggregationMode, ServerOptions
+from ..runtime.web.ports import LOOPBACK, free_ports
 from .cluster_options import ClusterOptions, ClusterOptionsError
-from .core_split import format_cores, split_cores
-from .options import DisaggregationMode, ServerOptions
+from .core_split import split_cores
 
-INSTANCE_HOST = "127.0.0.1"
 MEMORY_SHARE = {"cpu": 0.3, "cuda": 0.88}
 """What an instance that is alone on its device takes, see ``ServerOptions.mem_fraction_static``."""
 
@@ -62,7 +59,7 @@ def plan_cluster(options: ClusterOptions, available_cores: list[int]) -> Cluster
     for i, (mode, cores) in enumerate(zip(modes, shares, strict=True)):
         port, bootstrap_port = ports[2 * i], ports[2 * i + 1]
         instance = options.instance_options(
-            host=INSTANCE_HOST,
+            host=LOOPBACK,
             port=port,
             disaggregation_mode=mode,
             disaggregation_bootstrap_port=bootstrap_port,
@@ -71,7 +68,7 @@ def plan_cluster(options: ClusterOptions, available_cores: list[int]) -> Cluster
             mem_fraction_static=memory,
         )
         name = f"{mode}-{modes[: i + 1].count(mode) - 1}"
-        url = f"http://{INSTANCE_HOST}:{port}"
+        url = f"http://{LOOPBACK}:{port}"
         instances.append(tethered(name, url, "server", instance_flags(instance)))
         targets[mode] += [url, str(bootstrap_port)] if mode == "prefill" else [url]
     return ClusterPlan(tuple(instances), plan_router(options, targets, ports[-1]))
@@ -92,7 +89,7 @@ def plan_router(options: ClusterOptions, targets: dict[DisaggregationMode, list[
         drain_timeout=options.drain_timeout,
         log_level=options.log_level,
     )
-    host = INSTANCE_HOST if options.host in ("0.0.0.0", "::") else options.host
+    host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     return tethered("router", url, "router", router_flags(router))
 
@@ -144,16 +141,6 @@ def memory_share(options: ClusterOptions, instances: int) -> float | None:
         cuda = options.device == "cuda" or (options.device == "auto" and any(Path("/dev").glob("nvidia[0-9]*")))
         total = MEMORY_SHARE["cuda" if cuda else "cpu"]
     return round(total / instances, 4)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback address that nobody listens on. Another process may take one before it is used:
-    whoever then can't listen on it says so and ends."""
-    with contextlib.ExitStack() as held:
-        sockets: Sequence[socket.socket] = [held.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind((INSTANCE_HOST, 0))
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 def cores_of_this_process() -> list[int]:

@@ -20,8 +20,8 @@ from typing import IO
 
 import msgspec
 
+from ..runtime.supervisor import describe_exit
 from .cluster_plan import ProcessPlan
-from .supervisor import describe_exit
 
 logger = logging.getLogger(__name__)
 

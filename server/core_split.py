@@ -22,8 +22,3 @@ def split_cores(cores: list[int], instances: int) -> list[list[int]]:
         split.append(cores[start:end])
         start = end
     return split
-
-
-def format_cores(cores: list[int]) -> str:
-    """The list as ``--cpus`` takes it."""
-    return ",".join(map(str, cores))

@@ -6,12 +6,10 @@ bind → serve, receive → (SIGTERM) fail what still waits with a 503 → close
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Generator
 
 import uvicorn
 import uvloop
@@ -19,35 +17,15 @@ import zmq.asyncio
 
 from ..messages.channel import AsyncReceiver, Sender
 from ..messages.routes import ToHttp
-from .child import ChildContext, start_child
+from ..runtime.child import ChildContext, start_child
+from ..runtime.web.ports import listen
+from ..runtime.web.server import ChildServer
 from .http.app import make_app
 from .http.engine_client import EngineClient
 
 BACKLOG = 2048
 CLOSE_TIMEOUT_SECONDS = 1
 log = logging.getLogger(__name__)
-
-
-class Server(uvicorn.Server):
-    """uvicorn that says when it serves, less its signal handlers: Ctrl-C is the supervisor's business."""
-
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_started = on_started
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_started()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """The listening socket; raises ``OSError``."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=BACKLOG)
 
 
 async def serve(ctx: ChildContext, listener: socket.socket) -> None:
@@ -71,7 +49,7 @@ async def serve(ctx: ChildContext, listener: socket.socket) -> None:
         log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         ctx.report_ready()
 
-    server = Server(config, started)
+    server = ChildServer(config, started)
 
     def stop() -> None:
         engine.close("the server is shutting down; send the request to another instance")
@@ -95,7 +73,7 @@ def main() -> None:
     ctx = start_child(sys.argv)
     host, port = ctx.options.host, ctx.options.port
     try:
-        listener = listen(host, port)
+        listener = listen(host, port, BACKLOG)
     except OSError as e:
         log.error("can't listen on %s:%d: %s; choose another --host or --port", host, port, e.strerror or e)
         sys.exit(1)

@@ -11,7 +11,7 @@ import sys
 
 import msgspec
 
-from .child import die_with_parent
+from ..runtime.child import die_with_parent
 from .cli import app
 
 

@@ -18,14 +18,14 @@ from ..messages.channel import Receiver, Sender, UndeclaredMessage
 from ..messages.outputs import ReqError
 from ..messages.requests import TokenizeReq
 from ..messages.routes import ToTokenizer
-from ..model_runner.errors import ModelError
-from ..model_runner.model_path import resolve_model
-from .child import start_child
-from .options import ServerOptions
-from .text.errors import TextError
-from .text.load import load_chat_template, load_tokenizer
-from .text.model_limits import read_limits
-from .text.request_tokenizer import RequestTokenizer
+from ..model_files.errors import ModelError
+from ..model_files.model_limits import read_limits
+from ..model_files.model_path import resolve_model
+from ..model_files.text.errors import TextError
+from ..model_files.text.load import load_chat_template, load_tokenizer
+from ..runtime.child import start_child
+from ..runtime.options import ServerOptions
+from .request_tokenizer import RequestTokenizer
 
 logger = logging.getLogger(__name__)
 # Frames that wait together are encoded together, but no request waits for more than this many others.

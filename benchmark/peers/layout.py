@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...model_runner.model_path import EMBEDDED_MODEL, resolve_model
+from ...model_files.model_path import EMBEDDED_MODEL, resolve_model
 
 
 @dataclass(frozen=True)

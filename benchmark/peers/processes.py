@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 
+from ...runtime.web.ports import free_ports
 from .engines import HOST, Engine, Launch
 from .errors import PeerDied
 from .layout import PeerSetup
@@ -25,7 +25,7 @@ POLL_SECONDS = 0.25
 @contextmanager
 def running(engine: Engine, setup: PeerSetup, logs: Path) -> Iterator[str]:
     """The base URL of a started engine; raises ``PeerDied`` when it doesn't become ready."""
-    ports = _free_ports(engine.num_ports)
+    ports = free_ports(engine.num_ports)
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         for launch in engine.launches(setup, ports):
@@ -87,12 +87,3 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def _tail(log: Path) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:])
-
-
-def _free_ports(count: int) -> Sequence[int]:
-    """Ports that were free a moment ago, held open together so that they differ."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for held in sockets:
-            held.bind((HOST, 0))
-        return [held.getsockname()[1] for held in sockets]

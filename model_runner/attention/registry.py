@@ -6,8 +6,8 @@ import logging
 
 import torch
 
-from ..config import ModelConfig
-from ..errors import UnsupportedModel
+from ...model_files.config import ModelConfig
+from ...model_files.errors import UnsupportedModel
 from ..kv_pool import MHATokenToKVPool
 from .base import AttentionBackend
 

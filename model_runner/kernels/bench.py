@@ -17,7 +17,7 @@ from functools import partial
 import gguf
 import torch
 
-from ...server.options import ServerOptions
+from ...runtime.options import ServerOptions
 from ..forward_batch import ForwardBatch
 from ..loader.quantized_blocks import FORMATS
 from ..model_runner import ModelRunner

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..config import ModelConfig
+from ...model_files.config import ModelConfig
 from ..forward_batch import ForwardBatch
 from ..kv_pool import MHATokenToKVPool
 from ..layers.linear import Linear

@@ -25,12 +25,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ...server.options import ServerOptions
-from ...server.text.load import load_tokenizer
-from ..config import read_config
+from ...model_files.config_reader import read_config
+from ...model_files.model_path import ModelSource, resolve_model
+from ...model_files.text.load import load_tokenizer
+from ...runtime.options import ServerOptions
 from ..forward_batch import ForwardBatch
 from ..loader.load import load_model_weights
-from ..model_path import ModelSource, resolve_model
 from ..model_runner import ModelRunner
 from ..models.registry import make_model
 

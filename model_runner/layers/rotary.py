@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import RopeConfig, RopeType
+from ...model_files.config import RopeConfig, RopeType
 
 
 class Rotation(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from ..errors import InvalidWeights
+from ...model_files.errors import InvalidWeights
 
 # What checkpoints may carry and the model computes or shares itself.
 NOT_NEEDED = ("rotary_emb.inv_freq", "lm_head.weight")

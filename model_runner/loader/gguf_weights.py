@@ -12,11 +12,11 @@ import torch
 from gguf import GGMLQuantizationType, ReaderTensor
 from torch import Tensor
 
-from ..config import ModelConfig
-from ..errors import UnsupportedModel
-from ..families import find_family
+from ...model_files.config import ModelConfig
+from ...model_files.errors import UnsupportedModel
+from ...model_files.families import find_family
+from ...model_files.gguf_reader import GGUFFile
 from .base import WeightSource
-from .gguf_reader import GGUFFile
 
 GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",

@@ -11,8 +11,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..config import ModelConfig
-from ..model_path import ModelSource
+from ...model_files.config import ModelConfig
+from ...model_files.model_path import ModelSource
 from .base import WeightSource, load_weights
 from .dummy_weights import DummyWeights
 

@@ -18,9 +18,9 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from ..config import ModelConfig
-from ..errors import UnsupportedModel
-from ..model_path import ModelSource
+from ...model_files.config import ModelConfig
+from ...model_files.errors import UnsupportedModel
+from ...model_files.model_path import ModelSource
 from .gguf_weights import GGUFWeights
 
 BLOCK = 32

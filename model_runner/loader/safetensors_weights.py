@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import InvalidWeights
+from ...model_files.errors import InvalidWeights
 from .base import WeightSource
 
 

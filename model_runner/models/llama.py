@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...model_files.config import ModelConfig
 from ..attention.base import AttentionBackend
-from ..config import ModelConfig
 from ..forward_batch import ForwardBatch
 from ..kernels import linear, rope, silu_and_mul
 from ..layers.linear import Linear

@@ -11,9 +11,9 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..options import ServerOptions
+from ...runtime.options import ServerOptions
+from ...runtime.web.auth import ApiKeyAuth
 from .admin import abort_request, flush_cache, health, health_generate, model_info, server_info
-from .auth import ApiKeyAuth
 from .chat import chat_completions
 from .completions import completions
 from .engine_client import EngineClient

@@ -12,18 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ...messages.outputs import ReqError
-
-RETRY_AFTER_SECONDS = "1"
-ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    405: "method_not_allowed",
-    413: "request_too_large",
-    429: "overloaded_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+from ...runtime.web.errors import error_body, error_headers, error_type
 
 
 class ClientGone(Exception):
@@ -38,7 +27,7 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         self.param = param
-        self.kind = kind or ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.kind = kind or error_type(status)
         self.headers: Mapping[str, str] | None = None
 
     @staticmethod
@@ -55,18 +44,11 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """JSON-ready; ``code`` is the HTTP status."""
-        return {
-            "error": {"message": self.message, "type": self.kind, "code": self.status, "param": self.param},
-        }
+        return error_body(self.status, self.message, self.kind, self.param)
 
     def response(self) -> Response:
         """The answer."""
-        headers = dict(self.headers or {})
-        if self.status in (429, 503):
-            headers["Retry-After"] = RETRY_AFTER_SECONDS
-        if self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        return json_response(self.body(), self.status, headers)
+        return json_response(self.body(), self.status, {**(self.headers or {}), **error_headers(self.status)})
 
 
 def bad_request(param: str | None, message: str) -> ApiError:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...messages.outputs import TokenLogprob
 from ...messages.requests import LogprobOptions
-from ..options import ServerOptions
+from ...runtime.options import ServerOptions
 from .engine_response import event
 from .errors import ApiError
 from .openai_schemas import OpenAIBody

@@ -7,7 +7,7 @@ from typing import cast
 
 from starlette.requests import Request
 
-from ..options import ServerOptions
+from ...runtime.options import ServerOptions
 from .engine_client import EngineClient
 from .health import HealthCheck
 

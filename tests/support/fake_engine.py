@@ -23,9 +23,9 @@ from pdserve.messages.outputs import (
     TokenLogprob,
 )
 from pdserve.messages.requests import AbortReq, TokenizeReq
+from pdserve.runtime.options import ServerOptions
 from pdserve.server.http.app import make_app
 from pdserve.server.http.engine_client import EngineClient
-from pdserve.server.options import ServerOptions
 
 T = TypeVar("T")
 PROMPT_TOKENS, CACHED_TOKENS, MAX_OUTPUT = 7, 4, 16

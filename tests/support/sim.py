@@ -16,9 +16,9 @@ from pdserve.messages.outputs import ReqError, ReqTokens, TokenBatch, TokenLogpr
 from pdserve.messages.requests import Bootstrap, GenerateReq, LogprobOptions
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, KVLayout, SlotDelta, StepResult, WorkerReady
+from pdserve.runtime.options import ServerOptions
 from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.scheduler import Scheduler
-from pdserve.server.options import ServerOptions
 
 VOCAB = 97
 MASK = (1 << 61) - 1

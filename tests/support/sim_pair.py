@@ -47,7 +47,7 @@ class SimSide(SimInstance):
             link_to = lambda host, port, now: pair.open_link()  # noqa: E731
             self.receivers = KVReceivers(self.host, page, BOOTSTRAP_TIMEOUT, TRANSFER_TIMEOUT, link_to, VOCAB)
             self.rooms = self.receivers
-        self.scheduler.kv_manager = self
+        self.scheduler.handovers = self
 
     def _reply(self, peer, message) -> None:
         self.pair.to_decode.append(message)

@@ -19,12 +19,12 @@ from pdserve.messages.channel import Codec, encode
 from pdserve.messages.outputs import TextBatch
 from pdserve.messages.requests import AbortReq, GenerateReq
 from pdserve.messages.routes import ToDetokenizer, ToHttp, ToScheduler
+from pdserve.model_files.model_limits import ModelLimits
+from pdserve.model_files.text.byte_table import ByteTable
+from pdserve.model_files.text.text_tokenizer import TextTokenizer
 from pdserve.server.http.app import make_app
 from pdserve.server.http.engine_client import EngineClient
-from pdserve.server.text.byte_table import ByteTable
-from pdserve.server.text.model_limits import ModelLimits
-from pdserve.server.text.request_tokenizer import RequestTokenizer
-from pdserve.server.text.text_tokenizer import TextTokenizer
+from pdserve.server.request_tokenizer import RequestTokenizer
 from pdserve.server.tokenizer_process import route as route_in
 from support.sim import VOCAB, SimInstance, make_options
 

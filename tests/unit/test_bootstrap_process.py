@@ -21,8 +21,8 @@ from pdserve.disaggregation.bootstrap_client import LeaseKeeper, RouteFetcher
 from pdserve.messages.channel import Receiver, ipc_address
 from pdserve.messages.control import Ready
 from pdserve.messages.worker import KVLayout
-from pdserve.server.child import ChildSpec
-from pdserve.server.options import ServerOptions
+from pdserve.runtime.child import ChildSpec
+from pdserve.runtime.options import ServerOptions
 
 LAYOUT = KVLayout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
 LIMIT = 20.0

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from pdserve.runtime.option_checks import OptionError, check_options
+from pdserve.runtime.options import ServerOptions
 from pdserve.server.cli import app
-from pdserve.server.option_checks import OptionError, check_options
-from pdserve.server.options import ServerOptions
 
 RUNNERS = {
-    "server": ("pdserve.server.supervisor", "run_server"),
+    "server": ("pdserve.runtime.supervisor", "run_server"),
     "router": ("pdserve.router.process", "run_router"),
     "up": ("pdserve.server.cluster", "run_cluster"),
 }

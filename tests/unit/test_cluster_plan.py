@@ -3,11 +3,11 @@
 import pytest
 
 from pdserve.router.options import RouterOptions
+from pdserve.runtime.options import ServerOptions
 from pdserve.server.cli import app
 from pdserve.server.cluster_options import ClusterOptions, ClusterOptionsError
 from pdserve.server.cluster_plan import instance_flags, plan_cluster, router_flags
 from pdserve.server.core_split import split_cores
-from pdserve.server.options import ServerOptions
 
 
 def understood(process):

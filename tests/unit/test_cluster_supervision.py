@@ -26,11 +26,12 @@ BROKEN = "print('no model'); raise SystemExit(3)"
 
 DRIVER = """
 import sys
-from pdserve.server.child import configure_logging
+from pdserve.runtime.child import configure_logging
 from pdserve.server.cluster import Cluster
 from pdserve.server import cluster
 from pdserve.server.cluster_options import ClusterOptions
-from pdserve.server.cluster_plan import ClusterPlan, ProcessPlan, free_ports
+from pdserve.runtime.web.ports import free_ports
+from pdserve.server.cluster_plan import ClusterPlan, ProcessPlan
 configure_logging("up", "info")
 cluster.KILL_GRACE = 0.5
 def plan(name, code, port):

@@ -8,10 +8,10 @@ from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 
 from pdserve.detokenizer.request_decoder import ByteDecoders, WindowDecoders, make_decoder_factory
-from pdserve.server.options import ServerOptions
-from pdserve.server.text.byte_table import ByteTable, byte_level_alphabet, table_for_decoder
-from pdserve.server.text.load import load_tokenizer
-from pdserve.server.text.text_tokenizer import FastTokenizer, vocabulary_tokens
+from pdserve.model_files.text.byte_table import ByteTable, byte_level_alphabet, table_for_decoder
+from pdserve.model_files.text.load import load_tokenizer
+from pdserve.model_files.text.text_tokenizer import FastTokenizer, vocabulary_tokens
+from pdserve.runtime.options import ServerOptions
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 SAMPLES = [

@@ -22,7 +22,7 @@ from pdserve.messages.outputs import (
     TokenLogprob,
 )
 from pdserve.messages.requests import StopReq
-from pdserve.server.text.byte_table import ByteTable
+from pdserve.model_files.text.byte_table import ByteTable
 
 EOS = 256
 LENGTH = FinishReason(FinishType.LENGTH)

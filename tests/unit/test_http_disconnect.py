@@ -13,16 +13,17 @@ import uvicorn
 from support.fake_engine import FakeEngine
 
 from pdserve.messages.outputs import FinishType, TextBatch
-from pdserve.server.http_process import Server, listen
+from pdserve.runtime.web.ports import listen
+from pdserve.runtime.web.server import ChildServer
 
 
 @asynccontextmanager
 async def serving(engine: FakeEngine) -> AsyncIterator[int]:
     """The engine's app on a free port."""
-    listener = listen("127.0.0.1", 0)
+    listener = listen("127.0.0.1", 0, 16)
     port = listener.getsockname()[1]
     started = asyncio.Event()
-    server = Server(uvicorn.Config(engine.app, http="httptools", log_config=None, log_level="error"), started.set)
+    server = ChildServer(uvicorn.Config(engine.app, http="httptools", log_config=None, log_level="error"), started.set)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     await started.wait()
     try:

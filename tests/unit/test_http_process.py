@@ -22,8 +22,8 @@ from pdserve.messages.control import Ready
 from pdserve.messages.outputs import FinishReason, FinishType, ReqMeta, ReqText, TextBatch, Timing
 from pdserve.messages.requests import TokenizeReq
 from pdserve.messages.routes import ToSupervisor, ToTokenizer
-from pdserve.server.child import ChildSpec
-from pdserve.server.options import ServerOptions
+from pdserve.runtime.child import ChildSpec
+from pdserve.runtime.options import ServerOptions
 
 TIMEOUT_MS = 30_000
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from pdserve.model_runner.errors import UnsupportedModel
+from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_runner.forward_batch import ForwardBatch
 from pdserve.model_runner.kernels.build import BuildError
 from pdserve.model_runner.kernels.library import load_library
 from pdserve.model_runner.model_runner import ModelRunner
-from pdserve.server.options import ServerOptions
+from pdserve.runtime.options import ServerOptions
 
 try:
     load_library()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.model_runner.config import ModelConfig, RopeConfig, RopeType, choose_context_length
-from pdserve.model_runner.config_hf import read_hf_config
-from pdserve.model_runner.errors import UnsupportedModel
+from pdserve.model_files.config import ModelConfig, RopeConfig, RopeType, choose_context_length
+from pdserve.model_files.config_hf import read_hf_config
+from pdserve.model_files.errors import UnsupportedModel
 
 BASE = {
     "model_type": "llama",

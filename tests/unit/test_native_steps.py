@@ -16,7 +16,7 @@ from pdserve.model_runner.kernels.build import BuildError
 from pdserve.model_runner.kernels.library import load_library
 from pdserve.model_runner.model_runner import ModelRunner
 from pdserve.model_runner.step_runner import StepRunner
-from pdserve.server.options import ServerOptions
+from pdserve.runtime.options import ServerOptions
 from tests.unit.test_kernels_engine import CONTEXT, VOCAB, save_model
 
 try:

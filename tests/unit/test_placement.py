@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from pdserve.model_runner.placement import Placement, PlacementError, parse_cpus, plan_placement
+from pdserve.model_runner.placement import Placement, plan_placement
+from pdserve.runtime.cpu_list import PlacementError, parse_cpus
 
 FOUR = frozenset(range(4))
 

@@ -14,7 +14,7 @@ from pdserve.mem_cache.factory import make_prefix_cache
 from pdserve.mem_cache.radix_cache import RadixCache
 from pdserve.mem_cache.req_to_token_pool import ReqToTokenPool
 from pdserve.mem_cache.tree_node import NO_SLOTS, TreeNode, make_root
-from pdserve.server.options import ServerOptions
+from pdserve.runtime.options import ServerOptions
 
 PAGE = 4
 

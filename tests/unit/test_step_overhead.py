@@ -22,7 +22,7 @@ from pdserve.benchmark.raw_streams import RawStreams, StreamCost, request_bytes
 from pdserve.benchmark.step_overhead import OverheadOptions, make_requests, summarize
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import ForwardStep
-from pdserve.server.options import ServerOptions
+from pdserve.runtime.options import ServerOptions
 
 CLIENT = StreamCost(seconds=2.0, cpu_seconds=0.5, reads=10, bytes=100)
 

@@ -3,10 +3,10 @@
 import pytest
 
 from pdserve.messages.requests import ChatMessage
-from pdserve.server.options import ServerOptions
-from pdserve.server.text.chat_template import ChatTemplate
-from pdserve.server.text.errors import PromptError, TokenizerLoadError
-from pdserve.server.text.load import load_chat_template, load_tokenizer
+from pdserve.model_files.text.chat_template import ChatTemplate
+from pdserve.model_files.text.errors import PromptError, TokenizerLoadError
+from pdserve.model_files.text.load import load_chat_template, load_tokenizer
+from pdserve.runtime.options import ServerOptions
 
 HI = [ChatMessage("user", "Hi <b>é</b>")]
 

@@ -9,14 +9,14 @@ import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.model_runner.model_path import resolve_model
-from pdserve.server.options import ServerOptions
-from pdserve.server.text.byte_table import byte_level_alphabet
-from pdserve.server.text.errors import TokenizerLoadError
-from pdserve.server.text.gguf_metadata import read_gguf_metadata
-from pdserve.server.text.gguf_tokenizer import tokenizer_from_gguf
-from pdserve.server.text.load import load_tokenizer
-from pdserve.server.text.model_limits import ModelLimits, read_limits
+from pdserve.model_files.model_limits import ModelLimits, read_limits
+from pdserve.model_files.model_path import resolve_model
+from pdserve.model_files.text.byte_table import byte_level_alphabet
+from pdserve.model_files.text.errors import TokenizerLoadError
+from pdserve.model_files.text.gguf_metadata import read_gguf_metadata
+from pdserve.model_files.text.gguf_tokenizer import tokenizer_from_gguf
+from pdserve.model_files.text.load import load_tokenizer
+from pdserve.runtime.options import ServerOptions
 
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SAMPLES = [

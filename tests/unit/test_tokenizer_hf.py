@@ -7,9 +7,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processo
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from pdserve.server.options import ServerOptions
-from pdserve.server.text.errors import TokenizerLoadError
-from pdserve.server.text.load import load_chat_template, load_tokenizer
+from pdserve.model_files.text.errors import TokenizerLoadError
+from pdserve.model_files.text.load import load_chat_template, load_tokenizer
+from pdserve.runtime.options import ServerOptions
 
 
 def make_backend():

@@ -16,8 +16,8 @@ from pdserve.messages.outputs import DetokenizeInit, ReqError, ReqTokens, TextBa
 from pdserve.messages.requests import AbortReq, GenerateReq, StopReq, TokenizeReq
 from pdserve.messages.routes import ToHttp, ToScheduler, ToSupervisor
 from pdserve.messages.sampling import SamplingParams
-from pdserve.server.child import ChildSpec
-from pdserve.server.options import ServerOptions
+from pdserve.runtime.child import ChildSpec
+from pdserve.runtime.options import ServerOptions
 
 MODULES = {"tokenizer": "pdserve.server.tokenizer_process", "detokenizer": "pdserve.detokenizer.process"}
 PATIENCE_MS = 20_000
@@ -118,7 +118,7 @@ def test_a_tokenizer_that_is_not_there_ends_the_process_with_what_to_do(name, tm
 def test_starting_up_imports_neither_torch_nor_transformers(module):
     code = (
         f"import sys, {module}, pdserve.server.tokenizer_process as t\n"
-        "from pdserve.server.options import ServerOptions\n"
+        "from pdserve.runtime.options import ServerOptions\n"
         "t.load_request_tokenizer(ServerOptions())\n"
         "print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
     )

@@ -9,11 +9,11 @@ from pdserve.messages.control import Ping
 from pdserve.messages.outputs import ReqError
 from pdserve.messages.requests import AbortReq, Bootstrap, ChatMessage, GenerateReq, LogprobOptions, TokenizeReq
 from pdserve.messages.sampling import SamplingParams
-from pdserve.server.options import ServerOptions
-from pdserve.server.text.chat_template import ChatTemplate
-from pdserve.server.text.load import load_tokenizer
-from pdserve.server.text.model_limits import ModelLimits
-from pdserve.server.text.request_tokenizer import RequestTokenizer
+from pdserve.model_files.model_limits import ModelLimits
+from pdserve.model_files.text.chat_template import ChatTemplate
+from pdserve.model_files.text.load import load_tokenizer
+from pdserve.runtime.options import ServerOptions
+from pdserve.server.request_tokenizer import RequestTokenizer
 from pdserve.server.tokenizer_process import route
 
 CONTEXT = 32

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGUFReader, GGUFValueType, ReaderTensor
 
-from ..errors import InvalidWeights
+from .errors import InvalidWeights
 
 LONG_ARRAY = 1024
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...model_runner.errors import ModelNotFound
-from ...model_runner.model_path import ModelSource, resolve_model
-from ..options import ServerOptions
+from ...runtime.options import ServerOptions
+from ..errors import ModelNotFound
+from ..model_path import ModelSource, resolve_model
 from .chat_template import ChatTemplate
 from .errors import TokenizerLoadError
 from .gguf_metadata import read_gguf_metadata

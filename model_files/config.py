@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from .errors import UnsupportedModel
-from .model_path import ModelSource
 
 
 class RopeType(StrEnum):
@@ -63,18 +62,6 @@ class ModelConfig:
             raise UnsupportedModel(
                 f"{self.num_heads} heads can't share {self.num_kv_heads} KV heads, or head_dim {self.head_dim} is odd"
             )
-
-
-def read_config(source: ModelSource) -> ModelConfig:
-    """The config of the model at ``source``; raises ``UnsupportedModel``."""
-    # Imported here: a reader imports this module for the types.
-    if source.kind == "gguf":
-        from .config_gguf import read_gguf_config
-
-        return read_gguf_config(source.path)
-    from .config_hf import read_hf_config
-
-    return read_hf_config(source.path)
 
 
 def choose_context_length(config: ModelConfig, wanted: int | None) -> int:

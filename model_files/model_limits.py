@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...model_runner.config import choose_context_length, read_config
-from ...model_runner.model_path import ModelSource
+from .config import choose_context_length
+from .config_reader import read_config
+from .model_path import ModelSource
 
 
 class ModelLimits(NamedTuple):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hmac
 
-from starlette.datastructures import Headers
+import orjson
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .errors import ApiError
+from .errors import error_body, error_headers
 
 OPEN_PATHS = frozenset({"/health"})
 
@@ -24,9 +25,10 @@ class ApiKeyAuth:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_authorized(scope):
             await self._app(scope, receive, send)
             return
-        error = ApiError(401, 'this server needs a key; send the header "Authorization: Bearer KEY"')
-        await error.response()(scope, receive, send)
+        body = error_body(401, 'this server needs a key; send the header "Authorization: Bearer KEY"')
+        answer = Response(orjson.dumps(body), 401, error_headers(401), media_type="application/json")
+        await answer(scope, receive, send)
 
     def _is_authorized(self, scope: Scope) -> bool:
-        given = Headers(scope=scope).get("authorization", "")
-        return hmac.compare_digest(given.encode("latin-1"), self._expected)
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, self._expected)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from .cpu_list import PlacementError, parse_cpus
 from .options import ServerOptions
 
 MAX_PAGE_SIZE = 1024
@@ -79,14 +80,10 @@ def _texts(options: ServerOptions) -> Iterator[str]:
 
 
 def _cpus(cpus: str) -> Iterator[str]:
-    for part in cpus.split(","):
-        first, dash, last = part.partition("-")
-        numbers = [first, last] if dash else [first]
-        if not all(n.isascii() and n.isdigit() for n in numbers):
-            yield f"--cpus {cpus!r}: write core numbers and ranges, like 0,2-3"
-            return
-        if int(numbers[-1]) < int(numbers[0]):
-            yield f"--cpus {cpus!r}: the range {part} runs backwards"
+    try:
+        parse_cpus(cpus)
+    except PlacementError as e:
+        yield str(e)
 
 
 def _ports(options: ServerOptions) -> Iterator[str]:

@@ -35,7 +35,9 @@ from ..messages.channel import Receiver, Sender, UndeclaredMessage, ipc_address
 from ..messages.control import Drain, Drained, Ready
 from ..messages.routes import ToSupervisor
 from .child import ChildSpec, configure_logging
+from .modules import process_modules
 from .options import ServerOptions
+from .web.ports import check_port_free
 
 log = logging.getLogger(__name__)
 
@@ -49,15 +51,6 @@ DRAIN_LOOK_SECONDS = 0.5
 """Longest time between two looks at the inbox during a drain, whatever wakes this process."""
 
 RUN_DIR_PREFIX = "pdserve-"
-
-MODULES = {
-    "worker": "pdserve.model_runner.process",
-    "tokenizer": "pdserve.server.tokenizer_process",
-    "scheduler": "pdserve.scheduler.process",
-    "detokenizer": "pdserve.detokenizer.process",
-    "http": "pdserve.server.http_process",
-    "bootstrap": "pdserve.disaggregation.bootstrap_process",
-}
 
 
 class InstanceFailed(Exception):
@@ -76,10 +69,10 @@ class Child:
 
 @dataclass
 class Supervisor:
-    """See the module. ``run`` is the whole life of an instance. ``modules``: what each process runs, by its name."""
+    """See the module. ``run`` is the whole life of an instance. ``modules``: what to run where not the usual."""
 
     options: ServerOptions
-    modules: Mapping[str, str] = field(default_factory=MODULES.copy)
+    modules: Mapping[str, str] | None = None
     epoch: str = field(default_factory=lambda: secrets.token_hex(8))
     started: float = field(default_factory=time.monotonic)
 
@@ -101,7 +94,7 @@ class Supervisor:
         self._install_signals()
         failure, code, grace = "", 0, STOP_GRACE
         try:
-            check_port_free(self.options.host, self.options.port, "--port")
+            check_address(self.options.host, self.options.port, "--port")
             self._start_children()
             self._wait_until_ready()
             if self._signalled is None:
@@ -136,12 +129,11 @@ class Supervisor:
         self._signalled = signal.SIGTERM if first else signal.SIGINT
 
     def _start_children(self) -> None:
-        names = [n for n in self.modules if n != "bootstrap" or self.options.disaggregation_mode == "prefill"]
-        for name in names:
+        for name, module in (self.modules or process_modules(self.options)).items():
             spec = ChildSpec(name, str(self.run_dir), self.epoch, os.getpid(), self.options)
             spec_path = self.run_dir / f"{name}.json"
             spec_path.write_bytes(msgspec.json.encode(spec))
-            argv = [sys.executable, "-m", self.modules[name], str(spec_path)]
+            argv = [sys.executable, "-m", module, str(spec_path)]
             process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=self._environment(name))
             child = Child(name, process, os.pidfd_open(process.pid))
             self._selector.register(child.pidfd, selectors.EVENT_READ, child)
@@ -267,17 +259,12 @@ def describe_exit(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-def check_port_free(host: str, port: int, flag: str) -> None:
-    """Fail early, before a model is loaded; raises ``InstanceFailed``."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind((host, port))
-        except OSError as e:
-            raise InstanceFailed(
-                f"can't listen on {host}:{port} ({e.strerror}); choose another address with {flag}"
-            ) from e
+def check_address(host: str, port: int, flag: str) -> None:
+    """Fail early, before a model is loaded, where ``host``:``port`` is not to be had; raises ``InstanceFailed``."""
+    try:
+        check_port_free(host, port)
+    except OSError as e:
+        raise InstanceFailed(f"can't listen on {host}:{port} ({e.strerror}); choose another address with {flag}") from e
 
 
 def run_server(options: ServerOptions) -> int:

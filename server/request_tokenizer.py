@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ...messages.base import pack_i32
-from ...messages.outputs import ReqError
-from ...messages.requests import GenerateReq, TokenizeReq
-from ...messages.sampling import SamplingParams
-from .chat_template import ChatTemplate
-from .errors import PromptError
-from .model_limits import ModelLimits
-from .text_tokenizer import TextTokenizer
+from ..messages.base import pack_i32
+from ..messages.outputs import ReqError
+from ..messages.requests import GenerateReq, TokenizeReq
+from ..messages.sampling import SamplingParams
+from ..model_files.model_limits import ModelLimits
+from ..model_files.text.chat_template import ChatTemplate
+from ..model_files.text.errors import PromptError
+from ..model_files.text.text_tokenizer import TextTokenizer
 
 BAD_REQUEST = 400
 # Hardly any text has so many characters in each of its tokens.

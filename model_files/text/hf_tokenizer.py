@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 from tokenizers import AddedToken, Tokenizer
 
-from .byte_table import ByteTable, table_for_decoder
 from .errors import TokenizerLoadError
-from .text_tokenizer import FastTokenizer, TextTokenizer, vocabulary_tokens
+from .hf_files import backend_byte_table, find_eos_ids, read_json_object
+from .text_tokenizer import FastTokenizer, TextTokenizer
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -57,34 +57,6 @@ def tokenizer_from_folder(folder: Path) -> TextTokenizer:
         special_tokens=named,
         chat_template=template,
     )
-
-
-def backend_byte_table(backend: Tokenizer, decoder: Any, special_ids: frozenset[int]) -> ByteTable | None:
-    """The byte table of a tokenizer whose ``decoder`` section is given."""
-    return table_for_decoder(decoder, vocabulary_tokens(backend), special_ids)
-
-
-def find_eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """Every id that the folder's files name as end of text: generation config, model config, tokenizer."""
-    ids: dict[int, None] = {}
-    for name in ("generation_config.json", "config.json"):
-        value = read_json_object(folder / name).get("eos_token_id")
-        for token_id in value if isinstance(value, list) else [value]:
-            if isinstance(token_id, int):
-                ids[token_id] = None
-    if tokenizer_eos is not None:
-        ids[tokenizer_eos] = None
-    return tuple(ids)
-
-
-def read_json_object(file: Path) -> dict[str, Any]:
-    """The JSON object in ``file``, {} where there is no such file; raises ``TokenizerLoadError``."""
-    if not file.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except msgspec.MsgspecError as e:
-        raise TokenizerLoadError(f"{file} can't be read: {e}") from e
 
 
 def _token_text(value: Any) -> str | None:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from .byte_table import ByteTable
 from .errors import TokenizerLoadError
-from .hf_tokenizer import backend_byte_table, find_eos_ids
+from .hf_files import backend_byte_table, find_eos_ids
 from .text_tokenizer import UNKNOWN_TOKEN_BYTES, FastTokenizer, TextTokenizer
 
 

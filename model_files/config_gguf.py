@@ -10,7 +10,7 @@ import gguf
 from .config import ModelConfig, RopeConfig, RopeType
 from .errors import UnsupportedModel
 from .families import find_family
-from .loader.gguf_reader import GGUFFile
+from .gguf_reader import GGUFFile
 
 ROPE_TYPES = {"none": RopeType.DEFAULT, "linear": RopeType.LINEAR, "yarn": RopeType.YARN}
 

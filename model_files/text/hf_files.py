@@ -1,0 +1,41 @@
+"""What the JSON files of a Hugging Face folder say of its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from .byte_table import ByteTable, table_for_decoder
+from .errors import TokenizerLoadError
+from .text_tokenizer import vocabulary_tokens
+
+
+def backend_byte_table(backend: Tokenizer, decoder: Any, special_ids: frozenset[int]) -> ByteTable | None:
+    """The byte table of a tokenizer whose ``decoder`` section is given."""
+    return table_for_decoder(decoder, vocabulary_tokens(backend), special_ids)
+
+
+def find_eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
+    """Every id that the folder's files name as end of text: generation config, model config, tokenizer."""
+    ids: dict[int, None] = {}
+    for name in ("generation_config.json", "config.json"):
+        value = read_json_object(folder / name).get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [value]:
+            if isinstance(token_id, int):
+                ids[token_id] = None
+    if tokenizer_eos is not None:
+        ids[tokenizer_eos] = None
+    return tuple(ids)
+
+
+def read_json_object(file: Path) -> dict[str, Any]:
+    """The JSON object in ``file``, {} where there is no such file; raises ``TokenizerLoadError``."""
+    if not file.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except msgspec.MsgspecError as e:
+        raise TokenizerLoadError(f"{file} can't be read: {e}") from e

@@ -1,0 +1,23 @@
+"""Which processes an instance has, and the module that each runs.
+
+Names alone: the supervisor starts modules and imports none of them.
+"""
+
+from __future__ import annotations
+
+from .options import ServerOptions
+
+
+def process_modules(options: ServerOptions) -> dict[str, str]:
+    """The module of each process of an instance with these options, by the process's name, in the order of starting."""
+    mode = options.disaggregation_mode
+    modules = {
+        "worker": "pdserve.model_runner.process",
+        "tokenizer": "pdserve.server.tokenizer_process",
+        "scheduler": "pdserve.scheduler.process" if mode == "unified" else "pdserve.disaggregation.scheduler_process",
+        "detokenizer": "pdserve.detokenizer.process",
+        "http": "pdserve.server.http_process",
+    }
+    if mode == "prefill":
+        modules["bootstrap"] = "pdserve.disaggregation.bootstrap_process"
+    return modules

@@ -1,0 +1,37 @@
+"""The one shape of every error that an HTTP front answers with, and what each status is called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+RETRY_AFTER_SECONDS = "1"
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "method_not_allowed",
+    413: "request_too_large",
+    429: "overloaded_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_type(status: int) -> str:
+    """The ``type`` of an error with this status."""
+    return ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
+def error_body(status: int, message: str, kind: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """``{"error": {"message", "type", "code", "param"}}``; ``param`` names the offending field."""
+    return {"error": {"message": message, "type": kind or error_type(status), "code": status, "param": param}}
+
+
+def error_headers(status: int) -> dict[str, str]:
+    """What goes with the body: when to try again, or how to say who one is."""
+    headers = {}
+    if status in (429, 503):
+        headers["Retry-After"] = RETRY_AFTER_SECONDS
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return headers

@@ -1,0 +1,40 @@
+"""Addresses to listen on."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+LOOPBACK = "127.0.0.1"
+
+
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """The listening socket of an HTTP front; raises ``OSError``, as for a port that is taken or a name that is none."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # Connections of the last life that are still closing don't keep the port; a living listener does.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(backlog)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raise ``OSError`` where nobody could listen on this address now."""
+    listen(host, port, 1).close()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback address that nobody listens on, held open together so that they differ.
+
+    Another process may take one before it is used: whoever then can't listen on it says so and ends.
+    """
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind((LOOPBACK, 0))
+        return [sock.getsockname()[1] for sock in sockets]

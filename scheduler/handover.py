@@ -1,0 +1,55 @@
+"""What the scheduler needs of whoever hands requests over to other instances: its own view, so that it knows no more.
+
+``disaggregation/`` implements it. An instance that takes no part in hand-overs has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from ..messages.outputs import TokenLogprob
+from ..messages.worker import TransferEvent
+from .req import Req
+
+
+class Handovers(Protocol):
+    """All hand-overs of an instance. Called from the scheduler's loop only; nothing waits."""
+
+    def start(self, now: float) -> None:
+        """Become known to peers."""
+
+    def withdraw(self) -> None:
+        """Peers shall not find this instance any more."""
+
+    def add(self, req: Req, now: float) -> None:
+        """Take over a request whose phases run on two instances."""
+
+    def owns(self, req: Req) -> bool:
+        """Whether the request's memory is not the scheduler's to free yet."""
+
+    def cancel(self, req: Req, reason: str) -> None:
+        """The request has ended; free its memory as soon as no transfer touches it."""
+
+    def chunk_planned(self, req: Req) -> None:
+        """A step that computes more of the request's prompt was sent to the worker."""
+
+    def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
+        """An outgoing request's prompt is computed."""
+
+    def lingering(self) -> list[Req]:
+        """Ended requests that still hold memory."""
+
+    def on_transfer_event(self, event: TransferEvent, now: float) -> None:
+        """News from the worker's transfer engine."""
+
+    def poll(self, now: float) -> None:
+        """One turn: read peers, move rooms on, keep deadlines."""
+
+    def flush(self) -> None:
+        """Send what this turn has queued for peers."""
+
+    def timeout_ms(self) -> int:
+        """How long the loop may sleep."""
+
+    def info(self) -> dict[str, Any]:
+        """For /server_info."""
