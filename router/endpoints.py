@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import httpx
 import orjson
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+from ..runtime.web.body import BodyTooLarge, read_body
 from ..runtime.web.errors import error_body
 from .client_answer import ClientAnswer
 from .dispatcher import Dispatcher, RoutedRequest, drop
@@ -26,10 +27,6 @@ PASSED_ON = ("authorization", "x-request-id", "traceparent", "tracestate")
 QUESTION_TIMEOUT = 5.0
 """Seconds that an instance may take to answer anything but a generation."""
 HEALTH_PROMPT = {"text": "Hi", "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-
-
-class ClientLeftError(Exception):
-    """The client closed the connection before its request was complete."""
 
 
 class Said(NamedTuple):
@@ -69,13 +66,13 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = ClientAnswer(send)
         try:
-            raw = await read_body(scope, receive, self._max_body_bytes)
+            raw = await body_of(Request(scope, receive), self._max_body_bytes)
             path, raw = (scope["path"], raw) if self._fixed_body is None else ("/generate", self._fixed_body)
             request = RoutedRequest(path, passed_on_headers(scope), RequestBody.parse(raw))
             await self._serve(request, answer, receive)
         except RouterError as exc:
             await answer.fail(exc)
-        except ClientLeftError:
+        except ClientDisconnect:
             return
 
     async def _serve(self, request: RoutedRequest, answer: ClientAnswer, receive: Receive) -> None:
@@ -123,9 +120,7 @@ class ControlEndpoints:
 
     async def abort_request(self, request: Request) -> Response:
         """POST /abort_request: to all; a request of a pair runs on both of its legs and counts once."""
-        told = await self._ask_all(
-            request, await read_body(request.scope, request.receive, self._options.max_body_bytes)
-        )
+        told = await self._ask_all(request, await body_of(request, self._options.max_body_bytes))
         if refused := refusal(told):
             return refused
         aborted = sum(said.count("aborted") for said in told if said.instance.role is not Role.PREFILL)
@@ -161,22 +156,12 @@ class ControlEndpoints:
             return Said(instance, response.status_code, response.text)
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The request's body. Raises ``BodyTooLargeError`` above ``limit`` bytes, ``ClientLeftError``."""
-    parts: list[bytes] = []
-    size = 0
-    more = True
-    while more:
-        message: Message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeftError
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise BodyTooLargeError(f"the body is longer than {limit} bytes, the most that --max-body-bytes allows")
-        parts.append(part)
-        more = message.get("more_body", False)
-    return b"".join(parts)
+async def body_of(request: Request, limit: int) -> bytes:
+    """The request's body. Raises ``BodyTooLargeError`` above ``limit`` bytes, ``ClientDisconnect``."""
+    try:
+        return await read_body(request, limit)
+    except BodyTooLarge as e:
+        raise BodyTooLargeError(f"{e}, the most that --max-body-bytes allows") from None
 
 
 async def until_disconnect(receive: Receive) -> None:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
+from ...runtime.web.body import BodyTooLarge, read_body
 from .errors import ApiError, bad_request
 from .fields import TAG, Body
 
@@ -30,20 +31,6 @@ WANTED = {
     "string_too_short": "must not be empty",
     "missing": "is required",
 }
-
-
-async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
-    """The body's bytes; raises ``ApiError`` 413 when they are more than ``limit``, before reading them all."""
-    too_large = ApiError(413, f"the body is longer than {limit} bytes; split the batch")
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise too_large
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise too_large
-    return bytes(body)
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -68,7 +55,11 @@ def validate(schema: type[B], content: dict[str, Any]) -> B:
 
 async def parse_body(request: Request, schema: type[B]) -> B:
     """Read, parse and check the body; the content type is not asked for, so that a plain ``curl -d`` works."""
-    return validate(schema, parse_json(await read_body(request)))
+    try:
+        body = await read_body(request, MAX_BODY_BYTES)
+    except BodyTooLarge as e:
+        raise ApiError(413, f"{e}; split the batch") from None
+    return validate(schema, parse_json(body))
 
 
 def _explain(error: ErrorDetails) -> ApiError:
