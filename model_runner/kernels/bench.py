@@ -3,6 +3,7 @@
 Prints memory-bound products in GB/s, arithmetic-bound ones in GFLOP/s (one thread), then whole forward passes in
 milliseconds (the best of several: what the machine can do when nobody else wants it) beside their roofline: the time
 that memory needs for the weights and the KV, or that arithmetic needs, at the rates measured right before and after.
+``PDSERVE_CPU_ISA`` chooses the kernels' level (build.py), ``--fetch-hint`` how they fetch weights (fetch.h).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from ...runtime.options import ServerOptions
 from ..forward_batch import ForwardBatch
 from ..loader.quantized_blocks import FORMATS
 from ..model_runner import ModelRunner
+from .build import choose_level
+from .library import FetchHint, fetch_hint, set_fetch_hint
 from .roofline import Roofline
 from .single_kernels import PackedWeight
 
@@ -37,7 +40,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quantization", choices=("none", "gguf", "int8", "int4"), default="none")
     parser.add_argument("--model-path", default="smollm2")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the forward passes")
+    hints = {hint.name.lower().replace("_", "-"): hint for hint in FetchHint}
+    parser.add_argument("--fetch-hint", choices=hints, help="instead of the one that suits this processor")
     args = parser.parse_args()
+    if args.fetch_hint:
+        set_fetch_hint(hints[args.fetch_hint])
+    print(f"level {choose_level().name}, fetch hint {fetch_hint().name.lower()}, {args.dtype}, {args.quantization}")
     cpus = sorted(os.sched_getaffinity(0))[: args.threads]
     os.sched_setaffinity(0, cpus[:1])
     torch.set_num_threads(args.threads)
@@ -45,7 +54,7 @@ def main() -> None:
     options = ServerOptions(
         model_path=args.model_path,
         device="cpu",
-        dtype="bfloat16",
+        dtype=args.dtype,
         attention_backend="cpu",
         quantization=args.quantization,
         cpus=",".join(map(str, cpus)),

@@ -3,7 +3,8 @@
 ``python -m pdserve.model_runner.kernels.build`` builds it ahead of time (``make setup`` does). The library's name holds
 a hash of everything it is made from, so that one of other sources or flags is never loaded by mistake.
 
-``PDSERVE_CPU_ISA=avx2`` chooses the code for lesser processors on one that could do more: so it is tested and measured.
+``PDSERVE_CPU_ISA=avx2`` (or another of ``LEVELS``) chooses the code for lesser processors on one that could do more: so
+it is tested and measured.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,11 +29,12 @@ log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "cpu"
 COMPILERS = ("g++", "clang++", "c++")
 COMMON_FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
+    *("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden"),
     # Fused multiply-adds are what we want; NaN and infinity must keep their meaning, so nothing else is relaxed.
     *("-ffp-contract=fast", "-fno-math-errno"),
 )
 TIMEOUT = 300.0
+RETRY = "python -m pdserve.model_runner.kernels.build"
 ISA_VARIABLE = "PDSERVE_CPU_ISA"
 """A variable and not an option: a process loads one library, for whichever tool or test asks first."""
 
@@ -46,35 +49,43 @@ class Level(NamedTuple):
     """Whether there are dot products of pairs of bfloat16."""
 
 
-LEVELS = (
-    Level(
-        "avx512",
-        frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "fma", "f16c")),
-        ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512bf16", "-mfma", "-mf16c"),
-        multiplies_pairs=True,
-    ),
-    Level("avx2", frozenset(("avx2", "fma", "f16c")), ("-mavx2", "-mfma", "-mf16c"), multiplies_pairs=False),
+_AVX2 = Level("avx2", frozenset(("avx2", "fma", "f16c")), ("-mavx2", "-mfma", "-mf16c"), multiplies_pairs=False)
+# Since Skylake-X. What has AVX-512 has all of AVX2.
+_AVX512 = Level(
+    "avx512",
+    _AVX2.cpu_flags | {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    (*_AVX2.flags, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+    multiplies_pairs=False,
 )
+# Since Cascade Lake: dot products of bytes, for quantised weights.
+_AVX512_VNNI = Level(
+    "avx512vnni", _AVX512.cpu_flags | {"avx512_vnni"}, (*_AVX512.flags, "-mavx512vnni"), multiplies_pairs=False
+)
+# Since Cooper Lake, Sapphire Rapids and Zen 4.
+_AVX512_BF16 = Level(
+    "avx512bf16", _AVX512_VNNI.cpu_flags | {"avx512_bf16"}, (*_AVX512_VNNI.flags, "-mavx512bf16"), multiplies_pairs=True
+)
+LEVELS = (_AVX512_BF16, _AVX512_VNNI, _AVX512, _AVX2)
+"""Best first. Each can do all that those after it can."""
 
 
 class BuildError(Exception):
     """The kernels can't be built here; the message says why and what to do."""
 
 
-def best_level() -> Level | None:
-    """The best level that this processor has; None where the kernels can't run at all."""
+def levels_here() -> tuple[Level, ...]:
+    """The levels that this processor has, best first; none where the kernels can't run at all."""
     flags = cpu_flags()
-    return next((level for level in LEVELS if level.cpu_flags <= flags), None)
+    return tuple(level for level in LEVELS if level.cpu_flags <= flags)
 
 
 def choose_level() -> Level:
     """The level that ``PDSERVE_CPU_ISA`` names, else the best; raises ``BuildError`` where this processor lacks it."""
-    best, name = best_level(), os.environ.get(ISA_VARIABLE, "")
-    if best is None:
+    here, name = {level.name: level for level in levels_here()}, os.environ.get(ISA_VARIABLE, "")
+    if not here:
         raise BuildError("the CPU kernels need a processor with AVX2 or AVX-512")
     if not name:
-        return best
-    here = {level.name: level for level in LEVELS if level.cpu_flags <= cpu_flags()}
+        return next(iter(here.values()))
     if name not in here:
         raise BuildError(f"{ISA_VARIABLE}={name}: the CPU kernels can be had here for {', '.join(here)}")
     return here[name]
@@ -88,10 +99,11 @@ def library_path(level: Level, sources: Path = SOURCES, name: str = "kernels") -
     return _cache_folder() / f"{name}-{level.name}-{digest.hexdigest()[:16]}.so"
 
 
-def build(level: Level, sources: Path = SOURCES, name: str = "kernels") -> Path:
+def build(level: Level, sources: Path = SOURCES, name: str = "kernels", retry: bool = False) -> Path:
     """The path of the library for ``level``, built if it isn't there yet. Raises ``BuildError``.
 
-    Processes that want it at the same time wait for the first of them.
+    Processes that want it at the same time wait for the first of them. What the compiler refused once, it refuses
+    again: its word is kept beside the library's place and repeated, except with ``retry``.
     """
     path = library_path(level, sources, name)
     if path.is_file():
@@ -101,30 +113,52 @@ def build(level: Level, sources: Path = SOURCES, name: str = "kernels") -> Path:
         with (path.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.is_file():
-                _compile(level, sources, path)
+                _build_once(level, sources, path, retry)
     except OSError as e:
         raise BuildError(f"the CPU kernels can't be kept in {path.parent}: {e}") from e
     return path
 
 
-def _compile(level: Level, folder_of_sources: Path, path: Path) -> None:
+def _build_once(level: Level, sources: Path, path: Path, retry: bool) -> None:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise BuildError(f"there is no C++ compiler ({', '.join(COMPILERS)}) to build the CPU kernels with")
+    # Another compiler, or a newer one, is asked anew.
+    refusal = path.with_suffix(f".{Path(compiler).name}.failed")
+    if not retry and refusal.is_file() and refusal.stat().st_mtime > Path(compiler).stat().st_mtime:
+        raise BuildError(f"{refusal.read_text()}\nThat was its answer in an earlier attempt; try again with {RETRY}")
+    refusal.unlink(missing_ok=True)
     log.info("building the CPU kernels (%s) with %s; this happens once and takes half a minute", level.name, compiler)
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        output = Path(folder) / path.name
-        sources = [str(file) for file in sorted(folder_of_sources.glob("*.cpp"))]
-        command = [compiler, *COMMON_FLAGS, *level.flags, *sources, "-o", str(output)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-        except subprocess.TimeoutExpired as e:
-            raise BuildError(f"{compiler} did not finish the CPU kernels within {TIMEOUT:.0f} s") from e
-        if done.returncode != 0:
-            raise BuildError(f"{compiler} could not build the CPU kernels:\n{done.stderr[-4000:]}")
-        os.replace(output, path)
+    try:
+        _compile(compiler, level, sources, path)
+    except BuildError as e:
+        refusal.write_text(str(e))
+        raise
     log.info("built the CPU kernels in %.1f s: %s", time.monotonic() - begin, path)
+
+
+def _compile(compiler: str, level: Level, folder_of_sources: Path, path: Path) -> None:
+    """Each source by itself, on all cores, and then the library of them."""
+    sources = sorted(folder_of_sources.glob("*.cpp"))
+    flags = (*COMMON_FLAGS, *level.flags)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            commands = ((compiler, *flags, "-c", source, "-o", o) for source, o in zip(sources, objects, strict=True))
+            list(pool.map(_run, commands))
+        output = Path(folder) / path.name
+        _run((compiler, *flags, "-shared", *objects, "-o", output))
+        os.replace(output, path)
+
+
+def _run(command: tuple[str | Path, ...]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    except subprocess.TimeoutExpired as e:
+        raise BuildError(f"{command[0]} did not finish the CPU kernels within {TIMEOUT:.0f} s") from e
+    if done.returncode != 0:
+        raise BuildError(f"{command[0]} could not build the CPU kernels:\n{done.stderr[-4000:]}")
 
 
 def _cache_folder() -> Path:
@@ -137,7 +171,7 @@ def main() -> int:
     """Build for this processor; 0 also where it has no kernels or no compiler, because the server runs without."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        build(choose_level())
+        build(choose_level(), retry=True)
     except BuildError as e:
         log.warning("%s\nThe torch reference will be used.", e)
     return 0

@@ -22,6 +22,13 @@ class NativeDType(IntEnum):
     BFLOAT16 = 1
 
 
+class FetchHint(IntEnum):
+    """``FetchHint`` of fetch.h: into which caches weights are fetched ahead of their use."""
+
+    ALL_CACHES = 0
+    NON_TEMPORAL = 1
+
+
 class NativeOrder(IntEnum):
     """``KVOrder`` of attention.h."""
 
@@ -96,8 +103,20 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
+def fetch_hint() -> FetchHint:
+    """The hint in use: this processor's, unless ``set_fetch_hint`` chose another. Raises ``BuildError``."""
+    return FetchHint(load_library().pds_fetch_hint())
+
+
+def set_fetch_hint(hint: FetchHint) -> None:
+    """Choose the hint for this process, to test and to measure: results are the same bits. Raises ``BuildError``."""
+    load_library().pds_set_fetch_hint(hint)
+
+
 def _declare(library: ctypes.CDLL) -> None:
     for name, result, arguments in (
+        ("pds_fetch_hint", c_int32, ()),
+        ("pds_set_fetch_hint", None, (c_int32,)),
         ("pds_team_new", c_void_p, (c_int32, POINTER(c_int32))),
         ("pds_team_free", None, (c_void_p,)),
         ("pds_engine_new", c_void_p, (POINTER(EngineConfig), c_int32, c_void_p)),

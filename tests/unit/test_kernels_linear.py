@@ -5,6 +5,9 @@ Each is tested on chosen sizes around the widths of its blocks, and then on rand
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.model_runner.kernels.build import BuildError
-from pdserve.model_runner.kernels.library import load_library
+from pdserve.model_runner.kernels.library import FetchHint, fetch_hint, load_library, set_fetch_hint
 from pdserve.model_runner.kernels.single_kernels import PackedWeight, rms_norm, rope, silu
 from pdserve.model_runner.loader.quantized_blocks import FORMATS
 
@@ -123,6 +126,41 @@ def round_to_8_bits(a: torch.Tensor) -> torch.Tensor:
     runs = a.float().view(a.shape[0], -1, 32)
     amax = runs.abs().amax(-1, keepdim=True)
     return ((runs * (torch.tensor(127.0) / amax)).round().double() * (amax / 127.0).double()).view(a.shape)
+
+
+@pytest.fixture
+def restored_hint() -> Iterator[None]:
+    before = fetch_hint()
+    yield
+    set_fetch_hint(before)
+
+
+@pytest.mark.usefixtures("restored_hint")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [None, *FORMATS])
+def test_fetch_hints_give_the_same_bits(kind: GGMLQuantizationType | None, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    n, k = 96, 576
+    weight = torch.randn(n, k, generator=generator)
+    if kind is None:
+        packed = PackedWeight(weight.to(dtype), n, k, dtype)
+    else:
+        packed = PackedWeight(gguf.quantize(weight.numpy(), kind), n, k, dtype, FORMATS[kind])
+    a = torch.randn(max(ROWS), k, generator=generator).to(dtype)
+    results = []
+    for hint in FetchHint:
+        set_fetch_hint(hint)
+        assert fetch_hint() == hint
+        # Every number of rows: each has code of its own, for each hint.
+        results.append([packed.multiply(a[:rows]) for rows in range(1, len(a) + 1)])
+    for ours, other in zip(*results, strict=True):
+        assert ours.any()
+        assert torch.equal(ours, other)
+
+
+def test_the_fetch_hint_is_the_processors_own() -> None:
+    amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    assert fetch_hint() == (FetchHint.NON_TEMPORAL if amd else FetchHint.ALL_CACHES)
 
 
 @pytest.mark.parametrize("kind", [None, *FORMATS])

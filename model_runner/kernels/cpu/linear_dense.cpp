@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "fetch.h"
 #include "linear.h"
 #include "simd.h"
 
@@ -18,9 +19,8 @@ constexpr int64_t kFloatChunk = 96;
 template <class T>
 constexpr int kGroup = sizeof(T) == 2 ? 2 : 1;
 
-// Asks for what a step along k has to fetch, two lines at most; less is to ask for the same line again. The hint says
-// that weights are not worth keeping in the larger caches, which a step would otherwise sweep clean of everything else:
-// code and data of the other processes of the instance included.
+// Asks for what a step along k has to fetch, two lines at most; less is to ask for the same line again.
+template <FetchHint H>
 class Fetch {
  public:
   Fetch(const void* panel, Stream stream)
@@ -29,8 +29,8 @@ class Fetch {
         step_(stream.part == Stream::kNone ? 0 : second_ + kLine) {}
 
   void step() {
-    _mm_prefetch(next_, _MM_HINT_NTA);
-    _mm_prefetch(next_ + second_, _MM_HINT_NTA);
+    fetch<H>(next_);
+    fetch<H>(next_ + second_);
     next_ += step_;
   }
 
@@ -54,9 +54,9 @@ inline __m512 dot(__m512 acc, __m512i a, __m512i b) {
 }
 #endif
 
-template <int R>
+template <FetchHint H, int R>
 void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, Stream stream, float* tile) {
-  Fetch fetch(panel, stream);
+  Fetch<H> fetch(panel, stream);
   __m512 left[R], right[R];
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m) left[m] = right[m] = _mm512_setzero_ps();
@@ -79,9 +79,9 @@ void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, Stream s
   }
 }
 
-template <int R>
+template <FetchHint H, int R>
 void block(const float* a, int64_t stride, const float* panel, int64_t k, Stream stream, float* tile) {
-  Fetch fetch(panel, stream);
+  Fetch<H> fetch(panel, stream);
   __m512 left[R], right[R];
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m) left[m] = right[m] = _mm512_setzero_ps();
@@ -107,9 +107,9 @@ void block(const float* a, int64_t stride, const float* panel, int64_t k, Stream
 // Sixteen registers: three rows of half a panel's columns at a time would be best, two of all keep this short.
 constexpr int kBlockRows = 2;
 
-template <int R>
+template <FetchHint H, int R>
 void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, Stream stream, float* tile) {
-  Fetch fetch(panel, stream);
+  Fetch<H> fetch(panel, stream);
   const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
   __m256 acc[R][4];
 #pragma GCC unroll 16
@@ -138,9 +138,9 @@ void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, Stream s
   }
 }
 
-template <int R>
+template <FetchHint H, int R>
 void block(const float* a, int64_t stride, const float* panel, int64_t k, Stream stream, float* tile) {
-  Fetch fetch(panel, stream);
+  Fetch<H> fetch(panel, stream);
   __m256 acc[R][4];
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m) {
@@ -168,10 +168,17 @@ void block(const float* a, int64_t stride, const float* panel, int64_t k, Stream
 template <class T>
 using Block = void (*)(const T*, int64_t, const T*, int64_t, Stream, float*);
 
-template <class T, int... R>
+template <class T, FetchHint H, int... R>
 Block<T> choose(int count, std::integer_sequence<int, R...>) {
-  static constexpr Block<T> blocks[] = {&block<R + 1>...};
+  static constexpr Block<T> blocks[] = {&block<H, R + 1>...};
   return blocks[count - 1];
+}
+
+template <class T>
+Block<T> choose(FetchHint hint, int count) {
+  const auto rows = std::make_integer_sequence<int, kBlockRows>();
+  return hint == FetchHint::kNonTemporal ? choose<T, FetchHint::kNonTemporal>(count, rows)
+                                         : choose<T, FetchHint::kAllCaches>(count, rows);
 }
 
 }  // namespace
@@ -189,17 +196,18 @@ void pack_dense_panel(const T* source, int64_t k, const int32_t* rows, T* panel)
 template <class T>
 void multiply_dense_panel(const T* a, int64_t a_stride, int count, const T* panel, int64_t k, Stream stream,
                           float* tile) {
+  const FetchHint hint = fetch_hint();
   for (int done = 0; done < count; done += kBlockRows) {
     const int rows = count - done < kBlockRows ? count - done : kBlockRows;
-    const auto multiply = choose<T>(rows, std::make_integer_sequence<int, kBlockRows>());
-    const Stream fetch = done == 0 ? stream : Stream{0, Stream::kNone};
+    const auto multiply = choose<T>(hint, rows);
+    const Stream ahead = done == 0 ? stream : Stream{0, Stream::kNone};
     const T* first = a + done * a_stride;
     float* sums = tile + done * kPanel;
     const int64_t chunk = sizeof(T) == 2 ? k : std::min(k, kFloatChunk);
-    multiply(first, a_stride, panel, chunk, fetch, sums);
+    multiply(first, a_stride, panel, chunk, ahead, sums);
     for (int64_t i = chunk; i < k; i += kFloatChunk) {
       alignas(64) float part[kMaxRows * kPanel];
-      multiply(first + i, a_stride, panel + i * kPanel, std::min(k - i, kFloatChunk), fetch, part);
+      multiply(first + i, a_stride, panel + i * kPanel, std::min(k - i, kFloatChunk), ahead, part);
       for (int at = 0; at < rows * kPanel; at += kLanes) store(sums + at, load(sums + at) + load(part + at));
     }
   }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <utility>
 
+#include "fetch.h"
 #include "simd.h"
 
 namespace pdserve {
@@ -48,7 +49,7 @@ inline void unpack(const uint8_t* numbers, __m512i* w) {
 
 // Half a panel at a time, so that the sums of twelve rows fit in registers beside the numbers of a run. The second half
 // finds its bytes in the nearest cache.
-template <Format F, int R>
+template <FetchHint H, Format F, int R>
 void half_block(const QuantizedRows& a, int64_t first, const uint8_t* panel, int half, Stream stream, float* tile) {
   constexpr int kHalfNumbers = (step_bytes(F) - header_bytes(F)) / 2;
   const int64_t runs = a.k / kRun;
@@ -66,7 +67,7 @@ void half_block(const QuantizedRows& a, int64_t first, const uint8_t* panel, int
 #pragma GCC unroll 16
   for (int m = 0; m < R; ++m) out[m] = _mm512_setzero_ps();
   for (int64_t run = 0; run < runs; ++run, panel += step_bytes(F), q += kRun) {
-    for (int64_t at = 0; at < fetched; at += kLine) _mm_prefetch(next + at, _MM_HINT_NTA);
+    for (int64_t at = 0; at < fetched; at += kLine) fetch<H>(next + at);
     next += step;
     __m512i w[kGroups];
     unpack<F>(panel + header_bytes(F) + half * kHalfNumbers, w);
@@ -93,10 +94,10 @@ void half_block(const QuantizedRows& a, int64_t first, const uint8_t* panel, int
   for (int m = 0; m < R; ++m) _mm512_storeu_ps(tile + m * kPanel + half * kLanes, out[m]);
 }
 
-template <Format F, int R>
+template <FetchHint H, Format F, int R>
 void block(const QuantizedRows& a, int64_t first, const uint8_t* panel, Stream stream, float* tile) {
-  half_block<F, R>(a, first, panel, 0, stream, tile);
-  half_block<F, R>(a, first, panel, 1, stream, tile);
+  half_block<H, F, R>(a, first, panel, 0, stream, tile);
+  half_block<H, F, R>(a, first, panel, 1, stream, tile);
 }
 
 #else
@@ -105,7 +106,7 @@ void block(const QuantizedRows& a, int64_t first, const uint8_t* panel, Stream s
 // but for the order of additions.
 constexpr int kBlockRows = 1;
 
-template <Format F, int R>
+template <FetchHint H, Format F, int R>
 void block(const QuantizedRows& a, int64_t first, const uint8_t* panel, Stream, float* tile) {
   const int64_t runs = a.k / kRun;
   std::fill_n(tile, kPanel, 0.0f);
@@ -141,18 +142,19 @@ void block(const QuantizedRows& a, int64_t first, const uint8_t* panel, Stream, 
 
 using Block = void (*)(const QuantizedRows&, int64_t, const uint8_t*, Stream, float*);
 
-template <Format F, int... R>
-Block choose(int count, std::integer_sequence<int, R...>) {
-  static constexpr Block blocks[] = {&block<F, R + 1>...};
+template <FetchHint H, Format F, int... R>
+Block choose_rows(int count, std::integer_sequence<int, R...>) {
+  static constexpr Block blocks[] = {&block<H, F, R + 1>...};
   return blocks[count - 1];
 }
 
+template <FetchHint H>
 Block choose(Format format, int count) {
   const auto rows = std::make_integer_sequence<int, kBlockRows>();
   switch (format) {
-    case Format::kQ4_0: return choose<Format::kQ4_0>(count, rows);
-    case Format::kQ4_1: return choose<Format::kQ4_1>(count, rows);
-    default: return choose<Format::kQ8_0>(count, rows);
+    case Format::kQ4_0: return choose_rows<H, Format::kQ4_0>(count, rows);
+    case Format::kQ4_1: return choose_rows<H, Format::kQ4_1>(count, rows);
+    default: return choose_rows<H, Format::kQ8_0>(count, rows);
   }
 }
 
@@ -206,10 +208,13 @@ void quantize_rows(const T* a, int64_t stride, int64_t count, const QuantizedRow
 
 void multiply_quantized_panel(Format format, const QuantizedRows& a, int64_t first, int count, const uint8_t* panel,
                               Stream stream, float* tile) {
+  const bool non_temporal = fetch_hint() == FetchHint::kNonTemporal;
+  const auto choose_block = non_temporal ? choose<FetchHint::kNonTemporal> : choose<FetchHint::kAllCaches>;
   const int parts = (count + kBlockRows - 1) / kBlockRows;
   for (int part = 0; part < parts; ++part) {
     const int begin = count * part / parts, end = count * (part + 1) / parts;
-    choose(format, end - begin)(a, first + begin, panel, part == 0 ? stream : Stream{0, Stream::kNone}, tile + begin * kPanel);
+    const Stream ahead = part == 0 ? stream : Stream{0, Stream::kNone};
+    choose_block(format, end - begin)(a, first + begin, panel, ahead, tile + begin * kPanel);
   }
 }
 
