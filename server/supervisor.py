@@ -81,6 +81,7 @@ class Supervisor:
     options: ServerOptions
     modules: Mapping[str, str] = field(default_factory=MODULES.copy)
     epoch: str = field(default_factory=lambda: secrets.token_hex(8))
+    secret: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -138,8 +139,9 @@ class Supervisor:
     def _start_children(self) -> None:
         names = [n for n in self.modules if n != "bootstrap" or self.options.disaggregation_mode == "prefill"]
         for name in names:
-            spec = ChildSpec(name, str(self.run_dir), self.epoch, os.getpid(), self.options)
+            spec = ChildSpec(name, str(self.run_dir), self.epoch, os.getpid(), self.options, self.secret)
             spec_path = self.run_dir / f"{name}.json"
+            spec_path.touch(0o600)  # before anything is in it
             spec_path.write_bytes(msgspec.json.encode(spec))
             argv = [sys.executable, "-m", self.modules[name], str(spec_path)]
             process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=self._environment(name))
