@@ -5,13 +5,19 @@
     DELETE /route?epoch=E  the instance withdraws
     GET    /health         200: this server answers
 
-A refusal is ``{"error": reason}``: 400 for what is not a route, 409 for an epoch that is over, 413 for too long a body.
+``PUT`` and ``DELETE`` are for this instance's own processes, which show the secret that the supervisor gave them
+(``Authorization: Bearer …``): whoever else may reach this port, it can't put itself in the instance's place. What a
+``GET`` tells is no secret.
+
+A refusal is ``{"error": reason}``: 400 for what is not a route, 401 without the secret, 409 for an epoch that is over,
+413 for too long a body.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import signal
 import socket
 import sys
@@ -23,6 +29,7 @@ from fastapi import FastAPI, Request, Response
 
 from ..runtime.child import start_child
 from .bootstrap import MAX_ROUTE_BYTES, RouteError, decode_route
+from .bounded_http import MAX_HEAD_BYTES, BoundedProtocol
 from .errors import RouteConflict, RouteInvalid, RouteUnavailable
 from .route_registry import RouteRegistry
 
@@ -31,8 +38,17 @@ SHUTDOWN_SECONDS = 1
 RETRY_AFTER = {"Retry-After": "1"}
 
 
-def make_app(registry: RouteRegistry, on_ready: Callable[[], None]) -> FastAPI:
-    """The server around ``registry``; ``on_ready`` is called once it can answer."""
+def make_app(registry: RouteRegistry, secret: str, on_ready: Callable[[], None]) -> FastAPI:
+    """The server around ``registry``; ``on_ready`` is called once it can answer.
+
+    ``secret`` is what the instance's own processes show; it must not be empty.
+    """
+    assert secret
+    expected = f"Bearer {secret}".encode()
+
+    def is_own(request: Request) -> bool:
+        given = request.headers.get("authorization", "").encode("latin-1")
+        return hmac.compare_digest(given, expected)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -43,6 +59,8 @@ def make_app(registry: RouteRegistry, on_ready: Callable[[], None]) -> FastAPI:
 
     @app.put("/route")
     async def put_route(request: Request) -> Response:
+        if not is_own(request):
+            return _unauthorized()
         body = b""
         async for chunk in request.stream():
             body += chunk
@@ -65,6 +83,8 @@ def make_app(registry: RouteRegistry, on_ready: Callable[[], None]) -> FastAPI:
 
     @app.delete("/route")
     async def delete_route(request: Request) -> Response:
+        if not is_own(request):
+            return _unauthorized()
         epoch = request.query_params.get("epoch", "")
         if not epoch:
             return _refusal(400, "say which instance withdraws: DELETE /route?epoch=…")
@@ -89,6 +109,11 @@ def _refusal(status: int, error: str, headers: dict[str, str] | None = None) -> 
     return _json(status, RouteError(error), headers)
 
 
+def _unauthorized() -> Response:
+    text = "only the instance that this bootstrap server belongs to may register, renew or withdraw its route"
+    return _refusal(401, text, {"WWW-Authenticate": "Bearer"})
+
+
 class _Server(uvicorn.Server):
     """Leaves signals alone: Ctrl-C is the supervisor's to act on, SIGTERM is ours (below)."""
 
@@ -100,7 +125,14 @@ class _Server(uvicorn.Server):
 async def serve(app: FastAPI, sock: socket.socket) -> None:
     """Answer on ``sock`` until SIGTERM."""
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS
+        app,
+        http=BoundedProtocol,
+        ws="none",
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
     server = _Server(config)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, setattr, server, "should_exit", True)
@@ -129,7 +161,7 @@ def main() -> None:
         sock = listen(host, port)
     except OSError as e:
         sys.exit(f"can't listen on {host}:{port}: {e.strerror}. Choose another --disaggregation-bootstrap-port.")
-    asyncio.run(serve(make_app(RouteRegistry(), ctx.report_ready), sock))
+    asyncio.run(serve(make_app(RouteRegistry(), ctx.secret, ctx.report_ready), sock))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from ..messages.base import pack_i32
-from ..messages.handover import Abort, AuxData, RoomQueued, TransferDone, TransferFailed, TransferRequest
+from ..messages.base import REASON_CHARS, pack_i32
+from ..messages.decode import shown
+from ..messages.handover import (
+    MAX_PAGES,
+    Abort,
+    AuxData,
+    RoomQueued,
+    TransferDone,
+    TransferFailed,
+    TransferRequest,
+)
 from ..messages.worker import PagesVerified, VerifyPages
 from ..scheduler.req import Req, ReqState
 from .handover_host import HandoverHost
@@ -136,6 +145,10 @@ class KVReceivers:
     def _request(self, receiver: KVReceiver, now: float) -> None:
         req, link = receiver.req, receiver.link
         pages = self._host.pages(req, receiver.prefix_len, req.prompt_len)
+        if len(pages) > MAX_PAGES:
+            text = f"the prompt needs {len(pages)} KV pages, a hand-over can name {MAX_PAGES}; use a larger --page-size"
+            self._fail(receiver, 400, text)
+            return
         receiver.state, req.state = ReceiverState.TRANSFERRING, ReqState.TRANSFERRING
         receiver.requested_at = now
         link.send(
@@ -171,6 +184,9 @@ class KVReceivers:
         if not 0 <= aux.first_token < self._vocab_size:
             self._fail(receiver, 502, f"the prefill instance sent a first token that is none: {aux.first_token}")
             return
+        if aux.input_logprobs is not None and len(aux.input_logprobs) > req.prompt_len:
+            self._fail(receiver, 502, "the prefill instance sent more prompt logprobs than the prompt has tokens")
+            return
         del self.rooms[receiver.room]
         self.done += 1
         self.bytes_received += aux.timing.transfer_bytes
@@ -194,7 +210,7 @@ class KVReceivers:
             self._drained(receiver)
         else:
             receiver.state = ReceiverState.VERIFYING  # nothing can be written any more, so nothing needs draining
-            self._fail(receiver, msg.status, msg.reason)
+            self._fail(receiver, msg.status, shown(msg.reason, REASON_CHARS))
 
     def on_abort_ack(self, link: PrefillLink, room: int) -> None:
         """The prefill will write no more for a room that was aborted."""
@@ -275,7 +291,7 @@ class KVReceivers:
             ReceiverState.PREALLOCATED,
             ReceiverState.TRANSFERRING,
         ):
-            link.send(Abort(link.peer_epoch, receiver.room, reason))
+            link.send(Abort(link.peer_epoch, receiver.room, shown(reason, REASON_CHARS)))
         if state is ReceiverState.TRANSFERRING and not link.down:
             receiver.state = ReceiverState.DRAINING
         else:

@@ -48,5 +48,5 @@ class PrefillLink:
     def flush(self) -> None:
         """Send what is queued."""
         if self.unsent and self.client is not None:
-            self.client.send(*self.unsent)
+            self.client.send(self.unsent)
         self.unsent = []

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..messages.refusal_log import RefusalLog
 from ..messages.worker import (
     CancelSend,
     ConnectPeer,
@@ -104,6 +105,9 @@ class TransferEngine:
         self._pool = region.view()
         self._emit = emit
         self._on_failure = on_failure
+        # Who peers are is for the scheduler to judge, which any stranger may ask to connect to one: no line for each.
+        self._refusals = RefusalLog(log, "connecting to peers")
+        self._partings = RefusalLog(log, "parting from peers", logging.INFO)
         self._commands: queue.SimpleQueue[TransferCommand | None] = queue.SimpleQueue()
         self._rooms: dict[int, OutgoingRoom] = {}
         self._turns: deque[OutgoingRoom] = deque()
@@ -281,10 +285,10 @@ class TransferEngine:
             case LinkUp() | Admitted():
                 self._emit(PeerConnected(event.peer))
             case ConnectFailed():
-                log.warning("%s", event.error)
+                self._refusals.add(event.error)
                 self._emit(PeerConnected(event.peer, event.error))
             case _:
-                log.info("the links with peer %s are down: %s", event.peer, event.reason)
+                self._partings.add(f"the links with peer {event.peer} are down: {event.reason}")
                 self._emit(PeerLinkDown(event.peer))
                 for room in [room for room in self._rooms.values() if room.peer == event.peer]:
                     self._reap_room(room)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -21,7 +21,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_layers: int
     kv_heads: int
     head_dim: int
-    dtype: str
+    dtype: Annotated[str, msgspec.Meta(max_length=32)]
     page_bytes: int
     order: Literal["tokens", "pairs"] = "tokens"
 
