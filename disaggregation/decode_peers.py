@@ -23,8 +23,8 @@ import msgspec
 from ..messages.base import REASON_CHARS, Message
 from ..messages.decode import UndeclaredMessage, shown
 from ..messages.handover import PROTOCOL_VERSION, Heartbeat, Hello, Refused, TransferDone, TransferFailed, Welcome
-from ..messages.refusal_log import RefusalLog
 from ..messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, WorkerReady
+from ..runtime.refusal_log import RefusalLog
 from .control_channel import MESSAGES_A_TURN, TO_DECODE_BYTES, ControlServer
 from .handover_host import HandoverHost
 

@@ -15,8 +15,8 @@ import zmq
 
 from ..messages.decode import UndeclaredMessage, shown
 from ..messages.handover import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
-from ..messages.refusal_log import RefusalLog
 from ..messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, WorkerReady
+from ..runtime.refusal_log import RefusalLog
 from .bootstrap import Route, route_url
 from .control_channel import MESSAGES_A_TURN, ControlClient
 from .handover_host import HandoverHost

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..messages.refusal_log import RefusalLog
 from ..messages.worker import (
     CancelSend,
     ConnectPeer,
@@ -35,6 +34,7 @@ from ..messages.worker import (
     TransferEvent,
     VerifyPages,
 )
+from ..runtime.refusal_log import RefusalLog
 from .backends.base import Admitted, ConnectFailed, LinkEvent, LinkUp, TransferBackend
 from .backends.registry import make_backend
 from .errors import BadSpans, TransferError

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ...messages.refusal_log import RefusalLog
+from ...runtime.refusal_log import RefusalLog
 from ..errors import BadSpans, LinkLost, NotConnected, PeerUnreachable, RegionError, TransferError
 from ..region import KVRegion
 from . import handshake

@@ -21,12 +21,12 @@ import zmq
 
 from pdserve.disaggregation.bootstrap import MAX_ROUTE_BYTES, Route
 from pdserve.disaggregation.bootstrap_client import LeaseKeeper, RouteFetcher
-from pdserve.disaggregation.bounded_http import MAX_CONNECTIONS
 from pdserve.messages.channel import Receiver, ipc_address
 from pdserve.messages.control import Ready
 from pdserve.messages.worker import KVLayout
 from pdserve.runtime.child import ChildSpec
 from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.web.bounded_protocol import MAX_CONNECTIONS
 
 LAYOUT = KVLayout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
 LIMIT = 20.0

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from .decode import shown
+from ..messages.decode import shown
 
 LINES = 10
 SECONDS = 10.0
