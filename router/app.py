@@ -19,7 +19,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .dispatcher import Dispatcher
-from .endpoints import HEALTH_PROMPT, ControlEndpoints, GenerationEndpoint, error_response, json_response
+from .endpoints import (
+    HEALTH_PROMPT,
+    ClientLeftError,
+    ControlEndpoints,
+    GenerationEndpoint,
+    error_response,
+    json_response,
+)
 from .errors import RouterError, UnauthorizedError, error_body
 from .fleet import Fleet
 from .health import HealthMonitor
@@ -111,6 +118,7 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
         exception_handlers={
             HTTPException: answer_http_exception,
             RouterError: answer_router_error,
+            ClientLeftError: answer_nobody,
             Exception: answer_unexpected,
         },
         lifespan=lifespan,
@@ -129,6 +137,11 @@ async def answer_router_error(request: Request, exc: Exception) -> Response:
     """What an endpoint raises on purpose."""
     assert isinstance(exc, RouterError)
     return error_response(exc)
+
+
+async def answer_nobody(request: Request, exc: Exception) -> Response:
+    """The client left in the middle of its request, which is no fault of ours: no traceback for each that does."""
+    return Response(status_code=499)
 
 
 async def answer_unexpected(request: Request, exc: Exception) -> Response:
