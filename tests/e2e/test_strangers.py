@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import socket
 import threading
 import time
@@ -14,8 +15,24 @@ import time
 import httpx
 import msgspec
 import pytest
+import zmq
 from support.processes import Pair, pd_pair, wait_until
-from support.strangers import Stranger, find_target
+from support.strangers import Stranger, Target, find_target
+
+from pdserve.disaggregation.backends.tcp import TcpBackend
+from pdserve.disaggregation.region import allocate_region
+from pdserve.disaggregation.unclaimed_rooms import PEER_ROOMS
+from pdserve.messages.base import Message
+from pdserve.messages.channel import Codec, encode
+from pdserve.messages.handover import (
+    Abort,
+    Heartbeat,
+    Hello,
+    PrefillToDecode,
+    RoomQueued,
+    TransferRequest,
+    Welcome,
+)
 
 PROMPTS = [[50 + i, 900, 77 * i + 5, 4000, *range(100 + i, 140 + 3 * i)] for i in range(4)]
 FRAMES_A_ROUND = 250
@@ -121,6 +138,82 @@ def test_the_secret_is_in_no_command_line_and_no_environment(pair):
     for process in pair.prefill.family().values():
         seen = " ".join([*process.cmdline(), *process.environ().values()])
         assert "secret" not in seen.lower()
+
+
+def test_a_stranger_that_became_a_peer_gets_no_room_of_others_and_leaves_nothing_behind(pair):
+    """With a data port of its own, so that the prefill connects to it and welcomes it."""
+    expected = answers(pair)
+    target = find_target(pair)
+    before = processes(pair)
+    with contextlib.ExitStack() as stack:
+        stranger = Insider(target, stack)
+        stranger.become_peer()
+        states = {peer["epoch"]: peer["state"] for peer in pair.prefill.info()["disaggregation"]["peers"]}
+        assert states == {target.decode_epoch: "ready", stranger.epoch: "ready"}
+        rng = random.Random(3)
+        most = 0
+        for _ in range(50):
+            messages = [stranger.about(rng, rng.getrandbits(63)) for _ in range(200)]
+            stranger.socket.send(encode([*messages, Heartbeat(target.route.epoch)]))
+            most = max(most, pair.prefill.info()["disaggregation"]["rooms"])
+        assert 0 < most <= PEER_ROOMS
+        assert answers(pair) == expected
+    # It falls silent: whatever it opened goes with it.
+    wait_until(lambda: len(pair.prefill.info()["disaggregation"]["peers"]) == 1, 10, "it is gone")
+    wait_until(lambda: pair.prefill.info()["disaggregation"]["rooms"] == 0, 10, "its rooms are gone")
+    assert_unharmed(pair, before, expected)
+
+
+class Insider:
+    """A stranger that plays a decode instance."""
+
+    epoch = "an insider"
+
+    def __init__(self, target: Target, stack: contextlib.ExitStack) -> None:
+        self.target = target
+        region = allocate_region(1 << 20, shared=False)
+        stack.callback(region.close)
+        self.backend = TcpBackend(self.epoch, "127.0.0.1")
+        self.metadata = self.backend.register(region, 4096)
+        self._over = False
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+        stack.callback(self._close)
+        ctx = stack.enter_context(zmq.Context())
+        self.socket = stack.enter_context(ctx.socket(zmq.DEALER))
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(f"tcp://127.0.0.1:{target.control}")
+
+    def become_peer(self) -> None:
+        """Say hello until welcomed."""
+        route = self.target.route
+        hello = Hello(route.epoch, self.epoch, route.version, route.fingerprint, route.layout, "tcp", self.metadata)
+        self.socket.send(encode([hello]))
+        welcomed = Codec(PrefillToDecode, 1 << 20)
+        wait_until(
+            lambda: self.socket.poll(100) and any(isinstance(m, Welcome) for m in welcomed.decode(self.socket.recv())),
+            10,
+            "the prefill takes the stranger for a decode",
+        )
+
+    def about(self, rng: random.Random, room: int) -> Message:
+        """Something about a room that it knows nothing of."""
+        epoch = self.target.route.epoch
+        kind = rng.randrange(4)
+        if kind == 0:
+            return Abort(epoch, room, "mine")
+        if kind == 1:
+            return TransferRequest(epoch, room, rng.randrange(1 << 31), 1, 0, rng.randbytes(4 * rng.randrange(50)))
+        return RoomQueued(epoch, room)
+
+    def _serve(self) -> None:
+        while not self._over:
+            self.backend.progress(0.1)
+
+    def _close(self) -> None:
+        self._over = True
+        self._thread.join()
+        self.backend.close()
 
 
 class Trap:
