@@ -187,3 +187,10 @@ def test_what_is_sent_stays_within_the_receivers_limits():
     done = TransferDone("e", 7, 1, AuxData(1, 0, Timing()))
     assert make_frames([done, done], 20) == ([], [done, done])
     assert make_frames([], 20) == ([], [])
+
+
+def test_a_frame_has_a_length():
+    frame = encode(HONEST)
+    assert Codec(DecodeToPrefill, len(frame)).decode(frame) == HONEST
+    with pytest.raises(UndeclaredMessage, match="at most"):
+        Codec(DecodeToPrefill, len(frame) - 1).decode(frame)
