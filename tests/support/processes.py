@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,7 +154,7 @@ class Pair:
 
 
 @contextmanager
-def pd_pair(tmp: Path, backend: str, *args: str) -> Iterator[Pair]:
+def pd_pair(tmp: Path, backend: str, *args: str, router_args: Sequence[str] = ()) -> Iterator[Pair]:
     """1 prefill + 1 decode + router; ``args`` go to both instances."""
     bootstrap = free_ports(1)[0]
     cores = sorted(os.sched_getaffinity(0))
@@ -166,7 +166,7 @@ def pd_pair(tmp: Path, backend: str, *args: str) -> Iterator[Pair]:
             own += ["--cpus", str(cores[i % len(cores)])]
             servers.append(stack.enter_context(launched(tmp, mode, "server", *own, *args)))
         prefill, decode = servers
-        route = ["--prefill", prefill.url, str(bootstrap), "--decode", decode.url]
+        route = ["--prefill", prefill.url, str(bootstrap), "--decode", decode.url, *router_args]
         router = stack.enter_context(launched(tmp, "router", "router", *route))
         for server in (prefill, decode, router):
             server.wait_healthy()

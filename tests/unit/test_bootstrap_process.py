@@ -261,12 +261,12 @@ def test_no_status_ends_the_keeper_and_an_outage_is_logged_once(caplog, status):
 
     caplog.set_level("INFO")
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         keeper = LeaseKeeper(make_route("a", ttl=0.15), "127.0.0.1", server.server_port, SECRET)
         keeper.start()
-        wait_until(lambda: keeper.lost(time.monotonic()))
-        assert f"HTTP status {status}" in keeper.lost(time.monotonic())
+        # Before the first answer it is lost as well, and nobody knows why.
+        wait_until(lambda: f"HTTP status {status}" in (keeper.lost(time.monotonic()) or ""))
         wait_until(lambda: keeper.lost(time.monotonic()) is None and len(asked) > 6)
         keeper.stop()
         assert keeper.join(LIMIT)
