@@ -242,6 +242,8 @@ def test_writers_that_are_dialled_do_not_count_as_strangers(make_node):
             node.backend.connect(f"D{i}", msgspec.msgpack.encode(offer))
         with node.stranger():
             until((node,), lambda: any(k.peer == "" for k in node.backend._links), "the connection is taken")
+    assert sum(k.peer != "" for k in node.backend._links) == MAX_STRANGERS + 5  # and none of them made way for it
+    assert node.events == []
 
 
 def test_a_stranger_has_so_long_however_it_drips(make_node):
