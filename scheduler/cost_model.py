@@ -257,7 +257,9 @@ class CostModel:
         """Add what holds until steps say otherwise."""
         costs = np.maximum(_ASSUMED_AT @ self._weights, MIN_MS)
         a += (costs**-2.0 @ _ASSUMED).reshape(COUNT, COUNT)
-        b[KV] += PRIOR_WEIGHT * self._kv_prior / costs[0] ** 2
+        if self._kv_prior:
+            a[KV, KV] += PRIOR_WEIGHT / self._kv_prior**2
+            b[KV] += PRIOR_WEIGHT / self._kv_prior
         # All of the above says nothing of milliseconds. This does, so faintly that one observed step silences it.
         a[CONSTANT, CONSTANT] += PRIOR_WEIGHT**2 / PRIOR_MS**2
         b[CONSTANT] += PRIOR_WEIGHT**2 / PRIOR_MS
