@@ -26,12 +26,23 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     order: Literal["tokens", "pairs"] = "tokens"
 
 
+class MeasuredStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a step took. The counts are those of ``scheduler/step_shape.py``."""
+
+    decodes: int
+    kv_tokens: int
+    prompt_tokens: int
+    prompt_pairs: float
+    forward_ms: float
+
+
 class WorkerReady(Message):
     """Worker → scheduler: the model is loaded. ``fingerprint`` identifies the weights (equal weights, equal value).
 
     ``max_total_tokens``: slots that may be handed out (page 0 excluded), a multiple of the page size.
     ``backend_metadata``: opaque address of this worker's transfer backend, for the peer's ``ConnectPeer``.
-    ``load_seconds``: what start-up spent where.
+    ``load_seconds``: what start-up spent where. ``measured``: steps of several sizes, from which the time of the first
+    request's can be foreseen. ``step_weight_bytes``: what a decode step reads of weights, 0 where unknown.
     """
 
     fingerprint: str
@@ -44,6 +55,8 @@ class WorkerReady(Message):
     weights_dtype: str
     backend_metadata: bytes
     load_seconds: dict[str, float]
+    measured: list[MeasuredStep] = []
+    step_weight_bytes: int = 0
 
 
 class RowInit(msgspec.Struct, forbid_unknown_fields=True):

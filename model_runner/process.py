@@ -1,9 +1,9 @@
 """The model worker process: owns the device, runs the scheduler's steps, moves KV pages.
 
-Life: channels open → threads placed → model loads → warm-up → ``WorkerReady`` → steps and transfer commands, in the
-order they come, until the process is ended. With nothing to do it commits KV memory ahead and then sleeps in its
-channel. A step's result is sent before the next message is looked at; transfers run in the engine's own thread, which
-reports through a channel end of its own.
+Life: channels open → threads placed → model loads → warm-up → steps timed → ``WorkerReady`` → steps and transfer
+commands, in the order they come, until the process is ended. With nothing to do it commits KV memory ahead and then
+sleeps in its channel. A step's result is sent before the next message is looked at; transfers run in the engine's own
+thread, which reports through a channel end of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from ..messages.base import unpack_i32
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
 from ..messages.routes import ToWorker
-from ..messages.worker import ForwardStep, StepResult, TransferEvent, WorkerCommand, WorkerReady
+from ..messages.worker import ForwardStep, MeasuredStep, StepResult, TransferEvent, WorkerCommand, WorkerReady
 from ..model_files.errors import ModelError, UnsupportedModel
 from ..runtime.child import ChildContext, start_child
 from ..runtime.cpu_list import PlacementError
@@ -41,6 +41,7 @@ class Worker(NamedTuple):
     engine: TransferEngine | None
     prefault: PoolPrefault
     load_seconds: dict[str, float]
+    measured: list[MeasuredStep]
 
 
 def main() -> NoReturn:
@@ -69,6 +70,7 @@ def load(ctx: ChildContext) -> Worker:
     import torch
 
     from .device import device_memory
+    from .measure_steps import measure_steps
     from .model_runner import ModelRunner
     from .step_runner import StepRunner
     from .warm_up import warm_up
@@ -88,10 +90,12 @@ def load(ctx: ChildContext) -> Worker:
     # to microseconds: a full collection over torch's and the model's objects takes tens of milliseconds, in mid-stream.
     gc.collect()
     gc.freeze()
+    # Behind the freeze, as the steps of requests will be.
+    measured = measure_steps(steps, options.max_running_requests, model.context_length, options.page_size)
     seconds = {"imports": imported - begin, **model.load_seconds, "warm_up": time.monotonic() - loaded}
     margin = min(MARGIN_BYTES, device_memory(model.device).free // MARGIN_SHARE)
     prefault = PoolPrefault(model.kv_region, model.layout.page_bytes // options.page_size, margin)
-    return Worker(model, steps, engine, prefault, seconds)
+    return Worker(model, steps, engine, prefault, seconds, measured)
 
 
 def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worker) -> None:
@@ -158,6 +162,8 @@ def _ready_message(worker: Worker) -> WorkerReady:
         weights_dtype=str(model.dtype).removeprefix("torch."),
         backend_metadata=b"" if worker.engine is None else worker.engine.metadata,
         load_seconds=worker.load_seconds,
+        measured=worker.measured,
+        step_weight_bytes=model.step_weight_bytes,
     )
 
 
