@@ -93,7 +93,7 @@ def load(ctx: ChildContext) -> Worker:
     gc.freeze()
     seconds = {"imports": imported - begin, **model.load_seconds, "warm_up": time.monotonic() - loaded}
     margin = min(MARGIN_BYTES, host_memory().free // MARGIN_SHARE)
-    prefault = PoolPrefault(model.kv_region, model.layout.page_bytes // options.page_size, margin)
+    prefault = PoolPrefault(model.kv_region, model.layout.page_bytes // options.page_size, host_memory, margin)
     return Worker(model, steps, engine, prefault, machine, seconds)
 
 

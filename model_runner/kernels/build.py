@@ -1,17 +1,21 @@
 """Builds the CPU kernels: one shared library, compiled once for what this processor can do, kept in the user's cache.
 
-``python -m pdserve.model_runner.kernels.build`` builds it ahead of time (``make setup`` does). The library's name holds
-a hash of everything it is made from, so that one of other sources or flags is never loaded by mistake.
+``python -m pdserve.model_runner.kernels.build`` builds it ahead of time (``make setup`` does). ``--all`` builds all
+levels into the package, from where they are loaded first: wheels and container images carry them and need no compiler.
+The library's name holds a hash of everything it is made from, so that one of other sources or flags is never loaded by
+mistake. A build that failed is remembered beside the cache, see ``failed_build.py``.
 
 ``PDSERVE_CPU_ISA=avx2`` chooses the code for lesser processors on one that could do more: so it is tested and measured.
 """
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -21,10 +25,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..device import cpu_flags
+from .failed_build import FailedBuild
 
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpu"
+PREBUILT = Path(__file__).parent / "prebuilt"
+ARCHITECTURE = "x86_64"
+MODULE = "pdserve.model_runner.kernels.build"
 COMPILERS = ("g++", "clang++", "c++")
 COMMON_FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
@@ -69,6 +77,8 @@ def best_level() -> Level | None:
 
 def choose_level() -> Level:
     """The level that ``PDSERVE_CPU_ISA`` names, else the best; raises ``BuildError`` where this processor lacks it."""
+    if platform.machine() != ARCHITECTURE:
+        raise BuildError(f"the CPU kernels are written for {ARCHITECTURE}, and this processor is {platform.machine()}")
     best, name = best_level(), os.environ.get(ISA_VARIABLE, "")
     if best is None:
         raise BuildError("the CPU kernels need a processor with AVX2 or AVX-512")
@@ -88,29 +98,57 @@ def library_path(level: Level, sources: Path = SOURCES, name: str = "kernels") -
     return _cache_folder() / f"{name}-{level.name}-{digest.hexdigest()[:16]}.so"
 
 
-def build(level: Level, sources: Path = SOURCES, name: str = "kernels") -> Path:
+def build(level: Level, sources: Path = SOURCES, name: str = "kernels", *, retry: bool = False) -> Path:
     """The path of the library for ``level``, built if it isn't there yet. Raises ``BuildError``.
 
-    Processes that want it at the same time wait for the first of them.
+    Processes that want it at the same time wait for the first of them. What failed is not tried again by the same
+    compiler, unless ``retry``.
     """
     path = library_path(level, sources, name)
-    if path.is_file():
-        return path
+    for there in (PREBUILT / path.name, path):
+        if there.is_file():
+            return there
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with (path.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.is_file():
-                _compile(level, sources, path)
+                _try_to_compile(level, sources, path, retry)
     except OSError as e:
         raise BuildError(f"the CPU kernels can't be kept in {path.parent}: {e}") from e
     return path
 
 
-def _compile(level: Level, folder_of_sources: Path, path: Path) -> None:
+def build_all(folder: Path = PREBUILT) -> None:
+    """Fill ``folder`` with the libraries of all levels, and nothing else. Raises ``BuildError``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {library_path(level).name for level in LEVELS}
+    for old in folder.glob("*.so"):
+        if old.name not in names:
+            old.unlink()
+    for level in LEVELS:
+        path = build(level, retry=True)
+        if path.parent != folder:
+            shutil.copy(path, folder / f"{path.name}.new")
+            os.replace(folder / f"{path.name}.new", folder / path.name)
+
+
+def _try_to_compile(level: Level, sources: Path, path: Path, retry: bool) -> None:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise BuildError(f"there is no C++ compiler ({', '.join(COMPILERS)}) to build the CPU kernels with")
+    failed = FailedBuild(path, compiler)
+    if not retry and (message := failed.recall()) is not None:
+        raise BuildError(f"{message}\nIt is not tried again; python -m {MODULE} tries.")
+    try:
+        _compile(compiler, level, sources, path)
+    except BuildError as e:
+        failed.remember(str(e))
+        raise
+    failed.forget()
+
+
+def _compile(compiler: str, level: Level, folder_of_sources: Path, path: Path) -> None:
     log.info("building the CPU kernels (%s) with %s; this happens once and takes half a minute", level.name, compiler)
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -134,10 +172,23 @@ def _cache_folder() -> Path:
 
 
 def main() -> int:
-    """Build for this processor; 0 also where it has no kernels or no compiler, because the server runs without."""
+    """Build for this processor; 0 also where it has no kernels or no compiler, because the server runs without.
+
+    With ``--all``, build for all processors; 1 where that fails, because what would be shipped is not there.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="build for all levels, into the package")
+    args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        build(choose_level())
+        if args.all:
+            build_all()
+            return 0
+    except BuildError as e:
+        log.error("%s", e)
+        return 1
+    try:
+        build(choose_level(), retry=True)
     except BuildError as e:
         log.warning("%s\nThe torch reference will be used.", e)
     return 0
