@@ -39,7 +39,7 @@ class ClusterPlan:
 
     instances: tuple[ProcessPlan, ...]
     router: ProcessPlan
-    cores: str
+    cores: str = ""
     """How the host's cores were divided, and why: for people."""
 
     @property
