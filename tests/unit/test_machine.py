@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.model_runner.placement import machine_use, plan_placement
 from pdserve.runtime.machine.control_groups import SystemTree, cpu_quota
 from pdserve.runtime.machine.memory import Memory, host_memory
 from pdserve.runtime.machine.topology import read_machine
@@ -56,7 +57,8 @@ def test_host_memory_in_a_version_1_group(tmp_path: Path) -> None:
         ("0::/a/b\n", {"a__b__cpu___max": "max 100000\n"}, None),
         ("0::/a/b\n", {"a__b__cpu___max": "150000 100000\n", "a__cpu___max": "50000 100000\n"}, 0.5),
         ("0::/a/b\n", {"a__b__cpu___max": "50000 50000\n", "a__cpu___max": "300000 100000\n"}, 1.0),
-        ("0::/../other\n", {"cpu___max": "20000 10000"}, 2.0),
+        # Above a namespace's root lies what is no control group of ours.
+        ("0::/../other\n", {"cpu___max": "20000 10000", "..__other__cpu___max": "10000 10000"}, 2.0),
         ("3:cpu,cpuacct:/\n", {"cpu__cpu___cfs_quota_us": "-1", "cpu__cpu___cfs_period_us": "100000"}, None),
         ("3:cpu:/d\n0::/\n", {"cpu__cpu___cfs_quota_us": "50000", "cpu__cpu___cfs_period_us": "100000"}, 0.5),
         (
@@ -85,6 +87,27 @@ def test_cores_are_those_of_affinity_and_cpuset(
     tmp_path: Path, membership: str, files: dict[str, str], allowed: set[int]
 ) -> None:
     assert read_machine(range(4), make_tree(tmp_path, membership, **groups(**files))).allowed == allowed
+
+
+V1 = groups(
+    cpu__d__cpu___cfs_quota_us="50000",
+    cpu__d__cpu___cfs_period_us="100000",
+    memory__d__memory___limit_in_bytes=str(2 * GIB),
+    memory__d__memory___usage_in_bytes=str(GIB // 2),
+)
+V2 = groups(
+    d__cpu___max="50000 100000", d__memory___max=str(2 * GIB), d__memory___current=str(GIB // 2), cpu___max="max 100000"
+)
+
+
+@pytest.mark.parametrize(("membership", "files"), [("4:memory:/d\n3:cpu,cpuacct:/d\n0::/\n", V1), ("0::/d\n", V2)])
+def test_half_a_core_and_2_gib_of_either_version(tmp_path: Path, membership: str, files: dict[str, str]) -> None:
+    tree = make_tree(tmp_path, membership, **files)
+    use = machine_use(plan_placement(None, None, read_machine(range(4), tree)), host_memory(tree))
+    assert (use.threads, use.cpu_quota, use.memory_total, use.memory_free) == (1, 0.5, 2 * GIB, 3 * GIB // 2)
+    assert use.reason == (
+        "1 compute thread on cores 0-3: 4 allowed, a CPU quota of 0.5 cores; 1.5 of 2.0 GiB of memory free"
+    )
 
 
 def cores(name: str, *values: str) -> dict[str, str]:
