@@ -36,6 +36,27 @@ class MeasuredStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     forward_ms: float
 
 
+class MachineUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker chose of the machine it found, and why: for people, through ``/server_info``.
+
+    ``cores``: where the compute threads run, ``bound`` if each has one of its own. ``allowed``: cores that the process
+    may use. ``cpu_quota``: cores' worth of time, ``memory_total`` and ``memory_free``: bytes, all within the control
+    groups. ``numa_node``: the one it stays on, None where there is one only. ``spin_us``: how long a thread waits at a
+    barrier before it sleeps.
+    """
+
+    threads: int = 0
+    cores: list[int] = []
+    bound: bool = False
+    allowed: list[int] = []
+    cpu_quota: float | None = None
+    numa_node: int | None = None
+    spin_us: int = 0
+    memory_total: int = 0
+    memory_free: int = 0
+    reason: str = "nothing is computed here"
+
+
 class WorkerReady(Message):
     """Worker → scheduler: the model is loaded. ``fingerprint`` identifies the weights (equal weights, equal value).
 
@@ -57,6 +78,7 @@ class WorkerReady(Message):
     load_seconds: dict[str, float]
     measured: list[MeasuredStep] = []
     step_weight_bytes: int = 0
+    machine: MachineUse = MachineUse()
 
 
 class RowInit(msgspec.Struct, forbid_unknown_fields=True):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
 import time
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
@@ -18,11 +17,21 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from ..messages.base import unpack_i32
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
 from ..messages.routes import ToWorker
-from ..messages.worker import ForwardStep, MeasuredStep, StepResult, TransferEvent, WorkerCommand, WorkerReady
+from ..messages.worker import (
+    ForwardStep,
+    MachineUse,
+    MeasuredStep,
+    StepResult,
+    TransferEvent,
+    WorkerCommand,
+    WorkerReady,
+)
 from ..model_files.errors import ModelError, UnsupportedModel
 from ..runtime.child import ChildContext, start_child
 from ..runtime.cpu_list import PlacementError
-from .placement import Placement, bind_compute_threads, confine, floating, plan_placement
+from ..runtime.machine.memory import host_memory
+from ..runtime.machine.topology import read_machine
+from .placement import Placement, bind_compute_threads, confine, floating, machine_use, plan_placement
 from .prefault import MARGIN_BYTES, MARGIN_SHARE, PoolPrefault
 
 if TYPE_CHECKING:
@@ -40,6 +49,7 @@ class Worker(NamedTuple):
     steps: StepRunner
     engine: TransferEngine | None
     prefault: PoolPrefault
+    machine: MachineUse
     load_seconds: dict[str, float]
     measured: list[MeasuredStep]
 
@@ -64,12 +74,13 @@ def load(ctx: ChildContext) -> Worker:
     """Place the threads, load the model, warm it up; raises ``ModelError`` or ``PlacementError``."""
     options = ctx.options
     begin = time.monotonic()
-    placement = plan_placement(options.threads, options.cpus, frozenset(os.sched_getaffinity(0)))
+    placement = plan_placement(options.threads, options.cpus, read_machine())
+    machine = machine_use(placement, host_memory())
+    log.info("%s", machine.reason)
     confine(placement)
     # torch comes in here and not before, since OpenMP settles on its cores when it is loaded.
     import torch
 
-    from .device import device_memory
     from .measure_steps import measure_steps
     from .model_runner import ModelRunner
     from .step_runner import StepRunner
@@ -77,7 +88,7 @@ def load(ctx: ChildContext) -> Worker:
 
     bind_compute_threads(placement)
     imported = time.monotonic()
-    model = ModelRunner(options)
+    model = ModelRunner(options, placement.spin_us)
     if model.attention_backend == "cpu":
         # The kernels have threads of their own. Torch's would spin on the same cores after each of the few small
         # operations that are left to it.
@@ -93,9 +104,9 @@ def load(ctx: ChildContext) -> Worker:
     # Behind the freeze, as the steps of requests will be.
     measured = measure_steps(steps, options.max_running_requests, model.context_length, options.page_size)
     seconds = {"imports": imported - begin, **model.load_seconds, "warm_up": time.monotonic() - loaded}
-    margin = min(MARGIN_BYTES, device_memory(model.device).free // MARGIN_SHARE)
-    prefault = PoolPrefault(model.kv_region, model.layout.page_bytes // options.page_size, margin)
-    return Worker(model, steps, engine, prefault, seconds, measured)
+    margin = min(MARGIN_BYTES, host_memory().free // MARGIN_SHARE)
+    prefault = PoolPrefault(model.kv_region, model.layout.page_bytes // options.page_size, host_memory, margin)
+    return Worker(model, steps, engine, prefault, machine, seconds, measured)
 
 
 def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worker) -> None:
@@ -164,6 +175,7 @@ def _ready_message(worker: Worker) -> WorkerReady:
         load_seconds=worker.load_seconds,
         measured=worker.measured,
         step_weight_bytes=model.step_weight_bytes,
+        machine=worker.machine,
     )
 
 

@@ -55,7 +55,8 @@ class ServerOptions:
     max_total_tokens
         Size of the KV pool in tokens; default: from mem_fraction_static.
     mem_fraction_static
-        Share of the device's memory for weights and KV pool; default 0.88 on cuda, 0.3 on cpu.
+        Share of the device's memory for weights and KV pool; default 0.88 on cuda, 0.3 on cpu, where it is a share of
+        what the control groups allow.
     max_running_requests
         Most requests that hold KV memory at once.
     max_queued_requests
@@ -96,9 +97,11 @@ class ServerOptions:
     device
         cpu or cuda; auto takes cuda where there is one.
     threads
-        Compute threads of the model worker; default: one a core it may use.
+        Compute threads of the model worker; default: one for each physical core of one NUMA node, efficiency cores left
+        out, and no more than the control groups' CPU quota.
     cpus
-        Cores that the model worker's threads are bound to, like "0,2-3"; default: any.
+        Cores that the model worker's threads are bound to, like "0,2-3"; default: bound to none, they float over those
+        that --threads counts.
     attention_backend
         Implementation of forward passes: cpu (compiled kernels), torch (reference); auto takes the best that runs here.
     random_seed

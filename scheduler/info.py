@@ -33,6 +33,7 @@ def server_info(scheduler: Scheduler, epoch: str) -> dict[str, Any]:
         "weights_dtype": worker.weights_dtype,
         "attention_backend": worker.attention_backend,
         "kv_layout": msgspec.to_builtins(worker.layout),
+        "machine": msgspec.to_builtins(worker.machine),
         "pool": scheduler.memory.usage(),
         "invariants": invariants,
         "requests": {"total": len(scheduler.reqs), **dict(states)},
