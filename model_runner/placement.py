@@ -115,10 +115,10 @@ def _placement(
     node = nodes[0] if len(nodes) == 1 < len(machine.nodes) else None
     if machine.quota is not None:
         notes.append(quota_note(machine.quota))
-    where = f"{'one each of cores' if cpus is not None else 'cores'} {format_cores(cpus or sorted(home))}"
+    where = f"{'on' if cpus is None else 'bound to'} core{'s' * (len(home) > 1)} {format_cores(cpus or sorted(home))}"
     if node is not None:
         where += f" of NUMA node {node}"
-    reason = f"{threads} compute thread{'s' * (threads > 1)} on {where}: {', '.join(notes)}"
+    reason = f"{threads} compute thread{'s' * (threads > 1)} {where}: {', '.join(notes)}"
     return Placement(threads, cpus, machine.allowed, home, node, machine.quota, reason)
 
 

@@ -54,6 +54,10 @@ class CoreShare(NamedTuple):
     cpus: str | None
     threads: int | None
 
+    def __str__(self) -> str:
+        threads = "" if self.threads is None else f" ({self.threads} thread{'s' * (self.threads > 1)})"
+        return f"{self.cpus or 'any'}{threads}"
+
 
 def plan_cluster(options: ClusterOptions, machine: Machine) -> ClusterPlan:
     """Lay a cluster out on this host, on ports that are free now. Raises ``ClusterOptionsError``."""
@@ -83,7 +87,8 @@ def plan_cluster(options: ClusterOptions, machine: Machine) -> ClusterPlan:
         url = f"http://{LOOPBACK}:{port}"
         instances.append(tethered(name, url, "server", instance_flags(instance)))
         targets[mode] += [url, str(bootstrap_port)] if mode == "prefill" else [url]
-    return ClusterPlan(tuple(instances), plan_router(options, targets, ports[-1]), why)
+    cores = "; ".join(f"{plan.name} {share}" for plan, share in zip(instances, shares, strict=True))
+    return ClusterPlan(tuple(instances), plan_router(options, targets, ports[-1]), f"{cores}: {why}")
 
 
 def plan_router(options: ClusterOptions, targets: dict[DisaggregationMode, list[str]], free_port: int) -> ProcessPlan:

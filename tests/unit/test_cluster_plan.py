@@ -35,7 +35,7 @@ def shares(options, machine):
 def test_physical_cores_are_divided():
     assert shares(ClusterOptions(), machine(8, smt=2)) == (
         [("0,2", None), ("4,6", None)],
-        "8 allowed, 4 are SMT siblings",
+        "prefill-0 0,2; decode-0 4,6: 8 allowed, 4 are SMT siblings",
     )
 
 
@@ -49,6 +49,7 @@ def test_a_quota_is_divided_and_binds_nobody(quota, threads):
     divided, why = shares(ClusterOptions(), machine(8, quota=quota))
     assert divided == [(None, count) for count in threads]
     assert f"a CPU quota of {quota:g} cores divided" in why
+    assert f"decode-0 any ({threads[1]} thread{'s' * (threads[1] > 1)}): 8 allowed" in why
 
 
 def test_a_quota_divides_named_cores_no_further():

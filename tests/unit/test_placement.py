@@ -111,7 +111,9 @@ def test_who_has_too_few_cores_does_not_spin(threads, cpus, quota, crowded) -> N
 
 
 def test_a_quota_bounds_the_default_on_named_cores() -> None:
-    assert plan_placement(None, "0-3", machine(quota=2.0)).cpus == (0, 1)
+    placement = plan_placement(None, "0-3", machine(quota=2.0))
+    assert placement.cpus == (0, 1)
+    assert placement.reason == "2 compute threads bound to cores 0,1: --cpus says so, a CPU quota of 2 cores"
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,8 @@ except BuildError as error:
 
 PAGE, VOCAB, PROMPT = 16, 4096, 64
 PASSES = 10
-SLOWER = 4
-"""Many threads on few cores were 0.6 to 1.5 times as fast as one alone; spinning at barriers they were 11 to 30 times
-slower."""
+DEARER = 4
+"""A decode on many threads took 1.1 to 1.6 times the CPU time of one thread alone; spinning at barriers, 58 times."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,10 @@ def make_batch(start: int, q_len: int) -> ForwardBatch:
 
 
 def run(folder: Path, threads: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[torch.Tensor], list[float]]:
-    """Logits of a prompt and of a decode, and the seconds of the fastest pass of each."""
+    """Logits of a prompt and of a decode, and the CPU seconds of the cheapest pass of each.
+
+    Of all threads together: a busy machine makes a pass take longer, but only spinning makes it cost more.
+    """
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     options = ServerOptions(
         model_path=str(folder), load_format="dummy", attention_backend="cpu", dtype="float32", max_total_tokens=512
@@ -75,9 +77,9 @@ def run(folder: Path, threads: int, monkeypatch: pytest.MonkeyPatch) -> tuple[li
     for batch in (make_batch(0, PROMPT), make_batch(PROMPT, 1)):
         times = []
         for _ in range(PASSES):
-            begin = time.perf_counter()
+            begin = time.process_time()
             out = runner.forward(batch)
-            times.append(time.perf_counter() - begin)
+            times.append(time.process_time() - begin)
         logits.append(out)
         seconds.append(min(times))
     return logits, seconds
@@ -90,7 +92,7 @@ def test_sixteen_threads_on_few_cores(folder: Path, monkeypatch: pytest.MonkeyPa
     together, sixteen = run(folder, 16, monkeypatch)
     for expected, actual in zip(alone, together, strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    assert all(many < SLOWER * single for many, single in zip(sixteen, one, strict=True)), (one, sixteen)
+    assert sixteen[-1] < DEARER * one[-1], (one, sixteen)
 
 
 # A thread's stack is some megabytes of addresses: the first few of 64 fit, and the next one does not.
