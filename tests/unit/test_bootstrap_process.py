@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import pytest
 import zmq
+from support.machine import limit
 
 from pdserve.disaggregation.bootstrap import MAX_ROUTE_BYTES, Route
 from pdserve.disaggregation.bootstrap_client import LeaseKeeper, RouteFetcher
@@ -25,7 +26,7 @@ from pdserve.server.child import ChildSpec
 from pdserve.server.options import ServerOptions
 
 LAYOUT = KVLayout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
-LIMIT = 20.0
+LIMIT = limit(20.0)
 
 
 def make_route(epoch, ttl=30.0):

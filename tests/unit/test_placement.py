@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from support.machine import limit
 
 from pdserve.model_runner.placement import Placement, PlacementError, parse_cpus, plan_placement
 
@@ -72,6 +73,6 @@ def test_compute_threads_get_a_core_each_and_others_none(count: int) -> None:
     if len(cores) < count:
         pytest.skip("this machine has one core")
     done = subprocess.run(
-        [sys.executable, "-c", BIND, ",".join(map(str, cores))], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", BIND, ",".join(map(str, cores))], capture_output=True, text=True, timeout=limit(60)
     )
     assert done.returncode == 0, done.stderr
