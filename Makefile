@@ -45,7 +45,7 @@ run: $(STAMP) ## the same cluster on port 8000 (PORT=…), until Ctrl-C
 	@exec $(BIN)/pdserve up --port $(PORT)
 
 test: $(STAMP) ## run the tests: first those of single parts, then those of real processes
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' $(TESTS)
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow' $(TESTS)
 
 test-slow: $(STAMP) ## run the tests that take too long for every change: perplexity, and the kernels' lower levels
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow $(TESTS)

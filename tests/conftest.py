@@ -1,12 +1,16 @@
 """Runs before any test module is imported."""
 
+from __future__ import annotations
+
 import os
 
 # The machine that runs the tests has few cores: a team of OpenMP threads with another busy process beside it waits for
 # whole scheduler ticks at every barrier. OpenMP reads this when torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 from hypothesis import HealthCheck, settings
+from support import machine
 
 # How long examples take to make says how busy the machine is; two test files run at a time.
 settings.register_profile("shared", suppress_health_check=[HealthCheck.too_slow])
@@ -15,3 +19,46 @@ settings.load_profile("shared")
 settings.register_profile("ci", settings.get_profile("shared"), derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+LEVEL = "kernels_level"
+"""Property of a test that ran the kernels at another level than this process: the level's name."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure the machine while it does nothing else; xdist starts its workers afterwards."""
+    machine.slowness()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Every test's own limit is stretched like those inside it; the files that take longest come first.
+
+    Two workers take file after file in this order (``--no-loadscope-reorder``). Without it files of few tests come
+    last, which are those of real processes: one worker would be idle while the other is at the longest of all.
+    """
+    items.sort(key=lambda item: "e2e" not in item.path.parts)
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        seconds = marker.args[0] if marker else float(config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(machine.limit(seconds)), append=False)
+
+
+def pytest_report_header() -> list[str]:
+    """What ran these tests: a green run on one processor says little about the code for another."""
+    return [
+        f"processor: {machine.processor()}, {len(os.sched_getaffinity(0))} cores",
+        f"kernels: {machine.kernels()}",
+        f"limits: {machine.slowness():.2f} times those written in the tests, as measured here",
+    ]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Repeated where the result stands, with what only the end knows: the levels that nobody ran."""
+    tested = {
+        value
+        for report in terminalreporter.stats.get("passed", ())
+        for name, value in getattr(report, "user_properties", ())
+        if name == LEVEL
+    }
+    terminalreporter.section("kernels")
+    terminalreporter.line(f"{machine.processor()}: {machine.kernels()}")
+    terminalreporter.line(f"levels {machine.levels(tested)}")

@@ -12,12 +12,13 @@ import time
 import httpx
 import psutil
 import pytest
-from support.processes import Pair, free_ports, launched, pd_pair, wait_until
+from support.machine import limit
+from support.processes import ONE_THREAD, Pair, free_ports, launched, pd_pair, wait_until
 
 from pdserve.disaggregation.kv_manager import LEASE_SECONDS
 
 CHILDREN = ["worker", "scheduler", "tokenizer", "detokenizer", "http", "supervisor"]
-ERROR_SECONDS = 2.0
+ERROR_SECONDS = limit(2.0)
 
 
 class Load:
@@ -30,14 +31,14 @@ class Load:
         for thread in self.threads:
             thread.start()
         for _ in range(count):
-            assert self.streaming.acquire(timeout=30)
+            assert self.streaming.acquire(timeout=limit(30))
 
     def _stream(self, url: str) -> None:
         params = {"max_new_tokens": 1900, "ignore_eos": True, "temperature": 0}
         body = {"input_ids": [1, 2, 3], "sampling_params": params, "stream": True}
         end = "closed without a word"
         try:
-            with httpx.stream("POST", url + "/generate", json=body, timeout=60, trust_env=False) as response:
+            with httpx.stream("POST", url + "/generate", json=body, timeout=limit(60), trust_env=False) as response:
                 for i, line in enumerate(response.iter_lines()):
                     if i == 0:
                         self.streaming.release()
@@ -52,7 +53,7 @@ class Load:
     def join(self) -> None:
         """Wait for every client."""
         for thread in self.threads:
-            thread.join(60)
+            thread.join(limit(60))
             assert not thread.is_alive(), "a client hangs"
 
 
@@ -69,11 +70,11 @@ def kill_under_load(pair: Pair, victim_name: str, child: str) -> None:
     assert child in family, sorted(family)
     killed_at = time.monotonic()
     family[child].send_signal(signal.SIGKILL)
-    code = victim.process.wait(10)
+    code = victim.process.wait(limit(10))
     assert code != 0
     if child != "supervisor":
         assert f"process {child} was killed by SIGKILL" in victim.log()
-    _, alive = psutil.wait_procs(list(family.values()), timeout=5)
+    _, alive = psutil.wait_procs(list(family.values()), timeout=limit(5))
     assert not alive, f"orphans: {alive}"
     if victim_name == "decode":
         load.join()
@@ -84,7 +85,7 @@ def kill_under_load(pair: Pair, victim_name: str, child: str) -> None:
     body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
     response = pair.router.post("/generate", body)
     assert response.status_code in (502, 503), response.text
-    assert time.monotonic() - asked_at < ERROR_SECONDS + 0.5
+    assert time.monotonic() - asked_at < ERROR_SECONDS + limit(0.5)
     victim.start()
     victim.wait_healthy()
     wait_until(lambda: answers(pair), 10, "the router and its peer use the restarted instance")
@@ -133,7 +134,7 @@ def test_frozen_prefill_is_an_error_in_seconds_and_the_pair_heals_by_itself(tmp_
 
 
 def test_sigterm_drains_and_frees_the_port(tmp_path, tiny_args):
-    with launched(tmp_path, "unified", "server", *tiny_args) as server:
+    with launched(tmp_path, "unified", "server", *ONE_THREAD, *tiny_args) as server:
         server.wait_healthy()
         answer: dict = {}
         body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 300, "ignore_eos": True}}
@@ -145,15 +146,15 @@ def test_sigterm_drains_and_frees_the_port(tmp_path, tiny_args):
         refused = server.post("/generate", body)
         assert refused.status_code == 503
         assert "draining" in refused.text
-        client.join(60)
+        client.join(limit(60))
         assert answer["meta_info"]["completion_tokens"] == 300
-        assert server.process.wait(10) == 0
-    with launched(tmp_path, "again", "server", *tiny_args, port=server.port) as again:
+        assert server.process.wait(limit(10)) == 0
+    with launched(tmp_path, "again", "server", *ONE_THREAD, *tiny_args, port=server.port) as again:
         again.wait_healthy()
 
 
 def test_drain_waits_until_every_answer_is_out(tmp_path, tiny_args):
-    with launched(tmp_path, "unified", "server", *tiny_args) as server:
+    with launched(tmp_path, "unified", "server", *ONE_THREAD, *tiny_args) as server:
         server.wait_healthy()
         body = {
             "input_ids": [[i, 2, 3] for i in range(1, 33)],  # one batch, all of it ends in the same step
@@ -166,7 +167,7 @@ def test_drain_waits_until_every_answer_is_out(tmp_path, tiny_args):
         client.start()
         wait_until(lambda: server.info()["queues"]["running"] == 32, 10, "the batch runs")
         assert server.stop() == 0
-        client.join(30)
+        client.join(limit(30))
         assert answer[0].status_code == 200, answer[0].text[:300]
         assert [len(a["output_ids"]) for a in answer[0].json()] == [200] * 32
 
@@ -179,9 +180,9 @@ def test_host_that_is_no_host_fails_the_request_and_not_the_decode(tmp_path, tin
             response = pair.decode.client.post(pair.decode.url + "/abort_request", json={"abort_all": True})
             assert response.status_code == 200
             # The first is a spelling of 127.0.0.1: the prefill is reached, and waits for a request that never comes.
-            limit = 2 if i == 0 else 20
+            seconds = limit(2 if i == 0 else 20)
             with pytest.raises(httpx.TimeoutException) if i == 0 else contextlib.nullcontext():
-                response = pair.decode.client.post(pair.decode.url + "/generate", json=body, timeout=limit)
+                response = pair.decode.client.post(pair.decode.url + "/generate", json=body, timeout=seconds)
                 assert 400 <= response.status_code < 600
         assert pair.decode.is_healthy()
         wait_until(lambda: answers(pair), 10, "the pair serves on")
@@ -206,8 +207,8 @@ def test_an_instance_that_cannot_be_found_says_so_until_it_can(tmp_path, tiny_ar
 
 
 def test_port_in_use_is_said_before_anything_is_loaded(tmp_path, tiny_args):
-    with launched(tmp_path, "first", "server", *tiny_args) as first:
+    with launched(tmp_path, "first", "server", *ONE_THREAD, *tiny_args) as first:
         first.wait_healthy()
-        with launched(tmp_path, "second", "server", *tiny_args, port=first.port) as second:
-            assert second.process.wait(20) == 1
+        with launched(tmp_path, "second", "server", *ONE_THREAD, *tiny_args, port=first.port) as second:
+            assert second.process.wait(limit(20)) == 1
             assert "choose another address with --port" in second.log()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from support.processes import Launched, launched, pd_pair
+from support.processes import ONE_THREAD, Launched, launched, pd_pair
 
 TOKENS, INTERVAL = 40, 3
 PROMPTS = [[50 + i, 900, 77 * i + 5, 4000] for i in range(6)]
@@ -30,7 +30,7 @@ def told(answer: dict) -> dict:
 
 
 def test_a_pair_with_an_interval_gives_the_answers_of_a_server_without(tmp_path, tiny_args):
-    with launched(tmp_path, "unified", "server", *tiny_args) as unified:
+    with launched(tmp_path, "unified", "server", *ONE_THREAD, *tiny_args) as unified:
         unified.wait_healthy()
         plain = [told(unified.generate(**body(prompt))) for prompt in PROMPTS]
         stops = [answer["text"][20:24] for answer in plain]

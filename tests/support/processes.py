@@ -16,8 +16,16 @@ from pathlib import Path
 import httpx
 import psutil
 
+from .machine import limit
+
 STARTUP_SECONDS = 90.0
 STOP_SECONDS = 15.0
+ANSWER_SECONDS = 60.0
+ONE_THREAD = ("--threads", "1")
+"""Two test files run at a time: threads that wait for each other at every layer's barriers on cores that others use as
+well take many times as long as one."""
+# A connection for each request: one that is kept can be closed by the server just when the client uses it again.
+NO_REUSE = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 
 def free_ports(count: int) -> list[int]:
@@ -30,10 +38,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Poll until ``condition()`` is true; an AssertionError that names ``what`` after ``seconds``."""
-    deadline = time.monotonic() + seconds
+    """Poll until ``condition()`` is true; an AssertionError that names ``what`` after ``limit(seconds)``."""
+    deadline = time.monotonic() + limit(seconds)
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        assert time.monotonic() < deadline, f"not within {limit(seconds):.0f} s: {what}"
         time.sleep(0.02)
 
 
@@ -51,7 +59,9 @@ class Launched:
     python: str = sys.executable
     env: Mapping[str, str] | None = None
     process: subprocess.Popen[bytes] | None = None
-    client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=60.0, trust_env=False))
+    client: httpx.Client = field(
+        default_factory=lambda: httpx.Client(timeout=limit(ANSWER_SECONDS), limits=NO_REUSE, trust_env=False)
+    )
 
     @property
     def url(self) -> str:
@@ -113,7 +123,7 @@ class Launched:
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            return self.process.wait(STOP_SECONDS)
+            return self.process.wait(limit(STOP_SECONDS))
         except subprocess.TimeoutExpired:
             for process in self.family().values():
                 process.send_signal(signal.SIGUSR2)  # the log shows where each one hangs
@@ -171,7 +181,7 @@ def pd_pair(tmp: Path, backend: str, *args: str, router_args: Sequence[str] = ()
         servers = []
         for i, mode in enumerate(("prefill", "decode")):
             own = ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", backend]
-            own += ["--disaggregation-bootstrap-port", str(bootstrap), "--threads", "1"]
+            own += ["--disaggregation-bootstrap-port", str(bootstrap), *ONE_THREAD]
             own += ["--cpus", str(cores[i % len(cores)])]
             servers.append(stack.enter_context(launched(tmp, mode, "server", *own, *args)))
         prefill, decode = servers

@@ -12,7 +12,9 @@ import uvicorn
 from pdserve.router.app import make_app
 from pdserve.router.options import RouterOptions
 
-TIME_LIMIT = 10.0
+from .machine import limit
+
+TIME_LIMIT = limit(10.0)
 EVENT = b'data: {"text": "a"}\n\n'
 DONE = b"data: [DONE]\n\n"
 

@@ -18,6 +18,7 @@ import httpx
 import msgspec
 import pytest
 import zmq
+from support.machine import limit
 
 from pdserve.disaggregation.bootstrap import MAX_ROUTE_BYTES, Route
 from pdserve.disaggregation.bootstrap_client import LeaseKeeper, RouteFetcher
@@ -29,7 +30,7 @@ from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.web.bounded_protocol import MAX_CONNECTIONS
 
 LAYOUT = KVLayout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
-LIMIT = 20.0
+LIMIT = limit(20.0)
 SECRET = "told to this instance only"
 OWN = {"Authorization": f"Bearer {SECRET}"}
 

@@ -8,6 +8,7 @@ import sys
 
 import psutil
 import pytest
+from support.machine import limit
 
 INSTANCE = """
 import http.server, sys
@@ -81,7 +82,7 @@ def up():
         children = psutil.Process(cluster.process.pid).children() if cluster.process.poll() is None else []
         for process in (cluster.process, *children):
             process.kill()
-        cluster.process.communicate(timeout=10)
+        cluster.process.communicate(timeout=limit(10))
 
 
 def test_a_dead_process_is_started_again_on_its_port_and_one_signal_ends_all(up):
@@ -96,14 +97,14 @@ def test_a_dead_process_is_started_again_on_its_port_and_one_signal_ends_all(up)
     children = psutil.Process(cluster.process.pid).children()
     cluster.process.send_signal(signal.SIGTERM)
     cluster.until(r"\[up\] stopped")
-    assert cluster.process.wait(10) == 0
+    assert cluster.process.wait(limit(10)) == 0
     assert not any(child.is_running() for child in children)
 
 
 def test_a_death_during_start_up_ends_the_cluster(up):
     cluster = up(instance=BROKEN)
     cluster.until(r"unified-0 ended with exit code 3 while the cluster was starting")
-    assert cluster.process.wait(10) == 1
+    assert cluster.process.wait(limit(10)) == 1
     assert any(re.search(r"unified-0 +\| no model", line) for line in cluster.lines)
 
 
@@ -115,7 +116,7 @@ def test_a_process_that_keeps_dying_ends_the_cluster(up):
     cluster.until(r"router +\| serving")
     cluster.child(port).kill()
     cluster.until("router was killed by SIGKILL, for the 2nd time in a minute")
-    assert cluster.process.wait(10) == 1
+    assert cluster.process.wait(limit(10)) == 1
 
 
 def test_a_process_that_ignores_sigterm_is_killed(up):
@@ -124,5 +125,5 @@ def test_a_process_that_ignores_sigterm_is_killed(up):
     stubborn = cluster.child(cluster.ports()[0])
     os.kill(cluster.process.pid, signal.SIGINT)
     cluster.until("unified-0 did not end in time: killed")
-    assert cluster.process.wait(10) == 0
+    assert cluster.process.wait(limit(10)) == 0
     assert not stubborn.is_running()

@@ -16,6 +16,7 @@ import httpx
 import msgspec
 import pytest
 import zmq
+from support.machine import limit
 
 from pdserve.messages.channel import Receiver, Sender, ipc_address
 from pdserve.messages.control import Ready
@@ -75,7 +76,7 @@ def free_port() -> int:
 
 
 def test_serves_survives_strange_frames_and_ends_on_sigterm(tmp_path: Path) -> None:
-    with ring(tmp_path, free_port()) as it, ThreadPoolExecutor() as pool, httpx.Client(timeout=30) as client:
+    with ring(tmp_path, free_port()) as it, ThreadPoolExecutor() as pool, httpx.Client(timeout=limit(30)) as client:
         [ready] = it.supervisor.recv(TIMEOUT_MS)
         assert isinstance(ready, Ready)
         answer = pool.submit(client.post, it.url + "/generate", json={"text": "a"})
@@ -90,7 +91,7 @@ def test_serves_survives_strange_frames_and_ends_on_sigterm(tmp_path: Path) -> N
         it.next_request()
         it.process.terminate()
         assert waiting.result().status_code == 503
-        _, log = it.process.communicate(timeout=30)
+        _, log = it.process.communicate(timeout=limit(30))
         assert it.process.returncode == 0
         assert log.count("dropped a frame") == 2
         assert "Traceback" not in log
@@ -100,7 +101,7 @@ def test_a_port_in_use_ends_it_with_a_clear_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with ring(tmp_path, port) as it:
-            _, log = it.process.communicate(timeout=30)
+            _, log = it.process.communicate(timeout=limit(30))
             assert it.process.returncode == 1
             assert f"can't listen on 127.0.0.1:{port}" in log
             assert "Traceback" not in log

@@ -10,9 +10,11 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.machine import limit
 
 from pdserve.model_runner.kernels import build
 from pdserve.model_runner.kernels.build import ISA_VARIABLE, LEVELS, BuildError, Level, choose_level, levels_here
@@ -85,8 +87,10 @@ def test_a_refusal_of_the_compiler_is_repeated_until_asked_again(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # the first time, it compiles
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_kernels_pass_their_tests_at_each_lower_level(level: Level) -> None:
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
+def test_the_kernels_pass_their_tests_at_each_lower_level(
+    level: Level, record_property: Callable[[str, object], None]
+) -> None:
     here = levels_here()
     if level not in here:
         pytest.skip(f"this processor lacks {level.name}")
@@ -103,9 +107,10 @@ def test_the_kernels_pass_their_tests_at_each_lower_level(level: Level) -> None:
         cwd=HERE.parents[1],
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=limit(500),
         check=False,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout
     assert done.stdout.splitlines()[-1] == f"loaded: {path.name}"
+    record_property("kernels_level", level.name)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.gguf_names import quick_gguf_names
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -49,9 +50,9 @@ def make_reference(config: ModelConfig) -> LlamaForCausalLM:
             tie_word_embeddings=True,
         )
     ).eval()
-    tensors = load_gguf_checkpoint(str(resolve_model("smollm2").path), return_tensors=True, model_to_load=model)[
-        "tensors"
-    ]
+    file = str(resolve_model("smollm2").path)
+    with quick_gguf_names():
+        tensors = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"]
     missing, unexpected = model.load_state_dict({k: torch.as_tensor(v) for k, v in tensors.items()}, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
     return model

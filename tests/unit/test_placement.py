@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.machine import limit
 
 from pdserve.model_runner.placement import CROWDED_SPIN_US, SPIN_US, plan_placement
 from pdserve.runtime.cpu_list import PlacementError, format_cores, parse_cpus, parse_kernel_list
@@ -172,6 +173,6 @@ def test_compute_threads_get_a_core_each_and_others_none(count: int) -> None:
     if len(cores) < count:
         pytest.skip("this machine has one core")
     done = subprocess.run(
-        [sys.executable, "-c", BIND, ",".join(map(str, cores))], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", BIND, ",".join(map(str, cores))], capture_output=True, text=True, timeout=limit(60)
     )
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ import sys
 
 import psutil
 import pytest
+from support.machine import limit
 
 RUN = """
 import sys
@@ -38,13 +39,13 @@ def test_a_signal_ends_it_with_exit_code_0(port, number):
         assert any("is unhealthy" in line for line in process.stderr)
         assert psutil.Process(process.pid).cmdline()[0] == f"pdserve router:{port}"
         process.send_signal(number)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=limit(20))
     assert (out, process.returncode) == ("exit 0\n", 0), err
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_it(port):
     with socket.create_server(("127.0.0.1", port)), start(port) as process:
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=limit(20))
     assert out == "exit 1\n"
     assert str(port) in err
 
@@ -65,5 +66,5 @@ def test_it_dies_with_the_parent_that_it_is_tied_to(port):
         child = psutil.Process(int(parent.stdout.readline()))
         assert any("is unhealthy" in line for line in parent.stdout)
         parent.kill()
-        _, alive = psutil.wait_procs([child], timeout=10)
+        _, alive = psutil.wait_procs([child], timeout=limit(10))
     assert not alive

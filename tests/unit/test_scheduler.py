@@ -9,6 +9,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.machine import limit
 from support.sim import SimInstance, make_generate, make_options, reference_output
 
 from pdserve.messages.base import pack_i32, unpack_i32
@@ -292,5 +293,5 @@ def test_random_load(seed, pool, chunk, mixed, radix, overlap, policy, interval)
 
 def test_scheduler_process_imports_no_torch():
     code = "import sys, pdserve.scheduler.process; print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=limit(60))
     assert out.stdout.strip() == "[]"

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from support.machine import limit
 
 from pdserve.benchmark.errors import BenchOptionsError, ServerError
 from pdserve.benchmark.fake_worker import GATHER_SECONDS, TOKEN_IDS, FakeModel, StepRecord, ready_message
@@ -182,7 +183,7 @@ def test_cpu_time_of_a_child_is_found_under_its_command_line() -> None:
 def test_a_whole_measurement() -> None:
     argv = [sys.executable, "-m", "pdserve.benchmark.step_overhead"]
     argv += ["--batch", "2", "--step-ms", "1", "--seconds", "0", "--tokens", "20"]
-    out = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=90)
+    out = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=limit(90))
     assert (out.returncode, out.stderr) == (0, "")
     period, cpu = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.stdout.splitlines() if "│" in line]
     batch, step_ms, steps, mean, added, *_ = period

@@ -8,6 +8,7 @@ import sys
 import msgspec
 import pytest
 import zmq
+from support.machine import limit
 
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.channel import Receiver, Sender, ipc_address
@@ -57,7 +58,7 @@ class Child:
     def close(self):
         """End the child; returns what it logged."""
         self.process.send_signal(signal.SIGTERM)
-        _, log = self.process.communicate(timeout=10)
+        _, log = self.process.communicate(timeout=limit(10))
         for receiver in self.receivers.values():
             receiver.close()
         self.sender.close()
@@ -113,7 +114,7 @@ def test_detokenizer_process_serves_and_survives_what_is_not_declared(start):
 @pytest.mark.parametrize("name", MODULES)
 def test_a_tokenizer_that_is_not_there_ends_the_process_with_what_to_do(name, tmp_path):
     line = command(name, tmp_path, tokenizer_path=str(tmp_path / "nothing"))
-    result = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(line, capture_output=True, text=True, timeout=limit(60))
     assert result.returncode == 1
     assert "--tokenizer-path" in result.stderr
     assert "Traceback" not in result.stderr
@@ -127,5 +128,5 @@ def test_starting_up_imports_neither_torch_nor_transformers(module):
         "t.load_request_tokenizer(ServerOptions())\n"
         "print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=limit(60), check=True)
     assert result.stdout.strip() == "[]"

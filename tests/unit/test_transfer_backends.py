@@ -9,6 +9,7 @@ import time
 import msgspec
 import numpy as np
 import pytest
+from support.machine import limit
 
 from pdserve.disaggregation.backends import tcp
 from pdserve.disaggregation.backends.base import (
@@ -28,7 +29,7 @@ from pdserve.disaggregation.region import allocate_region
 
 PAGE = 4096
 PAGES = 8
-LIMIT = 10.0
+LIMIT = limit(10.0)
 BACKENDS = {"tcp": TcpBackend, "shm": ShmBackend}
 
 

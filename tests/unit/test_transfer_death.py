@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 import pytest
+from support.machine import limit
 
 from pdserve.disaggregation.backends.registry import make_backend
 from pdserve.disaggregation.backends.tcp import TcpBackend
@@ -20,7 +21,7 @@ from pdserve.messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, 
 
 PAGE = 64 << 10
 PAGES = 513
-LIMIT = 20.0
+LIMIT = limit(20.0)
 PAGE_LIST = pack_i32(range(1, PAGES))
 
 CHILD = """
@@ -115,7 +116,7 @@ def test_a_killed_writer_is_reported_once_after_its_last_write(start, kind):
     parent = start(kind)
     parent.let_child_write()
     os.kill(parent.child.pid, signal.SIGKILL)
-    assert parent.next(timeout=2) == PeerLinkDown("child")
+    assert parent.next(timeout=limit(2)) == PeerLinkDown("child")
     parent.pool[:] = ord("x")  # its pages are ours again
     parent.child.wait()
     parent.engine.submit(DisconnectPeer("nobody"))
@@ -129,8 +130,8 @@ def test_a_killed_receiver_ends_its_rooms_at_once(start, kind):
     parent.send(1, last=False)
     os.kill(parent.child.pid, signal.SIGKILL)
     # In this order: whoever hears that the room failed must know already that the peer can't be relied on.
-    assert parent.next(timeout=2) == PeerLinkDown("child")
-    ended = parent.next(timeout=2)
+    assert parent.next(timeout=limit(2)) == PeerLinkDown("child")
+    ended = parent.next(timeout=limit(2))
     assert isinstance(ended, SendEnded)
     assert ended.error
     parent.send(2)
@@ -167,7 +168,7 @@ def test_a_frozen_tcp_writer_is_cut_off_at_once(start):
     parent.let_child_write()
     parent.freeze_child()
     parent.engine.submit(DisconnectPeer("child"))
-    assert parent.next(timeout=2) == PeerLinkDown("child")
+    assert parent.next(timeout=limit(2)) == PeerLinkDown("child")
     parent.pool[:] = ord("x")
     os.kill(parent.child.pid, signal.SIGCONT)
     parent.engine.submit(DisconnectPeer("nobody"))
@@ -180,6 +181,6 @@ def test_a_frozen_tcp_receiver_ends_its_rooms_after_the_stall_limit(start):
     parent.connect_child()
     parent.freeze_child()
     parent.send(1)
-    assert parent.next(timeout=5) == PeerLinkDown("child")
+    assert parent.next(timeout=limit(5)) == PeerLinkDown("child")
     assert "does not answer" in parent.next().error
     assert parent.events.empty()

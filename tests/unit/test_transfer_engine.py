@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 import xxhash
+from support.machine import limit
 
 from pdserve.disaggregation import transfer_engine
 from pdserve.disaggregation.backends.base import LinkUp, TransferBackend, WriteHandle, WriteState
@@ -29,7 +30,7 @@ from pdserve.messages.worker import (
 
 PAGE = 1024
 PAGES = 400
-LIMIT = 10.0
+LIMIT = limit(10.0)
 
 
 class Node:

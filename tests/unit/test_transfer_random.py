@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import xxhash
+from support.machine import limit
 
 from pdserve.disaggregation import transfer_engine
 from pdserve.disaggregation.region import allocate_region
@@ -25,7 +26,7 @@ from pdserve.messages.worker import (
 
 PAGE = 4096
 PAGES = 2001
-LIMIT = 20.0
+LIMIT = limit(20.0)
 CANARY = 0xA5
 OPERATIONS = 150
 

@@ -1,0 +1,109 @@
+"""The machine that runs the tests: what it is, which kernels it runs, and how slow it is.
+
+A limit in a test tells a hang from slow work. Written for one machine it fails on a slower one, and written for the
+slowest it notices a hang late: so every limit goes through ``limit()``, which stretches it by one measured factor.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+
+from pdserve.model_runner.kernels.build import LEVELS, BuildError, choose_level, levels_here
+from pdserve.model_runner.kernels.library import fetch_hint
+
+VARIABLE = "PDSERVE_TEST_SLOWNESS"
+"""How the process that measures tells those that it starts: xdist's workers, and tests in processes of their own."""
+MOST = 10.0
+"""Beyond this, something is wrong with the machine and no limit helps."""
+# Seconds of each piece of work below on two cores of a Cascade Lake Xeon at 2.5 GHz, for which the limits were written.
+INTERPRETER_SECONDS, MEMORY_SECONDS, ARITHMETIC_SECONDS = 0.040, 0.0060, 0.060
+N, K = 28800, 576
+"""A weight of 66 MB in float32, more than most caches hold."""
+
+
+def limit(seconds: float) -> float:
+    """``seconds`` as this machine needs them: as they are on a fast one, more on a slow one."""
+    return seconds * slowness()
+
+
+@cache
+def slowness() -> float:
+    """At least 1; measured once in a run, by the first process that asks, before it starts others."""
+    if VARIABLE not in os.environ:
+        os.environ[VARIABLE] = f"{min(MOST, max(1.0, *measured())):.2f}"
+    return float(os.environ[VARIABLE])
+
+
+def measured() -> tuple[float, float, float]:
+    """Python, a product bound by memory, one bound by arithmetic: how much longer each takes than it should."""
+    vector, matrix = products()
+    return (
+        best(lambda: sum(i * i for i in range(500_000))) / INTERPRETER_SECONDS,
+        best(vector) / MEMORY_SECONDS,
+        best(matrix) / ARITHMETIC_SECONDS,
+    )
+
+
+def products() -> tuple[Callable[[], object], Callable[[], object]]:
+    """1 and 64 rows times a weight, by the kernels that the servers use; without kernels by torch, as they do."""
+    import torch
+
+    from pdserve.model_runner.kernels.single_kernels import PackedWeight
+
+    weight, rows = torch.ones(N, K), torch.ones(64, K)
+    try:
+        multiply = PackedWeight(weight, N, K, torch.float32).multiply
+    except BuildError:
+
+        def multiply(a: torch.Tensor) -> torch.Tensor:
+            return a @ weight.T
+
+    return lambda: multiply(rows[:1]), lambda: multiply(rows)
+
+
+def best(work: Callable[[], object]) -> float:
+    """Seconds of the fastest of five runs: what others take of the machine in passing is not its speed."""
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name as the system gives it."""
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.is_file() else ():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return "unknown processor"
+
+
+def kernels() -> str:
+    """The level that the kernels run at in this process and its children, and how they fetch weights."""
+    try:
+        return f"{choose_level().name}, weights fetched with hint {fetch_hint().name.lower().replace('_', '-')}"
+    except BuildError as e:
+        return f"none ({str(e).splitlines()[0]})"
+
+
+def levels(tested: Iterable[str]) -> str:
+    """Which levels ran, which could have and which can't; ``tested`` names those that ran beside the chosen one."""
+    try:
+        ran = {choose_level().name, *tested}
+    except BuildError:
+        ran = set(tested)
+    here = [level.name for level in levels_here()]
+    return "; ".join(
+        f"{what}: {', '.join(names) or 'none'}"
+        for what, names in (
+            ("run", [name for name in here if name in ran]),
+            ("not run, though this processor can", [name for name in here if name not in ran]),
+            ("beyond this processor", [level.name for level in LEVELS if level.name not in here]),
+        )
+    )
