@@ -25,6 +25,7 @@ FLOAT32 = ("--dtype", "float32")
 WAYS = [PROMPTS.index(prompt) for prompt in (FRANCE, STACK, HAIKU, WEATHER, FAMILY, FOX)]
 """Less than a page and several, text, code, a chat, characters of several tokens; the last one fills five chunks of 64
 tokens and twenty pages."""
+OTHERS = [prompt for i, prompt in enumerate(PROMPTS) if i not in WAYS]
 CHUNKED = ("--chunked-prefill-size", "64")
 
 pytestmark = pytest.mark.timeout(300)
@@ -133,13 +134,17 @@ def test_pool_so_small_that_requests_are_retracted(tmp_path, prompt_ids, referen
 
 
 @pytest.mark.parametrize(
-    ("backend", "longest", "args"),
-    # tcp: a prompt of 2,000 tokens in the usual chunks; shm: the usual prompts in small ones.
-    [("tcp", [LONG], ()), ("shm", [], CHUNKED)],
-    ids=["tcp", "shm"],
+    ("backend", "more", "args"),
+    # tcp: a prompt of 2,000 tokens in the usual chunks; shm: the usual prompts in small ones. Then all of them.
+    [
+        pytest.param("tcp", [LONG], (), id="tcp"),
+        pytest.param("shm", [], CHUNKED, id="shm"),
+        pytest.param("tcp", OTHERS, (), id="tcp-all", marks=pytest.mark.slow),
+        pytest.param("shm", OTHERS, (), id="shm-all", marks=pytest.mark.slow),
+    ],
 )
-def test_disaggregated(tmp_path, prompt_ids, reference, backend, longest, args):
-    indices = [*WAYS, *map(PROMPTS.index, longest)]
+def test_disaggregated(tmp_path, prompt_ids, reference, backend, more, args):
+    indices = [*WAYS, *map(PROMPTS.index, more)]
     prompts = chosen(indices, prompt_ids)
     with pd_pair(tmp_path, backend, *FLOAT32, *args) as pair:
         first = answers(pair.router, prompts, 4)
