@@ -13,7 +13,7 @@ namespace {
 
 // Up to this many tokens a pass streams weights by columns; beyond, it walks blocks of this many tokens.
 constexpr int64_t kColumnTokens = 48;
-constexpr int64_t kBlockTokens = 96;
+constexpr int64_t kBlockTokens = kTileRows;
 // Up to this many tokens every thread normalises all of them, which is cheaper than another barrier.
 constexpr int64_t kRedundantTokens = 8;
 // What a thread fetches of its next product's weights before it waits for the others.
@@ -27,8 +27,6 @@ struct Range {
 };
 
 Range share(int64_t total, int tid, int size) { return {total * tid / size, total * (tid + 1) / size}; }
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Columns {
   Vec left, right;
@@ -59,7 +57,8 @@ class Engine final : public EngineBase {
       const int64_t widest = kBlockTokens * std::max({c_.hidden, att_stride_, c_.inner}), runs = ceil_div(widest, kRun);
       own_.push_back({arena_.allocate<T>(kBlockTokens * c_.hidden),
                       arena_.allocate<T>(kBlockTokens * inner_stride_),
-                      {arena_.allocate<int8_t>(widest), arena_.allocate<float>(runs), arena_.allocate<int32_t>(runs), 0}});
+                      {arena_.allocate<int8_t>(widest), arena_.allocate<float>(runs), arena_.allocate<int32_t>(runs), 0},
+                      arena_.allocate<float>(kTileRows * dense_scratch_stride(std::max({c_.hidden, att_stride_, c_.inner})))});
     }
     reserve(kFirstTokens);
   }
@@ -126,6 +125,7 @@ class Engine final : public EngineBase {
     T* normed;
     T* inner;
     QuantizedRows quantized;
+    float* wide;
   };
 
   // One thread's part in a pass, or in the rest of one that goes on with fewer tokens.
@@ -394,43 +394,44 @@ class Engine final : public EngineBase {
   template <class Finish>
   void multiply(const PackedLinear& weight, const Worker& w, const T* a, int64_t stride, int64_t rows, Range panels,
                 Finish&& finish) {
-    if (weight.format == Format::kDense) {
-      multiply_panels(weight, w, rows, panels, finish, [&](Range m, int64_t p, Stream stream, float* tile) {
-        const T* panel = reinterpret_cast<const T*>(weight.panel(p));
-        multiply_dense_panel(a + m.begin * stride, stride, static_cast<int>(m.size()), panel, weight.k, stream, tile);
-      });
-      return;
-    }
-    // Every thread rounds the rows that it needs for itself: that is cheaper than to meet once more.
-    QuantizedRows& q = own_[w.tid].quantized;
-    q.k = weight.k;
-    for (int64_t first = 0; first < rows; first += kBlockTokens) {
-      const int64_t size = std::min(kBlockTokens, rows - first);
-      quantize_rows(a + first * stride, stride, size, q);
+    Own& own = own_[w.tid];
+    const int64_t chunks = ceil_div(rows, kTileRows);
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      const int64_t first = rows * chunk / chunks, size = rows * (chunk + 1) / chunks - first;
       const auto from_first = [&](int64_t m, int64_t panel, Columns y) { finish(first + m, panel, y); };
-      multiply_panels(weight, w, size, panels, from_first, [&](Range m, int64_t p, Stream stream, float* tile) {
-        const int count = static_cast<int>(m.size());
-        multiply_quantized_panel(weight.format, q, m.begin, count, weight.panel(p), stream, tile);
-      });
+      const T* from = a + first * stride;
+      if (weight.format == Format::kDense) {
+        const DenseRows dense = prepare_dense(from, stride, size, weight.k, own.wide);
+        multiply_panels(weight, w, size, panels, from_first, [&](int64_t p, float* tile) {
+          multiply_dense_panel(dense, static_cast<int>(size), reinterpret_cast<const T*>(weight.panel(p)), weight.k, tile);
+        });
+      } else {
+        own.quantized.k = weight.k;
+        quantize_rows(from, stride, size, own.quantized);
+        multiply_panels(weight, w, size, panels, from_first, [&](int64_t p, float* tile) {
+          const int64_t blocks = ceil_div(size, kMaxRows);
+          for (int64_t b = 0; b < blocks; ++b) {
+            const int64_t begin = size * b / blocks, count = size * (b + 1) / blocks - begin;
+            multiply_quantized_panel(weight.format, own.quantized, begin, static_cast<int>(count), weight.panel(p),
+                                     stream_of(weight.panel_bytes, b, blocks), tile + begin * kPanel);
+          }
+        });
+      }
     }
   }
 
-  // `product(rows, panel, stream, tile)` computes a block of at most kMaxRows rows.
+  // `product(panel, tile)` computes a panel of all rows.
   template <class Finish, class Product>
   void multiply_panels(const PackedLinear& weight, const Worker& w, int64_t rows, Range panels, Finish&& finish,
                        Product&& product) {
-    alignas(64) float tile[kMaxRows * kPanel];
-    const int64_t blocks = ceil_div(rows, kMaxRows);
+    alignas(64) float tile[kTileRows * kPanel];
     for (int64_t p = panels.begin; p < panels.end; ++p) {
       const float* bias = weight.bias == nullptr ? nullptr : weight.bias + p * kPanel;
       const Columns add = bias == nullptr ? Columns{zero(), zero()} : Columns{load(bias), load(bias + kLanes)};
-      for (int64_t b = 0; b < blocks; ++b) {
-        const Range m{rows * b / blocks, rows * (b + 1) / blocks};
-        product(m, p, stream_of(weight.panel_bytes, b, blocks), tile);
-        const float* y = tile;
-        for (int64_t i = m.begin; i < m.end; ++i, y += kPanel) {
-          finish(i, p, Columns{load(y) + add.left, load(y + kLanes) + add.right});
-        }
+      product(p, tile);
+      const float* y = tile;
+      for (int64_t i = 0; i < rows; ++i, y += kPanel) {
+        finish(i, p, Columns{load(y) + add.left, load(y + kLanes) + add.right});
       }
     }
     if (weight.next != nullptr && w.tokens <= kColumnTokens) {
