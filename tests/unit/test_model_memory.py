@@ -98,10 +98,10 @@ def test_host_memory_in_a_version_1_group(tmp_path: Path) -> None:
     assert host_memory(proc, tmp_path / "cg") == Memory(6 * GIB, 5 * GIB)
 
 
-def test_dtype_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtype_auto_is_the_same_on_every_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr("pdserve.model_runner.device.cpu_flags", lambda: {"avx2", "avx512_bf16"})
-    assert choose_dtype("auto", cpu) == torch.bfloat16
-    monkeypatch.setattr("pdserve.model_runner.device.cpu_flags", lambda: {"avx2"})
-    assert choose_dtype("auto", cpu) == torch.float32
+    for flags in ({"avx2", "avx512_bf16"}, {"avx2"}, set[str]()):
+        monkeypatch.setattr("pdserve.model_runner.device.cpu_flags", lambda flags=flags: flags)
+        assert choose_dtype("auto", cpu) == torch.bfloat16
+    assert choose_dtype("float32", cpu) == torch.float32
     assert choose_dtype("float16", cpu) == torch.float16

@@ -67,8 +67,8 @@ DenseRows prepare_dense(const T* a, int64_t stride, int64_t count, int64_t k, fl
 template <class T>
 void multiply_dense_panel(const DenseRows& rows, int count, const T* panel, int64_t k, float* tile);
 
-// Which bytes a block fetches from memory while it computes: it starts `offset` bytes after the panel that it multiplies
-// with, and takes `part` of as many bytes as it reads. Panels lie one after another.
+// Which bytes a block of a quantised product fetches from memory while it computes: it starts `offset` bytes after the
+// panel that it multiplies with, and takes `part` of as many bytes as it reads. Panels lie one after another.
 struct Stream {
   int64_t offset;
   enum Part { kNone, kHalf, kAll } part;

@@ -2,14 +2,14 @@
 //
 // For each pair of types (A of the activations, W of the weights) that a level can multiply there is
 //   template <FetchHint H, int R> void block(const A* a, int64_t stride, const W* panel, int64_t k, Ahead ahead,
-//                                            float* tile, Sum sum)
-// for R in [1, kBlockRows<A>]; `passes<A>(R)` says how often it goes through the panel. Every level has
-//   float x float    panel is [k][kPanel]
-// and either, with instructions for products of bfloat16,
-//   bf16 x bf16      panel is [k / 2][kPanel][2]
-// or, without,
-//   float x bf16     the same panel, widened in registers
-//   widen(words, k, floats)   which turns it into [k][kPanel] for float x float
+//                                            float* tile, bool add)
+// for R in [1, kBlockRows], which adds to the tile or overwrites it; it goes `passes(R)` times through the panel, in a
+// loop of which each step reads kStepBytes. Every level has
+//   float x float    the panel is [k][kPanel]
+// and one of
+//   bf16 x bf16      the panel is [k / 2][kPanel][2]
+//   float x bf16     the same panel, its weights widened in registers: two operations of integers for the products of a
+//                    block of rows, which cost nothing beside them; a panel widened once for all blocks is no faster
 // `Factor<T>` is the type that activations of type T must have to be multiplied with weights of type T.
 #pragma once
 
@@ -18,15 +18,10 @@
 
 namespace pdserve {
 
-// What a block does with what is in `tile`.
-enum class Sum {
-  kFirst,   // nothing: the tile is overwritten
-  kGoOn,    // goes on adding to it, one chain of additions with that of the block before
-  kAddPart  // adds the block's own sum to it, once
-};
+constexpr int64_t kStepBytes = 128;
 
-// What a block asks of memory while it computes: lines from `next` on, `step` bytes for each step of its loop along the
-// panel, which reads 128 bytes. Two lines at most; less is to ask for the same line again.
+// What a block asks of memory while it computes: lines from `next` on, `step` bytes for each step of its loop. Two
+// lines at most; less is to ask for the same line again.
 struct Ahead {
   const char* next;
   int64_t step;

@@ -6,26 +6,23 @@
 
 namespace pdserve {
 
-template <class A>
 constexpr int kBlockRows = 6;
 
-template <class A>
-constexpr int passes(int rows) {
+inline constexpr int passes(int rows) {
   return rows > 3 ? 2 : 1;
 }
 
-// The sums of R rows of C registers of columns. The loops are unrolled by pragma: the compiler would do it by itself, but
-// only after it has decided that the sums are an array and live in memory.
+// The sums of R rows of C registers of columns. The loops are unrolled by pragma: the compiler would do it by itself,
+// but only after it has decided that the sums are an array and live in memory.
 template <int R, int C>
 struct Sums {
   __m256 at[R][C];
 
-  Sums(const float* tile, Sum sum) {
-    const bool go_on = sum == Sum::kGoOn;
+  Sums() {
 #pragma GCC unroll 16
     for (int m = 0; m < R; ++m) {
 #pragma GCC unroll 4
-      for (int c = 0; c < C; ++c) at[m][c] = go_on ? _mm256_loadu_ps(tile + m * kPanel + c * 8) : _mm256_setzero_ps();
+      for (int c = 0; c < C; ++c) at[m][c] = _mm256_setzero_ps();
     }
   }
 
@@ -35,8 +32,7 @@ struct Sums {
     for (int c = 0; c < C; ++c) at[m][c] = _mm256_fmadd_ps(x, b[c], at[m][c]);
   }
 
-  void leave(float* tile, Sum sum) const {
-    const bool add = sum == Sum::kAddPart;
+  void leave(float* tile, bool add) const {
 #pragma GCC unroll 16
     for (int m = 0; m < R; ++m, tile += kPanel) {
 #pragma GCC unroll 4
@@ -49,10 +45,10 @@ struct Sums {
 
 // Of `panel` and `tile` the part that begins at their pointers and is C registers wide.
 template <FetchHint H, int R, int C>
-void part(const float* a, int64_t stride, const float* panel, int64_t k, Ahead ahead, float* tile, Sum sum) {
+void part(const float* a, int64_t stride, const float* panel, int64_t k, Ahead ahead, float* tile, bool add) {
   Fetch<H> fetch(ahead);
   RowPointers<float, R> rows(a, stride);
-  Sums<R, C> sums(tile, sum);
+  Sums<R, C> sums;
   for (int64_t i = 0; i < k; ++i, panel += kPanel, rows.advance(1)) {
     fetch();
     __m256 b[C];
@@ -61,7 +57,7 @@ void part(const float* a, int64_t stride, const float* panel, int64_t k, Ahead a
 #pragma GCC unroll 16
     for (int m = 0; m < R; ++m) sums.add(m, *rows.row(m), b);
   }
-  sums.leave(tile, sum);
+  sums.leave(tile, add);
 }
 
 inline __m256i load_pairs(const bf16* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
@@ -73,10 +69,10 @@ inline __m256 odd_of(__m256i pairs) {
 }
 
 template <FetchHint H, int R, int C>
-void part(const float* a, int64_t stride, const bf16* panel, int64_t k, Ahead ahead, float* tile, Sum sum) {
+void part(const float* a, int64_t stride, const bf16* panel, int64_t k, Ahead ahead, float* tile, bool add) {
   Fetch<H> fetch(ahead);
   RowPointers<float, R> rows(a, stride);
-  Sums<R, C> sums(tile, sum);
+  Sums<R, C> sums;
   for (int64_t i = 0; i < k; i += 2, panel += 2 * kPanel, rows.advance(2)) {
     fetch();
     __m256 b[C];
@@ -89,29 +85,18 @@ void part(const float* a, int64_t stride, const bf16* panel, int64_t k, Ahead ah
 #pragma GCC unroll 16
     for (int m = 0; m < R; ++m) sums.add(m, rows.row(m)[1], b);
   }
-  sums.leave(tile, sum);
+  sums.leave(tile, add);
 }
 
 template <FetchHint H, int R, class W>
-void block(const float* a, int64_t stride, const W* panel, int64_t k, Ahead ahead, float* tile, Sum sum) {
-  if constexpr (passes<float>(R) == 1) {
-    part<H, R, 4>(a, stride, panel, k, ahead, tile, sum);
+void block(const float* a, int64_t stride, const W* panel, int64_t k, Ahead ahead, float* tile, bool add) {
+  if constexpr (passes(R) == 1) {
+    part<H, R, 4>(a, stride, panel, k, ahead, tile, add);
   } else {
     constexpr int kGroup = 4 / sizeof(W);
     const int64_t step = ahead.step / 2, steps = k / kGroup;
-    part<H, R, 2>(a, stride, panel, k, {ahead.next, step}, tile, sum);
-    part<H, R, 2>(a, stride, panel + kPanel / 2 * kGroup, k, {ahead.next + step * steps, step}, tile + kPanel / 2, sum);
-  }
-}
-
-inline void widen(const bf16* words, int64_t k, float* floats) {
-  for (int64_t i = 0; i < k; i += 2, words += 2 * kPanel, floats += 2 * kPanel) {
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; ++c) {
-      const __m256i pairs = load_pairs(words + c * 16);
-      _mm256_storeu_ps(floats + c * 8, even_of(pairs));
-      _mm256_storeu_ps(floats + kPanel + c * 8, odd_of(pairs));
-    }
+    part<H, R, 2>(a, stride, panel, k, {ahead.next, step}, tile, add);
+    part<H, R, 2>(a, stride, panel + kPanel / 2 * kGroup, k, {ahead.next + step * steps, step}, tile + kPanel / 2, add);
   }
 }
 

@@ -5,11 +5,9 @@
 
 namespace pdserve {
 
-template <class A>
 constexpr int kBlockRows = 12;
 
-template <class A>
-constexpr int passes(int) {
+inline constexpr int passes(int) {
   return 1;
 }
 
@@ -19,13 +17,9 @@ template <int R>
 struct Sums {
   __m512 left[R], right[R];
 
-  Sums(const float* tile, Sum sum) {
-    const bool go_on = sum == Sum::kGoOn;
+  Sums() {
 #pragma GCC unroll 16
-    for (int m = 0; m < R; ++m) {
-      left[m] = go_on ? _mm512_loadu_ps(tile + m * kPanel) : _mm512_setzero_ps();
-      right[m] = go_on ? _mm512_loadu_ps(tile + m * kPanel + 16) : _mm512_setzero_ps();
-    }
+    for (int m = 0; m < R; ++m) left[m] = right[m] = _mm512_setzero_ps();
   }
 
   void add(int m, float a, __m512 b0, __m512 b1) {
@@ -34,10 +28,9 @@ struct Sums {
     right[m] = _mm512_fmadd_ps(x, b1, right[m]);
   }
 
-  void leave(float* tile, Sum sum) const {
+  void leave(float* tile, bool add) const {
 #pragma GCC unroll 16
     for (int m = 0; m < R; ++m, tile += kPanel) {
-      const bool add = sum == Sum::kAddPart;
       _mm512_storeu_ps(tile, add ? _mm512_add_ps(_mm512_loadu_ps(tile), left[m]) : left[m]);
       _mm512_storeu_ps(tile + 16, add ? _mm512_add_ps(_mm512_loadu_ps(tile + 16), right[m]) : right[m]);
     }
@@ -45,17 +38,17 @@ struct Sums {
 };
 
 template <FetchHint H, int R>
-void block(const float* a, int64_t stride, const float* panel, int64_t k, Ahead ahead, float* tile, Sum sum) {
+void block(const float* a, int64_t stride, const float* panel, int64_t k, Ahead ahead, float* tile, bool add) {
   Fetch<H> fetch(ahead);
   RowPointers<float, R> rows(a, stride);
-  Sums<R> sums(tile, sum);
+  Sums<R> sums;
   for (int64_t i = 0; i < k; ++i, panel += kPanel, rows.advance(1)) {
     fetch();
     const __m512 b0 = _mm512_loadu_ps(panel), b1 = _mm512_loadu_ps(panel + 16);
 #pragma GCC unroll 16
     for (int m = 0; m < R; ++m) sums.add(m, *rows.row(m), b0, b1);
   }
-  sums.leave(tile, sum);
+  sums.leave(tile, add);
 }
 
 inline __m512 even_of(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
@@ -65,10 +58,10 @@ inline __m512 odd_of(__m512i pairs) {
 }
 
 template <FetchHint H, int R>
-void block(const float* a, int64_t stride, const bf16* panel, int64_t k, Ahead ahead, float* tile, Sum sum) {
+void block(const float* a, int64_t stride, const bf16* panel, int64_t k, Ahead ahead, float* tile, bool add) {
   Fetch<H> fetch(ahead);
   RowPointers<float, R> rows(a, stride);
-  Sums<R> sums(tile, sum);
+  Sums<R> sums;
   for (int64_t i = 0; i < k; i += 2, panel += 2 * kPanel, rows.advance(2)) {
     fetch();
     const __m512i b0 = _mm512_loadu_si512(panel), b1 = _mm512_loadu_si512(panel + kPanel);
@@ -78,17 +71,7 @@ void block(const float* a, int64_t stride, const bf16* panel, int64_t k, Ahead a
 #pragma GCC unroll 16
     for (int m = 0; m < R; ++m) sums.add(m, rows.row(m)[1], odd0, odd1);
   }
-  sums.leave(tile, sum);
-}
-
-inline void widen(const bf16* words, int64_t k, float* floats) {
-  for (int64_t i = 0; i < k; i += 2, words += 2 * kPanel, floats += 2 * kPanel) {
-    const __m512i b0 = _mm512_loadu_si512(words), b1 = _mm512_loadu_si512(words + kPanel);
-    _mm512_storeu_ps(floats, even_of(b0));
-    _mm512_storeu_ps(floats + 16, even_of(b1));
-    _mm512_storeu_ps(floats + kPanel, odd_of(b0));
-    _mm512_storeu_ps(floats + kPanel + 16, odd_of(b1));
-  }
+  sums.leave(tile, add);
 }
 
 }  // namespace pdserve

@@ -11,9 +11,9 @@ template <class T>
 using Factor = T;
 
 template <FetchHint H, int R>
-void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, Ahead ahead, float* tile, Sum sum) {
+void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, Ahead ahead, float* tile, bool add) {
   Fetch<H> fetch(ahead);
-  Sums<R> sums(tile, sum);
+  Sums<R> sums;
   for (int64_t i = 0; i < k; i += 2, panel += 2 * kPanel) {
     fetch();
     const __m512bh b0 = (__m512bh)_mm512_loadu_si512(panel), b1 = (__m512bh)_mm512_loadu_si512(panel + kPanel);
@@ -26,7 +26,7 @@ void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, Ahead ah
       sums.right[m] = _mm512_dpbf16_ps(sums.right[m], both, b1);
     }
   }
-  sums.leave(tile, sum);
+  sums.leave(tile, add);
 }
 
 }  // namespace pdserve
