@@ -19,6 +19,7 @@ namespace pdserve {
 
 constexpr int kPanel = 32;     // columns of a panel
 constexpr int kMaxRows = 12;   // rows of a block of a quantised product
+constexpr int kProducts = 5;   // kinds of products in a pass
 constexpr int kTileRows = 96;  // rows that a thread takes past a panel before it goes on to the next
 
 // How the weights of a linear layer are stored; part of the interface to Python.
@@ -26,6 +27,8 @@ enum class Format : int32_t { kDense = 0, kQ4_0 = 1, kQ4_1 = 2, kQ8_0 = 3 };
 
 struct PackedLinear {
   Format format = Format::kDense;
+  int product = 0;    // which of a pass's products this is, below kProducts
+  double effort = 1;  // see work_grid.h
   int64_t k = 0;
   int64_t panels = 0;
   size_t panel_bytes = 0;
@@ -35,6 +38,11 @@ struct PackedLinear {
 
   const uint8_t* panel(int64_t index) const { return data + index * panel_bytes; }
 };
+
+// What a product takes (work_grid.h).
+template <class T>
+double dense_effort();
+constexpr double kQuantizedEffort = 0.5;
 
 // Bytes of a packed dense panel; k is even.
 template <class T>

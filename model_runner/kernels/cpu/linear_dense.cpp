@@ -74,6 +74,11 @@ void multiply(const DenseRows& rows, int count, const W* panel, int64_t k, int64
 }  // namespace
 
 template <class T>
+double dense_effort() {
+  return kEffort<Factor<T>>;
+}
+
+template <class T>
 void pack_dense_panel(const T* source, int64_t k, const int32_t* rows, T* panel) {
   constexpr int group = kGroup<T>;
   for (int64_t i = 0; i < k; i += group) {
@@ -102,6 +107,8 @@ void multiply_dense_panel(const DenseRows& rows, int count, const T* panel, int6
   multiply<Factor<T>>(rows, count, panel, k, sizeof(T) == 2 ? k : kFloatPart, tile);
 }
 
+template double dense_effort<bf16>();
+template double dense_effort<float>();
 template void pack_dense_panel(const bf16*, int64_t, const int32_t*, bf16*);
 template void pack_dense_panel(const float*, int64_t, const int32_t*, float*);
 template DenseRows prepare_dense(const bf16*, int64_t, int64_t, int64_t, float*);

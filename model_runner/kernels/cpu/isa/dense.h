@@ -10,6 +10,8 @@
 //   bf16 x bf16      the panel is [k / 2][kPanel][2]
 //   float x bf16     the same panel, its weights widened in registers: two operations of integers for the products of a
 //                    block of rows, which cost nothing beside them; a panel widened once for all blocks is no faster
+// `kEffort<A>` says what they cost (work_grid.h).
+//
 // `Factor<T>` is the type that activations of type T must have to be multiplied with weights of type T.
 #pragma once
 

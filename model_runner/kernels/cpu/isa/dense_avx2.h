@@ -8,6 +8,9 @@ namespace pdserve {
 
 constexpr int kBlockRows = 6;
 
+template <class A>
+constexpr double kEffort = 2;
+
 inline constexpr int passes(int rows) {
   return rows > 3 ? 2 : 1;
 }

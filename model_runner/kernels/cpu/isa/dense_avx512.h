@@ -7,6 +7,9 @@ namespace pdserve {
 
 constexpr int kBlockRows = 12;
 
+template <class A>
+constexpr double kEffort = 1;
+
 inline constexpr int passes(int) {
   return 1;
 }

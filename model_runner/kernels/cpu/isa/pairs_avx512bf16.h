@@ -10,6 +10,9 @@ namespace pdserve {
 template <class T>
 using Factor = T;
 
+template <>
+inline constexpr double kEffort<bf16> = 0.5;
+
 template <FetchHint H, int R>
 void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, Ahead ahead, float* tile, bool add) {
   Fetch<H> fetch(ahead);
