@@ -13,7 +13,6 @@ from ..runtime.machine.memory import Memory, host_memory
 
 log = logging.getLogger(__name__)
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
-BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def choose_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
@@ -24,13 +23,17 @@ def choose_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def choose_dtype(name: DTypeName, device: torch.device) -> torch.dtype:
-    """The type of weights and activations: bfloat16 where the device multiplies in it, unless told otherwise."""
+    """The type of weights and activations: bfloat16 unless told otherwise, but for GPUs that don't compute in it.
+
+    Processors without products of bfloat16 store it all the same, half the bytes of float32, and widen it as they
+    multiply; and hosts of any kind can hand over to each other.
+    """
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    return torch.bfloat16 if cpu_flags() & BF16_FLAGS else torch.float32
+    return torch.bfloat16
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:

@@ -86,7 +86,7 @@ class ServerOptions:
     stream_interval
         A streaming client gets its first token at once, then news every so many tokens; the end always at once.
     dtype
-        Type of weights and activations; auto takes bfloat16 where the processor computes in it, float32 elsewhere.
+        Type of weights and activations; auto takes bfloat16 (float16 on a GPU without it).
     quantization
         Linear layers' weights: as dtype says (none), a GGUF file's own blocks (gguf), rounded at start (int8, int4).
     kv_cache_dtype

@@ -103,8 +103,8 @@ def choose_level() -> Level:
 def library_path(level: Level, sources: Path = SOURCES, name: str = "kernels") -> Path:
     """Where the library for ``level`` is, or would be."""
     digest = hashlib.sha256(" ".join((*COMMON_FLAGS, *level.flags)).encode())
-    for file in sorted(sources.iterdir()):
-        digest.update(file.name.encode() + file.read_bytes())
+    for file in sorted(filter(Path.is_file, sources.rglob("*"))):
+        digest.update(str(file.relative_to(sources)).encode() + file.read_bytes())
     return _cache_folder() / f"{name}-{level.name}-{digest.hexdigest()[:16]}.so"
 
 
@@ -162,7 +162,7 @@ def _compile(compiler: str, level: Level, folder_of_sources: Path, path: Path) -
     """Each source by itself, on all cores, and then the library of them."""
     log.info("building the CPU kernels (%s) with %s; this happens once and takes half a minute", level.name, compiler)
     begin = time.monotonic()
-    sources = sorted(folder_of_sources.glob("*.cpp"))
+    sources = sorted(folder_of_sources.rglob("*.cpp"))
     flags = (*COMMON_FLAGS, *level.flags)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]

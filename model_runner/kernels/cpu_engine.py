@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from ctypes import c_int64
 from enum import IntEnum
 
 import numpy as np
@@ -136,6 +137,12 @@ class CpuEngine:
         if self._library.pds_engine_forward(self.handle, args) != 0:
             raise MemoryError(f"no memory for a pass of {len(ids)} tokens")
         return logits
+
+    def weight_bytes_read(self) -> dict[LinearKind, int]:
+        """Bytes of weights that all threads together read in the last pass."""
+        counted = (c_int64 * len(LinearKind))()
+        self._library.pds_engine_weight_bytes(self.handle, counted)
+        return {kind: counted[kind] for kind in LinearKind}
 
     def reserve_rotations(self, positions: int) -> None:
         """Extend the table of rotations to ``positions``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
 
@@ -77,6 +77,12 @@ class ForwardArgs(ctypes.Structure):
     )
 
 
+class Product(ctypes.Structure):
+    """``Product`` of work_grid.h."""
+
+    _fields_ = (*((name, c_int64) for name in ("rows", "panels", "k", "panel_bytes")), ("effort", c_double))
+
+
 class StepTables(ctypes.Structure):
     """``StepTables`` of step.h."""
 
@@ -125,6 +131,9 @@ def _declare(library: ctypes.CDLL) -> None:
         ("pds_engine_set_norm", c_int32, (c_void_p, c_int32, c_int64, c_void_p)),
         ("pds_engine_set_embedding", None, (c_void_p, c_void_p)),
         ("pds_engine_forward", c_int32, (c_void_p, POINTER(ForwardArgs))),
+        ("pds_engine_weight_bytes", None, (c_void_p, POINTER(c_int64))),
+        ("pds_choose_grid", c_int64, (POINTER(Product), c_int64, POINTER(c_int64))),
+        ("pds_choose_by_rows", c_int32, (POINTER(Product), c_int64)),
         ("pds_row_params_size", c_int64, ()),
         ("pds_stepper_new", c_void_p, (c_void_p, c_void_p, POINTER(StepTables))),
         ("pds_stepper_free", None, (c_void_p,)),

@@ -21,7 +21,7 @@ from pdserve.model_runner.kernels.build import ISA_VARIABLE, LEVELS, BuildError,
 
 BF16, VNNI, AVX512, AVX2 = LEVELS
 HERE = Path(__file__).parent
-TESTS = ("linear", "attention", "pairs", "sampling", "engine")
+TESTS = ("linear", "grid", "attention", "pairs", "sampling", "engine")
 # Runs the tests and then says which of our libraries this process has loaded.
 CHILD = """
 import sys, pytest

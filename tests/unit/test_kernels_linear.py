@@ -163,19 +163,21 @@ def test_the_fetch_hint_is_the_processors_own() -> None:
     assert fetch_hint() == (FetchHint.NON_TEMPORAL if amd else FetchHint.ALL_CACHES)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [None, *FORMATS])
-def test_a_row_does_not_depend_on_the_rows_beside_it(kind: GGMLQuantizationType | None) -> None:
+def test_a_row_does_not_depend_on_the_rows_beside_it(kind: GGMLQuantizationType | None, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
-    n, k = 64, 192
+    n, k = 64, 320
     weight = torch.randn(n, k, generator=generator)
     if kind is None:
-        packed = PackedWeight(weight.bfloat16(), n, k, torch.bfloat16)
+        packed = PackedWeight(weight.to(dtype), n, k, dtype)
     else:
-        packed = PackedWeight(gguf.quantize(weight.numpy(), kind), n, k, torch.bfloat16, FORMATS[kind])
-    a = torch.randn(40, k, generator=generator).bfloat16()
+        packed = PackedWeight(gguf.quantize(weight.numpy(), kind), n, k, dtype, FORMATS[kind])
+    a = torch.randn(200, k, generator=generator).to(dtype)
     alone = torch.cat([packed.multiply(row[None]) for row in a])
-    for rows in (5, 12, 31, 40):
-        assert torch.equal(packed.multiply(a[:rows]), alone[:rows])
+    # Every size of a block, and more rows than a thread takes past a panel at once.
+    for rows in (*range(2, 15), 25, 31, 40, 96, 97, 200):
+        assert torch.equal(packed.multiply(a[:rows]), alone[:rows]), rows
 
 
 def test_zero_activations_give_zero() -> None:

@@ -59,3 +59,7 @@ PDS_API int32_t pds_engine_forward(void* engine, const ForwardArgs* args) {
   }
   return 0;
 }
+
+PDS_API void pds_engine_weight_bytes(const void* engine, int64_t* bytes) {
+  static_cast<const EngineBase*>(engine)->weight_bytes(bytes);
+}

@@ -6,32 +6,22 @@
 
 #include "elementwise.h"
 #include "kv_pairs.h"
-#include "linear_quantized.h"
+#include "linear_pass.h"
+#include "packing.h"
+#include "work_grid.h"
 
 namespace pdserve {
 namespace {
 
-// Up to this many tokens a pass streams weights by columns; beyond, it walks blocks of this many tokens.
-constexpr int64_t kColumnTokens = 48;
-constexpr int64_t kBlockTokens = 96;
 // Up to this many tokens every thread normalises all of them, which is cheaper than another barrier.
 constexpr int64_t kRedundantTokens = 8;
-// What a thread fetches of its next product's weights before it waits for the others.
-constexpr int64_t kFirstBytes = 12288;
 // Tokens that activations have room for from the start.
 constexpr int64_t kFirstTokens = 512;
 
-struct Range {
-  int64_t begin, end;
-  int64_t size() const { return end - begin; }
-};
-
-Range share(int64_t total, int tid, int size) { return {total * tid / size, total * (tid + 1) / size}; }
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-struct Columns {
-  Vec left, right;
+// How a pass of some tokens is divided among the threads.
+struct Division {
+  bool by_rows;
+  Grid grid[kProducts];
 };
 
 template <class T>
@@ -42,7 +32,8 @@ class Engine final : public EngineBase {
         team_(team),
         dtype_(sizeof(T) == 2 ? DType::kBFloat16 : DType::kFloat32),
         fused_(config.head_dim % kPanel == 0 && !config.qk_norm && config.pool.dtype == dtype_),
-        layers_(config.layers) {
+        layers_(config.layers),
+        own_(team.size()) {
     for (size_t i = 0; i < layers_.size(); ++i) {
       Layer& layer = layers_[i];
       layer.qkv.next = &layer.o;
@@ -50,45 +41,23 @@ class Engine final : public EngineBase {
       layer.gate_up.next = &layer.down;
       layer.down.next = i + 1 < layers_.size() ? &layers_[i + 1].qkv : &head_;
     }
-    x_stride_ = ceil_div(c_.hidden, kPanel) * kPanel;
-    qkv_stride_ = ceil_div((c_.heads + 2 * c_.kv_heads) * c_.head_dim, kPanel) * kPanel;
-    inner_stride_ = ceil_div(c_.inner, kLanes) * kLanes;
+    x_stride_ = round_up(c_.hidden, kPanel);
+    qkv_stride_ = round_up((c_.heads + 2 * c_.kv_heads) * c_.head_dim, kPanel);
+    inner_stride_ = round_up(c_.inner, kLanes);
     att_stride_ = c_.heads * c_.head_dim;
-    inner_ = arena_.allocate<T>(kColumnTokens * inner_stride_);
-    for (int tid = 0; tid < team.size(); ++tid) {
-      const int64_t widest = kBlockTokens * std::max({c_.hidden, att_stride_, c_.inner}), runs = ceil_div(widest, kRun);
-      own_.push_back({arena_.allocate<T>(kBlockTokens * c_.hidden),
-                      arena_.allocate<T>(kBlockTokens * inner_stride_),
-                      {arena_.allocate<int8_t>(widest), arena_.allocate<float>(runs), arena_.allocate<int32_t>(runs), 0}});
+    for (Own& own : own_) {
+      own.normed = arena_.allocate<T>(kTileRows * c_.hidden);
+      own.inner = arena_.allocate<T>(kTileRows * inner_stride_);
+      own.linear.reserve(arena_, std::max({c_.hidden, att_stride_, c_.inner}));
     }
     reserve(kFirstTokens);
   }
 
   void set_linear(LinearKind kind, int64_t layer, Format format, const void* weight, const float* bias) override {
+    const LinearShape shape = linear_shape(c_, kind, fused_);
     PackedLinear& packed = linear(kind, layer);
-    const std::vector<int32_t> rows = column_order(kind);
-    packed.format = format;
-    packed.k = input_size(kind);
-    packed.panels = static_cast<int64_t>(rows.size()) / kPanel;
-    const bool dense = format == Format::kDense;
-    packed.panel_bytes = dense ? dense_panel_bytes<T>(packed.k) : quantized_panel_bytes(format, packed.k);
-    uint8_t* data = arena_.allocate<uint8_t>(packed.panels * packed.panel_bytes);
-    packed.data = data;
-    team_.run([&](int tid, int size) {
-      const Range own = share(packed.panels, tid, size);
-      for (int64_t p = own.begin; p < own.end; ++p) {
-        uint8_t* panel = data + p * packed.panel_bytes;
-        if (dense) {
-          pack_dense_panel(static_cast<const T*>(weight), packed.k, &rows[p * kPanel], reinterpret_cast<T*>(panel));
-        } else {
-          pack_quantized_panel(format, static_cast<const uint8_t*>(weight), packed.k, &rows[p * kPanel], panel);
-        }
-      }
-    });
-    if (bias == nullptr) return;
-    float* packed_bias = arena_.allocate<float>(rows.size());
-    for (size_t i = 0; i < rows.size(); ++i) packed_bias[i] = rows[i] < 0 ? 0.0f : bias[rows[i]];
-    packed.bias = packed_bias;
+    pack_linear<T>(shape, format, weight, bias, arena_, team_, packed);
+    packed.product = static_cast<int>(kind);
   }
 
   void set_norm(NormKind kind, int64_t layer, const float* weight) override {
@@ -103,13 +72,22 @@ class Engine final : public EngineBase {
 
   const EngineConfig& config() const override { return c_; }
 
+  void weight_bytes(int64_t* bytes) const override {
+    std::fill_n(bytes, kProducts, 0);
+    for (const Own& own : own_) {
+      for (int i = 0; i < kProducts; ++i) bytes[i] += own.linear.weight_bytes[i];
+    }
+  }
+
   void forward(const ForwardArgs& args) override {
     const int64_t room = std::max(args.tokens, args.wanted);
     if (room > max_tokens_) reserve(std::max(room, 2 * max_tokens_));
     const float scale = 1.0f / std::sqrt(static_cast<float>(c_.head_dim));
     plan_.prepare(c_.pool, c_.heads, scale, args.entry, args.entries, args.req_to_token, args.table_stride,
                   team_.size());
-    team_.run([&](int tid, int size) { pass(args, tid, size); });
+    for (Own& own : own_) std::fill_n(own.linear.weight_bytes, kProducts, 0);
+    const Division all = divide(args.tokens), wanted = divide(args.wanted);
+    team_.run([&](int tid, int size) { pass(args, tid, size, all, wanted); });
   }
 
  private:
@@ -123,15 +101,16 @@ class Engine final : public EngineBase {
 
   // What one thread works in while it walks blocks of tokens.
   struct Own {
-    T* normed;
-    T* inner;
-    QuantizedRows quantized;
+    T* normed = nullptr;  // [kTileRows, N]
+    T* inner = nullptr;   // [kTileRows, inner_stride]
+    LinearThread linear;
   };
 
   // One thread's part in a pass, or in the rest of one that goes on with fewer tokens.
   struct Worker {
     const ForwardArgs& args;
     int tid, size;
+    const Division& division;
     int64_t tokens;
     float* x;   // [tokens, x_stride]: the residual
     T* att;     // [tokens, H * D]
@@ -144,17 +123,30 @@ class Engine final : public EngineBase {
     qkv_ = activations_->allocate<T>(tokens * qkv_stride_);
     att_ = activations_->allocate<T>(tokens * att_stride_);
     normed_ = activations_->allocate<T>(tokens * c_.hidden);
+    inner_ = activations_->allocate<T>(tokens * inner_stride_);
     kv_offset_ = activations_->allocate<int64_t>(tokens);
     wanted_x_ = activations_->allocate<float>(tokens * x_stride_);
     wanted_att_ = activations_->allocate<T>(tokens * att_stride_);
     max_tokens_ = tokens;
   }
 
-  void pass(const ForwardArgs& args, int tid, int size) {
-    const Worker w{args, tid, size, args.tokens, x_, att_};
+  Division divide(int64_t tokens) const {
+    const Layer& layer = layers_.front();
+    const auto product = [&](const PackedLinear& weight) {
+      return Product{tokens, weight.panels, weight.k, static_cast<int64_t>(weight.panel_bytes), weight.effort};
+    };
+    const Product products[] = {product(layer.qkv), product(layer.o), product(layer.gate_up), product(layer.down)};
+    Division result{choose_by_rows(products, team_.size()), {}};
+    for (int i = 0; i < kLayerProducts; ++i) result.grid[i] = choose_grid(products[i], team_.size());
+    result.grid[head_.product] = choose_grid(product(head_), team_.size());
+    return result;
+  }
+
+  void pass(const ForwardArgs& args, int tid, int size, const Division& all, const Division& few) {
+    const Worker w{args, tid, size, all, args.tokens, x_, att_};
     const int64_t last = c_.layers - 1;
     embed(w);
-    if (args.tokens <= kColumnTokens) team_.barrier();
+    if (!all.by_rows) team_.barrier();
     for (int64_t layer = 0; layer < last; ++layer) {
       fill_attention(layer, w);
       finish_layer(layer, w);
@@ -162,7 +154,7 @@ class Engine final : public EngineBase {
     fill_attention(last, w);
     // Of the last layer's results only those that become logits are ever read; of the others, their keys and values.
     if (args.wanted == 0) return;
-    const Worker wanted = gather_wanted(w);
+    const Worker wanted = gather_wanted(w, few);
     finish_layer(last, wanted);
     team_.barrier();
     run_head(wanted);
@@ -184,16 +176,16 @@ class Engine final : public EngineBase {
   // What the first half of a layer leaves: keys and values in the pool, and att.
   void fill_attention(int64_t index, const Worker& w) {
     const Layer& layer = layers_[index];
-    if (w.tokens > kColumnTokens) {
-      const Own& scratch = own_[w.tid];
+    if (w.division.by_rows) {
       for_blocks(w, [&](Range rows) {
-        normalise(layer.attention_norm, w, rows, scratch.normed);
-        project_qkv(layer, index, w, scratch.normed, rows, {0, layer.qkv.panels});
+        normalise(layer.attention_norm, w, rows, own_[w.tid].normed);
+        project_qkv(layer, index, w, own_[w.tid].normed, rows, {0, layer.qkv.panels});
         if (!fused_) rotate_and_store(layer, index, w, rows);
       });
     } else {
       const T* normed = normalise_all(layer.attention_norm, w);
-      project_qkv(layer, index, w, normed, {0, w.tokens}, share(layer.qkv.panels, w.tid, w.size));
+      const Cell cell = cell_of(layer.qkv, w);
+      project_qkv(layer, index, w, normed + cell.rows.begin * c_.hidden, cell.rows, cell.panels);
       if (!fused_) {
         team_.barrier();
         rotate_and_store(layer, index, w, share(w.tokens, w.tid, w.size));
@@ -208,38 +200,46 @@ class Engine final : public EngineBase {
   // The second half: from att to the residual of the next layer.
   void finish_layer(int64_t index, const Worker& w) {
     const Layer& layer = layers_[index];
-    if (w.tokens > kColumnTokens) {
-      const Own& scratch = own_[w.tid];
+    if (w.division.by_rows) {
+      const Own& own = own_[w.tid];
       for_blocks(w, [&](Range rows) {
-        add_to_residual(layer.o, w, w.att + rows.begin * att_stride_, att_stride_, rows, {0, layer.o.panels});
-        normalise(layer.mlp_norm, w, rows, scratch.normed);
-        gate(layer.gate_up, w, scratch.normed, rows.size(), {0, layer.gate_up.panels}, scratch.inner);
-        add_to_residual(layer.down, w, scratch.inner, inner_stride_, rows, {0, layer.down.panels});
+        add_to_residual(layer.o, w, w.att + rows.begin * att_stride_, att_stride_, {rows, {0, layer.o.panels}});
+        normalise(layer.mlp_norm, w, rows, own.normed);
+        gate(layer.gate_up, w, own.normed, {{0, rows.size()}, {0, layer.gate_up.panels}}, own.inner);
+        add_to_residual(layer.down, w, own.inner, inner_stride_, {rows, {0, layer.down.panels}});
       });
       return;
     }
-    const Range all{0, w.tokens};
-    add_to_residual(layer.o, w, w.att, att_stride_, all, share(layer.o.panels, w.tid, w.size));
+    Cell cell = cell_of(layer.o, w);
+    add_to_residual(layer.o, w, w.att + cell.rows.begin * att_stride_, att_stride_, cell);
     team_.barrier();
     const T* normed = normalise_all(layer.mlp_norm, w);
-    gate(layer.gate_up, w, normed, all.size(), share(layer.gate_up.panels, w.tid, w.size), inner_);
+    gate(layer.gate_up, w, normed, cell_of(layer.gate_up, w), inner_);
     team_.barrier();
-    add_to_residual(layer.down, w, inner_, inner_stride_, all, share(layer.down.panels, w.tid, w.size));
+    cell = cell_of(layer.down, w);
+    add_to_residual(layer.down, w, inner_ + cell.rows.begin * inner_stride_, inner_stride_, cell);
     team_.barrier();
   }
 
-  // The thread's own tokens, in blocks of about kBlockTokens.
+  Cell cell_of(const PackedLinear& weight, const Worker& w) const {
+    // Cells do not depend on what a product costs.
+    const Product product{w.tokens, weight.panels, weight.k, 0, 0};
+    return pdserve::cell_of(product, w.division.grid[weight.product], w.tid);
+  }
+
+  // The thread's own tokens, in blocks of up to kTileRows.
   template <class F>
   void for_blocks(const Worker& w, F&& f) {
     const Range own = share(w.tokens, w.tid, w.size);
-    const int64_t blocks = ceil_div(own.size(), kBlockTokens);
+    const int64_t blocks = ceil_div(own.size(), kTileRows);
     for (int64_t b = 0; b < blocks; ++b) {
-      f(Range{own.begin + own.size() * b / blocks, own.begin + own.size() * (b + 1) / blocks});
+      const Range part = share(own.size(), b, blocks);
+      f(Range{own.begin + part.begin, own.begin + part.end});
     }
   }
 
   // The wanted tokens' residuals and attention, side by side in the order of the logits.
-  Worker gather_wanted(const Worker& w) {
+  Worker gather_wanted(const Worker& w, const Division& division) {
     const Range own = share(w.args.wanted, w.tid, w.size);
     for (int64_t i = own.begin; i < own.end; ++i) {
       const int64_t t = w.args.logit_indices[i];
@@ -247,7 +247,7 @@ class Engine final : public EngineBase {
       std::copy_n(w.att + t * att_stride_, att_stride_, wanted_att_ + i * att_stride_);
     }
     team_.barrier();
-    return {w.args, w.tid, w.size, w.args.wanted, wanted_x_, wanted_att_};
+    return {w.args, w.tid, w.size, division, w.args.wanted, wanted_x_, wanted_att_};
   }
 
   void run_head(const Worker& w) {
@@ -257,9 +257,10 @@ class Engine final : public EngineBase {
       rms_norm(w.x + i * x_stride_, final_norm_, c_.eps, static_cast<int>(c_.hidden), normed_ + i * c_.hidden);
     }
     team_.barrier();
-    multiply(head_, w, normed_, c_.hidden, args.wanted, share(head_.panels, w.tid, w.size),
+    const Cell cell = cell_of(head_, w);
+    multiply(head_, w, normed_ + cell.rows.begin * c_.hidden, c_.hidden, cell.rows.size(), cell.panels,
              [&](int64_t m, int64_t panel, Columns y) {
-               float* out = args.logits + m * c_.vocab + panel * kPanel;
+               float* out = args.logits + (cell.rows.begin + m) * c_.vocab + panel * kPanel;
                if ((panel + 1) * kPanel <= c_.vocab) {
                  store(out, y.left);
                  store(out + kLanes, y.right);
@@ -376,69 +377,30 @@ class Engine final : public EngineBase {
              rows.end);
   }
 
-  void add_to_residual(const PackedLinear& weight, const Worker& w, const T* a, int64_t stride, Range rows, Range panels) {
-    multiply(weight, w, a, stride, rows.size(), panels, [&](int64_t m, int64_t panel, Columns y) {
-      float* x = w.x + (rows.begin + m) * x_stride_ + panel * kPanel;
+  // `a`: of the cell's first row; rows count from the first token.
+  void add_to_residual(const PackedLinear& weight, const Worker& w, const T* a, int64_t stride, const Cell& cell) {
+    multiply(weight, w, a, stride, cell.rows.size(), cell.panels, [&](int64_t m, int64_t panel, Columns y) {
+      float* x = w.x + (cell.rows.begin + m) * x_stride_ + panel * kPanel;
       store(x, load(x) + y.left);
       store(x + kLanes, load(x + kLanes) + y.right);
     });
   }
 
-  void gate(const PackedLinear& weight, const Worker& w, const T* a, int64_t rows, Range panels, T* out) {
-    multiply(weight, w, a, c_.hidden, rows, panels, [&](int64_t m, int64_t panel, Columns y) {
-      store(out + m * inner_stride_ + panel * kLanes, silu(y.left) * y.right);
-    });
+  // `a` and `out`: of row 0.
+  void gate(const PackedLinear& weight, const Worker& w, const T* a, const Cell& cell, T* out) {
+    const int64_t first = cell.rows.begin;
+    multiply(weight, w, a + first * c_.hidden, c_.hidden, cell.rows.size(), cell.panels,
+             [&](int64_t m, int64_t panel, Columns y) {
+               store(out + (first + m) * inner_stride_ + panel * kLanes, silu(y.left) * y.right);
+             });
   }
 
-  // Panels times rows [0, rows) of `a`; `finish(m, panel, columns)` takes every result with its bias.
   template <class Finish>
   void multiply(const PackedLinear& weight, const Worker& w, const T* a, int64_t stride, int64_t rows, Range panels,
                 Finish&& finish) {
-    if (weight.format == Format::kDense) {
-      multiply_panels(weight, w, rows, panels, finish, [&](Range m, int64_t p, Stream stream, float* tile) {
-        const T* panel = reinterpret_cast<const T*>(weight.panel(p));
-        multiply_dense_panel(a + m.begin * stride, stride, static_cast<int>(m.size()), panel, weight.k, stream, tile);
-      });
-      return;
-    }
-    // Every thread rounds the rows that it needs for itself: that is cheaper than to meet once more.
-    QuantizedRows& q = own_[w.tid].quantized;
-    q.k = weight.k;
-    for (int64_t first = 0; first < rows; first += kBlockTokens) {
-      const int64_t size = std::min(kBlockTokens, rows - first);
-      quantize_rows(a + first * stride, stride, size, q);
-      const auto from_first = [&](int64_t m, int64_t panel, Columns y) { finish(first + m, panel, y); };
-      multiply_panels(weight, w, size, panels, from_first, [&](Range m, int64_t p, Stream stream, float* tile) {
-        const int count = static_cast<int>(m.size());
-        multiply_quantized_panel(weight.format, q, m.begin, count, weight.panel(p), stream, tile);
-      });
-    }
-  }
-
-  // `product(rows, panel, stream, tile)` computes a block of at most kMaxRows rows.
-  template <class Finish, class Product>
-  void multiply_panels(const PackedLinear& weight, const Worker& w, int64_t rows, Range panels, Finish&& finish,
-                       Product&& product) {
-    alignas(64) float tile[kMaxRows * kPanel];
-    const int64_t blocks = ceil_div(rows, kMaxRows);
-    for (int64_t p = panels.begin; p < panels.end; ++p) {
-      const float* bias = weight.bias == nullptr ? nullptr : weight.bias + p * kPanel;
-      const Columns add = bias == nullptr ? Columns{zero(), zero()} : Columns{load(bias), load(bias + kLanes)};
-      for (int64_t b = 0; b < blocks; ++b) {
-        const Range m{rows * b / blocks, rows * (b + 1) / blocks};
-        product(m, p, stream_of(weight.panel_bytes, b, blocks), tile);
-        const float* y = tile;
-        for (int64_t i = m.begin; i < m.end; ++i, y += kPanel) {
-          finish(i, p, Columns{load(y) + add.left, load(y + kLanes) + add.right});
-        }
-      }
-    }
-    if (weight.next != nullptr && w.tokens <= kColumnTokens) {
-      // The next product's first bytes travel while this thread waits for the others.
-      const uint8_t* first = weight.next->panel(share(weight.next->panels, w.tid, w.size).begin);
-      const int64_t size = std::min<int64_t>(kFirstBytes, weight.next->panel_bytes);
-      for (int64_t at = 0; at < size; at += kLine) _mm_prefetch(first + at, _MM_HINT_T0);
-    }
+    pdserve::multiply(weight, own_[w.tid].linear, a, stride, rows, panels, finish);
+    if (weight.next == nullptr) return;
+    fetch_first(*weight.next, w.division.by_rows ? 0 : cell_of(*weight.next, w).panels.begin);
   }
 
   PackedLinear& linear(LinearKind kind, int64_t layer) {
@@ -463,49 +425,6 @@ class Engine final : public EngineBase {
     return final_norm_;
   }
 
-  int64_t input_size(LinearKind kind) const {
-    switch (kind) {
-      case LinearKind::kO: return att_stride_;
-      case LinearKind::kDown: return c_.inner;
-      default: return c_.hidden;
-    }
-  }
-
-  // Which row of the weight each packed column takes; -1 for padding.
-  std::vector<int32_t> column_order(LinearKind kind) const {
-    std::vector<int32_t> order;
-    const auto run = [&](int64_t first, int64_t count) {
-      for (int64_t i = 0; i < count; ++i) order.push_back(static_cast<int32_t>(first + i));
-    };
-    switch (kind) {
-      case LinearKind::kQKV: {
-        // Both elements of a rotated pair lie in one panel, so that its finish can rotate them.
-        const int64_t rotated = fused_ ? c_.heads + c_.kv_heads : 0, half = c_.head_dim / 2;
-        for (int64_t h = 0; h < rotated; ++h) {
-          for (int64_t i = 0; i < half; i += kLanes) {
-            run(h * c_.head_dim + i, kLanes);
-            run(h * c_.head_dim + half + i, kLanes);
-          }
-        }
-        run(rotated * c_.head_dim, (c_.heads + 2 * c_.kv_heads - rotated) * c_.head_dim);
-        break;
-      }
-      case LinearKind::kGateUp:
-        // A gate and its product lie in one panel, so that its finish can multiply them.
-        for (int64_t i = 0; i < inner_stride_; i += kLanes) {
-          for (int64_t first : {int64_t{0}, c_.inner}) {
-            run(first + i, std::min<int64_t>(kLanes, c_.inner - i));
-            order.resize(ceil_div(static_cast<int64_t>(order.size()), kLanes) * kLanes, -1);
-          }
-        }
-        break;
-      case LinearKind::kHead: run(0, c_.vocab); break;
-      default: run(0, c_.hidden); break;
-    }
-    order.resize(ceil_div(static_cast<int64_t>(order.size()), kPanel) * kPanel, -1);
-    return order;
-  }
-
   const EngineConfig c_;
   Team& team_;
   const DType dtype_;
@@ -523,7 +442,7 @@ class Engine final : public EngineBase {
   T* qkv_;               // [T, qkv_stride]: queries; and keys and values unless fused
   T* att_;               // [T, H * D]
   T* normed_;            // [T, N]
-  T* inner_;             // [kColumnTokens, inner_stride]
+  T* inner_;             // [T, inner_stride]
   float* wanted_x_;      // [T, x_stride]
   T* wanted_att_;        // [T, H * D]
   int64_t* kv_offset_;   // [T]: where the token's keys lie in layer 0 of the pool, in elements

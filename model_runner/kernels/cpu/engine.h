@@ -59,6 +59,8 @@ class EngineBase {
   virtual void set_embedding(const void* table) = 0;
   virtual void forward(const ForwardArgs& args) = 0;
   virtual const EngineConfig& config() const = 0;
+  // Bytes of weights that all threads read in the last pass, for each kind of linear layer: bytes[kProducts].
+  virtual void weight_bytes(int64_t* bytes) const = 0;
 };
 
 std::unique_ptr<EngineBase> make_engine(const EngineConfig& config, DType dtype, Team& team);

@@ -3,7 +3,7 @@
 // Packed weights are panels of kPanel output columns. A dense panel is [K / G][kPanel][G] with G = 2 for bfloat16 (the
 // pairs that vdpbf16ps multiplies) and 1 for float32, so that the innermost loop reads it from front to back: a decode
 // step streams each weight from memory once, and in a prefill a panel stays in the core's caches while block after
-// block of rows passes over it. Quantised panels are described in quantized.h.
+// block of rows passes over it. Quantised panels are described in linear_quantized.h.
 //
 // An element of the result is one chain of additions in the order of k, whatever the number of rows and wherever the
 // element lies in its block: a row's result does not depend on the rows beside it.
@@ -12,18 +12,23 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "sizes.h"
 #include "types.h"
 
 namespace pdserve {
 
 constexpr int kPanel = 32;     // columns of a panel
-constexpr int kMaxRows = 12;   // rows of a block: with two registers of columns each, 24 of 32 registers accumulate
+constexpr int kMaxRows = 12;   // rows of a block of a quantised product
+constexpr int kProducts = 5;   // kinds of products in a pass
+constexpr int kTileRows = 96;  // rows that a thread takes past a panel before it goes on to the next
 
 // How the weights of a linear layer are stored; part of the interface to Python.
 enum class Format : int32_t { kDense = 0, kQ4_0 = 1, kQ4_1 = 2, kQ8_0 = 3 };
 
 struct PackedLinear {
   Format format = Format::kDense;
+  int product = 0;    // which of a pass's products this is, below kProducts
+  double effort = 1;  // see work_grid.h
   int64_t k = 0;
   int64_t panels = 0;
   size_t panel_bytes = 0;
@@ -33,6 +38,11 @@ struct PackedLinear {
 
   const uint8_t* panel(int64_t index) const { return data + index * panel_bytes; }
 };
+
+// What a product takes (work_grid.h).
+template <class T>
+double dense_effort();
+constexpr double kQuantizedEffort = 0.5;
 
 // Bytes of a packed dense panel; k is even.
 template <class T>
@@ -44,8 +54,29 @@ size_t dense_panel_bytes(int64_t k) {
 template <class T>
 void pack_dense_panel(const T* source, int64_t k, const int32_t* rows, T* panel);
 
-// Which bytes a block fetches from memory while it computes: it starts `offset` bytes after the panel that it multiplies
-// with, and takes `part` of as many bytes as it reads. Panels lie one after another.
+// Rows of activations as dense products read them.
+struct DenseRows {
+  const char* first;
+  int64_t stride;  // in bytes
+
+  DenseRows from(int64_t row) const { return {first + row * stride, stride}; }
+};
+
+// Floats from one widened row to the next: a line more than it takes, so that rows of a power of two don't share a set
+// of the nearest cache.
+inline int64_t dense_scratch_stride(int64_t k) { return round_up(k, 16) + 16; }
+
+// Prepares `count` rows for any number of products. Where bfloat16 can't be multiplied it is widened here, once, into
+// `scratch` (count * dense_scratch_stride(k)); other rows stay where they are.
+template <class T>
+DenseRows prepare_dense(const T* a, int64_t stride, int64_t count, int64_t k, float* scratch);
+
+// tile[m][kPanel] = rows [0, count) times one panel; count is 1 to kTileRows. Asks for the panel behind this one.
+template <class T>
+void multiply_dense_panel(const DenseRows& rows, int count, const T* panel, int64_t k, float* tile);
+
+// Which bytes a block of a quantised product fetches from memory while it computes: it starts `offset` bytes after the
+// panel that it multiplies with, and takes `part` of as many bytes as it reads. Panels lie one after another.
 struct Stream {
   int64_t offset;
   enum Part { kNone, kHalf, kAll } part;
@@ -61,11 +92,5 @@ inline Stream stream_of(size_t panel_bytes, int64_t block, int64_t blocks) {
   if (block < 2) return {size + block * (size / 2), Stream::kHalf};
   return {0, Stream::kNone};
 }
-
-constexpr int64_t kLine = 64;
-
-// tile[m][kPanel] = rows [0, count) of `a` times one panel; count is 1 to kMaxRows.
-template <class T>
-void multiply_dense_panel(const T* a, int64_t a_stride, int count, const T* panel, int64_t k, Stream stream, float* tile);
 
 }  // namespace pdserve

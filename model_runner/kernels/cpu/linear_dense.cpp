@@ -1,187 +1,82 @@
-// The dense microkernel: a block of up to kMaxRows rows times one panel, accumulated in registers.
+// Products with dense weights: blocks of rows times one panel, by the microkernels of isa/dense.h.
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 
-#include "fetch.h"
+#include "isa/dense.h"
 #include "linear.h"
 #include "simd.h"
+#include "sizes.h"
 
 namespace pdserve {
 namespace {
 
-// The loops over rows are unrolled by pragma: the compiler would do it by itself, but only after it has decided that
-// the accumulators are an array and live in memory.
-
 // A float32 product adds up its k in parts: the error of a sum grows with its length, and someone who asks for float32
 // wants to see the reference's tokens. In bfloat16 the rounding of the factors drowns it.
-constexpr int64_t kFloatChunk = 96;
+constexpr int64_t kFloatPart = 96;
 
 template <class T>
 constexpr int kGroup = sizeof(T) == 2 ? 2 : 1;
 
-// Asks for what a step along k has to fetch, two lines at most; less is to ask for the same line again.
-template <FetchHint H>
-class Fetch {
- public:
-  Fetch(const void* panel, Stream stream)
-      : next_(static_cast<const char*>(panel) + stream.offset),
-        second_(stream.part == Stream::kAll ? kLine : 0),
-        step_(stream.part == Stream::kNone ? 0 : second_ + kLine) {}
+template <class A, class W>
+using Block = void (*)(const A*, int64_t, const W*, int64_t, Ahead, float*, bool);
 
-  void step() {
-    fetch<H>(next_);
-    fetch<H>(next_ + second_);
-    next_ += step_;
-  }
-
- private:
-  const char* next_;
-  const int64_t second_, step_;
-};
-
-#if defined(__AVX512F__)
-
-constexpr int kBlockRows = kMaxRows;
-
-#if defined(__AVX512BF16__)
-inline __m512 dot(__m512 acc, __m512i a, __m512i b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
-#else
-inline __m512 dot(__m512 acc, __m512i a, __m512i b) {
-  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-  const auto odd = [&](__m512i x) { return _mm512_castsi512_ps(_mm512_and_si512(x, high)); };
-  const auto even = [](__m512i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); };
-  return _mm512_fmadd_ps(odd(a), odd(b), _mm512_fmadd_ps(even(a), even(b), acc));
-}
-#endif
-
-template <FetchHint H, int R>
-void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, Stream stream, float* tile) {
-  Fetch<H> fetch(panel, stream);
-  __m512 left[R], right[R];
-#pragma GCC unroll 16
-  for (int m = 0; m < R; ++m) left[m] = right[m] = _mm512_setzero_ps();
-  for (int64_t i = 0; i < k; i += 2, panel += 2 * kPanel) {
-    fetch.step();
-    const __m512i b0 = _mm512_loadu_si512(panel), b1 = _mm512_loadu_si512(panel + kPanel);
-#pragma GCC unroll 16
-    for (int m = 0; m < R; ++m) {
-      int32_t pair;
-      std::memcpy(&pair, a + m * stride + i, sizeof pair);
-      const __m512i both = _mm512_set1_epi32(pair);
-      left[m] = dot(left[m], both, b0);
-      right[m] = dot(right[m], both, b1);
-    }
-  }
-#pragma GCC unroll 16
-  for (int m = 0; m < R; ++m) {
-    _mm512_storeu_ps(tile + m * kPanel, left[m]);
-    _mm512_storeu_ps(tile + m * kPanel + kLanes, right[m]);
-  }
-}
-
-template <FetchHint H, int R>
-void block(const float* a, int64_t stride, const float* panel, int64_t k, Stream stream, float* tile) {
-  Fetch<H> fetch(panel, stream);
-  __m512 left[R], right[R];
-#pragma GCC unroll 16
-  for (int m = 0; m < R; ++m) left[m] = right[m] = _mm512_setzero_ps();
-  for (int64_t i = 0; i < k; ++i, panel += kPanel) {
-    fetch.step();
-    const __m512 b0 = _mm512_loadu_ps(panel), b1 = _mm512_loadu_ps(panel + kLanes);
-#pragma GCC unroll 16
-    for (int m = 0; m < R; ++m) {
-      const __m512 x = _mm512_set1_ps(a[m * stride + i]);
-      left[m] = _mm512_fmadd_ps(x, b0, left[m]);
-      right[m] = _mm512_fmadd_ps(x, b1, right[m]);
-    }
-  }
-#pragma GCC unroll 16
-  for (int m = 0; m < R; ++m) {
-    _mm512_storeu_ps(tile + m * kPanel, left[m]);
-    _mm512_storeu_ps(tile + m * kPanel + kLanes, right[m]);
-  }
-}
-
-#else
-
-// Sixteen registers: three rows of half a panel's columns at a time would be best, two of all keep this short.
-constexpr int kBlockRows = 2;
-
-template <FetchHint H, int R>
-void block(const bf16* a, int64_t stride, const bf16* panel, int64_t k, Stream stream, float* tile) {
-  Fetch<H> fetch(panel, stream);
-  const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
-  __m256 acc[R][4];
-#pragma GCC unroll 16
-  for (int m = 0; m < R; ++m) {
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; ++c) acc[m][c] = _mm256_setzero_ps();
-  }
-  for (int64_t i = 0; i < k; i += 2, panel += 2 * kPanel) {
-    fetch.step();
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; ++c) {
-      const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel) + c);
-      const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(b, 16));
-      const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(b, high));
-#pragma GCC unroll 16
-      for (int m = 0; m < R; ++m) {
-        acc[m][c] = _mm256_fmadd_ps(_mm256_set1_ps(to_float(a[m * stride + i])), even, acc[m][c]);
-        acc[m][c] = _mm256_fmadd_ps(_mm256_set1_ps(to_float(a[m * stride + i + 1])), odd, acc[m][c]);
-      }
-    }
-  }
-#pragma GCC unroll 16
-  for (int m = 0; m < R; ++m) {
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; ++c) _mm256_storeu_ps(tile + m * kPanel + c * 8, acc[m][c]);
-  }
-}
-
-template <FetchHint H, int R>
-void block(const float* a, int64_t stride, const float* panel, int64_t k, Stream stream, float* tile) {
-  Fetch<H> fetch(panel, stream);
-  __m256 acc[R][4];
-#pragma GCC unroll 16
-  for (int m = 0; m < R; ++m) {
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; ++c) acc[m][c] = _mm256_setzero_ps();
-  }
-  for (int64_t i = 0; i < k; ++i, panel += kPanel) {
-    fetch.step();
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; ++c) {
-      const __m256 b = _mm256_loadu_ps(panel + c * 8);
-#pragma GCC unroll 16
-      for (int m = 0; m < R; ++m) acc[m][c] = _mm256_fmadd_ps(_mm256_set1_ps(a[m * stride + i]), b, acc[m][c]);
-    }
-  }
-#pragma GCC unroll 16
-  for (int m = 0; m < R; ++m) {
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; ++c) _mm256_storeu_ps(tile + m * kPanel + c * 8, acc[m][c]);
-  }
-}
-
-#endif
-
-template <class T>
-using Block = void (*)(const T*, int64_t, const T*, int64_t, Stream, float*);
-
-template <class T, FetchHint H, int... R>
-Block<T> choose(int count, std::integer_sequence<int, R...>) {
-  static constexpr Block<T> blocks[] = {&block<H, R + 1>...};
+template <class A, class W, FetchHint H, int... R>
+Block<A, W> choose(int count, std::integer_sequence<int, R...>) {
+  static constexpr Block<A, W> blocks[] = {&block<H, R + 1>...};
   return blocks[count - 1];
 }
 
-template <class T>
-Block<T> choose(FetchHint hint, int count) {
+template <class A, class W>
+Block<A, W> choose(FetchHint hint, int count) {
   const auto rows = std::make_integer_sequence<int, kBlockRows>();
-  return hint == FetchHint::kNonTemporal ? choose<T, FetchHint::kNonTemporal>(count, rows)
-                                         : choose<T, FetchHint::kAllCaches>(count, rows);
+  return hint == FetchHint::kNonTemporal ? choose<A, W, FetchHint::kNonTemporal>(count, rows)
+                                         : choose<A, W, FetchHint::kAllCaches>(count, rows);
+}
+
+// What block `b` of `blocks` asks for while it multiplies the `size` bytes at `part`, which are part of a panel of
+// `panel_bytes`.
+//
+// Rows that are done with a panel at once need its bytes at the rate of their arithmetic: they are asked for a little
+// before that, but more than a memory latency's worth, as they are used in bursts. Else there is time until the next
+// panel, and every block asks for the same share of it, so that memory works as evenly as arithmetic.
+template <class A, class W>
+Ahead ahead_of(const W* part, int64_t size, size_t panel_bytes, int64_t b, int64_t blocks, bool at_once) {
+  constexpr int64_t kAhead = 12288;
+  const char* first = reinterpret_cast<const char*>(part);
+  if (at_once) return {first + kAhead, kStepBytes};
+  const char* next = first + panel_bytes;
+  if (sizeof(A) == sizeof(float)) return {next + b * size / blocks, ceil_div(kStepBytes, blocks)};
+  // Where pairs are multiplied, the first two blocks ask for all of it: that is what was measured there.
+  return b < 2 ? Ahead{next + b * size / 2, kStepBytes / 2} : Ahead{first, 0};
+}
+
+// `A` is the type that the rows have been prepared in. All blocks of rows pass over a part of `part_size` k before any
+// goes on to the next.
+template <class A, class W>
+void multiply(const DenseRows& rows, int count, const W* panel, int64_t k, int64_t part_size, float* tile) {
+  const FetchHint hint = fetch_hint();
+  const A* a = reinterpret_cast<const A*>(rows.first);
+  const int64_t stride = rows.stride / static_cast<int64_t>(sizeof(A)), blocks = ceil_div(count, kBlockRows);
+  const bool at_once = blocks == 1 && passes(count) == 1;
+  for (int64_t i = 0; i < k; i += part_size) {
+    const W* part = panel + i * kPanel;
+    const int64_t size = std::min(k - i, part_size), bytes = size * kPanel * static_cast<int64_t>(sizeof(W));
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t begin = count * b / blocks, end = count * (b + 1) / blocks;
+      const Ahead ahead = ahead_of<A>(part, bytes, dense_panel_bytes<W>(k), b, blocks, at_once);
+      const auto multiply_block = choose<A, W>(hint, static_cast<int>(end - begin));
+      multiply_block(a + begin * stride + i, stride, part, size, ahead, tile + begin * kPanel, i != 0);
+    }
+  }
 }
 
 }  // namespace
+
+template <class T>
+double dense_effort() {
+  return kEffort<Factor<T>>;
+}
 
 template <class T>
 void pack_dense_panel(const T* source, int64_t k, const int32_t* rows, T* panel) {
@@ -194,28 +89,31 @@ void pack_dense_panel(const T* source, int64_t k, const int32_t* rows, T* panel)
 }
 
 template <class T>
-void multiply_dense_panel(const T* a, int64_t a_stride, int count, const T* panel, int64_t k, Stream stream,
-                          float* tile) {
-  const FetchHint hint = fetch_hint();
-  for (int done = 0; done < count; done += kBlockRows) {
-    const int rows = count - done < kBlockRows ? count - done : kBlockRows;
-    const auto multiply = choose<T>(hint, rows);
-    const Stream ahead = done == 0 ? stream : Stream{0, Stream::kNone};
-    const T* first = a + done * a_stride;
-    float* sums = tile + done * kPanel;
-    const int64_t chunk = sizeof(T) == 2 ? k : std::min(k, kFloatChunk);
-    multiply(first, a_stride, panel, chunk, ahead, sums);
-    for (int64_t i = chunk; i < k; i += kFloatChunk) {
-      alignas(64) float part[kMaxRows * kPanel];
-      multiply(first + i, a_stride, panel + i * kPanel, std::min(k - i, kFloatChunk), ahead, part);
-      for (int at = 0; at < rows * kPanel; at += kLanes) store(sums + at, load(sums + at) + load(part + at));
-    }
+DenseRows prepare_dense(const T* a, int64_t stride, int64_t count, int64_t k, float* scratch) {
+  if constexpr (std::is_same_v<Factor<T>, T>) {
+    return {reinterpret_cast<const char*>(a), stride * static_cast<int64_t>(sizeof(T))};
   }
+  const int64_t wide = dense_scratch_stride(k), whole = k / kLanes * kLanes;
+  for (int64_t m = 0; m < count; ++m, a += stride) {
+    float* to = scratch + m * wide;
+    for (int64_t i = 0; i < whole; i += kLanes) store(to + i, load(a + i));
+    for (int64_t i = whole; i < k; ++i) to[i] = to_float(a[i]);
+  }
+  return {reinterpret_cast<const char*>(scratch), wide * static_cast<int64_t>(sizeof(float))};
 }
 
+template <class T>
+void multiply_dense_panel(const DenseRows& rows, int count, const T* panel, int64_t k, float* tile) {
+  multiply<Factor<T>>(rows, count, panel, k, sizeof(T) == 2 ? k : kFloatPart, tile);
+}
+
+template double dense_effort<bf16>();
+template double dense_effort<float>();
 template void pack_dense_panel(const bf16*, int64_t, const int32_t*, bf16*);
 template void pack_dense_panel(const float*, int64_t, const int32_t*, float*);
-template void multiply_dense_panel(const bf16*, int64_t, int, const bf16*, int64_t, Stream, float*);
-template void multiply_dense_panel(const float*, int64_t, int, const float*, int64_t, Stream, float*);
+template DenseRows prepare_dense(const bf16*, int64_t, int64_t, int64_t, float*);
+template DenseRows prepare_dense(const float*, int64_t, int64_t, int64_t, float*);
+template void multiply_dense_panel(const DenseRows&, int, const bf16*, int64_t, float*);
+template void multiply_dense_panel(const DenseRows&, int, const float*, int64_t, float*);
 
 }  // namespace pdserve

@@ -20,18 +20,19 @@ void multiply(Format format, const uint8_t* packed, int64_t panels, int64_t k, c
   std::vector<int32_t> sums(numbers.size() / kRun);
   const QuantizedRows quantized{numbers.data(), scales.data(), sums.data(), k};
   if (!dense) quantize_rows(a, stride, rows, quantized);
-  const int64_t blocks = (rows + kMaxRows - 1) / kMaxRows;
-  float tile[kMaxRows * kPanel];
+  std::vector<float> wide(dense ? rows * dense_scratch_stride(k) : 0);
+  const DenseRows prepared = dense ? prepare_dense(a, stride, rows, k, wide.data()) : DenseRows{};
+  const int64_t most = dense ? kTileRows : kMaxRows, blocks = ceil_div(rows, most);
+  alignas(64) float tile[kTileRows * kPanel];
   for (int64_t p = 0; p < panels; ++p) {
     const uint8_t* panel = packed + p * panel_bytes;
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t begin = rows * b / blocks, end = rows * (b + 1) / blocks;
       const int count = static_cast<int>(end - begin);
-      const Stream stream = stream_of(panel_bytes, b, blocks);
       if (dense) {
-        multiply_dense_panel(a + begin * stride, stride, count, reinterpret_cast<const T*>(panel), k, stream, tile);
+        multiply_dense_panel(prepared.from(begin), count, reinterpret_cast<const T*>(panel), k, tile);
       } else {
-        multiply_quantized_panel(format, quantized, begin, count, panel, stream, tile);
+        multiply_quantized_panel(format, quantized, begin, count, panel, stream_of(panel_bytes, b, blocks), tile);
       }
       for (int i = 0; i < count; ++i) {
         std::copy_n(tile + i * kPanel, kPanel, out + ((begin + i) * panels + p) * kPanel);

@@ -1,0 +1,94 @@
+// What one thread does of a linear layer: rows times panels, each result handed to a finish while it is in a register.
+#pragma once
+
+#include <algorithm>
+
+#include "arena.h"
+#include "linear_quantized.h"
+#include "simd.h"
+#include "sizes.h"
+#include "work_grid.h"
+
+namespace pdserve {
+
+struct Columns {
+  Vec left, right;
+};
+
+// What a thread works in, and what it has read: on cache lines of its own.
+struct alignas(kLine) LinearThread {
+  QuantizedRows quantized{};
+  float* wide = nullptr;
+  int64_t weight_bytes[kProducts] = {};  // of this pass, for each product of PackedLinear::product
+
+  // Room for rows of `widest` numbers.
+  void reserve(Arena& arena, int64_t widest) {
+    const int64_t runs = ceil_div(kTileRows * widest, kRun);
+    quantized = {arena.allocate<int8_t>(kTileRows * widest), arena.allocate<float>(runs),
+                 arena.allocate<int32_t>(runs), 0};
+    wide = arena.allocate<float>(kTileRows * dense_scratch_stride(widest));
+  }
+};
+
+// `product(panel, tile)` computes a panel of all rows.
+template <class Finish, class Product>
+void multiply_panels(const PackedLinear& weight, int64_t rows, Range panels, Finish&& finish, Product&& product) {
+  alignas(kLine) float tile[kTileRows * kPanel];
+  for (int64_t p = panels.begin; p < panels.end; ++p) {
+    const float* bias = weight.bias == nullptr ? nullptr : weight.bias + p * kPanel;
+    const Columns add = bias == nullptr ? Columns{zero(), zero()} : Columns{load(bias), load(bias + kLanes)};
+    product(p, tile);
+    const float* y = tile;
+    for (int64_t i = 0; i < rows; ++i, y += kPanel) {
+      finish(i, p, Columns{load(y) + add.left, load(y + kLanes) + add.right});
+    }
+  }
+}
+
+inline void multiply_quantized(const PackedLinear& weight, const QuantizedRows& a, int64_t rows, int64_t panel,
+                               float* tile) {
+  const int64_t blocks = ceil_div(rows, kMaxRows);
+  for (int64_t b = 0; b < blocks; ++b) {
+    const Range m = share(rows, b, blocks);
+    multiply_quantized_panel(weight.format, a, m.begin, static_cast<int>(m.size()), weight.panel(panel),
+                             stream_of(weight.panel_bytes, b, blocks), tile + m.begin * kPanel);
+  }
+}
+
+// `panels` times rows [0, rows) of `a`, kTileRows at a time; `finish(m, panel, columns)` takes every result with its
+// bias. Every thread widens or rounds the rows that it needs for itself: that is cheaper than to meet once more.
+template <class T, class Finish>
+void multiply(const PackedLinear& weight, LinearThread& own, const T* a, int64_t stride, int64_t rows, Range panels,
+              Finish&& finish) {
+  if (panels.size() == 0) return;
+  const int64_t chunks = ceil_div(rows, kTileRows);
+  own.weight_bytes[weight.product] += chunks * panels.size() * static_cast<int64_t>(weight.panel_bytes);
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const Range m = share(rows, chunk, chunks);
+    const T* from = a + m.begin * stride;
+    const auto finish_row = [&](int64_t i, int64_t panel, Columns y) { finish(m.begin + i, panel, y); };
+    if (weight.format == Format::kDense) {
+      const DenseRows dense = prepare_dense(from, stride, m.size(), weight.k, own.wide);
+      multiply_panels(weight, m.size(), panels, finish_row, [&](int64_t p, float* tile) {
+        const T* panel = reinterpret_cast<const T*>(weight.panel(p));
+        multiply_dense_panel(dense, static_cast<int>(m.size()), panel, weight.k, tile);
+      });
+    } else {
+      own.quantized.k = weight.k;
+      quantize_rows(from, stride, m.size(), own.quantized);
+      multiply_panels(weight, m.size(), panels, finish_row,
+                      [&](int64_t p, float* tile) { multiply_quantized(weight, own.quantized, m.size(), p, tile); });
+    }
+  }
+}
+
+// A product's first bytes travel while its thread waits for the others.
+inline void fetch_first(const PackedLinear& weight, int64_t panel) {
+  constexpr int64_t kFirstBytes = 12288;
+  if (panel >= weight.panels) return;
+  const uint8_t* first = weight.panel(panel);
+  const int64_t size = std::min<int64_t>(kFirstBytes, weight.panel_bytes);
+  for (int64_t at = 0; at < size; at += kLine) _mm_prefetch(first + at, _MM_HINT_T0);
+}
+
+}  // namespace pdserve

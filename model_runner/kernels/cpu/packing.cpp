@@ -1,0 +1,101 @@
+#include "packing.h"
+
+#include <algorithm>
+
+#include "linear_quantized.h"
+#include "simd.h"
+#include "sizes.h"
+
+namespace pdserve {
+namespace {
+
+int64_t input_size(const EngineConfig& c, LinearKind kind) {
+  switch (kind) {
+    case LinearKind::kO: return c.heads * c.head_dim;
+    case LinearKind::kDown: return c.inner;
+    default: return c.hidden;
+  }
+}
+
+class Order {
+ public:
+  void run(int64_t first, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) rows_.push_back(static_cast<int32_t>(first + i));
+  }
+
+  void pad(int64_t multiple) { rows_.resize(round_up(static_cast<int64_t>(rows_.size()), multiple), -1); }
+
+  std::vector<int32_t> take() { return std::move(rows_); }
+
+ private:
+  std::vector<int32_t> rows_;
+};
+
+void order_qkv(const EngineConfig& c, bool fused, Order& order) {
+  const int64_t rotated = fused ? c.heads + c.kv_heads : 0, half = c.head_dim / 2;
+  for (int64_t h = 0; h < rotated; ++h) {
+    for (int64_t i = 0; i < half; i += kLanes) {
+      order.run(h * c.head_dim + i, kLanes);
+      order.run(h * c.head_dim + half + i, kLanes);
+    }
+  }
+  order.run(rotated * c.head_dim, (c.heads + 2 * c.kv_heads - rotated) * c.head_dim);
+}
+
+// A gate and its product lie in one panel, so that its finish can multiply them.
+void order_gate_up(const EngineConfig& c, Order& order) {
+  for (int64_t i = 0; i < c.inner; i += kLanes) {
+    for (int64_t first : {int64_t{0}, c.inner}) {
+      order.run(first + i, std::min<int64_t>(kLanes, c.inner - i));
+      order.pad(kLanes);
+    }
+  }
+}
+
+}  // namespace
+
+LinearShape linear_shape(const EngineConfig& c, LinearKind kind, bool fused) {
+  Order order;
+  switch (kind) {
+    case LinearKind::kQKV: order_qkv(c, fused, order); break;
+    case LinearKind::kGateUp: order_gate_up(c, order); break;
+    case LinearKind::kHead: order.run(0, c.vocab); break;
+    default: order.run(0, c.hidden); break;
+  }
+  order.pad(kPanel);
+  return {input_size(c, kind), order.take()};
+}
+
+template <class T>
+void pack_linear(const LinearShape& shape, Format format, const void* weight, const float* bias, Arena& arena,
+                 Team& team, PackedLinear& packed) {
+  const std::vector<int32_t>& rows = shape.rows;
+  const bool dense = format == Format::kDense;
+  packed.format = format;
+  packed.k = shape.k;
+  packed.panels = static_cast<int64_t>(rows.size()) / kPanel;
+  packed.panel_bytes = dense ? dense_panel_bytes<T>(packed.k) : quantized_panel_bytes(format, packed.k);
+  packed.effort = dense ? dense_effort<T>() : kQuantizedEffort;
+  uint8_t* data = arena.allocate<uint8_t>(packed.panels * packed.panel_bytes);
+  packed.data = data;
+  team.run([&](int tid, int size) {
+    const Range own = share(packed.panels, tid, size);
+    for (int64_t p = own.begin; p < own.end; ++p) {
+      uint8_t* panel = data + p * packed.panel_bytes;
+      if (dense) {
+        pack_dense_panel(static_cast<const T*>(weight), packed.k, &rows[p * kPanel], reinterpret_cast<T*>(panel));
+      } else {
+        pack_quantized_panel(format, static_cast<const uint8_t*>(weight), packed.k, &rows[p * kPanel], panel);
+      }
+    }
+  });
+  if (bias == nullptr) return;
+  float* packed_bias = arena.allocate<float>(rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) packed_bias[i] = rows[i] < 0 ? 0.0f : bias[rows[i]];
+  packed.bias = packed_bias;
+}
+
+template void pack_linear<bf16>(const LinearShape&, Format, const void*, const float*, Arena&, Team&, PackedLinear&);
+template void pack_linear<float>(const LinearShape&, Format, const void*, const float*, Arena&, Team&, PackedLinear&);
+
+}  // namespace pdserve
