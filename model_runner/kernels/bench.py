@@ -3,6 +3,8 @@
 Prints memory-bound products in GB/s, arithmetic-bound ones in GFLOP/s (one thread), then whole forward passes in
 milliseconds (the best of several: what the machine can do when nobody else wants it) beside their roofline: the time
 that memory needs for the weights and the KV, or that arithmetic needs, at the rates measured right before and after.
+Arithmetic is that of the level: products of bfloat16 where there are any, else of float32; of bytes for quantised
+weights.
 ``PDSERVE_CPU_ISA`` chooses the kernels' level (build.py), ``--fetch-hint`` how they fetch weights (fetch.h).
 """
 
@@ -24,7 +26,7 @@ from ..loader.quantized_blocks import FORMATS
 from ..model_runner import ModelRunner
 from .build import choose_level
 from .library import FetchHint, fetch_hint, set_fetch_hint
-from .roofline import Roofline
+from .roofline import ProductKind, Roofline
 from .single_kernels import PackedWeight
 
 N, K = 49152, 576
@@ -60,7 +62,12 @@ def main() -> None:
         cpus=",".join(map(str, cpus)),
         max_total_tokens=max(BATCHES) * ROW_SLOTS,
     )
-    _passes(ModelRunner(options), Roofline(cpus))
+    roofline = Roofline(cpus)
+    kind = ProductKind.BFLOAT16 if args.dtype == "bfloat16" else ProductKind.FLOAT32
+    if args.quantization != "none":
+        kind = ProductKind.BYTES
+    print(f"rooflines of arithmetic: products of {roofline.describe(kind)}")
+    _passes(ModelRunner(options), roofline, kind)
 
 
 def _products() -> None:
@@ -76,7 +83,7 @@ def _products() -> None:
             print(f"{name:9} {rows:3} rows: {bandwidth:6.1f} GB/s {speed:7.1f} GFLOP/s")
 
 
-def _passes(model: ModelRunner, roofline: Roofline) -> None:
+def _passes(model: ModelRunner, roofline: Roofline, kind: ProductKind) -> None:
     # Memory that was never written is one page of zeros, however often it is mapped, and lies in the nearest cache.
     model.pool.data.uniform_(-1.0, 1.0)
     rows, size = max(BATCHES), model.layout.page_size
@@ -85,15 +92,15 @@ def _passes(model: ModelRunner, roofline: Roofline) -> None:
     table = (pages * size + torch.arange(size)).view(rows, ROW_SLOTS).int()
     for count in BATCHES:
         batch = make_batch(table, [CONTEXT] * count, [1] * count, model.vocab_size)
-        _pass(f"decode, batch {count:3}", model, batch, roofline)
+        _pass(f"decode, batch {count:3}", model, batch, roofline, kind)
     for length in PROMPTS:
-        _pass(f"prefill of {length:4} ", model, make_batch(table, [0], [length], model.vocab_size), roofline)
+        _pass(f"prefill of {length:4} ", model, make_batch(table, [0], [length], model.vocab_size), roofline, kind)
 
 
-def _pass(name: str, model: ModelRunner, batch: ForwardBatch, roofline: Roofline) -> None:
-    before = roofline.bandwidth(), roofline.peak()
+def _pass(name: str, model: ModelRunner, batch: ForwardBatch, roofline: Roofline, kind: ProductKind) -> None:
+    before = roofline.bandwidth(), roofline.peak(kind)
     seconds = best(partial(model.forward, batch))
-    bandwidth, peak = map(max, zip(before, (roofline.bandwidth(), roofline.peak()), strict=True))
+    bandwidth, peak = map(max, zip(before, (roofline.bandwidth(), roofline.peak(kind)), strict=True))
     bound = max(_bytes_read(model, batch) / bandwidth, _operations(model, batch) / peak)
     print(
         f"{name}: {seconds * 1e3:7.2f} ms, {batch.num_tokens / seconds:6.0f} tokens/s; roofline {bound * 1e3:6.2f} ms "

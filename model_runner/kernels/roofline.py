@@ -7,7 +7,8 @@ Waterman, Patterson 2009. Virtual machines' memory bandwidth drifts, so ``bench.
 from __future__ import annotations
 
 import time
-from ctypes import CDLL, c_int32, c_int64, c_void_p
+from ctypes import CDLL, c_char_p, c_int32, c_int64, c_void_p
+from enum import IntEnum
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,14 @@ ROUNDS = 400_000
 REPEATS = 5
 
 
+class ProductKind(IntEnum):
+    """What a pass multiplies, as probe/roofline.cpp counts the kinds."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    BYTES = 2
+
+
 class Roofline:
     """Measures on ``cpus``, one thread on each. Keeps ``MEMORY`` bytes until the process ends."""
 
@@ -32,7 +41,9 @@ class Roofline:
         library.pds_roofline_read.restype = None
         library.pds_roofline_read.argtypes = (c_void_p, c_int64, c_int32, c_void_p)
         library.pds_roofline_multiply.restype = c_int64
-        library.pds_roofline_multiply.argtypes = (c_int64, c_int32, c_void_p)
+        library.pds_roofline_multiply.argtypes = (c_int32, c_int64, c_int32, c_void_p)
+        library.pds_roofline_kind.restype = c_char_p
+        library.pds_roofline_kind.argtypes = (c_int32,)
         self._library = library
         self._cpus = np.array(cpus, dtype=np.int32)
         self._memory = library.pds_roofline_memory(MEMORY)
@@ -50,13 +61,18 @@ class Roofline:
             best = min(best, time.perf_counter() - begin)
         return nbytes / float(best)
 
-    def peak(self) -> float:
-        """Floating-point operations a second of all threads together (bfloat16 products where there are any)."""
+    def peak(self, kind: ProductKind) -> float:
+        """Operations a second of all threads together, in products of ``kind`` as this level computes them."""
         threads = len(self._cpus)
         best = np.inf
         operations = 0
         for _ in range(REPEATS):
             begin = time.perf_counter()
-            operations = self._library.pds_roofline_multiply(ROUNDS, threads, self._cpus.ctypes.data)
+            operations = self._library.pds_roofline_multiply(kind, ROUNDS, threads, self._cpus.ctypes.data)
             best = min(best, time.perf_counter() - begin)
         return operations * threads / float(best)
+
+    def describe(self, kind: ProductKind) -> str:
+        """By which instructions products of ``kind`` are computed at this level."""
+        name: bytes = self._library.pds_roofline_kind(kind)
+        return name.decode()

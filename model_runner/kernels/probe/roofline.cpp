@@ -1,4 +1,5 @@
-// What this machine can do at best: bytes read from memory a second, and bfloat16 (else float32) products a second.
+// What this machine can do at best: bytes read from memory a second, and products a second of each type that the kernels
+// multiply in.
 // Compiled and loaded by kernels/roofline.py, apart from the kernels that it judges.
 #include <immintrin.h>
 #include <pthread.h>
@@ -62,35 +63,118 @@ PUBLIC void pds_roofline_read(const void* memory, int64_t bytes, int32_t threads
   });
 }
 
-// Multiplies and adds in registers only; returns the floating-point operations of one thread.
-PUBLIC int64_t pds_roofline_multiply(int64_t rounds, int32_t threads, const int32_t* cpus) {
-#if defined(__AVX512BF16__)
-  constexpr int kSums = 24, kOperations = 64;
-  using Sum = __m512;
+namespace {
+
+// One instruction of each kind of product, repeated on registers; operations are multiplications and additions.
+#if defined(__AVX512F__)
+
+struct Floats {
+  using Register = __m512;
+  static constexpr int kOperations = 32;
+  static Register zero() { return _mm512_setzero_ps(); }
+  static Register factor(int i) { return _mm512_set1_ps(1.0f + static_cast<float>(i)); }
+  static Register step(Register sum, Register a, Register b) { return _mm512_fmadd_ps(a, b, sum); }
+};
+
 #else
-  constexpr int kSums = 12, kOperations = 16;
-  using Sum = __m256;
+
+struct Floats {
+  using Register = __m256;
+  static constexpr int kOperations = 16;
+  static Register zero() { return _mm256_setzero_ps(); }
+  static Register factor(int i) { return _mm256_set1_ps(1.0f + static_cast<float>(i)); }
+  static Register step(Register sum, Register a, Register b) { return _mm256_fmadd_ps(a, b, sum); }
+};
+
 #endif
+
+#if defined(__AVX512BF16__)
+
+struct Pairs {
+  using Register = __m512;
+  static constexpr int kOperations = 64;
+  static Register zero() { return _mm512_setzero_ps(); }
+  static Register factor(int i) { return _mm512_castsi512_ps(_mm512_set1_epi32(0x3f803f80 + i)); }
+  static Register step(Register sum, Register a, Register b) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+  }
+};
+
+#else
+
+// bfloat16 is widened and multiplied as float32.
+using Pairs = Floats;
+
+#endif
+
+#if defined(__AVX512VNNI__)
+
+struct Bytes {
+  using Register = __m512i;
+  static constexpr int kOperations = 128;
+  static Register zero() { return _mm512_setzero_si512(); }
+  static Register factor(int i) { return _mm512_set1_epi8(static_cast<char>(1 + i)); }
+  static Register step(Register sum, Register a, Register b) { return _mm512_dpbusd_epi32(sum, a, b); }
+};
+
+#else
+
+// Three instructions: products of bytes to 16 bits, their sums to 32, and the addition.
+struct Bytes {
+  using Register = __m256i;
+  static constexpr int kOperations = 64;
+  static Register zero() { return _mm256_setzero_si256(); }
+  static Register factor(int i) { return _mm256_set1_epi8(static_cast<char>(1 + i)); }
+  static Register step(Register sum, Register a, Register b) {
+    // The compiler may not move the product, which is always the same, out of the loop.
+    asm volatile("" : "+x"(a));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1)));
+  }
+};
+
+#endif
+
+template <class Kind>
+int64_t multiply(int64_t rounds, int32_t threads, const int32_t* cpus) {
+  constexpr int kSums = 12;  // enough for two instructions a cycle, and they fit in sixteen registers
+  using Register = typename Kind::Register;
   on_threads(threads, cpus, [=](int i) {
-    Sum sums[kSums] = {};
-#if defined(__AVX512BF16__)
-    const __m512bh a = (__m512bh)_mm512_set1_epi32(0x3f803f80 + i), b = (__m512bh)_mm512_set1_epi32(0x3f803f81 + i);
-#else
-    const __m256 a = _mm256_set1_ps(1.0f + static_cast<float>(i)), b = _mm256_set1_ps(1.5f);
-#endif
+    Register sums[kSums];
+    for (Register& sum : sums) sum = Kind::zero();
+    const Register a = Kind::factor(i), b = Kind::factor(i + 1);
     for (int64_t round = 0; round < rounds; ++round) {
-#pragma GCC unroll 24
-      for (int k = 0; k < kSums; ++k) {
-#if defined(__AVX512BF16__)
-        sums[k] = _mm512_dpbf16_ps(sums[k], a, b);
-#else
-        sums[k] = _mm256_fmadd_ps(a, b, sums[k]);
-#endif
-      }
+#pragma GCC unroll 16
+      for (int k = 0; k < kSums; ++k) sums[k] = Kind::step(sums[k], a, b);
     }
     float total = 0;
-    for (int k = 0; k < kSums; ++k) total += reinterpret_cast<const float*>(&sums[k])[0];
+    for (const Register& sum : sums) {
+      float first;
+      std::memcpy(&first, &sum, sizeof first);
+      total += first;
+    }
     sink = total;
   });
-  return rounds * kSums * kOperations;
+  return rounds * kSums * Kind::kOperations;
+}
+
+}  // namespace
+
+// Multiplies and adds in registers only; returns the operations of one thread. `kind`: 0 float32, 1 bfloat16, 2 bytes.
+PUBLIC int64_t pds_roofline_multiply(int32_t kind, int64_t rounds, int32_t threads, const int32_t* cpus) {
+  switch (kind) {
+    case 0: return multiply<Floats>(rounds, threads, cpus);
+    case 1: return multiply<Pairs>(rounds, threads, cpus);
+    default: return multiply<Bytes>(rounds, threads, cpus);
+  }
+}
+
+// How a kind of product is computed at this level.
+PUBLIC const char* pds_roofline_kind(int32_t kind) {
+#if defined(__AVX512BF16__)
+  if (kind == 1) return "bfloat16 pairs";
+#endif
+#if defined(__AVX512VNNI__)
+  if (kind == 2) return "bytes (VNNI)";
+#endif
+  return kind == 2 ? "bytes (maddubs)" : "float32 FMA";
 }

@@ -1,0 +1,29 @@
+"""What the machine can do at best, by the level that runs. How fast it is, a test can't know."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from pdserve.model_runner.kernels import roofline
+from pdserve.model_runner.kernels.build import BuildError, choose_level
+from pdserve.model_runner.kernels.roofline import ProductKind, Roofline
+
+
+@pytest.mark.timeout(300)  # the first time, it compiles
+def test_each_kind_of_product_is_measured_as_the_level_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "MEMORY", 4 << 20)
+    monkeypatch.setattr(roofline, "ROUNDS", 20_000)
+    try:
+        measured = Roofline(sorted(os.sched_getaffinity(0))[:1])
+    except BuildError as error:
+        pytest.skip(str(error))
+    level = choose_level()
+    assert measured.bandwidth() > 0
+    assert measured.describe(ProductKind.FLOAT32) == "float32 FMA"
+    assert measured.describe(ProductKind.BFLOAT16) == ("bfloat16 pairs" if level.multiplies_pairs else "float32 FMA")
+    assert ("VNNI" in measured.describe(ProductKind.BYTES)) == ("avx512_vnni" in level.cpu_flags)
+    peaks = {kind: measured.peak(kind) for kind in ProductKind}
+    # Each instruction does something: more than a scalar multiplication a cycle, and no more than a core ever did.
+    assert all(1e9 < peak < 5e12 for peak in peaks.values()), peaks
