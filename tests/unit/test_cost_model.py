@@ -107,7 +107,7 @@ def test_what_prompts_cost_is_not_forgotten_over_decodes_alone() -> None:
 def test_outliers_do_not_move_an_estimate() -> None:
     model, shape = CostModel(), StepShape(8, 2000)
     for i in range(500):
-        model.learn(shape, 60.0 if i % 50 == 7 else 20.0, model.estimate(shape))
+        model.learn(shape, 60.0 if i % 10 == 7 else 20.0, model.estimate(shape))
     assert model.estimate(shape) == pytest.approx(20.0, rel=0.02)
 
 
