@@ -34,6 +34,7 @@ Deterministic: the same outcomes give the same model.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -123,7 +124,8 @@ def _assumptions() -> F64:
     rows[:SEGMENTS] = -_AT_KNOTS
     for i, knot in enumerate(KNOTS):
         rows[i, FIRST_SEGMENT + i] += max(knot, 1) / LENGTHS[i]
-    rows[SEGMENTS:, DECODES:] = np.eye(COUNT - DECODES)
+    # That rates are 0 only decides between what explains the steps equally well.
+    rows[SEGMENTS:, DECODES:] = np.eye(COUNT - DECODES) * math.sqrt(PRIOR_WEIGHT)
     return rows
 
 

@@ -51,10 +51,13 @@ class Noise:
 
 
 def shape_of(step: ForwardStep) -> StepShape:
-    """Counted from the message, not from what the scheduler thinks. A piece of one token looks like a decode."""
+    """Counted from the message, not from what the scheduler thinks. A prompt's last piece of one token looks like a
+    decode, the rest of its pieces sample nothing.
+    """
     shape = StepShape()
-    for start, length in zip(unpack_i32(step.starts).tolist(), unpack_i32(step.q_lens).tolist(), strict=True):
-        if length == 1:
+    starts, lengths = unpack_i32(step.starts).tolist(), unpack_i32(step.q_lens).tolist()
+    for start, length, samples in zip(starts, lengths, unpack_i32(step.sample).tolist(), strict=True):
+        if length == 1 and samples:
             shape = shape._replace(decodes=shape.decodes + 1, kv_tokens=shape.kv_tokens + start)
         else:
             shape = shape.with_piece(start, length)
