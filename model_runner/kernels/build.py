@@ -94,8 +94,8 @@ def choose_level() -> Level:
 def library_path(level: Level, sources: Path = SOURCES, name: str = "kernels") -> Path:
     """Where the library for ``level`` is, or would be."""
     digest = hashlib.sha256(" ".join((*COMMON_FLAGS, *level.flags)).encode())
-    for file in sorted(sources.iterdir()):
-        digest.update(file.name.encode() + file.read_bytes())
+    for file in sorted(file for file in sources.rglob("*") if file.is_file()):
+        digest.update(str(file.relative_to(sources)).encode() + file.read_bytes())
     return _cache_folder() / f"{name}-{level.name}-{digest.hexdigest()[:16]}.so"
 
 
@@ -140,10 +140,10 @@ def _build_once(level: Level, sources: Path, path: Path, retry: bool) -> None:
 
 def _compile(compiler: str, level: Level, folder_of_sources: Path, path: Path) -> None:
     """Each source by itself, on all cores, and then the library of them."""
-    sources = sorted(folder_of_sources.glob("*.cpp"))
+    sources = sorted(folder_of_sources.rglob("*.cpp"))
     flags = (*COMMON_FLAGS, *level.flags)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        objects = [Path(folder) / f"{i}-{source.stem}.o" for i, source in enumerate(sources)]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             commands = ((compiler, *flags, "-c", source, "-o", o) for source, o in zip(sources, objects, strict=True))
             list(pool.map(_run, commands))

@@ -21,7 +21,7 @@ from ..layers.rotary import RotaryEmbedding
 from ..loader.quantized_blocks import HEAD_NAMES, BlockSource
 from ..models.llama import LlamaForCausalLM
 from .attention import pool_view
-from .library import NATIVE_DTYPES, EngineConfig, ForwardArgs, load_library
+from .library import NATIVE_DTYPES, EngineConfig, ForwardArgs, WeightPart, load_library
 from .team import Team
 
 DENSE = 0
@@ -177,13 +177,14 @@ class CpuEngine:
         rows, floats = weight.contiguous(), None if bias is None else bias.float().contiguous()
         found = None if self._blocks is None else self._blocks.find(names, weight)
         if found is None:
-            native_format, pointer, nbytes = DENSE, rows.data_ptr(), rows.nbytes
+            part = WeightPart(rows.data_ptr(), rows.shape[0], DENSE)
+            nbytes = rows.nbytes
         else:
-            native_format, pointer, nbytes = int(found.format), found.blocks.ctypes.data, found.blocks.nbytes
+            part = WeightPart(found.blocks.ctypes.data, len(found.blocks), int(found.format))
+            nbytes = found.blocks.nbytes
         self.weight_bytes += nbytes
         bias_pointer = None if floats is None else floats.data_ptr()
-        set_linear = self._library.pds_engine_set_linear
-        if set_linear(self.handle, kind, layer, native_format, pointer, bias_pointer) != 0:
+        if self._library.pds_engine_set_linear(self.handle, kind, layer, 1, part, bias_pointer) != 0:
             raise MemoryError("no memory for the packed weights")
 
     def _set_norm(self, kind: NormKind, layer: int, weight: Tensor) -> None:

@@ -33,13 +33,15 @@ class BlockFormat(IntEnum):
     Q4_0 = 1
     Q4_1 = 2
     Q8_0 = 3
+    Q5_0 = 4
+    Q5_1 = 5
+    IQ4_NL = 6
+    Q4_K = 7
+    Q5_K = 8
+    Q6_K = 9
 
 
-FORMATS = {
-    GGMLQuantizationType.Q4_0: BlockFormat.Q4_0,
-    GGMLQuantizationType.Q4_1: BlockFormat.Q4_1,
-    GGMLQuantizationType.Q8_0: BlockFormat.Q8_0,
-}
+FORMATS = {GGMLQuantizationType[block_format.name]: block_format for block_format in BlockFormat}
 
 
 class BlockWeight(NamedTuple):

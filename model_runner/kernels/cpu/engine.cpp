@@ -7,6 +7,7 @@
 #include "elementwise.h"
 #include "kv_pairs.h"
 #include "linear_quantized.h"
+#include "panel_packer.h"
 
 namespace pdserve {
 namespace {
@@ -59,36 +60,26 @@ class Engine final : public EngineBase {
       const int64_t widest = kBlockTokens * std::max({c_.hidden, att_stride_, c_.inner}), runs = ceil_div(widest, kRun);
       own_.push_back({arena_.allocate<T>(kBlockTokens * c_.hidden),
                       arena_.allocate<T>(kBlockTokens * inner_stride_),
-                      {arena_.allocate<int8_t>(widest), arena_.allocate<float>(runs), arena_.allocate<int32_t>(runs), 0}});
+                      {arena_.allocate<QuantizedRun>(runs), 0, 0}});
     }
     reserve(kFirstTokens);
   }
 
-  void set_linear(LinearKind kind, int64_t layer, Format format, const void* weight, const float* bias) override {
+  bool set_linear(LinearKind kind, int64_t layer, const std::vector<WeightPart>& parts, const float* bias) override {
     PackedLinear& packed = linear(kind, layer);
-    const std::vector<int32_t> rows = column_order(kind);
-    packed.format = format;
     packed.k = input_size(kind);
-    packed.panels = static_cast<int64_t>(rows.size()) / kPanel;
-    const bool dense = format == Format::kDense;
-    packed.panel_bytes = dense ? dense_panel_bytes<T>(packed.k) : quantized_panel_bytes(format, packed.k);
-    uint8_t* data = arena_.allocate<uint8_t>(packed.panels * packed.panel_bytes);
-    packed.data = data;
+    const std::vector<int32_t> rows = column_order(kind);
+    PanelPacker<T> packer(parts, rows, packed.k);
+    if (!packer.arrange(packed, [&](size_t bytes) { return arena_.allocate<uint8_t>(bytes); })) return false;
     team_.run([&](int tid, int size) {
       const Range own = share(packed.panels, tid, size);
-      for (int64_t p = own.begin; p < own.end; ++p) {
-        uint8_t* panel = data + p * packed.panel_bytes;
-        if (dense) {
-          pack_dense_panel(static_cast<const T*>(weight), packed.k, &rows[p * kPanel], reinterpret_cast<T*>(panel));
-        } else {
-          pack_quantized_panel(format, static_cast<const uint8_t*>(weight), packed.k, &rows[p * kPanel], panel);
-        }
-      }
+      for (int64_t p = own.begin; p < own.end; ++p) packer.pack(packed, p);
     });
-    if (bias == nullptr) return;
+    if (bias == nullptr) return true;
     float* packed_bias = arena_.allocate<float>(rows.size());
     for (size_t i = 0; i < rows.size(); ++i) packed_bias[i] = rows[i] < 0 ? 0.0f : bias[rows[i]];
     packed.bias = packed_bias;
+    return true;
   }
 
   void set_norm(NormKind kind, int64_t layer, const float* weight) override {
@@ -394,9 +385,9 @@ class Engine final : public EngineBase {
   template <class Finish>
   void multiply(const PackedLinear& weight, const Worker& w, const T* a, int64_t stride, int64_t rows, Range panels,
                 Finish&& finish) {
-    if (weight.format == Format::kDense) {
-      multiply_panels(weight, w, rows, panels, finish, [&](Range m, int64_t p, Stream stream, float* tile) {
-        const T* panel = reinterpret_cast<const T*>(weight.panel(p));
+    if (weight.segments[0].format == Format::kDense) {
+      multiply_panels(weight, w, rows, panels, finish, [&](Range m, const Segment& s, int64_t p, Stream stream, float* tile) {
+        const T* panel = reinterpret_cast<const T*>(s.panel(p));
         multiply_dense_panel(a + m.begin * stride, stride, static_cast<int>(m.size()), panel, weight.k, stream, tile);
       });
       return;
@@ -406,27 +397,28 @@ class Engine final : public EngineBase {
     q.k = weight.k;
     for (int64_t first = 0; first < rows; first += kBlockTokens) {
       const int64_t size = std::min(kBlockTokens, rows - first);
-      quantize_rows(a + first * stride, stride, size, q);
+      q.count = size;
+      quantize_rows(a + first * stride, stride, q);
       const auto from_first = [&](int64_t m, int64_t panel, Columns y) { finish(first + m, panel, y); };
-      multiply_panels(weight, w, size, panels, from_first, [&](Range m, int64_t p, Stream stream, float* tile) {
-        const int count = static_cast<int>(m.size());
-        multiply_quantized_panel(weight.format, q, m.begin, count, weight.panel(p), stream, tile);
+      multiply_panels(weight, w, size, panels, from_first, [&](Range m, const Segment& s, int64_t p, Stream stream, float* tile) {
+        multiply_quantized_panel(s.format, q, m.begin, static_cast<int>(m.size()), s.panel(p), stream, tile);
       });
     }
   }
 
-  // `product(rows, panel, stream, tile)` computes a block of at most kMaxRows rows.
+  // `product(rows, segment, panel, stream, tile)` computes a block of at most kMaxRows rows.
   template <class Finish, class Product>
   void multiply_panels(const PackedLinear& weight, const Worker& w, int64_t rows, Range panels, Finish&& finish,
                        Product&& product) {
     alignas(64) float tile[kMaxRows * kPanel];
     const int64_t blocks = ceil_div(rows, kMaxRows);
     for (int64_t p = panels.begin; p < panels.end; ++p) {
+      const Segment& segment = weight.of(p);
       const float* bias = weight.bias == nullptr ? nullptr : weight.bias + p * kPanel;
       const Columns add = bias == nullptr ? Columns{zero(), zero()} : Columns{load(bias), load(bias + kLanes)};
       for (int64_t b = 0; b < blocks; ++b) {
         const Range m{rows * b / blocks, rows * (b + 1) / blocks};
-        product(m, p, stream_of(weight.panel_bytes, b, blocks), tile);
+        product(m, segment, p, stream_of(segment.panel_bytes, b, blocks), tile);
         const float* y = tile;
         for (int64_t i = m.begin; i < m.end; ++i, y += kPanel) {
           finish(i, p, Columns{load(y) + add.left, load(y + kLanes) + add.right});
@@ -435,8 +427,10 @@ class Engine final : public EngineBase {
     }
     if (weight.next != nullptr && w.tokens <= kColumnTokens) {
       // The next product's first bytes travel while this thread waits for the others.
-      const uint8_t* first = weight.next->panel(share(weight.next->panels, w.tid, w.size).begin);
-      const int64_t size = std::min<int64_t>(kFirstBytes, weight.next->panel_bytes);
+      const int64_t panel = share(weight.next->panels, w.tid, w.size).begin;
+      const Segment& segment = weight.next->of(panel);
+      const uint8_t* first = segment.panel(panel);
+      const int64_t size = std::min<int64_t>(kFirstBytes, segment.panel_bytes);
       for (int64_t at = 0; at < size; at += kLine) _mm_prefetch(first + at, _MM_HINT_T0);
     }
   }
