@@ -20,8 +20,7 @@ from pdserve.model_runner.kernels.build import BuildError
 from pdserve.model_runner.kernels.library import FetchHint, fetch_hint, load_library, set_fetch_hint
 from pdserve.model_runner.kernels.single_kernels import PackedWeight, rms_norm, rope, silu
 from pdserve.model_runner.loader.quantized_blocks import FORMATS
-
-from support.gguf_blocks import HALVES, random_blocks
+from pdserve.model_runner.loader.random_blocks import HALVES, random_blocks
 
 try:
     load_library()
@@ -130,8 +129,7 @@ def test_the_largest_numbers_do_not_overflow(kind: GGMLQuantizationType) -> None
     k = 512
     for byte in (0, 255):
         blocks = random_blocks(kind, 64, k, np.random.default_rng(1))
-        halves = HALVES[kind]
-        kept = [at + i for at in halves for i in range(2)]
+        kept = [at + i for at in HALVES[kind].at for i in range(2)]
         view = blocks.reshape(64, -1, gguf.GGML_QUANT_SIZES[kind][1])
         scales = view[..., kept].copy()
         view[...] = byte

@@ -165,7 +165,7 @@ void multiply_parts(const QuantizedRows& a, int64_t first, const uint8_t* panel,
 // Few rows take the whole panel at once, and memory is read from front to back; with more, a block's sums would not fit
 // into registers, and a part of the columns follows the other.
 template <Format F, int R>
-void multiply_block(const QuantizedRows& a, int64_t first, const uint8_t* panel, Stream stream, float* tile) {
+void multiply_all_parts(const QuantizedRows& a, int64_t first, const uint8_t* panel, Stream stream, float* tile) {
   constexpr int kParts = kPanel / kColumns, kFit = kAccumulators / R;
   constexpr int P = kFit >= kParts ? kParts : kFit >= 2 ? 2 : 1;
   for (int part = 0; part < kParts; part += P) multiply_parts<F, P, R>(a, first, panel, part, stream, tile);
@@ -178,7 +178,7 @@ constexpr int kBlockRows = kAccumulators < kMaxRows ? kAccumulators : kMaxRows;
 
 template <Format F, int... R>
 QuantizedBlock choose_block(int rows, std::integer_sequence<int, R...>) {
-  static constexpr QuantizedBlock blocks[] = {&multiply_block<F, R + 1>...};
+  static constexpr QuantizedBlock blocks[] = {&multiply_all_parts<F, R + 1>...};
   return blocks[rows - 1];
 }
 
