@@ -28,6 +28,7 @@ from .device import choose_device, choose_dtype, device_memory
 from .forward_batch import ForwardBatch
 from .kv_pool import MHATokenToKVPool, make_layout
 from .loader.load import fingerprint, load_model_weights
+from .loader.quantized_blocks import BlockSource, open_blocks
 from .models.llama import LlamaForCausalLM
 from .models.registry import make_model
 from .placement import SPIN_US
@@ -36,7 +37,6 @@ from .pool_size import PoolRequest, choose_max_total_tokens
 if TYPE_CHECKING:
     from .kernels.cpu_engine import CpuEngine
     from .kernels.sampling import NativeSampler
-    from .loader.quantized_blocks import BlockSource
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +45,10 @@ class ModelRunner:
     """Computes logits. Raises ``ModelError`` from its constructor where the model can't be served as asked.
 
     Attributes: ``config``, ``context_length`` and ``vocab_size`` (tokens), ``device``, ``dtype`` (weights and
-    activations), ``layout``, ``max_total_tokens`` (slots to hand out, page 0 excluded), ``pool``, ``kv_region`` (the
-    pool's memory as one buffer; None on an accelerator), ``fingerprint``, ``attention_backend`` (its name),
-    ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU kernels run),
-    ``step_weight_bytes`` (what a decode step reads of weights), ``clears_begun_pages``, ``load_seconds``.
+    activations), ``quantization`` (what "auto" came to), ``layout``, ``max_total_tokens`` (slots to hand out, page 0
+    excluded), ``pool``, ``kv_region`` (the pool's memory as one buffer; None on an accelerator), ``fingerprint``,
+    ``attention_backend`` (its name), ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU
+    kernels run), ``step_weight_bytes`` (what a decode step reads of weights), ``clears_begun_pages``, ``load_seconds``.
     """
 
     def __init__(self, options: ServerOptions, spin_us: int = SPIN_US) -> None:
@@ -62,13 +62,14 @@ class ModelRunner:
             self.vocab_size = self.config.vocab_size
             self.device = choose_device(options.device)
             self.dtype = choose_dtype(options.dtype, self.device)
-        with self._timed("weights"):
-            model = self._load(options, source)
         kv_dtype = self.dtype if options.kv_cache_dtype == "auto" else choose_dtype(options.kv_cache_dtype, self.device)
         with self._timed("kernels"):
             backend = self.attention_backend = choose_attention_backend(
                 options.attention_backend, self.config, self.device, self.dtype, kv_dtype
             )
+        with self._timed("weights"):
+            blocks = self._open_blocks(options, source)
+            model = self._load(options, source, blocks)
         with self._timed("kv_pool"):
             self._allocate_pool(options, kv_dtype)
         self.sampler: NativeSampler | None = None
@@ -77,9 +78,6 @@ class ModelRunner:
         self.clears_begun_pages = options.disaggregation_mode == "prefill"
         self.step_weight_bytes = self._weight_bytes
         with self._timed("kernels"):
-            blocks = None
-            if options.quantization != "none":
-                blocks = self._open_blocks(options, source)
             self._run = self._native_pass(model, options, blocks) if backend == "cpu" else self._torch_pass(model)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -87,23 +85,37 @@ class ModelRunner:
         with torch.inference_mode():
             return self._run(batch)
 
-    def _load(self, options: ServerOptions, source: ModelSource) -> LlamaForCausalLM:
+    def _load(self, options: ServerOptions, source: ModelSource, blocks: BlockSource | None) -> LlamaForCausalLM:
         model = make_model(self.config, self.dtype, self.device)
         weights = model.weights()
-        load_model_weights(weights, source, self.config, options.load_format, options.random_seed)
-        self.fingerprint = fingerprint(self.config, weights, options.quantization)
-        self._weight_bytes = sum(view.nbytes for view in weights.values())
+        load_model_weights(weights, source, self.config, options.load_format, options.random_seed, blocks)
+        self.fingerprint = fingerprint(self.config, weights, self.quantization, blocks)
+        left_out = blocks.left_out if blocks is not None else frozenset[str]()
+        self._weight_bytes = sum(view.nbytes for name, view in weights.items() if name not in left_out)
         return model
 
     def _open_blocks(self, options: ServerOptions, source: ModelSource) -> BlockSource | None:
+        self.quantization = self._choose_quantization(options, source)
+        if self.quantization == "none":
+            return None
         if self.attention_backend != "cpu":
             raise UnsupportedModel(
                 f"--quantization {options.quantization} needs the CPU kernels, which can't be used here"
             )
-        # Imported here: it takes numpy's quantisers along.
-        from .loader.quantized_blocks import open_blocks
+        return open_blocks(self.quantization, source, self.config, self.dtype)
 
-        return open_blocks(options.quantization, source, self.config)
+    def _choose_quantization(
+        self, options: ServerOptions, source: ModelSource
+    ) -> Literal["none", "gguf", "int8", "int4"]:
+        if options.quantization != "auto":
+            return options.quantization
+        if source.kind != "gguf" or options.dtype != "auto" or options.load_format == "dummy":
+            return "none"
+        if self.attention_backend == "cpu":
+            return "gguf"
+        # Other instances may have kernels: the fingerprint keeps them from handing over to this one.
+        log.warning("the GGUF's own blocks need the CPU kernels; it is served dequantised, in %s", self.dtype)
+        return "none"
 
     def _torch_pass(self, model: LlamaForCausalLM) -> Callable[[ForwardBatch], Tensor]:
         attention = make_attention_backend(self.attention_backend, self.pool, self.config.num_heads, self.dtype)

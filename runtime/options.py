@@ -88,7 +88,8 @@ class ServerOptions:
     dtype
         Type of weights and activations; auto takes bfloat16 (float16 on a GPU without it).
     quantization
-        Linear layers' weights: as dtype says (none), a GGUF file's own blocks (gguf), rounded at start (int8, int4).
+        Linear layers' weights: as dtype says (none), a GGUF file's own blocks (gguf), rounded at start (int8, int4);
+        auto takes a GGUF file's own blocks, on every processor, unless dtype names a type.
     kv_cache_dtype
         Type of the KV pool; auto takes the weights' type.
     kv_order
@@ -149,7 +150,7 @@ class ServerOptions:
     disable_overlap_schedule: bool = False
     stream_interval: int = 1
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: Literal["none", "gguf", "int8", "int4"] = "none"
+    quantization: Literal["auto", "none", "gguf", "int8", "int4"] = "auto"
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     kv_order: Literal["auto", "tokens"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"

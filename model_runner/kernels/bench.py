@@ -17,19 +17,20 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import gguf
+import numpy as np
 import torch
 
 from ...runtime.options import ServerOptions
 from ..forward_batch import ForwardBatch
 from ..loader.quantized_blocks import FORMATS
+from ..loader.random_blocks import random_blocks
 from ..model_runner import ModelRunner
 from .build import choose_level
 from .library import FetchHint, fetch_hint, set_fetch_hint
 from .roofline import ProductKind, Roofline
 from .single_kernels import PackedWeight
 
-N, K = 49152, 576
+N, K = 32768, 1024
 CONTEXT = 200
 ROW_SLOTS = 1024
 BATCHES = (1, 4, 8, 16, 32, 64)
@@ -40,9 +41,9 @@ def main() -> None:
     """Run everything and print it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--quantization", choices=("none", "gguf", "int8", "int4"), default="none")
+    parser.add_argument("--quantization", choices=("auto", "none", "gguf", "int8", "int4"), default="none")
     parser.add_argument("--model-path", default="smollm2")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the forward passes")
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="bfloat16", help="of the passes")
     hints = {hint.name.lower().replace("_", "-"): hint for hint in FetchHint}
     parser.add_argument("--fetch-hint", choices=hints, help="instead of the one that suits this processor")
     args = parser.parse_args()
@@ -74,7 +75,9 @@ def _products() -> None:
     weight = torch.randn(N, K) * 0.05
     packed = {"bfloat16": PackedWeight(weight.bfloat16(), N, K, torch.bfloat16)}
     for kind, block_format in FORMATS.items():
-        packed[kind.name] = PackedWeight(gguf.quantize(weight.numpy(), kind), N, K, torch.bfloat16, block_format)
+        # The bytes of a few rows again and again: random ones take longer to make than all else here.
+        blocks = np.tile(random_blocks(kind, 256, K, np.random.default_rng(0)), (N // 256, 1))
+        packed[kind.name] = PackedWeight(blocks, N, K, torch.bfloat16, block_format)
     for name, one in packed.items():
         for rows in (1, 8, 64):
             a = torch.randn(rows, K).bfloat16()

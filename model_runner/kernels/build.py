@@ -165,7 +165,7 @@ def _compile(compiler: str, level: Level, folder_of_sources: Path, path: Path) -
     sources = sorted(folder_of_sources.rglob("*.cpp"))
     flags = (*COMMON_FLAGS, *level.flags)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        objects = [Path(folder) / f"{i}-{source.stem}.o" for i, source in enumerate(sources)]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             commands = ((compiler, *flags, "-c", source, "-o", o) for source, o in zip(sources, objects, strict=True))
             list(pool.map(_run, commands))

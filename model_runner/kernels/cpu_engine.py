@@ -22,7 +22,7 @@ from ..layers.rotary import RotaryEmbedding
 from ..loader.quantized_blocks import HEAD_NAMES, BlockSource
 from ..models.llama import LlamaForCausalLM
 from .attention import pool_view
-from .library import NATIVE_DTYPES, EngineConfig, ForwardArgs, load_library
+from .library import NATIVE_DTYPES, EngineConfig, ForwardArgs, WeightPart, load_library
 from .team import Team
 
 DENSE = 0
@@ -184,14 +184,18 @@ class CpuEngine:
         rows, floats = weight.contiguous(), None if bias is None else bias.float().contiguous()
         found = None if self._blocks is None else self._blocks.find(names, weight)
         if found is None:
-            native_format, pointer, nbytes = DENSE, rows.data_ptr(), rows.nbytes
+            parts = [WeightPart(rows.data_ptr(), rows.shape[0], DENSE)]
         else:
-            native_format, pointer, nbytes = int(found.format), found.blocks.ctypes.data, found.blocks.nbytes
-        self.weight_bytes += nbytes
-        bias_pointer = None if floats is None else floats.data_ptr()
-        set_linear = self._library.pds_engine_set_linear
-        if set_linear(self.handle, kind, layer, native_format, pointer, bias_pointer) != 0:
+            parts = [WeightPart(part.blocks.ctypes.data, len(part.blocks), int(part.format)) for part in found]
+        wide = int(weight.dtype == torch.bfloat16)
+        for part in parts:
+            self.weight_bytes += self._library.pds_packed_bytes(wide, part.format, part.rows, rows.shape[1])
+        bias_pointer, array = None if floats is None else floats.data_ptr(), (WeightPart * len(parts))(*parts)
+        answer = self._library.pds_engine_set_linear(self.handle, kind, layer, len(parts), array, bias_pointer)
+        if answer < 0:
             raise MemoryError("no memory for the packed weights")
+        if answer > 0:
+            raise ValueError(f"{', '.join(names)} can't be multiplied with together")
 
     def _set_norm(self, kind: NormKind, layer: int, weight: Tensor) -> None:
         floats = weight.float().contiguous()

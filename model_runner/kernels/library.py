@@ -65,6 +65,12 @@ class EngineConfig(ctypes.Structure):
     )
 
 
+class WeightPart(ctypes.Structure):
+    """``WeightPart`` of engine.h."""
+
+    _fields_ = (("data", c_void_p), ("rows", c_int64), ("format", c_int32))
+
+
 class ForwardArgs(ctypes.Structure):
     """``ForwardArgs`` of engine.h."""
 
@@ -127,7 +133,8 @@ def _declare(library: ctypes.CDLL) -> None:
         ("pds_team_free", None, (c_void_p,)),
         ("pds_engine_new", c_void_p, (POINTER(EngineConfig), c_int32, c_void_p)),
         ("pds_engine_free", None, (c_void_p,)),
-        ("pds_engine_set_linear", c_int32, (c_void_p, c_int32, c_int64, c_int32, c_void_p, c_void_p)),
+        ("pds_engine_set_linear", c_int32, (c_void_p, c_int32, c_int64, c_int64, POINTER(WeightPart), c_void_p)),
+        ("pds_packed_bytes", c_int64, (c_int32, c_int32, c_int64, c_int64)),
         ("pds_engine_set_norm", c_int32, (c_void_p, c_int32, c_int64, c_void_p)),
         ("pds_engine_set_embedding", None, (c_void_p, c_void_p)),
         ("pds_engine_forward", c_int32, (c_void_p, POINTER(ForwardArgs))),

@@ -28,7 +28,6 @@ class PackedWeight:
         self._shape = (int(dtype == torch.bfloat16), block_format)
         self._size = (n, k)
         sizes = (*self._shape, *map(ctypes.c_int64, self._size))
-        self._library.pds_packed_bytes.restype = ctypes.c_int64
         self.nbytes: int = self._library.pds_packed_bytes(*sizes)
         # On a cache line of its own.
         self._memory = torch.empty(self.nbytes + 64, dtype=torch.uint8)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -39,33 +41,51 @@ LAYER_NAMES = {
 IN_CONFIG = "rope_freqs.weight"
 
 
+class GGUFMatrix(NamedTuple):
+    """``shape``: [N, K] of the weights. ``rows``: [N, …], a row's blocks one after another, or plain numbers.
+
+    ``order`` puts rows into the order of the Hugging Face layout; it may copy them.
+    """
+
+    kind: GGMLQuantizationType
+    shape: tuple[int, int]
+    rows: npt.NDArray[Any]
+    order: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+
+
 class GGUFWeights(WeightSource):
     """The tensors of a GGUF file under their Hugging Face names."""
 
-    def __init__(self, path: Path, config: ModelConfig) -> None:
+    def __init__(self, path: Path, config: ModelConfig, left_out: Container[str] = ()) -> None:
+        """``left_out``: names of tensors that nobody wants as floats; they are not dequantised."""
         self._file = GGUFFile(path)
+        self._left_out = left_out
         self._heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
         self._interleaved = find_family(config.model_type).gguf_interleaved
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See the base class; raises ``UnsupportedModel`` for a quantisation that the gguf package can't undo."""
         for name, tensor in self._file.tensors.items():
-            if name == IN_CONFIG:
+            if name == IN_CONFIG or _hf_name(name) in self._left_out:
                 continue
-            yield _hf_name(name), self._in_hf_order(name, _dequantize(tensor))
+            values = self._in_hf_order(name, _dequantize(tensor))
+            # Unquantised tensors are still the read-only file.
+            yield _hf_name(name), torch.from_numpy(np.require(values, requirements=["C", "W"]))
 
-    def blocks(
-        self, kinds: Container[GGMLQuantizationType]
-    ) -> dict[str, tuple[GGMLQuantizationType, npt.NDArray[np.uint8]]]:
-        """The matrices that are quantised in one of ``kinds``, as they are: uint8 [N, bytes of a row]."""
-        found = {}
-        for name, tensor in self._file.tensors.items():
-            if tensor.tensor_type in kinds and tensor.data.ndim == 2:
-                rows = torch.from_numpy(np.require(tensor.data, requirements=["C", "W"]))
-                found[_hf_name(name)] = (tensor.tensor_type, self._in_hf_order(name, rows).numpy())
-        return found
+    def matrices(self) -> dict[str, GGUFMatrix]:
+        """All matrices by their Hugging Face names, as they lie in the file, which stays open as long as they do."""
+        return {
+            _hf_name(name): GGUFMatrix(
+                tensor.tensor_type,
+                (int(tensor.shape[1]), int(tensor.shape[0])),
+                tensor.data,
+                partial(self._in_hf_order, name),
+            )
+            for name, tensor in self._file.tensors.items()
+            if len(tensor.shape) == 2
+        }
 
-    def _in_hf_order(self, name: str, values: Tensor) -> Tensor:
+    def _in_hf_order(self, name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         heads = self._heads.get(name.split(".")[-2])
         return values if heads is None or not self._interleaved else _undo_interleave(values, heads)
 
@@ -80,16 +100,15 @@ def _hf_name(name: str) -> str:
     return name
 
 
-def _dequantize(tensor: ReaderTensor) -> Tensor:
+def _dequantize(tensor: ReaderTensor) -> npt.NDArray[Any]:
     try:
-        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        values: npt.NDArray[Any] = gguf.dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError as e:
         raise UnsupportedModel(f"{tensor.name!r}: quantisation {tensor.tensor_type.name} is not supported") from e
-    # Unquantised tensors are still the read-only file.
-    return torch.from_numpy(np.require(values, requirements=["C", "W"]))
+    return values
 
 
-def _undo_interleave(values: Tensor, heads: int) -> Tensor:
+def _undo_interleave(values: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
     """llama.cpp lays the pairs that rotate together side by side (0, D/2, 1, D/2 + 1, …); put the halves back."""
-    by_pair = values.view(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
-    return by_pair.transpose(1, 2).reshape(values.shape)
+    by_pair = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
+    return by_pair.swapaxes(1, 2).reshape(values.shape)

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import Literal
 
 import msgspec
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -15,8 +14,8 @@ from ...model_files.config import ModelConfig
 from ...model_files.model_path import ModelSource
 from .base import WeightSource, load_weights
 from .dummy_weights import DummyWeights
-
-SAMPLES = 64
+from .quantized_blocks import BlockSource
+from .samples import spread
 
 
 def load_model_weights(
@@ -25,28 +24,46 @@ def load_model_weights(
     config: ModelConfig,
     load_format: Literal["auto", "dummy"],
     seed: int,
+    blocks: BlockSource | None = None,
 ) -> None:
-    """Fill ``weights`` (name → view) from ``source``, or at random; raises ``InvalidWeights``, ``UnsupportedModel``."""
+    """Fill ``weights`` (name → view) from ``source``, or at random; raises ``InvalidWeights``, ``UnsupportedModel``.
+
+    What ``blocks`` has in the place of floats is checked and left as it is: memory that was never written takes none.
+    """
+    left_out: frozenset[str] = frozenset()
+    if blocks is not None:
+        blocks.check({name: view.shape for name, view in weights.items()})
+        left_out = blocks.left_out
+    wanted = {name: view for name, view in weights.items() if name not in left_out}
     with torch.inference_mode():
-        load_weights(weights, _open_source(weights, source, config, load_format, seed))
+        load_weights(wanted, _open_source(wanted, source, config, load_format, seed, left_out))
 
 
 def _open_source(
-    weights: dict[str, Tensor], source: ModelSource, config: ModelConfig, load_format: str, seed: int
+    weights: dict[str, Tensor],
+    source: ModelSource,
+    config: ModelConfig,
+    load_format: str,
+    seed: int,
+    left_out: frozenset[str],
 ) -> WeightSource:
     if load_format == "dummy":
         return DummyWeights({name: view.shape for name, view in weights.items()}, seed)
     if source.kind == "gguf":
         from .gguf_weights import GGUFWeights
 
-        return GGUFWeights(source.path, config)
+        return GGUFWeights(source.path, config, left_out)
     from .safetensors_weights import SafetensorsWeights
 
     return SafetensorsWeights(source.path)
 
 
-def fingerprint(config: ModelConfig, weights: dict[str, Tensor], quantization: str = "none") -> str:
+def fingerprint(
+    config: ModelConfig, weights: dict[str, Tensor], quantization: str = "none", blocks: BlockSource | None = None
+) -> str:
     """16 hex digits that two instances share if they serve the same weights in the same type, rounded alike.
+
+    ``weights`` that ``blocks`` has in the place of floats count as those blocks.
 
     Hashes the config and ``SAMPLES`` values spread over each tensor: enough to tell checkpoints apart, in milliseconds.
     """
@@ -54,14 +71,13 @@ def fingerprint(config: ModelConfig, weights: dict[str, Tensor], quantization: s
     if quantization != "none":
         digest.update(quantization.encode())
     for name in sorted(weights):
+        if blocks is not None and name in blocks.left_out:
+            digest.update(name.encode())
+            blocks.sample(name, digest)
+            continue
         view = weights[name]
-        rows = _spread(view.shape[0])
-        sample = view[rows] if view.dim() == 1 else view[rows, _spread(view.shape[1])]
+        rows = spread(view.shape[0])
+        sample = view[rows] if view.dim() == 1 else view[rows, spread(view.shape[1])]
         digest.update(f"{name}{list(view.shape)}{view.dtype}".encode())
         digest.update(sample.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return str(digest.hexdigest())
-
-
-def _spread(size: int) -> Tensor:
-    """``SAMPLES`` indices over ``size``; hashed by a prime step, so that rows and columns don't move in lockstep."""
-    return torch.from_numpy(np.arange(SAMPLES, dtype=np.int64) * 7919 % size)

@@ -7,6 +7,7 @@ tolerances stay: all levels add in float32, in other orders, and the lower ones 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -29,6 +30,23 @@ status = pytest.main(sys.argv[1:])
 with open("/proc/self/maps") as maps:
     print("loaded:", *sorted({line.split("/")[-1].strip() for line in maps if "/kernels-" in line}))
 sys.exit(status)
+"""
+
+
+# Products of all kinds of blocks, as digests.
+DIGESTS = """
+import hashlib, json
+import numpy as np, torch
+from pdserve.model_runner.kernels.single_kernels import PackedWeight
+from pdserve.model_runner.loader.quantized_blocks import FORMATS
+from pdserve.model_runner.loader.random_blocks import random_blocks
+found = {}
+for kind, block_format in FORMATS.items():
+    blocks = random_blocks(kind, 80, 1024, np.random.default_rng(7))
+    packed = PackedWeight(blocks, 80, 1024, torch.float32, block_format)
+    a = torch.from_numpy(np.random.default_rng(8).normal(size=(29, 1024)).astype(np.float32))
+    found[kind.name] = hashlib.sha256(packed.multiply(a).contiguous().numpy().tobytes()).hexdigest()
+print(json.dumps(found))
 """
 
 
@@ -114,3 +132,23 @@ def test_the_kernels_pass_their_tests_at_each_lower_level(
     assert "skipped" not in done.stdout
     assert done.stdout.splitlines()[-1] == f"loaded: {path.name}"
     record_property("kernels_level", level.name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # the first time, it compiles
+def test_products_with_blocks_are_the_same_bits_at_every_level() -> None:
+    found = {}
+    for level in levels_here():
+        done = subprocess.run(
+            [sys.executable, "-c", DIGESTS],
+            env={**os.environ, ISA_VARIABLE: level.name},
+            cwd=HERE.parents[1],
+            capture_output=True,
+            text=True,
+            timeout=500,
+            check=True,
+        )
+        found[level.name] = json.loads(done.stdout)
+    first = next(iter(found.values()))
+    assert len(first) == 9
+    assert all(digests == first for digests in found.values()), found

@@ -27,15 +27,15 @@ PDS_API void* pds_engine_new(const EngineConfig* config, int32_t dtype, void* te
 
 PDS_API void pds_engine_free(void* engine) { delete static_cast<EngineBase*>(engine); }
 
-PDS_API int32_t pds_engine_set_linear(void* engine, int32_t kind, int64_t layer, int32_t format, const void* weight,
+// 1 where the parts can't be put together.
+PDS_API int32_t pds_engine_set_linear(void* engine, int32_t kind, int64_t layer, int64_t count, const WeightPart* parts,
                                       const float* bias) {
   try {
-    static_cast<EngineBase*>(engine)->set_linear(static_cast<LinearKind>(kind), layer, static_cast<Format>(format),
-                                                 weight, bias);
+    const std::vector<WeightPart> all(parts, parts + count);
+    return static_cast<EngineBase*>(engine)->set_linear(static_cast<LinearKind>(kind), layer, all, bias) ? 0 : 1;
   } catch (const std::bad_alloc&) {
     return -1;
   }
-  return 0;
 }
 
 PDS_API int32_t pds_engine_set_norm(void* engine, int32_t kind, int64_t layer, const float* weight) {

@@ -53,11 +53,10 @@ class Engine final : public EngineBase {
     reserve(kFirstTokens);
   }
 
-  void set_linear(LinearKind kind, int64_t layer, Format format, const void* weight, const float* bias) override {
-    const LinearShape shape = linear_shape(c_, kind, fused_);
+  bool set_linear(LinearKind kind, int64_t layer, const std::vector<WeightPart>& parts, const float* bias) override {
     PackedLinear& packed = linear(kind, layer);
-    pack_linear<T>(shape, format, weight, bias, arena_, team_, packed);
     packed.product = static_cast<int>(kind);
+    return pack_linear<T>(linear_shape(c_, kind, fused_), parts, bias, arena_, team_, packed);
   }
 
   void set_norm(NormKind kind, int64_t layer, const float* weight) override {
@@ -133,7 +132,9 @@ class Engine final : public EngineBase {
   Division divide(int64_t tokens) const {
     const Layer& layer = layers_.front();
     const auto product = [&](const PackedLinear& weight) {
-      return Product{tokens, weight.panels, weight.k, static_cast<int64_t>(weight.panel_bytes), weight.effort};
+      // Segments differ little: the mean is near enough to divide work by.
+      const int64_t panel_bytes = weight.bytes(0, weight.panels) / std::max<int64_t>(1, weight.panels);
+      return Product{tokens, weight.panels, weight.k, panel_bytes, weight.effort};
     };
     const Product products[] = {product(layer.qkv), product(layer.o), product(layer.gate_up), product(layer.down)};
     Division result{choose_by_rows(products, team_.size()), {}};

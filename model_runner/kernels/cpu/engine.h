@@ -47,13 +47,21 @@ struct ForwardArgs {
 };
 
 enum class LinearKind : int32_t { kQKV = 0, kO = 1, kGateUp = 2, kDown = 3, kHead = 4 };
+// Some of a weight's rows [rows, k], in the engine's own type or in blocks of `format`. Mirrored in library.py.
+struct WeightPart {
+  const void* data;
+  int64_t rows;
+  Format format;
+};
+
 enum class NormKind : int32_t { kAttention = 0, kMlp = 1, kQ = 2, kK = 3, kFinal = 4 };
 
 class EngineBase {
  public:
   virtual ~EngineBase() = default;
-  // Packs a weight [N, k], row-major, in the engine's own type or in blocks of `format`; `bias` is [N] float32 or null.
-  virtual void set_linear(LinearKind kind, int64_t layer, Format format, const void* weight, const float* bias) = 0;
+  // Packs a weight [N, k], whose parts lie below each other; `bias` is [N] float32 or null. False, and nothing done,
+  // where a panel would hold columns of two formats, or some panels would be dense and others not.
+  virtual bool set_linear(LinearKind kind, int64_t layer, const std::vector<WeightPart>& parts, const float* bias) = 0;
   virtual void set_norm(NormKind kind, int64_t layer, const float* weight) = 0;
   // [V, N] in the engine's own type; kept by reference.
   virtual void set_embedding(const void* table) = 0;

@@ -3,12 +3,13 @@
 // Packed weights are panels of kPanel output columns. A dense panel is [K / G][kPanel][G] with G = 2 for bfloat16 (the
 // pairs that vdpbf16ps multiplies) and 1 for float32, so that the innermost loop reads it from front to back: a decode
 // step streams each weight from memory once, and in a prefill a panel stays in the core's caches while block after
-// block of rows passes over it. Quantised panels are described in linear_quantized.h.
+// block of rows passes over it. Quantised panels are described in quantized_formats.h.
 //
 // An element of the result is one chain of additions in the order of k, whatever the number of rows and wherever the
 // element lies in its block: a row's result does not depend on the rows beside it.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -23,20 +24,58 @@ constexpr int kProducts = 5;   // kinds of products in a pass
 constexpr int kTileRows = 96;  // rows that a thread takes past a panel before it goes on to the next
 
 // How the weights of a linear layer are stored; part of the interface to Python.
-enum class Format : int32_t { kDense = 0, kQ4_0 = 1, kQ4_1 = 2, kQ8_0 = 3 };
+enum class Format : int32_t {
+  kDense = 0,
+  kQ4_0 = 1,
+  kQ4_1 = 2,
+  kQ8_0 = 3,
+  kQ5_0 = 4,
+  kQ5_1 = 5,
+  kIQ4_NL = 6,
+  kQ4_K = 7,
+  kQ5_K = 8,
+  kQ6_K = 9,
+};
 
-struct PackedLinear {
+// Panels of one format, one after another.
+struct Segment {
   Format format = Format::kDense;
+  int64_t begin = 0;  // the first panel's place
+  size_t panel_bytes = 0;
+  const uint8_t* data = nullptr;
+
+  const uint8_t* panel(int64_t index) const { return data + (index - begin) * panel_bytes; }
+};
+
+// Its segments are all dense or all quantised: queries, keys and values of a GGUF may be of different kinds.
+struct PackedLinear {
+  static constexpr int kSegments = 3;
+
   int product = 0;    // which of a pass's products this is, below kProducts
   double effort = 1;  // see work_grid.h
   int64_t k = 0;
   int64_t panels = 0;
-  size_t panel_bytes = 0;
-  const uint8_t* data = nullptr;
+  Segment segments[kSegments];
+  int used = 0;                 // of the segments
   const float* bias = nullptr;  // [panels * kPanel], or null
   const PackedLinear* next = nullptr;  // what a pass multiplies with after this
 
-  const uint8_t* panel(int64_t index) const { return data + index * panel_bytes; }
+  const Segment& of(int64_t panel) const {
+    int i = used - 1;
+    while (segments[i].begin > panel) --i;
+    return segments[i];
+  }
+
+  // Of panels [begin, end).
+  int64_t bytes(int64_t begin, int64_t end) const {
+    int64_t sum = 0;
+    for (int i = 0; i < used; ++i) {
+      const int64_t last = i + 1 < used ? segments[i + 1].begin : panels;
+      const int64_t count = std::min(last, end) - std::max(segments[i].begin, begin);
+      if (count > 0) sum += count * static_cast<int64_t>(segments[i].panel_bytes);
+    }
+    return sum;
+  }
 };
 
 // What a product takes (work_grid.h).

@@ -23,9 +23,7 @@ struct alignas(kLine) LinearThread {
 
   // Room for rows of `widest` numbers.
   void reserve(Arena& arena, int64_t widest) {
-    const int64_t runs = ceil_div(kTileRows * widest, kRun);
-    quantized = {arena.allocate<int8_t>(kTileRows * widest), arena.allocate<float>(runs),
-                 arena.allocate<int32_t>(runs), 0};
+    quantized = {arena.allocate<QuantizedRun>(ceil_div(kTileRows * widest, kRun)), 0, 0};
     wide = arena.allocate<float>(kTileRows * dense_scratch_stride(widest));
   }
 };
@@ -47,11 +45,12 @@ void multiply_panels(const PackedLinear& weight, int64_t rows, Range panels, Fin
 
 inline void multiply_quantized(const PackedLinear& weight, const QuantizedRows& a, int64_t rows, int64_t panel,
                                float* tile) {
+  const Segment& segment = weight.of(panel);
   const int64_t blocks = ceil_div(rows, kMaxRows);
   for (int64_t b = 0; b < blocks; ++b) {
     const Range m = share(rows, b, blocks);
-    multiply_quantized_panel(weight.format, a, m.begin, static_cast<int>(m.size()), weight.panel(panel),
-                             stream_of(weight.panel_bytes, b, blocks), tile + m.begin * kPanel);
+    multiply_quantized_panel(segment.format, a, m.begin, static_cast<int>(m.size()), segment.panel(panel),
+                             stream_of(segment.panel_bytes, b, blocks), tile + m.begin * kPanel);
   }
 }
 
@@ -62,20 +61,21 @@ void multiply(const PackedLinear& weight, LinearThread& own, const T* a, int64_t
               Finish&& finish) {
   if (panels.size() == 0) return;
   const int64_t chunks = ceil_div(rows, kTileRows);
-  own.weight_bytes[weight.product] += chunks * panels.size() * static_cast<int64_t>(weight.panel_bytes);
+  own.weight_bytes[weight.product] += chunks * weight.bytes(panels.begin, panels.end);
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     const Range m = share(rows, chunk, chunks);
     const T* from = a + m.begin * stride;
     const auto finish_row = [&](int64_t i, int64_t panel, Columns y) { finish(m.begin + i, panel, y); };
-    if (weight.format == Format::kDense) {
+    if (weight.segments[0].format == Format::kDense) {
       const DenseRows dense = prepare_dense(from, stride, m.size(), weight.k, own.wide);
       multiply_panels(weight, m.size(), panels, finish_row, [&](int64_t p, float* tile) {
-        const T* panel = reinterpret_cast<const T*>(weight.panel(p));
+        const T* panel = reinterpret_cast<const T*>(weight.segments[0].panel(p));
         multiply_dense_panel(dense, static_cast<int>(m.size()), panel, weight.k, tile);
       });
     } else {
       own.quantized.k = weight.k;
-      quantize_rows(from, stride, m.size(), own.quantized);
+      own.quantized.count = m.size();
+      quantize_rows(from, stride, own.quantized);
       multiply_panels(weight, m.size(), panels, finish_row,
                       [&](int64_t p, float* tile) { multiply_quantized(weight, own.quantized, m.size(), p, tile); });
     }
@@ -86,8 +86,9 @@ void multiply(const PackedLinear& weight, LinearThread& own, const T* a, int64_t
 inline void fetch_first(const PackedLinear& weight, int64_t panel) {
   constexpr int64_t kFirstBytes = 12288;
   if (panel >= weight.panels) return;
-  const uint8_t* first = weight.panel(panel);
-  const int64_t size = std::min<int64_t>(kFirstBytes, weight.panel_bytes);
+  const Segment& segment = weight.of(panel);
+  const uint8_t* first = segment.panel(panel);
+  const int64_t size = std::min<int64_t>(kFirstBytes, segment.panel_bytes);
   for (int64_t at = 0; at < size; at += kLine) _mm_prefetch(first + at, _MM_HINT_T0);
 }
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "linear_quantized.h"
+#include "panel_packer.h"
 #include "simd.h"
 #include "sizes.h"
 
@@ -67,35 +67,27 @@ LinearShape linear_shape(const EngineConfig& c, LinearKind kind, bool fused) {
 }
 
 template <class T>
-void pack_linear(const LinearShape& shape, Format format, const void* weight, const float* bias, Arena& arena,
+bool pack_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias, Arena& arena,
                  Team& team, PackedLinear& packed) {
   const std::vector<int32_t>& rows = shape.rows;
-  const bool dense = format == Format::kDense;
-  packed.format = format;
   packed.k = shape.k;
-  packed.panels = static_cast<int64_t>(rows.size()) / kPanel;
-  packed.panel_bytes = dense ? dense_panel_bytes<T>(packed.k) : quantized_panel_bytes(format, packed.k);
-  packed.effort = dense ? dense_effort<T>() : kQuantizedEffort;
-  uint8_t* data = arena.allocate<uint8_t>(packed.panels * packed.panel_bytes);
-  packed.data = data;
+  packed.effort = parts[0].format == Format::kDense ? dense_effort<T>() : kQuantizedEffort;
+  const PanelPacker<T> packer(parts, rows, packed.k);
+  if (!packer.arrange(packed, [&](size_t bytes) { return arena.allocate<uint8_t>(bytes); })) return false;
   team.run([&](int tid, int size) {
     const Range own = share(packed.panels, tid, size);
-    for (int64_t p = own.begin; p < own.end; ++p) {
-      uint8_t* panel = data + p * packed.panel_bytes;
-      if (dense) {
-        pack_dense_panel(static_cast<const T*>(weight), packed.k, &rows[p * kPanel], reinterpret_cast<T*>(panel));
-      } else {
-        pack_quantized_panel(format, static_cast<const uint8_t*>(weight), packed.k, &rows[p * kPanel], panel);
-      }
-    }
+    for (int64_t p = own.begin; p < own.end; ++p) packer.pack(packed, p);
   });
-  if (bias == nullptr) return;
+  if (bias == nullptr) return true;
   float* packed_bias = arena.allocate<float>(rows.size());
   for (size_t i = 0; i < rows.size(); ++i) packed_bias[i] = rows[i] < 0 ? 0.0f : bias[rows[i]];
   packed.bias = packed_bias;
+  return true;
 }
 
-template void pack_linear<bf16>(const LinearShape&, Format, const void*, const float*, Arena&, Team&, PackedLinear&);
-template void pack_linear<float>(const LinearShape&, Format, const void*, const float*, Arena&, Team&, PackedLinear&);
+template bool pack_linear<bf16>(const LinearShape&, const std::vector<WeightPart>&, const float*, Arena&, Team&,
+                                PackedLinear&);
+template bool pack_linear<float>(const LinearShape&, const std::vector<WeightPart>&, const float*, Arena&, Team&,
+                                 PackedLinear&);
 
 }  // namespace pdserve

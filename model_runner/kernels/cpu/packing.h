@@ -18,9 +18,10 @@ struct LinearShape {
 // `fused`: the finish of qkv rotates, so that both elements of a rotated pair must lie in one panel.
 LinearShape linear_shape(const EngineConfig& config, LinearKind kind, bool fused);
 
-// Fills in all of `packed` but what a pass goes on with; memory is of `arena`. A dense weight is of type T.
+// Fills in all of `packed` but what a pass goes on with; memory is of `arena`. A dense weight is of type T and one part.
+// False where the parts can't lie side by side, see PanelPacker.
 template <class T>
-void pack_linear(const LinearShape& shape, Format format, const void* weight, const float* bias, Arena& arena,
+bool pack_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias, Arena& arena,
                  Team& team, PackedLinear& packed);
 
 }  // namespace pdserve

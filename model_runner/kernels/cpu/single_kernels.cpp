@@ -6,6 +6,7 @@
 #include "api.h"
 #include "elementwise.h"
 #include "linear_quantized.h"
+#include "panel_packer.h"
 
 namespace pdserve {
 namespace {
@@ -15,11 +16,9 @@ void multiply(Format format, const uint8_t* packed, int64_t panels, int64_t k, c
               float* out) {
   const bool dense = format == Format::kDense;
   const size_t panel_bytes = dense ? dense_panel_bytes<T>(k) : quantized_panel_bytes(format, k);
-  std::vector<int8_t> numbers(dense ? 0 : rows * k);
-  std::vector<float> scales(numbers.size() / kRun);
-  std::vector<int32_t> sums(numbers.size() / kRun);
-  const QuantizedRows quantized{numbers.data(), scales.data(), sums.data(), k};
-  if (!dense) quantize_rows(a, stride, rows, quantized);
+  std::vector<QuantizedRun> runs(dense ? 0 : rows * (k / kRun));
+  const QuantizedRows quantized{runs.data(), k, rows};
+  if (!dense) quantize_rows(a, stride, quantized);
   std::vector<float> wide(dense ? rows * dense_scratch_stride(k) : 0);
   const DenseRows prepared = dense ? prepare_dense(a, stride, rows, k, wide.data()) : DenseRows{};
   const int64_t most = dense ? kTileRows : kMaxRows, blocks = ceil_div(rows, most);
@@ -46,15 +45,12 @@ void pack(Format format, const void* weight, int64_t n, int64_t k, uint8_t* pack
   const int64_t panels = (n + kPanel - 1) / kPanel;
   std::vector<int32_t> rows(panels * kPanel, -1);
   std::iota(rows.begin(), rows.begin() + n, 0);
-  for (int64_t p = 0; p < panels; ++p) {
-    if (format == Format::kDense) {
-      T* panel = reinterpret_cast<T*>(packed + p * dense_panel_bytes<T>(k));
-      pack_dense_panel(static_cast<const T*>(weight), k, &rows[p * kPanel], panel);
-    } else {
-      uint8_t* panel = packed + p * quantized_panel_bytes(format, k);
-      pack_quantized_panel(format, static_cast<const uint8_t*>(weight), k, &rows[p * kPanel], panel);
-    }
-  }
+  const std::vector<WeightPart> parts{{weight, n, format}};
+  const PanelPacker<T> packer(parts, rows, k);
+  PackedLinear layout;
+  layout.k = k;
+  packer.arrange(layout, [&](size_t) { return packed; });
+  for (int64_t p = 0; p < panels; ++p) packer.pack(layout, p);
 }
 
 template <class T>

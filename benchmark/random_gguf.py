@@ -1,0 +1,124 @@
+"""Writes a random Llama as a GGUF file: ``python -m pdserve.benchmark.random_gguf model.gguf --mix Q4_K_M``.
+
+K-quants need sizes that are multiples of 256, which the default model's are not; this makes a model of any size in
+seconds, without a checkpoint to start from and without another program to quantise it. Its blocks are valid, its words
+are nonsense, its speed is that of a real model. It carries the default model's tokenizer, so that any server of GGUF
+files can run it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
+
+from ..model_files.model_path import resolve_model
+from ..model_runner.loader.random_blocks import HALVES, random_blocks
+
+MIXES = ("Q4_K_M", *(kind.name for kind in HALVES))
+CONTEXT = 8192
+
+
+class Size(NamedTuple):
+    """Of a Llama with tied embeddings; the vocabulary is the default model's."""
+
+    hidden: int = 1024
+    inner: int = 2816
+    layers: int = 16
+    heads: int = 16
+    kv_heads: int = 4
+    vocab: int = 49152
+
+
+def main() -> None:
+    """Write the file that the command line describes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--mix", choices=MIXES, default="Q4_K_M", help="of the matrices (default: %(default)s)")
+    for name, value in Size._field_defaults.items():
+        if name != "vocab":
+            parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    size = Size(**{name: getattr(args, name) for name in Size._fields if name != "vocab"})
+    write_random_gguf(args.path, size, kinds_of(args.mix, size.layers), args.seed, tokenizer=True)
+    print(f"{args.path}: {args.path.stat().st_size / 2**20:.0f} MiB")
+
+
+def kinds_of(mix: str, layers: int) -> dict[str, Kind]:
+    """The kind of each matrix by its GGUF name. ``Q4_K_M`` is mixed as llama.cpp does it, others are of one kind."""
+    kinds = {}
+    for i in range(layers):
+        more = i < layers // 8 or i >= 7 * layers // 8 or (i - layers // 8) % 3 == 2
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+            six = more and name in ("attn_v", "ffn_down")
+            kind = (Kind.Q6_K if six else Kind.Q4_K) if mix == "Q4_K_M" else Kind[mix]
+            kinds[f"blk.{i}.{name}.weight"] = kind
+    kinds["token_embd.weight"] = Kind.Q6_K if mix == "Q4_K_M" else Kind[mix]
+    return kinds
+
+
+def write_random_gguf(path: Path, size: Size, kinds: Mapping[str, Kind], seed: int, *, tokenizer: bool = False) -> None:
+    """Write a model of ``size``, each matrix in its kind (F32 where ``kinds`` has none), the same for the same seed."""
+    rng = np.random.default_rng(seed)
+    writer = GGUFWriter(path, "llama")
+    _add_metadata(writer, size)
+    if tokenizer:
+        _copy_tokenizer(writer)
+    for name, (n, k) in _matrices(size):
+        kind = kinds.get(name, Kind.F32)
+        if kind == Kind.F32:
+            writer.add_tensor(name, rng.normal(0.0, k**-0.5, (n, k)).astype(np.float32))
+        else:
+            writer.add_tensor(name, random_blocks(kind, n, k, rng, k**-0.5), raw_dtype=kind)
+    norms = [f"blk.{i}.{part}_norm.weight" for i in range(size.layers) for part in ("attn", "ffn")]
+    for name in (*norms, "output_norm.weight"):
+        writer.add_tensor(name, np.ones(size.hidden, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_metadata(writer: GGUFWriter, size: Size) -> None:
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(size.hidden)
+    writer.add_feed_forward_length(size.inner)
+    writer.add_block_count(size.layers)
+    writer.add_head_count(size.heads)
+    writer.add_head_count_kv(size.kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(size.hidden // size.heads)
+    writer.add_vocab_size(size.vocab)
+
+
+def _matrices(size: Size) -> Iterator[tuple[str, tuple[int, int]]]:
+    kv_size = size.hidden // size.heads * size.kv_heads
+    yield "token_embd.weight", (size.vocab, size.hidden)
+    for i in range(size.layers):
+        for name in ("attn_q", "attn_output"):
+            yield f"blk.{i}.{name}.weight", (size.hidden, size.hidden)
+        for name in ("attn_k", "attn_v"):
+            yield f"blk.{i}.{name}.weight", (kv_size, size.hidden)
+        for name in ("ffn_gate", "ffn_up"):
+            yield f"blk.{i}.{name}.weight", (size.inner, size.hidden)
+        yield f"blk.{i}.ffn_down.weight", (size.hidden, size.inner)
+
+
+def _copy_tokenizer(writer: GGUFWriter) -> None:
+    for name, field in GGUFReader(resolve_model("smollm2").path).fields.items():
+        if not name.startswith("tokenizer."):
+            continue
+        kind = field.types[0]
+        of_items = field.types[-1] if kind == GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), kind, of_items)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+// Products of bytes: what the kernels of quantised weights need of an instruction set.
+#pragma once
+
+#if defined(__AVX512BW__)
+#include "bytes_avx512.h"
+#else
+#include "bytes_avx2.h"
+#endif
+
+namespace pdserve {
+
+// sum + the products of `Count` groups of weights, of at most `Bits` bits, with as many times four activations, in whole
+// numbers: exact on every processor.
+template <int Bits, int Count>
+inline Ints dot(Ints sum, const Bytes* w, const int8_t* q) {
+#if defined(PDSERVE_DOT_PRODUCTS)
+#pragma GCC unroll 8
+  for (int g = 0; g < Count; ++g) sum = multiply_add(sum, w[g], four_bytes(q + g * 4));
+  return sum;
+#else
+  if constexpr (Bits == 8) {
+    // 255 * 127 + 255 * 127 is too much for 16 bits: the upper four bits by themselves, and the lower.
+    Bytes part[Count];
+#pragma GCC unroll 8
+    for (int g = 0; g < Count; ++g) part[g] = high_nibbles(w[g]);
+    const Ints high = dot<4, Count>(spread(0), part, q);
+#pragma GCC unroll 8
+    for (int g = 0; g < Count; ++g) part[g] = low_nibbles(w[g]);
+    return dot<4, Count>(sum + shift_left<4>(high), part, q);
+  } else {
+    // As many groups as 16 bits can hold: 8 * 2 * 15 * 127 < 2^15, and so on.
+    constexpr int kSafe = Bits == 4 ? 8 : Bits == 5 ? 4 : 2, kStep = kSafe < Count ? kSafe : Count;
+#pragma GCC unroll 8
+    for (int g = 0; g < Count; g += kStep) {
+      Words words = multiply(w[g], four_bytes(q + g * 4));
+#pragma GCC unroll 8
+      for (int i = g + 1; i < g + kStep; ++i) words = words + multiply(w[i], four_bytes(q + i * 4));
+      sum = sum + add_pairs(words);
+    }
+    return sum;
+  }
+#endif
+}
+
+}  // namespace pdserve

@@ -1,0 +1,110 @@
+"""The blocks of a GGUF file, served as they are: which linear layers can be, and what the others cost."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from ...model_files.config import ModelConfig
+from ...model_files.errors import InvalidWeights
+from .gguf_weights import GGUFMatrix, GGUFWeights
+from .quantized_blocks import FORMATS, HEAD_NAMES, BlockSource, BlockWeight
+from .samples import spread
+
+log = logging.getLogger(__name__)
+
+UNQUANTISED = ("F32", "F16", "BF16", "F64")
+PANEL = 32
+"""Outputs that the kernels compute together: all of one kind."""
+
+
+class GGUFBlocks(BlockSource):
+    """The matrices of a file whose kinds the kernels know. The file stays open as long as this lives."""
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self._matrices = GGUFWeights(path, config).matrices()
+        self._served = {group: self._can_serve(group) for group in linear_layers(config)}
+        names = {name for group, served in self._served.items() if served for name in group}
+        # A tied head is multiplied with as blocks, but the table of embeddings beside it is read by the row.
+        self.left_out = frozenset(names & self._matrices.keys() - {HEAD_NAMES[1]})
+
+    def find(self, names: Sequence[str], weight: Tensor) -> list[BlockWeight] | None:
+        """See the base class; a tied head is found under the embedding's name."""
+        if not self._served[tuple(names)]:
+            return None
+        matrices = [self._matrix(name) for name in names]
+        return [BlockWeight(FORMATS[m.kind], np.ascontiguousarray(m.order(m.rows))) for m in matrices]
+
+    def check(self, shapes: Mapping[str, torch.Size]) -> None:
+        """See the base class."""
+        for name in self.left_out:
+            shape = self._matrices[name].shape
+            if name not in shapes:
+                raise InvalidWeights(f"the checkpoint holds {name!r}, which its config does not account for")
+            if shape != tuple(shapes[name]):
+                raise InvalidWeights(f"{name!r} has shape {list(shape)}, the config means {list(shapes[name])}")
+
+    def sample(self, name: str, digest: xxhash.xxh3_64) -> None:
+        """See the base class: the kind, and some of the bytes."""
+        matrix = self._matrices[name]
+        digest.update(f"{matrix.kind.name}{matrix.shape}".encode())
+        rows, columns = (spread(size).numpy() for size in matrix.rows.shape)
+        digest.update(matrix.rows[rows, columns].tobytes())
+
+    def log_summary(self, dtype: torch.dtype) -> None:
+        """One line: what is served as blocks, what is not though it is quantised, and what that costs; in MiB."""
+        served, others = Counter[str](), Counter[str]()
+        nbytes = cost = 0
+        for group, is_served in self._served.items():
+            for matrix in map(self._matrix, filter(self._has, group)):
+                if is_served:
+                    served[matrix.kind.name] += 1
+                    nbytes += matrix.rows.nbytes
+                elif matrix.kind.name not in UNQUANTISED:
+                    others[matrix.kind.name] += 1
+                    cost += matrix.shape[0] * matrix.shape[1] * dtype.itemsize - matrix.rows.nbytes
+        name, table = str(dtype).removeprefix("torch."), self._matrices[HEAD_NAMES[1]]
+        line = (
+            f"linear layers as the file's own blocks: {_listing(served)}, {nbytes / 2**20:.1f} MiB; the table of "
+            f"embeddings in {name}: {table.shape[0] * table.shape[1] * dtype.itemsize / 2**20:.1f} MiB"
+        )
+        if others:
+            line += f"; dequantised to {name}: {_listing(others)}, {cost / 2**20:.1f} MiB more than as blocks"
+        log.log(logging.WARNING if others else logging.INFO, "%s", line)
+
+    def _matrix(self, name: str) -> GGUFMatrix:
+        return self._matrices[HEAD_NAMES[1] if name == HEAD_NAMES[0] and name not in self._matrices else name]
+
+    def _has(self, name: str) -> bool:
+        return name in self._matrices or (name == HEAD_NAMES[0] and HEAD_NAMES[1] in self._matrices)
+
+    def _can_serve(self, group: tuple[str, ...]) -> bool:
+        if not all(self._has(name) for name in group):
+            return False  # for the loader to refuse
+        matrices = [self._matrix(name) for name in group]
+        if any(matrix.kind not in FORMATS for matrix in matrices):
+            return False
+        # Queries, keys and values have panels of their own; a gate's output shares one with what it is multiplied by.
+        mixed = len({matrix.kind for matrix in matrices}) > 1
+        return not mixed or (len(group) == 3 and all(matrix.shape[0] % PANEL == 0 for matrix in matrices))
+
+
+def linear_layers(config: ModelConfig) -> Iterator[tuple[str, ...]]:
+    """The names of the weights that are multiplied with together, for each linear layer of the engine."""
+    for i in range(config.num_layers):
+        prefix = f"model.layers.{i}"
+        q, k, v, o = (f"{prefix}.self_attn.{name}_proj.weight" for name in "qkvo")
+        gate, up, down = (f"{prefix}.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+        yield from ((q, k, v), (o,), (gate, up), (down,))
+    yield HEAD_NAMES[:1]
+
+
+def _listing(kinds: Counter[str]) -> str:
+    return ", ".join(f"{count} in {kind}" for kind, count in sorted(kinds.items())) or "none"
