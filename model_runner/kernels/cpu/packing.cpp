@@ -1,6 +1,7 @@
 #include "packing.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "linear_quantized.h"
 #include "simd.h"
