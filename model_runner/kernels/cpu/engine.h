@@ -2,11 +2,11 @@
 //
 // Life: constructed -> every weight set -> any number of forward passes, one at a time.
 //
-// A pass of few tokens (decode) is bound by memory: each thread streams its own columns of every weight past all the
-// tokens, and the threads meet at a barrier after each product:
+// A pass of few tokens (decode) is bound by memory: the threads divide each product among themselves (work_grid.h), so
+// that weights are read once or little more, and meet at a barrier after each:
 //   norm + qkv + rope + KV store | attention | o_proj + residual | norm + gate_up + silu | down + residual
-// A pass of many tokens (prefill) is bound by arithmetic: each thread takes its own tokens through the products in
-// blocks whose activations stay in its cache, and only attention needs the others: two barriers a layer.
+// A pass of many tokens for each thread (prefill) is bound by arithmetic: each thread takes its own tokens through the
+// products in blocks whose activations stay in its cache, and only attention needs the others: two barriers a layer.
 // Both compute every element in the same order, so that they agree to the last bit.
 //
 // Shapes: T tokens, L wanted rows of logits, N hidden size, H query heads, K KV heads, D head_dim, I inner size,

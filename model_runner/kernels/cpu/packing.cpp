@@ -1,6 +1,7 @@
 #include "packing.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "panel_packer.h"
 #include "simd.h"

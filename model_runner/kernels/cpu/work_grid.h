@@ -1,8 +1,8 @@
 // How the threads of a team divide the linear layers of a pass among themselves.
 //
-// A product's rows (tokens) are cut into groups and so are its columns (panels of weights); each thread computes one cell
-// of that grid. Every group of rows reads all of the weights, so more of them cost traffic: on 16 threads, 64 tokens in
-// groups of 4 would read the weights 16 times. More groups of columns make the threads read the same activations, and
+// A product's rows (tokens) are cut into groups and so are its columns (panels of weights); each thread computes one
+// cell of that grid. Every group of rows reads all of the weights, so more of them cost traffic: on 16 threads, 64 tokens
+// in groups of 4 would read the weights 16 times. More groups of columns make the threads read the same activations, and
 // leave some of them idle where there are few panels.
 //
 // Where every thread has a group of rows of its own, it can take them through a whole layer without meeting the others:
