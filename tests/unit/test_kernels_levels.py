@@ -40,7 +40,8 @@ from pdserve.model_runner.loader.quantized_blocks import FORMATS
 from pdserve.model_runner.loader.random_blocks import random_blocks
 found = {}
 for kind, block_format in FORMATS.items():
-    packed = PackedWeight(random_blocks(kind, 80, 1024, np.random.default_rng(7)), 80, 1024, torch.float32, block_format)
+    blocks = random_blocks(kind, 80, 1024, np.random.default_rng(7))
+    packed = PackedWeight(blocks, 80, 1024, torch.float32, block_format)
     a = torch.from_numpy(np.random.default_rng(8).normal(size=(29, 1024)).astype(np.float32))
     found[kind.name] = hashlib.sha256(packed.multiply(a).contiguous().numpy().tobytes()).hexdigest()
 print(json.dumps(found))
