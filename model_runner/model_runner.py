@@ -28,7 +28,8 @@ from .device import choose_device, choose_dtype, device_memory
 from .forward_batch import ForwardBatch
 from .kv_pool import MHATokenToKVPool, make_layout
 from .loader.load import fingerprint, load_model_weights
-from .loader.quantized_blocks import BlockSource, open_blocks
+from .loader.open_blocks import open_blocks
+from .loader.quantized_blocks import BlockSource
 from .models.llama import LlamaForCausalLM
 from .models.registry import make_model
 from .placement import SPIN_US

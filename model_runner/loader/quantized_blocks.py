@@ -18,10 +18,6 @@ import xxhash
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from ...model_files.config import ModelConfig
-from ...model_files.errors import UnsupportedModel
-from ...model_files.model_path import ModelSource
-
 BLOCK = 32
 HEAD_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
 
@@ -85,23 +81,3 @@ class RoundedBlocks(BlockSource):
         eight = self._bits == 8 or names[0] in HEAD_NAMES
         kind = GGMLQuantizationType.Q8_0 if eight else GGMLQuantizationType.Q4_1
         return [BlockWeight(FORMATS[kind], gguf.quantize(weight.to(torch.float32).numpy(), kind))]
-
-
-def open_blocks(
-    quantization: Literal["gguf", "int8", "int4"], source: ModelSource, config: ModelConfig, dtype: torch.dtype
-) -> BlockSource:
-    """What ``--quantization`` means for the model at ``source``; raises ``UnsupportedModel``.
-
-    ``dtype``: what dense weights have.
-    """
-    if quantization == "int8":
-        return RoundedBlocks(8)
-    if quantization == "int4":
-        return RoundedBlocks(4)
-    if source.kind != "gguf":
-        raise UnsupportedModel("--quantization gguf serves the blocks of a .gguf file; use int8 or int4 for this model")
-    from .gguf_blocks import GGUFBlocks
-
-    blocks = GGUFBlocks(source.path, config)
-    blocks.log_summary(dtype)
-    return blocks

@@ -151,8 +151,7 @@ def test_only_what_is_needed_is_dequantised(tmp_path: Path, monkeypatch: pytest.
 def test_what_falls_back_says_so_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As if there were no kernels for Q5_K, whose layers then have to be dense; and a gate of another kind than its
-    # partner.
+    # As if there were no kernels for Q5_K, whose layers then have to be dense; and a gate of a kind of its own.
     monkeypatch.setattr(gguf_blocks, "FORMATS", {k: v for k, v in gguf_blocks.FORMATS.items() if k != Kind.Q5_K})
     path = write(tmp_path / "m.gguf", MIXES["every kind"] | {"blk.0.ffn_gate.weight": Kind.Q4_0})
     exact = run(make_runner(path, dtype="float32", attention_backend="torch"))

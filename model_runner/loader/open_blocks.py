@@ -1,0 +1,31 @@
+"""Chooses where quantised weights come from."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from ...model_files.config import ModelConfig
+from ...model_files.errors import UnsupportedModel
+from ...model_files.model_path import ModelSource
+from .gguf_blocks import GGUFBlocks
+from .quantized_blocks import BlockSource, RoundedBlocks
+
+
+def open_blocks(
+    quantization: Literal["gguf", "int8", "int4"], source: ModelSource, config: ModelConfig, dtype: torch.dtype
+) -> BlockSource:
+    """What ``--quantization`` means for the model at ``source``; raises ``UnsupportedModel``.
+
+    ``dtype``: what dense weights have.
+    """
+    if quantization == "int8":
+        return RoundedBlocks(8)
+    if quantization == "int4":
+        return RoundedBlocks(4)
+    if source.kind != "gguf":
+        raise UnsupportedModel("--quantization gguf serves the blocks of a .gguf file; use int8 or int4 for this model")
+    blocks = GGUFBlocks(source.path, config)
+    blocks.log_summary(dtype)
+    return blocks
