@@ -51,7 +51,8 @@ class Stream:
         """Queue ``views``; their memory must not change before they are sent."""
         if not self._queued:
             self.last_progress = time.monotonic()
-        self._queued.extend(memoryview(view) for view in views)
+        # Without empty ones: a send that was offered nothing else would look like one that the kernel did not take.
+        self._queued.extend(memoryview(view) for view in views if len(view))
 
     def pause(self) -> None:
         """Called by ``then``: read no more in this turn, what comes next stays with the kernel."""
