@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import httpx
 import msgspec
@@ -33,6 +33,17 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ttl: Annotated[float, Meta(gt=0, le=3600)]
     role: Literal["unified", "prefill", "decode"] = "prefill"
     version: int = PROTOCOL_VERSION
+
+
+class Reached(NamedTuple):
+    """An answer of a bootstrap server, and the IP address that it was reached at. The control port is there, too.
+
+    Not looked up a second time: whoever reads this must not wait for a name server, and a name with several addresses
+    could lead to another instance.
+    """
+
+    route: Route
+    address: str
 
 
 class RouteError(msgspec.Struct, frozen=True):

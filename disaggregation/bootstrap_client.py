@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import httpx
 
-from .bootstrap import MAX_ROUTE_BYTES, Route, decode_route, error_text, route_url
+from .bootstrap import MAX_ROUTE_BYTES, Reached, decode_route, error_text, route_url
 from .errors import RouteInvalid, RouteUnavailable, TransferError
 from .lease_keeper import LeaseKeeper
 
@@ -28,11 +28,14 @@ LONGEST_PAUSE_SECONDS = 0.5
 
 log = logging.getLogger(__name__)
 
-OnRoute = Callable[[str, int, Route | str], None]
+OnRoute = Callable[[str, int, Reached | str], None]
 
 
 class RouteFetcher:
-    """Each ``fetch`` is answered by one ``on_route(host, port, route or error)``, called from the fetcher's thread."""
+    """Each ``fetch`` is answered by one ``on_route(host, port, what was reached or error)``, from the fetcher's thread.
+
+    ``host`` may be a name. It is looked up here, where nobody waits, and the answer brings the address that answered.
+    """
 
     def __init__(
         self, on_route: OnRoute, *, reach_seconds: float = REACH_SECONDS, patience: float = PATIENCE_SECONDS
@@ -64,7 +67,7 @@ class RouteFetcher:
 
     async def _fetch(self, host: str, port: int) -> None:
         try:
-            answer: Route | str = await self._ask_until(host, port)
+            answer: Reached | str = await self._ask_until(host, port)
         except TransferError as e:
             answer = str(e)
         except Exception as e:
@@ -73,7 +76,7 @@ class RouteFetcher:
             answer = f"{type(e).__name__}: {e}"
         self._on_route(host, port, answer)
 
-    async def _ask_until(self, host: str, port: int) -> Route:
+    async def _ask_until(self, host: str, port: int) -> Reached:
         start = time.monotonic()
         pause = FIRST_PAUSE_SECONDS
         async with httpx.AsyncClient(timeout=self._reach_seconds, trust_env=False) as client:
@@ -96,11 +99,13 @@ class RouteFetcher:
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
 
-async def _ask(client: httpx.AsyncClient, url: httpx.URL) -> Route:
+async def _ask(client: httpx.AsyncClient, url: httpx.URL) -> Reached:
     """One question; raises ``RouteUnavailable`` for "not now" and ``RouteInvalid`` for an answer that is none."""
     body = b""
     # Unpacked: a stranger's answer of a few bytes could otherwise unpack to a thousand times as many.
     async with client.stream("GET", url, headers={"accept-encoding": "identity"}) as response:
+        # None where the connection is over already; its answer then is of no use either.
+        place = response.extensions["network_stream"].get_extra_info("server_addr")
         async for chunk in response.aiter_raw():
             body += chunk
             if len(body) > MAX_ROUTE_BYTES:
@@ -109,4 +114,6 @@ async def _ask(client: httpx.AsyncClient, url: httpx.URL) -> Route:
         raise RouteUnavailable(error_text(body, response.status_code))
     if response.status_code != httpx.codes.OK:
         raise RouteInvalid(f"it answered with HTTP status {response.status_code}: is this a bootstrap server?")
-    return decode_route(body)
+    if place is None:
+        raise RouteUnavailable("the connection broke")
+    return Reached(decode_route(body), str(place[0]))

@@ -2,12 +2,13 @@
 
     Hello → (checked, worker connects to the decode's worker) → Welcome → hand-overs, heartbeats → gone
 
-A peer is gone when its worker's link breaks or when it falls silent for ``heartbeat_timeout``. Gone is final: the same
-instance comes back as a new peer, with a new connection, once the worker has let go of the old one.
+A peer is gone when its connection ends, its worker's link breaks or it falls silent for ``heartbeat_timeout``. Gone is
+final: its connection is ended, and the same instance comes back as a new peer, with a new connection, once the worker
+has let go of the old one.
 
-Anybody can send to the control port. A connection that says no Hello costs nothing here; one that does is kept only as
-long as it beats, and there are ``MAX_PEERS`` at most. A Hello replaces the peer of the same epoch only if it carries
-the same backend metadata: that holds the secret of the peer's data port, which a stranger doesn't know.
+Anybody can send to the control port. A connection that says no Hello costs nothing here and soon ends; one that does is
+kept only as long as it beats, and there are ``MAX_PEERS`` at most. A Hello replaces the peer of the same epoch only if
+it carries the same backend metadata: that holds the secret of the peer's data port, which a stranger doesn't know.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from ..messages.base import REASON_CHARS, Message
 from ..messages.decode import UndeclaredMessage, shown
 from ..messages.handover import PROTOCOL_VERSION, Heartbeat, Hello, Refused, TransferDone, TransferFailed, Welcome
 from ..messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, WorkerReady
-from ..runtime.refusal_log import RefusalLog
-from .control_channel import MESSAGES_A_TURN, TO_DECODE_BYTES, ControlServer
+from .control.frames import MESSAGES_A_TURN, TO_DECODE_BYTES
+from .control.server import ControlServer
 from .handover_host import HandoverHost
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ MAX_PEERS = 256
 class DecodePeer:
     """One connected decode instance. ``welcomed`` once the worker can write into its pool."""
 
-    identity: bytes
+    identity: int
     epoch: str
     heard_at: float
     hello: Hello
@@ -67,14 +68,17 @@ class DecodePeers:
         self._server = server
         self._on_message = on_message
         self._on_gone = on_gone
-        self._peers: dict[bytes, DecodePeer] = {}
+        self._peers: dict[int, DecodePeer] = {}
         self._closing: set[str] = set()
         self._beat_at = 0.0
-        self._refusals = RefusalLog(log, "at the control port")
+        self._refusals = server.refusals
 
     def poll(self, now: float) -> None:
         """Read a turn's worth, beat, drop who is silent."""
         self._read(now)
+        for identity, reason in self._server.take_ended():
+            if identity in self._peers:
+                self._gone(self._peers[identity], f"its control connection ended: {reason}")
         for peer in list(self._peers.values()):
             if now - peer.heard_at > self._timeout:
                 self._gone(peer, f"the decode instance was silent for {self._timeout:.1f} s")
@@ -121,7 +125,7 @@ class DecodePeers:
                 log.info("decode instance %s is connected", shown(peer.epoch))
             else:
                 self._refuse(peer.identity, peer.epoch, event.error)
-                del self._peers[peer.identity]
+                self._forget(peer)
 
     def on_peer_link_down(self, epoch: str) -> None:
         """The worker can't reach this decode's worker any more."""
@@ -146,7 +150,7 @@ class DecodePeers:
         """Whether any peer needs heartbeats."""
         return bool(self._peers)
 
-    def _take(self, identity: bytes, message: Any, now: float) -> None:
+    def _take(self, identity: int, message: Any, now: float) -> None:
         peer = self._peers.get(identity)
         if peer is not None:
             peer.heard_at = now
@@ -161,13 +165,14 @@ class DecodePeers:
         else:
             self._on_message(peer, message, now)
 
-    def _greet(self, identity: bytes, hello: Hello, now: float) -> None:
+    def _greet(self, identity: int, hello: Hello, now: float) -> None:
         problem = self._problem(hello) or self._intrusion(identity, hello)
         if problem is not None:
             self._refuse(identity, hello.sender, problem)
             return
         for old in [p for p in self._peers.values() if p.epoch == hello.sender or p.identity == identity]:
-            self._gone(old, "the decode instance connected anew")
+            self._gone(old, "the decode instance connected anew", keep=old.identity == identity)
+        self._server.keep(identity)
         peer = self._peers[identity] = DecodePeer(identity, hello.sender, now, hello)
         if peer.epoch not in self._closing:
             self._connect(peer)
@@ -192,7 +197,7 @@ class DecodePeers:
             return f"KV layout {hello.layout} there, {worker.layout} here; use equal {flags}"
         return None
 
-    def _intrusion(self, identity: bytes, hello: Hello) -> str | None:
+    def _intrusion(self, identity: int, hello: Hello) -> str | None:
         """Why this Hello may not take a place among the peers, None where it may."""
         for peer in self._peers.values():
             if peer.epoch == hello.sender:
@@ -202,7 +207,7 @@ class DecodePeers:
             return f"{MAX_PEERS} decode instances are connected, which is the most; use another prefill instance"
         return None
 
-    def _refuse(self, identity: bytes, epoch: str, reason: str) -> None:
+    def _refuse(self, identity: int, epoch: str, reason: str) -> None:
         self._refusals.add(f"refused decode instance {epoch}: {reason}")
         self._server.send(identity, [Refused(epoch, shown(reason, REASON_CHARS))])
 
@@ -210,16 +215,22 @@ class DecodePeers:
         peer.connecting = True
         self._host.to_worker(ConnectPeer(peer.epoch, peer.hello.metadata))
 
-    def _gone(self, peer: DecodePeer, reason: str, *, down: bool = False) -> None:
+    def _gone(self, peer: DecodePeer, reason: str, *, down: bool = False, keep: bool = False) -> None:
         if peer.welcomed:
             log.warning("decode instance %s is gone: %s", shown(peer.epoch), reason)
         else:
             self._refusals.add(f"decode instance {peer.epoch} is gone before it was connected: {reason}")
-        del self._peers[peer.identity]
+        self._forget(peer, keep=keep)
         if not down and (peer.welcomed or peer.connecting):
             self._closing.add(peer.epoch)
             self._host.to_worker(DisconnectPeer(peer.epoch))
         self._on_gone(peer, reason)
+
+    def _forget(self, peer: DecodePeer, *, keep: bool = False) -> None:
+        """``keep``: the connection goes on, for another peer."""
+        del self._peers[peer.identity]
+        if not keep:
+            self._server.drop(peer.identity)
 
 
 def _instead(done: TransferDone, peer: DecodePeer) -> TransferFailed:

@@ -44,6 +44,10 @@ class LinkLost(TransferError):
     retriable = True
 
 
+class ProtocolBroken(LinkLost):
+    """The peer said or did what no honest one does; its connection was ended for it."""
+
+
 class RouteUnavailable(TransferError):
     """The bootstrap server has no route (yet), or does not answer."""
 

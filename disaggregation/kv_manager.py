@@ -19,9 +19,9 @@ from ..messages.worker import PagesVerified, PeerConnected, PeerLinkDown, SendEn
 from ..runtime.child import ChildContext
 from ..scheduler.req import Req
 from ..scheduler.scheduler import Scheduler
-from .bootstrap import Route
+from .bootstrap import Reached, Route
 from .bootstrap_client import LeaseKeeper, RouteFetcher
-from .control_channel import ControlServer
+from .control.server import ControlServer
 from .decode_peers import DecodePeer, DecodePeers
 from .kv_receiver import KVReceivers
 from .kv_sender import KVSenders
@@ -29,6 +29,7 @@ from .mailbox import Mailbox
 from .prefill_link import PrefillLink
 from .prefill_links import PrefillLinks
 from .scheduler_host import SchedulerHost
+from .wire.reactor import Reactor
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class KVManager:
         self._options = options
         self._scheduler = scheduler
         self._interval_ms = int(options.disaggregation_heartbeat_interval * 1000)
-        self._mailbox: Mailbox[tuple[str, int, Route | str]] = Mailbox()
+        self._mailbox: Mailbox[tuple[str, int, Reached | str]] = Mailbox()
         poller.register(self._mailbox.fileno(), zmq.POLLIN)
         self._lease: LeaseKeeper | None = None
         self.senders: KVSenders | None = None
@@ -57,21 +58,22 @@ class KVManager:
         self._peers: DecodePeers | None = None
         self._links: PrefillLinks | None = None
         if options.disaggregation_mode == "prefill":
-            self._server = ControlServer(ctx.zmq_ctx, options.host)
-            poller.register(self._server.socket, zmq.POLLIN)
+            self._server = ControlServer(options.host)
+            poller.register(self._server.fileno(), zmq.POLLIN)
             self._peers = DecodePeers(
                 host, scheduler.worker, backend, heartbeat, self._server, self._on_decode_message, self._on_decode_gone
             )
             self.senders = KVSenders(host, options.page_size, *limits, self._peers.send)
         else:
-            self._fetcher = RouteFetcher(lambda h, p, route: self._mailbox.put((h, p, route)))
+            reactor = Reactor()
+            poller.register(reactor.fileno(), zmq.POLLIN)
+            self._fetcher = RouteFetcher(lambda h, p, answer: self._mailbox.put((h, p, answer)))
             self._links = PrefillLinks(
                 host,
                 scheduler.worker,
                 backend,
                 heartbeat,
-                ctx.zmq_ctx,
-                poller,
+                reactor,
                 self._fetcher.fetch,
                 self._on_prefill_message,
                 self._on_prefill_gone,
@@ -168,8 +170,8 @@ class KVManager:
             self._peers.poll(now)
             self.senders.tick(now)
         elif self._links is not None and self.receivers is not None:
-            for host, port, route in self._mailbox.take_all():
-                self._links.on_route(host, port, route, now)
+            for host, port, answer in self._mailbox.take_all():
+                self._links.on_route(host, port, answer, now)
             self._links.poll(now)
             self.receivers.advance(now)
 

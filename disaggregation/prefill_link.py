@@ -1,6 +1,8 @@
 """A decode's connection to one prefill instance, from its bootstrap address to its end.
 
-    ROUTING (ask the bootstrap server) → GREETING (our worker admits the peer; Hello) → READY (Welcome) → GONE
+    ROUTING (ask the bootstrap server) → GREETING (our worker admits the peer; connect, Hello) → READY (Welcome) → GONE
+
+It connects when it has something to say: the prefill keeps no connection long that says no Hello.
 
 Gone is final and says why; the next request for the same address opens a new link. ``down`` says more than gone: that
 the peer's worker can't write into our pool any more, which only our worker knows.
@@ -12,7 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ..messages.base import Message
-from .control_channel import ControlClient
+from .bootstrap import Reached
+from .control.client import ControlClient
 
 
 class LinkState(Enum):
@@ -36,6 +39,7 @@ class PrefillLink:
     status: int = 503
     reason: str = ""
     peer_epoch: str = ""
+    reached: Reached | None = None
     client: ControlClient | None = None
     heard_at: float = 0.0
     down: bool = True

@@ -11,22 +11,25 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import zmq
-
 from ..messages.decode import UndeclaredMessage, shown
 from ..messages.handover import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
 from ..messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, WorkerReady
 from ..runtime.refusal_log import RefusalLog
-from .bootstrap import Route, route_url
-from .control_channel import MESSAGES_A_TURN, ControlClient
+from .bootstrap import Reached
+from .control.client import ControlClient
+from .control.frames import MESSAGES_A_TURN
 from .handover_host import HandoverHost
 from .prefill_link import LinkState, PrefillLink
+from .wire.reactor import Reactor
 
 log = logging.getLogger(__name__)
 
 
 class PrefillLinks:
-    """Owner of the links. ``on_gone`` and ``on_down`` tell the receivers; ``fetch_route`` must not block."""
+    """Owner of the links. ``on_gone`` and ``on_down`` tell the receivers; ``fetch_route`` must not block.
+
+    ``reactor`` watches their sockets: whoever waits for it need not know them.
+    """
 
     def __init__(
         self,
@@ -34,8 +37,7 @@ class PrefillLinks:
         worker: WorkerReady,
         backend: str,
         heartbeat: tuple[float, float],
-        zmq_ctx: zmq.Context[Any],
-        poller: zmq.Poller,
+        reactor: Reactor,
         fetch_route: Callable[[str, int], None],
         on_message: Callable[[PrefillLink, Any], None],
         on_gone: Callable[[PrefillLink], None],
@@ -45,8 +47,7 @@ class PrefillLinks:
         self._worker = worker
         self._backend = backend
         self._interval, self._timeout = heartbeat
-        self._ctx = zmq_ctx
-        self._poller = poller
+        self._reactor = reactor
         self._fetch_route = fetch_route
         self._on_message = on_message
         self._on_gone = on_gone
@@ -64,21 +65,16 @@ class PrefillLinks:
             self._ask(link)
         return link
 
-    def on_route(self, host: str, port: int, route: Route | str, now: float) -> None:
+    def on_route(self, host: str, port: int, answer: Reached | str, now: float) -> None:
         """The bootstrap server's answer: a route, or why there is none."""
         link = self._open.get((host, port))
         if link is None or link.state is not LinkState.ROUTING:
             return
-        if isinstance(route, str):
-            self._gone(link, f"the bootstrap server {host}:{port} gave no route: {route}")
+        if isinstance(answer, str):
+            self._gone(link, f"the bootstrap server {host}:{port} gave no route: {answer}")
             return
-        try:
-            link.client = ControlClient(self._ctx, control_address(route, host, port))
-        except zmq.ZMQError as e:
-            self._gone(link, f"its control port can't be connected to: {e}")
-            return
-        self._poller.register(link.client.socket, zmq.POLLIN)
-        self._poller.register(link.client.monitor, zmq.POLLIN)
+        route = answer.route
+        link.reached = answer
         link.state, link.peer_epoch, link.down, link.heard_at = LinkState.GREETING, route.epoch, False, now
         # The worker lets a peer that it has lost before write here again only when told so, and before that peer tries.
         self._host.to_worker(ConnectPeer(route.epoch, b""))
@@ -93,6 +89,12 @@ class PrefillLinks:
 
     def _greet(self, link: PrefillLink, now: float) -> None:
         worker = self._worker
+        assert link.reached is not None
+        try:
+            link.client = ControlClient(self._reactor, link.reached.address, link.reached.route.control_port)
+        except (OSError, ValueError) as e:
+            self._gone(link, f"its control port can't be connected to: {e}")
+            return
         link.greeted, link.heard_at = True, now
         link.send(
             Hello(
@@ -116,8 +118,9 @@ class PrefillLinks:
             if link.state is LinkState.GONE:
                 continue
             # A dead link may still have brought messages: they were read first.
-            if link.client.connection_ended():
-                self._gone(link, "the prefill instance closed the connection or died")
+            ended = link.client.connection_ended()
+            if ended is not None:
+                self._gone(link, ended)
             elif link.greeted and now - link.heard_at > self._timeout:
                 self._gone(link, f"the prefill instance was silent for {now - link.heard_at:.1f} s")
         if now - self._beat_at >= self._interval:
@@ -200,19 +203,8 @@ class PrefillLinks:
         del self._open[(link.host, link.port)]
         if link.client is not None:
             link.flush()
-            self._poller.unregister(link.client.socket)
-            self._poller.unregister(link.client.monitor)
             link.client.close()
         if not link.down:
             self._closing.append(link)
             self._host.to_worker(DisconnectPeer(link.peer_epoch))
         self._on_gone(link)
-
-
-def control_address(route: Route, bootstrap_host: str, bootstrap_port: int) -> str:
-    """Where the prefill's control socket is: on the host that we reached its bootstrap server by, as HTTP spells it.
-
-    Hosts come from requests, and ZMQ refuses spellings that HTTP normalises.
-    """
-    host = route_url(bootstrap_host, bootstrap_port).raw_host.decode("ascii")
-    return f"tcp://[{host}]:{route.control_port}" if ":" in host else f"tcp://{host}:{route.control_port}"

@@ -8,9 +8,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from enum import Enum
 
+from ..wire.stream import Stream
 from .base import Spans, WriteHandle
 from .handshake import Offer
-from .stream import Stream
 
 
 class LinkPhase(Enum):

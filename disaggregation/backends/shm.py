@@ -22,11 +22,12 @@ import numpy.typing as npt
 
 from ..errors import LinkLost, RegionError
 from ..region import KVRegion
+from ..wire.listener import BACKLOG
+from ..wire.stream import Stream
 from .base import Spans, WriteHandle, WriteState, check_spans
 from .handshake import Offer
 from .link import IncomingLink, OutgoingLink
-from .socket_backend import BACKLOG, SocketBackend
-from .stream import Stream
+from .socket_backend import SocketBackend
 
 CREDENTIALS = struct.Struct("3i")
 DESCRIPTOR_BYTES = array.array("i").itemsize

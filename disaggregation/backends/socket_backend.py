@@ -24,6 +24,8 @@ import msgspec
 from ...runtime.refusal_log import RefusalLog
 from ..errors import BadSpans, LinkLost, NotConnected, PeerUnreachable, RegionError, TransferError
 from ..region import KVRegion
+from ..wire.listener import Listener
+from ..wire.reactor import Reactor
 from . import handshake
 from .base import (
     Admitted,
@@ -39,18 +41,13 @@ from .base import (
 )
 from .handshake import Greeting, Offer, Verdict
 from .link import IncomingLink, Link, LinkPhase, OutgoingLink
-from .reactor import Reactor
 
 log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 5.0
 STALL_SECONDS = 10.0
-BACKLOG = 128
 MAX_STRANGERS = 64
 """Connections that may be open without having introduced themselves."""
-ACCEPT_PAUSE_SECONDS = 0.2
-"""How long the listener rests when the system has no descriptor or memory for another connection. Those that wait for
-it stay in its backlog; watched meanwhile, it would be ready all the time and take a whole core."""
 MAX_FENCED = 1 << 16
 """Epochs whose links went down that are remembered; the oldest are forgotten, long after anybody tries them again."""
 
@@ -92,8 +89,7 @@ class SocketBackend(TransferBackend):
         self._links: set[Link] = set()
         self._events: list[LinkEvent] = []
         self._reactor = Reactor()
-        self._listener: socket.socket | None = None
-        self._listen_again: float | None = None
+        self._listener: Listener | None = None
         self._refusals = RefusalLog(log, "at the data port")
 
     # What tcp and shm do differently
@@ -128,11 +124,10 @@ class SocketBackend(TransferBackend):
         self.pool = region.view()
         self.page_bytes = page_bytes
         try:
-            self._listener, offer = self._listen(region)
+            sock, offer = self._listen(region)
         except OSError as e:
             raise RegionError(f"can't listen for KV transfers on {self.host}: {e.strerror}. Check --host.") from e
-        self._listener.setblocking(False)
-        self._reactor.watch(self._listener, self._listener, read=True, write=False)
+        self._listener = Listener(sock, self._reactor, self._refusals)
         return msgspec.msgpack.encode(offer)
 
     def connect(self, peer: str, metadata: bytes) -> None:
@@ -201,8 +196,6 @@ class SocketBackend(TransferBackend):
             self._close_link(link, "this instance is shutting down")
         self._peers.clear()
         if self._listener is not None:
-            if self._listen_again is None:
-                self._reactor.forget(self._listener)
             self._listener.close()
             self._listener = None
         self._reactor.close()
@@ -215,7 +208,7 @@ class SocketBackend(TransferBackend):
         if self._events:
             return 0.0
         due = [link.deadline for link in self._links] + [record.next_deadline for record in self._peers.values()]
-        due.append(self._listen_again)
+        due.append(self._listener.listen_again if self._listener is not None else None)
         times = [t for t in due if t is not None]
         if not times:
             return timeout
@@ -224,9 +217,8 @@ class SocketBackend(TransferBackend):
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
-        if self._listen_again is not None and self._listen_again <= now and self._listener is not None:
-            self._listen_again = None
-            self._reactor.watch(self._listener, self._listener, read=True, write=False)
+        if self._listener is not None:
+            self._listener.check(now)
         for link in list(self._links):
             if link.phase is not LinkPhase.CLOSED and link.deadline is not None and link.deadline <= now:
                 seconds = self.stall_seconds if link.phase is LinkPhase.OPEN else self.handshake_seconds
@@ -265,15 +257,8 @@ class SocketBackend(TransferBackend):
 
     def _accept(self) -> None:
         assert self._listener is not None
-        try:
-            sock = self._listener.accept()[0]
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError as e:
-            # EMFILE, ENFILE, ENOBUFS, ENOMEM, or what a network reports here: none of it ends this process.
-            self._refusals.add(f"can't accept a connection: {e.strerror}; trying again in {ACCEPT_PAUSE_SECONDS:g} s")
-            self._reactor.forget(self._listener)
-            self._listen_again = time.monotonic() + ACCEPT_PAUSE_SECONDS
+        sock = self._listener.accept()
+        if sock is None:
             return
         self._end_oldest_stranger()
         try:

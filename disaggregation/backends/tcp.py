@@ -12,7 +12,6 @@ whose host vanished, by TCP keep-alive.
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import socket
 import struct
@@ -24,11 +23,13 @@ import numpy as np
 
 from ..errors import BadMetadata, BadSpans, LinkLost
 from ..region import KVRegion
+from ..wire import tcp_socket
+from ..wire.listener import BACKLOG
+from ..wire.stream import Stream
 from .base import Spans, WriteHandle, WriteState, check_spans
 from .handshake import Offer
 from .link import IncomingLink, OutgoingLink
-from .socket_backend import BACKLOG, SocketBackend
-from .stream import Stream
+from .socket_backend import SocketBackend
 
 BATCH = struct.Struct("<IQQ")
 ANSWER = struct.Struct("<QB")
@@ -37,7 +38,6 @@ MAX_SPANS = 1 << 16
 MAX_BATCH_BYTES = 1 << 30
 BUFFER_BYTES = 4 << 20
 DISCARD_BYTES = 256 << 10
-KEEPALIVE_IDLE_SECONDS = 5
 MAX_UNREAD_ANSWERS = 4096
 """An honest writer reads the answer to a batch before it sends dozens more."""
 
@@ -62,12 +62,10 @@ class TcpBackend(SocketBackend):
 
     def _dial(self, offer: Offer) -> OutgoingLink:
         sock = socket.socket(address_family(offer), socket.SOCK_STREAM)
-        sock.setblocking(False)
         try:
             set_buffers(sock)
             self._tune(sock)
-            with contextlib.suppress(BlockingIOError):  # goes on in the background
-                sock.connect((offer.place, offer.port))
+            tcp_socket.start_connecting(sock, offer.place, offer.port)
         except OSError:
             sock.close()
             raise
@@ -86,11 +84,7 @@ class TcpBackend(SocketBackend):
         return _TcpReader(Stream(sock), self.pool, self.page_bytes, self.stall_seconds)
 
     def _tune(self, sock: socket.socket) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_SECONDS)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.stall_seconds * 1000))
+        tcp_socket.tune(sock, self.stall_seconds)
 
 
 class _TcpWriter(OutgoingLink):
@@ -201,10 +195,9 @@ class _TcpReader(IncomingLink):
 def address_family(offer: Offer) -> socket.AddressFamily:
     """Family of the offered address; raises ``BadMetadata`` for a name, whose look-up could block."""
     try:
-        version = ipaddress.ip_address(offer.place).version
+        return tcp_socket.address_family(offer.place)
     except ValueError as e:
         raise BadMetadata(f"peer {offer.epoch} offers {offer.place!r}, which is no IP address") from e
-    return socket.AF_INET6 if version == 6 else socket.AF_INET
 
 
 def reachable_address(bound: str) -> str:

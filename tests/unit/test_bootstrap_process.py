@@ -20,7 +20,7 @@ import pytest
 import zmq
 from support.machine import limit
 
-from pdserve.disaggregation.bootstrap import MAX_ROUTE_BYTES, Route
+from pdserve.disaggregation.bootstrap import MAX_ROUTE_BYTES, Reached, Route
 from pdserve.disaggregation.bootstrap_client import LeaseKeeper, RouteFetcher
 from pdserve.messages.channel import Receiver, ipc_address
 from pdserve.messages.control import Ready
@@ -160,7 +160,7 @@ def test_fetcher_waits_for_a_prefill_that_is_starting(start, fetcher):
     fetcher.fetch("127.0.0.1", server.port)
     keeper = LeaseKeeper(make_route("a"), "127.0.0.1", server.port, SECRET)
     keeper.start()
-    assert fetcher.answers.get(timeout=LIMIT) == ("127.0.0.1", server.port, make_route("a"))
+    assert fetcher.answers.get(timeout=LIMIT) == ("127.0.0.1", server.port, Reached(make_route("a"), "127.0.0.1"))
     keeper.withdraw()
     assert keeper.join(LIMIT)
     with httpx.Client(trust_env=False) as client:
@@ -179,11 +179,19 @@ def test_fetcher_gives_up_soon_where_nobody_answers_and_one_silent_host_holds_up
         for host, port in (("127.0.0.1", silent.getsockname()[1]), ("127.0.0.1", nobody), ("127.0.0.1", server.port)):
             fetcher.fetch(host, port)
         first = fetcher.answers.get(timeout=LIMIT)
-        assert first[1:] == (server.port, make_route("a"))
+        assert first[1:] == (server.port, Reached(make_route("a"), "127.0.0.1"))
         for _ in range(2):
             answer = fetcher.answers.get(timeout=LIMIT)[2]
             assert "does not answer" in answer
         assert time.monotonic() - began < 5.0
+
+
+def test_fetcher_says_which_address_answered_to_a_name(start, fetcher):
+    server = start()
+    with httpx.Client(trust_env=False, headers=OWN) as client:
+        client.put(server.url, content=msgspec.json.encode(make_route("a")))
+    fetcher.fetch("localhost", server.port)
+    assert fetcher.answers.get(timeout=LIMIT)[2] == Reached(make_route("a"), "127.0.0.1")
 
 
 @pytest.mark.parametrize("host", ["a..b", "no such host", "x" * 300, ""])

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import select
+
 import msgspec
 import pytest
 import zmq
+from support.control_wire import ControlSocket, framed
 from support.processes import wait_until
 
-from pdserve.disaggregation import control_channel, decode_peers
-from pdserve.disaggregation.control_channel import (
-    FRAME_MESSAGES,
-    MESSAGES_A_TURN,
-    TO_PREFILL_BYTES,
-    ControlClient,
-    ControlServer,
-)
+from pdserve.disaggregation import decode_peers
+from pdserve.disaggregation.control import server as control_server
+from pdserve.disaggregation.control.client import ControlClient
+from pdserve.disaggregation.control.frames import FRAME_MESSAGES, LENGTH, MESSAGES_A_TURN, TO_PREFILL_BYTES
+from pdserve.disaggregation.control.server import ControlServer
 from pdserve.disaggregation.decode_peers import DecodePeers
 from pdserve.disaggregation.prefill_link import LinkState, PrefillLink
 from pdserve.disaggregation.prefill_links import PrefillLinks
+from pdserve.disaggregation.wire.reactor import Reactor
 from pdserve.messages.channel import encode
 from pdserve.messages.decode import UndeclaredMessage
 from pdserve.messages.handover import (
@@ -54,8 +55,8 @@ class Port:
     """A control port with its peers; ``clients`` connect to it."""
 
     def __init__(self) -> None:
-        self.ctx = zmq.Context()
-        self.server = ControlServer(self.ctx, "127.0.0.1")
+        self.server = ControlServer("127.0.0.1")
+        self.reactor = Reactor()
         self.host = Host()
         self.heard = []
         self.gone = []
@@ -71,19 +72,20 @@ class Port:
         )
         self.sockets = []
 
-    def socket(self):
+    def socket(self, **how):
         """A stranger's."""
-        socket = self.ctx.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 1000)
-        socket.connect(f"tcp://127.0.0.1:{self.server.port}")
-        self.sockets.append(socket)
-        return socket
+        self.sockets.append(ControlSocket(self.server.port, **how))
+        return self.sockets[-1]
 
     def client(self):
         """A decode's."""
-        client = ControlClient(self.ctx, f"tcp://127.0.0.1:{self.server.port}")
+        client = ControlClient(self.reactor, "127.0.0.1", self.server.port)
         self.sockets.append(client)
         return client
+
+    def readable(self):
+        """Whether the loop would wake for it."""
+        return bool(select.select([self.server], [], [], 0)[0])
 
     def turn(self) -> None:
         self.peers.poll(self.now)
@@ -106,9 +108,9 @@ class Port:
                 return said
 
     def close(self) -> None:
-        for socket in (*self.sockets, self.server.socket):
+        for socket in (*self.sockets, self.server):
             socket.close()
-        self.ctx.term()
+        self.reactor.close()
 
 
 @pytest.fixture
@@ -167,39 +169,58 @@ def test_one_peer_too_many_is_refused_with_the_reason(port, monkeypatch):
     port.until(lambda: ConnectPeer("c", b"of D, with its secret") in port.host.told)
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        [b""],
-        [b"\x81\xa1\xff\x01"],
-        [b"\x91\x82\xa4type\xa9Heartbeat\xa5epoch\xa3\xff\xfe\xfd"],
-        [b"", b""],
-        [encode([Heartbeat("P")]), encode([Heartbeat("P")])],
-        [b"x"] * 7,
-        [encode([Heartbeat("another life")])],
-        [encode([RoomQueued("P", 1)])],
-        [hello(version=2)],
-    ],
-)
-def test_what_strangers_send_is_refused_and_nothing_else_happens(port, parts):
-    honest, stranger = port.socket(), port.socket()
+def harmless(port, stranger, data):
+    """One refusal, and nothing else, comes of ``data``."""
+    honest = port.socket()
     connect(port, honest)
     told = list(port.host.told)
-    stranger.send_multipart(parts)
+    stranger.send_bytes(data)
     port.until(lambda: port.peers.refused == 1)
     assert (port.heard, port.gone, port.host.told) == ([], [], told)
     assert [peer["epoch"] for peer in port.peers.info()] == ["D"]
 
 
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"\x81\xa1\xff\x01",
+        b"\x91\x82\xa4type\xa9Heartbeat\xa5epoch\xa3\xff\xfe\xfd",
+        b"x" * 7,
+        encode([Heartbeat("P"), Heartbeat("P")])[:-1],
+        encode([Heartbeat("another life")]),
+        encode([RoomQueued("P", 1)]),
+        hello(version=2),
+    ],
+)
+def test_what_strangers_send_is_refused_and_nothing_else_happens(port, payload):
+    stranger = port.socket()
+    harmless(port, stranger, framed(payload))
+    assert not stranger.has_ended()  # a frame that means nothing is dropped, and no more
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        framed(b""),
+        LENGTH.pack((1 << 32) - 1) + bytes(100),
+        LENGTH.pack(TO_PREFILL_BYTES) + b"no Hello is as long as that",
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_a_frame_of_no_or_too_many_bytes_ends_its_connection(port, data):
+    stranger = port.socket()
+    harmless(port, stranger, data)
+    wait_until(stranger.has_ended, LIMIT, "it was hung up on")
+
+
 def test_a_frame_that_is_too_long_ends_its_connection_only(port):
     honest, stranger = port.socket(), port.socket()
     connect(port, honest)
-    monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    stranger.send(bytes(TO_PREFILL_BYTES + 1))
-    port.until(lambda: monitor.poll(0))
-    stranger.disable_monitor()
-    monitor.close()
+    connect(port, stranger, "S")
+    stranger.send_bytes(LENGTH.pack(TO_PREFILL_BYTES + 1) + bytes(1000))
+    port.until(stranger.has_ended)
     assert port.heard == []
+    assert [epoch for epoch, _ in port.gone] == ["S"]
     honest.send(encode([RoomQueued("P", 7)]))
     port.until(lambda: port.heard)
 
@@ -221,7 +242,7 @@ def test_a_turn_reads_so_much_and_the_rest_wakes_the_loop_again(port):
     for _ in range(frames):
         stranger.send(frame)
     poller = zmq.Poller()
-    poller.register(port.server.socket, zmq.POLLIN)
+    poller.register(port.server.fileno(), zmq.POLLIN)
     turns = 0
     while len(port.heard) < frames * FRAME_MESSAGES:
         assert poller.poll(int(LIMIT * 1000))
@@ -237,12 +258,12 @@ def test_garbage_uses_up_a_turn_too(port, monkeypatch):
     stranger = port.socket()
     for _ in range(35):
         stranger.send(b"garbage")
-    wait_until(lambda: port.server.socket.poll(0), LIMIT, "the first has come")
+    wait_until(port.readable, LIMIT, "the first has come")
     port.until(lambda: port.peers.refused == 35)
     before = port.peers.refused
     for _ in range(35):
         stranger.send(b"garbage")
-    wait_until(lambda: port.server.socket.poll(0), LIMIT, "the first has come")
+    wait_until(port.readable, LIMIT, "the first has come")
     port.turn()
     assert port.peers.refused <= before + 10
 
@@ -251,7 +272,7 @@ def test_an_answer_too_long_for_a_frame_fails_its_room_only(port, monkeypatch):
     honest = port.socket()
     connect(port, honest)
     (peer,) = port.peers._peers.values()
-    monkeypatch.setattr(control_channel, "TO_DECODE_BYTES", 200)
+    monkeypatch.setattr(control_server, "TO_DECODE_BYTES", 200)
     port.peers.send(peer, TransferDone("D", 7, 1, AuxData(1, 0, Timing())))
     (failed,) = port.answer(honest)
     assert (failed.room, failed.status) == (7, 400)
@@ -266,39 +287,56 @@ def test_a_peer_that_vanished_is_written_to_in_vain(port):
     for _ in range(100):
         port.peers.send(peer, Heartbeat("D"))
         port.turn()
-    port.server.send(b"nobody of this name", [Heartbeat("D")])
+    port.server.send(-1, [Heartbeat("D")])
 
 
 def arrived(port):
     """The next frame, without anybody acting on it."""
-    wait_until(lambda: port.server.socket.poll(0), LIMIT, "a frame has come")
-    return port.server.recv()
+    frames = []
+    wait_until(lambda: frames.append(port.server.recv()) or frames[-1], LIMIT, "a frame has come")
+    return frames[-1]
+
+
+def heard(client):
+    """The next frame that a decode gets; raises ``UndeclaredMessage``."""
+    frames = []
+    wait_until(lambda: frames.append(client.recv()) or frames[-1] is not None, LIMIT, "the client has it")
+    return frames[-1]
+
+
+def ended(client):
+    """Why the connection is over, once everything was read."""
+    return client.recv() is None and client.connection_ended()
 
 
 def test_a_decode_writes_to_a_prefill_that_died_in_vain(port):
     client = port.client()
     client.send([Heartbeat("P")])
-    arrived(port)
-    port.server.socket.close(linger=0)
-    wait_until(client.connection_ended, LIMIT, "the client notices")
+    identity, _ = arrived(port)
+    port.server.drop(identity)
+    wait_until(lambda: ended(client), LIMIT, "the client notices")
+    assert client.connection_ended() == "the prefill instance closed the connection or died"
     for _ in range(10):
-        client.send([Heartbeat("P")])  # ZMQ refuses: there is no connection to queue for
+        client.send([Heartbeat("P")])
+    assert not select.select([port.reactor], [], [], 0)[0]  # its owner can sleep
 
 
 def test_a_decode_takes_messages_of_one_frame(port):
     client = port.client()
     client.send([Heartbeat("P")])
     identity, _ = arrived(port)
-    heartbeat = encode([Heartbeat("D")])
-    for parts in ([heartbeat, heartbeat], [b""], [b"\x91\xa3\xff\xfe\xfd"]):
-        port.server.socket.send_multipart([identity, *parts])
-        wait_until(lambda: client.socket.poll(0), LIMIT, "the client has it")
+    (connection,) = port.server._strangers.values()
+    for payload in (b"two", b"\x91\xa3\xff\xfe\xfd"):
+        connection.send([payload])
         with pytest.raises(UndeclaredMessage):
-            client.recv()
+            heard(client)
     port.server.send(identity, [Heartbeat("D")])
-    wait_until(lambda: client.socket.poll(0), LIMIT, "the client has it")
-    assert client.recv() == [Heartbeat("D")]
+    assert heard(client) == [Heartbeat("D")]
     assert client.recv() is None
+    assert client.connection_ended() is None
+    connection.send([b""])
+    wait_until(lambda: ended(client), LIMIT, "the client notices")
+    assert "broke the protocol" in client.connection_ended()
 
 
 class Reader:
@@ -312,7 +350,6 @@ class Reader:
             WORKER,
             "tcp",
             (0.3, 1.5),
-            None,
             None,
             lambda host, port: None,
             lambda link, message: self.heard.append(message),

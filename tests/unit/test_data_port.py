@@ -23,6 +23,7 @@ from pdserve.disaggregation.backends.shm import ShmBackend
 from pdserve.disaggregation.backends.socket_backend import MAX_STRANGERS
 from pdserve.disaggregation.backends.tcp import ANSWER, BATCH, TcpBackend
 from pdserve.disaggregation.region import allocate_region
+from pdserve.disaggregation.wire.listener import ACCEPT_PAUSE_SECONDS
 
 PAGE, PAGES = 4096, 8
 LIMIT = 10.0
@@ -168,7 +169,7 @@ def test_without_descriptors_the_listener_rests_and_then_goes_on(make_node, kind
     node = make_node(kind, "D")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     waiting = node.stranger()
-    used = max(waiting.fileno(), node.backend._listener.fileno())
+    used = max(waiting.fileno(), node.backend._listener.sock.fileno())
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, hard))
     filler = []
     try:
@@ -179,7 +180,7 @@ def test_without_descriptors_the_listener_rests_and_then_goes_on(make_node, kind
         assert (node.strangers, node.backend._refusals.total) == (0, 1)
         began = time.monotonic()
         turns = 0
-        while time.monotonic() - began < socket_backend.ACCEPT_PAUSE_SECONDS / 2:
+        while time.monotonic() - began < ACCEPT_PAUSE_SECONDS / 2:
             node.events += node.backend.progress(0.01)
             turns += 1
         assert turns < 20  # it slept, although a connection waits all the time
@@ -195,21 +196,21 @@ def test_without_descriptors_the_listener_rests_and_then_goes_on(make_node, kind
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EPROTO])
 def test_no_error_of_accept_escapes(make_node, number):
     node = make_node("tcp", "D")
-    real = node.backend._listener
+    real = node.backend._listener.sock
     failing = SimpleNamespace(accept=lambda: (_ for _ in ()).throw(OSError(number, "no")), fileno=real.fileno)
-    node.backend._listener = failing
+    node.backend._listener.sock = failing
     with node.stranger():
         until((node,), lambda: node.backend._refusals.total, "it was tried")
-        node.backend._listener = real
+        node.backend._listener.sock = real
         until((node,), lambda: node.strangers == 1, "it is accepted later")
 
 
 def test_closing_while_the_listener_rests(make_node):
     node = Node("tcp", "D")
-    node.backend._listener = SimpleNamespace(
+    node.backend._listener.sock = SimpleNamespace(
         accept=lambda: (_ for _ in ()).throw(OSError(errno.EMFILE, "no")),
-        fileno=node.backend._listener.fileno,
-        close=node.backend._listener.close,
+        fileno=node.backend._listener.sock.fileno,
+        close=node.backend._listener.sock.close,
     )
     with node.stranger():
         until((node,), lambda: node.backend._refusals.total, "it was tried")

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.strangers import huge_length, junk, nested, spoil
 
-from pdserve.disaggregation.control_channel import FRAME_MESSAGES, TO_PREFILL_BYTES, make_frames
-from pdserve.messages import refusal_log
+from pdserve.disaggregation.control.frames import FRAME_MESSAGES, TO_PREFILL_BYTES, make_frames
 from pdserve.messages.base import Message
 from pdserve.messages.channel import encode
 from pdserve.messages.decode import SHOWN_CHARS, Codec, UndeclaredMessage, decode, shown
@@ -31,8 +30,9 @@ from pdserve.messages.handover import (
     Welcome,
 )
 from pdserve.messages.outputs import Timing
-from pdserve.messages.refusal_log import RefusalLog
 from pdserve.messages.worker import KVLayout
+from pdserve.runtime import refusal_log
+from pdserve.runtime.refusal_log import RefusalLog
 
 LAYOUT = KVLayout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
 REQUEST = TransferRequest("e", 7, 30, 1 << 63, 16, b"\1\0\0\0")

@@ -9,10 +9,13 @@ from typing import Any
 
 
 class Reactor:
-    """A selector with a doorbell. One thread uses it; ``wake`` is for the others."""
+    """A selector with a doorbell. One thread uses it; ``wake`` is for the others.
+
+    It can itself be waited for, as one descriptor: readable, level-triggered, while anything in it is ready.
+    """
 
     def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
+        self._selector = selectors.EpollSelector()
         self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._doorbell, selectors.EVENT_READ)
 
@@ -38,6 +41,10 @@ class Reactor:
             else:
                 ready.append((key.data, bool(mask & selectors.EVENT_READ), bool(mask & selectors.EVENT_WRITE)))
         return ready
+
+    def fileno(self) -> int:
+        """For somebody else's poller."""
+        return self._selector.fileno()
 
     def wake(self) -> None:
         """Make ``wait`` return. Thread-safe, and harmless after ``close``."""

@@ -19,7 +19,8 @@ MAX_TURN = 4 << 20
 class Stream:
     """Reads exactly what was asked for, then calls back; sends what was queued, in order.
 
-    Nothing happens but in ``on_readable`` and ``on_writable``, which raise ``LinkLost`` once the connection is gone.
+    Nothing happens but in ``on_readable`` and ``on_writable``, which raise ``LinkLost`` once the connection is gone and
+    return how many bytes they have moved.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -29,6 +30,7 @@ class Stream:
         self._wanted: deque[memoryview] = deque()
         self._then: Callable[[], None] | None = None
         self._queued: deque[memoryview] = deque()
+        self._paused = False
 
     @property
     def sending(self) -> bool:
@@ -49,42 +51,50 @@ class Stream:
         """Queue ``views``; their memory must not change before they are sent."""
         if not self._queued:
             self.last_progress = time.monotonic()
-        self._queued.extend(memoryview(view) for view in views)
+        # Without empty ones: a send that was offered nothing else would look like one that the kernel did not take.
+        self._queued.extend(memoryview(view) for view in views if len(view))
 
-    def on_readable(self) -> None:
+    def pause(self) -> None:
+        """Called by ``then``: read no more in this turn, what comes next stays with the kernel."""
+        self._paused = True
+
+    def on_readable(self, budget: int = MAX_TURN) -> int:
         """Read what there is, a turn's worth at most. Bytes that nobody asked for break the protocol."""
-        budget = MAX_TURN
-        while budget > 0:
+        left = budget
+        self._paused = False
+        while left > 0 and not self._paused:
             if not self._wanted:
                 raise LinkLost("the peer sent what was not expected")
             try:
                 received = self._receive(list(islice(self._wanted, MAX_VIEWS)))
             except BlockingIOError:
-                return
+                break
             except OSError as e:
                 raise LinkLost(f"the connection broke: {e.strerror}") from e
             if received == 0:
                 raise LinkLost("the peer closed the connection")
             self.last_progress = time.monotonic()
-            budget -= received
+            left -= received
             _advance(self._wanted, received)
             if not self._wanted and self._then is not None:
                 then, self._then = self._then, None
                 then()
+        return budget - left
 
-    def on_writable(self) -> None:
+    def on_writable(self) -> int:
         """Send what the kernel takes, a turn's worth at most."""
-        budget = MAX_TURN
-        while self._queued and budget > 0:
+        left = MAX_TURN
+        while self._queued and left > 0:
             try:
                 sent = self.sock.sendmsg(list(islice(self._queued, MAX_VIEWS)))
             except BlockingIOError:
-                return
+                break
             except OSError as e:
                 raise LinkLost(f"the connection broke: {e.strerror}") from e
             self.last_progress = time.monotonic()
-            budget -= sent
+            left -= sent
             _advance(self._queued, sent)
+        return MAX_TURN - left
 
     def close(self) -> None:
         """Close the socket and let go of all memory."""

@@ -1,0 +1,88 @@
+"""A hand-made end of a control connection: says whatever a test wants, honest or not."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import time
+
+from pdserve.disaggregation.control.frames import GREETING, LENGTH, greeting
+
+RST = struct.pack("ii", 1, 0)
+REPLY_SECONDS = 10.0
+
+
+def framed(payload: bytes) -> bytes:
+    """With its length in front."""
+    return LENGTH.pack(len(payload)) + payload
+
+
+class ControlSocket:
+    """``send`` sends a payload as a frame, ``send_bytes`` anything."""
+
+    def __init__(self, port: int, *, greet: bool = True) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", port), REPLY_SECONDS)
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.ended = False
+        self._came = bytearray()
+        self._greeted = False
+        if greet:
+            self.send_bytes(greeting())
+
+    def send(self, payload: bytes) -> None:
+        self.send_bytes(framed(payload))
+
+    def send_bytes(self, data: bytes) -> None:
+        self.sock.sendall(data)
+
+    def poll(self, timeout_ms: int = 0) -> bool:
+        """Whether a whole frame is here."""
+        deadline = time.monotonic() + timeout_ms / 1000
+        while self._whole() is None and not self.ended:
+            if not select.select([self.sock], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return False
+            try:
+                data = self.sock.recv(1 << 16)
+            except ConnectionError:
+                data = b""
+            self._came += data
+            self.ended = not data
+        return self._whole() is not None
+
+    def recv(self) -> bytes:
+        """The next frame's payload, after ``poll``."""
+        size = self._whole()
+        assert size is not None
+        payload = bytes(self._came[LENGTH.size : LENGTH.size + size])
+        del self._came[: LENGTH.size + size]
+        return payload
+
+    def has_ended(self) -> bool:
+        """Whether the other end hung up; reads what comes before that."""
+        while not self.ended and select.select([self.sock], [], [], 0)[0]:
+            try:
+                self.ended = not self.sock.recv(1 << 16)
+            except ConnectionError:
+                self.ended = True
+        return self.ended
+
+    def close(self, linger: int | None = None) -> None:
+        """``linger=0``: by a reset."""
+        if linger == 0:
+            with contextlib.suppress(OSError):
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RST)
+        self.sock.close()
+
+    def _whole(self) -> int | None:
+        if not self._greeted:
+            if len(self._came) < GREETING.size:
+                return None
+            assert self._came[: GREETING.size] == greeting()
+            del self._came[: GREETING.size]
+            self._greeted = True
+        if len(self._came) < LENGTH.size:
+            return None
+        (size,) = LENGTH.unpack_from(self._came)
+        return int(size) if len(self._came) >= LENGTH.size + size else None
