@@ -15,7 +15,7 @@ PACKAGES := $(patsubst %/__init__.py,pdserve.%,$(filter-out tests/% docs/% docke
 TESTS := $(wildcard tests/unit tests/e2e)
 
 # What .venv was made from. While none of it has changed, setup has nothing to do and needs no network.
-KEY := $(shell { cat pyproject.toml setup.py constraints.txt model_runner/kernels/cpu/*; echo $(PACKAGES); } | sha256sum | cut -c -16)
+KEY := $(shell { cat pyproject.toml setup.py constraints.txt $$(find model_runner/kernels/cpu -type f | sort); echo $(PACKAGES); } | sha256sum | cut -c -16)
 STAMP := .venv/.setup-$(KEY)
 
 help: ## list the targets

@@ -12,7 +12,7 @@ from .base import Message
 from .outputs import Timing, TokenLogprob
 from .worker import KVLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Hello(Message):

@@ -11,12 +11,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..disaggregation.region import KVRegion, allocate_region
+from ..messages.worker import KVOrder
 from ..model_files.config import choose_context_length
 from ..model_files.config_reader import read_config
 from ..model_files.errors import UnsupportedModel
@@ -135,12 +136,7 @@ class ModelRunner:
         return run
 
     def _allocate_pool(self, options: ServerOptions, dtype: torch.dtype) -> None:
-        order: Literal["tokens", "pairs"] = "tokens"
-        if self.attention_backend == "cpu" and options.kv_order == "auto":
-            # Imported here: it loads the compiled kernels.
-            from .kernels.attention import kv_order
-
-            order = kv_order(dtype, options.page_size)
+        order: KVOrder = "blocks" if self.attention_backend == "cpu" else "tokens"
         self.layout = make_layout(self.config, options.page_size, dtype, order)
         request = PoolRequest(
             options.max_total_tokens,

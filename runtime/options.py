@@ -86,9 +86,6 @@ class ServerOptions:
         Linear layers' weights: as dtype says (none), a GGUF file's own blocks (gguf), rounded at start (int8, int4).
     kv_cache_dtype
         Type of the KV pool; auto takes the weights' type.
-    kv_order
-        Order of elements within a KV page; auto takes the one that the CPU kernels read fastest here, tokens the plain
-        one, which instances on other processors or other attention backends share.
     device
         cpu or cuda; auto takes cuda where there is one.
     threads
@@ -143,7 +140,6 @@ class ServerOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["none", "gguf", "int8", "int4"] = "none"
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    kv_order: Literal["auto", "tokens"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     cpus: str | None = None

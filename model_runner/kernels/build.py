@@ -94,8 +94,8 @@ def choose_level() -> Level:
 def library_path(level: Level, sources: Path = SOURCES, name: str = "kernels") -> Path:
     """Where the library for ``level`` is, or would be."""
     digest = hashlib.sha256(" ".join((*COMMON_FLAGS, *level.flags)).encode())
-    for file in sorted(sources.iterdir()):
-        digest.update(file.name.encode() + file.read_bytes())
+    for file in sorted(filter(Path.is_file, sources.rglob("*"))):
+        digest.update(str(file.relative_to(sources)).encode() + file.read_bytes())
     return _cache_folder() / f"{name}-{level.name}-{digest.hexdigest()[:16]}.so"
 
 
