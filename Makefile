@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo run test test-slow check lint types format bench-peers docs clean
+.PHONY: help setup demo run test test-slow check lint types format bench-peers docs wheel clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
@@ -69,6 +69,11 @@ bench-peers: $(STAMP) ## measure against vLLM and llama.cpp, in environments of 
 docs: $(STAMP) ## write docs/flags.md anew, from the options' declarations
 	@$(BIN)/python docs/generate_flags.py
 
+wheel: $(STAMP) ## build a wheel into dist/, with the CPU kernels for all processors: who installs it needs no compiler
+	@rm -rf build
+	@$(BIN)/python -m pdserve.model_runner.kernels.build --all
+	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
 clean: ## remove what builds and tools left behind; .venv stays (rm -rf .venv for a fresh one)
-	@rm -rf build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf build dist model_runner/kernels/prebuilt *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

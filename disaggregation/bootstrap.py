@@ -10,6 +10,7 @@ import httpx
 import msgspec
 from msgspec import Meta
 
+from ..messages.decode import UndeclaredMessage, decode, shown
 from ..messages.handover import PROTOCOL_VERSION
 from ..messages.worker import KVLayout
 from .errors import RouteInvalid
@@ -26,9 +27,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     epoch: Annotated[str, Meta(min_length=1, max_length=128)]
     control_port: Annotated[int, Meta(ge=1, le=65535)]
-    fingerprint: str
+    fingerprint: Annotated[str, Meta(max_length=128)]
     layout: KVLayout
-    backend: str
+    backend: Annotated[str, Meta(max_length=32)]
     ttl: Annotated[float, Meta(gt=0, le=3600)]
     role: Literal["unified", "prefill", "decode"] = "prefill"
     version: int = PROTOCOL_VERSION
@@ -40,12 +41,24 @@ class RouteError(msgspec.Struct, frozen=True):
     error: str
 
 
+_ROUTE = msgspec.json.Decoder(Route)
+_ROUTE_ERROR = msgspec.json.Decoder(RouteError)
+
+
 def decode_route(body: bytes) -> Route:
     """The route in ``body`` (JSON); raises ``RouteInvalid``, which names the field."""
     try:
-        return msgspec.json.decode(body, type=Route)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        return decode(_ROUTE, body, MAX_ROUTE_BYTES)
+    except UndeclaredMessage as e:
         raise RouteInvalid(f"not a route: {e}") from e
+
+
+def error_text(body: bytes, status: int) -> str:
+    """The reason in a bootstrap server's error answer, fit for a log line."""
+    try:
+        return shown(decode(_ROUTE_ERROR, body, MAX_ROUTE_BYTES).error)
+    except UndeclaredMessage:
+        return f"HTTP status {status}"
 
 
 def route_url(host: str, port: int) -> httpx.URL:

@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable
 
 import httpx
-import msgspec
 
-from .bootstrap import MAX_ROUTE_BYTES, Route, RouteError, decode_route, route_url
+from .bootstrap import MAX_ROUTE_BYTES, Route, decode_route, error_text, route_url
 from .errors import RouteInvalid, RouteUnavailable, TransferError
 from .lease_keeper import LeaseKeeper
 
@@ -81,12 +80,14 @@ class RouteFetcher:
             while True:
                 limit = self._patience
                 try:
-                    return await _ask(client, route_url(host, port))
+                    # The client's limit is one of silence; an answer that drips is cut off here.
+                    async with asyncio.timeout(2 * self._reach_seconds):
+                        return await _ask(client, route_url(host, port))
                 except RouteUnavailable as e:
                     error: TransferError = e
                 except httpx.InvalidURL as e:
                     raise RouteInvalid(f"{host}:{port} is no address: {e}") from e
-                except httpx.HTTPError as e:
+                except (httpx.HTTPError, TimeoutError) as e:
                     limit = self._reach_seconds
                     error = RouteUnavailable(f"it does not answer: {e or type(e).__name__}")
                 if time.monotonic() + pause - start > limit:
@@ -98,16 +99,14 @@ class RouteFetcher:
 async def _ask(client: httpx.AsyncClient, url: httpx.URL) -> Route:
     """One question; raises ``RouteUnavailable`` for "not now" and ``RouteInvalid`` for an answer that is none."""
     body = b""
-    async with client.stream("GET", url) as response:
-        async for chunk in response.aiter_bytes():
+    # Unpacked: a stranger's answer of a few bytes could otherwise unpack to a thousand times as many.
+    async with client.stream("GET", url, headers={"accept-encoding": "identity"}) as response:
+        async for chunk in response.aiter_raw():
             body += chunk
             if len(body) > MAX_ROUTE_BYTES:
                 raise RouteInvalid("its answer is too long for a route: is this a bootstrap server?")
     if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
-        try:
-            raise RouteUnavailable(msgspec.json.decode(body, type=RouteError).error)
-        except msgspec.MsgspecError:
-            raise RouteUnavailable("it is not available (503)") from None
+        raise RouteUnavailable(error_text(body, response.status_code))
     if response.status_code != httpx.codes.OK:
         raise RouteInvalid(f"it answered with HTTP status {response.status_code}: is this a bootstrap server?")
     return decode_route(body)

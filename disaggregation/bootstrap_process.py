@@ -5,23 +5,32 @@
     DELETE /route?epoch=E  the instance withdraws
     GET    /health         200: this server answers
 
-A refusal is ``{"error": reason}``: 400 for what is not a route, 409 for an epoch that is over, 413 for too long a body.
+``PUT`` and ``DELETE`` are for this instance's own processes, which show the secret that the supervisor gave them
+(``Authorization: Bearer …``): whoever else may reach this port, it can't put itself in the instance's place. What a
+``GET`` tells is no secret.
+
+A refusal is ``{"error": reason}``: 400 for what is not a route, 401 without the secret, 409 for an epoch that is over,
+413 for too long a body.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import hmac
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from ..runtime.child import start_child
+from ..runtime.web.body import BodyTooLarge, read_body
+from ..runtime.web.bounded_protocol import MAX_HEAD_BYTES, BoundedProtocol
+from ..runtime.web.ports import listen
+from ..runtime.web.server import ChildServer
 from .bootstrap import MAX_ROUTE_BYTES, RouteError, decode_route
 from .errors import RouteConflict, RouteInvalid, RouteUnavailable
 from .route_registry import RouteRegistry
@@ -31,25 +40,28 @@ SHUTDOWN_SECONDS = 1
 RETRY_AFTER = {"Retry-After": "1"}
 
 
-def make_app(registry: RouteRegistry, on_ready: Callable[[], None]) -> FastAPI:
-    """The server around ``registry``; ``on_ready`` is called once it can answer."""
+def make_app(registry: RouteRegistry, secret: str) -> FastAPI:
+    """The server around ``registry``.
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        on_ready()
-        yield
+    ``secret`` is what the instance's own processes show; it must not be empty.
+    """
+    assert secret
+    expected = f"Bearer {secret}".encode()
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None)
+    def is_own(request: Request) -> bool:
+        given = request.headers.get("authorization", "").encode("latin-1")
+        return hmac.compare_digest(given, expected)
+
+    app = FastAPI(openapi_url=None)
 
     @app.put("/route")
     async def put_route(request: Request) -> Response:
-        body = b""
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_ROUTE_BYTES:
-                return _refusal(413, f"a route has at most {MAX_ROUTE_BYTES} bytes")
+        if not is_own(request):
+            return _unauthorized()
         try:
-            registry.register(decode_route(body))
+            registry.register(decode_route(await read_body(request, MAX_ROUTE_BYTES)))
+        except BodyTooLarge as e:
+            return _refusal(413, str(e))
         except RouteInvalid as e:
             return _refusal(400, str(e))
         except RouteConflict as e:
@@ -65,6 +77,8 @@ def make_app(registry: RouteRegistry, on_ready: Callable[[], None]) -> FastAPI:
 
     @app.delete("/route")
     async def delete_route(request: Request) -> Response:
+        if not is_own(request):
+            return _unauthorized()
         epoch = request.query_params.get("epoch", "")
         if not epoch:
             return _refusal(400, "say which instance withdraws: DELETE /route?epoch=…")
@@ -89,36 +103,26 @@ def _refusal(status: int, error: str, headers: dict[str, str] | None = None) -> 
     return _json(status, RouteError(error), headers)
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals alone: Ctrl-C is the supervisor's to act on, SIGTERM is ours (below)."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+def _unauthorized() -> Response:
+    text = "only the instance that this bootstrap server belongs to may register, renew or withdraw its route"
+    return _refusal(401, text, {"WWW-Authenticate": "Bearer"})
 
 
-async def serve(app: FastAPI, sock: socket.socket) -> None:
-    """Answer on ``sock`` until SIGTERM."""
+async def serve(app: FastAPI, sock: socket.socket, on_started: Callable[[], None]) -> None:
+    """Answer on ``sock`` until SIGTERM; ``on_started`` is called once it does."""
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS
+        app,
+        http=BoundedProtocol,
+        ws="none",
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
-    server = _Server(config)
+    server = ChildServer(config, on_started)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, setattr, server, "should_exit", True)
     await server.serve(sockets=[sock])
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; raises ``OSError`` where the address is taken."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(address)
-        sock.listen(BACKLOG)
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 def main() -> None:
@@ -126,10 +130,10 @@ def main() -> None:
     ctx = start_child(sys.argv)
     host, port = ctx.options.host, ctx.options.disaggregation_bootstrap_port
     try:
-        sock = listen(host, port)
+        sock = listen(host, port, BACKLOG)
     except OSError as e:
         sys.exit(f"can't listen on {host}:{port}: {e.strerror}. Choose another --disaggregation-bootstrap-port.")
-    asyncio.run(serve(make_app(RouteRegistry(), ctx.report_ready), sock))
+    asyncio.run(serve(make_app(RouteRegistry(), ctx.secret), sock, ctx.report_ready))
 
 
 if __name__ == "__main__":

@@ -4,25 +4,33 @@
 
 A peer is gone when its worker's link breaks or when it falls silent for ``heartbeat_timeout``. Gone is final: the same
 instance comes back as a new peer, with a new connection, once the worker has let go of the old one.
+
+Anybody can send to the control port. A connection that says no Hello costs nothing here; one that does is kept only as
+long as it beats, and there are ``MAX_PEERS`` at most. A Hello replaces the peer of the same epoch only if it carries
+the same backend metadata: that holds the secret of the peer's data port, which a stranger doesn't know.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
-from ..messages.base import Message
-from ..messages.channel import UndeclaredMessage
-from ..messages.handover import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
+from ..messages.base import REASON_CHARS, Message
+from ..messages.decode import UndeclaredMessage, shown
+from ..messages.handover import PROTOCOL_VERSION, Heartbeat, Hello, Refused, TransferDone, TransferFailed, Welcome
 from ..messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, WorkerReady
-from .control_channel import ControlServer
+from ..runtime.refusal_log import RefusalLog
+from .control_channel import MESSAGES_A_TURN, TO_DECODE_BYTES, ControlServer
 from .handover_host import HandoverHost
+from .page_order import can_exchange
 
 log = logging.getLogger(__name__)
+
+MAX_PEERS = 256
+"""Decode instances at one prefill."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,19 +69,11 @@ class DecodePeers:
         self._peers: dict[bytes, DecodePeer] = {}
         self._closing: set[str] = set()
         self._beat_at = 0.0
+        self._refusals = RefusalLog(log, "at the control port")
 
     def poll(self, now: float) -> None:
-        """Read everything, beat, drop who is silent."""
-        while True:
-            try:
-                frame = self._server.recv()
-            except UndeclaredMessage as e:
-                log.error("from a decode instance: %s", e)
-                continue
-            if frame is None:
-                break
-            for message in frame[1]:
-                self._take(frame[0], message, now)
+        """Read a turn's worth, beat, drop who is silent."""
+        self._read(now)
         for peer in list(self._peers.values()):
             if now - peer.heard_at > self._timeout:
                 self._gone(peer, f"the decode instance was silent for {self._timeout:.1f} s")
@@ -83,6 +83,21 @@ class DecodePeers:
             for peer in self._peers.values():
                 self.send(peer, Heartbeat(peer.epoch))
 
+    def _read(self, now: float) -> None:
+        left = MESSAGES_A_TURN
+        while left > 0:
+            try:
+                frame = self._server.recv()
+            except UndeclaredMessage as e:
+                self._refusals.add(str(e))
+                left -= 1
+                continue
+            if frame is None:
+                return
+            left -= max(1, len(frame[1]))
+            for message in frame[1]:
+                self._take(frame[0], message, now)
+
     def send(self, peer: DecodePeer, message: Message) -> None:
         """Queue for the peer; one frame a turn of the loop."""
         peer.unsent.append(message)
@@ -91,8 +106,9 @@ class DecodePeers:
         """Send what the turn has queued."""
         for peer in self._peers.values():
             if peer.unsent:
-                self._server.send(peer.identity, *peer.unsent)
+                too_long = self._server.send(peer.identity, peer.unsent)
                 peer.unsent = []
+                self._server.send(peer.identity, [_instead(m, peer) for m in too_long if isinstance(m, TransferDone)])
 
     def on_peer_connected(self, event: PeerConnected) -> None:
         """The worker has reached the decode's worker, or has not."""
@@ -101,7 +117,7 @@ class DecodePeers:
             if event.error is None:
                 peer.welcomed = True
                 self.send(peer, Welcome(peer.epoch))
-                log.info("decode instance %s is connected", peer.epoch)
+                log.info("decode instance %s is connected", shown(peer.epoch))
             else:
                 self._refuse(peer.identity, peer.epoch, event.error)
                 del self._peers[peer.identity]
@@ -120,6 +136,11 @@ class DecodePeers:
         return [{"epoch": p.epoch, "state": "ready" if p.welcomed else "connecting"} for p in self._peers.values()]
 
     @property
+    def refused(self) -> int:
+        """Frames, messages and Hellos that were refused since the start."""
+        return self._refusals.total
+
+    @property
     def active(self) -> bool:
         """Whether any peer needs heartbeats."""
         return bool(self._peers)
@@ -131,16 +152,16 @@ class DecodePeers:
         if isinstance(message, Hello):
             self._greet(identity, message, now)
         elif message.epoch != self._host.epoch:
-            log.warning("dropped a message of a decode instance for epoch %s", message.epoch)
+            self._refusals.add(f"dropped {type(message).__name__} for epoch {message.epoch}, which is not this one's")
         elif isinstance(message, Heartbeat):
             return
         elif peer is None or not peer.welcomed:
-            log.warning("dropped %s of a decode instance that is not connected", type(message).__name__)
+            self._refusals.add(f"dropped {type(message).__name__} of a decode instance that is not connected")
         else:
             self._on_message(peer, message, now)
 
     def _greet(self, identity: bytes, hello: Hello, now: float) -> None:
-        problem = self._problem(hello)
+        problem = self._problem(hello) or self._intrusion(identity, hello)
         if problem is not None:
             self._refuse(identity, hello.sender, problem)
             return
@@ -163,25 +184,41 @@ class DecodePeers:
             return f"transfer backend {hello.backend} there, {self._backend} here; start both with the same one"
         if hello.fingerprint != worker.fingerprint:
             return f"other model weights there ({hello.fingerprint}) than here ({worker.fingerprint})"
-        if hello.layout != worker.layout:
-            if msgspec.structs.replace(hello.layout, order=worker.layout.order) == worker.layout:
-                return f"KV order {hello.layout.order} there, {worker.layout.order} here; use --kv-order tokens on both"
+        if not can_exchange(hello.layout, worker.layout):
             flags = "--page-size, --dtype and --kv-cache-dtype"
             return f"KV layout {hello.layout} there, {worker.layout} here; use equal {flags}"
         return None
 
+    def _intrusion(self, identity: bytes, hello: Hello) -> str | None:
+        """Why this Hello may not take a place among the peers, None where it may."""
+        for peer in self._peers.values():
+            if peer.epoch == hello.sender:
+                known = hmac.compare_digest(peer.hello.metadata, hello.metadata)
+                return None if known else "a decode instance of this epoch is connected, with another data port"
+        if identity not in self._peers and len(self._peers) >= MAX_PEERS:
+            return f"{MAX_PEERS} decode instances are connected, which is the most; use another prefill instance"
+        return None
+
     def _refuse(self, identity: bytes, epoch: str, reason: str) -> None:
-        log.warning("refused decode instance %s: %s", epoch, reason)
-        self._server.send(identity, Refused(epoch, reason))
+        self._refusals.add(f"refused decode instance {epoch}: {reason}")
+        self._server.send(identity, [Refused(epoch, shown(reason, REASON_CHARS))])
 
     def _connect(self, peer: DecodePeer) -> None:
         peer.connecting = True
         self._host.to_worker(ConnectPeer(peer.epoch, peer.hello.metadata))
 
     def _gone(self, peer: DecodePeer, reason: str, *, down: bool = False) -> None:
-        log.warning("decode instance %s is gone: %s", peer.epoch, reason)
+        if peer.welcomed:
+            log.warning("decode instance %s is gone: %s", shown(peer.epoch), reason)
+        else:
+            self._refusals.add(f"decode instance {peer.epoch} is gone before it was connected: {reason}")
         del self._peers[peer.identity]
         if not down and (peer.welcomed or peer.connecting):
             self._closing.add(peer.epoch)
             self._host.to_worker(DisconnectPeer(peer.epoch))
         self._on_gone(peer, reason)
+
+
+def _instead(done: TransferDone, peer: DecodePeer) -> TransferFailed:
+    reason = f"the prompt's logprobs are longer than {TO_DECODE_BYTES >> 20} MiB; ask for fewer top_logprobs"
+    return TransferFailed(peer.epoch, done.room, 400, reason)

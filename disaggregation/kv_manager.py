@@ -93,7 +93,8 @@ class KVManager:
                 backend=self._options.disaggregation_transfer_backend,
                 ttl=LEASE_SECONDS,
             )
-            self._lease = LeaseKeeper(route, self._options.host, self._options.disaggregation_bootstrap_port)
+            port = self._options.disaggregation_bootstrap_port
+            self._lease = LeaseKeeper(route, self._options.host, port, self._ctx.secret)
             self._lease.start()
 
     def withdraw(self) -> None:
@@ -101,6 +102,10 @@ class KVManager:
         if self._lease is not None:
             self._lease.withdraw()
             self._lease = None
+
+    def problem(self, now: float) -> str | None:
+        """Why this instance can't serve although its processes are well, None where it can."""
+        return self._lease.lost(now) if self._lease is not None else None
 
     # --- the scheduler's side ---
 
@@ -187,9 +192,10 @@ class KVManager:
         info: dict[str, Any] = {"rooms": len(rooms.rooms), "done": rooms.done, "failed": rooms.failed}
         if self.senders is not None and self._peers is not None:
             info |= {"bytes_sent": self.senders.bytes_sent, "push_seconds": round(self.senders.push_seconds, 6)}
-            info["peers"] = self._peers.info()
+            info |= {"peers": self._peers.info(), "refused": self._peers.refused}
         elif self.receivers is not None and self._links is not None:
-            info |= {"bytes_received": self.receivers.bytes_received, "peers": self._links.info()}
+            info |= {"bytes_received": self.receivers.bytes_received, "refused": self._links.refused}
+            info["peers"] = self._links.info()
         return info
 
     # --- the peers' side ---

@@ -3,12 +3,13 @@
 A ``KVReceiver`` is one room::
 
     LINKING → QUEUED → PREALLOCATED → TRANSFERRING → VERIFYING → (the request runs)
-                                          └────────▶ DRAINING → (memory freed)
+                                          └──────────────┴──▶ DRAINING → (memory freed)
 
 LINKING waits for the prefill instance to be connected, QUEUED for memory, PREALLOCATED for the steps that were under
 way when its pages were taken: they may still write to them (see ``scheduler/kv_memory.py``), and a remote writer must
 come after. DRAINING is a room that ended while the prefill may still write: its pages are freed only when the prefill
-has said that it will not, or its link is down for good. Bad KV (checksum, room, epoch) never reaches the model.
+has said that it will not, or its link is down for good. While our own worker checks what landed, which may rewrite it
+in our order, only the worker's answer frees them. Bad KV (checksum, room, epoch) never reaches the model.
 """
 
 from __future__ import annotations
@@ -18,8 +19,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from ..messages.base import pack_i32
-from ..messages.handover import Abort, AuxData, RoomQueued, TransferDone, TransferFailed, TransferRequest
+from ..messages.base import REASON_CHARS, pack_i32
+from ..messages.decode import shown
+from ..messages.handover import (
+    MAX_PAGES,
+    Abort,
+    AuxData,
+    RoomQueued,
+    TransferDone,
+    TransferFailed,
+    TransferRequest,
+)
 from ..messages.worker import PagesVerified, VerifyPages
 from ..scheduler.req import Req, ReqState
 from .handover_host import HandoverHost
@@ -49,7 +59,11 @@ class ReceiverState(Enum):
 
 @dataclass(slots=True, eq=False)
 class KVReceiver:
-    """One room. ``fence``: the step that must be done before its pages are offered to the prefill."""
+    """One room.
+
+    ``fence``: the step that must be done before its pages are offered to the prefill. ``checking``: the worker has its
+    pages, to check and perhaps to convert them.
+    """
 
     room: int
     req: Req
@@ -61,6 +75,7 @@ class KVReceiver:
     prefix_len: int = 0
     requested_at: float = 0.0
     aux: AuxData | None = None
+    checking: bool = False
 
 
 class KVReceivers:
@@ -136,6 +151,10 @@ class KVReceivers:
     def _request(self, receiver: KVReceiver, now: float) -> None:
         req, link = receiver.req, receiver.link
         pages = self._host.pages(req, receiver.prefix_len, req.prompt_len)
+        if len(pages) > MAX_PAGES:
+            text = f"the prompt needs {len(pages)} KV pages, a hand-over can name {MAX_PAGES}; use a larger --page-size"
+            self._fail(receiver, 400, text)
+            return
         receiver.state, req.state = ReceiverState.TRANSFERRING, ReqState.TRANSFERRING
         receiver.requested_at = now
         link.send(
@@ -154,14 +173,18 @@ class KVReceivers:
         if receiver.state is ReceiverState.DRAINING:
             self._drained(receiver)
         elif receiver.state is ReceiverState.TRANSFERRING:
-            receiver.state, receiver.aux = ReceiverState.VERIFYING, msg.aux
+            receiver.state, receiver.aux, receiver.checking = ReceiverState.VERIFYING, msg.aux, True
             pages = self._host.pages(receiver.req, receiver.prefix_len, receiver.req.prompt_len)
-            self._host.to_worker(VerifyPages(receiver.room, pack_i32(pages), msg.checksum))
+            self._host.to_worker(VerifyPages(receiver.room, pack_i32(pages), msg.checksum, link.order))
 
     def on_verified(self, event: PagesVerified, now: float) -> None:
         """The worker has checked the landed pages."""
         receiver = self.rooms.get(event.room)
-        if receiver is None or receiver.state is not ReceiverState.VERIFYING:
+        if receiver is None or not receiver.checking:
+            return
+        receiver.checking = False
+        if receiver.state is ReceiverState.DRAINING:
+            self._drained(receiver)
             return
         if not event.ok:
             self._fail(receiver, 502, "the KV that arrived is not what the prefill instance sent (checksum mismatch)")
@@ -170,6 +193,9 @@ class KVReceivers:
         assert aux is not None
         if not 0 <= aux.first_token < self._vocab_size:
             self._fail(receiver, 502, f"the prefill instance sent a first token that is none: {aux.first_token}")
+            return
+        if aux.input_logprobs is not None and len(aux.input_logprobs) > req.prompt_len:
+            self._fail(receiver, 502, "the prefill instance sent more prompt logprobs than the prompt has tokens")
             return
         del self.rooms[receiver.room]
         self.done += 1
@@ -194,7 +220,7 @@ class KVReceivers:
             self._drained(receiver)
         else:
             receiver.state = ReceiverState.VERIFYING  # nothing can be written any more, so nothing needs draining
-            self._fail(receiver, msg.status, msg.reason)
+            self._fail(receiver, msg.status, shown(msg.reason, REASON_CHARS))
 
     def on_abort_ack(self, link: PrefillLink, room: int) -> None:
         """The prefill will write no more for a room that was aborted."""
@@ -275,13 +301,17 @@ class KVReceivers:
             ReceiverState.PREALLOCATED,
             ReceiverState.TRANSFERRING,
         ):
-            link.send(Abort(link.peer_epoch, receiver.room, reason))
+            link.send(Abort(link.peer_epoch, receiver.room, shown(reason, REASON_CHARS)))
         if state is ReceiverState.TRANSFERRING and not link.down:
             receiver.state = ReceiverState.DRAINING
         else:
             self._drained(receiver)
 
     def _drained(self, receiver: KVReceiver) -> None:
+        """No peer writes to its memory any more: free it, unless our own worker still may."""
+        if receiver.checking:
+            receiver.state = ReceiverState.DRAINING
+            return
         del self.rooms[receiver.room]
         self.failed += 1
         # What landed was never verified, so none of it may be cached.

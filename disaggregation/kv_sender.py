@@ -20,17 +20,17 @@ from dataclasses import dataclass
 
 import xxhash
 
-from ..messages.base import Message, pack_i32, unpack_i32
+from ..messages.base import REASON_CHARS, Message, pack_i32, unpack_i32
+from ..messages.decode import shown
 from ..messages.handover import Abort, AbortAck, AuxData, TransferDone, TransferFailed, TransferRequest
 from ..messages.outputs import FinishReason, FinishType, TokenLogprob
 from ..messages.worker import CancelSend, SendEnded, SendPages
 from ..scheduler.req import Req, ReqState
 from .decode_peers import DecodePeer
 from .handover_host import HandoverHost
+from .unclaimed_rooms import Tombstones, UnclaimedRooms
 
 log = logging.getLogger(__name__)
-
-TOMBSTONE_SECONDS = 60.0
 
 
 @dataclass(slots=True)
@@ -68,7 +68,8 @@ class KVSenders:
         self._transfer_timeout = transfer_timeout
         self._reply = reply
         self.rooms: dict[int, KVSender] = {}
-        self._tombstones: dict[int, tuple[float, str]] = {}
+        self._unclaimed = UnclaimedRooms()
+        self._tombstones = Tombstones()
         self.done = 0
         self.failed = 0
         self.bytes_sent = 0
@@ -80,8 +81,9 @@ class KVSenders:
         """A client's request for a room has come."""
         assert req.msg.bootstrap is not None
         room = req.msg.bootstrap.room
-        if room in self._tombstones:
-            self._host.fail(req, 503, f"the decode instance gave the hand-over up: {self._tombstones.pop(room)[1]}")
+        over = self._tombstones.take(room)
+        if over is not None:
+            self._host.fail(req, 503, f"the decode instance gave the hand-over up: {over}")
             return
         sender = self.rooms.get(room)
         if sender is None:
@@ -91,38 +93,48 @@ class KVSenders:
             self._host.fail(req, 400, text, "invalid_request_error")
             return
         sender.req = req
+        self._unclaimed.drop(sender.peer, room)
         self._try_start(sender, now)
 
     def on_queued(self, peer: DecodePeer, room: int, now: float) -> None:
         """A decode will ask for this room when it has memory: only the peer's death ends the wait now."""
-        if self._refused(peer, room):
-            return
-        sender = self.rooms.get(room)
-        if sender is None:
-            sender = self.rooms[room] = KVSender(room, now + self._bootstrap_timeout)
-        sender.peer = peer
+        sender = self._opened(peer, room, 0, now)
+        if sender is not None:
+            sender.peer = peer
 
-    def _refused(self, peer: DecodePeer, room: int) -> bool:
-        """Whether the room is another decode's, or over already; the peer has been told then."""
+    def _opened(self, peer: DecodePeer, room: int, nbytes: int, now: float) -> KVSender | None:
+        """The room, for a ``peer`` that brings ``nbytes`` of page numbers; a new one where there is none.
+
+        None where it is another decode's, over already, or one too many; the peer has been told then.
+        """
         sender = self.rooms.get(room)
         if sender is not None and sender.peer not in (None, peer):
-            self._reply(peer, TransferFailed(peer.epoch, room, 409, f"bootstrap_room {room} is another decode's"))
-            return True
-        if sender is None and room in self._tombstones:
-            reason = self._tombstones.pop(room)[1]
-            self._reply(peer, TransferFailed(peer.epoch, room, 503, f"the prefill instance gave up: {reason}"))
-            return True
-        return False
+            self._deny(peer, room, 409, f"bootstrap_room {room} is another decode's")
+            return None
+        over = self._tombstones.take(room) if sender is None else None
+        if over is not None:
+            self._deny(peer, room, 503, f"the prefill instance gave up: {over}")
+            return None
+        if sender is None or sender.req is None:
+            too_many = self._unclaimed.admit(peer, room, nbytes)
+            if too_many is not None:
+                self._deny(peer, room, 503, too_many)
+                return None
+        if sender is None:
+            sender = self.rooms[room] = KVSender(room, now + self._bootstrap_timeout)
+        return sender
+
+    def _deny(self, peer: DecodePeer, room: int, status: int, reason: str) -> None:
+        self._reply(peer, TransferFailed(peer.epoch, room, status, shown(reason, REASON_CHARS)))
 
     def on_request(self, peer: DecodePeer, msg: TransferRequest, now: float) -> None:
         """A decode has memory and wants a room's KV."""
-        if self._refused(peer, msg.room):
+        known = self.rooms.get(msg.room)
+        if known is not None and known.peer in (None, peer) and known.request is not None:
+            self._deny(peer, msg.room, 409, f"bootstrap_room {msg.room} is in use")
             return
-        sender = self.rooms.get(msg.room)
+        sender = self._opened(peer, msg.room, len(msg.dst_pages), now)
         if sender is None:
-            sender = self.rooms[msg.room] = KVSender(msg.room, now + self._bootstrap_timeout)
-        elif sender.request is not None:
-            self._reply(peer, TransferFailed(peer.epoch, msg.room, 409, f"bootstrap_room {msg.room} is in use"))
             return
         sender.peer, sender.request = peer, msg
         self._try_start(sender, now)
@@ -223,12 +235,12 @@ class KVSenders:
         sender = self.rooms.get(msg.room)
         if sender is None or (sender.peer is not None and sender.peer is not peer):
             if sender is None:
-                self._tombstones[msg.room] = (now + TOMBSTONE_SECONDS, msg.reason)
+                self._tombstones.add(msg.room, msg.reason, now)
             self._reply(peer, AbortAck(peer.epoch, msg.room))
             return
         sender.peer, sender.abort_asked = peer, True
         if sender.req is None:
-            self._tombstones[msg.room] = (now + TOMBSTONE_SECONDS, msg.reason)
+            self._tombstones.add(msg.room, msg.reason, now)
         elif not sender.req.is_ended:
             self._host.end(sender.req, ReqState.ABORTED, FinishReason(FinishType.ABORT, message=msg.reason))
         if sender.failure is None:
@@ -252,8 +264,7 @@ class KVSenders:
             elif sender.peer is None:
                 text = f"no decode instance asked for this room within {self._bootstrap_timeout:.0f} s"
                 self._drain(sender, 504, text)
-        for room in [r for r, (until, _) in self._tombstones.items() if now > until]:
-            del self._tombstones[room]
+        self._tombstones.expire(now)
 
     def owns(self, req: Req) -> bool:
         """Whether the request's room is open, so that its memory is this object's to free."""
@@ -285,17 +296,19 @@ class KVSenders:
         status, reason = sender.failure
         del self.rooms[sender.room]
         self.failed += 1
-        log.info("room %d is off: %s", sender.room, reason)
+        self._unclaimed.drop(sender.peer, sender.room)
+        # Of rooms without a request a stranger can open and end any number.
+        log.log(logging.INFO if sender.req is not None else logging.DEBUG, "room %d is off: %s", sender.room, reason)
         if sender.req is not None:
             self._host.free(sender.req)
         if sender.peer is None:
             # The decode's leg has not turned up yet; when it does, it shall not wait.
-            self._tombstones[sender.room] = (time.monotonic() + TOMBSTONE_SECONDS, reason)
+            self._tombstones.add(sender.room, reason, time.monotonic())
             return
         if sender.abort_asked:
             self._reply(sender.peer, AbortAck(sender.peer.epoch, sender.room))
         else:
-            self._reply(sender.peer, TransferFailed(sender.peer.epoch, sender.room, status, reason))
+            self._deny(sender.peer, sender.room, status, reason)
 
 
 def prompt_digest(req: Req) -> int:

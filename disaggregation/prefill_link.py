@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ..messages.base import Message
+from ..messages.worker import KVOrder
 from .control_channel import ControlClient
 
 
@@ -26,7 +27,10 @@ class LinkState(Enum):
 
 @dataclass(slots=True, eq=False)
 class PrefillLink:
-    """One connection. ``status`` (HTTP) and ``reason`` are for the requests that fail when it is gone."""
+    """One connection. ``status`` (HTTP) and ``reason`` are for the requests that fail when it is gone.
+
+    ``order``: how the prefill's pages lie, and arrive here.
+    """
 
     host: str
     port: int
@@ -36,6 +40,7 @@ class PrefillLink:
     status: int = 503
     reason: str = ""
     peer_epoch: str = ""
+    order: KVOrder | None = None
     client: ControlClient | None = None
     heard_at: float = 0.0
     down: bool = True
@@ -48,5 +53,5 @@ class PrefillLink:
     def flush(self) -> None:
         """Send what is queued."""
         if self.unsent and self.client is not None:
-            self.client.send(*self.unsent)
+            self.client.send(self.unsent)
         self.unsent = []

@@ -13,11 +13,12 @@ from typing import Any
 
 import zmq
 
-from ..messages.channel import UndeclaredMessage
+from ..messages.decode import UndeclaredMessage, shown
 from ..messages.handover import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
 from ..messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, WorkerReady
+from ..runtime.refusal_log import RefusalLog
 from .bootstrap import Route, route_url
-from .control_channel import ControlClient
+from .control_channel import MESSAGES_A_TURN, ControlClient
 from .handover_host import HandoverHost
 from .prefill_link import LinkState, PrefillLink
 
@@ -53,6 +54,7 @@ class PrefillLinks:
         self._open: dict[tuple[str, int], PrefillLink] = {}
         self._closing: list[PrefillLink] = []
         self._beat_at = 0.0
+        self._refusals = RefusalLog(log, "from prefill instances")
 
     def link_to(self, host: str, port: int, now: float) -> PrefillLink:
         """The link to the prefill behind this bootstrap address; a new one where there is none."""
@@ -78,6 +80,7 @@ class PrefillLinks:
         self._poller.register(link.client.socket, zmq.POLLIN)
         self._poller.register(link.client.monitor, zmq.POLLIN)
         link.state, link.peer_epoch, link.down, link.heard_at = LinkState.GREETING, route.epoch, False, now
+        link.order = route.layout.order
         # The worker lets a peer that it has lost before write here again only when told so, and before that peer tries.
         self._host.to_worker(ConnectPeer(route.epoch, b""))
 
@@ -147,6 +150,11 @@ class PrefillLinks:
         ]
 
     @property
+    def refused(self) -> int:
+        """Frames and messages that were refused since the start."""
+        return self._refusals.total
+
+    @property
     def active(self) -> bool:
         """Whether any link needs heartbeats."""
         return bool(self._open)
@@ -158,31 +166,37 @@ class PrefillLinks:
         self._fetch_route(link.host, link.port)
 
     def _read(self, link: PrefillLink, client: ControlClient, now: float) -> None:
-        while link.state is not LinkState.GONE:
+        left = MESSAGES_A_TURN
+        while left > 0 and link.state is not LinkState.GONE:
             try:
                 messages = client.recv()
             except UndeclaredMessage as e:
-                log.error("from %s:%d: %s", link.host, link.port, e)
+                self._refusals.add(f"{link.host}:{link.port}: {e}")
+                left -= 1
                 continue
-            if not messages:
+            if messages is None:
                 return
+            left -= max(1, len(messages))
             link.heard_at = now
             for message in messages:
                 if message.epoch != self._host.epoch:
-                    log.warning("dropped a message of %s:%d for epoch %s", link.host, link.port, message.epoch)
-                elif isinstance(message, Welcome):
+                    text = f"dropped {type(message).__name__} for epoch {message.epoch}, which is not this one's"
+                    self._refusals.add(f"{link.host}:{link.port}: {text}")
+                elif link.state is LinkState.GONE:
+                    return
+                elif isinstance(message, Welcome) and link.greeted:
                     link.state = LinkState.READY
                     log.info("linked to prefill %s:%d (epoch %s)", link.host, link.port, link.peer_epoch)
                 elif isinstance(message, Refused):
                     link.status = 409
-                    self._gone(link, f"the prefill instance refused this decode instance: {message.reason}")
-                elif not isinstance(message, Heartbeat):
+                    self._gone(link, f"the prefill instance refused this decode instance: {shown(message.reason)}")
+                elif not isinstance(message, Heartbeat | Welcome):
                     self._on_message(link, message)
 
     def _gone(self, link: PrefillLink, reason: str) -> None:
         if link.state is LinkState.GONE:
             return
-        log.warning("link to prefill %s:%d is gone: %s", link.host, link.port, reason)
+        log.warning("link to prefill %s:%d is gone: %s", shown(link.host), link.port, reason)
         link.state, link.reason = LinkState.GONE, reason
         del self._open[(link.host, link.port)]
         if link.client is not None:

@@ -25,6 +25,8 @@ from ..messages.worker import (
     CancelSend,
     ConnectPeer,
     DisconnectPeer,
+    KVLayout,
+    KVOrder,
     PagesVerified,
     PeerConnected,
     PeerLinkDown,
@@ -34,11 +36,13 @@ from ..messages.worker import (
     TransferEvent,
     VerifyPages,
 )
+from ..runtime.refusal_log import RefusalLog
 from .backends.base import Admitted, ConnectFailed, LinkEvent, LinkUp, TransferBackend
 from .backends.registry import make_backend
 from .errors import BadSpans, TransferError
 from .outgoing_room import OutgoingRoom
 from .page_check import PageCheck
+from .page_order import PageConverter
 from .page_spans import unpack_pages
 from .region import KVRegion
 
@@ -92,18 +96,24 @@ class TransferEngine:
         host: str,
         emit: Callable[[TransferEvent], None],
         on_failure: Callable[[BaseException], None] = end_process,
+        layout: KVLayout | None = None,
     ) -> None:
         """Open ``region`` (page 0 at its start) to peers at once. Raises ``UnknownBackend`` and ``RegionError``.
 
-        ``host`` is the address to listen on. ``on_failure`` is called, in the engine's thread, should that break.
+        ``host`` is the address to listen on. ``layout`` is that of the pages; without it none of another order are
+        taken. ``on_failure`` is called, in the engine's thread, should that break.
         """
         self._backend = make_backend(backend, epoch, host) if isinstance(backend, str) else backend
         self.metadata = self._backend.register(region, page_bytes)
         self._page_bytes = page_bytes
+        self._layout = layout
         self._num_pages = region.nbytes // page_bytes
         self._pool = region.view()
         self._emit = emit
         self._on_failure = on_failure
+        # Who peers are is for the scheduler to judge, which any stranger may ask to connect to one: no line for each.
+        self._refusals = RefusalLog(log, "connecting to peers")
+        self._partings = RefusalLog(log, "parting from peers", logging.INFO)
         self._commands: queue.SimpleQueue[TransferCommand | None] = queue.SimpleQueue()
         self._rooms: dict[int, OutgoingRoom] = {}
         self._turns: deque[OutgoingRoom] = deque()
@@ -211,11 +221,20 @@ class TransferEngine:
             return
         try:
             pages = unpack_pages(command.pages, self._num_pages, "landed")
-        except BadSpans as e:
+            check = PageCheck(command.room, pages, command.checksum, self._converter(command.order))
+        except (BadSpans, ValueError) as e:
             log.error("can't verify room %d: %s", command.room, e)
             self._emit(PagesVerified(command.room, ok=False))
             return
-        self._checks.append(PageCheck(command.room, pages, command.checksum))
+        self._checks.append(check)
+
+    def _converter(self, order: KVOrder | None) -> PageConverter | None:
+        """What makes pages of ``order`` ours; None where they are. Raises ``ValueError``."""
+        if order is None or (self._layout is not None and order == self._layout.order):
+            return None
+        if self._layout is None:
+            raise ValueError(f"pages in the order {order!r}, and nothing is known of our own")
+        return PageConverter(self._layout, order)
 
     # Work
 
@@ -244,7 +263,7 @@ class TransferEngine:
         return pushed > 0
 
     def _check(self) -> bool:
-        """Hash a part of the landed pages that wait for it; False when none is left."""
+        """Hash, or convert, a part of the landed pages that wait for it; False when none is left."""
         if self._checks:
             check = self._checks.popleft()
             ok = check.step(self._pool, self._page_bytes, CHECK_BYTES)
@@ -281,10 +300,10 @@ class TransferEngine:
             case LinkUp() | Admitted():
                 self._emit(PeerConnected(event.peer))
             case ConnectFailed():
-                log.warning("%s", event.error)
+                self._refusals.add(event.error)
                 self._emit(PeerConnected(event.peer, event.error))
             case _:
-                log.info("the links with peer %s are down: %s", event.peer, event.reason)
+                self._partings.add(f"the links with peer {event.peer} are down: {event.reason}")
                 self._emit(PeerLinkDown(event.peer))
                 for room in [room for room in self._rooms.values() if room.peer == event.peer]:
                     self._reap_room(room)

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+Epoch = Annotated[str, msgspec.Meta(max_length=128)]
+"""Names one start of one instance."""
+Room = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""Names one hand-over."""
+Reason = Annotated[str, msgspec.Meta(max_length=2048)]
+"""Why something is refused or over, for people. Whoever writes it cuts it: ``decode.shown(text, REASON_CHARS)``."""
+REASON_CHARS = 1000
 
 I32 = npt.NDArray[np.int32]
 

@@ -1,8 +1,7 @@
 """The ZMQ channels that carry messages between the processes of one instance.
 
 A frame is a msgpack list of messages, so that one send carries a whole step. A channel declares the messages it
-accepts; its decoder is built once. A frame that is not a list of those is refused with ``UndeclaredMessage`` and
-changes nothing.
+accepts; its decoder is built once. A frame that is not a list of those is refused (``decode.py``) and changes nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ import zmq
 import zmq.asyncio
 
 from .base import Message
+from .decode import Codec, UndeclaredMessage
+
+__all__ = ["AsyncReceiver", "Codec", "Receiver", "Sender", "UndeclaredMessage", "encode", "ipc_address"]
 
 M = TypeVar("M", bound=Message)
 _encoder = msgspec.msgpack.Encoder()
 LINGER_MS = 500
-
-
-class UndeclaredMessage(ValueError):
-    """A frame held something that its channel does not declare. Dropping the frame is the only answer."""
+IPC_FRAME_BYTES = 1 << 30
+"""No frame between our own processes comes near this; one that does is a fault, not a message."""
 
 
 def ipc_address(run_dir: Path, name: str) -> str:
@@ -34,20 +34,6 @@ def ipc_address(run_dir: Path, name: str) -> str:
 def encode(messages: Sequence[Message]) -> bytes:
     """One frame."""
     return _encoder.encode(messages)
-
-
-class Codec(Generic[M]):
-    """Decodes the frames of one channel. ``declared`` is a union of ``Message`` types."""
-
-    def __init__(self, declared: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[list[M]] = msgspec.msgpack.Decoder(list[declared])
-
-    def decode(self, frame: bytes | memoryview) -> list[M]:
-        """The frame's messages; raises ``UndeclaredMessage``."""
-        try:
-            return self._decoder.decode(frame)
-        except msgspec.MsgspecError as e:
-            raise UndeclaredMessage(f"dropped a frame of {len(frame)} bytes: {e}") from e
 
 
 class Sender:
@@ -77,7 +63,7 @@ class Receiver(Generic[M]):
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(address)
-        self._codec: Codec[M] = Codec(declared)
+        self._codec: Codec[M] = Codec(declared, IPC_FRAME_BYTES)
 
     def recv(self, timeout_ms: int) -> list[M]:
         """The next frame's messages, or [] after ``timeout_ms`` (-1 waits for ever); raises ``UndeclaredMessage``."""
@@ -99,7 +85,7 @@ class AsyncReceiver(Generic[M]):
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address)
-        self._codec: Codec[M] = Codec(declared)
+        self._codec: Codec[M] = Codec(declared, IPC_FRAME_BYTES)
 
     async def recv(self) -> list[M]:
         """The next frame's messages; raises ``UndeclaredMessage``."""

@@ -2,42 +2,60 @@
 
 The decode connects; the prefill listens. ``epoch`` is always the *receiver's* epoch as the sender knows it: a message
 for an earlier life of a process is dropped. Every message of a hand-over also names its room.
+
+These come over the network, from whoever reaches the port: every field is bounded to what an honest peer can mean, so
+that nothing behind the decoder has to expect a number that fits into no int64, or a name of a megabyte.
 """
 
 from __future__ import annotations
 
-import msgspec
+import math
+from typing import Annotated
 
-from .base import Message
+import msgspec
+from msgspec import Meta
+
+from .base import Epoch, Message, Reason, Room
 from .outputs import Timing, TokenLogprob
 from .worker import KVLayout
 
 PROTOCOL_VERSION = 2
+MAX_METADATA_BYTES = 4096
+MAX_TOKENS = (1 << 31) - 1
+MAX_TRANSFER_BYTES = 1 << 40
+"""Of one hand-over. Such counts are added up for ever, and their sum has to stay within an int64 too."""
+
+Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+Checksum = Annotated[int, Meta(ge=0)]
+"""xxh3_64; the wire format ends at 64 bits by itself."""
+MAX_PAGES = 1 << 18
+"""That one ``TransferRequest`` can name."""
+PageNumbers = Annotated[bytes, Meta(max_length=4 * MAX_PAGES)]
 
 
 class Hello(Message):
     """Decode → prefill: who I am. ``sender`` is the decode's epoch."""
 
-    epoch: str
-    sender: str
+    epoch: Epoch
+    sender: Annotated[str, Meta(min_length=1, max_length=128)]
     version: int
-    fingerprint: str
+    fingerprint: Annotated[str, Meta(max_length=128)]
     layout: KVLayout
-    backend: str
-    metadata: bytes
+    backend: Annotated[str, Meta(max_length=32)]
+    metadata: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
 
 
 class Welcome(Message):
     """Prefill → decode: the pair can exchange pages; the prefill's worker is connected to the decode's."""
 
-    epoch: str
+    epoch: Epoch
 
 
 class Refused(Message):
     """Prefill → decode: the pair can't exchange pages, and why."""
 
-    epoch: str
-    reason: str
+    epoch: Epoch
+    reason: Reason
 
 
 class TransferRequest(Message):
@@ -47,68 +65,80 @@ class TransferRequest(Message):
     ``prompt_digest`` (xxh3_64 of the int32 prompt) guards against a room that means another prompt there.
     """
 
-    epoch: str
-    room: int
-    prompt_len: int
-    prompt_digest: int
-    decode_prefix_len: int
-    dst_pages: bytes
+    epoch: Epoch
+    room: Room
+    prompt_len: Tokens
+    prompt_digest: Checksum
+    decode_prefix_len: Tokens
+    dst_pages: PageNumbers
+
+    def __post_init__(self) -> None:
+        if len(self.dst_pages) % 4:
+            raise ValueError("dst_pages are not int32")
 
 
 class RoomQueued(Message):
     """Decode → prefill: I know of this room and ask for it when I have memory; don't give up on it while I live."""
 
-    epoch: str
-    room: int
+    epoch: Epoch
+    room: Room
 
 
 class AuxData(msgspec.Struct, forbid_unknown_fields=True):
     """What travels beside the KV."""
 
-    first_token: int
-    cached_tokens: int
+    first_token: Tokens
+    cached_tokens: Tokens
     timing: Timing
     first_logprob: TokenLogprob | None = None
     input_logprobs: list[TokenLogprob] | None = None
+
+    def __post_init__(self) -> None:
+        timing = self.timing
+        for name in ("queue_ms", "prefill_ms", "transfer_ms", "decode_ms", "detokenize_ms"):
+            if not math.isfinite(getattr(timing, name)):
+                raise ValueError(f"{name} is no duration")
+        if not 0 <= timing.transfer_bytes <= MAX_TRANSFER_BYTES:
+            raise ValueError("transfer_bytes is no count of bytes")
 
 
 class TransferDone(Message):
     """Prefill → decode: every page has landed; nothing more will be written for this room."""
 
-    epoch: str
-    room: int
-    checksum: int
+    epoch: Epoch
+    room: Room
+    checksum: Checksum
     aux: AuxData
 
 
 class TransferFailed(Message):
     """Prefill → decode: the hand-over is off; nothing more will be written for this room."""
 
-    epoch: str
-    room: int
-    status: int
-    reason: str
+    epoch: Epoch
+    room: Room
+    status: Annotated[int, Meta(ge=400, le=599)]
+    reason: Reason
 
 
 class Abort(Message):
     """Decode → prefill: stop the hand-over. Answered by ``AbortAck``, also for a room that is not known."""
 
-    epoch: str
-    room: int
-    reason: str
+    epoch: Epoch
+    room: Room
+    reason: Reason
 
 
 class AbortAck(Message):
     """Prefill → decode: nothing more will be written for this room."""
 
-    epoch: str
-    room: int
+    epoch: Epoch
+    room: Room
 
 
 class Heartbeat(Message):
     """Either way: I am alive."""
 
-    epoch: str
+    epoch: Epoch
 
 
 DecodeToPrefill = Hello | RoomQueued | TransferRequest | Abort | Heartbeat

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from .base import Message
 from .outputs import TokenLogprob
-
 
 KVOrder = Literal["tokens", "blocks"]
 """How the elements of a layer's keys, or values, lie within a page.
@@ -28,9 +27,40 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_layers: int
     kv_heads: int
     head_dim: int
-    dtype: str
+    dtype: Annotated[str, msgspec.Meta(max_length=32)]
     page_bytes: int
     order: KVOrder = "tokens"
+
+
+class MeasuredStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a step took. The counts are those of ``scheduler/step_shape.py``."""
+
+    decodes: int
+    kv_tokens: int
+    prompt_tokens: int
+    prompt_pairs: float
+    forward_ms: float
+
+
+class MachineUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker chose of the machine it found, and why: for people, through ``/server_info``.
+
+    ``cores``: where the compute threads run, ``bound`` if each has one of its own. ``allowed``: cores that the process
+    may use. ``cpu_quota``: cores' worth of time, ``memory_total`` and ``memory_free``: bytes, all within the control
+    groups. ``numa_node``: the one it stays on, None where there is one only. ``spin_us``: how long a thread waits at a
+    barrier before it sleeps.
+    """
+
+    threads: int = 0
+    cores: list[int] = []
+    bound: bool = False
+    allowed: list[int] = []
+    cpu_quota: float | None = None
+    numa_node: int | None = None
+    spin_us: int = 0
+    memory_total: int = 0
+    memory_free: int = 0
+    reason: str = "nothing is computed here"
 
 
 class WorkerReady(Message):
@@ -38,7 +68,8 @@ class WorkerReady(Message):
 
     ``max_total_tokens``: slots that may be handed out (page 0 excluded), a multiple of the page size.
     ``backend_metadata``: opaque address of this worker's transfer backend, for the peer's ``ConnectPeer``.
-    ``load_seconds``: what start-up spent where.
+    ``load_seconds``: what start-up spent where. ``measured``: steps of several sizes, from which the time of the first
+    request's can be foreseen. ``step_weight_bytes``: what a decode step reads of weights, 0 where unknown.
     """
 
     fingerprint: str
@@ -51,6 +82,9 @@ class WorkerReady(Message):
     weights_dtype: str
     backend_metadata: bytes
     load_seconds: dict[str, float]
+    measured: list[MeasuredStep] = []
+    step_weight_bytes: int = 0
+    machine: MachineUse = MachineUse()
 
 
 class RowInit(msgspec.Struct, forbid_unknown_fields=True):

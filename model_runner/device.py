@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
 from ..model_files.errors import UnsupportedModel
+from ..runtime.machine.memory import Memory, host_memory
 
 log = logging.getLogger(__name__)
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-UNLIMITED = 1 << 60
-
-
-class Memory(NamedTuple):
-    """Memory of a device, in bytes; ``free`` is what can still be taken without pushing anyone out."""
-
-    total: int
-    free: int
 
 
 def choose_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
@@ -56,53 +49,4 @@ def device_memory(device: torch.device) -> Memory:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Memory(total, free)
-    return host_memory(Path("/proc"), Path("/sys/fs/cgroup"))
-
-
-def host_memory(proc: Path, cgroup_root: Path) -> Memory:
-    """Memory of the host, or of the tightest of the control groups around this process."""
-    lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
-    kib = {fields[0].rstrip(":"): int(fields[1]) for fields in lines}
-    memory = Memory(kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024)
-    for limit, used in _group_limits(proc / "self/cgroup", cgroup_root):
-        if limit < memory.total:
-            memory = Memory(limit, memory.free)
-        memory = memory._replace(free=max(0, min(memory.free, limit - used)))
-    return memory
-
-
-def _group_limits(membership: Path, root: Path) -> list[tuple[int, int]]:
-    """(limit, bytes in use) of this process's control group and each one around it, versions 1 and 2."""
-    if not membership.is_file():
-        return []
-    limits = []
-    for line in membership.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, limit_file, used_file = root, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            base, limit_file, used_file = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        group = base / path.lstrip("/")
-        # A container sees its own group as the root, while the path still names it from the host's.
-        for folder in (group, *group.parents):
-            if folder.is_relative_to(base) and (folder / limit_file).is_file():
-                limit = _read_bytes(folder / limit_file)
-                if limit < UNLIMITED:
-                    limits.append((limit, _read_bytes(folder / used_file) - _reclaimable(folder)))
-    return limits
-
-
-def _read_bytes(file: Path) -> int:
-    text = file.read_text().strip()
-    return UNLIMITED if text == "max" else int(text)
-
-
-def _reclaimable(group: Path) -> int:
-    """File cache that the kernel drops before it refuses memory: counted as used, but free for the taking."""
-    stat = group / "memory.stat"
-    if not stat.is_file():
-        return 0
-    values = dict(line.split() for line in stat.read_text().splitlines())
-    return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
+    return host_memory()

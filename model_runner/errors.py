@@ -7,3 +7,7 @@ from ..model_files.errors import ModelError
 
 class NotEnoughMemory(ModelError):
     """The KV pool does not fit beside the weights."""
+
+
+class NotEnoughThreads(ModelError):
+    """The system refuses to start the compute threads."""

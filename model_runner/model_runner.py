@@ -31,6 +31,7 @@ from .kv_pool import MHATokenToKVPool, make_layout
 from .loader.load import fingerprint, load_model_weights
 from .models.llama import LlamaForCausalLM
 from .models.registry import make_model
+from .placement import SPIN_US
 from .pool_size import PoolRequest, choose_max_total_tokens
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ class ModelRunner:
     ``step_weight_bytes`` (what a decode step reads of weights), ``clears_begun_pages``, ``load_seconds``.
     """
 
-    def __init__(self, options: ServerOptions) -> None:
+    def __init__(self, options: ServerOptions, spin_us: int = SPIN_US) -> None:
+        """``spin_us``: see ``Placement.spin_us``."""
+        self._spin_us = spin_us
         self.load_seconds: dict[str, float] = {}
         with self._timed("config"):
             source = resolve_model(options.model_path, weights=options.load_format != "dummy")
@@ -122,7 +125,7 @@ class ModelRunner:
         from .kernels.team import Team
 
         cpus = None if options.cpus is None else parse_cpus(options.cpus)
-        team = Team(torch.get_num_threads(), cpus)
+        team = Team(torch.get_num_threads(), cpus, self._spin_us)
         self.sampler = NativeSampler(team)
         engine = self.engine = CpuEngine(model, self.pool, team, blocks)
         self.step_weight_bytes = engine.weight_bytes

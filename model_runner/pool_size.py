@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .device import Memory
+from ..runtime.machine.memory import Memory
 from .errors import NotEnoughMemory
 
 DEFAULT_FRACTION = {"cuda": 0.88, "cpu": 0.3}

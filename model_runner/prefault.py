@@ -5,12 +5,18 @@ the memory at hand, up to 10 µs where a hypervisor has to find it first. A prom
 2,900 such faults, 4 to 30 ms on top of a pass of 145 ms. Committing the whole pool at start would take seconds and
 gigabytes that may never be used, so the worker keeps a margin ahead of the highest page that a step has touched.
 (The allocator hands out low pages first and reuses freed ones, so that page is what marks the pool's use.)
+
+In a control group, or on a host whose memory others take meanwhile, committing the last of it would bring the
+out-of-memory killer for pages that may never be used: ahead of use, the margin never touches a reserve.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from ..runtime.machine.memory import Memory
 
 if TYPE_CHECKING:
     from ..disaggregation.region import KVRegion
@@ -22,17 +28,28 @@ MARGIN_SHARE = 8
 """Never more than this part of the memory that is free when the pool is made: others may want it first."""
 SLICE_BYTES = 256 << 10
 """Committed at a time: a step that arrives meanwhile waits for at most some 0.6 ms."""
+RESERVE_SHARE = 10
+"""This part of all memory stays free of what is only committed ahead."""
+LOOK_BYTES = 16 << 20
+"""Committed between two looks at what is free, each of which takes some 0.1 ms."""
 IDLE_MS = 5
 """The worker is idle when nothing has come for so long: longer than the gap between two steps."""
 
 
 class PoolPrefault:
-    """Knows how much of ``region`` is committed. One thread; ``slot_bytes``: bytes of KV of one token."""
+    """Knows how much of ``region`` is committed. One thread; ``slot_bytes``: bytes of KV of one token.
 
-    def __init__(self, region: KVRegion | None, slot_bytes: int, margin_bytes: int = MARGIN_BYTES) -> None:
+    ``memory`` tells what there is now.
+    """
+
+    def __init__(
+        self, region: KVRegion | None, slot_bytes: int, memory: Callable[[], Memory], margin_bytes: int = MARGIN_BYTES
+    ) -> None:
         self._region = region
         self._slot_bytes = slot_bytes
+        self._memory = memory
         self._margin = margin_bytes
+        self._looked_until = 0
         self._end = 0
         self._is_idle = False
         self._target = 0 if region is None else min(margin_bytes, region.nbytes)
@@ -60,6 +77,13 @@ class PoolPrefault:
         self._is_idle = True
         if self._region is None or self._end >= self._target:
             return
+        if self._end >= self._looked_until:
+            total, free = self._memory()
+            if free - LOOK_BYTES < total // RESERVE_SHARE:
+                # Asked again when a step has used more of the pool.
+                self._target = self._end
+                return
+            self._looked_until = self._end + LOOK_BYTES
         end = min(self._end + SLICE_BYTES, self._region.nbytes)
         if not self._region.commit(self._end, end):
             log.info(

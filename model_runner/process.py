@@ -1,16 +1,15 @@
 """The model worker process: owns the device, runs the scheduler's steps, moves KV pages.
 
-Life: channels open → threads placed → model loads → warm-up → ``WorkerReady`` → steps and transfer commands, in the
-order they come, until the process is ended. With nothing to do it commits KV memory ahead and then sleeps in its
-channel. A step's result is sent before the next message is looked at; transfers run in the engine's own thread, which
-reports through a channel end of its own.
+Life: channels open → threads placed → model loads → warm-up → steps timed → ``WorkerReady`` → steps and transfer
+commands, in the order they come, until the process is ended. With nothing to do it commits KV memory ahead and then
+sleeps in its channel. A step's result is sent before the next message is looked at; transfers run in the engine's own
+thread, which reports through a channel end of its own.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
 import time
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
@@ -18,11 +17,21 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from ..messages.base import unpack_i32
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
 from ..messages.routes import ToWorker
-from ..messages.worker import ForwardStep, StepResult, TransferEvent, WorkerCommand, WorkerReady
+from ..messages.worker import (
+    ForwardStep,
+    MachineUse,
+    MeasuredStep,
+    StepResult,
+    TransferEvent,
+    WorkerCommand,
+    WorkerReady,
+)
 from ..model_files.errors import ModelError, UnsupportedModel
 from ..runtime.child import ChildContext, start_child
 from ..runtime.cpu_list import PlacementError
-from .placement import Placement, bind_compute_threads, confine, floating, plan_placement
+from ..runtime.machine.memory import host_memory
+from ..runtime.machine.topology import read_machine
+from .placement import Placement, bind_compute_threads, confine, floating, machine_use, plan_placement
 from .prefault import MARGIN_BYTES, MARGIN_SHARE, PoolPrefault
 
 if TYPE_CHECKING:
@@ -40,7 +49,9 @@ class Worker(NamedTuple):
     steps: StepRunner
     engine: TransferEngine | None
     prefault: PoolPrefault
+    machine: MachineUse
     load_seconds: dict[str, float]
+    measured: list[MeasuredStep]
 
 
 def main() -> NoReturn:
@@ -63,19 +74,21 @@ def load(ctx: ChildContext) -> Worker:
     """Place the threads, load the model, warm it up; raises ``ModelError`` or ``PlacementError``."""
     options = ctx.options
     begin = time.monotonic()
-    placement = plan_placement(options.threads, options.cpus, frozenset(os.sched_getaffinity(0)))
+    placement = plan_placement(options.threads, options.cpus, read_machine())
+    machine = machine_use(placement, host_memory())
+    log.info("%s", machine.reason)
     confine(placement)
     # torch comes in here and not before, since OpenMP settles on its cores when it is loaded.
     import torch
 
-    from .device import device_memory
+    from .measure_steps import measure_steps
     from .model_runner import ModelRunner
     from .step_runner import StepRunner
     from .warm_up import warm_up
 
     bind_compute_threads(placement)
     imported = time.monotonic()
-    model = ModelRunner(options)
+    model = ModelRunner(options, placement.spin_us)
     if model.attention_backend == "cpu":
         # The kernels have threads of their own. Torch's would spin on the same cores after each of the few small
         # operations that are left to it.
@@ -88,10 +101,12 @@ def load(ctx: ChildContext) -> Worker:
     # to microseconds: a full collection over torch's and the model's objects takes tens of milliseconds, in mid-stream.
     gc.collect()
     gc.freeze()
+    # Behind the freeze, as the steps of requests will be.
+    measured = measure_steps(steps, options.max_running_requests, model.context_length, options.page_size)
     seconds = {"imports": imported - begin, **model.load_seconds, "warm_up": time.monotonic() - loaded}
-    margin = min(MARGIN_BYTES, device_memory(model.device).free // MARGIN_SHARE)
-    prefault = PoolPrefault(model.kv_region, model.layout.page_bytes // options.page_size, margin)
-    return Worker(model, steps, engine, prefault, seconds)
+    margin = min(MARGIN_BYTES, host_memory().free // MARGIN_SHARE)
+    prefault = PoolPrefault(model.kv_region, model.layout.page_bytes // options.page_size, host_memory, margin)
+    return Worker(model, steps, engine, prefault, machine, seconds, measured)
 
 
 def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worker) -> None:
@@ -142,6 +157,7 @@ def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -
             ctx.epoch,
             options.host,
             emit,
+            layout=model.layout,
         )
 
 
@@ -158,6 +174,9 @@ def _ready_message(worker: Worker) -> WorkerReady:
         weights_dtype=str(model.dtype).removeprefix("torch."),
         backend_metadata=b"" if worker.engine is None else worker.engine.metadata,
         load_seconds=worker.load_seconds,
+        measured=worker.measured,
+        step_weight_bytes=model.step_weight_bytes,
+        machine=worker.machine,
     )
 
 

@@ -12,7 +12,7 @@ import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -92,6 +92,7 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
         exception_handlers={
             HTTPException: answer_http_exception,
             RouterError: answer_router_error,
+            ClientDisconnect: answer_nobody,
             Exception: answer_unexpected,
         },
         lifespan=lifespan,
@@ -110,6 +111,11 @@ async def answer_router_error(request: Request, exc: Exception) -> Response:
     """What an endpoint raises on purpose."""
     assert isinstance(exc, RouterError)
     return error_response(exc)
+
+
+async def answer_nobody(request: Request, exc: Exception) -> Response:
+    """The client left in the middle of its request, which is no fault of ours: no traceback for each that does."""
+    return Response(status_code=499)
 
 
 async def answer_unexpected(request: Request, exc: Exception) -> Response:

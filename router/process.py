@@ -78,6 +78,8 @@ def run_router(options: RouterOptions) -> int:
     # One line a request from the HTTP client would be most of the log; uvicorn's steps are of no interest either.
     for name in ("httpx", "httpcore", "uvicorn"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # It warns of each request that is none: any stranger could fill the log.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     allow_many_connections()
 
     def on_fault(error: BaseException) -> None:

@@ -1,4 +1,8 @@
-"""A client's JSON body, parsed once, and what each leg is sent instead of it."""
+"""A client's JSON body, parsed once, and what each leg is sent instead of it.
+
+A client's own ``bootstrap_…`` fields go no further than here, whoever serves the request: they name a host that an
+instance would connect to, and tell the secret of its data port.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from .errors import BadRequestError
 from .instance import Instance
 
 ROOM_BITS = 63
+BOOTSTRAP_PREFIX = "bootstrap_"
+"""Of the fields that the router alone sets."""
 CHARS_PER_TOKEN = 4
 """Of English text, about: enough to tell a long prompt from a short one."""
 
@@ -25,7 +31,7 @@ class PairBodies(NamedTuple):
 
 @dataclass(frozen=True)
 class RequestBody:
-    """A request as the client sent it. ``fields`` is ``raw``, parsed."""
+    """A request as the client sent it, less its ``bootstrap_…`` fields. ``fields`` is ``raw``, parsed."""
 
     raw: bytes
     fields: dict[str, Any]
@@ -39,7 +45,10 @@ class RequestBody:
             raise BadRequestError(f"the body is not valid JSON: {exc}") from None
         if not isinstance(fields, dict):
             raise BadRequestError("the body must be a JSON object")
-        return cls(raw, fields)
+        kept = {name: value for name, value in fields.items() if not name.startswith(BOOTSTRAP_PREFIX)}
+        if len(kept) == len(fields):
+            return cls(raw, fields)  # the common case: instances get the client's own bytes
+        return cls(dump(kept), kept)
 
     @property
     def stream(self) -> bool:
@@ -86,7 +95,15 @@ class RequestBody:
         decode = {**self.fields, **patch}
         prefill_fields = {**decode, "stream": False}
         prefill_fields.pop("stream_options", None)
-        return PairBodies(orjson.dumps(prefill_fields), orjson.dumps(decode))
+        return PairBodies(dump(prefill_fields), dump(decode))
+
+
+def dump(fields: dict[str, Any]) -> bytes:
+    """JSON again; raises ``BadRequestError`` for what was parsed but is nested too deeply to be written."""
+    try:
+        return orjson.dumps(fields)
+    except orjson.JSONEncodeError as exc:
+        raise BadRequestError(f"the body can't be passed on: {exc}") from None
 
 
 def _tokens(prompt: Any) -> int:

@@ -26,7 +26,8 @@ PR_SET_PDEATHSIG = 1
 class ChildSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the supervisor tells a child: a JSON file in the run directory, whose path is the child's one argument.
 
-    Not the argument itself: options hold the API key, and every user of the host can read arguments.
+    Not the argument itself, nor the environment: options hold the API key, the secret is one, and every user of the
+    host can read arguments.
     """
 
     name: str
@@ -34,6 +35,8 @@ class ChildSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epoch: str
     parent_pid: int
     options: ServerOptions
+    secret: str
+    """What the processes of one instance know each other by where a socket is open to others."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class ChildContext:
     run_dir: Path
     epoch: str
     options: ServerOptions
+    secret: str
     zmq_ctx: zmq.Context[Any]
 
     def address(self, channel: str) -> str:
@@ -76,9 +80,10 @@ def configure_logging(name: str, level: str) -> None:
         datefmt="%H:%M:%S",
         force=True,
     )
-    # A line for each HTTP request between our own processes, and of each server's start, is noise at our "info".
-    for noisy in ("httpx", "uvicorn.error"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    # A line for each HTTP request between our own processes is noise at our "info".
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    # uvicorn warns of each request that is none: any stranger could fill the log.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
 
 def start_child(argv: list[str]) -> ChildContext:
@@ -90,4 +95,4 @@ def start_child(argv: list[str]) -> ChildContext:
     port = spec.options.port
     setproctitle.setproctitle(f"pdserve {spec.options.disaggregation_mode}:{port} {spec.name}")
     configure_logging(f"{spec.options.disaggregation_mode}:{port} {spec.name}", spec.options.log_level)
-    return ChildContext(spec.name, Path(spec.run_dir), spec.epoch, spec.options, zmq.Context())
+    return ChildContext(spec.name, Path(spec.run_dir), spec.epoch, spec.options, spec.secret, zmq.Context())

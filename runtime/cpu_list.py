@@ -1,6 +1,8 @@
-"""Lists of cores as flags spell them: "0,2-3"."""
+"""Lists of cores as flags and the kernel spell them: "0,2-3"."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class PlacementError(ValueError):
@@ -23,6 +25,21 @@ def parse_cpus(text: str) -> tuple[int, ...]:
     return tuple(cpus)
 
 
-def format_cores(cores: list[int]) -> str:
-    """The list as ``--cpus`` takes it."""
-    return ",".join(map(str, cores))
+def parse_kernel_list(text: str) -> list[int]:
+    """Cores in a file of the kernel's, like "0-3,8"; an empty one names none."""
+    cpus: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, dash, last = part.partition("-")
+        cpus.extend(range(int(first), int(last if dash else first) + 1))
+    return cpus
+
+
+def format_cores(cores: Iterable[int]) -> str:
+    """The list as ``--cpus`` takes it: three or more neighbours as a range."""
+    runs: list[list[int]] = []
+    for cpu in cores:
+        if runs and cpu == runs[-1][-1] + 1:
+            runs[-1].append(cpu)
+        else:
+            runs.append([cpu])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)

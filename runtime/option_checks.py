@@ -131,6 +131,11 @@ def _schedule(options: ServerOptions) -> Iterator[str]:
             )
     if uncut and options.mixed_chunk_size is not None:
         yield "--mixed-chunk-size cuts prompts, and --chunked-prefill-size -1 forbids it: drop one of the two"
+    budget = options.itl_budget_ms
+    if budget is not None and not (budget >= 0 and math.isfinite(budget)):
+        yield f"--itl-budget-ms is {budget:g}: it is a time in milliseconds, like 40, or 0 for no budget"
+    if uncut and budget:
+        yield "--itl-budget-ms cuts prompts, and --chunked-prefill-size -1 forbids it: drop one of the two"
     if options.schedule_policy == "lpm" and options.disable_radix_cache:
         yield (
             "--schedule-policy lpm orders requests by their cached prefix, and --disable-radix-cache keeps none: "

@@ -55,7 +55,8 @@ class ServerOptions:
     max_total_tokens
         Size of the KV pool in tokens; default: from mem_fraction_static.
     mem_fraction_static
-        Share of the device's memory for weights and KV pool; default 0.88 on cuda, 0.3 on cpu.
+        Share of the device's memory for weights and KV pool; default 0.88 on cuda, 0.3 on cpu, where it is a share of
+        what the control groups allow.
     max_running_requests
         Most requests that hold KV memory at once.
     max_queued_requests
@@ -66,8 +67,12 @@ class ServerOptions:
         Most prompt tokens computed in one step, in pieces of a prompt where need be; -1 never cuts a prompt. Default
         512 on cpu, 2048 on cuda.
     mixed_chunk_size
-        The same for a step in which other requests decode, as they wait for it; default 128 on cpu, 16 in decode mode
-        there, and on cuda as chunked_prefill_size. Below page_size a prompt moves on within its pages.
+        The same for a step in which other requests decode, as they wait for it. Default: as chunked_prefill_size;
+        without an ITL budget on cpu 128, and 16 in decode mode. Below page_size a prompt moves on within its pages.
+    itl_budget_ms
+        Time that a step in which requests decode should take with the prompt tokens that ride along, in milliseconds;
+        or 1.5 times what the decodes take alone, where that is more. How many tokens that is, is learned while serving.
+        0 switches it off, as --chunked-prefill-size -1 does. Default 40 on cpu, 0 on cuda.
     schedule_policy
         Order of waiting requests: fcfs (first come, first served), lpm (longest cached prefix first).
     schedule_conservativeness
@@ -89,9 +94,11 @@ class ServerOptions:
     device
         cpu or cuda; auto takes cuda where there is one.
     threads
-        Compute threads of the model worker; default: one a core it may use.
+        Compute threads of the model worker; default: one for each physical core of one NUMA node, efficiency cores left
+        out, and no more than the control groups' CPU quota.
     cpus
-        Cores that the model worker's threads are bound to, like "0,2-3"; default: any.
+        Cores that the model worker's threads are bound to, like "0,2-3"; default: bound to none, they float over those
+        that --threads counts.
     attention_backend
         Implementation of forward passes: cpu (compiled kernels), torch (reference); auto takes the best that runs here.
     random_seed
@@ -131,6 +138,7 @@ class ServerOptions:
     max_prefill_tokens: int = 8192
     chunked_prefill_size: int | None = None
     mixed_chunk_size: int | None = None
+    itl_budget_ms: float | None = None
     schedule_policy: Literal["fcfs", "lpm"] = "fcfs"
     schedule_conservativeness: float = 1.0
     disable_radix_cache: bool = False

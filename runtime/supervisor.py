@@ -74,6 +74,7 @@ class Supervisor:
     options: ServerOptions
     modules: Mapping[str, str] | None = None
     epoch: str = field(default_factory=lambda: secrets.token_hex(8))
+    secret: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -130,8 +131,9 @@ class Supervisor:
 
     def _start_children(self) -> None:
         for name, module in (self.modules or process_modules(self.options)).items():
-            spec = ChildSpec(name, str(self.run_dir), self.epoch, os.getpid(), self.options)
+            spec = ChildSpec(name, str(self.run_dir), self.epoch, os.getpid(), self.options, self.secret)
             spec_path = self.run_dir / f"{name}.json"
+            spec_path.touch(0o600)  # before anything is in it
             spec_path.write_bytes(msgspec.json.encode(spec))
             argv = [sys.executable, "-m", module, str(spec_path)]
             process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=self._environment(name))

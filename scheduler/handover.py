@@ -18,6 +18,9 @@ class Handovers(Protocol):
     def start(self, now: float) -> None:
         """Become known to peers."""
 
+    def problem(self, now: float) -> str | None:
+        """Why this instance can't serve although its processes are well, None where it can."""
+
     def withdraw(self) -> None:
         """Peers shall not find this instance any more."""
 

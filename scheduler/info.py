@@ -20,7 +20,7 @@ def server_info(scheduler: Scheduler, epoch: str) -> dict[str, Any]:
     except InvariantViolation as e:
         invariants = str(e)
     states = Counter(str(r.state) for r in scheduler.reqs.values())
-    manager = scheduler.handovers
+    manager, itl = scheduler.handovers, scheduler.planner.budget.itl
     return {
         "status": "draining" if scheduler.draining else "ready",
         "epoch": epoch,
@@ -33,6 +33,7 @@ def server_info(scheduler: Scheduler, epoch: str) -> dict[str, Any]:
         "weights_dtype": worker.weights_dtype,
         "attention_backend": worker.attention_backend,
         "kv_layout": msgspec.to_builtins(worker.layout),
+        "machine": msgspec.to_builtins(worker.machine),
         "pool": scheduler.memory.usage(),
         "invariants": invariants,
         "requests": {"total": len(scheduler.reqs), **dict(states)},
@@ -40,7 +41,20 @@ def server_info(scheduler: Scheduler, epoch: str) -> dict[str, Any]:
         "new_token_ratio": round(scheduler.planner.reserve.ratio, 4),
         "retractions": scheduler.planner.retractions,
         "counters": dict(vars(counters)),
+        "cost_model": _cost_model(scheduler),
+        "itl_budget": itl.info() if itl is not None else None,
         "disaggregation": manager.info() if manager is not None else None,
         "load_seconds": worker.load_seconds,
         "options": msgspec.to_builtins(scheduler.options) | {"api_key": "***" if scheduler.options.api_key else None},
     }
+
+
+def _cost_model(scheduler: Scheduler) -> dict[str, Any]:
+    decodes = scheduler.planner.decodes_now()
+    model = scheduler.cost_model
+    estimate = {
+        "decodes": decodes.decodes,
+        "kv_tokens": decodes.kv_tokens,
+        "estimate_ms": round(model.estimate(decodes), 4) if decodes.decodes else None,
+    }
+    return model.info() | {"decode_step": estimate}

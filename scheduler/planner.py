@@ -1,9 +1,9 @@
 """Plans forward passes: which requests compute which tokens next, and where the memory for it comes from.
 
-A step holds one token of every request that decodes, and prompt pieces up to a token budget: pieces of admitted
-requests first, then waiting requests in the policy's order. A waiting request is admitted when its whole prompt fits
-in memory, so an admitted one never stops half-way. When decoding runs out of slots the youngest running request is
-retracted.
+A step holds one token of every request that decodes, and prompt pieces up to a budget of tokens and time
+(``step_budget.py``): pieces of admitted requests first, then waiting requests in the policy's order. A waiting request
+is admitted when its whole prompt fits in memory, so an admitted one never stops half-way. When decoding runs out of
+slots the youngest running request is retracted.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from ..messages.base import pack_i32
 from ..messages.worker import ForwardStep, RowInit, SlotDelta
 from ..runtime.options import ServerOptions
 from .admission import TokenReserve
+from .cost_model import CostModel
 from .kv_memory import KVMemory
 from .policy import POLICIES
 from .req import Req, ReqState, Route
-from .step_budget import StepBudget
-from .step_builder import InFlightStep, StepBuilder
+from .step_budget import StepBudget, StepRoom
+from .step_builder import Foresight, InFlightStep, StepBuilder
+from .step_shape import StepShape
 
 
 class PlannedStep:
@@ -29,18 +31,23 @@ class PlannedStep:
 
 
 class StepPlanner:
-    """Owner of the queues. ``waiting``: no memory yet. ``running``: holds memory and computes here."""
+    """Owner of the queues. ``waiting``: no memory yet. ``running``: holds memory and computes here.
 
-    def __init__(self, options: ServerOptions, memory: KVMemory, device: str) -> None:
+    ``arriving``: a peer computes its prompt, and it decodes here as soon as its KV has landed.
+    """
+
+    def __init__(self, options: ServerOptions, memory: KVMemory, device: str, model: CostModel) -> None:
         self.waiting: dict[str, Req] = {}
         self.running: dict[str, Req] = {}
+        self.arriving: dict[str, Req] = {}
+        self.budget = StepBudget.of(options, device, model)
         self.reserve = TokenReserve(options.schedule_conservativeness)
         self.retractions = 0
         self.retracted: list[Req] = []
         """Who had to give way to the latest plan."""
         self._memory = memory
         self._policy = POLICIES[options.schedule_policy]()
-        self._budget = StepBudget.of(options, device)
+        self._model = model
         self._new_rows: list[RowInit] = []
         self._slot_deltas: list[SlotDelta] = []
         self._step_id = 0
@@ -54,12 +61,18 @@ class StepPlanner:
         """The next step, None where nothing can be computed now."""
         builder = StepBuilder()
         self.retracted = []
-        self._plan_decodes(builder)
-        prefilled = self._plan_prefills(builder, now)
+        stuck = self._plan_decodes(builder)
+        room = self.budget.room(builder.shape, awaited=stuck or bool(self.arriving))
+        prefilled = self._plan_prefills(builder, room, now)
         if not len(builder):
             return None
         self._step_id += 1
-        message, in_flight = builder.build(self._step_id, now, self._new_rows, self._slot_deltas)
+        estimate_ms = self._model.estimate(builder.shape)
+        promise = None
+        if prefilled and room.is_timed and self.budget.itl is not None:
+            promise = self.budget.itl.promise(estimate_ms, room.limit_ms)
+        foresight = Foresight(builder.shape, estimate_ms, promise)
+        message, in_flight = builder.build(self._step_id, now, self._new_rows, self._slot_deltas, foresight)
         self._new_rows, self._slot_deltas = [], []
         # Only now may duplicates be freed: a page that this step still writes must not be given away within it.
         for req in prefilled:
@@ -74,25 +87,38 @@ class StepPlanner:
         self._take_row(req, req.prompt_len)
         self._share(req)
         req.state = ReqState.RUNNING
+        self.arriving.pop(req.rid, None)
         self.running[req.rid] = req
+
+    def forget(self, rid: str) -> None:
+        """The request has ended."""
+        for queue in (self.waiting, self.running, self.arriving):
+            queue.pop(rid, None)
+
+    def decodes_now(self) -> StepShape:
+        """What a step of all requests that decode would be."""
+        decoding = [r for r in self.running.values() if r.state is ReqState.RUNNING]
+        return StepShape(len(decoding), sum(r.computed for r in decoding))
 
     def room_for(self, req: Req) -> int:
         """Slots to keep back for running requests' output, and the request's own, when it is admitted."""
         return self.reserve.tokens([*self.running.values(), req]) if self.running else 0
 
-    def _plan_decodes(self, builder: StepBuilder) -> None:
+    def _plan_decodes(self, builder: StepBuilder) -> bool:
+        """Returns whether a request that decodes can't, for want of memory."""
         reqs = [r for r in self.running.values() if r.state is ReqState.RUNNING and r.wants_tokens]
         while reqs:
             slots = self._memory.grow(reqs)
             if slots is not None:
                 builder.add_decodes(reqs, slots)
                 self.reserve.step_done()
-                return
+                return False
             # A lone request fits by construction: what it lacks is held by hand-overs, which end by themselves.
             if len(reqs) == 1 and len(self.running) == 1:
-                return
+                return True
             victim = reqs.pop()
             self._retract(victim)
+        return False
 
     def _retract(self, req: Req) -> None:
         self._memory.finish(req)
@@ -106,23 +132,36 @@ class StepPlanner:
         self.waiting[req.rid] = req
         self.retracted.append(req)
 
-    def _plan_prefills(self, builder: StepBuilder, now: float) -> list[Req]:
-        budget = self._budget.tokens(decoding=len(builder) > 0)
+    def _plan_prefills(self, builder: StepBuilder, room: StepRoom, now: float) -> list[Req]:
         prefilled: list[Req] = []
-        for req in [r for r in self.running.values() if r.state is ReqState.PREFILLING]:
-            budget -= self._add_chunk(builder, req, budget, prefilled)
-        if not self.waiting or budget <= 0:
-            return prefilled
+        begun = [r for r in self.running.values() if r.state is ReqState.PREFILLING]
+        if begun or self.waiting:
+            self._continue(begun, builder, room, prefilled)
+            self._begin(builder, room, prefilled, now)
+            self.budget.planned(refused=not prefilled)
+        return prefilled
+
+    def _continue(self, begun: list[Req], builder: StepBuilder, room: StepRoom, prefilled: list[Req]) -> None:
+        for req in begun:
+            fits = self.budget.fitting(room, builder.shape, req.computed, req.remaining)
+            if fits <= 0 and room.is_timed:
+                # Later ones may well be cheaper, deep as this one is in its prompt; they would starve it.
+                room.close()
+            self._add_chunk(builder, req, room, fits, prefilled)
+
+    def _begin(self, builder: StepBuilder, room: StepRoom, prefilled: list[Req], now: float) -> None:
+        if not self.waiting or self.budget.fitting(room, builder.shape, 0, 1) <= 0:
+            return
         for req in self._policy.order(self.waiting.values(), self._memory):
-            if budget <= 0:
-                break
             if req.pending:  # retracted while its last token was on its way
                 continue
             if not self._memory.admit(req, self.room_for(req), prefix_limit=req.longest_reusable_prefix):
                 break
             self._admitted(req, now)
-            budget -= self._add_chunk(builder, req, budget, prefilled)
-        return prefilled
+            fits = self.budget.fitting(room, builder.shape, req.computed, req.remaining)
+            self._add_chunk(builder, req, room, fits, prefilled)
+            if self.budget.fitting(room, builder.shape, 0, 1) <= 0:
+                break
 
     def _admitted(self, req: Req, now: float) -> None:
         del self.waiting[req.rid]
@@ -139,32 +178,35 @@ class StepPlanner:
         if mapped:
             self._slot_deltas.append(SlotDelta(row, 0, pack_i32(self._memory.slots(req, 0, mapped))))
 
-    def _add_chunk(self, builder: StepBuilder, req: Req, budget: int, prefilled: list[Req]) -> int:
-        """Add the request's next piece; returns its length (0: the budget leaves no room for one)."""
+    def _add_chunk(self, builder: StepBuilder, req: Req, room: StepRoom, fits: int, prefilled: list[Req]) -> None:
+        """Add the request's next piece, of the tokens that fit; none where the step has no room for one."""
         length = req.remaining
-        if length > budget:
-            if self._budget.may_cut:
-                length = self._piece(req, budget)
+        if length > fits:
+            if self.budget.may_cut:
+                length = self._piece(req, room, fits, bool(prefilled))
             elif prefilled:
-                return 0
+                return
         if length <= 0:
-            return 0
+            return
         slots = self._memory.slots(req, req.computed, req.computed + length)
         builder.add_chunk(req, length, slots)
+        room.take(length)
         prefilled.append(req)
         if req.remaining <= 1 and req.pending:
             req.state = ReqState.RUNNING if req.route is not Route.OUTGOING else ReqState.SENDING
-        return length
 
-    def _piece(self, req: Req, budget: int) -> int:
-        """How much of a prompt that is longer than ``budget`` to compute now.
+    def _piece(self, req: Req, room: StepRoom, fits: int, others: bool) -> int:
+        """How much of a prompt to compute now that is longer than what ``fits``.
 
-        A piece ends on a page border, because whole pages can be shared, and pushed to a peer, at once; but where the
-        budget of every step is below a page it ends where it must.
+        A piece ends on a page border, because whole pages can be shared, and pushed to a peer, at once. But a limit of
+        time is any number of tokens, often few: there it ends where it must rather than give up more than a quarter.
+        And a scrap of less than a page, beside other pieces, is not worth its cost.
         """
         page = self._memory.page_size
-        length = (req.computed + budget) // page * page - req.computed
-        return length if length > 0 or self._budget.mixed >= page else budget
+        whole_pages = (req.computed + fits) // page * page - req.computed
+        if whole_pages >= (fits * 3 / 4 if room.is_timed else 1):
+            return whole_pages
+        return fits if fits >= page or not others else 0
 
     def _share(self, req: Req) -> None:
         rewrite = self._memory.share(req, req.computed)

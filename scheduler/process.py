@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 IDLE_CHECK_INTERVAL = 1.0
 """Seconds between invariant checks of an idle instance that has served something since the last one."""
 
+FRAMES_A_TURN = 1024
+"""Read from one channel before the others, and the peers, have their turn; the poller wakes the loop for the rest."""
+
 
 MakeHandovers = Callable[[ChildContext, Scheduler, zmq.Poller], Handovers]
 """What they wait for they register with the loop's poller."""
@@ -86,15 +89,16 @@ class SchedulerProcess:
 
     def _drain(self, receiver: Receiver[Any]) -> list[Any]:
         messages: list[Any] = []
-        while True:
+        for _ in range(FRAMES_A_TURN):
             try:
                 batch = receiver.recv(0)
             except UndeclaredMessage as e:
                 log.error("%s", e)
                 continue
             if not batch:
-                return messages
+                break
             messages += batch
+        return messages
 
     def _on_worker_event(self, event: WorkerEvent, now: float) -> None:
         if isinstance(event, WorkerReady):
@@ -159,7 +163,8 @@ class SchedulerProcess:
         since = self._scheduler.in_flight_since
         if since is not None and now - since > self._ctx.options.watchdog_timeout:
             return Pong(ping.id, False, f"the model worker has been busy with one step for {now - since:.0f} s")
-        return Pong(ping.id, True)
+        problem = self._handovers.problem(now) if self._handovers is not None else None
+        return Pong(ping.id, problem is None, problem or "")
 
     def _when_idle(self, scheduler: Scheduler, now: float) -> None:
         # A step under way has no reader left once all requests have ended: nobody waits for it.

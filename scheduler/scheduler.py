@@ -24,6 +24,7 @@ from ..messages.outputs import FinishReason, FinishType, ReqMeta, TokenLogprob
 from ..messages.requests import AbortReq, GenerateReq, StopReq
 from ..messages.worker import StepResult, WorkerReady
 from ..runtime.options import ServerOptions
+from .cost_model import CostModel
 from .handover import Handovers
 from .kv_memory import KVMemory
 from .outbox import Outbox, news_interval
@@ -32,6 +33,16 @@ from .req import Req, ReqState, Route
 from .step_builder import InFlightStep
 
 log = logging.getLogger(__name__)
+
+
+def make_cost_model(worker: WorkerReady) -> CostModel:
+    """With what the worker measured before the first request came."""
+    kv_ms = 0.0
+    if worker.measured and worker.step_weight_bytes:
+        # A small step reads the weights once; KV comes from the same memory, hardly faster.
+        bytes_per_ms = worker.step_weight_bytes / min(m.forward_ms for m in worker.measured)
+        kv_ms = worker.layout.page_bytes / worker.layout.page_size / bytes_per_ms
+    return CostModel(worker.measured, kv_ms)
 
 
 class Counters:
@@ -56,7 +67,8 @@ class Scheduler:
         self.options = options
         self.worker = worker
         self.memory = KVMemory(options, worker.max_total_tokens, worker.context_length)
-        self.planner = StepPlanner(options, self.memory, worker.device)
+        self.cost_model = make_cost_model(worker)
+        self.planner = StepPlanner(options, self.memory, worker.device, self.cost_model)
         self.outbox = outbox
         self.reqs: dict[str, Req] = {}
         self.counters = Counters()
@@ -64,6 +76,7 @@ class Scheduler:
         self.completed_step = 0
         self.handovers: Handovers | None = None
         self._in_flight: deque[InFlightStep] = deque()
+        self._last_result_at = 0.0
         self._max_in_flight = 1 if options.disable_overlap_schedule else 2
 
     # --- requests in ---
@@ -90,6 +103,8 @@ class Scheduler:
         else:
             assert self.handovers is not None
             req.state = ReqState.BOOTSTRAPPING
+            if route is Route.INCOMING:
+                self.planner.arriving[req.rid] = req
             self.handovers.add(req, now)
 
     def _refusal(self, msg: GenerateReq) -> tuple[int, str, str, str | None] | None:
@@ -165,8 +180,7 @@ class Scheduler:
             raise AssertionError(f"request {req.rid} ends a second time ({req.state} → {state})")
         req.state = state
         del self.reqs[req.rid]
-        self.planner.waiting.pop(req.rid, None)
-        self.planner.running.pop(req.rid, None)
+        self.planner.forget(req.rid)
         counters = self.counters
         counters.finished += state is ReqState.FINISHED
         counters.aborted += state is ReqState.ABORTED
@@ -229,6 +243,7 @@ class Scheduler:
         self.completed_step = step.step_id
         self.counters.steps += 1
         self.counters.forward_seconds += result.forward_ms / 1000
+        self._learn(step, result.forward_ms, now)
         for req, scores in zip(step.input_logprobs, result.input_logprobs, strict=True):
             if req.input_logprobs is not None:
                 req.input_logprobs += scores
@@ -242,6 +257,19 @@ class Scheduler:
             if not req.is_ended:
                 logprob = result.logprobs[i] if result.logprobs is not None else None
                 self._on_token(req, tokens[i], logprob, now)
+
+    def _learn(self, step: InFlightStep, forward_ms: float, now: float) -> None:
+        """Hold the outcome of a step against what was foreseen."""
+        shape, estimate_ms, promise = step.foresight
+        # What its readers waited: since the result before it, or since it was sent to a worker that had nothing to do.
+        gap_ms = (now - max(step.sent_at, self._last_result_at)) * 1000
+        self._last_result_at = now
+        # The logits of prompt tokens, wanted for their logprobs, cost time of which the shape says nothing.
+        if not step.input_logprobs:
+            self.cost_model.learn(shape, forward_ms, estimate_ms)
+            self.cost_model.learn_overhead(max(0.0, gap_ms - forward_ms))
+        if promise is not None and self.planner.budget.itl is not None:
+            self.planner.budget.itl.learn(promise, gap_ms)
 
     def _fail_bad(self, reqs: Iterable[Req]) -> None:
         for req in reqs:

@@ -1,54 +1,110 @@
 """How many prompt tokens a step may compute.
 
-A step with prompt pieces takes longer than one of decodes alone, and every request that decodes waits for it. On a CPU
-a piece of a hundred tokens already uses all of its arithmetic, so small steps cost nothing there and keep the gaps
-between tokens short; an accelerator wants larger ones. A decode instance exists for short gaps, and a prompt that it
-computes itself is the exception.
+Two limits. Of tokens: ``--chunked-prefill-size`` and, where requests decode, ``--mixed-chunk-size``. Of time: the ITL
+budget (``itl_budget.py``), where somebody waits for the step who reads tokens already: a request that decodes in it, or
+could not for want of memory, or one whose KV is on its way here and may land while the step runs. Any other step makes
+nobody wait who has his first token.
+
+A prompt is never starved: where not one token is within the limit (an attention over a very long prompt, a jump of the
+kernels' curve at just this batch), every ``PATIENCE``-th step computes ``MIN_PIECE`` tokens all the same.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ..runtime.options import ServerOptions
+from .cost_model import CostModel
+from .itl_budget import ItlBudget
+from .step_shape import StepShape
 
 CPU_CHUNK = 512
 CPU_MIXED_CHUNK = 128
 DECODE_MIXED_CHUNK = 16
 CHUNK = 2048
+CPU_ITL_BUDGET_MS = 40.0
+MIN_PIECE = 16
+PATIENCE = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class StepRoom:
+    """What a step has left for prompts. ``limit_ms``: promised to those who wait for it, infinite where nobody does."""
+
+    tokens: int
+    limit_ms: float = math.inf
+    forward_ms: float = math.inf
+    """The largest estimate that keeps ``limit_ms``."""
+    at_least: int = 0
+    """Tokens that may be computed whatever they take."""
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether anybody waits for the step."""
+        return self.forward_ms < math.inf
+
+    def close(self) -> None:
+        """Nothing more goes in."""
+        self.tokens = 0
+
+    def take(self, tokens: int) -> None:
+        """A piece was added."""
+        self.tokens -= tokens
+        self.at_least = max(0, self.at_least - tokens)
+
+
 class StepBudget:
-    """Prompt tokens a step: ``alone`` without and ``mixed`` with requests that decode in it.
+    """Gives each step its room. ``may_cut``: whether a prompt may be computed in pieces; ``itl`` None: no promise."""
 
-    ``may_cut``: whether a prompt may be computed in pieces.
-    """
-
-    alone: int
-    mixed: int
-    may_cut: bool
+    def __init__(self, model: CostModel, alone: int, mixed: int, *, may_cut: bool, itl_ms: float) -> None:
+        self.may_cut = may_cut
+        self.itl = ItlBudget(itl_ms, model) if itl_ms else None
+        self._model = model
+        self._alone, self._mixed = alone, mixed
+        self._refused = 0
 
     @classmethod
-    def of(cls, options: ServerOptions, device: str) -> StepBudget:
+    def of(cls, options: ServerOptions, device: str, model: CostModel) -> StepBudget:
         """What the options say, or what suits the worker's ``device``."""
         chunk, mixed, most = options.chunked_prefill_size, options.mixed_chunk_size, options.max_prefill_tokens
         if chunk == -1:
-            return cls(most, most, may_cut=False)
+            return cls(model, most, most, may_cut=False, itl_ms=0.0)
         on_cpu = device.startswith("cpu")
+        itl_ms = options.itl_budget_ms
+        if itl_ms is None:
+            itl_ms = CPU_ITL_BUDGET_MS if on_cpu else 0.0
         if chunk is None:
-            chunk = _pages_up(CPU_CHUNK if on_cpu else CHUNK, options.page_size)
+            chunk = max(CPU_CHUNK if on_cpu else CHUNK, options.page_size)
         if mixed is None:
-            on_decode = options.disaggregation_mode == "decode"
-            mixed = DECODE_MIXED_CHUNK if on_decode else _pages_up(CPU_MIXED_CHUNK, options.page_size)
-            mixed = mixed if on_cpu else chunk
-        return cls(min(chunk, most), min(mixed, chunk, most), may_cut=True)
+            mixed = chunk if itl_ms or not on_cpu else _fixed_mixed_chunk(options)
+        return cls(model, min(chunk, most), min(mixed, chunk, most), may_cut=True, itl_ms=itl_ms)
 
-    def tokens(self, *, decoding: bool) -> int:
-        """The budget of one step; ``decoding``: whether requests decode in it."""
-        return self.mixed if decoding else self.alone
+    def room(self, decodes: StepShape, *, awaited: bool) -> StepRoom:
+        """For a step that has these ``decodes`` so far. ``awaited``: others than those wait for it, too."""
+        tokens = self._mixed if decodes.decodes else self._alone
+        if self.itl is None or not (decodes.decodes or awaited):
+            return StepRoom(tokens)
+        limit_ms = self.itl.limit_ms(decodes)
+        # Without decodes no promise is old enough to be broken by a small piece.
+        at_least = MIN_PIECE if self._refused >= PATIENCE - 1 or not decodes.decodes else 0
+        return StepRoom(tokens, limit_ms, self.itl.forward_ms(limit_ms), at_least)
+
+    def fitting(self, room: StepRoom, shape: StepShape, start: int, wanted: int) -> int:
+        """How many of ``wanted`` tokens fit, which follow ``start`` ones of their prompt, beside what ``shape`` has."""
+        most = min(wanted, room.tokens)
+        if not room.is_timed:
+            return most
+        return max(self._model.tokens_within(room.forward_ms, shape, start, most), min(room.at_least, most))
+
+    def planned(self, *, refused: bool) -> None:
+        """A step was planned. ``refused``: prompts were there to compute, and none of them got a token."""
+        self._refused = self._refused + 1 if refused else 0
 
 
-def _pages_up(tokens: int, page_size: int) -> int:
-    """A piece that ends within a page leaves tokens that can't be shared or pushed yet."""
-    return max(tokens, page_size)
+def _fixed_mixed_chunk(options: ServerOptions) -> int:
+    """Where no time is promised: a hundred tokens use all of a CPU's arithmetic, and more only lengthen gaps.
+
+    A decode instance exists for short gaps, and a prompt that it computes itself is the exception.
+    """
+    return DECODE_MIXED_CHUNK if options.disaggregation_mode == "decode" else max(CPU_MIXED_CHUNK, options.page_size)

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ..messages.base import I32, pack_i32
 from ..messages.worker import ForwardStep, InputLogprobSpec, RowInit, SlotDelta
+from .itl_budget import Promise
 from .req import Req
+from .step_shape import StepShape
+
+
+class Foresight(NamedTuple):
+    """What was thought of a step as it was planned. ``promise`` None where no reader of tokens waits for prompts."""
+
+    shape: StepShape
+    estimate_ms: float
+    promise: Promise | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +31,14 @@ class InFlightStep:
     sampled: list[int]
     input_logprobs: list[Req]
     sent_at: float
+    foresight: Foresight
 
 
 class StepBuilder:
     """One step in the making. Adding an entry moves the request on (``computed``, ``pending``)."""
 
     def __init__(self) -> None:
+        self.shape = StepShape()
         self.entries: list[Req] = []
         self._rows: list[int] = []
         self._starts: list[int] = []
@@ -41,10 +54,12 @@ class StepBuilder:
         return len(self.entries)
 
     def add_decodes(self, reqs: list[Req], slots: I32) -> None:
-        """One token of each request, written to ``slots`` (aligned)."""
+        """Before any piece: one token of each request, written to ``slots`` (aligned)."""
         ids = np.zeros(len(reqs), dtype=np.int32)
+        kv_tokens = 0
         for i, req in enumerate(reqs):
             assert req.hold is not None
+            kv_tokens += req.computed
             self._rows.append(req.hold.row)
             self._starts.append(req.computed)
             self._use_last.append(1 if req.pending else 0)
@@ -57,6 +72,7 @@ class StepBuilder:
         self._q_lens += [1] * len(reqs)
         self._input_ids.append(ids)
         self._slots.append(slots)
+        self.shape = StepShape(len(reqs), kv_tokens)
 
     def add_chunk(self, req: Req, length: int, slots: I32) -> None:
         """The request's next ``length`` tokens, all known; samples where they are the last ones."""
@@ -69,6 +85,7 @@ class StepBuilder:
         self._use_last.append(0)
         self._input_ids.append(req.token_ids[start:end])
         self._slots.append(slots)
+        self.shape = self.shape.with_piece(start, length)
         if end == req.known_len:
             self._sampled.append(len(self.entries))
             req.pending += 1
@@ -88,7 +105,12 @@ class StepBuilder:
             self._scored.append(req)
 
     def build(
-        self, step_id: int, now: float, new_rows: list[RowInit], slot_deltas: list[SlotDelta]
+        self,
+        step_id: int,
+        now: float,
+        new_rows: list[RowInit],
+        slot_deltas: list[SlotDelta],
+        foresight: Foresight,
     ) -> tuple[ForwardStep, InFlightStep]:
         """The message for the worker, and what to remember until its result comes."""
         sample = np.zeros(len(self.entries), dtype=np.int32)
@@ -106,4 +128,4 @@ class StepBuilder:
             slot_deltas=slot_deltas,
             input_logprobs=self._input_logprobs,
         )
-        return step, InFlightStep(step_id, self.entries, self._sampled, self._scored, now)
+        return step, InFlightStep(step_id, self.entries, self._sampled, self._scored, now, foresight)

@@ -22,9 +22,10 @@ import httpx
 import setproctitle
 
 from ..runtime.child import configure_logging
+from ..runtime.machine.topology import read_machine
 from ..runtime.supervisor import InstanceFailed, check_address
 from .cluster_options import ClusterOptions, ClusterOptionsError
-from .cluster_plan import ClusterPlan, cores_of_this_process, plan_cluster
+from .cluster_plan import ClusterPlan, plan_cluster
 from .cluster_process import ClusterProcess
 
 logger = logging.getLogger(__name__)
@@ -209,7 +210,8 @@ def run_cluster(options: ClusterOptions) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         options.check()
-        plan = plan_cluster(options, cores_of_this_process())
+        plan = plan_cluster(options, read_machine())
+        logger.info("cores: %s", plan.cores)
         if options.port:
             check_address(options.host, options.port, "--port")
         cluster = Cluster(options, plan)

@@ -47,9 +47,10 @@ class ClusterOptions(ServerOptions):
         Share of the device's memory for weights and KV pools of all instances together, split evenly;
         default 0.88 on cuda, 0.3 on cpu.
     threads
-        Compute threads of each model worker; default: one for each core that it is given.
+        Compute threads of each model worker; default: one for each core that it is given, within the CPU quota.
     cpus
-        Cores that the model workers divide among themselves, like "0,2-3"; default: every core this process may use.
+        Cores that the model workers divide among themselves, like "0,2-3"; default: the physical cores this process may
+        use, efficiency cores left out. Under a CPU quota smaller than that they are bound to none.
     startup_timeout
         Seconds that the whole cluster may take to start.
     drain_timeout

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from ..router.options import RouterOptions
 from ..runtime.cpu_list import format_cores, parse_cpus
+from ..runtime.machine.choose_cores import compute_cores, quota_note
+from ..runtime.machine.topology import Machine
 from ..runtime.options import DisaggregationMode, ServerOptions
 from ..runtime.web.ports import LOOPBACK, free_ports
 from .cluster_options import ClusterOptions, ClusterOptionsError
-from .core_split import split_cores
+from .core_split import split_evenly, split_nodes
 
 MEMORY_SHARE = {"cpu": 0.3, "cuda": 0.88}
 """What an instance that is alone on its device takes, see ``ServerOptions.mem_fraction_static``."""
@@ -36,6 +39,8 @@ class ClusterPlan:
 
     instances: tuple[ProcessPlan, ...]
     router: ProcessPlan
+    cores: str = ""
+    """How the host's cores were divided, and why: for people."""
 
     @property
     def processes(self) -> tuple[ProcessPlan, ...]:
@@ -43,7 +48,14 @@ class ClusterPlan:
         return (*self.instances, self.router)
 
 
-def plan_cluster(options: ClusterOptions, available_cores: list[int]) -> ClusterPlan:
+class CoreShare(NamedTuple):
+    """An instance's part of the host: ``--cpus`` and ``--threads``, None where it finds out itself."""
+
+    cpus: str | None
+    threads: int | None
+
+
+def plan_cluster(options: ClusterOptions, machine: Machine) -> ClusterPlan:
     """Lay a cluster out on this host, on ports that are free now. Raises ``ClusterOptionsError``."""
     counts: dict[DisaggregationMode, int] = {
         "prefill": options.prefill,
@@ -52,26 +64,26 @@ def plan_cluster(options: ClusterOptions, available_cores: list[int]) -> Cluster
     }
     modes = [mode for mode, count in counts.items() for _ in range(count)]
     ports = free_ports(2 * len(modes) + 1)
-    shares = split_cores(usable_cores(options.cpus, available_cores), len(modes))
+    shares, why = share_cores(options, machine, len(modes))
     memory = memory_share(options, len(modes))
     instances = []
     targets: dict[DisaggregationMode, list[str]] = {"prefill": [], "decode": [], "unified": []}
-    for i, (mode, cores) in enumerate(zip(modes, shares, strict=True)):
+    for i, (mode, share) in enumerate(zip(modes, shares, strict=True)):
         port, bootstrap_port = ports[2 * i], ports[2 * i + 1]
         instance = options.instance_options(
             host=LOOPBACK,
             port=port,
             disaggregation_mode=mode,
             disaggregation_bootstrap_port=bootstrap_port,
-            # More threads than cores of its own: the instance floats over all of them.
-            cpus=format_cores(cores) if (options.threads or 1) <= len(cores) else None,
+            cpus=share.cpus,
+            threads=share.threads,
             mem_fraction_static=memory,
         )
         name = f"{mode}-{modes[: i + 1].count(mode) - 1}"
         url = f"http://{LOOPBACK}:{port}"
         instances.append(tethered(name, url, "server", instance_flags(instance)))
         targets[mode] += [url, str(bootstrap_port)] if mode == "prefill" else [url]
-    return ClusterPlan(tuple(instances), plan_router(options, targets, ports[-1]))
+    return ClusterPlan(tuple(instances), plan_router(options, targets, ports[-1]), why)
 
 
 def plan_router(options: ClusterOptions, targets: dict[DisaggregationMode, list[str]], free_port: int) -> ProcessPlan:
@@ -120,16 +132,42 @@ def _flag(name: str, value: object, default: object) -> str:
     return flag if value is True else f"{flag}={value}"
 
 
-def usable_cores(cpus: str | None, available: list[int]) -> list[int]:
-    """The cores that the instances divide. Raises ``ClusterOptionsError`` when ``cpus`` names one that is not there."""
-    if cpus is None:
-        return available
+def share_cores(options: ClusterOptions, machine: Machine, instances: int) -> tuple[list[CoreShare], str]:
+    """Each instance's share, and why. Raises ``ClusterOptionsError`` when ``--cpus`` names a missing core."""
+    quota = machine.quota
+    if options.cpus is not None:
+        nodes = named_cores(options.cpus, machine)
+        why = f"--cpus {options.cpus}"
+    else:
+        choice = compute_cores(machine)
+        nodes = [list(cores) for cores in choice.nodes.values()]
+        why = ", ".join(choice.notes)
+    fed: list[int | None] = [None] * instances
+    if quota is not None and quota < sum(map(len, nodes)):
+        fed = [max(1, threads) for threads in split_evenly(int(quota), instances)]
+        why += f", {quota_note(quota)} divided"
+        if options.cpus is None:
+            # A quota is what a host's guests have that don't own its cores: each guest that bound its threads would
+            # take the same first ones.
+            return [CoreShare(None, options.threads or threads) for threads in fed], why
+    shares = []
+    for cores, most in zip(split_nodes(nodes, instances), fed, strict=True):
+        threads = options.threads or (most and min(most, len(cores)))
+        # More threads than cores of its own: the instance floats over all of them.
+        shares.append(CoreShare(format_cores(cores) if (threads or 1) <= len(cores) else None, threads))
+    return shares, why
+
+
+def named_cores(cpus: str, machine: Machine) -> list[list[int]]:
+    """The cores that ``cpus`` names, by NUMA node. Raises ``ClusterOptionsError`` when one is not there."""
     wanted = parse_cpus(cpus)
-    if missing := sorted(set(wanted) - set(available)):
+    if missing := sorted(set(wanted) - machine.allowed):
         raise ClusterOptionsError(
-            f"--cpus {cpus}: this process may not use core {format_cores(missing)}, only {format_cores(available)}"
+            f"--cpus {cpus}: this process may not use core {format_cores(missing)}, "
+            f"only {format_cores(sorted(machine.allowed))}"
         )
-    return list(wanted)
+    nodes = [[core for core in wanted if core in cores] for cores in machine.nodes.values()]
+    return [cores for cores in nodes if cores]
 
 
 def memory_share(options: ClusterOptions, instances: int) -> float | None:
@@ -141,8 +179,3 @@ def memory_share(options: ClusterOptions, instances: int) -> float | None:
         cuda = options.device == "cuda" or (options.device == "auto" and any(Path("/dev").glob("nvidia[0-9]*")))
         total = MEMORY_SHARE["cuda" if cuda else "cpu"]
     return round(total / instances, 4)
-
-
-def cores_of_this_process() -> list[int]:
-    """The cores that this process may run on."""
-    return sorted(os.sched_getaffinity(0))

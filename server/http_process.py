@@ -39,7 +39,7 @@ async def serve(ctx: ChildContext, listener: socket.socket) -> None:
         http="httptools",
         ws="none",
         log_config=None,
-        log_level="warning",
+        log_level="error",  # it warns of each request that is none: any stranger could fill the log
         access_log=False,
         timeout_graceful_shutdown=CLOSE_TIMEOUT_SECONDS,
     )

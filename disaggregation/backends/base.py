@@ -132,9 +132,14 @@ class TransferBackend(ABC):
         """Close everything at once, without events. The region stays."""
 
 
-def check_spans(spans: Spans, nbytes: int, what: str) -> None:
-    """Raise ``BadSpans`` unless every span is a non-empty piece of a region of ``nbytes`` bytes."""
+def check_spans(spans: Spans, nbytes: int, what: str, begin: int = 0) -> None:
+    """Raise ``BadSpans`` unless every span is a non-empty piece of bytes ``[begin, nbytes)`` of a region.
+
+    ``begin`` is a page's length where pages are written to: page 0 belongs to padding, not to any hand-over.
+    """
     offsets, lengths = spans[:, 0], spans[:, 1]
     # `nbytes - lengths` rather than `offsets + lengths`: the sum of two hostile int64 can wrap around.
-    if len(spans) and bool(((lengths <= 0) | (offsets < 0) | (lengths > nbytes) | (offsets > nbytes - lengths)).any()):
-        raise BadSpans(f"a span lies outside of the {what} of {nbytes} bytes")
+    if len(spans) and bool(
+        ((lengths <= 0) | (offsets < begin) | (lengths > nbytes) | (offsets > nbytes - lengths)).any()
+    ):
+        raise BadSpans(f"a span lies outside of bytes {begin} … {nbytes} of the {what}")

@@ -14,11 +14,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from ...messages.decode import UndeclaredMessage, decode, shown
 from ..errors import BadMetadata, LinkLost
 
 WIRE_VERSION = 1
 MAX_BODY = 4096
 LENGTH = struct.Struct("<I")
+EPOCH_CHARS = 128
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,7 +30,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     backend: str
-    epoch: Annotated[str, Meta(max_length=128)]
+    epoch: Annotated[str, Meta(max_length=EPOCH_CHARS)]
     secret: Annotated[bytes, Meta(max_length=64)]
     nbytes: Annotated[int, Meta(ge=1, lt=1 << 48)]
     place: Annotated[str, Meta(max_length=64)]
@@ -40,9 +42,9 @@ class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The writer of epoch ``writer`` wants to write the pool of ``receiver``."""
 
     version: int
-    writer: str
-    receiver: str
-    secret: bytes
+    writer: Annotated[str, Meta(max_length=EPOCH_CHARS)]
+    receiver: Annotated[str, Meta(max_length=EPOCH_CHARS)]
+    secret: Annotated[bytes, Meta(max_length=64)]
 
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,11 +53,16 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error: str = ""
 
 
+_OFFER = msgspec.msgpack.Decoder(Offer)
+_GREETING = msgspec.msgpack.Decoder(Greeting)
+_VERDICT = msgspec.msgpack.Decoder(Verdict)
+
+
 def decode_offer(metadata: bytes, backend: str, peer: str) -> Offer:
     """The offer of ``peer`` in its backend metadata; raises ``BadMetadata``."""
     try:
-        offer = msgspec.msgpack.decode(metadata, type=Offer)
-    except msgspec.MsgspecError as e:
+        offer = decode(_OFFER, metadata, MAX_BODY)
+    except UndeclaredMessage as e:
         raise BadMetadata(
             f"peer {peer} sent backend metadata that is not of the {backend} backend ({e}); "
             "start both instances with the same --disaggregation-transfer-backend and version"
@@ -75,7 +82,7 @@ def judge(greeting: Greeting, epoch: str, secret: bytes) -> str:
     if greeting.version != WIRE_VERSION:
         return f"it speaks version {greeting.version} of the transfer protocol, this instance {WIRE_VERSION}"
     if greeting.receiver != epoch:
-        return f"it looks for {greeting.receiver}, which is an earlier life of this instance"
+        return f"it looks for {shown(greeting.receiver)}, which is an earlier life of this instance"
     if not hmac.compare_digest(greeting.secret, secret):
         return "its secret is wrong"
     if not greeting.writer:
@@ -100,14 +107,14 @@ def body_length(prefix: bytearray) -> int:
 def decode_greeting(body: bytearray) -> Greeting:
     """Raises ``LinkLost`` for anything else."""
     try:
-        return msgspec.msgpack.decode(body, type=Greeting)
-    except msgspec.MsgspecError as e:
+        return decode(_GREETING, body, MAX_BODY)
+    except UndeclaredMessage as e:
         raise LinkLost(f"the greeting is malformed: {e}") from e
 
 
 def decode_verdict(body: bytearray) -> Verdict:
     """Raises ``LinkLost`` for anything else."""
     try:
-        return msgspec.msgpack.decode(body, type=Verdict)
-    except msgspec.MsgspecError as e:
+        return decode(_VERDICT, body, MAX_BODY)
+    except UndeclaredMessage as e:
         raise LinkLost(f"the answer to the greeting is malformed: {e}") from e

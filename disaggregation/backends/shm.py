@@ -60,7 +60,7 @@ class ShmBackend(SocketBackend):
         except OSError:
             sock.close()
             raise
-        return _ShmWriter(_DescriptorStream(sock), offer, np.frombuffer(self.pool, dtype=np.uint8))
+        return _ShmWriter(_DescriptorStream(sock), offer, np.frombuffer(self.pool, dtype=np.uint8), self.page_bytes)
 
     def _unreachable(self, offer: Offer, reason: str) -> str:
         why = (
@@ -111,8 +111,9 @@ class _DescriptorStream(Stream):
 class _ShmWriter(OutgoingLink):
     stream: _DescriptorStream
 
-    def __init__(self, stream: _DescriptorStream, offer: Offer, pool: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, stream: _DescriptorStream, offer: Offer, pool: npt.NDArray[np.uint8], page_bytes: int) -> None:
         super().__init__(stream, offer)
+        self._page_bytes = page_bytes
         self._local = pool
         self._mapping: mmap.mmap | None = None
         self._remote = np.empty(0, dtype=np.uint8)
@@ -131,7 +132,7 @@ class _ShmWriter(OutgoingLink):
         expect_end(self.stream)
 
     def write(self, local: Spans, remote: Spans) -> WriteHandle:
-        check_spans(remote, self.offer.nbytes, f"pool of peer {self.peer}")
+        check_spans(remote, self.offer.nbytes, f"pool of peer {self.peer}", self._page_bytes)
         for (source, length), target in zip(local.tolist(), remote[:, 0].tolist(), strict=True):
             # One memcpy; numpy lets other threads run meanwhile.
             self._remote[target : target + length] = self._local[source : source + length]

@@ -1,10 +1,15 @@
 """What ``tcp`` and ``shm`` have in common: listening, introductions, the life of links, the wait for I/O.
 
 The states of a pair are those of ``base``. All sockets are non-blocking and wait in one selector.
+
+Strangers reach the listener. What they can cause is the end of their own connection, and nothing else: bad bytes, a
+reset at any moment, descriptors that have run out. ``MAX_STRANGERS`` of them may wait at once; one more ends the one
+that has waited longest, since an honest writer introduces itself at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -16,6 +21,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from ...runtime.refusal_log import RefusalLog
 from ..errors import BadSpans, LinkLost, NotConnected, PeerUnreachable, RegionError, TransferError
 from ..region import KVRegion
 from . import handshake
@@ -42,6 +48,11 @@ STALL_SECONDS = 10.0
 BACKLOG = 128
 MAX_STRANGERS = 64
 """Connections that may be open without having introduced themselves."""
+ACCEPT_PAUSE_SECONDS = 0.2
+"""How long the listener rests when the system has no descriptor or memory for another connection. Those that wait for
+it stay in its backlog; watched meanwhile, it would be ready all the time and take a whole core."""
+MAX_FENCED = 1 << 16
+"""Epochs whose links went down that are remembered; the oldest are forgotten, long after anybody tries them again."""
 
 
 @dataclass(eq=False)
@@ -74,13 +85,16 @@ class SocketBackend(TransferBackend):
         self.handshake_seconds = handshake_seconds
         self.stall_seconds = stall_seconds
         self.pool = memoryview(b"")
+        self.page_bytes = 0
         self._secret = secrets.token_bytes(16)
         self._peers: dict[str, _Peer] = {}
-        self._fenced: set[str] = set()
+        self._fenced: dict[str, None] = {}
         self._links: set[Link] = set()
         self._events: list[LinkEvent] = []
         self._reactor = Reactor()
         self._listener: socket.socket | None = None
+        self._listen_again: float | None = None
+        self._refusals = RefusalLog(log, "at the data port")
 
     # What tcp and shm do differently
 
@@ -112,6 +126,7 @@ class SocketBackend(TransferBackend):
         if page_bytes <= 0 or region.nbytes % page_bytes:
             raise RegionError(f"the KV region of {region.nbytes} bytes is not made of pages of {page_bytes} bytes")
         self.pool = region.view()
+        self.page_bytes = page_bytes
         try:
             self._listener, offer = self._listen(region)
         except OSError as e:
@@ -126,7 +141,7 @@ class SocketBackend(TransferBackend):
             record.connect_next = metadata
             record.next_deadline = time.monotonic() + self.handshake_seconds
             return
-        self._fenced.discard(peer)
+        self._fenced.pop(peer, None)
         if record.outgoing is not None:
             if record.outgoing.phase is LinkPhase.OPEN:
                 self._events.append(LinkUp(peer))
@@ -147,7 +162,7 @@ class SocketBackend(TransferBackend):
             record.admit_next = True
             record.next_deadline = time.monotonic() + self.handshake_seconds
             return
-        self._fenced.discard(peer)
+        self._fenced.pop(peer, None)
         self._events.append(Admitted(peer))
 
     def write(self, peer: str, local: Spans, remote: Spans) -> WriteHandle:
@@ -173,7 +188,7 @@ class SocketBackend(TransferBackend):
             if isinstance(data, Link):
                 self._serve(data, readable, writable)
             else:
-                self._accept(data)
+                self._accept()
         self._check_deadlines()
         events, self._events = self._events, []
         return events
@@ -186,7 +201,8 @@ class SocketBackend(TransferBackend):
             self._close_link(link, "this instance is shutting down")
         self._peers.clear()
         if self._listener is not None:
-            self._reactor.forget(self._listener)
+            if self._listen_again is None:
+                self._reactor.forget(self._listener)
             self._listener.close()
             self._listener = None
         self._reactor.close()
@@ -199,6 +215,7 @@ class SocketBackend(TransferBackend):
         if self._events:
             return 0.0
         due = [link.deadline for link in self._links] + [record.next_deadline for record in self._peers.values()]
+        due.append(self._listen_again)
         times = [t for t in due if t is not None]
         if not times:
             return timeout
@@ -207,6 +224,9 @@ class SocketBackend(TransferBackend):
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
+        if self._listen_again is not None and self._listen_again <= now and self._listener is not None:
+            self._listen_again = None
+            self._reactor.watch(self._listener, self._listener, read=True, write=False)
         for link in list(self._links):
             if link.phase is not LinkPhase.CLOSED and link.deadline is not None and link.deadline <= now:
                 seconds = self.stall_seconds if link.phase is LinkPhase.OPEN else self.handshake_seconds
@@ -243,29 +263,42 @@ class SocketBackend(TransferBackend):
         link.phase = LinkPhase.OPEN
         self._events.append(LinkUp(link.peer))
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self) -> None:
+        assert self._listener is not None
         try:
-            sock = listener.accept()[0]
+            sock = self._listener.accept()[0]
         except (BlockingIOError, ConnectionAbortedError):
             return
+        except OSError as e:
+            # EMFILE, ENFILE, ENOBUFS, ENOMEM, or what a network reports here: none of it ends this process.
+            self._refusals.add(f"can't accept a connection: {e.strerror}; trying again in {ACCEPT_PAUSE_SECONDS:g} s")
+            self._reactor.forget(self._listener)
+            self._listen_again = time.monotonic() + ACCEPT_PAUSE_SECONDS
+            return
+        self._end_oldest_stranger()
         try:
-            if sum(link.phase is not LinkPhase.OPEN for link in self._links) >= MAX_STRANGERS:
-                raise LinkLost(f"{MAX_STRANGERS} others have yet to introduce themselves")
             link = self._accepted(sock)
-        except LinkLost as e:
-            log.warning("refused a data connection: %s", e)
+            self._reactor.watch(sock, link, read=True, write=False)
+        except (LinkLost, OSError) as e:  # it may have been reset already, and refuse to be set up
+            self._refusals.add(f"refused a connection: {e}")
             sock.close()
             return
         self._adopt(link)
-        self._reactor.watch(sock, link, read=True, write=False)
         self._read_body(link, lambda body: self._on_greeting(link, body))
+
+    def _end_oldest_stranger(self) -> None:
+        strangers = [k for k in self._links if isinstance(k, IncomingLink) and k.phase is LinkPhase.GREETING]
+        if len(strangers) >= MAX_STRANGERS:
+            oldest = min(strangers, key=lambda link: link.handshake_deadline or 0.0)
+            self._lost(oldest, f"{MAX_STRANGERS} others have yet to introduce themselves")
 
     def _on_greeting(self, link: IncomingLink, body: bytearray) -> None:
         greeting = handshake.decode_greeting(body)
         error = handshake.judge(greeting, self.epoch, self._secret) or self._why_not(greeting.writer)
         if error:
-            # So few bytes always fit into the buffer of a new connection.
-            link.stream.sock.send(handshake.frame(Verdict(error)))
+            # So few bytes always fit into the buffer of a new connection; one that is gone needs no answer.
+            with contextlib.suppress(OSError):
+                link.stream.sock.send(handshake.frame(Verdict(error)))
             raise LinkLost(f"refused {greeting.writer or 'a writer'}: {error}")
         link.peer = greeting.writer
         link.phase = LinkPhase.OPEN
@@ -312,6 +345,8 @@ class SocketBackend(TransferBackend):
                 link.stream.on_writable()
         except LinkLost as e:
             self._lost(link, str(e))
+        except OSError as e:  # of a socket that the other side may reset between any two calls
+            self._lost(link, f"the connection broke: {e.strerror}")
         else:
             self._rewatch(link)
 
@@ -326,7 +361,7 @@ class SocketBackend(TransferBackend):
         """A link is gone or has to go."""
         was_open = link.phase is LinkPhase.OPEN
         if isinstance(link, IncomingLink) and not was_open:
-            log.warning("a data connection ended before it was welcome: %s", reason)
+            self._refusals.add(f"a connection ended before it was welcome: {reason}")
             self._close_link(link, reason)
             return
         record = self._peers[link.peer]
@@ -349,7 +384,9 @@ class SocketBackend(TransferBackend):
     def _part(self, peer: str, reason: str) -> None:
         """Take both links with ``peer`` down, as far as that is ours to do, and say so once they are."""
         record = self._peers.setdefault(peer, _Peer())
-        self._fenced.add(peer)
+        self._fenced[peer] = None
+        if len(self._fenced) > MAX_FENCED:
+            del self._fenced[next(iter(self._fenced))]
         record.reason = record.reason or reason
         outgoing, record.outgoing = record.outgoing, None
         if outgoing is not None:

@@ -35,6 +35,11 @@ class Stream:
         """Whether something is left to send."""
         return bool(self._queued)
 
+    @property
+    def queued(self) -> int:
+        """How many pieces are left to send."""
+        return len(self._queued)
+
     def read(self, views: Iterable[memoryview], then: Callable[[], None]) -> None:
         """Fill ``views`` one after another, then call ``then`` (which may ask for more)."""
         self._wanted.extend(views)

@@ -38,6 +38,8 @@ MAX_BATCH_BYTES = 1 << 30
 BUFFER_BYTES = 4 << 20
 DISCARD_BYTES = 256 << 10
 KEEPALIVE_IDLE_SECONDS = 5
+MAX_UNREAD_ANSWERS = 4096
+"""An honest writer reads the answer to a batch before it sends dozens more."""
 
 
 class TcpBackend(SocketBackend):
@@ -69,7 +71,7 @@ class TcpBackend(SocketBackend):
         except OSError:
             sock.close()
             raise
-        return _TcpWriter(Stream(sock), offer, self.pool, self.stall_seconds)
+        return _TcpWriter(Stream(sock), offer, self.pool, self.page_bytes, self.stall_seconds)
 
     def _unreachable(self, offer: Offer, reason: str) -> str:
         hint = (
@@ -81,7 +83,7 @@ class TcpBackend(SocketBackend):
 
     def _accepted(self, sock: socket.socket) -> IncomingLink:
         self._tune(sock)
-        return _TcpReader(Stream(sock), self.pool, self.stall_seconds)
+        return _TcpReader(Stream(sock), self.pool, self.page_bytes, self.stall_seconds)
 
     def _tune(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -92,9 +94,10 @@ class TcpBackend(SocketBackend):
 
 
 class _TcpWriter(OutgoingLink):
-    def __init__(self, stream: Stream, offer: Offer, pool: memoryview, stall_seconds: float) -> None:
+    def __init__(self, stream: Stream, offer: Offer, pool: memoryview, page_bytes: int, stall_seconds: float) -> None:
         super().__init__(stream, offer)
         self._pool = pool
+        self._page_bytes = page_bytes
         self._stall_seconds = stall_seconds
         self._answer = bytearray(ANSWER.size)
         self._unanswered: deque[tuple[int, WriteHandle]] = deque()
@@ -104,7 +107,7 @@ class _TcpWriter(OutgoingLink):
         self._read_answer()
 
     def write(self, local: Spans, remote: Spans) -> WriteHandle:
-        check_spans(remote, self.offer.nbytes, f"pool of peer {self.peer}")
+        check_spans(remote, self.offer.nbytes, f"pool of peer {self.peer}", self._page_bytes)
         total = int(remote[:, 1].sum())
         if len(remote) > MAX_SPANS or total > MAX_BATCH_BYTES:
             raise BadSpans(f"a batch of {len(remote)} spans and {total} bytes is too large")
@@ -141,9 +144,10 @@ class _TcpWriter(OutgoingLink):
 
 
 class _TcpReader(IncomingLink):
-    def __init__(self, stream: Stream, pool: memoryview, stall_seconds: float) -> None:
+    def __init__(self, stream: Stream, pool: memoryview, page_bytes: int, stall_seconds: float) -> None:
         super().__init__(stream)
         self._pool = pool
+        self._page_bytes = page_bytes
         self._stall_seconds = stall_seconds
         self._header = bytearray(BATCH.size)
         self._in_batch = False
@@ -174,7 +178,7 @@ class _TcpReader(IncomingLink):
         if bool(((lengths <= 0) | (lengths > total)).any()) or int(lengths.sum()) != total:
             raise LinkLost("the peer sent a malformed batch")
         try:
-            check_spans(spans, len(self._pool), "pool")
+            check_spans(spans, len(self._pool), "pool", self._page_bytes)
         except BadSpans:
             self.stream.read(self._to_discard(total), lambda: self._on_payload(number, landed=False))
             return
@@ -188,6 +192,8 @@ class _TcpReader(IncomingLink):
         return [self._discard] * whole + ([self._discard[:rest]] if rest else [])
 
     def _on_payload(self, number: int, *, landed: bool) -> None:
+        if self.stream.queued >= MAX_UNREAD_ANSWERS:
+            raise LinkLost("the peer does not read its answers")
         self.stream.send([ANSWER.pack(number, landed)])
         self._read_header()
 

@@ -10,7 +10,6 @@ import weakref
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..forward_batch import ForwardBatch

@@ -1,7 +1,9 @@
 """Builds the CPU kernels: one shared library, compiled once for what this processor can do, kept in the user's cache.
 
-``python -m pdserve.model_runner.kernels.build`` builds it ahead of time (``make setup`` does). The library's name holds
-a hash of everything it is made from, so that one of other sources or flags is never loaded by mistake.
+``python -m pdserve.model_runner.kernels.build`` builds it ahead of time (``make setup`` does). ``--all`` builds all
+levels into the package, from where they are loaded first: wheels and container images carry them and need no compiler.
+The library's name holds a hash of everything it is made from, so that one of other sources or flags is never loaded by
+mistake. A build that failed is remembered beside the cache, see ``failed_build.py``.
 
 ``PDSERVE_CPU_ISA=avx2`` (or another of ``LEVELS``) chooses the code for lesser processors on one that could do more: so
 it is tested and measured.
@@ -9,10 +11,12 @@ it is tested and measured.
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -23,10 +27,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..device import cpu_flags
+from .failed_build import FailedBuild
 
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpu"
+PREBUILT = Path(__file__).parent / "prebuilt"
+ARCHITECTURE = "x86_64"
+MODULE = "pdserve.model_runner.kernels.build"
 COMPILERS = ("g++", "clang++", "c++")
 COMMON_FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden"),
@@ -34,7 +42,6 @@ COMMON_FLAGS = (
     *("-ffp-contract=fast", "-fno-math-errno"),
 )
 TIMEOUT = 300.0
-RETRY = "python -m pdserve.model_runner.kernels.build"
 ISA_VARIABLE = "PDSERVE_CPU_ISA"
 """A variable and not an option: a process loads one library, for whichever tool or test asks first."""
 
@@ -45,26 +52,19 @@ class Level(NamedTuple):
     name: str
     cpu_flags: frozenset[str]
     flags: tuple[str, ...]
-    multiplies_pairs: bool
-    """Whether there are dot products of pairs of bfloat16."""
 
 
-_AVX2 = Level("avx2", frozenset(("avx2", "fma", "f16c")), ("-mavx2", "-mfma", "-mf16c"), multiplies_pairs=False)
+_AVX2 = Level("avx2", frozenset(("avx2", "fma", "f16c")), ("-mavx2", "-mfma", "-mf16c"))
 # Since Skylake-X. What has AVX-512 has all of AVX2.
 _AVX512 = Level(
     "avx512",
     _AVX2.cpu_flags | {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
     (*_AVX2.flags, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
-    multiplies_pairs=False,
 )
 # Since Cascade Lake: dot products of bytes, for quantised weights.
-_AVX512_VNNI = Level(
-    "avx512vnni", _AVX512.cpu_flags | {"avx512_vnni"}, (*_AVX512.flags, "-mavx512vnni"), multiplies_pairs=False
-)
+_AVX512_VNNI = Level("avx512vnni", _AVX512.cpu_flags | {"avx512_vnni"}, (*_AVX512.flags, "-mavx512vnni"))
 # Since Cooper Lake, Sapphire Rapids and Zen 4.
-_AVX512_BF16 = Level(
-    "avx512bf16", _AVX512_VNNI.cpu_flags | {"avx512_bf16"}, (*_AVX512_VNNI.flags, "-mavx512bf16"), multiplies_pairs=True
-)
+_AVX512_BF16 = Level("avx512bf16", _AVX512_VNNI.cpu_flags | {"avx512_bf16"}, (*_AVX512_VNNI.flags, "-mavx512bf16"))
 LEVELS = (_AVX512_BF16, _AVX512_VNNI, _AVX512, _AVX2)
 """Best first. Each can do all that those after it can."""
 
@@ -81,6 +81,8 @@ def levels_here() -> tuple[Level, ...]:
 
 def choose_level() -> Level:
     """The level that ``PDSERVE_CPU_ISA`` names, else the best; raises ``BuildError`` where this processor lacks it."""
+    if platform.machine() != ARCHITECTURE:
+        raise BuildError(f"the CPU kernels are written for {ARCHITECTURE}, and this processor is {platform.machine()}")
     here, name = {level.name: level for level in levels_here()}, os.environ.get(ISA_VARIABLE, "")
     if not here:
         raise BuildError("the CPU kernels need a processor with AVX2 or AVX-512")
@@ -99,47 +101,60 @@ def library_path(level: Level, sources: Path = SOURCES, name: str = "kernels") -
     return _cache_folder() / f"{name}-{level.name}-{digest.hexdigest()[:16]}.so"
 
 
-def build(level: Level, sources: Path = SOURCES, name: str = "kernels", retry: bool = False) -> Path:
+def build(level: Level, sources: Path = SOURCES, name: str = "kernels", *, retry: bool = False) -> Path:
     """The path of the library for ``level``, built if it isn't there yet. Raises ``BuildError``.
 
-    Processes that want it at the same time wait for the first of them. What the compiler refused once, it refuses
-    again: its word is kept beside the library's place and repeated, except with ``retry``.
+    Processes that want it at the same time wait for the first of them. What failed is not tried again by the same
+    compiler, unless ``retry``.
     """
     path = library_path(level, sources, name)
-    if path.is_file():
-        return path
+    for there in (PREBUILT / path.name, path):
+        if there.is_file():
+            return there
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with (path.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.is_file():
-                _build_once(level, sources, path, retry)
+                _try_to_compile(level, sources, path, retry)
     except OSError as e:
         raise BuildError(f"the CPU kernels can't be kept in {path.parent}: {e}") from e
     return path
 
 
-def _build_once(level: Level, sources: Path, path: Path, retry: bool) -> None:
+def build_all(folder: Path = PREBUILT) -> None:
+    """Fill ``folder`` with the libraries of all levels, and nothing else. Raises ``BuildError``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {library_path(level).name for level in LEVELS}
+    for old in folder.glob("*.so"):
+        if old.name not in names:
+            old.unlink()
+    for level in LEVELS:
+        path = build(level, retry=True)
+        if path.parent != folder:
+            shutil.copy(path, folder / f"{path.name}.new")
+            os.replace(folder / f"{path.name}.new", folder / path.name)
+
+
+def _try_to_compile(level: Level, sources: Path, path: Path, retry: bool) -> None:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise BuildError(f"there is no C++ compiler ({', '.join(COMPILERS)}) to build the CPU kernels with")
-    # Another compiler, or a newer one, is asked anew.
-    refusal = path.with_suffix(f".{Path(compiler).name}.failed")
-    if not retry and refusal.is_file() and refusal.stat().st_mtime > Path(compiler).stat().st_mtime:
-        raise BuildError(f"{refusal.read_text()}\nThat was its answer in an earlier attempt; try again with {RETRY}")
-    refusal.unlink(missing_ok=True)
-    log.info("building the CPU kernels (%s) with %s; this happens once and takes half a minute", level.name, compiler)
-    begin = time.monotonic()
+    failed = FailedBuild(path, compiler)
+    if not retry and (message := failed.recall()) is not None:
+        raise BuildError(f"{message}\nIt is not tried again; python -m {MODULE} tries.")
     try:
         _compile(compiler, level, sources, path)
     except BuildError as e:
-        refusal.write_text(str(e))
+        failed.remember(str(e))
         raise
-    log.info("built the CPU kernels in %.1f s: %s", time.monotonic() - begin, path)
+    failed.forget()
 
 
 def _compile(compiler: str, level: Level, folder_of_sources: Path, path: Path) -> None:
     """Each source by itself, on all cores, and then the library of them."""
+    log.info("building the CPU kernels (%s) with %s; this happens once and takes half a minute", level.name, compiler)
+    begin = time.monotonic()
     sources = sorted(folder_of_sources.glob("*.cpp"))
     flags = (*COMMON_FLAGS, *level.flags)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -150,6 +165,7 @@ def _compile(compiler: str, level: Level, folder_of_sources: Path, path: Path) -
         output = Path(folder) / path.name
         _run((compiler, *flags, "-shared", *objects, "-o", output))
         os.replace(output, path)
+    log.info("built the CPU kernels in %.1f s: %s", time.monotonic() - begin, path)
 
 
 def _run(command: tuple[str | Path, ...]) -> None:
@@ -168,8 +184,21 @@ def _cache_folder() -> Path:
 
 
 def main() -> int:
-    """Build for this processor; 0 also where it has no kernels or no compiler, because the server runs without."""
+    """Build for this processor; 0 also where it has no kernels or no compiler, because the server runs without.
+
+    With ``--all``, build for all processors; 1 where that fails, because what would be shipped is not there.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="build for all levels, into the package")
+    args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        if args.all:
+            build_all()
+            return 0
+    except BuildError as e:
+        log.error("%s", e)
+        return 1
     try:
         build(choose_level(), retry=True)
     except BuildError as e:

@@ -108,7 +108,7 @@ def _declare(library: ctypes.CDLL) -> None:
     for name, result, arguments in (
         ("pds_fetch_hint", c_int32, ()),
         ("pds_set_fetch_hint", None, (c_int32,)),
-        ("pds_team_new", c_void_p, (c_int32, POINTER(c_int32))),
+        ("pds_team_new", c_void_p, (c_int32, POINTER(c_int32), c_int32)),
         ("pds_team_free", None, (c_void_p,)),
         ("pds_engine_new", c_void_p, (POINTER(EngineConfig), c_int32, c_void_p)),
         ("pds_engine_free", None, (c_void_p,)),

@@ -12,7 +12,9 @@ import time
 import httpx
 import psutil
 import pytest
-from support.processes import Pair, launched, pd_pair, wait_until
+from support.processes import Pair, free_ports, launched, pd_pair, wait_until
+
+from pdserve.disaggregation.kv_manager import LEASE_SECONDS
 
 CHILDREN = ["worker", "scheduler", "tokenizer", "detokenizer", "http", "supervisor"]
 ERROR_SECONDS = 2.0
@@ -183,6 +185,24 @@ def test_host_that_is_no_host_fails_the_request_and_not_the_decode(tmp_path, tin
                 assert 400 <= response.status_code < 600
         assert pair.decode.is_healthy()
         wait_until(lambda: answers(pair), 10, "the pair serves on")
+
+
+def test_an_instance_that_cannot_be_found_says_so_until_it_can(tmp_path, tiny_args):
+    args = ["--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(free_ports(1)[0])]
+    with launched(tmp_path, "prefill", "server", *tiny_args, *args) as prefill:
+        prefill.wait_healthy()
+        bootstrap = prefill.family()["bootstrap"]
+        bootstrap.suspend()
+        try:
+            wait_until(lambda: not prefill.is_healthy(), 3 * LEASE_SECONDS, "/health says no")
+            answer = prefill.client.get(prefill.url + "/health")
+            assert answer.status_code == 503
+            assert "can't find this instance" in answer.text
+            assert "does not answer" in answer.text
+        finally:
+            bootstrap.resume()
+        wait_until(prefill.is_healthy, 10, "/health says yes again")
+        assert prefill.log().count("does not answer") == 1
 
 
 def test_port_in_use_is_said_before_anything_is_loaded(tmp_path, tiny_args):

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,11 +39,17 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
 
 @dataclass
 class Launched:
-    """One ``pdserve`` command and its log."""
+    """One ``pdserve`` command and its log.
+
+    ``groups``: control groups that it runs in. ``python``: whose ``pdserve`` it is. ``env``: its whole environment.
+    """
 
     args: list[str]
     port: int
     log_path: Path
+    groups: Sequence[Path] = ()
+    python: str = sys.executable
+    env: Mapping[str, str] | None = None
     process: subprocess.Popen[bytes] | None = None
     client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=60.0, trust_env=False))
 
@@ -55,8 +61,11 @@ class Launched:
     def start(self) -> None:
         """Launch; doesn't wait."""
         with self.log_path.open("ab") as log:
-            argv = [sys.executable, "-m", "pdserve.server.cli", *self.args]
-            self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            argv = [self.python, "-m", "pdserve.server.cli", *self.args]
+            if self.groups:
+                enter = "".join(f'echo $$ > "{group}/cgroup.procs" && ' for group in self.groups)
+                argv = ["sh", "-c", f'{enter} exec "$@"', "sh", *argv]
+            self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.env)
 
     def is_healthy(self) -> bool:
         """Whether /health says 200; fails the test when the process has died."""
@@ -67,9 +76,9 @@ class Launched:
         except httpx.TransportError:
             return False
 
-    def wait_healthy(self) -> None:
+    def wait_healthy(self, seconds: float = STARTUP_SECONDS) -> None:
         """Wait for /health."""
-        wait_until(self.is_healthy, STARTUP_SECONDS, f"{self.args} healthy; log:\n{self.log()}")
+        wait_until(self.is_healthy, seconds, f"{self.args} healthy; log:\n{self.log()}")
 
     def log(self) -> str:
         """What it has printed."""
@@ -115,10 +124,10 @@ class Launched:
 
 
 @contextmanager
-def launched(tmp: Path, name: str, *args: str, port: int | None = None) -> Iterator[Launched]:
-    """Run ``pdserve ARGS --port …`` for the duration of the block."""
+def launched(tmp: Path, name: str, *args: str, port: int | None = None, **surroundings) -> Iterator[Launched]:
+    """Run ``pdserve ARGS --port …`` for the duration of the block; ``surroundings``: see ``Launched``."""
     port = port or free_ports(1)[0]
-    server = Launched([*args, "--port", str(port)], port, tmp / f"{name}.log")
+    server = Launched([*args, "--port", str(port)], port, tmp / f"{name}.log", **surroundings)
     server.start()
     try:
         yield server
@@ -154,7 +163,14 @@ class Pair:
 
 
 @contextmanager
-def pd_pair(tmp: Path, backend: str, *args: str) -> Iterator[Pair]:
+def pd_pair(
+    tmp: Path,
+    backend: str,
+    *args: str,
+    router_args: Sequence[str] = (),
+    prefill_args: Sequence[str] = (),
+    decode_args: Sequence[str] = (),
+) -> Iterator[Pair]:
     """1 prefill + 1 decode + router; ``args`` go to both instances."""
     bootstrap = free_ports(1)[0]
     cores = sorted(os.sched_getaffinity(0))
@@ -164,9 +180,10 @@ def pd_pair(tmp: Path, backend: str, *args: str) -> Iterator[Pair]:
             own = ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", backend]
             own += ["--disaggregation-bootstrap-port", str(bootstrap), "--threads", "1"]
             own += ["--cpus", str(cores[i % len(cores)])]
+            own += prefill_args if mode == "prefill" else decode_args
             servers.append(stack.enter_context(launched(tmp, mode, "server", *own, *args)))
         prefill, decode = servers
-        route = ["--prefill", prefill.url, str(bootstrap), "--decode", decode.url]
+        route = ["--prefill", prefill.url, str(bootstrap), "--decode", decode.url, *router_args]
         router = stack.enter_context(launched(tmp, "router", "router", *route))
         for server in (prefill, decode, router):
             server.wait_healthy()

@@ -66,7 +66,7 @@ def make_options(**changes) -> ServerOptions:
     return ServerOptions(**(defaults | changes))
 
 
-def make_worker_ready(options: ServerOptions, context_length: int = 512) -> WorkerReady:
+def make_worker_ready(options: ServerOptions, context_length: int = 512, measured=()) -> WorkerReady:
     """What a worker of the simulated model says of itself."""
     layout = KVLayout(options.page_size, 1, 1, 1, "int64", options.page_size * 8)
     return WorkerReady(
@@ -80,6 +80,7 @@ def make_worker_ready(options: ServerOptions, context_length: int = 512) -> Work
         weights_dtype="float32",
         backend_metadata=b"",
         load_seconds={},
+        measured=list(measured),
     )
 
 
@@ -153,12 +154,12 @@ class SimWorker:
 class SimInstance:
     """Scheduler, worker and what the client saw. ``turn`` is one turn of the loop."""
 
-    def __init__(self, options: ServerOptions | None = None) -> None:
+    def __init__(self, options: ServerOptions | None = None, context_length: int = 512, measured=()) -> None:
         self.options = options or make_options()
         self.to_worker, self.to_detokenizer = Sent(), Sent()
         self.outbox = Outbox(self.to_worker, self.to_detokenizer)
-        self.scheduler = Scheduler(self.options, make_worker_ready(self.options), self.outbox)
-        self.worker = SimWorker(self.options)
+        self.scheduler = Scheduler(self.options, make_worker_ready(self.options, context_length, measured), self.outbox)
+        self.worker = SimWorker(self.options, context_length)
         self.tokens: dict[str, list[int]] = {}
         self.items: dict[str, list[ReqTokens]] = {}
         self.ends: dict[str, ReqTokens | ReqError] = {}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
@@ -23,9 +26,12 @@ from pdserve.messages.control import Ready
 from pdserve.messages.worker import KVLayout
 from pdserve.runtime.child import ChildSpec
 from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.web.bounded_protocol import MAX_CONNECTIONS
 
 LAYOUT = KVLayout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
 LIMIT = 20.0
+SECRET = "told to this instance only"
+OWN = {"Authorization": f"Bearer {SECRET}"}
 
 
 def make_route(epoch, ttl=30.0):
@@ -49,7 +55,7 @@ def child_command(run_dir, port):
     """What the supervisor would start."""
     options = ServerOptions(disaggregation_mode="prefill", disaggregation_bootstrap_port=port)
     spec = run_dir / "bootstrap.json"
-    spec.write_bytes(msgspec.json.encode(ChildSpec("bootstrap", str(run_dir), "epoch", os.getpid(), options)))
+    spec.write_bytes(msgspec.json.encode(ChildSpec("bootstrap", str(run_dir), "epoch", os.getpid(), options, SECRET)))
     return [sys.executable, "-m", "pdserve.disaggregation.bootstrap_process", str(spec)]
 
 
@@ -87,7 +93,8 @@ def start(tmp_path):
 
 @pytest.fixture
 def client():
-    with httpx.Client(trust_env=False, timeout=LIMIT) as client:
+    """Of the instance's own processes."""
+    with httpx.Client(trust_env=False, timeout=LIMIT, headers=OWN) as client:
         yield client
 
 
@@ -150,7 +157,7 @@ def test_a_taken_port_says_what_to_do(tmp_path):
 def test_fetcher_waits_for_a_prefill_that_is_starting(start, fetcher):
     server = start()
     fetcher.fetch("127.0.0.1", server.port)
-    keeper = LeaseKeeper(make_route("a"), "127.0.0.1", server.port)
+    keeper = LeaseKeeper(make_route("a"), "127.0.0.1", server.port, SECRET)
     keeper.start()
     assert fetcher.answers.get(timeout=LIMIT) == ("127.0.0.1", server.port, make_route("a"))
     keeper.withdraw()
@@ -161,7 +168,7 @@ def test_fetcher_waits_for_a_prefill_that_is_starting(start, fetcher):
 
 def test_fetcher_gives_up_soon_where_nobody_answers_and_one_silent_host_holds_up_no_other(start, fetcher):
     server = start()
-    with httpx.Client(trust_env=False) as client:
+    with httpx.Client(trust_env=False, headers=OWN) as client:
         client.put(server.url, content=msgspec.json.encode(make_route("a")))
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -188,7 +195,7 @@ def test_fetcher_answers_for_hosts_that_cannot_be(fetcher, host):
 
 def test_keeper_registers_again_with_a_bootstrap_server_that_restarted(start, client):
     server = start()
-    keeper = LeaseKeeper(make_route("a", ttl=0.6), "127.0.0.1", server.port)
+    keeper = LeaseKeeper(make_route("a", ttl=0.6), "127.0.0.1", server.port, SECRET)
     keeper.start()
     wait_until(lambda: client.get(server.url).status_code == 200)
     server.stop()
@@ -199,13 +206,99 @@ def test_keeper_registers_again_with_a_bootstrap_server_that_restarted(start, cl
     wait_until(lambda: client.get(server.url).status_code == 503)  # the lease was not withdrawn: it ran out
 
 
-def test_keeper_tells_when_another_instance_took_over(start, client):
+@pytest.mark.parametrize(
+    "authorization", [None, "", "Bearer", "Bearer wrong", f"Basic {SECRET}", SECRET, "Bearer \xff"]
+)
+def test_a_stranger_neither_takes_the_route_nor_withdraws_it(start, client, authorization):
     server = start()
-    lost = queue.Queue()
-    keeper = LeaseKeeper(make_route("a", ttl=0.3), "127.0.0.1", server.port, lost.put)
+    route = msgspec.json.encode(make_route("a"))
+    assert client.put(server.url, content=route).status_code == 204
+    headers = {} if authorization is None else {b"Authorization": authorization.encode("latin-1")}
+    with httpx.Client(trust_env=False, timeout=LIMIT) as stranger:
+        forged = msgspec.json.encode(make_route("mine"))
+        for answer in (
+            stranger.put(server.url, content=forged, headers=headers),
+            stranger.put(server.url, content=route, headers=headers),  # replayed
+            stranger.delete(server.url, params={"epoch": "a"}, headers=headers),
+        ):
+            assert answer.status_code == 401
+            assert "only the instance" in answer.json()["error"]
+        assert stranger.get(server.url).json()["epoch"] == "a"
+
+
+def test_keeper_takes_a_lost_lease_again_and_says_meanwhile_that_it_is_lost(start, client):
+    server = start()
+    keeper = LeaseKeeper(make_route("a", ttl=0.3), "127.0.0.1", server.port, SECRET)
     keeper.start()
     wait_until(lambda: client.get(server.url).status_code == 200)
+    assert keeper.lost(time.monotonic()) is None
     client.put(server.url, content=msgspec.json.encode(make_route("b")))
-    assert "replaced by a newer instance" in lost.get(timeout=LIMIT)
+    wait_until(lambda: keeper.lost(time.monotonic()))
+    assert "replaced by a newer instance" in keeper.lost(time.monotonic())
+    server.stop()
+    start(server.port)  # it remembers nothing, so no epoch is over
+    wait_until(lambda: client.get(server.url).status_code == 200)
+    assert client.get(server.url).json()["epoch"] == "a"
+    wait_until(lambda: keeper.lost(time.monotonic()) is None)
+    keeper.stop()
     assert keeper.join(LIMIT)
-    assert client.get(server.url).json()["epoch"] == "b"
+
+
+@pytest.mark.parametrize("status", [500, 401, 404, 409])
+def test_no_status_ends_the_keeper_and_an_outage_is_logged_once(caplog, status):
+    """A bootstrap server that refuses five times, then takes the route."""
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_PUT(self):
+            asked.append(self.headers["Authorization"])
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status if len(asked) <= 5 else 204)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    caplog.set_level("INFO")
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        keeper = LeaseKeeper(make_route("a", ttl=0.15), "127.0.0.1", server.server_port, SECRET)
+        keeper.start()
+        # Before the first answer it is lost as well, and nobody knows why.
+        wait_until(lambda: f"HTTP status {status}" in (keeper.lost(time.monotonic()) or ""))
+        wait_until(lambda: keeper.lost(time.monotonic()) is None and len(asked) > 6)
+        keeper.stop()
+        assert keeper.join(LIMIT)
+        server.shutdown()
+        thread.join()
+    assert set(asked) == {f"Bearer {SECRET}"}
+    lines = [r.getMessage() for r in caplog.records if r.name.endswith("lease_keeper")]
+    assert len(lines) == 2
+    assert "refused the route" in lines[0]
+    assert "again" in lines[1]
+
+
+def test_idle_and_slow_strangers_hold_no_connection_and_lock_nobody_out(start, client):
+    server = start()
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(320)]
+        for sock in idle[::2]:
+            sock.sendall(b"GET /route HTTP/1.1\r\nX-Slow: ")
+        assert client.get(server.url).status_code == 503  # answered, and there is no route yet
+
+        def open_ones():
+            ready, _, _ = select.select(idle, [], [], 0)
+            return len(idle) - len(ready)
+
+        wait_until(lambda: open_ones() <= MAX_CONNECTIONS)
+        wait_until(lambda: open_ones() == 0)  # after REQUEST_SECONDS
+
+
+def test_a_head_without_end_is_refused(start):
+    server = start()
+    with socket.create_connection(("127.0.0.1", server.port), LIMIT) as sock:
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(b"GET /route HTTP/1.1\r\n" + b"X-Long: %b\r\n" % (b"x" * 1000) * 100)
+        with contextlib.suppress(ConnectionError):
+            assert sock.recv(100).split(b" ")[1:2] in ([b"400"], [])

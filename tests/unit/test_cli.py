@@ -124,6 +124,8 @@ def test_a_bad_command_line_is_refused(argv: list[str], says: str, capsys: pytes
         ({"chunked_prefill_size": 8}, "like 16, or -1"),
         ({"chunked_prefill_size": 100}, "like 96, or -1"),
         ({"chunked_prefill_size": 0}, "--chunked-prefill-size"),
+        ({"chunked_prefill_size": -1, "itl_budget_ms": 40.0}, "--itl-budget-ms cuts prompts"),
+        ({"itl_budget_ms": -1.0}, "--itl-budget-ms is -1"),
         ({"page_size": 0}, "power of two"),
         ({"page_size": 24, "chunked_prefill_size": 48}, "power of two"),
         ({"port": 8998, "disaggregation_mode": "prefill"}, "give them different ones"),

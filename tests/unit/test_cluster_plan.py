@@ -3,17 +3,62 @@
 import pytest
 
 from pdserve.router.options import RouterOptions
+from pdserve.runtime.machine.topology import Machine
 from pdserve.runtime.options import ServerOptions
 from pdserve.server.cli import app
 from pdserve.server.cluster_options import ClusterOptions, ClusterOptionsError
 from pdserve.server.cluster_plan import instance_flags, plan_cluster, router_flags
-from pdserve.server.core_split import split_cores
+from pdserve.server.core_split import split_cores, split_nodes
 
 
 def understood(process):
     """The options that the command line makes of a planned process's arguments."""
     _, bound, _ = app.parse_args(list(process.command))
     return bound.arguments["options"]
+
+
+def machine(cores, *, smt=1, nodes=1, quota=None):
+    """Cores 0, 1, …: ``smt`` threads on each physical core, numbered as neighbours, in ``nodes`` equal parts."""
+    allowed = frozenset(range(cores))
+    siblings = {cpu: frozenset(range(cpu - cpu % smt, cpu - cpu % smt + smt)) for cpu in allowed}
+    part = cores // nodes
+    return Machine(
+        allowed, siblings, frozenset(), {n: frozenset(range(n * part, (n + 1) * part)) for n in range(nodes)}, quota
+    )
+
+
+def shares(options, machine):
+    plan = plan_cluster(options, machine)
+    return [(i.cpus, i.threads) for i in map(understood, plan.instances)], plan.cores
+
+
+def test_physical_cores_are_divided():
+    assert shares(ClusterOptions(), machine(8, smt=2)) == (
+        [("0,2", None), ("4,6", None)],
+        "8 allowed, 4 are SMT siblings",
+    )
+
+
+def test_an_instance_stays_on_one_node():
+    assert shares(ClusterOptions(prefill=2), machine(8, nodes=2))[0] == [("4-7", None), ("0,1", None), ("2,3", None)]
+    assert shares(ClusterOptions(cpus="0-1,4-5"), machine(8, nodes=2))[0] == [("0,1", None), ("4,5", None)]
+
+
+@pytest.mark.parametrize(("quota", "threads"), [(0.5, [1, 1]), (2.0, [1, 1]), (5.9, [3, 2])])
+def test_a_quota_is_divided_and_binds_nobody(quota, threads):
+    divided, why = shares(ClusterOptions(), machine(8, quota=quota))
+    assert divided == [(None, count) for count in threads]
+    assert f"a CPU quota of {quota:g} cores divided" in why
+
+
+def test_a_quota_divides_named_cores_no_further():
+    assert shares(ClusterOptions(cpus="2-7"), machine(8, quota=3.0))[0] == [("2-4", 2), ("5-7", 1)]
+    assert shares(ClusterOptions(), machine(2, quota=2.0))[0] == [("0", None), ("1", None)]
+
+
+def test_nodes_without_a_guest_are_left_out():
+    assert split_nodes([[0, 1], [2, 3, 4]], 1) == [[2, 3, 4]]
+    assert split_nodes([[0], [1]], 3) == [[0], [0], [1]]
 
 
 @pytest.mark.parametrize(
@@ -32,7 +77,7 @@ def test_cores_are_shared_only_when_there_are_too_few(cores, instances, split):
 
 def test_every_process_gets_what_the_cluster_was_asked_for():
     options = ClusterOptions(prefill=2, unified=1, port=8123, api_key="key", page_size=8, drain_timeout=3.0)
-    plan = plan_cluster(options, [0, 1, 2, 3])
+    plan = plan_cluster(options, machine(4))
     assert [p.name for p in plan.processes] == ["prefill-0", "prefill-1", "decode-0", "unified-0", "router"]
     instances = [understood(p) for p in plan.instances]
     assert [i.disaggregation_mode for i in instances] == ["prefill", "prefill", "decode", "unified"]
@@ -65,7 +110,7 @@ def test_flags_say_exactly_the_options():
 
 
 def test_threads_beyond_an_instances_cores_leave_it_unbound():
-    plan = plan_cluster(ClusterOptions(threads=2), [0, 1])
+    plan = plan_cluster(ClusterOptions(threads=2), machine(2))
     assert [understood(p).cpus for p in plan.instances] == [None, None]
 
 
@@ -79,4 +124,4 @@ def test_clusters_that_cannot_work_are_refused(options):
 
 def test_cores_that_are_not_there_are_refused():
     with pytest.raises(ClusterOptionsError, match="may not use core 7"):
-        plan_cluster(ClusterOptions(cpus="0,7"), [0, 1])
+        plan_cluster(ClusterOptions(cpus="0,7"), machine(2))

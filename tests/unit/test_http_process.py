@@ -39,7 +39,7 @@ class Ring:
         self.raw_http = self.ctx.socket(zmq.PUSH)
         self.raw_http.connect(ipc_address(run_dir, "http"))
         self.url = f"http://127.0.0.1:{port}"
-        spec = ChildSpec("http", str(run_dir), "e1", os.getpid(), ServerOptions(port=port))
+        spec = ChildSpec("http", str(run_dir), "e1", os.getpid(), ServerOptions(port=port), "secret")
         spec_file = run_dir / "http.json"
         spec_file.write_bytes(msgspec.json.encode(spec))
         argv = [sys.executable, "-m", "pdserve.server.http_process", str(spec_file)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from pdserve.model_runner.device import Memory, choose_dtype, host_memory
+from pdserve.model_runner.device import choose_dtype
 from pdserve.model_runner.errors import NotEnoughMemory
 from pdserve.model_runner.pool_size import PoolRequest, choose_max_total_tokens
+from pdserve.runtime.machine.memory import Memory
 
 GIB = 2**30
 MIB = 2**20
@@ -59,43 +58,6 @@ def test_misfits_say_what_to_do(tokens: int | None, fraction: float | None, says
     with pytest.raises(NotEnoughMemory, match=says):
         choose(max_total_tokens=tokens, fraction=fraction)
     assert choose(max_total_tokens=196592) == 196592
-
-
-def make_proc(folder: Path, cgroup: str) -> Path:
-    (folder / "proc/self").mkdir(parents=True)
-    (folder / "proc/meminfo").write_text("MemTotal: 16777216 kB\nMemFree: 1 kB\nMemAvailable: 8388608 kB\n")
-    (folder / "proc/self/cgroup").write_text(cgroup)
-    return folder / "proc"
-
-
-def make_group(folder: Path, **files: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(text)
-
-
-def test_host_memory_without_limits(tmp_path: Path) -> None:
-    make_group(tmp_path / "cg/a", memory__max="max\n", memory__current="5")
-    assert host_memory(make_proc(tmp_path, "0::/a\n"), tmp_path / "cg") == Memory(16 * GIB, 8 * GIB)
-
-
-def test_host_memory_in_a_nested_group(tmp_path: Path) -> None:
-    """The tightest of the groups around the process counts; droppable file cache does not count as used."""
-    make_group(tmp_path / "cg/a/b", memory__max="max", memory__current="1")
-    stat = f"anon 5\ninactive_file {GIB}\n"
-    make_group(tmp_path / "cg/a", memory__max=str(4 * GIB), memory__current=str(3 * GIB), memory__stat=stat)
-    assert host_memory(make_proc(tmp_path, "0::/a/b\n"), tmp_path / "cg") == Memory(4 * GIB, 2 * GIB)
-
-
-def test_host_memory_in_a_version_1_group(tmp_path: Path) -> None:
-    make_group(
-        tmp_path / "cg/memory",
-        memory__limit_in_bytes=str(6 * GIB),
-        memory__usage_in_bytes=str(GIB),
-    )
-    # The path is the host's; inside a container only the root of the mount exists.
-    proc = make_proc(tmp_path, "5:cpu:/x\n4:memory:/docker/abc\n")
-    assert host_memory(proc, tmp_path / "cg") == Memory(6 * GIB, 5 * GIB)
 
 
 def test_dtype_auto(monkeypatch: pytest.MonkeyPatch) -> None:

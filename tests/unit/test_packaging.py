@@ -5,9 +5,6 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
-import shutil
-import subprocess
-import sys
 import tomllib
 import zipfile
 from pathlib import Path
@@ -16,7 +13,9 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from support.wheels import build_wheel, copy_tree
 
+from pdserve.model_runner.kernels.build import MODULE
 from pdserve.runtime.option_checks import check_options
 from pdserve.runtime.options import ServerOptions
 from pdserve.server.cli import app
@@ -66,15 +65,10 @@ def known_flags() -> set[str]:
 @pytest.fixture(scope="module")
 def wheel_names(tmp_path_factory) -> list[str]:
     """The files in a wheel that is built from a copy of the tree."""
-    source, wheels = tmp_path_factory.mktemp("source") / "tree", tmp_path_factory.mktemp("wheels")
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist"))
-    build = (
-        "import setuptools.build_meta, sys, warnings; warnings.simplefilter('ignore'); "
-        "print(setuptools.build_meta.build_wheel(sys.argv[1]))"
-    )
-    run = subprocess.run([sys.executable, "-c", build, wheels], cwd=source, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    [wheel] = wheels.glob("*.whl")
+    source = copy_tree(tmp_path_factory.mktemp("source"))
+    wheel = build_wheel(source, tmp_path_factory.mktemp("wheels"))
+    # Without libraries in it, it suits every system.
+    assert wheel.name.endswith("-py3-none-any.whl")
     return zipfile.ZipFile(wheel).namelist()
 
 
@@ -130,6 +124,20 @@ def test_compose_services_are_where_the_router_and_the_health_checks_look():
     assert router[router.index("--prefill") + 1 :][:2] == ["http://prefill:8000", "8998"]
     assert "--disaggregation-bootstrap-port=8998" in services["prefill"]["command"]
     assert router[router.index("--decode") + 1] == "http://decode:8000"
+
+
+def test_the_image_carries_the_kernels_and_no_compiler():
+    text = (ROOT / "docker" / "Dockerfile").read_text()
+    build, final = re.split(r"^FROM .*$", text, flags=re.MULTILINE)[1:]
+    installs = re.search(r"apt-get install .* g\+\+", build)
+    compiles = re.search(rf"python -m {re.escape(MODULE)} --all$", build, flags=re.MULTILINE)
+    assert installs
+    assert compiles
+    assert build.index("pip install -c constraints.txt --no-build-isolation .") < compiles.start()
+    # Into the environment that is copied, which has the same path in both stages.
+    [folder] = re.findall(r"^COPY --from=build (\S+) \1$", final, flags=re.MULTILINE)
+    assert f"python -m venv {folder}\n" in build
+    assert "apt-get" not in final
 
 
 def test_dockerfile_command_starts():

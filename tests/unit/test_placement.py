@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from pdserve.model_runner.placement import Placement, plan_placement
-from pdserve.runtime.cpu_list import PlacementError, parse_cpus
+from pdserve.model_runner.placement import CROWDED_SPIN_US, SPIN_US, plan_placement
+from pdserve.runtime.cpu_list import PlacementError, format_cores, parse_cpus, parse_kernel_list
+from pdserve.runtime.machine.topology import Machine
 
 FOUR = frozenset(range(4))
 
@@ -19,23 +21,97 @@ def test_cpus_are_lists_of_cores_and_ranges_in_their_order() -> None:
     assert parse_cpus("5, 0,2-4") == (5, 0, 2, 3, 4)
 
 
+def test_lists_are_written_as_they_are_read() -> None:
+    assert format_cores([0, 1, 3, 4, 5, 9]) == "0,1,3-5,9"
+    assert parse_cpus(format_cores([7, 0, 1, 2])) == (7, 0, 1, 2)
+    assert parse_kernel_list("0-2,8\n") == [0, 1, 2, 8]
+    assert parse_kernel_list("\n") == []
+
+
 @pytest.mark.parametrize("text", ["", "a", "1,", "1-", "-1", "3-1", "1,1", "0-2,1", "1-2-3"])
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(PlacementError, match="--cpus"):
         parse_cpus(text)
 
 
+def machine(cores: int = 4, *, smt: int = 1, nodes: int = 1, slow: tuple[int, ...] = (), quota: float | None = None):
+    """Cores 0, 1, …: ``smt`` threads on each physical core, numbered as neighbours, in ``nodes`` equal parts."""
+    allowed, part = frozenset(range(cores)), cores // nodes
+    siblings = {cpu: frozenset(range(cpu - cpu % smt, cpu - cpu % smt + smt)) for cpu in allowed}
+    parts = {n: frozenset(range(n * part, (n + 1) * part)) for n in range(nodes)}
+    return Machine(allowed, siblings, frozenset(slow), parts, quota)
+
+
 @pytest.mark.parametrize(
-    ("threads", "cpus", "expected"),
+    ("threads", "cpus", "count", "bound", "home"),
     [
-        (None, None, Placement(4, None, FOUR)),
-        (2, None, Placement(2, None, FOUR)),
-        (None, "1-3", Placement(3, (1, 2, 3), FOUR)),
-        (1, "1-3", Placement(1, (1,), FOUR)),
+        (None, None, 4, None, FOUR),
+        (2, None, 2, None, FOUR),
+        (None, "1-3", 3, (1, 2, 3), {1, 2, 3}),
+        (1, "1-3", 1, (1,), {1}),
     ],
 )
-def test_threads_default_to_one_a_core(threads: int | None, cpus: str | None, expected: Placement) -> None:
-    assert plan_placement(threads, cpus, FOUR) == expected
+def test_threads_default_to_one_a_core(threads, cpus, count, bound, home) -> None:
+    placement = plan_placement(threads, cpus, machine())
+    assert (placement.threads, placement.cpus, placement.home, placement.allowed) == (count, bound, home, FOUR)
+    assert placement.node is None
+    assert placement.spin_us == SPIN_US
+
+
+@pytest.mark.parametrize(
+    ("box", "threads", "home", "node", "says"),
+    [
+        (machine(), 4, {0, 1, 2, 3}, None, "4 compute threads on cores 0-3: 4 allowed"),
+        (machine(4, smt=2), 2, {0, 2}, None, "2 compute threads on cores 0,2: 4 allowed, 2 are SMT siblings"),
+        (machine(4, slow=(3,)), 3, {0, 1, 2}, None, "on cores 0-2: 4 allowed, 1 is an efficiency core"),
+        (machine(2, slow=(0, 1)), 2, {0, 1}, None, "2 compute threads on cores 0,1: 2 allowed"),
+        (machine(8, nodes=2), 4, {0, 1, 2, 3}, 0, "on cores 0-3 of NUMA node 0: 8 allowed, 4 on other NUMA nodes"),
+        (
+            machine(8, smt=2, nodes=2, slow=(0, 1)),
+            2,
+            {4, 6},
+            1,
+            "are SMT siblings, 1 is an efficiency core, 1 on other",
+        ),
+        (machine(quota=2.9), 2, FOUR, None, "2 compute threads on cores 0-3: 4 allowed, a CPU quota of 2.9 cores"),
+        (machine(quota=0.5), 1, FOUR, None, "1 compute thread on cores 0-3: 4 allowed, a CPU quota of 0.5 cores"),
+        (machine(quota=1.0), 1, FOUR, None, "a CPU quota of 1 core"),
+    ],
+)
+def test_threads_follow_the_machine(box, threads, home, node, says) -> None:
+    placement = plan_placement(None, None, box)
+    assert (placement.threads, placement.home, placement.node) == (threads, home, node)
+    assert says in placement.reason
+    assert not placement.is_crowded or threads == 1
+
+
+def test_more_threads_than_a_node_holds_spread_over_all() -> None:
+    box = machine(8, smt=2, nodes=2)
+    assert plan_placement(2, None, box).home == {0, 2}
+    assert plan_placement(4, None, box)[3:5] == ({0, 2, 4, 6}, None)
+    assert plan_placement(5, None, box)[3:5] == (frozenset(range(8)), None)
+    # Cores that are named are taken, whatever they are; memory follows them.
+    assert plan_placement(None, "6-7", box)[3:5] == ({6, 7}, 1)
+
+
+@pytest.mark.parametrize(
+    ("threads", "cpus", "quota", "crowded"),
+    [
+        (4, None, None, False),
+        (5, None, None, True),
+        (4, None, 3.5, True),
+        (2, "0-1", 1.0, True),
+        (None, "0-1", 2, False),
+    ],
+)
+def test_who_has_too_few_cores_does_not_spin(threads, cpus, quota, crowded) -> None:
+    placement = plan_placement(threads, cpus, machine(quota=quota))
+    assert placement.is_crowded == crowded
+    assert placement.spin_us == (CROWDED_SPIN_US if crowded else SPIN_US)
+
+
+def test_a_quota_bounds_the_default_on_named_cores() -> None:
+    assert plan_placement(None, "0-3", machine(quota=2.0)).cpus == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -43,15 +119,36 @@ def test_threads_default_to_one_a_core(threads: int | None, cpus: str | None, ex
 )
 def test_what_can_t_be_had_is_refused(threads: int | None, cpus: str | None, named: str) -> None:
     with pytest.raises(PlacementError, match=named):
-        plan_placement(threads, cpus, FOUR)
+        plan_placement(threads, cpus, machine())
+
+
+MEMORY = """
+import mmap
+from pdserve.model_runner.placement import prefer_memory_of
+
+prefer_memory_of(0)
+buffer = mmap.mmap(-1, 1 << 20)
+buffer[0] = 1
+print(open("/proc/self/numa_maps").read())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="this kernel knows no NUMA nodes")
+def test_memory_is_asked_for_on_the_node() -> None:
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=60, check=True)
+    policies = {line.split()[1] for line in done.stdout.splitlines() if line}
+    if policies == {"default"}:
+        pytest.skip("memory policies are forbidden here")
+    assert "prefer:0" in policies or "prefer=0" in policies, done.stdout
 
 
 BIND = """
 import os, sys, threading
 from pdserve.model_runner.placement import bind_compute_threads, confine, floating, plan_placement
+from pdserve.runtime.machine.topology import read_machine
 
 allowed = frozenset(os.sched_getaffinity(0))
-placement = plan_placement(None, sys.argv[1], allowed)
+placement = plan_placement(None, sys.argv[1], read_machine())
 confine(placement)
 bound = bind_compute_threads(placement)
 assert [os.sched_getaffinity(thread) for thread in bound] == [{cpu} for cpu in placement.cpus], bound

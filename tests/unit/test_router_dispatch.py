@@ -56,6 +56,26 @@ async def test_a_decode_serves_alone_while_its_prefill_is_behind(rig):
     behind.cancel()
 
 
+@scenario(prefill_backlog=100)
+async def test_a_clients_bootstrap_host_reaches_no_instance_on_any_path(rig):
+    p, d, w = await rig.instance("hang"), await rig.instance(), await rig.instance()
+    client = await rig.route([p], [d], [w])
+    named = {"bootstrap_host": "evil", "bootstrap_port": 1, "bootstrap_room": 5}
+    behind = asyncio.create_task(generate(client, text="x" * 4000, stream=True))
+    await p.arrived.wait()
+    await generate(client, text="y", **named)  # the decode alone
+    behind.cancel()
+    await p.kill()
+    await rig.until_states("unhealthy", "healthy", "healthy")
+    for path in ("/generate", "/v1/completions"):  # the worker alone
+        await client.post(path, json={"text": "z", "prompt": "z", **named})
+    assert [seen.body["text"] for seen in d.requests[1:]] == ["y"]
+    assert [seen.path for seen in w.requests] == ["/generate", "/v1/completions"]
+    for seen in [*d.requests[1:], *w.requests]:
+        assert not [name for name in seen.body if name.startswith("bootstrap_")]
+    assert all("evil" not in str(seen.body) for seen in p.requests + d.requests)
+
+
 @scenario()
 async def test_bad_json_touches_no_instance(rig):
     p, d = await rig.instance(), await rig.instance()

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from pdserve.router.errors import BadRequestError
 from pdserve.router.instance import Instance, Role
 from pdserve.router.request_body import RequestBody
 
@@ -52,3 +53,39 @@ def test_a_clients_own_room_is_replaced_and_its_rid_kept():
     assert prefill["rid"] == decode["rid"] == "mine"
     assert prefill["bootstrap_room"] == decode["bootstrap_room"] != 5
     assert decode["bootstrap_host"] == "::1"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"text": "a", "bootstrap_host": "evil", "bootstrap_port": 1, "bootstrap_room": 2}',
+        b'{"bootstrap_host": ["evil"], "bootstrap_port": [1], "text": "a", "bootstrap_room": [2]}',
+        b'{"text": "a", "bootstrap_host": "evil", "bootstrap_host": null}',
+        b'{"text": "a", "bootstrap\\u005fhost": "evil"}',
+        b'{"text": "a", "bootstrap_pair_key": "x", "bootstrap_": 1}',
+    ],
+)
+def test_a_clients_bootstrap_fields_reach_nobody(body):
+    parsed = RequestBody.parse(body)
+    assert json.loads(parsed.raw) == parsed.fields == {"text": "a"}
+    for leg in parsed.for_pair(PREFILL):
+        fields = json.loads(leg)
+        assert fields["bootstrap_host"] == "::1"
+        assert {name for name in fields if name.startswith("bootstrap_")} == {
+            "bootstrap_host",
+            "bootstrap_port",
+            "bootstrap_room",
+        }
+
+
+def test_a_body_without_them_is_passed_on_byte_for_byte():
+    body = b'{ "text": "a",  "note": {"bootstrap_host": "a word in a prompt"} }'
+    assert RequestBody.parse(body).raw is body
+
+
+def test_a_body_too_deep_to_be_written_again_is_the_clients_fault():
+    deep = b'{"text": ' + b"[" * 300 + b"]" * 300 + b"}"
+    with pytest.raises(BadRequestError, match="passed on"):
+        RequestBody.parse(deep).for_pair(PREFILL)
+    with pytest.raises(BadRequestError, match="passed on"):
+        RequestBody.parse(deep[:-1] + b', "bootstrap_host": "evil"}')

@@ -25,7 +25,12 @@ PATIENCE_MS = 20_000
 
 def command(name, run_dir, **options):
     spec = ChildSpec(
-        name=name, run_dir=str(run_dir), epoch="e", parent_pid=os.getpid(), options=ServerOptions(**options)
+        name=name,
+        run_dir=str(run_dir),
+        epoch="e",
+        parent_pid=os.getpid(),
+        options=ServerOptions(**options),
+        secret="secret",
     )
     spec_file = run_dir / f"{name}.json"
     spec_file.write_bytes(msgspec.json.encode(spec))

@@ -92,7 +92,7 @@ def test_spans_land_where_they_should_and_nowhere_else(pair):
     expected = receiver.pool.copy()
     local, remote = (
         spans((0, 100), (PAGE, 3 * PAGE), (7 * PAGE + 5, 1)),
-        spans((PAGE - 3, 100), (4 * PAGE, 3 * PAGE), (0, 1)),
+        spans((2 * PAGE - 3, 100), (4 * PAGE, 3 * PAGE), (PAGE, 1)),
     )
     for (source, length), (target, _) in zip(local.tolist(), remote.tolist(), strict=True):
         expected[target : target + length] = writer.pool[source : source + length]
@@ -110,8 +110,8 @@ def test_a_write_larger_than_all_buffers_arrives_whole(make_node, kind, monkeypa
     pump(pair, lambda: writer.events == [LinkUp("D")])
     rng = np.random.default_rng(1)
     writer.pool[:] = rng.integers(0, 256, len(writer.pool))
-    local = np.stack((np.arange(pages) * PAGE, rng.integers(PAGE - 99, PAGE + 1, pages)), axis=1)
-    remote = np.stack((rng.permutation(pages) * PAGE, local[:, 1]), axis=1)
+    local = np.stack((np.arange(pages) * PAGE, rng.integers(PAGE - 99, PAGE + 1, pages)), axis=1)[1:]
+    remote = np.stack(((1 + rng.permutation(pages - 1)) * PAGE, local[:, 1]), axis=1)
     expected = receiver.pool.copy()
     for (source, length), (target, _) in zip(local.tolist(), remote.tolist(), strict=True):
         expected[target : target + length] = writer.pool[source : source + length]
@@ -125,10 +125,12 @@ def test_a_write_larger_than_all_buffers_arrives_whole(make_node, kind, monkeypa
     [
         (spans((0, 10)), spans((PAGE * PAGES - 9, 10))),
         (spans((0, 10)), spans((-1, 10))),
-        (spans((PAGE * PAGES - 9, 10)), spans((0, 10))),
-        (spans((0, 10)), spans((0, 11))),
-        (spans((0, 10), (0, 10)), spans((0, 10))),
-        (spans((0, 0)), spans((0, 0))),
+        (spans((0, 10)), spans((0, 10))),
+        (spans((0, 10)), spans((PAGE - 1, 10))),
+        (spans((PAGE * PAGES - 9, 10)), spans((PAGE, 10))),
+        (spans((0, 10)), spans((PAGE, 11))),
+        (spans((0, 10), (0, 10)), spans((PAGE, 10))),
+        (spans((0, 0)), spans((PAGE, 0))),
         (spans((0, 2**62)), spans((2**62, 2**62))),
     ],
 )
@@ -145,7 +147,7 @@ def test_tcp_receiver_checks_bounds_itself_and_the_link_survives(make_node):
     lying = msgspec.structs.replace(offer, nbytes=2 * offer.nbytes)
     writer.backend.connect("D", msgspec.msgpack.encode(lying))
     pump((writer, receiver), lambda: writer.events == [LinkUp("D")])
-    bad = writer.backend.write("D", spans((0, PAGE), (PAGE, PAGE)), spans((0, PAGE), (PAGE * PAGES, PAGE)))
+    bad = writer.backend.write("D", spans((0, PAGE), (PAGE, PAGE)), spans((PAGE, PAGE), (PAGE * PAGES, PAGE)))
     good = writer.backend.write("D", spans((0, 5)), spans((PAGE, 5)))
     pump((writer, receiver), lambda: good.state is not WriteState.PENDING)
     assert (bad.state, good.state) == (WriteState.FAILED, WriteState.DONE)
@@ -319,7 +321,7 @@ def test_a_silent_tcp_receiver_counts_as_gone_after_stall_seconds(make_node):
     writer.backend.connect("D", receiver.metadata)
     pump((writer, receiver), lambda: writer.events == [LinkUp("D")])
     writer.events.clear()
-    handle = writer.backend.write("D", spans((0, 5)), spans((0, 5)))
+    handle = writer.backend.write("D", spans((0, 5)), spans((PAGE, 5)))
     pump((writer,), lambda: writer.events)
     assert handle.state is WriteState.FAILED
     assert "does not answer" in writer.events[0].reason

@@ -7,9 +7,9 @@
 
 using namespace pdserve;
 
-PDS_API void* pds_team_new(int32_t size, const int32_t* cpus) {
+PDS_API void* pds_team_new(int32_t size, const int32_t* cpus, int32_t spin_us) {
   try {
-    return new Team(size, cpus);
+    return new Team(size, cpus, spin_us);
   } catch (const std::exception&) {  // no memory, or no more threads
     return nullptr;
   }

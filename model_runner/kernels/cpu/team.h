@@ -13,6 +13,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <climits>
 #include <cstdint>
@@ -62,24 +63,30 @@ class alignas(64) Signal {
 class Team {
  public:
   // `cpus`: a core for each member, or null to leave them where they are. Member 0 is the thread that calls run(), so
-  // its entry is not applied here: the caller binds itself.
-  Team(int size, const int* cpus) : size_(size) {
-    for (int tid = 1; tid < size; ++tid) {
-      threads_.emplace_back([this, tid] { serve(tid); });
-      if (cpus != nullptr) {
-        cpu_set_t one;
-        CPU_ZERO(&one);
-        CPU_SET(cpus[tid], &one);
-        pthread_setaffinity_np(threads_.back().native_handle(), sizeof one, &one);
+  // its entry is not applied here: the caller binds itself. `spin_us`: how long a member waits at a barrier before it
+  // sleeps; next to nothing where members outnumber the cores or a quota, as who is waited for can't run meanwhile.
+  // Throws where the system gives no more threads, with those that were started ended again.
+  Team(int size, const int* cpus, int spin_us)
+      : size_(size), barrier_spin_(uint64_t(spin_us) * kTicksPerUs), idle_spin_(std::min(barrier_spin_, kIdleSpin)) {
+    try {
+      threads_.reserve(size);
+      for (int tid = 1; tid < size; ++tid) {
+        threads_.emplace_back([this, tid] { serve(tid); });
+        if (cpus != nullptr) {
+          cpu_set_t one;
+          CPU_ZERO(&one);
+          CPU_SET(cpus[tid], &one);
+          pthread_setaffinity_np(threads_.back().native_handle(), sizeof one, &one);
+        }
       }
+    } catch (...) {
+      // A vector of running threads that is destroyed ends the process.
+      stop();
+      throw;
     }
   }
 
-  ~Team() {
-    stop_ = true;
-    start_.raise();
-    for (auto& thread : threads_) thread.join();
-  }
+  ~Team() { stop(); }
 
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
@@ -109,19 +116,24 @@ class Team {
       arrived_.store(0, std::memory_order_relaxed);
       round_.raise();
     } else {
-      round_.wait_past(round, kBarrierSpin);
+      round_.wait_past(round, barrier_spin_);
     }
   }
 
  private:
-  // Ticks run at 2 to 4 GHz, so these are about 300 and 10 microseconds. On a machine with few cores another process
-  // takes a member's core for as long as the first: who sleeps meanwhile wakes up late as well.
-  static constexpr uint64_t kBarrierSpin = 900000;
-  static constexpr uint64_t kIdleSpin = 30000;
+  // The time-stamp counter runs at 2 to 4 GHz. A member without work waits for a run() for about 10 microseconds.
+  static constexpr uint64_t kTicksPerUs = 3000;
+  static constexpr uint64_t kIdleSpin = 10 * kTicksPerUs;
+
+  void stop() {
+    stop_ = true;
+    start_.raise();
+    for (auto& thread : threads_) thread.join();
+  }
 
   void serve(int tid) {
     for (uint32_t seen = 0;; ++seen) {
-      start_.wait_past(seen, kIdleSpin);
+      start_.wait_past(seen, idle_spin_);
       if (stop_) return;
       call_(context_, tid, size_);
       barrier();
@@ -129,6 +141,8 @@ class Team {
   }
 
   const int size_;
+  const uint64_t barrier_spin_;
+  const uint64_t idle_spin_;
   Signal start_;
   Signal round_;
   alignas(64) std::atomic<int> arrived_{0};

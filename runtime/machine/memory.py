@@ -1,0 +1,25 @@
+"""How much memory this process may have."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .control_groups import SystemTree, memory_limits
+
+
+class Memory(NamedTuple):
+    """Memory of a device, in bytes; ``free`` is what can still be taken without pushing anyone out."""
+
+    total: int
+    free: int
+
+
+def host_memory(tree: SystemTree = SystemTree()) -> Memory:  # noqa: B008 - immutable
+    """Memory of the host, or of the tightest of the control groups around this process."""
+    lines = (line.split() for line in (tree.proc / "meminfo").read_text().splitlines())
+    kib = {fields[0].rstrip(":"): int(fields[1]) for fields in lines}
+    total, free = kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024
+    for limit, used in memory_limits(tree):
+        total = min(total, limit)
+        free = max(0, min(free, limit - used))
+    return Memory(total, free)

@@ -1,0 +1,49 @@
+"""Says what was refused without letting strangers fill the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from ..messages.decode import shown
+
+LINES = 10
+SECONDS = 10.0
+
+
+class RefusalLog:
+    """Counts every refusal in ``total`` and logs at most ``LINES`` of them in ``SECONDS``, then how many more came.
+
+    Not one quota for each stranger: whoever floods has many addresses, and a table of them would grow.
+    """
+
+    def __init__(
+        self,
+        log: logging.Logger,
+        what: str,
+        level: int = logging.WARNING,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log = log
+        self._what = what
+        self._level = level
+        self._clock = clock
+        self._until = 0.0
+        self._lines = 0
+        self._untold = 0
+        self.total = 0
+
+    def add(self, reason: str) -> None:
+        """One more refusal; ``reason`` may hold a stranger's words."""
+        self.total += 1
+        now = self._clock()
+        if now >= self._until:
+            if self._untold:
+                self._log.log(self._level, "%s: %d more like these, %d in all", self._what, self._untold, self.total)
+            self._until, self._lines, self._untold = now + SECONDS, 0, 0
+        if self._lines < LINES:
+            self._lines += 1
+            self._log.log(self._level, "%s: %s", self._what, shown(reason))
+        else:
+            self._untold += 1

@@ -1,0 +1,88 @@
+"""The promise on gaps: how long a step with prompt pieces in it may take.
+
+Everyone who decodes waits for the pieces that share the step. So a step may take ``--itl-budget-ms``; or, where the
+decodes alone are slow already, ``STRETCH`` times what they take. What pieces fit is the cost model's to say: on a
+processor that is bound by memory, tokens up to the knee of its curve cost next to nothing, and are all taken.
+
+What is promised is the time between two results, which the client sees, and it is promised for nearly every step, not
+for half of them as an estimate is. So the limit of the estimate is the promise, divided by a margin, less the time
+between steps. The margin is the factor that one outcome in fifty exceeds: learned, too, and capped because none helps
+against others who use the processor.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .cost_model import CostModel
+from .step_shape import StepShape
+
+STRETCH = 1.5
+FIRST_MARGIN, MAX_MARGIN = 1.1, 1.3
+MARGIN_GAIN, EXCEEDING = 0.02, 0.02
+"""Where one outcome in 50 is above the margin, steps up of 0.98 × the gain and steps down of 0.02 × it balance."""
+
+
+class Promise(NamedTuple):
+    """Of one step. ``estimate_ms`` and ``limit_ms``: of the time between the result before it and its own."""
+
+    estimate_ms: float
+    limit_ms: float
+
+
+class ItlBudget:
+    """The limit of each step with prompt pieces, and the books on how it was kept."""
+
+    def __init__(self, budget_ms: float, model: CostModel) -> None:
+        self.budget_ms = budget_ms
+        self.margin = FIRST_MARGIN
+        self._model = model
+        self._steps = 0
+        self._over = 0
+        self._over_estimate_ms = 0.0
+        self._over_outcome_ms = 0.0
+        self._worst = Promise(0.0, 0.0)
+        self._worst_ms = 0.0
+
+    def limit_ms(self, decodes: StepShape) -> float:
+        """What is promised to these decodes."""
+        return max(self.budget_ms, STRETCH * (self._model.estimate(decodes) + self._model.overhead_ms))
+
+    def forward_ms(self, limit_ms: float) -> float:
+        """The largest estimate of ``forward_ms`` for a step to be within ``limit_ms``."""
+        return limit_ms / self.margin - self._model.overhead_ms
+
+    def promise(self, estimate_ms: float, limit_ms: float) -> Promise:
+        """Of a step that was planned, by the estimate of its ``forward_ms``."""
+        return Promise(estimate_ms + self._model.overhead_ms, limit_ms)
+
+    def learn(self, promise: Promise, outcome_ms: float) -> None:
+        """How it came out."""
+        exceeds = outcome_ms > self.margin * promise.estimate_ms
+        self.margin *= 1 + MARGIN_GAIN * ((1 - EXCEEDING) if exceeds else -EXCEEDING)
+        self.margin = min(max(self.margin, 1.0), MAX_MARGIN)
+        self._steps += 1
+        if outcome_ms <= promise.limit_ms:
+            return
+        self._over += 1
+        self._over_estimate_ms += promise.estimate_ms
+        self._over_outcome_ms += outcome_ms
+        if outcome_ms > self._worst_ms:
+            self._worst, self._worst_ms = promise, outcome_ms
+
+    def info(self) -> dict[str, Any]:
+        """JSON-ready: steps with prompt pieces since the start, those of them that broke the promise, milliseconds."""
+        over = max(self._over, 1)
+        return {
+            "budget_ms": self.budget_ms,
+            "margin": round(self.margin, 3),
+            "steps": self._steps,
+            "steps_over": self._over,
+            "over_estimate_ms": round(self._over_estimate_ms / over, 3),
+            "over_outcome_ms": round(self._over_outcome_ms / over, 3),
+            "worst": {
+                "estimate_ms": round(self._worst.estimate_ms, 3),
+                "limit_ms": round(self._worst.limit_ms, 3),
+                "outcome_ms": round(self._worst_ms, 3),
+            },
+        }

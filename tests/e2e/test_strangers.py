@@ -1,0 +1,278 @@
+"""Strangers at every port of a running pair: they change nothing, and cost no more than is stated here.
+
+The campaign of 100,000 frames is marked slow (``make test-slow``); the same in short runs with every change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+import time
+
+import httpx
+import msgspec
+import pytest
+import zmq
+from support.processes import Pair, pd_pair, wait_until
+from support.strangers import Stranger, Target, find_target
+
+from pdserve.disaggregation.backends.tcp import TcpBackend
+from pdserve.disaggregation.region import allocate_region
+from pdserve.disaggregation.unclaimed_rooms import PEER_ROOMS
+from pdserve.messages.base import Message
+from pdserve.messages.channel import Codec, encode
+from pdserve.messages.handover import (
+    Abort,
+    Heartbeat,
+    Hello,
+    PrefillToDecode,
+    RoomQueued,
+    TransferRequest,
+    Welcome,
+)
+
+PROMPTS = [[50 + i, 900, 77 * i + 5, 4000, *range(100 + i, 140 + 3 * i)] for i in range(4)]
+FRAMES_A_ROUND = 250
+GROWTH_BYTES = 48 << 20
+"""That a process may have grown by after any number of frames."""
+LOG_BYTES_A_SECOND = 6_000
+"""Of one instance's log: some ten lines in ten seconds from each place that refuses."""
+LOG_BYTES = 100_000
+"""That it may have written besides."""
+
+
+def answers(pair: Pair) -> list[list[int]]:
+    """The pair's greedy answers."""
+    params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    return [pair.router.generate(input_ids=p, sampling_params=params)["output_ids"] for p in PROMPTS]
+
+
+def processes(pair: Pair) -> dict[str, tuple[int, int]]:
+    """pid and resident bytes of every process of the pair."""
+    servers = {"prefill": pair.prefill, "decode": pair.decode, "router": pair.router}
+    return {
+        f"{name} {child}": (process.pid, process.memory_info().rss)
+        for name, server in servers.items()
+        for child, process in server.family().items()
+    }
+
+
+def assert_unharmed(pair: Pair, before: dict[str, tuple[int, int]], expected: list[list[int]]) -> None:
+    """The same processes, no larger than allowed, the same answers from cached pages and from fresh ones."""
+    after = processes(pair)
+    assert {name: pid for name, (pid, _) in after.items()} == {name: pid for name, (pid, _) in before.items()}
+    grown = {name: after[name][1] - rss for name, (_, rss) in before.items()}
+    assert max(grown.values()) < GROWTH_BYTES, grown
+    assert answers(pair) == expected
+    pair.assert_all_returned()
+    for server in (pair.prefill, pair.decode):
+        assert server.post("/flush_cache", {}).status_code == 200
+    assert answers(pair) == expected
+    pair.assert_all_returned()
+    for server in (pair.prefill, pair.decode, pair.router):
+        assert "Traceback" not in server.log(), server.log()[-5000:]
+
+
+def run_campaign(pair: Pair, frames: int, seed: int) -> None:
+    """``frames`` frames, with honest requests in between."""
+    expected = answers(pair)
+    assert answers(pair) == expected  # from cached pages
+    target = find_target(pair)
+    stranger = Stranger(target, seed)
+    stranger.send(FRAMES_A_ROUND)  # what is loaded or allocated by the first of a kind is no growth
+    before = processes(pair)
+    logs = {server.log_path: server.log_path.stat().st_size for server in (pair.prefill, pair.decode, pair.router)}
+    began = time.monotonic()
+    for _ in range(frames // FRAMES_A_ROUND):
+        stranger.send(FRAMES_A_ROUND)
+        assert answers(pair) == expected
+    stranger.close()
+    seconds = time.monotonic() - began
+    assert_unharmed(pair, before, expected)
+    refused = pair.prefill.info()["disaggregation"]["refused"]
+    assert refused > 0.2 * stranger.sent["control_frame"]
+    written = {path.name: path.stat().st_size - size for path, size in logs.items()}
+    assert max(written.values()) < LOG_BYTES + LOG_BYTES_A_SECOND * seconds, written
+    assert "more like these" in pair.prefill.log() or frames < 10_000
+    rss = {n: f"{(r - before[n][1]) >> 10:+d} KiB" for n, (_, r) in processes(pair).items()}
+    print(f"{stranger.sent} in {seconds:.0f} s, refused at the control port: {refused}, logs: {written}, memory: {rss}")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, tiny_args):
+    """One pair for all tests of this file: none of them may harm it."""
+    args = [*tiny_args, "--max-total-tokens", "4096"]
+    with pd_pair(tmp_path_factory.mktemp("strangers"), "tcp", *args) as pair:
+        yield pair
+
+
+@pytest.mark.timeout(300)
+def test_strangers_at_every_port_change_nothing(pair):
+    run_campaign(pair, 2_000, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_campaign_of_strangers(pair):
+    run_campaign(pair, int(os.environ.get("PDSERVE_STRANGER_FRAMES", "100000")), seed=2)
+
+
+def test_forged_and_replayed_routes_are_refused_and_the_pair_goes_on(pair):
+    expected = answers(pair)
+    target = find_target(pair)
+    url = f"http://127.0.0.1:{target.bootstrap}/route"
+    forged = msgspec.structs.replace(target.route, epoch="mine", control_port=1)
+    with httpx.Client(trust_env=False, timeout=10) as client:
+        for route in (forged, target.route):
+            assert client.put(url, content=msgspec.json.encode(route)).status_code == 401
+            assert client.delete(url, params={"epoch": target.route.epoch}).status_code == 401
+        assert client.get(url).json()["epoch"] == target.route.epoch
+    assert answers(pair) == expected
+    assert pair.prefill.is_healthy()
+
+
+def test_the_secret_is_in_no_command_line_and_no_environment(pair):
+    for process in pair.prefill.family().values():
+        seen = " ".join([*process.cmdline(), *process.environ().values()])
+        assert "secret" not in seen.lower()
+
+
+def test_a_stranger_that_became_a_peer_gets_no_room_of_others_and_leaves_nothing_behind(pair):
+    """With a data port of its own, so that the prefill connects to it and welcomes it."""
+    expected = answers(pair)
+    target = find_target(pair)
+    before = processes(pair)
+    with contextlib.ExitStack() as stack:
+        stranger = Insider(target, stack)
+        stranger.become_peer()
+        states = {peer["epoch"]: peer["state"] for peer in pair.prefill.info()["disaggregation"]["peers"]}
+        assert states == {target.decode_epoch: "ready", stranger.epoch: "ready"}
+        rng = random.Random(3)
+        most = 0
+        for _ in range(50):
+            messages = [stranger.about(rng, rng.getrandbits(63)) for _ in range(200)]
+            stranger.socket.send(encode([*messages, Heartbeat(target.route.epoch)]))
+            most = max(most, pair.prefill.info()["disaggregation"]["rooms"])
+        assert 0 < most <= PEER_ROOMS
+        assert answers(pair) == expected
+    # It falls silent: whatever it opened goes with it.
+    wait_until(lambda: len(pair.prefill.info()["disaggregation"]["peers"]) == 1, 10, "it is gone")
+    wait_until(lambda: pair.prefill.info()["disaggregation"]["rooms"] == 0, 10, "its rooms are gone")
+    assert_unharmed(pair, before, expected)
+
+
+class Insider:
+    """A stranger that plays a decode instance."""
+
+    epoch = "an insider"
+
+    def __init__(self, target: Target, stack: contextlib.ExitStack) -> None:
+        self.target = target
+        region = allocate_region(1 << 20, shared=False)
+        stack.callback(region.close)
+        self.backend = TcpBackend(self.epoch, "127.0.0.1")
+        self.metadata = self.backend.register(region, 4096)
+        self._over = False
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+        stack.callback(self._close)
+        ctx = stack.enter_context(zmq.Context())
+        self.socket = stack.enter_context(ctx.socket(zmq.DEALER))
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(f"tcp://127.0.0.1:{target.control}")
+
+    def become_peer(self) -> None:
+        """Say hello until welcomed."""
+        route = self.target.route
+        hello = Hello(route.epoch, self.epoch, route.version, route.fingerprint, route.layout, "tcp", self.metadata)
+        self.socket.send(encode([hello]))
+        welcomed = Codec(PrefillToDecode, 1 << 20)
+        wait_until(
+            lambda: self.socket.poll(100) and any(isinstance(m, Welcome) for m in welcomed.decode(self.socket.recv())),
+            10,
+            "the prefill takes the stranger for a decode",
+        )
+
+    def about(self, rng: random.Random, room: int) -> Message:
+        """Something about a room that it knows nothing of."""
+        epoch = self.target.route.epoch
+        kind = rng.randrange(4)
+        if kind == 0:
+            return Abort(epoch, room, "mine")
+        if kind == 1:
+            return TransferRequest(epoch, room, rng.randrange(1 << 31), 1, 0, rng.randbytes(4 * rng.randrange(50)))
+        return RoomQueued(epoch, room)
+
+    def _serve(self) -> None:
+        while not self._over:
+            self.backend.progress(0.1)
+
+    def _close(self) -> None:
+        self._over = True
+        self._thread.join()
+        self.backend.close()
+
+
+class Trap:
+    """A listener that nobody should ever call."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self.socket = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self.socket.settimeout(0)
+        self.named = {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": self.socket.getsockname()[1],
+            "bootstrap_room": 4711,
+        }
+
+    def assert_unseen(self) -> None:
+        """No connection has come."""
+        with pytest.raises(BlockingIOError):
+            self.socket.accept()
+
+
+def test_a_bootstrap_host_from_a_client_is_not_followed_through_the_router(pair):
+    params = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    with contextlib.ExitStack() as stack:
+        trap = Trap(stack)
+        expected = answers(pair)
+        body = {"input_ids": PROMPTS[0], "sampling_params": params, **trap.named}
+        assert pair.router.generate(**body)["output_ids"] == expected[0]
+        batch = {name: [value] * 2 for name, value in trap.named.items()}
+        both = pair.router.post("/generate", {"input_ids": PROMPTS[:2], "sampling_params": params, **batch})
+        assert [answer["output_ids"] for answer in both.json()] == expected[:2]
+        body = {"model": "m", "prompt": "Hello", "max_tokens": 2, **trap.named}
+        assert pair.router.post("/v1/completions", body).status_code in (200, 404)
+        trap.assert_unseen()
+
+
+def test_nor_where_a_decode_serves_alone(tmp_path, tiny_args):
+    """A prompt that occupies the prefill for seconds makes the router send the next one to the decode alone."""
+    with (
+        pd_pair(tmp_path, "tcp", *tiny_args, router_args=("--prefill-backlog", "1")) as pair,
+        contextlib.ExitStack() as stack,
+    ):
+        trap = Trap(stack)
+        params = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
+        worker = pair.prefill.family()["worker"]
+        worker.suspend()
+        try:
+            long = {"input_ids": [7] * 1500, "sampling_params": params}
+            behind = threading.Thread(target=pair.router.post, args=("/generate", long))
+            behind.start()
+            wait_until(lambda: pair.decode.info()["requests"]["total"] == 1, 10, "the long prompt is at both instances")
+            before = pair.prefill.info()["counters"]["requests"]
+            with httpx.Client(trust_env=False, timeout=30) as client:
+                body = {"input_ids": PROMPTS[0], "sampling_params": params, **trap.named}
+                answer = client.post(pair.router.url + "/generate", json=body)
+            assert answer.status_code == 200, answer.text
+            assert pair.prefill.info()["counters"]["requests"] == before  # the decode alone
+            trap.assert_unseen()
+        finally:
+            worker.resume()
+        behind.join(60)
+        assert not behind.is_alive()
+        pair.assert_all_returned()

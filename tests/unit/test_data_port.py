@@ -1,0 +1,346 @@
+"""Strangers at a worker's data port: resets at any moment, descriptors that run out, idle crowds, forged batches."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import resource
+import socket
+import struct
+import time
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+from support.processes import wait_until
+
+from pdserve.disaggregation.backends import socket_backend, tcp
+from pdserve.disaggregation.backends.base import LinkDown, LinkUp, WriteState
+from pdserve.disaggregation.backends.handshake import LENGTH, Greeting, Offer, frame
+from pdserve.disaggregation.backends.link import LinkPhase
+from pdserve.disaggregation.backends.shm import ShmBackend
+from pdserve.disaggregation.backends.socket_backend import MAX_STRANGERS
+from pdserve.disaggregation.backends.tcp import ANSWER, BATCH, TcpBackend
+from pdserve.disaggregation.region import allocate_region
+
+PAGE, PAGES = 4096, 8
+LIMIT = 10.0
+RST = struct.pack("ii", 1, 0)
+BACKENDS = {"tcp": TcpBackend, "shm": ShmBackend}
+
+
+class Node:
+    """A backend over a pool filled with one byte."""
+
+    def __init__(self, kind, epoch, fill=0, **timeouts):
+        self.region = allocate_region(PAGE * PAGES, shared=kind == "shm")
+        self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8)
+        self.pool[:] = fill
+        self.backend = BACKENDS[kind](epoch, "127.0.0.1", **timeouts)
+        self.metadata = self.backend.register(self.region, PAGE)
+        self.offer = msgspec.msgpack.decode(self.metadata, type=Offer)
+        self.events = []
+
+    def turn(self):
+        self.events += self.backend.progress(0.001)
+
+    def stranger(self):
+        """A connection to this node."""
+        if self.offer.backend == "tcp":
+            return socket.create_connection((self.offer.place, self.offer.port), LIMIT)
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(LIMIT)
+        sock.connect(f"\0{self.offer.place}")
+        return sock
+
+    @property
+    def strangers(self):
+        return sum(link.phase is LinkPhase.GREETING for link in self.backend._links)
+
+
+def until(nodes, condition, what):
+    def turned():
+        for node in nodes:
+            node.turn()
+        return condition()
+
+    wait_until(turned, LIMIT, what)
+
+
+@pytest.fixture
+def make_node():
+    nodes = []
+
+    def make(*args, **kwargs):
+        nodes.append(Node(*args, **kwargs))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.backend.close()
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def kind(request):
+    return request.param
+
+
+def reset(sock):
+    """Close by RST, where there is such a thing."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RST)
+    sock.close()
+
+
+def assert_serves(make_node, node, kind):
+    """An honest writer comes in."""
+    writer = make_node(kind, f"W{time.monotonic_ns()}")
+    writer.backend.connect(node.offer.epoch, node.metadata)
+    until((writer, node), lambda: writer.events, "an answer")
+    assert writer.events == [LinkUp(node.offer.epoch)]
+
+
+@pytest.mark.parametrize("good_secret", [False, True])
+def test_a_greeting_with_a_reset_behind_it_harms_nobody(make_node, kind, good_secret):
+    node = make_node(kind, "D")
+    for _ in range(20):
+        sock = node.stranger()
+        secret = node.offer.secret if good_secret else b"wrong"
+        sock.sendall(frame(Greeting(1, "P", "D", secret)))
+        reset(sock)
+        node.turn()
+    until((node,), lambda: not node.backend._links, "all are gone")
+    assert_serves(make_node, node, kind)
+
+
+class BrokenPipe:
+    """A socket whose every call but reading fails, as one that was reset in that very moment."""
+
+    def __init__(self, sock):
+        self._sock = sock
+
+    def __getattr__(self, name):
+        if name in ("send", "sendmsg", "setsockopt", "getsockopt"):
+            return self._fail
+        return getattr(self._sock, name)
+
+    def _fail(self, *args):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_a_verdict_that_cannot_be_sent_ends_its_connection_only(make_node, kind):
+    node = make_node(kind, "D")
+    sock = node.stranger()
+    until((node,), lambda: node.strangers == 1, "it was accepted")
+    (link,) = node.backend._links
+    link.stream.sock = BrokenPipe(link.stream.sock)
+    node.backend._reactor.forget = lambda sock: None
+    sock.sendall(frame(Greeting(1, "P", "D", b"wrong")))
+    until((node,), lambda: not node.backend._links, "it is gone")
+    assert node.events == []
+    sock.close()
+
+
+def test_a_connection_reset_before_it_is_accepted_harms_nobody(make_node):
+    node = make_node("tcp", "D")
+    for _ in range(20):
+        reset(node.stranger())
+    for _ in range(25):
+        node.turn()
+    until((node,), lambda: not node.backend._links, "all are gone")
+    assert_serves(make_node, node, "tcp")
+
+
+def test_a_connection_that_cannot_be_set_up_is_dropped(make_node, monkeypatch):
+    node = make_node("tcp", "D")
+
+    def fail(sock):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(node.backend, "_tune", fail)
+    with node.stranger() as sock:
+        until((node,), lambda: node.backend._refusals.total == 1, "it was refused")
+        assert sock.recv(1) == b""
+
+
+def test_without_descriptors_the_listener_rests_and_then_goes_on(make_node, kind):
+    node = make_node(kind, "D")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    waiting = node.stranger()
+    used = max(waiting.fileno(), node.backend._listener.fileno())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, hard))
+    filler = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                filler.append(socket.socket())
+        node.turn()
+        assert (node.strangers, node.backend._refusals.total) == (0, 1)
+        began = time.monotonic()
+        turns = 0
+        while time.monotonic() - began < socket_backend.ACCEPT_PAUSE_SECONDS / 2:
+            node.events += node.backend.progress(0.01)
+            turns += 1
+        assert turns < 20  # it slept, although a connection waits all the time
+    finally:
+        for sock in filler:
+            sock.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    until((node,), lambda: node.strangers == 1, "the one that waited is accepted")
+    waiting.close()
+    assert_serves(make_node, node, kind)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EPROTO])
+def test_no_error_of_accept_escapes(make_node, number):
+    node = make_node("tcp", "D")
+    real = node.backend._listener
+    failing = SimpleNamespace(accept=lambda: (_ for _ in ()).throw(OSError(number, "no")), fileno=real.fileno)
+    node.backend._listener = failing
+    with node.stranger():
+        until((node,), lambda: node.backend._refusals.total, "it was tried")
+        node.backend._listener = real
+        until((node,), lambda: node.strangers == 1, "it is accepted later")
+
+
+def test_closing_while_the_listener_rests(make_node):
+    node = Node("tcp", "D")
+    node.backend._listener = SimpleNamespace(
+        accept=lambda: (_ for _ in ()).throw(OSError(errno.EMFILE, "no")),
+        fileno=node.backend._listener.fileno,
+        close=node.backend._listener.close,
+    )
+    with node.stranger():
+        until((node,), lambda: node.backend._refusals.total, "it was tried")
+    node.backend.close()
+
+
+def test_an_idle_crowd_does_not_lock_out_an_honest_writer(make_node, kind):
+    node = make_node(kind, "D")
+    crowd = []
+    for _ in range(2 * MAX_STRANGERS):
+        crowd.append(node.stranger())
+        node.turn()
+    until((node,), lambda: node.strangers == MAX_STRANGERS, "the crowd is at its limit")
+    assert_serves(make_node, node, kind)
+    crowd[0].settimeout(LIMIT)
+    assert crowd[0].recv(1) == b""  # the oldest was dropped
+    crowd[-1].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        crowd[-1].recv(1)  # the newest may stay a while
+    for sock in crowd:
+        sock.close()
+
+
+def test_writers_that_are_dialled_do_not_count_as_strangers(make_node):
+    """A prefill that reaches out to many decodes at once still takes connections."""
+    node = make_node("tcp", "P", handshake_seconds=30)
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:
+        for i in range(MAX_STRANGERS + 5):
+            offer = Offer("tcp", f"D{i}", b"x", PAGE * PAGES, "127.0.0.1", silent.getsockname()[1])
+            node.backend.connect(f"D{i}", msgspec.msgpack.encode(offer))
+        with node.stranger():
+            until((node,), lambda: any(k.peer == "" for k in node.backend._links), "the connection is taken")
+    assert sum(k.peer != "" for k in node.backend._links) == MAX_STRANGERS + 5  # and none of them made way for it
+    assert node.events == []
+
+
+def test_a_stranger_has_so_long_however_it_drips(make_node):
+    node = make_node("tcp", "D", handshake_seconds=0.3)
+    body = frame(Greeting(1, "P", "D", b"wrong"))
+    with node.stranger() as sock:
+        for i in range(len(body) - 1):
+            sock.send(body[i : i + 1])
+            next_byte = time.monotonic() + 0.03
+            while time.monotonic() < next_byte:
+                node.events += node.backend.progress(0.01)
+            if i and not node.backend._links:
+                break
+        assert i < len(body) - 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"\x81\xa1\xff\x01", b"\x91" * 4096, b"\xdd\xff\xff\xff\xff", b"\x84\xa7version\xa1\xff", b"\x80"],
+)
+def test_greetings_that_are_none(make_node, kind, body):
+    node = make_node(kind, "D")
+    with node.stranger() as sock:
+        sock.sendall(LENGTH.pack(len(body)) + body)
+        until((node,), lambda: node.backend._refusals.total == 1, "it was refused")
+    assert (node.events, node.backend._links) == ([], set())
+
+
+@pytest.mark.parametrize("span", [(0, PAGE), (PAGE - 1, 2), (0, 1), (PAGE - 1, PAGE)])
+def test_page_0_is_not_written_whatever_a_writer_says(make_node, span):
+    writer, receiver = make_node("tcp", "P", 1), make_node("tcp", "D", 2)
+    writer.backend.connect("D", receiver.metadata)
+    until((writer, receiver), lambda: writer.events == [LinkUp("D")], "the link is up")
+    (link,) = writer.backend._links
+    raw = link.stream.sock
+    raw.setblocking(True)
+    raw.settimeout(LIMIT)
+    writer.backend._reactor.forget(raw)
+    writer.backend._links.clear()
+    payload = b"\1" * span[1]
+    raw.sendall(BATCH.pack(1, 7, span[1]) + np.array([span], dtype="<i8").tobytes() + payload)
+    raw.sendall(BATCH.pack(1, 8, 3) + np.array([(PAGE, 3)], dtype="<i8").tobytes() + b"\1\1\1")
+    until((receiver,), lambda: int((receiver.pool == 1).sum()) == 3, "the good batch has landed")
+    assert (receiver.pool[:PAGE] == 2).all()
+    until((receiver,), lambda: raw.recv(2 * ANSWER.size, socket.MSG_PEEK) and True, "answers")
+    answers = raw.recv(2 * ANSWER.size, socket.MSG_WAITALL)
+    assert list(ANSWER.iter_unpack(answers)) == [(7, 0), (8, 1)]
+    raw.close()
+
+
+def test_a_writer_that_reads_no_answers_is_dropped(make_node, monkeypatch):
+    monkeypatch.setattr(tcp, "MAX_UNREAD_ANSWERS", 50)
+    monkeypatch.setattr(tcp.TcpBackend, "_accepted", shrunk(tcp.TcpBackend._accepted))
+    writer, receiver = make_node("tcp", "P", 1), make_node("tcp", "D", 2)
+    writer.backend.connect("D", receiver.metadata)
+    until((writer, receiver), lambda: writer.events == [LinkUp("D")], "the link is up")
+    (link,) = writer.backend._links
+    batch = BATCH.pack(1, 1, 1) + np.array([(PAGE, 1)], dtype="<i8").tobytes() + b"\1"
+
+    def flood():
+        try:
+            link.stream.sock.send(batch * 500)
+        except BlockingIOError:
+            pass
+        except OSError:
+            return True
+        return bool(receiver.events)
+
+    until((receiver,), flood, "the link ends")
+    until((receiver,), lambda: receiver.events, "it is reported")
+    assert isinstance(receiver.events[0], LinkDown)
+    assert "does not read" in receiver.events[0].reason
+
+
+def shrunk(accepted):
+    """Connections with little room for answers."""
+
+    def wrap(self, sock):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+        return accepted(self, sock)
+
+    return wrap
+
+
+def test_fences_are_bounded(make_node, monkeypatch):
+    monkeypatch.setattr(socket_backend, "MAX_FENCED", 10)
+    node = make_node("tcp", "P")
+    for i in range(50):
+        node.backend.disconnect(f"D{i}")
+    assert list(node.backend._fenced) == [f"D{i}" for i in range(40, 50)]
+
+
+def test_a_write_still_lands(make_node, kind):
+    writer, receiver = make_node(kind, "P", 1), make_node(kind, "D", 2)
+    writer.backend.connect("D", receiver.metadata)
+    until((writer, receiver), lambda: writer.events == [LinkUp("D")], "the link is up")
+    spans = np.array([(PAGE, PAGE)], dtype=np.int64)
+    handle = writer.backend.write("D", spans, spans)
+    until((writer, receiver), lambda: handle.state is not WriteState.PENDING, "it has landed")
+    assert (receiver.pool[PAGE : 2 * PAGE] == 1).all()

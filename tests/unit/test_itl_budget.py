@@ -1,0 +1,195 @@
+"""The promise on gaps, over a simulated worker on virtual machines: kept, and paid for with little else."""
+
+from __future__ import annotations
+
+import math
+
+import orjson
+import pytest
+from support.sim import make_options, reference_output
+from support.sim_machine import Machine, Noise, TimedSim
+
+from pdserve.scheduler.cost_model import CostModel
+from pdserve.scheduler.info import server_info
+from pdserve.scheduler.itl_budget import STRETCH, ItlBudget, Promise
+from pdserve.scheduler.step_budget import MIN_PIECE, PATIENCE, StepBudget
+from pdserve.scheduler.step_shape import StepShape
+
+FAST = Machine(read_ms=8, token_ms=0.25, kv_token_ms=3e-4, pair_ms=5e-6, decode_ms=0.05)
+SLOW = Machine(read_ms=31, token_ms=3.7, kv_token_ms=1e-3, pair_ms=2e-5, decode_ms=0.1, jump_at=48, jump_ms=5)
+BUDGET_MS = 40.0
+STREAMS, LONG = 8, 3
+PROMPT = 1000
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, math.ceil(share * len(values)))]
+
+
+def start_streams(sim: TimedSim, tokens: int = 600) -> None:
+    for i in range(STREAMS):
+        sim.submit(f"s{i}", range(i, i + 32), max_new_tokens=tokens)
+    sim.run_until(lambda: len(sim.first_token_at) == STREAMS)
+    sim.gaps.clear()
+
+
+def serve_mixed(sim: TimedSim, tokens: int = 600) -> float:
+    """Streams, and long prompts that come among them; returns the mean TTFT of the long ones in seconds."""
+    start_streams(sim, tokens)
+    for _ in range(20):
+        sim.plan()
+        sim.work()
+    begin = sim.now
+    for i in range(LONG):
+        sim.submit(f"long{i}", [(7 * i + j) % 90 for j in range(PROMPT)], max_new_tokens=4)
+    sim.run_until(lambda: all(f"long{i}" in sim.first_token_at for i in range(LONG)))
+    return sum(sim.first_token_at[f"long{i}"] - begin for i in range(LONG)) / LONG
+
+
+def excess(sim: TimedSim, curve: Machine) -> list[float]:
+    """Of each step with decodes and a piece: its gap over what was promised."""
+    mixed = [(shape, ms) for shape, ms in sim.gaps if shape.decodes and shape.prompt_tokens]
+    return [ms / max(BUDGET_MS, STRETCH * curve(shape.decodes_alone)) for shape, ms in mixed]
+
+
+@pytest.mark.parametrize("curve", [FAST, SLOW])
+@pytest.mark.parametrize("measured", [True, False])
+def test_gaps_beside_long_prompts_keep_the_promise(curve: Machine, measured: bool) -> None:
+    sim = TimedSim(curve, Noise(spread=0.05), measured=measured)
+    serve_mixed(sim)
+    over = excess(sim, curve)
+    assert len(over) > 20
+    assert percentile(over, 0.97) <= 1.02
+    info = sim.scheduler.planner.budget.itl.info()
+    assert info["steps"] >= len(over)
+    assert info["steps_over"] <= 0.05 * info["steps"] + 2
+
+
+def test_without_a_budget_the_slow_machine_makes_gaps_of_half_a_second() -> None:
+    sim = TimedSim(SLOW, itl_budget_ms=0.0)
+    serve_mixed(sim)
+    assert percentile(excess(sim, SLOW), 0.5) > 3
+    assert sim.scheduler.planner.budget.itl is None
+
+
+def test_a_budget_costs_a_fast_machine_little() -> None:
+    seconds, ttft = {}, {}
+    for budget in (0.0, BUDGET_MS):
+        sim = TimedSim(FAST, Noise(spread=0.05), itl_budget_ms=budget)
+        ttft[budget] = serve_mixed(sim, tokens=200)
+        sim.run_until_idle()
+        seconds[budget] = sim.now
+    assert ttft[BUDGET_MS] <= 1.25 * ttft[0.0]
+    assert seconds[BUDGET_MS] <= seconds[0.0] / 0.9
+
+
+def test_tokens_up_to_the_knee_ride_along_for_nothing() -> None:
+    flat = Machine(read_ms=30, token_ms=0.6)
+    sim = TimedSim(flat, itl_budget_ms=1.0)
+    serve_mixed(sim, tokens=200)
+    # 50 tokens take as long as 8, and the promise of 1.5 × the decodes alone allows 75.
+    pieces = [shape.prompt_tokens for shape, _ in sim.gaps if shape.decodes == STREAMS and shape.prompt_tokens][8:]
+    assert min(pieces) >= 32
+    assert max(excess(sim, flat)) <= 1.15
+
+
+def test_a_prompt_moves_on_where_not_one_token_keeps_the_promise() -> None:
+    cliff = Machine(read_ms=30, token_ms=0.1, jump_at=STREAMS, jump_ms=400)
+    sim = TimedSim(cliff, itl_budget_ms=1.0)
+    serve_mixed(sim)
+    mixed = [bool(shape.prompt_tokens) for shape, _ in sim.gaps if shape.decodes == STREAMS]
+    first = mixed.index(True)
+    assert all(any(mixed[i : i + PATIENCE]) for i in range(first, len(mixed) - PATIENCE))
+    assert sum(mixed[first + 8 :]) <= len(mixed) / (PATIENCE - 1)
+
+
+def test_a_deep_prompt_is_not_overtaken_by_cheaper_ones() -> None:
+    deep = Machine(read_ms=20, token_ms=0.1, pair_ms=0.02)
+    sim = TimedSim(deep, itl_budget_ms=1.0)
+    start_streams(sim)
+    sim.submit("deep", range(900), max_new_tokens=2)
+    sim.run_until(lambda: sim.scheduler.reqs["deep"].computed > 600)
+    sim.submit("short", range(50), max_new_tokens=2)
+    sim.run_until(lambda: "short" in sim.first_token_at)
+    assert sim.first_token_at["deep"] <= sim.first_token_at["short"]
+
+
+def test_pieces_change_no_token() -> None:
+    sim = TimedSim(SLOW, Noise(spread=0.3, outliers=0.05))
+    serve_mixed(sim, tokens=60)
+    sim.run_until_idle()
+    for i in range(STREAMS):
+        assert sim.tokens[f"s{i}"] == reference_output(range(i, i + 32), 60)
+    for i in range(LONG):
+        assert sim.tokens[f"long{i}"] == reference_output([(7 * i + j) % 90 for j in range(PROMPT)], 4)
+
+
+def test_an_explicit_chunk_still_caps() -> None:
+    sim = TimedSim(FAST, mixed_chunk_size=16)
+    serve_mixed(sim)
+    assert max(shape.prompt_tokens for shape, _ in sim.gaps if shape.decodes) == 16
+
+
+def budget_of(device: str = "cpu", **options) -> StepBudget:
+    return StepBudget.of(make_options(chunked_prefill_size=None, **options), device, CostModel())
+
+
+def test_who_waits_for_a_step_decides_whether_it_is_timed() -> None:
+    budget = budget_of()
+    assert not budget.room(StepShape(), awaited=False).is_timed
+    assert budget.room(StepShape(), awaited=True).is_timed
+    assert budget.room(StepShape(1, 100), awaited=False).is_timed
+    # Nobody's gap has begun where nothing decodes: a piece may be larger than the budget, and must not be nothing.
+    assert budget.room(StepShape(), awaited=True).at_least == MIN_PIECE
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "mixed", "itl_ms"),
+    [
+        ("cpu", {}, 512, 40.0),
+        ("cpu", {"itl_budget_ms": 0.0}, 128, None),
+        ("cpu", {"itl_budget_ms": 0.0, "disaggregation_mode": "decode"}, 16, None),
+        ("cpu", {"disaggregation_mode": "decode"}, 512, 40.0),
+        ("cpu", {"mixed_chunk_size": 64, "itl_budget_ms": 25.0}, 64, 25.0),
+        ("cuda", {}, 2048, None),
+        ("cuda", {"itl_budget_ms": 10.0}, 2048, 10.0),
+    ],
+)
+def test_defaults_follow_the_device(device: str, options: dict, mixed: int, itl_ms: float | None) -> None:
+    budget = budget_of(device, **options)
+    assert budget.room(StepShape(4, 100), awaited=False).tokens == mixed
+    assert (budget.itl.budget_ms if budget.itl else None) == itl_ms
+
+
+def test_prompts_that_are_never_cut_know_no_budget() -> None:
+    budget = StepBudget.of(make_options(chunked_prefill_size=-1), "cpu", CostModel())
+    assert budget.itl is None
+
+
+def test_the_margin_learns_how_far_outcomes_scatter() -> None:
+    noise = Noise(spread=0.08)
+    budget = ItlBudget(40.0, CostModel())
+    for _ in range(4000):
+        budget.learn(Promise(30.0, 40.0), noise(30.0))
+    assert 1.08 < budget.margin < 1.25  # e ** (2.05 * 0.08) is 1.18
+    for _ in range(200):
+        budget.learn(Promise(30.0, 40.0), 90.0)
+    assert budget.margin == pytest.approx(1.3)
+    info = budget.info()
+    assert info["steps"] == 4200
+    assert 200 <= info["steps_over"] < 210
+    assert info["worst"] == {"estimate_ms": 30.0, "limit_ms": 40.0, "outcome_ms": 90.0}
+
+
+def test_server_info_tells_estimate_and_outcome() -> None:
+    sim = TimedSim(SLOW, Noise(spread=0.05))
+    serve_mixed(sim)
+    info = orjson.loads(orjson.dumps(server_info(sim.scheduler, "epoch")))
+    model = info["cost_model"]
+    assert model["steps"] == info["counters"]["steps"]
+    assert 0 < model["median_error"] < 0.1
+    decodes = model["decode_step"]
+    alone = SLOW(StepShape(decodes["decodes"], decodes["kv_tokens"]))
+    assert decodes["estimate_ms"] == pytest.approx(alone, rel=0.1)
+    assert info["itl_budget"]["budget_ms"] == BUDGET_MS
+    assert info["itl_budget"]["steps"] > 20
