@@ -19,8 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from ..messages.base import REASON_CHARS, Message
 from ..messages.decode import UndeclaredMessage, shown
 from ..messages.handover import PROTOCOL_VERSION, Heartbeat, Hello, Refused, TransferDone, TransferFailed, Welcome
@@ -28,6 +26,7 @@ from ..messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, Worker
 from .control.frames import MESSAGES_A_TURN, TO_DECODE_BYTES
 from .control.server import ControlServer
 from .handover_host import HandoverHost
+from .page_order import can_exchange
 
 log = logging.getLogger(__name__)
 
@@ -190,9 +189,7 @@ class DecodePeers:
             return f"transfer backend {hello.backend} there, {self._backend} here; start both with the same one"
         if hello.fingerprint != worker.fingerprint:
             return f"other model weights there ({hello.fingerprint}) than here ({worker.fingerprint})"
-        if hello.layout != worker.layout:
-            if msgspec.structs.replace(hello.layout, order=worker.layout.order) == worker.layout:
-                return f"KV order {hello.layout.order} there, {worker.layout.order} here; use --kv-order tokens on both"
+        if not can_exchange(hello.layout, worker.layout):
             flags = "--page-size, --dtype and --kv-cache-dtype"
             return f"KV layout {hello.layout} there, {worker.layout} here; use equal {flags}"
         return None

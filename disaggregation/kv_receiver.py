@@ -3,12 +3,13 @@
 A ``KVReceiver`` is one room::
 
     LINKING → QUEUED → PREALLOCATED → TRANSFERRING → VERIFYING → (the request runs)
-                                          └────────▶ DRAINING → (memory freed)
+                                          └──────────────┴──▶ DRAINING → (memory freed)
 
 LINKING waits for the prefill instance to be connected, QUEUED for memory, PREALLOCATED for the steps that were under
 way when its pages were taken: they may still write to them (see ``scheduler/kv_memory.py``), and a remote writer must
 come after. DRAINING is a room that ended while the prefill may still write: its pages are freed only when the prefill
-has said that it will not, or its link is down for good. Bad KV (checksum, room, epoch) never reaches the model.
+has said that it will not, or its link is down for good. While our own worker checks what landed, which may rewrite it
+in our order, only the worker's answer frees them. Bad KV (checksum, room, epoch) never reaches the model.
 """
 
 from __future__ import annotations
@@ -58,7 +59,11 @@ class ReceiverState(Enum):
 
 @dataclass(slots=True, eq=False)
 class KVReceiver:
-    """One room. ``fence``: the step that must be done before its pages are offered to the prefill."""
+    """One room.
+
+    ``fence``: the step that must be done before its pages are offered to the prefill. ``checking``: the worker has its
+    pages, to check and perhaps to convert them.
+    """
 
     room: int
     req: Req
@@ -70,6 +75,7 @@ class KVReceiver:
     prefix_len: int = 0
     requested_at: float = 0.0
     aux: AuxData | None = None
+    checking: bool = False
 
 
 class KVReceivers:
@@ -167,14 +173,18 @@ class KVReceivers:
         if receiver.state is ReceiverState.DRAINING:
             self._drained(receiver)
         elif receiver.state is ReceiverState.TRANSFERRING:
-            receiver.state, receiver.aux = ReceiverState.VERIFYING, msg.aux
+            receiver.state, receiver.aux, receiver.checking = ReceiverState.VERIFYING, msg.aux, True
             pages = self._host.pages(receiver.req, receiver.prefix_len, receiver.req.prompt_len)
-            self._host.to_worker(VerifyPages(receiver.room, pack_i32(pages), msg.checksum))
+            self._host.to_worker(VerifyPages(receiver.room, pack_i32(pages), msg.checksum, link.order))
 
     def on_verified(self, event: PagesVerified, now: float) -> None:
         """The worker has checked the landed pages."""
         receiver = self.rooms.get(event.room)
-        if receiver is None or receiver.state is not ReceiverState.VERIFYING:
+        if receiver is None or not receiver.checking:
+            return
+        receiver.checking = False
+        if receiver.state is ReceiverState.DRAINING:
+            self._drained(receiver)
             return
         if not event.ok:
             self._fail(receiver, 502, "the KV that arrived is not what the prefill instance sent (checksum mismatch)")
@@ -298,6 +308,10 @@ class KVReceivers:
             self._drained(receiver)
 
     def _drained(self, receiver: KVReceiver) -> None:
+        """No peer writes to its memory any more: free it, unless our own worker still may."""
+        if receiver.checking:
+            receiver.state = ReceiverState.DRAINING
+            return
         del self.rooms[receiver.room]
         self.failed += 1
         # What landed was never verified, so none of it may be cached.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from ..messages.base import Message
+from ..messages.worker import KVOrder
 from .bootstrap import Reached
 from .control.client import ControlClient
 
@@ -29,7 +30,10 @@ class LinkState(Enum):
 
 @dataclass(slots=True, eq=False)
 class PrefillLink:
-    """One connection. ``status`` (HTTP) and ``reason`` are for the requests that fail when it is gone."""
+    """One connection. ``status`` (HTTP) and ``reason`` are for the requests that fail when it is gone.
+
+    ``order``: how the prefill's pages lie, and arrive here.
+    """
 
     host: str
     port: int
@@ -40,6 +44,7 @@ class PrefillLink:
     reason: str = ""
     peer_epoch: str = ""
     reached: Reached | None = None
+    order: KVOrder | None = None
     client: ControlClient | None = None
     heard_at: float = 0.0
     down: bool = True

@@ -76,6 +76,7 @@ class PrefillLinks:
         route = answer.route
         link.reached = answer
         link.state, link.peer_epoch, link.down, link.heard_at = LinkState.GREETING, route.epoch, False, now
+        link.order = route.layout.order
         # The worker lets a peer that it has lost before write here again only when told so, and before that peer tries.
         self._host.to_worker(ConnectPeer(route.epoch, b""))
 

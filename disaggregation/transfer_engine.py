@@ -25,6 +25,8 @@ from ..messages.worker import (
     CancelSend,
     ConnectPeer,
     DisconnectPeer,
+    KVLayout,
+    KVOrder,
     PagesVerified,
     PeerConnected,
     PeerLinkDown,
@@ -40,6 +42,7 @@ from .backends.registry import make_backend
 from .errors import BadSpans, TransferError
 from .outgoing_room import OutgoingRoom
 from .page_check import PageCheck
+from .page_order import PageConverter
 from .page_spans import unpack_pages
 from .region import KVRegion
 
@@ -93,14 +96,17 @@ class TransferEngine:
         host: str,
         emit: Callable[[TransferEvent], None],
         on_failure: Callable[[BaseException], None] = end_process,
+        layout: KVLayout | None = None,
     ) -> None:
         """Open ``region`` (page 0 at its start) to peers at once. Raises ``UnknownBackend`` and ``RegionError``.
 
-        ``host`` is the address to listen on. ``on_failure`` is called, in the engine's thread, should that break.
+        ``host`` is the address to listen on. ``layout`` is that of the pages; without it none of another order are
+        taken. ``on_failure`` is called, in the engine's thread, should that break.
         """
         self._backend = make_backend(backend, epoch, host) if isinstance(backend, str) else backend
         self.metadata = self._backend.register(region, page_bytes)
         self._page_bytes = page_bytes
+        self._layout = layout
         self._num_pages = region.nbytes // page_bytes
         self._pool = region.view()
         self._emit = emit
@@ -215,11 +221,20 @@ class TransferEngine:
             return
         try:
             pages = unpack_pages(command.pages, self._num_pages, "landed")
-        except BadSpans as e:
+            check = PageCheck(command.room, pages, command.checksum, self._converter(command.order))
+        except (BadSpans, ValueError) as e:
             log.error("can't verify room %d: %s", command.room, e)
             self._emit(PagesVerified(command.room, ok=False))
             return
-        self._checks.append(PageCheck(command.room, pages, command.checksum))
+        self._checks.append(check)
+
+    def _converter(self, order: KVOrder | None) -> PageConverter | None:
+        """What makes pages of ``order`` ours; None where they are. Raises ``ValueError``."""
+        if order is None or (self._layout is not None and order == self._layout.order):
+            return None
+        if self._layout is None:
+            raise ValueError(f"pages in the order {order!r}, and nothing is known of our own")
+        return PageConverter(self._layout, order)
 
     # Work
 
@@ -248,7 +263,7 @@ class TransferEngine:
         return pushed > 0
 
     def _check(self) -> bool:
-        """Hash a part of the landed pages that wait for it; False when none is left."""
+        """Hash, or convert, a part of the landed pages that wait for it; False when none is left."""
         if self._checks:
             check = self._checks.popleft()
             ok = check.step(self._pool, self._page_bytes, CHECK_BYTES)

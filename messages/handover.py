@@ -19,7 +19,7 @@ from .base import Epoch, Message, Reason, Room
 from .outputs import Timing, TokenLogprob
 from .worker import KVLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_METADATA_BYTES = 4096
 MAX_TOKENS = (1 << 31) - 1
 MAX_TRANSFER_BYTES = 1 << 40

@@ -9,12 +9,18 @@ import msgspec
 from .base import Message
 from .outputs import TokenLogprob
 
+KVOrder = Literal["tokens", "blocks"]
+"""How the elements of a layer's keys, or values, lie within a page.
+
+"tokens": ``[page_size, kv_heads, head_dim]``, which torch reads. "blocks": heads before tokens, and a head's tokens as
+the CPU kernels multiply them (``kernels/cpu/kv_blocks.h``), the same on every processor.
+"""
+
 
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How KV pages look. Two instances can exchange pages only if their layouts are equal.
+    """How KV pages look. Two instances can exchange pages if their layouts differ in ``order`` at most.
 
-    A page is one contiguous span ``[num_layers, 2, page_size, kv_heads, head_dim]`` of ``dtype``. ``order`` "pairs"
-    deals the elements of each layer's keys and values out differently, as ``kernels/cpu/kv_pairs.h`` has it.
+    A page is one contiguous span ``[num_layers, 2, page_size * kv_heads * head_dim]`` of ``dtype``.
     """
 
     page_size: int
@@ -23,7 +29,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: int
     dtype: Annotated[str, msgspec.Meta(max_length=32)]
     page_bytes: int
-    order: Literal["tokens", "pairs"] = "tokens"
+    order: KVOrder = "tokens"
 
 
 class MeasuredStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -229,15 +235,20 @@ class SendEnded(Message):
 
 
 class VerifyPages(Message):
-    """Scheduler → worker: have these pages of our pool (int32, in order) this checksum? Answer: ``PagesVerified``."""
+    """Scheduler → worker: have these pages of our pool (int32, in order) this checksum? Answer: ``PagesVerified``.
+
+    ``order``: in which they were sent, None for our own. Pages of another order are converted in place once the
+    checksum is found right, so nobody else may use them before the answer.
+    """
 
     room: int
     pages: bytes
     checksum: int
+    order: KVOrder | None = None
 
 
 class PagesVerified(Message):
-    """Worker → scheduler: whether the landed pages are what the sender had."""
+    """Worker → scheduler: whether the landed pages are what the sender had; they lie in our own order now."""
 
     room: int
     ok: bool

@@ -1,30 +1,27 @@
 """The tensors behind the slots.
 
-The pool is page-first, ``[P, L, 2, page_size, H, D]`` (P pages with page 0, L layers, keys then values, H KV heads, D
-head_dim), so that page ``p`` is the bytes ``[p * page_bytes, (p + 1) * page_bytes)`` and a slot
-``s = page * page_size + offset`` is ``pool[page, layer, k/v, offset]``. Two flat views of it do all the work: rows of
-one token's heads, and rows of one layer's page of keys or values. In the order "pairs" that holds for whole pages and
-layers only; nothing but the CPU kernels knows what lies within.
+The pool is page-first: page ``p`` is the bytes ``[p * page_bytes, (p + 1) * page_bytes)``. In the order "tokens" it is
+``[P, L, 2, page_size, H, D]`` (P pages with page 0, L layers, keys then values, H KV heads, D head_dim), so that a slot
+``s = page * page_size + offset`` is ``pool[page, layer, k/v, offset]``; two flat views of it do all of torch's work:
+rows of one token's heads, and rows of one layer's page of keys or values. In the order "blocks" it is
+``[P, L, 2, H, page_size * D]``, and nothing but the CPU kernels knows what lies within a head.
 """
 
 from __future__ import annotations
 
 import mmap
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..messages.worker import KVLayout
+from ..messages.worker import KVLayout, KVOrder
 from ..model_files.config import ModelConfig
 from .kernels import store_kv
 
 KEYS, VALUES = 0, 1
 
 
-def make_layout(
-    config: ModelConfig, page_size: int, dtype: torch.dtype, order: Literal["tokens", "pairs"] = "tokens"
-) -> KVLayout:
+def make_layout(config: ModelConfig, page_size: int, dtype: torch.dtype, order: KVOrder = "tokens") -> KVLayout:
     """The layout of ``config``'s pages."""
     values = config.num_layers * 2 * page_size * config.num_kv_heads * config.head_dim
     return KVLayout(
@@ -48,7 +45,9 @@ class MHATokenToKVPool:
         """
         self.layout = layout
         self.dtype: torch.dtype = getattr(torch, layout.dtype)
-        shape = (num_pages, layout.num_layers, 2, layout.page_size, layout.kv_heads, layout.head_dim)
+        size, heads, dim = layout.page_size, layout.kv_heads, layout.head_dim
+        of_layer = (size, heads, dim) if layout.order == "tokens" else (heads, size * dim)
+        shape = (num_pages, layout.num_layers, 2, *of_layer)
         if buffer is None:
             self.data = torch.zeros(shape, dtype=self.dtype, device=device)
         else:

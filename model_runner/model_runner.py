@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..disaggregation.region import KVRegion, allocate_region
+from ..messages.worker import KVOrder
 from ..model_files.config import choose_context_length
 from ..model_files.config_reader import read_config
 from ..model_files.errors import UnsupportedModel
@@ -105,9 +106,7 @@ class ModelRunner:
             )
         return open_blocks(self.quantization, source, self.config, self.dtype)
 
-    def _choose_quantization(
-        self, options: ServerOptions, source: ModelSource
-    ) -> Literal["none", "gguf", "int8", "int4"]:
+    def _choose_quantization(self, options: ServerOptions, source: ModelSource) -> Literal[none, gguf, int8, int4]:
         if options.quantization != "auto":
             return options.quantization
         if source.kind != "gguf" or options.dtype != "auto" or options.load_format == "dummy":
@@ -151,12 +150,7 @@ class ModelRunner:
         return run
 
     def _allocate_pool(self, options: ServerOptions, dtype: torch.dtype) -> None:
-        order: Literal["tokens", "pairs"] = "tokens"
-        if self.attention_backend == "cpu" and options.kv_order == "auto":
-            # Imported here: it loads the compiled kernels.
-            from .kernels.attention import kv_order
-
-            order = kv_order(dtype, options.page_size)
+        order: KVOrder = "blocks" if self.attention_backend == "cpu" else "tokens"
         self.layout = make_layout(self.config, options.page_size, dtype, order)
         request = PoolRequest(
             options.max_total_tokens,

@@ -157,6 +157,7 @@ def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -
             ctx.epoch,
             options.host,
             emit,
+            layout=model.layout,
         )
 
 

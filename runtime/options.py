@@ -92,9 +92,6 @@ class ServerOptions:
         auto takes a GGUF file's own blocks, on every processor, unless dtype names a type.
     kv_cache_dtype
         Type of the KV pool; auto takes the weights' type.
-    kv_order
-        Order of elements within a KV page; auto takes the one that the CPU kernels read fastest here, tokens the plain
-        one, which instances on other processors or other attention backends share.
     device
         cpu or cuda; auto takes cuda where there is one.
     threads
@@ -152,7 +149,6 @@ class ServerOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["auto", "none", "gguf", "int8", "int4"] = "auto"
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    kv_order: Literal["auto", "tokens"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     cpus: str | None = None

@@ -45,7 +45,7 @@ class TorchAttention(AttentionBackend):
 
     def __init__(self, pool: MHATokenToKVPool, num_heads: int, dtype: torch.dtype) -> None:
         if pool.layout.order != "tokens":
-            raise ValueError(f"the torch backend reads KV in token order, not in {pool.layout.order}")
+            raise ValueError(f"the torch backend reads KV in token order, not in {pool.layout.order!r}")
         self._pool = pool
         self._page_size = pool.layout.page_size
         self._num_heads = num_heads

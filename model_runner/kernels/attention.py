@@ -8,33 +8,24 @@ from __future__ import annotations
 import ctypes
 import weakref
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
-from typing import Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..forward_batch import ForwardBatch
 from ..kv_pool import MHATokenToKVPool
-from .build import choose_level
-from .library import NATIVE_DTYPES, NATIVE_ORDERS, KVPoolView, load_library
+from .library import NATIVE_DTYPES, KVPoolView, load_library
 from .team import Team
 
 HEAD_DIM_MULTIPLE = 16
-PAIRS_SLOTS = 16
-"""``kBlockSlots`` of kv_pairs.h: a page must be made of whole blocks."""
+BLOCK_SLOTS = 16
+"""``kBlockSlots`` of kv_blocks.h: a page is made of whole blocks, or is a part of one."""
 
 
 class TokenRows(ctypes.Structure):
     """``TokenRows`` of attention.h."""
 
     _fields_ = (("data", c_void_p), ("dtype", c_int32), ("stride", c_int64))
-
-
-def kv_order(dtype: torch.dtype, page_size: int) -> Literal["tokens", "pairs"]:
-    """The order of the pool that the kernels are fastest with; "pairs" needs the processor to multiply such pairs."""
-    pairs = dtype == torch.bfloat16 and page_size % PAIRS_SLOTS == 0 and choose_level().multiplies_pairs
-    return "pairs" if pairs else "tokens"
 
 
 def pool_view(pool: MHATokenToKVPool) -> KVPoolView:
@@ -45,12 +36,13 @@ def pool_view(pool: MHATokenToKVPool) -> KVPoolView:
             f"the CPU attention kernel takes float32 and bfloat16 heads of a multiple of {HEAD_DIM_MULTIPLE}, "
             f"not {layout.dtype} heads of {layout.head_dim} on {pool.data.device}"
         )
-    if layout.order == "pairs" and kv_order(pool.dtype, layout.page_size) != "pairs":
-        raise ValueError(f"keys and values can't lie in pairs here: {layout}")
+    if layout.order != "blocks":
+        raise ValueError(f"the CPU attention kernel reads KV in blocks, not in the order {layout.order!r}")
+    if layout.page_size % BLOCK_SLOTS and BLOCK_SLOTS % layout.page_size:
+        raise ValueError(f"pages of {layout.page_size} slots can't be made of blocks of {BLOCK_SLOTS} or fewer")
     return KVPoolView(
         pool.data.data_ptr(),
         NATIVE_DTYPES[pool.dtype],
-        NATIVE_ORDERS[layout.order],
         layout.num_layers,
         layout.page_size,
         layout.kv_heads,
@@ -99,7 +91,7 @@ class PagedAttention:
         self._library.pds_attention_run(self._plan, self._team.handle, layer, layer + layers, q, out)
 
     def store(self, layer: int, slots: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Write keys and values of ``layer`` to ``slots`` (int64 [T])."""
+        """Write keys and values of ``layer``, of one type, to ``slots`` (int64 [T])."""
         self._library.pds_store_kv(self._view, layer, slots.data_ptr(), _rows(k_TKD), _rows(v_TKD), len(slots))
 
 

@@ -52,26 +52,19 @@ class Level(NamedTuple):
     name: str
     cpu_flags: frozenset[str]
     flags: tuple[str, ...]
-    multiplies_pairs: bool
-    """Whether there are dot products of pairs of bfloat16."""
 
 
-_AVX2 = Level("avx2", frozenset(("avx2", "fma", "f16c")), ("-mavx2", "-mfma", "-mf16c"), multiplies_pairs=False)
+_AVX2 = Level("avx2", frozenset(("avx2", "fma", "f16c")), ("-mavx2", "-mfma", "-mf16c"))
 # Since Skylake-X. What has AVX-512 has all of AVX2.
 _AVX512 = Level(
     "avx512",
     _AVX2.cpu_flags | {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
     (*_AVX2.flags, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
-    multiplies_pairs=False,
 )
 # Since Cascade Lake: dot products of bytes, for quantised weights.
-_AVX512_VNNI = Level(
-    "avx512vnni", _AVX512.cpu_flags | {"avx512_vnni"}, (*_AVX512.flags, "-mavx512vnni"), multiplies_pairs=False
-)
+_AVX512_VNNI = Level("avx512vnni", _AVX512.cpu_flags | {"avx512_vnni"}, (*_AVX512.flags, "-mavx512vnni"))
 # Since Cooper Lake, Sapphire Rapids and Zen 4.
-_AVX512_BF16 = Level(
-    "avx512bf16", _AVX512_VNNI.cpu_flags | {"avx512_bf16"}, (*_AVX512_VNNI.flags, "-mavx512bf16"), multiplies_pairs=True
-)
+_AVX512_BF16 = Level("avx512bf16", _AVX512_VNNI.cpu_flags | {"avx512_bf16"}, (*_AVX512_VNNI.flags, "-mavx512bf16"))
 LEVELS = (_AVX512_BF16, _AVX512_VNNI, _AVX512, _AVX2)
 """Best first. Each can do all that those after it can."""
 

@@ -29,14 +29,6 @@ class FetchHint(IntEnum):
     NON_TEMPORAL = 1
 
 
-class NativeOrder(IntEnum):
-    """``KVOrder`` of attention.h."""
-
-    TOKENS = 0
-    PAIRS = 1
-
-
-NATIVE_ORDERS = {"tokens": NativeOrder.TOKENS, "pairs": NativeOrder.PAIRS}
 NATIVE_DTYPES = {torch.float32: NativeDType.FLOAT32, torch.bfloat16: NativeDType.BFLOAT16}
 
 
@@ -46,7 +38,6 @@ class KVPoolView(ctypes.Structure):
     _fields_ = (
         ("data", c_void_p),
         ("dtype", c_int32),
-        ("order", c_int32),
         ("num_layers", c_int64),
         ("page_size", c_int64),
         ("kv_heads", c_int64),

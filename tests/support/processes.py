@@ -173,7 +173,14 @@ class Pair:
 
 
 @contextmanager
-def pd_pair(tmp: Path, backend: str, *args: str, router_args: Sequence[str] = ()) -> Iterator[Pair]:
+def pd_pair(
+    tmp: Path,
+    backend: str,
+    *args: str,
+    router_args: Sequence[str] = (),
+    prefill_args: Sequence[str] = (),
+    decode_args: Sequence[str] = (),
+) -> Iterator[Pair]:
     """1 prefill + 1 decode + router; ``args`` go to both instances."""
     bootstrap = free_ports(1)[0]
     cores = sorted(os.sched_getaffinity(0))
@@ -183,6 +190,7 @@ def pd_pair(tmp: Path, backend: str, *args: str, router_args: Sequence[str] = ()
             own = ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", backend]
             own += ["--disaggregation-bootstrap-port", str(bootstrap), *ONE_THREAD]
             own += ["--cpus", str(cores[i % len(cores)])]
+            own += prefill_args if mode == "prefill" else decode_args
             servers.append(stack.enter_context(launched(tmp, mode, "server", *own, *args)))
         prefill, decode = servers
         route = ["--prefill", prefill.url, str(bootstrap), "--decode", decode.url, *router_args]

@@ -22,6 +22,7 @@ from pdserve.disaggregation.wire.reactor import Reactor
 from pdserve.messages.channel import encode
 from pdserve.messages.decode import UndeclaredMessage
 from pdserve.messages.handover import (
+    PROTOCOL_VERSION,
     AuxData,
     Heartbeat,
     Hello,
@@ -121,7 +122,7 @@ def port():
 
 
 def hello(sender="D", metadata=b"of D, with its secret", **changes):
-    fields = {"version": 1, "fingerprint": "f", "layout": LAYOUT, "backend": "tcp", **changes}
+    fields = {"version": PROTOCOL_VERSION, "fingerprint": "f", "layout": LAYOUT, "backend": "tcp", **changes}
     return encode([Hello("P", sender, metadata=metadata, **fields)])
 
 
@@ -131,6 +132,17 @@ def connect(port, socket, sender="D", metadata=b"of D, with its secret"):
     port.until(lambda: ConnectPeer(sender, metadata) in port.host.told)
     port.peers.on_peer_connected(PeerConnected(sender))
     assert port.answer(socket) == [Welcome(sender)]
+
+
+def test_layouts_may_differ_in_their_order_only(port):
+    blocks = msgspec.structs.replace(LAYOUT, order="blocks")
+    unlike, other = port.socket(), port.socket()
+    unlike.send(hello("E", layout=msgspec.structs.replace(blocks, page_size=2 * LAYOUT.page_size)))
+    [refused] = port.answer(unlike)
+    assert isinstance(refused, Refused)
+    assert "--page-size" in refused.reason
+    other.send(hello("D", layout=blocks))
+    port.until(lambda: ConnectPeer("D", b"of D, with its secret") in port.host.told)
 
 
 def test_a_forged_hello_does_not_end_the_link_of_its_victim(port):
@@ -189,7 +201,7 @@ def harmless(port, stranger, data):
         encode([Heartbeat("P"), Heartbeat("P")])[:-1],
         encode([Heartbeat("another life")]),
         encode([RoomQueued("P", 1)]),
-        hello(version=2),
+        hello(version=PROTOCOL_VERSION + 1),
     ],
 )
 def test_what_strangers_send_is_refused_and_nothing_else_happens(port, payload):

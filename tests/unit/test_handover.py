@@ -18,7 +18,7 @@ from pdserve.messages.base import unpack_i32
 from pdserve.messages.handover import Abort, TransferDone, TransferRequest
 from pdserve.messages.outputs import FinishType, ReqError
 from pdserve.messages.requests import AbortReq
-from pdserve.messages.worker import ForwardStep
+from pdserve.messages.worker import ForwardStep, VerifyPages
 
 
 def run_until_idle(pair: SimPair, rng: random.Random | None = None, moves: int = 20_000) -> None:
@@ -151,6 +151,26 @@ def test_aborted_destination_is_not_reused_before_the_prefill_has_let_go():
     assert pair.decode.scheduler.memory.usage()["in_use"] > 0
     receiver = next(iter(pair.decode.rooms.rooms.values()))
     assert receiver.state is ReceiverState.DRAINING
+    run_until_idle(pair)
+    assert_all_returned(pair)
+
+
+@pytest.mark.parametrize("how", ["abort", "lost link"])
+def test_pages_that_the_worker_still_checks_are_not_reused(how: str) -> None:
+    """It may be rewriting them in our own order."""
+    pair, rng = SimPair(), random.Random(2)
+    pair.submit("a", range(30), 1, max_new_tokens=4)
+    while not (pair.decode.rooms.rooms and pair.decode.rooms.rooms[1].state is ReceiverState.VERIFYING):
+        rng.choice(pair.moves())()
+    [check] = [m for m in pair.decode.to_worker.messages if isinstance(m, VerifyPages)]
+    if how == "abort":
+        pair.decode.scheduler.abort(AbortReq("a"))
+    else:
+        pair.lose_link()
+        pair.link_is_down()
+    in_use = pair.decode.scheduler.memory.usage()["in_use"]
+    assert in_use >= len(unpack_i32(check.pages)) * pair.decode.options.page_size
+    pair.check()
     run_until_idle(pair)
     assert_all_returned(pair)
 

@@ -1,5 +1,7 @@
 """The CPU attention kernel against attention written out in float64, and against itself in other company.
 
+Pools are made in token order, for the reference, and given to the kernel in its own order.
+
 Shapes: T tokens, H query heads, K KV heads, D head_dim.
 """
 
@@ -12,9 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kv_pages import in_order, make_pool_layout
 from torch import Tensor
 
-from pdserve.messages.worker import KVLayout
 from pdserve.model_runner.forward_batch import ForwardBatch
 from pdserve.model_runner.kernels.build import levels_here
 from pdserve.model_runner.kernels.team import Team
@@ -26,6 +28,7 @@ LAYERS = 2
 # Standard normal values average to at most about 4. float32 sums a few hundred products; bfloat16 rounds the weights
 # and the result to 8 bits.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+PAGE_SIZES = [1, 2, 4, 8, 16, 32, 48, 64, 512]
 SHAPES = [(6, 2, 16), (9, 3, 64), (8, 1, 128), (4, 4, 80), (14, 2, 48)]
 PASSES = {
     "first token": ([0], [1]),
@@ -50,7 +53,7 @@ def make_case(
     heads, kv_heads, dim = shape
     ends = [start + q_len for start, q_len in zip(starts, q_lens, strict=True)]
     num_pages = sum(-(-end // page_size) for end in ends) + 1
-    layout = KVLayout(page_size, LAYERS, kv_heads, dim, str(dtype).removeprefix("torch."), 0)
+    layout = make_pool_layout(page_size, LAYERS, kv_heads, dim, dtype)
     pool = MHATokenToKVPool(layout, num_pages, torch.device("cpu"))
     pool.data.fill_(float("nan"))
     free = (torch.randperm(num_pages - 1) + 1).tolist()
@@ -77,7 +80,8 @@ def attend(case: Case, layer: int = 1, threads: int = 1, passes: int = 1, out_ga
     """The kernel's answer, [T, H, D]."""
     from pdserve.model_runner.kernels.attention import PagedAttention
 
-    attention = PagedAttention(case.pool, case.q_THD.shape[1], Team(threads))
+    pool = in_order(case.pool, "blocks")
+    attention = PagedAttention(pool, case.q_THD.shape[1], Team(threads))
     out_THD = spread(torch.full_like(case.q_THD, float("nan")), out_gap)
     for _ in range(passes):
         attention.plan(case.batch)
@@ -100,7 +104,7 @@ def attend_in_float64(case: Case, layer: int = 1) -> Tensor:
     return torch.cat(outs)
 
 
-@pytest.mark.parametrize("page_size", [1, 7, 16])
+@pytest.mark.parametrize("page_size", [1, 4, 16, 48])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", PASSES)
@@ -120,7 +124,7 @@ def test_equals_float64_whatever_the_number_of_threads(
     st.sampled_from(list(TOLERANCE)),
     st.sampled_from(list(TOLERANCE)),
     st.tuples(st.integers(1, 9), st.integers(1, 4), st.sampled_from([16, 32, 48, 64, 112, 128, 192])),
-    st.integers(1, 40),
+    st.sampled_from(PAGE_SIZES),
     st.lists(st.tuples(st.integers(0, 400), st.sampled_from([1, 1, 1, 2, 7, 64, 90])), min_size=1, max_size=6),
     st.tuples(st.integers(0, 40), st.integers(0, 40)),
     st.integers(1, 3),
@@ -179,60 +183,56 @@ def test_nan_in_a_query_stays_in_its_row_and_scores_may_be_huge() -> None:
     assert torch.equal(broken[1], clean[1])
 
 
-@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_store_writes_the_slots_and_nothing_else(dtype: torch.dtype, pool_dtype: torch.dtype) -> None:
-    from pdserve.model_runner.kernels.attention import PagedAttention
-
-    torch.manual_seed(9)
-    layout = KVLayout(4, LAYERS, 2, 16, str(pool_dtype).removeprefix("torch."), 0)
-    pool = MHATokenToKVPool(layout, 6, torch.device("cpu"))
-    pool.data.normal_()
-    expected = pool.data.clone()
-    slots = torch.tensor([5, 23, 8, 9])
-    # Keys and values as they come out of one product: side by side, further apart than they are wide.
-    kv = torch.randn(4, 5, 16).to(dtype)
-    k, v = kv[:, :2], kv[:, 2:4]
-    expected[slots // 4, 1, 0, slots % 4], expected[slots // 4, 1, 1, slots % 4] = k.to(pool_dtype), v.to(pool_dtype)
-    PagedAttention(pool, 2, Team(1)).store(1, slots, k, v)
-    assert torch.equal(pool.data, expected)
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("group", [13, 16, 24, 32])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_few_tokens_of_large_groups_on_a_long_context(dtype: torch.dtype, group: int, threads: int) -> None:
+    """A context that is split along its keys, of an entry whose queries come in several blocks too."""
+    torch.manual_seed(4)
+    case = make_case((2 * group, 2, 32), dtype, 16, [600, 3, 300], [8, 1, 5])
+    expected = attend(case)
+    torch.testing.assert_close(expected.double(), attend_in_float64(case), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    for _ in range(3):
+        assert torch.equal(attend(case, threads=threads, passes=3), expected)
 
 
 @given(
     st.integers(0, 2**32),
     st.sampled_from(list(TOLERANCE)),
     st.sampled_from(list(TOLERANCE)),
-    st.tuples(st.integers(1, 5), st.sampled_from([16, 48, 64]), st.integers(1, 20), st.integers(1, 9)),
+    st.tuples(st.integers(1, 5), st.sampled_from([16, 48, 64]), st.sampled_from(PAGE_SIZES[:-1]), st.integers(1, 9)),
     st.integers(0, 40),
     st.integers(0, 1),
 )
 @settings(max_examples=60, deadline=None)
-def test_store_of_random_sizes_and_strides(
+def test_store_writes_its_slots_and_leaves_their_neighbours(
     seed: int, dtype: torch.dtype, pool_dtype: torch.dtype, sizes: tuple[int, int, int, int], gap: int, layer: int
 ) -> None:
-    """Exact: a value is copied, or rounded once to the nearest."""
+    """Exact: a value is copied, or rounded once to the nearest. Rows may be further apart than they are wide."""
     from pdserve.model_runner.kernels.attention import PagedAttention
 
     torch.manual_seed(seed)
     kv_heads, dim, page_size, pages = sizes
-    pool = MHATokenToKVPool(
-        KVLayout(page_size, LAYERS, kv_heads, dim, str(pool_dtype).removeprefix("torch."), 0),
-        pages + 1,
-        torch.device("cpu"),
-    )
+    layout = make_pool_layout(page_size, LAYERS, kv_heads, dim, pool_dtype)
+    pool = MHATokenToKVPool(layout, pages + 1, torch.device("cpu"))
     pool.data.normal_()
-    expected = pool.data.clone()
+    ours = in_order(pool, "blocks")
     slots = torch.randperm(pages * page_size)[: 1 + seed % (pages * page_size)] + page_size
     k, v = (spread(torch.randn(len(slots), kv_heads, dim).to(dtype), gap) for _ in range(2))
     for part, rows in enumerate((k, v)):
-        expected[slots // page_size, layer, part, slots % page_size] = rows.to(pool_dtype)
-    PagedAttention(pool, kv_heads, Team(1)).store(layer, slots, k, v)
-    assert torch.equal(pool.data, expected)
+        pool.data[slots // page_size, layer, part, slots % page_size] = rows.to(pool_dtype)
+    PagedAttention(ours, kv_heads, Team(1)).store(layer, slots, k, v)
+    assert torch.equal(in_order(ours, "tokens").data, pool.data)
 
 
 def test_pools_that_the_kernel_cannot_read_are_refused() -> None:
     from pdserve.model_runner.kernels.attention import PagedAttention
 
-    pool = MHATokenToKVPool(KVLayout(4, 1, 1, 8, "float32", 0), 2, torch.device("cpu"))
-    with pytest.raises(ValueError, match="multiple of 16"):
-        PagedAttention(pool, 1, Team(1))
+    for size, dim, order, why in (
+        (4, 8, "blocks", "multiple of 16"),
+        (16, 16, "tokens", "in blocks"),
+        (24, 16, "blocks", "pages of 24"),
+    ):
+        pool = MHATokenToKVPool(make_pool_layout(size, 1, 1, dim, torch.float32, order), 2, torch.device("cpu"))
+        with pytest.raises(ValueError, match=why):
+            PagedAttention(pool, 1, Team(1))

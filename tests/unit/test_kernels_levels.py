@@ -22,7 +22,7 @@ from pdserve.model_runner.kernels.build import ISA_VARIABLE, LEVELS, BuildError,
 
 BF16, VNNI, AVX512, AVX2 = LEVELS
 HERE = Path(__file__).parent
-TESTS = ("linear", "grid", "attention", "pairs", "sampling", "engine")
+TESTS = ("linear", "grid", "attention", "sampling", "engine")
 # Runs the tests and then says which of our libraries this process has loaded.
 CHILD = """
 import sys, pytest
@@ -63,7 +63,6 @@ def test_each_level_has_what_the_next_one_has() -> None:
     for better, lesser in itertools.pairwise(LEVELS):
         assert better.cpu_flags > lesser.cpu_flags
         assert set(better.flags) > set(lesser.flags)
-    assert [level.multiplies_pairs for level in LEVELS] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -118,7 +117,7 @@ def test_the_kernels_pass_their_tests_at_each_lower_level(
         path = build.build(level)
     except BuildError as e:
         pytest.skip(str(e))
-    files = [str(HERE / f"test_kernels_{name}.py") for name in TESTS if name != "pairs" or level.multiplies_pairs]
+    files = [str(HERE / f"test_kernels_{name}.py") for name in TESTS]
     done = subprocess.run(
         [sys.executable, "-c", CHILD, "-q", "-x", "-p", "no:cacheprovider", *files],
         env={**os.environ, ISA_VARIABLE: level.name},

@@ -13,6 +13,7 @@ from support.machine import limit
 from pdserve.disaggregation import transfer_engine
 from pdserve.disaggregation.backends.base import LinkUp, TransferBackend, WriteHandle, WriteState
 from pdserve.disaggregation.errors import NotConnected
+from pdserve.disaggregation.page_order import PageConverter
 from pdserve.disaggregation.region import allocate_region
 from pdserve.disaggregation.transfer_engine import TransferEngine
 from pdserve.messages.base import pack_i32
@@ -20,6 +21,7 @@ from pdserve.messages.worker import (
     CancelSend,
     ConnectPeer,
     DisconnectPeer,
+    KVLayout,
     PagesVerified,
     PeerConnected,
     PeerLinkDown,
@@ -36,12 +38,12 @@ LIMIT = limit(10.0)
 class Node:
     """An engine over a pool of random bytes."""
 
-    def __init__(self, backend, epoch, *, page=PAGE, pages=PAGES):
+    def __init__(self, backend, epoch, *, page=PAGE, pages=PAGES, layout=None):
         self.region = allocate_region(page * pages, shared=backend == "shm")
         self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8).reshape(pages, page)
         self.pool[:] = np.random.default_rng(len(epoch)).integers(0, 256, self.pool.shape)
         self.events = queue.Queue()
-        self.engine = TransferEngine(backend, self.region, page, epoch, "127.0.0.1", self.events.put)
+        self.engine = TransferEngine(backend, self.region, page, epoch, "127.0.0.1", self.events.put, layout=layout)
         self.epoch = epoch
 
     def submit(self, *commands):
@@ -112,6 +114,31 @@ def test_a_room_may_end_without_a_page_in_its_last_chunk(pair):
     assert writer.next() == SendEnded(1, xxhash.xxh3_64_intdigest(b""), 0, 0.0)
     ended = writer.next()
     assert (ended.room, ended.checksum, ended.nbytes, ended.error) == (2, digest(writer, [3]), PAGE, None)
+
+
+def test_pages_of_another_order_are_ours_once_they_are_verified(make_node, monkeypatch):
+    """More than one slice; what has the wrong checksum, or an order that can't be made ours, stays as it landed."""
+    monkeypatch.setattr(transfer_engine, "CHECK_BYTES", 3 * PAGE)
+    layout = KVLayout(8, 2, 1, 16, "bfloat16", PAGE, "blocks")
+    node, blind = make_node("tcp", "D", layout=layout), make_node("tcp", "E")
+    pages = [*range(1, 12), 40, 30]
+    before = node.pool.copy()
+    expected = before.copy()
+    converter = PageConverter(layout, "tokens")
+    for page in pages:
+        converter.convert(expected[page])
+    right = digest(node, pages)
+    node.submit(VerifyPages(1, pack_i32(pages), right ^ 1, "tokens"))
+    assert node.next() == PagesVerified(1, False)
+    node.submit(VerifyPages(2, pack_i32(pages), right, "blocks"))
+    assert node.next() == PagesVerified(2, True)
+    assert np.array_equal(node.pool, before)
+    node.submit(VerifyPages(3, pack_i32(pages), right, "tokens"))
+    assert node.next() == PagesVerified(3, True)
+    assert not np.array_equal(expected, before)
+    assert np.array_equal(node.pool, expected)
+    blind.submit(VerifyPages(4, pack_i32([1]), digest(blind, [1]), "tokens"))
+    assert blind.next() == PagesVerified(4, False)
 
 
 def test_verifying_more_than_one_slice_and_pages_that_cannot_be(pair, monkeypatch):

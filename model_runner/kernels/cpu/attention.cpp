@@ -2,11 +2,10 @@
 #include "attention.h"
 
 #include <type_traits>
-#include <utility>
 
 #include "attention_fetch.h"
-#include "attention_pack.h"
-#include "attention_pairs.h"
+#include "attention_gather.h"
+#include "attention_products.h"
 #include "attention_tile.h"
 
 namespace pdserve {
@@ -35,65 +34,11 @@ void convert_row(const TokenRows& from, int64_t token, int64_t at, To* to, int64
   }
 }
 
-template <class Words>
-using RowsKernel = void (*)(const uint32_t*, int64_t, const uint32_t*, int64_t, int, float*, int64_t, int,
-                            const float*);
-
-// By the number of rows.
-template <class Words>
-constexpr RowsKernel<Words> kMultiplyRows[kBlockRows + 1] = {
-    nullptr,
-    multiply_rows<Words, 1>,
-    multiply_rows<Words, 2>,
-    multiply_rows<Words, 3>,
-    multiply_rows<Words, 4>,
-    multiply_rows<Words, 5>,
-    multiply_rows<Words, 6>,
-};
-
-// Where the keys of a tile lie: bytes from the pool's begin, for layer 0, head 0. A place for each key, or, where keys
-// lie in pairs, for each block of 16.
+// Where the keys of a tile lie: bytes from the pool's begin to each block, for layer 0, head 0.
 struct TilePlace {
-  int count = 0;
+  int count = 0;  // keys
   int64_t offsets[kTile];
 };
-
-// The products with a tile that was packed: rows of words side by side.
-template <class Words>
-struct PackedTile {
-  const uint32_t* keys;
-  const uint32_t* values;
-  int64_t dim;
-
-  void score(int rows, const uint32_t* queries, int vecs, float* scores) const {
-    const int words = static_cast<int>(dim / Words::kGroup);
-    kMultiplyRows<Words>[rows](queries, words, keys, kTile, words, scores, kTile, vecs, nullptr);
-  }
-
-  void weigh(int rows, const uint32_t* weights, int64_t keys_seen, float* sums, const float* factors) const {
-    const int64_t padded = (keys_seen + kLanes - 1) / kLanes * kLanes;
-    kMultiplyRows<Words>[rows](weights, kTile / Words::kGroup, values, dim, static_cast<int>(padded / Words::kGroup),
-                               sums, dim, static_cast<int>(dim / kLanes), factors);
-  }
-};
-
-#if defined(__AVX512BF16__)
-// The products with a tile as it lies in the pool.
-struct PairsTile {
-  const uint32_t* keys[kTileBlocks];
-  const uint32_t* values[kTileBlocks];
-  int64_t dim;
-  TileFetch& ahead;
-
-  void score(int rows, const uint32_t* queries, int vecs, float* scores) const {
-    kScoreRows[rows](queries, dim / 2, keys, vecs, scores, ahead);
-  }
-
-  void weigh(int rows, const uint32_t* weights, int64_t keys_seen, float* sums, const float* factors) const {
-    kWeighRows[rows](weights, values, dim, static_cast<int>((keys_seen + 1) / 2), sums, factors, ahead);
-  }
-};
-#endif
 
 }  // namespace
 
@@ -103,15 +48,14 @@ class AttentionWorker {
   AttentionWorker(AttentionPlan& plan, int64_t layer, const TokenRows& q, const TokenRows& out, int tid)
       : plan_(plan), items_(plan.work_[tid]), memory_(plan.scratch_[tid].data()), q_(q), out_(out) {
     const KVPoolView& pool = plan.pool_;
-    head_bytes_ = dim_ * size_of(pool.dtype);
-    token_bytes_ = pool.kv_heads * head_bytes_;
-    values_offset_ = pool.page_size * token_bytes_;
+    block_slots_ = std::min<int64_t>(pool.page_size, kBlockSlots);
+    slot_bytes_ = dim_ * size_of(pool.dtype);
+    head_bytes_ = pool.page_size * slot_bytes_;
+    values_offset_ = pool.kv_heads * head_bytes_;
     base_ = static_cast<const char*>(pool.data) + layer * 2 * values_offset_;
-    // Heads lie side by side in a token, or in a block of 16.
-    run_ = pool.order == KVOrder::kPairs ? kBlockSlots : 1;
   }
 
-  template <class Words, class Pool, KVOrder order = KVOrder::kTokens>
+  template <class Words>
   void run() {
     if (items_.empty()) return;
     TilePlace places[2];
@@ -130,7 +74,7 @@ class AttentionWorker {
         } else if (i + 1 < items_.size()) {
           locate(items_[i + 1], items_[i + 1].key_begin, next);
         }
-        run_tile<Words, Pool, order>(item, key, places[now], next, scratch);
+        run_tile<Words>(item, key, places[now], next, scratch);
       }
       if (plan_.splits_[item.entry].num_chunks != 0) {
         leave_part(item, scratch);
@@ -160,9 +104,9 @@ class AttentionWorker {
     place.count = std::min(kTile, item.key_end - key);
     const int64_t* page = plan_.page_offsets_.data() + plan_.first_page_[item.entry] + key / size;
     int64_t offset = key % size;
-    for (int i = 0; i < places_of(place); ++i) {
-      place.offsets[i] = *page + offset * token_bytes_;
-      offset += run_;
+    for (int i = 0; i < blocks_of(place); ++i) {
+      place.offsets[i] = *page + offset * slot_bytes_;
+      offset += block_slots_;
       if (offset == size) {
         offset = 0;
         ++page;
@@ -170,7 +114,9 @@ class AttentionWorker {
     }
   }
 
-  int places_of(const TilePlace& place) const { return static_cast<int>((place.count + run_ - 1) / run_); }
+  int blocks_of(const TilePlace& place) const {
+    return static_cast<int>((place.count + block_slots_ - 1) / block_slots_);
+  }
 
   template <class Element>
   void load_queries(const AttentionItem& item, Element* queries) const {
@@ -182,22 +128,7 @@ class AttentionWorker {
     }
   }
 
-  // Rows of one head's keys or values, as words; `wide` takes them where the elements must be widened.
-  template <class Words, class Pool>
-  void find_rows(const char* base, const TilePlace& place, float* wide, const float* zeros,
-                 const uint32_t** rows) const {
-    for (int i = 0; i < place.count; ++i) {
-      const char* row = base + place.offsets[i];
-      if constexpr (!std::is_same_v<typename Words::Element, Pool>) {
-        convert(reinterpret_cast<const Pool*>(row), wide + i * dim_, dim_);
-        row = reinterpret_cast<const char*>(wide + i * dim_);
-      }
-      rows[i] = reinterpret_cast<const uint32_t*>(row);
-    }
-    for (int i = place.count; i % kLanes != 0; ++i) rows[i] = reinterpret_cast<const uint32_t*>(zeros);
-  }
-
-  template <class Words, class Pool, KVOrder order>
+  template <class Words>
   void run_tile(const AttentionItem& item, int32_t key, const TilePlace& place, const TilePlace& next,
                 const AttentionScratch& scratch) const {
     const int rows = rows_of(item);
@@ -206,73 +137,65 @@ class AttentionWorker {
     if (key % kChunk == 0) reset(state, rows * heads_of(item), dim_);
     const auto* queries = reinterpret_cast<const typename Words::Element*>(scratch.queries);
     TileFetch ahead;
-    const int64_t run_bytes = run_ * head_bytes_;
-    ahead.begin(base_ + item.head_begin * run_bytes, next.offsets, rows <= kFetchRows ? places_of(next) : 0,
-                heads_of(item) * run_bytes, values_offset_);
+    ahead.begin(base_ + item.head_begin * head_bytes_, next.offsets, rows <= kFetchRows ? blocks_of(next) : 0,
+                block_slots_ * slot_bytes_, heads_of(item), head_bytes_, values_offset_);
     for (int32_t head = item.head_begin; head < item.head_end; ++head) {
       const int64_t row = static_cast<int64_t>(head - item.head_begin) * rows;
-      const auto run_blocks = [&](const auto& tile) {
-        for (int r = 0; r < rows; r += kBlockRows) {
-          run_block<Words>(item, key, place.count, r, std::min(kBlockRows, rows - r), queries + (row + r) * dim_,
-                           at(state, row + r), scratch, tile);
-          if constexpr (order == KVOrder::kTokens) ahead.fetch(2 * dim_ / Words::kGroup);
-        }
-      };
-      const char* base = base_ + head * run_bytes;
-#if defined(__AVX512BF16__)
-      if constexpr (order == KVOrder::kPairs) {
-        run_blocks(find_tile(base, place, scratch, ahead));
-        continue;
+      const BlockTile<Words> tile = find_tile<Words>(base_ + head * head_bytes_, place, scratch, ahead);
+      for (int r = 0; r < rows; r += kBlockRows) {
+        run_block<Words>(item, key, place.count, r, std::min(kBlockRows, rows - r), queries + (row + r) * dim_,
+                         at(state, row + r), scratch, tile);
       }
-#endif
-      run_blocks(pack_tile<Words, Pool>(base, place, scratch, ahead));
     }
     const bool chunk_ends = (key + kTile) % kChunk == 0 || key + kTile >= item.key_end;
     if (chunk_ends && !first_chunk) merge(scratch.total, scratch.chunk, rows * heads_of(item));
   }
 
-  // One head's tile, packed.
-  template <class Words, class Pool>
-  PackedTile<Words> pack_tile(const char* base, const TilePlace& place, const AttentionScratch& scratch,
-                              TileFetch& ahead) const {
-    const int packed = (place.count + kLanes - 1) / kLanes * kLanes;
+  // One head's tile, where it is, or put together where pages are smaller than a block.
+  template <class Words>
+  BlockTile<Words> find_tile(const char* base, const TilePlace& place, const AttentionScratch& scratch,
+                             TileFetch& ahead) const {
+    constexpr int kRows = kBlockSlots / Words::kGroup;
+    BlockTile<Words> tile{{}, {}, dim_, ahead};
     auto* keys = reinterpret_cast<uint32_t*>(scratch.keys);
     auto* values = reinterpret_cast<uint32_t*>(scratch.values);
-    const uint32_t* found[kTile];
-    find_rows<Words, Pool>(base, place, scratch.wide_keys, scratch.zeros, found);
-    pack_keys(found, packed, dim_ / Words::kGroup, keys, ahead);
-    find_rows<Words, Pool>(base + values_offset_, place, scratch.wide_values, scratch.zeros, found);
-    pack_values(Words{}, found, packed, dim_, values, ahead);
-    return {keys, values, dim_};
-  }
-
-#if defined(__AVX512BF16__)
-  // One head's tile, where it is.
-  PairsTile find_tile(const char* base, const TilePlace& place, const AttentionScratch& scratch,
-                      TileFetch& ahead) const {
-    PairsTile tile{{}, {}, dim_, ahead};
-    for (int i = 0; i < places_of(place); ++i) {
-      tile.keys[i] = reinterpret_cast<const uint32_t*>(base + place.offsets[i]);
-      tile.values[i] = reinterpret_cast<const uint32_t*>(base + values_offset_ + place.offsets[i]);
+    const int64_t words = dim_ / Words::kGroup;
+    const bool in_place = block_slots_ == kBlockSlots;
+    for (int i = 0; i * kBlockSlots < place.count; ++i) {
+      const char* block = base + place.offsets[i];
+      tile.keys[i] = in_place ? reinterpret_cast<const uint32_t*>(block) : keys + i * words * kBlockSlots;
+      tile.values[i] = in_place ? reinterpret_cast<const uint32_t*>(block + values_offset_) : values + i * kRows * dim_;
     }
-    if (place.count % 2 != 0) {
-      // The last key's neighbour may be anything, and 0 times anything may be NaN.
-      const uint32_t*& last = tile.values[(place.count - 1) / kBlockSlots];
-      auto* copy = reinterpret_cast<uint32_t*>(scratch.values);
-      const int64_t words = (place.count - 1) % kBlockSlots / 2 * dim_;
-      std::memcpy(copy, last, (words + dim_) * sizeof(uint32_t));
-      for (int64_t d = words; d < words + dim_; ++d) copy[d] &= 0xffff;
-      last = copy;
+    if (!in_place) {
+      const int slots = static_cast<int>(block_slots_);
+      for (int i = 0; i < blocks_of(place); ++i) {
+        gather_keys(reinterpret_cast<const uint32_t*>(base + place.offsets[i]), slots, words, i * slots, keys);
+      }
+      gather_values<Words>(base + values_offset_, place.offsets, slots, place.count, dim_, values);
     }
+    if (Words::kGroup == 2 && place.count % 2 != 0) clear_neighbour(tile, place.count, values);
     return tile;
   }
-#endif
+
+  // The last key's neighbour in a pair may be anything, and 0 times anything may be NaN: the products read a copy.
+  template <class Words>
+  void clear_neighbour(BlockTile<Words>& tile, int count, uint32_t* copy) const {
+    const uint32_t*& last = tile.values[(count - 1) / kBlockSlots];
+    const int64_t words = (count - 1) % kBlockSlots / 2 * dim_;
+    if (block_slots_ == kBlockSlots) {
+      std::memcpy(copy, last, (words + dim_) * sizeof(uint32_t));
+      last = copy;
+    } else {
+      copy += last - copy;  // is one already
+    }
+    for (int64_t d = words; d < words + dim_; ++d) copy[d] &= 0xffff;
+  }
 
   // Rows [r, r + count) of the item's head over one tile.
-  template <class Words, class Tile>
+  template <class Words>
   void run_block(const AttentionItem& item, int32_t key, int tile_keys, int r, int count,
                  const typename Words::Element* queries, const SoftmaxRows& state,
-                 const AttentionScratch& scratch, const Tile& tile) const {
+                 const AttentionScratch& scratch, const BlockTile<Words>& tile) const {
     using Element = typename Words::Element;
     // Row r sees the keys of the tile below `visible(r)`.
     const int64_t first = plan_.entries_[item.entry].start + item.q_begin + 1 - key;
@@ -316,13 +239,16 @@ class AttentionWorker {
     for (int64_t d = 0; d < dim_; d += kLanes) store(out + d, load(values + d) * scale);
   }
 
-  // Leaves one chunk's rows for whoever finishes the context's last chunk, which joins them in order.
+  // Leaves one chunk's rows for whoever finishes the context's last chunk, which joins them in order. A long entry's
+  // queries come in blocks: each has its own place among the entry's rows, and its own count.
   void leave_part(const AttentionItem& item, const AttentionScratch& scratch) const {
     const AttentionPlan::Split& split = plan_.splits_[item.entry];
-    const int64_t rows = rows_of(item), part_size = rows * (1 + kLanes + dim_);
+    const int64_t rows = rows_of(item), row_size = 1 + kLanes + dim_;
+    const int64_t all_rows = plan_.entries_[item.entry].q_len * group_, first_row = item.q_begin * group_;
     const int64_t kv_heads = plan_.pool_.kv_heads;
     const auto part = [&](int64_t chunk, int64_t head) {
-      float* memory = plan_.partials_.data() + split.first_partial + (chunk * kv_heads + head) * part_size;
+      const int64_t row = (chunk * kv_heads + head) * all_rows + first_row;
+      float* memory = plan_.partials_.data() + split.first_partial + row * row_size;
       return SoftmaxRows{memory, memory + rows, memory + rows * (1 + kLanes)};
     };
     const auto copy = [&](const SoftmaxRows& to, const SoftmaxRows& from) {
@@ -330,10 +256,11 @@ class AttentionWorker {
       std::memcpy(to.sums, from.sums, rows * kLanes * sizeof(float));
       std::memcpy(to.values, from.values, rows * dim_ * sizeof(float));
     };
+    const int64_t first_counter = split.first_counter + item.q_begin / plan_.query_step() * kv_heads;
     for (int32_t head = item.head_begin; head < item.head_end; ++head) {
       const int64_t row = (head - item.head_begin) * rows;
       copy(part(item.key_begin / kChunk, head), at(scratch.total, row));
-      std::atomic<int32_t>& done = plan_.counters_[split.first_counter + head];
+      std::atomic<int32_t>& done = plan_.counters_[first_counter + head];
       if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < split.num_chunks) continue;
       // The next layer counts anew; a barrier lies between.
       done.store(0, std::memory_order_relaxed);
@@ -355,73 +282,50 @@ class AttentionWorker {
   const TokenRows& out_;
   const int64_t dim_ = plan_.pool_.head_dim;
   const int64_t group_ = plan_.group();
-  int64_t head_bytes_, token_bytes_, values_offset_, run_;
+  int64_t block_slots_, slot_bytes_, head_bytes_, values_offset_;
   const char* base_;
 };
 
 void attention_run(AttentionPlan& plan, int64_t layer, const TokenRows& q, const TokenRows& out, int tid) {
   AttentionWorker worker(plan, layer, q, out, tid);
   if (plan.pool_dtype() == DType::kFloat32) {
-    worker.run<FloatWords, float>();
+    worker.run<FloatWords>();
   } else {
-#if defined(__AVX512BF16__)
-    if (plan.order() == KVOrder::kPairs) {
-      worker.run<PairWords, bf16, KVOrder::kPairs>();
-    } else {
-      worker.run<PairWords, bf16>();
-    }
-#else
-    worker.run<FloatWords, bf16>();
-#endif
+    worker.run<PairWords>();
   }
 }
 
-#if defined(__AVX512BF16__)
 namespace {
 
-void store_pairs(const KVPoolView& pool, int64_t layer, const int64_t* slots, const TokenRows& k, const TokenRows& v,
-                 int64_t begin, int64_t end) {
-  const int64_t width = pool.kv_heads * pool.head_dim, values = pool.page_size * width;
-  std::vector<float> row(width);
+template <class Pool, class Rows>
+void store_rows(const KVPoolView& pool, int64_t layer, const int64_t* slots, const TokenRows& k, const TokenRows& v,
+                int64_t begin, int64_t end) {
+  const int64_t dim = pool.head_dim, width = pool.kv_heads * dim;
   for (int64_t token = begin; token < end; ++token) {
-    const PairsPlace place = find_pairs(pool, layer, slots[token]);
-    for (const auto& [rows, offset] : {std::pair{&k, int64_t{0}}, std::pair{&v, values}}) {
-      convert_row(*rows, token, 0, row.data(), width);
-      for (int64_t at = 0; at < width; at += kLanes) {
-        bf16* block = static_cast<bf16*>(pool.data) + place.block + offset + at / pool.head_dim * pool.head_dim * kBlockSlots;
-        const int64_t d = at % pool.head_dim;
-        if (offset == 0) {
-          store_key_pairs(block, place.slot, d, load(row.data() + at));
-        } else {
-          store_value_pairs(block, place.slot, pool.head_dim, d, load(row.data() + at));
-        }
-      }
+    const SlotPlace place = find_slot(pool, layer, slots[token]);
+    const Rows* key = static_cast<const Rows*>(k.data) + token * k.stride;
+    const Rows* value = static_cast<const Rows*>(v.data) + token * v.stride;
+    for (int64_t at = 0; at < width; at += kLanes) {
+      Pool* block = static_cast<Pool*>(pool.data) + place.block + at / dim * head_stride(pool);
+      store_key_block(block, place, at % dim, load(key + at));
+      store_value_block(block + values_offset(pool), place, dim, at % dim, load(value + at));
     }
   }
+}
+
+template <class Pool>
+void store_rows(const KVPoolView& pool, int64_t layer, const int64_t* slots, const TokenRows& k, const TokenRows& v,
+                int64_t begin, int64_t end) {
+  const auto store_them = k.dtype == DType::kFloat32 ? store_rows<Pool, float> : store_rows<Pool, bf16>;
+  store_them(pool, layer, slots, k, v, begin, end);
 }
 
 }  // namespace
-#endif
 
 void store_kv(const KVPoolView& pool, int64_t layer, const int64_t* slots, const TokenRows& k, const TokenRows& v,
               int64_t begin, int64_t end) {
-#if defined(__AVX512BF16__)
-  if (pool.order == KVOrder::kPairs) return store_pairs(pool, layer, slots, k, v, begin, end);
-#endif
-  const int64_t size = pool.page_size, width = pool.kv_heads * pool.head_dim;
-  for (int64_t token = begin; token < end; ++token) {
-    const int64_t page = slots[token] / size, offset = slots[token] % size;
-    const int64_t index = ((page * pool.num_layers + layer) * 2 * size + offset) * width;
-    if (pool.dtype == DType::kFloat32) {
-      float* row = static_cast<float*>(pool.data) + index;
-      convert_row(k, token, 0, row, width);
-      convert_row(v, token, 0, row + size * width, width);
-    } else {
-      bf16* row = static_cast<bf16*>(pool.data) + index;
-      convert_row(k, token, 0, row, width);
-      convert_row(v, token, 0, row + size * width, width);
-    }
-  }
+  const auto store_them = pool.dtype == DType::kFloat32 ? store_rows<float> : store_rows<bf16>;
+  store_them(pool, layer, slots, k, v, begin, end);
 }
 
 }  // namespace pdserve

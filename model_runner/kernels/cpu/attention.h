@@ -27,16 +27,11 @@ enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
 
 inline int64_t size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
-// How slots lie within a page's keys or values; the values are part of the interface to Python.
-//   kTokens: [page_size, K, D]
-//   kPairs:  blocks of 16 slots, as kv_pairs.h has it: bfloat16, page_size a multiple of 16, and dot products of pairs
-enum class KVOrder : int32_t { kTokens = 0, kPairs = 1 };
-
-// The pool [P, L, 2, ...]: keys then values, each page_size * K * D elements. D is a multiple of 16.
+// The pool [P, L, 2, ...]: keys then values, each K * page_size * D elements, as kv_blocks.h has it. D is a multiple of
+// 16, page_size a power of two below 16 or a multiple of 16.
 struct KVPoolView {
   void* data;
   DType dtype;
-  KVOrder order;
   int64_t num_layers;
   int64_t page_size;
   int64_t kv_heads;
@@ -94,7 +89,6 @@ class AttentionPlan {
                int64_t num_entries, const int32_t* req_to_token, int64_t table_stride, int nthreads);
 
   DType pool_dtype() const { return pool_.dtype; }
-  KVOrder order() const { return pool_.order; }
 
  private:
   friend class AttentionWorker;
@@ -103,7 +97,7 @@ class AttentionPlan {
   struct Split {
     int32_t num_chunks = 0;     // 0: not split
     int64_t first_partial = 0;  // in floats, among the partial results
-    int64_t first_counter = 0;  // one a KV head: chunks that are done
+    int64_t first_counter = 0;  // one a KV head and block of queries: chunks that are done
   };
 
   void find_pages(const int32_t* req_to_token, int64_t table_stride);
@@ -112,6 +106,8 @@ class AttentionPlan {
   void reserve(int nthreads);
   int64_t keys_of(const AttentionEntry& entry) const { return entry.start + entry.q_len; }
   int64_t group() const { return num_heads_ / pool_.kv_heads; }
+  // Tokens of an entry that one item takes at most; a part of a context is that of such a block of queries.
+  int32_t query_step() const;
 
   KVPoolView pool_{};
   int64_t num_heads_ = 0;
@@ -128,7 +124,7 @@ class AttentionPlan {
   int64_t counters_size_ = 0;
 };
 
-// Writes k and v (K heads a token) of tokens [begin, end) to `slots` ([T] int64) of `layer`.
+// Writes k and v (K heads a token, of one type) of tokens [begin, end) to `slots` ([T] int64) of `layer`.
 void store_kv(const KVPoolView& pool, int64_t layer, const int64_t* slots, const TokenRows& k, const TokenRows& v,
               int64_t begin, int64_t end);
 

@@ -14,15 +14,20 @@ namespace pdserve {
 
 class TileFetch {
  public:
-  // `bytes` from each of `count` places, in the order of the tile's keys, and as much `second` bytes further on.
-  void begin(const char* base, const int64_t* offsets, int count, int64_t bytes, int64_t second) {
+  // Blocks of `bytes` of `heads` heads, a `head_stride` apart, from each of `count` places, in the order of the tile's
+  // keys, and the same `second` bytes further on.
+  void begin(const char* base, const int64_t* offsets, int count, int64_t bytes, int heads, int64_t head_stride,
+             int64_t second) {
     size_ = at_ = 0;
     for (int i = 0; i < count;) {
       const char* first = base + offsets[i];
       const char* end = first;
       for (; i < count && base + offsets[i] == end; ++i) end += bytes;
-      runs_[size_++] = {first, end};
-      runs_[size_++] = {first + second, end + second};
+      if (end - first == head_stride) {
+        add(first, heads * head_stride, second);  // a whole page: its heads are one piece
+      } else {
+        for (int head = 0; head < heads; ++head) add(first + head * head_stride, end - first, second);
+      }
     }
   }
 
@@ -47,7 +52,15 @@ class TileFetch {
     const char* next;
     const char* end;
   };
-  Run runs_[2 * kTile];
+  void add(const char* first, int64_t bytes, int64_t second) {
+    if (size_ + 2 > kRuns) return;  // many heads of large pages: what is not asked for comes a little later
+    runs_[size_++] = {first, first + bytes};
+    runs_[size_++] = {first + second, first + second + bytes};
+  }
+
+  static constexpr int kRuns = 2 * kTile;
+
+  Run runs_[kRuns];
   int size_ = 0;
   int at_ = 0;
 };

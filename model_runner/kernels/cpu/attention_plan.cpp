@@ -10,12 +10,12 @@
 namespace pdserve {
 namespace {
 
-// Rows of queries that share a packed tile: enough to make packing cheap, few enough for the first cache.
+// Rows of queries that share a tile: enough to make reading it cheap, few enough for the first cache.
 constexpr int64_t kQueryRows = 96;
 // Entries of at most this many tokens may be split along their keys.
 constexpr int32_t kSplitTokens = 8;
-// What loading and packing a key costs, in rows of queries.
-constexpr int64_t kPackCost = 8;
+// What loading a key costs, in rows of queries.
+constexpr int64_t kKeyCost = 8;
 // A context is split if it is more than one part in so many of a thread's work.
 constexpr int64_t kLargeShare = 4;
 
@@ -58,15 +58,19 @@ void AttentionPlan::find_pages(const int32_t* req_to_token, int64_t table_stride
   }
 }
 
+int32_t AttentionPlan::query_step() const {
+  return static_cast<int32_t>(std::max<int64_t>(1, kQueryRows / group()));
+}
+
 void AttentionPlan::make_items(int nthreads) {
   const auto heads = static_cast<int32_t>(pool_.kv_heads);
-  const auto cost = [&](int64_t keys, int64_t tokens) { return keys * (kPackCost + tokens * group()); };
+  const auto cost = [&](int64_t keys, int64_t tokens) { return keys * (kKeyCost + tokens * group()); };
   int64_t total = 0, units = 0;
   for (const AttentionEntry& entry : entries_) {
     total += cost(keys_of(entry), entry.q_len);
     units += ceil_div(keys_of(entry), kChunk);
   }
-  const auto step = static_cast<int32_t>(std::max<int64_t>(1, kQueryRows / group()));
+  const int32_t step = query_step();
   // Neighbouring heads lie side by side in memory, so one unit takes all of them where there are units enough.
   const int32_t together = nthreads == 1 || units >= 2 * nthreads ? heads : 1;
   int64_t partial_size = 0, num_counters = 0;
@@ -81,7 +85,7 @@ void AttentionPlan::make_items(int nthreads) {
     if (split) {
       splits_[b] = {static_cast<int32_t>(ceil_div(keys, kChunk)), partial_size, num_counters};
       partial_size += splits_[b].num_chunks * heads * entry.q_len * group() * (1 + kLanes + pool_.head_dim);
-      num_counters += heads;
+      num_counters += heads * ceil_div(entry.q_len, step);
     }
     const int32_t key_step = split ? kChunk : keys, head_step = decode ? together : 1;
     for (int32_t key = 0; key < keys; key += key_step) {

@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "elementwise.h"
-#include "kv_pairs.h"
+#include "kv_blocks.h"
 #include "linear_pass.h"
 #include "packing.h"
 #include "work_grid.h"
@@ -123,7 +123,7 @@ class Engine final : public EngineBase {
     att_ = activations_->allocate<T>(tokens * att_stride_);
     normed_ = activations_->allocate<T>(tokens * c_.hidden);
     inner_ = activations_->allocate<T>(tokens * inner_stride_);
-    kv_offset_ = activations_->allocate<int64_t>(tokens);
+    kv_places_ = activations_->allocate<SlotPlace>(tokens);
     wanted_x_ = activations_->allocate<float>(tokens * x_stride_);
     wanted_att_ = activations_->allocate<T>(tokens * att_stride_);
     max_tokens_ = tokens;
@@ -162,15 +162,11 @@ class Engine final : public EngineBase {
   }
 
   void embed(const Worker& w) {
-    const int64_t page = c_.pool.page_size, width = c_.kv_heads * c_.head_dim;
-    const bool pairs = c_.pool.order == KVOrder::kPairs;
     const Range own = share(w.args.tokens, w.tid, w.size);
     for (int64_t t = own.begin; t < own.end; ++t) {
       const T* row = embedding_ + w.args.input_ids[t] * c_.hidden;
       for (int64_t i = 0; i < c_.hidden; ++i) x_[t * x_stride_ + i] = to_float(row[i]);
-      const int64_t slot = w.args.out_cache_loc[t];
-      kv_offset_[t] = pairs ? find_pairs(c_.pool, 0, slot).block
-                            : (slot / page * c_.layers * 2 * page + slot % page) * width;
+      kv_places_[t] = find_slot(c_.pool, 0, w.args.out_cache_loc[t]);
     }
   }
 
@@ -301,21 +297,20 @@ class Engine final : public EngineBase {
       });
       return;
     }
-    const int64_t dim = c_.head_dim, half = dim / 2, per_head = dim / kPanel, page = c_.pool.page_size;
-    const int64_t width = c_.kv_heads * dim;
-    T* keys = static_cast<T*>(c_.pool.data) + index * 2 * page * width;
-    T* values = keys + page * width;
+    const int64_t dim = c_.head_dim, half = dim / 2, per_head = dim / kPanel;
+    T* keys = static_cast<T*>(c_.pool.data) + index * 2 * values_offset(c_.pool);
+    T* values = keys + values_offset(c_.pool);
     multiply(layer.qkv, w, a, c_.hidden, rows.size(), panels, [&](int64_t m, int64_t panel, Columns y) {
       const int64_t t = rows.begin + m, head = panel / per_head, part = panel % per_head;
       if (head >= c_.heads + c_.kv_heads) {
-        store_value(values, t, head - c_.heads - c_.kv_heads, part * kPanel, y, w);
+        store_value(values, t, head - c_.heads - c_.kv_heads, part * kPanel, y);
         return;
       }
       const int64_t angle = w.args.positions[t] * half + part * kLanes;
       const Vec cos = load(w.args.cos + angle), sin = load(w.args.sin + angle);
       const Columns rotated{y.left * cos - y.right * sin, y.right * cos + y.left * sin};
       if (head >= c_.heads) {
-        store_key(keys, t, head - c_.heads, part * kLanes, rotated, w);
+        store_key(keys, t, head - c_.heads, part * kLanes, rotated);
         return;
       }
       T* out = qkv_ + t * qkv_stride_ + head * dim + part * kLanes;
@@ -325,41 +320,19 @@ class Engine final : public EngineBase {
   }
 
   // Dimensions [d, d + 16) of a token's key, and those half a head further on. `keys`: the layer's, in page 0.
-  void store_key(T* keys, int64_t t, int64_t head, int64_t d, Columns x, const Worker& w) {
-    const int64_t dim = c_.head_dim;
-#if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<T, bf16>) {
-      if (c_.pool.order == KVOrder::kPairs) {
-        T* block = keys + kv_offset_[t] + head * dim * kBlockSlots;
-        const int slot = static_cast<int>(w.args.out_cache_loc[t] % kBlockSlots);
-        store_key_pairs(block, slot, d, x.left);
-        store_key_pairs(block, slot, d + dim / 2, x.right);
-        return;
-      }
-    }
-#endif
-    T* out = keys + kv_offset_[t] + head * dim + d;
-    store(out, x.left);
-    store(out + dim / 2, x.right);
+  void store_key(T* keys, int64_t t, int64_t head, int64_t d, Columns x) {
+    const SlotPlace& place = kv_places_[t];
+    T* block = keys + place.block + head * head_stride(c_.pool);
+    store_key_block(block, place, d, x.left);
+    store_key_block(block, place, d + c_.head_dim / 2, x.right);
   }
 
   // Dimensions [d, d + 32) of a token's value.
-  void store_value(T* values, int64_t t, int64_t head, int64_t d, Columns x, const Worker& w) {
-    const int64_t dim = c_.head_dim;
-#if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<T, bf16>) {
-      if (c_.pool.order == KVOrder::kPairs) {
-        T* block = values + kv_offset_[t] + head * dim * kBlockSlots;
-        const int slot = static_cast<int>(w.args.out_cache_loc[t] % kBlockSlots);
-        store_value_pairs(block, slot, dim, d, x.left);
-        store_value_pairs(block, slot, dim, d + kLanes, x.right);
-        return;
-      }
-    }
-#endif
-    T* out = values + kv_offset_[t] + head * dim + d;
-    store(out, x.left);
-    store(out + kLanes, x.right);
+  void store_value(T* values, int64_t t, int64_t head, int64_t d, Columns x) {
+    const SlotPlace& place = kv_places_[t];
+    T* block = values + place.block + head * head_stride(c_.pool);
+    store_value_block(block, place, c_.head_dim, d, x.left);
+    store_value_block(block, place, c_.head_dim, d + kLanes, x.right);
   }
 
   void rotate_and_store(const Layer& layer, int64_t index, const Worker& w, Range rows) {
@@ -446,7 +419,7 @@ class Engine final : public EngineBase {
   T* inner_;             // [T, inner_stride]
   float* wanted_x_;      // [T, x_stride]
   T* wanted_att_;        // [T, H * D]
-  int64_t* kv_offset_;   // [T]: where the token's keys lie in layer 0 of the pool, in elements
+  SlotPlace* kv_places_;  // [T]: where the token's keys lie in layer 0 of the pool
   std::vector<Own> own_;
 };
 

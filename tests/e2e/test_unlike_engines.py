@@ -1,0 +1,47 @@
+"""A prefill on torch and a decode on the CPU kernels, and the other way round: pages of unlike orders, equal tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from support.processes import Launched, launched, pd_pair
+
+pytestmark = pytest.mark.timeout(300)
+
+ENGINES = {"torch": ("--attention-backend", "torch"), "cpu": ("--attention-backend", "cpu")}
+# Less than a page, whole pages, and some with a rest.
+LENGTHS = (5, 48, 100)
+
+
+def outputs(server: Launched) -> list[list[int]]:
+    prompts = [[(7 * i + 3 * length) % 49152 for i in range(length)] for length in LENGTHS]
+    sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+    return [server.generate(input_ids=ids, sampling_params=sampling)["output_ids"] for ids in prompts]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, tiny_args: Sequence[str]) -> list[list[int]]:
+    folder = tmp_path_factory.mktemp("reference")
+    with launched(folder, "reference", "server", *tiny_args, *ENGINES["torch"]) as server:
+        server.wait_healthy()
+        return outputs(server)
+
+
+@pytest.mark.parametrize(("prefill", "decode", "page_size"), [("torch", "cpu", "16"), ("cpu", "torch", "1")])
+def test_float32_gives_the_tokens_of_one_instance(tmp_path, tiny_args, reference, prefill, decode, page_size) -> None:
+    args = (*tiny_args, "--page-size", page_size)
+    own = {"prefill_args": ENGINES[prefill], "decode_args": ENGINES[decode]}
+    with pd_pair(tmp_path, "tcp", *args, **own) as pair:
+        assert outputs(pair.router) == reference
+        orders = [server.info()["kv_layout"]["order"] for server in (pair.prefill, pair.decode)]
+        assert sorted(orders) == ["blocks", "tokens"]
+        assert pair.decode.info()["disaggregation"]["done"] == len(LENGTHS)
+        pair.assert_all_returned()
+
+
+def test_bfloat16_is_accepted(tmp_path, tiny_args) -> None:
+    args = [*tiny_args[: tiny_args.index("--dtype")], "--dtype", "bfloat16"]
+    with pd_pair(tmp_path, "tcp", *args, prefill_args=ENGINES["cpu"], decode_args=ENGINES["torch"]) as pair:
+        assert [len(ids) for ids in outputs(pair.router)] == [24] * len(LENGTHS)
+        assert pair.decode.info()["disaggregation"]["done"] == len(LENGTHS)

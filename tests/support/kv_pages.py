@@ -1,0 +1,30 @@
+"""Pools of KV in either order, for tests."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from pdserve.disaggregation.page_order import PageConverter
+from pdserve.messages.worker import KVLayout, KVOrder
+from pdserve.model_runner.kv_pool import MHATokenToKVPool
+
+
+def make_pool_layout(
+    page_size: int, layers: int, kv_heads: int, dim: int, dtype: torch.dtype, order: KVOrder = "tokens"
+) -> KVLayout:
+    """A layout whose ``page_bytes`` are right."""
+    nbytes = layers * 2 * page_size * kv_heads * dim * dtype.itemsize
+    return KVLayout(page_size, layers, kv_heads, dim, str(dtype).removeprefix("torch."), nbytes, order)
+
+
+def in_order(pool: MHATokenToKVPool, order: KVOrder) -> MHATokenToKVPool:
+    """A copy of the pool whose pages lie in ``order``."""
+    layout = msgspec.structs.replace(pool.layout, order=order)
+    twin = MHATokenToKVPool(layout, len(pool.data), torch.device("cpu"))
+    pages = twin.data.view(torch.uint8).view(len(pool.data), -1)
+    pages.copy_(pool.data.view(torch.uint8).view(pages.shape))
+    converter = PageConverter(layout, pool.layout.order)
+    for page in pages.numpy():
+        converter.convert(page)
+    return twin

@@ -1,0 +1,115 @@
+"""Pages of one order made into the other: against the orders written out element by element, and there and back."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.disaggregation.page_order import PageConverter, can_exchange
+from pdserve.messages.worker import KVLayout, KVOrder
+
+PAGE_SIZES = [1, 2, 4, 8, 16, 32, 48, 64]
+ITEM = {"float32": 4, "bfloat16": 2}
+
+layouts = st.builds(
+    lambda size, layers, heads, dim, dtype, order: KVLayout(
+        size, layers, heads, dim, dtype, layers * 2 * size * heads * dim * ITEM[dtype], order
+    ),
+    st.sampled_from(PAGE_SIZES),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from([2, 16, 24, 64]),
+    st.sampled_from(list(ITEM)),
+    st.sampled_from(["tokens", "blocks"]),
+)
+
+
+def elements(page: np.ndarray[Any, Any], layout: KVLayout) -> np.ndarray[Any, Any]:
+    return page.view(f"u{ITEM[layout.dtype]}")
+
+
+def random_page(layout: KVLayout, seed: int) -> np.ndarray[Any, Any]:
+    """Any bits at all: NaN, denormals and what nobody has written must pass as well."""
+    return np.random.default_rng(seed).integers(0, 256, layout.page_bytes, dtype=np.uint8)
+
+
+def other(order: KVOrder) -> KVOrder:
+    return "blocks" if order == "tokens" else "tokens"
+
+
+def place_in_blocks(layout: KVLayout, part: int, slot: int, head: int, d: int) -> int:
+    """Where kv_blocks.h puts an element of a layer, counted from the layer's begin."""
+    size, dim = layout.page_size, layout.head_dim
+    slots, group = min(size, 16), 4 // ITEM[layout.dtype]
+    block = ((part * layout.kv_heads + head) * size + slot // slots * slots) * dim
+    s = slot % slots
+    if part == 0:
+        return block + (d // group * slots + s) * group + d % group
+    if slots < group:
+        return block + d
+    return block + (s // group * dim + d) * group + s % group
+
+
+@given(layouts, st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_every_element_comes_to_its_place(layout: KVLayout, seed: int) -> None:
+    before, page = random_page(layout, seed), random_page(layout, seed)
+    PageConverter(layout, other(layout.order)).convert(page)
+    tokens, blocks = elements(before, layout), elements(page, layout)
+    if layout.order == "tokens":
+        tokens, blocks = blocks, tokens
+    shape = (layout.num_layers, 2, layout.page_size, layout.kv_heads, layout.head_dim)
+    per_layer = blocks.reshape(layout.num_layers, -1)
+    for part, slot, head, d in itertools.product(*map(range, shape[1:])):
+        at = place_in_blocks(layout, part, slot, head, d)
+        assert np.array_equal(tokens.reshape(shape)[:, part, slot, head, d], per_layer[:, at])
+
+
+@given(layouts, st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
+def test_there_and_back_changes_no_bit(layout: KVLayout, seed: int) -> None:
+    page = random_page(layout, seed)
+    expected = page.copy()
+    PageConverter(layout, other(layout.order)).convert(page)
+    PageConverter(msgspec.structs.replace(layout, order=other(layout.order)), layout.order).convert(page)
+    assert np.array_equal(page, expected)
+
+
+@given(layouts, st.integers(0, 2**32))
+@settings(max_examples=30, deadline=None)
+def test_a_range_of_heads_lies_in_one_piece_in_blocks(layout: KVLayout, seed: int) -> None:
+    """What two heads of a layer's keys become depends on those heads, and is where they were dealt out to."""
+    layout = msgspec.structs.replace(layout, order="blocks")
+    page, changed = random_page(layout, seed), random_page(layout, seed)
+    shape = (layout.num_layers, 2, layout.page_size, layout.kv_heads, -1)
+    head = seed % layout.kv_heads
+    changed.reshape(shape)[:, :, :, head] ^= 0xFF
+    for each in (page, changed):
+        PageConverter(layout, "tokens").convert(each)
+    by_head = (layout.num_layers, 2, layout.kv_heads, -1)
+    differs = (page != changed).reshape(by_head)
+    assert differs[:, :, head].all()
+    assert not np.delete(differs, head, axis=2).any()
+
+
+def test_which_layouts_can_be_exchanged() -> None:
+    layout = KVLayout(16, 2, 2, 16, "bfloat16", 4096)
+    change = msgspec.structs.replace
+    blocks = change(layout, order="blocks")
+    assert can_exchange(layout, layout)
+    assert can_exchange(layout, blocks)
+    assert can_exchange(blocks, layout)
+    assert not can_exchange(blocks, change(layout, page_size=32, page_bytes=8192))
+    assert not can_exchange(blocks, change(layout, dtype="float32", page_bytes=8192))
+    # Nobody knows other orders of these; equal ones need no converter.
+    for odd in (change(layout, dtype="int64"), change(layout, page_size=24), change(layout, head_dim=3)):
+        assert can_exchange(odd, odd)
+        assert not can_exchange(odd, change(odd, order="blocks"))
+        with pytest.raises(ValueError, match="one order only"):
+            PageConverter(odd, "blocks")
