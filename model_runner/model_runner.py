@@ -106,7 +106,7 @@ class ModelRunner:
             )
         return open_blocks(self.quantization, source, self.config, self.dtype)
 
-    def _choose_quantization(self, options: ServerOptions, source: ModelSource) -> Literal[none, gguf, int8, int4]:
+    def _choose_quantization(self, options: ServerOptions, source: ModelSource) -> Literal["none", "gguf", "int8", "int4"]:
         if options.quantization != "auto":
             return options.quantization
         if source.kind != "gguf" or options.dtype != "auto" or options.load_format == "dummy":
