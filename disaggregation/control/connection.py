@@ -45,7 +45,7 @@ class ControlConnection:
         self._reactor = reactor
         self._write_watched = True
         self.unsent = 0
-        self._write_broken = False
+        self._write_broken: LinkLost | None = None
         self._greeting = bytearray(GREETING.size)
         self._prefix = bytearray(LENGTH.size)
         self._pieces: list[bytearray] = []
@@ -63,7 +63,13 @@ class ControlConnection:
 
     def read(self, budget: int = MAX_TURN) -> Reading:
         """At most one frame and about ``budget`` bytes; raises ``LinkLost`` when the connection is over."""
-        nbytes = self.stream.on_readable(budget)
+        try:
+            nbytes = self.stream.on_readable(budget)
+        except ProtocolBroken:
+            raise
+        except LinkLost as e:
+            # The system tells the reason once; where writing was told, reading only sees an end.
+            raise self._write_broken or e from None
         frame, self._frame = self._frame, None
         return Reading(frame, nbytes)
 
@@ -81,9 +87,9 @@ class ControlConnection:
             return
         try:
             self.unsent -= self.stream.on_writable()
-        except LinkLost:
-            # Not the end yet: what the peer said before is still to be read, and reading then says how it ended.
-            self._write_broken = True
+        except LinkLost as e:
+            # Not the end yet: what the peer said before is still to be read, and reading then meets the end.
+            self._write_broken = e
             self.unsent = 0
         if bool(self.unsent) != self._write_watched:
             self._write_watched = bool(self.unsent)
@@ -102,7 +108,7 @@ class ControlConnection:
         self._pieces.clear()
 
     def _queue(self, *views: bytes) -> None:
-        if not self._write_broken:
+        if self._write_broken is None:
             self.stream.send(views)
             self.unsent += sum(map(len, views))
 

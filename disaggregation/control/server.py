@@ -51,7 +51,8 @@ SERVE_COST = 4096
 TURN_BYTES = 16 << 20
 AGAIN_A_ROUND = 64
 """Frames that are read beyond the first of each connection before newcomers are looked for."""
-ACCEPTS_AT_ONCE = 16
+ACCEPTS_AT_ONCE = MAX_STRANGERS // 2
+"""All of them are still here to be read from when the next ones come."""
 
 
 class Ended(NamedTuple):
@@ -94,7 +95,8 @@ class ControlServer:
     def recv(self) -> tuple[int, list[Any]] | None:
         """The next frame and who sent it; None when there is none or this turn has read its share.
 
-        Takes one frame of each connection before the second of any. Raises ``UndeclaredMessage``.
+        Takes one frame of each connection before the second of any. What comes while it reads makes ``fileno`` readable
+        again. Raises ``UndeclaredMessage``.
         """
         if not self._ready:
             self._begin_round()

@@ -15,7 +15,7 @@ import time
 import httpx
 import msgspec
 import pytest
-import zmq
+from support.control_wire import ControlSocket
 from support.processes import Pair, pd_pair, wait_until
 from support.strangers import Stranger, Target, find_target
 
@@ -120,6 +120,18 @@ def test_campaign_of_strangers(pair):
     run_campaign(pair, int(os.environ.get("PDSERVE_STRANGER_FRAMES", "100000")), seed=2)
 
 
+def test_thousands_of_connections_to_the_control_port_change_nothing(pair):
+    expected = answers(pair)
+    stranger = Stranger(find_target(pair), 4)
+    stranger.crowd(300)
+    before = processes(pair)
+    for _ in range(5):
+        stranger.crowd(500)
+        assert answers(pair) == expected
+    stranger.close()
+    assert_unharmed(pair, before, expected)
+
+
 def test_forged_and_replayed_routes_are_refused_and_the_pair_goes_on(pair):
     expected = answers(pair)
     target = find_target(pair)
@@ -179,10 +191,8 @@ class Insider:
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
         stack.callback(self._close)
-        ctx = stack.enter_context(zmq.Context())
-        self.socket = stack.enter_context(ctx.socket(zmq.DEALER))
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(f"tcp://127.0.0.1:{target.control}")
+        self.socket = ControlSocket(target.control)
+        stack.callback(self.socket.close)
 
     def become_peer(self) -> None:
         """Say hello until welcomed."""

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import httpx
 import msgspec
 import psutil
-import zmq
 
 from pdserve.disaggregation.backends.handshake import LENGTH, Greeting, Offer, frame
 from pdserve.disaggregation.bootstrap import Route
+from pdserve.disaggregation.control.frames import LENGTH as CONTROL_LENGTH
+from pdserve.disaggregation.control.frames import greeting
 from pdserve.messages.channel import encode
 from pdserve.messages.handover import Abort, Heartbeat, Hello, RoomQueued, TransferRequest
+from support.control_wire import ControlSocket, framed
 from support.processes import Launched, Pair
 
 HALF_OPEN = 100
@@ -73,8 +75,7 @@ class Stranger:
         self.target = target
         self.rng = random.Random(seed)
         self.sent: dict[str, int] = {}
-        self._ctx = zmq.Context()
-        self._dealer: zmq.Socket | None = None
+        self._control: ControlSocket | None = None
         self._idle: list[socket.socket] = []
 
     def send(self, count: int) -> None:
@@ -94,29 +95,36 @@ class Stranger:
         for sock in self._idle:
             sock.close()
         self._hang_up()
-        self._ctx.term()
 
     # --- the control port ---
 
     def control_frame(self) -> None:
-        """Over ZMQ, so that it reaches the scheduler."""
-        if self._dealer is None or self.rng.random() < 0.02:
+        """Within the protocol's frames, so that it reaches the decoder; on a new connection once it was hung up on."""
+        rng = self.rng
+        data = framed(self._control_payload())
+        if rng.random() < 0.05:
+            data = b"".join(framed(self._control_payload() or b"x") for _ in range(rng.randrange(2, 6)))
+        if rng.random() < 0.02:
             self._hang_up()
-            self._dealer = self._ctx.socket(zmq.DEALER)
-            self._dealer.setsockopt(zmq.LINGER, 1000)
-            self._dealer.setsockopt(zmq.SNDTIMEO, 20_000)
-            self._dealer.connect(f"tcp://127.0.0.1:{self.target.control}")
-        parts = [self._control_payload()]
-        if self.rng.random() < 0.05:
-            parts = [
-                self._control_payload() if self.rng.random() < 0.5 else b"" for _ in range(self.rng.randrange(1, 6))
-            ]
-        self._dealer.send_multipart(parts)
+        for _ in range(2):
+            try:
+                if self._control is None:
+                    self._control = ControlSocket(self.target.control)
+                if not self._control.has_ended():
+                    if rng.random() < 0.02 and len(data) < 200:
+                        for byte in data:  # in drips
+                            self._control.send_bytes(bytes([byte]))
+                    else:
+                        self._control.send_bytes(data)
+                    return
+            except OSError:
+                pass
+            self._hang_up()
 
     def _hang_up(self) -> None:
-        if self._dealer is not None:
-            self._dealer.close()
-        self._dealer = None
+        if self._control is not None:
+            self._control.close(linger=self.rng.choice([0, None]))
+        self._control = None
 
     def _control_payload(self) -> bytes:
         rng = self.rng
@@ -169,14 +177,42 @@ class Stranger:
         return msgspec.msgpack.encode([fields])
 
     def control_bytes(self) -> None:
-        """Over plain TCP: ZMQ's own greeting, and what is none."""
+        """Good greetings with what is no frame behind them, other protocols, noise."""
         rng = self.rng
-        hello = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
+        zmtp = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + bytes(32)
         ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
         data = rng.choice(
-            [hello, hello + ready, hello + ready + b"\x00\x03abc", rng.randbytes(80), b"GET / HTTP/1.1\r\n\r\n"]
+            [
+                greeting() + CONTROL_LENGTH.pack(rng.choice([0, 1, 1 << 14, 1 << 20, (1 << 32) - 1])),
+                greeting() + CONTROL_LENGTH.pack(rng.getrandbits(32)) + rng.randbytes(100),
+                greeting() + framed(self._control_payload() or b"x")[:-1],
+                greeting() + framed(encode([self._hello(self.target.route.epoch)])) * 5,
+                greeting(rng.getrandbits(32)) + framed(encode([Heartbeat(self.target.route.epoch)])),
+                greeting()[: rng.randrange(12)],
+                zmtp,
+                zmtp + ready + b"\x01\x01x" * 20,
+                b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(32),
+                rng.randbytes(80),
+                b"GET / HTTP/1.1\r\n\r\n",
+            ]
         )
         self._tcp(self.target.control, spoil(rng, data) if rng.random() < 0.5 else data)
+
+    def crowd(self, count: int) -> None:
+        """So many connections to the control port at once, and in a row; half of them end in a reset."""
+        socks = []
+        for i in range(count):
+            with contextlib.suppress(OSError):
+                sock = socket.create_connection(("127.0.0.1", self.target.control), REPLY_SECONDS)
+                socks.append(sock)
+                sock.sendall(greeting() if i % 3 else b"")
+            if len(socks) > HALF_OPEN:
+                old = socks.pop(0)
+                if i % 2:
+                    old.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RST)
+                old.close()
+        for sock in socks:
+            sock.close()
 
     # --- the others ---
 
