@@ -46,9 +46,9 @@ class ModelRunner:
     """Computes logits. Raises ``ModelError`` from its constructor where the model can't be served as asked.
 
     Attributes: ``config``, ``context_length`` and ``vocab_size`` (tokens), ``device``, ``dtype`` (weights and
-    activations), ``layout``, ``max_total_tokens`` (slots to hand out, page 0 excluded), ``pool``, ``kv_region`` (the
-    pool's memory as one buffer; None on an accelerator), ``fingerprint``, ``attention_backend`` (its name),
-    ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU kernels run),
+    activations), ``layout``, ``max_total_tokens`` (slots to hand out, page 0 excluded), ``num_slots`` (all of them),
+    ``pool``, ``kv_region`` (the pool's memory as one buffer; None on an accelerator), ``fingerprint``,
+    ``attention_backend`` (its name), ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU kernels run),
     ``step_weight_bytes`` (what a decode step reads of weights), ``clears_begun_pages``, ``load_seconds``.
     """
 
@@ -157,6 +157,7 @@ class ModelRunner:
             self.kv_region = allocate_region(num_pages * self.layout.page_bytes, shared=shared)
         buffer = None if self.kv_region is None else self.kv_region.buffer
         self.pool = MHATokenToKVPool(self.layout, num_pages, self.device, buffer)
+        self.num_slots = num_pages * options.page_size
         log.info(
             "%s: %.2f GiB of weights, KV pool of %d tokens (%.2f GiB)",
             options.model_path,
