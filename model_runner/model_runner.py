@@ -48,7 +48,7 @@ class ModelRunner:
 
     Attributes: ``config``, ``context_length`` and ``vocab_size`` (tokens), ``device``, ``dtype`` (weights and
     activations), ``quantization`` (what "auto" came to), ``layout``, ``max_total_tokens`` (slots to hand out, page 0
-    excluded), ``pool``, ``kv_region`` (the pool's memory as one buffer; None on an accelerator), ``fingerprint``,
+    excluded), ``num_slots`` (all of them), ``pool``, ``kv_region`` (the pool's memory as one buffer; None on an accelerator), ``fingerprint``,
     ``attention_backend`` (its name), ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU
     kernels run), ``step_weight_bytes`` (what a decode step reads of weights), ``clears_begun_pages``, ``load_seconds``.
     """
@@ -106,7 +106,9 @@ class ModelRunner:
             )
         return open_blocks(self.quantization, source, self.config, self.dtype)
 
-    def _choose_quantization(self, options: ServerOptions, source: ModelSource) -> Literal["none", "gguf", "int8", "int4"]:
+    def _choose_quantization(
+        self, options: ServerOptions, source: ModelSource
+    ) -> Literal["none", "gguf", "int8", "int4"]:
         if options.quantization != "auto":
             return options.quantization
         if source.kind != "gguf" or options.dtype != "auto" or options.load_format == "dummy":
@@ -168,6 +170,7 @@ class ModelRunner:
             self.kv_region = allocate_region(num_pages * self.layout.page_bytes, shared=shared)
         buffer = None if self.kv_region is None else self.kv_region.buffer
         self.pool = MHATokenToKVPool(self.layout, num_pages, self.device, buffer)
+        self.num_slots = num_pages * options.page_size
         log.info(
             "%s: %.2f GiB of weights, KV pool of %d tokens (%.2f GiB)",
             options.model_path,

@@ -27,6 +27,7 @@ from .forward_batch import ForwardBatch
 from .logprobs import score
 from .rows import NO_LOGPROBS, RowParams, RowStates
 from .sampler import sample
+from .step_check import StepLimits, check_changes, check_entries
 
 if TYPE_CHECKING:
     from .kernels.cpu_engine import CpuEngine
@@ -41,6 +42,7 @@ class Model(Protocol):
 
     vocab_size: int
     context_length: int
+    num_slots: int
     device: torch.device
     engine: CpuEngine | None
     sampler: NativeSampler | None
@@ -71,6 +73,7 @@ class StepRunner:
         self._device = model.device
         self._rows = rows = RowStates(max_reqs, model.vocab_size, model.device)
         self._req_to_token = torch.zeros((max_reqs, model.context_length), dtype=torch.int32, device=model.device)
+        self._limits = StepLimits(max_reqs, model.context_length, model.num_slots)
         self._native: NativeSteps | None = None
         if model.engine is not None:
             # Imported here: it loads the compiled kernels.
@@ -87,7 +90,9 @@ class StepRunner:
         are wrong then.
         """
         begin = time.perf_counter()
-        self._apply(step)
+        if step.new_rows or step.slot_deltas:
+            check_changes(step, self._limits)
+            self._apply(step)
         if self._native is not None and (chosen := self._native.run(step)) is not None:
             bad_entries = [] if chosen.finite.all() else _sampled_entries(step)[~chosen.finite].tolist()
             forward_ms = (time.perf_counter() - begin) * 1e3
@@ -95,6 +100,7 @@ class StepRunner:
         return self._run_generally(step, begin)
 
     def _run_generally(self, step: ForwardStep, begin: float) -> StepResult:
+        check_entries(step, self._limits)
         plan = self._plan(step)
         logits_LV = self._model.forward(plan.batch)
         if self._device.type == "cuda":
@@ -129,10 +135,6 @@ class StepRunner:
         positions = np.arange(num_tokens) + np.repeat(starts - first_tokens, q_lens)
         input_ids = self._to_device(_i64(step.input_ids))
         out_cache_loc = self._to_device(_i64(step.out_cache_loc))
-        if not len(input_ids) == len(out_cache_loc) == num_tokens:
-            raise ValueError(
-                f"step {step.step_id}: {num_tokens} tokens, {len(input_ids)} ids, {len(out_cache_loc)} slots"
-            )
         rows_B = self._to_device(rows)
         positions_T = self._to_device(positions)
         use_last = np.flatnonzero(unpack_i32(step.use_last))

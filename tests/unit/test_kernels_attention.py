@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -194,6 +195,35 @@ def test_few_tokens_of_large_groups_on_a_long_context(dtype: torch.dtype, group:
     torch.testing.assert_close(expected.double(), attend_in_float64(case), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     for _ in range(3):
         assert torch.equal(attend(case, threads=threads, passes=3), expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_weights_below_the_normal_numbers_are_zero(dtype: torch.dtype) -> None:
+    """They cost hundreds of cycles each otherwise; and the caller's own arithmetic keeps its denormal numbers."""
+    case = make_case((2, 1, 16), dtype, 16, [255], [1])
+    data, slots = case.pool.data, case.batch.req_to_token[1, :256].long()
+    case.q_THD.fill_(1.0)
+    data.zero_()
+    # Scores of 95 and 0: weights of 1 and, but for that, 5e-42, of values that would make it show.
+    data[slots // 16, :, 1, slots % 16] = 1e38
+    data[slots[0] // 16, :, 0, slots[0] % 16] = 95 / 4
+    data[slots[0] // 16, :, 1, slots[0] % 16] = 2**-14
+    assert torch.equal(attend(case), torch.full((1, 2, 16), 2**-14, dtype=dtype))
+    assert np.float32(1e-40) * np.float32(1) > 0
+
+
+def test_store_keeps_nan_a_nan() -> None:
+    """Whatever its bits: rounding must not carry it to infinity, or to zero."""
+    from pdserve.model_runner.kernels.attention import PagedAttention
+
+    bits = [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7FC00000, 0xFF80FFFF, 0x7F800000, 0x7F7FFFFF, 0x3F808000]
+    k = torch.from_numpy(np.array(bits * 2, dtype=np.uint32).view(np.float32)).view(1, 1, 16)
+    pool = MHATokenToKVPool(make_pool_layout(16, 1, 1, 16, torch.bfloat16, "blocks"), 2, torch.device("cpu"))
+    PagedAttention(pool, 1, Team(1)).store(0, torch.tensor([17]), k, k)
+    for part in range(2):
+        stored = in_order(pool, "tokens").data[1, 0, part, 1].flatten().float()
+        assert stored.isnan().tolist() == ([True] * 5 + [False] * 3) * 2
+        assert stored[5:8].tolist() == [torch.inf, torch.inf, 1.0]
 
 
 @given(

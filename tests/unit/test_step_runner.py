@@ -19,6 +19,7 @@ class FakeModel:
 
     vocab_size = VOCAB
     context_length = 64
+    num_slots = 512
     device = torch.device("cpu")
     engine = None
     sampler = None
@@ -217,3 +218,50 @@ def test_a_step_that_contradicts_itself_is_refused(runner: StepRunner) -> None:
 def test_nothing_wanted_gives_nothing(runner: StepRunner) -> None:
     result = runner.run(make_step((0, 0, [1, 2], False), new_rows=[make_row(0)]))
     assert (next_tokens(result), result.logprobs, result.input_logprobs) == ([], None, [])
+
+
+BAD_CHANGES = {
+    "a row that begins nowhere": {"new_rows": [make_row(1), make_row(4)]},
+    "a slot that is not there": {"new_rows": [make_row(1)], "slot_deltas": [SlotDelta(1, 0, pack_i32([20, 512]))]},
+    "a negative slot": {"slot_deltas": [SlotDelta(0, 0, pack_i32([21])), SlotDelta(1, 0, pack_i32([-1]))]},
+    "a row that is not there": {"slot_deltas": [SlotDelta(0, 0, pack_i32([21])), SlotDelta(-1, 0, pack_i32([16]))]},
+    "beyond the context": {"slot_deltas": [SlotDelta(0, 63, pack_i32([16, 17]))]},
+    "before the first position": {"slot_deltas": [SlotDelta(0, -1, pack_i32([16]))]},
+}
+
+
+@pytest.mark.parametrize("name", BAD_CHANGES)
+def test_bad_rows_and_moved_slots_are_errors_before_anything_is_written(runner, model, name) -> None:
+    runner.run(make_step((0, 0, [1, 2, 3], True), new_rows=[make_row(0)]))
+    table, state = runner._req_to_token.clone(), runner._rows.table.copy()
+    with pytest.raises(IndexError, match="step 7"):
+        runner.run(make_step((0, 3, None, True), step_id=7, **BAD_CHANGES[name]))
+    assert torch.equal(runner._req_to_token, table)
+    assert (runner._rows.table == state).all()
+    assert len(model.batches) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"out_cache_loc": [16, 17, 512, 18]},
+        {"out_cache_loc": [16, -1, 17, 18]},
+        {"rows": [0, 4]},
+        {"rows": [-1, 1]},
+        {"starts": [-1, 0]},
+        {"starts": [62, 0]},
+        {"q_lens": [4, 0]},
+        {"q_lens": [2, 1]},
+        {"sample": [1]},
+    ],
+    ids=str,
+)
+def test_bad_entries_are_errors_before_anything_is_written(runner, model, change) -> None:
+    step = make_step((0, 0, [1, 2, 3], True), (1, 0, [4], True))
+    fields = {name: getattr(step, name) for name in step.__struct_fields__}
+    bad = ForwardStep(**(fields | {name: pack_i32(values) for name, values in change.items()}))
+    table = runner._req_to_token.clone()
+    with pytest.raises((IndexError, ValueError), match="step 1"):
+        runner.run(bad)
+    assert torch.equal(runner._req_to_token, table)
+    assert not model.batches

@@ -7,6 +7,7 @@
 #include "attention_gather.h"
 #include "attention_products.h"
 #include "attention_tile.h"
+#include "denormals.h"
 
 namespace pdserve {
 namespace {
@@ -287,6 +288,7 @@ class AttentionWorker {
 };
 
 void attention_run(AttentionPlan& plan, int64_t layer, const TokenRows& q, const TokenRows& out, int tid) {
+  const FlushDenormals flush;
   AttentionWorker worker(plan, layer, q, out, tid);
   if (plan.pool_dtype() == DType::kFloat32) {
     worker.run<FloatWords>();

@@ -63,9 +63,12 @@ inline __m256 widen(const bf16* p) {
 inline Vec load(const bf16* p) { return {widen(p), widen(p + 8)}; }
 
 inline __m256i round_to_bf16(__m256 v) {
-  const __m256i x = _mm256_castps_si256(v);
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(x, 16), _mm256_set1_epi32(1));
-  return _mm256_srli_epi32(_mm256_add_epi32(x, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  const __m256i x = _mm256_castps_si256(v), high = _mm256_srli_epi32(x, 16);
+  const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+  const __m256i sum = _mm256_add_epi32(x, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  // A NaN would round to infinity, or to 0 beyond it.
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan);
 }
 inline void store(bf16* p, Vec x) {
   const __m256i both = _mm256_packus_epi32(round_to_bf16(x.a), round_to_bf16(x.b));
