@@ -24,7 +24,7 @@ _WORD_BYTES = 4
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Page = npt.NDArray[np.uint8]
-_Views = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+_Views = list[npt.NDArray[Any]]
 
 
 def can_exchange(ours: KVLayout, theirs: KVLayout) -> bool:
@@ -61,7 +61,11 @@ class PageConverter:
 
 
 def _views(page: Page, layout: KVLayout, order: KVOrder) -> _Views:
-    """A page's keys and values, as words or elements, with their axes as "blocks" has them."""
+    """A page's keys as words, and its values as elements, with their axes as "blocks" has them.
+
+    Values come as one view for each slot of a row: their last axis is of two elements, and numpy is slow at copying so
+    few at a time.
+    """
     layers, size, heads, dim = layout.num_layers, layout.page_size, layout.kv_heads, layout.head_dim
     item = _ITEM_BYTES[layout.dtype]
     group, slots = _WORD_BYTES // item, min(size, BLOCK_SLOTS)
@@ -72,7 +76,7 @@ def _views(page: Page, layout: KVLayout, order: KVOrder) -> _Views:
     if order == "blocks":
         keys = words.reshape(layers, 2, heads, count, dim // group, slots)[:, 0]
         values = elements.reshape(layers, 2, heads, count, rows, dim, group_of_slots)[:, 1]
-        return keys, values
+        return [keys, *np.moveaxis(values, -1, 0)]
     keys = words.reshape(layers, 2, count, slots, heads, dim // group)[:, 0].transpose(0, 3, 1, 4, 2)
     values = elements.reshape(layers, 2, count, rows, group_of_slots, heads, dim)[:, 1].transpose(0, 4, 1, 2, 5, 3)
-    return keys, values
+    return [keys, *np.moveaxis(values, -1, 0)]
