@@ -93,8 +93,9 @@ class ModelRunner:
         weights = model.weights()
         load_model_weights(weights, source, self.config, options.load_format, options.random_seed, blocks)
         self.fingerprint = fingerprint(self.config, weights, self.quantization, blocks)
-        left_out = blocks.left_out if blocks is not None else frozenset[str]()
-        self._weight_bytes = sum(view.nbytes for name, view in weights.items() if name not in left_out)
+        self._weight_bytes = sum(view.nbytes for view in weights.values())
+        if blocks is not None:
+            self._weight_bytes += blocks.nbytes - sum(weights[name].nbytes for name in blocks.left_out)
         return model
 
     def _open_blocks(self, options: ServerOptions, source: ModelSource) -> BlockSource | None:

@@ -34,6 +34,7 @@ class GGUFBlocks(BlockSource):
         names = {name for group, served in self._served.items() if served for name in group}
         # A tied head is multiplied with as blocks, but the table of embeddings beside it is read by the row.
         self.left_out = frozenset(names & self._matrices.keys() - {HEAD_NAMES[1]})
+        self.nbytes = sum(self._matrices[name].rows.nbytes for name in self.left_out)
 
     def find(self, names: Sequence[str], weight: Tensor) -> list[BlockWeight] | None:
         """See the base class; a tied head is found under the embedding's name."""

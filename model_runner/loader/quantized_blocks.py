@@ -51,6 +51,8 @@ class BlockSource(ABC):
 
     left_out: frozenset[str] = frozenset()
     """Weights that need not be loaded as floats: the source has them, and nobody else reads them."""
+    nbytes = 0
+    """What is served in their place."""
 
     @abstractmethod
     def find(self, names: Sequence[str], weight: Tensor) -> list[BlockWeight] | None:
