@@ -21,6 +21,8 @@ from .lease_keeper import LeaseKeeper
 
 __all__ = ["LeaseKeeper", "RouteFetcher"]
 
+MAX_ASKING = 64
+"""Hosts that are asked at a time: requests name them, and each one costs sockets and memory."""
 REACH_SECONDS = 1.5
 PATIENCE_SECONDS = 10.0
 FIRST_PAUSE_SECONDS = 0.05
@@ -43,6 +45,7 @@ class RouteFetcher:
         self._on_route = on_route
         self._reach_seconds = reach_seconds
         self._patience = patience
+        self._asking = asyncio.Semaphore(MAX_ASKING)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="route-fetcher", daemon=True)
         self._thread.start()
@@ -67,7 +70,8 @@ class RouteFetcher:
 
     async def _fetch(self, host: str, port: int) -> None:
         try:
-            answer: Reached | str = await self._ask_until(host, port)
+            async with self._asking:
+                answer: Reached | str = await self._ask_until(host, port)
         except TransferError as e:
             answer = str(e)
         except Exception as e:
@@ -79,7 +83,8 @@ class RouteFetcher:
     async def _ask_until(self, host: str, port: int) -> Reached:
         start = time.monotonic()
         pause = FIRST_PAUSE_SECONDS
-        async with httpx.AsyncClient(timeout=self._reach_seconds, trust_env=False) as client:
+        # Plain HTTP only: without this, each client would load all certificates of the system.
+        async with httpx.AsyncClient(timeout=self._reach_seconds, trust_env=False, verify=False) as client:
             while True:
                 limit = self._patience
                 try:
@@ -88,7 +93,7 @@ class RouteFetcher:
                         return await _ask(client, route_url(host, port))
                 except RouteUnavailable as e:
                     error: TransferError = e
-                except httpx.InvalidURL as e:
+                except (httpx.InvalidURL, UnicodeError) as e:
                     raise RouteInvalid(f"{host}:{port} is no address: {e}") from e
                 except (httpx.HTTPError, TimeoutError) as e:
                     limit = self._reach_seconds

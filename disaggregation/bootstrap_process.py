@@ -28,14 +28,13 @@ from fastapi import FastAPI, Request, Response
 
 from ..runtime.child import start_child
 from ..runtime.web.body import BodyTooLarge, read_body
-from ..runtime.web.bounded_protocol import MAX_HEAD_BYTES, BoundedProtocol
+from ..runtime.web.bounded_protocol import BACKLOG, MAX_HEAD_BYTES, bounded_protocol
 from ..runtime.web.ports import listen
 from ..runtime.web.server import ChildServer
 from .bootstrap import MAX_ROUTE_BYTES, RouteError, decode_route
 from .errors import RouteConflict, RouteInvalid, RouteUnavailable
 from .route_registry import RouteRegistry
 
-BACKLOG = 256
 SHUTDOWN_SECONDS = 1
 RETRY_AFTER = {"Retry-After": "1"}
 
@@ -112,7 +111,8 @@ async def serve(app: FastAPI, sock: socket.socket, on_started: Callable[[], None
     """Answer on ``sock`` until SIGTERM; ``on_started`` is called once it does."""
     config = uvicorn.Config(
         app,
-        http=BoundedProtocol,
+        http=bounded_protocol(),
+        backlog=BACKLOG,
         ws="none",
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         log_config=None,

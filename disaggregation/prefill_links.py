@@ -199,7 +199,7 @@ class PrefillLinks:
     def _gone(self, link: PrefillLink, reason: str) -> None:
         if link.state is LinkState.GONE:
             return
-        log.warning("link to prefill %s:%d is gone: %s", shown(link.host), link.port, reason)
+        log.warning("link to prefill %s:%d is gone: %s", shown(link.host), link.port, shown(reason))
         link.state, link.reason = LinkState.GONE, reason
         del self._open[(link.host, link.port)]
         if link.client is not None:

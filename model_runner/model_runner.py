@@ -49,8 +49,8 @@ class ModelRunner:
     Attributes: ``config``, ``context_length`` and ``vocab_size`` (tokens), ``device``, ``dtype`` (weights and
     activations), ``quantization`` (what "auto" came to), ``layout``, ``max_total_tokens`` (slots to hand out, page 0
     excluded), ``num_slots`` (all of them), ``pool``, ``kv_region`` (the pool's memory as one buffer; None on an
-    accelerator), ``fingerprint``, ``attention_backend`` (its name), ``engine`` and ``sampler`` (what computes passes and
-    chooses tokens, where the CPU kernels run), ``step_weight_bytes`` (what a decode step reads of weights),
+    accelerator), ``fingerprint``, ``attention_backend`` (its name), ``engine`` and ``sampler`` (what computes passes
+    and chooses tokens, where the CPU kernels run), ``step_weight_bytes`` (what a decode step reads of weights),
     ``clears_begun_pages``, ``load_seconds``.
     """
 

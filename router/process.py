@@ -18,6 +18,7 @@ import setproctitle
 import uvicorn
 import uvloop
 
+from ..runtime.refusal_log import limit_foreign_logs
 from .app import make_app
 from .options import RouterOptions, RouterOptionsError, parse_prefill
 
@@ -80,6 +81,7 @@ def run_router(options: RouterOptions) -> int:
         logging.getLogger(name).setLevel(logging.WARNING)
     # It warns of each request that is none: any stranger could fill the log.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    limit_foreign_logs()
     allow_many_connections()
 
     def on_fault(error: BaseException) -> None:

@@ -19,6 +19,7 @@ import zmq
 from ..messages.channel import Sender, ipc_address
 from ..messages.control import Ready
 from .options import ServerOptions
+from .refusal_log import limit_foreign_logs
 
 PR_SET_PDEATHSIG = 1
 
@@ -84,6 +85,7 @@ def configure_logging(name: str, level: str) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # uvicorn warns of each request that is none: any stranger could fill the log.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    limit_foreign_logs()
 
 
 def start_child(argv: list[str]) -> ChildContext:

@@ -47,3 +47,38 @@ class RefusalLog:
             self._log.log(self._level, "%s: %s", self._what, shown(reason))
         else:
             self._untold += 1
+
+
+class LogQuota(logging.Filter):
+    """Lets at most ``LINES`` records through in ``SECONDS``, for a logger of others that strangers can make speak.
+
+    The first one after a flood says how many were dropped.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._until = 0.0
+        self._passed = 0
+        self._dropped = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is logged."""
+        now = self._clock()
+        if now >= self._until:
+            if self._dropped:
+                record.msg = f"({self._dropped} more like the last ones were not logged) {record.msg}"
+            self._until, self._passed, self._dropped = now + SECONDS, 0, 0
+        self._passed += 1
+        if self._passed <= LINES:
+            return True
+        self._dropped += 1
+        return False
+
+
+def limit_foreign_logs() -> None:
+    """Give those loggers a quota that write a traceback for whatever a connection does to them."""
+    for name in ("uvicorn.error", "asyncio"):
+        logger = logging.getLogger(name)
+        if not any(isinstance(f, LogQuota) for f in logger.filters):
+            logger.addFilter(LogQuota())

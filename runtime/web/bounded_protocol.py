@@ -12,40 +12,60 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_CONNECTIONS = 256
 """Open at once; one more ends the one that has been waiting longest for its request."""
+BACKLOG = 64
+"""Also how many connections asyncio accepts at a time, before any of those that have to go are gone."""
 REQUEST_SECONDS = 5.0
 """From a connection's start, or from its last answer, to the end of the next answer."""
 MAX_HEAD_BYTES = 16 << 10
 
 
-class BoundedProtocol(H11Protocol):
-    """h11 rather than httptools, which bounds no header."""
+def bounded_protocol() -> type[H11Protocol]:
+    """The protocol of one server, whose connections are counted together."""
+    waiting: dict[_Bounded, None] = {}
 
+    class Protocol(_Bounded):
+        _waiting = waiting
+
+    return Protocol
+
+
+class _Bounded(H11Protocol):
+    """h11 rather than httptools, which bounds no header.
+
+    ``_waiting``: all connections of the server, the one that has waited longest first. One that is dropped leaves it at
+    once: its transport takes a while, and meanwhile nobody else may be spared for it.
+    """
+
+    _waiting: dict[_Bounded, None]
     _limit: asyncio.TimerHandle | None = None
-    waiting_since = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._wait()
-        if len(self.connections) > MAX_CONNECTIONS:
-            oldest = min((c for c in self.connections if isinstance(c, BoundedProtocol)), key=lambda c: c.waiting_since)
-            oldest.end()
+        while len(self._waiting) > MAX_CONNECTIONS:
+            next(iter(self._waiting)).end()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._limit is not None:
-            self._limit.cancel()
+        self._forget()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._wait()
+        if not self.transport.is_closing():
+            self._wait()
 
     def end(self) -> None:
         """Drop the connection, whatever it was about to say."""
+        self._forget()
         if not self.transport.is_closing():
             self.transport.abort()
 
-    def _wait(self) -> None:
+    def _forget(self) -> None:
+        self._waiting.pop(self, None)
         if self._limit is not None:
             self._limit.cancel()
-        self.waiting_since = self.loop.time()
+
+    def _wait(self) -> None:
+        self._forget()
+        self._waiting[self] = None
         self._limit = self.loop.call_later(REQUEST_SECONDS, self.end)

@@ -35,7 +35,8 @@ class SamplingFields(Body):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    # A logit over less than this may be no number any more, which looks like a broken model.
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     stop: Annotated[OneOrMany[StopString], AfterValidator(_check_stops)] = Field(default_factory=list)
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] = Field(default_factory=list)
     ignore_eos: bool = False
