@@ -37,7 +37,7 @@ class SamplingFields(Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
     stop: Annotated[OneOrMany[StopString], AfterValidator(_check_stops)] = Field(default_factory=list)
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=256)] = Field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
 
