@@ -112,7 +112,7 @@ def dump(fields: dict[str, Any]) -> bytes:
 
 def _tokens(prompt: Any) -> int:
     if isinstance(prompt, list):
-        # Two levels are all that an instance takes; what is nested deeper, it refuses. Ids are not looked at one by one.
+        # Two levels are all that an instance takes; what is nested deeper, it refuses.
         if _batch_size(prompt) is None:
             return len(prompt)
         return sum(len(item) if isinstance(item, list) else _text_tokens(item) for item in prompt)
