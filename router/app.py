@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..messages.decode import shown
 from ..runtime.web.auth import ApiKeyAuth
 from ..runtime.web.errors import error_body
 from .dispatcher import Dispatcher
@@ -102,7 +103,7 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
 async def answer_http_exception(request: Request, exc: Exception) -> Response:
     """Unknown paths and methods, in the API's error shape."""
     assert isinstance(exc, HTTPException)
-    message = f"{request.method} {request.url.path}: {exc.detail}"
+    message = shown(f"{request.method} {request.scope['path']}: {exc.detail}")
     kind = {404: "not_found_error", 405: "method_not_allowed"}.get(exc.status_code, "invalid_request_error")
     return json_response(error_body(exc.status_code, message, kind), exc.status_code, exc.headers)
 

@@ -43,7 +43,7 @@ class RoutedRequest:
     """A client's request: where it goes, what is passed on of its headers, and its body."""
 
     path: str
-    headers: Mapping[str, str]
+    headers: Mapping[bytes, bytes]
     body: RequestBody
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import httpx
 import orjson
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -22,8 +24,9 @@ from .instance import HealthState, Instance, Role
 from .options import RouterOptions
 from .request_body import RequestBody
 
-PASSED_ON = ("authorization", "x-request-id", "traceparent", "tracestate")
+PASSED_ON = frozenset({b"authorization", b"x-request-id", b"traceparent", b"tracestate"})
 """Client headers that an instance gets to see."""
+DOT_SEGMENTS = frozenset({".", ".."})
 QUESTION_TIMEOUT = 5.0
 """Seconds that an instance may take to answer anything but a generation."""
 HEALTH_PROMPT = {"text": "Hi", "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
@@ -103,6 +106,8 @@ class ControlEndpoints:
 
     async def ask_one(self, request: Request) -> Response:
         """GET /v1/models and the like: what the first healthy instance says; all serve the same model."""
+        if has_dot_segments(request.scope["path"]):
+            raise HTTPException(404)
         answers_clients = (Role.WORKER, Role.DECODE, Role.PREFILL)
         for instance in sorted(self._fleet.healthy(), key=lambda i: answers_clients.index(i.role)):
             said = await self._ask(instance, request)
@@ -139,7 +144,7 @@ class ControlEndpoints:
 
     async def _ask(self, instance: Instance, request: Request, body: bytes = b"") -> Said:
         """An instance's answer to the client's own question. Never raises: a failure is what the answer tells."""
-        url, headers = instance.url + request.url.path, passed_on_headers(request.scope)
+        url, headers = instance.url + quote(request.scope["path"]), passed_on_headers(request.scope)
         if instance.state is HealthState.UNHEALTHY:
             return Said(instance, 0, instance.reason)
         try:
@@ -170,11 +175,14 @@ async def until_disconnect(receive: Receive) -> None:
         pass
 
 
-def passed_on_headers(scope: Scope) -> dict[str, str]:
-    """The headers that an instance gets: a few of the client's, and ours."""
-    wanted = {name.encode() for name in PASSED_ON}
-    passed = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"] if k in wanted}
-    return {"content-type": "application/json", **passed}
+def passed_on_headers(scope: Scope) -> dict[bytes, bytes]:
+    """The headers that an instance gets: a few of the client's, and ours. Bytes, as a value need not be ASCII."""
+    return {b"content-type": b"application/json", **{k: v for k, v in scope["headers"] if k in PASSED_ON}}
+
+
+def has_dot_segments(path: str) -> bool:
+    """Whether a part of ``path`` is ``.`` or ``..``: on the way to the instance it would lead elsewhere."""
+    return not DOT_SEGMENTS.isdisjoint(path.split("/"))
 
 
 def refusal(told: list[Said]) -> Response | None:

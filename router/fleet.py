@@ -79,13 +79,14 @@ class Fleet:
     def _pair(self, prefills: Sequence[Instance], decodes: Sequence[Instance], request: RequestBody) -> Target:
         prefill = self._policies[Role.PREFILL].choose(prefills, request)
         decode = self._policies[Role.DECODE].choose(decodes, request)
-        return decode if self._overflows(prefill, decode, request.prompt_tokens) else Pair(prefill, decode)
+        return decode if self._overflows(prefill, decode, request) else Pair(prefill, decode)
 
-    def _overflows(self, prefill: Instance, decode: Instance, tokens: int) -> bool:
-        """Whether a prompt of ``tokens`` is done sooner on the decode alone, with its prefill behind enough."""
+    def _overflows(self, prefill: Instance, decode: Instance, request: RequestBody) -> bool:
+        """Whether the prompt of ``request`` is done sooner on the decode alone, with its prefill behind enough."""
         least = self._prefill_backlog
         if least is None or prefill.prompt_tokens < least:
             return False
+        tokens = request.prompt_tokens
         return prefill.prompt_tokens + tokens > LOCAL_PREFILL_COST * (decode.prompt_tokens + tokens)
 
     def set_state(self, instance: Instance, state: HealthState, reason: str) -> None:

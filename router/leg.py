@@ -52,7 +52,7 @@ class Leg:
         if self._response is not None:
             await self._response.aclose()
 
-    async def open(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> httpx.Response:
+    async def open(self, method: str, path: str, body: bytes, headers: Mapping[bytes, bytes]) -> httpx.Response:
         """Send the request and wait for the answer's head.
 
         Raises ``InstanceGoneError``, ``InstanceSilentError``, or ``InstanceAnsweredError`` for any status but 2xx.

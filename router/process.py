@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,9 @@ import setproctitle
 import uvicorn
 import uvloop
 
+from ..runtime.open_files import allow_many_connections
 from ..runtime.refusal_log import limit_foreign_logs
+from ..runtime.web.limited_protocol import LimitedProtocol
 from .app import make_app
 from .options import RouterOptions, RouterOptionsError, parse_prefill
 
@@ -91,7 +92,7 @@ def run_router(options: RouterOptions) -> int:
         make_app(options, on_fault),
         host=options.host,
         port=options.port,
-        http="httptools",
+        http=LimitedProtocol,
         ws="none",
         log_config=None,
         access_log=False,
@@ -112,10 +113,3 @@ async def serve(server: RouterServer) -> None:
         await server.serve()
     except SystemExit:
         server.failed = True
-
-
-def allow_many_connections() -> None:
-    """A request takes three connections: raise the soft limit on open files to the hard one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

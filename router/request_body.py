@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import orjson
@@ -18,6 +19,9 @@ from .instance import Instance
 ROOM_BITS = 63
 BOOTSTRAP_PREFIX = "bootstrap_"
 """Of the fields that the router alone sets."""
+MAX_PROMPTS = 4096
+"""In one body, as at the instances: the router draws rooms and names for each before an instance sees any."""
+PROMPT_FIELDS = ("text", "input_ids", "prompt")
 CHARS_PER_TOKEN = 4
 """Of English text, about: enough to tell a long prompt from a short one."""
 
@@ -38,13 +42,16 @@ class RequestBody:
 
     @classmethod
     def parse(cls, raw: bytes) -> RequestBody:
-        """Raises ``BadRequestError`` for anything but a JSON object."""
+        """Raises ``BadRequestError`` for anything but a JSON object, and for one with too many prompts."""
         try:
             fields = orjson.loads(raw)
         except orjson.JSONDecodeError as exc:
             raise BadRequestError(f"the body is not valid JSON: {exc}") from None
         if not isinstance(fields, dict):
             raise BadRequestError("the body must be a JSON object")
+        for name in PROMPT_FIELDS:
+            if (count := _batch_size(fields.get(name)) or 0) > MAX_PROMPTS:
+                raise BadRequestError(f"{name}: {count} prompts in one request, the limit is {MAX_PROMPTS}")
         kept = {name: value for name, value in fields.items() if not name.startswith(BOOTSTRAP_PREFIX)}
         if len(kept) == len(fields):
             return cls(raw, fields)  # the common case: instances get the client's own bytes
@@ -58,13 +65,10 @@ class RequestBody:
     @property
     def batch_size(self) -> int | None:
         """How many prompts a batch holds; None for a single prompt (and for what the instance will refuse)."""
-        for name in ("text", "input_ids", "prompt"):
-            prompts = self.fields.get(name)
-            if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list):
-                return len(prompts)
-        return None
+        sizes = (_batch_size(self.fields.get(name)) for name in PROMPT_FIELDS)
+        return next((size for size in sizes if size is not None), None)
 
-    @property
+    @cached_property
     def prompt_tokens(self) -> int:
         """How long the prompts are, all together: counted where they are token ids, guessed where they are text."""
         for name in ("input_ids", "prompt", "text"):
@@ -107,11 +111,21 @@ def dump(fields: dict[str, Any]) -> bytes:
 
 
 def _tokens(prompt: Any) -> int:
-    if isinstance(prompt, str):
-        return len(prompt) // CHARS_PER_TOKEN + 1
     if isinstance(prompt, list):
-        return sum(_tokens(item) if isinstance(item, str | list) else 1 for item in prompt)
-    return 1
+        # Two levels are all that an instance takes; what is nested deeper, it refuses.
+        if _batch_size(prompt) is None:
+            return len(prompt)
+        return sum(len(item) if isinstance(item, list) else _text_tokens(item) for item in prompt)
+    return _text_tokens(prompt)
+
+
+def _text_tokens(text: Any) -> int:
+    return len(text) // CHARS_PER_TOKEN + 1 if isinstance(text, str) else 1
+
+
+def _batch_size(prompts: Any) -> int | None:
+    is_batch = isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list)
+    return len(prompts) if is_batch else None
 
 
 def draw_room() -> int:

@@ -18,6 +18,8 @@ import zmq.asyncio
 from ..messages.channel import AsyncReceiver, Sender
 from ..messages.routes import ToHttp
 from ..runtime.child import ChildContext, start_child
+from ..runtime.open_files import allow_many_connections
+from ..runtime.web.limited_protocol import LimitedProtocol
 from ..runtime.web.ports import listen
 from ..runtime.web.server import ChildServer
 from .http.app import make_app
@@ -36,7 +38,7 @@ async def serve(ctx: ChildContext, listener: socket.socket) -> None:
     engine = EngineClient(sender, supervisor)
     config = uvicorn.Config(
         make_app(ctx.options, engine, ctx.epoch),
-        http="httptools",
+        http=LimitedProtocol,
         ws="none",
         log_config=None,
         log_level="error",  # it warns of each request that is none: any stranger could fill the log
@@ -71,6 +73,7 @@ async def serve(ctx: ChildContext, listener: socket.socket) -> None:
 def main() -> None:
     """Entry point of the child process."""
     ctx = start_child(sys.argv)
+    allow_many_connections()
     host, port = ctx.options.host, ctx.options.port
     try:
         listener = listen(host, port, BACKLOG)

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from ...messages.decode import shown
 from ...messages.outputs import ReqError
 from ...runtime.web.errors import error_body, error_headers, error_type
 
@@ -69,9 +70,10 @@ async def _on_api_error(_request: Request, error: Exception) -> Response:
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    path = shown(request.scope["path"])
     messages = {
-        404: f"there is no {request.url.path}; docs/http-api.md lists what is",
-        405: f"{request.url.path} does not take {request.method}",
+        404: f"there is no {path}; docs/http-api.md lists what is",
+        405: f"{path} does not take {request.method}",
     }
     api_error = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)))
     api_error.headers = error.headers

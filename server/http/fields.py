@@ -12,10 +12,17 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from ...messages.decode import shown
 from .errors import bad_request
 from .unserved import Unserved, is_neutral
 
 T = TypeVar("T")
+MAX_PROMPTS = 4096
+"""In one body, and entries of the lists that go with them."""
+MAX_PROMPT_IDS = 2**20
+"""Token ids in one prompt: more than any context holds; the model's own limit is asked later."""
+MAX_SHOWN_NAME = 64
+"""Characters of an unknown field's name that its refusal repeats."""
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 TAG = "|"
@@ -54,12 +61,15 @@ def _check_printable(value: str) -> str:
 
 
 OneOrMany = Annotated[
-    Annotated[T, Tag(ONE)] | Annotated[list[T], Tag(MANY)],
+    # Every list here fails fast and has a limit: pydantic would describe each wrong entry of a million first.
+    Annotated[T, Tag(ONE)] | Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag(MANY)],
     Discriminator(_one_or_many),
 ]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+PromptIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_PROMPT_IDS)]
+PromptIdLists = Annotated[list[PromptIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 TokenIds = Annotated[
-    Annotated[list[TokenId], Tag(ONE)] | Annotated[list[list[TokenId]], Tag(MANY)],
+    Annotated[PromptIds, Tag(ONE)] | Annotated[PromptIdLists, Tag(MANY)],
     Discriminator(_ids_one_or_many),
 ]
 Rid = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_check_printable)]
@@ -89,7 +99,7 @@ class Body(BaseModel):
             if name in cls.model_fields:
                 continue
             if name not in cls.unserved:
-                raise bad_request(cls.at(name), f"there is no such field{cls._hint(name)}")
+                raise bad_request(cls.at(shown(name, MAX_SHOWN_NAME)), f"there is no such field{cls._hint(name)}")
             if not is_neutral(value, cls.unserved[name]):
                 raise bad_request(cls.at(name), "this server does not serve this field; leave it out")
         return {name: value for name, value in raw.items() if value is not None and name in cls.model_fields}
@@ -99,5 +109,7 @@ class Body(BaseModel):
         if name in cls.belongs:
             return f'; it belongs in "{cls.belongs[name]}"'
         known = cls.model_fields.keys()
+        if len(name) > MAX_SHOWN_NAME:
+            return ""
         near = [other] if (other := ELSEWHERE.get(name)) in known else difflib.get_close_matches(name, known, 1)
         return f'; did you mean "{near[0]}"?' if near else ""

@@ -10,10 +10,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...messages.outputs import FinishReason, FinishType, Timing, TokenLogprob
+from ...messages.outputs import FinishReason, FinishType, Timing
 from ...messages.requests import LogprobOptions
 from .engine_response import EngineResponse, event
 from .errors import bad_request
+from .logprob_lists import LogprobLists
 from .parsing import parse_body
 from .plan import PromptPlan, make_prompts, name_requests, per_prompt, sampling_params
 from .schemas import GenerateBody
@@ -78,6 +79,7 @@ class NativeRenderer:
 
     def __init__(self, plans: list[PromptPlan], as_list: bool) -> None:
         self._logprobs = [plan.logprobs for plan in plans]
+        self._lists: dict[int, LogprobLists] = {}
         self._prompt_lens = [None if p.prompt.input_ids is None else len(p.prompt.input_ids) for p in plans]
         self._as_list = as_list
 
@@ -112,7 +114,8 @@ class NativeRenderer:
             meta_info["timing"] = timing(choice.meta.timing)
         options = self._logprobs[choice.prompt_index]
         if options is not None:
-            meta_info |= logprob_lists(choice, options)
+            lists = self._lists.setdefault(choice.index, LogprobLists(top=bool(options.top_num)))
+            meta_info |= lists.upto_now(choice)
         return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta_info}
 
 
@@ -130,25 +133,3 @@ def finish_reason(finish: FinishReason | None, completion_tokens: int) -> dict[s
 def timing(spent: Timing) -> dict[str, float]:
     """Where the time went: milliseconds, and bytes for the hand-over."""
     return {name: round(value, 3) for name, value in msgspec.structs.asdict(spent).items()}
-
-
-def logprob_lists(choice: Choice, options: LogprobOptions) -> dict[str, Any]:
-    """``[logprob, token id, null]`` for each token; the null is SGLang's place for the token's text."""
-    prompt = (choice.meta.input_logprobs if choice.meta is not None else None) or []
-    lists: dict[str, Any] = {
-        "input_token_logprobs": [_pair(p) for p in prompt],
-        "output_token_logprobs": [_pair(p) for p in choice.logprobs],
-    }
-    if options.top_num:
-        lists["input_top_logprobs"] = [_top(p) for p in prompt]
-        lists["output_top_logprobs"] = [_top(p) for p in choice.logprobs]
-    return lists
-
-
-def _pair(entry: TokenLogprob) -> tuple[float | None, int, None]:
-    return entry.logprob, entry.token_id, None
-
-
-def _top(entry: TokenLogprob) -> list[tuple[float, int, None]] | None:
-    # The prompt's first token follows nothing: it has no alternatives.
-    return [(logprob, token_id, None) for token_id, logprob in entry.top] if entry.logprob is not None else None

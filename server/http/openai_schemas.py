@@ -8,11 +8,13 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from . import unserved
 from .errors import bad_request
-from .fields import INT32_MAX, INT64_MAX, INT64_MIN, MANY, ONE, TAG, Body, TokenId
+from .fields import INT32_MAX, INT64_MAX, INT64_MIN, MANY, MAX_PROMPTS, ONE, TAG, Body, PromptIdLists, PromptIds
 from .schemas import RequestFields, SamplingFields
 from .unserved import Unserved
 
 MAX_OPENAI_LOGPROBS = 20
+MAX_PARTS = 4096
+"""Of one message's content."""
 TEXT, TEXTS, IDS, ID_LISTS = TAG + "text", TAG + "texts", TAG + "ids", TAG + "id_lists"
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -54,9 +56,9 @@ def _prompt_kind(value: Any) -> str:
 
 Prompt = Annotated[
     Annotated[str, Tag(TEXT)]
-    | Annotated[list[str], Tag(TEXTS)]
-    | Annotated[list[TokenId], Tag(IDS)]
-    | Annotated[list[list[TokenId]], Tag(ID_LISTS)],
+    | Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag(TEXTS)]
+    | Annotated[PromptIds, Tag(IDS)]
+    | Annotated[PromptIdLists, Tag(ID_LISTS)],
     Discriminator(_prompt_kind),
 ]
 
@@ -95,7 +97,7 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        Annotated[str, Tag(ONE)] | Annotated[list[TextPart], Tag(MANY)],
+        Annotated[str, Tag(ONE)] | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag(MANY)],
         Discriminator(lambda value: MANY if isinstance(value, list) else ONE),
     ]
 
@@ -112,7 +114,7 @@ class ChatBody(OpenAIBody):
 
     unserved: ClassVar[Unserved] = unserved.CHAT
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False

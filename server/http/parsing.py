@@ -50,7 +50,7 @@ def validate(schema: type[B], content: dict[str, Any]) -> B:
     try:
         return schema.model_validate(content)
     except ValidationError as e:
-        raise _explain(e.errors(include_url=False, include_context=False)[0]) from None
+        raise _explain(e.errors(include_url=False)[0]) from None
 
 
 async def parse_body(request: Request, schema: type[B]) -> B:
@@ -70,12 +70,14 @@ def _explain(error: ErrorDetails) -> ApiError:
         elif not part.startswith(TAG):
             path += f".{part}" if path else part
     wanted = WANTED.get(error["type"]) or error["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    value = "" if error["type"] in ("missing", "string_too_short") else _show(error["input"])
+    if error["type"] == "too_long":
+        wanted = f"holds too many entries, the limit is {error['ctx']['max_length']}"
+    value = "" if error["type"] in ("missing", "string_too_short", "too_long") else _show(error["input"])
     return bad_request(path or None, f"{wanted}{value}")
 
 
 def _show(value: Any) -> str:
     if isinstance(value, dict | list):
         return f", not a{'n object' if isinstance(value, dict) else ' list'}"
-    shown = orjson.dumps(value).decode()
+    shown = orjson.dumps(value[: MAX_SHOWN + 1] if isinstance(value, str) else value).decode()
     return f", not {shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + '…'}"

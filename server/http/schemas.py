@@ -38,7 +38,7 @@ class SamplingFields(Body):
     # A logit over less than this may be no number any more, which looks like a broken model.
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     stop: Annotated[OneOrMany[StopString], AfterValidator(_check_stops)] = Field(default_factory=list)
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=256)] = Field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
 

@@ -112,3 +112,12 @@ def test_a_port_in_use_ends_it_with_a_clear_line(tmp_path: Path) -> None:
 def test_does_not_load_what_it_does_not_need(module: str) -> None:
     code = f"import sys, pdserve.server.http_process; sys.exit({module!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_head_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    port = free_port()
+    with ring(tmp_path, port) as it:
+        it.supervisor.recv(TIMEOUT_MS)
+        with socket.create_connection(("127.0.0.1", port), timeout=limit(10)) as sock:
+            sock.sendall(b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n")
+            assert sock.recv(100).startswith(b"HTTP/1.1 431 ")

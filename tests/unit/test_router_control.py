@@ -1,5 +1,7 @@
 """The router's own endpoints, and what it asks of all instances."""
 
+import asyncio
+
 from support.router_rig import generate, scenario
 
 
@@ -55,3 +57,28 @@ async def test_health_generate_runs_a_real_request(rig):
     client = await rig.route([p], [d])
     assert (await client.get("/health_generate")).status_code == 200
     assert p.requests[0].path == d.requests[0].path == "/generate"
+
+
+@scenario()
+async def test_headers_that_are_not_ascii_are_passed_on_as_they_are(rig):
+    w = await rig.instance()
+    client = await rig.route(worker=[w])
+    headers = [(b"x-request-id", b"\xc3\xa9"), (b"authorization", b"\xc3\xbf"), (b"content-type", b"application/json")]
+    response = await client.post("/generate", content=b'{"text": "x"}', headers=headers)
+    assert response.status_code == 200
+    assert (w.requests[0].headers["x-request-id"], w.requests[0].headers["authorization"]) == ("é", "ÿ")
+    assert (await client.get("/v1/models", headers=headers[:1])).status_code == 200
+
+
+@scenario()
+async def test_no_path_leads_to_another_endpoint_of_an_instance(rig):
+    w = await rig.instance()
+    await rig.route(worker=[w])
+    host, port = rig.client.base_url.host, rig.client.base_url.port
+    for path in ("/v1/models/../../flush_cache", "/v1/models/%2e%2e/%2e%2e/flush_cache", "/v1/models/./x"):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n".encode())
+        assert (await reader.read()).startswith(b"HTTP/1.1 404 ")
+        writer.close()
+    await rig.client.get("/v1/models/a%3Fb")
+    assert [path for _, path, _ in w.questions if "health" not in path and "info" not in path] == ["/v1/models/a%3Fb"]

@@ -43,6 +43,16 @@ def test_a_signal_ends_it_with_exit_code_0(port, number):
     assert (out, process.returncode) == ("exit 0\n", 0), err
 
 
+def test_a_head_that_is_too_long_is_refused(port):
+    with start(port) as process:
+        assert any("is unhealthy" in line for line in process.stderr)
+        with socket.create_connection(("127.0.0.1", port), timeout=limit(10)) as sock:
+            sock.sendall(b"GET /health HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n")
+            assert sock.recv(100).startswith(b"HTTP/1.1 431 ")
+        process.terminate()
+        process.communicate(timeout=limit(20))
+
+
 def test_a_port_that_is_taken_is_an_error_that_names_it(port):
     with socket.create_server(("127.0.0.1", port)), start(port) as process:
         out, err = process.communicate(timeout=limit(20))

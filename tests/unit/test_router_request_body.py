@@ -89,3 +89,29 @@ def test_a_body_too_deep_to_be_written_again_is_the_clients_fault():
         RequestBody.parse(deep).for_pair(PREFILL)
     with pytest.raises(BadRequestError, match="passed on"):
         RequestBody.parse(deep[:-1] + b', "bootstrap_host": "evil"}')
+
+
+@pytest.mark.parametrize("name", ["text", "prompt", "input_ids"])
+def test_too_many_prompts_are_refused_before_they_are_multiplied(name):
+    one = [1] if name == "input_ids" else "a"
+    assert RequestBody.parse(json.dumps({name: [one] * 4096}).encode()).batch_size == 4096
+    with pytest.raises(BadRequestError, match=f"{name}: 4097 prompts"):
+        RequestBody.parse(json.dumps({name: [one] * 4097}).encode())
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        ({"text": "x" * 40}, 11),
+        ({"text": ["x" * 40, "y"]}, 12),
+        ({"input_ids": [1, 2, 3]}, 3),
+        ({"prompt": [[1], [2, 3]]}, 3),
+    ],
+)
+def test_a_prompts_length_is_guessed(fields, tokens):
+    assert RequestBody.parse(json.dumps(fields).encode()).prompt_tokens == tokens
+
+
+def test_a_prompt_nested_deeply_is_measured_all_the_same():
+    deep = b'{"text": ' + b"[" * 900 + b"]" * 900 + b"}"
+    assert RequestBody.parse(deep).prompt_tokens == 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from pdserve.server.http.completions import read_prompts
 from pdserve.server.http.errors import ApiError
@@ -213,3 +214,52 @@ def test_any_completion_body_is_checked_or_refused(body: dict[str, Any]) -> None
 def test_any_chat_body_is_checked_or_refused(body: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": "a"}]
     assert status_of(lambda: validate(ChatBody, {"messages": messages} | body)) in (200, 400)
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "param"),
+    [
+        (GenerateBody, {"text": [1] * 50}, "text[0]"),
+        (GenerateBody, {"input_ids": [{}] * 50}, "input_ids[0]"),
+        (GenerateBody, {"input_ids": [[{}] * 50] * 50}, "input_ids[0][0]"),
+        (GenerateBody, {"rid": [1] * 50}, "rid[0]"),
+        (GenerateBody, {"bootstrap_port": ["a"] * 50}, "bootstrap_port[0]"),
+        (GenerateBody, {"sampling_params": [1] * 50}, "sampling_params[0]"),
+        (GenerateBody, {"sampling_params": {"stop": [1] * 50}}, "sampling_params.stop[0]"),
+        (GenerateBody, {"sampling_params": {"stop_token_ids": ["a"] * 50}}, "sampling_params.stop_token_ids[0]"),
+        (CompletionBody, {"prompt": [True] * 50}, "prompt[0]"),
+        (CompletionBody, {"prompt": ["a", *[1] * 50]}, "prompt[1]"),
+        (CompletionBody, {"prompt": [["a"] * 50] * 50}, "prompt[0][0]"),
+        (ChatBody, {"messages": [1] * 50}, "messages[0]"),
+        (ChatBody, {"messages": [{"role": "user", "content": [1] * 50}]}, "messages[0].content[0]"),
+    ],
+)
+def test_only_the_first_wrong_entry_of_a_list_is_looked_at(
+    schema: type[Body], body: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        schema.model_validate(body)
+    assert caught.value.error_count() <= len(schema.model_fields)
+    assert len([e for e in caught.value.errors() if e["type"] != "missing"]) == 1
+    assert refusal(schema, body).param == param
+
+
+@pytest.mark.parametrize(
+    ("schema", "body", "param"),
+    [
+        (GenerateBody, {"text": ["a"] * 4097}, "text"),
+        (GenerateBody, {"input_ids": [[1]] * 4097}, "input_ids"),
+        (CompletionBody, {"prompt": ["a"] * 4097}, "prompt"),
+        (CompletionBody, {"prompt": [[1]] * 4097}, "prompt"),
+    ],
+)
+def test_a_body_holds_at_most_4096_prompts(schema: type[Body], body: dict[str, Any], param: str) -> None:
+    error = refusal(schema, body)
+    assert (error.param, error.message) == (param, f"{param}: holds too many entries, the limit is 4096")
+
+
+def test_a_giant_field_name_is_not_repeated() -> None:
+    error = refusal(GenerateBody, {"x" * 5000: 1})
+    assert len(error.message) < 200
+    assert error.param is not None
+    assert len(error.param) < 100

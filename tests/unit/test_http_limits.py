@@ -1,0 +1,231 @@
+"""What one connection of the client-facing HTTP servers may send, and how long it may take: fed by hand, no clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from pdserve.runtime.web import limited_protocol
+from pdserve.runtime.web.limited_protocol import BODY_SECONDS, HEAD_SECONDS, LimitedProtocol
+
+HEAD = b"POST / HTTP/1.1\r\nhost: a\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+
+
+class Timer:
+    def __init__(self, seconds: float, act: Callable[[], None]) -> None:
+        self.seconds, self.act, self.cancelled = seconds, act, False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Loop:
+    """Timers that the test fires; the tasks of a real loop."""
+
+    def __init__(self) -> None:
+        self.timers: list[Timer] = []
+
+    def call_later(self, seconds: float, act: Callable[[], None]) -> Timer:
+        self.timers.append(Timer(seconds, act))
+        return self.timers[-1]
+
+    def create_task(self, *args: Any, **kwargs: Any) -> asyncio.Task[Any]:
+        return asyncio.get_running_loop().create_task(*args, **kwargs)
+
+    def waiting(self) -> list[float]:
+        return [t.seconds for t in self.timers if not t.cancelled]
+
+    def fire(self) -> None:
+        [timer] = [t for t in self.timers if not t.cancelled]
+        self.timers.clear()
+        timer.act()
+
+
+class Transport(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.closed = ""
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return bool(self.closed)
+
+    def close(self) -> None:
+        self.closed = self.closed or "closed"
+
+    def abort(self) -> None:
+        self.closed = "aborted"
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+class Connection:
+    """One connection to an app that reads its request and then answers when ``go_on`` is set."""
+
+    def __init__(self) -> None:
+        self.loop, self.transport = Loop(), Transport()
+        self.go_on = asyncio.Event()
+        config = uvicorn.Config(self._app, interface="asgi3", log_config=None)
+        self.protocol = LimitedProtocol(config, ServerState(), {}, self.loop)  # type: ignore[arg-type]
+        self.protocol.connection_made(self.transport)
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/early":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        while (await receive()).get("more_body"):
+            pass
+        await self.go_on.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"done"})
+
+    async def feed(self, *parts: bytes) -> None:
+        for part in parts:
+            if not self.transport.closed:
+                self.protocol.data_received(part)
+            await asyncio.sleep(0)
+
+
+def with_connection(body: Callable[[Connection], Any]) -> None:
+    async def run() -> None:
+        await body(Connection())
+
+    asyncio.run(run())
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MAX_HEAD_BYTES": 200, "MAX_HEADERS": 8, "MIN_BODY_BYTES": 10, "MAX_QUEUED_BYTES": 100}.items():
+        monkeypatch.setattr(limited_protocol, name, value)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [HEAD, *[b"a: " + b"x" * 30 + b"\r\n"] * 8],
+        [HEAD + b"a: " + b"x" * 300 + b"\r\n\r\n"],
+        [HEAD + b"a: ", *[b"x" * 20] * 20],
+        [b"POST /", *[b"x" * 20] * 20],
+        [HEAD + b"a: b\r\n" * 8 + b"\r\n"],
+    ],
+    ids=["many headers", "one long header", "a header that goes on and on", "a long path", "too many headers"],
+)
+def test_a_head_that_is_too_long_is_refused(parts: list[bytes]) -> None:
+    async def run(connection: Connection) -> None:
+        await connection.feed(*parts)
+        assert connection.transport.closed == "closed"
+        assert connection.transport.written.startswith(b"HTTP/1.1 431 ")
+        assert connection.transport.written.count(b"HTTP/1.1") == 1
+
+    with_connection(run)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[b"0\r\n", *[b"a: b\r\n"] * 20], [b"0\r\na: ", *[b"x" * 20] * 20], [b"1;", *[b"x" * 20] * 20]],
+    ids=["trailers", "one trailer", "a chunk's extension"],
+)
+def test_endless_trailers_and_framing_end_the_connection(parts: list[bytes]) -> None:
+    async def run(connection: Connection) -> None:
+        await connection.feed(CHUNKED, b"3\r\nabc\r\n", *parts)
+        assert connection.transport.closed == "aborted"
+
+    with_connection(run)
+
+
+def test_requests_within_the_limits_follow_each_other_on_a_connection() -> None:
+    async def run(connection: Connection) -> None:
+        connection.go_on.set()
+        for _ in range(20):
+            await connection.feed(CHUNKED, *[b"64\r\n" + b"x" * 100 + b"\r\n"] * 20, b"0\r\na: b\r\n\r\n", b"")
+            await asyncio.sleep(0)
+            assert connection.transport.written.endswith(b"done\r\n0\r\n\r\n")
+            connection.transport.written = b""
+        assert not connection.transport.closed
+
+    with_connection(run)
+
+
+@pytest.mark.parametrize("queued", [HEAD + b"content-length: 0\r\n\r\n", CHUNKED + b"1f\r\n" + b"x" * 31 + b"\r\n"])
+def test_what_is_queued_behind_a_running_request_has_a_limit(queued: bytes) -> None:
+    async def run(connection: Connection) -> None:
+        await connection.feed(HEAD + b"\r\n", queued, *[queued if b"length" in queued else b"1\r\nx\r\n"] * 100)
+        assert connection.transport.closed == "aborted"
+
+    with_connection(run)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", b"POST", HEAD])
+def test_a_head_that_does_not_come_ends_the_connection(sent: bytes) -> None:
+    async def run(connection: Connection) -> None:
+        await connection.feed(*[sent] * bool(sent))
+        assert connection.loop.waiting() == [HEAD_SECONDS]
+        connection.loop.fire()
+        assert connection.transport.closed == "aborted"
+
+    with_connection(run)
+
+
+def test_a_body_must_keep_coming() -> None:
+    async def run(connection: Connection) -> None:
+        await connection.feed(CHUNKED)
+        for _ in range(3):
+            assert connection.loop.waiting() == [BODY_SECONDS]
+            await connection.feed(b"a\r\n0123456789\r\n")
+            connection.loop.fire()
+            assert not connection.transport.closed
+        await connection.feed(b"1\r\n0\r\n")
+        connection.loop.fire()
+        assert connection.transport.closed == "aborted"
+
+    with_connection(run)
+
+
+def test_a_body_that_nobody_reads_yet_is_not_slow() -> None:
+    async def run(connection: Connection) -> None:
+        await connection.feed(CHUNKED)
+        connection.protocol.flow.pause_reading()
+        connection.loop.fire()
+        assert (connection.transport.closed, connection.loop.waiting()) == ("", [BODY_SECONDS])
+
+    with_connection(run)
+
+
+def test_a_running_answer_has_no_limit() -> None:
+    async def run(connection: Connection) -> None:
+        await connection.feed(HEAD + b"content-length: 1\r\n\r\nx")
+        assert connection.loop.waiting() == []
+        await connection.feed(b"\r\n")
+        connection.loop.fire()
+        assert not connection.transport.closed
+
+    with_connection(run)
+
+
+def test_an_answer_that_began_before_the_body_ended_is_not_cut() -> None:
+    async def run(connection: Connection) -> None:
+        await connection.feed(CHUNKED.replace(b"POST /", b"POST /early"))
+        connection.loop.fire()
+        assert not connection.transport.closed
+
+    with_connection(run)
+
+
+def test_timers_end_with_the_connection() -> None:
+    async def run(connection: Connection) -> None:
+        connection.protocol.connection_lost(None)
+        assert connection.loop.waiting() == []
+
+    with_connection(run)
