@@ -1,4 +1,4 @@
-"""Control-plane messages between a decode's and a prefill's scheduler (ZMQ over TCP).
+"""Control-plane messages between a decode's and a prefill's scheduler (frames over TCP).
 
 The decode connects; the prefill listens. ``epoch`` is always the *receiver's* epoch as the sender knows it: a message
 for an earlier life of a process is dropped. Every message of a hand-over also names its room.

@@ -302,6 +302,24 @@ def test_a_peer_that_vanished_is_written_to_in_vain(port):
     port.server.send(-1, [Heartbeat("D")])
 
 
+def test_a_peer_that_is_gone_is_hung_up_on(port):
+    silent = port.socket()
+    connect(port, silent)
+    port.now += 2
+    port.turn()
+    assert port.gone == [("D", "the decode instance was silent for 1.5 s")]
+    wait_until(silent.has_ended, LIMIT, "it need not wait for its own timeout")
+
+
+def test_a_peer_whose_connection_ends_is_gone_at_once(port):
+    honest = port.socket()
+    connect(port, honest)
+    honest.close()
+    port.until(lambda: port.gone)
+    assert port.gone == [("D", "its control connection ended: the peer closed the connection")]
+    assert port.host.told[-1] == DisconnectPeer("D")
+
+
 def arrived(port):
     """The next frame, without anybody acting on it."""
     frames = []
