@@ -53,7 +53,11 @@ def refusal(schema: type[Body], body: dict[str, Any]) -> ApiError:
         ({"sampling_params": {"top_k": -2}}, "sampling_params.top_k", "-1"),
         ({"sampling_params": {"min_p": 1.5}}, "sampling_params.min_p", "1"),
         ({"sampling_params": {"frequency_penalty": 2.5}}, "sampling_params.frequency_penalty", "2"),
-        ({"sampling_params": {"repetition_penalty": 0}}, "sampling_params.repetition_penalty", "greater than 0"),
+        (
+            {"sampling_params": {"repetition_penalty": 0}},
+            "sampling_params.repetition_penalty",
+            "greater than or equal to 0.01",
+        ),
         ({"sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens", "0"),
         ({"sampling_params": {"max_new_tokens": 1.0}}, "sampling_params.max_new_tokens", "must be an integer"),
         ({"sampling_params": {"max_new_tokens": 2**64 - 1}}, "sampling_params.max_new_tokens", "less than"),
