@@ -15,7 +15,8 @@ from pdserve.detokenizer.detokenizer import Detokenizer
 from pdserve.detokenizer.process import route as route_out
 from pdserve.detokenizer.request_decoder import make_decoder_factory
 from pdserve.messages.base import Message
-from pdserve.messages.channel import Codec, encode
+from pdserve.messages.channel import IPC_FRAME_BYTES, encode
+from pdserve.messages.decode import Codec
 from pdserve.messages.outputs import TextBatch
 from pdserve.messages.requests import AbortReq, GenerateReq
 from pdserve.messages.routes import ToDetokenizer, ToHttp, ToScheduler
@@ -71,9 +72,9 @@ class SimRing(SimInstance):
         self.client = EngineClient(self)
         self.app = make_app(self.options, self.client, epoch="ring")
         self.texts = 0
-        self._to_scheduler: Codec[Any] = Codec(ToScheduler)
-        self._to_detokenizer: Codec[Any] = Codec(ToDetokenizer)
-        self._to_http: Codec[Any] = Codec(ToHttp)
+        self._to_scheduler: Codec[Any] = Codec(ToScheduler, IPC_FRAME_BYTES)
+        self._to_detokenizer: Codec[Any] = Codec(ToDetokenizer, IPC_FRAME_BYTES)
+        self._to_http: Codec[Any] = Codec(ToHttp, IPC_FRAME_BYTES)
 
     def send(self, *messages: Message) -> None:
         """The tokenizer's end of the ring."""
