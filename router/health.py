@@ -17,6 +17,9 @@ from .instance import HealthState, Instance
 from .options import RouterOptions
 
 DOWN_FACTOR = 4
+SILENCES = 2
+"""Checks in a row that an instance must leave unanswered to be taken out. One may only say that it is busy, and when
+the last instance of its kind is taken out every client is turned away. A refused connection, or a 503, counts at once."""
 
 
 class HealthMonitor:
@@ -35,10 +38,18 @@ class HealthMonitor:
                 group.create_task(self._watch(instance))
 
     async def _watch(self, instance: Instance) -> None:
+        silences = 0
         while True:
             # Cleared before the check: a failure reported during it asks for another.
             instance.check_now.clear()
-            problem = await self._check(instance)
+            try:
+                problem = await self._check(instance)
+                silences = 0
+            except TimeoutError:
+                silences += 1
+                if silences < SILENCES and instance.state is HealthState.HEALTHY:
+                    continue
+                problem = f"no answer to /health within {self._timeout:g} s, {silences} times"
             state = HealthState.UNHEALTHY if problem else HealthState.HEALTHY
             self._fleet.set_state(instance, state, problem or "answers /health")
             delay = self._interval / DOWN_FACTOR if problem else self._interval
@@ -47,12 +58,10 @@ class HealthMonitor:
                     await instance.check_now.wait()
 
     async def _check(self, instance: Instance) -> str | None:
-        """What is wrong with the instance; None: nothing."""
+        """What is wrong with the instance; None: nothing. Raises ``TimeoutError`` for no answer in time."""
         try:
             async with asyncio.timeout(self._timeout):
                 response = await self._client.get(instance.url + "/health")
-        except TimeoutError:
-            return f"no answer to /health within {self._timeout:g} s"
         except httpx.TransportError as exc:
             return f"can't be reached ({type(exc).__name__}: {exc})"
         if response.status_code == httpx.codes.OK:
