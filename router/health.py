@@ -19,7 +19,8 @@ from .options import RouterOptions
 DOWN_FACTOR = 4
 SILENCES = 2
 """Checks in a row that an instance must leave unanswered to be taken out. One may only say that it is busy, and when
-the last instance of its kind is taken out every client is turned away. A refused connection, or a 503, counts at once."""
+the last instance of its kind is taken out, every client is turned away. A refused connection or a 503 counts at
+once."""
 
 
 class HealthMonitor:
