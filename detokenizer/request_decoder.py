@@ -19,6 +19,8 @@ from ..model_files.text.text_tokenizer import TextTokenizer
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # UTF-8 needs at most four bytes for a character, so at most three can be incomplete.
 MAX_INCOMPLETE = 3
+# The first two bytes of the lowest surrogate; UTF-8 has none of U+D800 to U+DFFF.
+SURROGATE = b"\xed\xa0"
 # Windows are decoded again for each token: short is fast. Tokens further apart than this don't affect each other.
 CONTEXT_TOKENS = 4
 WINDOW_TOKENS = 8
@@ -80,6 +82,10 @@ class ByteDecoder(RequestDecoder):
         data = self._pending + b"".join([pieces[i] for i in token_ids if i < len(pieces)])
         text, used = utf_8_decode(data, "replace", False)
         self._pending = data[used:]
+        if self._pending >= SURROGATE and self._pending < b"\xee":
+            # Python waits for a surrogate's third byte, though no third byte makes a character of it.
+            text += self._pending.decode(errors="replace")
+            self._pending = b""
         if self._strip_space and text:
             self._strip_space = False
             return text.removeprefix(" ")

@@ -13,9 +13,7 @@ from support.machine import limit
 from support.processes import ANSWER_SECONDS, NO_REUSE, Pair, pd_pair
 
 # Ten times as many as are under way at once; a campaign that hunts for the rare takes thousands.
-REQUESTS = int(os.environ.get("PDSERVE_CAMPAIGN_REQUESTS", "240"))
-
-PATIENT = ("--health-check-timeout", "15")
+REQUESTS = int(os.environ.get("PDSERVE_CAMPAIGN_REQUESTS", "500"))
 
 
 class Tally:
@@ -37,6 +35,7 @@ async def one_request(client: httpx.AsyncClient, rng: random.Random, tally: Tall
     quit_after = rng.randrange(0, 40)
     seen = 0
     reason = None
+    told = False
     async with client.stream("POST", "/generate", json=body) as response:
         if response.status_code != 200:
             tally.unexpected.append(f"{response.status_code} {await response.aread()!r}")
@@ -45,6 +44,7 @@ async def one_request(client: httpx.AsyncClient, rng: random.Random, tally: Tall
             if fate == "disconnect":
                 tally.disconnected += 1
                 return
+            told = True
             await client.post("/abort_request", json={"rid": f"r{number}"})
         async for line in response.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
@@ -59,7 +59,9 @@ async def one_request(client: httpx.AsyncClient, rng: random.Random, tally: Tall
                 if fate == "disconnect":
                     tally.disconnected += 1
                     return
-                if fate == "abort":
+                # Once, as a client does; the events that were under way go on arriving.
+                if fate == "abort" and not told:
+                    told = True
                     await client.post("/abort_request", json={"rid": f"r{number}"})
     if reason is None:
         tally.unexpected.append(f"r{number} ended without a reason")
@@ -91,8 +93,7 @@ async def campaign(pair: Pair, seed: int) -> Tally:
 def test_random_load_with_aborts_and_disconnects_gives_everything_back(tmp_path, tiny_args, backend):
     # A pool that is too small for the load: eviction, waiting for memory and retraction are part of the campaign.
     args = [*tiny_args, "--max-total-tokens", "4096", "--schedule-conservativeness", "0.3"]
-    # Two cores serve the pair, the router and the load: who is busy for some seconds is not to be taken out.
-    with pd_pair(tmp_path, backend, *args, router_args=PATIENT) as pair:
+    with pd_pair(tmp_path, backend, *args) as pair:
         tally = asyncio.run(campaign(pair, seed=hash(backend) % 1000))
         assert tally.unexpected == []
         assert tally.finished > 0.5 * REQUESTS
