@@ -15,9 +15,10 @@ from .compare import Comparison
 from .errors import PeerError
 from .install import install_all
 from .layout import PeerSetup
+from .machine import this_machine
 from .options import PeerOptions
-from .page import write_page
-from .results import Results
+from .page import write_index, write_machine_page
+from .results import Results, claim
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
 DEFAULTS = PeerOptions()
@@ -46,23 +47,28 @@ def peers(*, options: Annotated[PeerOptions, Parameter(name="*")] = DEFAULTS) ->
         if "install" in options.steps:
             install_all(setup, _say)
         if "run" in options.steps:
-            results.mkdir(parents=True, exist_ok=True)
+            claim(results, this_machine())
             comparison = Comparison(setup, results, _say)
             comparison.measure_client()
             failures = comparison.run(options.rounds, options.engines, options.cases)
     except (PeerError, PlotsUnavailable) as e:
         return _fail(str(e), EXIT_FAILED)
     if "page" in options.steps:
-        _write(options.page, Results.read(results), setup.threads)
+        try:
+            _write(options.page, Results.read(results), setup.threads)
+        except PeerError as e:
+            return _fail(str(e), EXIT_FAILED)
     return _fail(f"{len(failures)} runs failed", EXIT_FAILED) if failures else 0
 
 
 def _write(page: Path, results: Results, threads: int) -> None:
     from .charts import draw_charts
 
-    images = draw_charts(page.with_suffix(""), results)
-    write_page(page, results, images, threads)
-    _say(f"wrote {page} and {len(images)} plots")
+    folder = page.with_suffix("")
+    images = draw_charts(folder / results.machine.slug, results)
+    written = write_machine_page(folder, results, images, threads)
+    write_index(page)
+    _say(f"wrote {written} with {len(images)} plots, and {page}, which lists it")
 
 
 def _say(text: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ..options import BackendName
-from .cases import CASES, EIGHT, MIXED
+from .cases import CASES, EIGHT, MIXED, SINGLE
 from .layout import PeerSetup
 
 HOST = "127.0.0.1"
@@ -83,7 +83,19 @@ class PdserveGguf(Pdserve):
         return str(setup.gguf)
 
     def flags(self) -> tuple[str, ...]:
-        return ("--dtype", "bfloat16", "--quantization", "gguf")
+        return ("--quantization", "gguf")
+
+
+class PdserveQ4KM(PdserveGguf):
+    """The same on a random model in Q4_K_M."""
+
+    cases = (SINGLE.name, EIGHT.name)
+
+    name = "pdserve-q4km"
+    title = "pdserve Q4_K_M"
+
+    def model(self, setup: PeerSetup) -> str:
+        return str(setup.q4km)
 
 
 class PdservePd(Engine):
@@ -175,10 +187,25 @@ class LlamaCpp(Engine):
     def launches(self, setup: PeerSetup, ports: Sequence[int]) -> list[Launch]:
         threads = ("--threads", str(setup.threads), "--threads-batch", str(setup.threads))
         slots = ("--parallel", str(LLAMA_SLOTS), "--ctx-size", str(LLAMA_SLOTS * LLAMA_SLOT_CONTEXT))
-        argv = (str(setup.llama_server), "--model", str(setup.gguf), *threads, *slots, "--host", HOST)
+        argv = (str(setup.llama_server), "--model", self.model(setup), *threads, *slots, "--host", HOST)
         return [Launch(self.name, (*argv, "--port", str(ports[0])), f"http://{HOST}:{ports[0]}/health")]
 
+    def model(self, setup: PeerSetup) -> str:
+        """The file that it serves."""
+        return str(setup.gguf)
 
-ENGINES: dict[str, Engine] = {
-    engine.name: engine for engine in (Pdserve(), Vllm(), PdserveGguf(), LlamaCpp(), PdservePd(), VllmPd())
-}
+
+class LlamaCppQ4KM(LlamaCpp):
+    """llama-server on a random model in Q4_K_M."""
+
+    cases = PdserveQ4KM.cases
+
+    name = "llamacpp-q4km"
+    title = "llama.cpp Q4_K_M"
+
+    def model(self, setup: PeerSetup) -> str:
+        return str(setup.q4km)
+
+
+_ALL = (Pdserve(), Vllm(), PdserveGguf(), LlamaCpp(), PdserveQ4KM(), LlamaCppQ4KM(), PdservePd(), VllmPd())
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in _ALL}

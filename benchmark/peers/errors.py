@@ -17,3 +17,7 @@ class PeerDied(PeerError):
 
 class CaseFailed(PeerError):
     """A load generator run ended with an error, or requests of it failed."""
+
+
+class ResultsError(PeerError):
+    """A folder of results can't be used: it is none, or was measured on another machine."""

@@ -38,6 +38,7 @@ def install_all(setup: PeerSetup, say: Say) -> None:
     # So that the folder, wherever it is, can't get into a commit.
     (setup.build_dir / ".gitignore").write_text("*\n", encoding="utf-8")
     export_model(setup, say)
+    write_random_model(setup, say)
     install_vllm(setup, say)
     build_llama_server(setup, say)
 
@@ -89,6 +90,17 @@ def export_model(setup: PeerSetup, say: Say) -> None:
     module = "pdserve.benchmark.peers.export_model"
     _run([sys.executable, "-m", module, str(setup.gguf), str(setup.hf_folder)], log)
     done.touch()
+
+
+def write_random_model(setup: PeerSetup, say: Say) -> None:
+    """A model whose sizes K-quants can have."""
+    if setup.q4km.exists():
+        return
+    say(f"writing {setup.q4km}")
+    unfinished = setup.q4km.with_suffix(".part")
+    module = "pdserve.benchmark.random_gguf"
+    _run([sys.executable, "-m", module, str(unfinished), "--mix", "Q4_K_M"], setup.build_dir / "export.log")
+    unfinished.rename(setup.q4km)
 
 
 def _run(argv: Sequence[str], log: Path) -> None:

@@ -29,6 +29,11 @@ class PeerSetup:
         return resolve_model(EMBEDDED_MODEL).path
 
     @property
+    def q4km(self) -> Path:
+        """A random model in Q4_K_M: K-quants need sizes that the real one hasn't."""
+        return self.build_dir / "random-q4_k_m.gguf"
+
+    @property
     def hf_folder(self) -> Path:
         """The same model dequantised to bf16, as vLLM and pdserve read it."""
         return self.build_dir / "smollm2-135m-bf16"

@@ -6,7 +6,10 @@ import os
 import platform
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
+
+from ...model_runner.kernels.build import choose_level
 
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
 IDLE_WINDOW = 2.0
@@ -15,8 +18,29 @@ IDLE_SHARE = 0.95
 IDLE_PATIENCE = 120.0
 
 
-def describe_machine() -> str:
-    """Processor, cores and the instruction sets that matter, in one line."""
+@dataclass(frozen=True)
+class Machine:
+    """``level``: of pdserve's kernels. Results of the same processor, cores and level can be compared."""
+
+    processor: str
+    cores: int
+    features: str
+    level: str
+
+    @property
+    def line(self) -> str:
+        """All of it in words."""
+        features = f" ({self.features})" if self.features else ""
+        return f"{self.processor}, {self.cores} cores{features}, kernels of level {self.level}"
+
+    @property
+    def slug(self) -> str:
+        """A file name of its own for each kind of machine."""
+        return re.sub(r"[^a-z0-9]+", "-", f"{self.processor} {self.cores} cores {self.level}".lower()).strip("-")
+
+
+def this_machine() -> Machine:
+    """The machine at hand, at the level that pdserve would run at."""
     try:
         info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -25,9 +49,8 @@ def describe_machine() -> str:
     flags = re.search(r"^flags\s*:\s*(.+)$", info, re.MULTILINE)
     known = set(flags[1].split()) if flags else set()
     features = ", ".join(feature for feature in FEATURES if feature in known)
-    cores = len(os.sched_getaffinity(0))
     name = model[1] if model else platform.processor() or platform.machine()
-    return f"{name}, {cores} cores" + (f" ({features})" if features else "")
+    return Machine(name.replace("(R)", ""), len(os.sched_getaffinity(0)), features, choose_level().name)
 
 
 def wait_idle(limit: float) -> bool:

@@ -1,4 +1,7 @@
-"""Writes ``docs/benchmarks.md`` from the results. Nothing on the page is typed by hand, so it can't be out of date."""
+"""Writes ``docs/benchmarks.md`` and a page for each kind of machine from the results.
+
+Nothing on the pages is typed by hand, so they can't be out of date. A run leaves the pages of other machines alone.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +14,53 @@ from string import Template
 from .cases import CASES, MIXED, MIXED_SLO, Case, Metric
 from .engines import ENGINES, PD_FLAGS
 from .install import LLAMA_CPP, NIXL, VLLM
-from .machine import describe_machine
 from .results import Results
 
-PAIRS = (("pdserve", "vllm"), ("pdserve-gguf", "llamacpp"))
+PAIRS = (("pdserve", "vllm"), ("pdserve-gguf", "llamacpp"), ("pdserve-q4km", "llamacpp-q4km"))
 SPLIT_ENGINES = ("pdserve-pd", "pdserve", "vllm", "vllm-pd")
 NOTHING = "–"
 
-TEMPLATE = Path(__file__).with_name("page-template.md")
+INDEX_TEMPLATE = Path(__file__).with_name("index-template.md")
+MACHINE_TEMPLATE = Path(__file__).with_name("machine-template.md")
 
 
-def write_page(page: Path, results: Results, images: Sequence[Path], threads: int) -> None:
-    """Write the page; ``images`` lie in a folder beside it."""
+def write_machine_page(folder: Path, results: Results, images: Sequence[Path], threads: int) -> Path:
+    """Write the page of the results' machine into ``folder``, beside those of other machines; ``images`` lie below."""
     counts = [len(results.rounds(case, engine)) for case, engine in {(c, e) for c, e, _ in results.runs}]
-    text = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        vllm=VLLM,
-        nixl=NIXL,
-        llama=LLAMA_CPP,
-        machine=describe_machine(),
+    page = folder / f"{results.machine.slug}.md"
+    _write(
+        page,
+        MACHINE_TEMPLATE,
+        machine=results.machine.line,
         date=time.strftime("%Y-%m-%d"),
-        pd_flags=" ".join(PD_FLAGS),
         rounds=_rounds(counts),
         threads=threads,
         pairs=pairs_table(results),
         split=split_section(results),
-        plots="\n\n".join(f"![{path.stem.replace('_', ' ')}]({page.stem}/{path.name})" for path in images),
-        slo=", ".join(f"{name} ≤ {int(limit):,} ms" for name, limit in MIXED_SLO.items()),
+        plots="\n\n".join(f"![{p.stem.replace('_', ' ')}]({p.parent.name}/{p.name})" for p in images),
         client_cost=results.client_cost,
     )
+    return page
+
+
+def write_index(page: Path) -> None:
+    """Write the page that says how it was measured and lists the machines: those whose pages lie beside it."""
+    folder = page.with_suffix("")
+    titles = {path: path.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ") for path in folder.glob("*.md")}
+    _write(
+        page,
+        INDEX_TEMPLATE,
+        machines="\n".join(f"- [{title}]({folder.name}/{path.name})" for path, title in sorted(titles.items())),
+        vllm=VLLM,
+        nixl=NIXL,
+        llama=LLAMA_CPP,
+        pd_flags=" ".join(PD_FLAGS),
+        slo=", ".join(f"{name} ≤ {int(limit):,} ms" for name, limit in MIXED_SLO.items()),
+    )
+
+
+def _write(page: Path, template: Path, **values: object) -> None:
+    text = Template(template.read_text(encoding="utf-8")).substitute(values)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(re.sub(r"\n{3,}", "\n\n", text), encoding="utf-8")
 

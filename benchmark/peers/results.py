@@ -12,28 +12,39 @@ from typing import Any
 import orjson
 
 from .cases import Case, Metric
+from .errors import ResultsError
+from .machine import Machine
 
 CLIENT_COST = "client-cost.txt"
+MACHINE = "machine.json"
 _NAME = re.compile(r"(?P<case>[^.]+)\.(?P<engine>[^.]+)\.(?P<number>\d+)\.json")
 
 
 @dataclass(frozen=True)
 class Results:
-    """``runs``: by case, engine and round, what ``pdserve bench serve`` wrote; ``client_cost``: lines of text."""
+    """``runs``: by case, engine and round, what ``pdserve bench serve`` wrote; ``client_cost``: lines of text.
+
+    ``machine``: where all of it was measured.
+    """
 
     runs: Mapping[tuple[str, str, int], Mapping[str, Any]]
+    machine: Machine
     client_cost: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> Results:
-        """All results in ``folder``."""
+        """All results in ``folder``; raises ``ResultsError`` where it doesn't say what machine they are of."""
+        try:
+            machine = Machine(**orjson.loads((folder / MACHINE).read_bytes()))
+        except (OSError, ValueError, TypeError) as e:
+            raise ResultsError(f"{folder} holds no results of a comparison ({MACHINE}: {e})") from None
         runs = {}
         for path in sorted(folder.glob("*.json")):
             if found := _NAME.fullmatch(path.name):
                 (run,) = orjson.loads(path.read_bytes())["runs"]
                 runs[found["case"], found["engine"], int(found["number"])] = run
         cost = folder / CLIENT_COST
-        return cls(runs, cost.read_text(encoding="utf-8").rstrip() if cost.exists() else "not measured")
+        return cls(runs, machine, cost.read_text(encoding="utf-8").rstrip() if cost.exists() else "not measured")
 
     def rounds(self, case: str, engine: str) -> dict[int, Mapping[str, Any]]:
         """The runs of a case on an engine, by round."""
@@ -63,3 +74,13 @@ class Results:
         middle = statistics.median(values.values())
         number = min(values, key=lambda n: (abs(values[n] - middle), n))
         return self.rounds(case.name, engine)[number]
+
+
+def claim(folder: Path, machine: Machine) -> None:
+    """Make ``folder`` one of results of ``machine``; raises ``ResultsError`` where it is of another."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / MACHINE
+    if not path.exists():
+        path.write_bytes(orjson.dumps(machine, option=orjson.OPT_INDENT_2))
+    if (other := Results.read(folder).machine) != machine:
+        raise ResultsError(f"{folder} holds results of {other.line}; this is {machine.line}: give another --results")

@@ -16,14 +16,17 @@ from pdserve.benchmark.peers.cases import CASES, EIGHT, PREFILL, Case
 from pdserve.benchmark.peers.charts import draw_charts
 from pdserve.benchmark.peers.compare import Comparison, result_path
 from pdserve.benchmark.peers.engines import ENGINES, Engine, Launch
-from pdserve.benchmark.peers.errors import PeerDied
+from pdserve.benchmark.peers.errors import PeerDied, ResultsError
 from pdserve.benchmark.peers.layout import PeerSetup
-from pdserve.benchmark.peers.page import write_page
+from pdserve.benchmark.peers.machine import Machine, this_machine
+from pdserve.benchmark.peers.page import write_index, write_machine_page
 from pdserve.benchmark.peers.processes import running
-from pdserve.benchmark.peers.results import Results
+from pdserve.benchmark.peers.results import Results, claim
 from pdserve.benchmark.peers.vllm_proxy import make_proxy
 
 SETUP = PeerSetup(Path("/b"), (0, 1))
+MACHINE = Machine("Some CPU @ 2.50GHz", 2, "avx2", "avx2")
+OTHER = Machine("Another CPU", 2, "avx2, avx512f", "avx512")
 
 
 def dist(value: float) -> dict:
@@ -47,7 +50,8 @@ def results(**runs: Sequence[tuple[float, float]]) -> Results:
             for case in CASES
             for engine, rounds in runs.items()
             for number, figures in enumerate(rounds)
-        }
+        },
+        MACHINE,
     )
 
 
@@ -76,18 +80,43 @@ def test_every_metric_finds_its_figure_in_a_report() -> None:
 
 
 def test_the_page_shows_all_and_survives_what_is_missing(tmp_path: Path) -> None:
-    page = tmp_path / "benchmarks.md"
     both = {"pdserve": [(1234, 5)], "vllm": [(617, 10)], "pdserve_pd": [(50, 2)]}
     got = results(**both)
-    images = draw_charts(tmp_path / "benchmarks", got)
-    write_page(page, got, images, 2)
+    images = draw_charts(tmp_path / MACHINE.slug, got)
+    page = write_machine_page(tmp_path, got, images, 2)
     text = page.read_text()
-    assert "| 512/1, 16 requests, one at a time | input tok/s | 1,234 | 617 | **2.00** | – | – | – |" in text
+    missing = " – | – | – |"
+    row = f"| 512/1, 16 requests, one at a time | input tok/s | 1,234 | 617 | **2.00** |{missing * 2}"
+    assert row in text
     assert "| P99 ITL of the streams, ms | 2.00 | 5.00 | 10.0 | – | **2.50** | **5.00** | – |" in text
     assert [image.name for image in images] == ["ratios.png", "mixed_latency.png", "mixed_throughput.png"]
-    assert "(benchmarks/ratios.png)" in text
+    assert "(some-cpu-2-50ghz-2-cores-avx2/ratios.png)" in text
     assert "$" not in text
-    write_page(page, Results({}), draw_charts(tmp_path / "none", Results({})), 2)
+    write_machine_page(tmp_path, Results({}, MACHINE), draw_charts(tmp_path / "none", Results({}, MACHINE)), 2)
+
+
+def test_a_run_leaves_other_machines_pages_alone_and_lists_them(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks"
+    first = write_machine_page(folder, results(pdserve=[(1234, 5)]), [], 2)
+    kept = first.read_text()
+    second = write_machine_page(folder, Results({}, OTHER), [], 2)
+    write_index(tmp_path / "benchmarks.md")
+    assert first.read_text() == kept
+    index = (tmp_path / "benchmarks.md").read_text()
+    for page, machine in ((first, MACHINE), (second, OTHER)):
+        assert f"- [{machine.line}](benchmarks/{page.name})" in index
+    assert "$" not in index
+
+
+def test_results_are_of_one_machine(tmp_path: Path) -> None:
+    claim(tmp_path, MACHINE)
+    claim(tmp_path, MACHINE)
+    assert Results.read(tmp_path).machine == MACHINE
+    with pytest.raises(ResultsError, match=r"Some CPU.*level avx2; this is Another CPU"):
+        claim(tmp_path, OTHER)
+    with pytest.raises(ResultsError, match="holds no results"):
+        Results.read(tmp_path / "none")
+    assert this_machine() == this_machine()
 
 
 def test_what_is_started() -> None:
@@ -153,6 +182,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 def test_rounds_are_run_resumed_and_read(fake: Fake, tmp_path: Path) -> None:
     said: list[str] = []
+    claim(tmp_path, MACHINE)
     comparison = Comparison(SETUP, tmp_path, said.append, patience=0)
     assert comparison.run(1, ["fake"], ["tiny", "mixed"]) == []
     first = result_path(tmp_path, 0, "fake", "tiny").read_bytes()
@@ -164,6 +194,7 @@ def test_rounds_are_run_resumed_and_read(fake: Fake, tmp_path: Path) -> None:
 
 
 def test_an_engine_that_fails_is_told_and_left_out(fake: Fake, tmp_path: Path) -> None:
+    claim(tmp_path, MACHINE)
     fake.program = "print('no such model'); raise SystemExit(3)"
     (failure,) = Comparison(SETUP, tmp_path, lambda _: None, patience=0).run(1, ["fake"], ["tiny"])
     assert "fake ended with 3:\nno such model" in failure
