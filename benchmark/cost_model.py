@@ -42,6 +42,7 @@ def main() -> None:
     def learn(shape: StepShape) -> None:
         ms = max(10.0, 0.5 * shape.tokens) + 1e-3 * shape.kv_tokens
         model.learn(shape, ms * rng.lognormvariate(0, 0.05), ms)
+        model.catch_up()
 
     print(f"learn, fits included: {microseconds(learn, shapes):.1f} µs a step")
     print(f"estimate:             {microseconds(model.estimate, shapes):.1f} µs")

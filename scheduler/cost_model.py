@@ -27,8 +27,8 @@ delays, of which the shape of a step says nothing. ``forward_ms`` is taken aroun
 shape. What a gap has beyond it (messages, a worker that waits for its next step) is learned beside it, as
 ``overhead_ms``.
 
-Costs some 35 µs a step on two busy cores of 2.5 GHz, most of it at every ``REFIT_STEPS``-th, while the worker has its
-next step already (``python -m pdserve.benchmark.cost_model`` measures it).
+Costs some 35 µs a step on two busy cores of 2.5 GHz, most of it at every ``REFIT_STEPS``-th and behind the messages
+that somebody waits for (``catch_up``; ``python -m pdserve.benchmark.cost_model`` measures it).
 Deterministic: the same outcomes give the same model.
 """
 
@@ -73,6 +73,8 @@ ERROR_GAIN = 1.1
 MIN_ERROR, MAX_ERROR = 0.02, 1.0
 EAGER_STEPS, REFIT_STEPS = 16, 16
 """The model is fitted anew at each of the first steps, then at every so many."""
+MAX_NEWS = 4 * REFIT_STEPS
+"""It is fitted where it stands once so many steps are not in it."""
 CHANGE, KNOWN = 0.2, 8
 """The whole machine has changed its speed where half of the new steps are off by more than this, the same way, in
 regions of which so many steps are known."""
@@ -196,7 +198,12 @@ class CostModel:
         self._news.append(_Outcome(shape, ms, error, min(1.0, HUBER * typical / max(abs(error), MIN_ERROR))))
         typical = typical * ERROR_GAIN if abs(error) > typical else typical / ERROR_GAIN
         self._typical_error = min(max(typical, MIN_ERROR), MAX_ERROR)
-        if len(self._news) >= REFIT_STEPS or self.steps < EAGER_STEPS:
+        if len(self._news) >= MAX_NEWS:
+            self._fit()
+
+    def catch_up(self) -> None:
+        """Fit the model anew where it is due: half a millisecond, for a moment in which nobody waits."""
+        if self._news and (len(self._news) >= REFIT_STEPS or self.steps < EAGER_STEPS):
             self._fit()
 
     def learn_overhead(self, ms: float) -> None:

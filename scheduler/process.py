@@ -79,6 +79,8 @@ class SchedulerProcess:
             if self._handovers is not None:
                 self._handovers.flush()
             self._outbox.flush()
+            if self._scheduler is not None:
+                self._scheduler.catch_up()
 
     def _timeout_ms(self) -> int:
         if self._handovers is not None:

@@ -271,6 +271,10 @@ class Scheduler:
         if promise is not None and self.planner.budget.itl is not None:
             self.planner.budget.itl.learn(promise, gap_ms)
 
+    def catch_up(self) -> None:
+        """What can wait until a turn's messages have left."""
+        self.cost_model.catch_up()
+
     def _fail_bad(self, reqs: Iterable[Req]) -> None:
         for req in reqs:
             if req.is_ended:

@@ -174,6 +174,7 @@ class SimInstance:
         self.now += 0.001
         self.scheduler.run_steps(self.now)
         self.outbox.flush()
+        self.scheduler.catch_up()
         self._read()
 
     def work(self) -> bool:

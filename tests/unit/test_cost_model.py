@@ -48,6 +48,7 @@ def teach(model: CostModel, curve: Machine, steps: int, seed: int, *, slower: fl
     for _ in range(steps):
         shape = random_shape(rng)
         model.learn(shape, noise(slower * curve(shape)), model.estimate(shape))
+        model.catch_up()
 
 
 def median_error(model: CostModel, curve: Machine, *, slower: float = 1.0) -> float:
@@ -67,6 +68,7 @@ def test_estimates_are_monotone_and_never_negative_whatever_was_seen(steps, at, 
     model = CostModel([MeasuredStep(*shape, forward_ms=ms) for shape, ms in measured], kv_ms=1e-3)
     for shape, ms in steps:
         model.learn(shape, ms, model.estimate(shape))
+        model.catch_up()
     before = model.estimate(at)
     assert before > 0
     for i, amount in enumerate(more):
@@ -100,6 +102,7 @@ def test_what_prompts_cost_is_not_forgotten_over_decodes_alone() -> None:
     alone = StepShape(1, 500)
     for _ in range(5000):
         model.learn(alone, curve(alone), model.estimate(alone))
+        model.catch_up()
     piece = StepShape(1, 500).with_piece(1000, 128)
     assert model.estimate(piece) == pytest.approx(curve(piece), rel=0.1)
 
@@ -108,7 +111,24 @@ def test_outliers_do_not_move_an_estimate() -> None:
     model, shape = CostModel(), StepShape(8, 2000)
     for i in range(500):
         model.learn(shape, 60.0 if i % 10 == 7 else 20.0, model.estimate(shape))
+        model.catch_up()
     assert model.estimate(shape) == pytest.approx(20.0, rel=0.02)
+
+
+def test_the_fit_waits_until_it_is_called_for() -> None:
+    model, shape = CostModel(), StepShape(8, 2000)
+    for _ in range(100):
+        model.learn(shape, 20.0, model.estimate(shape))
+        model.catch_up()
+    for _ in range(20):
+        model.learn(shape, 30.0, model.estimate(shape))
+    assert model.estimate(shape) == pytest.approx(20.0, rel=0.01)
+    model.catch_up()
+    assert model.estimate(shape) > 21
+    # But not for ever: what is not in the model yet takes memory.
+    for _ in range(100):
+        model.learn(shape, 60.0, model.estimate(shape))
+    assert model.estimate(shape) > 35
 
 
 def test_what_was_never_seen_is_not_taken_for_cheap() -> None:
@@ -117,6 +137,7 @@ def test_what_was_never_seen_is_not_taken_for_cheap() -> None:
     for _ in range(100):
         for shape in (StepShape(1), StepShape(8)):
             model.learn(shape, curve(shape), model.estimate(shape))
+            model.catch_up()
     for tokens in (16, 48, 128, 512, 2048):
         shape = StepShape(8).with_piece(0, tokens)
         assert model.estimate(shape) >= curve(shape)
