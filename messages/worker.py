@@ -48,7 +48,7 @@ class MachineUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``cores``: where the compute threads run, ``bound`` if each has one of its own. ``allowed``: cores that the process
     may use. ``cpu_quota``: cores' worth of time, ``memory_total`` and ``memory_free``: bytes, all within the control
     groups. ``numa_node``: the one it stays on, None where there is one only. ``spin_us``: how long a thread waits at a
-    barrier before it sleeps.
+    barrier before it sleeps. ``kernel_level``: whose instructions the CPU kernels use, None where they don't run.
     """
 
     threads: int = 0
@@ -58,6 +58,7 @@ class MachineUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cpu_quota: float | None = None
     numa_node: int | None = None
     spin_us: int = 0
+    kernel_level: str | None = None
     memory_total: int = 0
     memory_free: int = 0
     reason: str = "nothing is computed here"

@@ -14,6 +14,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+import msgspec
+
 from ..messages.base import unpack_i32
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
 from ..messages.routes import ToWorker
@@ -81,6 +83,7 @@ def load(ctx: ChildContext) -> Worker:
     # torch comes in here and not before, since OpenMP settles on its cores when it is loaded.
     import torch
 
+    from .kernels.build import choose_level
     from .measure_steps import measure_steps
     from .model_runner import ModelRunner
     from .step_runner import StepRunner
@@ -93,6 +96,7 @@ def load(ctx: ChildContext) -> Worker:
         # The kernels have threads of their own. Torch's would spin on the same cores after each of the few small
         # operations that are left to it.
         torch.set_num_threads(1)
+        machine = msgspec.structs.replace(machine, kernel_level=choose_level().name)
     steps = StepRunner(model, options.max_running_requests)
     engine = _start_engine(ctx, model, placement)
     loaded = time.monotonic()

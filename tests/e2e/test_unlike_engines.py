@@ -1,11 +1,16 @@
-"""A prefill on torch and a decode on the CPU kernels, and the other way round: pages of unlike orders, equal tokens."""
+"""Instances that compute in unlike ways hand over to each other: torch and the CPU kernels, whose pages have unlike
+orders, and two levels of the kernels, as on two kinds of processors.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import pytest
 from support.processes import Launched, launched, pd_pair
+
+from pdserve.model_runner.kernels.build import ISA_VARIABLE, levels_here
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,6 +41,22 @@ def test_float32_gives_the_tokens_of_one_instance(tmp_path, tiny_args, reference
         assert outputs(pair.router) == reference
         orders = [server.info()["kv_layout"]["order"] for server in (pair.prefill, pair.decode)]
         assert sorted(orders) == ["blocks", "tokens"]
+        assert pair.decode.info()["disaggregation"]["done"] == len(LENGTHS)
+        pair.assert_all_returned()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_prefill_of_the_lowest_level_hands_over_to_the_best(tmp_path, tiny_args, reference, dtype) -> None:
+    args = [*tiny_args[: tiny_args.index("--dtype")], "--dtype", dtype]
+    best, lowest = levels_here()[0].name, levels_here()[-1].name
+    # The decode's level is that of the whole test run, which is the best one unless it is told otherwise.
+    with pd_pair(tmp_path, "tcp", *args, prefill_env={ISA_VARIABLE: lowest}) as pair:
+        got = outputs(pair.router)
+        assert [len(ids) for ids in got] == [24] * len(LENGTHS)
+        # In bfloat16 they round in different places, so the tokens may differ; the hand-over is the same.
+        assert dtype == "bfloat16" or got == reference
+        levels = [server.info()["machine"]["kernel_level"] for server in (pair.prefill, pair.decode)]
+        assert levels == [lowest, os.environ.get(ISA_VARIABLE) or best]
         assert pair.decode.info()["disaggregation"]["done"] == len(LENGTHS)
         pair.assert_all_returned()
 

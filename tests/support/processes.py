@@ -183,8 +183,12 @@ def pd_pair(
     router_args: Sequence[str] = (),
     prefill_args: Sequence[str] = (),
     decode_args: Sequence[str] = (),
+    prefill_env: Mapping[str, str] | None = None,
 ) -> Iterator[Pair]:
-    """1 prefill + 1 decode + router; ``args`` go to both instances."""
+    """1 prefill + 1 decode + router; ``args`` go to both instances.
+
+    ``prefill_env``: what the prefill's environment has beyond that of the tests.
+    """
     bootstrap = free_ports(1)[0]
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
@@ -194,7 +198,8 @@ def pd_pair(
             own += ["--disaggregation-bootstrap-port", str(bootstrap), *ONE_THREAD]
             own += ["--cpus", str(cores[i % len(cores)])]
             own += prefill_args if mode == "prefill" else decode_args
-            servers.append(stack.enter_context(launched(tmp, mode, "server", *own, *args)))
+            env = {**os.environ, **prefill_env} if prefill_env and mode == "prefill" else None
+            servers.append(stack.enter_context(launched(tmp, mode, "server", *own, *args, env=env)))
         prefill, decode = servers
         route = ["--prefill", prefill.url, str(bootstrap), "--decode", decode.url, *router_args]
         router = stack.enter_context(launched(tmp, "router", "router", *route))
