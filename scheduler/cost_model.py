@@ -72,7 +72,7 @@ ERROR_GAIN = 1.1
 """The typical error moves by this factor towards each error: it ends up where half of them are larger."""
 MIN_ERROR, MAX_ERROR = 0.02, 1.0
 EAGER_STEPS, REFIT_STEPS = 16, 16
-"""The model is fitted anew at each of the first steps, then at every so many."""
+"""The model is fitted anew at each of the first steps, then at every so many, when ``catch_up`` is called."""
 MAX_NEWS = 4 * REFIT_STEPS
 """It is fitted where it stands once so many steps are not in it."""
 CHANGE, KNOWN = 0.2, 8
@@ -198,12 +198,12 @@ class CostModel:
         self._news.append(_Outcome(shape, ms, error, min(1.0, HUBER * typical / max(abs(error), MIN_ERROR))))
         typical = typical * ERROR_GAIN if abs(error) > typical else typical / ERROR_GAIN
         self._typical_error = min(max(typical, MIN_ERROR), MAX_ERROR)
-        if len(self._news) >= MAX_NEWS:
+        if self.steps < EAGER_STEPS or len(self._news) >= MAX_NEWS:
             self._fit()
 
     def catch_up(self) -> None:
         """Fit the model anew where it is due: half a millisecond, for a moment in which nobody waits."""
-        if self._news and (len(self._news) >= REFIT_STEPS or self.steps < EAGER_STEPS):
+        if len(self._news) >= REFIT_STEPS:
             self._fit()
 
     def learn_overhead(self, ms: float) -> None:
