@@ -25,8 +25,10 @@ except BuildError as error:
 
 PAGE, VOCAB, PROMPT = 16, 4096, 64
 PASSES = 10
-DEARER = 4
-"""A decode on many threads took 1.1 to 1.6 times the CPU time of one thread alone; spinning at barriers, 58 times."""
+DEARER = 12
+"""A decode on many threads took 1.1 to 4.3 times the CPU time of one thread alone, which is waking each other up and
+dearer beside other work; spinning at barriers, 58 to 126 times.
+"""
 
 
 @pytest.fixture(scope="module")
