@@ -22,7 +22,6 @@ from ..model_files.config import choose_context_length
 from ..model_files.config_reader import read_config
 from ..model_files.errors import UnsupportedModel
 from ..model_files.model_path import ModelSource, resolve_model
-from ..runtime.cpu_list import parse_cpus
 from ..runtime.options import ServerOptions
 from .attention.registry import choose_attention_backend, make_attention_backend
 from .device import choose_device, choose_dtype, device_memory
@@ -54,9 +53,10 @@ class ModelRunner:
     ``clears_begun_pages``, ``load_seconds``.
     """
 
-    def __init__(self, options: ServerOptions, spin_us: int = SPIN_US) -> None:
-        """``spin_us``: see ``Placement.spin_us``."""
+    def __init__(self, options: ServerOptions, spin_us: int = SPIN_US, cpus: tuple[int, ...] | None = None) -> None:
+        """``spin_us``, ``cpus``: see ``Placement``; with ``cpus`` the calling thread is bound to the first already."""
         self._spin_us = spin_us
+        self._cpus = cpus
         self.load_seconds: dict[str, float] = {}
         with self._timed("config"):
             source = resolve_model(options.model_path, weights=options.load_format != "dummy")
@@ -81,7 +81,7 @@ class ModelRunner:
         self.clears_begun_pages = options.disaggregation_mode == "prefill"
         self.step_weight_bytes = self._weight_bytes
         with self._timed("kernels"):
-            self._run = self._native_pass(model, options, blocks) if backend == "cpu" else self._torch_pass(model)
+            self._run = self._native_pass(model, blocks) if backend == "cpu" else self._torch_pass(model)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits of ``batch.logit_indices``, [L, V] float32; writes the pass's KV to the pool."""
@@ -131,16 +131,13 @@ class ModelRunner:
 
         return run
 
-    def _native_pass(
-        self, model: LlamaForCausalLM, options: ServerOptions, blocks: BlockSource | None
-    ) -> Callable[[ForwardBatch], Tensor]:
+    def _native_pass(self, model: LlamaForCausalLM, blocks: BlockSource | None) -> Callable[[ForwardBatch], Tensor]:
         # Imported here: it loads the compiled kernels.
         from .kernels.cpu_engine import CpuEngine
         from .kernels.sampling import NativeSampler
         from .kernels.team import Team
 
-        cpus = None if options.cpus is None else parse_cpus(options.cpus)
-        team = Team(torch.get_num_threads(), cpus, self._spin_us)
+        team = Team(torch.get_num_threads(), self._cpus, self._spin_us)
         self.sampler = NativeSampler(team)
         engine = self.engine = CpuEngine(model, self.pool, team, blocks)
         self.step_weight_bytes = engine.weight_bytes

@@ -2,11 +2,13 @@
 
 A forward pass is hundreds of short parallel regions, each of which ends when its last thread does. A compute thread
 that shares its core stalls all the others for a scheduler tick. So there is one for each physical core of one NUMA node
-(``runtime/machine``), and they stay away from the SMT siblings, efficiency cores and other nodes. Within their cores
-the kernel places them: an instance can't know whether it is alone, and two that both bound themselves to the first
-cores would stall each other. ``--cpus`` says which cores are whose, and then each thread is bound to one; ``pdserve
-up`` says it to its instances. The other threads (ZMQ's I/O thread, the transfer engine's) do short work that must not
-queue behind a compute thread: they keep all cores that the process was allowed when it started.
+(``runtime/machine``), and they stay away from the SMT siblings, efficiency cores and other nodes. Where there are as
+many as cores, each is bound to one: threads that float are now and then put on one core, as one of them wakes while
+another process has its core for a moment, and take turns there for a tick or more beside an idle core. Fewer float: an
+instance can't know whether it is alone, and two that both bound themselves to the first cores would stall each other.
+``--cpus`` says which cores are whose; ``pdserve up`` says it to its instances. The other threads (ZMQ's I/O thread, the
+transfer engine's) do short work that must not queue behind a compute thread: they keep all cores that the process was
+allowed when it started.
 
 Memory lies where a thread first touches it, so bound threads alone would almost do. But the transfer engine's thread
 floats, and it may be the first to touch a page of the pool; so the process also asks for its node's memory first.
@@ -82,7 +84,9 @@ def plan_placement(threads: int | None, cpus: str | None, machine: Machine) -> P
     notes = list(choice.notes)
     cores = _home(choice, threads, machine, notes)
     count = threads or within_quota(len(cores), machine.quota)
-    return _placement(count, None, cores, machine, notes)
+    # A quota smaller than the cores is what guests of a host have that don't own its cores: they float.
+    takes_all = count == len(cores) and (machine.quota is None or machine.quota >= count)
+    return _placement(count, tuple(sorted(cores)) if takes_all else None, cores, machine, notes)
 
 
 def _bound(threads: int | None, cpus: str, machine: Machine) -> Placement:

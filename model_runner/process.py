@@ -91,7 +91,7 @@ def load(ctx: ChildContext) -> Worker:
 
     bind_compute_threads(placement)
     imported = time.monotonic()
-    model = ModelRunner(options, placement.spin_us)
+    model = ModelRunner(options, placement.spin_us, placement.cpus)
     if model.attention_backend == "cpu":
         # The kernels have threads of their own. Torch's would spin on the same cores after each of the few small
         # operations that are left to it.

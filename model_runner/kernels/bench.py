@@ -60,7 +60,6 @@ def main() -> None:
         dtype=args.dtype,
         attention_backend="cpu",
         quantization=args.quantization,
-        cpus=",".join(map(str, cpus)),
         max_total_tokens=max(BATCHES) * ROW_SLOTS,
     )
     roofline = Roofline(cpus)
@@ -68,7 +67,7 @@ def main() -> None:
     if args.quantization != "none":
         kind = ProductKind.BYTES
     print(f"rooflines of arithmetic: products of {roofline.describe(kind)}")
-    _passes(ModelRunner(options), roofline, kind)
+    _passes(ModelRunner(options, cpus=tuple(cpus)), roofline, kind)
 
 
 def _products() -> None:

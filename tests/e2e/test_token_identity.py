@@ -8,6 +8,7 @@ of them is half a minute on two old cores, and there are nine ways.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -131,6 +132,20 @@ def test_pool_so_small_that_requests_are_retracted(tmp_path, prompt_ids, referen
         indices = [*WAYS, *(i for i in range(len(PROMPTS) - 1) if i not in WAYS)][:16]
         assert_same(answers(server, chosen(indices, prompt_ids), 16), reference, indices)
         assert server.info()["retractions"] > 0
+        assert_bound(server)
+
+
+def assert_bound(server: Launched) -> None:
+    """Each core has a compute thread that stays there: two of them on one core would take turns."""
+    machine = server.info()["machine"]
+    # Under a quota threads float: it may be of less than all cores.
+    assert machine["bound"] or machine["cpu_quota"] is not None
+    if not machine["bound"]:
+        return
+    threads = server.family()["worker"].threads()
+    assert {frozenset({core}) for core in machine["cores"]} <= {
+        frozenset(os.sched_getaffinity(thread.id)) for thread in threads
+    }
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,9 @@ def machine(cores: int = 4, *, smt: int = 1, nodes: int = 1, slow: tuple[int, ..
 @pytest.mark.parametrize(
     ("threads", "cpus", "count", "bound", "home"),
     [
-        (None, None, 4, None, FOUR),
+        # Bound where they take all cores; fewer leave the choice to the kernel.
+        (None, None, 4, (0, 1, 2, 3), FOUR),
+        (4, None, 4, (0, 1, 2, 3), FOUR),
         (2, None, 2, None, FOUR),
         (None, "1-3", 3, (1, 2, 3), {1, 2, 3}),
         (1, "1-3", 1, (1,), {1}),
@@ -62,11 +64,17 @@ def test_threads_default_to_one_a_core(threads, cpus, count, bound, home) -> Non
 @pytest.mark.parametrize(
     ("box", "threads", "home", "node", "says"),
     [
-        (machine(), 4, {0, 1, 2, 3}, None, "4 compute threads on cores 0-3: 4 allowed"),
-        (machine(4, smt=2), 2, {0, 2}, None, "2 compute threads on cores 0,2: 4 allowed, 2 are SMT siblings"),
-        (machine(4, slow=(3,)), 3, {0, 1, 2}, None, "on cores 0-2: 4 allowed, 1 is an efficiency core"),
-        (machine(2, slow=(0, 1)), 2, {0, 1}, None, "2 compute threads on cores 0,1: 2 allowed"),
-        (machine(8, nodes=2), 4, {0, 1, 2, 3}, 0, "on cores 0-3 of NUMA node 0: 8 allowed, 4 on other NUMA nodes"),
+        (machine(), 4, {0, 1, 2, 3}, None, "4 compute threads bound to cores 0-3: 4 allowed"),
+        (machine(4, smt=2), 2, {0, 2}, None, "2 compute threads bound to cores 0,2: 4 allowed, 2 are SMT siblings"),
+        (machine(4, slow=(3,)), 3, {0, 1, 2}, None, "bound to cores 0-2: 4 allowed, 1 is an efficiency core"),
+        (machine(2, slow=(0, 1)), 2, {0, 1}, None, "2 compute threads bound to cores 0,1: 2 allowed"),
+        (
+            machine(8, nodes=2),
+            4,
+            {0, 1, 2, 3},
+            0,
+            "bound to cores 0-3 of NUMA node 0: 8 allowed, 4 on other NUMA nodes",
+        ),
         (
             machine(8, smt=2, nodes=2, slow=(0, 1)),
             2,
