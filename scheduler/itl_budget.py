@@ -6,8 +6,8 @@ processor that is bound by memory, tokens up to the knee of its curve cost next 
 
 What is promised is the time between two results, which the client sees, and it is promised for nearly every step, not
 for half of them as an estimate is. So the limit of the estimate is the promise, divided by a margin, less the time
-between steps. The margin is the factor that one outcome in fifty exceeds: learned, too, and capped because none helps
-against others who use the processor.
+between steps. The margin is the factor that one outcome in a hundred exceeds: learned, too, and capped because none
+helps against others who use the processor for long.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .cost_model import CostModel
 from .step_shape import StepShape
 
 STRETCH = 1.5
-FIRST_MARGIN, MAX_MARGIN = 1.1, 1.3
-MARGIN_GAIN, EXCEEDING = 0.02, 0.02
-"""Where one outcome in 50 is above the margin, steps up of 0.98 × the gain and steps down of 0.02 × it balance."""
+FIRST_MARGIN, MAX_MARGIN = 1.25, 1.6
+MARGIN_GAIN, EXCEEDING = 0.05, 0.01
+"""Where one outcome in 100 is above the margin, steps up of 0.99 × the gain and steps down of 0.01 × it balance."""
 
 
 class Promise(NamedTuple):
