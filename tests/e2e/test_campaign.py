@@ -12,8 +12,8 @@ import pytest
 from support.machine import limit
 from support.processes import ANSWER_SECONDS, NO_REUSE, Pair, pd_pair
 
-# Ten times as many as are under way at once; a campaign that hunts for the rare takes thousands.
-REQUESTS = int(os.environ.get("PDSERVE_CAMPAIGN_REQUESTS", "500"))
+# Twelve times as many as are under way at once; a campaign that hunts for the rare takes thousands.
+REQUESTS = int(os.environ.get("PDSERVE_CAMPAIGN_REQUESTS", "300"))
 
 
 class Tally:
