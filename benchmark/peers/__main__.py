@@ -51,13 +51,10 @@ def peers(*, options: Annotated[PeerOptions, Parameter(name="*")] = DEFAULTS) ->
             comparison = Comparison(setup, results, _say)
             comparison.measure_client()
             failures = comparison.run(options.rounds, options.engines, options.cases)
+        if "page" in options.steps:
+            _write(options.page, Results.read(results), setup.threads)
     except (PeerError, PlotsUnavailable) as e:
         return _fail(str(e), EXIT_FAILED)
-    if "page" in options.steps:
-        try:
-            _write(options.page, Results.read(results), setup.threads)
-        except PeerError as e:
-            return _fail(str(e), EXIT_FAILED)
     return _fail(f"{len(failures)} runs failed", EXIT_FAILED) if failures else 0
 
 

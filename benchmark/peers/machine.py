@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...model_runner.kernels.build import choose_level
+from ...model_runner.kernels.build import BuildError, choose_level
 
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
 IDLE_WINDOW = 2.0
@@ -50,7 +50,11 @@ def this_machine() -> Machine:
     known = set(flags[1].split()) if flags else set()
     features = ", ".join(feature for feature in FEATURES if feature in known)
     name = model[1] if model else platform.processor() or platform.machine()
-    return Machine(name.replace("(R)", ""), len(os.sched_getaffinity(0)), features, choose_level().name)
+    try:
+        level = choose_level().name
+    except BuildError:
+        level = "none (torch computes)"
+    return Machine(name.replace("(R)", ""), len(os.sched_getaffinity(0)), features, level)
 
 
 def wait_idle(limit: float) -> bool:
