@@ -101,26 +101,39 @@ inline void decode(const uint8_t* run, int part, Floats d, Floats m, RunOfColumn
   }
 }
 
-// sum + the products of a row's run with the columns.
-template <Format F>
-inline Floats add_run(Floats sum, const RunOfColumns& columns, const QuantizedRun& a) {
+// Rows whose products take turns.
+constexpr int kTurns = 8;
+
+// sums[m] += the products of row m's run with the columns.
+template <Format F, int Rows>
+inline void add_runs(Floats* sums, const RunOfColumns& columns, const QuantizedRun* rows) {
   constexpr BlockShape s = block_shape(F);
   constexpr int kShift = s.offset == 8 ? 3 : s.offset == 16 ? 4 : s.offset == 32 ? 5 : 7;
-  const Floats scale = spread(a.scale);
-  if constexpr (s.run_bytes != 0 && s.halves == 1) {
+  // Parts of a run with a scale of their own.
+  constexpr int kScales = s.run_bytes != 0 && s.halves == 1 ? 2 : 1, kPart = kGroups / kScales;
 #pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      const Ints start = shift_left<kShift>(spread(a.minus_half_sum[h]));
-      const Ints product = dot<s.bits, kGroups / 2>(start, columns.w + h * kGroups / 2, a.q + h * kRun / 2);
-      sum = fma(to_floats(product), columns.scale[h] * scale, sum);
+  for (int h = 0; h < kScales; ++h) {
+    Ints products[Rows];
+#pragma GCC unroll 16
+    for (int m = 0; m < Rows; ++m) {
+      const int32_t minus_sum = kScales == 2 ? rows[m].minus_half_sum[h] : rows[m].minus_sum;
+      products[m] = s.offset == 0 ? spread(0) : shift_left<kShift>(spread(minus_sum));
     }
-    return sum;
+    dot<s.bits, kPart, Rows>(products, columns.w + h * kPart, rows->q + h * kPart * 4, sizeof(QuantizedRun));
+#pragma GCC unroll 16
+    for (int m = 0; m < Rows; ++m) {
+      sums[m] = fma(to_floats(products[m]), columns.scale[h] * spread(rows[m].scale), sums[m]);
+      if constexpr (s.halves == 2) sums[m] = fma(columns.minimum, spread(rows[m].scaled_sum), sums[m]);
+    }
   }
-  const Ints start = s.offset == 0 ? spread(0) : shift_left<kShift>(spread(a.minus_sum));
-  const Ints product = dot<s.bits, kGroups>(start, columns.w, a.q);
-  sum = fma(to_floats(product), columns.scale[0] * scale, sum);
-  if constexpr (s.halves == 2) sum = fma(columns.minimum, spread(a.scaled_sum), sum);
-  return sum;
+}
+
+// The same for any number of rows, in turns of about as many.
+template <Format F, int Rows>
+inline void add_all_runs(Floats* sums, const RunOfColumns& columns, const QuantizedRun* rows) {
+  constexpr int kRounds = (Rows + kTurns - 1) / kTurns, kFirst = (Rows + kRounds - 1) / kRounds;
+  add_runs<F, kFirst>(sums, columns, rows);
+  if constexpr (kFirst < Rows) add_all_runs<F, Rows - kFirst>(sums + kFirst, columns, rows + kFirst);
 }
 
 // R rows times P parts of kColumns columns, the first of them `part`.
@@ -150,8 +163,7 @@ void multiply_parts(const QuantizedRows& a, int64_t first, const uint8_t* panel,
       for (int p = 0; p < P; ++p) {
         RunOfColumns columns;
         decode<F>(panel, part + p, d[p], minimum[p], columns);
-#pragma GCC unroll 16
-        for (int m = 0; m < R; ++m) sum[p][m] = add_run<F>(sum[p][m], columns, rows[m]);
+        add_all_runs<F, R>(sum[p], columns, rows);
       }
     }
   }

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #define PUBLIC extern "C" __attribute__((visibility("default")))
@@ -119,40 +120,67 @@ struct Bytes {
 
 #else
 
-// Three instructions: products of bytes to 16 bits, their sums to 32, and the addition.
+// Three instructions: products of bytes to 16 bits, their sums to 32, and the addition. The compiler may not move the
+// product, which is always the same, out of the loop.
+#if defined(__AVX512BW__)
+
+struct Bytes {
+  using Register = __m512i;
+  static constexpr int kOperations = 128;
+  static Register zero() { return _mm512_setzero_si512(); }
+  static Register factor(int i) { return _mm512_set1_epi8(static_cast<char>(1 + i)); }
+  static Register step(Register sum, Register a, Register b) {
+    asm volatile("" : "+v"(a));
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(a, b), _mm512_set1_epi16(1)));
+  }
+};
+
+#else
+
 struct Bytes {
   using Register = __m256i;
   static constexpr int kOperations = 64;
   static Register zero() { return _mm256_setzero_si256(); }
   static Register factor(int i) { return _mm256_set1_epi8(static_cast<char>(1 + i)); }
   static Register step(Register sum, Register a, Register b) {
-    // The compiler may not move the product, which is always the same, out of the loop.
     asm volatile("" : "+x"(a));
     return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1)));
   }
 };
 
 #endif
+#endif
+
+constexpr int kSums = 12;  // enough for two instructions a cycle, and they fit in sixteen registers
+
+template <class Kind>
+inline void step(typename Kind::Register& sum, typename Kind::Register a, typename Kind::Register b) {
+  sum = Kind::step(sum, a, b);
+  // It stays in its register: GCC copies sums of bytes to another and back, and reading the copies takes longer than
+  // the products.
+  asm("" : "+v"(sum));
+}
+
+template <class Register>
+inline float first(Register sum) {
+  float number;
+  std::memcpy(&number, &sum, sizeof number);
+  return number;
+}
+
+// The sums are only ever named one by one, or the compiler would keep them in memory.
+template <class Kind, int... K>
+void multiply_in_registers(int64_t rounds, int i, std::integer_sequence<int, K...>) {
+  typename Kind::Register sums[kSums] = {(static_cast<void>(K), Kind::zero())...};
+  const auto a = Kind::factor(i), b = Kind::factor(i + 1);
+  for (int64_t round = 0; round < rounds; ++round) (step<Kind>(sums[K], a, b), ...);
+  sink = (first(sums[K]) + ...);
+}
 
 template <class Kind>
 int64_t multiply(int64_t rounds, int32_t threads, const int32_t* cpus) {
-  constexpr int kSums = 12;  // enough for two instructions a cycle, and they fit in sixteen registers
-  using Register = typename Kind::Register;
   on_threads(threads, cpus, [=](int i) {
-    Register sums[kSums];
-    for (Register& sum : sums) sum = Kind::zero();
-    const Register a = Kind::factor(i), b = Kind::factor(i + 1);
-    for (int64_t round = 0; round < rounds; ++round) {
-#pragma GCC unroll 16
-      for (int k = 0; k < kSums; ++k) sums[k] = Kind::step(sums[k], a, b);
-    }
-    float total = 0;
-    for (const Register& sum : sums) {
-      float first;
-      std::memcpy(&first, &sum, sizeof first);
-      total += first;
-    }
-    sink = total;
+    multiply_in_registers<Kind>(rounds, i, std::make_integer_sequence<int, kSums>());
   });
   return rounds * kSums * Kind::kOperations;
 }

@@ -9,15 +9,27 @@
 
 namespace pdserve {
 
-// sum + the products of `Count` groups of weights, of at most `Bits` bits, with as many times four activations, in whole
-// numbers: exact on every processor.
+#if defined(PDSERVE_DOT_PRODUCTS)
+
+// sums[m] + the products of `Count` groups of weights, of at most `Bits` bits, with as many times four activations of
+// each of `Rows` rows, in whole numbers: exact on every processor. From q[m * stride] on.
+//
+// A product of one row waits for the one before it. The rows take turns: as many wait as the multipliers have stages,
+// where a row after the other would fill the processor's window with products that can't begin.
+template <int Bits, int Count, int Rows>
+inline void dot(Ints* sums, const Bytes* w, const int8_t* q, int64_t stride) {
+#pragma GCC unroll 8
+  for (int g = 0; g < Count; ++g) {
+#pragma GCC unroll 16
+    for (int m = 0; m < Rows; ++m) sums[m] = multiply_add(sums[m], w[g], q + m * stride + g * 4);
+  }
+}
+
+#else
+
+// sum + the products of one row.
 template <int Bits, int Count>
 inline Ints dot(Ints sum, const Bytes* w, const int8_t* q) {
-#if defined(PDSERVE_DOT_PRODUCTS)
-#pragma GCC unroll 8
-  for (int g = 0; g < Count; ++g) sum = multiply_add(sum, w[g], four_bytes(q + g * 4));
-  return sum;
-#else
   if constexpr (Bits == 8) {
     // 255 * 127 + 255 * 127 is too much for 16 bits: the upper four bits by themselves, and the lower.
     Bytes part[Count];
@@ -39,7 +51,15 @@ inline Ints dot(Ints sum, const Bytes* w, const int8_t* q) {
     }
     return sum;
   }
-#endif
 }
+
+// The same as with products of four, above.
+template <int Bits, int Count, int Rows>
+inline void dot(Ints* sums, const Bytes* w, const int8_t* q, int64_t stride) {
+#pragma GCC unroll 16
+  for (int m = 0; m < Rows; ++m) sums[m] = dot<Bits, Count>(sums[m], w, q + m * stride);
+}
+
+#endif
 
 }  // namespace pdserve
