@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "fetch.h"
 #include "sizes.h"
 #include "types.h"
 
@@ -125,9 +126,8 @@ struct Stream {
 // than a memory latency's worth, as they are used in bursts. The first of several blocks would wait for memory and the
 // others leave it idle: there, the first two fetch half of the next panel each.
 inline Stream stream_of(size_t panel_bytes, int64_t block, int64_t blocks) {
-  constexpr int64_t kAhead = 12288;
   const int64_t size = static_cast<int64_t>(panel_bytes);
-  if (blocks == 1) return {kAhead, Stream::kAll};
+  if (blocks == 1) return {bytes_ahead(), Stream::kAll};
   if (block < 2) return {size + block * (size / 2), Stream::kHalf};
   return {0, Stream::kNone};
 }

@@ -18,7 +18,7 @@ void quantize_run(const T* from, QuantizedRun& to) {
   const float amax = largest(max(abs(left), abs(right)));
   const Vec inverse = broadcast(amax < kLeast ? 0.0f : 127.0f / amax);
   const Vec q0 = round_even(left * inverse), q1 = round_even(right * inverse);
-  const float first = sum(q0), second = sum(q1), total = first + second;
+  const float first = sum(q0), total = first + sum(q1);
   if (std::isnan(total)) {
     // An infinity or a NaN among them: 0 times infinity is NaN too. Zeros times NaN tell every output.
     to = {};
@@ -30,8 +30,7 @@ void quantize_run(const T* from, QuantizedRun& to) {
   to.scale = amax / 127.0f;
   to.scaled_sum = to.scale * total;
   to.minus_sum = -static_cast<int32_t>(total);
-  to.minus_half_sum[0] = -static_cast<int32_t>(first);
-  to.minus_half_sum[1] = -static_cast<int32_t>(second);
+  to.minus_half_sum = -static_cast<int32_t>(first);
 }
 
 QuantizedBlock choose(Format format, int rows) {

@@ -24,12 +24,13 @@ size_t quantized_panel_bytes(Format format, int64_t k);
 void pack_quantized_panel(Format format, int64_t k, const uint8_t* const* columns, uint8_t* panel);
 
 // 32 activations: a = q * scale. One that is not finite makes all NaN.
-struct alignas(64) QuantizedRun {
+// No larger than it must be: rows share the nearest cache with the weights that stream through it.
+struct QuantizedRun {
   int8_t q[kRun];
   float scale;
-  float scaled_sum;           // of all a
-  int32_t minus_sum;          // of all q, negative
-  int32_t minus_half_sum[2];  // of the first 16, and of the others
+  float scaled_sum;        // of all a
+  int32_t minus_sum;       // of all q, negative
+  int32_t minus_half_sum;  // of the first 16
 };
 
 struct QuantizedRows {

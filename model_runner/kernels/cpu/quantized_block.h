@@ -101,8 +101,8 @@ inline void decode(const uint8_t* run, int part, Floats d, Floats m, RunOfColumn
   }
 }
 
-// Rows whose products take turns.
-constexpr int kTurns = 8;
+// Rows whose products take turns: fewer where many sums leave fewer registers.
+constexpr int turns(int sums) { return sums > kAccumulators ? 4 : 8; }
 
 // sums[m] += the products of row m's run with the columns.
 template <Format F, int Rows>
@@ -116,7 +116,9 @@ inline void add_runs(Floats* sums, const RunOfColumns& columns, const QuantizedR
     Ints products[Rows];
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; ++m) {
-      const int32_t minus_sum = kScales == 2 ? rows[m].minus_half_sum[h] : rows[m].minus_sum;
+      const int32_t minus_sum = kScales == 1 ? rows[m].minus_sum
+                                : h == 0     ? rows[m].minus_half_sum
+                                             : rows[m].minus_sum - rows[m].minus_half_sum;
       products[m] = s.offset == 0 ? spread(0) : shift_left<kShift>(spread(minus_sum));
     }
     dot<s.bits, kPart, Rows>(products, columns.w + h * kPart, rows->q + h * kPart * 4, sizeof(QuantizedRun));
@@ -129,11 +131,11 @@ inline void add_runs(Floats* sums, const RunOfColumns& columns, const QuantizedR
 }
 
 // The same for any number of rows, in turns of about as many.
-template <Format F, int Rows>
+template <Format F, int Turns, int Rows>
 inline void add_all_runs(Floats* sums, const RunOfColumns& columns, const QuantizedRun* rows) {
-  constexpr int kRounds = (Rows + kTurns - 1) / kTurns, kFirst = (Rows + kRounds - 1) / kRounds;
+  constexpr int kRounds = (Rows + Turns - 1) / Turns, kFirst = (Rows + kRounds - 1) / kRounds;
   add_runs<F, kFirst>(sums, columns, rows);
-  if constexpr (kFirst < Rows) add_all_runs<F, Rows - kFirst>(sums + kFirst, columns, rows + kFirst);
+  if constexpr (kFirst < Rows) add_all_runs<F, Turns, Rows - kFirst>(sums + kFirst, columns, rows + kFirst);
 }
 
 // R rows times P parts of kColumns columns, the first of them `part`.
@@ -163,7 +165,7 @@ void multiply_parts(const QuantizedRows& a, int64_t first, const uint8_t* panel,
       for (int p = 0; p < P; ++p) {
         RunOfColumns columns;
         decode<F>(panel, part + p, d[p], minimum[p], columns);
-        add_all_runs<F, R>(sum[p], columns, rows);
+        add_all_runs<F, turns(P * R), R>(sum[p], columns, rows);
       }
     }
   }
@@ -174,11 +176,14 @@ void multiply_parts(const QuantizedRows& a, int64_t first, const uint8_t* panel,
   }
 }
 
+// Sums that just fit into registers beside a run's numbers, with few rows at a time.
+constexpr int kMostSums = kAccumulators * 4 / 3;
+
 // Few rows take the whole panel at once, and memory is read from front to back; with more, a block's sums would not fit
 // into registers, and a part of the columns follows the other.
 template <Format F, int R>
 void multiply_all_parts(const QuantizedRows& a, int64_t first, const uint8_t* panel, Stream stream, float* tile) {
-  constexpr int kParts = kPanel / kColumns, kFit = kAccumulators / R;
+  constexpr int kParts = kPanel / kColumns, kFit = kMostSums / R;
   constexpr int P = kFit >= kParts ? kParts : kFit >= 2 ? 2 : 1;
   for (int part = 0; part < kParts; part += P) multiply_parts<F, P, R>(a, first, panel, part, stream, tile);
 }
