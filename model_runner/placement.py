@@ -155,6 +155,12 @@ def confine(placement: Placement) -> None:
         prefer_memory_of(placement.node)
 
 
+def yield_cores(nice: int) -> None:
+    """Let other processes go before the calling thread, and before all that it starts from now on."""
+    if nice:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+
+
 def prefer_memory_of(node: int) -> None:
     """Have new memory of the calling thread, and of those it starts, come from ``node`` while it has any."""
     libc = ctypes.CDLL(None, use_errno=True)

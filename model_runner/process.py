@@ -33,7 +33,7 @@ from ..runtime.child import ChildContext, start_child
 from ..runtime.cpu_list import PlacementError
 from ..runtime.machine.memory import host_memory
 from ..runtime.machine.topology import read_machine
-from .placement import Placement, bind_compute_threads, confine, floating, machine_use, plan_placement
+from .placement import Placement, bind_compute_threads, confine, floating, machine_use, plan_placement, yield_cores
 from .prefault import MARGIN_BYTES, MARGIN_SHARE, PoolPrefault
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def load(ctx: ChildContext) -> Worker:
     machine = machine_use(placement, host_memory())
     log.info("%s", machine.reason)
     confine(placement)
+    yield_cores(options.compute_nice or 0)
     # torch comes in here and not before, since OpenMP settles on its cores when it is loaded.
     import torch
 

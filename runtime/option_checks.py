@@ -10,6 +10,7 @@ from .cpu_list import PlacementError, parse_cpus
 from .options import ServerOptions
 
 MAX_PAGE_SIZE = 1024
+MAX_NICE = 19
 AT_LEAST_ONE = (
     "max_running_requests",
     "max_queued_requests",
@@ -56,6 +57,8 @@ def _numbers(options: ServerOptions) -> Iterator[str]:
         value = getattr(options, name)
         if value is not None and value < 1:
             yield f"{_flag(name)} is {value}: it must be 1 or more"
+    if options.compute_nice is not None and not 0 <= options.compute_nice <= MAX_NICE:
+        yield f"--compute-nice is {options.compute_nice}: it must be 0 to {MAX_NICE}"
     for name in ABOVE_ZERO:
         value = getattr(options, name)
         if not (value > 0 and math.isfinite(value)):

@@ -100,6 +100,9 @@ class ServerOptions:
     cpus
         Cores that the model worker's threads are bound to, like "0,2-3"; default: bound to none, they float over those
         that --threads counts.
+    compute_nice
+        Niceness of the model worker's compute threads, 0 to 19: the higher, the sooner other processes get their cores.
+        Default: 0, and 10 for a prefill that `pdserve up` starts beside decodes on a CPU.
     attention_backend
         Implementation of forward passes: cpu (compiled kernels), torch (reference); auto takes the best that runs here.
     random_seed
@@ -152,6 +155,7 @@ class ServerOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     cpus: str | None = None
+    compute_nice: int | None = None
     attention_backend: Literal["auto", "cpu", "torch"] = "auto"
     random_seed: int = 0
     watchdog_timeout: float = 60.0

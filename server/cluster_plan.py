@@ -18,6 +18,8 @@ from .core_split import split_evenly, split_nodes
 
 MEMORY_SHARE = {"cpu": 0.3, "cuda": 0.88}
 """What an instance that is alone on its device takes, see ``ServerOptions.mem_fraction_static``."""
+PREFILL_NICE = 10
+"""A tenth of the core for the compute thread while another process wants it."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def plan_cluster(options: ClusterOptions, machine: Machine) -> ClusterPlan:
     ports = free_ports(2 * len(modes) + 1)
     shares, why = share_cores(options, machine, len(modes))
     memory = memory_share(options, len(modes))
+    nice = prefill_nice(options)
     instances = []
     targets: dict[DisaggregationMode, list[str]] = {"prefill": [], "decode": [], "unified": []}
     for i, (mode, share) in enumerate(zip(modes, shares, strict=True)):
@@ -82,6 +85,7 @@ def plan_cluster(options: ClusterOptions, machine: Machine) -> ClusterPlan:
             cpus=share.cpus,
             threads=share.threads,
             mem_fraction_static=memory,
+            compute_nice=nice if mode == "prefill" else options.compute_nice,
         )
         name = f"{mode}-{modes[: i + 1].count(mode) - 1}"
         url = f"http://{LOOPBACK}:{port}"
@@ -175,12 +179,26 @@ def named_cores(cpus: str, machine: Machine) -> list[list[int]]:
     return [cores for cores in nodes if cores]
 
 
+def prefill_nice(options: ClusterOptions) -> int | None:
+    """Niceness of the prefills' compute threads.
+
+    All processes of the cluster, and its clients, want a core for a moment at each token. A prefill's steps take long
+    and hold up no stream: it is there that others are to run, and not on the cores of a decode.
+    """
+    if options.compute_nice is not None or not options.decode or _on_gpu(options):
+        return options.compute_nice
+    return PREFILL_NICE
+
+
 def memory_share(options: ClusterOptions, instances: int) -> float | None:
     """Each instance's ``mem_fraction_static``; None leaves it the default, which is meant for one that is alone."""
     if instances == 1 or options.max_total_tokens is not None:
         return options.mem_fraction_static
     total = options.mem_fraction_static
     if total is None:
-        cuda = options.device == "cuda" or (options.device == "auto" and any(Path("/dev").glob("nvidia[0-9]*")))
-        total = MEMORY_SHARE["cuda" if cuda else "cpu"]
+        total = MEMORY_SHARE["cuda" if _on_gpu(options) else "cpu"]
     return round(total / instances, 4)
+
+
+def _on_gpu(options: ClusterOptions) -> bool:
+    return options.device == "cuda" or (options.device == "auto" and any(Path("/dev").glob("nvidia[0-9]*")))

@@ -141,6 +141,8 @@ def test_a_bad_command_line_is_refused(argv: list[str], says: str, capsys: pytes
         ({"schedule_policy": "lpm", "disable_radix_cache": True}, "drop one of the two"),
         ({"cpus": "3-1"}, "backwards"),
         ({"cpus": "0,x"}, "like 0,2-3"),
+        ({"compute_nice": 20}, "--compute-nice is 20"),
+        ({"compute_nice": -1}, "0 to 19"),
         ({"api_key": "ключ"}, "ASCII"),
         ({"api_key": ""}, "--api-key is empty"),
         ({"chat_template": "/nowhere.jinja"}, "no such file"),

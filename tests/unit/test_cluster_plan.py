@@ -102,6 +102,19 @@ def test_every_process_gets_what_the_cluster_was_asked_for():
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "nice"),
+    [
+        (ClusterOptions(prefill=1, decode=1, device="cpu"), [10, None]),
+        (ClusterOptions(prefill=1, decode=1, device="cuda"), [None, None]),
+        (ClusterOptions(prefill=1, decode=1, device="cpu", compute_nice=0), [0, 0]),
+        (ClusterOptions(prefill=0, decode=0, unified=2, device="cpu"), [None, None]),
+    ],
+)
+def test_prefills_let_others_go_first(options, nice):
+    assert [understood(p).compute_nice for p in plan_cluster(options, machine(4)).instances] == nice
+
+
 def test_flags_say_exactly_the_options():
     server = ServerOptions(chunked_prefill_size=-1, disable_radix_cache=True, model_path="a b", context_length=64)
     assert instance_flags(ServerOptions()) == []

@@ -184,3 +184,36 @@ def test_compute_threads_get_a_core_each_and_others_none(count: int) -> None:
         [sys.executable, "-c", BIND, ",".join(map(str, cores))], capture_output=True, text=True, timeout=limit(60)
     )
     assert done.returncode == 0, done.stderr
+
+
+YIELD = """
+import os, threading
+from pdserve.model_runner.placement import yield_cores
+
+def nice():
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+def of_a_thread():
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(nice()))
+    thread.start()
+    thread.join()
+    return seen[0]
+
+before = nice()
+go, seen = threading.Event(), []
+older = threading.Thread(target=lambda: (go.wait(10), seen.append(nice())))
+older.start()
+yield_cores(0)
+assert nice() == before
+yield_cores(15)
+assert (nice(), of_a_thread()) == (15, 15)
+go.set()
+older.join()
+assert seen == [before], seen  # ZMQ's threads, for one
+"""
+
+
+def test_others_go_before_compute_threads_and_no_earlier_thread() -> None:
+    done = subprocess.run([sys.executable, "-c", YIELD], capture_output=True, text=True, timeout=limit(60))
+    assert done.returncode == 0, done.stderr
