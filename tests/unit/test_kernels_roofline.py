@@ -31,5 +31,7 @@ def test_each_kind_of_product_is_measured_as_the_level_computes_it(monkeypatch: 
     assert all(1e9 < peak < 5e12 for peak in peaks.values()), peaks
     if "VNNI" in measured.describe(ProductKind.BYTES):
         # Four times the products of an instruction, as many instructions: what else the loop does must cost nothing.
-        best = {kind: max(measured.peak(kind) for _ in range(5)) for kind in ProductKind}
+        # In turns, so that both meet the core at its best: a neighbour may take half of it at any time.
+        turns = [{kind: measured.peak(kind) for kind in ProductKind} for _ in range(20)]
+        best = {kind: max(turn[kind] for turn in turns) for kind in ProductKind}
         assert best[ProductKind.BYTES] > 2.5 * best[ProductKind.FLOAT32], best
