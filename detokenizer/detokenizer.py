@@ -16,10 +16,20 @@ import time
 from typing import NamedTuple
 
 from ..messages.base import unpack_i32
-from ..messages.outputs import DetokenizeInit, FinishReason, FinishType, ReqText, ReqTokens, TextBatch, TokenBatch
+from ..messages.outputs import (
+    DetokenizeInit,
+    FinishReason,
+    FinishType,
+    NamedLogprob,
+    ReqText,
+    ReqTokens,
+    TextBatch,
+    TokenBatch,
+)
 from ..messages.requests import StopReq
+from .named_logprobs import LogprobNames
 from .request_decoder import DecoderFactory, RequestDecoder
-from .stop_strings import StopMatcher
+from .stop_strings import Released, StopMatcher
 
 
 class StepText(NamedTuple):
@@ -41,11 +51,15 @@ class _ReqState:
 
 
 class _Piece(NamedTuple):
-    """Text of an item's first ``tokens`` tokens; ``matched`` is the stop string that the last of them completed."""
+    """Text of an item's first ``tokens`` tokens; ``matched`` is the stop string that the last of them completed.
+
+    ``chars``: how many characters each token completed, one entry a token, where logprobs ask for it.
+    """
 
     text: str
     tokens: int
     matched: str | None = None
+    chars: list[int] | None = None
 
 
 class Detokenizer:
@@ -53,6 +67,7 @@ class Detokenizer:
 
     def __init__(self, factory: DecoderFactory) -> None:
         self._factory = factory
+        self._names = LogprobNames(factory)
         self._states: dict[str, _ReqState] = {}
 
     def __len__(self) -> int:
@@ -70,9 +85,9 @@ class Detokenizer:
                 if _ends_unstarted(item):
                     texts.append(ReqText(item.rid, "", [], item.finish, item.meta))
                 continue
-            if state.stop is None and item.finish is None:
+            if state.stop is None and item.finish is None and item.logprobs is None and item.prompt is None:
                 text = state.decoder.decode(item.token_ids)
-                texts.append(ReqText(item.rid, text, item.token_ids, meta=item.meta, logprobs=item.logprobs))
+                texts.append(ReqText(item.rid, text, item.token_ids, meta=item.meta))
             else:
                 piece = _read_piece(state, item)
                 if piece.matched is not None and item.finish is None:
@@ -105,18 +120,24 @@ class Detokenizer:
             finish = FinishReason(FinishType.STOP, piece.matched)
         elif finish is not None and state.stop is not None:
             text += state.stop.flush()
-        logprobs = None if item.logprobs is None else item.logprobs[: piece.tokens]
+        logprobs = self._logprobs(item, piece)
+        prompt = None if item.prompt is None else self._names.prompt(item.prompt)
         token_ids = item.token_ids[: piece.tokens]
         if finish is None:
             # A first item's meta tells a stream its counts; later ones are only there in case a stop string ends it.
             meta = item.meta if item.init is not None else None
-            return ReqText(item.rid, text, token_ids, meta=meta, logprobs=logprobs)
+            return ReqText(item.rid, text, token_ids, meta=meta, logprobs=logprobs, prompt=prompt)
         self.forget(item.rid)
         meta = item.meta
         if meta is not None:
             meta.completion_tokens -= len(item.token_ids) - piece.tokens
             meta.timing.detokenize_ms = (state.seconds + time.perf_counter() - started) * 1000
-        return ReqText(item.rid, text, token_ids, finish, meta, logprobs)
+        return ReqText(item.rid, text, token_ids, finish, meta, logprobs, prompt)
+
+    def _logprobs(self, item: ReqTokens, piece: _Piece) -> list[NamedLogprob] | None:
+        if item.logprobs is None or piece.chars is None:
+            return None
+        return self._names.named(item.logprobs[: piece.tokens], piece.chars)
 
 
 def _read_piece(state: _ReqState, item: ReqTokens) -> _Piece:
@@ -124,15 +145,18 @@ def _read_piece(state: _ReqState, item: ReqTokens) -> _Piece:
     shown = len(item.token_ids)
     if item.finish is not None and item.finish.type is FinishType.STOP and isinstance(item.finish.matched, int):
         shown = max(0, shown - 1)  # a stop token is counted, but its text is not shown
-    if state.stop is None:
+    if state.stop is None and item.logprobs is None:
         return _Piece(state.decoder.decode(item.token_ids[:shown]), len(item.token_ids))
     texts = []
+    chars = [0] * len(item.token_ids)
     for i in range(shown):
-        released = state.stop.feed(state.decoder.decode(item.token_ids[i : i + 1]))
+        text = state.decoder.decode(item.token_ids[i : i + 1])
+        chars[i] = len(text)
+        released = Released(text) if state.stop is None else state.stop.feed(text)
         texts.append(released.text)
         if released.matched is not None:
-            return _Piece("".join(texts), i + 1, released.matched)
-    return _Piece("".join(texts), len(item.token_ids))
+            return _Piece("".join(texts), i + 1, released.matched, chars)
+    return _Piece("".join(texts), len(item.token_ids), None, chars)
 
 
 def _ends_unstarted(item: ReqTokens) -> bool:

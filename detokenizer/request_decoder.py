@@ -43,6 +43,10 @@ class DecoderFactory(ABC):
     def start(self, prompt_tail: I32, *, skip_special_tokens: bool) -> RequestDecoder:
         """A decoder for output that follows ``prompt_tail``, the prompt's last few token ids."""
 
+    @abstractmethod
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token reads by itself, special ones included; they may be a part of a character."""
+
 
 def make_decoder_factory(tokenizer: TextTokenizer) -> DecoderFactory:
     """The fastest factory that is right for the tokenizer."""
@@ -63,6 +67,10 @@ class ByteDecoders(DecoderFactory):
         decoder = ByteDecoder(self._without_special if skip_special_tokens else self._all, self._strip_first_space)
         decoder.decode(prompt_tail.tolist())
         return decoder
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See ``DecoderFactory``."""
+        return self._all[token_id] if token_id < len(self._all) else b""
 
 
 class ByteDecoder(RequestDecoder):
@@ -101,6 +109,10 @@ class WindowDecoders(DecoderFactory):
     def start(self, prompt_tail: I32, *, skip_special_tokens: bool) -> RequestDecoder:
         """See ``DecoderFactory``."""
         return WindowDecoder(self._tokenizer, prompt_tail.tolist(), skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See ``DecoderFactory``."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
 
 class WindowDecoder(RequestDecoder):

@@ -36,6 +36,20 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
+class NamedLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """A ``TokenLogprob`` with what its tokens read. Made by the detokenizer, as it alone knows the vocabulary.
+
+    ``data``: the token's own bytes, which may be a part of a character. ``chars``: characters of the text that became
+    certain with it, 0 for a special token that is not shown. ``top``: (token id, logprob, bytes), best first.
+    """
+
+    token_id: int
+    logprob: float | None
+    data: bytes
+    chars: int
+    top: list[tuple[int, float, bytes]] = []
+
+
 class Timing(msgspec.Struct, forbid_unknown_fields=True):
     """Where a request's time went (ms) and what its hand-over moved (bytes)."""
 
@@ -55,7 +69,21 @@ class ReqMeta(msgspec.Struct, forbid_unknown_fields=True):
     cached_tokens: int
     timing: Timing
     retractions: int = 0
-    input_logprobs: list[TokenLogprob] | None = None
+
+
+class PromptReport(msgspec.Struct, array_like=True):
+    """What a client wants to hear of its prompt. ``token_ids``: int32 bytes, empty where not wanted."""
+
+    token_ids: bytes
+    logprobs: list[TokenLogprob] | None
+
+
+class PromptText(msgspec.Struct, array_like=True):
+    """The same for HTTP; ``text`` is what ``token_ids`` read."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[NamedLogprob] | None
 
 
 class DetokenizeInit(msgspec.Struct, forbid_unknown_fields=True):
@@ -68,7 +96,10 @@ class DetokenizeInit(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ReqTokens(msgspec.Struct, array_like=True):
-    """New tokens of one request in a step; ``finish`` and ``meta`` come with the last of them."""
+    """New tokens of one request in a step; ``finish`` and ``meta`` come with the last of them.
+
+    ``init`` and, where it is wanted, ``prompt`` come once, with the first of them.
+    """
 
     rid: str
     token_ids: list[int]
@@ -76,6 +107,7 @@ class ReqTokens(msgspec.Struct, array_like=True):
     meta: ReqMeta | None = None
     logprobs: list[TokenLogprob] | None = None
     init: DetokenizeInit | None = None
+    prompt: PromptReport | None = None
 
 
 class TokenBatch(Message):
@@ -85,14 +117,18 @@ class TokenBatch(Message):
 
 
 class ReqText(msgspec.Struct, array_like=True):
-    """New text of one request; ``token_ids`` are the tokens released with it (a stop string cuts both)."""
+    """New text of one request; ``token_ids`` are the tokens released with it (a stop string cuts both).
+
+    ``prompt`` comes once, where it is wanted.
+    """
 
     rid: str
     text: str
     token_ids: list[int]
     finish: FinishReason | None = None
     meta: ReqMeta | None = None
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[NamedLogprob] | None = None
+    prompt: PromptText | None = None
 
 
 class TextBatch(Message):
@@ -104,6 +140,8 @@ class TextBatch(Message):
 class ReqError(Message):
     """A request ended in an error. ``status`` is the HTTP status; ``field`` names the offending field, if any.
 
+    ``code`` is for programs, in OpenAI's words, where it has one.
+
     From the tokenizer it goes straight to HTTP; from the scheduler through the detokenizer, behind the request's
     tokens.
     """
@@ -113,3 +151,4 @@ class ReqError(Message):
     message: str
     kind: str = "invalid_request_error"
     field: str | None = None
+    code: str | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from .base import Message
@@ -13,6 +15,21 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     role: str
     content: str
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+class Conversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a chat template renders. ``template_args``: its variables beyond the usual ones.
+
+    ``add_generation_prompt``: end where the assistant begins to speak. ``continue_final_message``: end within the last
+    message, which the answer goes on with. One of the two at most.
+    """
+
+    messages: list[ChatMessage]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_args: dict[str, Any] = {}
 
 
 class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,6 +56,8 @@ class TokenizeReq(Message):
 
     ``arrival`` is ``time.monotonic()`` (one clock for all processes of a host) when HTTP accepted the request.
     ``stream``: whether the client sees the output grow; otherwise nobody looks at it before the end.
+    ``add_special_tokens``: whether the tokenizer puts its own around the text (a BOS, mostly); None: around a plain
+    text, not around a conversation, whose template prints them. ``return_prompt``: the answer says what the prompt was.
     """
 
     rid: str
@@ -46,11 +65,13 @@ class TokenizeReq(Message):
     arrival: float
     text: str | None = None
     input_ids: list[int] | None = None
-    chat: list[ChatMessage] | None = None
+    chat: Conversation | None = None
+    add_special_tokens: bool | None = None
     logprobs: LogprobOptions | None = None
     bootstrap: Bootstrap | None = None
     extra_key: str = ""
     stream: bool = False
+    return_prompt: bool = False
 
 
 class GenerateReq(Message):
@@ -68,6 +89,7 @@ class GenerateReq(Message):
     bootstrap: Bootstrap | None = None
     extra_key: str = ""
     stream: bool = False
+    return_prompt: bool = False
 
 
 class AbortReq(Message):

@@ -20,15 +20,16 @@ from .control import (
 )
 from .outputs import ReqError, TextBatch, TokenBatch
 from .requests import AbortReq, GenerateReq, StopReq, TokenizeReq
+from .text import TextAnswer, TextQuestion
 from .worker import WorkerCommand, WorkerEvent
 
 Question = Ping | FlushCacheReq | ServerInfoReq
 Answer = Pong | FlushCacheResult | ServerInfo
 
-ToTokenizer = TokenizeReq | AbortReq | Question
+ToTokenizer = TokenizeReq | AbortReq | Question | TextQuestion
 ToScheduler = GenerateReq | AbortReq | StopReq | Question | Drain
 ToWorker = WorkerCommand
 ToSchedulerFromWorker = WorkerEvent
 ToDetokenizer = TokenBatch | ReqError | Answer | Drained
-ToHttp = TextBatch | ReqError | Answer | Drained
+ToHttp = TextBatch | ReqError | Answer | TextAnswer | Drained
 ToSupervisor = Ready | Drained

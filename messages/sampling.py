@@ -27,6 +27,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    logit_bias: dict[int, float] = {}
+    """Token id → what is added to its logit."""
 
     @property
     def has_penalties(self) -> bool:

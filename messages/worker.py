@@ -92,7 +92,8 @@ class RowInit(msgspec.Struct, forbid_unknown_fields=True):
     """A request takes a row of the request table; what the sampler needs to know of it.
 
     ``history`` (int32: prompt, then output) is sent only where penalties need it, with ``prompt_len`` the border.
-    ``logprobs``: alternatives to list for each sampled token, None for no logprobs at all.
+    ``logprobs``: alternatives to list for each sampled token, None for no logprobs at all. ``logit_bias``: token id →
+    what is added to its logit.
     """
 
     row: int
@@ -109,6 +110,7 @@ class RowInit(msgspec.Struct, forbid_unknown_fields=True):
     stop_ids: tuple[int, ...]
     logprobs: int | None = None
     history: bytes | None = None
+    logit_bias: dict[int, float] = {}
 
 
 class SlotDelta(msgspec.Struct, array_like=True):

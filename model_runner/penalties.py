@@ -1,4 +1,5 @@
-"""What changes a row's logits before a token is chosen: penalties on tokens seen, and the ban on stopping too early.
+"""What changes a row's logits before a token is chosen: a request's biases, penalties on tokens seen, and the ban on
+stopping too early.
 
 A history lives as long as its request holds its row: made from ``RowInit.history`` (prompt, then output so far), grown
 by one token each time the worker samples for the row, dropped when the row gets its next request.
@@ -6,7 +7,7 @@ by one token each time the worker samples for the row, dropped when the row gets
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -56,15 +57,41 @@ class TokenHistory:
         return self._counts[: self._size]
 
 
+class TokenBias(NamedTuple):
+    """What one request adds to the logits of some tokens: [M] ids, [M] float32."""
+
+    ids: I64
+    values: F32
+
+    @classmethod
+    def of(cls, biases: Mapping[int, float], vocab_size: int) -> TokenBias | None:
+        """None where there are none. A client may name tokens that the vocabulary does not have."""
+        known = {token_id: value for token_id, value in biases.items() if 0 <= token_id < vocab_size}
+        if not known:
+            return None
+        return cls(np.array(list(known), dtype=np.int64), np.array(list(known.values()), dtype=np.float32))
+
+
 class LogitEdits(NamedTuple):
     """What changes N rows of logits; None where nothing does. ``banned``: tokens that must not be sampled."""
 
     histories: Sequence[TokenHistory | None]
     banned: Sequence[I64 | None]
+    biases: Sequence[TokenBias | None]
 
     def of(self, part: slice) -> LogitEdits:
         """The same for some of the rows."""
-        return LogitEdits(self.histories[part], self.banned[part])
+        return LogitEdits(self.histories[part], self.banned[part], self.biases[part])
+
+
+def add_biases(logits_NV: Tensor, biases: Sequence[TokenBias | None]) -> None:
+    """Add each row's biases to its logits, in place."""
+    vocab = logits_NV.shape[1]
+    given = [(i, bias) for i, bias in enumerate(biases) if bias is not None]
+    if given:
+        flat_M = torch.from_numpy(np.concatenate([bias.ids + i * vocab for i, bias in given])).to(logits_NV.device)
+        values_M = torch.from_numpy(np.concatenate([bias.values for _, bias in given])).to(logits_NV.device)
+        logits_NV.view(-1)[flat_M] += values_M
 
 
 def apply_penalties(

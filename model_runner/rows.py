@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..messages.base import unpack_i32
 from ..messages.worker import RowInit
-from .penalties import I64, LogitEdits, TokenHistory
+from .penalties import I64, LogitEdits, TokenBias, TokenHistory
 
 NO_LOGPROBS = -1
 # Below this a division would blow rounding errors of the logits up to probabilities; it is greedy, as 0 is.
@@ -29,7 +29,7 @@ ROW_PARAMS = np.dtype(
         ("top_p", np.float64),  # infinity: everything
         ("top_k", np.int64),  # 0: the whole vocabulary
         ("min_p", np.float32),
-        ("penalised", np.bool_),
+        ("penalised", np.bool_),  # or biased: its logits are changed before every token
         ("frequency_penalty", np.float32),
         ("presence_penalty", np.float32),
         ("repetition_penalty", np.float32),
@@ -52,6 +52,7 @@ class RowStates:
         self._vocab_size = vocab_size
         self.table: RowParams = np.zeros(max_reqs, dtype=ROW_PARAMS)
         self._histories: list[TokenHistory | None] = [None] * max_reqs
+        self._biases: list[TokenBias | None] = [None] * max_reqs
         self._stop_ids: list[I64] = [np.empty(0, dtype=np.int64)] * max_reqs
         self.last_tokens: Tensor = torch.full((max_reqs,), -1, dtype=torch.int64, device=device)
 
@@ -59,7 +60,8 @@ class RowStates:
         """A new request takes the row."""
         row = init.row
         greedy = init.temperature < GREEDY_TEMPERATURE or init.top_k == 1
-        penalised = init.history is not None
+        self._biases[row] = TokenBias.of(init.logit_bias, self._vocab_size)
+        penalised = init.history is not None or self._biases[row] is not None
         self.table[row] = (
             init.seed & 0xFFFFFFFFFFFFFFFF,
             init.prompt_len,
@@ -94,6 +96,7 @@ class RowStates:
         return LogitEdits(
             histories=[self._histories[row] for row in row_list],
             banned=[self._stop_ids[row] if short else None for row, short in zip(row_list, too_short, strict=True)],
+            biases=[self._biases[row] for row in row_list],
         )
 
     def record(self, rows: I64, params: RowParams, tokens: Tensor, host_tokens: I64) -> None:
@@ -101,5 +104,5 @@ class RowStates:
         self.last_tokens[torch.from_numpy(rows).to(tokens.device)] = tokens
         for i in np.flatnonzero(params["penalised"]).tolist():
             history = self._histories[int(rows[i])]
-            assert history is not None
-            history.append(int(host_tokens[i]))
+            if history is not None:
+                history.append(int(host_tokens[i]))

@@ -1,8 +1,9 @@
 """Chooses the next token of each row. A pure function of the row's (logits, parameters, seed, position).
 
-Order, as in the systems that users come from: repetition, frequency and presence penalties and the ban on stop tokens
-change the logits; then temperature; then top-k; then top-p over what top-k left, renormalised; then min-p, relative to
-the most likely token. What is left is renormalised and inverted at the row's uniform number, in vocabulary order.
+Order, as in the systems that users come from: biases, then repetition, frequency and presence penalties, and the ban on
+stop tokens change the logits; then temperature; then top-k; then top-p over what top-k left, renormalised; then min-p,
+relative to the most likely token. What is left is renormalised and inverted at the row's uniform number, in vocabulary
+order.
 Top-k and top-p keep the first of the order "more likely first, then lower id", so equals at the border are cut by id.
 Temperature 0 and top_k 1 mean the first token of that order.
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .inverse_cdf import pick, pick_few, uniforms
-from .penalties import I64, LogitEdits, apply_penalties, ban_tokens
+from .penalties import I64, LogitEdits, add_biases, apply_penalties, ban_tokens
 from .rows import RowParams
 from .top_tokens import top_tokens
 
@@ -85,10 +86,11 @@ def _sample_chunk(logits_NV: Tensor, params: RowParams, positions: I64, edits: L
 
 
 def _edited(logits_NV: Tensor, params: RowParams, edits: LogitEdits | None) -> Tensor:
-    """The logits with penalties and bans applied: a copy where there are any."""
+    """The logits with biases, penalties and bans applied: a copy where there are any."""
     if edits is None:
         return logits_NV
     logits_NV = logits_NV.clone()
+    add_biases(logits_NV, edits.biases)
     repetition, frequency, presence = (params[f"{name}_penalty"] for name in ("repetition", "frequency", "presence"))
     apply_penalties(logits_NV, edits.histories, repetition, frequency, presence)
     ban_tokens(logits_NV, edits.banned)

@@ -83,6 +83,8 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
         routes=[
             *(Route(path, generation, methods=["POST"]) for path in GENERATION_PATHS),
             Route("/health", control.health),
+            Route("/readyz", control.health),
+            Route("/livez", control.livez),
             Route("/health_generate", health_prompt, methods=["GET"]),
             *(Route(path, control.ask_one) for path in MODEL_PATHS),
             *(Route(path, control.server_info) for path in ("/server_info", "/get_server_info")),

@@ -8,6 +8,8 @@ from starlette.types import Send
 from ..runtime.web.errors import error_body
 from .errors import RouterError
 
+DONE = b"data: [DONE]\n\n"
+"""Ends every stream, after an error too: clients wait for it."""
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -45,7 +47,7 @@ class ClientAnswer:
         """Send an error: as the answer, or as an SSE event when the answer has begun."""
         if self.started:
             event = orjson.dumps(error_body(error.status, error.message, error.kind))
-            await self.finish(b"data: " + event + b"\n\n")
+            await self.finish(b"data: " + event + b"\n\n" + DONE)
             return
         headers = [(b"content-type", b"application/json")]
         if error.retry_after:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import httpx
 
+from ..runtime.web.errors import error_status
 from .client_answer import ClientAnswer
 from .errors import InstanceAnsweredError, NoInstanceError, RouterError, parse_error
 from .fleet import Fleet, Pair, Target
@@ -189,6 +190,4 @@ def raise_first_error(events: bytes, instance: Instance) -> None:
     if not events.startswith(ERROR_EVENT):
         return
     first = events.partition(b"\n\n")[0].removeprefix(b"data: ")
-    code = (parse_error(first) or {}).get("code")
-    status = code if isinstance(code, int) and 400 <= code < 600 else httpx.codes.INTERNAL_SERVER_ERROR
-    raise InstanceAnsweredError(int(status), first, str(instance))
+    raise InstanceAnsweredError(error_status(parse_error(first) or {}), first, str(instance))

@@ -29,6 +29,7 @@ PASSED_ON = frozenset({b"authorization", b"x-request-id", b"traceparent", b"trac
 DOT_SEGMENTS = frozenset({".", ".."})
 QUESTION_TIMEOUT = 5.0
 """Seconds that an instance may take to answer anything but a generation."""
+RID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
 HEALTH_PROMPT = {"text": "Hi", "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
 
 
@@ -71,7 +72,8 @@ class GenerationEndpoint:
         try:
             raw = await body_of(Request(scope, receive), self._max_body_bytes)
             path, raw = (scope["path"], raw) if self._fixed_body is None else ("/generate", self._fixed_body)
-            request = RoutedRequest(path, passed_on_headers(scope), RequestBody.parse(raw))
+            request_body = RequestBody.parse(raw, RID_PREFIXES.get(path, ""))
+            request = RoutedRequest(path, passed_on_headers(scope), request_body)
             await self._serve(request, answer, receive)
         except RouterError as exc:
             await answer.fail(exc)
@@ -103,6 +105,10 @@ class ControlEndpoints:
         if self._fleet.can_serve():
             return json_response({"status": "ready"})
         return error_response(NoInstanceError("no healthy prefill-decode pair and no healthy worker"))
+
+    async def livez(self, request: Request) -> Response:
+        """GET /livez: 200 while the router answers at all."""
+        return json_response({"status": "alive"})
 
     async def ask_one(self, request: Request) -> Response:
         """GET /v1/models and the like: what the first healthy instance says; all serve the same model."""

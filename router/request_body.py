@@ -39,9 +39,11 @@ class RequestBody:
 
     raw: bytes
     fields: dict[str, Any]
+    rid_prefix: str = ""
+    """Begins the ids that the API answers with: a drawn rid becomes one."""
 
     @classmethod
-    def parse(cls, raw: bytes) -> RequestBody:
+    def parse(cls, raw: bytes, rid_prefix: str = "") -> RequestBody:
         """Raises ``BadRequestError`` for anything but a JSON object, and for one with too many prompts."""
         try:
             fields = orjson.loads(raw)
@@ -54,8 +56,8 @@ class RequestBody:
                 raise BadRequestError(f"{name}: {count} prompts in one request, the limit is {MAX_PROMPTS}")
         kept = {name: value for name, value in fields.items() if not name.startswith(BOOTSTRAP_PREFIX)}
         if len(kept) == len(fields):
-            return cls(raw, fields)  # the common case: instances get the client's own bytes
-        return cls(dump(kept), kept)
+            return cls(raw, fields, rid_prefix)  # the common case: instances get the client's own bytes
+        return cls(dump(kept), kept, rid_prefix)
 
     @property
     def stream(self) -> bool:
@@ -95,7 +97,8 @@ class RequestBody:
                 "bootstrap_room": [draw_room() for _ in range(count)],
             }
         if self.fields.get("rid") is None:
-            patch["rid"] = draw_rid() if count is None else [draw_rid() for _ in range(count)]
+            drawn = [self.rid_prefix + draw_rid() for _ in range(count or 1)]
+            patch["rid"] = drawn[0] if count is None else drawn
         decode = {**self.fields, **patch}
         prefill_fields = {**decode, "stream": False}
         prefill_fields.pop("stream_options", None)

@@ -22,7 +22,11 @@ class ServerOptions:
     load_format
         Where weights come from: "auto" finds out, "dummy" draws random weights for the model's config.
     served_model_name
-        Name that the API answers to; default: the model path.
+        Name that the API answers to, or several with commas in between, of which answers say the first; default: the
+        model path.
+    sampling_defaults
+        Where sampling parameters come from that a request leaves out: model (its generation_config.json, where there is
+        one), none (the API's own: temperature 1, nothing cut off).
     chat_template
         File with a Jinja chat template that replaces the model's own.
     context_length
@@ -85,6 +89,8 @@ class ServerOptions:
         Plan a step only when the one before it is done.
     stream_interval
         A streaming client gets its first token at once, then news every so many tokens; the end always at once.
+    incremental_streaming_output
+        Events of a /generate stream hold what is new, not everything so far; a request's "incremental" says otherwise.
     dtype
         Type of weights and activations; auto takes bfloat16 (float16 on a GPU without it).
     quantization
@@ -121,6 +127,7 @@ class ServerOptions:
     tokenizer_path: str | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     served_model_name: str | None = None
+    sampling_defaults: Literal["model", "none"] = "model"
     chat_template: str | None = None
     context_length: int | None = None
     host: str = "127.0.0.1"
@@ -149,6 +156,7 @@ class ServerOptions:
     radix_eviction_policy: Literal["lru", "lfu", "fifo", "mru"] = "lru"
     disable_overlap_schedule: bool = False
     stream_interval: int = 1
+    incremental_streaming_output: bool = False
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["auto", "none", "gguf", "int8", "int4"] = "auto"
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -164,6 +172,12 @@ class ServerOptions:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names that the API answers to, at least one."""
+        names = [name.strip() for name in (self.served_model_name or "").split(",")]
+        return tuple(filter(None, names)) or (self.model_path,)
+
+    @property
     def model_name(self) -> str:
-        """The name that the API answers to."""
-        return self.served_model_name or self.model_path
+        """The name that answers say."""
+        return self.model_names[0]

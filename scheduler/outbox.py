@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ..messages.base import Message
-from ..messages.outputs import DetokenizeInit, FinishReason, ReqError, ReqMeta, ReqTokens, TokenBatch
+from ..messages.outputs import DetokenizeInit, FinishReason, PromptReport, ReqError, ReqMeta, ReqTokens, TokenBatch
 from ..messages.requests import GenerateReq
 from .req import Req
 
@@ -57,12 +57,16 @@ class Outbox:
 
     def tokens(self, req: Req, finish: FinishReason | None, meta: ReqMeta | None) -> None:
         """Queue a request's untold tokens, and its end if there is one; neighbours share one ``TokenBatch``."""
-        init = None
+        init = prompt = None
         if not req.announced:
             tail = req.token_ids[max(0, req.prompt_len - PROMPT_TAIL) : req.prompt_len].tobytes()
             init = DetokenizeInit(req.msg.sampling.stop, req.msg.sampling.skip_special_tokens, tail)
+            # Whole by now: prompt logprobs are there before the first output token is.
+            if req.msg.return_prompt or req.input_logprobs is not None:
+                ids = req.msg.input_ids if req.msg.return_prompt else b""
+                prompt = PromptReport(ids, req.input_logprobs)
             req.announced = True
-        item = ReqTokens(req.rid, req.untold, finish, meta, req.untold_logprobs or None, init)
+        item = ReqTokens(req.rid, req.untold, finish, meta, req.untold_logprobs or None, init, prompt)
         req.untold = []
         if req.untold_logprobs:
             req.untold_logprobs = []
@@ -72,9 +76,11 @@ class Outbox:
         else:
             self._to_detokenizer.append(TokenBatch([item]))
 
-    def error(self, rid: str, status: int, message: str, kind: str, field: str | None = None) -> None:
+    def error(
+        self, rid: str, status: int, message: str, kind: str, field: str | None = None, code: str | None = None
+    ) -> None:
         """Queue the end of a request in an error."""
-        self._to_detokenizer.append(ReqError(rid, status, message, kind, field))
+        self._to_detokenizer.append(ReqError(rid, status, message, kind, field, code))
 
     def flush(self) -> None:
         """Send everything."""

@@ -208,4 +208,5 @@ class Req:
             stop_ids=self.msg.stop_ids,
             logprobs=self.msg.logprobs.top_num if self.msg.logprobs is not None else None,
             history=history,
+            logit_bias=p.logit_bias,
         )

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from ..messages.base import unpack_i32
 from ..messages.outputs import FinishReason, FinishType, ReqMeta, TokenLogprob
@@ -43,6 +44,16 @@ def make_cost_model(worker: WorkerReady) -> CostModel:
         bytes_per_ms = worker.step_weight_bytes / min(m.forward_ms for m in worker.measured)
         kv_ms = worker.layout.page_bytes / worker.layout.page_size / bytes_per_ms
     return CostModel(worker.measured, kv_ms)
+
+
+class Refusal(NamedTuple):
+    """Why a request is not taken in, as ``ReqError`` has it."""
+
+    status: int
+    message: str
+    kind: str
+    field: str | None = None
+    code: str | None = None
 
 
 class Counters:
@@ -85,8 +96,7 @@ class Scheduler:
         """Take a request in, or refuse it with a reason."""
         refusal = self._refusal(msg)
         if refusal is not None:
-            status, message, kind, field = refusal
-            self.outbox.error(msg.rid, status, message, kind, field)
+            self.outbox.error(msg.rid, *refusal)
             return
         route = Route.LOCAL
         if msg.bootstrap is not None:
@@ -107,28 +117,29 @@ class Scheduler:
                 self.planner.arriving[req.rid] = req
             self.handovers.add(req, now)
 
-    def _refusal(self, msg: GenerateReq) -> tuple[int, str, str, str | None] | None:
+    def _refusal(self, msg: GenerateReq) -> Refusal | None:
         mode = self.options.disaggregation_mode
         prompt_len = len(msg.input_ids) // 4
         limit = self.memory.max_total_tokens
         bad_request, busy = "invalid_request_error", "overloaded_error"
         if self.draining:
-            return 503, "the instance is draining; send the request to another one", busy, None
+            return Refusal(503, "the instance is draining; send the request to another one", busy)
         if msg.rid in self.reqs:
-            return 400, f"rid {msg.rid!r} is in use by a running request; choose another", bad_request, "rid"
+            return Refusal(400, f"rid {msg.rid!r} is in use by a running request; choose another", bad_request, "rid")
         # One slot for the token that follows the prompt; whole pages only.
         if self.memory.pages_up(prompt_len + 1) > limit:
             text = (
                 f"the prompt has {prompt_len} tokens, the KV pool holds {limit}; shorten it or raise --max-total-tokens"
             )
-            return 400, text, bad_request, "input_ids"
+            return Refusal(400, text, bad_request, "input_ids", "context_length_exceeded")
         if msg.bootstrap is not None and mode == "unified":
             text = (
                 "bootstrap_room was given, but this instance runs in unified mode; use a prefill and a decode instance"
             )
-            return 400, text, bad_request, "bootstrap_room"
+            return Refusal(400, text, bad_request, "bootstrap_room")
         if len(self.reqs) >= self.options.max_queued_requests + self.options.max_running_requests:
-            return 429, f"{len(self.reqs)} requests are queued or running; try again later", busy, None
+            text = f"{len(self.reqs)} requests are queued or running; try again later"
+            return Refusal(429, text, busy, code="rate_limit_exceeded")
         return None
 
     def enqueue(self, req: Req, now: float) -> None:
@@ -206,7 +217,6 @@ class Scheduler:
             cached_tokens=req.cached_tokens,
             timing=req.timing,
             retractions=req.retractions,
-            input_logprobs=req.input_logprobs,
         )
 
     # --- steps ---

@@ -17,6 +17,7 @@ import zmq.asyncio
 
 from ..messages.channel import AsyncReceiver, Sender
 from ..messages.routes import ToHttp
+from ..model_files.errors import ModelError
 from ..runtime.child import ChildContext, start_child
 from ..runtime.open_files import allow_many_connections
 from ..runtime.web.limited_protocol import LimitedProtocol
@@ -24,20 +25,21 @@ from ..runtime.web.ports import listen
 from ..runtime.web.server import ChildServer
 from .http.app import make_app
 from .http.engine_client import EngineClient
+from .http.served_model import ServedModel
 
 BACKLOG = 2048
 CLOSE_TIMEOUT_SECONDS = 1
 log = logging.getLogger(__name__)
 
 
-async def serve(ctx: ChildContext, listener: socket.socket) -> None:
+async def serve(ctx: ChildContext, listener: socket.socket, model: ServedModel) -> None:
     """Serve until SIGTERM; an error in the receiving task ends the process."""
     receiver: AsyncReceiver[ToHttp] = AsyncReceiver(zmq.asyncio.Context(ctx.zmq_ctx), ctx.address("http"), ToHttp)
     sender = Sender(ctx.zmq_ctx, ctx.address("tokenizer"))
     supervisor = Sender(ctx.zmq_ctx, ctx.address("supervisor"))
     engine = EngineClient(sender, supervisor)
     config = uvicorn.Config(
-        make_app(ctx.options, engine, ctx.epoch),
+        make_app(ctx.options, engine, ctx.epoch, model),
         http=LimitedProtocol,
         ws="none",
         log_config=None,
@@ -80,7 +82,11 @@ def main() -> None:
     except OSError as e:
         log.error("can't listen on %s:%d: %s; choose another --host or --port", host, port, e.strerror or e)
         sys.exit(1)
-    uvloop.run(serve(ctx, listener))
+    try:
+        model = ServedModel.read(ctx.options)
+    except ModelError as e:
+        sys.exit(f"http: {e}")
+    uvloop.run(serve(ctx, listener, model))
 
 
 if __name__ == "__main__":

@@ -1,23 +1,23 @@
 """The tokenizer process: HTTP → here → scheduler.
 
 A ``TokenizeReq`` becomes a ``GenerateReq`` for the scheduler, or a ``ReqError`` that goes straight back to HTTP.
-Everything else (aborts, questions) is passed to the scheduler unchanged and in its place, so that an abort never
-overtakes the request that it ends. The process keeps no state between frames.
+Questions about text are answered here. Everything else (aborts, questions) is passed to the scheduler unchanged and in
+its place, so that an abort never overtakes the request that it ends.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..messages.base import Message
-from ..messages.channel import Receiver, Sender, UndeclaredMessage
+from ..messages.channel import Receiver, Sender
 from ..messages.outputs import ReqError
 from ..messages.requests import TokenizeReq
 from ..messages.routes import ToTokenizer
+from ..messages.text import TextQuestion
 from ..model_files.errors import ModelError
 from ..model_files.model_limits import read_limits
 from ..model_files.model_path import resolve_model
@@ -26,17 +26,14 @@ from ..model_files.text.load import load_chat_template, load_tokenizer
 from ..runtime.child import start_child
 from ..runtime.options import ServerOptions
 from .request_tokenizer import RequestTokenizer
-
-logger = logging.getLogger(__name__)
-# Frames that wait together are encoded together, but no request waits for more than this many others.
-MAX_BATCH = 256
+from .tokenizer_inbox import TokenizerInbox
 
 
 class Routed(NamedTuple):
     """What one round of messages gave, for each receiver."""
 
     to_scheduler: list[Message]
-    to_http: list[ReqError]
+    to_http: list[Message]
 
 
 def load_request_tokenizer(options: ServerOptions) -> RequestTokenizer:
@@ -55,31 +52,18 @@ def route(tokenizer: RequestTokenizer, messages: Sequence[ToTokenizer]) -> Route
         answer = next(answers) if isinstance(message, TokenizeReq) else message
         if isinstance(answer, ReqError):
             routed.to_http.append(answer)
+        elif isinstance(answer, TextQuestion):
+            routed.to_http.append(tokenizer.questions.answer(answer))
         else:
             routed.to_scheduler.append(answer)
     return routed
-
-
-def receive_waiting(receiver: Receiver[ToTokenizer]) -> list[ToTokenizer]:
-    """Wait for a frame, then take what else is there; a frame that holds undeclared messages is logged and dropped."""
-    messages: list[ToTokenizer] = []
-    while len(messages) < MAX_BATCH:
-        try:
-            arrived = receiver.recv(0 if messages else -1)
-        except UndeclaredMessage as e:
-            logger.error("%s", e)
-            continue
-        if not arrived:
-            break
-        messages += arrived
-    return messages
 
 
 def main() -> None:
     """Run until killed."""
     started = time.monotonic()
     ctx = start_child(sys.argv)
-    receiver: Receiver[ToTokenizer] = Receiver(ctx.zmq_ctx, ctx.address("tokenizer"), ToTokenizer)
+    inbox = TokenizerInbox(Receiver(ctx.zmq_ctx, ctx.address("tokenizer"), ToTokenizer))
     scheduler = Sender(ctx.zmq_ctx, ctx.address("scheduler"))
     http = Sender(ctx.zmq_ctx, ctx.address("http"))
     try:
@@ -88,7 +72,7 @@ def main() -> None:
         sys.exit(f"tokenizer: {e}")
     ctx.report_ready({"load_tokenizer": time.monotonic() - started})
     while True:
-        routed = route(tokenizer, receive_waiting(receiver))
+        routed = route(tokenizer, inbox.next_turn())
         scheduler.send(*routed.to_scheduler)
         http.send(*routed.to_http)
 

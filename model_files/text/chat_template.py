@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -13,10 +14,13 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ...messages.requests import ChatMessage
+from ...messages.requests import ChatMessage, Conversation
 from .errors import PromptError, TokenizerLoadError
 
 FIELD = "messages"
+ARGS_FIELD = "chat_template_kwargs"
+RESERVED = frozenset({"messages", "add_generation_prompt", "continue_final_message"})
+"""Variables of every template that a request has fields of its own for."""
 # What running a template on a conversation that it was not written for can raise.
 RENDER_ERRORS = (
     jinja2.TemplateError,
@@ -40,15 +44,47 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as e:
             raise TokenizerLoadError(f"the chat template is wrong in line {e.lineno}: {e}; see --chat-template") from e
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The text, up to where the assistant begins to speak; raises ``PromptError`` with its own words."""
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        try:
-            return self._template.render(
-                **self._special_tokens, messages=turns, tools=None, documents=None, add_generation_prompt=True
+    def render(self, chat: Conversation) -> str:
+        """The text that the model is to continue; raises ``PromptError`` with its own words."""
+        if chat.continue_final_message:
+            return self._cut_in_final_message(chat)
+        return self._render(chat, [_turn(message) for message in chat.messages])
+
+    def _cut_in_final_message(self, chat: Conversation) -> str:
+        """Up to the end of the last message's content, wherever the template puts it.
+
+        A mark at that end is looked for in the text: the content itself may have been trimmed, or stand there twice.
+        """
+        turns = [_turn(message) for message in chat.messages]
+        mark = secrets.token_hex(16)
+        turns[-1]["content"] += mark
+        before, found, after = self._render(chat, turns).partition(mark)
+        if not found or mark in after:
+            raise PromptError(
+                "continue_final_message", "the model's chat template does not print the last message as it is"
             )
+        return before
+
+    def _render(self, chat: Conversation, turns: list[dict[str, str]]) -> str:
+        taken = RESERVED & chat.template_args.keys()
+        if taken:
+            raise PromptError(ARGS_FIELD, f"{ARGS_FIELD}: {min(taken)} is a field of the request itself")
+        usual = {"tools": None, "documents": None, **self._special_tokens, **chat.template_args}
+        generation = chat.add_generation_prompt and not chat.continue_final_message
+        try:
+            return self._template.render(usual, messages=turns, add_generation_prompt=generation)
         except RENDER_ERRORS as e:
             raise PromptError(FIELD, f"the model's chat template refuses this conversation: {e}") from e
+
+
+def _turn(message: ChatMessage) -> dict[str, str]:
+    """The message as templates know it; what was not given is not there, as they ask whether it is defined."""
+    turn = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        turn["name"] = message.name
+    if message.reasoning_content is not None:
+        turn["reasoning_content"] = message.reasoning_content
+    return turn
 
 
 class _GenerationBlock(Extension):

@@ -12,8 +12,12 @@ class TokenizerLoadError(TextError):
 
 
 class PromptError(TextError):
-    """A client's prompt can't be served; ``field`` names the part of the request that is at fault."""
+    """A client's prompt can't be served; ``field`` names the part of the request that is at fault.
 
-    def __init__(self, field: str, message: str) -> None:
+    ``code`` is for programs, in OpenAI's words.
+    """
+
+    def __init__(self, field: str, message: str, code: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+        self.code = code

@@ -1,4 +1,4 @@
-"""The API key: asked of every request but ``GET /health``, which a load balancer must be able to make."""
+"""The API key: asked of every request but those for health, which a load balancer must be able to make."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import error_body, error_headers
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/readyz", "/livez"})
 
 
 class ApiKeyAuth:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 RETRY_AFTER_SECONDS = "1"
+ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+"""What programs are told in ``code``, where the status alone says it: OpenAI's words."""
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -22,9 +24,30 @@ def error_type(status: int) -> str:
     return ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
 
 
-def error_body(status: int, message: str, kind: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """``{"error": {"message", "type", "code", "param"}}``; ``param`` names the offending field."""
-    return {"error": {"message": message, "type": kind or error_type(status), "code": status, "param": param}}
+def error_body(
+    status: int, message: str, kind: str | None = None, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """``{"error": {"message", "type", "code", "param", "status"}}``; ``param`` names the offending field.
+
+    ``status`` is there for an error in the middle of a stream, which has no other.
+    """
+    error = {
+        "message": message,
+        "type": kind or error_type(status),
+        "param": param,
+        "code": code or ERROR_CODES.get(status),
+        "status": status,
+    }
+    return {"error": error}
+
+
+def error_status(error: dict[str, Any]) -> int:
+    """The status of an ``error`` object of ours, or of a server that has it in ``code``; 500 where neither says."""
+    for name in ("status", "code"):
+        status = error.get(name)
+        if isinstance(status, int) and 400 <= status <= 599:
+            return status
+    return 500
 
 
 def error_headers(status: int) -> dict[str, str]:

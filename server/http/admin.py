@@ -11,11 +11,11 @@ from starlette.responses import Response
 
 from ...messages.control import FlushCacheReq, FlushCacheResult, ServerInfo, ServerInfoReq
 from ...messages.sampling import SamplingParams
+from .admin_schemas import AbortBody
 from .engine_response import watch_disconnect
 from .errors import ApiError, ClientGone, json_response
 from .parsing import parse_body
 from .plan import Prompt, PromptPlan
-from .schemas import AbortBody
 from .state import HttpState
 
 QUESTION_TIMEOUT_SECONDS = 5.0
@@ -28,6 +28,11 @@ async def health(request: Request) -> Response:
     if not verdict.ready:
         raise ApiError(503, verdict.reason)
     return json_response({"status": "ready"})
+
+
+async def livez(request: Request) -> Response:
+    """200 while this process answers at all; says nothing about the others."""
+    return json_response({"status": "alive"})
 
 
 async def health_generate(request: Request) -> Response:
@@ -73,7 +78,7 @@ async def model_info(request: Request) -> Response:
     content: dict[str, Any] = {
         "model_path": options.model_path,
         "tokenizer_path": options.tokenizer_path or options.model_path,
-        "served_model_name": options.model_name,
+        "served_model_name": HttpState.of(request).model.name,
         "is_generation": True,
         "disaggregation_mode": options.disaggregation_mode,
     }

@@ -5,84 +5,102 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
-from typing import Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ...runtime.options import ServerOptions
 from ...runtime.web.auth import ApiKeyAuth
-from .admin import abort_request, flush_cache, health, health_generate, model_info, server_info
+from .admin import abort_request, flush_cache, health, health_generate, livez, model_info, server_info
+from .admin_schemas import AbortBody
+from .answers import (
+    Aborted,
+    Alive,
+    ChatAnswer,
+    ChatChunk,
+    CompletionAnswer,
+    Flushed,
+    GenerateAnswer,
+    Generated,
+    ModelCard,
+    ModelInfo,
+    ModelList,
+    Ready,
+    ServerInfoAnswer,
+    Text,
+    Tokens,
+)
 from .chat import chat_completions
 from .completions import completions
 from .engine_client import EngineClient
 from .errors import install_error_handlers
-from .fields import Body
+from .fields import Body, Ignored
 from .generate import generate
+from .generate_schemas import GenerateBody
 from .health import HealthCheck
-from .models import get_model, list_models
+from .models import detokenize, get_model, list_models, tokenize
 from .openai_schemas import ChatBody, CompletionBody
-from .schemas import AbortBody, GenerateBody
+from .openapi import Described, make_openapi
+from .served_model import ServedModel
 from .state import HttpState
+from .text_schemas import DetokenizeBody, TokenizeBody
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-QUESTIONS: tuple[tuple[str, Endpoint], ...] = (
-    ("/health", health),
-    ("/health_generate", health_generate),
-    ("/server_info", server_info),
-    ("/get_server_info", server_info),
-    ("/model_info", model_info),
-    ("/get_model_info", model_info),
-    ("/v1/models", list_models),
-    ("/v1/models/{name:path}", get_model),
+QUESTIONS: tuple[tuple[str, Endpoint, type[BaseModel]], ...] = (
+    ("/health", health, Ready),
+    ("/readyz", health, Ready),
+    ("/livez", livez, Alive),
+    ("/health_generate", health_generate, Ready),
+    ("/server_info", server_info, ServerInfoAnswer),
+    ("/get_server_info", server_info, ServerInfoAnswer),
+    ("/model_info", model_info, ModelInfo),
+    ("/get_model_info", model_info, ModelInfo),
+    ("/v1/models", list_models, ModelList),
+    ("/v1/models/{name:path}", get_model, ModelCard),
 )
-ORDERS: tuple[tuple[str, Endpoint, type[Body]], ...] = (
-    ("/generate", generate, GenerateBody),
-    ("/v1/completions", completions, CompletionBody),
-    ("/v1/chat/completions", chat_completions, ChatBody),
-    ("/abort_request", abort_request, AbortBody),
+ORDERS: tuple[tuple[str, Endpoint, type[Body], type[BaseModel]], ...] = (
+    ("/generate", generate, GenerateBody, GenerateAnswer),
+    ("/v1/completions", completions, CompletionBody, CompletionAnswer),
+    ("/v1/chat/completions", chat_completions, ChatBody, ChatAnswer),
+    ("/tokenize", tokenize, TokenizeBody, Tokens),
+    ("/detokenize", detokenize, DetokenizeBody, Text),
+    ("/abort_request", abort_request, AbortBody, Aborted),
 )
+STREAMS: dict[str, type[BaseModel]] = {
+    "/generate": Generated,
+    "/v1/completions": CompletionAnswer,
+    "/v1/chat/completions": ChatChunk,
+}
+"""What an event of a stream holds."""
 
 
-def make_app(options: ServerOptions, engine: EngineClient, epoch: str) -> FastAPI:
-    """The application in front of ``engine``."""
+def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: ServedModel | None = None) -> FastAPI:
+    """The application in front of ``engine``; ``model`` None: what the options say of it, without its files."""
     app = FastAPI(title="pdserve", version=version("pdserve"))
     app.state.http = HttpState(
         options=options,
         engine=engine,
         health=HealthCheck(engine),
+        model=model or ServedModel(options.model_names, options.model_path),
+        ignored=Ignored(),
         epoch=epoch,
         version=version("pdserve"),
         started=int(time.time()),
     )
-    for path, endpoint in QUESTIONS:
+    described = {"/flush_cache": Described(None, Flushed)}
+    for path, endpoint, answer in QUESTIONS:
         app.add_api_route(path, endpoint, methods=["GET"])
-    for path, endpoint, body in ORDERS:
-        app.add_api_route(path, endpoint, methods=["POST"], openapi_extra=_documented(body))
+        described[path] = Described(None, answer)
+    for path, endpoint, body, answer in ORDERS:
+        app.add_api_route(path, endpoint, methods=["POST"])
+        described[path] = Described(body, answer, STREAMS.get(path))
     for method in ("GET", "POST"):
         app.add_api_route("/flush_cache", flush_cache, methods=[method])
+    app.openapi = make_openapi(app, described)  # type: ignore[method-assign]
     install_error_handlers(app)
     if options.api_key is not None:
         app.add_middleware(ApiKeyAuth, api_key=options.api_key)
     return app
-
-
-def _documented(body: type[Body]) -> dict[str, Any]:
-    """``body``'s schema for /docs. Endpoints parse their bodies themselves, so FastAPI doesn't know of it."""
-    schema = body.model_json_schema()
-    definitions = schema.pop("$defs", {})
-    return {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _inlined(schema, definitions)}}}
-    }
-
-
-def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
-    if isinstance(node, dict):
-        if "$ref" in node:
-            return _inlined(definitions[node["$ref"].rsplit("/", 1)[1]], definitions)
-        return {key: _inlined(value, definitions) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_inlined(item, definitions) for item in node]
-    return node

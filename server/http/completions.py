@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...messages.outputs import TokenLogprob
+from ...messages.outputs import NamedLogprob
 from ...messages.requests import LogprobOptions
 from .engine_response import EngineResponse
 from .errors import bad_request
-from .openai_common import Envelope, check_model, ending, plan_openai, token_name, top_with_own, usage
+from .openai_common import Envelope, TokenNames, check_model, ending, plan_openai, top_with_own, usage
 from .openai_schemas import CompletionBody
 from .parsing import parse_body
 from .plan import Prompt, make_prompts
 from .state import HttpState
-from .submission import Choice
+from .submission import Choice, Delta
 
 KIND = "text_completion"
 
@@ -26,16 +26,16 @@ async def completions(request: Request) -> Response:
     """Complete one prompt or a batch, plain or streaming."""
     state = HttpState.of(request)
     body = await parse_body(request, CompletionBody)
-    check_model(body.model, state.options)
+    check_model(body.model, state.model)
     if body.min_tokens > body.max_tokens:
         raise bad_request("min_tokens", f"{body.min_tokens} is above max_tokens ({body.max_tokens})")
     prompts, batch = read_prompts(body.prompt)
     wanted = body.logprobs is not None
     logprobs = LogprobOptions(start_len=0 if body.echo else -1, top_num=body.logprobs or 0) if wanted else None
-    port = state.options.disaggregation_bootstrap_port
-    plans = plan_openai(body, prompts, batch, body.max_tokens, logprobs, port, "cmpl-")
-    echoes = [(p.text or "") if body.echo else "" for p in prompts]
-    renderer = CompletionRenderer(Envelope.of(body, plans, state.options), echoes, wanted)
+    plans = plan_openai(body, prompts, batch, body.max_tokens, logprobs, state, "cmpl-", echo=body.echo)
+    names = TokenNames(body.return_tokens_as_token_ids) if wanted else None
+    echoes = [prompt.text for prompt in prompts] if body.echo else None
+    renderer = CompletionRenderer(Envelope.of(body, plans, state.model), echoes, names)
     group = body.rid if isinstance(body.rid, str) else None
     return EngineResponse(state.engine, plans, renderer, stream=body.stream, group=group)
 
@@ -57,58 +57,101 @@ def read_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple
 
 
 class CompletionRenderer:
-    """``echoes``: the text to put before each prompt's completion ("" for none, and for prompts given as ids)."""
+    """``echoes``: the text of each prompt, to put before its completions (None in it: what its token ids read).
+
+    ``names`` is None where no logprobs are wanted.
+    """
 
     field_names: ClassVar[Mapping[str, str]] = {"text": "prompt", "input_ids": "prompt"}
 
-    def __init__(self, envelope: Envelope, echoes: list[str], wants_logprobs: bool) -> None:
+    def __init__(self, envelope: Envelope, echoes: list[str | None] | None, names: TokenNames | None) -> None:
         self._envelope = envelope
         self._echoes = echoes
-        self._wants_logprobs = wants_logprobs
-        self._opened: set[int] = set()
+        self._names = names
+        self._offsets: dict[int, int] = {}
+        """Where in each choice's text, prompt included, its next token begins."""
 
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
         """A ``text_completion`` object."""
         rendered = [
             {
                 "index": choice.index,
-                "text": self._echoes[choice.prompt_index] + choice.text,
-                "logprobs": self._all_logprobs(choice) if self._wants_logprobs else None,
-                **ending(choice),
+                "text": self._echo(choice) + choice.text,
+                "logprobs": self._logprobs(choice, choice.logprobs, with_prompt=True),
+                **ending(choice.finish),
+                **self._envelope.ids(choice.token_ids),
+                **self._prompt_ids(choice),
             }
             for choice in choices
         ]
         return {**self._envelope.wrap(KIND, rendered), "usage": usage(choices)}
 
-    def events(self, choice: Choice) -> bytes:
+    def events(self, delta: Delta) -> bytes:
         """What is new since the last event; none for tokens that show no text yet."""
-        echo = self._echoes[choice.prompt_index] if choice.index not in self._opened else ""
-        self._opened.add(choice.index)
-        offset, text = choice.sent_chars, choice.text[choice.sent_chars :]
-        entries = choice.logprobs[choice.sent_tokens :]
-        if not (echo or text or entries or choice.finish):
+        choice = delta.choice
+        echo = self._echo(choice) if delta.is_first else ""
+        if not (echo or delta.text or delta.logprobs or delta.finish or self._envelope.token_ids):
             return b""
-        choice.sent_chars, choice.sent_tokens = len(choice.text), len(choice.token_ids)
-        logprobs = logprobs_object(entries, [offset] * len(entries)) if self._wants_logprobs else None
-        return self._envelope.chunk(KIND, choice, {"text": echo + text, "logprobs": logprobs, **ending(choice)})
+        fields = {
+            "text": echo + delta.text,
+            "logprobs": self._logprobs(choice, delta.logprobs, with_prompt=delta.is_first),
+            **ending(delta.finish),
+            **self._envelope.ids(delta.token_ids),
+            **(self._prompt_ids(choice) if delta.is_first else {}),
+        }
+        return self._envelope.chunk(KIND, choice, fields)
 
     def last_events(self, choices: list[Choice]) -> bytes:
         """The usage, where it was asked for."""
         return self._envelope.usage_chunk(KIND, choices)
 
-    def _all_logprobs(self, choice: Choice) -> dict[str, Any]:
-        prompt = (choice.meta.input_logprobs if choice.meta is not None else None) or []
-        echo = len(self._echoes[choice.prompt_index])
-        return logprobs_object([*prompt, *choice.logprobs], [0] * len(prompt) + [echo] * len(choice.logprobs))
+    def _echo(self, choice: Choice) -> str:
+        if self._echoes is None:
+            return ""
+        text = self._echoes[choice.prompt_index]
+        if text is None and choice.prompt is not None:
+            return choice.prompt.text
+        return text or ""
+
+    def _prompt_ids(self, choice: Choice) -> dict[str, Any]:
+        if not self._envelope.token_ids or choice.prompt is None:
+            return {}
+        return {"prompt_token_ids": choice.prompt.token_ids}
+
+    def _logprobs(self, choice: Choice, entries: list[NamedLogprob], *, with_prompt: bool) -> dict[str, Any] | None:
+        if self._names is None:
+            return None
+        echo = self._echo(choice)
+        prompt = (choice.prompt.logprobs or []) if with_prompt and choice.prompt is not None else []
+        offsets = _offsets(prompt, 0, len(echo))
+        start = self._offsets.get(choice.index, len(echo))
+        offsets += _offsets(entries, start, len(echo) + len(choice.text))
+        self._offsets[choice.index] = start + sum(entry.chars for entry in entries)
+        return logprobs_object([*prompt, *entries], offsets, self._names)
 
 
-def logprobs_object(entries: list[TokenLogprob], offsets: list[int]) -> dict[str, Any]:
-    """OpenAI's ``logprobs``. ``offsets``: where each token's chunk begins (texts of single tokens aren't known)."""
+def _offsets(entries: list[NamedLogprob], start: int, end: int) -> list[int]:
+    """Where each entry's token begins in a text that ends at ``end``: a stop string may have cut it."""
+    offsets = []
+    for entry in entries:
+        offsets.append(min(start, end))
+        start += entry.chars
+    return offsets
+
+
+def logprobs_object(entries: list[NamedLogprob], offsets: list[int], names: TokenNames) -> dict[str, Any]:
+    """OpenAI's ``logprobs``. ``offsets``: characters of the choice's text before each token."""
     return {
-        "tokens": [token_name(e.token_id) for e in entries],
+        "tokens": [names.name(e.token_id, e.data) for e in entries],
         "token_logprobs": [e.logprob for e in entries],
-        "top_logprobs": [
-            {token_name(token_id): logprob for token_id, logprob in top_with_own(e)} or None for e in entries
-        ],
+        "top_logprobs": [_alternatives(e, names) for e in entries],
         "text_offset": offsets,
     }
+
+
+def _alternatives(entry: NamedLogprob, names: TokenNames) -> dict[str, float] | None:
+    """By name; of tokens that read the same, the likeliest."""
+    alternatives: dict[str, float] = {}
+    for token_id, logprob, data in top_with_own(entry):
+        alternatives.setdefault(names.name(token_id, data), logprob)
+    return alternatives or None

@@ -21,11 +21,12 @@ from ...messages.control import Drained, FlushCacheResult, Pong, ServerInfo
 from ...messages.outputs import ReqError, TextBatch
 from ...messages.requests import AbortReq, TokenizeReq
 from ...messages.routes import Answer, Question
+from ...messages.text import Decoded, Encoded, Limits, TextAnswer, TextQuestion
 from .errors import ApiError, bad_request
 from .plan import PromptPlan
 from .submission import Choice, Submission
 
-A = TypeVar("A", Pong, FlushCacheResult, ServerInfo)
+A = TypeVar("A", Pong, FlushCacheResult, ServerInfo, Encoded, Decoded, Limits)
 INT63 = 2**63
 log = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class EngineClient:
 
     # --- questions ---
 
-    async def ask(self, make: Callable[[int], Question], answer: type[A], timeout: float) -> A:
+    async def ask(self, make: Callable[[int], Question | TextQuestion], answer: type[A], timeout: float) -> A:
         """Send the question that ``make(id)`` gives and wait for its answer; raises ``TimeoutError`` (seconds)."""
         self._check_open()
         question = make(next(self._ids))
@@ -151,7 +152,7 @@ class EngineClient:
                 continue
             self.dispatch(messages)
 
-    def dispatch(self, messages: Iterable[TextBatch | ReqError | Answer | Drained]) -> None:
+    def dispatch(self, messages: Iterable[TextBatch | ReqError | Answer | TextAnswer | Drained]) -> None:
         """Hand each message to the one who waits for it; what nobody waits for any more is dropped."""
         for message in messages:
             if isinstance(message, TextBatch):
@@ -213,4 +214,6 @@ def _request(plan: PromptPlan, i: int, choice: Choice, streaming: bool) -> Token
         bootstrap=bootstrap,
         extra_key=plan.extra_key,
         stream=streaming,
+        add_special_tokens=plan.add_special_tokens,
+        return_prompt=plan.return_prompt,
     )

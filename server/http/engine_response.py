@@ -2,7 +2,8 @@
 
 Submitting happens here, inside the response: whatever ends it (the last token, an error, the client, a bug) ends the
 requests as well. The status line waits for the first news, so that a request that fails at once gets its true status;
-a failure after that is the event ``{"error": {...}}``.
+a failure after that is the event ``{"error": {...}}``. Where no news comes for ``KEEP_ALIVE_SECONDS``, the status goes
+out nonetheless, and a comment, as proxies cut connections on which nothing moves.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ from starlette.types import Receive, Scope, Send
 from .engine_client import EngineClient
 from .errors import ApiError, ClientGone
 from .plan import PromptPlan
-from .submission import Choice, Submission
+from .submission import Choice, Delta, Submission
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE_SECONDS = 15.0
+"""Proxies wait for 60 s, mostly. Short answers look as if there were none of this."""
 EVENT_STREAM = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -38,8 +42,8 @@ class Renderer(Protocol):
     def answer(self, choices: list[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
         """The plain answer, JSON-ready."""
 
-    def events(self, choice: Choice) -> bytes:
-        """The events for what is new in ``choice``; may be empty."""
+    def events(self, delta: Delta) -> bytes:
+        """The events for what is new of a choice; may be empty."""
 
     def last_events(self, choices: list[Choice]) -> bytes:
         """The events between the last choice's end and ``[DONE]``; may be empty."""
@@ -64,6 +68,24 @@ async def watch_disconnect(receive: Receive, submission: Submission) -> AsyncIte
         yield
     finally:
         watcher.cancel()
+
+
+class KeepAlive:
+    """Wakes the one who waits for ``submission`` where it has been silent for long. A context manager."""
+
+    def __init__(self, submission: Submission) -> None:
+        self._submission = submission
+        self._loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> None:
+        self._timer = self._loop.call_later(KEEP_ALIVE_SECONDS, self._tick)
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def _tick(self) -> None:
+        self._submission.tick()
+        self._timer = self._loop.call_later(KEEP_ALIVE_SECONDS, self._tick)
 
 
 class EngineResponse(Response):
@@ -109,17 +131,22 @@ class EngineResponse(Response):
         await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _send_stream(self, submission: Submission, send: Send) -> None:
-        news = await submission.news()
-        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+        started = False
         try:
-            while True:
-                events = b"".join(map(self._renderer.events, news))
-                if submission.done:
-                    events += self._renderer.last_events(submission.choices)
-                    break
-                if events:
-                    await send({"type": "http.response.body", "body": events, "more_body": True})
-                news = await submission.news()
+            with KeepAlive(submission):
+                while True:
+                    news = await submission.news()
+                    if not started:
+                        started = True
+                        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
+                    events = b"".join(map(self._renderer.events, news)) if news else KEEP_ALIVE
+                    if submission.done:
+                        events += self._renderer.last_events(submission.choices)
+                        break
+                    if events:
+                        await send({"type": "http.response.body", "body": events, "more_body": True})
         except ApiError as e:
+            if not started:
+                raise
             events = event(e.renamed(self._renderer.field_names).body())
         await send({"type": "http.response.body", "body": events + DONE, "more_body": False})

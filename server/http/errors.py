@@ -1,4 +1,4 @@
-"""Every error this API answers with, in one shape: ``{"error": {"message", "type", "code", "param"}}``."""
+"""Every error this API answers with, in one shape: that of ``runtime/web/errors.py``."""
 
 from __future__ import annotations
 
@@ -21,31 +21,38 @@ class ClientGone(Exception):
 
 
 class ApiError(Exception):
-    """An answer other than 200. ``param`` names the offending field; the message says what to do."""
+    """An answer other than 200. ``param`` names the offending field; the message says what to do.
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, kind: str | None = None) -> None:
+    ``code`` tells programs what went wrong, in OpenAI's words, where it has one.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, kind: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.kind = kind or error_type(status)
+        self.code = code
         self.headers: Mapping[str, str] | None = None
 
     @staticmethod
     def from_engine(error: ReqError) -> ApiError:
         """What the engine said of one request; a status that is no error status becomes 500."""
         status = error.status if 400 <= error.status <= 599 else 500
-        return ApiError(status, error.message, param=error.field, kind=error.kind if status != 500 else None)
+        kind = error.kind if status != 500 else None
+        return ApiError(status, error.message, param=error.field, kind=kind, code=error.code)
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
         """The same error with ``param`` as the client calls it, and named in the message."""
         param = names.get(self.param, self.param) if self.param is not None else None
         message = f"{param}: {self.message}" if param is not None and param not in self.message else self.message
-        return ApiError(self.status, message, param=param, kind=self.kind)
+        return ApiError(self.status, message, param=param, kind=self.kind, code=self.code)
 
     def body(self) -> dict[str, Any]:
-        """JSON-ready; ``code`` is the HTTP status."""
-        return error_body(self.status, self.message, self.kind, self.param)
+        """JSON-ready."""
+        return error_body(self.status, self.message, self.kind, self.param, self.code)
 
     def response(self) -> Response:
         """The answer."""

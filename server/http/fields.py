@@ -1,22 +1,25 @@
 """The base of every request body: strict types, and no field that is not known.
 
 A body is checked in this order: unknown fields (with the nearest known name), fields that are not served, then types
-and ranges. null means "not given" everywhere.
+and ranges. null means "not given" everywhere. Fields that are accepted though nothing comes of them are told to the
+``Ignored`` of the validation's context.
 """
 
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from ...messages.decode import shown
 from .errors import bad_request
-from .unserved import Unserved, is_neutral
+from .unserved import IGNORED, Unserved, is_neutral
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 MAX_PROMPTS = 4096
 """In one body, and entries of the lists that go with them."""
 MAX_PROMPT_IDS = 2**20
@@ -75,6 +78,19 @@ TokenIds = Annotated[
 Rid = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_check_printable)]
 
 
+class Ignored:
+    """Logs each field that is accepted and ignored, once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def note(self, path: str) -> None:
+        """A client sent this field. Paths are those of ``unserved.py``, so there are only so many."""
+        if path not in self._told:
+            self._told.add(path)
+            log.info("clients send %s, which is accepted and ignored here", path)
+
+
 class Body(BaseModel):
     """A request body, or an object inside one (then ``path`` says where, for error messages)."""
 
@@ -92,7 +108,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_names(cls, raw: Any) -> Any:
+    def _check_names(cls, raw: Any, info: ValidationInfo) -> Any:
         if not isinstance(raw, dict):
             return raw
         for name, value in raw.items():
@@ -100,8 +116,11 @@ class Body(BaseModel):
                 continue
             if name not in cls.unserved:
                 raise bad_request(cls.at(shown(name, MAX_SHOWN_NAME)), f"there is no such field{cls._hint(name)}")
-            if not is_neutral(value, cls.unserved[name]):
+            neutral = cls.unserved[name]
+            if not is_neutral(value, neutral):
                 raise bad_request(cls.at(name), "this server does not serve this field; leave it out")
+            if neutral is IGNORED and value is not None and isinstance(info.context, Ignored):
+                info.context.note(cls.at(name))
         return {name: value for name, value in raw.items() if value is not None and name in cls.model_fields}
 
     @classmethod

@@ -12,14 +12,15 @@ from starlette.responses import Response
 
 from ...messages.outputs import FinishReason, FinishType, Timing
 from ...messages.requests import LogprobOptions
+from ...model_files.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from .engine_response import EngineResponse, event
 from .errors import bad_request
+from .generate_schemas import GenerateBody
 from .logprob_lists import LogprobLists
 from .parsing import parse_body
 from .plan import PromptPlan, make_prompts, name_requests, per_prompt, sampling_params
-from .schemas import GenerateBody
 from .state import HttpState
-from .submission import Choice
+from .submission import Choice, Delta
 
 
 async def generate(request: Request) -> Response:
@@ -27,10 +28,17 @@ async def generate(request: Request) -> Response:
     state = HttpState.of(request)
     body = await parse_body(request, GenerateBody)
     batch = is_batch(body)
-    plans = plan_generate(body, batch, state.options.disaggregation_bootstrap_port)
+    plans = plan_generate(body, batch, state.options.disaggregation_bootstrap_port, state.model.defaults)
     group = body.rid if isinstance(body.rid, str) else None
-    as_list = batch or plans[0].n > 1
-    return EngineResponse(state.engine, plans, NativeRenderer(plans, as_list), stream=body.stream, group=group)
+    incremental = state.options.incremental_streaming_output if body.incremental is None else body.incremental
+    renderer = NativeRenderer(
+        plans,
+        as_list=batch or plans[0].n > 1,
+        incremental=incremental,
+        texts=body.return_text_in_logprobs,
+        prompt_ids=body.return_prompt_token_ids,
+    )
+    return EngineResponse(state.engine, plans, renderer, stream=body.stream, group=group)
 
 
 def is_batch(body: GenerateBody) -> bool:
@@ -40,7 +48,9 @@ def is_batch(body: GenerateBody) -> bool:
     return isinstance(body.text, list)
 
 
-def plan_generate(body: GenerateBody, batch: bool, default_port: int) -> list[PromptPlan]:
+def plan_generate(
+    body: GenerateBody, batch: bool, default_port: int, defaults: SamplingDefaults = NO_DEFAULTS
+) -> list[PromptPlan]:
     """What the engine is asked; raises ``ApiError``."""
     if (body.text is None) == (body.input_ids is None):
         raise bad_request("text" if body.text is None else "input_ids", 'give exactly one of "text" and "input_ids"')
@@ -57,49 +67,65 @@ def plan_generate(body: GenerateBody, batch: bool, default_port: int) -> list[Pr
     return [
         PromptPlan(
             prompt=prompts[i],
-            sampling=sampling_params(s, s.max_new_tokens, s.min_new_tokens, s.sampling_seed),
+            sampling=sampling_params(s, s.max_new_tokens, s.min_new_tokens, s.sampling_seed, defaults),
             n=s.n,
             rid=namings[i].rid,
             keep_output=s.max_new_tokens > 0,
             logprobs=LogprobOptions(start_len=starts[i], top_num=tops[i]) if wanted[i] else None,
             bootstrap=namings[i].bootstrap,
             extra_key=namings[i].extra_key,
+            return_prompt=body.return_prompt_token_ids,
         )
         for i, s in enumerate(samplings)
     ]
 
 
 class NativeRenderer:
-    """Objects of text, output_ids and meta_info; in a stream cumulative, with ``index`` where there are several."""
+    """Objects of text, output_ids and meta_info; in a stream with ``index`` where there are several.
+
+    A stream's objects hold everything so far, or, ``incremental``, what is new; counts are of everything either way.
+    """
 
     field_names: ClassVar[Mapping[str, str]] = {
         "stop": "sampling_params.stop",
         "stop_token_ids": "sampling_params.stop_token_ids",
     }
 
-    def __init__(self, plans: list[PromptPlan], as_list: bool) -> None:
+    def __init__(
+        self,
+        plans: list[PromptPlan],
+        *,
+        as_list: bool,
+        incremental: bool = False,
+        texts: bool = False,
+        prompt_ids: bool = False,
+    ) -> None:
         self._logprobs = [plan.logprobs for plan in plans]
+        self._incremental = incremental
+        self._texts = texts
+        self._prompt_ids = prompt_ids
         self._lists: dict[int, LogprobLists] = {}
         self._prompt_lens = [None if p.prompt.input_ids is None else len(p.prompt.input_ids) for p in plans]
         self._as_list = as_list
 
     def answer(self, choices: list[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
         """One object, or a list where the body held a list or asked for several choices."""
-        answers = [self._render(choice) for choice in choices]
+        answers = [self._render(choice, None) for choice in choices]
         return answers if self._as_list else answers[0]
 
-    def events(self, choice: Choice) -> bytes:
-        """One event with everything so far."""
-        content = self._render(choice)
+    def events(self, delta: Delta) -> bytes:
+        """One event."""
+        content = self._render(delta.choice, delta if self._incremental else None)
         if self._as_list:
-            content["index"] = choice.index
+            content["index"] = delta.choice.index
         return event(content)
 
     def last_events(self, choices: list[Choice]) -> bytes:
         """Nothing is left to say."""
         return b""
 
-    def _render(self, choice: Choice) -> dict[str, Any]:
+    def _render(self, choice: Choice, delta: Delta | None) -> dict[str, Any]:
+        """Everything so far, or what ``delta`` says is new."""
         meta_info: dict[str, Any] = {
             "id": choice.rid,
             "finish_reason": finish_reason(choice.finish, len(choice.token_ids)),
@@ -114,9 +140,18 @@ class NativeRenderer:
             meta_info["timing"] = timing(choice.meta.timing)
         options = self._logprobs[choice.prompt_index]
         if options is not None:
-            lists = self._lists.setdefault(choice.index, LogprobLists(top=bool(options.top_num)))
-            meta_info |= lists.upto_now(choice)
-        return {"text": choice.text, "output_ids": choice.token_ids, "meta_info": meta_info}
+            lists = self._lists.get(choice.index)
+            if lists is None or delta is not None:
+                # What was told before is not told again: of a new set of lists only this delta's entries come out.
+                lists = self._lists[choice.index] = LogprobLists(top=bool(options.top_num), texts=self._texts)
+            if delta is None:
+                meta_info |= lists.upto(choice.prompt, choice.logprobs)
+            else:
+                meta_info |= lists.upto(choice.prompt if delta.is_first else None, delta.logprobs)
+        if self._prompt_ids and choice.prompt is not None:
+            meta_info["prompt_token_ids"] = choice.prompt.token_ids
+        new = choice if delta is None else delta
+        return {"text": new.text, "output_ids": new.token_ids, "meta_info": meta_info}
 
 
 def finish_reason(finish: FinishReason | None, completion_tokens: int) -> dict[str, Any] | None:

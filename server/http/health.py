@@ -1,4 +1,9 @@
-"""Whether this instance can serve: asked around the whole ring, not guessed."""
+"""Whether this instance can serve: asked around the whole ring, not guessed.
+
+A ring that answers late is busy, not dead: a tokenizer with a large batch, a machine with more to do than cores. So
+one ping stays out until it comes back, and meanwhile the last word counts, until ``SILENT_SECONDS`` have gone. That a
+process died is not found out here: the supervisor sees it at once and ends the instance.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,10 @@ from ...messages.control import Ping, Pong
 from .engine_client import EngineClient
 from .errors import ApiError
 
-PING_TIMEOUT_SECONDS = 1.0
+QUICK_SECONDS = 0.5
+"""How long an answer waits for the ping that is out."""
+SILENT_SECONDS = 10.0
+"""After so long a ring without an answer can't serve."""
 CACHE_SECONDS = 0.2
 
 
@@ -26,26 +34,26 @@ class HealthCheck:
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self._asking: asyncio.Task[Verdict] | None = None
+        self._asking: asyncio.Task[None] | None = None
         self._answered_at = 0.0
+        self._last = Verdict(False, "no process has answered yet")
 
     async def verdict(self) -> Verdict:
-        """Takes at most ``PING_TIMEOUT_SECONDS``."""
-        fresh = self._asking is not None and (
-            not self._asking.done() or time.monotonic() - self._answered_at < CACHE_SECONDS
-        )
-        if self._asking is None or not fresh:
-            self._asking = asyncio.create_task(self._ask())
-        # A client that goes must not take the ping away from the others.
-        return await asyncio.shield(self._asking)
+        """The newest there is; takes at most ``QUICK_SECONDS``."""
+        asking = self._asking
+        if asking is None or (asking.done() and time.monotonic() - self._answered_at >= CACHE_SECONDS):
+            asking = self._asking = asyncio.create_task(self._ask())
+        # A client that goes must not take the ping away from the others: waiting cancels nothing.
+        await asyncio.wait((asking,), timeout=QUICK_SECONDS)
+        return self._last
 
-    async def _ask(self) -> Verdict:
+    async def _ask(self) -> None:
         try:
-            pong = await self._engine.ask(lambda id_: Ping(id=id_), Pong, PING_TIMEOUT_SECONDS)
-            return Verdict(pong.ready, pong.reason)
+            pong = await self._engine.ask(lambda id_: Ping(id=id_), Pong, SILENT_SECONDS)
+            self._last = Verdict(pong.ready, pong.reason)
         except TimeoutError:
-            return Verdict(False, f"no answer round the ring of processes within {PING_TIMEOUT_SECONDS:g} s")
+            self._last = Verdict(False, f"no answer round the ring of processes within {SILENT_SECONDS:g} s")
         except ApiError as e:
-            return Verdict(False, e.message)
+            self._last = Verdict(False, e.message)
         finally:
             self._answered_at = time.monotonic()

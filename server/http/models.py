@@ -1,36 +1,99 @@
-"""``GET /v1/models``."""
+"""``GET /v1/models``, ``POST /tokenize`` and ``POST /detokenize``: what the model takes, and how it reads text."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .errors import json_response
+from ...messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits, LimitsReq, TextQuestion
+from .conversation import read_conversation
+from .errors import ApiError, bad_request, json_response
 from .openai_common import check_model
+from .parsing import parse_body
 from .state import HttpState
+from .text_schemas import DetokenizeBody, TokenizeBody
+
+A = TypeVar("A", Encoded, Decoded, Limits)
+TIMEOUT_SECONDS = 30.0
+"""A long text takes the tokenizer a while, and others' texts come first."""
 
 
 async def list_models(request: Request) -> Response:
-    """The one model served, in OpenAI's list."""
-    return json_response({"object": "list", "data": [_card(HttpState.of(request))]})
+    """The one model served, by each of its names, in OpenAI's list."""
+    state = HttpState.of(request)
+    limits = await _ask(state, lambda id_: LimitsReq(id=id_), Limits)
+    return json_response({"object": "list", "data": [_card(state, name, limits) for name in state.model.names]})
 
 
 async def get_model(request: Request) -> Response:
     """The model of that name; 404 when it is not the one served."""
     state = HttpState.of(request)
-    check_model(request.path_params["name"], state.options)
-    return json_response(_card(state))
+    name = request.path_params["name"]
+    check_model(name, state.model)
+    limits = await _ask(state, lambda id_: LimitsReq(id=id_), Limits)
+    return json_response(_card(state, name if name in state.model.names else state.model.name, limits))
 
 
-def _card(state: HttpState) -> dict[str, Any]:
+async def tokenize(request: Request) -> Response:
+    """The token ids of a text, of several, or of a conversation as the model's template renders it."""
+    state = HttpState.of(request)
+    body = await parse_body(request, TokenizeBody)
+    check_model(body.model, state.model)
+    batch = isinstance(body.prompt, list)
+    texts = body.prompt if isinstance(body.prompt, list) else [body.prompt] if body.prompt is not None else None
+    chat = None
+    if body.messages is not None:
+        args = body.chat_template_kwargs
+        chat = read_conversation(body.messages, body.add_generation_prompt, body.continue_final_message, args)
+    special, pieces = body.add_special_tokens, body.return_token_strs
+    told = await _ask(
+        state, lambda id_: EncodeReq(id_, texts, chat, add_special_tokens=special, pieces=pieces), Encoded
+    )
+    if told.error is not None:
+        raise bad_request({"text": "prompt"}.get(told.field or "", told.field), told.error)
+    limits = await _ask(state, lambda id_: LimitsReq(id=id_), Limits)
+    counts = [len(ids) for ids in told.token_ids]
+    content: dict[str, Any] = {
+        "count": counts if batch else counts[0],
+        "max_model_len": limits.context_length,
+        "tokens": told.token_ids if batch else told.token_ids[0],
+    }
+    if told.pieces is not None:
+        content["token_strs"] = told.pieces if batch else told.pieces[0]
+    return json_response(content)
+
+
+async def detokenize(request: Request) -> Response:
+    """What token ids read; ``prompt`` is vLLM's name for it, ``text`` SGLang's."""
+    state = HttpState.of(request)
+    body = await parse_body(request, DetokenizeBody)
+    check_model(body.model, state.model)
+    batch = bool(body.tokens) and isinstance(body.tokens[0], list)
+    lists: Any = body.tokens if batch else [body.tokens]
+    told = await _ask(state, lambda id_: DecodeReq(id_, lists, body.skip_special_tokens), Decoded)
+    if told.error is not None:
+        raise bad_request("tokens", told.error)
+    text = told.texts if batch else told.texts[0]
+    return json_response({"prompt": text, "text": text})
+
+
+async def _ask(state: HttpState, make: Callable[[int], TextQuestion], answer: type[A]) -> A:
+    try:
+        return await state.engine.ask(make, answer, TIMEOUT_SECONDS)
+    except TimeoutError:
+        raise ApiError(503, f"the tokenizer did not answer within {TIMEOUT_SECONDS:g} s") from None
+
+
+def _card(state: HttpState, name: str, limits: Limits) -> dict[str, Any]:
     return {
-        "id": state.options.model_name,
+        "id": name,
         "object": "model",
         "created": state.started,
         "owned_by": "pdserve",
-        "root": state.options.model_path,
+        "root": state.model.path,
         "parent": None,
-        "max_model_len": state.options.context_length,
+        "max_model_len": limits.context_length,
     }

@@ -8,22 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...messages.outputs import TokenLogprob
+from ...messages.decode import shown
+from ...messages.outputs import FinishReason, NamedLogprob
 from ...messages.requests import LogprobOptions
-from ...runtime.options import ServerOptions
 from .engine_response import event
 from .errors import ApiError
 from .openai_schemas import OpenAIBody
 from .plan import Prompt, PromptPlan, name_requests, sampling_params
+from .served_model import ServedModel
+from .state import HttpState
 from .submission import Choice
 
-DEFAULT_MODEL = "default"
 
-
-def check_model(asked: str | None, options: ServerOptions) -> None:
-    """Raise ``ApiError`` 404 where a client asks for a model that is not the one served; "default" always is."""
-    if asked not in (None, DEFAULT_MODEL, options.model_name, options.model_path):
-        raise ApiError(404, f'model: "{asked}" is not served here; "{options.model_name}" is', param="model")
+def check_model(asked: str | None, model: ServedModel) -> None:
+    """Raise ``ApiError`` 404 where a client asks for a model that is not the one served."""
+    if not model.answers_to(asked):
+        message = f'model: "{shown(asked or "")}" is not served here; "{model.name}" is'
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def plan_openai(
@@ -32,24 +33,30 @@ def plan_openai(
     batch: bool,
     max_tokens: int,
     logprobs: LogprobOptions | None,
-    default_port: int,
+    state: HttpState,
     id_prefix: str,
+    *,
+    echo: bool = False,
 ) -> list[PromptPlan]:
-    """What the engine is asked; raises ``ApiError``."""
+    """What the engine is asked; raises ``ApiError``. ``echo``: the answer repeats the prompt."""
     counts = [body.n] * len(prompts)
-    namings = name_requests(body, counts, batch, lambda: id_prefix + secrets.token_hex(16), default_port)
-    sampling = sampling_params(body, max_tokens, body.min_tokens, body.seed)
+    port, defaults = state.options.disaggregation_bootstrap_port, state.model.defaults
+    namings = name_requests(
+        body, counts, batch, lambda: id_prefix + secrets.token_hex(16), port, default_key=body.cache_salt
+    )
     return [
         PromptPlan(
             prompt=prompt,
             # Without a seed of the client's each prompt draws its own.
-            sampling=sampling if body.seed is not None else sampling_params(body, max_tokens, body.min_tokens, None),
+            sampling=sampling_params(body, max_tokens, body.min_tokens, body.seed, defaults),
             n=body.n,
             rid=naming.rid,
             keep_output=max_tokens > 0,
             logprobs=logprobs,
             bootstrap=naming.bootstrap,
             extra_key=naming.extra_key,
+            add_special_tokens=body.add_special_tokens,
+            return_prompt=body.return_token_ids or (echo and prompt.text is None),
         )
         for prompt, naming in zip(prompts, namings, strict=True)
     ]
@@ -57,23 +64,25 @@ def plan_openai(
 
 @dataclass(frozen=True)
 class Envelope:
-    """The fields around the choices of an answer or chunk, and whether chunks carry usage."""
+    """The fields around the choices of an answer or chunk, and what else its choices and chunks carry."""
 
     id: str
     model: str
     include_usage: bool
     continuous_usage: bool
+    token_ids: bool
     created: int
 
     @staticmethod
-    def of(body: OpenAIBody, plans: Sequence[PromptPlan], options: ServerOptions) -> Envelope:
+    def of(body: OpenAIBody, plans: Sequence[PromptPlan], model: ServedModel) -> Envelope:
         """The envelope of one request; a batch goes by the client's rid or the first prompt's."""
         stream_options = body.stream_options
         return Envelope(
             id=body.rid if isinstance(body.rid, str) else plans[0].rid,
-            model=options.model_name,
+            model=model.name,
             include_usage=stream_options is not None and stream_options.include_usage,
             continuous_usage=stream_options is not None and stream_options.continuous_usage_stats,
+            token_ids=body.return_token_ids,
             created=int(time.time()),
         )
 
@@ -81,9 +90,13 @@ class Envelope:
         """``choices`` in an object of type ``kind``."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
-    def chunk(self, kind: str, choice: Choice, fields: dict[str, Any]) -> bytes:
-        """The event of one choice's chunk."""
-        content = self.wrap(kind, [{"index": choice.index, **fields}])
+    def ids(self, token_ids: list[int]) -> dict[str, Any]:
+        """``token_ids`` as a field of a choice, where it was asked for."""
+        return {"token_ids": token_ids} if self.token_ids else {}
+
+    def chunk(self, kind: str, choice: Choice, fields: dict[str, Any], around: dict[str, Any] | None = None) -> bytes:
+        """The event of one choice's chunk; ``around``: more fields beside the choice."""
+        content = {**self.wrap(kind, [{"index": choice.index, **fields}]), **(around or {})}
         if self.continuous_usage:
             content["usage"] = usage([choice])
         elif self.include_usage:
@@ -110,21 +123,35 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def ending(choice: Choice) -> dict[str, Any]:
+def ending(finish: FinishReason | None) -> dict[str, Any]:
     """``finish_reason``, and, once there is one, SGLang's ``matched_stop`` (the token id or string that matched)."""
-    if choice.finish is None:
+    if finish is None:
         return {"finish_reason": None}
-    return {"finish_reason": choice.finish.type.value, "matched_stop": choice.finish.matched}
+    return {"finish_reason": finish.type.value, "matched_stop": finish.matched}
 
 
-def token_name(token_id: int) -> str:
-    """A token in logprobs. This process has no tokenizer, and texts of tokens may be equal where their ids are not."""
-    return f"token_id:{token_id}"
+class TokenNames:
+    """What tokens are called in logprobs: by their text, or by their ids, which no two tokens share.
+
+    Bytes that are a part of a character are written as OpenAI does, ``bytes:\\xf0\\x9f``.
+    """
+
+    def __init__(self, as_ids: bool) -> None:
+        self._as_ids = as_ids
+
+    def name(self, token_id: int, data: bytes) -> str:
+        """The token's name."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def top_with_own(entry: TokenLogprob) -> list[tuple[int, float]]:
+def top_with_own(entry: NamedLogprob) -> list[tuple[int, float, bytes]]:
     """The alternatives of a position, its own token among them; empty for a prompt's first token."""
     if entry.logprob is None:
         return []
-    own = (entry.token_id, entry.logprob)
-    return entry.top if any(token_id == entry.token_id for token_id, _ in entry.top) else [*entry.top, own]
+    own = (entry.token_id, entry.logprob, entry.data)
+    return entry.top if any(token_id == entry.token_id for token_id, _, _ in entry.top) else [*entry.top, own]

@@ -9,12 +9,13 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from . import unserved
 from .errors import bad_request
 from .fields import INT32_MAX, INT64_MAX, INT64_MIN, MANY, MAX_PROMPTS, ONE, TAG, Body, PromptIdLists, PromptIds
-from .schemas import RequestFields, SamplingFields
+from .request_fields import RequestFields, SamplingFields
 from .unserved import Unserved
 
 MAX_OPENAI_LOGPROBS = 20
 MAX_PARTS = 4096
 """Of one message's content."""
+MAX_MESSAGES = 4096
 TEXT, TEXTS, IDS, ID_LISTS = TAG + "text", TAG + "texts", TAG + "ids", TAG + "id_lists"
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -39,6 +40,11 @@ class OpenAIBody(RequestFields, SamplingFields):
     stream_options: StreamOptions | None = None
     seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
+    add_special_tokens: bool | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    """vLLM's word for ``extra_key``."""
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> OpenAIBody:
@@ -73,24 +79,19 @@ class CompletionBody(OpenAIBody):
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_OPENAI_LOGPROBS)] | None = None
 
-    @model_validator(mode="after")
-    def _check_echo(self) -> CompletionBody:
-        if self.echo and self.logprobs is not None and self.stream:
-            raise bad_request("echo", "with logprobs it can't be streamed; leave stream out")
-        return self
-
 
 class TextPart(Body):
     """One part of a message's content."""
 
     path: ClassVar[str] = "messages.content"
+    unserved: ClassVar[Unserved] = unserved.TEXT_PART
 
     type: Literal["text"]
     text: str
 
 
 class Message(Body):
-    """One turn of a conversation."""
+    """One turn of a conversation. ``name`` and ``reasoning_content`` are there for the model's template."""
 
     path: ClassVar[str] = "messages"
     unserved: ClassVar[Unserved] = unserved.CHAT_MESSAGE
@@ -100,6 +101,16 @@ class Message(Body):
         Annotated[str, Tag(ONE)] | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag(MANY)],
         Discriminator(lambda value: MANY if isinstance(value, list) else ONE),
     ]
+    name: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_content(cls, raw: Any) -> Any:
+        # An assistant's turn that was all tool calls or thinking: clients send it back with null, or without.
+        if isinstance(raw, dict) and raw.get("role") == "assistant" and raw.get("content") is None:
+            return {**raw, "content": ""}
+        return raw
 
     @property
     def text(self) -> str:
@@ -114,11 +125,16 @@ class ChatBody(OpenAIBody):
 
     unserved: ClassVar[Unserved] = unserved.CHAT
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_OPENAI_LOGPROBS)] = 0
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    """Goes to the model's template, as ``chat_template_kwargs`` do."""
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatBody:
@@ -126,6 +142,8 @@ class ChatBody(OpenAIBody):
             raise bad_request("top_logprobs", 'needs "logprobs": true')
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise bad_request("max_tokens", "differs from max_completion_tokens; give only the latter")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise bad_request("continue_final_message", "can't go with add_generation_prompt; give one of the two")
         return self
 
     @property

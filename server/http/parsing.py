@@ -11,7 +11,8 @@ from starlette.requests import Request
 
 from ...runtime.web.body import BodyTooLarge, read_body
 from .errors import ApiError, bad_request
-from .fields import TAG, Body
+from .fields import TAG, Body, Ignored
+from .state import HttpState
 
 B = TypeVar("B", bound=Body)
 MAX_BODY_BYTES = 32 * 2**20
@@ -45,10 +46,13 @@ def parse_json(data: bytes) -> dict[str, Any]:
     return content
 
 
-def validate(schema: type[B], content: dict[str, Any]) -> B:
-    """``content`` as a ``schema``; raises ``ApiError`` 400 that names the first offending field."""
+def validate(schema: type[B], content: dict[str, Any], ignored: Ignored | None = None) -> B:
+    """``content`` as a ``schema``; raises ``ApiError`` 400 that names the first offending field.
+
+    ``ignored`` is told of fields that nothing comes of.
+    """
     try:
-        return schema.model_validate(content)
+        return schema.model_validate(content, context=ignored)
     except ValidationError as e:
         raise _explain(e.errors(include_url=False)[0]) from None
 
@@ -59,7 +63,7 @@ async def parse_body(request: Request, schema: type[B]) -> B:
         body = await read_body(request, MAX_BODY_BYTES)
     except BodyTooLarge as e:
         raise ApiError(413, f"{e}; split the batch") from None
-    return validate(schema, parse_json(body))
+    return validate(schema, parse_json(body), HttpState.of(request).ignored)
 
 
 def _explain(error: ErrorDetails) -> ApiError:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
-from ...messages.requests import Bootstrap, ChatMessage, LogprobOptions
+from ...messages.requests import Bootstrap, Conversation, LogprobOptions
 from ...messages.sampling import SamplingParams
+from ...model_files.sampling_defaults import SamplingDefaults
 from .errors import bad_request
 from .fields import INT64_MAX
-from .schemas import RequestFields, SamplingFields
+from .request_fields import RequestFields, SamplingFields
 
 V = TypeVar("V")
 MAX_CHOICES = 4096
@@ -28,7 +29,7 @@ class Prompt(NamedTuple):
 
     text: str | None = None
     input_ids: list[int] | None = None
-    chat: list[ChatMessage] | None = None
+    chat: Conversation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class PromptPlan:
     """One prompt and the ``n`` choices wanted for it.
 
     ``rid`` names the first choice when ``n`` is 1, else choice ``i`` is ``rid-i``. Where ``keep_output`` is False the
-    client asked for no token at all: the engine computes one, and it is dropped.
+    client asked for no token at all: the engine computes one, and it is dropped. ``return_prompt``: the answer needs
+    the prompt's tokens or text as the tokenizer has them.
     """
 
     prompt: Prompt
@@ -47,6 +49,8 @@ class PromptPlan:
     logprobs: LogprobOptions | None
     bootstrap: Bootstrap | None
     extra_key: str
+    add_special_tokens: bool | None = None
+    return_prompt: bool = False
 
 
 class Naming(NamedTuple):
@@ -57,8 +61,16 @@ class Naming(NamedTuple):
     extra_key: str
 
 
-def sampling_params(fields: SamplingFields, max_new: int, min_new: int, seed: int | None) -> SamplingParams:
-    """``fields`` as the engine takes them. A seed is drawn where none is given; 63 bits of it count."""
+def sampling_params(
+    fields: SamplingFields, max_new: int, min_new: int, seed: int | None, defaults: SamplingDefaults
+) -> SamplingParams:
+    """``fields`` as the engine takes them, with the model's ``defaults`` for those that the client left out.
+
+    A seed is drawn where none is given; 63 bits of it count.
+    """
+    left_out = {name: value for name, value in defaults.given.items() if name not in fields.model_fields_set}
+    if left_out:
+        fields = fields.model_copy(update=left_out)
     return SamplingParams(
         seed=secrets.randbits(63) if seed is None else seed & INT64_MAX,
         # The engine always computes a token; PromptPlan.keep_output drops it.
@@ -75,6 +87,7 @@ def sampling_params(fields: SamplingFields, max_new: int, min_new: int, seed: in
         stop_token_ids=tuple(fields.stop_token_ids),
         ignore_eos=fields.ignore_eos,
         skip_special_tokens=fields.skip_special_tokens,
+        logit_bias={int(token_id): bias for token_id, bias in fields.logit_bias.items()},
     )
 
 
@@ -91,7 +104,12 @@ def make_prompts(field: str, texts: Sequence[str] | None, id_lists: Sequence[lis
 
 
 def name_requests(
-    fields: RequestFields, counts: Sequence[int], batch: bool, new_rid: Callable[[], str], default_port: int
+    fields: RequestFields,
+    counts: Sequence[int],
+    batch: bool,
+    new_rid: Callable[[], str],
+    default_port: int,
+    default_key: str | None = None,
 ) -> list[Naming]:
     """The naming of each prompt of a body; prompt ``i`` has ``counts[i]`` choices. Raises ``ApiError``.
 
@@ -118,7 +136,7 @@ def name_requests(
             )
             raise bad_request(missing, f"is required with {given}")
         bootstrap = None if host is None or room is None else Bootstrap(host, port or default_port, room)
-        namings.append(Naming(rid, bootstrap, key or ""))
+        namings.append(Naming(rid, bootstrap, key or default_key or ""))
     return namings
 
 

@@ -9,16 +9,20 @@ from starlette.requests import Request
 
 from ...runtime.options import ServerOptions
 from .engine_client import EngineClient
+from .fields import Ignored
 from .health import HealthCheck
+from .served_model import ServedModel
 
 
 @dataclass(frozen=True)
 class HttpState:
-    """``started`` is Unix time in whole seconds."""
+    """``started`` is Unix time in whole seconds. ``ignored`` logs fields that nothing comes of."""
 
     options: ServerOptions
     engine: EngineClient
     health: HealthCheck
+    model: ServedModel
+    ignored: Ignored
     epoch: str
     version: str
     started: int

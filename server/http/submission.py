@@ -1,15 +1,17 @@
 """What one HTTP request waits for: its choices, filled in place as the engine answers.
 
 A choice: submitted → (text, tokens)* → finished. The submission ends when every choice has finished, when one fails, or
-when the client goes. News is not queued: whatever arrives while the client's socket is busy ends up in the same chunk.
+when the client goes. News is not queued: whatever arrives while the client's socket is busy ends up in the same
+``Delta``, which is what every API's renderer streams.
 """
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ...messages.outputs import FinishReason, ReqMeta, ReqText, TokenLogprob
+from ...messages.outputs import FinishReason, NamedLogprob, PromptText, ReqMeta, ReqText
 from .errors import ApiError, ClientGone
 
 
@@ -17,7 +19,8 @@ from .errors import ApiError, ClientGone
 class Choice:
     """One sequence that the engine generates. Times are ``time.monotonic()`` seconds.
 
-    ``wire_rid`` is its id inside the instance. ``sent_chars`` and ``sent_tokens``: what a streaming client already has.
+    ``wire_rid`` is its id inside the instance. ``opened``: there was a delta.
+    ``told_chars`` and ``told_tokens``: what deltas have told.
     """
 
     index: int
@@ -30,12 +33,14 @@ class Choice:
     cached_tokens: int | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[NamedLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
     meta: ReqMeta | None = None
+    prompt: PromptText | None = None
     finished_at: float = 0.0
-    sent_chars: int = 0
-    sent_tokens: int = 0
+    opened: bool = False
+    told_chars: int = 0
+    told_tokens: int = 0
 
     def add(self, item: ReqText, now: float) -> None:
         """Take in what the engine says."""
@@ -48,9 +53,38 @@ class Choice:
             self.meta = item.meta
             self.prompt_tokens = item.meta.prompt_tokens
             self.cached_tokens = item.meta.cached_tokens
+        if item.prompt is not None:
+            self.prompt = item.prompt
         if item.finish is not None:
             self.finish = item.finish
             self.finished_at = now
+
+    def take(self) -> Delta:
+        """What is new since the last call."""
+        delta = Delta(
+            choice=self,
+            is_first=not self.opened,
+            text=self.text[self.told_chars :],
+            token_ids=self.token_ids[self.told_tokens :],
+            logprobs=self.logprobs[self.told_tokens :],
+            offset=self.told_chars,
+            finish=self.finish,
+        )
+        self.opened = True
+        self.told_chars, self.told_tokens = len(self.text), len(self.token_ids)
+        return delta
+
+
+class Delta(NamedTuple):
+    """What is new of one choice; ``offset``: characters of its text before. ``text`` may be empty, also with tokens."""
+
+    choice: Choice
+    is_first: bool
+    text: str
+    token_ids: list[int]
+    logprobs: list[NamedLogprob]
+    offset: int
+    finish: FinishReason | None
 
 
 class Submission:
@@ -64,6 +98,8 @@ class Submission:
         self._changed: dict[int, Choice] = {}
         self._failure: ApiError | ClientGone | None = None
         self._told = False
+        self._quiet = True
+        self._nudged = False
         self._wakeup = asyncio.Event()
 
     @property
@@ -91,17 +127,27 @@ class Submission:
             self._failure = failure
         self._wakeup.set()
 
-    async def news(self) -> list[Choice]:
-        """The choices that changed since the last call, at least one; raises ``ApiError`` or ``ClientGone``.
+    def tick(self) -> None:
+        """Called every so often: where nothing came since the last call, ``news`` returns with nothing."""
+        if self._quiet:
+            self._nudged = True
+            self._wakeup.set()
+        self._quiet = True
+
+    async def news(self) -> list[Delta]:
+        """What changed since the last call; nothing after a ``tick`` only. Raises ``ApiError`` or ``ClientGone``.
 
         Before the first news an error wins, as it can still become the status; later, text that came before it does.
         """
         while not self._changed or (self._failure is not None and not self._told) or self._gone:
+            if self._nudged and self._failure is None:
+                self._nudged, self._told = False, True
+                return []
             await self._wait()
-        self._told = True
-        changed = list(self._changed.values())
+        self._told, self._quiet, self._nudged = True, False, False
+        deltas = [choice.take() for choice in self._changed.values()]
         self._changed.clear()
-        return changed
+        return deltas
 
     async def finished(self) -> list[Choice]:
         """Every choice, once all have finished; raises ``ApiError`` or ``ClientGone``."""

@@ -1,7 +1,10 @@
 """Fields that clients of SGLang, vLLM and OpenAI send and this server does not serve.
 
-Each is accepted while it asks for nothing (null, false, 0, "", [], {} or one of the values listed), so that a client
-that spells out its defaults works, and otherwise refused by name: nothing that would change the answer is ignored.
+Three kinds. *Refused unless neutral*: a field that would change the answer is accepted while it has one of the values
+declared here, which ask for nothing, so that a client that spells out its defaults works; any other value is refused
+by name. Neutral is what is declared, never what is merely falsy. *Tolerated*: what never changes an answer is accepted
+with any value (``ANYTHING``). *Ignored*: what other servers would act on, and clients send to every server; accepted,
+and the log says once which of them came. ``null`` is "not given" everywhere.
 """
 
 from __future__ import annotations
@@ -11,187 +14,101 @@ from typing import Any, Final
 
 ANYTHING: Final = (object(),)
 """Neutral values of a field that never changes an answer, such as the name of the end user."""
+IGNORED: Final = (object(),)
+"""The same of a field that a client may expect something of: the log says once that nothing comes of it."""
 
 Unserved = Mapping[str, tuple[Any, ...]]
 
 
-def _nothing_neutral(*names: str) -> dict[str, tuple[Any, ...]]:
-    return dict.fromkeys(names, ())
+def _neutral(*values: Any, names: str) -> dict[str, tuple[Any, ...]]:
+    return dict.fromkeys(names.split(), values)
 
+
+_STRUCTURE: Unserved = {
+    **_neutral("", names="regex ebnf json_schema structural_tag"),
+    **_neutral("", [], names="stop_regex"),
+    **_neutral(False, names="no_stop_trim"),
+    **_neutral({}, names="custom_params"),
+    **_neutral(0, names="thinking_budget"),
+}
 
 GENERATE: Unserved = {
-    **_nothing_neutral(
-        "input_embeds",
-        "image_data",
-        "video_data",
-        "audio_data",
-        "modalities",
-        "lora_path",
-        "lora_id",
-        "session_id",
-        "session_params",
-        "custom_logit_processor",
-        "token_ids_logprob",
-        "return_text_in_logprobs",
-        "return_hidden_states",
-        "return_routed_experts",
-        "return_entropy",
-        "return_bytes",
-        "return_prompt_token_ids",
-        "data_parallel_rank",
-        "routed_dp_rank",
-        "disagg_prefill_dp_rank",
-        "decode_tp_size",
-        "bootstrap_pair_key",
-        "positional_embed_overrides",
-        "need_wait_for_image",
-        "num_items_assigned",
-        "multi_item_delimiter",
-        "background",
-        "priority",
-        "require_reasoning",
-        "max_dynamic_patch",
-        "min_dynamic_patch",
-        "image_max_dynamic_patch",
-        "video_max_dynamic_patch",
-        "use_audio_in_video",
-        "trace_context",
-        "external_trace_header",
-        "http_worker_ipc",
+    **_neutral([], names="input_embeds image_data video_data audio_data modalities token_ids_logprob session_params"),
+    **_neutral("", names="lora_path lora_id session_id custom_logit_processor bootstrap_pair_key multi_item_delimiter"),
+    **_neutral(
+        False,
+        names="return_hidden_states return_routed_experts return_entropy return_bytes background require_reasoning "
+        "need_wait_for_image use_audio_in_video",
     ),
-    "log_metrics": (True,),
-    "no_logs": ANYTHING,
-    "custom_labels": ANYTHING,
-    "conversation_id": ANYTHING,
-    "routing_key": ANYTHING,
-    "received_time": ANYTHING,
-    "validation_time": ANYTHING,
+    **_neutral(0, names="priority num_items_assigned"),
+    # Ranks: 0 is the first one, and there is no other.
+    **_neutral(0, names="data_parallel_rank routed_dp_rank disagg_prefill_dp_rank"),
+    **_neutral(1, names="decode_tp_size"),
+    **_neutral(
+        names="max_dynamic_patch min_dynamic_patch image_max_dynamic_patch video_max_dynamic_patch "
+        "positional_embed_overrides trace_context external_trace_header http_worker_ipc"
+    ),
+    **_neutral(True, False, names="log_metrics no_logs"),
+    **dict.fromkeys(("custom_labels", "conversation_id", "routing_key", "received_time", "validation_time"), ANYTHING),
 }
 
 SAMPLING_PARAMS: Unserved = {
-    **_nothing_neutral(
-        "json_schema",
-        "regex",
-        "ebnf",
-        "structural_tag",
-        "stop_regex",
-        "no_stop_trim",
-        "custom_params",
-        "logit_bias",
-        "thinking_budget",
-    ),
-    "spaces_between_special_tokens": (True,),
-    "stream_interval": (1,),
-    "best_of": (1,),
+    **_STRUCTURE,
+    **_neutral(1, names="stream_interval best_of"),
 }
 
 _OPENAI_COMMON: Unserved = {
-    **_nothing_neutral(
-        "logit_bias",
-        "store",
-        "regex",
-        "ebnf",
-        "json_schema",
-        "structural_tag",
-        "stop_regex",
-        "no_stop_trim",
-        "include_stop_str_in_output",
-        "use_beam_search",
-        "early_stopping",
-        "truncate_prompt_tokens",
-        "allowed_token_ids",
-        "bad_words",
-        "prompt_logprobs",
-        "return_token_ids",
-        "return_hidden_states",
-        "return_routed_experts",
-        "structured_outputs",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "guided_decoding_backend",
-        "guided_whitespace_pattern",
-        "logits_processors",
-        "custom_logit_processor",
-        "custom_params",
-        "lora_path",
-        "session_params",
-        "data_parallel_rank",
-        "kv_transfer_params",
-        "vllm_xargs",
-        "cache_salt",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "priority",
-        "thinking_budget",
-        "thinking_token_budget",
-        "return_cached_tokens_details",
-        "return_meta_info",
+    **_STRUCTURE,
+    **_neutral(
+        False,
+        names="include_stop_str_in_output use_beam_search early_stopping return_hidden_states return_routed_experts "
+        "return_cached_tokens_details return_meta_info",
     ),
-    "user": ANYTHING,
-    "metadata": ANYTHING,
-    "safety_identifier": ANYTHING,
-    "request_id": ANYTHING,
-    "service_tier": ("auto", "default"),
-    "length_penalty": (1,),
-    "best_of": (1,),
-    "spaces_between_special_tokens": (True,),
-    "return_tokens_as_token_ids": (True,),
-    "stream_interval": (1,),
-    "response_format": ({"type": "text"},),
+    **_neutral([], names="allowed_token_ids bad_words logits_processors"),
+    **_neutral({}, names="structured_outputs guided_json kv_transfer_params vllm_xargs session_params"),
+    **_neutral("", names="guided_regex guided_grammar guided_decoding_backend guided_whitespace_pattern"),
+    **_neutral("", names="custom_logit_processor lora_path"),
+    **_neutral([], names="guided_choice"),
+    **_neutral(names="truncate_prompt_tokens prompt_logprobs data_parallel_rank thinking_token_budget"),
+    **_neutral(0, names="priority"),
+    **_neutral(1, names="length_penalty best_of stream_interval"),
+    **_neutral({"type": "text"}, names="response_format"),
+    **dict.fromkeys(("user", "metadata", "safety_identifier", "request_id"), ANYTHING),
+    **dict.fromkeys(("service_tier", "store", "prompt_cache_key", "prompt_cache_retention"), IGNORED),
 }
 
-COMPLETION: Unserved = {
-    **_OPENAI_COMMON,
-    **_nothing_neutral("suffix", "prompt_embeds"),
-    "add_special_tokens": (True,),
-}
+COMPLETION: Unserved = {**_OPENAI_COMMON, **_neutral("", names="suffix"), **_neutral(names="prompt_embeds")}
 
 CHAT: Unserved = {
     **_OPENAI_COMMON,
-    **_nothing_neutral(
-        "tools",
-        "functions",
-        "audio",
-        "prediction",
-        "web_search_options",
-        "reasoning",
-        "reasoning_effort",
-        "chat_template",
-        "chat_template_kwargs",
-        "continue_final_message",
-        "add_special_tokens",
-        "documents",
-        "mm_processor_kwargs",
-        "echo",
-    ),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": ANYTHING,
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "verbosity": ("medium",),
-    "add_generation_prompt": (True,),
-    "separate_reasoning": ANYTHING,
-    "stream_reasoning": ANYTHING,
-    "include_reasoning": ANYTHING,
+    **_neutral([], names="tools functions documents"),
+    **_neutral({}, names="audio prediction web_search_options reasoning mm_processor_kwargs"),
+    **_neutral("", names="chat_template"),
+    **_neutral(False, names="echo"),
+    **_neutral("none", "auto", names="tool_choice function_call"),
+    **_neutral(["text"], names="modalities"),
+    **_neutral("medium", names="verbosity"),
+    **dict.fromkeys(("parallel_tool_calls", "separate_reasoning", "stream_reasoning", "include_reasoning"), ANYTHING),
 }
 
-CHAT_MESSAGE: Unserved = _nothing_neutral(
-    "name",
-    "tool_calls",
-    "tool_call_id",
-    "function_call",
-    "refusal",
-    "annotations",
-    "audio",
-    "reasoning",
-    "reasoning_content",
-)
+CHAT_MESSAGE: Unserved = {
+    **_neutral([], names="tool_calls annotations"),
+    **_neutral("", names="tool_call_id refusal reasoning"),
+    **_neutral({}, names="function_call audio"),
+    # lm-eval marks each message so, as if it were a part of one.
+    "type": ("text", "message"),
+    "id": ANYTHING,
+    "status": ANYTHING,
+    "cache_control": IGNORED,
+}
 
-STREAM_OPTIONS: Unserved = {"include_obfuscation": ANYTHING, "chunk_include_usage": ()}
+TEXT_PART: Unserved = {**_neutral([], names="annotations"), "cache_control": IGNORED}
+
+STREAM_OPTIONS: Unserved = {"include_obfuscation": ANYTHING, "chunk_include_usage": (False,)}
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether a field's value asks for nothing."""
-    return neutral is ANYTHING or not value or value in neutral
+    """Whether a field's value asks for nothing. ``False`` is not 0, and ``True`` is not 1."""
+    if value is None or neutral is ANYTHING or neutral is IGNORED:
+        return True
+    return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in neutral)

@@ -15,24 +15,29 @@ from pdserve.messages.control import FlushCacheReq, FlushCacheResult, Ping, Pong
 from pdserve.messages.outputs import (
     FinishReason,
     FinishType,
+    NamedLogprob,
+    PromptText,
     ReqError,
     ReqMeta,
     ReqText,
     TextBatch,
     Timing,
-    TokenLogprob,
 )
 from pdserve.messages.requests import AbortReq, TokenizeReq
+from pdserve.messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits, LimitsReq
 from pdserve.runtime.options import ServerOptions
 from pdserve.server.http.app import make_app
 from pdserve.server.http.engine_client import EngineClient
 
 T = TypeVar("T")
 PROMPT_TOKENS, CACHED_TOKENS, MAX_OUTPUT = 7, 4, 16
+CONTEXT_LENGTH, VOCAB_SIZE = 512, 100
 
 
 class FakeEngine:
-    """Records what HTTP sends, and answers one step a turn of the event loop.
+    """A prompt is "p0 p1 ", ids 50 and 51; a text has a token a word, whose id is its length.
+
+    Records what HTTP sends, and answers one step a turn of the event loop.
 
     ``hold``: answer no request by itself. ``mute``: answer no question. ``errors``: what the next requests end in.
     ``end_aborted``: end aborted requests, as an engine does sooner or later.
@@ -40,7 +45,8 @@ class FakeEngine:
 
     def __init__(self, *, hold: bool = False, mute: bool = False, **options: Any) -> None:
         self.client = EngineClient(self)
-        self.app: FastAPI = make_app(ServerOptions(**options), self.client, epoch="e1")
+        self.options = ServerOptions(**options)
+        self.app: FastAPI = make_app(self.options, self.client, epoch="e1")
         self.hold = hold
         self.mute = mute
         self.pong = Pong(0, True)
@@ -51,6 +57,7 @@ class FakeEngine:
         self.aborts: list[AbortReq] = []
         self.questions: list[Message] = []
         self.arrived = asyncio.Condition()
+        self._begun: set[str] = set()
 
     def send(self, *messages: Message) -> None:
         """The tokenizer's end."""
@@ -59,7 +66,7 @@ class FakeEngine:
                 self.requests.append(message)
                 if self.errors:
                     error = self.errors.pop(0)
-                    self._soon(ReqError(message.rid, error.status, error.message, error.kind, error.field))
+                    self._soon(ReqError(message.rid, error.status, error.message, error.kind, error.field, error.code))
                 elif not self.hold:
                     self.step(message, 0)
             elif isinstance(message, AbortReq):
@@ -99,18 +106,21 @@ class FakeEngine:
         matched: int | str | None = None,
     ) -> ReqText:
         """One item as the detokenizer would send it."""
-        logprobs = input_logprobs = None
+        logprobs = prompt_logprobs = prompt = None
         if request.logprobs is not None:
-            top = [(90 + k, -1.5 - k) for k in range(request.logprobs.top_num)]
-            logprobs = [TokenLogprob(t, -0.5, top) for t in token_ids]
+            top = [(90 + k, -1.5 - k, b"t%d" % k) for k in range(request.logprobs.top_num)]
+            logprobs = [NamedLogprob(t, -0.5, b"w%d " % t, 3, top) for t in token_ids]
             if request.logprobs.start_len >= 0:
-                input_logprobs = [TokenLogprob(50, None), TokenLogprob(51, -2.0, top)]
+                prompt_logprobs = [NamedLogprob(50, None, b"p0 ", 3), NamedLogprob(51, -2.0, b"p1 ", 3, top)]
+        if request.rid not in self._begun and (request.return_prompt or prompt_logprobs):
+            prompt = PromptText("p0 p1 ", [50, 51], prompt_logprobs)
+        self._begun.add(request.rid)
         meta = None
         if finish is not None:
             timing = Timing(queue_ms=1.23456, transfer_bytes=4096)
-            meta = ReqMeta(PROMPT_TOKENS, 0, CACHED_TOKENS, timing, input_logprobs=input_logprobs)
+            meta = ReqMeta(PROMPT_TOKENS, 0, CACHED_TOKENS, timing)
         reason = None if finish is None else FinishReason(finish, matched)
-        return ReqText(request.rid, text, token_ids, reason, meta, logprobs)
+        return ReqText(request.rid, text, token_ids, reason, meta, logprobs, prompt)
 
     def _answer(self, question: Message) -> None:
         if isinstance(question, Ping):
@@ -120,6 +130,19 @@ class FakeEngine:
             self._soon(FlushCacheResult(question.id, result.success, result.flushed, result.message))
         elif isinstance(question, ServerInfoReq):
             self._soon(ServerInfo(question.id, {"role": "unified", "pool": {"in_use": 0}}))
+        elif isinstance(question, LimitsReq):
+            self._soon(Limits(question.id, CONTEXT_LENGTH, VOCAB_SIZE))
+        elif isinstance(question, EncodeReq):
+            chat = question.chat.messages if question.chat is not None else []
+            texts = question.texts if question.texts is not None else [" ".join(m.content for m in chat)]
+            if "bad" in texts:
+                self._soon(Encoded(question.id, error="not encodable", field="text"))
+                return
+            words = [text.split() for text in texts]
+            ids = [[len(word) for word in text] for text in words]
+            self._soon(Encoded(question.id, ids, words if question.pieces else None))
+        elif isinstance(question, DecodeReq):
+            self._soon(Decoded(question.id, [" ".join("x" * i for i in ids) for ids in question.token_ids]))
 
     def _soon(self, message: Any) -> None:
         asyncio.get_running_loop().call_soon(self.client.dispatch, [message])

@@ -63,6 +63,9 @@ def reference(logits: np.ndarray, init: RowInit, position: int) -> Choice:
 
 
 def edited_reference(x: np.ndarray, init: RowInit, position: int) -> np.ndarray:
+    for token, bias in init.logit_bias.items():
+        if token < len(x):
+            x[token] += bias
     if init.history is not None:
         tokens = np.frombuffer(init.history, dtype="<i4")
         output = tokens[init.prompt_len :]

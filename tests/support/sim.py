@@ -85,7 +85,17 @@ def make_worker_ready(options: ServerOptions, context_length: int = 512, measure
 
 
 def make_generate(
-    rid: str, prompt, *, max_new_tokens=8, stop_ids=(), stop=(), room=None, logprobs=None, stream=True, **sampling
+    rid: str,
+    prompt,
+    *,
+    max_new_tokens=8,
+    stop_ids=(),
+    stop=(),
+    room=None,
+    logprobs=None,
+    stream=True,
+    return_prompt=False,
+    **sampling,
 ) -> GenerateReq:
     """A request as the tokenizer sends it. It streams, so that with the default interval each token is told at once."""
     return GenerateReq(
@@ -97,6 +107,7 @@ def make_generate(
         logprobs=LogprobOptions(*logprobs) if logprobs is not None else None,
         bootstrap=Bootstrap("p", 1, room) if room is not None else None,
         stream=stream,
+        return_prompt=return_prompt,
     )
 
 
@@ -148,7 +159,8 @@ class SimWorker:
                 sampled.append(int(self.last[row]))
                 logprobs.append(logprob_of(sampled[-1]) if self.wants_logprobs[int(row)] else None)
         assert at == len(slots) == len(ids)
-        return StepResult(step.step_id, pack_i32(sampled), 0.1, logprobs if any(logprobs) else None)
+        scored = [[logprob_of(t) for t in unpack_i32(spec.targets).tolist()] for spec in step.input_logprobs]
+        return StepResult(step.step_id, pack_i32(sampled), 0.1, logprobs if any(logprobs) else None, scored)
 
 
 class SimInstance:

@@ -13,6 +13,7 @@ from pdserve.messages.outputs import (
     DetokenizeInit,
     FinishReason,
     FinishType,
+    PromptReport,
     ReqError,
     ReqMeta,
     ReqTokens,
@@ -107,7 +108,9 @@ def test_a_stop_string_cuts_text_tokens_and_logprobs():
     assert (out.text, out.token_ids) == ("Ex", tokens("xEND"))
     assert out.finish == FinishReason(FinishType.STOP, "END")
     assert out.meta.completion_tokens == 6
-    assert out.logprobs == logprobs[:4]
+    assert [(entry.token_id, entry.data, entry.chars) for entry in out.logprobs] == [
+        (b, bytes([b]), 1) for b in tokens("xEND")
+    ]
     assert len(d) == 0
 
 
@@ -213,3 +216,35 @@ def test_stream_with_stop_strings_is_the_whole_text_cut(text, stop, sizes):
     assert shown == text[: min(ends) - len(matched)]
     assert released == tokens(text[: min(ends)])
     assert len(d) == 0
+
+
+def test_logprobs_say_what_their_tokens_read():
+    d = make_detokenizer()
+    ids = [ord("a"), *"é".encode(), EOS]
+    logprobs = [TokenLogprob(i, -1.0, [(ord("b"), -0.5), (EOS, -2.0), (999, -3.0)]) for i in ids]
+    [out], _ = step(d, item(ids=ids, init=make_init(), logprobs=logprobs, finish=AT_EOS, meta=make_meta(4)))
+    assert out.text == "aé"
+    assert [(entry.data, entry.chars) for entry in out.logprobs] == [
+        (b"a", 1),
+        (b"\xc3", 0),
+        (b"\xa9", 1),
+        (b"<eos>", 0),
+    ]
+    assert out.logprobs[0].top == [(ord("b"), -0.5, b"b"), (EOS, -2.0, b"<eos>"), (999, -3.0, b"")]
+
+
+def test_the_prompt_is_told_once_and_reads_like_a_text():
+    d = make_detokenizer()
+    ids = [EOS, *tokens("né")]
+    scored = [TokenLogprob(i, -1.0) for i in ids[2:]]
+    [out], _ = step(d, item("a", init=make_init(), prompt=PromptReport(pack_i32(ids), scored)))
+    assert (out.prompt.text, out.prompt.token_ids) == ("né", ids)
+    assert [(entry.data, entry.chars) for entry in out.prompt.logprobs] == [(b"\xc3", 0), (b"\xa9", 1)]
+    [out], _ = step(d, item("b", finish=LENGTH, meta=make_meta(2)))
+    assert out.prompt is None
+
+
+def test_prompt_logprobs_alone_bring_no_prompt():
+    report = PromptReport(b"", [TokenLogprob(ord("x"), None)])
+    [out], _ = step(make_detokenizer(), item("a", init=make_init(), prompt=report))
+    assert (out.prompt.text, out.prompt.token_ids, out.prompt.logprobs[0].data) == ("", [], b"x")

@@ -37,7 +37,7 @@ def test_health_says_why_not() -> None:
 
 
 def test_health_without_an_answer_is_503_and_a_late_answer_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health_module, "PING_TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr(health_module, "SILENT_SECONDS", 0.01)
 
     async def run(engine: FakeEngine) -> None:
         answer = await engine.get("/health")
@@ -46,6 +46,38 @@ def test_health_without_an_answer_is_503_and_a_late_answer_harmless(monkeypatch:
         [ping] = engine.questions
         assert isinstance(ping, Ping)
         engine.client.dispatch([Pong(ping.id, True)])
+
+    with_engine(run, mute=True)
+
+
+def test_a_ring_that_is_busy_is_what_it_was_when_it_answered_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_module, "QUICK_SECONDS", 0.01)
+    monkeypatch.setattr(health_module, "CACHE_SECONDS", 0.0)
+
+    async def run(engine: FakeEngine) -> None:
+        engine.mute = True
+        answer = await engine.get("/health")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "no process has answered yet")
+        [first] = engine.questions
+        assert isinstance(first, Ping)
+        engine.client.dispatch([Pong(first.id, True)])
+        for _ in range(3):
+            assert (await engine.get("/readyz")).status_code == 200
+        # All of them waited for one and the same ping.
+        [_, second] = engine.questions
+        assert isinstance(second, Ping)
+        engine.client.dispatch([Pong(second.id, False, "stuck")])
+        engine.mute = False
+        engine.pong = Pong(0, False, "stuck")
+        assert (await engine.get("/health")).status_code == 503
+
+    with_engine(run)
+
+
+def test_this_process_alone_is_alive_whatever_the_others_say() -> None:
+    async def run(engine: FakeEngine) -> None:
+        assert (await engine.get("/livez")).json() == {"status": "alive"}
+        assert engine.questions == []
 
     with_engine(run, mute=True)
 
@@ -95,7 +127,7 @@ def test_unknown_paths_and_methods_have_the_same_shape(method: str, path: str, s
         async with engine.http() as client:
             answer = await client.request(method, path)
         assert answer.status_code == status
-        assert answer.json()["error"].keys() == {"message", "type", "code", "param"}
+        assert answer.json()["error"].keys() == {"message", "type", "code", "param", "status"}
         assert path in answer.json()["error"]["message"]
 
     with_engine(run)
@@ -110,6 +142,7 @@ def test_api_key_guards_all_but_health() -> None:
                 for path in paths:
                     answer = await client.get(path)
                     assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+                    assert answer.json()["error"]["code"] == "invalid_api_key"
         async with engine.http(authorization="Bearer secret") as client:
             assert [(await client.get(path)).status_code for path in paths] == [200, 200, 200, 200, 404]
 
@@ -134,8 +167,8 @@ def test_documentation_lists_every_field() -> None:
     async def run(engine: FakeEngine) -> None:
         spec = (await engine.get("/openapi.json")).json()
         schema = spec["paths"]["/generate"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        assert {"text", "input_ids", "sampling_params", "bootstrap_room"} <= schema["properties"].keys()
-        assert "$ref" not in orjson.dumps(schema).decode()
+        fields = spec["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]]["properties"]
+        assert {"text", "input_ids", "sampling_params", "bootstrap_room"} <= fields.keys()
 
     with_engine(run)
 

@@ -144,7 +144,8 @@ def test_an_error_before_any_text_is_the_status(stream: bool, status: int, seen:
     response = with_engine(run)
     assert (response.status_code, response.headers.get("retry-after")) == (seen, retry)
     error = response.json()["error"]
-    assert (error["code"], error["param"]) == (seen, "sampling_params.stop")
+    assert (error["status"], error["param"]) == (seen, "sampling_params.stop")
+    assert error["code"] == ("rate_limit_exceeded" if seen == 429 else None)
     assert error["message"] == "sampling_params.stop: prompt 0 of the batch: too long"
 
 
@@ -164,8 +165,9 @@ def test_an_error_after_text_is_an_event_and_ends_the_rest() -> None:
     assert chunks[-1]["error"] == {
         "message": "prompt 1 of the batch: the peer died",
         "type": "server_error",
-        "code": 502,
+        "code": None,
         "param": None,
+        "status": 502,
     }
     assert [abort.rid for abort in engine.aborts] == ["x"]
 

@@ -6,33 +6,43 @@ from typing import Any
 
 import orjson
 
-from pdserve.messages.outputs import ReqMeta, Timing, TokenLogprob
+from pdserve.messages.outputs import NamedLogprob, PromptText
 from pdserve.server.http.logprob_lists import EncodedList, LogprobLists
-from pdserve.server.http.submission import Choice
+
+
+def entries(*ids: int) -> list[NamedLogprob]:
+    return [NamedLogprob(i, -1.0, b"t%d" % i, 2, [(i + 1, -2.0, b"\xf0")]) for i in ids]
 
 
 def test_each_entry_is_rendered_once() -> None:
     rendered: list[int] = []
 
-    def render(entry: TokenLogprob) -> Any:
+    def render(entry: NamedLogprob) -> Any:
         rendered.append(entry.token_id)
         return entry.token_id
 
     encoded = EncodedList(render)
-    entries = [TokenLogprob(i, -1.0) for i in range(5)]
-    lists = [orjson.loads(orjson.dumps(encoded.upto(entries[:n]))) for n in (0, 2, 2, 5)]
+    all_entries = entries(*range(5))
+    lists = [orjson.loads(orjson.dumps(encoded.upto(all_entries[:n]))) for n in (0, 2, 2, 5)]
     assert lists == [[], [0, 1], [0, 1], [0, 1, 2, 3, 4]]
     assert rendered == [0, 1, 2, 3, 4]
 
 
-def test_the_prompts_lists_are_those_of_the_last_word() -> None:
-    choice = Choice(0, 0, "r", "r", 0.0)
+def test_lists_of_the_prompt_and_of_the_output() -> None:
     lists = LogprobLists(top=False)
-    assert orjson.loads(orjson.dumps(lists.upto_now(choice)))["input_token_logprobs"] == []
-    for ids in ([1, 2], [3]):
-        prompt = [TokenLogprob(i, -1.0) for i in ids]
-        choice.meta = ReqMeta(1, 1, 0, Timing(), input_logprobs=prompt)
-        assert orjson.loads(orjson.dumps(lists.upto_now(choice))) == {
-            "input_token_logprobs": [[-1.0, i, None] for i in ids],
-            "output_token_logprobs": [],
-        }
+    assert orjson.loads(orjson.dumps(lists.upto(None, [])))["input_token_logprobs"] == []
+    prompt = PromptText("", [], entries(1, 2))
+    assert orjson.loads(orjson.dumps(lists.upto(prompt, entries(3)))) == {
+        "input_token_logprobs": [[-1.0, 1, None], [-1.0, 2, None]],
+        "output_token_logprobs": [[-1.0, 3, None]],
+    }
+
+
+def test_texts_where_they_are_asked_for() -> None:
+    lists = LogprobLists(top=True, texts=True)
+    prompt = PromptText("", [], [NamedLogprob(0, None, b"<s>", 0)])
+    told = orjson.loads(orjson.dumps(lists.upto(prompt, entries(3))))
+    assert told["input_token_logprobs"] == [[None, 0, "<s>"]]
+    assert told["input_top_logprobs"] == [None]
+    assert told["output_token_logprobs"] == [[-1.0, 3, "t3"]]
+    assert told["output_top_logprobs"] == [[[-2.0, 4, "\N{REPLACEMENT CHARACTER}"]]]

@@ -62,10 +62,11 @@ def test_prompt_logprobs_as_lm_eval_asks_for_them(max_tokens: int) -> None:
     assert engine.requests[0].logprobs == LogprobOptions(start_len=0, top_num=1)
     assert engine.requests[0].input_ids == [50, 51]
     logprobs = response.json()["choices"][0]["logprobs"]
-    assert logprobs["tokens"] == ["token_id:50", "token_id:51", "token_id:0"][: 2 + max_tokens]
+    assert response.json()["choices"][0]["text"] == ["p0 p1 ", "p0 p1 w0 "][max_tokens]
+    assert logprobs["tokens"] == ["p0 ", "p1 ", "w0 "][: 2 + max_tokens]
     assert logprobs["token_logprobs"] == [None, -2.0, -0.5][: 2 + max_tokens]
-    assert logprobs["top_logprobs"][:2] == [None, {"token_id:90": -1.5, "token_id:51": -2.0}]
-    assert logprobs["text_offset"] == [0] * (2 + max_tokens)
+    assert logprobs["top_logprobs"][:2] == [None, {"t0": -1.5, "p1 ": -2.0}]
+    assert logprobs["text_offset"] == [0, 3, 6][: 2 + max_tokens]
 
 
 def test_completion_stream_carries_deltas_and_usage_when_asked() -> None:
@@ -73,8 +74,8 @@ def test_completion_stream_carries_deltas_and_usage_when_asked() -> None:
     chunks = events(completions(body)[0])
     *deltas, last = chunks
     assert "".join(c["choices"][0]["text"] for c in deltas) == "w0 w1 w2 "
-    assert [t for c in deltas for t in c["choices"][0]["logprobs"]["tokens"]] == [f"token_id:{i}" for i in range(3)]
-    assert deltas[0]["choices"][0]["logprobs"]["text_offset"][0] == 0
+    assert [t for c in deltas for t in c["choices"][0]["logprobs"]["tokens"]] == ["w0 ", "w1 ", "w2 "]
+    assert [o for c in deltas for o in c["choices"][0]["logprobs"]["text_offset"]] == [0, 3, 6]
     assert deltas[-1]["choices"][0]["finish_reason"] == "length"
     assert all(c["usage"] is None for c in deltas)
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
@@ -124,16 +125,14 @@ def test_chat() -> None:
     assert choice["message"] == {"role": "assistant", "content": "w0 "}
     assert choice["logprobs"]["content"] == [
         {
-            "token": "token_id:0",
+            "token": "w0 ",
             "logprob": -0.5,
-            "bytes": None,
-            "top_logprobs": [
-                {"token": "token_id:90", "logprob": -1.5, "bytes": None},
-                {"token": "token_id:0", "logprob": -0.5, "bytes": None},
-            ],
+            "bytes": list(b"w0 "),
+            "top_logprobs": [{"token": "t0", "logprob": -1.5, "bytes": list(b"t0")}],
         }
     ]
-    assert engine.requests[0].chat == [ChatMessage("system", "be brief"), ChatMessage("user", "a\nb")]
+    assert engine.requests[0].chat is not None
+    assert engine.requests[0].chat.messages == [ChatMessage("system", "be brief"), ChatMessage("user", "a\nb")]
 
 
 def test_chat_stream_opens_each_choice_with_its_role() -> None:
@@ -166,7 +165,7 @@ def test_tokens_without_text_make_no_chunk() -> None:
 def test_a_model_not_served_is_404() -> None:
     response, _ = post("/v1/chat/completions", {**CHAT, "model": "gpt"}, served_model_name="tiny")
     error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (404, "model")
+    assert (response.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
     assert '"tiny" is' in error["message"]
 
 

@@ -47,8 +47,8 @@ async def test_orders_pass_by_dead_instances_and_a_refusal_is_told(rig):
 @scenario()
 async def test_unknown_paths_and_methods_are_told_in_the_error_shape(rig):
     client = await rig.route(worker=[await rig.instance()])
-    assert (await client.get("/nowhere")).json()["error"]["code"] == 404
-    assert (await client.get("/generate")).json()["error"]["code"] == 405
+    assert (await client.get("/nowhere")).json()["error"]["status"] == 404
+    assert (await client.get("/generate")).json()["error"]["status"] == 405
 
 
 @scenario()

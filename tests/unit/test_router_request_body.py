@@ -115,3 +115,14 @@ def test_a_prompts_length_is_guessed(fields, tokens):
 def test_a_prompt_nested_deeply_is_measured_all_the_same():
     deep = b'{"text": ' + b"[" * 900 + b"]" * 900 + b"}"
     assert RequestBody.parse(deep).prompt_tokens == 1
+
+
+@pytest.mark.parametrize(("fields", "count"), [({"prompt": "a"}, 1), ({"prompt": ["a", "b"]}, 2)])
+def test_drawn_ids_are_those_of_the_api(fields, count):
+    body = RequestBody.parse(json.dumps(fields).encode(), "cmpl-")
+    drawn = json.loads(body.for_pair(PREFILL).decode)["rid"]
+    drawn = drawn if isinstance(drawn, list) else [drawn]
+    assert len(set(drawn)) == count
+    assert all(rid.startswith("cmpl-") and len(rid) == 37 for rid in drawn)
+    mine = RequestBody.parse(json.dumps({"prompt": "a", "rid": "mine"}).encode(), "cmpl-")
+    assert json.loads(mine.for_pair(PREFILL).decode)["rid"] == "mine"

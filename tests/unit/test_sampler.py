@@ -27,6 +27,11 @@ WAYS = ["torch", "kernel"] if levels_here() else ["torch"]
 both_ways = pytest.mark.parametrize("way", WAYS)
 
 
+BIASES = st.dictionaries(
+    st.sampled_from([0, 1, 2, 3, 4, 10**6]), st.sampled_from([-100.0, -2.5, 1.5, 4.0, 100.0]), max_size=3
+)
+
+
 @cache
 def load_kernel():
     from pdserve.model_runner.kernels.sampling import NativeSampler
@@ -69,6 +74,7 @@ def rows_and_logits(draw):
                 repetition_penalty=draw(st.sampled_from([1.0, 1.3, 0.8])) if penalised else 1.0,
                 history=pack_i32(rng.integers(0, min(vocab, 20), prompt_len + outputs)) if penalised else None,
                 min_new_tokens=draw(st.sampled_from([0, 4])),
+                logit_bias=draw(BIASES),
                 stop_ids=(int(np.argmax(x)), 3, 10**6),
             )
         )

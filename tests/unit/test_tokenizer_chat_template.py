@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.messages.requests import ChatMessage
+from pdserve.messages.requests import ChatMessage, Conversation
 from pdserve.model_files.text.chat_template import ChatTemplate
 from pdserve.model_files.text.errors import PromptError, TokenizerLoadError
 from pdserve.model_files.text.load import load_chat_template, load_tokenizer
@@ -11,13 +11,13 @@ from pdserve.runtime.options import ServerOptions
 HI = [ChatMessage("user", "Hi <b>é</b>")]
 
 
-def render(source, messages=HI):
-    return ChatTemplate(source, {"bos_token": "<s>"}).render(messages)
+def render(source, messages=HI, **options):
+    return ChatTemplate(source, {"bos_token": "<s>"}).render(Conversation(messages, **options))
 
 
 def test_the_embedded_models_template():
     template = load_chat_template(ServerOptions(), load_tokenizer(ServerOptions()))
-    assert template.render([ChatMessage("system", "Be brief."), ChatMessage("user", "Hi")]) == (
+    assert template.render(Conversation([ChatMessage("system", "Be brief."), ChatMessage("user", "Hi")])) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
 
@@ -59,3 +59,46 @@ def test_a_template_that_fails_names_its_reason(source, message):
 def test_a_broken_template_is_refused_at_start():
     with pytest.raises(TokenizerLoadError, match="line 2"):
         ChatTemplate("\n{% if %}", {})
+
+
+def test_variables_of_the_request_reach_the_template():
+    source = "{% if enable_thinking is defined and not enable_thinking %}no {% endif %}{{ effort }}{{ bos_token }}"
+    assert render(source, template_args={"enable_thinking": False, "effort": "low"}) == "no low<s>"
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "continue_final_message"])
+def test_variables_that_have_fields_of_their_own_are_refused(name):
+    with pytest.raises(PromptError, match=name) as e:
+        render("x", template_args={name: True})
+    assert e.value.field == "chat_template_kwargs"
+
+
+def test_names_and_thoughts_are_there_only_where_given():
+    source = (
+        "{% for m in messages %}{{ m.name if m.name is defined else '-' }}{{ m.reasoning_content or '' }};{% endfor %}"
+    )
+    messages = [ChatMessage("user", "a", name="Ann"), ChatMessage("assistant", "b", reasoning_content="hm")]
+    assert render(source, messages) == "Ann;-hm;"
+
+
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_an_answer_can_go_on_with_the_last_message_or_with_none():
+    turns = [ChatMessage("user", "go"), ChatMessage("assistant", "go on ")]
+    assert render(CHATML, turns, continue_final_message=True, add_generation_prompt=False) == (
+        "<user>go</><assistant>go on "
+    )
+    assert render(CHATML, turns, add_generation_prompt=False) == "<user>go</><assistant>go on</>"
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ messages[0].content }}", "{{ messages[-1].content }}{{ messages[-1].content }}"]
+)
+def test_a_template_that_hides_the_last_message_cannot_go_on_with_it(source):
+    with pytest.raises(PromptError) as e:
+        render(source, [ChatMessage("user", "a"), ChatMessage("assistant", "b")], continue_final_message=True)
+    assert e.value.field == "continue_final_message"

@@ -7,8 +7,17 @@ import pytest
 from pdserve.messages.base import unpack_i32
 from pdserve.messages.control import Ping
 from pdserve.messages.outputs import ReqError
-from pdserve.messages.requests import AbortReq, Bootstrap, ChatMessage, GenerateReq, LogprobOptions, TokenizeReq
+from pdserve.messages.requests import (
+    AbortReq,
+    Bootstrap,
+    ChatMessage,
+    Conversation,
+    GenerateReq,
+    LogprobOptions,
+    TokenizeReq,
+)
 from pdserve.messages.sampling import SamplingParams
+from pdserve.messages.text import DecodeReq, EncodeReq, LimitsReq
 from pdserve.model_files.model_limits import ModelLimits
 from pdserve.model_files.text.chat_template import ChatTemplate
 from pdserve.model_files.text.load import load_tokenizer
@@ -45,7 +54,7 @@ def one(requests, **fields):
 
 
 def chat(content, role="user"):
-    return [ChatMessage(role, content)]
+    return Conversation([ChatMessage(role, content)])
 
 
 def test_a_request_keeps_everything_that_the_scheduler_needs(requests, smollm):
@@ -54,6 +63,7 @@ def test_a_request_keeps_everything_that_the_scheduler_needs(requests, smollm):
         "bootstrap": Bootstrap("127.0.0.1", 8998, 1 << 62),
         "extra_key": "tenant",
         "stream": True,
+        "return_prompt": True,
     }
     out = one(requests, text="Hello world", sampling={"stop": ("x",), "max_new_tokens": 4}, **fields)
     assert unpack_i32(out.input_ids).tolist() == smollm.encode_batch(["Hello world"], add_special_tokens=True)[0]
@@ -85,18 +95,18 @@ def test_texts_ids_and_chats_that_arrive_together_are_answered_in_order(requests
         ({"text": "a", "input_ids": [1]}, "text", "found: text and input_ids"),
         ({"text": ""}, "text", "empty"),
         ({"input_ids": []}, "input_ids", "empty"),
-        ({"chat": []}, "messages", "empty"),
-        ({"chat": [ChatMessage("user", "")]}, "messages", "no tokens"),
+        ({"chat": Conversation([])}, "messages", "empty"),
+        ({"chat": chat("")}, "messages", "no tokens"),
         ({"input_ids": [1, VOCAB]}, "input_ids", f"token id {VOCAB} .* 0 to {VOCAB - 1}"),
         ({"input_ids": [1, -1]}, "input_ids", "token id -1"),
         ({"input_ids": [2**63]}, "input_ids", "vocabulary"),
         ({"input_ids": [1] * CONTEXT}, "input_ids", "32 tokens"),
         ({"text": "a b " * CONTEXT}, "text", "context of 32"),
         ({"text": "a" * 10_000_000}, "text", "can't fit"),
-        ({"chat": [ChatMessage("user", "a" * 10_000_000)]}, "messages", "can't fit"),
+        ({"chat": chat("a" * 10_000_000)}, "messages", "can't fit"),
         ({"text": "a\ud800"}, "text", "surrogate"),
-        ({"chat": [ChatMessage("user", "\udfff")]}, "messages", "surrogate"),
-        ({"chat": [ChatMessage("bad", "a")]}, "messages", "no such role"),
+        ({"chat": chat("\udfff")}, "messages", "surrogate"),
+        ({"chat": chat("a", "bad")}, "messages", "no such role"),
         ({"text": "a", "sampling": {"stop_token_ids": (1, VOCAB)}}, "stop_token_ids", "vocabulary"),
         ({"text": "a", "sampling": {"stop_token_ids": (-1,)}}, "stop_token_ids", "vocabulary"),
         ({"text": "a", "sampling": {"stop": ("x", "")}}, "stop", "1 to"),
@@ -108,6 +118,7 @@ def test_a_bad_request_is_refused_with_its_field(requests, fields, field, messag
     out = one(requests, **fields)
     assert isinstance(out, ReqError)
     assert (out.rid, out.status, out.field) == ("r", 400, field)
+    assert (out.code == "context_length_exceeded") == ("can't fit" in out.message or "context" in out.message)
     assert re.search(message, out.message), out.message
 
 
@@ -175,3 +186,38 @@ def test_aborts_and_questions_keep_their_place_and_errors_go_back(requests):
     assert routed.to_scheduler[1] is abort
     assert routed.to_scheduler[2] is ping
     assert [e.rid for e in routed.to_http] == ["b"]
+
+
+def test_special_tokens_are_added_as_the_request_says(smollm, monkeypatch):
+    table = {False: [5], True: [1, 5]}
+    requests = RequestTokenizer(smollm, ChatTemplate(TEMPLATE, {}), ModelLimits(CONTEXT, VOCAB))
+    monkeypatch.setattr(
+        smollm, "encode_batch", lambda texts, add_special_tokens: [table[add_special_tokens] for _ in texts]
+    )
+    for fields, special in (
+        ({"text": "a"}, True),
+        ({"text": "a", "add_special_tokens": False}, False),
+        ({"chat": chat("a")}, False),
+        ({"chat": chat("a"), "add_special_tokens": True}, True),
+    ):
+        out = one(requests, **fields)
+        assert unpack_i32(out.input_ids).tolist() == table[special]
+
+
+def test_questions_about_text_are_answered_here(requests, smollm):
+    def ask(question):
+        routed = route(requests, [question])
+        assert routed.to_scheduler == []
+        [answer] = routed.to_http
+        assert answer.id == question.id
+        return answer
+
+    limits = ask(LimitsReq(id=1))
+    assert (limits.context_length, limits.vocab_size) == (CONTEXT, VOCAB)
+    encoded = ask(EncodeReq(id=2, texts=["Hello world", ""], pieces=True))
+    [ids] = smollm.encode_batch(["Hello world"], add_special_tokens=True)
+    assert (encoded.token_ids, encoded.pieces) == ([ids, []], [["Hello", " world"], []])
+    assert ask(EncodeReq(id=3, chat=chat("Hello world"))).token_ids == [ids]
+    assert "no such role" in ask(EncodeReq(id=4, chat=chat("a", "bad"))).error
+    assert ask(DecodeReq(id=5, token_ids=[ids, []])).texts == ["Hello world", ""]
+    assert "vocabulary" in ask(DecodeReq(id=6, token_ids=[[VOCAB]])).error

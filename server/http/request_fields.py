@@ -1,20 +1,18 @@
-"""What ``POST /generate`` and ``POST /abort_request`` take: SGLang's native shape."""
+"""What every generating body takes, whichever API it belongs to: how to sample, and what the request is called."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
 
-from . import unserved
+from ...messages.decode import shown
 from .errors import bad_request
-from .fields import INT32_MAX, INT64_MAX, INT64_MIN, Body, OneOrMany, Rid, TokenId, TokenIds
-from .unserved import Unserved
+from .fields import INT32_MAX, INT64_MAX, Body, OneOrMany, Rid, TokenId
 
 MAX_N = 64
 MAX_STOPS = 32
-MAX_TOP_LOGPROBS = 128
+MAX_BIASES = 1024
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
@@ -41,6 +39,11 @@ class SamplingFields(Body):
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=256)] = Field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    # Tokens read the same wherever they stand here, so there is nothing to do for it.
+    spaces_between_special_tokens: bool = True
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] = Field(
+        default_factory=dict
+    )
 
     @model_validator(mode="after")
     def _check_top_k(self) -> SamplingFields:
@@ -48,24 +51,11 @@ class SamplingFields(Body):
             raise bad_request(self.at("top_k"), "0 tokens to choose from; give 1 or more, or -1 for all")
         return self
 
-
-class SamplingParamsBody(SamplingFields):
-    """``sampling_params`` of ``POST /generate``."""
-
-    path: ClassVar[str] = "sampling_params"
-    unserved: ClassVar[Unserved] = unserved.SAMPLING_PARAMS
-    belongs: ClassVar[Mapping[str, str]] = {}
-
-    max_new_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 128
-    min_new_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
-    sampling_seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
-
     @model_validator(mode="after")
-    def _check_lengths(self) -> SamplingParamsBody:
-        if self.min_new_tokens > self.max_new_tokens:
-            raise bad_request(
-                self.at("min_new_tokens"), f"{self.min_new_tokens} is above max_new_tokens ({self.max_new_tokens})"
-            )
+    def _check_biases(self) -> SamplingFields:
+        for token_id in self.logit_bias:
+            if not (token_id.isascii() and token_id.isdigit() and len(token_id) <= len(str(INT32_MAX))):
+                raise bad_request(self.at("logit_bias"), f"{shown(token_id, 20)!r} is not a token id")
         return self
 
 
@@ -80,35 +70,3 @@ class RequestFields(Body):
     bootstrap_port: OneOrMany[Annotated[int, Field(ge=1, le=65535)] | None] | None = None
     bootstrap_room: OneOrMany[Annotated[int, Field(ge=0, le=INT64_MAX)]] | None = None
     extra_key: OneOrMany[Annotated[str, Field(max_length=1024)]] | None = None
-
-
-class GenerateBody(RequestFields):
-    """``POST /generate``: one prompt or a batch, as text or as token ids."""
-
-    unserved: ClassVar[Unserved] = unserved.GENERATE
-    belongs: ClassVar[Mapping[str, str]] = dict.fromkeys(SamplingParamsBody.model_fields, "sampling_params")
-
-    model: str | None = None
-    """Ignored: an instance serves one model. SGLang's router names one in every body that it passes on."""
-    text: OneOrMany[str] | None = None
-    input_ids: TokenIds | None = None
-    sampling_params: OneOrMany[SamplingParamsBody] = SamplingParamsBody()
-    stream: bool = False
-    return_logprob: OneOrMany[bool] = False
-    top_logprobs_num: OneOrMany[Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]] = 0
-    logprob_start_len: OneOrMany[Annotated[int, Field(ge=-1, le=INT32_MAX)]] = -1
-
-
-class AbortBody(Body):
-    """``POST /abort_request``: one running request by its id, or all."""
-
-    unserved: ClassVar[Unserved] = {"abort_message": unserved.ANYTHING}
-
-    rid: str = ""
-    abort_all: bool = False
-
-    @model_validator(mode="after")
-    def _check_target(self) -> AbortBody:
-        if bool(self.rid) == self.abort_all:
-            raise bad_request("rid", 'give either "rid" or "abort_all": true')
-        return self

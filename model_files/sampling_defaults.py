@@ -1,0 +1,74 @@
+"""What a model's makers would have it sampled with, where a client says nothing: its ``generation_config.json``."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from .errors import ModelError
+from .model_path import ModelSource
+
+FILE = "generation_config.json"
+
+
+class SamplingDefaults(NamedTuple):
+    """None: the API's own default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @property
+    def given(self) -> dict[str, float | int]:
+        """Those that there are, by name."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+NO_DEFAULTS = SamplingDefaults()
+
+
+def read_sampling_defaults(source: ModelSource) -> SamplingDefaults:
+    """The defaults beside the model's files; none for a GGUF, which has no such file. Raises ``ModelError``.
+
+    Values that a request could not have are left out, like transformers' top_k of 0, which means all tokens.
+    """
+    if source.kind == "gguf":
+        return NO_DEFAULTS
+    config = _read(source.path / FILE)
+
+    def number(name: str, least: float, most: float) -> float | None:
+        value = config.get(name)
+        if value is None or (isinstance(value, int | float) and value == 0 and least > 0):
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise ModelError(
+                f"{source.path / FILE}: {name} is {_shown(value)}; put it right, or start with --sampling-defaults none"
+            )
+        return value
+
+    top_k = number("top_k", 1, 2**31 - 1)
+    return SamplingDefaults(
+        temperature=number("temperature", 0, 100),
+        top_p=number("top_p", math.ulp(0.0), 1),
+        top_k=None if top_k is None else int(top_k),
+        min_p=number("min_p", 0, 1),
+        repetition_penalty=number("repetition_penalty", 0.01, 2),
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.MsgspecError) as e:
+        raise ModelError(f"{file} can't be read: {e}") from e
+
+
+def _shown(value: Any) -> str:
+    return str(value)[:40]

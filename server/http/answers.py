@@ -1,0 +1,297 @@
+"""What the endpoints answer, for the OpenAPI page and for tests, which hold every answer against it.
+
+Answers are written as plain objects, for speed: nothing of this runs while serving.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, RootModel
+
+
+class Answer(BaseModel):
+    """Base of all: no field that is not declared, and no other type than the one that is."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class ErrorDetail(Answer):
+    """See docs/http-api.md."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    status: int
+
+
+class ErrorAnswer(Answer):
+    """Any status from 400 on."""
+
+    error: ErrorDetail
+
+
+# --- /generate ---
+
+
+class FinishReasonAnswer(Answer):
+    """Why an answer ended."""
+
+    type: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    length: int | None = None
+    message: str | None = None
+
+
+class TimingAnswer(Answer):
+    """Milliseconds, and bytes for the hand-over."""
+
+    queue_ms: float
+    prefill_ms: float
+    transfer_ms: float
+    transfer_bytes: int
+    decode_ms: float
+    detokenize_ms: float
+
+
+ScoredToken = tuple[float | None, int, str | None]
+
+
+class MetaInfo(Answer):
+    """What is known of one answer besides its text."""
+
+    id: str
+    finish_reason: FinishReasonAnswer | None
+    prompt_tokens: int | None
+    completion_tokens: int
+    cached_tokens: int | None
+    e2e_latency: float | None = None
+    retractions: int | None = None
+    timing: TimingAnswer | None = None
+    prompt_token_ids: list[int] | None = None
+    input_token_logprobs: list[ScoredToken] | None = None
+    output_token_logprobs: list[ScoredToken] | None = None
+    input_top_logprobs: list[list[ScoredToken] | None] | None = None
+    output_top_logprobs: list[list[ScoredToken] | None] | None = None
+
+
+class Generated(Answer):
+    """One answer, or one event of a stream, which has ``index`` where the body asked for several answers."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | None = None
+
+
+class GenerateAnswer(RootModel[Generated | list[Generated]]):
+    """A list where the body held a list of prompts, or asked for several answers."""
+
+
+# --- OpenAI ---
+
+
+class PromptTokensDetails(Answer):
+    """What of the prompt was cached."""
+
+    cached_tokens: int
+
+
+class Usage(Answer):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+FinishName = Literal["stop", "length", "abort"]
+
+
+class Envelope(Answer):
+    """The fields around choices."""
+
+    id: str
+    created: int
+    model: str
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionLogprobs(Answer):
+    """One entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Answer):
+    """One text."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishName | None
+    matched_stop: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionAnswer(Envelope):
+    """``POST /v1/completions``, and each event of its stream."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TokenLogprobAnswer(Answer):
+    """An alternative."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TokenLogprobAnswer):
+    """A token and its alternatives."""
+
+    top_logprobs: list[TokenLogprobAnswer]
+
+
+class ChatLogprobs(Answer):
+    """One entry a token."""
+
+    content: list[ChatTokenLogprob]
+
+
+class ChatMessageAnswer(Answer):
+    """The assistant's turn."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(Answer):
+    """One turn."""
+
+    index: int
+    message: ChatMessageAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishName
+    matched_stop: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatAnswer(Envelope):
+    """``POST /v1/chat/completions``."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(Answer):
+    """What is new of a turn."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Answer):
+    """What is new of one choice."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishName | None
+    matched_stop: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(Envelope):
+    """An event of a streamed ``POST /v1/chat/completions``."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+# --- the model, and the instance ---
+
+
+class ModelCard(Answer):
+    """One name of the model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(Answer):
+    """``GET /v1/models``."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(Answer):
+    """``POST /tokenize``: lists of everything for a list of texts."""
+
+    count: int | list[int]
+    max_model_len: int
+    tokens: list[int] | list[list[int]]
+    token_strs: list[str] | list[list[str]] | None = None
+
+
+class Text(Answer):
+    """``POST /detokenize``: the same text twice, or the same list."""
+
+    prompt: str | list[str]
+    text: str | list[str]
+
+
+class Ready(Answer):
+    """It can serve."""
+
+    status: Literal["ready"]
+
+
+class Alive(Answer):
+    """The HTTP process answers."""
+
+    status: Literal["alive"]
+
+
+class ModelInfo(Answer):
+    """``GET /model_info``."""
+
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    is_generation: bool
+    disaggregation_mode: str
+
+
+class Aborted(Answer):
+    """``POST /abort_request``."""
+
+    aborted: int
+
+
+class Flushed(Answer):
+    """``/flush_cache``."""
+
+    success: Literal[True]
+    flushed: int
+
+
+class ServerInfoAnswer(RootModel[dict[str, Any]]):
+    """``GET /server_info``: docs/http-api.md has its fields."""

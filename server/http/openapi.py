@@ -1,0 +1,66 @@
+"""The OpenAPI page. Endpoints parse their bodies and write their answers themselves, so FastAPI knows neither.
+
+It is put together when somebody asks for it, which costs a start nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from .answers import ErrorAnswer
+
+REF = "#/components/schemas/{model}"
+STREAMED = 'With "stream": true, each event but the last, [DONE], holds one of these.'
+
+
+class Described(NamedTuple):
+    """One path: the body that it takes, what it answers, and what an event of its stream holds."""
+
+    body: type[BaseModel] | None
+    answer: type[BaseModel]
+    event: type[BaseModel] | None = None
+
+
+def make_openapi(app: FastAPI, described: Mapping[str, Described]) -> Callable[[], dict[str, Any]]:
+    """What ``app.openapi`` is to be, with every path of ``described``."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            page = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            models: list[type[BaseModel]] = [ErrorAnswer]
+            for known in described.values():
+                models += [model for model in known if model is not None]
+            wanted: list[tuple[Any, Literal["validation", "serialization"]]] = [(m, "validation") for m in models]
+            refs, schemas = models_json_schema(wanted, ref_template=REF)
+            page["components"] = {"schemas": schemas["$defs"]}
+            ref_of: dict[Any, dict[str, Any]] = {model: ref for (model, _), ref in refs.items()}
+            # A page names a parameter without its converter.
+            named = {path.replace(":path}", "}"): known for path, known in described.items()}
+            for path, operations in page["paths"].items():
+                for operation in operations.values():
+                    _describe(operation, named[path], ref_of)
+            app.openapi_schema = page
+        return app.openapi_schema
+
+    return openapi
+
+
+def _describe(operation: dict[str, Any], path: Described, ref_of: Mapping[Any, dict[str, Any]]) -> None:
+    if path.body is not None:
+        operation["requestBody"] = {"required": True, "content": _json(ref_of[path.body])}
+    good: dict[str, Any] = {"description": "done", "content": _json(ref_of[path.answer])}
+    if path.event is not None:
+        good["description"] = STREAMED
+        good["content"]["text/event-stream"] = {"schema": ref_of[path.event]}
+    error = {"description": "docs/http-api.md lists the statuses", "content": _json(ref_of[ErrorAnswer])}
+    operation["responses"] = {"200": good, "4XX": error, "5XX": error}
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

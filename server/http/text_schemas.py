@@ -1,0 +1,41 @@
+"""What ``POST /tokenize`` and ``POST /detokenize`` take: vLLM's and SGLang's shapes, which hardly differ."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from .errors import bad_request
+from .fields import Body, OneOrMany, TokenIds
+from .openai_schemas import MAX_MESSAGES, Message
+from .unserved import Unserved
+
+
+class TokenizeBody(Body):
+    """``POST /tokenize``: texts, or a conversation as the model's template renders it."""
+
+    unserved: ClassVar[Unserved] = {"chat_template": ("",), "mm_processor_kwargs": ({},), "tools": ([],)}
+
+    model: str | None = None
+    prompt: OneOrMany[str] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("prompt", 'give exactly one of "prompt" and "messages"')
+        return self
+
+
+class DetokenizeBody(Body):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: TokenIds
+    skip_special_tokens: bool = True

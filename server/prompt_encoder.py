@@ -1,0 +1,91 @@
+"""From a client's text or conversation to token ids, as long as that can fit the model's context.
+
+A text that can't is refused before all of it is encoded: that would hold up everyone else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..messages.requests import Conversation
+from ..model_files.model_limits import ModelLimits
+from ..model_files.text.chat_template import ChatTemplate
+from ..model_files.text.errors import PromptError
+from ..model_files.text.text_tokenizer import TextTokenizer
+
+# Hardly any text has so many characters in each of its tokens.
+PROBE_CHARACTERS_PER_TOKEN = 16
+TOO_LONG = "context_length_exceeded"
+
+
+class PromptEncoder:
+    """Renders, checks and encodes prompts; raises ``PromptError`` where one can't be served."""
+
+    def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate | None, limits: ModelLimits) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._context_length = limits.context_length
+        self._max_text_bytes = limits.context_length * tokenizer.max_token_bytes
+
+    def encode(
+        self, texts: Sequence[str] | None, chat: Conversation | None, add_special_tokens: bool | None
+    ) -> list[list[int]]:
+        """The ids of each text, or of the conversation."""
+        checked = [self.chat_text(chat)] if chat is not None else [self.checked("text", text) for text in texts or ()]
+        return self.encode_batch(checked, chat is None if add_special_tokens is None else add_special_tokens)
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """The ids of texts that have been checked."""
+        return self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens) if texts else []
+
+    def chat_text(self, chat: Conversation) -> str:
+        """The text that the model's template makes of the conversation."""
+        field = "messages"
+        if self._template is None:
+            raise PromptError(
+                field,
+                "this model has no chat template; start the server with --chat-template FILE, "
+                "or send the finished prompt as text",
+            )
+        self._check_size(field, sum(len(message.content) for message in chat.messages))
+        return self.checked(field, self._template.render(chat))
+
+    def checked(self, field: str, text: str) -> str:
+        """``text`` itself, if it may fit the context. ``field`` names it in errors."""
+        self._check_size(field, len(text))
+        try:
+            self._check_size(field, len(text.encode()))
+        except UnicodeEncodeError as e:
+            raise PromptError(
+                field,
+                f"{field} has half of a surrogate pair at character {e.start}; "
+                "write characters beyond U+FFFF as UTF-8, or escape both halves",
+            ) from e
+        self._check_beginning(field, text)
+        return text
+
+    def _check_size(self, field: str, size: int) -> None:
+        """``size``: UTF-8 bytes, or characters, which are at most as many."""
+        if size > self._max_text_bytes:
+            raise PromptError(
+                field,
+                f"{field} of at least {size} bytes can't fit the context of {self._context_length} tokens; shorten it",
+                TOO_LONG,
+            )
+
+    def _check_beginning(self, field: str, text: str) -> None:
+        """Refuse a text whose beginning alone is far too long.
+
+        Where the beginning is cut, a word may encode otherwise than in the whole text, hence the factor of two.
+        """
+        beginning = PROBE_CHARACTERS_PER_TOKEN * self._context_length
+        if len(text) <= beginning:
+            return
+        [token_ids] = self._tokenizer.encode_batch([text[:beginning]], add_special_tokens=False)
+        if len(token_ids) > 2 * self._context_length:
+            raise PromptError(
+                field,
+                f"the first {beginning} characters of {field} have {len(token_ids)} tokens, but the context has "
+                f"{self._context_length}; shorten it",
+                TOO_LONG,
+            )

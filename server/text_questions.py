@@ -1,0 +1,48 @@
+"""The tokenizer process's answers to questions about text and tokens, which need no scheduler."""
+
+from __future__ import annotations
+
+from ..messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits, LimitsReq, TextAnswer, TextQuestion
+from ..model_files.model_limits import ModelLimits
+from ..model_files.text.errors import PromptError
+from ..model_files.text.text_tokenizer import TextTokenizer
+from .prompt_encoder import PromptEncoder
+
+
+class TextQuestions:
+    """Answers them; a question that can't be answered gets the reason."""
+
+    def __init__(self, encoder: PromptEncoder, tokenizer: TextTokenizer, limits: ModelLimits) -> None:
+        self._encoder = encoder
+        self._tokenizer = tokenizer
+        self._limits = limits
+
+    def answer(self, question: TextQuestion) -> TextAnswer:
+        """One answer."""
+        if isinstance(question, LimitsReq):
+            return Limits(question.id, self._limits.context_length, self._limits.vocab_size)
+        if isinstance(question, DecodeReq):
+            return self._decode(question)
+        return self._encode(question)
+
+    def _encode(self, question: EncodeReq) -> Encoded:
+        try:
+            token_ids = self._encoder.encode(question.texts, question.chat, question.add_special_tokens)
+        except PromptError as e:
+            return Encoded(question.id, error=str(e), field=e.field)
+        pieces = None
+        if question.pieces:
+            read = self._tokenizer.decode
+            pieces = [[read([i], skip_special_tokens=False) for i in ids] for ids in token_ids]
+        return Encoded(question.id, token_ids, pieces)
+
+    def _decode(self, question: DecodeReq) -> Decoded:
+        vocab_size = self._limits.vocab_size
+        highest = max((max(ids) for ids in question.token_ids if ids), default=0)
+        if highest >= vocab_size:
+            problem = f"token id {highest} is not in the model's vocabulary; ids go from 0 to {vocab_size - 1}"
+            return Decoded(question.id, error=problem)
+        skip = question.skip_special_tokens
+        return Decoded(
+            question.id, [self._tokenizer.decode(ids, skip_special_tokens=skip) for ids in question.token_ids]
+        )

@@ -1,0 +1,102 @@
+"""Every kind of answer against its declared shape, which the OpenAPI page shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from pydantic import BaseModel
+from support.fake_engine import FakeEngine, events, with_engine
+
+from pdserve.messages.outputs import ReqError
+from pdserve.server.http.answers import ErrorAnswer
+from pdserve.server.http.app import ORDERS, QUESTIONS, STREAMS
+
+LOGPROBS = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+NATIVE_LOGPROBS = {
+    "return_logprob": True,
+    "logprob_start_len": 0,
+    "top_logprobs_num": 1,
+    "return_prompt_token_ids": True,
+}
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+POSTS: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2}}),
+    ("/generate", {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 2, "n": 2}, **NATIVE_LOGPROBS}),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 2}),
+    ("/v1/completions", {"prompt": [1], "n": 2, "echo": True, "logprobs": 2, "return_token_ids": True}),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", {**CHAT, **LOGPROBS, "n": 2}),
+]
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("/tokenize", {"prompt": "a b"}),
+    ("/tokenize", {"prompt": ["a b", "c"], "return_token_strs": True}),
+    ("/detokenize", {"tokens": [1, 2]}),
+    ("/detokenize", {"tokens": [[1], [2]]}),
+    ("/abort_request", {"abort_all": True}),
+]
+ANSWERS = {path: answer for path, _, _, answer in ORDERS}
+
+
+def check(model: type[BaseModel], content: Any) -> None:
+    """Strictly, as JSON: a number is no string, and nothing is left over."""
+    model.model_validate_json(orjson.dumps(content), strict=True)
+
+
+@pytest.mark.parametrize(("path", "body"), POSTS + OTHERS)
+def test_plain_answers(path: str, body: dict[str, Any]) -> None:
+    async def run(engine: FakeEngine) -> None:
+        response = await engine.post(path, body)
+        assert response.status_code == 200, response.text
+        check(ANSWERS[path], response.json())
+
+    with_engine(run)
+
+
+@pytest.mark.parametrize("usage", [{}, {"include_usage": True}, {"continuous_usage_stats": True}])
+@pytest.mark.parametrize(("path", "body"), POSTS)
+def test_streamed_answers(path: str, body: dict[str, Any], usage: dict[str, bool]) -> None:
+    async def run(engine: FakeEngine) -> None:
+        options = {} if path == "/generate" else {"stream_options": usage}
+        chunks = events(await engine.post(path, {**body, **options, "stream": True}))
+        assert chunks
+        for chunk in chunks:
+            check(STREAMS[path], chunk)
+
+    with_engine(run)
+
+
+def test_questions() -> None:
+    async def run(engine: FakeEngine) -> None:
+        for path, _, answer in QUESTIONS:
+            response = await engine.get(path.replace("{name:path}", "smollm2"))
+            assert response.status_code == 200
+            check(answer, response.json())
+
+    with_engine(run)
+
+
+def test_errors() -> None:
+    async def run(engine: FakeEngine) -> None:
+        engine.errors = [ReqError("", 400, "too long", field="text", code="context_length_exceeded")]
+        too_long = await engine.post("/v1/completions", {"prompt": "a"})
+        assert too_long.json()["error"]["code"] == "context_length_exceeded"
+        for response in (too_long, await engine.get("/nope"), await engine.post("/generate", {"a": 1})):
+            assert response.status_code >= 400
+            check(ErrorAnswer, response.json())
+
+    with_engine(run)
+
+
+def test_the_openapi_page_shows_them() -> None:
+    async def run(engine: FakeEngine) -> None:
+        page = (await engine.get("/openapi.json")).json()
+        names = page["components"]["schemas"]
+        assert {"ChatAnswer", "CompletionAnswer", "GenerateAnswer", "ErrorAnswer", "ModelList"} <= names.keys()
+        chat = page["paths"]["/v1/chat/completions"]["post"]["responses"]
+        assert chat["200"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatAnswer"}
+        assert chat["200"]["content"]["text/event-stream"]["schema"] == {"$ref": "#/components/schemas/ChatChunk"}
+        assert chat["4XX"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorAnswer"}
+
+    with_engine(run)

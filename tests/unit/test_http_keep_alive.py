@@ -1,0 +1,74 @@
+"""A stream on which nothing moves: a comment now and then, and the status before the first token."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from support.fake_engine import FakeEngine, with_engine
+
+from pdserve.messages.outputs import FinishType, ReqError, TextBatch
+from pdserve.server.http import engine_response
+from pdserve.server.http.submission import Submission
+
+STREAM = {"prompt": "a", "stream": True}
+COMMENT = ": keep-alive"
+
+
+async def silent(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, ticks: int) -> asyncio.Task[httpx.Response]:
+    """A streaming request whose engine has been silent for more than so many intervals."""
+    seen = 0
+    enough = asyncio.Event()
+    tick = Submission.tick
+
+    def count(submission: Submission) -> None:
+        nonlocal seen
+        seen += 1
+        tick(submission)
+        if seen > ticks:
+            monkeypatch.setattr(engine_response, "KEEP_ALIVE_SECONDS", 60.0)
+            enough.set()
+
+    monkeypatch.setattr(Submission, "tick", count)
+    monkeypatch.setattr(engine_response, "KEEP_ALIVE_SECONDS", 0.001)
+    task = asyncio.create_task(engine.post("/v1/completions", STREAM))
+    async with asyncio.timeout(10):
+        await enough.wait()
+    return task
+
+
+def test_a_silent_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(engine: FakeEngine) -> httpx.Response:
+        task = await silent(monkeypatch, engine, 3)
+        item = engine.text(engine.requests[0], "w0 ", [0], FinishType.LENGTH)
+        engine.client.dispatch([TextBatch([item])])
+        return await task
+
+    response = with_engine(run, hold=True)
+    assert response.status_code == 200
+    parts = response.text.split("\n\n")
+    assert parts.count(COMMENT) >= 3
+    told = [part for part in parts if part != COMMENT]
+    assert told[0].startswith("data: {")
+    assert told[1:] == ["data: [DONE]", ""]
+
+
+def test_an_error_after_the_first_comment_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(engine: FakeEngine) -> httpx.Response:
+        task = await silent(monkeypatch, engine, 1)
+        engine.client.dispatch([ReqError(engine.requests[0].rid, 503, "the peer is gone")])
+        return await task
+
+    response = with_engine(run, hold=True)
+    assert response.status_code == 200
+    assert response.text.startswith(COMMENT)
+    assert '"the peer is gone"' in response.text
+    assert response.text.endswith("data: [DONE]\n\n")
+
+
+def test_a_short_answer_has_no_comment() -> None:
+    async def run(engine: FakeEngine) -> httpx.Response:
+        return await engine.post("/v1/completions", STREAM)
+
+    assert COMMENT not in with_engine(run).text
