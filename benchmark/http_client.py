@@ -1,24 +1,24 @@
-"""An HTTP/1.1 client made for measuring: callbacks from the socket to the recorder, no stream objects in between.
+"""The load generator's HTTP client: callbacks from the socket to the recorder, no stream objects in between.
 
-A general client runs a stack of coroutines for each chunk, which at a few thousand tokens a second takes a good part of
-a core, on the machine that it measures, and delays its own time stamps. Here a chunk costs one parser call, and its
-time is taken when the event loop hands over the bytes. docs/benchmarks.md has the figures.
-
-A connection: connecting → idle → (waiting for the head → reading the body → idle)* → closed.
+It stands on the connections that the router uses, too. A chunk costs one parser call, and its time is taken when the
+event loop hands over the bytes: what a general client does for each chunk would take a good part of a core, on the
+machine that it measures, and delay its own time stamps. docs/benchmarks.md has the figures.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-import httptools
 import orjson
 
+from ..runtime.web.client.client import header_lines, request_head
+from ..runtime.web.client.connection import Connection, Headers
+from ..runtime.web.client.errors import ClientError, ConnectionGone
+from ..runtime.web.client.pool import Origin, Pool
 from .errors import RequestError
 
 CONNECT_TIMEOUT_SECONDS = 10.0
@@ -33,101 +33,53 @@ class BodySink(Protocol):
         """Bytes that came at ``at`` (of the client's clock)."""
 
 
-class ConnectionGone(RequestError):
-    """The server closed the connection before the answer was complete. ``untouched``: before it said anything."""
-
-    def __init__(self, untouched: bool, reason: str) -> None:
-        super().__init__(f"the server closed the connection {'before' if untouched else 'within'} the answer{reason}")
-        self.untouched = untouched
-
-
-class _Connection(asyncio.Protocol):
-    """One connection, one request at a time."""
+class _TimedConnection(Connection):
+    """``now``: when the bytes came that are being parsed."""
 
     def __init__(self, clock: Clock) -> None:
-        self.usable = False
+        super().__init__()
         self._clock = clock
-        self.text = bytearray()
-        self._transport: asyncio.Transport | None = None
-        self._done: asyncio.Future[int] | None = None
-        self._begin_answer(None)
-
-    def _begin_answer(self, sink: BodySink | None) -> None:
-        self.text.clear()
-        self._sink = sink
-        self._status = 0
-        self._framed = False
-        self._untouched = True
-        self._now = 0.0
-        self._parser = httptools.HttpResponseParser(self)
-
-    # asyncio's side
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # A cast, because uvloop's transports have these methods without being subclasses.
-        self._transport = cast(asyncio.Transport, transport)
-        self.usable = True
+        self.now = 0.0
 
     def data_received(self, data: bytes) -> None:
-        self._now = self._clock()
-        self._untouched = False
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as e:
-            self._finish(RequestError(f"not HTTP: {e}"))
-            self.close()
+        self.now = self._clock()
+        super().data_received(data)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.usable = False
-        if self._done is None or self._done.done():
-            return
-        if exc is None and self._status and not self._framed:
-            # Neither a length nor chunks were announced: then the end of the connection is the body's.
-            self._finish(None)
-        else:
-            self._finish(ConnectionGone(self._untouched, f": {exc}" if exc else ""))
 
-    # the parser's side
+class _Exchange:
+    """One request and its answer: what a ``Receiver`` is. ``text``: a body that no sink took."""
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._framed |= name.lower() in (b"content-length", b"transfer-encoding")
+    def __init__(self, connection: _TimedConnection, sink: BodySink | None) -> None:
+        self.text = bytearray()
+        self._connection = connection
+        self._sink = sink
+        self._status = 0
+        self._done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    def on_headers_complete(self) -> None:
-        self._status = self._parser.get_status_code()
-
-    def on_body(self, body: bytes) -> None:
-        if self._status == 200 and self._sink is not None:
-            self._sink.feed(body, self._now)
-        else:
-            self.text += body
-
-    def on_message_complete(self) -> None:
-        self.usable = self.usable and self._parser.should_keep_alive()
-        self._finish(None)
-
-    # the client's side
-
-    async def exchange(self, message: bytes, sink: BodySink | None) -> int:
-        """Send one request, wait for the whole answer, return its status. ``text`` holds a body that no sink took."""
-        assert self._transport is not None
-        self._begin_answer(sink)
-        self._done = asyncio.get_running_loop().create_future()
-        self._transport.write(message)
+    async def run(self, message: bytes) -> int:
+        """Send the request, wait for the whole answer, return its status; raises ``ClientError``."""
+        self._connection.ask([message], self)
         try:
             return await self._done
         finally:
             # Cancelled in the middle of an answer: the rest of it must not reach the next request.
             if not self._done.done() or self._done.cancelled():
-                self.close()
+                self._connection.close()
 
-    def close(self) -> None:
-        """Drop the connection."""
-        self.usable = False
-        if self._transport is not None:
-            self._transport.abort()
+    def take_head(self, status: int, headers: Headers) -> None:
+        """See ``Receiver``."""
+        self._status = status
 
-    def _finish(self, error: Exception | None) -> None:
-        if self._done is None or self._done.done():
+    def take_body(self, data: bytes) -> None:
+        """See ``Receiver``."""
+        if self._status == 200 and self._sink is not None:
+            self._sink.feed(data, self._connection.now)
+        else:
+            self.text += data
+
+    def take_end(self, error: ClientError | None) -> None:
+        """See ``Receiver``."""
+        if self._done.done():
             return
         if error is None:
             self._done.set_result(self._status)
@@ -144,13 +96,12 @@ class HttpClient:
     def __init__(self, base_url: str, api_key: str | None = None, clock: Clock = time.perf_counter) -> None:
         self.clock = clock
         url = urlsplit(base_url)
-        assert url.hostname is not None
-        self._host, self._path = url.hostname, url.path.rstrip("/")
-        self._tls = ssl.create_default_context() if url.scheme == "https" else None
-        self._port = url.port or (443 if self._tls else 80)
-        authorization = f"authorization: Bearer {api_key}\r\n" if api_key else ""
-        self._headers = f"host: {url.netloc.rpartition('@')[2]}\r\naccept: */*\r\n{authorization}"
-        self._idle: list[_Connection] = []
+        self._path = url.path.rstrip("/")
+        headers = [(b"host", url.netloc.rpartition("@")[2].encode()), (b"accept", b"*/*")]
+        if api_key:
+            headers.append((b"authorization", f"Bearer {api_key}".encode()))
+        self._headers = header_lines(headers)
+        self._pool = Pool(Origin.of(base_url), lambda: _TimedConnection(clock), CONNECT_TIMEOUT_SECONDS)
 
     async def get_json(self, path: str) -> Any:
         """The JSON that GET ``path`` answers; raises ``RequestError``."""
@@ -166,46 +117,31 @@ class HttpClient:
 
     def close(self) -> None:
         """Close the idle connections."""
-        for connection in self._idle:
-            connection.close()
-        self._idle.clear()
+        self._pool.close()
 
     def _message(self, method: str, path: str, body: bytes) -> bytes:
-        content = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n" if method == "POST" else ""
-        return f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}{content}\r\n".encode() + body
+        own = header_lines([(b"content-type", b"application/json")]) if method == "POST" else b""
+        return request_head(method, self._path + path, self._headers, own, len(body)) + body
 
     async def _request(self, message: bytes, sink: BodySink | None) -> bytes:
-        while True:
-            connection, is_new = await self._connection()
-            try:
-                status = await connection.exchange(message, sink)
-            except ConnectionGone as e:
-                if e.untouched and not is_new:
-                    # The server gave up a connection that was idle for long, just when it was wanted: no failure.
-                    continue
-                raise
-            if connection.usable:
-                self._idle.append(connection)
-            else:
-                connection.close()
-            if status != 200:
-                raise RequestError(f"HTTP {status}: {connection.text[:MAX_ERROR_CHARS].decode(errors='replace')}")
-            return bytes(connection.text)
-
-    async def _connection(self) -> tuple[_Connection, bool]:
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.usable:
-                return connection, False
-        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(self.clock), self._host, self._port, ssl=self._tls
-                )
-        except (OSError, TimeoutError) as e:
-            raise RequestError(f"no connection to {self._host}:{self._port}: {e or 'timed out'}") from e
-        return connection, True
+            while True:
+                kept = self._pool.take_kept()
+                connection = kept or await self._pool.connect()
+                exchange = _Exchange(connection, sink)
+                try:
+                    status = await exchange.run(message)
+                    break
+                except ConnectionGone as e:
+                    # The server gave up a connection that was idle for long, just when it was wanted: no failure.
+                    if not (e.untouched and kept):
+                        raise
+        except ClientError as e:
+            raise RequestError(str(e)) from e
+        self._pool.give_back(connection)
+        if status != 200:
+            raise RequestError(f"HTTP {status}: {exchange.text[:MAX_ERROR_CHARS].decode(errors='replace')}")
+        return bytes(exchange.text)
 
 
 def _parse(path: str, body: bytes) -> Any:

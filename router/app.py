@@ -7,7 +7,6 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
 
-import httpx
 import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,6 +17,7 @@ from starlette.routing import Route
 
 from ..messages.decode import shown
 from ..runtime.web.auth import ApiKeyAuth
+from ..runtime.web.client.client import HttpClient
 from ..runtime.web.errors import error_body
 from .dispatcher import Dispatcher
 from .endpoints import HEALTH_PROMPT, ControlEndpoints, GenerationEndpoint, error_response, json_response
@@ -25,11 +25,10 @@ from .errors import RouterError
 from .fleet import Fleet
 from .health import HealthMonitor
 from .options import RouterOptions
+from .plain_paths import PlainPaths
 
 GENERATION_PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
 MODEL_PATHS = ("/v1/models", "/v1/models/{name:path}", "/model_info", "/get_model_info")
-KEEPALIVE_EXPIRY = 4.0
-"""Seconds; below uvicorn's 5 s for idle connections, so that a request rarely meets one that is just being closed."""
 DEAD_HOST_OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3),
@@ -40,16 +39,11 @@ DEAD_HOST_OPTIONS = [
 """A host that vanishes without closing its connections is noticed in about 6 s, however long the answer is silent."""
 
 
-def make_client(options: RouterOptions) -> httpx.AsyncClient:
-    """The client that all requests to instances go through. Time limits are the callers'."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_EXPIRY)
-    return httpx.AsyncClient(
-        transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=DEAD_HOST_OPTIONS),
-        timeout=httpx.Timeout(None, connect=options.connect_timeout),
-        # An answer is passed on as it is, so it must come unpacked.
-        headers={"accept-encoding": "identity", "user-agent": "pdserve-router"},
-        trust_env=False,
-    )
+def make_client(options: RouterOptions) -> HttpClient:
+    """The client that all requests to instances go through."""
+    # An answer is passed on as it is, so it must come unpacked.
+    headers = [(b"accept-encoding", b"identity"), (b"user-agent", b"pdserve-router")]
+    return HttpClient(headers, options.connect_timeout, DEAD_HOST_OPTIONS)
 
 
 def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) -> Starlette:
@@ -77,7 +71,7 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
         finally:
             checks.cancel()
             await asyncio.wait((checks,))
-            await client.aclose()
+            client.close()
 
     return Starlette(
         routes=[
@@ -91,7 +85,10 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
             Route("/abort_request", control.abort_request, methods=["POST"]),
             Route("/flush_cache", control.flush_cache, methods=["GET", "POST"]),
         ],
-        middleware=[Middleware(ApiKeyAuth, api_key=options.api_key)] if options.api_key else [],
+        middleware=[
+            *([Middleware(ApiKeyAuth, api_key=options.api_key)] if options.api_key else []),
+            Middleware(PlainPaths),
+        ],
         exception_handlers={
             HTTPException: answer_http_exception,
             RouterError: answer_router_error,

@@ -7,10 +7,10 @@ from starlette.types import Send
 
 from ..runtime.web.errors import error_body
 from .errors import RouterError
+from .headers import JSON_TYPE, Headers
 
 DONE = b"data: [DONE]\n\n"
 """Ends every stream, after an error too: clients wait for it."""
-Headers = list[tuple[bytes, bytes]]
 
 
 class ClientAnswer:
@@ -49,9 +49,7 @@ class ClientAnswer:
             event = orjson.dumps(error_body(error.status, error.message, error.kind))
             await self.finish(b"data: " + event + b"\n\n" + DONE)
             return
-        headers = [(b"content-type", b"application/json")]
-        if error.retry_after:
-            headers.append((b"retry-after", error.retry_after.encode("latin-1")))
+        headers = [JSON_TYPE, *error.headers]
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         await self.whole(error.status, headers, error.body())

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import httpx
-
+from ..runtime.web.client.client import HttpClient
 from ..runtime.web.errors import error_status
 from .client_answer import ClientAnswer
 from .errors import InstanceAnsweredError, NoInstanceError, RouterError, parse_error
 from .fleet import Fleet, Pair, Target
+from .headers import CONTENT_TYPE, Headers, passed_back
 from .instance import Instance
 from .leg import Leg, LegLimits
 from .options import RouterOptions
@@ -37,6 +37,9 @@ RETRY_PAUSE = 0.05
 LINGER = 5.0
 """Seconds that a prefill's leg may stay open after the decode's answer is complete."""
 ERROR_EVENT = b'data: {"error"'
+EVENT_STREAM = b"text/event-stream"
+UNTYPED = (CONTENT_TYPE, b"application/octet-stream")
+UNCACHED = (b"cache-control", b"no-cache")
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,14 @@ class RoutedRequest:
     """A client's request: where it goes, what is passed on of its headers, and its body."""
 
     path: str
-    headers: Mapping[bytes, bytes]
+    headers: Headers
     body: RequestBody
 
 
 class Dispatcher:
     """Serves requests from a fleet."""
 
-    def __init__(self, fleet: Fleet, client: httpx.AsyncClient, options: RouterOptions) -> None:
+    def __init__(self, fleet: Fleet, client: HttpClient, options: RouterOptions) -> None:
         self._fleet = fleet
         self._client = client
         self._limits = LegLimits(options.first_byte_timeout, options.idle_timeout)
@@ -123,7 +126,7 @@ class Dispatcher:
         with instance.computing(request.body.prompt_tokens):
             async with Leg(self._client, self._fleet, instance, self._limits) as leg:
                 await leg.open("POST", request.path, body, request.headers)
-                await leg.read_all()
+                await leg.discard()
 
     async def _serve_alone(self, instance: Instance, request: RoutedRequest, answer: ClientAnswer) -> None:
         """One instance computes the prompt and the answer."""
@@ -141,19 +144,21 @@ class Dispatcher:
     ) -> None:
         """Run the leg whose answer goes to the client; ``begun`` is called when it begins."""
         async with Leg(self._client, self._fleet, instance, self._limits) as leg:
-            response = await leg.open("POST", request.path, body, request.headers)
+            head = await leg.open("POST", request.path, body, request.headers)
             begun()
-            content_type = response.headers.get("content-type", "application/octet-stream")
-            headers = [(b"content-type", content_type.encode("latin-1"))]
-            if not content_type.startswith("text/event-stream"):
-                return await answer.whole(response.status_code, headers, await leg.read_all())
-            async for events in leg.events():
+            content_type = head.header(CONTENT_TYPE)
+            headers = [*([] if content_type else [UNTYPED]), *passed_back(head.headers)]
+            if content_type is None or not content_type.lower().startswith(EVENT_STREAM):
+                return await answer.whole(head.status, headers, await leg.read_all())
+            if head.header(b"cache-control") is None:
+                headers.append(UNCACHED)
+            while events := await leg.next_events():
                 if not answer.started:
                     raise_first_error(events, instance)
-                    await answer.start(response.status_code, [*headers, (b"cache-control", b"no-cache")])
+                    await answer.start(head.status, headers)
                 await answer.write(events)
             if not answer.started:
-                await answer.start(response.status_code, headers)
+                await answer.start(head.status, headers)
             await answer.finish()
 
     def _let_linger(self, prefill: asyncio.Task[None]) -> None:
@@ -190,4 +195,4 @@ def raise_first_error(events: bytes, instance: Instance) -> None:
     if not events.startswith(ERROR_EVENT):
         return
     first = events.partition(b"\n\n")[0].removeprefix(b"data: ")
-    raise InstanceAnsweredError(error_status(parse_error(first) or {}), first, str(instance))
+    raise InstanceAnsweredError(error_status(parse_error(first) or {}), first, str(instance), ())

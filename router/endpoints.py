@@ -7,26 +7,24 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-import httpx
 import orjson
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..runtime.web.body import BodyTooLarge, read_body
+from ..runtime.web.client.client import HttpClient
+from ..runtime.web.client.errors import ClientError
 from ..runtime.web.errors import error_body
 from .client_answer import ClientAnswer
 from .dispatcher import Dispatcher, RoutedRequest, drop
 from .errors import BodyTooLargeError, NoInstanceError, RouterError
 from .fleet import Fleet
+from .headers import Headers, passed_back, passed_on, without_type
 from .instance import HealthState, Instance, Role
 from .options import RouterOptions
 from .request_body import RequestBody
 
-PASSED_ON = frozenset({b"authorization", b"x-request-id", b"traceparent", b"tracestate"})
-"""Client headers that an instance gets to see."""
-DOT_SEGMENTS = frozenset({".", ".."})
 QUESTION_TIMEOUT = 5.0
 """Seconds that an instance may take to answer anything but a generation."""
 RID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
@@ -39,6 +37,7 @@ class Said(NamedTuple):
     instance: Instance
     status: int
     body: Any
+    headers: Headers = ()
 
     @property
     def ok(self) -> bool:
@@ -73,7 +72,7 @@ class GenerationEndpoint:
             raw = await body_of(Request(scope, receive), self._max_body_bytes)
             path, raw = (scope["path"], raw) if self._fixed_body is None else ("/generate", self._fixed_body)
             request_body = RequestBody.parse(raw, RID_PREFIXES.get(path, ""))
-            request = RoutedRequest(path, passed_on_headers(scope), request_body)
+            request = RoutedRequest(path, passed_on(scope["headers"]), request_body)
             await self._serve(request, answer, receive)
         except RouterError as exc:
             await answer.fail(exc)
@@ -95,7 +94,7 @@ class GenerationEndpoint:
 class ControlEndpoints:
     """Endpoints that the router answers itself, or after asking every instance."""
 
-    def __init__(self, fleet: Fleet, client: httpx.AsyncClient, options: RouterOptions) -> None:
+    def __init__(self, fleet: Fleet, client: HttpClient, options: RouterOptions) -> None:
         self._fleet = fleet
         self._client = client
         self._options = options
@@ -112,13 +111,11 @@ class ControlEndpoints:
 
     async def ask_one(self, request: Request) -> Response:
         """GET /v1/models and the like: what the first healthy instance says; all serve the same model."""
-        if has_dot_segments(request.scope["path"]):
-            raise HTTPException(404)
         answers_clients = (Role.WORKER, Role.DECODE, Role.PREFILL)
         for instance in sorted(self._fleet.healthy(), key=lambda i: answers_clients.index(i.role)):
             said = await self._ask(instance, request)
             if said.status:
-                return json_response(said.body, said.status)
+                return answer_of(said)
         return error_response(NoInstanceError("no instance is healthy"))
 
     async def server_info(self, request: Request) -> Response:
@@ -150,21 +147,25 @@ class ControlEndpoints:
 
     async def _ask(self, instance: Instance, request: Request, body: bytes = b"") -> Said:
         """An instance's answer to the client's own question. Never raises: a failure is what the answer tells."""
-        url, headers = instance.url + quote(request.scope["path"]), passed_on_headers(request.scope)
         if instance.state is HealthState.UNHEALTHY:
             return Said(instance, 0, instance.reason)
+        scope = request.scope
+        # The server leaves out the body of an answer to HEAD by itself.
+        method = "GET" if request.method == "HEAD" else request.method
         try:
             async with asyncio.timeout(QUESTION_TIMEOUT):
-                response = await self._client.request(request.method, url, content=body, headers=headers)
+                path, headers = quote(scope["path"]), passed_on(scope["headers"])
+                answer = await self._client.fetch(method, instance.url, path, body, headers)
         except TimeoutError:
             return Said(instance, 0, f"no answer within {QUESTION_TIMEOUT:g} s")
-        except httpx.TransportError as exc:
-            self._fleet.report_failure(instance, f"can't be reached ({type(exc).__name__}: {exc})")
+        except ClientError as exc:
+            self._fleet.report_failure(instance, f"can't be reached ({exc})")
             return Said(instance, 0, instance.reason)
         try:
-            return Said(instance, response.status_code, orjson.loads(response.content) if response.content else None)
+            content = orjson.loads(answer.body) if answer.body else None
         except orjson.JSONDecodeError:
-            return Said(instance, response.status_code, response.text)
+            content = answer.body.decode(errors="replace")
+        return Said(instance, answer.status, content, passed_back(answer.headers))
 
 
 async def body_of(request: Request, limit: int) -> bytes:
@@ -181,16 +182,6 @@ async def until_disconnect(receive: Receive) -> None:
         pass
 
 
-def passed_on_headers(scope: Scope) -> dict[bytes, bytes]:
-    """The headers that an instance gets: a few of the client's, and ours. Bytes, as a value need not be ASCII."""
-    return {b"content-type": b"application/json", **{k: v for k, v in scope["headers"] if k in PASSED_ON}}
-
-
-def has_dot_segments(path: str) -> bool:
-    """Whether a part of ``path`` is ``.`` or ``..``: on the way to the instance it would lead elsewhere."""
-    return not DOT_SEGMENTS.isdisjoint(path.split("/"))
-
-
 def refusal(told: list[Said]) -> Response | None:
     """The answer to a client whose order was refused by an instance, or reached none; None when it was carried out.
 
@@ -201,8 +192,15 @@ def refusal(told: list[Said]) -> Response | None:
         return error_response(NoInstanceError("no instance can be reached"))
     for said in reached:
         if not said.ok:
-            return json_response(said.body, said.status)
+            return answer_of(said)
     return None
+
+
+def answer_of(said: Said) -> Response:
+    """One instance's answer, as the client's."""
+    response = json_response(said.body, said.status)
+    response.raw_headers.extend(without_type(said.headers))
+    return response
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -213,6 +211,5 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 def error_response(error: RouterError) -> Response:
     """An error in the API's shape."""
     response = json_response(error_body(error.status, error.message, error.kind), error.status)
-    if error.retry_after:
-        response.headers["retry-after"] = error.retry_after
+    response.raw_headers.extend(error.headers)
     return response

@@ -7,15 +7,19 @@ from typing import Any
 import orjson
 
 from ..runtime.web.errors import error_body
+from .headers import Headers, without_type
 
 
 class RouterError(Exception):
-    """A request can't be served. ``retryable``: the same request may well succeed on another instance."""
+    """A request can't be served. ``retryable``: the same request may well succeed on another instance.
+
+    ``headers``: what goes with the answer, beside its content type.
+    """
 
     status = 500
     kind = "server_error"
     retryable = False
-    retry_after: str | None = None
+    headers: Headers = ()
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -45,7 +49,7 @@ class NoInstanceError(RouterError):
 
     status = 503
     kind = "overloaded_error"
-    retry_after = "1"
+    headers = ((b"retry-after", b"1"),)
 
 
 class InstanceGoneError(RouterError):
@@ -68,11 +72,11 @@ class InstanceAnsweredError(RouterError):
 
     kind = "server_error"
 
-    def __init__(self, status: int, answer: bytes, where: str, retry_after: str | None = None) -> None:
+    def __init__(self, status: int, answer: bytes, where: str, headers: Headers) -> None:
         parsed = parse_error(answer)
         super().__init__(str(parsed["message"]) if parsed else f"{where} answered with status {status}")
         self.status = status
-        self.retry_after = retry_after
+        self.headers = without_type(headers)
         self.retryable = status in (502, 503)
         self._answer = answer if parsed else None
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from http import HTTPStatus
 
-import httpx
-
+from ..runtime.web.client.client import HttpClient
+from ..runtime.web.client.errors import ClientError
 from .errors import parse_error
 from .fleet import Fleet
 from .instance import HealthState, Instance
@@ -26,7 +27,7 @@ once."""
 class HealthMonitor:
     """Keeps the states of a fleet's instances true."""
 
-    def __init__(self, fleet: Fleet, client: httpx.AsyncClient, options: RouterOptions) -> None:
+    def __init__(self, fleet: Fleet, client: HttpClient, options: RouterOptions) -> None:
         self._fleet = fleet
         self._client = client
         self._interval = options.health_check_interval
@@ -62,10 +63,10 @@ class HealthMonitor:
         """What is wrong with the instance; None: nothing. Raises ``TimeoutError`` for no answer in time."""
         try:
             async with asyncio.timeout(self._timeout):
-                response = await self._client.get(instance.url + "/health")
-        except httpx.TransportError as exc:
-            return f"can't be reached ({type(exc).__name__}: {exc})"
-        if response.status_code == httpx.codes.OK:
+                answer = await self._client.fetch("GET", instance.url, "/health")
+        except ClientError as exc:
+            return f"can't be reached ({exc})"
+        if answer.status == HTTPStatus.OK:
             return None
-        error = parse_error(response.content)
-        return f"/health says {response.status_code}" + (f": {error['message']}" if error else "")
+        error = parse_error(answer.body)
+        return f"/health says {answer.status}" + (f": {error['message']}" if error else "")

@@ -1,7 +1,7 @@
 """One request to one instance.
 
-    created ──open()──▶ answered 2xx ──events() | read_all()──▶ done
-       └────────┴── any failure raises ──┴── close() drops the connection, which aborts the request there
+    created ──open()──▶ answered 2xx ──next_events() | read_all() | discard()──▶ done
+       └────────┴── any failure raises ──┴── leaving the block drops the connection, which aborts the request there
 
 An answer's bytes are handed on as they came: nothing is decompressed, and SSE events are not parsed, only kept whole.
 """
@@ -9,17 +9,20 @@ An answer's bytes are handed on as they came: nothing is decompressed, and SSE e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 from typing import NamedTuple, Self
 
-import httpx
-
+from ..runtime.web.client.answer import Answer
+from ..runtime.web.client.client import HttpClient
+from ..runtime.web.client.errors import CannotConnect, ClientError, ConnectionGone
 from .errors import InstanceAnsweredError, InstanceGoneError, InstanceSilentError
 from .fleet import Fleet
+from .headers import Headers, passed_back
 from .instance import Instance
 
 EVENT_END = b"\n\n"
+EVENT_ENDS = (EVENT_END, b"\n\r\n")
+"""Both that servers use; the line before may end in either, too."""
 
 
 class LegLimits(NamedTuple):
@@ -32,13 +35,13 @@ class LegLimits(NamedTuple):
 class Leg:
     """A request to ``instance``. A context manager: leaving it closes the connection unless the answer is complete."""
 
-    def __init__(self, client: httpx.AsyncClient, fleet: Fleet, instance: Instance, limits: LegLimits) -> None:
+    def __init__(self, client: HttpClient, fleet: Fleet, instance: Instance, limits: LegLimits) -> None:
         self.instance = instance
         self._client = client
         self._fleet = fleet
         self._limits = limits
-        self._response: httpx.Response | None = None
-        self._chunks: AsyncIterator[bytes] | None = None
+        self._answer: Answer | None = None
+        self._part = bytearray()  # of an event whose end has not come yet
 
     async def __aenter__(self) -> Self:
         self.instance.in_flight += 1
@@ -49,71 +52,88 @@ class Leg:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.instance.in_flight -= 1
-        if self._response is not None:
-            await self._response.aclose()
+        if self._answer is not None:
+            self._answer.close()
 
-    async def open(self, method: str, path: str, body: bytes, headers: Mapping[bytes, bytes]) -> httpx.Response:
+    async def open(self, method: str, path: str, body: bytes, headers: Headers) -> Answer:
         """Send the request and wait for the answer's head.
 
         Raises ``InstanceGoneError``, ``InstanceSilentError``, or ``InstanceAnsweredError`` for any status but 2xx.
         """
-        request = self._client.build_request(method, self.instance.url + path, content=body, headers=headers)
+        url, idle = self.instance.url, self._limits.idle
         try:
             async with asyncio.timeout(self._limits.first_byte):
-                self._response = await self._client.send(request, stream=True)
+                self._answer = await self._client.send(method, url, path, body, headers, silence=idle)
         except TimeoutError:
             raise self._silent(self._limits.first_byte, "did not begin to answer") from None
-        except httpx.TransportError as exc:
+        except ClientError as exc:
             raise self._gone("before it answered", exc) from exc
-        self._chunks = self._response.aiter_raw()
-        if not self._response.is_success:
-            answer = await self.read_all()
-            retry_after = self._response.headers.get("retry-after")
-            raise InstanceAnsweredError(self._response.status_code, answer, str(self.instance), retry_after)
-        return self._response
+        answer = self._answer
+        if not 200 <= answer.status < 300:
+            body = await self.read_all()
+            raise InstanceAnsweredError(answer.status, body, str(self.instance), passed_back(answer.headers))
+        return answer
 
     async def read_all(self) -> bytes:
-        """The whole answer. Raises ``InstanceGoneError`` or ``InstanceSilentError``."""
+        """The whole answer. Raises ``InstanceGoneError`` or ``InstanceSilentError``.
+
+        Without a limit: its length is what the client asked for and the instance agreed to, and until its end it can
+        be tried elsewhere.
+        """
         parts = []
-        while chunk := await self._next_chunk():
-            parts.append(chunk)
+        while data := await self._read():
+            parts.append(data)
         return b"".join(parts)
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """Runs of whole SSE events as they come: an answer that breaks off never leaves half an event behind.
+    async def discard(self) -> None:
+        """Wait for the answer's end, and keep nothing of it. Raises as ``read_all``."""
+        while await self._read():
+            pass
+
+    async def next_events(self) -> bytes:
+        """A run of whole SSE events, b"" at the end: an answer that breaks off never leaves half an event behind.
 
         Raises ``InstanceGoneError`` or ``InstanceSilentError``.
         """
-        pending = b""
-        while chunk := await self._next_chunk():
+        while data := await self._read():
             # Nearly always true: an instance writes whole events.
-            if not pending and chunk.endswith(EVENT_END):
-                yield chunk
-                continue
-            pending += chunk
-            whole, end, pending = pending.rpartition(EVENT_END)
-            if end:
-                yield whole + end
-        if pending:
-            yield pending + EVENT_END
+            if not self._part and data.endswith(EVENT_ENDS):
+                return data
+            if whole := self._cut(data):
+                return whole
+        part = bytes(self._part)
+        self._part.clear()
+        return part + EVENT_END if part else b""
 
-    async def _next_chunk(self) -> bytes:
+    def _cut(self, data: bytes) -> bytes:
+        """The events that ``data`` completes; what is behind them waits for its end."""
+        part = self._part
+        begin = max(0, len(part) - 2)  # an end may have come in two pieces; what is before it was searched already
+        part += data
+        end = max(at + len(mark) if (at := part.rfind(mark, begin)) >= 0 else 0 for mark in EVENT_ENDS)
+        whole = bytes(part[:end])
+        del part[:end]
+        return whole
+
+    async def _read(self) -> bytes:
         """The next bytes of the answer, b"" at its end."""
-        assert self._chunks is not None, "open() comes first"
+        assert self._answer is not None, "open() comes first"
         try:
-            async with asyncio.timeout(self._limits.idle):
-                return await anext(self._chunks, b"")
+            return await self._answer.read()
         except TimeoutError:
             raise self._silent(self._limits.idle, "went silent in the middle of its answer") from None
-        except httpx.TransportError as exc:
+        except ClientError as exc:
             raise self._gone("in the middle of its answer", exc) from exc
 
-    def _gone(self, when: str, cause: Exception) -> InstanceGoneError:
-        if isinstance(cause, httpx.ConnectError | httpx.ConnectTimeout):
-            message = f"{self.instance} can't be reached"
-        else:
-            message = f"{self.instance} closed the connection {when}"
-        self._fleet.report_failure(self.instance, f"{message} ({type(cause).__name__}: {cause})")
+    def _gone(self, when: str, cause: ClientError) -> InstanceGoneError:
+        match cause:
+            case CannotConnect():
+                message = f"{self.instance} can't be reached"
+            case ConnectionGone():
+                message = f"{self.instance} closed the connection {when}"
+            case _:
+                message = f"{self.instance} does not answer as an HTTP server does"
+        self._fleet.report_failure(self.instance, f"{message} ({cause})")
         return InstanceGoneError(message)
 
     def _silent(self, seconds: float, what: str) -> InstanceSilentError:

@@ -122,7 +122,7 @@ def check_url(url: str) -> str:
     wanted = f"{url!r} is not an instance's URL: write it like http://127.0.0.1:30000"
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        usable = url.isascii() and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         raise RouterOptionsError(wanted) from None
     if not usable or parts.query or parts.fragment or parts.path not in ("", "/"):

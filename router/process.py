@@ -77,9 +77,8 @@ def run_router(options: RouterOptions) -> int:
         datefmt="%H:%M:%S",
         force=True,
     )
-    # One line a request from the HTTP client would be most of the log; uvicorn's steps are of no interest either.
-    for name in ("httpx", "httpcore", "uvicorn"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    # Its steps are of no interest.
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     # It warns of each request that is none: any stranger could fill the log.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     limit_foreign_logs()

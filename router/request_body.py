@@ -22,6 +22,8 @@ BOOTSTRAP_PREFIX = "bootstrap_"
 MAX_PROMPTS = 4096
 """In one body, as at the instances: the router draws rooms and names for each before an instance sees any."""
 PROMPT_FIELDS = ("text", "input_ids", "prompt")
+WRITTEN_LEVELS = 250
+"""How deeply JSON may be nested to be written again for certain: orjson writes up to 254 levels, and reads 1,024."""
 CHARS_PER_TOKEN = 4
 """Of English text, about: enough to tell a long prompt from a short one."""
 
@@ -44,7 +46,8 @@ class RequestBody:
 
     @classmethod
     def parse(cls, raw: bytes, rid_prefix: str = "") -> RequestBody:
-        """Raises ``BadRequestError`` for anything but a JSON object, and for one with too many prompts."""
+        """Raises ``BadRequestError`` for anything but a JSON object, for one with too many prompts, and for one too
+        deep for a pair, whoever would serve it."""
         try:
             fields = orjson.loads(raw)
         except orjson.JSONDecodeError as exc:
@@ -56,6 +59,8 @@ class RequestBody:
                 raise BadRequestError(f"{name}: {count} prompts in one request, the limit is {MAX_PROMPTS}")
         kept = {name: value for name, value in fields.items() if not name.startswith(BOOTSTRAP_PREFIX)}
         if len(kept) == len(fields):
+            if raw.count(b"[") + raw.count(b"{") > WRITTEN_LEVELS:
+                dump(fields)
             return cls(raw, fields, rid_prefix)  # the common case: instances get the client's own bytes
         return cls(dump(kept), kept, rid_prefix)
 

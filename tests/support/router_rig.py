@@ -17,6 +17,8 @@ from .machine import limit
 TIME_LIMIT = limit(10.0)
 EVENT = b'data: {"text": "a"}\n\n'
 DONE = b"data: [DONE]\n\n"
+FLOOD_EVENTS = 256
+FLOOD_EVENT = b"data: " + b"x" * (1 << 18) + b"\n\n"
 
 
 @dataclass
@@ -39,6 +41,7 @@ class FakeInstance:
         self.go_on = asyncio.Event()
         self.port = 0
         self.refuses = False
+        self.flooded = 0
         self._writers = set()
 
     @property
@@ -102,6 +105,20 @@ class FakeInstance:
         for data in (EVENT, EVENT[:7], EVENT[7:] + DONE[:3], DONE[3:], b""):
             self.chunk(writer, data)
             await writer.drain()
+
+    async def do_headers(self, seen, reader, writer):
+        ours = "X-Request-Id: é \r\nx-accel-buffering: no\r\ncache-control: private\r\n"
+        theirs = "server: x\r\ndate: x\r\nconnection: keep-alive\r\nkeep-alive: timeout=9\r\nset-cookie: a=b\r\n"
+        self.reply(writer, seen.body["status"], {"text": "ab"}, f"{ours}{theirs}retry-after: 7\r\n")
+
+    async def do_flood(self, seen, reader, writer):
+        """64 MiB, as fast as the reader takes them."""
+        self.begin_stream(writer)
+        while self.flooded < FLOOD_EVENTS:
+            self.chunk(writer, FLOOD_EVENT)
+            await writer.drain()
+            self.flooded += 1
+        self.chunk(writer, b"")
 
     async def do_bad_request(self, seen, reader, writer):
         self.reply(writer, 400, {"error": {"message": "temperature: too hot", "type": "invalid_request_error"}})

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 
-import httpx
-
 from pdserve.router.fleet import Fleet
 from pdserve.router.health import HealthMonitor
 from pdserve.router.instance import HealthState
 from pdserve.router.options import RouterOptions
+from pdserve.runtime.web.client.client import HttpClient, Whole
+from pdserve.runtime.web.client.errors import CannotConnect
 
 LIMIT = 20.0
+REFUSED = -1
 
 
 def states_after(answers: list[int | None]) -> list[HealthState]:
-    """The states of an instance as it is asked and gives ``answers``: a status, or None for no answer in time."""
+    """The states of an instance as it is asked and gives ``answers``: a status, None for no answer in time, or
+    ``REFUSED``."""
 
     async def run() -> list[HealthState]:
         options = RouterOptions(worker=["http://127.0.0.1:1"], health_check_interval=0.01, health_check_timeout=0.05)
@@ -23,20 +25,23 @@ def states_after(answers: list[int | None]) -> list[HealthState]:
         [instance] = fleet.instances
         given, seen, done = iter(answers), [], asyncio.Event()
 
-        async def answer(request: httpx.Request) -> httpx.Response:
-            seen.append(instance.state)
-            status = next(given, 0)
-            if status == 0:
-                done.set()
-            if not status:
-                await asyncio.Event().wait()
-            return httpx.Response(status)
+        class Client(HttpClient):
+            async def fetch(self, method: str, url: str, path: str, *args: object) -> Whole:
+                assert (method, url, path) == ("GET", instance.url, "/health")
+                seen.append(instance.state)
+                status = next(given, 0)
+                if status == 0:
+                    done.set()
+                if status == REFUSED:
+                    raise CannotConnect("refused")
+                if not status:
+                    await asyncio.Event().wait()
+                return Whole(status, [], b"")
 
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-            checks = asyncio.create_task(HealthMonitor(fleet, client, options).run())
-            async with asyncio.timeout(LIMIT):
-                await done.wait()
-            checks.cancel()
+        checks = asyncio.create_task(HealthMonitor(fleet, Client([], 1.0), options).run())
+        async with asyncio.timeout(LIMIT):
+            await done.wait()
+        checks.cancel()
         return seen[1:]
 
     return asyncio.run(run())
@@ -53,8 +58,9 @@ def test_two_in_a_row_do_and_one_answer_brings_it_back():
     assert states_after([200, None, None, 200]) == [UP, UP, DOWN, UP]
 
 
-def test_an_answer_that_says_no_counts_at_once():
+def test_an_answer_that_says_no_counts_at_once_as_does_a_refused_connection():
     assert states_after([200, 503, 200]) == [UP, DOWN, UP]
+    assert states_after([200, REFUSED, 200]) == [UP, DOWN, UP]
 
 
 def test_who_is_down_stays_down_while_it_is_silent():

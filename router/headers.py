@@ -1,0 +1,39 @@
+"""Which headers go through the router, in either direction. Values pass as bytes: they need not be ASCII."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Headers = Sequence[tuple[bytes, bytes]]
+"""Names in lower case."""
+
+PASSED_ON = frozenset({b"authorization", b"x-request-id", b"traceparent", b"tracestate"})
+"""Of the client's, those that an instance gets to see."""
+CONTENT_TYPE = b"content-type"
+PASSED_BACK = frozenset(
+    {
+        CONTENT_TYPE,
+        b"content-encoding",  # asked for is none; but whoever sends one all the same must be understood
+        b"cache-control",
+        b"x-accel-buffering",
+        b"retry-after",
+        b"x-request-id",
+    }
+)
+"""Of an instance's, those that the client gets. The rest is about the instance's connection, or names its software."""
+JSON_TYPE = (CONTENT_TYPE, b"application/json")
+
+
+def passed_on(headers: Headers) -> Headers:
+    """What an instance gets with a client's request: some of the client's own ``headers``, and the body's type."""
+    return [JSON_TYPE, *(header for header in headers if header[0] in PASSED_ON)]
+
+
+def passed_back(headers: Headers) -> Headers:
+    """What a client gets of an answer's ``headers``."""
+    return [header for header in headers if header[0] in PASSED_BACK]
+
+
+def without_type(headers: Headers) -> Headers:
+    """``headers`` for another body than the one that they came with."""
+    return [header for header in headers if header[0] not in (CONTENT_TYPE, b"content-encoding")]

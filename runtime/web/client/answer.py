@@ -1,0 +1,144 @@
+"""A server's answer as a task reads it.
+
+    asked ──head()──▶ begun ──read() … b""──▶ ended      (anything may raise ``ClientError`` instead)
+      └────────────────┴── close() ──▶ dropped: the connection is closed, which tells the server
+
+What arrives wakes the reading task once, however much it is, and lies in a buffer until that has time for it. When the
+buffer is full, no more is read from the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from .connection import Connection, Headers
+from .errors import BadAnswer, ClientError
+
+MAX_BUFFERED = 64 << 10
+"""Bytes of the body that wait to be read, above which nothing more is taken from the server. One read of the socket,
+256 KiB at most, may come on top."""
+
+
+class Answer:
+    """The answer to one request. ``status`` and ``headers`` are there once it has begun.
+
+    ``silence``: seconds that the server may say nothing while ``read`` waits; None: any time. ``give_back`` takes the
+    connection when the answer is complete.
+    """
+
+    def __init__(self, connection: Connection, give_back: Callable[[], None], silence: float | None) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self._connection = connection
+        self._give_back = give_back
+        self._silence = silence
+        self._pieces: list[bytes] = []
+        self._buffered = 0
+        self._ended = False
+        self._error: ClientError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._waiting_since = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first value of a header, None where there is none. ``name``: in lower case."""
+        return next((value for key, value in self.headers if key == name), None)
+
+    # the connection's side, see Receiver
+
+    def take_head(self, status: int, headers: Headers) -> None:
+        """See ``Receiver``."""
+        self.status, self.headers = status, headers
+        self._wake()
+
+    def take_body(self, data: bytes) -> None:
+        """See ``Receiver``."""
+        self._pieces.append(data)
+        self._buffered += len(data)
+        if self._buffered > MAX_BUFFERED:
+            self._connection.pause()
+        self._wake()
+
+    def take_end(self, error: ClientError | None) -> None:
+        """See ``Receiver``."""
+        self._end(error)
+        if error is None:
+            self._give_back()
+        self._wake()
+
+    # the reader's side
+
+    async def head(self) -> None:
+        """Wait until the answer begins; raises ``ClientError``."""
+        while not self.status and not self._ended:
+            await self._wait()
+        if not self.status and self._error:
+            raise self._error
+
+    async def read(self) -> bytes:
+        """What has come of the body since the last call, waited for if need be; b"" at its end.
+
+        Raises ``ClientError`` when the body breaks off, after all that came of it was read; ``TimeoutError`` when the
+        server is silent for too long.
+        """
+        while not self._pieces:
+            if self._ended:
+                if self._error:
+                    raise self._error
+                return b""
+            await self._wait()
+        pieces = self._pieces
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        if self._buffered > MAX_BUFFERED:
+            self._connection.resume()
+        self._buffered = 0
+        return data
+
+    async def read_all(self, limit: int | None = None) -> bytes:
+        """The whole body. Raises as ``read``, and ``BadAnswer`` for more than ``limit`` bytes."""
+        body = bytearray()
+        while data := await self.read():
+            body += data
+            if limit is not None and len(body) > limit:
+                raise BadAnswer(f"more than {limit} bytes")
+        return bytes(body)
+
+    def close(self) -> None:
+        """Drop what is still to come. Nothing happens where the answer is complete."""
+        if not self._ended:
+            self._end(ClientError("the answer was dropped"))
+            self._connection.close()
+
+    def _end(self, error: ClientError | None) -> None:
+        self._ended = True
+        self._error = error
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        """Return when something has come. One timer for the whole body, moved only when it fires: a timer for each
+        wait would cost more than the rest of it."""
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        if self._silence is not None and self.status:
+            self._waiting_since = loop.time()
+            if self._timer is None:
+                self._timer = loop.call_later(self._silence, self._check_silence, self._silence)
+        await self._waiter
+
+    def _check_silence(self, limit: float) -> None:
+        waiter, loop = self._waiter, asyncio.get_running_loop()
+        waits = waiter is not None and not waiter.done()
+        silent = loop.time() - self._waiting_since if waits else 0.0
+        if waiter is not None and waits and silent >= limit:
+            self._timer = None
+            waiter.set_exception(TimeoutError())
+        else:
+            self._timer = loop.call_later(limit - silent, self._check_silence, limit)

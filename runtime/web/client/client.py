@@ -1,0 +1,135 @@
+"""Requests to servers, each over a connection of its own that is kept for the next one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from .answer import Answer
+from .connection import Connection, Headers
+from .errors import CannotConnect, ConnectionGone
+from .pool import Origin, Pool, SocketOptions
+
+MAX_WHOLE_BYTES = 64 << 20
+"""Of what a question is answered with. Far more than any of them needs: it only keeps a server gone mad from taking all
+memory."""
+FORBIDDEN_IN_VALUE = re.compile(rb"[\0-\x08\n-\x1f\x7f]")
+FORBIDDEN_IN_TARGET = re.compile(r"[^!-~]")
+
+SentHeaders = Iterable[tuple[bytes, bytes]]
+
+
+class Whole(NamedTuple):
+    """A whole answer."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class _Server(NamedTuple):
+    """``head``: what is the same in the heads of all requests to one server."""
+
+    head: bytes
+    pool: Pool[Connection]
+
+
+class HttpClient:
+    """Requests to any number of servers. ``headers`` go with each, beside the host.
+
+    Nothing is limited in time but connecting (``connect_seconds``): how long an answer may take, only who asks knows.
+    Redirects are answers like any other; proxies and other settings of the environment are left alone.
+    """
+
+    def __init__(self, headers: SentHeaders, connect_seconds: float, socket_options: SocketOptions = ()) -> None:
+        self._headers = header_lines(headers)
+        self._connect_seconds = connect_seconds
+        self._socket_options = socket_options
+        self._servers: dict[str, _Server] = {}
+
+    async def send(
+        self,
+        method: str,
+        url: str,
+        path: str,
+        body: bytes = b"",
+        headers: SentHeaders = (),
+        silence: float | None = None,
+    ) -> Answer:
+        """Send a request to the server at ``url`` (``http://host:port``) and wait until its answer begins.
+
+        The answer must be closed by whoever gets it. ``silence``: see ``Answer``. Raises ``ClientError``, and
+        ``ValueError`` for a path or header that can't be sent.
+
+        A kept connection that ends without a word of an answer was most likely given up by the server while it was
+        idle; the request is then sent once more, over a new one. So it may, rarely, have been begun twice: fit for
+        what a server ends when its connection is lost, and for orders that may be given twice.
+        """
+        server = self._server(url)
+        message = [request_head(method, path, server.head, header_lines(headers), len(body)), body]
+        gone: ConnectionGone | None = None
+        if (kept := server.pool.take_kept()) is not None:
+            try:
+                return await self._ask(kept, server.pool, message, silence)
+            except ConnectionGone as e:
+                if not e.untouched:
+                    raise
+                gone = e
+        try:
+            connection = await server.pool.connect()
+        except CannotConnect as e:
+            raise gone or e from None  # what came first says more
+        return await self._ask(connection, server.pool, message, silence)
+
+    async def fetch(self, method: str, url: str, path: str, body: bytes = b"", headers: SentHeaders = ()) -> Whole:
+        """Ask a question, see ``send``. Raises ``BadAnswer`` above ``MAX_WHOLE_BYTES``."""
+        answer = await self.send(method, url, path, body, headers)
+        try:
+            return Whole(answer.status, answer.headers, await answer.read_all(MAX_WHOLE_BYTES))
+        finally:
+            answer.close()
+
+    def close(self) -> None:
+        """Close the connections that are kept."""
+        for server in self._servers.values():
+            server.pool.close()
+
+    async def _ask(
+        self, connection: Connection, pool: Pool[Connection], message: Iterable[bytes], silence: float | None
+    ) -> Answer:
+        answer = Answer(connection, lambda: pool.give_back(connection), silence)
+        connection.ask(message, answer)
+        try:
+            await answer.head()
+        except BaseException:  # also when cancelled: nobody would ever read the answer
+            answer.close()
+            raise
+        return answer
+
+    def _server(self, url: str) -> _Server:
+        server = self._servers.get(url)
+        if server is None:
+            host = urlsplit(url).netloc.rpartition("@")[2].encode("ascii")
+            pool = Pool(Origin.of(url), Connection, self._connect_seconds, self._socket_options)
+            server = self._servers[url] = _Server(b"host: %b\r\n%b" % (host, self._headers), pool)
+        return server
+
+
+def request_head(method: str, path: str, fixed: bytes, own: bytes, body_bytes: int) -> bytes:
+    """A request's head. Raises ``ValueError`` for a path that isn't one on the wire."""
+    if FORBIDDEN_IN_TARGET.search(path):
+        raise ValueError(f"not a path that can be asked for, quote it: {path!r}")
+    size = b"content-length: %d\r\n" % body_bytes if body_bytes or method == "POST" else b""
+    return b"%b %b HTTP/1.1\r\n%b%b%b\r\n" % (method.encode("ascii"), path.encode("ascii"), fixed, own, size)
+
+
+def header_lines(headers: SentHeaders) -> bytes:
+    """Headers as they are sent. Raises ``ValueError`` for a value that would end its line."""
+    lines = []
+    for name, value in headers:
+        if FORBIDDEN_IN_VALUE.search(value):
+            raise ValueError(f"not a value that can be sent: {name!r}: {value!r}")
+        lines.append(b"%b: %b\r\n" % (name, value))
+    return b"".join(lines)

@@ -1,0 +1,111 @@
+"""Connections to one server: as many as there are requests at a time, kept for the next ones."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+from .connection import Connection
+from .errors import CannotConnect
+
+KEEP_SECONDS = 4.0
+"""How long a connection is kept that nobody uses. Below uvicorn's 5 s, so that a request rarely meets one that is just
+being closed."""
+
+C = TypeVar("C", bound=Connection)
+SocketOptions = Sequence[tuple[int, int, int]]
+
+
+class Origin(NamedTuple):
+    """Where a server is."""
+
+    host: str
+    port: int
+    tls: bool
+
+    @staticmethod
+    def of(url: str) -> Origin:
+        """The server of an ``http://`` or ``https://`` URL with a host."""
+        parts = urlsplit(url)
+        tls = parts.scheme == "https"
+        return Origin(parts.hostname or "", parts.port or (443 if tls else 80), tls)
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Pool(Generic[C]):
+    """Takes and gives connections to one server. ``make`` makes a new one; ``connect_seconds``: how long that may take.
+
+    Of those that are kept, the one used last is taken first, so that what a burst has left over gets old and is closed.
+    """
+
+    def __init__(
+        self, origin: Origin, make: Callable[[], C], connect_seconds: float, socket_options: SocketOptions = ()
+    ) -> None:
+        self._origin = origin
+        self._make = make
+        self._connect_seconds = connect_seconds
+        self._socket_options = socket_options
+        self._tls = ssl.create_default_context() if origin.tls else None
+        self._idle: deque[tuple[float, C]] = deque()
+        self._expiry: asyncio.TimerHandle | None = None
+
+    def take_kept(self) -> C | None:
+        """A connection that was kept; None where there is none."""
+        oldest = asyncio.get_running_loop().time() - KEEP_SECONDS
+        while self._idle:
+            since, connection = self._idle.pop()
+            if connection.usable and since > oldest:
+                return connection
+            connection.close()
+        return None
+
+    async def connect(self) -> C:
+        """A new connection; raises ``CannotConnect``."""
+        loop = asyncio.get_running_loop()
+        host, port, _ = self._origin
+        try:
+            async with asyncio.timeout(self._connect_seconds):
+                transport, connection = await loop.create_connection(self._make, host, port, ssl=self._tls)
+        except TimeoutError:
+            raise CannotConnect(f"no connection to {self._origin} within {self._connect_seconds:g} s") from None
+        except (OSError, UnicodeError) as e:  # UnicodeError: the host is no name that could be looked up
+            raise CannotConnect(f"no connection to {self._origin}: {e}") from e
+        for option in self._socket_options:
+            transport.get_extra_info("socket").setsockopt(*option)
+        return connection
+
+    def give_back(self, connection: C) -> None:
+        """Keep a connection whose answer is complete, unless it can't be used again."""
+        if not connection.usable:
+            return
+        loop = asyncio.get_running_loop()
+        self._idle.append((loop.time(), connection))
+        if self._expiry is None:
+            self._expiry = loop.call_later(KEEP_SECONDS, self._expire)
+
+    def close(self) -> None:
+        """Close what is kept."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        while self._idle:
+            self._idle.pop()[1].close()
+
+    def _expire(self) -> None:
+        """Close what nobody has used for long; one timer for all."""
+        loop = asyncio.get_running_loop()
+        self._expiry = None
+        while self._idle:
+            since, connection = self._idle[0]
+            left = since + KEEP_SECONDS - loop.time()
+            if left > 0 and connection.usable:
+                self._expiry = loop.call_later(left, self._expire)
+                return
+            self._idle.popleft()
+            connection.close()

@@ -1,0 +1,151 @@
+"""One leg: which pieces of an answer go on to the client, and what its failures are called."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pdserve.router.errors import InstanceAnsweredError, InstanceGoneError, InstanceSilentError, RouterError
+from pdserve.router.fleet import Fleet
+from pdserve.router.instance import HealthState
+from pdserve.router.leg import Leg, LegLimits
+from pdserve.router.options import RouterOptions
+from pdserve.runtime.web.client.answer import Answer
+from pdserve.runtime.web.client.client import HttpClient
+from pdserve.runtime.web.client.connection import Connection
+from pdserve.runtime.web.client.errors import BadAnswer, CannotConnect, ClientError, ConnectionGone
+
+A, B = b'data: {"text": "a"}\n\n', b'data: {"text": "b"}\n\n'
+CRLF = b": ping\r\n\r\n"
+
+
+class Scripted(Answer):
+    """An answer whose body comes in ``pieces``, one a read; an exception is raised."""
+
+    def __init__(self, pieces: list[bytes | Exception], status: int = 200) -> None:
+        super().__init__(Connection(), lambda: None, None)
+        self.status = status
+        self.pieces = iter(pieces)
+        self.closed = False
+
+    async def read(self) -> bytes:
+        piece = next(self.pieces, b"")
+        if isinstance(piece, Exception):
+            raise piece
+        return piece
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Client(HttpClient):
+    def __init__(self, outcome: Answer | Exception | None) -> None:
+        super().__init__([], 1.0)
+        self.outcome = outcome
+
+    async def send(self, *args: object, silence: float | None = None, **kwargs: object) -> Answer:
+        assert silence == 7.0
+        if self.outcome is None:
+            await asyncio.Event().wait()
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        assert self.outcome is not None
+        return self.outcome
+
+
+class Opened:
+    """What came of one leg: its ``events``, the ``error`` that ended it, and what the fleet heard."""
+
+    def __init__(self, outcome: Answer | Exception | None) -> None:
+        self.fleet = Fleet(RouterOptions(worker=["http://127.0.0.1:1"]))
+        [self.instance] = self.fleet.instances
+        self.fleet.set_state(self.instance, HealthState.HEALTHY, "")
+        self.events: list[bytes] = []
+        self.error: RouterError | None = None
+        asyncio.run(self._run(Client(outcome)))
+        assert (self.instance.in_flight, self.instance.requests) == (0, 1)
+        if isinstance(outcome, Scripted):
+            assert outcome.closed
+
+    async def _run(self, client: Client) -> None:
+        try:
+            async with Leg(client, self.fleet, self.instance, LegLimits(0.01, 7.0)) as leg:
+                assert self.instance.in_flight == 1
+                await leg.open("POST", "/generate", b"{}", [])
+                while events := await leg.next_events():
+                    self.events.append(events)
+        except RouterError as e:
+            self.error = e
+
+
+@pytest.mark.parametrize(
+    ("pieces", "events"),
+    [
+        ([A, B], [A, B]),
+        ([A + B], [A + B]),
+        ([A + B[:5], B[5:]], [A, B]),
+        ([A[:-1], A[-1:]], [A]),
+        ([A[:-1], A[-1:] + B[:3], B[3:] + A], [A, B + A]),
+        ([CRLF, CRLF[:-1], CRLF[-1:] + A[:4], A[4:]], [CRLF, CRLF, A]),
+        ([CRLF[:-2], CRLF[-2:]], [CRLF]),
+        ([A, b"data: x"], [A, b"data: x\n\n"]),
+        ([bytes([byte]) for byte in A + CRLF + B], [A, CRLF, B]),
+        ([], []),
+    ],
+)
+def test_events_go_on_whole(pieces: list[bytes | Exception], events: list[bytes]) -> None:
+    leg = Opened(Scripted(pieces))
+    assert (leg.events, leg.error) == (events, None)
+    assert leg.instance.state is HealthState.HEALTHY
+
+
+def test_half_an_event_is_dropped_where_the_answer_breaks_off() -> None:
+    leg = Opened(Scripted([A, B[:-1], ConnectionGone(False)]))
+    assert leg.events == [A]
+    assert isinstance(leg.error, InstanceGoneError)
+
+
+@pytest.mark.parametrize(
+    ("cause", "says"),
+    [
+        (CannotConnect("refused"), "can't be reached"),
+        (ConnectionGone(True, OSError("reset")), "closed the connection before it answered"),
+        (BadAnswer("not HTTP"), "does not answer as an HTTP server does"),
+    ],
+)
+def test_a_failure_to_answer_is_told_and_takes_the_instance_out(cause: ClientError, says: str) -> None:
+    leg = Opened(cause)
+    assert isinstance(leg.error, InstanceGoneError)
+    assert leg.error.message == f"worker http://127.0.0.1:1 {says}"
+    assert leg.instance.state is HealthState.UNKNOWN
+    assert str(cause) in leg.instance.reason
+    assert leg.instance.check_now.is_set()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "says"),
+    [
+        (None, "did not begin to answer within 0.01 s"),
+        (Scripted([A, TimeoutError()]), "went silent in the middle of its answer within 7 s"),
+    ],
+)
+def test_silence_is_told_and_takes_the_instance_out(outcome: Answer | None, says: str) -> None:
+    leg = Opened(outcome)
+    assert isinstance(leg.error, InstanceSilentError)
+    assert leg.error.message == f"worker http://127.0.0.1:1 {says}"
+    assert leg.instance.state is HealthState.UNKNOWN
+
+
+def test_an_answer_that_is_no_success_is_an_error_with_its_headers() -> None:
+    answer = Scripted([b'{"error": {"message"', b': "full"}}'], 429)
+    answer.headers = [
+        (b"content-type", b"text/x"),
+        (b"retry-after", b"9"),
+        (b"server", b"x"),
+        (b"connection", b"close"),
+    ]
+    leg = Opened(answer)
+    assert isinstance(leg.error, InstanceAnsweredError)
+    assert (leg.error.status, leg.error.message, leg.error.headers) == (429, "full", [(b"retry-after", b"9")])
+    assert leg.instance.state is HealthState.HEALTHY

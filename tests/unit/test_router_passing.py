@@ -1,0 +1,91 @@
+"""What goes through the router and what doesn't: headers, bodies, paths, and how fast."""
+
+import asyncio
+
+import pytest
+from support.router_rig import FLOOD_EVENT, FLOOD_EVENTS, generate, scenario
+
+
+@pytest.mark.parametrize("status", [200, 418])
+def test_headers_that_are_for_the_client_come_back(status):
+    @scenario()
+    async def run(rig):
+        client = await rig.route(worker=[await rig.instance("headers")])
+        response = await generate(client, status=status)
+        assert response.status_code == status
+        headers = {name.lower(): value for name, value in response.headers.raw}
+        assert headers.pop(b"date") != b"x"  # the router's own
+        assert headers.pop(b"content-length") == str(len(response.content)).encode()
+        assert headers.pop(b"server", b"") != b"x"
+        assert headers == {
+            b"content-type": b"application/json",
+            b"x-request-id": "é".encode(),
+            b"x-accel-buffering": b"no",
+            b"cache-control": b"private",
+            b"retry-after": b"7",
+        }
+
+    run()
+
+
+@scenario()
+async def test_a_stream_is_not_to_be_cached(rig):
+    client = await rig.route(worker=[await rig.instance()])
+    assert (await generate(client, stream=True)).headers["cache-control"] == "no-cache"
+
+
+@pytest.mark.parametrize("by_a_pair", [False, True])
+def test_nesting_that_no_pair_could_be_sent_is_refused_on_every_path(by_a_pair):
+    @scenario()
+    async def run(rig):
+        one, other = await rig.instance(), await rig.instance()
+        client = await (rig.route([one], [other]) if by_a_pair else rig.route(worker=[one, other]))
+        for depth in (300, 2000):
+            for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
+                body = b'{"prompt": "x", "text": "x", "metadata": ' + b"[" * depth + b"]" * depth + b"}"
+                response = await client.post(path, content=body)
+                assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert one.requests == other.requests == []
+
+    run()
+
+
+@scenario()
+async def test_a_path_means_the_same_to_the_instance(rig):
+    w = await rig.instance()
+    client = await rig.route(worker=[w])
+    for path in ("/generate%0A", "/v1/completions%0a", "/generate%00"):
+        assert (await client.post(path, json={"text": "x"})).status_code == 404
+    for path in ("/v1/models%0A", "/v1/models/%2e%2e/%2e%2e/flush_cache", "/v1/models/a%0D%0Ab"):
+        response = await client.get(path)
+        assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
+    assert w.requests == []
+    assert {path for _, path, _ in w.questions} == {"/server_info"}  # the rig's own
+
+
+@scenario()
+async def test_a_question_may_be_asked_by_head(rig):
+    w = await rig.instance()
+    client = await rig.route(worker=[w])
+    response = await client.head("/v1/models")
+    assert (response.status_code, response.content) == (200, b"")
+    assert ("GET", "/v1/models", b"") in w.questions
+
+
+@scenario()
+async def test_a_slow_reader_holds_up_its_instance_and_nobody_else(rig):
+    w1, w2 = await rig.instance("flood"), await rig.instance()
+    client = await rig.route(worker=[w1, w2])
+    async with client.stream("POST", "/generate", json={"text": "x", "stream": True}) as response:
+        before, turns = -1, 0
+        while turns < 200 and w1.flooded < FLOOD_EVENTS:
+            turns = turns + 1 if w1.flooded == before else 0
+            before = w1.flooded
+            await asyncio.sleep(0)
+        # What lies in sockets and buffers on the way, and no more.
+        assert w1.flooded < FLOOD_EVENTS / 2
+        assert (await generate(client)).json()["text"] == "ab"
+        size = 0
+        async for data in response.aiter_raw():
+            size += len(data)
+    assert size == FLOOD_EVENTS * len(FLOOD_EVENT)
