@@ -34,8 +34,10 @@ class StreamCost(NamedTuple):
 def request_bytes(path: str, body: dict[str, object]) -> bytes:
     """A POST of ``body``, whose connection the server shall close."""
     content = orjson.dumps(body)
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
-    return head.encode() + content
+    headers = (
+        f"host: localhost\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {len(content)}"
+    )
+    return f"POST {path} HTTP/1.1\r\n{headers}\r\n\r\n".encode() + content
 
 
 class RawStreams:
