@@ -80,30 +80,41 @@ class Leg:
         Without a limit: its length is what the client asked for and the instance agreed to, and until its end it can
         be tried elsewhere.
         """
-        parts = []
-        while data := await self._read():
-            parts.append(data)
-        return b"".join(parts)
+        try:
+            return await self._begun.read_all()
+        except (ClientError, TimeoutError) as exc:
+            raise self._broken(exc) from exc
 
     async def discard(self) -> None:
         """Wait for the answer's end, and keep nothing of it. Raises as ``read_all``."""
-        while await self._read():
-            pass
+        try:
+            while await self._begun.read():
+                pass
+        except (ClientError, TimeoutError) as exc:
+            raise self._broken(exc) from exc
 
     async def next_events(self) -> bytes:
         """A run of whole SSE events, b"" at the end: an answer that breaks off never leaves half an event behind.
 
         Raises ``InstanceGoneError`` or ``InstanceSilentError``.
         """
-        while data := await self._read():
-            # Nearly always true: an instance writes whole events.
-            if not self._part and data.endswith(EVENT_ENDS):
-                return data
-            if whole := self._cut(data):
-                return whole
+        try:
+            while data := await self._begun.read():
+                # Nearly always true: an instance writes whole events.
+                if not self._part and data.endswith(EVENT_ENDS):
+                    return data
+                if whole := self._cut(data):
+                    return whole
+        except (ClientError, TimeoutError) as exc:
+            raise self._broken(exc) from exc
         part = bytes(self._part)
         self._part.clear()
         return part + EVENT_END if part else b""
+
+    @property
+    def _begun(self) -> Answer:
+        assert self._answer is not None, "open() comes first"
+        return self._answer
 
     def _cut(self, data: bytes) -> bytes:
         """The events that ``data`` completes; what is behind them waits for its end."""
@@ -115,15 +126,10 @@ class Leg:
         del part[:end]
         return whole
 
-    async def _read(self) -> bytes:
-        """The next bytes of the answer, b"" at its end."""
-        assert self._answer is not None, "open() comes first"
-        try:
-            return await self._answer.read()
-        except TimeoutError:
-            raise self._silent(self._limits.idle, "went silent in the middle of its answer") from None
-        except ClientError as exc:
-            raise self._gone("in the middle of its answer", exc) from exc
+    def _broken(self, exc: ClientError | TimeoutError) -> InstanceGoneError | InstanceSilentError:
+        if isinstance(exc, ClientError):
+            return self._gone("in the middle of its answer", exc)
+        return self._silent(self._limits.idle, "went silent in the middle of its answer")
 
     def _gone(self, when: str, cause: ClientError) -> InstanceGoneError:
         match cause:

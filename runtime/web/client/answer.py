@@ -72,7 +72,7 @@ class Answer:
     async def head(self) -> None:
         """Wait until the answer begins; raises ``ClientError``."""
         while not self.status and not self._ended:
-            await self._wait()
+            await self._news()
         if not self.status and self._error:
             raise self._error
 
@@ -87,7 +87,7 @@ class Answer:
                 if self._error:
                     raise self._error
                 return b""
-            await self._wait()
+            await self._news()
         pieces = self._pieces
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
@@ -98,12 +98,13 @@ class Answer:
 
     async def read_all(self, limit: int | None = None) -> bytes:
         """The whole body. Raises as ``read``, and ``BadAnswer`` for more than ``limit`` bytes."""
-        body = bytearray()
+        parts, size = list[bytes](), 0
         while data := await self.read():
-            body += data
-            if limit is not None and len(body) > limit:
+            parts.append(data)
+            size += len(data)
+            if limit is not None and size > limit:
                 raise BadAnswer(f"more than {limit} bytes")
-        return bytes(body)
+        return b"".join(parts)
 
     def close(self) -> None:
         """Drop what is still to come. Nothing happens where the answer is complete."""
@@ -119,26 +120,28 @@ class Answer:
             self._timer = None
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
-    async def _wait(self) -> None:
-        """Return when something has come. One timer for the whole body, moved only when it fires: a timer for each
-        wait would cost more than the rest of it."""
+    def _news(self) -> asyncio.Future[None]:
+        """What to wait for: done when something has come. One timer for the whole body, moved only when it fires: a
+        timer for each wait would cost more than the rest of it."""
         loop = asyncio.get_running_loop()
-        self._waiter = loop.create_future()
+        waiter = self._waiter = loop.create_future()
         if self._silence is not None and self.status:
             self._waiting_since = loop.time()
             if self._timer is None:
                 self._timer = loop.call_later(self._silence, self._check_silence, self._silence)
-        await self._waiter
+        return waiter
 
     def _check_silence(self, limit: float) -> None:
         waiter, loop = self._waiter, asyncio.get_running_loop()
-        waits = waiter is not None and not waiter.done()
-        silent = loop.time() - self._waiting_since if waits else 0.0
-        if waiter is not None and waits and silent >= limit:
-            self._timer = None
-            waiter.set_exception(TimeoutError())
-        else:
-            self._timer = loop.call_later(limit - silent, self._check_silence, limit)
+        left = limit
+        if waiter is not None and not waiter.done():
+            left = self._waiting_since + limit - loop.time()
+            if left <= 0:
+                self._timer = None
+                waiter.set_exception(TimeoutError())
+                return
+        self._timer = loop.call_later(left, self._check_silence, limit)
