@@ -28,6 +28,7 @@ from .options import RouterOptions
 from .plain_paths import PlainPaths
 
 GENERATION_PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
+TEXT_PATHS = ("/tokenize", "/detokenize")
 MODEL_PATHS = ("/v1/models", "/v1/models/{name:path}", "/model_info", "/get_model_info")
 DEAD_HOST_OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -81,6 +82,7 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
             Route("/livez", control.livez),
             Route("/health_generate", health_prompt, methods=["GET"]),
             *(Route(path, control.ask_one) for path in MODEL_PATHS),
+            *(Route(path, control.ask_one, methods=["POST"]) for path in TEXT_PATHS),
             *(Route(path, control.server_info) for path in ("/server_info", "/get_server_info")),
             Route("/abort_request", control.abort_request, methods=["POST"]),
             Route("/flush_cache", control.flush_cache, methods=["GET", "POST"]),

@@ -110,10 +110,11 @@ class ControlEndpoints:
         return json_response({"status": "alive"})
 
     async def ask_one(self, request: Request) -> Response:
-        """GET /v1/models and the like: what the first healthy instance says; all serve the same model."""
+        """/v1/models, /tokenize and the like: what the first healthy instance says; all serve the same model."""
+        body = await body_of(request, self._options.max_body_bytes) if request.method == "POST" else b""
         answers_clients = (Role.WORKER, Role.DECODE, Role.PREFILL)
         for instance in sorted(self._fleet.healthy(), key=lambda i: answers_clients.index(i.role)):
-            said = await self._ask(instance, request)
+            said = await self._ask(instance, request, body)
             if said.status:
                 return answer_of(said)
         return error_response(NoInstanceError("no instance is healthy"))

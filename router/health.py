@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from http import HTTPStatus
 
 from ..runtime.web.client.client import HttpClient
@@ -18,10 +19,11 @@ from .instance import HealthState, Instance
 from .options import RouterOptions
 
 DOWN_FACTOR = 4
-SILENCES = 2
-"""Checks in a row that an instance must leave unanswered to be taken out. One may only say that it is busy, and when
-the last instance of its kind is taken out, every client is turned away. A refused connection or a 503 counts at
-once."""
+SILENCES = 3
+"""Checks in a row that an instance must leave unanswered, and answer nobody else meanwhile, to be taken out.
+
+One may only say that it is busy, and when the last instance of its kind is taken out, every client is turned away. A
+refused connection or a 503 counts at once."""
 
 
 class HealthMonitor:
@@ -44,11 +46,12 @@ class HealthMonitor:
         while True:
             # Cleared before the check: a failure reported during it asks for another.
             instance.check_now.clear()
+            asked_at = time.monotonic()
             try:
                 problem = await self._check(instance)
                 silences = 0
             except TimeoutError:
-                silences += 1
+                silences = 0 if instance.heard_at > asked_at else silences + 1
                 if silences < SILENCES and instance.state is HealthState.HEALTHY:
                     continue
                 problem = f"no answer to /health within {self._timeout:g} s, {silences} times"

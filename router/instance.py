@@ -48,6 +48,8 @@ class Instance:
     prompt_tokens: int = 0
     requests: int = 0
     failures: int = 0
+    heard_at: float = 0.0
+    """When it last sent a part of an answer (``time.monotonic()``)."""
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __str__(self) -> str:

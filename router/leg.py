@@ -9,6 +9,7 @@ An answer's bytes are handed on as they came: nothing is decompressed, and SSE e
 from __future__ import annotations
 
 import asyncio
+import time
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -89,7 +90,7 @@ class Leg:
         """Wait for the answer's end, and keep nothing of it. Raises as ``read_all``."""
         try:
             while await self._begun.read():
-                pass
+                self.instance.heard_at = time.monotonic()
         except (ClientError, TimeoutError) as exc:
             raise self._broken(exc) from exc
 
@@ -100,6 +101,7 @@ class Leg:
         """
         try:
             while data := await self._begun.read():
+                self.instance.heard_at = time.monotonic()
                 # Nearly always true: an instance writes whole events.
                 if not self._part and data.endswith(EVENT_ENDS):
                     return data

@@ -1,6 +1,7 @@
 """The router's own endpoints, and what it asks of all instances."""
 
 import asyncio
+import json
 
 from support.router_rig import generate, scenario
 
@@ -49,6 +50,17 @@ async def test_unknown_paths_and_methods_are_told_in_the_error_shape(rig):
     client = await rig.route(worker=[await rig.instance()])
     assert (await client.get("/nowhere")).json()["error"]["status"] == 404
     assert (await client.get("/generate")).json()["error"]["status"] == 405
+
+
+@scenario()
+async def test_questions_about_text_go_to_one_instance_with_their_body(rig):
+    p, d = await rig.instance(), await rig.instance()
+    client = await rig.route([p], [d])
+    assert (await client.post("/tokenize", json={"prompt": "a"})).json()["from"] == d.port
+    assert [(method, json.loads(body)) for method, path, body in d.questions if path == "/tokenize"] == [
+        ("POST", {"prompt": "a"})
+    ]
+    assert (await client.get("/livez")).status_code == 200
 
 
 @scenario()

@@ -211,9 +211,9 @@ async def test_death_in_mid_stream_ends_the_stream_with_an_error_event(rig):
         assert await anext(chunks) == EVENT
         d.go_on.set()
         rest = b"".join([chunk async for chunk in chunks])
-    assert rest.startswith(b"data: ")
-    assert rest.endswith(b"\n\n")
-    assert "closed the connection" in json.loads(rest[6:])["error"]["message"]
+    error, done, end = rest.split(b"\n\n")
+    assert (done, end) == (b"data: [DONE]", b"")
+    assert "closed the connection" in json.loads(error.removeprefix(b"data: "))["error"]["message"]
     await p.requests[0].dropped.wait()
     assert len(d.requests) == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from pdserve.router.fleet import Fleet
 from pdserve.router.health import HealthMonitor
@@ -13,11 +14,12 @@ from pdserve.runtime.web.client.errors import CannotConnect
 
 LIMIT = 20.0
 REFUSED = -1
+BUSY = -2
 
 
 def states_after(answers: list[int | None]) -> list[HealthState]:
-    """The states of an instance as it is asked and gives ``answers``: a status, None for no answer in time, or
-    ``REFUSED``."""
+    """The states of an instance as it is asked and gives ``answers``: a status, None for no answer in time, ``BUSY``
+    for none while a client's goes on, or ``REFUSED``."""
 
     async def run() -> list[HealthState]:
         options = RouterOptions(worker=["http://127.0.0.1:1"], health_check_interval=0.01, health_check_timeout=0.05)
@@ -34,6 +36,9 @@ def states_after(answers: list[int | None]) -> list[HealthState]:
                     done.set()
                 if status == REFUSED:
                     raise CannotConnect("refused")
+                if status == BUSY:
+                    instance.heard_at = time.monotonic()
+                    status = None
                 if not status:
                     await asyncio.Event().wait()
                 return Whole(status, [], b"")
@@ -50,12 +55,16 @@ def states_after(answers: list[int | None]) -> list[HealthState]:
 UP, DOWN = HealthState.HEALTHY, HealthState.UNHEALTHY
 
 
-def test_one_check_without_an_answer_takes_nobody_out():
-    assert states_after([200, None, 200, None, 200]) == [UP] * 5
+def test_two_checks_without_an_answer_take_nobody_out():
+    assert states_after([200, None, None, 200, None, None, 200]) == [UP] * 7
 
 
-def test_two_in_a_row_do_and_one_answer_brings_it_back():
-    assert states_after([200, None, None, 200]) == [UP, UP, DOWN, UP]
+def test_three_in_a_row_do_and_one_answer_brings_it_back():
+    assert states_after([200, None, None, None, 200]) == [UP, UP, UP, DOWN, UP]
+
+
+def test_who_answers_clients_meanwhile_is_only_busy():
+    assert states_after([200, None, None, BUSY, None, None, BUSY, BUSY, BUSY, BUSY, 200]) == [UP] * 11
 
 
 def test_an_answer_that_says_no_counts_at_once_as_does_a_refused_connection():
