@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -11,7 +9,6 @@ import torch
 from ..model_files.errors import UnsupportedModel
 from ..runtime.machine.memory import Memory, host_memory
 
-log = logging.getLogger(__name__)
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -34,17 +31,6 @@ def choose_dtype(name: DTypeName, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     return torch.bfloat16
-
-
-def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> set[str]:
-    """The processor's feature flags (x86 "flags", Arm "Features"); empty where the system does not tell."""
-    if not cpuinfo.is_file():
-        return set()
-    for line in cpuinfo.read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return set(value.split())
-    return set()
 
 
 def device_memory(device: torch.device) -> Memory:

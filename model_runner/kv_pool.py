@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..messages.worker import KVLayout, KVOrder
 from ..model_files.config import ModelConfig
-from .kernels import store_kv
+from .kernels.reference import store_kv
 
 KEYS, VALUES = 0, 1
 

@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from ..device import cpu_flags
+from ...runtime.machine.processor import cpu_flags
 from .failed_build import FailedBuild
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...model_files.config import ModelConfig
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
-from ..kernels import linear, rope, silu_and_mul
+from ..kernels.reference import linear, rope, silu_and_mul
 from ..layers.linear import Linear
 from ..layers.rms_norm import RMSNorm
 from ..layers.rotary import RotaryEmbedding, Rotation

@@ -63,7 +63,7 @@ def test_misfits_say_what_to_do(tokens: int | None, fraction: float | None, says
 def test_dtype_auto_is_the_same_on_every_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     for flags in ({"avx2", "avx512_bf16"}, {"avx2"}, set[str]()):
-        monkeypatch.setattr("pdserve.model_runner.device.cpu_flags", lambda flags=flags: flags)
+        monkeypatch.setattr("pdserve.runtime.machine.processor.cpu_flags", lambda flags=flags: flags)
         assert choose_dtype("auto", cpu) == torch.bfloat16
     assert choose_dtype("float32", cpu) == torch.float32
     assert choose_dtype("float16", cpu) == torch.float16
