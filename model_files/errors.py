@@ -11,6 +11,10 @@ class ModelNotFound(ModelError):
     """``--model-path`` names nothing that is here or that can be fetched."""
 
 
+class NotDownloaded(ModelNotFound):
+    """The name may well be one of the hub's, but nothing of it is here, and it was not to be fetched."""
+
+
 class UnsupportedModel(ModelError):
     """The model is there, but its architecture or one of its features has no implementation here."""
 

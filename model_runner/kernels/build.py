@@ -24,9 +24,10 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from ...runtime.machine.processor import cpu_flags
+from ...runtime.progress import ProgressLog
 from .failed_build import FailedBuild
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,16 @@ def library_path(level: Level, sources: Path = SOURCES, name: str = "kernels") -
     return _cache_folder() / f"{name}-{level.name}-{digest.hexdigest()[:16]}.so"
 
 
+def find_library(path: Path) -> Path | None:
+    """The library of ``library_path``, or one of the same name that came with the package; None: not built yet."""
+    return next(filter(Path.is_file, (PREBUILT / path.name, path)), None)
+
+
+def find_compiler() -> str | None:
+    """The path of the compiler that builds the kernels; None where there is none."""
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
 def build(level: Level, sources: Path = SOURCES, name: str = "kernels", *, retry: bool = False) -> Path:
     """The path of the library for ``level``, built if it isn't there yet. Raises ``BuildError``.
 
@@ -108,13 +119,12 @@ def build(level: Level, sources: Path = SOURCES, name: str = "kernels", *, retry
     compiler, unless ``retry``.
     """
     path = library_path(level, sources, name)
-    for there in (PREBUILT / path.name, path):
-        if there.is_file():
-            return there
+    if (there := find_library(path)) is not None:
+        return there
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with (path.parent / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _wait_for(lock)
             if not path.is_file():
                 _try_to_compile(level, sources, path, retry)
     except OSError as e:
@@ -136,8 +146,16 @@ def build_all(folder: Path = PREBUILT) -> None:
             os.replace(folder / f"{path.name}.new", folder / path.name)
 
 
+def _wait_for(lock: IO[str]) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.info("another process is building the CPU kernels; waiting for it")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
 def _try_to_compile(level: Level, sources: Path, path: Path, retry: bool) -> None:
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    compiler = find_compiler()
     if compiler is None:
         raise BuildError(f"there is no C++ compiler ({', '.join(COMPILERS)}) to build the CPU kernels with")
     failed = FailedBuild(path, compiler)
@@ -158,10 +176,12 @@ def _compile(compiler: str, level: Level, folder_of_sources: Path, path: Path) -
     sources = sorted(folder_of_sources.rglob("*.cpp"))
     flags = (*COMMON_FLAGS, *level.flags)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        progress = ProgressLog(log, "building the CPU kernels", len(sources) + 1)
         objects = [Path(folder) / f"{i}-{source.stem}.o" for i, source in enumerate(sources)]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             commands = ((compiler, *flags, "-c", source, "-o", o) for source, o in zip(sources, objects, strict=True))
-            list(pool.map(_run, commands))
+            for _ in pool.map(_run, commands):
+                progress.advance(1)
         output = Path(folder) / path.name
         _run((compiler, *flags, "-shared", *objects, "-o", output))
         os.replace(output, path)

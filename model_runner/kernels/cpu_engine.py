@@ -5,6 +5,7 @@ Made from a loaded model, whose own weights may be dropped afterwards, but for t
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Sequence
 from ctypes import c_int64
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...model_files.config import ModelConfig
+from ...runtime.progress import ProgressLog
 from ..forward_batch import ForwardBatch
 from ..kv_pool import MHATokenToKVPool
 from ..layers.linear import Linear
@@ -24,6 +26,8 @@ from ..models.llama import LlamaForCausalLM
 from .attention import pool_view
 from .library import NATIVE_DTYPES, EngineConfig, ForwardArgs, WeightPart, load_library
 from .team import Team
+
+log = logging.getLogger(__name__)
 
 DENSE = 0
 """``Format::kDense`` of linear.h."""
@@ -158,6 +162,8 @@ class CpuEngine:
         self.rotations = (self._cos.data_ptr(), self._sin.data_ptr(), len(self._cos))
 
     def _pack(self, model: LlamaForCausalLM) -> None:
+        # The head counts as a layer.
+        progress = ProgressLog(log, "packing the weights", len(model.layers) + 1)
         for i, layer in enumerate(model.layers):
             attention, mlp, prefix = layer.attention, layer.mlp, f"model.layers.{i}"
             qkv = [f"{prefix}.self_attn.{name}_proj.weight" for name in "qkv"]
@@ -171,6 +177,7 @@ class CpuEngine:
             if attention.q_norm is not None and attention.k_norm is not None:
                 self._set_norm(NormKind.Q, i, attention.q_norm.weight)
                 self._set_norm(NormKind.K, i, attention.k_norm.weight)
+            progress.advance(1)
         self._set_norm(NormKind.FINAL, 0, model.norm.weight)
         self._set_weight(LinearKind.HEAD, 0, model.lm_head, None, HEAD_NAMES[:1])
         self._library.pds_engine_set_embedding(self.handle, self._embedding.data_ptr())
