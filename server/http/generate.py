@@ -6,11 +6,10 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...messages.outputs import FinishReason, FinishType, Timing
+from ...messages.outputs import FinishReason, FinishType
 from ...messages.requests import LogprobOptions
 from ...model_files.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from .engine_response import EngineResponse, event
@@ -21,6 +20,7 @@ from .parsing import parse_body
 from .plan import PromptPlan, make_prompts, name_requests, per_prompt, sampling_params
 from .state import HttpState
 from .submission import Choice, Delta
+from .timing import timing
 
 
 async def generate(request: Request) -> Response:
@@ -163,8 +163,3 @@ def finish_reason(finish: FinishReason | None, completion_tokens: int) -> dict[s
     if finish.type is FinishType.LENGTH:
         return {"type": "length", "length": completion_tokens}
     return {"type": "abort", "message": finish.message}
-
-
-def timing(spent: Timing) -> dict[str, float]:
-    """Where the time went: milliseconds, and bytes for the hand-over."""
-    return {name: round(value, 3) for name, value in msgspec.structs.asdict(spent).items()}

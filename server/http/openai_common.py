@@ -18,6 +18,7 @@ from .plan import Prompt, PromptPlan, name_requests, sampling_params
 from .served_model import ServedModel
 from .state import HttpState
 from .submission import Choice
+from .timing import timing_of
 
 
 def check_model(asked: str | None, model: ServedModel) -> None:
@@ -104,10 +105,10 @@ class Envelope:
         return event(content)
 
     def usage_chunk(self, kind: str, choices: list[Choice]) -> bytes:
-        """The event with the usage of the whole answer, where it was asked for."""
+        """The event with the usage of the whole answer, where it was asked for, and with its timing."""
         if not self.include_usage:
             return b""
-        return event({**self.wrap(kind, []), "usage": usage(choices)})
+        return event({**self.wrap(kind, []), "usage": usage(choices), **timing_of(choices)})
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
