@@ -1,0 +1,62 @@
+"""The files that hold a model's weights, and how much they hold: read from their headers, without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from .errors import InvalidWeights
+from .model_path import ModelSource
+
+
+class TensorSize(NamedTuple):
+    """``values``: how many numbers it has. ``block_bytes``: what its blocks take; None where it is plain numbers."""
+
+    name: str
+    values: int
+    block_bytes: int | None = None
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The files that make up the checkpoint: a folder may hold copies in other shapes beside it."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    raise InvalidWeights(
+        f"{folder} holds no model.safetensors; other formats must be converted first (--load-format dummy needs none)"
+    )
+
+
+def tensor_sizes(source: ModelSource) -> list[TensorSize]:
+    """Every tensor of the model at ``source``; raises ``InvalidWeights`` where a file is missing, damaged or cut."""
+    return list(_gguf_sizes(source.path) if source.kind == "gguf" else _safetensors_sizes(source.path))
+
+
+def _gguf_sizes(path: Path) -> Iterator[TensorSize]:
+    # Imported here: the gguf package takes a while, and only such files need it.
+    from gguf import GGMLQuantizationType
+
+    from .gguf_reader import GGUFFile
+
+    plain = {GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", "F64")}
+    for name, tensor in GGUFFile(path).tensors.items():
+        blocks = None if tensor.tensor_type in plain else int(tensor.n_bytes)
+        yield TensorSize(name, int(tensor.n_elements), blocks)
+
+
+def _safetensors_sizes(folder: Path) -> Iterator[TensorSize]:
+    for file in checkpoint_files(folder):
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a dict
+                    yield TensorSize(name, math.prod(tensors.get_slice(name).get_shape()))
+        except (SafetensorError, OSError) as e:
+            raise InvalidWeights(f"{file} can't be read: {e}") from e
