@@ -36,6 +36,8 @@ instead.
 | 0 | it was asked to stop, and did |
 | 1 | it failed; the last line of the log says why |
 | 2 | the options are wrong; nothing was started |
+
+[keyboard.md](keyboard.md) has those of `pdserve chat` and `pdserve check`.
 """
 
 

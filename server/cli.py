@@ -1,4 +1,4 @@
-"""The command line: ``pdserve server | router | up | bench | version``.
+"""The command line: ``pdserve server | router | up | chat | check | bench | completion | version``.
 
 What a command runs is imported inside it: ``pdserve router`` never loads what only a server needs.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -18,11 +18,13 @@ from ..router.options import RouterOptions, RouterOptionsError
 from ..runtime.config_file import apply_config
 from ..runtime.option_checks import OptionError, check_options
 from ..runtime.options import ServerOptions
+from ..terminal.chat.options import ChatOptions, ChatOptionsError
+from ..terminal.check.options import CheckOptions, CheckOptionsError
 from .cluster_options import ClusterOptions, ClusterOptionsError
 
 EXIT_USAGE = 2
 SERVER_DEFAULTS, ROUTER_DEFAULTS, CLUSTER_DEFAULTS = ServerOptions(), RouterOptions(), ClusterOptions()
-BENCH_DEFAULTS = BenchOptions()
+BENCH_DEFAULTS, CHAT_DEFAULTS, CHECK_DEFAULTS = BenchOptions(), ChatOptions(), CheckOptions()
 
 
 def _show_default(value: Any) -> Any:
@@ -85,6 +87,30 @@ def up(*, options: Annotated[ClusterOptions, Parameter(name="*")] = CLUSTER_DEFA
     return run_cluster(options)
 
 
+@app.command
+def chat(*, options: Annotated[ChatOptions, Parameter(name="*")] = CHAT_DEFAULTS, config: Config = None) -> int:
+    """Talk to a running server or router in the terminal."""
+    try:
+        options.check()
+    except ChatOptionsError as e:
+        return _refuse("chat", e)
+    from ..terminal.chat.run import run_chat
+
+    return run_chat(options)
+
+
+@app.command
+def check(*, options: Annotated[CheckOptions, Parameter(name="*")] = CHECK_DEFAULTS, config: Config = None) -> int:
+    """Look at this machine, a model or a server, and say what is wrong."""
+    try:
+        options.check()
+    except CheckOptionsError as e:
+        return _refuse("check", e)
+    from ..terminal.check.run import run_check
+
+    return run_check(options)
+
+
 bench = App(name="bench", help="Measure a server: this one or another.")
 app.command(bench)
 
@@ -101,6 +127,21 @@ def bench_serve(
     from ..benchmark.serve import run_bench
 
     return run_bench(options)
+
+
+@app.command
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> int:
+    """Print a script that completes commands and options in a shell.
+
+    Parameters
+    ----------
+    shell
+        For bash: eval "$(pdserve completion bash)". README.md says where the others want it.
+    """
+    script = app.generate_completion(shell=shell)
+    # Where the script knows nothing, as for --model-path, bash then offers file names.
+    print(script.replace("\ncomplete -F ", "\ncomplete -o default -F "))
+    return 0
 
 
 @app.command

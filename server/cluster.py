@@ -175,7 +175,8 @@ class Cluster:
                 parts = ", ".join(f"{k} {v:.1f}" for k, v in load_seconds(client, process.plan.url).items())
                 line = f"  {process.plan.name:<11} {process.plan.url:<24} {ready}"
                 lines.append(f"{line} ({parts})" if parts else line)
-        lines.append(f"\nTry it:\n\n  curl -N {url}/generate{key} -d '{body}'\n\nCtrl-C stops everything.\n")
+        chat = f"pdserve chat --url {url}" + (" --api-key-file FILE" if options.api_key else "")
+        lines.append(f"\nTry it:\n\n  curl -N {url}/generate{key} -d '{body}'\n  {chat}\n\nCtrl-C stops everything.\n")
         return "\n".join(lines)
 
 

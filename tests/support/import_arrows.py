@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 FLOORS = (
     *("messages", "runtime", "model_files"),
-    *("mem_cache", "scheduler", "disaggregation", "model_runner", "detokenizer", "router", "benchmark", "server"),
+    *("mem_cache", "scheduler", "disaggregation", "model_runner", "detokenizer", "router", "benchmark", "terminal"),
+    "server",
 )
 """The folders from the ground up (DESIGN's layout); ``server`` holds the command line, which starts all others."""
 

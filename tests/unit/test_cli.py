@@ -20,6 +20,8 @@ RUNNERS = {
     "server": ("pdserve.runtime.supervisor", "run_server"),
     "router": ("pdserve.router.process", "run_router"),
     "up": ("pdserve.server.cluster", "run_cluster"),
+    "chat": ("pdserve.terminal.chat.run", "run_chat"),
+    "check": ("pdserve.terminal.check.run", "run_check"),
 }
 
 
@@ -112,6 +114,12 @@ def test_a_bad_config_file_is_refused(
         (["up", "--prefill", "0"], "--prefill 0"),
         (["up", "--page-size", "3"], "power of two"),
         (["up", "--disaggregation-mode", "prefill"], "--disaggregation-mode"),
+        (["chat", "--url", "127.0.0.1:8000"], "--url: '127.0.0.1:8000' is not"),
+        (["chat", "--max-tokens", "0"], "--max-tokens is 0"),
+        (["chat", "--temperature", "nan"], "--temperature is nan"),
+        (["check", "--url", "ftp://a"], "write it like"),
+        (["check", "--api-key-file", "key"], "name it with --url"),
+        (["check", "--ports", "8000", "70000"], "70000 is not a port"),
     ],
 )
 def test_a_bad_command_line_is_refused(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,9 @@ FOREIGN_FLAGS = {"--build", "--wait", "--help"}
 def check_command(words: list[str]) -> None:
     """Raise unless ``pdserve WORDS`` would start: names, values and combinations."""
     _, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
-    options = bound.arguments["options"]
+    options = bound.arguments.get("options")
+    if options is None:  # a command without any
+        return
     if isinstance(options, ServerOptions) and not isinstance(options, ClusterOptions):
         check_options(options)
     else:

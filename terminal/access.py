@@ -1,0 +1,48 @@
+"""Where a running server is, and the key that it may ask for: what both commands of this folder are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..messages.decode import UndeclaredMessage, shown
+from ..router.options import RouterOptionsError, check_url
+
+KEY_FLAG = "--api-key-file"
+
+
+class AccessError(ValueError):
+    """An option that can't work; the message says what to write instead."""
+
+
+def check_server_url(url: str) -> str:
+    """``url`` without a trailing slash; raises ``AccessError`` where it is none."""
+    try:
+        return check_url(url)
+    except RouterOptionsError as e:
+        raise AccessError(f"--url: {e}") from None
+
+
+def read_api_key(file: Path | None) -> str | None:
+    """The first line of ``file``; None without a file. Raises ``AccessError``.
+
+    There is no option for the key itself: every user of the host can read a process's arguments.
+    """
+    if file is None:
+        return None
+    try:
+        key = file.expanduser().read_text(encoding="utf-8").partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise AccessError(f"{KEY_FLAG} {file} can't be read: {e}") from e
+    if not key or not (key.isascii() and key.isprintable()):
+        raise AccessError(f"{KEY_FLAG} {file}: its first line should be the key, in printable ASCII characters")
+    return key
+
+
+def key_headers(api_key: str | None) -> dict[str, str]:
+    """The headers that show the key."""
+    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+
+
+def decoder_says(error: UndeclaredMessage) -> str:
+    """What an answer has that it should not have, in the decoder's words."""
+    return shown(str(error.__cause__ or error))

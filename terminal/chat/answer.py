@@ -1,0 +1,69 @@
+"""An answer as it comes in, and the line about it that stands below."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from .chunk import Chunk
+
+PHASES = {"queue_ms": "queue", "prefill_ms": "prefill", "transfer_ms": "transfer", "decode_ms": "decode"}
+"""The parts of ``timing`` that a person wants to know, in the order in which they happen."""
+
+
+class Answer:
+    """Collects chunks, with the times at which text came (``clock``, in seconds)."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.text = ""
+        self.stopped = False
+        """Whether it was cut off by the user."""
+        self._clock = clock
+        self._asked_at = self._first_at = self._last_at = clock()
+        self._last = Chunk()
+        self._finish_reason: str | None = None
+
+    def add(self, chunk: Chunk) -> str:
+        """Take in what came; returns the text that is new."""
+        if chunk.text:
+            self._last_at = self._clock()
+            if not self.text:
+                self._first_at = self._last_at
+            self.text += chunk.text
+        self._finish_reason = chunk.finish_reason or self._finish_reason
+        if chunk.usage is not None:
+            # The last chunk with counts has those of the whole answer.
+            self._last = chunk
+        return chunk.text
+
+    def summary(self) -> str:
+        """Prompt and output tokens, time to the first, tokens a second, how it ended, and the phases where known."""
+        return ", ".join([*self._counts(), *self._speed(), *self._end(), *self._phases()])
+
+    def _counts(self) -> list[str]:
+        usage = self._last.usage
+        if usage is None:
+            return []
+        details = usage.prompt_tokens_details
+        cached = f" ({details.cached_tokens} cached)" if details is not None and details.cached_tokens else ""
+        return [f"{usage.prompt_tokens} prompt tokens{cached}", f"{usage.completion_tokens} output tokens"]
+
+    def _speed(self) -> list[str]:
+        if not self.text:
+            return []
+        found = [f"first after {1000 * (self._first_at - self._asked_at):.0f} ms"]
+        seconds, usage = self._last_at - self._first_at, self._last.usage
+        # The first token's time is not the decode's.
+        if usage is not None and usage.completion_tokens > 1 and seconds > 0:
+            found.append(f"{(usage.completion_tokens - 1) / seconds:.1f} tokens/s")
+        return found
+
+    def _end(self) -> list[str]:
+        if self.stopped:
+            return ["stopped"]
+        return [f"finish reason {self._finish_reason}"] if self._finish_reason else []
+
+    def _phases(self) -> list[str]:
+        timing = self._last.timing or {}
+        parts = [f"{word} {timing[name]:.0f}" for name, word in PHASES.items() if timing.get(name)]
+        return [f"{', '.join(parts)} ms"] if parts else []

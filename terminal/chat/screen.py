@@ -1,0 +1,45 @@
+"""What the user sees: answers as they come, and what is said about them."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from rich.console import Console
+
+CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+"""Characters that can move a terminal's cursor, or worse: a model's words come from anywhere."""
+
+
+class Screen:
+    """Answers go to ``out``. So do notes and errors on a terminal; elsewhere they go to ``err``, apart from answers."""
+
+    def __init__(self, is_terminal: bool, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        """Default for ``out`` and ``err``: the standard streams."""
+        self._out = out or sys.stdout
+        self._is_terminal = is_terminal
+        self._notes = Console(file=self._out if is_terminal else err or sys.stderr, highlight=False, soft_wrap=True)
+        self._line_is_open = False
+
+    def write(self, text: str) -> None:
+        """A piece of an answer, shown at once; on a terminal without control characters."""
+        if not text:
+            return
+        self._out.write(text.translate(CONTROLS) if self._is_terminal else text)
+        self._out.flush()
+        self._line_is_open = not text.endswith("\n")
+
+    def end_answer(self) -> None:
+        """End the answer's last line, where it did not do so itself."""
+        if self._line_is_open:
+            self._out.write("\n")
+            self._out.flush()
+        self._line_is_open = False
+
+    def note(self, text: str) -> None:
+        """A word on the side."""
+        self._notes.print(text, style="dim", markup=False)
+
+    def error(self, text: str) -> None:
+        """What went wrong, and what to do."""
+        self._notes.print(f"pdserve chat: {text}", style="red", markup=False)

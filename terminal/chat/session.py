@@ -1,0 +1,108 @@
+"""One conversation: read a line, ask, show the answer, remember both.
+
+A line that begins with "/" is a command; "//" begins a message that begins with "/". What was said before goes along
+with each question. An answer that the user cut off is remembered as far as it came; one that failed is forgotten, with
+its question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from enum import Enum, auto
+
+from .answer import Answer
+from .client import ChatClient, ChatError, Message
+from .screen import Screen
+
+HELP = """\
+/clear        forget the conversation
+/system TEXT  what the model is told before it, from now on; without TEXT nothing
+/help         this
+/exit         leave; so does Ctrl-D
+Ctrl-C stops an answer. A message that begins with a slash is written with two: //"""
+
+ReadLine = Callable[[], str | None]
+
+
+class End(Enum):
+    """How a session came to its end."""
+
+    LEFT = auto()
+    FAILED = auto()
+
+
+class Session:
+    """See the module. ``run`` is the whole conversation."""
+
+    def __init__(self, client: ChatClient, screen: Screen, model: str, system: str | None, *, goes_on: bool) -> None:
+        """``goes_on``: whether Ctrl-C and errors end no more than an answer, as where somebody can type the next."""
+        self._client = client
+        self._screen = screen
+        self._model = model
+        self._system = system
+        self._goes_on = goes_on
+        self._turns: list[Message] = []
+
+    def run(self, read_line: ReadLine) -> End:
+        """Until ``read_line`` gives None, "/exit", or, unless it ``goes_on``, an error.
+
+        Raises ``KeyboardInterrupt`` unless it ``goes_on``.
+        """
+        while True:
+            try:
+                line = read_line()
+                if line is None or not self._take(line):
+                    return End.LEFT
+            except ChatError as e:
+                self._screen.end_answer()
+                self._screen.error(str(e))
+                if not self._goes_on:
+                    return End.FAILED
+            except KeyboardInterrupt:
+                # Between two answers there is nothing to stop.
+                self._screen.end_answer()
+                if not self._goes_on:
+                    raise
+
+    def _take(self, line: str) -> bool:
+        """Do what ``line`` says; False: leave. Raises ``ChatError``."""
+        text = line.strip()
+        if text.startswith("//") or (text and not text.startswith("/")):
+            self._ask(text.removeprefix("/") if text.startswith("//") else text)
+            return True
+        command, _, rest = text.partition(" ")
+        match command:
+            case "":
+                pass
+            case "/exit" | "/quit":
+                return False
+            case "/clear":
+                self._turns.clear()
+                self._screen.note("The conversation is forgotten.")
+            case "/system":
+                self._system = rest.strip() or None
+                self._screen.note("The model is told so from now on." if rest.strip() else "The model is told nothing.")
+            case "/help":
+                self._screen.note(HELP)
+            case _:
+                self._screen.note(f"There is no command {command}; /help lists them.")
+        return True
+
+    def _ask(self, text: str) -> None:
+        question = Message("user", text)
+        system = [Message("system", self._system)] if self._system is not None else []
+        answer = Answer()
+        try:
+            with closing(self._client.stream(self._model, [*system, *self._turns, question])) as chunks:
+                for chunk in chunks:
+                    self._screen.write(answer.add(chunk))
+        except KeyboardInterrupt:
+            if not self._goes_on:
+                raise
+            answer.stopped = True
+        self._screen.end_answer()
+        # Templates want the roles to take turns, so a question without any answer is not kept.
+        if answer.text or not answer.stopped:
+            self._turns += [question, Message("assistant", answer.text)]
+        self._screen.note(answer.summary())

@@ -1,0 +1,115 @@
+"""Whether a model can be served here: found, of a known family, complete, with a tokenizer, and not too big."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ...model_files.checkpoint import TensorSize, tensor_sizes
+from ...model_files.config import ModelConfig
+from ...model_files.config_reader import read_config
+from ...model_files.errors import InvalidWeights, ModelError, ModelNotFound, NotDownloaded, UnsupportedModel
+from ...model_files.model_path import ModelSource, resolve_model
+from ...model_files.text.errors import TokenizerLoadError
+from ...model_files.text.load import load_chat_template, load_tokenizer
+from ...model_runner.errors import NotEnoughMemory
+from ...model_runner.pool_size import PoolRequest, choose_max_total_tokens
+from ...runtime.machine.memory import Memory, host_memory
+from ...runtime.options import ServerOptions
+from .finding import Finding, ok, problem, warning
+
+GIB = 2**30
+VALUE_BYTES = 2
+"""Of bfloat16, in which weights and KV are by default."""
+EMBEDDINGS = "token_embd.weight"
+"""A GGUF's name for the table of embeddings, which is read as plain numbers beside its blocks."""
+TOPIC = "model"
+ADVICE = {
+    ModelNotFound: "Check --model-path.",
+    UnsupportedModel: "README.md names the families that are served.",
+    InvalidWeights: "Download or convert it again.",
+}
+
+
+def look_at_model(path: str, has_kernels: bool) -> Iterator[Finding]:
+    """The model that ``path`` names. ``has_kernels``: whether a GGUF's blocks can be served as they are."""
+    try:
+        source = resolve_model(path, download=False)
+        config = read_config(source)
+        tensors = tensor_sizes(source)
+    except NotDownloaded as e:
+        yield warning(TOPIC, str(e), "pdserve server downloads it at its first start; that needs the network.")
+        return
+    except ModelError as e:
+        yield problem(TOPIC, str(e), ADVICE.get(type(e), ""))
+        return
+    values = sum(tensor.values for tensor in tensors)
+    yield ok(
+        TOPIC,
+        f"{source.path}: {config.model_type} with {config.num_layers} layers, {values / 1e9:.2f} billion weights, "
+        f"a context of {config.context_length} tokens",
+    )
+    as_blocks = source.kind == "gguf" and has_kernels
+    yield fit(config, weight_bytes(tensors, as_blocks), has_kernels and not as_blocks, host_memory())
+    # The path that was found: a name would be looked up on the network again.
+    yield from _texts(ServerOptions(model_path=str(source.path)), source)
+
+
+def weight_bytes(tensors: Sequence[TensorSize], as_blocks: bool) -> int:
+    """About what an instance holds of ``tensors``; ``as_blocks``: quantised ones as they are in the file."""
+    total = 0
+    for tensor in tensors:
+        plain = tensor.values * VALUE_BYTES
+        if not as_blocks or tensor.block_bytes is None:
+            total += plain
+        else:
+            total += tensor.block_bytes + (plain if tensor.name == EMBEDDINGS else 0)
+    return total
+
+
+def page_bytes(config: ModelConfig, page_size: int) -> int:
+    """Of a KV page."""
+    return config.num_layers * 2 * page_size * config.num_kv_heads * config.head_dim * VALUE_BYTES
+
+
+def fit(config: ModelConfig, weights: int, are_packed: bool, memory: Memory) -> Finding:
+    """Whether ``weights`` (bytes) and a KV pool fit into the host's ``memory``, by the rule of the model worker.
+
+    ``are_packed``: the kernels make a copy in their own order, and there are two until the last layer has one.
+    """
+    options = ServerOptions()
+    most = options.max_running_requests * (config.context_length + options.page_size - 1)
+    request = PoolRequest(options.max_total_tokens, options.mem_fraction_static, options.page_size, most)
+    page = page_bytes(config, options.page_size)
+    needs = f"about {weights / GIB:.2f} GiB of weights{' (twice that while they are packed)' if are_packed else ''}"
+    if weights * (1 + are_packed) >= memory.free:
+        return problem(
+            "fit",
+            f"{needs}, and {memory.free / GIB:.2f} GiB of memory are free",
+            "Take a smaller or quantised model, free memory, or raise the limit.",
+        )
+    loaded = memory._replace(free=memory.free - weights)
+    try:
+        tokens = choose_max_total_tokens(request, page, weights, loaded, "cpu")
+    except NotEnoughMemory as e:
+        return problem("fit", str(e))
+    pool = f"a KV pool of {tokens} tokens ({(tokens // options.page_size + 1) * page / GIB:.2f} GiB)"
+    text = f"{needs} and {pool} on the processor; {memory.free / GIB:.2f} GiB of memory are free"
+    if tokens < config.context_length:
+        return warning("fit", text, "The pool holds less than one full context; raise --mem-fraction-static.")
+    return ok("fit", text)
+
+
+def _texts(options: ServerOptions, source: ModelSource) -> Iterator[Finding]:
+    try:
+        tokenizer = load_tokenizer(options)
+        tokens = len(tokenizer.encode_batch(["The capital of France is"], add_special_tokens=True)[0])
+        yield ok("tokenizer", f"reads 5 words as {tokens} tokens")
+        template = load_chat_template(options, tokenizer)
+    except TokenizerLoadError as e:
+        yield problem("tokenizer", str(e))
+        return
+    if template is None:
+        advice = "/v1/chat/completions will answer 400; give a template with --chat-template."
+        yield warning("template", f"{source.path} has no chat template", advice)
+    else:
+        yield ok("template", "the model has a chat template, which compiles")

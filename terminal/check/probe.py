@@ -1,0 +1,38 @@
+"""Looks at one thing, for a limited time: whatever hangs (a network disk, a server) ends as a finding."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from .finding import Finding, problem
+
+
+class Probe(NamedTuple):
+    """``look`` finds out about ``topic``, in at most ``seconds``."""
+
+    topic: str
+    look: Callable[[], Iterable[Finding]]
+    seconds: float = 10.0
+
+
+def run_probe(probe: Probe) -> list[Finding]:
+    """What ``probe`` finds; a problem where it fails or takes too long, which ends none of the others."""
+    results: queue.SimpleQueue[list[Finding]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            found = list(probe.look())
+        except Exception as e:  # noqa: BLE001
+            # Broad on purpose: a machine so odd that a probe trips over it is a finding, and the rest wants to be seen.
+            found = [problem(probe.topic, f"can't be looked at: {type(e).__name__}: {e}")]
+        results.put(found)
+
+    # A thread that hangs can't be ended, but nobody waits for this one when the program ends.
+    threading.Thread(target=work, name=f"probe of {probe.topic}", daemon=True).start()
+    try:
+        return results.get(timeout=probe.seconds)
+    except queue.Empty:
+        return [problem(probe.topic, f"no answer within {probe.seconds:g} s", "Find out what hangs there.")]

@@ -1,0 +1,182 @@
+"""A running server or router: is it there, is it healthy, what does it say of itself and of those behind it?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import httpx
+import msgspec
+
+from ...messages.decode import UndeclaredMessage, decode, shown
+from ...router.errors import parse_error
+from ..access import KEY_FLAG, decoder_says, key_headers
+from .finding import Finding, ok, problem, warning
+from .told import InstanceInfo, RoutedInstance, ServerTold
+
+TIMEOUT_SECONDS = 8.0
+"""A router asks its instances first, and waits 5 s for each."""
+MAX_BYTES = 16 << 20
+TOPIC = "server"
+
+
+class Unanswered(Exception):
+    """No usable answer came; the finding says so."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.text)
+        self.finding = finding
+
+
+class Answer(NamedTuple):
+    """``body`` as it came."""
+
+    status: int
+    body: bytes
+
+    @property
+    def message(self) -> str:
+        """What an error says."""
+        error = parse_error(self.body)
+        return shown(str(error["message"])) if error else f"status {self.status}"
+
+
+def look_at_server(url: str, api_key: str | None) -> Iterator[Finding]:
+    """The server at ``url``."""
+    headers = key_headers(api_key)
+    try:
+        with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_SECONDS, trust_env=False) as http:
+            health = ask(http, "/health")
+            if health.status == httpx.codes.OK:
+                yield ok(TOPIC, f"{url} is healthy")
+            else:
+                yield problem(TOPIC, f"{url} is not healthy: {health.message}", "Its log says more.")
+            told = ask(http, "/server_info")
+    except Unanswered as e:
+        yield e.finding
+        return
+    if told.status == httpx.codes.UNAUTHORIZED:
+        refused = "refuses the key" if api_key is not None else "needs a key to tell more"
+        yield problem(TOPIC, f"{url} {refused}", f"Name a file that holds it with {KEY_FLAG}.")
+    elif told.status != httpx.codes.OK:
+        yield problem(TOPIC, f"{url} does not tell about itself: {told.message}")
+    else:
+        yield from judge_answer(url, told.body)
+
+
+def ask(http: httpx.Client, path: str) -> Answer:
+    """What GET ``path`` answers; raises ``Unanswered``."""
+    try:
+        answer = http.get(path)
+    except httpx.ConnectError as e:
+        advice = "Start it, or check the host and port in --url."
+        raise Unanswered(problem(TOPIC, f"nobody answers at {http.base_url} ({shown(str(e))})", advice)) from e
+    except httpx.TimeoutException as e:
+        text = f"{http.base_url} did not answer {path} within {TIMEOUT_SECONDS:g} s"
+        raise Unanswered(problem(TOPIC, text, "It hangs or is overloaded; its log may say why.")) from e
+    except httpx.RequestError as e:
+        raise Unanswered(problem(TOPIC, f"{http.base_url} does not speak HTTP ({shown(str(e))})")) from e
+    return Answer(answer.status_code, answer.content)
+
+
+def judge_answer(url: str, body: bytes) -> Iterator[Finding]:
+    """What the body of ``/server_info`` says."""
+    try:
+        told = decode(msgspec.json.Decoder(ServerTold), body, MAX_BYTES)
+        if told.router is None:
+            yield from judge_instance(url, decode(msgspec.json.Decoder(InstanceInfo), body, MAX_BYTES))
+            return
+    except UndeclaredMessage as e:
+        yield warning(TOPIC, f"{url} is no pdserve server, or of another version: {decoder_says(e)}")
+        return
+    if told.router.can_serve:
+        yield ok("router", f"{url} can serve, with {_counted(told.instances)}")
+    else:
+        advice = "It needs a healthy prefill and a healthy decode, or a healthy worker."
+        yield problem("router", f"{url} can't serve, with {_counted(told.instances)}", advice)
+    for instance in told.instances:
+        yield from judge_routed(instance)
+    yield from judge_likeness(told.instances)
+
+
+def judge_routed(instance: RoutedInstance) -> Iterator[Finding]:
+    """An instance behind a router."""
+    name = f"{instance.role} {instance.url}"
+    if instance.state == "unhealthy":
+        yield problem(instance.role, f"{instance.url} is unhealthy: {shown(instance.reason)}", "Its log says more.")
+    elif instance.state != "healthy":
+        text = f"{instance.url} is {shown(instance.state)}: {shown(instance.reason)}"
+        yield warning(instance.role, text, "Look again in a moment.")
+    if instance.info is None or not instance.info.role:
+        if instance.state == "healthy":
+            yield warning(instance.role, f"{instance.url} is healthy, but does not tell about itself as pdserve does")
+        return
+    if instance.role not in (instance.info.role, "worker"):
+        advice = f"Start it with --disaggregation-mode {instance.role}, or tell the router its true role."
+        yield problem(instance.role, f"{name} says that it is {instance.info.role}", advice)
+    yield from judge_instance(instance.url, instance.info)
+
+
+def judge_instance(url: str, info: InstanceInfo) -> Iterator[Finding]:
+    """What an instance says of itself."""
+    topic = info.role
+    level = f", kernels at level {info.machine.kernel_level}" if info.machine.kernel_level else ""
+    yield ok(
+        topic,
+        f"{url} is {info.status}: pdserve {info.version}, {info.model} on {info.device}{level}; "
+        f"{info.queues.running} running, {info.queues.waiting} waiting, {info.pool.free + info.pool.cached} of "
+        f"{info.pool.total} KV tokens to be had",
+    )
+    if info.invariants != "ok":
+        yield problem(topic, f"{url}: its memory's books are wrong: {shown(info.invariants)}", "Report it; restart it.")
+    if info.device == "cpu" and info.machine.kernel_level is None:
+        yield warning(topic, f"{url} computes with PyTorch, several times slower", "pdserve check there says why.")
+    if info.retractions:
+        advice = "Its KV pool is small for its load: raise --mem-fraction-static, or lower --max-running-requests."
+        yield warning(topic, f"{url} took memory back from requests {info.retractions} times", advice)
+    if info.disaggregation is not None:
+        yield from judge_handovers(url, info)
+
+
+def judge_handovers(url: str, info: InstanceInfo) -> Iterator[Finding]:
+    """An instance's hand-overs and peers."""
+    told = info.disaggregation
+    assert told is not None
+    total = told.done + told.failed
+    if told.failed:
+        advice = "The logs of both sides name each; docs/disaggregation.md lists what can fail."
+        yield warning(info.role, f"{url}: {told.failed} of {total} hand-overs failed", advice)
+    states = Counter(peer.state for peer in told.peers)
+    if not told.peers:
+        yield ok(info.role, f"{url} knows no peer; they meet with their first request")
+    elif set(states) == {"ready"}:
+        peers = f"{len(told.peers)} peer{'s' * (len(told.peers) > 1)}"
+        yield ok(info.role, f"{url} is linked to {peers}, {total} hand-overs")
+    for peer in told.peers:
+        if peer.state != "ready":
+            who = peer.bootstrap or peer.epoch
+            yield warning(info.role, f"{url}: the link to {shown(who)} is {shown(peer.state)}", "Its log says why.")
+
+
+def judge_likeness(instances: Sequence[RoutedInstance]) -> Iterator[Finding]:
+    """Whether instances behind one router serve the same, and pairs can exchange KV."""
+    told = [instance.info for instance in instances if instance.info is not None and instance.info.role]
+    for what, values, advice in (
+        ("models", {info.model for info in told}, "A router's instances serve one model."),
+        ("versions of pdserve", {info.version for info in told}, "Update all of them."),
+    ):
+        if len(values) > 1:
+            yield warning("router", f"its instances have different {what}: {', '.join(sorted(values))}", advice)
+    legs = [info for info in told if info.role in ("prefill", "decode")]
+    if len({info.fingerprint for info in legs}) > 1:
+        advice = "Start both sides with the same model, --dtype and --quantization."
+        yield problem("router", "prefill and decode instances have different weights: no pair can hand over", advice)
+    elif len({info.kv_layout for info in legs}) > 1:
+        advice = "Start both sides with the same --page-size and --kv-cache-dtype."
+        yield problem("router", "prefill and decode instances have different KV pages: no pair can hand over", advice)
+
+
+def _counted(instances: Sequence[RoutedInstance]) -> str:
+    roles = Counter(instance.role for instance in instances)
+    return ", ".join(f"{count} {role}" for role, count in sorted(roles.items())) or "no instances"

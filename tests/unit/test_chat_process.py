@@ -1,0 +1,163 @@
+"""``pdserve chat`` as a process of its own: through pipes, in a terminal, and under Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from support.machine import limit
+from support.web_server import Connection, port_of_nobody, web_server
+
+CHAT = "/v1/chat/completions"
+COMMAND = [sys.executable, "-m", "pdserve.server.cli", "chat", "--url"]
+SECONDS = 30
+
+
+def models(connection: Connection) -> None:
+    connection.answer(200, {"data": [{"id": "smol"}]})
+
+
+def echo(connection: Connection) -> None:
+    """Says what it was asked last."""
+    connection.begin_stream()
+    connection.event({"choices": [{"delta": {"content": f"<{connection.body['messages'][-1]['content']}>"}}]})
+    connection.event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+    connection.send(b"data: [DONE]\n\n")
+
+
+class Endless:
+    """Begins an answer and never ends it; later questions are echoed. ``dropped``: the client went."""
+
+    def __init__(self) -> None:
+        self.dropped = threading.Event()
+        self._asked = 0
+
+    def __call__(self, connection: Connection) -> None:
+        self._asked += 1
+        if self._asked > 1:
+            return echo(connection)
+        connection.begin_stream()
+        connection.event({"choices": [{"delta": {"content": "partial"}}]})
+        connection.wait_until_dropped()
+        self.dropped.set()
+
+
+def run(*args: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *args], input=typed, capture_output=True, text=True, timeout=limit(SECONDS), check=False
+    )
+
+
+def test_through_pipes_answers_stand_alone_on_stdout() -> None:
+    with web_server({"/v1/models": models, CHAT: echo}) as server:
+        done = run(server.url, "--max-tokens", "9", typed="one\ntwo")
+    assert (done.returncode, done.stdout) == (0, "<one>\n<two>\n")
+    assert done.stderr.count("finish reason stop") == 2
+    assert "\x1b" not in done.stdout + done.stderr
+    assert [body["max_completion_tokens"] for body in server.asked(CHAT)] == [9, 9]
+
+
+def test_a_failure_is_one_line_and_the_exit_code(tmp_path: Path) -> None:
+    with port_of_nobody() as port:
+        done = run(f"http://127.0.0.1:{port}", typed="one\n")
+    assert (done.returncode, done.stdout) == (1, "")
+    [line] = done.stderr.splitlines()
+    assert "pdserve up" in line
+    done = run("http://127.0.0.1:1", "--api-key-file", str(tmp_path / "none"))
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_ctrl_c_through_a_pipe_ends_the_program() -> None:
+    endless = Endless()
+    with web_server({"/v1/models": models, CHAT: endless}) as server:
+        process = subprocess.Popen(
+            [*COMMAND, server.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        with process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            assert process.stdout.read(7) == "partial"
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=limit(SECONDS))
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert endless.dropped.wait(limit(SECONDS))
+
+
+# Makes its standard input the terminal that controls it, so that a typed Ctrl-C is a SIGINT, and becomes the command.
+TAKE_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+class Terminal:
+    """A process at a terminal of its own."""
+
+    def __init__(self, url: str) -> None:
+        self._fd, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", TAKE_TERMINAL, *COMMAND, url],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "TERM": "xterm"},
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self._shown = ""
+
+    def type(self, text: str) -> None:
+        """Press keys."""
+        os.write(self._fd, text.encode())
+
+    def wait_for(self, text: str) -> None:
+        """Until ``text`` has been shown since the last call."""
+        deadline = time.monotonic() + limit(SECONDS)
+        while text not in self._shown:
+            readable, _, _ = select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))
+            assert readable, f"{text!r} is not shown: {self._shown!r}"
+            self._shown += os.read(self._fd, 4096).decode()
+        self._shown = self._shown.partition(text)[2]
+
+    def close(self) -> None:
+        """End what is left of it."""
+        self.process.kill()
+        self.process.wait()
+        os.close(self._fd)
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_in_a_terminal_ends_the_answer_and_no_more() -> None:
+    endless = Endless()
+    with web_server({"/v1/models": models, CHAT: endless}) as server, closing(Terminal(server.url)) as at:
+        at.wait_for("smol at http://")
+        at.wait_for("> ")
+        at.type("one\n")
+        at.wait_for("partial")
+        at.type("\x03")
+        assert endless.dropped.wait(limit(SECONDS))
+        at.wait_for("stopped")
+        at.wait_for("> ")
+        # At the prompt it ends nothing either.
+        at.type("half a line\x03")
+        at.wait_for("Ctrl-D leaves")
+        # Several lines that are pasted are one message.
+        at.type("\x1b[200~two\nthree\x1b[201~\n")
+        at.wait_for("<two")
+        at.wait_for("finish reason stop")
+        at.wait_for("> ")
+        at.type("\x04")
+        assert at.process.wait(limit(SECONDS)) == 0
+        assert [m["content"] for m in server.asked(CHAT)[1]["messages"]] == ["one", "partial", "two\nthree"]
