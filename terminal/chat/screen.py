@@ -29,6 +29,11 @@ class Screen:
         self._out.flush()
         self._line_is_open = not text.endswith("\n")
 
+    def show_interrupt(self) -> None:
+        """Ctrl-C was pressed, which the terminal has shown as "^C": on a line that is not ended."""
+        self._line_is_open = True
+        self.end_answer()
+
     def end_answer(self) -> None:
         """End the answer's last line, where it did not do so itself."""
         if self._line_is_open:

@@ -61,9 +61,9 @@ class Session:
                     return End.FAILED
             except KeyboardInterrupt:
                 # Between two answers there is nothing to stop.
-                self._screen.end_answer()
                 if not self._goes_on:
                     raise
+                self._screen.show_interrupt()
 
     def _take(self, line: str) -> bool:
         """Do what ``line`` says; False: leave. Raises ``ChatError``."""
@@ -101,6 +101,7 @@ class Session:
             if not self._goes_on:
                 raise
             answer.stopped = True
+            self._screen.show_interrupt()
         self._screen.end_answer()
         # Templates want the roles to take turns, so a question without any answer is not kept.
         if answer.text or not answer.stopped:

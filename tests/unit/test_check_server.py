@@ -64,6 +64,9 @@ def test_a_good_instance() -> None:
     assert found[1].text == "http://a:1 is linked to 1 peer, 5 hand-overs"
     assert "meet with their first request" in judge(instance(disaggregation={"peers": []}))[1].text
     assert len(judge(instance(disaggregation=None))) == 1
+    # Clients leave.
+    assert not wrong(judge(instance(disaggregation={"done": 95, "failed": 5})))
+    assert wrong(judge(instance(disaggregation={"done": 94, "failed": 6})))
 
 
 @pytest.mark.parametrize(
