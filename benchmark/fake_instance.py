@@ -21,7 +21,8 @@ import setproctitle
 import zmq
 
 from ..messages.channel import ipc_address
-from ..runtime.child import configure_logging, die_with_parent
+from ..runtime.child import die_with_parent
+from ..runtime.logs import configure_logging
 from ..runtime.modules import process_modules
 from ..runtime.options import ServerOptions
 from ..runtime.supervisor import Supervisor
@@ -109,7 +110,7 @@ def main() -> None:
     die_with_parent(int(sys.argv[1]))
     options = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerOptions)
     setproctitle.setproctitle(f"pdserve unified:{options.port} supervisor")
-    configure_logging("fake instance", options.log_level)
+    configure_logging("fake instance", options.log_level, options.log_format)
     supervisor = Supervisor(options, modules={**process_modules(options), "worker": "pdserve.benchmark.fake_worker"})
     print(supervisor.run_dir, flush=True)
     sys.exit(supervisor.run())

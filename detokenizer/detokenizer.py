@@ -12,6 +12,7 @@ come without either and still count is the end of a request that never gave a to
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ from ..messages.requests import StopReq
 from .named_logprobs import LogprobNames
 from .request_decoder import DecoderFactory, RequestDecoder
 from .stop_strings import Released, StopMatcher
+
+log = logging.getLogger(__name__)
 
 
 class StepText(NamedTuple):
@@ -106,6 +109,7 @@ class Detokenizer:
         if item.init is None:
             return self._states.get(item.rid)
         state = self._states[item.rid] = self._start(item.init)
+        log.debug("output begins", extra={"rid": item.rid})
         return state
 
     def _start(self, init: DetokenizeInit) -> _ReqState:
@@ -128,6 +132,7 @@ class Detokenizer:
             meta = item.meta if item.init is not None else None
             return ReqText(item.rid, text, token_ids, meta=meta, logprobs=logprobs, prompt=prompt)
         self.forget(item.rid)
+        log.debug("output ends: %s", finish.type, extra={"rid": item.rid})
         meta = item.meta
         if meta is not None:
             meta.completion_tokens -= len(item.token_ids) - piece.tokens

@@ -47,6 +47,7 @@ def route(detokenizer: Detokenizer, messages: Sequence[ToDetokenizer]) -> Routed
             continue
         if isinstance(message, ReqError):
             detokenizer.forget(message.rid)
+            logger.debug("ends with %d", message.status, extra={"rid": message.rid})
         routed.to_http.append(message)
     return routed
 

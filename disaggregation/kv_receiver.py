@@ -289,6 +289,7 @@ class KVReceivers:
             self._fail(receiver, 504, f"the hand-over took longer than {self._transfer_timeout:.0f} s")
 
     def _fail(self, receiver: KVReceiver, status: int, reason: str) -> None:
+        log.info("room %d is off: %s", receiver.room, reason, extra={"rid": receiver.req.rid})
         self._host.fail(receiver.req, status, reason, "transfer_error")
         self._let_go(receiver, reason)
 

@@ -298,8 +298,10 @@ class KVSenders:
         self.failed += 1
         self._unclaimed.drop(sender.peer, sender.room)
         # Of rooms without a request a stranger can open and end any number.
-        log.log(logging.INFO if sender.req is not None else logging.DEBUG, "room %d is off: %s", sender.room, reason)
-        if sender.req is not None:
+        if sender.req is None:
+            log.debug("room %d is off: %s", sender.room, reason)
+        else:
+            log.info("room %d is off: %s", sender.room, reason, extra={"rid": sender.req.rid})
             self._host.free(sender.req)
         if sender.peer is None:
             # The decode's leg has not turned up yet; when it does, it shall not wait.

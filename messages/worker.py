@@ -89,7 +89,7 @@ class WorkerReady(Message):
 
 
 class RowInit(msgspec.Struct, forbid_unknown_fields=True):
-    """A request takes a row of the request table; what the sampler needs to know of it.
+    """A request takes a row of the request table; what the sampler needs to know of it. ``rid`` is for the log alone.
 
     ``history`` (int32: prompt, then output) is sent only where penalties need it, with ``prompt_len`` the border.
     ``logprobs``: alternatives to list for each sampled token, None for no logprobs at all. ``logit_bias``: token id →
@@ -111,6 +111,7 @@ class RowInit(msgspec.Struct, forbid_unknown_fields=True):
     logprobs: int | None = None
     history: bytes | None = None
     logit_bias: dict[int, float] = {}
+    rid: str = ""
 
 
 class SlotDelta(msgspec.Struct, array_like=True):

@@ -12,6 +12,7 @@ Shapes: T tokens, B entries, S sampled entries, L wanted rows of logits, R rows 
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .kernels.sampling import NativeSampler
 
 I64 = npt.NDArray[np.int64]
+log = logging.getLogger(__name__)
 
 
 class Model(Protocol):
@@ -122,6 +124,7 @@ class StepRunner:
     def _apply(self, step: ForwardStep) -> None:
         for init in step.new_rows:
             self._rows.start(init)
+            log.debug("takes row %d", init.row, extra={"rid": init.rid})
         for delta in step.slot_deltas:
             # A copy, because torch wants writable memory.
             slots = torch.from_numpy(unpack_i32(delta.slots).copy())

@@ -54,8 +54,14 @@ class RouterOptions:
         Longest request body; a longer one is answered with 413.
     drain_timeout
         Seconds that running answers have to finish after SIGTERM.
+    metrics_without_key
+        Answer /metrics and /metrics/targets without the API key; they tell how much is used, and where.
     log_level
         Least severe messages to log.
+    log_format
+        text: a line for people. json: an object a line.
+    disable_access_log
+        Log no line for each request that was answered.
     """
 
     prefill: list[str] = field(default_factory=list)
@@ -75,7 +81,10 @@ class RouterOptions:
     retry_window: float = 1.5
     max_body_bytes: int = 32 * 2**20
     drain_timeout: float = 30.0
+    metrics_without_key: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    disable_access_log: bool = False
 
     def check(self) -> None:
         """Raise ``RouterOptionsError`` when these options can't route anything."""

@@ -17,8 +17,8 @@ import setproctitle
 import uvicorn
 import uvloop
 
+from ..runtime.logs import configure_logging
 from ..runtime.open_files import allow_many_connections
-from ..runtime.refusal_log import limit_foreign_logs
 from ..runtime.web.limited_protocol import LimitedProtocol
 from .app import make_app
 from .options import RouterOptions, RouterOptionsError, parse_prefill
@@ -70,18 +70,7 @@ def run_router(options: RouterOptions) -> int:
         print(f"pdserve router: {exc}", file=sys.stderr)
         return EXIT_USAGE
     setproctitle.setproctitle(f"pdserve router:{options.port}")
-    logging.basicConfig(
-        level=options.log_level.upper(),
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname).1s [router:{options.port}] %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
-    # Its steps are of no interest.
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    # It warns of each request that is none: any stranger could fill the log.
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    limit_foreign_logs()
+    configure_logging(f"router:{options.port}", options.log_level, options.log_format)
     allow_many_connections()
 
     def on_fault(error: BaseException) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import faulthandler
-import logging
 import os
 import signal
 import sys
@@ -18,8 +16,8 @@ import zmq
 
 from ..messages.channel import Sender, ipc_address
 from ..messages.control import Ready
+from .logs import configure_logging
 from .options import ServerOptions
-from .refusal_log import limit_foreign_logs
 
 PR_SET_PDEATHSIG = 1
 
@@ -71,30 +69,14 @@ def die_with_parent(parent_pid: int) -> None:
         sys.exit("the parent process is gone")
 
 
-def configure_logging(name: str, level: str) -> None:
-    """One line a record on stderr, with the process's name; SIGUSR2 prints every thread's stack there."""
-    faulthandler.register(signal.SIGUSR2)
-    logging.basicConfig(
-        level=level.upper(),
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname).1s [{name}] %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
-    # A line for each HTTP request between our own processes is noise at our "info".
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    # uvicorn warns of each request that is none: any stranger could fill the log.
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    limit_foreign_logs()
-
-
 def start_child(argv: list[str]) -> ChildContext:
     """Become a child: called first in each process's ``main``; ``argv[1]`` is the path of its ``ChildSpec``."""
     spec = msgspec.json.decode(Path(argv[1]).read_bytes(), type=ChildSpec)
     die_with_parent(spec.parent_pid)
     # Ctrl-C reaches the whole process group; only the supervisor acts on it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    port = spec.options.port
-    setproctitle.setproctitle(f"pdserve {spec.options.disaggregation_mode}:{port} {spec.name}")
-    configure_logging(f"{spec.options.disaggregation_mode}:{port} {spec.name}", spec.options.log_level)
-    return ChildContext(spec.name, Path(spec.run_dir), spec.epoch, spec.options, spec.secret, zmq.Context())
+    options = spec.options
+    process = f"{options.disaggregation_mode}:{options.port} {spec.name}"
+    setproctitle.setproctitle(f"pdserve {process}")
+    configure_logging(process, options.log_level, options.log_format)
+    return ChildContext(spec.name, Path(spec.run_dir), spec.epoch, options, spec.secret, zmq.Context())

@@ -119,8 +119,16 @@ class ServerOptions:
         Seconds that start-up may take.
     drain_timeout
         Seconds that running requests have to finish after SIGTERM.
+    metrics_aliases
+        Names that /metrics shows beside pdserve's own: those that the dashboards of vllm or sglang ask for.
+    metrics_without_key
+        Answer /metrics without the API key; it tells how much is used.
     log_level
         Least severe messages to log.
+    log_format
+        text: a line for people. json: an object a line.
+    disable_access_log
+        Log no line for each request that was answered.
     """
 
     model_path: str = "smollm2"
@@ -169,7 +177,11 @@ class ServerOptions:
     watchdog_timeout: float = 60.0
     startup_timeout: float = 300.0
     drain_timeout: float = 30.0
+    metrics_aliases: Literal["none", "vllm", "sglang"] = "none"
+    metrics_without_key: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    disable_access_log: bool = False
 
     @property
     def model_names(self) -> tuple[str, ...]:

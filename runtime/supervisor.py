@@ -34,7 +34,8 @@ import zmq
 from ..messages.channel import Receiver, Sender, UndeclaredMessage, ipc_address
 from ..messages.control import Drain, Drained, Ready
 from ..messages.routes import ToSupervisor
-from .child import ChildSpec, configure_logging
+from .child import ChildSpec
+from .logs import configure_logging
 from .modules import process_modules
 from .options import ServerOptions
 from .web.ports import check_port_free
@@ -271,6 +272,7 @@ def check_address(host: str, port: int, flag: str) -> None:
 
 def run_server(options: ServerOptions) -> int:
     """``pdserve server``: run one instance until it is told to stop; returns the exit code."""
-    setproctitle.setproctitle(f"pdserve {options.disaggregation_mode}:{options.port} supervisor")
-    configure_logging(f"{options.disaggregation_mode}:{options.port} supervisor", options.log_level)
+    process = f"{options.disaggregation_mode}:{options.port} supervisor"
+    setproctitle.setproctitle(f"pdserve {process}")
+    configure_logging(process, options.log_level, options.log_format)
     return Supervisor(options).run()

@@ -209,4 +209,5 @@ class Req:
             logprobs=self.msg.logprobs.top_num if self.msg.logprobs is not None else None,
             history=history,
             logit_bias=p.logit_bias,
+            rid=self.rid,
         )

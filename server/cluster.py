@@ -21,7 +21,7 @@ from types import FrameType
 import httpx
 import setproctitle
 
-from ..runtime.child import configure_logging
+from ..runtime.logs import configure_logging
 from ..runtime.machine.topology import read_machine
 from ..runtime.supervisor import InstanceFailed, check_address
 from .cluster_options import ClusterOptions, ClusterOptionsError
@@ -50,8 +50,10 @@ class Cluster:
         log_dir = Path(options.log_dir) if options.log_dir else None
         if log_dir:
             log_dir.mkdir(parents=True, exist_ok=True)
-        self._instances = [ClusterProcess(p, log_dir) for p in plan.instances]
-        self._router = ClusterProcess(plan.router, log_dir)
+        # An object a line, behind a name, would be none; it says itself which process it comes from.
+        named = options.log_format == "text"
+        self._instances = [ClusterProcess(p, log_dir, named_lines=named) for p in plan.instances]
+        self._router = ClusterProcess(plan.router, log_dir, named_lines=named)
         self._all = [*self._instances, self._router]
         self._selector = selectors.DefaultSelector()
         self._signals = 0
@@ -207,8 +209,7 @@ def ordinal(number: int) -> str:
 def run_cluster(options: ClusterOptions) -> int:
     """``pdserve up``: run a cluster until it is told to stop; returns the exit code."""
     setproctitle.setproctitle(f"pdserve up:{options.port}")
-    configure_logging("up", options.log_level)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    configure_logging("up", options.log_level, options.log_format)
     try:
         options.check()
         plan = plan_cluster(options, read_machine())

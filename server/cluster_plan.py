@@ -108,7 +108,10 @@ def plan_router(options: ClusterOptions, targets: dict[DisaggregationMode, list[
         prefill_backlog=options.prefill_backlog,
         api_key=options.api_key,
         drain_timeout=options.drain_timeout,
+        metrics_without_key=options.metrics_without_key,
         log_level=options.log_level,
+        log_format=options.log_format,
+        disable_access_log=options.disable_access_log,
     )
     host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

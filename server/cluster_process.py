@@ -33,10 +33,14 @@ MEMORY = 60.0
 
 
 class ClusterProcess:
-    """A planned process: starts it, forwards its output, counts its deaths. Times are ``time.monotonic()``."""
+    """A planned process: starts it, forwards its output, counts its deaths. Times are ``time.monotonic()``.
 
-    def __init__(self, plan: ProcessPlan, log_dir: Path | None) -> None:
+    ``named_lines``: whether each line of its output comes after its name, as lines of text should.
+    """
+
+    def __init__(self, plan: ProcessPlan, log_dir: Path | None, *, named_lines: bool = True) -> None:
         self.plan = plan
+        self._named_lines = named_lines
         self.pidfd = -1
         self.started = 0.0
         self.ready_after: float | None = None
@@ -66,7 +70,9 @@ class ClusterProcess:
             self._process = self._spawn(argv, subprocess.PIPE)
             assert self._process.stdout is not None
             pump = threading.Thread(
-                target=forward_lines, args=(self._process.stdout, self.plan.name), name=f"log of {self.plan.name}"
+                target=forward_lines,
+                args=(self._process.stdout, f"{self.plan.name:<10} | " if self._named_lines else ""),
+                name=f"log of {self.plan.name}",
             )
             pump.daemon = True
             pump.start()
@@ -111,9 +117,9 @@ class ClusterProcess:
         self.take_end()
 
 
-def forward_lines(source: IO[bytes], name: str) -> None:
-    """Copy lines to stderr, each after its process's name, until the source ends."""
-    prefix = f"{name:<10} | ".encode()
+def forward_lines(source: IO[bytes], before: str) -> None:
+    """Copy lines to stderr, each with ``before`` before it, until the source ends."""
+    prefix = before.encode()
     broken = False
     with source:
         for line in source:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..messages.base import Message
 from ..messages.channel import Receiver, Sender
 from ..messages.outputs import ReqError
-from ..messages.requests import TokenizeReq
+from ..messages.requests import GenerateReq, TokenizeReq
 from ..messages.routes import ToTokenizer
 from ..messages.text import TextQuestion
 from ..model_files.errors import ModelError
@@ -51,10 +51,13 @@ def route(tokenizer: RequestTokenizer, messages: Sequence[ToTokenizer]) -> Route
     for message in messages:
         answer = next(answers) if isinstance(message, TokenizeReq) else message
         if isinstance(answer, ReqError):
+            logger.debug("refused: %s", answer.message, extra={"rid": answer.rid})
             routed.to_http.append(answer)
         elif isinstance(answer, TextQuestion):
             routed.to_http.append(tokenizer.questions.answer(answer))
         else:
+            if isinstance(answer, GenerateReq):
+                logger.debug("%d prompt tokens", len(answer.input_ids) // 4, extra={"rid": answer.rid})
             routed.to_scheduler.append(answer)
     return routed
 

@@ -27,7 +27,7 @@ BROKEN = "print('no model'); raise SystemExit(3)"
 
 DRIVER = """
 import sys
-from pdserve.runtime.child import configure_logging
+from pdserve.runtime.logs import configure_logging
 from pdserve.server.cluster import Cluster
 from pdserve.server import cluster
 from pdserve.server.cluster_options import ClusterOptions

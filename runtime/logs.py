@@ -1,0 +1,81 @@
+"""How every process of pdserve logs: one line a record on stderr, as text or as JSON, with the request it is about.
+
+A record names its request by ``extra={"rid": …}``. Where it doesn't, it is about the request whose HTTP task wrote it
+(``REQUEST_ID``), so that a line that knows nothing of requests, as a library's, is found under the request's id too.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import signal
+import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Literal
+
+from .refusal_log import limit_foreign_logs
+
+LogFormat = Literal["text", "json"]
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""The id of the HTTP request that the running task serves. A task that it starts inherits it."""
+
+
+class TextFormatter(logging.Formatter):
+    """``12:00:00 I [process] message rid=…``."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s %(levelname).1s [{process}] %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line, before a traceback follows."""
+        line, rid = super().formatMessage(record), rid_of(record)
+        return f"{line} rid={rid}" if rid else line
+
+
+class JsonFormatter(logging.Formatter):
+    """An object a line: ``time`` (UTC, ISO 8601), ``level``, ``process``, ``logger``, ``message``.
+
+    Where there are, also ``rid``, ``exception`` (a traceback), and what the record has in ``extra={"fields": {…}}``.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        entry: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if rid := rid_of(record):
+            entry["rid"] = rid
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        # The standard library's: half of a surrogate pair in a message must not cost the line.
+        return json.dumps(entry | getattr(record, "fields", {}), default=str)
+
+
+def rid_of(record: logging.LogRecord) -> str:
+    """The request that a record is about, "" for none."""
+    return str(getattr(record, "rid", "") or REQUEST_ID.get())
+
+
+def configure_logging(process: str, level: str, log_format: LogFormat = "text") -> None:
+    """Log as ``process`` from ``level`` on; SIGUSR2 prints every thread's stack beside it."""
+    faulthandler.register(signal.SIGUSR2)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # A line for each HTTP request between our own processes would be most of the log.
+    for name in ("httpx", "httpcore", "uvicorn"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # uvicorn warns of each request that is none: any stranger could fill the log.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    limit_foreign_logs()
