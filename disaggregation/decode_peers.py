@@ -145,6 +145,11 @@ class DecodePeers:
         return self._refusals.total
 
     @property
+    def connected(self) -> int:
+        """Decode instances that can ask for pages now."""
+        return sum(peer.welcomed for peer in self._peers.values())
+
+    @property
     def active(self) -> bool:
         """Whether any peer needs heartbeats."""
         return bool(self._peers)

@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 
 from ..messages.handover import Abort, AbortAck, RoomQueued, TransferDone, TransferFailed, TransferRequest
+from ..messages.metrics import HandoverCounts
 from ..messages.outputs import TokenLogprob
 from ..messages.worker import PagesVerified, PeerConnected, PeerLinkDown, SendEnded, TransferEvent
 from ..runtime.child import ChildContext
@@ -199,6 +200,36 @@ class KVManager:
             info |= {"bytes_received": self.receivers.bytes_received, "refused": self._links.refused}
             info["peers"] = self._links.info()
         return info
+
+    def sent(self) -> HandoverCounts | None:
+        """See ``Handovers``."""
+        rooms, peers = self.senders, self._peers
+        if rooms is None or peers is None:
+            return None
+        return HandoverCounts(
+            open=len(rooms.rooms),
+            done=rooms.done,
+            failed=rooms.failed,
+            nbytes=rooms.bytes_sent,
+            seconds=rooms.push_seconds,
+            peers=peers.connected,
+            refused=peers.refused,
+        )
+
+    def received(self) -> HandoverCounts | None:
+        """See ``Handovers``."""
+        rooms, links = self.receivers, self._links
+        if rooms is None or links is None:
+            return None
+        return HandoverCounts(
+            open=len(rooms.rooms),
+            done=rooms.done,
+            failed=rooms.failed,
+            nbytes=rooms.bytes_received,
+            seconds=0.0,
+            peers=links.connected,
+            refused=links.refused,
+        )
 
     # --- the peers' side ---
 

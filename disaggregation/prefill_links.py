@@ -158,6 +158,11 @@ class PrefillLinks:
         return self._refusals.total
 
     @property
+    def connected(self) -> int:
+        """Prefill instances that can be asked for pages now."""
+        return sum(link.state is LinkState.READY for link in self._open.values())
+
+    @property
     def active(self) -> bool:
         """Whether any link needs heartbeats."""
         return bool(self._open)

@@ -44,7 +44,10 @@ class SchedulerHost:
             return False
         busy = [*planner.running.values(), *others]
         reserve = planner.reserve.tokens([*busy, req]) if busy else 0
-        return memory.admit(req, reserve, prefix_limit=req.prompt_len)
+        admitted = memory.admit(req, reserve, prefix_limit=req.prompt_len)
+        if admitted:
+            planner.count_lookup(req)
+        return admitted
 
     def end(self, req: Req, state: ReqState, finish: FinishReason | None) -> None:
         """See ``HandoverHost``."""

@@ -18,6 +18,7 @@ from .control import (
     ServerInfo,
     ServerInfoReq,
 )
+from .metrics import SchedulerMetrics
 from .outputs import ReqError, TextBatch, TokenBatch
 from .requests import AbortReq, GenerateReq, StopReq, TokenizeReq
 from .text import TextAnswer, TextQuestion
@@ -30,6 +31,6 @@ ToTokenizer = TokenizeReq | AbortReq | Question | TextQuestion
 ToScheduler = GenerateReq | AbortReq | StopReq | Question | Drain
 ToWorker = WorkerCommand
 ToSchedulerFromWorker = WorkerEvent
-ToDetokenizer = TokenBatch | ReqError | Answer | Drained
-ToHttp = TextBatch | ReqError | Answer | TextAnswer | Drained
+ToDetokenizer = TokenBatch | ReqError | Answer | SchedulerMetrics | Drained
+ToHttp = TextBatch | ReqError | Answer | TextAnswer | SchedulerMetrics | Drained
 ToSupervisor = Ready | Drained

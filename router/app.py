@@ -14,22 +14,29 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from ..messages.decode import shown
-from ..runtime.web.auth import ApiKeyAuth
+from ..runtime.web.auth import ApiKeyAuth, open_paths
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.errors import error_body
+from ..runtime.web.visits import VisitCounts, VisitLog
 from .dispatcher import Dispatcher
 from .endpoints import HEALTH_PROMPT, ControlEndpoints, GenerationEndpoint, error_response, json_response
 from .errors import RouterError
 from .fleet import Fleet
 from .health import HealthMonitor
+from .metrics import RouterMetrics
 from .options import RouterOptions
 from .plain_paths import PlainPaths
 
 GENERATION_PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
 TEXT_PATHS = ("/tokenize", "/detokenize")
 MODEL_PATHS = ("/v1/models", "/v1/models/{name:path}", "/model_info", "/get_model_info")
+HEALTH_PATHS = ("/health", "/readyz", "/livez", "/health_generate")
+QUESTION_PATHS = (*HEALTH_PATHS, "/metrics", "/metrics/targets", "/server_info", "/get_server_info")
+PATHS = (*GENERATION_PATHS, *MODEL_PATHS, *TEXT_PATHS, *QUESTION_PATHS, "/abort_request", "/flush_cache")
+"""By which answers are counted."""
 DEAD_HOST_OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3),
@@ -47,7 +54,7 @@ def make_client(options: RouterOptions) -> HttpClient:
     return HttpClient(headers, options.connect_timeout, DEAD_HOST_OPTIONS)
 
 
-def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) -> Starlette:
+def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) -> ASGIApp:
     """The application. Its lifespan runs the health checks.
 
     ``on_fault`` is told when these break; the instances' states are then no longer true, so it must end the process.
@@ -58,6 +65,10 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
     control = ControlEndpoints(fleet, client, options)
     generation = GenerationEndpoint(dispatcher, options.max_body_bytes)
     health_prompt = GenerationEndpoint(dispatcher, options.max_body_bytes, orjson.dumps(HEALTH_PROMPT))
+    visits = VisitCounts()
+    metrics = RouterMetrics(fleet, visits, GENERATION_PATHS)
+    open_to_all = open_paths(metrics=options.metrics_without_key)
+    keys = [Middleware(ApiKeyAuth, api_key=options.api_key, open_to_all=open_to_all)] if options.api_key else []
 
     def ended(checks: asyncio.Task[None]) -> None:
         if not checks.cancelled() and (error := checks.exception()):
@@ -74,12 +85,14 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
             await asyncio.wait((checks,))
             client.close()
 
-    return Starlette(
+    app = Starlette(
         routes=[
             *(Route(path, generation, methods=["POST"]) for path in GENERATION_PATHS),
             Route("/health", control.health),
             Route("/readyz", control.health),
             Route("/livez", control.livez),
+            Route("/metrics", metrics.page, methods=["GET"]),
+            Route("/metrics/targets", metrics.targets, methods=["GET"]),
             Route("/health_generate", health_prompt, methods=["GET"]),
             *(Route(path, control.ask_one) for path in MODEL_PATHS),
             *(Route(path, control.ask_one, methods=["POST"]) for path in TEXT_PATHS),
@@ -87,10 +100,7 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
             Route("/abort_request", control.abort_request, methods=["POST"]),
             Route("/flush_cache", control.flush_cache, methods=["GET", "POST"]),
         ],
-        middleware=[
-            *([Middleware(ApiKeyAuth, api_key=options.api_key)] if options.api_key else []),
-            Middleware(PlainPaths),
-        ],
+        middleware=[*keys, Middleware(PlainPaths)],
         exception_handlers={
             HTTPException: answer_http_exception,
             RouterError: answer_router_error,
@@ -99,6 +109,7 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
         },
         lifespan=lifespan,
     )
+    return VisitLog(app, PATHS, visits, access_log=not options.disable_access_log, on_end=metrics.visited)
 
 
 async def answer_http_exception(request: Request, exc: Exception) -> Response:

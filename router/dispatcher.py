@@ -72,10 +72,13 @@ class Dispatcher:
         failed: set[Instance] = set()
         last_error: RouterError | None = None
         for left in range(self._retries, -1, -1):
+            asked_at = now()
             try:
                 target = await self._choose(request.body, failed, deadline, retrying=last_error is not None)
             except NoInstanceError as exc:
                 raise last_error or exc from None
+            self._fleet.pick_seconds.observe(now() - asked_at)
+            logger.debug("goes to %s", target if isinstance(target, Instance) else " and ".join(map(str, target)))
             try:
                 if isinstance(target, Pair):
                     return await self._serve_by_pair(target, request, answer)
@@ -90,6 +93,7 @@ class Dispatcher:
                     raise
                 failed.update(target if isinstance(target, Pair) else (target,))
                 last_error = exc
+            self._fleet.retries[last_error.status] += 1
             logger.warning("%s: %s; trying again", request.path, last_error.message)
             await asyncio.sleep(RETRY_PAUSE)
 

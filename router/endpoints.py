@@ -16,6 +16,7 @@ from ..runtime.web.body import BodyTooLarge, read_body
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.client.errors import ClientError
 from ..runtime.web.errors import error_body
+from ..runtime.web.visits import Visit
 from .client_answer import ClientAnswer
 from .dispatcher import Dispatcher, RoutedRequest, drop
 from .errors import BodyTooLargeError, NoInstanceError, RouterError
@@ -71,7 +72,8 @@ class GenerationEndpoint:
         try:
             raw = await body_of(Request(scope, receive), self._max_body_bytes)
             path, raw = (scope["path"], raw) if self._fixed_body is None else ("/generate", self._fixed_body)
-            request_body = RequestBody.parse(raw, RID_PREFIXES.get(path, ""))
+            request_id = Visit.of(scope).request_id
+            request_body = RequestBody.parse(raw, request_id, RID_PREFIXES.get(path, ""))
             request = RoutedRequest(path, passed_on(scope["headers"]), request_body)
             await self._serve(request, answer, receive)
         except RouterError as exc:

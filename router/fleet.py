@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from ..messages.metrics import Histogram
 from .instance import HealthState, Instance, Role
 from .options import RouterOptions, check_url, parse_prefill
 from .policies import POLICIES
@@ -22,6 +24,7 @@ from .request_body import RequestBody
 
 logger = logging.getLogger(__name__)
 
+PICK_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 LOCAL_PREFILL_COST = 2.5
 """How much longer a decode takes over a prompt than a prefill: it computes it in small pieces between its streams'
 tokens, which wait for them (measured on a CPU: 16 tokens every 20 ms beside eight streams, where a prefill does 1,500
@@ -49,6 +52,10 @@ class Fleet:
         self._policies = {role: POLICIES[options.policy]() for role in Role}
         self._prefill_backlog = options.prefill_backlog
         self._changed = asyncio.Event()
+        self.pick_seconds = Histogram(PICK_SECONDS)
+        """How long requests waited to be given somebody who serves them."""
+        self.retries: Counter[int] = Counter()
+        """Attempts after a failed one, by the status that the failure would have been answered with."""
 
     def healthy(self, role: Role | None = None) -> list[Instance]:
         """Healthy instances, of one role or of all."""

@@ -37,15 +37,20 @@ class PairBodies(NamedTuple):
 
 @dataclass(frozen=True)
 class RequestBody:
-    """A request as the client sent it, less its ``bootstrap_…`` fields. ``fields`` is ``raw``, parsed."""
+    """A request as the client sent it, less its ``bootstrap_…`` fields. ``fields`` is ``raw``, parsed.
+
+    ``request_id``: what a pair's legs are named after whose client gave no ``rid``.
+    """
 
     raw: bytes
     fields: dict[str, Any]
+    request_id: str = ""
+    """Found in the rids that are drawn."""
     rid_prefix: str = ""
     """Begins the ids that the API answers with: a drawn rid becomes one."""
 
     @classmethod
-    def parse(cls, raw: bytes, rid_prefix: str = "") -> RequestBody:
+    def parse(cls, raw: bytes, request_id: str = "", rid_prefix: str = "") -> RequestBody:
         """Raises ``BadRequestError`` for anything but a JSON object, for one with too many prompts, and for one too
         deep for a pair, whoever would serve it."""
         try:
@@ -61,8 +66,8 @@ class RequestBody:
         if len(kept) == len(fields):
             if raw.count(b"[") + raw.count(b"{") > WRITTEN_LEVELS:
                 dump(fields)
-            return cls(raw, fields, rid_prefix)  # the common case: instances get the client's own bytes
-        return cls(dump(kept), kept, rid_prefix)
+            return cls(raw, fields, request_id, rid_prefix)  # the common case: instances get the client's own bytes
+        return cls(dump(kept), kept, request_id, rid_prefix)
 
     @property
     def stream(self) -> bool:
@@ -102,8 +107,7 @@ class RequestBody:
                 "bootstrap_room": [draw_room() for _ in range(count)],
             }
         if self.fields.get("rid") is None:
-            drawn = [self.rid_prefix + draw_rid() for _ in range(count or 1)]
-            patch["rid"] = drawn[0] if count is None else drawn
+            patch["rid"] = self.rid_prefix + draw_rid(self.request_id)
         decode = {**self.fields, **patch}
         prefill_fields = {**decode, "stream": False}
         prefill_fields.pop("stream_options", None)
@@ -141,6 +145,9 @@ def draw_room() -> int:
     return secrets.randbits(ROOM_BITS) or 1
 
 
-def draw_rid() -> str:
-    """A fresh request id, 32 hex digits."""
-    return secrets.token_hex(16)
+def draw_rid(request_id: str) -> str:
+    """A fresh name for an attempt at request ``request_id``, in which that is found.
+
+    Not the id alone: clients send one again when they try again, and so does this router.
+    """
+    return f"{request_id}-{secrets.token_hex(8)}" if request_id else secrets.token_hex(16)

@@ -211,12 +211,18 @@ class CostModel:
         allowed = max(self.overhead_ms, 0.1)
         self.overhead_ms += min(max(ms - self.overhead_ms, -allowed), allowed) / OVERHEAD_STEPS
 
+    @property
+    def median_error(self) -> float | None:
+        """Half of the last steps were off by less, relative to their estimate; None before the first."""
+        errors = sorted(map(abs, self._recent_errors))
+        return errors[len(errors) // 2] if errors else None
+
     def info(self) -> dict[str, Any]:
         """JSON-ready: the parameters, and how far estimates were off lately."""
-        errors = sorted(abs(e) for e in self._recent_errors)
+        error = self.median_error
         return {
             "steps": self.steps,
-            "median_error": round(errors[len(errors) // 2], 4) if errors else None,
+            "median_error": None if error is None else round(error, 4),
             "overhead_ms": round(self.overhead_ms, 4),
             "ms_at_tokens": {str(k): round(ms, 4) for k, ms in zip(KNOTS, self._at_knots, strict=True)},
             "ms_per_token_beyond": round(self._slopes[-1], 6),

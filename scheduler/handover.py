@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from ..messages.metrics import HandoverCounts
 from ..messages.outputs import TokenLogprob
 from ..messages.worker import TransferEvent
 from .req import Req
@@ -56,3 +57,9 @@ class Handovers(Protocol):
 
     def info(self) -> dict[str, Any]:
         """For /server_info."""
+
+    def sent(self) -> HandoverCounts | None:
+        """What was handed over to others, None where this instance never does."""
+
+    def received(self) -> HandoverCounts | None:
+        """What was taken over from others, None where this instance never does."""

@@ -40,7 +40,7 @@ def server_info(scheduler: Scheduler, epoch: str) -> dict[str, Any]:
         "queues": {"waiting": len(scheduler.planner.waiting), "running": len(scheduler.planner.running)},
         "new_token_ratio": round(scheduler.planner.reserve.ratio, 4),
         "retractions": scheduler.planner.retractions,
-        "counters": dict(vars(counters)),
+        "counters": counters.info() | {"cached_tokens": scheduler.planner.cached_tokens},
         "cost_model": _cost_model(scheduler),
         "itl_budget": itl.info() if itl is not None else None,
         "disaggregation": manager.info() if manager is not None else None,

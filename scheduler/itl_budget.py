@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ..messages.metrics import PromiseCounts
 from .cost_model import CostModel
 from .step_shape import StepShape
 
@@ -69,6 +70,10 @@ class ItlBudget:
         self._over_outcome_ms += outcome_ms
         if outcome_ms > self._worst_ms:
             self._worst, self._worst_ms = promise, outcome_ms
+
+    def counts(self) -> PromiseCounts:
+        """Promises since the start."""
+        return PromiseCounts(self._steps, self._over)
 
     def info(self) -> dict[str, Any]:
         """JSON-ready: steps with prompt pieces since the start, those of them that broke the promise, milliseconds."""

@@ -43,6 +43,11 @@ class StepPlanner:
         self.budget = StepBudget.of(options, device, model)
         self.reserve = TokenReserve(options.schedule_conservativeness)
         self.retractions = 0
+        self.cached_tokens = 0
+        """Prompt tokens that requests found cached which compute the rest here."""
+        self.asked_tokens = 0
+        self.hit_tokens = 0
+        """What the prefix cache was asked for, by whomever, and what of it was there."""
         self.retracted: list[Req] = []
         """Who had to give way to the latest plan."""
         self._memory = memory
@@ -89,6 +94,11 @@ class StepPlanner:
         req.state = ReqState.RUNNING
         self.arriving.pop(req.rid, None)
         self.running[req.rid] = req
+
+    def count_lookup(self, req: Req) -> None:
+        """The request has just got its memory for the first time, ``computed`` tokens of it from the prefix cache."""
+        self.asked_tokens += req.prompt_len
+        self.hit_tokens += req.computed
 
     def forget(self, rid: str) -> None:
         """The request has ended."""
@@ -170,6 +180,10 @@ class StepPlanner:
         if not req.times.admitted:
             req.times.admitted = now
             req.cached_tokens = req.computed
+        # What a retracted request finds is its own.
+        if not req.retractions:
+            self.cached_tokens += req.computed
+            self.count_lookup(req)
         self._take_row(req, req.computed)
 
     def _take_row(self, req: Req, mapped: int) -> None:

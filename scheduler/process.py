@@ -25,6 +25,7 @@ from ..messages.worker import StepResult, WorkerEvent, WorkerReady
 from ..runtime.child import ChildContext, start_child
 from .handover import Handovers
 from .info import server_info
+from .metrics_report import MetricsReport
 from .outbox import Outbox
 from .scheduler import Scheduler
 
@@ -57,6 +58,7 @@ class SchedulerProcess:
         self._poller.register(self._events.socket, zmq.POLLIN)
         self._scheduler: Scheduler | None = None
         self._handovers: Handovers | None = None
+        self._report: MetricsReport | None = None
         self._checked_at = 0.0
         self._checked_step = -1
         self._drained_sent = False
@@ -75,6 +77,8 @@ class SchedulerProcess:
             if self._scheduler is not None:
                 self._scheduler.run_steps(now)
                 self._when_idle(self._scheduler, now)
+            if self._report is not None:
+                self._report.turn(now)
             # Peers first: "drained" leaves with the outbox, and what peers wait for must be on its way by then.
             if self._handovers is not None:
                 self._handovers.flush()
@@ -118,6 +122,7 @@ class SchedulerProcess:
             self._handovers = self._make_handovers(self._ctx, self._scheduler, self._poller)
             self._scheduler.handovers = self._handovers
             self._handovers.start(now)
+        self._report = MetricsReport(self._scheduler, self._outbox)
         # What exists now lives as long as the process: a full collection need not look at it again.
         gc.collect()
         gc.freeze()

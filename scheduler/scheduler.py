@@ -26,6 +26,7 @@ from ..messages.requests import AbortReq, GenerateReq, StopReq
 from ..messages.worker import StepResult, WorkerReady
 from ..runtime.options import ServerOptions
 from .cost_model import CostModel
+from .counters import Counters
 from .handover import Handovers
 from .kv_memory import KVMemory
 from .outbox import Outbox, news_interval
@@ -56,21 +57,6 @@ class Refusal(NamedTuple):
     code: str | None = None
 
 
-class Counters:
-    """What happened since the start, for /server_info and metrics."""
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.finished = 0
-        self.aborted = 0
-        self.failed = 0
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.generation_tokens = 0
-        self.steps = 0
-        self.forward_seconds = 0.0
-
-
 class Scheduler:
     """See the module."""
 
@@ -96,6 +82,7 @@ class Scheduler:
         """Take a request in, or refuse it with a reason."""
         refusal = self._refusal(msg)
         if refusal is not None:
+            log.debug("refused with %d: %s", refusal.status, refusal.message, extra={"rid": msg.rid})
             self.outbox.error(msg.rid, *refusal)
             return
         route = Route.LOCAL
@@ -107,7 +94,7 @@ class Scheduler:
         req = Req.create(msg, route, ReqState.WAITING, budget, interval)
         self.reqs[req.rid] = req
         self.counters.requests += 1
-        self.counters.prompt_tokens += req.prompt_len
+        log.debug("%s request of %d prompt tokens", route, req.prompt_len, extra={"rid": req.rid})
         if route is Route.LOCAL:
             self.enqueue(req, now)
         else:
@@ -181,6 +168,7 @@ class Scheduler:
         """The request is over by a fault that is not the client's wish. Memory is the caller's to ``free``."""
         if req.is_ended:
             return
+        log.debug("fails with %d: %s", status, message, extra={"rid": req.rid})
         self._tell(req)
         self.leave(req, ReqState.FAILED)
         self.outbox.error(req.rid, status, message, kind)
@@ -192,12 +180,8 @@ class Scheduler:
         req.state = state
         del self.reqs[req.rid]
         self.planner.forget(req.rid)
-        counters = self.counters
-        counters.finished += state is ReqState.FINISHED
-        counters.aborted += state is ReqState.ABORTED
-        counters.failed += state is ReqState.FAILED
-        counters.cached_tokens += req.cached_tokens
-        counters.generation_tokens += req.output_len
+        self.counters.ended(req)
+        log.debug("%s after %d output tokens", state, req.output_len, extra={"rid": req.rid})
 
     def free(self, req: Req, *, keep_prefix: bool = True) -> None:
         """Give back what memory the request holds, if any. ``keep_prefix`` False where its KV can't be trusted."""
@@ -251,8 +235,7 @@ class Scheduler:
         if step.step_id != result.step_id:
             raise AssertionError(f"the worker answered step {result.step_id}, step {step.step_id} is due")
         self.completed_step = step.step_id
-        self.counters.steps += 1
-        self.counters.forward_seconds += result.forward_ms / 1000
+        self.counters.step_done(step, result.forward_ms)
         self._learn(step, result.forward_ms, now)
         for req, scores in zip(step.input_logprobs, result.input_logprobs, strict=True):
             if req.input_logprobs is not None:
@@ -289,7 +272,7 @@ class Scheduler:
         for req in reqs:
             if req.is_ended:
                 continue
-            log.error("request %s: the model's logits are not finite", req.rid)
+            log.error("the model's logits are not finite", extra={"rid": req.rid})
             self.fail(req, 500, "the model produced logits that are not finite for this prompt")
             self._free_after_abort(req, "logits are not finite")
         # What the failed requests computed may be cached already; the next one with this prompt would start from it.
@@ -310,6 +293,7 @@ class Scheduler:
     def on_newest_token(self, req: Req, token: int, now: float) -> None:
         """``token``, just appended, came from here or from the peer: tell it when its time has come, or end there."""
         req.times.last_token = now
+        self.counters.generation_tokens += 1
         finish = None
         if token in req.stop_ids:
             finish = FinishReason(FinishType.STOP, matched=token)

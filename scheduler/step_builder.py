@@ -24,7 +24,10 @@ class Foresight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """What the scheduler remembers of a step that it sent: its requests by entry, and which entries sampled."""
+    """What the scheduler remembers of a step that it sent: its requests by entry, and which entries sampled.
+
+    ``recomputed``: of its prompt tokens, those that a retraction makes it compute again.
+    """
 
     step_id: int
     entries: list[Req]
@@ -32,6 +35,7 @@ class InFlightStep:
     input_logprobs: list[Req]
     sent_at: float
     foresight: Foresight
+    recomputed: int = 0
 
 
 class StepBuilder:
@@ -49,6 +53,7 @@ class StepBuilder:
         self._slots: list[I32] = []
         self._input_logprobs: list[InputLogprobSpec] = []
         self._scored: list[Req] = []
+        self._recomputed = 0
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -86,6 +91,8 @@ class StepBuilder:
         self._input_ids.append(req.token_ids[start:end])
         self._slots.append(slots)
         self.shape = self.shape.with_piece(start, length)
+        if req.retractions:
+            self._recomputed += length
         if end == req.known_len:
             self._sampled.append(len(self.entries))
             req.pending += 1
@@ -128,4 +135,5 @@ class StepBuilder:
             slot_deltas=slot_deltas,
             input_logprobs=self._input_logprobs,
         )
-        return step, InFlightStep(step_id, self.entries, self._sampled, self._scored, now, foresight)
+        in_flight = InFlightStep(step_id, self.entries, self._sampled, self._scored, now, foresight, self._recomputed)
+        return step, in_flight

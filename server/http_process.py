@@ -37,7 +37,7 @@ async def serve(ctx: ChildContext, listener: socket.socket, model: ServedModel) 
     receiver: AsyncReceiver[ToHttp] = AsyncReceiver(zmq.asyncio.Context(ctx.zmq_ctx), ctx.address("http"), ToHttp)
     sender = Sender(ctx.zmq_ctx, ctx.address("tokenizer"))
     supervisor = Sender(ctx.zmq_ctx, ctx.address("supervisor"))
-    engine = EngineClient(sender, supervisor)
+    engine = EngineClient(sender, supervisor, ctx.options.disaggregation_mode)
     config = uvicorn.Config(
         make_app(ctx.options, engine, ctx.epoch, model),
         http=LimitedProtocol,

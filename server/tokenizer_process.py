@@ -7,6 +7,7 @@ its place, so that an abort never overtakes the request that it ends.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ from ..runtime.child import start_child
 from ..runtime.options import ServerOptions
 from .request_tokenizer import RequestTokenizer
 from .tokenizer_inbox import TokenizerInbox
+
+logger = logging.getLogger(__name__)
 
 
 class Routed(NamedTuple):

@@ -61,6 +61,11 @@ async def health_generate(request: Request) -> Response:
     return json_response({"status": "ready"})
 
 
+async def metrics(request: Request) -> Response:
+    """What Prometheus scrapes: waits for no other process."""
+    return await HttpState.of(request).metrics.answer()
+
+
 async def server_info(request: Request) -> Response:
     """The scheduler's view (pools, queues, role, peers, invariants, options) and this process's."""
     state = HttpState.of(request)

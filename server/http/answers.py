@@ -280,6 +280,10 @@ class ModelInfo(Answer):
     disaggregation_mode: str
 
 
+class MetricsText(RootModel[str]):
+    """``GET /metrics``: the text exposition format; docs/metrics.md has what is in it."""
+
+
 class Aborted(Answer):
     """``POST /abort_request``."""
 

@@ -10,10 +10,13 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from ...runtime.options import ServerOptions
-from ...runtime.web.auth import ApiKeyAuth
-from .admin import abort_request, flush_cache, health, health_generate, livez, model_info, server_info
+from ...runtime.web.auth import ApiKeyAuth, open_paths
+from ...runtime.web.exposition import MetricsPage
+from ...runtime.web.visits import VisitCounts, VisitLog
+from .admin import abort_request, flush_cache, health, health_generate, livez, metrics, model_info, server_info
 from .admin_schemas import AbortBody
 from .answers import (
     Aborted,
@@ -24,6 +27,7 @@ from .answers import (
     Flushed,
     GenerateAnswer,
     Generated,
+    MetricsText,
     ModelCard,
     ModelInfo,
     ModelList,
@@ -40,6 +44,7 @@ from .fields import Body, Ignored
 from .generate import generate
 from .generate_schemas import GenerateBody
 from .health import HealthCheck
+from .instance_metrics import InstanceMetrics
 from .models import detokenize, get_model, list_models, tokenize
 from .openai_schemas import ChatBody, CompletionBody
 from .openapi import Described, make_openapi
@@ -54,6 +59,7 @@ QUESTIONS: tuple[tuple[str, Endpoint, type[BaseModel]], ...] = (
     ("/readyz", health, Ready),
     ("/livez", livez, Alive),
     ("/health_generate", health_generate, Ready),
+    ("/metrics", metrics, MetricsText),
     ("/server_info", server_info, ServerInfoAnswer),
     ("/get_server_info", server_info, ServerInfoAnswer),
     ("/model_info", model_info, ModelInfo),
@@ -77,15 +83,19 @@ STREAMS: dict[str, type[BaseModel]] = {
 """What an event of a stream holds."""
 
 
-def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: ServedModel | None = None) -> FastAPI:
+def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: ServedModel | None = None) -> ASGIApp:
     """The application in front of ``engine``; ``model`` None: what the options say of it, without its files."""
     app = FastAPI(title="pdserve", version=version("pdserve"))
+    paths = [path for path, *_ in (*QUESTIONS, *ORDERS)]
+    counts = VisitCounts()
+    info = {"model": options.model_name, "version": version("pdserve"), "epoch": epoch}
     app.state.http = HttpState(
         options=options,
         engine=engine,
         health=HealthCheck(engine),
         model=model or ServedModel(options.model_names, options.model_path),
         ignored=Ignored(),
+        metrics=MetricsPage(InstanceMetrics(options, engine, counts, info).families),
         epoch=epoch,
         version=version("pdserve"),
         started=int(time.time()),
@@ -102,5 +112,6 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: Se
     app.openapi = make_openapi(app, described)  # type: ignore[method-assign]
     install_error_handlers(app)
     if options.api_key is not None:
-        app.add_middleware(ApiKeyAuth, api_key=options.api_key)
-    return app
+        open_to_all = open_paths(metrics=options.metrics_without_key)
+        app.add_middleware(ApiKeyAuth, api_key=options.api_key, open_to_all=open_to_all)
+    return VisitLog(app, [*paths, "/flush_cache"], counts, access_log=not options.disable_access_log)

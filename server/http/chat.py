@@ -18,6 +18,7 @@ from .openai_common import Envelope, TokenNames, check_model, ending, plan_opena
 from .openai_schemas import ChatBody
 from .parsing import parse_body
 from .plan import Prompt
+from .request_names import named
 from .state import HttpState
 from .submission import Choice, Delta
 
@@ -28,14 +29,14 @@ CHUNK_KIND = "chat.completion.chunk"
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, plain or streaming."""
     state = HttpState.of(request)
-    body = await parse_body(request, ChatBody)
+    body = named(request, await parse_body(request, ChatBody), "chatcmpl-")
     check_model(body.model, state.model)
     # Without a limit the answer ends where the context does; the engine shortens the number to what fits.
     max_tokens = INT32_MAX if body.token_limit is None else body.token_limit
     if body.min_tokens > max_tokens:
         raise bad_request("min_tokens", f"{body.min_tokens} is above max_completion_tokens ({max_tokens})")
     logprobs = LogprobOptions(start_len=-1, top_num=body.top_logprobs) if body.logprobs else None
-    plans = plan_openai(body, [Prompt(chat=chat_of(body))], False, max_tokens, logprobs, state, "chatcmpl-")
+    plans = plan_openai(body, [Prompt(chat=chat_of(body))], False, max_tokens, logprobs, state)
     names = TokenNames(body.return_tokens_as_token_ids) if body.logprobs else None
     renderer = ChatRenderer(Envelope.of(body, plans, state.model), names)
     return EngineResponse(state.engine, plans, renderer, stream=body.stream)

@@ -16,6 +16,7 @@ from .openai_common import Envelope, TokenNames, check_model, ending, plan_opena
 from .openai_schemas import CompletionBody
 from .parsing import parse_body
 from .plan import Prompt, make_prompts
+from .request_names import named
 from .state import HttpState
 from .submission import Choice, Delta
 
@@ -25,14 +26,14 @@ KIND = "text_completion"
 async def completions(request: Request) -> Response:
     """Complete one prompt or a batch, plain or streaming."""
     state = HttpState.of(request)
-    body = await parse_body(request, CompletionBody)
+    body = named(request, await parse_body(request, CompletionBody), "cmpl-")
     check_model(body.model, state.model)
     if body.min_tokens > body.max_tokens:
         raise bad_request("min_tokens", f"{body.min_tokens} is above max_tokens ({body.max_tokens})")
     prompts, batch = read_prompts(body.prompt)
     wanted = body.logprobs is not None
     logprobs = LogprobOptions(start_len=0 if body.echo else -1, top_num=body.logprobs or 0) if wanted else None
-    plans = plan_openai(body, prompts, batch, body.max_tokens, logprobs, state, "cmpl-", echo=body.echo)
+    plans = plan_openai(body, prompts, batch, body.max_tokens, logprobs, state, echo=body.echo)
     names = TokenNames(body.return_tokens_as_token_ids) if wanted else None
     echoes = [prompt.text for prompt in prompts] if body.echo else None
     renderer = CompletionRenderer(Envelope.of(body, plans, state.model), echoes, names)

@@ -18,13 +18,16 @@ import msgspec
 from ...messages.base import Message
 from ...messages.channel import AsyncReceiver, UndeclaredMessage
 from ...messages.control import Drained, FlushCacheResult, Pong, ServerInfo
+from ...messages.metrics import SchedulerMetrics
 from ...messages.outputs import ReqError, TextBatch
 from ...messages.requests import AbortReq, TokenizeReq
-from ...messages.routes import Answer, Question
-from ...messages.text import Decoded, Encoded, Limits, TextAnswer, TextQuestion
+from ...messages.routes import Question, ToHttp
+from ...messages.text import Decoded, Encoded, Limits, TextQuestion
+from ...runtime.options import DisaggregationMode
 from .errors import ApiError, bad_request
 from .plan import PromptPlan
-from .submission import Choice, Submission
+from .request_metrics import CLIENT_GONE, ERROR, RequestMetrics
+from .submission import Choice, Kind, Submission
 
 A = TypeVar("A", Pong, FlushCacheResult, ServerInfo, Encoded, Decoded, Limits)
 INT63 = 2**63
@@ -46,9 +49,18 @@ class _Live(NamedTuple):
 class EngineClient:
     """Submits requests and questions, and hands every answer to the one who waits for it. Event-loop thread only."""
 
-    def __init__(self, tokenizer: MessageSink, supervisor: MessageSink | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: MessageSink,
+        supervisor: MessageSink | None = None,
+        mode: DisaggregationMode = "unified",
+    ) -> None:
+        self.metrics = RequestMetrics()
+        self.scheduler_metrics: SchedulerMetrics | None = None
+        """What the scheduler said last, None while it is still loading."""
         self._tokenizer = tokenizer
         self._supervisor = supervisor
+        self._mode = mode
         self._live: dict[str, _Live | None] = {}
         self._named: dict[str, list[Choice]] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
@@ -59,6 +71,10 @@ class EngineClient:
     def live_requests(self) -> int:
         """Requests that the engine has not ended, those whose client has gone included."""
         return len(self._live)
+
+    def is_named(self, name: str) -> bool:
+        """Whether a running request goes by this name."""
+        return name in self._named
 
     # --- requests ---
 
@@ -75,7 +91,7 @@ class EngineClient:
         for prompt_index, plan in enumerate(plans):
             for i in range(plan.n):
                 rid = plan.rid if plan.n == 1 else f"{plan.rid}-{i}"
-                choice = Choice(len(choices), prompt_index, rid, self._wire_rid(rid), arrival, plan.keep_output)
+                choice = self._choice(len(choices), prompt_index, rid, plan, streaming, arrival)
                 choices.append(choice)
                 requests.append(_request(plan, i, choice, streaming))
                 for name in {rid, plan.rid, group or rid}:
@@ -91,10 +107,30 @@ class EngineClient:
         self._tokenizer.send(*requests)
         return submission
 
+    def _choice(
+        self, index: int, prompt_index: int, rid: str, plan: PromptPlan, streaming: bool, arrival: float
+    ) -> Choice:
+        in_pair = plan.bootstrap is not None
+        kind = Kind.STREAM if streaming else Kind.WHOLE
+        return Choice(
+            index=index,
+            prompt_index=prompt_index,
+            rid=rid,
+            wire_rid=self._wire_rid(rid),
+            arrival=arrival,
+            keep_output=plan.keep_output,
+            kind=Kind.LEG if in_pair and self._mode == "prefill" else kind,
+            was_handed_over=in_pair and self._mode == "decode",
+        )
+
     def end(self, submission: Submission) -> None:
         """Forget a submission; whatever of it still runs is aborted."""
         for name in submission.names:
             del self._named[name]
+        why = CLIENT_GONE if submission.is_abandoned else ERROR
+        for choice in submission.choices:
+            if self._live.get(choice.wire_rid) is not None:
+                self.metrics.dropped(choice, why)
         self._abort(submission.choices, "the client is gone")
         for choice in submission.choices:
             if choice.wire_rid in self._live:
@@ -152,7 +188,7 @@ class EngineClient:
                 continue
             self.dispatch(messages)
 
-    def dispatch(self, messages: Iterable[TextBatch | ReqError | Answer | TextAnswer | Drained]) -> None:
+    def dispatch(self, messages: Iterable[ToHttp]) -> None:
         """Hand each message to the one who waits for it; what nobody waits for any more is dropped."""
         for message in messages:
             if isinstance(message, TextBatch):
@@ -160,7 +196,10 @@ class EngineClient:
             elif isinstance(message, ReqError):
                 live = self._live.pop(message.rid, None)
                 if live is not None:
+                    self.metrics.on_error(live.choice, message.kind)
                     live.owner.fail(_as_api_error(message, live))
+            elif isinstance(message, SchedulerMetrics):
+                self.scheduler_metrics = message
             elif isinstance(message, Drained):
                 # Every answer that came before it has been handed to its client's connection.
                 if self._supervisor is not None:
@@ -177,6 +216,7 @@ class EngineClient:
             if item.finish is not None:
                 self._live.pop(item.rid, None)
             if live is not None:
+                self.metrics.on_text(live.choice, item, now)
                 live.owner.update(live.choice, item, now)
 
     def close(self, reason: str) -> None:

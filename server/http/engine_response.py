@@ -17,6 +17,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ...runtime.web.visits import Visit
 from .engine_client import EngineClient
 from .errors import ApiError, ClientGone
 from .plan import PromptPlan
@@ -52,6 +53,23 @@ class Renderer(Protocol):
 def event(content: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+def summary(submission: Submission) -> dict[str, Any]:
+    """What the access log says of an answer: tokens of all its choices, seconds to the first token, how they ended."""
+    choices = submission.choices
+    begun = [choice.first_token_at for choice in choices if choice.first_token_at]
+    if submission.is_abandoned:
+        ends = ["client_gone"]
+    else:
+        ends = sorted({"error" if choice.finish is None else choice.finish.type.value for choice in choices})
+    return {
+        "prompt": sum(choice.prompt_tokens or 0 for choice in choices),
+        "cached": sum(choice.cached_tokens or 0 for choice in choices),
+        "output": sum(len(choice.token_ids) for choice in choices),
+        "ttft": round(min(begun) - choices[0].arrival, 6) if begun else None,
+        "finish": ",".join(ends),
+    }
 
 
 @asynccontextmanager
@@ -111,6 +129,8 @@ class EngineResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ``ApiError`` while nothing has been sent; afterwards an error is an event."""
+        visit = Visit.of(scope)
+        visit.name(self._group or self._plans[0].rid)
         submission = self._engine.submit(self._plans, streaming=self._is_stream, group=self._group)
         try:
             async with watch_disconnect(receive, submission):
@@ -123,6 +143,7 @@ class EngineResponse(Response):
         except ApiError as e:
             raise e.renamed(self._renderer.field_names) from None
         finally:
+            visit.details |= summary(submission)
             self._engine.end(submission)
 
     async def _send_answer(self, submission: Submission, scope: Scope, receive: Receive, send: Send) -> None:

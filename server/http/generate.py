@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -18,6 +17,7 @@ from .generate_schemas import GenerateBody
 from .logprob_lists import LogprobLists
 from .parsing import parse_body
 from .plan import PromptPlan, make_prompts, name_requests, per_prompt, sampling_params
+from .request_names import named
 from .state import HttpState
 from .submission import Choice, Delta
 from .timing import timing
@@ -26,7 +26,7 @@ from .timing import timing
 async def generate(request: Request) -> Response:
     """Generate from one prompt or a batch, plain or streaming."""
     state = HttpState.of(request)
-    body = await parse_body(request, GenerateBody)
+    body = named(request, await parse_body(request, GenerateBody))
     batch = is_batch(body)
     plans = plan_generate(body, batch, state.options.disaggregation_bootstrap_port, state.model.defaults)
     group = body.rid if isinstance(body.rid, str) else None
@@ -63,7 +63,7 @@ def plan_generate(
     wanted = per_prompt("return_logprob", body.return_logprob, size, batch)
     tops = per_prompt("top_logprobs_num", body.top_logprobs_num, size, batch)
     starts = per_prompt("logprob_start_len", body.logprob_start_len, size, batch)
-    namings = name_requests(body, [s.n for s in samplings], batch, lambda: secrets.token_hex(16), default_port)
+    namings = name_requests(body, [s.n for s in samplings], batch, default_port)
     return [
         PromptPlan(
             prompt=prompts[i],

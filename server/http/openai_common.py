@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,16 +34,13 @@ def plan_openai(
     max_tokens: int,
     logprobs: LogprobOptions | None,
     state: HttpState,
-    id_prefix: str,
     *,
     echo: bool = False,
 ) -> list[PromptPlan]:
     """What the engine is asked; raises ``ApiError``. ``echo``: the answer repeats the prompt."""
     counts = [body.n] * len(prompts)
     port, defaults = state.options.disaggregation_bootstrap_port, state.model.defaults
-    namings = name_requests(
-        body, counts, batch, lambda: id_prefix + secrets.token_hex(16), port, default_key=body.cache_salt
-    )
+    namings = name_requests(body, counts, batch, port, default_key=body.cache_salt)
     return [
         PromptPlan(
             prompt=prompt,

@@ -13,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from .answers import ErrorAnswer
+from .answers import ErrorAnswer, MetricsText
 
 REF = "#/components/schemas/{model}"
 STREAMED = 'With "stream": true, each event but the last, [DONE], holds one of these.'
@@ -55,6 +55,8 @@ def _describe(operation: dict[str, Any], path: Described, ref_of: Mapping[Any, d
     if path.body is not None:
         operation["requestBody"] = {"required": True, "content": _json(ref_of[path.body])}
     good: dict[str, Any] = {"description": "done", "content": _json(ref_of[path.answer])}
+    if path.answer is MetricsText:
+        good["content"] = {"text/plain": {"schema": {"type": "string"}}}
     if path.event is not None:
         good["description"] = STREAMED
         good["content"]["text/event-stream"] = {"schema": ref_of[path.event]}

@@ -6,7 +6,7 @@ The native and the OpenAI endpoints differ in their fields and answers; what the
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
@@ -104,12 +104,7 @@ def make_prompts(field: str, texts: Sequence[str] | None, id_lists: Sequence[lis
 
 
 def name_requests(
-    fields: RequestFields,
-    counts: Sequence[int],
-    batch: bool,
-    new_rid: Callable[[], str],
-    default_port: int,
-    default_key: str | None = None,
+    fields: RequestFields, counts: Sequence[int], batch: bool, default_port: int, default_key: str | None = None
 ) -> list[Naming]:
     """The naming of each prompt of a body; prompt ``i`` has ``counts[i]`` choices. Raises ``ApiError``.
 
@@ -119,7 +114,7 @@ def name_requests(
     if sum(counts) > MAX_CHOICES:
         raise bad_request("n", f"{sum(counts)} answers in one request, the limit is {MAX_CHOICES}; split the batch")
     size = len(counts)
-    rids = _rids(fields.rid, size, batch, new_rid)
+    rids = _rids(fields.rid, size, batch)
     keys = per_prompt("extra_key", fields.extra_key, size, batch)
     hosts = per_prompt("bootstrap_host", fields.bootstrap_host, size, batch)
     ports = per_prompt("bootstrap_port", fields.bootstrap_port, size, batch)
@@ -151,9 +146,8 @@ def per_prompt(field: str, value: Any, size: int, batch: bool) -> list[Any]:
     return value
 
 
-def _rids(rid: str | list[str] | None, size: int, batch: bool, new_rid: Callable[[], str]) -> list[str]:
-    if rid is None:
-        return [new_rid() for _ in range(size)]
+def _rids(rid: str | list[str] | None, size: int, batch: bool) -> list[str]:
+    assert rid is not None, "request_names.named comes first"
     if isinstance(rid, str):
         return [f"{rid}-{i}" for i in range(size)] if batch else [rid]
     rids: list[str] = per_prompt("rid", rid, size, batch)

@@ -8,6 +8,7 @@ from typing import cast
 from starlette.requests import Request
 
 from ...runtime.options import ServerOptions
+from ...runtime.web.exposition import MetricsPage
 from .engine_client import EngineClient
 from .fields import Ignored
 from .health import HealthCheck
@@ -23,6 +24,7 @@ class HttpState:
     health: HealthCheck
     model: ServedModel
     ignored: Ignored
+    metrics: MetricsPage
     epoch: str
     version: str
     started: int

@@ -9,18 +9,30 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 from ...messages.outputs import FinishReason, NamedLogprob, PromptText, ReqMeta, ReqText
 from .errors import ApiError, ClientGone
 
 
+class Kind(Enum):
+    """Who reads a choice, and how: a client as it grows, a client when it is whole, or nobody.
+
+    A leg is the prefill's part of a request that another instance answers.
+    """
+
+    STREAM = auto()
+    WHOLE = auto()
+    LEG = auto()
+
+
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One sequence that the engine generates. Times are ``time.monotonic()`` seconds.
+    """One sequence that the engine generates. Times are ``time.monotonic()`` seconds, 0 for what has not happened.
 
-    ``wire_rid`` is its id inside the instance. ``opened``: there was a delta.
-    ``told_chars`` and ``told_tokens``: what deltas have told.
+    ``wire_rid`` is its id inside the instance. ``was_handed_over``: its prompt is computed on another instance.
+    ``opened``: there was a delta. ``told_chars`` and ``told_tokens``: what deltas have told.
     """
 
     index: int
@@ -29,6 +41,8 @@ class Choice:
     wire_rid: str
     arrival: float
     keep_output: bool = True
+    kind: Kind = Kind.WHOLE
+    was_handed_over: bool = False
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     text: str = ""
@@ -37,6 +51,8 @@ class Choice:
     finish: FinishReason | None = None
     meta: ReqMeta | None = None
     prompt: PromptText | None = None
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
     finished_at: float = 0.0
     opened: bool = False
     told_chars: int = 0
@@ -103,7 +119,8 @@ class Submission:
         self._wakeup = asyncio.Event()
 
     @property
-    def _gone(self) -> bool:
+    def is_abandoned(self) -> bool:
+        """Whether the client has gone."""
         return isinstance(self._failure, ClientGone)
 
     @property
@@ -139,7 +156,7 @@ class Submission:
 
         Before the first news an error wins, as it can still become the status; later, text that came before it does.
         """
-        while not self._changed or (self._failure is not None and not self._told) or self._gone:
+        while not self._changed or (self._failure is not None and not self._told) or self.is_abandoned:
             if self._nudged and self._failure is None:
                 self._nudged, self._told = False, True
                 return []

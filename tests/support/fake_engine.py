@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import httpx
 import orjson
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from pdserve.messages.base import Message
 from pdserve.messages.control import FlushCacheReq, FlushCacheResult, Ping, Pong, ServerInfo, ServerInfoReq
@@ -44,9 +44,9 @@ class FakeEngine:
     """
 
     def __init__(self, *, hold: bool = False, mute: bool = False, **options: Any) -> None:
-        self.client = EngineClient(self)
         self.options = ServerOptions(**options)
-        self.app: FastAPI = make_app(self.options, self.client, epoch="e1")
+        self.client = EngineClient(self, mode=self.options.disaggregation_mode)
+        self.app: ASGIApp = make_app(self.options, self.client, epoch="e1")
         self.hold = hold
         self.mute = mute
         self.pong = Pong(0, True)

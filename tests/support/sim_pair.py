@@ -15,6 +15,7 @@ from pdserve.disaggregation.prefill_link import LinkState, PrefillLink
 from pdserve.disaggregation.scheduler_host import SchedulerHost
 from pdserve.messages.base import Message, unpack_i32
 from pdserve.messages.handover import Abort, AbortAck, RoomQueued, TransferDone, TransferFailed, TransferRequest
+from pdserve.messages.metrics import HandoverCounts
 from pdserve.messages.worker import CancelSend, DisconnectPeer, PagesVerified, SendEnded, SendPages, VerifyPages
 from support.sim import VOCAB, SimInstance, make_options
 
@@ -76,6 +77,28 @@ class SimSide(SimInstance):
     def first_token(self, req, token, logprob) -> None:
         """See ``KVManager``."""
         self.senders.first_token(req, token, logprob)
+
+    def sent(self):
+        """See ``KVManager``, whose peers these are not."""
+        return self.counts(self.senders, "bytes_sent", "push_seconds")
+
+    def received(self):
+        """See ``KVManager``, whose peers these are not."""
+        return self.counts(self.receivers, "bytes_received", "")
+
+    def counts(self, rooms, nbytes, seconds):
+        """Of one direction, None where this side has none."""
+        if rooms is None:
+            return None
+        return HandoverCounts(
+            open=len(rooms.rooms),
+            done=rooms.done,
+            failed=rooms.failed,
+            nbytes=getattr(rooms, nbytes),
+            seconds=getattr(rooms, seconds, 0.0),
+            peers=1,
+            refused=0,
+        )
 
     def on_command(self, message: Message) -> None:
         """Transfer commands reach the engine in order with the steps."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from typing import Any
 
 import httpx
@@ -84,7 +85,7 @@ def test_lists_of_rooms_as_sglangs_router_sends_them() -> None:
 def test_a_batch_of_one_is_a_list_and_draws_ids_and_seeds() -> None:
     response, engine = generate({"text": ["x"], "sampling_params": {"max_new_tokens": 1}})
     [answer] = response.json()
-    assert len(answer["meta_info"]["id"]) == 32
+    assert re.fullmatch(r"[0-9a-f]{32}-0", answer["meta_info"]["id"])
     assert engine.requests[0].sampling.seed > 0
 
 

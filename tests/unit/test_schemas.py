@@ -100,7 +100,7 @@ def test_generate_refuses_by_name(body: dict[str, Any], param: str, says: str) -
     ],
 )
 def test_generate_refuses_what_does_not_fit_together(body: dict[str, Any], param: str) -> None:
-    checked = validate(GenerateBody, body)
+    checked = validate(GenerateBody, {"rid": "r"} | body)
     with pytest.raises(ApiError) as caught:
         plan_generate(checked, is_batch(checked), default_port=8998)
     assert (caught.value.status, caught.value.param) == (400, param)
@@ -202,7 +202,7 @@ def status_of(check: Callable[[], object]) -> int:
 @given(bodies(GenerateBody))
 def test_any_generate_body_is_planned_or_refused(body: dict[str, Any]) -> None:
     def check() -> None:
-        checked = validate(GenerateBody, body)
+        checked = validate(GenerateBody, body if body.get("rid") is not None else body | {"rid": "r"})
         plans = plan_generate(checked, is_batch(checked), default_port=8998)
         assert all(plan.prompt.text or plan.prompt.input_ids for plan in plans)
 

@@ -1,0 +1,97 @@
+"""What the scheduler counts, on its way to the HTTP process, which shows it on ``/metrics``.
+
+Plain numbers only: the scheduler's loop knows nothing of Prometheus. Counts are since the start and never fall.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import msgspec
+
+from .base import Message
+
+
+class Histogram(msgspec.Struct, forbid_unknown_fields=True):
+    """Values counted by size, cheap enough for every token (some 0.3 µs; a client library's takes many times that).
+
+    ``counts[i]`` is of values above ``bounds[i - 1]`` and up to ``bounds[i]``; the last one is of all beyond.
+    """
+
+    bounds: tuple[float, ...]
+    counts: list[int] = []
+    total: float = 0.0
+    """Sum of all values."""
+
+    def __post_init__(self) -> None:
+        if not self.counts:
+            self.counts = [0] * (len(self.bounds) + 1)
+        elif len(self.counts) != len(self.bounds) + 1:
+            raise ValueError(f"{len(self.counts)} counts for {len(self.bounds)} bounds")
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """``value`` was seen so many times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def copy(self) -> Histogram:
+        """As it is now."""
+        return Histogram(self.bounds, self.counts.copy(), self.total)
+
+
+class PoolUsage(msgspec.Struct, forbid_unknown_fields=True):
+    """Tokens of the KV pool: ``cached`` ones can be evicted, ``in_use`` are requests' own. They add up to ``total``."""
+
+    total: int
+    free: int
+    cached: int
+    in_use: int
+
+
+class PromiseCounts(msgspec.Struct, forbid_unknown_fields=True):
+    """Steps that owed their readers an end in time (``--itl-budget-ms``), and those of them that came late."""
+
+    steps: int
+    late: int
+
+
+class HandoverCounts(msgspec.Struct, forbid_unknown_fields=True):
+    """Hand-overs of one direction. ``seconds``: spent pushing KV, 0 for who receives it.
+
+    ``peers``: instances that are connected now. ``refused``: frames and connections that strangers were denied.
+    """
+
+    open: int
+    done: int
+    failed: int
+    nbytes: int
+    seconds: float
+    peers: int
+    refused: int
+
+
+class SchedulerMetrics(Message):
+    """Scheduler → detokenizer → HTTP, behind the tokens that it counts; twice a second at most while requests run.
+
+    ``states``: living requests by where they stand. Of prompts, ``prompt_tokens`` were computed here and
+    ``cached_tokens`` found here by the instance that computed the rest: each token once, on one instance of a pair.
+    ``recomputed_tokens``: tokens that were computed again after a retraction. ``asked_tokens`` and ``hit_tokens``: what
+    the prefix cache was asked for, and had. ``decode_tokens``: those that steps sampled beside prompts, wanted or not.
+    """
+
+    draining: bool
+    states: dict[str, int]
+    pool: PoolUsage
+    prompt_tokens: int
+    cached_tokens: int
+    recomputed_tokens: int
+    decode_tokens: int
+    asked_tokens: int
+    hit_tokens: int
+    retractions: int
+    step_seconds: Histogram
+    cost_model_error: float | None
+    """Half of the last steps were off by less, relative to what was foreseen; None before the first step."""
+    promises: PromiseCounts | None
+    sent: HandoverCounts | None
+    received: HandoverCounts | None

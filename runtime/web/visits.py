@@ -1,0 +1,176 @@
+"""Every HTTP request that a front answers: its id, its line in the access log, and how it is counted.
+
+The id is the client's ``x-request-id`` where that is fit to be one, else drawn. It is in the answer's headers, whatever
+the answer is, in the request's own headers for whoever passes them on, and on every log line of the task.
+
+It costs a streamed event one more call on its way out; the rest is a request's.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, cast
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...messages.decode import shown
+from ..logs import REQUEST_ID
+from ..refusal_log import RefusalLog
+
+log = logging.getLogger("pdserve.access")
+
+HEADER = b"x-request-id"
+FIT_ID = re.compile(rb"[!-~]{1,128}")
+"""Printable, no spaces, and short: it goes into headers, log lines and names of requests."""
+POLLS = frozenset({"/health", "/health_generate", "/livez", "/readyz", "/metrics", "/metrics/targets"})
+"""Asked every few seconds by machines: not in the access log, except in a debug log."""
+METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
+OTHER = "other"
+"""In the place of paths and methods that strangers make up: each would be a time series of its own."""
+CLIENT_GONE = 499
+"""nginx's status for a client that closed its connection before it was answered."""
+SCOPE_KEY = "pdserve.visit"
+
+
+class Visit:
+    """One HTTP request. Times are ``time.monotonic()`` seconds, 0 for what has not happened.
+
+    ``rid``: the engine's name of the request, where there is one. ``details``: what whoever serves it has to say in the
+    access log, in order. ``has_own_id``: whether the client gave ``request_id``.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        given = next((value for name, value in scope["headers"] if name == HEADER), b"")
+        self.has_own_id = FIT_ID.fullmatch(given) is not None
+        self.request_id = given.decode("ascii") if self.has_own_id else secrets.token_hex(16)
+        self.rid = ""
+        self.method = str(scope["method"])
+        self.path = str(scope["path"])
+        self.client = ":".join(map(str, scope.get("client") or ("?",)))
+        self.started = time.monotonic()
+        self.first_byte_at = 0.0
+        self.status = 0
+        self.streams = False
+        self.sent_bytes = 0
+        self.details: dict[str, Any] = {}
+
+    @staticmethod
+    def of(scope: Scope) -> Visit:
+        """The visit that is answered through ``scope``."""
+        return cast(Visit, scope[SCOPE_KEY])
+
+    def name(self, rid: str) -> None:
+        """The engine calls it ``rid``, and so does the log. It is the request's id too, where the client gave none."""
+        self.rid = rid
+        REQUEST_ID.set(rid)
+        if not self.has_own_id and FIT_ID.fullmatch(rid.encode()):
+            self.request_id = rid
+
+    def on_send(self, message: Message) -> None:
+        """A message of the answer leaves."""
+        if message["type"] == "http.response.body":
+            if not self.first_byte_at:
+                self.first_byte_at = time.monotonic()
+            self.sent_bytes += len(message.get("body", b""))
+        elif message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = [(name, value) for name, value in message.get("headers", ()) if name.lower() != HEADER]
+            self.streams = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
+            message["headers"] = [*headers, (HEADER, self.request_id.encode("ascii"))]
+
+
+class VisitCounts:
+    """``responses``: answers by method, path and status. ``in_flight``: requests that are not answered yet."""
+
+    def __init__(self) -> None:
+        self.responses: Counter[tuple[str, str, int]] = Counter()
+        self.in_flight = 0
+
+
+class VisitLog:
+    """ASGI middleware, the outermost: errors of any kind pass through it too.
+
+    ``paths``: those that the front serves, as its routes spell them. ``on_end`` is told of each request, and how many
+    seconds it took.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        paths: Collection[str],
+        counts: VisitCounts,
+        *,
+        access_log: bool,
+        on_end: Callable[[Visit, float], None] | None = None,
+    ) -> None:
+        self._app = app
+        self._labels = {path: path for path in paths}
+        self._prefixes = tuple((path.partition("{")[0], path.replace(":path", "")) for path in paths if "{" in path)
+        self._counts = counts
+        self._access_log = access_log
+        self._on_end = on_end
+        # Whoever has no key must not be able to fill the log.
+        self._keyless = RefusalLog(log, "without the key", logging.INFO)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        visit = scope[SCOPE_KEY] = Visit(scope)
+        others = [(name, value) for name, value in scope["headers"] if name != HEADER]
+        scope["headers"] = [*others, (HEADER, visit.request_id.encode("ascii"))]
+
+        async def send_on(message: Message) -> None:
+            visit.on_send(message)
+            await send(message)
+
+        context = REQUEST_ID.set(visit.request_id)
+        self._counts.in_flight += 1
+        try:
+            await self._app(scope, receive, send_on)
+        finally:
+            self._counts.in_flight -= 1
+            self._ended(visit)
+            REQUEST_ID.reset(context)
+
+    def _ended(self, visit: Visit) -> None:
+        visit.status = visit.status or CLIENT_GONE
+        method = visit.method if visit.method in METHODS else OTHER
+        self._counts.responses[method, self._label(visit.path), visit.status] += 1
+        seconds = round(time.monotonic() - visit.started, 6)
+        if self._on_end is not None:
+            self._on_end(visit, seconds)
+        if not self._access_log:
+            return
+        asked = f'{visit.client} "{visit.method} {shown(visit.path)}"'
+        line = f"{asked} {visit.status} {seconds:.3f}s{_words(visit.details)}"
+        if visit.rid not in ("", visit.request_id):
+            line += f" x-request-id={visit.request_id}"
+        if visit.status == 401:
+            self._keyless.add(line)
+            return
+        fields = {
+            "client": visit.client,
+            "method": visit.method,
+            "path": shown(visit.path),
+            "status": visit.status,
+            "seconds": seconds,
+            "bytes": visit.sent_bytes,
+            "request_id": visit.request_id,
+            **visit.details,
+        }
+        level = logging.DEBUG if visit.path in POLLS else logging.INFO
+        log.log(level, "%s", line, extra={"rid": visit.rid or visit.request_id, "fields": fields})
+
+    def _label(self, path: str) -> str:
+        known = self._labels.get(path)
+        return known or next((label for prefix, label in self._prefixes if path.startswith(prefix)), OTHER)
+
+
+def _words(details: Mapping[str, Any]) -> str:
+    return "".join(f" {name}={value}" for name, value in details.items() if value is not None)

@@ -1,0 +1,58 @@
+"""What happened since the start: plain numbers, counted where it happens and shown elsewhere.
+
+A prompt's tokens count when the step that computes them is done, on the instance that computes them; those that it
+found in its prefix cache count as cached there, when the request gets its memory. The other instance of a pair counts
+neither, and the instance that computes a prompt for another counts none of the output. So sums over a pair are what
+clients were told.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..messages.metrics import Histogram
+from .req import Req, ReqState, Route
+from .step_builder import InFlightStep
+
+STEP_SECONDS = (
+    *(0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05),
+    *(0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0),
+)
+
+
+class Counters:
+    """For /server_info and metrics. Costs a microsecond a step, and an addition a token."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.finished = 0
+        self.handed_over = 0
+        self.aborted = 0
+        self.failed = 0
+        self.prompt_tokens = 0
+        self.recomputed_tokens = 0
+        self.decode_tokens = 0
+        self.generation_tokens = 0
+        self.step_seconds = Histogram(STEP_SECONDS)
+        self.steps = 0
+
+    def step_done(self, step: InFlightStep, forward_ms: float) -> None:
+        """A step's result is here."""
+        shape = step.foresight.shape
+        self.steps += 1
+        self.decode_tokens += shape.decodes
+        self.prompt_tokens += shape.prompt_tokens - step.recomputed
+        self.recomputed_tokens += step.recomputed
+        self.step_seconds.observe(forward_ms / 1000)
+
+    def ended(self, req: Req) -> None:
+        """The request is over, its state says how. A hand-over is the end of one leg, and no client's."""
+        self.finished += req.state is ReqState.FINISHED and req.route is not Route.OUTGOING
+        self.handed_over += req.state is ReqState.FINISHED and req.route is Route.OUTGOING
+        self.aborted += req.state is ReqState.ABORTED
+        self.failed += req.state is ReqState.FAILED
+
+    def info(self) -> dict[str, Any]:
+        """JSON-ready."""
+        counts = {name: value for name, value in vars(self).items() if name != "step_seconds"}
+        return counts | {"forward_seconds": round(self.step_seconds.total, 6)}

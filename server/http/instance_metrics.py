@@ -1,0 +1,209 @@
+"""An instance's ``/metrics``: what its scheduler and its HTTP process count, as Prometheus families.
+
+Names are ``pdserve_*`` after Prometheus' conventions; docs/metrics.md lists them beside vLLM's and SGLang's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from prometheus_client.core import Metric
+
+from ...messages.metrics import HandoverCounts, SchedulerMetrics
+from ...runtime.options import ServerOptions
+from ...runtime.web.exposition import Families
+from ...runtime.web.visits import VisitCounts
+from .engine_client import EngineClient
+from .metric_aliases import ALIASES, HIT_RATE, THROUGHPUT, Alias, Growth, aliased
+from .request_metrics import ERROR_TYPES, LEG_OUTCOMES, REASONS, RequestMetrics
+
+
+class InstanceMetrics:
+    """Makes the families of each scrape. Every sample of pdserve's own has the instance's ``role``."""
+
+    def __init__(
+        self, options: ServerOptions, engine: EngineClient, visits: VisitCounts, info: Mapping[str, str]
+    ) -> None:
+        self._options = options
+        self._engine = engine
+        self._visits = visits
+        self._info = info
+        self._aliases: tuple[Alias, ...] = ALIASES[options.metrics_aliases]
+        self._throughput = Growth(base=time.monotonic(), least=1.0)
+        self._hit_rate = Growth(base=0.0, least=1.0)
+
+    def families(self) -> Iterable[Metric]:
+        """All of them, the aliases last."""
+        families = Families({"role": self._options.disaggregation_mode})
+        families.gauge(
+            "pdserve_instance_info",
+            "Always 1; says which instance this is.",
+            {tuple(self._info.values()): 1},
+            *self._info,
+        )
+        add_requests(families, self._engine.metrics)
+        add_front(families, self._visits, self._engine.live_requests)
+        scheduler = self._engine.scheduler_metrics
+        if scheduler is not None:
+            add_scheduler(families, scheduler)
+            add_steps(families, scheduler)
+            add_handovers(families, scheduler)
+        if not self._aliases:
+            return families.made
+        labels = {"model_name": self._options.model_name}
+        return [*families.made, *aliased([*families.made, *self._between_scrapes()], self._aliases, labels)]
+
+    def _between_scrapes(self) -> Iterable[Metric]:
+        """What only aliases show: whoever has our counters has better."""
+        families = Families({})
+        rate = self._throughput.ratio(self._engine.metrics.generation_tokens, time.monotonic())
+        families.gauge(THROUGHPUT, "Output tokens a second since the last scrape.", rate)
+        if (scheduler := self._engine.scheduler_metrics) is not None:
+            ratio = self._hit_rate.ratio(scheduler.hit_tokens, scheduler.asked_tokens)
+            families.gauge(HIT_RATE, "Share of prompt tokens that were cached since the last scrape.", ratio)
+        return families.made
+
+
+def add_requests(families: Families, counts: RequestMetrics) -> None:
+    """What clients were served, and the legs of what others served."""
+    families.counter(
+        "pdserve_generation_tokens_total", "Output tokens that clients were given.", counts.generation_tokens
+    )
+    families.counter(
+        "pdserve_requests_finished_total",
+        "Requests of clients that are over, by why.",
+        {(reason,): counts.finished[reason] for reason in REASONS},
+        "reason",
+    )
+    families.counter(
+        "pdserve_request_errors_total",
+        "Requests, and legs, that the engine ended in an error, by its type.",
+        {(kind,): counts.errors[kind] for kind in {**dict.fromkeys(ERROR_TYPES), **counts.errors}},
+        "type",
+    )
+    families.counter(
+        "pdserve_prefill_legs_finished_total",
+        "Prompts computed for other instances that are over, by how.",
+        {(outcome,): counts.legs[outcome] for outcome in LEG_OUTCOMES},
+        "outcome",
+    )
+    for name, meaning, histogram in (
+        ("time_to_first_token_seconds", "From a request's arrival to its first token.", counts.ttft),
+        ("inter_token_latency_seconds", "Between two tokens of a stream.", counts.inter_token),
+        ("time_per_output_token_seconds", "A request's mean time between two tokens.", counts.per_token),
+        ("e2e_request_latency_seconds", "From a request's arrival to its last token.", counts.e2e),
+        ("request_queue_seconds", "Waiting for memory and a turn, on all instances of a request.", counts.queue),
+        ("request_prefill_seconds", "From there to the first token.", counts.prefill),
+        ("request_transfer_seconds", "What a hand-over added to the time to the first token.", counts.transfer),
+        ("request_decode_seconds", "From the first token to the last.", counts.decode),
+        ("request_prompt_tokens", "Prompt lengths.", counts.prompt_length),
+        ("request_generation_tokens", "Output lengths.", counts.output_length),
+        ("prefill_leg_queue_seconds", "Waiting for memory and a turn, of a leg.", counts.leg_queue),
+        ("prefill_leg_prefill_seconds", "From there to the first token, of a leg.", counts.leg_prefill),
+        ("prefill_leg_push_seconds", "Time that the transfer engine spent on a leg's KV.", counts.leg_push),
+    ):
+        families.histogram(f"pdserve_{name}", meaning, histogram)
+
+
+def add_front(families: Families, visits: VisitCounts, live_requests: int) -> None:
+    """What the HTTP process itself does."""
+    families.counter(
+        "pdserve_http_responses_total",
+        "Answers of any kind; 499: the client left before there was one.",
+        {(method, path, str(status)): count for (method, path, status), count in visits.responses.items()},
+        "method",
+        "path",
+        "status",
+    )
+    families.gauge("pdserve_http_requests_in_flight", "HTTP requests that are not answered yet.", visits.in_flight)
+    families.gauge("pdserve_live_requests", "Requests that the engine has not ended.", live_requests)
+
+
+def add_scheduler(families: Families, counts: SchedulerMetrics) -> None:
+    """Queues, memory and prompts."""
+    families.gauge("pdserve_draining", "1 while the instance admits nothing more.", int(counts.draining))
+    families.gauge(
+        "pdserve_requests",
+        "Requests in the scheduler by state.",
+        {(state,): count for state, count in counts.states.items()},
+        "state",
+    )
+    pool = counts.pool
+    families.gauge("pdserve_kv_pool_size_tokens", "KV pool, in tokens.", pool.total)
+    families.gauge(
+        "pdserve_kv_pool_tokens",
+        "KV pool by use: free, cached (no request needs it), in_use.",
+        {("free",): pool.free, ("cached",): pool.cached, ("in_use",): pool.in_use},
+        "state",
+    )
+    families.gauge("pdserve_kv_pool_usage_ratio", "Share of the KV pool that requests need.", pool.in_use / pool.total)
+    families.counter(
+        "pdserve_prompt_tokens_total",
+        "Prompt tokens by where they came from: computed here, or cached here for a prompt computed here.",
+        {("computed",): counts.prompt_tokens, ("cached",): counts.cached_tokens},
+        "source",
+    )
+    families.counter(
+        "pdserve_recomputed_tokens_total", "Tokens computed again after a retraction.", counts.recomputed_tokens
+    )
+    families.counter(
+        "pdserve_prefix_cache_asked_tokens_total",
+        "Tokens looked up in the prefix cache.",
+        counts.asked_tokens,
+    )
+    families.counter("pdserve_prefix_cache_hit_tokens_total", "Those of them that were there.", counts.hit_tokens)
+    families.counter(
+        "pdserve_retractions_total", "How often a running request lost its memory to others.", counts.retractions
+    )
+
+
+def add_steps(families: Families, counts: SchedulerMetrics) -> None:
+    """Forward passes."""
+    families.histogram("pdserve_step_duration_seconds", "Forward passes.", counts.step_seconds)
+    prefill = counts.prompt_tokens + counts.recomputed_tokens
+    families.counter(
+        "pdserve_step_tokens_total",
+        "Tokens that went through the model, wanted or not.",
+        {("prefill",): prefill, ("decode",): counts.decode_tokens},
+        "phase",
+    )
+    if counts.promises is not None:
+        kept = counts.promises.steps - counts.promises.late
+        families.counter(
+            "pdserve_itl_budget_steps_total",
+            "Steps with prompts that streams waited for, by whether they kept --itl-budget-ms.",
+            {("kept",): kept, ("broken",): counts.promises.late},
+            "outcome",
+        )
+    if counts.cost_model_error is not None:
+        families.gauge(
+            "pdserve_cost_model_error_ratio",
+            "Median error of the last steps' foreseen times, relative to these.",
+            counts.cost_model_error,
+        )
+
+
+def add_handovers(families: Families, counts: SchedulerMetrics) -> None:
+    """KV that moves. What is sent and what is received have names of their own: a sum never counts a byte twice."""
+    if counts.sent is not None:
+        families.counter("pdserve_kv_sent_bytes_total", "KV sent to decodes.", counts.sent.nbytes)
+        families.counter("pdserve_kv_push_seconds_total", "Time spent sending it.", counts.sent.seconds)
+        _add_side(families, "sent", counts.sent)
+    if counts.received is not None:
+        families.counter("pdserve_kv_received_bytes_total", "KV received from prefills.", counts.received.nbytes)
+        _add_side(families, "received", counts.received)
+
+
+def _add_side(families: Families, side: str, counts: HandoverCounts) -> None:
+    families.counter(
+        f"pdserve_handovers_{side}_total",
+        f"Hand-overs {side} that are over.",
+        {("done",): counts.done, ("failed",): counts.failed},
+        "outcome",
+    )
+    families.gauge(f"pdserve_handovers_{side}_open", f"Hand-overs {side} that are under way.", counts.open)
+    families.gauge("pdserve_handover_peers", "Instances of the other role that are connected.", counts.peers)
+    families.counter(
+        "pdserve_control_refusals_total", "Frames and connections that the control plane refused.", counts.refused
+    )

@@ -1,0 +1,122 @@
+"""What the HTTP process counts of requests: it is the one that sees every token with its time, as a client would.
+
+Of a pair, the decode answers the client, so it alone counts the request, its latencies and its tokens. What a prefill
+answers to its router is a *leg*: it has figures of its own, so that no sum over instances counts a request twice.
+
+A token costs some 0.5 µs; a request some 5 µs more at its end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ...messages.metrics import Histogram
+from ...messages.outputs import FinishType, ReqMeta, ReqText
+from .submission import Choice, Kind
+
+SHORT_SECONDS = (
+    *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06),
+    *(0.08, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
+)
+"""Between two tokens."""
+LONG_SECONDS = (
+    *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+)
+"""Of a whole request, and of its parts."""
+TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+"""1, 2, 5, 10, … 500,000."""
+MS = 1000
+
+ERROR, CLIENT_GONE, HANDED_OVER = "error", "client_gone", "handed_over"
+ERROR_TYPES = ("invalid_request_error", "overloaded_error", "timeout_error", "transfer_error", "server_error")
+"""Shown from the start: a series that begins with its first error has no rate to be alarmed by."""
+REASONS = (*(finish.value for finish in FinishType), ERROR, CLIENT_GONE)
+LEG_OUTCOMES = (HANDED_OVER, FinishType.ABORT.value, ERROR, CLIENT_GONE)
+
+
+class RequestMetrics:
+    """Counts since the start. Event-loop thread only."""
+
+    def __init__(self) -> None:
+        self.generation_tokens = 0
+        self.finished: Counter[str] = Counter()
+        self.legs: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        """By type, of requests that the engine failed."""
+        self.ttft = Histogram(LONG_SECONDS)
+        self.inter_token = Histogram(SHORT_SECONDS)
+        self.per_token = Histogram(SHORT_SECONDS)
+        self.e2e = Histogram(LONG_SECONDS)
+        self.queue = Histogram(LONG_SECONDS)
+        self.prefill = Histogram(LONG_SECONDS)
+        self.transfer = Histogram(LONG_SECONDS)
+        self.decode = Histogram(LONG_SECONDS)
+        self.prompt_length = Histogram(TOKENS)
+        self.output_length = Histogram(TOKENS)
+        self.leg_queue = Histogram(LONG_SECONDS)
+        self.leg_prefill = Histogram(LONG_SECONDS)
+        self.leg_push = Histogram(LONG_SECONDS)
+
+    def on_text(self, choice: Choice, item: ReqText, now: float) -> None:
+        """``item`` is about to be added to ``choice``. ``now``: ``time.monotonic()``."""
+        count = len(item.token_ids) if choice.keep_output else 0
+        if count and choice.kind is not Kind.LEG:
+            self.generation_tokens += count
+            if choice.kind is Kind.STREAM:
+                self._on_news(choice, count, now)
+        if item.finish is not None:
+            if choice.kind is Kind.LEG:
+                self._leg_ended(item.finish.type, item.meta)
+            else:
+                self._ended(choice, item, count, now)
+
+    def _on_news(self, choice: Choice, count: int, now: float) -> None:
+        if choice.last_token_at:
+            self.inter_token.observe((now - choice.last_token_at) / count, count)
+        else:
+            choice.first_token_at = now
+            self.ttft.observe(now - choice.arrival)
+            if count > 1:
+                self.inter_token.observe(0.0, count - 1)
+        choice.last_token_at = now
+
+    def _ended(self, choice: Choice, item: ReqText, count: int, now: float) -> None:
+        assert item.finish is not None
+        self.finished[item.finish.type.value] += 1
+        if item.finish.type is FinishType.ABORT or item.meta is None:
+            return  # how long an answer took that was cut short is no latency
+        timing, tokens = item.meta.timing, len(choice.token_ids) + count
+        to_first_token = (timing.queue_ms + timing.prefill_ms + timing.transfer_ms) / MS
+        if choice.kind is Kind.WHOLE:
+            # Nobody saw its first token come.
+            choice.first_token_at = choice.arrival + to_first_token
+            self.ttft.observe(to_first_token)
+        self.e2e.observe(now - choice.arrival)
+        self.prompt_length.observe(item.meta.prompt_tokens)
+        self.output_length.observe(tokens)
+        self.queue.observe(timing.queue_ms / MS)
+        self.prefill.observe(timing.prefill_ms / MS)
+        self.decode.observe(timing.decode_ms / MS)
+        if choice.was_handed_over:
+            self.transfer.observe(timing.transfer_ms / MS)
+        if tokens > 1:
+            self.per_token.observe(timing.decode_ms / MS / (tokens - 1))
+
+    def _leg_ended(self, finish: FinishType, meta: ReqMeta | None) -> None:
+        if finish is FinishType.ABORT or meta is None:
+            self.legs[FinishType.ABORT.value] += 1
+            return
+        self.legs[HANDED_OVER] += 1
+        self.leg_queue.observe(meta.timing.queue_ms / MS)
+        self.leg_prefill.observe(meta.timing.prefill_ms / MS)
+        self.leg_push.observe(meta.timing.transfer_ms / MS)
+
+    def on_error(self, choice: Choice, kind: str) -> None:
+        """The engine failed a request, with an error of this type."""
+        self.errors[kind] += 1
+        self.dropped(choice, ERROR)
+
+    def dropped(self, choice: Choice, why: str) -> None:
+        """A request ended without an answer of the engine's: ``ERROR``, or ``CLIENT_GONE``."""
+        (self.legs if choice.kind is Kind.LEG else self.finished)[why] += 1

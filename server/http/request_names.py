@@ -1,0 +1,28 @@
+"""What a request is called whose client didn't say: after its HTTP request, so that one id finds it everywhere."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from ...runtime.web.visits import Visit
+from .request_fields import RequestFields
+from .state import HttpState
+
+B = TypeVar("B", bound=RequestFields)
+
+
+def named(request: Request, body: B, prefix: str = "") -> B:
+    """``body`` with a ``rid``: its own, else ``prefix`` and the request's ``x-request-id``.
+
+    A ``rid`` in use is its client's error; an ``x-request-id`` may come twice at once, from whoever tries again, so it
+    gets eight digits more then. Submit before anything is awaited, or the name may be taken meanwhile.
+    """
+    if body.rid is not None:
+        return body
+    rid = prefix + Visit.of(request.scope).request_id
+    if HttpState.of(request).engine.is_named(rid):
+        rid = f"{rid}-{secrets.token_hex(4)}"
+    return body.model_copy(update={"rid": rid})
