@@ -7,6 +7,7 @@ client that has its answer finds it counted. A turn between two reports costs a 
 from __future__ import annotations
 
 from collections import Counter
+from operator import attrgetter
 
 from ..messages.metrics import PoolUsage, SchedulerMetrics
 from .outbox import Outbox
@@ -15,6 +16,7 @@ from .scheduler import Scheduler
 
 REPORT_SECONDS = 0.5
 LIVING = tuple(state for state in ReqState if state not in ENDED)
+STATE_OF = attrgetter("state")
 
 
 class MetricsReport:
@@ -40,7 +42,7 @@ class MetricsReport:
 def take_metrics(scheduler: Scheduler) -> SchedulerMetrics:
     """What is counted now."""
     counters, planner = scheduler.counters, scheduler.planner
-    states = Counter(req.state for req in scheduler.reqs.values())
+    states = Counter(map(STATE_OF, scheduler.reqs.values()))
     usage, itl, handovers = scheduler.memory.usage(), planner.budget.itl, scheduler.handovers
     return SchedulerMetrics(
         draining=scheduler.draining,

@@ -86,7 +86,7 @@ STREAMS: dict[str, type[BaseModel]] = {
 def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: ServedModel | None = None) -> ASGIApp:
     """The application in front of ``engine``; ``model`` None: what the options say of it, without its files."""
     app = FastAPI(title="pdserve", version=version("pdserve"))
-    paths = [path for path, *_ in (*QUESTIONS, *ORDERS)]
+    paths = [*(path for path, _, _ in QUESTIONS), *(path for path, _, _, _ in ORDERS), "/flush_cache"]
     counts = VisitCounts()
     info = {"model": options.model_name, "version": version("pdserve"), "epoch": epoch}
     app.state.http = HttpState(
@@ -114,4 +114,4 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: Se
     if options.api_key is not None:
         open_to_all = open_paths(metrics=options.metrics_without_key)
         app.add_middleware(ApiKeyAuth, api_key=options.api_key, open_to_all=open_to_all)
-    return VisitLog(app, [*paths, "/flush_cache"], counts, access_log=not options.disable_access_log)
+    return VisitLog(app, paths, counts, access_log=not options.disable_access_log)

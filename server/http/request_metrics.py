@@ -60,6 +60,12 @@ class RequestMetrics:
 
     def on_text(self, choice: Choice, item: ReqText, now: float) -> None:
         """``item`` is about to be added to ``choice``. ``now``: ``time.monotonic()``."""
+        if choice.last_token_at and item.finish is None:
+            # Nearly always: one more token of a stream. What follows would say the same of it.
+            if count := len(item.token_ids):
+                self.generation_tokens += count
+                self._on_news(choice, count, now)
+            return
         count = len(item.token_ids) if choice.keep_output else 0
         if count and choice.kind is not Kind.LEG:
             self.generation_tokens += count
