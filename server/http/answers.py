@@ -117,6 +117,7 @@ class Envelope(Answer):
     created: int
     model: str
     prompt_token_ids: list[int] | None = None
+    timing: TimingAnswer | None = None
 
 
 class CompletionLogprobs(Answer):

@@ -65,7 +65,8 @@ def reference(logits: np.ndarray, init: RowInit, position: int) -> Choice:
 def edited_reference(x: np.ndarray, init: RowInit, position: int) -> np.ndarray:
     for token, bias in init.logit_bias.items():
         if token < len(x):
-            x[token] += bias
+            # As it is done, in float32: under a small temperature even its rounding changes what is likely.
+            x[token] = np.float32(x[token]) + np.float32(bias)
     if init.history is not None:
         tokens = np.frombuffer(init.history, dtype="<i4")
         output = tokens[init.prompt_len :]

@@ -61,7 +61,7 @@ def test_what_is_not_a_model(tmp_path: Path, files: list[str], name: str, says: 
 def test_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, list[str]] = {}
 
-    def snapshot(name: str, *, allow_patterns: list[str]) -> str:
+    def snapshot(name: str, *, allow_patterns: list[str], **_: object) -> str:
         asked[name] = allow_patterns
         return str(tmp_path)
 
@@ -74,7 +74,7 @@ def test_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hub_offline_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot(name: str, *, allow_patterns: list[str]) -> str:
+    def snapshot(name: str, **_: object) -> str:
         raise LocalEntryNotFoundError("no connection\nlong story")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)

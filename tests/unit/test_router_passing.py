@@ -17,9 +17,9 @@ def test_headers_that_are_for_the_client_come_back(status):
         assert headers.pop(b"date") != b"x"  # the router's own
         assert headers.pop(b"content-length") == str(len(response.content)).encode()
         assert headers.pop(b"server", b"") != b"x"
+        assert headers.pop(b"x-request-id") != "é".encode()  # the router's, as it names both legs
         assert headers == {
             b"content-type": b"application/json",
-            b"x-request-id": "é".encode(),
             b"x-accel-buffering": b"no",
             b"cache-control": b"private",
             b"retry-after": b"7",

@@ -118,12 +118,15 @@ def test_a_prompt_nested_deeply_is_measured_all_the_same():
     assert RequestBody.parse(deep).prompt_tokens == 1
 
 
-@pytest.mark.parametrize(("fields", "count"), [({"prompt": "a"}, 1), ({"prompt": ["a", "b"]}, 2)])
-def test_drawn_ids_are_those_of_the_api(fields, count):
-    body = RequestBody.parse(json.dumps(fields).encode(), "cmpl-")
-    drawn = json.loads(body.for_pair(PREFILL).decode)["rid"]
-    drawn = drawn if isinstance(drawn, list) else [drawn]
-    assert len(set(drawn)) == count
-    assert all(rid.startswith("cmpl-") and len(rid) == 37 for rid in drawn)
-    mine = RequestBody.parse(json.dumps({"prompt": "a", "rid": "mine"}).encode(), "cmpl-")
-    assert json.loads(mine.for_pair(PREFILL).decode)["rid"] == "mine"
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+def test_drawn_ids_are_those_of_the_api_and_name_the_request(prompt):
+    def drawn(**fields):
+        body = RequestBody.parse(json.dumps(fields).encode(), "req-7", "cmpl-")
+        bodies = body.for_pair(PREFILL)
+        assert json.loads(bodies.prefill)["rid"] == json.loads(bodies.decode)["rid"]
+        return json.loads(bodies.decode)["rid"]
+
+    first, second = drawn(prompt=prompt), drawn(prompt=prompt)
+    assert first.startswith("cmpl-req-7-")
+    assert first != second
+    assert drawn(prompt=prompt, rid="mine") == "mine"
