@@ -137,7 +137,8 @@ class VisitLog:
         finally:
             self._counts.in_flight -= 1
             self._ended(visit)
-            REQUEST_ID.reset(context)
+        # Not behind an error: its traceback is yet to be logged, by the server, in this same task.
+        REQUEST_ID.reset(context)
 
     def _ended(self, visit: Visit) -> None:
         visit.status = visit.status or CLIENT_GONE

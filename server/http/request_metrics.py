@@ -3,7 +3,7 @@
 Of a pair, the decode answers the client, so it alone counts the request, its latencies and its tokens. What a prefill
 answers to its router is a *leg*: it has figures of its own, so that no sum over instances counts a request twice.
 
-A token costs some 0.5 µs; a request some 5 µs more at its end.
+A streamed token costs some 0.6 µs.
 """
 
 from __future__ import annotations

@@ -31,11 +31,13 @@ def test_prompts_count_as_they_are_computed_and_hits_as_they_are_found() -> None
     sim.plan()
     assert (take_metrics(sim.scheduler).prompt_tokens, sim.scheduler.counters.finished) == (0, 0)
     sim.work()
-    assert take_metrics(sim.scheduler).prompt_tokens == 16  # the first piece; the request has barely begun
+    begun = take_metrics(sim.scheduler)
+    assert begun.prompt_tokens == 16  # the first piece; the request has barely begun
     sim.run_until_idle()
     sim.submit("b", [*range(20), 7, 7], max_new_tokens=5)
     sim.run_until_idle()
     metrics = take_metrics(sim.scheduler)
+    assert sum(begun.step_seconds.counts) == 1  # what was said stays said
     assert (metrics.prompt_tokens, metrics.cached_tokens) == (40 + 2, 20)
     assert metrics.prompt_tokens + metrics.cached_tokens == told(sim, "prompt_tokens")
     assert metrics.cached_tokens == told(sim, "cached_tokens") == metrics.hit_tokens
@@ -53,6 +55,7 @@ def test_what_a_retraction_costs_is_no_prompt() -> None:
     metrics = take_metrics(sim.scheduler)
     assert metrics.retractions > 0
     assert metrics.recomputed_tokens > 0
+    assert metrics.asked_tokens == 12  # that it finds its own again is no hit
     assert metrics.prompt_tokens + metrics.cached_tokens == told(sim, "prompt_tokens") == 12
     assert sim.scheduler.counters.generation_tokens == told(sim, "completion_tokens") == 120
 

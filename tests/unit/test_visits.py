@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from contextlib import nullcontext
 
+import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 from support.fake_engine import FakeEngine, with_engine
@@ -90,23 +92,36 @@ async def keyless(engine: FakeEngine) -> None:
     assert (answer.status_code, answer.headers["x-request-id"]) == (401, "abc")
 
 
-def test_a_fault_of_ours_has_the_id_too_and_its_lines_say_which_request_it_was() -> None:
-    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+def test_a_fault_of_ours_has_the_id_too() -> None:
+    async def run(engine: FakeEngine) -> None:
+        engine.client.submit = None  # type: ignore[assignment,method-assign]
+        transport = httpx.ASGITransport(app=engine.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            answer = await client.post("/generate", json=ONE, headers={"x-request-id": "abc"})
+        assert (answer.status_code, answer.headers["x-request-id"]) == (500, "abc")
+
+    with_engine(run)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_lines_of_the_task_are_about_its_request_a_traceback_at_its_end_too(fails: bool) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         assert REQUEST_ID.get() == Visit.of(scope).request_id == "abc"
-        raise RuntimeError("a bug")
+        if fails:
+            raise RuntimeError("a bug")
 
     async def run() -> VisitCounts:
         counts = VisitCounts()
         scope = {"type": "http", "method": "BREW", "path": "/made/up", "headers": [(b"x-request-id", b"abc")]}
-        log = VisitLog(broken, ["/generate"], counts, access_log=True)
-        with pytest.raises(RuntimeError):
+        log = VisitLog(app, ["/generate"], counts, access_log=True)
+        with pytest.raises(RuntimeError) if fails else nullcontext():
             await log(scope, None, None)  # type: ignore[arg-type]
+        assert REQUEST_ID.get() == ("abc" if fails else "")
         return counts
 
     counts = asyncio.run(run())
     # What strangers make up is no time series of its own.
     assert (dict(counts.responses), counts.in_flight) == ({("other", "other", 499): 1}, 0)
-    assert REQUEST_ID.get() == ""
 
 
 def test_one_id_twice_at_once_fails_neither() -> None:
