@@ -9,6 +9,7 @@ out nonetheless, and a comment, as proxies cut connections on which nothing move
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar, Protocol
@@ -17,11 +18,15 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ...messages.outputs import FinishType
 from ...runtime.web.visits import Visit
 from .engine_client import EngineClient
 from .errors import ApiError, ClientGone
 from .plan import PromptPlan
-from .submission import Choice, Delta, Submission
+from .request_metrics import CLIENT_GONE, ERROR, HANDED_OVER
+from .submission import Choice, Delta, Kind, Submission
+
+log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -59,10 +64,7 @@ def summary(submission: Submission) -> dict[str, Any]:
     """What the access log says of an answer: tokens of all its choices, seconds to the first token, how they ended."""
     choices = submission.choices
     begun = [choice.first_token_at for choice in choices if choice.first_token_at]
-    if submission.is_abandoned:
-        ends = ["client_gone"]
-    else:
-        ends = sorted({"error" if choice.finish is None else choice.finish.type.value for choice in choices})
+    ends = [CLIENT_GONE] if submission.is_abandoned else sorted({choice_end(choice) for choice in choices})
     return {
         "prompt": sum(choice.prompt_tokens or 0 for choice in choices),
         "cached": sum(choice.cached_tokens or 0 for choice in choices),
@@ -70,6 +72,14 @@ def summary(submission: Submission) -> dict[str, Any]:
         "ttft": round(min(begun) - choices[0].arrival, 6) if begun else None,
         "finish": ",".join(ends),
     }
+
+
+def choice_end(choice: Choice) -> str:
+    """Why a choice ended, as metrics and the access log call it."""
+    if choice.finish is None:
+        return ERROR
+    handed_over = choice.kind is Kind.LEG and choice.finish.type is FinishType.LENGTH
+    return HANDED_OVER if handed_over else choice.finish.type.value
 
 
 @asynccontextmanager
@@ -132,6 +142,7 @@ class EngineResponse(Response):
         visit = Visit.of(scope)
         visit.name(self._group or self._plans[0].rid)
         submission = self._engine.submit(self._plans, streaming=self._is_stream, group=self._group)
+        log.debug("%d answers are asked for", len(submission.choices))
         try:
             async with watch_disconnect(receive, submission):
                 if self._is_stream:

@@ -20,6 +20,7 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.options import RouterOptions
 from pdserve.runtime.web.visits import Visit, VisitCounts
+from pdserve.server.http.metric_aliases import ALIASES
 
 DOCKER = Path(__file__).parents[2] / "docker"
 DASHBOARD = json.loads((DOCKER / "grafana" / "pdserve.json").read_text())
@@ -104,3 +105,22 @@ def test_prometheus_scrapes_what_there_is() -> None:
     [discovery] = instances["http_sd_configs"]
     path = discovery["url"].removeprefix(f"http://127.0.0.1:{RouterOptions().port}")
     assert path in PATHS
+
+
+def test_the_page_of_metrics_names_them_all_and_no_others() -> None:
+    text = (DOCKER.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
+    named = set(METRIC.findall(text)) - {"pdserve_request"}
+    pages = [instance_page("prefill"), instance_page("decode"), router_page()]
+    families = [f for page in pages for f in page.families if not f.name.startswith("process_")]
+    shown = {family.name + ("_total" if family.type == "counter" else "") for family in families}
+    assert shown - named == set()
+    assert named - shown == set()
+
+
+@pytest.mark.parametrize("vocabulary", ["vllm", "sglang"])
+def test_the_page_of_metrics_names_every_alias(vocabulary: str) -> None:
+    text = (DOCKER.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
+    counters = {f.name for f in instance_page("decode").families if f.type == "counter"}
+    for alias in ALIASES[vocabulary]:  # type: ignore[index]
+        name = alias.theirs.removeprefix(f"{vocabulary}:") + ("_total" if alias.ours in counters else "")
+        assert f"`{name}`" in text

@@ -30,6 +30,7 @@ async def test_answers_bytes_and_times_are_counted(rig):
     assert page.total("pdserve_router_request_duration_seconds_count") == 2
     assert page.total("pdserve_router_time_to_first_token_seconds_count") == 1
     assert page.total("pdserve_router_pick_duration_seconds_count") == 2
+    assert 0 < page.total("pdserve_router_pick_duration_seconds_sum") < 1
     assert page.total("pdserve_router_retries_total") == 0
     for leg in ("prefill", "decode"):
         assert page.total("pdserve_router_instance_requests_total", leg=leg) == 2

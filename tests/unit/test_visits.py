@@ -190,6 +190,16 @@ def test_a_client_that_leaves_has_a_line_and_a_reason(caplog: pytest.LogCaptureF
     assert "finish=client_gone" in line.getMessage()
 
 
+def test_a_leg_that_was_handed_over_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def run(engine: FakeEngine) -> None:
+        await engine.post("/generate", {**ONE, "bootstrap_host": "h", "bootstrap_room": 3})
+        await engine.post("/generate", ONE)
+
+    with caplog.at_level(logging.INFO, ACCESS):
+        with_engine(run, disaggregation_mode="prefill")
+    assert [record.fields["finish"] for record in lines(caplog)] == ["handed_over", "length"]  # type: ignore[attr-defined]
+
+
 def test_polls_are_in_a_debug_log_only(caplog: pytest.LogCaptureFixture) -> None:
     async def run(engine: FakeEngine) -> None:
         for path in ("/health", "/metrics", "/v1/models"):
