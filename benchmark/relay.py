@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import shlex
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
 import numpy as np
-import orjson
 from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
 from ..runtime.open_files import allow_many_connections
-from ..runtime.web.ports import free_ports
 from .errors import BenchError, BenchOptionsError, ServerError
 from .process_cpu import cpu_seconds_now
-from .relay_client import RelayClient, Seen, ask
+from .relay_client import RelayClient, Seen
+from .relay_routers import OURS, running
 from .token_source import TokenSource, token_source
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
-READY_SECONDS = 60.0
-STOP_SECONDS = 10.0
 SETTLE_SECONDS = 0.5
 MICRO, MILLI = 1e6, 1e3
 PIPE_COLUMNS = 150
-OURS = "pdserve"
 DIRECT = "direct"
 FIRST_RATE, STEP, LADDER = 8_000.0, 1.2, 20
 """Events a second to begin with, by how much more there are at each step, and the most steps."""
+TRIES = 3
+"""Of a step that fails: a neighbour may have taken the core."""
 BUSY = 0.95
-"""Share of a core from which on it is taken for full."""
+"""Share of a core from which on it is taken for full, and of the events below which some are missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,121 +75,94 @@ class RelayOptions:
 
 
 class Relayed(NamedTuple):
-    """One measurement. ``cpu``: seconds of the router an event, beyond what it takes when idle; ``request_cpu``: a
-    request with one token."""
+    """One measurement. ``cpu``: seconds of the router an event, beyond what it takes when idle. ``ttft`` and
+    ``direct_ttft``: of requests through the router and past it, in turns beside the streams."""
 
     router: str
     streams: int
     cpu: float
-    request_cpu: float
     seen: Seen
-    probes: list[float]
+    ttft: list[float]
+    direct_ttft: list[float]
 
 
-class Top(NamedTuple):
-    """The most events a second that one core relayed with each out before its stream's next one; ``limited``: the load
-    generator had no more to give."""
+class Most(NamedTuple):
+    """The most events a second that a router relayed with each out before its stream's next one; ``share``: of its
+    core, which neighbours may use too; ``limited``: the load generator had no more to give. ``request_cpu``: seconds
+    for a request with one token."""
 
     router: str
     rate: float
-    cpu: float
+    share: float
     limited: bool
+    request_cpu: float
 
 
-@contextlib.contextmanager
-def running(name: str, command: Sequence[str], worker: str, core: int) -> Iterator[tuple[int, int]]:
-    """A router on ``core`` in front of ``worker``. Yields its port and pid once it serves; raises ``ServerError``."""
-    [port] = free_ports(1)
-    words = [word.replace("{port}", str(port)).replace("{worker}", worker) for word in command]
-    options = None
-    if name == OURS:
-        words = [sys.executable, "-m", "pdserve.server.tethered", str(os.getpid())]
-        options = orjson.dumps(["router", "--worker", worker, f"--port={port}", "--log-level=warning"])
-    mine = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})  # inherited
-    try:
-        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    finally:
-        os.sched_setaffinity(0, mine)
-    assert process.stdin is not None
-    process.stdin.write(options or b"")
-    process.stdin.close()
-    try:
-        wait_serving(name, process, port)
-        yield port, process.pid
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+class Bench:
+    """Measures one router, or, without a ``pid``, the source itself."""
 
+    def __init__(self, name: str, port: int, pid: int | None, source: TokenSource) -> None:
+        self._name = name
+        self._port = port
+        self._pid = pid
+        self._source = source
 
-def wait_serving(name: str, process: subprocess.Popen[bytes], port: int) -> None:
-    """Return when a request through the router is answered; raises ``ServerError``."""
-    head, _, body = ask(1).partition(b"\r\n\r\n")
-    path = head.split(b" ")[1].decode()
-    deadline = time.monotonic() + READY_SECONDS
-    last = "nothing"
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise ServerError(f"{name} ended with status {process.returncode} while starting")
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
-            connection.request("POST", path, body, {"content-type": "application/json"})
-            answer = connection.getresponse()
-            content = answer.read()
-            if answer.status == http.client.OK and b"data: " in content:
-                return
-            last = f"{answer.status}: {content[:200].decode(errors='replace')}"
-        time.sleep(0.1)
-    raise ServerError(f"{name} does not serve after {READY_SECONDS:.0f} s; it said {last}")
+    def _cpu(self) -> float:
+        return cpu_seconds_now(self._pid) if self._pid else 0.0
 
+    def _generator_cpu(self) -> float:
+        return time.process_time() + cpu_seconds_now(self._source.pid)
 
-def measure(name: str, port: int, pid: int | None, streams: int, seconds: float) -> Relayed:
-    """Stream through ``port``, first alone for the CPU time, then with probes for the time to first token."""
+    def idle(self, seconds: float) -> float:
+        """CPU seconds a second without any request."""
+        begin, start = self._cpu(), time.perf_counter()
+        time.sleep(seconds)
+        return (self._cpu() - begin) / (time.perf_counter() - start)
 
-    def used(until: float) -> float:
-        return cpu_seconds_now(pid) - until if pid else 0.0
-
-    client = RelayClient(port)
-    with contextlib.closing(client):
-        begin, start = used(0.0), time.perf_counter()
-        time.sleep(seconds / 2)
-        idle = used(begin) / (time.perf_counter() - start)
-        with client.streaming(streams):
+    def relay(self, streams: int, seconds: float, idle: float) -> Relayed:
+        """Stream, first alone for the CPU time, then with probes for the time to first token."""
+        with contextlib.closing(RelayClient(self._port)) as client, client.streaming(streams):
             client.watch(SETTLE_SECONDS)
-            begin = used(0.0)
+            begin = self._cpu()
             seen = client.watch(seconds)
-            cpu = (used(begin) - idle * seen.seconds) / len(seen.delays)
-            begin = used(0.0)
-            probed = client.watch(seconds, probe=True)
-            rest = used(begin) - idle * probed.seconds - cpu * len(probed.delays)
-    if not probed.probes:
-        raise ServerError(f"{name}: no first token within {seconds:g} s")
-    return Relayed(name, streams, cpu, rest / len(probed.probes), seen, probed.probes)
+            cpu = (self._cpu() - begin - idle * seen.seconds) / len(seen.delays)
+            probes = client.watch(seconds, (self._port, self._source.port)).probes
+        if not all(probes.values()):
+            raise ServerError(f"{self._name}: no first token within {seconds:g} s")
+        return Relayed(self._name, streams, cpu, seen, probes[self._port], probes[self._source.port])
+
+    def request(self, seconds: float, idle: float) -> float:
+        """CPU seconds for a request with one token, over a connection of its own."""
+        with contextlib.closing(RelayClient(self._port)) as client:
+            begin = self._cpu()
+            seen = client.watch(seconds, [self._port])
+            return (self._cpu() - begin - idle * seen.seconds) / len(seen.probes[self._port])
+
+    def climb(self, streams: int, seconds: float, request_cpu: float) -> Most:
+        """Ask for more and more events a second, until one is no longer out when its stream's next one comes."""
+        best = Most(self._name, 0.0, 0.0, True, request_cpu)
+        with contextlib.closing(RelayClient(self._port)) as client, client.streaming(streams):
+            for step in range(LADDER):
+                interval = streams / (FIRST_RATE * STEP**step)
+                self._source.pace(interval)
+                for _ in range(TRIES):
+                    client.watch(SETTLE_SECONDS)
+                    begin, ours = self._cpu(), self._generator_cpu()
+                    seen = client.watch(seconds)
+                    share = (self._cpu() - begin) / seen.seconds
+                    ours = (self._generator_cpu() - ours) / seen.seconds
+                    if keeps_up(seen, streams, interval):
+                        break
+                else:
+                    return best._replace(limited=share < BUSY < ours)
+                best = best._replace(rate=len(seen.delays) / seen.seconds, share=share)
+        return best
 
 
-def climb(name: str, port: int, pid: int, source: TokenSource, streams: int, seconds: float) -> Top:
-    """Ask for more and more events a second, until the router is no longer done with one when the next one comes."""
-    best = Top(name, 0.0, 0.0, True)
-    client = RelayClient(port)
-    with contextlib.closing(client), client.streaming(streams):
-        for step in range(LADDER):
-            interval = streams / (FIRST_RATE * STEP**step)
-            source.pace(interval)
-            client.watch(SETTLE_SECONDS)
-            begin, ours = cpu_seconds_now(pid), time.process_time() + cpu_seconds_now(source.pid)
-            seen = client.watch(seconds)
-            rate = len(seen.delays) / seen.seconds
-            cpu = (cpu_seconds_now(pid) - begin) / len(seen.delays)
-            ours = (time.process_time() + cpu_seconds_now(source.pid) - ours) / seen.seconds
-            if rate * interval < BUSY * streams or np.percentile(seen.delays, 99) > interval:
-                limited = cpu * rate < BUSY and ours > BUSY
-                return best._replace(limited=limited)
-            best = Top(name, rate, cpu, True)
-    return best
+def keeps_up(seen: Seen, streams: int, interval: float) -> bool:
+    """Whether nearly all events came, and nearly each before the next one of its stream was sent."""
+    came = len(seen.delays) / seen.seconds
+    return came * interval >= BUSY * streams and bool(np.percentile(seen.delays, 99) <= interval)
 
 
 def run(options: RelayOptions, console: Console) -> None:
@@ -203,54 +171,63 @@ def run(options: RelayOptions, console: Console) -> None:
     if len(cores) < 2:
         raise BenchError("the router needs a core of its own: two are needed")
     os.sched_setaffinity(0, set(cores[1:]))
-    measured, tops = list[Relayed](), list[Top]()
+    measured, most = list[Relayed](), list[Most]()
+    pace = options.interval_ms / MILLI
     with token_source() as source:
-        worker = f"http://127.0.0.1:{source.port}"
-        pace = options.interval_ms / MILLI
         source.pace(pace)
-        for streams in options.streams:
-            measured.append(measure(DIRECT, source.port, None, streams, options.seconds))
+        direct = Bench(DIRECT, source.port, None, source)
+        measured += [direct.relay(streams, options.seconds, 0.0) for streams in options.streams]
         for name, command in options.routers().items():
-            with running(name, command, worker, cores[0]) as (port, pid):
-                for streams in options.streams:
-                    measured.append(measure(name, port, pid, streams, options.seconds))
+            with running(name, command, f"http://127.0.0.1:{source.port}", cores[0]) as (port, pid):
+                bench = Bench(name, port, pid, source)
+                idle = bench.idle(options.seconds)
+                measured += [bench.relay(streams, options.seconds, idle) for streams in options.streams]
                 if options.ladder_seconds > 0:
-                    tops.append(climb(name, port, pid, source, max(options.streams), options.ladder_seconds))
+                    request_cpu = bench.request(options.seconds, idle)
+                    most.append(bench.climb(max(options.streams), options.ladder_seconds, request_cpu))
                     source.pace(pace)
     console.print(relay_table(measured, options.interval_ms))
-    if tops:
-        console.print(top_table(tops, max(options.streams)))
+    if most:
+        console.print(most_table(most, max(options.streams)))
 
 
 def relay_table(measured: list[Relayed], interval_ms: float) -> Table:
-    """Cost and delay, each beside the same without a router."""
-    table = Table(title=f"one token an event, every {interval_ms:g} ms of a stream; added: beyond {DIRECT}")
-    table.title_justify = "left"
-    columns = ("events/s", "CPU µs an event", "CPU µs a request", "TTFT ms P50", "P99", "added P50", "P99")
-    for name in ("router", "streams", *columns, "delay ms P50", "P99"):
-        table.add_column(name, justify="left" if name == "router" else "right")
-    direct = {m.streams: np.percentile(m.probes, (50, 99)) for m in measured if m.router == DIRECT}
+    """Cost and delay."""
+    table = Table(title=f"one token an event, every {interval_ms:g} ms of a stream", title_justify="left")
+    columns = (
+        "streams",
+        "events/s",
+        "CPU µs an event",
+        "delay ms P50",
+        "P99",
+        "TTFT ms P50",
+        "P99",
+        "added P50",
+        "P99",
+    )
+    table.add_column("router")
+    for name in columns:
+        table.add_column(name, justify="right")
     for m in measured:
-        ttft = np.percentile(m.probes, (50, 99))
-        with_router = m.router != DIRECT
-        added = [f"{(a - b) * MILLI:.2f}" if with_router else "" for a, b in zip(ttft, direct[m.streams], strict=True)]
-        cpu = [f"{m.cpu * MICRO:.1f}", f"{m.request_cpu * MICRO:,.0f}"] if with_router else ["", ""]
-        delays = (f"{value * MILLI:.2f}" for value in np.percentile(m.seen.delays, (50, 99)))
+        cpu, added = "", ["", ""]
+        delay, ttft, direct = (MILLI * np.percentile(v, (50, 99)) for v in (m.seen.delays, m.ttft, m.direct_ttft))
+        if m.router != DIRECT:
+            cpu, added = f"{m.cpu * MICRO:.1f}", [f"{value:.2f}" for value in ttft - direct]
         rate = f"{len(m.seen.delays) / m.seen.seconds:,.0f}"
-        table.add_row(m.router, str(m.streams), rate, *cpu, *(f"{t * MILLI:.2f}" for t in ttft), *added, *delays)
+        table.add_row(m.router, str(m.streams), rate, cpu, *(f"{value:.2f}" for value in (*delay, *ttft)), *added)
     return table
 
 
-def top_table(tops: list[Top], streams: int) -> Table:
-    """The most."""
-    table = Table(
-        title=f"one core, {streams} streams: most events a second, each out before the stream's next one comes"
-    )
-    table.title_justify = "left"
-    for name in ("router", "events/s", "CPU µs an event"):
-        table.add_column(name, justify="left" if name == "router" else "right")
-    for top in tops:
-        table.add_row(top.router, ("≥ " if top.limited else "") + f"{top.rate:,.0f}", f"{top.cpu * MICRO:.1f}")
+def most_table(most: list[Most], streams: int) -> Table:
+    """The most, and what a request costs."""
+    table = Table(title=f"one core, {streams} streams: most events a second", title_justify="left")
+    table.add_column("router")
+    for name in ("events/s", "of the core", "events a CPU second", "CPU µs a request"):
+        table.add_column(name, justify="right")
+    for m in most:
+        rate = ("≥ " if m.limited else "") + f"{m.rate:,.0f}"
+        per_cpu = f"{m.rate / m.share:,.0f}" if m.share else ""
+        table.add_row(m.router, rate, f"{m.share:.0%}", per_cpu, f"{m.request_cpu * MICRO:,.0f}")
     return table
 
 
@@ -261,9 +238,10 @@ app = App(
         "A source that costs next to nothing stands for an instance: it gives all streams a token at the same moment, "
         "each as an event of its own. `pdserve router`, and any other that you name, stands before it on a core of its "
         "own; raw sockets read. Printed are, for each number of streams: the router's CPU time an event, beyond what "
-        "it takes when idle, and for a request of one token; the time to first token of such requests, sent one at a "
-        "time over new connections beside the streams, and how much longer that is than without a router; and how "
-        "long after its sending an event arrives. Then the most events a second that one core relays."
+        "it takes when idle; how long after its sending an event arrives; the time to first token of requests for one "
+        "token, sent beside the streams over new connections, and how much longer that is than of requests sent past "
+        "the router in turn with them. Then the most events a second, each out before its stream's next one comes, "
+        "and the share of the core that took; and the CPU time of such a request."
     ),
     version_flags=[],
     default_parameter=Parameter(negative=(), consume_multiple=True),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -29,13 +30,12 @@ def ask(tokens: int) -> bytes:
 
 
 class Seen(NamedTuple):
-    """What arrived in ``seconds``: how many events in how many reads, the ``delays`` from each event's sending, and
-    the times to first token of the ``probes``; all in seconds."""
+    """What arrived in ``seconds``: the ``delays`` of all events since their sending, and the times to first token of
+    the probes, by the port that they went to; all in seconds."""
 
     seconds: float
-    reads: int
     delays: list[float]
-    probes: list[float]
+    probes: dict[int, list[float]]
 
 
 class RelayClient:
@@ -55,7 +55,7 @@ class RelayClient:
         """Keep ``count`` streams open. Enters when all have had a token; raises ``ServerError`` when they don't."""
         try:
             for _ in range(count):
-                self._open(ask(MANY))
+                self._open(self._port, ask(MANY))
             deadline = time.perf_counter() + READY_SECONDS
             waiting = set(self._sockets)
             while waiting:
@@ -66,40 +66,45 @@ class RelayClient:
                         waiting.discard(number)
             yield
         finally:
-            for stream in self._sockets.values():
-                stream.close()
-            self._sockets.clear()
-            self._rests.clear()
+            self._end_streams()
 
-    def watch(self, seconds: float, probe: bool = False) -> Seen:
-        """Read for so long. ``probe``: ask for one token at a time meanwhile, over a new connection each."""
-        begin = now = time.perf_counter()
-        reads, delays, probes = 0, list[float](), list[float]()
-        next_probe = begin
+    def watch(self, seconds: float, probed: Sequence[int] = ()) -> Seen:
+        """Read for so long. Meanwhile ask the ``probed`` ports in turn for one token, over a new connection each."""
+        begin = now = next_probe = time.perf_counter()
+        delays, probes = list[float](), {port: list[float]() for port in probed}
+        turns = itertools.cycle(probed)
+        port = 0
         while now < begin + seconds:
-            if probe and self._probe is None and now >= next_probe:
-                self._send_probe()
-            for number, _ in self._epoll.poll(PROBE_GAP_SECONDS if probe else 0.1, BATCH):
+            if probed and self._probe is None and now >= next_probe:
+                port = next(turns)
+                self._send_probe(port)
+            for number, _ in self._epoll.poll(PROBE_GAP_SECONDS if probed else 0.1, BATCH):
                 if self._probe is not None and number == self._probe.fileno():
                     if (ttft := self._read_probe()) is not None:
-                        probes.append(ttft)
+                        probes[port].append(ttft)
                         next_probe = time.perf_counter() + PROBE_GAP_SECONDS
                     continue
                 sent = self._read(number)
                 arrived = time.perf_counter()
-                reads += 1
                 delays.extend(arrived - at for at in sent)
             now = time.perf_counter()
         self._end_probe()
-        return Seen(now - begin, reads, delays, probes)
+        return Seen(now - begin, delays, probes)
 
     def close(self) -> None:
         """Forget everything."""
-        self._end_probe()
+        self._end_streams()
         self._epoll.close()
 
-    def _open(self, request: bytes) -> socket.socket:
-        stream = socket.create_connection(("127.0.0.1", self._port))
+    def _end_streams(self) -> None:
+        for stream in self._sockets.values():
+            stream.close()
+        self._sockets.clear()
+        self._rests.clear()
+        self._probe = None
+
+    def _open(self, port: int, request: bytes) -> socket.socket:
+        stream = socket.create_connection(("127.0.0.1", port))
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         stream.sendall(request)
         stream.setblocking(False)
@@ -118,9 +123,9 @@ class RelayClient:
         self._rests[number] = bytes(data[end:])
         return [float(at) for at in SENT_AT.findall(data, 0, end)]
 
-    def _send_probe(self) -> None:
+    def _send_probe(self, port: int) -> None:
         self._probe_sent = time.perf_counter()
-        self._probe = self._open(ask(1))
+        self._probe = self._open(port, ask(1))
 
     def _read_probe(self) -> float | None:
         """Seconds to the first token, when it has come."""
