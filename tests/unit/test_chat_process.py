@@ -20,6 +20,10 @@ from support.web_server import Connection, port_of_nobody, web_server
 CHAT = "/v1/chat/completions"
 COMMAND = [sys.executable, "-m", "pdserve.server.cli", "chat", "--url"]
 SECONDS = 30
+# As a user has it: Python keeps what it prints until a line ends, or longer.
+ENV = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | {"TERM": "xterm"}
+PASTES_TOGETHER = "\x1b[?2004h"
+"""Asks the terminal to say where pasted text begins and ends."""
 
 
 def models(connection: Connection) -> None:
@@ -53,7 +57,7 @@ class Endless:
 
 def run(*args: str, typed: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *args], input=typed, capture_output=True, text=True, timeout=limit(SECONDS), check=False
+        [*COMMAND, *args], input=typed, capture_output=True, text=True, timeout=limit(SECONDS), env=ENV, check=False
     )
 
 
@@ -81,16 +85,25 @@ def test_ctrl_c_through_a_pipe_ends_the_program() -> None:
     endless = Endless()
     with web_server({"/v1/models": models, CHAT: endless}) as server:
         process = subprocess.Popen(
-            [*COMMAND, server.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*COMMAND, server.url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=ENV,
+            text=True,
         )
-        with process:
-            assert process.stdin is not None
-            assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
             process.stdin.write("go\n")
             process.stdin.flush()
+            assert select.select([process.stdout], [], [], limit(SECONDS))[0]
             assert process.stdout.read(7) == "partial"
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=limit(SECONDS))
+        finally:
+            process.kill()
+            process.communicate()
     assert process.returncode == 130
     assert "Traceback" not in err
     assert endless.dropped.wait(limit(SECONDS))
@@ -112,7 +125,7 @@ class Terminal:
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
-            env={**os.environ, "TERM": "xterm"},
+            env=ENV,
             start_new_session=True,
         )
         os.close(theirs)
@@ -153,6 +166,7 @@ def test_ctrl_c_in_a_terminal_ends_the_answer_and_no_more() -> None:
         # At the prompt it ends nothing either.
         at.type("half a line\x03")
         at.wait_for("Ctrl-D leaves")
+        at.wait_for(f"{PASTES_TOGETHER}> ")
         # Several lines that are pasted are one message.
         at.type("\x1b[200~two\nthree\x1b[201~\n")
         at.wait_for("<two")

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -44,8 +45,9 @@ def test_a_probe_that_fails_or_hangs_is_a_problem_and_no_more() -> None:
     def fails() -> list[Finding]:
         raise ZeroDivisionError("how odd")
 
-    over = threading.Event()
+    over, begin = threading.Event(), time.monotonic()
     found = [*run_probe(Probe("a", fails)), *run_probe(Probe("b", lambda: over.wait() and [], 0.02))]
+    assert time.monotonic() - begin < limit(4)
     over.set()
     assert [(f.topic, f.level) for f in found] == [("a", Level.PROBLEM), ("b", Level.PROBLEM)]
     assert "ZeroDivisionError: how odd" in found[0].text
@@ -284,7 +286,7 @@ def test_ports_of_ours_and_of_strangers(tmp_path: Path, monkeypatch: pytest.Monk
     """Made process files: ours on one port, one of another user on the other."""
     (tmp_path / "net").mkdir()
     row = "  {}: 0100007F:{:04X} 00000000:0000 {} 00000000:00000000 00:00000000 00000000     0        0 {} 1 0 100 0\n"
-    rows = [row.format(0, 8000, "0A", 11), row.format(1, 9000, "0A", 22), row.format(2, 8000, "01", 33)]
+    rows = [row.format(0, 8000, "0A", 11), row.format(1, 9000, "0A", 22), row.format(2, 7000, "01", 33)]
     (tmp_path / "net" / "tcp").write_text("  sl  local_address\n" + "".join(rows))
     for pid, inode, title in ((7, 33, b"curl"), (8, 11, b"pdserve router:8000\0\0")):
         (tmp_path / str(pid) / "fd").mkdir(parents=True)
@@ -294,6 +296,8 @@ def test_ports_of_ours_and_of_strangers(tmp_path: Path, monkeypatch: pytest.Monk
     def taken(host: str, port: int) -> None:
         raise OSError(98, "Address already in use")
 
+    # A client's end of a connection is no listener.
+    assert ports.find_listener(7000, tmp_path) is None
     monkeypatch.setattr(ports, "check_port_free", taken)
     ours, strange = ports.look_at_ports({8000: "", 9000: ""}, tmp_path)
     assert ours == ok("ports", "8000 is pdserve router:8000's, process 8")
