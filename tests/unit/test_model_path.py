@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from pdserve.model_files.errors import ModelNotFound
+from pdserve.model_files.errors import ModelNotFound, NotDownloaded
 from pdserve.model_files.model_path import ModelSource, resolve_model
 
 
@@ -61,7 +61,7 @@ def test_what_is_not_a_model(tmp_path: Path, files: list[str], name: str, says: 
 def test_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, list[str]] = {}
 
-    def snapshot(name: str, *, allow_patterns: list[str], **_: object) -> str:
+    def snapshot(name: str, *, allow_patterns: list[str], **others: object) -> str:
         asked[name] = allow_patterns
         return str(tmp_path)
 
@@ -74,9 +74,11 @@ def test_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hub_offline_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot(name: str, **_: object) -> str:
+    def snapshot(name: str, *, allow_patterns: list[str], **others: object) -> str:
         raise LocalEntryNotFoundError("no connection\nlong story")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     with pytest.raises(ModelNotFound, match=r"'some/model'.*can't be reached.*no connection\). Go online, or download"):
         resolve_model("some/model")
+    with pytest.raises(NotDownloaded, match=r"'some/model' is neither .* hub's cache$"):
+        resolve_model("some/model", download=False)
