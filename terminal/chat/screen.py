@@ -8,7 +8,7 @@ from typing import TextIO
 from rich.console import Console
 
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
-"""Characters that can move a terminal's cursor, or worse: a model's words come from anywhere."""
+"""Characters that can move a terminal's cursor, or worse: a model's words come from anywhere, and so do a server's."""
 
 
 class Screen:
@@ -43,8 +43,8 @@ class Screen:
 
     def note(self, text: str) -> None:
         """A word on the side."""
-        self._notes.print(text, style="dim", markup=False)
+        self._notes.print(text.translate(CONTROLS), style="dim", markup=False)
 
     def error(self, text: str) -> None:
         """What went wrong, and what to do."""
-        self._notes.print(f"pdserve chat: {text}", style="red", markup=False)
+        self._notes.print(f"pdserve chat: {text.translate(CONTROLS)}", style="red", markup=False)

@@ -64,11 +64,11 @@ def look_at_memory(tree: SystemTree = SystemTree()) -> Iterator[Finding]:  # noq
 def look_at_files(limits: tuple[int, int] | None = None) -> Iterator[Finding]:
     """How many connections a process may have. ``limits``: soft and hard; default: this process's."""
     soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = float("inf") if hard == resource.RLIM_INFINITY else hard
     options = ServerOptions()
     wanted = FILES_A_REQUEST * (options.max_running_requests + options.max_queued_requests)
-    text = f"{soft} at a time" + (f", which pdserve raises to {most:g}" if most > soft else "")
-    if most < wanted:
+    says = {limit: str(limit) for limit in (soft, hard)} | {resource.RLIM_INFINITY: "no limit"}
+    text = says[soft] if soft == hard else f"{says[soft]}, which pdserve raises to {says[hard]}"
+    if hard != resource.RLIM_INFINITY and hard < wanted:
         yield warning(
             "open files",
             text,

@@ -156,6 +156,11 @@ def test_a_terminal_gets_no_control_characters() -> None:
     with web_server({CHAT: say("a\x1b[2Jb\tc\nd\x9b1m")}) as server:
         _, shown = talk(server, "go")
     assert shown.startswith("a[2Jb\tc\nd1m\n")
+    # What the server says beside the answer is no safer.
+    odd = [delta("x", "st\x1b[2Jop")]
+    with web_server({CHAT: lambda c: (c.begin_stream(), *map(c.event, odd), c.send(b"data: [DONE]\n\n"))}) as server:
+        _, shown = talk(server, "go")
+    assert "finish reason st[2Jop" in shown
 
 
 def fail_midway(connection: Connection) -> None:

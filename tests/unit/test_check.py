@@ -164,7 +164,7 @@ def test_cores_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_open_files() -> None:
     assert only(host.look_at_files((1024, resource.RLIM_INFINITY))) == ok(
-        "open files", "1024 at a time, which pdserve raises to inf"
+        "open files", "1024, which pdserve raises to no limit"
     )
     finding = only(host.look_at_files((1024, 4096)))
     assert finding.level is Level.WARNING
