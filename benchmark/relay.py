@@ -128,7 +128,7 @@ class Bench:
             cpu = (self._cpu() - begin - idle * seen.seconds) / len(seen.delays)
             probes = client.watch(seconds, (self._port, self._source.port)).probes
         if not all(probes.values()):
-            raise ServerError(f"{self._name}: no first token within {seconds:g} s")
+            raise ServerError(f"no first token within {seconds:g} s")
         return Relayed(self._name, streams, cpu, seen, probes[self._port], probes[self._source.port])
 
     def request(self, seconds: float, idle: float) -> float:
@@ -171,24 +171,31 @@ def run(options: RelayOptions, console: Console) -> None:
     if len(cores) < 2:
         raise BenchError("the router needs a core of its own: two are needed")
     os.sched_setaffinity(0, set(cores[1:]))
-    measured, most = list[Relayed](), list[Most]()
+    measured, most, failed = list[Relayed](), list[Most](), list[BenchError]()
     pace = options.interval_ms / MILLI
     with token_source() as source:
-        source.pace(pace)
         direct = Bench(DIRECT, source.port, None, source)
+        source.pace(pace)
         measured += [direct.relay(streams, options.seconds, 0.0) for streams in options.streams]
         for name, command in options.routers().items():
-            with running(name, command, f"http://127.0.0.1:{source.port}", cores[0]) as (port, pid):
-                bench = Bench(name, port, pid, source)
-                idle = bench.idle(options.seconds)
-                measured += [bench.relay(streams, options.seconds, idle) for streams in options.streams]
-                if options.ladder_seconds > 0:
-                    request_cpu = bench.request(options.seconds, idle)
-                    most.append(bench.climb(max(options.streams), options.ladder_seconds, request_cpu))
-                    source.pace(pace)
+            source.pace(pace)
+            try:
+                with running(name, command, f"http://127.0.0.1:{source.port}", cores[0]) as (port, pid):
+                    bench = Bench(name, port, pid, source)
+                    idle = bench.idle(options.seconds)
+                    for streams in options.streams:
+                        measured.append(bench.relay(streams, options.seconds, idle))
+                    if options.ladder_seconds > 0:
+                        request_cpu = bench.request(options.seconds, idle)
+                        most.append(bench.climb(max(options.streams), options.ladder_seconds, request_cpu))
+            except BenchError as e:
+                # What was measured of it, and of the others, is worth printing.
+                failed.append(BenchError(f"{name}: {e}"))
     console.print(relay_table(measured, options.interval_ms))
     if most:
         console.print(most_table(most, max(options.streams)))
+    if failed:
+        raise failed[0]
 
 
 def relay_table(measured: list[Relayed], interval_ms: float) -> Table:

@@ -40,7 +40,7 @@ def running(name: str, command: Sequence[str], worker: str, core: int) -> Iterat
     process.stdin.write(options or b"")
     process.stdin.close()
     try:
-        wait_serving(name, process, port)
+        wait_serving(process, port)
         yield port, process.pid
     finally:
         process.terminate()
@@ -51,7 +51,7 @@ def running(name: str, command: Sequence[str], worker: str, core: int) -> Iterat
             process.wait()
 
 
-def wait_serving(name: str, process: subprocess.Popen[bytes], port: int) -> None:
+def wait_serving(process: subprocess.Popen[bytes], port: int) -> None:
     """Return when a request through the router is answered; raises ``ServerError``."""
     head, _, body = ask(1).partition(b"\r\n\r\n")
     path = head.split(b" ")[1].decode()
@@ -59,7 +59,7 @@ def wait_serving(name: str, process: subprocess.Popen[bytes], port: int) -> None
     last = "nothing"
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise ServerError(f"{name} ended with status {process.returncode} while starting")
+            raise ServerError(f"it ended with status {process.returncode} while starting")
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
         with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
             connection.request("POST", path, body, {"content-type": "application/json"})
@@ -69,4 +69,4 @@ def wait_serving(name: str, process: subprocess.Popen[bytes], port: int) -> None
                 return
             last = f"{answer.status}: {content[:200].decode(errors='replace')}"
         time.sleep(0.1)
-    raise ServerError(f"{name} does not serve after {READY_SECONDS:.0f} s; it said {last}")
+    raise ServerError(f"it does not serve after {READY_SECONDS:.0f} s; it said {last}")

@@ -129,5 +129,5 @@ def test_a_whole_measurement() -> None:
 
 
 def test_a_router_that_does_not_start_is_told() -> None:
-    with pytest.raises(ServerError, match="broken ended with status 1 while starting"):
+    with pytest.raises(ServerError, match="ended with status 1 while starting"):
         running("broken", ["false", "{port}"], "http://127.0.0.1:9", min(os.sched_getaffinity(0))).__enter__()

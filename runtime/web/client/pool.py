@@ -57,12 +57,10 @@ class Pool(Generic[C]):
 
     def take_kept(self) -> C | None:
         """A connection that was kept; None where there is none."""
-        oldest = asyncio.get_running_loop().time() - KEEP_SECONDS
         while self._idle:
-            since, connection = self._idle.pop()
-            if connection.usable and since > oldest:
+            connection = self._idle.pop()[1]
+            if connection.usable:
                 return connection
-            connection.close()
         return None
 
     async def connect(self) -> C:
