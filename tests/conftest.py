@@ -12,8 +12,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support import machine
 
-# How long examples take to make says how busy the machine is; two test files run at a time.
-settings.register_profile("shared", suppress_health_check=[HealthCheck.too_slow])
+# How long examples take, to make or to run, says how busy the machine is: two test files run at a time. Every test has
+# a limit of its own.
+settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
 # CI judges a change, not the day's luck: there the same examples every time, elsewhere new ones.
 settings.register_profile("ci", settings.get_profile("shared"), derandomize=True)
