@@ -14,20 +14,27 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ClientAnswer:
-    """What a client is sent. ``started`` turns true before the first byte leaves: from then on there is no retry.
+    """What a client is sent. ``started`` turns true before the first byte of an answer leaves: then there is no retry.
 
-    ``finished`` turns true before the last byte leaves.
+    ``finished`` turns true before the last byte leaves. Comments keep a stream alive before its answer has started: its
+    head is out then, but the answer may still come from anybody.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self.started = False
         self.finished = False
+        self._opened = False
 
     async def start(self, status: int, headers: Headers) -> None:
         """Send the answer's head."""
         self.started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._open(status, headers)
+
+    async def keep_alive(self, status: int, headers: Headers, comment: bytes) -> None:
+        """Send a stream's head, where it is not out yet, and a comment."""
+        await self._open(status, headers)
+        await self.write(comment)
 
     async def write(self, chunk: bytes) -> None:
         """Send bytes of the body; waits while the client reads too slowly."""
@@ -38,6 +45,11 @@ class ClientAnswer:
         self.finished = True
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
+    async def _open(self, status: int, headers: Headers) -> None:
+        if not self._opened:
+            self._opened = True
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         """Send an answer in one go."""
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
@@ -45,7 +57,7 @@ class ClientAnswer:
 
     async def fail(self, error: RouterError) -> None:
         """Send an error: as the answer, or as an SSE event when the answer has begun."""
-        if self.started:
+        if self._opened:
             event = orjson.dumps(error_body(error.status, error.message, error.kind))
             await self.finish(b"data: " + event + b"\n\n" + DONE)
             return

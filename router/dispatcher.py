@@ -151,16 +151,20 @@ class Dispatcher:
         """Run the leg whose answer goes to the client; ``begun`` is called when it begins."""
         async with Leg(self._client, self._fleet, instance, self._limits) as leg:
             head = await leg.open("POST", request.path, body, request.headers)
-            begun()
             content_type = head.header(CONTENT_TYPE)
             headers = [*([] if content_type else [UNTYPED]), *passed_back(head.headers)]
             if content_type is None or not content_type.lower().startswith(EVENT_STREAM):
+                begun()
                 return await answer.whole(head.status, headers, await leg.read_all())
             if head.header(b"cache-control") is None:
                 headers.append(UNCACHED)
             while events := await leg.next_events():
                 if not answer.started:
+                    if is_comment(events):
+                        await answer.keep_alive(head.status, headers, events)
+                        continue
                     raise_first_error(events, instance)
+                    begun()
                     await answer.start(head.status, headers)
                 await answer.write(events)
             if not answer.started:
@@ -193,6 +197,11 @@ async def drop(*tasks: asyncio.Task[None]) -> None:
     for task in tasks:
         if not task.cancelled() and task.exception():
             logger.debug("what was dropped had failed: %s", task.exception())
+
+
+def is_comment(events: bytes) -> bool:
+    """Whether these say nothing but that the stream lives: its prompt still waits, and may be computed elsewhere."""
+    return events.startswith(b":") and b"data:" not in events
 
 
 def raise_first_error(events: bytes, instance: Instance) -> None:

@@ -14,12 +14,12 @@ from starlette.types import Receive, Scope, Send
 
 from ..runtime.web.body import BodyTooLarge, read_body
 from ..runtime.web.client.client import HttpClient
-from ..runtime.web.client.errors import ClientError
+from ..runtime.web.client.errors import BadAnswer, ClientError
 from ..runtime.web.errors import error_body
 from ..runtime.web.visits import Visit
 from .client_answer import ClientAnswer
 from .dispatcher import Dispatcher, RoutedRequest, drop
-from .errors import BodyTooLargeError, NoInstanceError, RouterError
+from .errors import BodyTooLargeError, InstanceSilentError, NoInstanceError, RouterError
 from .fleet import Fleet
 from .headers import Headers, passed_back, passed_on, without_type
 from .instance import HealthState, Instance, Role
@@ -33,12 +33,13 @@ HEALTH_PROMPT = {"text": "Hi", "sampling_params": {"max_new_tokens": 1, "tempera
 
 
 class Said(NamedTuple):
-    """What an instance answered to a question; status 0: nothing."""
+    """What an instance answered to a question; status 0: nothing, ``is_late``: not in time."""
 
     instance: Instance
     status: int
     body: Any
     headers: Headers = ()
+    is_late: bool = False
 
     @property
     def ok(self) -> bool:
@@ -119,6 +120,9 @@ class ControlEndpoints:
             said = await self._ask(instance, request, body)
             if said.status:
                 return answer_of(said)
+            if said.is_late:
+                # The next one would be held up by the same question.
+                return error_response(InstanceSilentError(said.body))
         return error_response(NoInstanceError("no instance is healthy"))
 
     async def server_info(self, request: Request) -> Response:
@@ -160,7 +164,10 @@ class ControlEndpoints:
                 path, headers = quote(scope["path"]), passed_on(scope["headers"])
                 answer = await self._client.fetch(method, instance.url, path, body, headers)
         except TimeoutError:
-            return Said(instance, 0, f"no answer within {QUESTION_TIMEOUT:g} s")
+            return Said(instance, 0, f"no answer within {QUESTION_TIMEOUT:g} s", is_late=True)
+        except BadAnswer as exc:
+            # It answers, so it lives; what it says is no use.
+            return Said(instance, 502, error_body(502, f"{instance} answered what can't be passed on: {exc}"))
         except ClientError as exc:
             self._fleet.report_failure(instance, f"can't be reached ({exc})")
             return Said(instance, 0, instance.reason)

@@ -51,7 +51,10 @@ class HealthMonitor:
                 problem = await self._check(instance)
                 silences = 0
             except TimeoutError:
-                silences = 0 if instance.heard_at > asked_at else silences + 1
+                if instance.heard_at > asked_at:
+                    silences = 0
+                    continue
+                silences += 1
                 if silences < SILENCES and instance.state is HealthState.HEALTHY:
                     continue
                 problem = f"no answer to /health within {self._timeout:g} s, {silences} times"

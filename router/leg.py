@@ -69,6 +69,7 @@ class Leg:
             raise self._silent(self._limits.first_byte, "did not begin to answer") from None
         except ClientError as exc:
             raise self._gone("before it answered", exc) from exc
+        self.instance.heard_at = time.monotonic()
         answer = self._answer
         if not 200 <= answer.status < 300:
             body = await self.read_all()

@@ -1,8 +1,8 @@
 """What the tokenizer process does next.
 
 A batch of thousands of prompts takes seconds, and nobody else's request is to wait for it: a long frame is put aside
-and worked off in slices, between the frames that come meanwhile. These overtake it, but for aborts, which never
-overtake the request that they end.
+and worked off in slices, between the frames that come meanwhile. These overtake it, but for aborts of what is put
+aside, as an abort must never overtake the request that it ends.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from collections import deque
 
 from ..messages.channel import Receiver, UndeclaredMessage
-from ..messages.requests import AbortReq
+from ..messages.requests import AbortReq, TokenizeReq
 from ..messages.routes import ToTokenizer
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,8 @@ class TokenizerInbox:
     def __init__(self, receiver: Receiver[ToTokenizer]) -> None:
         self._receiver = receiver
         self._aside: deque[ToTokenizer] = deque()
+        self._rids: set[str] = set()
+        """Of the requests that are put aside."""
 
     def next_turn(self) -> list[ToTokenizer]:
         """Messages to handle now, in this order; waits where there is nothing to do."""
@@ -39,11 +41,24 @@ class TokenizerInbox:
                 continue
             if not arrived:
                 break
-            if len(arrived) > SLICE:
-                self._aside.extend(arrived)
-                continue
+            is_long = len(arrived) > SLICE
             for message in arrived:
-                waits = self._aside and isinstance(message, AbortReq)
-                (self._aside if waits else messages).append(message)
-        messages += [self._aside.popleft() for _ in range(min(SLICE, len(self._aside)))]
+                if isinstance(message, AbortReq) and not message.rid:
+                    # All: those put aside end too, each when its turn comes.
+                    self._aside.extend(AbortReq(rid, message.reason) for rid in sorted(self._rids))
+                    messages.append(message)
+                elif is_long or (isinstance(message, AbortReq) and message.rid in self._rids):
+                    self._put_aside(message)
+                else:
+                    messages.append(message)
+        for _ in range(min(SLICE, len(self._aside))):
+            message = self._aside.popleft()
+            if isinstance(message, TokenizeReq):
+                self._rids.discard(message.rid)
+            messages.append(message)
         return messages
+
+    def _put_aside(self, message: ToTokenizer) -> None:
+        self._aside.append(message)
+        if isinstance(message, TokenizeReq):
+            self._rids.add(message.rid)

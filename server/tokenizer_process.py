@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ..messages.base import Message
 from ..messages.channel import Receiver, Sender
+from ..messages.decode import shown
 from ..messages.outputs import ReqError
 from ..messages.requests import GenerateReq, TokenizeReq
 from ..messages.routes import ToTokenizer
@@ -54,7 +55,7 @@ def route(tokenizer: RequestTokenizer, messages: Sequence[ToTokenizer]) -> Route
     for message in messages:
         answer = next(answers) if isinstance(message, TokenizeReq) else message
         if isinstance(answer, ReqError):
-            logger.debug("refused: %s", answer.message, extra={"rid": answer.rid})
+            logger.debug("refused: %s", shown(answer.message), extra={"rid": answer.rid})
             routed.to_http.append(answer)
         elif isinstance(answer, TextQuestion):
             routed.to_http.append(tokenizer.questions.answer(answer))

@@ -74,7 +74,8 @@ class Visit:
     def on_send(self, message: Message) -> None:
         """A message of the answer leaves."""
         if message["type"] == "http.response.body":
-            if not self.first_byte_at:
+            # A comment that keeps a stream alive is not yet its answer.
+            if not self.first_byte_at and not message.get("body", b"").startswith(b":"):
                 self.first_byte_at = time.monotonic()
             self.sent_bytes += len(message.get("body", b""))
         elif message["type"] == "http.response.start":

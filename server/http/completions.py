@@ -126,7 +126,9 @@ class CompletionRenderer:
         prompt = (choice.prompt.logprobs or []) if with_prompt and choice.prompt is not None else []
         offsets = _offsets(prompt, 0, len(echo))
         start = self._offsets.get(choice.index, len(echo))
-        offsets += _offsets(entries, start, len(echo) + len(choice.text))
+        # Until the end, text may be held back that is longer than what is shown.
+        end = start + sum(entry.chars for entry in entries) if choice.finish is None else len(echo) + len(choice.text)
+        offsets += _offsets(entries, start, end)
         self._offsets[choice.index] = start + sum(entry.chars for entry in entries)
         return logprobs_object([*prompt, *entries], offsets, self._names)
 

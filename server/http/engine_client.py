@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 import msgspec
 
 from ...messages.base import Message
-from ...messages.channel import AsyncReceiver, UndeclaredMessage
+from ...messages.channel import IPC_FRAME_BYTES, AsyncReceiver, UndeclaredMessage
 from ...messages.control import Drained, FlushCacheResult, Pong, ServerInfo
 from ...messages.metrics import SchedulerMetrics
 from ...messages.outputs import ReqError, TextBatch
@@ -31,6 +31,8 @@ from .submission import Choice, Kind, Submission
 
 A = TypeVar("A", Pong, FlushCacheResult, ServerInfo, Encoded, Decoded, Limits)
 INT63 = 2**63
+MAX_CHARACTERS = IPC_FRAME_BYTES // 8
+"""Of all texts of one submission: a character has at most four bytes."""
 log = logging.getLogger(__name__)
 
 
@@ -84,6 +86,7 @@ class EngineClient:
         Raises ``ApiError`` where a name is in use, or after ``close``.
         """
         self._check_open()
+        check_size(plans)
         arrival = time.monotonic()
         choices: list[Choice] = []
         requests: list[TokenizeReq] = []
@@ -102,9 +105,10 @@ class EngineClient:
         if len({choice.rid for choice in choices}) != len(choices):
             raise bad_request("rid", "two answers of the batch would share an id; choose others")
         submission = Submission(choices, names=list(named), streaming=streaming)
+        # Sent first: what can't be sent must leave no name behind. No answer can come before this turn ends.
+        self._tokenizer.send(*requests)
         self._named.update(named)
         self._live.update((choice.wire_rid, _Live(choice, submission)) for choice in choices)
-        self._tokenizer.send(*requests)
         return submission
 
     def _choice(
@@ -227,6 +231,13 @@ class EngineClient:
         for future in self._questions.values():
             if not future.done():
                 future.set_exception(ApiError(503, reason))
+
+
+def check_size(plans: Sequence[PromptPlan]) -> None:
+    """Raise ``ApiError`` 413 where prompts times choices are more than a frame to the tokenizer may hold."""
+    characters = sum(plan.n * len(plan.prompt.text or "") for plan in plans)
+    if characters > MAX_CHARACTERS:
+        raise ApiError(413, f"{characters} characters of prompts, counted for each of n answers; send fewer at a time")
 
 
 def _as_api_error(error: ReqError, live: _Live) -> ApiError:

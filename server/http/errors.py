@@ -14,6 +14,7 @@ from starlette.responses import Response
 from ...messages.decode import shown
 from ...messages.outputs import ReqError
 from ...runtime.web.errors import error_body, error_headers, error_type
+from ...runtime.web.visits import CLIENT_GONE
 
 
 class ClientGone(Exception):
@@ -88,7 +89,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_disconnect(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=400)
+    return Response(status_code=CLIENT_GONE)
 
 
 async def _on_bug(_request: Request, error: Exception) -> Response:

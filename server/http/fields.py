@@ -24,6 +24,7 @@ MAX_PROMPTS = 4096
 """In one body, and entries of the lists that go with them."""
 MAX_PROMPT_IDS = 2**20
 """Token ids in one prompt: more than any context holds; the model's own limit is asked later."""
+MAX_LEVELS = 64
 MAX_SHOWN_NAME = 64
 """Characters of an unknown field's name that its refusal repeats."""
 INT32_MAX = 2**31 - 1
@@ -76,6 +77,20 @@ TokenIds = Annotated[
     Discriminator(_ids_one_or_many),
 ]
 Rid = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_check_printable)]
+
+
+def check_shallow(value: Any, levels: int = MAX_LEVELS) -> Any:
+    """``value``; raises ``ValueError`` where it is nested deeper than messages between processes can be."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in inner:
+        if levels == 0:
+            raise ValueError(f"is nested more than {MAX_LEVELS} levels deep")
+        check_shallow(item, levels - 1)
+    return value
+
+
+Shallow = Annotated[dict[str, Any], AfterValidator(check_shallow)]
+"""An object whose inside is not ours to know."""
 
 
 class Ignored:

@@ -148,7 +148,7 @@ class NativeRenderer:
                 meta_info |= lists.upto(choice.prompt, choice.logprobs)
             else:
                 meta_info |= lists.upto(choice.prompt if delta.is_first else None, delta.logprobs)
-        if self._prompt_ids and choice.prompt is not None:
+        if self._prompt_ids and choice.prompt is not None and (delta is None or delta.is_first):
             meta_info["prompt_token_ids"] = choice.prompt.token_ids
         new = choice if delta is None else delta
         return {"text": new.text, "output_ids": new.token_ids, "meta_info": meta_info}

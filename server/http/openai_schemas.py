@@ -8,7 +8,19 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from . import unserved
 from .errors import bad_request
-from .fields import INT32_MAX, INT64_MAX, INT64_MIN, MANY, MAX_PROMPTS, ONE, TAG, Body, PromptIdLists, PromptIds
+from .fields import (
+    INT32_MAX,
+    INT64_MAX,
+    INT64_MIN,
+    MANY,
+    MAX_PROMPTS,
+    ONE,
+    TAG,
+    Body,
+    PromptIdLists,
+    PromptIds,
+    Shallow,
+)
 from .request_fields import RequestFields, SamplingFields
 from .unserved import Unserved
 
@@ -132,7 +144,7 @@ class ChatBody(OpenAIBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_OPENAI_LOGPROBS)] = 0
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Shallow = Field(default_factory=dict)
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     """Goes to the model's template, as ``chat_template_kwargs`` do."""
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
 from .errors import bad_request
-from .fields import Body, OneOrMany, TokenIds
+from .fields import Body, OneOrMany, Shallow, TokenIds
 from .openai_schemas import MAX_MESSAGES, Message
 from .unserved import Unserved
+
+MAX_CHARACTERS = 1 << 20
+MAX_IDS = 1 << 17
+"""Of one question. The tokenizer answers it in one piece, and everybody's prompts wait meanwhile."""
 
 
 class TokenizeBody(Body):
@@ -24,12 +28,15 @@ class TokenizeBody(Body):
     return_token_strs: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Shallow = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise bad_request("prompt", 'give exactly one of "prompt" and "messages"')
+        texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or [m.text for m in self.messages or ()]
+        if (characters := sum(map(len, texts))) > MAX_CHARACTERS:
+            raise bad_request("prompt", f"holds {characters} characters, the limit is {MAX_CHARACTERS}; ask in parts")
         return self
 
 
@@ -39,3 +46,10 @@ class DetokenizeBody(Body):
     model: str | None = None
     tokens: TokenIds
     skip_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_count(self) -> DetokenizeBody:
+        count = sum(len(ids) if isinstance(ids, list) else 1 for ids in self.tokens)
+        if count > MAX_IDS:
+            raise bad_request("tokens", f"holds {count} ids, the limit is {MAX_IDS}; ask in parts")
+        return self

@@ -134,6 +134,14 @@ class FakeInstance:
         self.chunk(writer, b'data: {"error": {"message": "the transfer failed", "code": 502}}\n\n')
         self.chunk(writer, b"")
 
+    async def do_wait_and_die(self, seen, reader, writer):
+        """Keeps the stream alive while its prompt waits, and dies before a token."""
+        self.begin_stream(writer)
+        self.chunk(writer, b": keep-alive\n\n")
+        await writer.drain()
+        await self.go_on.wait()
+        await self.kill()
+
     async def do_die(self, seen, reader, writer):
         writer.transport.abort()
 

@@ -17,6 +17,9 @@ from pdserve.model_files.sampling_defaults import SamplingDefaults
 from pdserve.server.http.app import make_app
 from pdserve.server.http.served_model import ServedModel
 
+DEEP: Any = 1
+for _ in range(200):
+    DEEP = [DEEP]
 USER = {"role": "user", "content": "hi"}
 
 
@@ -80,6 +83,7 @@ def test_what_clients_send_is_accepted(fields: dict[str, Any]) -> None:
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "a", "contnt": "b"}]}, "messages.contnt"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"chat_template_kwargs": {"a": DEEP}}, "chat_template_kwargs"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ],
@@ -222,7 +226,12 @@ def test_tokenize_and_detokenize() -> None:
         assert chat["tokens"] == [2]
         error = (await engine.post("/tokenize", {"prompt": "bad"})).json()["error"]
         assert (error["param"], error["message"]) == ("prompt", "prompt: not encodable")
-        assert (await engine.post("/tokenize", {})).status_code == 400
+        for path, body in (
+            ("/tokenize", {}),
+            ("/tokenize", {"prompt": ["a" * 2**19] * 3}),
+            ("/detokenize", {"tokens": [1] * (2**17 + 1)}),
+        ):
+            assert (await engine.post(path, body)).status_code == 400
         assert (await engine.post("/detokenize", {"tokens": [1, 2]})).json() == {"prompt": "x xx", "text": "x xx"}
         assert (await engine.post("/detokenize", {"tokens": [[1], [2]]})).json()["text"] == ["x", "xx"]
 

@@ -295,3 +295,17 @@ async def test_a_request_is_tried_elsewhere_however_late_its_instance_dies(rig):
     await w1.kill()
     assert (await request).status_code == 200
     assert len(w2.requests) == 1
+
+
+@scenario()
+async def test_a_stream_that_was_only_kept_alive_is_tried_elsewhere(rig):
+    dying, other = await rig.instance("wait_and_die"), await rig.instance()
+    client = await rig.route(worker=[dying, other])
+    async with client.stream("POST", "/generate", json={"text": "x", "stream": True}) as response:
+        chunks = response.aiter_raw()
+        assert await anext(chunks) == b": keep-alive\n\n"
+        dying.go_on.set()
+        rest = b"".join([chunk async for chunk in chunks])
+    assert response.status_code == 200
+    assert EVENT in rest
+    assert (len(dying.requests), len(other.requests)) == (1, 1)

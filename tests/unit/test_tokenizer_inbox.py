@@ -49,7 +49,17 @@ def test_what_comes_during_a_long_frame_overtakes_it_but_aborts() -> None:
     assert names(box.next_turn()) == batch[:SLICE]
     channel.waiting.append([Ping(id=1), req("quick")])
     channel.waiting.append([AbortReq(rid=batch[-1]), AbortReq(rid="quick")])
-    assert names(box.next_turn()) == ["?", "quick", *batch[SLICE : 2 * SLICE]]
-    assert names(box.next_turn()) == [*batch[2 * SLICE :], f"-{batch[-1]}", "-quick"]
-    channel.waiting.append([AbortReq(rid="x")])
-    assert names(box.next_turn()) == ["-x"]
+    # "quick" was passed on before its abort, which need not wait.
+    assert names(box.next_turn()) == ["?", "quick", "-quick", *batch[SLICE : 2 * SLICE]]
+    assert names(box.next_turn()) == [*batch[2 * SLICE :], f"-{batch[-1]}"]
+    channel.waiting.append([AbortReq(rid=batch[-1])])
+    assert names(box.next_turn()) == [f"-{batch[-1]}"]
+
+
+def test_an_abort_of_all_ends_what_is_put_aside_too_and_nothing_that_comes_later() -> None:
+    batch = [f"b{i:03}" for i in range(SLICE + 2)]
+    box, channel = inbox([req(rid) for rid in batch])
+    box.next_turn()
+    channel.waiting.append([AbortReq(rid="")])
+    channel.waiting.append([req("later")])
+    assert names(box.next_turn()) == ["-", "later", *batch[SLICE:], *(f"-{rid}" for rid in batch[SLICE:])]
