@@ -30,6 +30,7 @@ from ..messages.worker import (
 )
 from ..model_files.errors import ModelError, UnsupportedModel
 from ..runtime.child import ChildContext, start_child
+from ..runtime.collector import uncollected
 from ..runtime.cpu_list import PlacementError
 from ..runtime.machine.memory import host_memory
 from ..runtime.machine.topology import read_machine
@@ -82,13 +83,14 @@ def load(ctx: ChildContext) -> Worker:
     confine(placement)
     yield_cores(options.compute_nice or 0)
     # torch comes in here and not before, since OpenMP settles on its cores when it is loaded.
-    import torch
+    with uncollected():
+        import torch
 
-    from .kernels.build import choose_level
-    from .measure_steps import measure_steps
-    from .model_runner import ModelRunner
-    from .step_runner import StepRunner
-    from .warm_up import warm_up
+        from .kernels.build import choose_level
+        from .measure_steps import measure_steps
+        from .model_runner import ModelRunner
+        from .step_runner import StepRunner
+        from .warm_up import warm_up
 
     bind_compute_threads(placement)
     imported = time.monotonic()

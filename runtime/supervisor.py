@@ -42,6 +42,7 @@ from .web.ports import check_port_free
 
 log = logging.getLogger(__name__)
 
+START = "pdserve.runtime.start"
 STOP_GRACE = 3.0
 """Seconds between SIGTERM and SIGKILL for a child in an orderly stop."""
 
@@ -136,7 +137,7 @@ class Supervisor:
             spec_path = self.run_dir / f"{name}.json"
             spec_path.touch(0o600)  # before anything is in it
             spec_path.write_bytes(msgspec.json.encode(spec))
-            argv = [sys.executable, "-m", module, str(spec_path)]
+            argv = [sys.executable, "-m", START, module, str(spec_path)]
             process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=self._environment(name))
             child = Child(name, process, os.pidfd_open(process.pid))
             self._selector.register(child.pidfd, selectors.EVENT_READ, child)

@@ -20,8 +20,8 @@ from support.processes import ONE_THREAD, Launched, launched, pd_pair
 from support.prompts import FAMILY, FOX, FRANCE, HAIKU, LONG, PROMPTS, STACK, WEATHER
 from support.quick_gguf import quick_gguf
 
-TOKENS = 64
-"""Four page borders are crossed while decoding, whatever the prompt's length."""
+TOKENS = 48
+"""Three page borders are crossed while decoding, whatever the prompt's length."""
 FLOAT32 = ("--dtype", "float32")
 WAYS = [PROMPTS.index(prompt) for prompt in (FRANCE, STACK, HAIKU, WEATHER, FAMILY, FOX)]
 """Less than a page and several, text, code, a chat, characters of several tokens; the last one fills five chunks of 64
