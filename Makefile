@@ -14,6 +14,10 @@ BIN := .venv/bin
 PACKAGES := $(patsubst %/__init__.py,pdserve.%,$(filter-out tests/% docs/% docker/%,$(wildcard */__init__.py)))
 TESTS := $(wildcard tests/unit tests/e2e)
 
+# No test asks a model hub. Python keeps what it compiled, also where the environment forbids it, as images do: of the
+# processes that the tests start, each would compile every module again, a tenth of the whole run.
+QUIETLY := HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
+
 # What .venv was made from. While none of it has changed, setup has nothing to do and needs no network.
 KEY := $(shell { cat pyproject.toml setup.py constraints.txt $$(find model_runner/kernels/cpu -type f | sort); echo $(PACKAGES); } | sha256sum | cut -c -16)
 STAMP := .venv/.setup-$(KEY)
@@ -45,10 +49,10 @@ run: $(STAMP) ## the same cluster on port 8000 (PORT=…), until Ctrl-C
 	@exec $(BIN)/pdserve up --port $(PORT)
 
 test: $(STAMP) ## run the tests: first those of single parts, then those of real processes
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow' $(TESTS)
+	@$(QUIETLY) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow' $(TESTS)
 
 test-slow: $(STAMP) ## run the tests that take too long for every change: perplexity, and the kernels' lower levels
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m slow $(TESTS)
+	@$(QUIETLY) $(BIN)/python -m pytest -m slow $(TESTS)
 
 check: lint types test ## what must pass before a commit: format, lint, types, tests
 
