@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo run test test-slow check lint types format bench-peers docs wheel clean
+.PHONY: help setup demo run test test-slow test-clients check lint types format bench-peers docs wheel clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
@@ -21,6 +21,8 @@ QUIETLY := HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 # What .venv was made from. While none of it has changed, setup has nothing to do and needs no network.
 KEY := $(shell { cat pyproject.toml setup.py constraints.txt $$(find model_runner/kernels/cpu -type f | sort); echo $(PACKAGES); } | sha256sum | cut -c -16)
 STAMP := .venv/.setup-$(KEY)
+
+CLIENTS_STAMP := .venv-clients/.installed
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +55,13 @@ test: $(STAMP) ## run the tests: first those of single parts, then those of real
 
 test-slow: $(STAMP) ## run the tests that take too long for every change: perplexity, and the kernels' lower levels
 	@$(QUIETLY) $(BIN)/python -m pytest -m slow $(TESTS)
+
+test-clients: $(CLIENTS_STAMP) ## run client libraries, load generators, gateways and Prometheus against a pair (installs them first)
+	@$(QUIETLY) $(BIN)/python -m pytest tests/clients
+
+$(CLIENTS_STAMP): tests/clients/install.sh $(wildcard tests/clients/*.txt tests/clients/*.json) $(STAMP)
+	@PYTHON="$(PYTHON)" tests/clients/install.sh .venv-clients
+	@touch $@
 
 check: lint types test ## what must pass before a commit: format, lint, types, tests
 

@@ -18,7 +18,8 @@ PREAMBLE = """\
 `pdserve COMMAND --help` shows the same in a terminal. Names are SGLang's where it has the flag.
 
 Every option can also come from a YAML file, given with `--config FILE`. A key is the flag's name without its dashes.
-The command line wins over the file, and the file over the defaults:
+The command line wins over the file, and the file over the defaults (`--api-key` can also come from the variable
+`PDSERVE_API_KEY`, which wins over the file):
 
 ```yaml
 model-path: smollm2

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable
 import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -20,7 +19,11 @@ from ..messages.decode import shown
 from ..runtime.web.auth import ApiKeyAuth, open_paths
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.errors import error_body
+from ..runtime.web.keys import read_keys
+from ..runtime.web.plain_paths import PlainPaths
+from ..runtime.web.sites import guard_sites
 from ..runtime.web.visits import VisitCounts, VisitLog
+from .client_bodies import ClientBodies
 from .dispatcher import Dispatcher
 from .endpoints import HEALTH_PROMPT, ControlEndpoints, GenerationEndpoint, error_response, json_response
 from .errors import RouterError
@@ -28,14 +31,15 @@ from .fleet import Fleet
 from .health import HealthMonitor
 from .metrics import RouterMetrics
 from .options import RouterOptions
-from .plain_paths import PlainPaths
 
 GENERATION_PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
 TEXT_PATHS = ("/tokenize", "/detokenize")
-MODEL_PATHS = ("/v1/models", "/v1/models/{name:path}", "/model_info", "/get_model_info")
+MODEL_PATHS = ("/v1/models", "/v1/models/{name:path}", "/model_info", "/get_model_info", "/openapi.json")
 HEALTH_PATHS = ("/health", "/readyz", "/livez", "/health_generate")
 QUESTION_PATHS = (*HEALTH_PATHS, "/metrics", "/metrics/targets", "/server_info", "/get_server_info")
-PATHS = (*GENERATION_PATHS, *MODEL_PATHS, *TEXT_PATHS, *QUESTION_PATHS, "/abort_request", "/flush_cache")
+USERS_PATHS = frozenset((*GENERATION_PATHS, *MODEL_PATHS, *TEXT_PATHS, *QUESTION_PATHS, "/abort_request"))
+"""For whoever has a key; every other path is the admin's."""
+PATHS = (*sorted(USERS_PATHS), "/flush_cache")
 """By which answers are counted."""
 DEAD_HOST_OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -62,13 +66,13 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
     fleet = Fleet(options)
     client = make_client(options)
     dispatcher = Dispatcher(fleet, client, options)
-    control = ControlEndpoints(fleet, client, options)
-    generation = GenerationEndpoint(dispatcher, options.max_body_bytes)
-    health_prompt = GenerationEndpoint(dispatcher, options.max_body_bytes, orjson.dumps(HEALTH_PROMPT))
+    bodies = ClientBodies(options.max_body_bytes)
+    control = ControlEndpoints(fleet, client, bodies, options)
+    generation = GenerationEndpoint(dispatcher, bodies)
+    health_prompt = GenerationEndpoint(dispatcher, bodies, orjson.dumps(HEALTH_PROMPT))
     visits = VisitCounts()
     metrics = RouterMetrics(fleet, visits, GENERATION_PATHS)
-    open_to_all = open_paths(metrics=options.metrics_without_key)
-    keys = [Middleware(ApiKeyAuth, api_key=options.api_key, open_to_all=open_to_all)] if options.api_key else []
+    keys = read_keys(options)
 
     def ended(checks: asyncio.Task[None]) -> None:
         if not checks.cancelled() and (error := checks.exception()):
@@ -98,9 +102,8 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
             *(Route(path, control.ask_one, methods=["POST"]) for path in TEXT_PATHS),
             *(Route(path, control.server_info) for path in ("/server_info", "/get_server_info")),
             Route("/abort_request", control.abort_request, methods=["POST"]),
-            Route("/flush_cache", control.flush_cache, methods=["GET", "POST"]),
+            Route("/flush_cache", control.flush_cache, methods=["POST"]),
         ],
-        middleware=[*keys, Middleware(PlainPaths)],
         exception_handlers={
             HTTPException: answer_http_exception,
             RouterError: answer_router_error,
@@ -109,7 +112,10 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
         },
         lifespan=lifespan,
     )
-    return VisitLog(app, PATHS, visits, access_log=not options.disable_access_log, on_end=metrics.visited)
+    open_to_all = open_paths(metrics=options.metrics_without_key)
+    checked = ApiKeyAuth(PlainPaths(app), keys, open_to_all, USERS_PATHS, is_router=True)
+    guarded = guard_sites(checked, options, has_keys=bool(keys.users))
+    return VisitLog(guarded, PATHS, visits, access_log=not options.disable_access_log, on_end=metrics.visited)
 
 
 async def answer_http_exception(request: Request, exc: Exception) -> Response:

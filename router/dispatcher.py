@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..runtime.web.client.client import HttpClient
@@ -27,7 +27,7 @@ from .errors import InstanceAnsweredError, NoInstanceError, RouterError, parse_e
 from .fleet import Fleet, Pair, Target
 from .headers import CONTENT_TYPE, Headers, passed_back
 from .instance import Instance
-from .leg import Leg, LegLimits
+from .leg import Leg, LegLimits, is_comment
 from .options import RouterOptions
 from .request_body import RequestBody
 
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_PAUSE = 0.05
 """Seconds before a retry: time for a dropped leg's abort to arrive, so that the same rid is free again."""
+TOO_MANY = 429
 LINGER = 5.0
 """Seconds that a prefill's leg may stay open after the decode's answer is complete."""
 ERROR_EVENT = b'data: {"error"'
@@ -71,21 +72,25 @@ class Dispatcher:
         now = asyncio.get_running_loop().time
         deadline = now() + self._retry_window
         failed: set[Instance] = set()
+        tried: set[Instance] = set()
         last_error: RouterError | None = None
         for left in range(self._retries, -1, -1):
             # The loop's own clock stands still within a turn.
             asked_at = time.monotonic()
             try:
-                target = await self._choose(request.body, failed, deadline, retrying=last_error is not None)
+                target = await self._choose(request.body, failed, tried, deadline, retrying=last_error is not None)
             except NoInstanceError as exc:
                 raise last_error or exc from None
             self._fleet.pick_seconds.observe(time.monotonic() - asked_at)
-            logger.debug("goes to %s", target if isinstance(target, Instance) else " and ".join(map(str, target)))
+            logger.debug("goes to %s", " and ".join(map(str, legs(target))))
             try:
                 if isinstance(target, Pair):
-                    return await self._serve_by_pair(target, request, answer)
-                return await self._serve_alone(target, request, answer)
+                    await self._serve_by_pair(target, request, answer)
+                else:
+                    await self._serve_alone(target, request, answer)
             except RouterError as exc:
+                at_fault = blamed(exc, target)
+                charge(exc, at_fault, asked_at)
                 if last_error is None:
                     # Counted from here: a request may have been running for long when its instance dies.
                     deadline = now() + self._retry_window
@@ -93,18 +98,38 @@ class Dispatcher:
                     raise
                 if answer.started or not exc.retryable or not left:
                     raise
-                failed.update(target if isinstance(target, Pair) else (target,))
+                failed |= at_fault
+                tried.update(legs(target))
+                if (pause := self._pause(exc, failed, deadline - now())) is None:
+                    raise
                 last_error = exc
+            else:
+                for instance in legs(target):
+                    instance.rest.succeeded()
+                return
             self._fleet.retries[last_error.status] += 1
             logger.warning("%s: %s; trying again", request.path, last_error.message)
-            await asyncio.sleep(RETRY_PAUSE)
+            await asyncio.sleep(pause)
 
-    async def _choose(self, body: RequestBody, failed: set[Instance], deadline: float, *, retrying: bool) -> Target:
+    def _pause(self, error: RouterError, failed: set[Instance], seconds_left: float) -> float | None:
+        """Seconds before the next attempt; None: there should be none.
+
+        Who says when to come again is not asked before that, and who has too much to do not at all.
+        """
+        if self._fleet.has_others(failed) or (error.retry_after is None and error.status != TOO_MANY):
+            return RETRY_PAUSE
+        if error.status == TOO_MANY or error.retry_after is None or error.retry_after > seconds_left:
+            return None
+        return max(RETRY_PAUSE, error.retry_after)
+
+    async def _choose(
+        self, body: RequestBody, failed: set[Instance], tried: set[Instance], deadline: float, *, retrying: bool
+    ) -> Target:
         """Who serves the request. Waits until ``deadline`` (loop time) while a check under way may still turn up
         somebody, and on a retry in any case. Raises ``NoInstanceError``."""
         try:
             async with asyncio.timeout_at(deadline):
-                while (target := self._fleet.pick(body, failed)) is None:
+                while (target := self._fleet.pick(body, failed, tried)) is None:
                     if not retrying and not self._fleet.undecided():
                         break
                     await self._fleet.wait_change()
@@ -189,6 +214,27 @@ class Dispatcher:
         prefill.add_done_callback(ended)
 
 
+def legs(target: Target) -> tuple[Instance, ...]:
+    """The instances that an attempt goes to."""
+    return tuple(target) if isinstance(target, Pair) else (target,)
+
+
+def blamed(error: RouterError, target: Target) -> set[Instance]:
+    """Which of the instances that an attempt went to are better avoided by the next one."""
+    at_fault = {instance for instance in legs(target) if instance.url == error.url}
+    return at_fault if at_fault and not error.blames_peer else set(legs(target))
+
+
+def charge(error: RouterError, at_fault: Iterable[Instance], begun_at: float) -> None:
+    """Put a failed attempt to the account of those ``at_fault``, unless it is the client's fault, or health checks see
+    its cause too."""
+    for instance in at_fault:
+        if error.retry_after is not None:
+            instance.rest.ask(error.retry_after)
+        elif error.status >= 500 and not error.shows_health:
+            instance.rest.failed(begun_at)
+
+
 async def drop(*tasks: asyncio.Task[None]) -> None:
     """Cancel tasks, all at once, and wait until they have closed their connections. How they end no longer matters."""
     for task in tasks:
@@ -197,11 +243,6 @@ async def drop(*tasks: asyncio.Task[None]) -> None:
     for task in tasks:
         if not task.cancelled() and task.exception():
             logger.debug("what was dropped had failed: %s", task.exception())
-
-
-def is_comment(events: bytes) -> bool:
-    """Whether these say nothing but that the stream lives: its prompt still waits, and may be computed elsewhere."""
-    return events.startswith(b":") and b"data:" not in events
 
 
 def raise_first_error(events: bytes, instance: Instance) -> None:

@@ -12,14 +12,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..runtime.web.body import BodyTooLarge, read_body
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.client.errors import BadAnswer, ClientError
 from ..runtime.web.errors import error_body
 from ..runtime.web.visits import Visit
 from .client_answer import ClientAnswer
+from .client_bodies import ClientBodies
 from .dispatcher import Dispatcher, RoutedRequest, drop
-from .errors import BodyTooLargeError, InstanceSilentError, NoInstanceError, RouterError
+from .errors import InstanceSilentError, NoInstanceError, RouterError
 from .fleet import Fleet
 from .headers import Headers, passed_back, passed_on, without_type
 from .instance import HealthState, Instance, Role
@@ -63,15 +63,15 @@ class GenerationEndpoint:
     and the client's leaving is seen at any moment, also before the first byte.
     """
 
-    def __init__(self, dispatcher: Dispatcher, max_body_bytes: int, fixed_body: bytes | None = None) -> None:
+    def __init__(self, dispatcher: Dispatcher, bodies: ClientBodies, fixed_body: bytes | None = None) -> None:
         self._dispatcher = dispatcher
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
         self._fixed_body = fixed_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = ClientAnswer(send)
         try:
-            raw = await body_of(Request(scope, receive), self._max_body_bytes)
+            raw = await self._bodies.read(Request(scope, receive))
             path, raw = (scope["path"], raw) if self._fixed_body is None else ("/generate", self._fixed_body)
             request_id = Visit.of(scope).request_id
             request_body = RequestBody.parse(raw, request_id, RID_PREFIXES.get(path, ""))
@@ -97,9 +97,10 @@ class GenerationEndpoint:
 class ControlEndpoints:
     """Endpoints that the router answers itself, or after asking every instance."""
 
-    def __init__(self, fleet: Fleet, client: HttpClient, options: RouterOptions) -> None:
+    def __init__(self, fleet: Fleet, client: HttpClient, bodies: ClientBodies, options: RouterOptions) -> None:
         self._fleet = fleet
         self._client = client
+        self._bodies = bodies
         self._options = options
 
     async def health(self, request: Request) -> Response:
@@ -114,7 +115,7 @@ class ControlEndpoints:
 
     async def ask_one(self, request: Request) -> Response:
         """/v1/models, /tokenize and the like: what the first healthy instance says; all serve the same model."""
-        body = await body_of(request, self._options.max_body_bytes) if request.method == "POST" else b""
+        body = await self._bodies.read(request) if request.method == "POST" else b""
         answers_clients = (Role.WORKER, Role.DECODE, Role.PREFILL)
         for instance in sorted(self._fleet.healthy(), key=lambda i: answers_clients.index(i.role)):
             said = await self._ask(instance, request, body)
@@ -135,14 +136,14 @@ class ControlEndpoints:
 
     async def abort_request(self, request: Request) -> Response:
         """POST /abort_request: to all; a request of a pair runs on both of its legs and counts once."""
-        told = await self._ask_all(request, await body_of(request, self._options.max_body_bytes))
+        told = await self._ask_all(request, await self._bodies.read(request))
         if refused := refusal(told):
             return refused
         aborted = sum(said.count("aborted") for said in told if said.instance.role is not Role.PREFILL)
         return json_response({"aborted": aborted, "instances": [said.report() for said in told]})
 
     async def flush_cache(self, request: Request) -> Response:
-        """GET or POST /flush_cache: to all; an error as soon as one that is up refuses."""
+        """POST /flush_cache: to all; an error as soon as one that is up refuses."""
         told = await self._ask_all(request)
         if refused := refusal(told):
             return refused
@@ -176,14 +177,6 @@ class ControlEndpoints:
         except orjson.JSONDecodeError:
             content = answer.body.decode(errors="replace")
         return Said(instance, answer.status, content, passed_back(answer.headers))
-
-
-async def body_of(request: Request, limit: int) -> bytes:
-    """The request's body. Raises ``BodyTooLargeError`` above ``limit`` bytes, ``ClientDisconnect``."""
-    try:
-        return await read_body(request, limit)
-    except BodyTooLarge as e:
-        raise BodyTooLargeError(f"{e}, the most that --max-body-bytes allows") from None
 
 
 async def until_disconnect(receive: Receive) -> None:

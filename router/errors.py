@@ -13,13 +13,19 @@ from .headers import Headers, without_type
 class RouterError(Exception):
     """A request can't be served. ``retryable``: the same request may well succeed on another instance.
 
-    ``headers``: what goes with the answer, beside its content type.
+    ``headers``: what goes with the answer, beside its content type. ``url``: of the instance whose leg failed.
+    ``retry_after``: seconds for which that one wants to be left alone. ``blames_peer``: its peer may be the one at
+    fault. ``shows_health``: health checks see the cause as well.
     """
 
     status = 500
     kind = "server_error"
     retryable = False
     headers: Headers = ()
+    url = ""
+    retry_after: float | None = None
+    blames_peer = False
+    shows_health = False
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -44,6 +50,14 @@ class BodyTooLargeError(RouterError):
     kind = "request_too_large"
 
 
+class TooManyUploadsError(RouterError):
+    """More of large bodies is arriving at once than the router holds."""
+
+    status = 503
+    kind = "overloaded_error"
+    headers = ((b"retry-after", b"1"),)
+
+
 class NoInstanceError(RouterError):
     """No pair and no worker can serve at the moment."""
 
@@ -58,13 +72,18 @@ class InstanceGoneError(RouterError):
     status = 502
     kind = "server_error"
     retryable = True
+    shows_health = True
 
 
 class InstanceSilentError(RouterError):
-    """An instance took the request and then said nothing for too long. Not tried again: the wait was long enough."""
+    """An instance took the request and then said nothing for too long. Not tried again: the wait was long enough.
+
+    A decode has nothing to say while its prefill computes.
+    """
 
     status = 504
     kind = "timeout_error"
+    blames_peer = True
 
 
 class InstanceAnsweredError(RouterError):
@@ -77,12 +96,22 @@ class InstanceAnsweredError(RouterError):
         super().__init__(str(parsed["message"]) if parsed else f"{where} answered with status {status}")
         self.status = status
         self.headers = without_type(headers)
-        self.retryable = status in (502, 503)
+        self.retryable = status in (429, 502, 503)
+        # What failed between two instances, either may tell.
+        self.blames_peer = parsed is not None and parsed.get("type") == "transfer_error"
+        if status in (429, 503) and not self.blames_peer:
+            self.retry_after = retry_after(headers)
         self._answer = answer if parsed else None
 
     def body(self) -> bytes:
         """The instance's own words when they are in the API's error shape, ours otherwise."""
         return self._answer if self._answer is not None else super().body()
+
+
+def retry_after(headers: Headers) -> float | None:
+    """Seconds; None where the header is not there, or says a date, which no instance of ours does."""
+    value = next((value for name, value in headers if name == b"retry-after"), b"")
+    return float(value) if value.isdigit() and len(value) < 10 else None
 
 
 def parse_error(answer: bytes) -> dict[str, Any] | None:

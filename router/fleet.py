@@ -1,8 +1,8 @@
 """All instances of a router, and which of them serves the next request.
 
-The rule: a pair where a healthy prefill and a healthy decode exist, else a healthy worker. A pair needs both of its
-legs, so an unhealthy prefill also keeps work from the decodes, and the other way round. On a retry, instances
-that the request has already failed on come last.
+The rule: a pair where a healthy prefill and a healthy decode exist, or a healthy worker that has less to do. A pair
+needs both of its legs, so an unhealthy prefill also keeps work from the decodes, and the other way round. Instances
+that rest come last, and on a retry those that the request has already failed on.
 
 With ``--prefill-backlog`` a decode serves a request alone while its pair's prefill is that far behind (conditional
 disaggregation, as in Dynamo): one burst of long prompts may be more than the prefills are sized for.
@@ -41,6 +41,12 @@ class Pair(NamedTuple):
 Target = Pair | Instance
 
 
+def _queued(target: Target) -> tuple[int, int]:
+    """What a request would wait for there: prompt tokens to be computed before its own, and answers beside it."""
+    prefill, decode = target if isinstance(target, Pair) else (target, target)
+    return prefill.prompt_tokens, decode.in_flight
+
+
 class Fleet:
     """The instances, their states, and the policies that choose among them."""
 
@@ -65,18 +71,34 @@ class Fleet:
         """Whether a request that comes now can be sent anywhere."""
         return bool(self.healthy(Role.WORKER) or (self.healthy(Role.PREFILL) and self.healthy(Role.DECODE)))
 
+    def has_others(self, failed: Collection[Instance]) -> bool:
+        """Whether somebody who is neither among ``failed`` nor resting can serve."""
+        fresh = {i.role for i in self.healthy() if i not in failed and not i.rest}
+        return Role.WORKER in fresh or {Role.PREFILL, Role.DECODE} <= fresh
+
     def undecided(self) -> bool:
         """Whether a check under way may still turn up an instance."""
         return any(i.state is HealthState.UNKNOWN for i in self.instances)
 
-    def pick(self, request: RequestBody, failed: Collection[Instance] = ()) -> Target | None:
-        """Who serves ``request``; None while nobody can. ``failed``: instances it failed on before."""
+    def pick(
+        self, request: RequestBody, failed: Collection[Instance] = (), tried: Collection[Instance] = ()
+    ) -> Target | None:
+        """Who serves ``request``; None while nobody can.
+
+        ``failed``: instances it failed on before. ``tried``: those that took part, where it may still be ending, under
+        the same name: others are better.
+        """
         prefills, decodes, workers = (self.healthy(role) for role in (Role.PREFILL, Role.DECODE, Role.WORKER))
         fresh_prefills, fresh_decodes, fresh_workers = (
-            [i for i in group if i not in failed] for group in (prefills, decodes, workers)
+            [i for i in group if i not in failed and not i.rest] for group in (prefills, decodes, workers)
+        )
+        fresh_prefills, fresh_decodes = (
+            [i for i in group if i not in tried] or group for group in (fresh_prefills, fresh_decodes)
         )
         if fresh_prefills and fresh_decodes:
-            return self._pair(fresh_prefills, fresh_decodes, request)
+            pair = self._pair(fresh_prefills, fresh_decodes, request)
+            worker = self._policies[Role.WORKER].choose(fresh_workers, request) if fresh_workers else None
+            return worker if worker is not None and _queued(worker) < _queued(pair) else pair
         if fresh_workers:
             return self._policies[Role.WORKER].choose(fresh_workers, request)
         if prefills and decodes:
@@ -103,6 +125,8 @@ class Fleet:
             logger.log(level, "%s is %s: %s", instance, state, reason)
             self._changed.set()
             self._changed = asyncio.Event()
+        if state is HealthState.HEALTHY and instance.state is HealthState.UNHEALTHY:
+            instance.rest.forget()
         instance.state = state
         instance.reason = reason
 

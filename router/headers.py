@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..runtime.web.keys import KEY_NAME_HEADER
+
 Headers = Sequence[tuple[bytes, bytes]]
 """Names in lower case."""
 
-PASSED_ON = frozenset({b"authorization", b"x-request-id", b"traceparent", b"tracestate"})
-"""Of the client's, those that an instance gets to see."""
+PASSED_ON = frozenset({b"authorization", b"x-api-key", KEY_NAME_HEADER, b"x-request-id", b"traceparent", b"tracestate"})
+"""Of the client's, those that an instance gets to see; with an admin key, its own is not among them any more."""
 CONTENT_TYPE = b"content-type"
 PASSED_BACK = frozenset(
     {

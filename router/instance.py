@@ -15,6 +15,8 @@ from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit
 
+from .rest import Rest
+
 
 class Role(StrEnum):
     """What an instance is sent."""
@@ -51,6 +53,7 @@ class Instance:
     heard_at: float = 0.0
     """When it last sent a part of an answer (``time.monotonic()``)."""
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
+    rest: Rest = field(default_factory=Rest)
 
     def __str__(self) -> str:
         return f"{self.role} {self.url}"
@@ -88,4 +91,5 @@ class Instance:
             "prompt_tokens": self.prompt_tokens,
             "requests": self.requests,
             "failures": self.failures,
+            "resting_seconds": round(self.rest.seconds_left, 3),
         }

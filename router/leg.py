@@ -16,7 +16,7 @@ from typing import NamedTuple, Self
 from ..runtime.web.client.answer import Answer
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.client.errors import CannotConnect, ClientError, ConnectionGone
-from .errors import InstanceAnsweredError, InstanceGoneError, InstanceSilentError
+from .errors import InstanceAnsweredError, InstanceGoneError, InstanceSilentError, RouterError
 from .fleet import Fleet
 from .headers import Headers, passed_back
 from .instance import Instance
@@ -24,6 +24,11 @@ from .instance import Instance
 EVENT_END = b"\n\n"
 EVENT_ENDS = (EVENT_END, b"\n\r\n")
 """Both that servers use; the line before may end in either, too."""
+
+
+def is_comment(events: bytes) -> bool:
+    """Whether these say nothing but that the stream lives: its prompt still waits, and may be computed elsewhere."""
+    return events.startswith(b":") and b"data:" not in events
 
 
 class LegLimits(NamedTuple):
@@ -43,6 +48,8 @@ class Leg:
         self._limits = limits
         self._answer: Answer | None = None
         self._part = bytearray()  # of an event whose end has not come yet
+        self._patience = limits.first_byte
+        self._spoke_at = time.monotonic()
 
     async def __aenter__(self) -> Self:
         self.instance.in_flight += 1
@@ -53,6 +60,8 @@ class Leg:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.instance.in_flight -= 1
+        if isinstance(error, RouterError):
+            error.url = self.instance.url
         if self._answer is not None:
             self._answer.close()
 
@@ -102,7 +111,7 @@ class Leg:
         """
         try:
             while data := await self._begun.read():
-                self.instance.heard_at = time.monotonic()
+                self._hear(data)
                 # Nearly always true: an instance writes whole events.
                 if not self._part and data.endswith(EVENT_ENDS):
                     return data
@@ -113,6 +122,14 @@ class Leg:
         part = bytes(self._part)
         self._part.clear()
         return part + EVENT_END if part else b""
+
+    def _hear(self, data: bytes) -> None:
+        """A comment shows that the instance lives, which is not yet that anything comes of the request."""
+        now = self.instance.heard_at = time.monotonic()
+        if not is_comment(data):
+            self._patience, self._spoke_at = self._limits.idle, now
+        elif now - self._spoke_at > self._patience:
+            raise self._silent(self._patience, "said nothing but that it is alive")
 
     @property
     def _begun(self) -> Answer:

@@ -117,6 +117,12 @@ def add_instances(families: Families, instances: Iterable[Instance]) -> None:
         each(lambda i: i.prompt_tokens),
         *labels,
     )
+    families.gauge(
+        "pdserve_router_instance_resting_seconds",
+        "For how long it is sent requests last: it asked for it, or failed several in a row.",
+        each(lambda i: i.rest.seconds_left),
+        *labels,
+    )
     families.counter(
         "pdserve_router_instance_requests_total", "Requests that it was sent.", each(lambda i: i.requests), *labels
     )

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
+from ..runtime.web.keys import KeyFileError, read_keys
+
 DEFAULT_BOOTSTRAP_PORT = 8998
 
 
@@ -24,7 +26,8 @@ class RouterOptions:
     decode
         URLs of decode instances.
     worker
-        URLs of unified instances, which serve whole requests. Used while no prefill-decode pair can serve.
+        URLs of unified instances, which serve whole requests. They share the load with the
+        pairs: a request goes to one that has fewer prompt tokens, or then fewer answers, under way.
     host
         Address to listen on. Other than a loopback address only when you say so.
     port
@@ -35,7 +38,19 @@ class RouterOptions:
         Prompt tokens waiting at a prefill instance from which on a decode instance computes a prompt itself, in small
         pieces between its streams' tokens, where that is sooner; default: never.
     api_key
-        When set, every request but /health needs "Authorization: Bearer KEY"; the same key goes to the instances.
+        When set, every request but /health needs "Authorization: Bearer KEY". Every user of the host can read
+        arguments: better in the variable PDSERVE_API_KEY, or in a file.
+    api_key_file
+        File with a key a line, or a name and a key: one for each user, who can't abort what another asked for.
+    admin_key_file
+        File with the key that it takes to flush the caches and to abort what others asked for. Instances that have the
+        same one see it in the place of a client's key, with that key's name; without it, they see the client's own.
+    allowed_hosts
+        Names, with commas in between, that clients may call this server by in their Host header where it listens on a
+        loopback address and asks for no key; * for any. Without it: localhost and loopback addresses.
+    allowed_origins
+        Origins, with commas in between, whose web pages may use this server from a browser, like
+        https://chat.example.org; * for any. Without it: none but its own.
     health_check_interval
         Seconds between two health checks of a healthy instance; one that is down is asked four times as often.
     health_check_timeout
@@ -43,9 +58,9 @@ class RouterOptions:
     connect_timeout
         Seconds that an instance may take to accept a connection.
     first_byte_timeout
-        Seconds that a request may wait for its answer to begin.
+        Seconds that a request may wait for its answer to begin; comments that keep its stream alive are no answer.
     idle_timeout
-        Seconds of silence in the middle of an answer after which it counts as lost.
+        Seconds of silence in the middle of an answer, or of nothing but comments, after which it counts as lost.
     retries
         How often a request is tried again on other instances when the first ones die before they answered.
     retry_window
@@ -72,6 +87,10 @@ class RouterOptions:
     policy: Literal["random", "round_robin"] = "round_robin"
     prefill_backlog: int | None = None
     api_key: str | None = None
+    api_key_file: str | None = None
+    admin_key_file: str | None = None
+    allowed_hosts: str | None = None
+    allowed_origins: str | None = None
     health_check_interval: float = 1.0
     health_check_timeout: float = 3.0
     connect_timeout: float = 1.0
@@ -98,6 +117,10 @@ class RouterOptions:
             raise RouterOptionsError("nothing to route to: give --prefill and --decode, or --worker")
         if self.prefill_backlog is not None and self.prefill_backlog < 0:
             raise RouterOptionsError("--prefill-backlog must be 0 or more")
+        try:
+            read_keys(self)
+        except KeyFileError as exc:
+            raise RouterOptionsError(str(exc)) from None
         if self.retries < 0:
             raise RouterOptionsError("--retries must be 0 or more")
         for name in ("health_check_interval", "health_check_timeout", "connect_timeout", "max_body_bytes"):

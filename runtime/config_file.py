@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 from typing import Any
 
 import yaml
-from cyclopts import App, ArgumentCollection, CycloptsError
+from cyclopts import App, ArgumentCollection, CycloptsError, Token
 from cyclopts.config import Dict
 
 CONFIG_FLAG = "--config"
+VARIABLES = {"--api-key": "PDSERVE_API_KEY"}
 
 
 def read_config(path: Path, flags: list[str]) -> dict[str, Any]:
@@ -43,7 +45,15 @@ def read_config(path: Path, flags: list[str]) -> dict[str, Any]:
 
 
 def apply_config(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Give every argument that the command line left out its value from the ``--config`` file, if one was given."""
+    """Give every argument that the command line left out its value: from its variable, or from the ``--config`` file.
+
+    Variables are for what must not be seen among a process's arguments, and is in no file either.
+    """
+    for flag, variable in VARIABLES.items():
+        argument, value = arguments.get(flag, default=None), os.environ.get(variable)
+        # An empty one is taken too, and refused: a secret that went missing must not open the server.
+        if argument is not None and value is not None and not argument.tokens:
+            argument.append(Token(keyword=flag, value=value, source=variable))
     given = arguments.get(CONFIG_FLAG, default=None)
     if given is None or not given.tokens:
         return

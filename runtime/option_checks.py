@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .cpu_list import PlacementError, parse_cpus
 from .options import ServerOptions
+from .web.keys import KeyFileError, read_keys
 
 MAX_PAGE_SIZE = 1024
 MAX_NICE = 19
@@ -74,8 +75,10 @@ def _texts(options: ServerOptions) -> Iterator[str]:
         value = getattr(options, name)
         if value is not None and not value.strip():
             yield f"{_flag(name)} is empty: give a value or leave the flag out"
-    if options.api_key is not None and not (options.api_key.isascii() and options.api_key.isprintable()):
-        yield "--api-key can't travel in an HTTP header: use printable ASCII characters"
+    try:
+        read_keys(options)
+    except KeyFileError as e:
+        yield str(e)
     if options.chat_template is not None and not Path(options.chat_template).is_file():
         yield f"--chat-template {options.chat_template}: there is no such file"
     if options.cpus is not None:

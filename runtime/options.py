@@ -36,7 +36,20 @@ class ServerOptions:
     port
         Port of the HTTP API.
     api_key
-        When set, every request but /health needs "Authorization: Bearer KEY".
+        When set, every request but /health needs "Authorization: Bearer KEY". Every user of the host can read
+        arguments: better in the variable PDSERVE_API_KEY, or in a file.
+    api_key_file
+        File with a key a line, or a name and a key: one for each user, who can't abort what another asked for.
+    admin_key_file
+        File with the key that it takes to flush the cache and to abort what others asked for.
+    cache_by_key
+        Keep the cached prefixes of each key apart: how soon an answer begins then tells nothing of others' prompts.
+    allowed_hosts
+        Names, with commas in between, that clients may call this server by in their Host header where it listens on a
+        loopback address and asks for no key; * for any. Without it: localhost and loopback addresses.
+    allowed_origins
+        Origins, with commas in between, whose web pages may use this server from a browser, like
+        https://chat.example.org; * for any. Without it: none but its own.
     disaggregation_mode
         unified: prefill and decode here. prefill: compute prompts and push their KV to a decode. decode: receive KV and
         generate.
@@ -141,6 +154,11 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 30000
     api_key: str | None = None
+    api_key_file: str | None = None
+    admin_key_file: str | None = None
+    cache_by_key: bool = False
+    allowed_hosts: str | None = None
+    allowed_origins: str | None = None
     disaggregation_mode: DisaggregationMode = "unified"
     disaggregation_bootstrap_port: int = 8998
     disaggregation_transfer_backend: Literal["tcp", "shm", "fake"] = "tcp"

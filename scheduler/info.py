@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -11,14 +11,30 @@ from ..mem_cache.errors import InvariantViolation
 from .scheduler import Scheduler
 
 
-def server_info(scheduler: Scheduler, epoch: str) -> dict[str, Any]:
-    """JSON-ready: pools (tokens), queues (requests), counters since start, peers, options. Checks the invariants."""
+class Verdict(NamedTuple):
+    """What the last check of the invariants said, and before which step it was made; -1: there was none yet.
+
+    A check walks every page and every request, so it is made while nobody waits for a step.
+    """
+
+    text: str | None = None
+    step: int = -1
+
+    @staticmethod
+    def of(scheduler: Scheduler, last: Verdict) -> Verdict:
+        """A new one where ``scheduler`` is idle, else ``last``."""
+        if not scheduler.is_idle:
+            return last
+        try:
+            scheduler.check_invariants()
+        except InvariantViolation as e:
+            return Verdict(str(e), scheduler.counters.steps)
+        return Verdict("ok", scheduler.counters.steps)
+
+
+def server_info(scheduler: Scheduler, epoch: str, verdict: Verdict) -> dict[str, Any]:
+    """JSON-ready: pools (tokens), queues (requests), counters since start, peers, options."""
     worker, counters = scheduler.worker, scheduler.counters
-    try:
-        scheduler.check_invariants()
-        invariants = "ok"
-    except InvariantViolation as e:
-        invariants = str(e)
     states = Counter(str(r.state) for r in scheduler.reqs.values())
     manager, itl = scheduler.handovers, scheduler.planner.budget.itl
     return {
@@ -35,7 +51,8 @@ def server_info(scheduler: Scheduler, epoch: str) -> dict[str, Any]:
         "kv_layout": msgspec.to_builtins(worker.layout),
         "machine": msgspec.to_builtins(worker.machine),
         "pool": scheduler.memory.usage(),
-        "invariants": invariants,
+        "invariants": verdict.text,
+        "invariants_steps_ago": counters.steps - verdict.step if verdict.step >= 0 else None,
         "requests": {"total": len(scheduler.reqs), **dict(states)},
         "queues": {"waiting": len(scheduler.planner.waiting), "running": len(scheduler.planner.running)},
         "new_token_ratio": round(scheduler.planner.reserve.ratio, 4),

@@ -24,7 +24,7 @@ from ..messages.routes import ToScheduler, ToSchedulerFromWorker
 from ..messages.worker import StepResult, WorkerEvent, WorkerReady
 from ..runtime.child import ChildContext, start_child
 from .handover import Handovers
-from .info import server_info
+from .info import Verdict, server_info
 from .metrics_report import MetricsReport
 from .outbox import Outbox
 from .scheduler import Scheduler
@@ -61,6 +61,7 @@ class SchedulerProcess:
         self._report: MetricsReport | None = None
         self._checked_at = 0.0
         self._checked_step = -1
+        self._verdict = Verdict()
         self._drained_sent = False
 
     def run(self) -> None:
@@ -149,12 +150,16 @@ class SchedulerProcess:
         elif isinstance(message, FlushCacheReq):
             self._outbox.answer(self._flush_cache(scheduler, message))
         elif isinstance(message, ServerInfoReq):
-            self._outbox.answer(ServerInfo(message.id, server_info(scheduler, self._ctx.epoch)))
+            self._outbox.answer(self._server_info(scheduler, message))
         elif isinstance(message, Drain):
             log.info("draining: %d requests are left", len(scheduler.reqs))
             scheduler.draining = True
             if self._handovers is not None:
                 self._handovers.withdraw()
+
+    def _server_info(self, scheduler: Scheduler, message: ServerInfoReq) -> ServerInfo:
+        self._verdict = Verdict.of(scheduler, self._verdict)
+        return ServerInfo(message.id, server_info(scheduler, self._ctx.epoch, self._verdict))
 
     def _flush_cache(self, scheduler: Scheduler, message: FlushCacheReq) -> FlushCacheResult:
         if scheduler.reqs:
@@ -184,6 +189,7 @@ class SchedulerProcess:
         if now - self._checked_at >= IDLE_CHECK_INTERVAL and self._checked_step != scheduler.counters.steps:
             scheduler.check_invariants()
             self._checked_at, self._checked_step = now, scheduler.counters.steps
+            self._verdict = Verdict("ok", scheduler.counters.steps)
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ import setproctitle
 from ..runtime.logs import configure_logging
 from ..runtime.machine.topology import read_machine
 from ..runtime.supervisor import InstanceFailed, check_address
+from ..runtime.web.keys import read_keys
 from .cluster_options import ClusterOptions, ClusterOptionsError
 from .cluster_plan import ClusterPlan, plan_cluster
 from .cluster_process import ClusterProcess
@@ -167,17 +168,19 @@ class Cluster:
     def summary(self) -> str:
         """What a user needs to know once the cluster is up, and where the start-up's time went."""
         url, options = self._router.plan.url, self._options
-        key = ' -H "Authorization: Bearer $API_KEY"' if options.api_key else ""
+        keys = read_keys(options)
+        own_key = next(iter(keys.users.values()), None)
+        key = ' -H "Authorization: Bearer $API_KEY"' if own_key else ""
         body = '{"text": "The capital of France is", "sampling_params": {"max_new_tokens": 32}, "stream": true}'
         lines = [f"\n{options.model_name} is served on {url}\n"]
-        headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+        headers = {"authorization": f"Bearer {own_key}"} if own_key else {}
         with httpx.Client(timeout=POLL_TIMEOUT, trust_env=False, headers=headers) as client:
             for process in self._all:
                 ready = f"ready after {process.ready_after:5.1f} s"
                 parts = ", ".join(f"{k} {v:.1f}" for k, v in load_seconds(client, process.plan.url).items())
                 line = f"  {process.plan.name:<11} {process.plan.url:<24} {ready}"
                 lines.append(f"{line} ({parts})" if parts else line)
-        chat = f"pdserve chat --url {url}" + (" --api-key-file FILE" if options.api_key else "")
+        chat = f"pdserve chat --url {url}" + (" --api-key-file FILE" if own_key else "")
         lines.append(f"\nTry it:\n\n  curl -N {url}/generate{key} -d '{body}'\n  {chat}\n\nCtrl-C stops everything.\n")
         return "\n".join(lines)
 

@@ -37,9 +37,10 @@ async def serve(ctx: ChildContext, listener: socket.socket, model: ServedModel) 
     receiver: AsyncReceiver[ToHttp] = AsyncReceiver(zmq.asyncio.Context(ctx.zmq_ctx), ctx.address("http"), ToHttp)
     sender = Sender(ctx.zmq_ctx, ctx.address("tokenizer"))
     supervisor = Sender(ctx.zmq_ctx, ctx.address("supervisor"))
-    engine = EngineClient(sender, supervisor, ctx.options.disaggregation_mode)
+    options = ctx.options
+    engine = EngineClient(sender, supervisor, options.disaggregation_mode, cache_by_key=options.cache_by_key)
     config = uvicorn.Config(
-        make_app(ctx.options, engine, ctx.epoch, model),
+        make_app(options, engine, ctx.epoch, model),
         http=LimitedProtocol,
         ws="none",
         log_config=None,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..messages.decode import UndeclaredMessage, shown
 from ..router.options import RouterOptionsError, check_url
+from ..runtime.web.keys import KeyFileError, read_key_lines
 
 KEY_FLAG = "--api-key-file"
 
@@ -23,19 +24,16 @@ def check_server_url(url: str) -> str:
 
 
 def read_api_key(file: Path | None) -> str | None:
-    """The first line of ``file``; None without a file. Raises ``AccessError``.
+    """The first key of ``file``, which may be a server's own key file; None without a file. Raises ``AccessError``.
 
     There is no option for the key itself: every user of the host can read a process's arguments.
     """
     if file is None:
         return None
     try:
-        key = file.expanduser().read_text(encoding="utf-8").partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as e:
-        raise AccessError(f"{KEY_FLAG} {file} can't be read: {e}") from e
-    if not key or not (key.isascii() and key.isprintable()):
-        raise AccessError(f"{KEY_FLAG} {file}: its first line should be the key, in printable ASCII characters")
-    return key
+        return read_key_lines(KEY_FLAG, file)[0].key
+    except KeyFileError as e:
+        raise AccessError(str(e)) from None
 
 
 def key_headers(api_key: str | None) -> dict[str, str]:

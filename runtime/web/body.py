@@ -1,6 +1,9 @@
-"""Reads a request's body, up to a limit."""
+"""Reads requests' bodies: each up to a limit, and all that are under way up to another."""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
 
 from starlette.requests import Request
 
@@ -13,8 +16,49 @@ class BodyTooLarge(Exception):
         self.limit = limit
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body's bytes; raises ``BodyTooLarge`` before reading them all, ``ClientDisconnect``."""
+class UploadDropped(Exception):
+    """Too much was arriving at once, and this was the largest body that was not complete."""
+
+
+class Uploads:
+    """The bodies that a server is reading, which hold at most ``limit`` bytes before they are complete.
+
+    What would be more ends the one that has most: idle uploads don't lock out anybody whose body is small.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._sizes: dict[asyncio.Timeout, int] = {}
+        self.held = 0
+        """Bytes of bodies that are not complete."""
+
+    async def read(self, request: Request, limit: int) -> bytes:
+        """The body's bytes. Raises ``BodyTooLarge`` or ``UploadDropped`` before all are read, ``ClientDisconnect``."""
+        try:
+            async with asyncio.timeout(None) as upload:
+                return await read_body(request, limit, lambda size: self._grow(upload, size))
+        except TimeoutError:
+            raise UploadDropped("too many large bodies are arriving at once; send this one again later") from None
+        finally:
+            self.held -= self._sizes.pop(upload, 0)
+
+    def _grow(self, upload: asyncio.Timeout, size: int) -> None:
+        self.held += size
+        self._sizes[upload] = self._sizes.get(upload, 0) + size
+        if self.held <= self._limit:
+            return
+        # Those that were told to end hold their bytes until their turn comes, and are not asked twice.
+        ended = sum(held for other, held in self._sizes.items() if other.when() is not None)
+        if self.held - ended > self._limit:
+            largest = max((u for u in self._sizes if u.when() is None), key=self._sizes.__getitem__)
+            largest.reschedule(asyncio.get_running_loop().time())
+
+
+async def read_body(request: Request, limit: int, on_part: Callable[[int], None] | None = None) -> bytes:
+    """The body's bytes; raises ``BodyTooLarge`` before reading them all, ``ClientDisconnect``.
+
+    ``on_part`` is told of each part's length as it comes.
+    """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise BodyTooLarge(limit)
@@ -23,4 +67,6 @@ async def read_body(request: Request, limit: int) -> bytes:
         body += part
         if len(body) > limit:
             raise BodyTooLarge(limit)
+        if on_part is not None:
+            on_part(len(part))
     return bytes(body)

@@ -10,6 +10,7 @@ ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "method_not_allowed",
     413: "request_too_large",

@@ -115,8 +115,8 @@ class VisitLog:
         self._counts = counts
         self._access_log = access_log
         self._on_end = on_end
-        # Whoever has no key must not be able to fill the log.
-        self._keyless = RefusalLog(log, "without the key", logging.INFO)
+        # Whoever may not be here must not be able to fill the log.
+        self._refused = RefusalLog(log, "turned away", logging.INFO)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -154,8 +154,8 @@ class VisitLog:
         line = f"{asked} {visit.status} {seconds:.3f}s{_words(visit.details)}"
         if visit.rid not in ("", visit.request_id):
             line += f" x-request-id={visit.request_id}"
-        if visit.status == 401:
-            self._keyless.add(line)
+        if visit.status in (401, 403):
+            self._refused.add(line)
             return
         fields = {
             "client": visit.client,

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from ...messages.control import FlushCacheReq, FlushCacheResult, ServerInfo, ServerInfoReq
 from ...messages.sampling import SamplingParams
+from ...runtime.web.keys import Caller
 from .admin_schemas import AbortBody
 from .engine_response import watch_disconnect
 from .errors import ApiError, ClientGone, json_response
@@ -103,7 +104,10 @@ async def flush_cache(request: Request) -> Response:
 
 
 async def abort_request(request: Request) -> Response:
-    """End one running request, or all; one that is not running is no error. Each still gets its answer, cut short."""
-    engine = HttpState.of(request).engine
+    """End one running request, or all; one that is not running is no error. Each still gets its answer, cut short.
+
+    Whoever is not the admin means requests with its own key.
+    """
+    engine, caller = HttpState.of(request).engine, Caller.of(request.scope)
     body = await parse_body(request, AbortBody)
-    return json_response({"aborted": engine.abort_all() if body.abort_all else engine.abort(body.rid)})
+    return json_response({"aborted": engine.abort_all(caller) if body.abort_all else engine.abort(body.rid, caller)})

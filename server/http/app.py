@@ -14,7 +14,11 @@ from starlette.types import ASGIApp
 
 from ...runtime.options import ServerOptions
 from ...runtime.web.auth import ApiKeyAuth, open_paths
+from ...runtime.web.body import Uploads
 from ...runtime.web.exposition import MetricsPage
+from ...runtime.web.keys import read_keys
+from ...runtime.web.plain_paths import PlainPaths
+from ...runtime.web.sites import guard_sites
 from ...runtime.web.visits import VisitCounts, VisitLog
 from .admin import abort_request, flush_cache, health, health_generate, livez, metrics, model_info, server_info
 from .admin_schemas import AbortBody
@@ -48,6 +52,7 @@ from .instance_metrics import InstanceMetrics
 from .models import detokenize, get_model, list_models, tokenize
 from .openai_schemas import ChatBody, CompletionBody
 from .openapi import Described, make_openapi
+from .parsing import MAX_BODY_BYTES, MAX_UPLOADS
 from .served_model import ServedModel
 from .state import HttpState
 from .text_schemas import DetokenizeBody, TokenizeBody
@@ -75,6 +80,11 @@ ORDERS: tuple[tuple[str, Endpoint, type[Body], type[BaseModel]], ...] = (
     ("/detokenize", detokenize, DetokenizeBody, Text),
     ("/abort_request", abort_request, AbortBody, Aborted),
 )
+USERS_ORDERS = frozenset(
+    {"/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_request"}
+)
+"""For whoever has a key, as questions are; an abort ends no more than the caller's own. Every other path is taken to
+change what others see, and is the admin's, also one that comes later and is forgotten here."""
 STREAMS: dict[str, type[BaseModel]] = {
     "/generate": Generated,
     "/v1/completions": CompletionAnswer,
@@ -96,6 +106,7 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: Se
         model=model or ServedModel(options.model_names, options.model_path),
         ignored=Ignored(),
         metrics=MetricsPage(InstanceMetrics(options, engine, counts, info).families),
+        uploads=Uploads(MAX_UPLOADS * MAX_BODY_BYTES),
         epoch=epoch,
         version=version("pdserve"),
         started=int(time.time()),
@@ -107,11 +118,11 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: Se
     for path, endpoint, body, answer in ORDERS:
         app.add_api_route(path, endpoint, methods=["POST"])
         described[path] = Described(body, answer, STREAMS.get(path))
-    for method in ("GET", "POST"):
-        app.add_api_route("/flush_cache", flush_cache, methods=[method])
+    app.add_api_route("/flush_cache", flush_cache, methods=["POST"])
     app.openapi = make_openapi(app, described)  # type: ignore[method-assign]
     install_error_handlers(app)
-    if options.api_key is not None:
-        open_to_all = open_paths(metrics=options.metrics_without_key)
-        app.add_middleware(ApiKeyAuth, api_key=options.api_key, open_to_all=open_to_all)
-    return VisitLog(app, paths, counts, access_log=not options.disable_access_log)
+    keys = read_keys(options)
+    users_paths = {path for path, _, _ in QUESTIONS} | USERS_ORDERS
+    checked = ApiKeyAuth(PlainPaths(app), keys, open_paths(metrics=options.metrics_without_key), users_paths)
+    guarded = guard_sites(checked, options, has_keys=bool(keys.users))
+    return VisitLog(guarded, paths, counts, access_log=not options.disable_access_log)

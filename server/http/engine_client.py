@@ -7,10 +7,11 @@ its wire id, without an owner, until the engine has ended it too: a new request 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import msgspec
@@ -24,13 +25,16 @@ from ...messages.requests import AbortReq, TokenizeReq
 from ...messages.routes import Question, ToHttp
 from ...messages.text import Decoded, Encoded, Limits, TextQuestion
 from ...runtime.options import DisaggregationMode
+from ...runtime.web.keys import ANYBODY, Caller
 from .errors import ApiError, bad_request
 from .plan import PromptPlan
 from .request_metrics import CLIENT_GONE, ERROR, RequestMetrics
+from .running_names import RunningNames
 from .submission import Choice, Kind, Submission
 
 A = TypeVar("A", Pong, FlushCacheResult, ServerInfo, Encoded, Decoded, Limits)
 INT63 = 2**63
+ABORTED = "aborted by the client"
 MAX_CHARACTERS = IPC_FRAME_BYTES // 8
 """Of all texts of one submission: a character has at most four bytes."""
 log = logging.getLogger(__name__)
@@ -56,6 +60,8 @@ class EngineClient:
         tokenizer: MessageSink,
         supervisor: MessageSink | None = None,
         mode: DisaggregationMode = "unified",
+        *,
+        cache_by_key: bool = False,
     ) -> None:
         self.metrics = RequestMetrics()
         self.scheduler_metrics: SchedulerMetrics | None = None
@@ -64,7 +70,8 @@ class EngineClient:
         self._supervisor = supervisor
         self._mode = mode
         self._live: dict[str, _Live | None] = {}
-        self._named: dict[str, list[Choice]] = {}
+        self._cache_by_key = cache_by_key
+        self._names = RunningNames()
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count(1)
         self._closed: str | None = None
@@ -74,53 +81,61 @@ class EngineClient:
         """Requests that the engine has not ended, those whose client has gone included."""
         return len(self._live)
 
-    def is_named(self, name: str) -> bool:
-        """Whether a running request goes by this name."""
-        return name in self._named
+    def is_named(self, name: str, caller: Caller = ANYBODY) -> bool:
+        """Whether a running request of ``caller`` goes by this name."""
+        return (caller.name, name) in self._names
 
     # --- requests ---
 
-    def submit(self, plans: Sequence[PromptPlan], *, streaming: bool, group: str | None = None) -> Submission:
-        """Send one request a choice. ``group``: a name for all of them, beside those in ``plans``.
+    def submit(
+        self, plans: Sequence[PromptPlan], *, streaming: bool, group: str | None = None, caller: Caller = ANYBODY
+    ) -> Submission:
+        """Send one request a choice for ``caller``. ``group``: a name for all of them, beside those in ``plans``.
 
         Raises ``ApiError`` where a name is in use, or after ``close``.
         """
         self._check_open()
         check_size(plans)
+        if self._cache_by_key:
+            # No key's name holds the character behind it, so that no client can ask for another's prefixes.
+            plans = [dataclasses.replace(plan, extra_key=f"{caller.name}\0{plan.extra_key}") for plan in plans]
         arrival = time.monotonic()
         choices: list[Choice] = []
         requests: list[TokenizeReq] = []
         named: dict[str, list[Choice]] = {}
+        wire_rids: set[str] = set()
         for prompt_index, plan in enumerate(plans):
             for i in range(plan.n):
                 rid = plan.rid if plan.n == 1 else f"{plan.rid}-{i}"
-                choice = self._choice(len(choices), prompt_index, rid, plan, streaming, arrival)
+                wire_rid = self._wire_rid(rid, wire_rids)
+                wire_rids.add(wire_rid)
+                choice = self._choice(len(choices), prompt_index, (rid, wire_rid), plan, streaming, arrival)
                 choices.append(choice)
                 requests.append(_request(plan, i, choice, streaming))
                 for name in {rid, plan.rid, group or rid}:
                     named.setdefault(name, []).append(choice)
-        taken = next((name for name in named if name in self._named), None)
+        taken = next((name for name in named if self.is_named(name, caller)), None)
         if taken is not None:
             raise bad_request("rid", f'"{taken}" is in use by a running request; choose another')
         if len({choice.rid for choice in choices}) != len(choices):
             raise bad_request("rid", "two answers of the batch would share an id; choose others")
-        submission = Submission(choices, names=list(named), streaming=streaming)
+        submission = Submission(choices, owner=caller.name, names=list(named), streaming=streaming)
         # Sent first: what can't be sent must leave no name behind. No answer can come before this turn ends.
         self._tokenizer.send(*requests)
-        self._named.update(named)
+        self._names.add(caller.name, named)
         self._live.update((choice.wire_rid, _Live(choice, submission)) for choice in choices)
         return submission
 
     def _choice(
-        self, index: int, prompt_index: int, rid: str, plan: PromptPlan, streaming: bool, arrival: float
+        self, index: int, prompt_index: int, rids: tuple[str, str], plan: PromptPlan, streaming: bool, arrival: float
     ) -> Choice:
         in_pair = plan.bootstrap is not None
         kind = Kind.STREAM if streaming else Kind.WHOLE
         return Choice(
             index=index,
             prompt_index=prompt_index,
-            rid=rid,
-            wire_rid=self._wire_rid(rid),
+            rid=rids[0],
+            wire_rid=rids[1],
             arrival=arrival,
             keep_output=plan.keep_output,
             kind=Kind.LEG if in_pair and self._mode == "prefill" else kind,
@@ -129,8 +144,7 @@ class EngineClient:
 
     def end(self, submission: Submission) -> None:
         """Forget a submission; whatever of it still runs is aborted."""
-        for name in submission.names:
-            del self._named[name]
+        self._names.remove(submission.owner, submission.names)
         why = CLIENT_GONE if submission.is_abandoned else ERROR
         for choice in submission.choices:
             if self._live.get(choice.wire_rid) is not None:
@@ -140,12 +154,14 @@ class EngineClient:
             if choice.wire_rid in self._live:
                 self._live[choice.wire_rid] = None
 
-    def abort(self, rid: str) -> int:
-        """End the running requests named ``rid`` (every choice of it); returns how many there were."""
-        return self._abort(self._named.get(rid, ()), "aborted by the client")
+    def abort(self, rid: str, caller: Caller = ANYBODY) -> int:
+        """End the running requests that ``caller`` calls ``rid`` (every choice of it); returns how many there were."""
+        return self._abort(self._names.find(caller, rid), ABORTED)
 
-    def abort_all(self) -> int:
-        """End every running request; returns how many there were."""
+    def abort_all(self, caller: Caller = ANYBODY) -> int:
+        """End every running request, of ``caller``'s own unless it is the admin; returns how many there were."""
+        if not caller.is_admin:
+            return self._abort(self._names.owned(caller), ABORTED)
         self._tokenizer.send(AbortReq(rid=""))
         return len(self._live)
 
@@ -154,9 +170,13 @@ class EngineClient:
         self._tokenizer.send(*(AbortReq(choice.wire_rid, reason) for choice in running))
         return len(running)
 
-    def _wire_rid(self, rid: str) -> str:
-        # Only a request whose client has gone can still hold the name: a live one is refused in submit.
-        return rid if rid not in self._live else f"{rid}~{next(self._ids)}"
+    def _wire_rid(self, rid: str, taken: Container[str]) -> str:
+        """``rid``, or that with a number behind it: another caller's request may have the name, or one whose client has
+        gone, or one of this submission, ``taken``; and what the number makes of it may be a name too."""
+        wire_rid = rid
+        while wire_rid in self._live or wire_rid in taken:
+            wire_rid = f"{rid}~{next(self._ids)}"
+        return wire_rid
 
     def _check_open(self) -> None:
         if self._closed is not None:

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...messages.outputs import FinishType
+from ...runtime.web.keys import Caller
 from ...runtime.web.visits import Visit
 from .engine_client import EngineClient
 from .errors import ApiError, ClientGone
@@ -141,7 +142,9 @@ class EngineResponse(Response):
         """Raises ``ApiError`` while nothing has been sent; afterwards an error is an event."""
         visit = Visit.of(scope)
         visit.name(self._group or self._plans[0].rid)
-        submission = self._engine.submit(self._plans, streaming=self._is_stream, group=self._group)
+        submission = self._engine.submit(
+            self._plans, streaming=self._is_stream, group=self._group, caller=Caller.of(scope)
+        )
         log.debug("%d answers are asked for", len(submission.choices))
         try:
             async with watch_disconnect(receive, submission):

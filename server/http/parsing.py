@@ -9,13 +9,15 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
-from ...runtime.web.body import BodyTooLarge, read_body
+from ...runtime.web.body import BodyTooLarge, UploadDropped
 from .errors import ApiError, bad_request
 from .fields import TAG, Body, Ignored
 from .state import HttpState
 
 B = TypeVar("B", bound=Body)
 MAX_BODY_BYTES = 32 * 2**20
+MAX_UPLOADS = 8
+"""Bodies of the full length that may be arriving at once."""
 MAX_SHOWN = 60
 
 WANTED = {
@@ -59,11 +61,14 @@ def validate(schema: type[B], content: dict[str, Any], ignored: Ignored | None =
 
 async def parse_body(request: Request, schema: type[B]) -> B:
     """Read, parse and check the body; the content type is not asked for, so that a plain ``curl -d`` works."""
+    state = HttpState.of(request)
     try:
-        body = await read_body(request, MAX_BODY_BYTES)
+        body = await state.uploads.read(request, MAX_BODY_BYTES)
     except BodyTooLarge as e:
         raise ApiError(413, f"{e}; split the batch") from None
-    return validate(schema, parse_json(body), HttpState.of(request).ignored)
+    except UploadDropped as e:
+        raise ApiError(503, str(e)) from None
+    return validate(schema, parse_json(body), state.ignored)
 
 
 def _explain(error: ErrorDetails) -> ApiError:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from ...runtime.web.keys import Caller
 from ...runtime.web.visits import Visit
 from .request_fields import RequestFields
 from .state import HttpState
@@ -23,6 +24,6 @@ def named(request: Request, body: B, prefix: str = "") -> B:
     if body.rid is not None:
         return body
     rid = prefix + Visit.of(request.scope).request_id
-    if HttpState.of(request).engine.is_named(rid):
+    if HttpState.of(request).engine.is_named(rid, Caller.of(request.scope)):
         rid = f"{rid}-{secrets.token_hex(4)}"
     return body.model_copy(update={"rid": rid})

@@ -8,6 +8,7 @@ from typing import cast
 from starlette.requests import Request
 
 from ...runtime.options import ServerOptions
+from ...runtime.web.body import Uploads
 from ...runtime.web.exposition import MetricsPage
 from .engine_client import EngineClient
 from .fields import Ignored
@@ -25,6 +26,7 @@ class HttpState:
     model: ServedModel
     ignored: Ignored
     metrics: MetricsPage
+    uploads: Uploads
     epoch: str
     version: str
     started: int

@@ -104,10 +104,11 @@ class Delta(NamedTuple):
 
 
 class Submission:
-    """The choices of one HTTP request, the names it goes by, and the way to wait for it. One waiter."""
+    """The choices of one HTTP request, the names that its owner has for it, and the way to wait for it. One waiter."""
 
-    def __init__(self, choices: list[Choice], *, names: list[str], streaming: bool) -> None:
+    def __init__(self, choices: list[Choice], *, owner: str = "", names: list[str], streaming: bool) -> None:
         self.choices = choices
+        self.owner = owner
         self.names = names
         self._streaming = streaming
         self._running = len(choices)

@@ -33,7 +33,7 @@ class ChatOptions:
     temperature
         0 takes the likeliest token, more is livelier; default: the server's own.
     api_key_file
-        File whose first line is the server's API key.
+        File with the server's API key. Of several keys, the first.
     """
 
     url: str = "http://127.0.0.1:8000"

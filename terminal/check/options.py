@@ -28,7 +28,7 @@ class CheckOptions:
     url
         Server or router to look at as well: is it there, healthy, and in touch with its peers?
     api_key_file
-        File whose first line is that server's API key.
+        File with that server's API key. Of several keys, the first.
     ports
         Ports that should be free; default: 8000 (router), 30000 (instance) and 8998 (bootstrap server).
     json

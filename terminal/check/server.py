@@ -130,7 +130,7 @@ def judge_instance(url: str, info: InstanceInfo) -> Iterator[Finding]:
         f"{info.queues.running} running, {info.queues.waiting} waiting, {info.pool.free + info.pool.cached} of "
         f"{info.pool.total} KV tokens to be had",
     )
-    if info.invariants != "ok":
+    if info.invariants not in ("ok", None):
         yield problem(topic, f"{url}: its memory's books are wrong: {shown(info.invariants)}", "Report it; restart it.")
     if info.device == "cpu" and info.machine.kernel_level is None:
         yield warning(topic, f"{url} computes with PyTorch, several times slower", "pdserve check there says why.")

@@ -145,7 +145,7 @@ def test_sigterm_drains_and_frees_the_port(tmp_path, tiny_args):
         client.start()
         wait_until(lambda: server.info()["queues"]["running"] == 1, 10, "the request runs")
         server.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: "draining" in server.log(), 5, "the drain begins")
+        wait_until(lambda: "requests are left" in server.log(), 5, "the drain begins")
         refused = server.post("/generate", body)
         assert refused.status_code == 503
         assert "draining" in refused.text

@@ -45,7 +45,7 @@ class FakeEngine:
 
     def __init__(self, *, hold: bool = False, mute: bool = False, **options: Any) -> None:
         self.options = ServerOptions(**options)
-        self.client = EngineClient(self, mode=self.options.disaggregation_mode)
+        self.client = EngineClient(self, mode=self.options.disaggregation_mode, cache_by_key=self.options.cache_by_key)
         self.app: ASGIApp = make_app(self.options, self.client, epoch="e1")
         self.hold = hold
         self.mute = mute
@@ -150,7 +150,7 @@ class FakeEngine:
     def http(self, **headers: str | bytes) -> httpx.AsyncClient:
         """A client of the app, without sockets; an error that the app doesn't handle is raised here."""
         transport = httpx.ASGITransport(app=self.app)
-        return httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers)
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
 
     async def post(self, path: str, body: Any) -> httpx.Response:
         """POST ``body`` as JSON."""

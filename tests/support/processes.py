@@ -163,8 +163,10 @@ class Pair:
         """Nothing in use on either instance, and their own checks agree."""
 
         def idle() -> bool:
+            told = [server.info() for server in (self.prefill, self.decode)]
             return all(
-                s.info()["requests"]["total"] == 0 == s.info()["pool"]["in_use"] for s in (self.prefill, self.decode)
+                info["requests"]["total"] == info["pool"]["in_use"] == info["invariants_steps_ago"] == 0
+                for info in told
             )
 
         wait_until(idle, 15, "both instances idle with no slot in use")

@@ -123,6 +123,18 @@ class FakeInstance:
     async def do_bad_request(self, seen, reader, writer):
         self.reply(writer, 400, {"error": {"message": "temperature: too hot", "type": "invalid_request_error"}})
 
+    async def do_draining(self, seen, reader, writer):
+        self.reply(writer, 503, {"error": {"message": "draining"}})
+
+    async def do_full(self, seen, reader, writer):
+        self.reply(writer, 429, {"error": {"message": "full", "code": "rate_limit_exceeded"}}, "retry-after: 7\r\n")
+
+    async def do_soon(self, seen, reader, writer):
+        """Not yet; but in a second."""
+        if len(self.requests) == 1:
+            return self.reply(writer, 503, {"error": {"message": "loading"}}, "retry-after: 1\r\n")
+        return await self.do_ok(seen, reader, writer)
+
     async def do_busy(self, seen, reader, writer):
         self.reply(writer, 503, {"error": {"message": "draining"}}, "retry-after: 7\r\n")
 

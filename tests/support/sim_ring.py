@@ -112,7 +112,7 @@ class SimRing(SimInstance):
             transport = httpx.ASGITransport(app=self.app)
             try:
                 async with (
-                    httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+                    httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
                     asyncio.timeout(60),
                 ):
                     return list(await asyncio.gather(*(client.post(path, json=body) for body in bodies)))

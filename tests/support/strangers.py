@@ -273,7 +273,8 @@ class Stranger:
     def _http(self, method: str, path: str, body: bytes, headers: str = "") -> bytes:
         rng = self.rng
         length = rng.choice([len(body), len(body), len(body), 1 << 62, "x"])
-        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\n{headers}Content-Length: {length}\r\n\r\n".encode()
+        host = "x" if rng.random() < 0.1 else "localhost"
+        head = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\n{headers}Content-Length: {length}\r\n\r\n".encode()
         return spoil(rng, head + body) if rng.random() < 0.3 else head + body
 
     def half_open(self) -> None:

@@ -81,6 +81,25 @@ def test_config_file_lies_under_the_command_line(seen: list[Any], tmp_path: Path
     ]
 
 
+def test_a_key_can_come_from_a_variable(
+    seen: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("api-key: from-file\n")
+    call("server", "--config", str(config))
+    monkeypatch.setenv("PDSERVE_API_KEY", "from-variable")
+    call("server", "--config", str(config))
+    call("router", "--worker", "http://a:1")
+    call("up")
+    call("server", "--api-key", "from-flag")
+    expected = ["from-file", "from-variable", "from-variable", "from-variable", "from-flag"]
+    assert [options.api_key for options in seen] == expected
+    # A secret that went missing opens no server.
+    monkeypatch.setenv("PDSERVE_API_KEY", "")
+    assert "--api-key" in refusal(capsys, "server")
+    assert "--api-key" in refusal(capsys, "router", "--worker", "http://a:1")
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

@@ -111,10 +111,10 @@ def test_info_flush_and_the_old_names() -> None:
             assert (info["role"], info["pool"], info["epoch"]) == ("unified", {"in_use": 0}, "e1")
             assert info["http"]["live_requests"] == 0
         assert (await engine.get("/get_model_info")).json()["model_path"] == "smollm2"
-        for answer in (await engine.get("/flush_cache"), await engine.post("/flush_cache", {})):
-            assert answer.json() == {"success": True, "flushed": 5}
+        assert (await engine.post("/flush_cache", {})).json() == {"success": True, "flushed": 5}
         engine.flush_result = FlushCacheResult(0, False, message="3 requests are running")
-        assert (await engine.get("/flush_cache")).status_code == 400
+        assert (await engine.post("/flush_cache", {})).status_code == 400
+        assert (await engine.get("/flush_cache")).status_code == 405
 
     with_engine(run)
 

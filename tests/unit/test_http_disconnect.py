@@ -37,7 +37,7 @@ async def send(port: int, body: dict[str, Any]) -> tuple[asyncio.StreamReader, a
     """POST ``body`` to /generate and read nothing."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = orjson.dumps(body)
-    writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
+    writer.write(b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
     await writer.drain()
     return reader, writer
 
@@ -89,7 +89,7 @@ def test_a_client_that_goes_while_sending_harms_nobody() -> None:
         engine = FakeEngine()
         async with serving(engine) as port:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b'POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"text"')
+            writer.write(b'POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"text"')
             await writer.drain()
             writer.close()
             reader, writer = await send(port, {"text": "a", "sampling_params": {"max_new_tokens": 1}})

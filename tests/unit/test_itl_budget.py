@@ -10,7 +10,7 @@ from support.sim import make_options, reference_output
 from support.sim_machine import Machine, Noise, TimedSim
 
 from pdserve.scheduler.cost_model import CostModel
-from pdserve.scheduler.info import server_info
+from pdserve.scheduler.info import Verdict, server_info
 from pdserve.scheduler.itl_budget import STRETCH, ItlBudget, Promise
 from pdserve.scheduler.step_budget import MIN_PIECE, PATIENCE, StepBudget
 from pdserve.scheduler.step_shape import StepShape
@@ -184,7 +184,7 @@ def test_the_margin_learns_how_far_outcomes_scatter() -> None:
 def test_server_info_tells_estimate_and_outcome() -> None:
     sim = TimedSim(SLOW, Noise(spread=0.05))
     serve_mixed(sim)
-    info = orjson.loads(orjson.dumps(server_info(sim.scheduler, "epoch")))
+    info = orjson.loads(orjson.dumps(server_info(sim.scheduler, "epoch", Verdict())))
     model = info["cost_model"]
     assert model["steps"] == info["counters"]["steps"]
     assert 0 < model["median_error"] < 0.1

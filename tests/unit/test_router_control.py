@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import pytest
 from support.router_rig import generate, scenario
 
 
@@ -16,6 +17,58 @@ async def test_the_api_key_is_checked_and_passed_on(rig):
     client.headers["authorization"] = "Bearer secret"
     assert (await generate(client)).status_code == 200
     assert w.requests[0].headers["authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize("has_users", [True, False])
+def test_with_the_admin_key_instances_hear_whose_request_it_is(tmp_path, has_users):
+    (tmp_path / "users").write_text("alice a-key\nbob b-key\n")
+    (tmp_path / "admin").write_text("the-admin\n")
+    options = {"admin_key_file": str(tmp_path / "admin")}
+    if has_users:
+        options["api_key_file"] = str(tmp_path / "users")
+
+    @scenario(api_key="a-third" if has_users else None, **options)
+    async def body(rig):
+        p, d = await rig.instance(), await rig.instance()
+        client = await rig.route([p], [d])
+        forged = {"authorization": "Bearer a-key", "x-api-key": "x", "x-pdserve-key-name": "bob"}
+        assert (await client.post("/generate", json={"text": "x"}, headers=forged)).status_code == 200
+        for instance in (p, d):
+            seen = instance.requests[0].headers
+            assert seen["authorization"] == "Bearer the-admin"
+            assert seen["x-pdserve-key-name"] == ("alice" if has_users else "")
+            assert "x-api-key" not in seen
+        refused = await client.post("/flush_cache", headers=forged)
+        assert refused.status_code == 403
+        assert not [path for _, path, _ in p.questions if path == "/flush_cache"]
+        flushed = await client.post("/flush_cache", headers={"authorization": "Bearer the-admin"})
+        assert flushed.json()["flushed"] == 6
+
+    body()
+
+
+def test_instances_without_keys_hear_whose_request_it_is_too(tmp_path):
+    (tmp_path / "users").write_text("alice a-key\nbob b-key\n")
+
+    @scenario(api_key="a-third", api_key_file=str(tmp_path / "users"))
+    async def body(rig):
+        w = await rig.instance()
+        client = await rig.route(worker=[w])
+        await client.post("/generate", json={"text": "x"}, headers={"authorization": "Bearer b-key"})
+        assert w.requests[0].headers["x-pdserve-key-name"] == "bob"
+        assert w.requests[0].headers["authorization"] == "Bearer b-key"
+
+    body()
+
+
+@scenario()
+async def test_the_cache_is_not_flushed_by_a_get_nor_by_a_page(rig):
+    w = await rig.instance()
+    client = await rig.route(worker=[w])
+    assert (await client.get("/flush_cache")).status_code == 405
+    assert (await client.post("/flush_cache", headers={"origin": "https://evil.example"})).status_code == 403
+    assert (await client.post("/flush_cache", headers={"host": "evil.example"})).status_code == 403
+    assert not [path for _, path, _ in w.questions if path == "/flush_cache"]
 
 
 @scenario()
@@ -89,7 +142,7 @@ async def test_no_path_leads_to_another_endpoint_of_an_instance(rig):
     host, port = rig.client.base_url.host, rig.client.base_url.port
     for path in ("/v1/models/../../flush_cache", "/v1/models/%2e%2e/%2e%2e/flush_cache", "/v1/models/./x"):
         reader, writer = await asyncio.open_connection(host, port)
-        writer.write(f"GET {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n".encode())
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
         assert (await reader.read()).startswith(b"HTTP/1.1 404 ")
         writer.close()
     await rig.client.get("/v1/models/a%3Fb")

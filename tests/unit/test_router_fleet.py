@@ -53,6 +53,39 @@ def test_workers_serve_while_no_pair_can():
     assert (chosen(nobody), nobody.can_serve()) == (None, False)
 
 
+@pytest.mark.parametrize(
+    ("at_prefill", "at_decode", "at_worker", "expected"),
+    [
+        ((0, 0), (0, 1), (0, 0), "worker0"),
+        ((500, 1), (0, 1), (0, 3), "worker0"),
+        ((500, 1), (0, 1), (500, 1), ("prefill0", "decode0")),
+        ((500, 1), (0, 2), (500, 1), "worker0"),
+        ((500, 1), (0, 1), (600, 1), ("prefill0", "decode0")),
+    ],
+)
+def test_pairs_and_workers_share_the_load(at_prefill, at_decode, at_worker, expected):
+    fleet = make_fleet(worker=1)
+    for instance, (tokens, requests) in zip(fleet.instances, (at_prefill, at_decode, at_worker), strict=True):
+        instance.prompt_tokens, instance.in_flight = tokens, requests
+    assert chosen(fleet) == expected
+
+
+def test_who_rests_comes_last():
+    fleet = make_fleet(prefill=2, decode=2, worker=1)
+    p0, p1, d0, d1, w = fleet.instances
+    p0.rest.ask(9)
+    d1.rest.ask(9)
+    assert {chosen(fleet) for _ in range(4)} == {("prefill1", "decode0")}
+    assert fleet.has_others([])
+    d0.rest.ask(9)
+    assert chosen(fleet) == "worker0"
+    assert not fleet.has_others([w])
+    w.rest.ask(9)
+    assert {chosen(fleet)[0] for _ in range(4)} == {"prefill1"}
+    p1.rest.ask(9)
+    assert {chosen(fleet) for _ in range(4)} == {("prefill0", "decode0"), ("prefill1", "decode1")}
+
+
 def test_a_retry_goes_elsewhere_while_there_is_an_elsewhere():
     assert chosen(make_fleet(prefill=2, decode=2), failed=("prefill0", "decode0")) == ("prefill1", "decode1")
     assert chosen(make_fleet(worker=1), failed=("prefill0", "decode0")) == "worker0"

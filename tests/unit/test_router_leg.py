@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from types import SimpleNamespace
 
 import pytest
 
+from pdserve.router import leg as leg_module
 from pdserve.router.errors import InstanceAnsweredError, InstanceGoneError, InstanceSilentError, RouterError
 from pdserve.router.fleet import Fleet
 from pdserve.router.instance import HealthState
@@ -57,20 +60,20 @@ class Client(HttpClient):
 class Opened:
     """What came of one leg: its ``events``, the ``error`` that ended it, and what the fleet heard."""
 
-    def __init__(self, outcome: Answer | Exception | None) -> None:
+    def __init__(self, outcome: Answer | Exception | None, first_byte: float = 5.0) -> None:
         self.fleet = Fleet(RouterOptions(worker=["http://127.0.0.1:1"]))
         [self.instance] = self.fleet.instances
         self.fleet.set_state(self.instance, HealthState.HEALTHY, "")
         self.events: list[bytes] = []
         self.error: RouterError | None = None
-        asyncio.run(self._run(Client(outcome)))
+        asyncio.run(self._run(Client(outcome), LegLimits(first_byte, 7.0)))
         assert (self.instance.in_flight, self.instance.requests) == (0, 1)
         if isinstance(outcome, Scripted):
             assert outcome.closed
 
-    async def _run(self, client: Client) -> None:
+    async def _run(self, client: Client, limits: LegLimits) -> None:
         try:
-            async with Leg(client, self.fleet, self.instance, LegLimits(0.01, 7.0)) as leg:
+            async with Leg(client, self.fleet, self.instance, limits) as leg:
                 assert self.instance.in_flight == 1
                 await leg.open("POST", "/generate", b"{}", [])
                 while events := await leg.next_events():
@@ -131,10 +134,33 @@ def test_a_failure_to_answer_is_told_and_takes_the_instance_out(cause: ClientErr
     ],
 )
 def test_silence_is_told_and_takes_the_instance_out(outcome: Answer | None, says: str) -> None:
-    leg = Opened(outcome)
+    leg = Opened(outcome, first_byte=0.01 if outcome is None else 5.0)
     assert isinstance(leg.error, InstanceSilentError)
     assert leg.error.message == f"worker http://127.0.0.1:1 {says}"
     assert leg.instance.state is HealthState.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("pieces", "events", "seconds"),
+    [
+        # Every look at the clock is three seconds later than the one before.
+        ([CRLF, A], [], 5),
+        ([A, CRLF, CRLF, CRLF, A], [A, CRLF, CRLF], 7),
+        ([A, CRLF, CRLF, B, CRLF, CRLF, A], [A, CRLF, CRLF, B, CRLF, CRLF, A], None),
+    ],
+)
+def test_comments_keep_a_connection_alive_and_no_request(
+    monkeypatch: pytest.MonkeyPatch, pieces: list[bytes | Exception], events: list[bytes], seconds: int | None
+) -> None:
+    clock = itertools.count(0.0, 3.0)
+    monkeypatch.setattr(leg_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    leg = Opened(Scripted(pieces))
+    assert leg.events == events
+    if seconds is None:
+        assert leg.error is None
+        return
+    assert isinstance(leg.error, InstanceSilentError)
+    assert leg.error.message.endswith(f"said nothing but that it is alive within {seconds} s")
 
 
 def test_an_answer_that_is_no_success_is_an_error_with_its_headers() -> None:

@@ -96,7 +96,7 @@ def test_a_fault_of_ours_has_the_id_too() -> None:
     async def run(engine: FakeEngine) -> None:
         engine.client.submit = None  # type: ignore[assignment,method-assign]
         transport = httpx.ASGITransport(app=engine.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             answer = await client.post("/generate", json=ONE, headers={"x-request-id": "abc"})
         assert (answer.status_code, answer.headers["x-request-id"]) == (500, "abc")
 

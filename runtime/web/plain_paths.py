@@ -1,4 +1,4 @@
-"""Paths that would not mean the same to an instance as to the router."""
+"""Paths that would not mean the same to everybody who reads them: router and instance, a check and a route."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import orjson
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..messages.decode import shown
-from ..runtime.web.errors import error_body
+from ...messages.decode import shown
+from .errors import error_body
 
 DOT_SEGMENTS = frozenset({".", ".."})
 
 
 class PlainPaths:
-    """ASGI middleware that knows no path with ``.`` or ``..`` in it, which would lead elsewhere at the instance, and
-    none with what can't be printed: a route's pattern overlooks a line's end behind it."""
+    """ASGI middleware that knows no path with ``.`` or ``..`` in it, which would lead elsewhere at an instance, and
+    none with what can't be printed: a route's pattern overlooks a line's end behind it, and what compares paths does
+    not."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

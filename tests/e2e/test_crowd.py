@@ -1,0 +1,208 @@
+"""What a crowd does to a pair: while it does, health stays 200, chats go on, and memory comes back.
+
+Each attack runs beside streams through the router and beside questions for everybody's health.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import psutil
+import pytest
+from support.machine import limit
+from support.processes import Launched, Pair, pd_pair, wait_until
+
+MIB = 2**20
+BODY_LIMIT = 32 * MIB
+FRONTS = ("router", "http", "tokenizer", "scheduler", "detokenizer")
+MAX_GROWTH = 64 * MIB
+"""Of all those together, after an attack: allocators keep some."""
+MAX_GAP = 3.0
+"""Seconds between two tokens of a stream, or that a question about health may take; on a machine without load, 0.1."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, tiny_args) -> Iterator[Pair]:
+    with pd_pair(tmp_path_factory.mktemp("pair"), "tcp", *tiny_args, "--max-queued-requests", "8192") as pair:
+        yield pair
+        pair.assert_all_returned()
+
+
+def memory(pair: Pair) -> int:
+    """Bytes that the processes hold which clients' words go through."""
+    families = [server.family() for server in (pair.prefill, pair.decode)]
+    processes = [process for family in families for name, process in family.items() if name in FRONTS]
+    return sum(process.memory_info().rss for process in [*processes, psutil.Process(pair.router.process.pid)])
+
+
+class Watch:
+    """Streams and health checks, until the block ends; what went wrong with them."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self._over = threading.Event()
+        self.wrong: list[str] = []
+        self.tokens = 0
+        self.checks = 0
+
+    def __enter__(self) -> Watch:
+        jobs = [self._chat, *(lambda server=server: self._ask(server) for server in vars(self._pair).values())]
+        self._threads = [threading.Thread(target=job) for job in jobs]
+        for thread in self._threads:
+            thread.start()
+        wait_until(lambda: self.tokens and self.checks, 30, "a stream and a check")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(limit(60))
+            assert not thread.is_alive()
+
+    def _ask(self, server: Launched) -> None:
+        with httpx.Client(base_url=server.url, timeout=limit(60), trust_env=False) as client:
+            while not self._over.wait(0.05):
+                asked_at = time.monotonic()
+                status = client.get("/health").status_code
+                took = time.monotonic() - asked_at
+                self.checks += 1
+                if status != 200 or took > limit(MAX_GAP):
+                    self.wrong.append(f"{server.args[0]} {server.url}: /health said {status} after {took:.1f} s")
+
+    def _chat(self) -> None:
+        body = {"input_ids": [1, 2, 3], "stream": True, "sampling_params": {"max_new_tokens": 100, "ignore_eos": True}}
+        with httpx.Client(base_url=self._pair.router.url, timeout=limit(60), trust_env=False) as client:
+            while not self._over.is_set():
+                last = time.monotonic()
+                with client.stream("POST", "/generate", json=body) as answer:
+                    if answer.status_code != 200:
+                        self.wrong.append(f"a stream: {answer.status_code} {answer.read()[:200]!r}")
+                        continue
+                    for line in answer.iter_lines():
+                        if not line.startswith("data: "):
+                            continue
+                        gap, last = time.monotonic() - last, time.monotonic()
+                        self.tokens += 1
+                        if '"error"' in line:
+                            self.wrong.append(f"a stream: {line[:200]}")
+                        if gap > limit(MAX_GAP):
+                            self.wrong.append(f"a stream was silent for {gap:.1f} s")
+
+
+def attacked(pair: Pair, attack: Callable[[Pair], None]) -> None:
+    """Once to warm up what is allocated once; then under watch."""
+    attack(pair)
+    before = memory(pair)
+    with Watch(pair) as watch:
+        attack(pair)
+    assert not watch.wrong, "\n".join(watch.wrong[:10])
+    wait_until(lambda: memory(pair) - before < MAX_GROWTH, 20, "memory is back", every=0.5)
+
+
+def test_a_batch_of_4096_prompts(pair: Pair) -> None:
+    def attack(pair: Pair) -> None:
+        texts = [f"Prompt number {i} of a batch that is as long as it may be, and says so." for i in range(4096)]
+        answer = pair.router.client.post(
+            pair.router.url + "/generate",
+            json={"text": texts, "sampling_params": {"max_new_tokens": 1, "ignore_eos": True}},
+            timeout=limit(300),
+        )
+        assert answer.status_code == 200, answer.text[:500]
+        assert len(answer.json()) == len(texts)
+
+    attacked(pair, attack)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b'{"' + b"a" * (BODY_LIMIT - 10) + b'":1}', id="a-name-of-32-mib"),
+        pytest.param(b'{"text":' + b"[" * 1000 + b"]" * 1000 + b"}", id="1000-brackets"),
+        pytest.param(b'{"text":"a","sampling_params":' + b'{"a":' * 1000 + b"1" + b"}" * 1000 + b"}", id="1000-braces"),
+        pytest.param(b'{"input_ids":[' + b"1," * (BODY_LIMIT // 2 - 20) + b"1]}", id="16-million-ids"),
+        pytest.param(json.dumps({"text": "a " * (BODY_LIMIT // 2 - 20)}).encode(), id="a-text-of-32-mib"),
+        pytest.param(b'{"text":"a","' + b'","'.join(b"%d" % i for i in range(10)) + b'":1}', id="no-json"),
+    ],
+)
+def test_a_body_that_is_too_much(pair: Pair, body: bytes) -> None:
+    def attack(pair: Pair) -> None:
+        for server in (pair.router, pair.decode):
+            answer = server.client.post(server.url + "/generate", content=body, timeout=limit(60))
+            assert answer.status_code == 400, answer.text[:500]
+            assert len(answer.content) < 2000
+
+    attacked(pair, attack)
+
+
+@contextmanager
+def uploads(server: Launched, count: int, size: int) -> Iterator[list[socket.socket]]:
+    """Requests that say they have 32 MiB, send ``size`` bytes, and no more."""
+    head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {BODY_LIMIT}\r\n\r\n".encode()
+    with ExitStack() as stack:
+        connections = []
+        for _ in range(count):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), limit(10)))
+            connection.sendall(head)
+            connections.append(connection)
+        for connection in connections:
+            connection.setblocking(False)
+        left = dict.fromkeys(connections, size)
+        part = b" " * 65536
+        deadline = time.monotonic() + limit(60)
+        while left and time.monotonic() < deadline:
+            for connection in list(left):
+                try:
+                    left[connection] -= connection.send(part[: left[connection]])
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    left[connection] = 0  # the server ended it
+                if not left[connection]:
+                    del left[connection]
+        yield connections
+
+
+@pytest.mark.parametrize("front", ["router", "decode"])
+@pytest.mark.parametrize("size", [1, 2 * MIB], ids=["a-byte", "2-mib"])
+def test_500_idle_uploads(pair: Pair, front: str, size: int) -> None:
+    server = getattr(pair, front)
+
+    def attack(pair: Pair) -> None:
+        before = memory(pair)
+        with uploads(server, 500, size):
+            # What is held while they stay: of 1,000 MiB, the 256 that are allowed.
+            assert memory(pair) - before < 450 * MIB
+            whole = {"text": "a" * MIB, "sampling_params": {"max_new_tokens": 1}}
+            assert server.post("/generate", whole).status_code == 400  # longer than the context, and read all the same
+            assert server.generate(text="a", sampling_params={"max_new_tokens": 2})["text"]
+
+    attacked(pair, attack)
+
+
+def test_readers_that_do_not_read(pair: Pair) -> None:
+    body = {"input_ids": [1], "stream": True, "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}}
+    content = json.dumps(body).encode()
+    head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n".encode()
+
+    def attack(pair: Pair) -> None:
+        with ExitStack() as stack:
+            connections = [
+                stack.enter_context(socket.create_connection(("127.0.0.1", pair.router.port), limit(10)))
+                for _ in range(20)
+            ]
+            for connection in connections:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                connection.sendall(head + content)
+            # They are done with at the engine's own pace: nobody waits for whoever doesn't read.
+            wait_until(lambda: pair.decode.info()["requests"]["total"] > 10, 30, "they run", every=0.2)
+            wait_until(lambda: pair.decode.info()["requests"]["total"] <= 2, 300, "they have ended", every=0.5)
+
+    attacked(pair, attack)

@@ -1,0 +1,230 @@
+"""Keys: what their files may hold, whose request it is, and what it may do."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.fake_engine import FakeEngine, with_engine
+
+from pdserve.runtime.web.keys import ADMIN, ANYBODY, Caller, KeyFileError, Keys, read_keys
+
+ONE = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
+
+
+@dataclass
+class Options:
+    api_key: str | None = None
+    api_key_file: str | None = None
+    admin_key_file: str | None = None
+
+
+def written(folder: Path, name: str, text: str) -> str:
+    file = folder / name
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Any]:
+    """Two users and an admin."""
+    users = written(tmp_path, "users", "# ours\nalice a-key\n\nbob b-key\n")
+    return {"api_key_file": users, "admin_key_file": written(tmp_path, "admin", "the-admin\n")}
+
+
+def caller(keys: Keys, *headers: tuple[bytes, bytes]) -> Caller | None:
+    return keys.caller(headers)
+
+
+def bearer(key: str) -> tuple[bytes, bytes]:
+    return b"authorization", b"Bearer " + key.encode()
+
+
+def test_files_and_an_option_are_read_together(files: dict[str, Any]) -> None:
+    keys = read_keys(Options("third", **files))
+    assert keys == Keys({"key-b1e99324": "third", "alice": "a-key", "bob": "b-key"}, "the-admin")
+    assert not read_keys(Options())
+
+
+@pytest.mark.parametrize(
+    ("users", "admin", "says"),
+    [
+        ("a b c\n", None, "users, line 1: write a key, or a name and a key"),
+        ("# x\n\nschlüssel\n", None, "users, line 3: write a key"),
+        ("# nothing\n", None, "has no key"),
+        ("a/b key\n", None, "line 1: a name has up to 64"),
+        (f"{'n' * 65} key\n", None, "line 1: a name has up to 64"),
+        ("(admin) key\n", None, "line 1: a name has up to 64"),
+        ("a one\na two\n", None, "line 2: this name or key was there before"),
+        ("a one\nb one\n", None, "line 2: this name or key was there before"),
+        ("one\n", "one\n", "admin, line 1: this key is a user's too"),
+        ("one\n", "two\nthree\n", "admin, line 1: write nothing but the key"),
+        ("one\n", "me two\n", "admin, line 1: write nothing but the key"),
+    ],
+)
+def test_a_file_that_is_no_good_is_refused_with_the_line(
+    tmp_path: Path, users: str, admin: str | None, says: str
+) -> None:
+    admin_file = None if admin is None else written(tmp_path, "admin", admin)
+    with pytest.raises(KeyFileError) as caught:
+        read_keys(Options(None, written(tmp_path, "users", users), admin_file))
+    assert says in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match=r"--admin-key-file .*nowhere can't be read"):
+        read_keys(Options(None, None, str(tmp_path / "nowhere")))
+
+
+def test_who_is_who(files: dict[str, Any]) -> None:
+    keys = read_keys(Options(**files))
+    alice = Caller("alice", is_admin=False)
+    assert caller(keys, bearer("a-key")) == alice
+    assert caller(keys, (b"authorization", b"bearer a-key")) == alice
+    assert caller(keys, (b"x-api-key", b"a-key")) == alice
+    assert caller(keys, bearer("the-admin")) == Caller(ADMIN, is_admin=True)
+    for wrong in (bearer(""), bearer("a-key "), bearer("A-KEY"), (b"authorization", b"a-key"), (b"x-other", b"a-key")):
+        assert caller(keys, wrong) is None
+    assert caller(keys) is None
+
+
+def test_a_router_with_the_admin_key_speaks_for_its_clients_and_nobody_else_does(files: dict[str, Any]) -> None:
+    keys = read_keys(Options(**files))
+    name = (b"x-pdserve-key-name", b"carol")
+    assert caller(keys, bearer("the-admin"), name) == Caller("carol", is_admin=False)
+    assert caller(keys, bearer("a-key"), name) == Caller("alice", is_admin=False)
+    # A client without a name is nobody: never the admin whose key its router shows.
+    for unfit in (b"", b"(admin)", b"\xff", b"n" * 65):
+        assert caller(keys, bearer("the-admin"), (b"x-pdserve-key-name", unfit)) == Caller("", is_admin=False)
+
+
+def test_an_only_key_may_do_everything_and_several_may_not(files: dict[str, Any]) -> None:
+    only = caller(read_keys(Options("one")), bearer("one"))
+    assert only is not None
+    assert only.is_admin
+    several = read_keys(Options("one", files["api_key_file"]))
+    assert not any(caller(several, bearer(key)).is_admin for key in ("one", "a-key"))  # type: ignore[union-attr]
+
+
+def test_without_keys_everybody_is_the_admin_and_may_speak_for_somebody() -> None:
+    assert caller(Keys({})) == ANYBODY
+    assert caller(Keys({}), (b"x-pdserve-key-name", b"alice")) == Caller("alice", is_admin=False)
+
+
+def test_with_an_admin_key_alone_everybody_is_a_user(files: dict[str, Any]) -> None:
+    keys = read_keys(Options(admin_key_file=files["admin_key_file"]))
+    assert caller(keys) == caller(keys, bearer("anything")) == Caller("", is_admin=False)
+
+
+def test_what_others_see_is_changed_by_the_admin_alone(files: dict[str, Any]) -> None:
+    async def run(engine: FakeEngine) -> None:
+        async with engine.http(authorization="Bearer a-key") as client:
+            refused = await client.post("/flush_cache")
+            assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
+            assert "--admin-key-file" in refused.json()["error"]["message"]
+            assert (await client.post("/generate", json=ONE)).status_code == 200
+            assert (await client.get("/server_info")).status_code == 200
+        assert len(engine.questions) == 1
+        async with engine.http(authorization="Bearer the-admin") as client:
+            assert (await client.post("/flush_cache")).status_code == 200
+            assert (await client.post("/generate", json=ONE)).status_code == 200
+
+    with_engine(run, **files)
+
+
+SPELLINGS = ["/flush_cache%0A", "/flush_cache/", "/%66lush_cache", "//flush_cache", "/v1/models/../../flush_cache"]
+
+
+@pytest.mark.parametrize("path", SPELLINGS)
+def test_no_spelling_of_a_path_leads_a_user_to_what_is_the_admins(files: dict[str, Any], path: str) -> None:
+    async def run(engine: FakeEngine) -> None:
+        answer = await as_user(engine, "a-key").post(httpx.URL("http://localhost").copy_with(raw_path=path.encode()))
+        assert answer.status_code in (403, 404, 405)
+        assert engine.questions == []
+
+    with_engine(run, **files)
+
+
+def test_a_path_that_nobody_declared_a_users_is_the_admins(files: dict[str, Any]) -> None:
+    """Every path of the app, but for those named: what comes later falls under it."""
+
+    async def run(engine: FakeEngine) -> None:
+        page = (await as_user(engine, "a-key").get("/openapi.json")).json()
+        admins = {"/flush_cache"}
+        for path, operations in page["paths"].items():
+            for method in operations:
+                answer = await as_user(engine, "a-key").request(method, path.replace("{name}", "x"), json={})
+                assert (answer.status_code == 403) == (path in admins), path
+
+    with_engine(run, mute=False, **files)
+
+
+def as_user(engine: FakeEngine, key: str) -> httpx.AsyncClient:
+    return engine.http(authorization=f"Bearer {key}")
+
+
+def test_names_that_others_have_chosen_with_care_lead_to_nobody_elses_request(files: dict[str, Any]) -> None:
+    async def run(engine: FakeEngine) -> None:
+        names = ["job", *(f"job~{i}" for i in range(1, 12))]
+        body = {"text": [ONE["text"]] * len(names), "rid": names, "sampling_params": ONE["sampling_params"]}
+        before = asyncio.create_task(as_user(engine, "b-key").post("/generate", json=body))
+        await engine.wait_for(lambda: len(engine.requests) == len(names))
+        task = asyncio.create_task(as_user(engine, "a-key").post("/generate", json={**ONE, "rid": "job"}))
+        await engine.wait_for(lambda: len(engine.requests) == len(names) + 1)
+        wire = [request.rid for request in engine.requests]
+        assert len(set(wire)) == len(wire)
+        for request in engine.requests:
+            engine.step(request, 0)
+        assert (await task).json()["meta_info"]["id"] == "job"
+        assert [answer["meta_info"]["id"] for answer in (await before).json()] == names
+
+    with_engine(run, hold=True, **files)
+
+
+def test_an_abort_ends_ones_own_and_the_admins_anybodys(files: dict[str, Any]) -> None:
+    async def run(engine: FakeEngine) -> None:
+        async def begin(key: str, count: int) -> asyncio.Task[httpx.Response]:
+            task = asyncio.create_task(as_user(engine, key).post("/generate", json={**ONE, "rid": "same"}))
+            await engine.wait_for(lambda: len(engine.requests) == count)
+            return task
+
+        async def abort(key: str, **what: Any) -> int:
+            answer = await as_user(engine, key).post("/abort_request", json=what)
+            return int(answer.json()["aborted"])
+
+        # Both call theirs the same: neither learns of the other's by that.
+        tasks = [await begin("a-key", 1), await begin("b-key", 2)]
+        wire = [request.rid for request in engine.requests]
+        assert await abort("b-key", rid="other") == 0
+        assert await abort("b-key", rid="same") == 1
+        assert [order.rid for order in engine.aborts] == [wire[1]]
+        await tasks[1]
+        assert await abort("b-key", abort_all=True) == 0
+        tasks[1] = await begin("b-key", 3)
+        assert await abort("a-key", abort_all=True) == 1
+        assert [order.rid for order in engine.aborts] == [wire[1], wire[0]]
+        await tasks[0]
+        tasks[0] = await begin("a-key", 4)
+        assert await abort("the-admin", rid="same") == 2
+        await asyncio.gather(*tasks)
+
+    with_engine(run, hold=True, **files)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_prefixes_are_kept_apart_by_key_where_that_is_asked_for(files: dict[str, Any], apart: bool) -> None:
+    async def run(engine: FakeEngine) -> None:
+        for key, salt in (("a-key", None), ("b-key", None), ("a-key", "s"), ("b-key", "alice\0s")):
+            body = ONE if salt is None else {**ONE, "extra_key": salt}
+            assert (await as_user(engine, key).post("/generate", json=body)).status_code == 200
+        spaces = [request.extra_key for request in engine.requests]
+        if apart:
+            assert spaces == ["alice\0", "bob\0", "alice\0s", "bob\0alice\0s"]
+        else:
+            assert spaces == ["", "", "s", "alice\0s"]
+
+    with_engine(run, cache_by_key=apart, **files)

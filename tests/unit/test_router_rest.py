@@ -1,0 +1,201 @@
+"""Instances that ask to be left alone, or fail again and again, come last; and nobody else pays for them."""
+
+import time
+
+import pytest
+from support.router_rig import generate, scenario
+
+from pdserve.router.dispatcher import blamed, charge
+from pdserve.router.errors import InstanceAnsweredError, InstanceGoneError, InstanceSilentError, retry_after
+from pdserve.router.fleet import Pair
+from pdserve.router.instance import Instance, Role
+from pdserve.router.rest import FAILURES, LONGEST, Rest
+
+TRANSFER = b'{"error": {"message": "the peer is gone", "type": "transfer_error"}}'
+FULL = b'{"error": {"message": "full", "type": "overloaded_error"}}'
+AFTER_3 = ((b"retry-after", b"3"),)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def fail(rest, clock):
+    """Of a request that took no time."""
+    clock.now += 0.001
+    rest.failed(clock())
+
+
+def test_failures_in_a_row_make_it_rest_longer_each_time():
+    clock = Clock()
+    rest = Rest(clock)
+    for _ in range(FAILURES - 1):
+        fail(rest, clock)
+    assert not rest
+    for seconds in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, LONGEST, LONGEST):
+        fail(rest, clock)
+        assert rest.seconds_left == seconds
+        clock.now += seconds
+        assert not rest
+
+
+def test_failures_beside_each_other_are_one():
+    clock = Clock()
+    rest = Rest(clock)
+    begun_at = clock()
+    clock.now += 1.0
+    for _ in range(10 * FAILURES):
+        rest.failed(begun_at)
+    assert not rest
+    for _ in range(FAILURES - 1):
+        fail(rest, clock)
+    assert rest.seconds_left == 1.0
+
+
+def test_one_that_was_away_begins_anew():
+    clock = Clock()
+    rest = Rest(clock)
+    for _ in range(FAILURES):
+        fail(rest, clock)
+    rest.forget()
+    assert not rest
+    for _ in range(FAILURES - 1):
+        fail(rest, clock)
+    assert not rest
+
+
+def test_a_success_in_between_begins_the_count_anew():
+    clock = Clock()
+    rest = Rest(clock)
+    for _ in range(3):
+        for _ in range(FAILURES - 1):
+            fail(rest, clock)
+        rest.succeeded()
+    assert not rest
+
+
+def test_what_it_asked_for_holds_whatever_succeeds_meanwhile_and_has_a_limit():
+    clock = Clock()
+    rest = Rest(clock)
+    rest.ask(3.0)
+    rest.ask(1.0)
+    rest.succeeded()
+    assert rest.seconds_left == 3.0
+    rest.ask(10_000.0)
+    assert rest.seconds_left == LONGEST
+    clock.now += LONGEST
+    assert not rest
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"), [(b"7", 7.0), (b"0", 0.0), (b"", None), (b"-1", None), (b"soon", None), (b"9" * 30, None)]
+)
+def test_retry_after(value, seconds):
+    assert retry_after([(b"x", b"1"), (b"retry-after", value)]) == seconds
+
+
+def test_who_is_to_blame():
+    pair = Pair(Instance("http://p", Role.PREFILL, 1), Instance("http://d", Role.DECODE))
+    gone = InstanceGoneError("gone")
+    assert blamed(gone, pair) == set(pair)
+    gone.url = "http://p"
+    assert blamed(gone, pair) == {pair.prefill}
+    # What failed between the two may be the fault of either, whoever tells.
+    between = InstanceAnsweredError(502, TRANSFER, "decode http://d", ())
+    between.url = "http://d"
+    assert blamed(between, pair) == set(pair)
+    assert blamed(gone, pair.prefill) == {pair.prefill}
+    # A decode says nothing while its prefill says nothing.
+    silent = InstanceSilentError("silent")
+    silent.url = "http://d"
+    assert blamed(silent, pair) == set(pair)
+
+
+def test_what_counts_against_an_instance():
+    instance = Instance("http://w", Role.WORKER)
+
+    def charged(error):
+        for i in range(FAILURES):
+            charge(error, [instance], time.monotonic() + i)
+        rests, instance.rest = bool(instance.rest), Rest()
+        return rests
+
+    assert charged(InstanceAnsweredError(500, FULL, "", ()))
+    assert charged(InstanceSilentError("silent"))
+    assert not charged(InstanceAnsweredError(400, FULL, "", ()))
+    assert not charged(InstanceGoneError("gone"))  # its health checks see that too
+    charge(InstanceAnsweredError(429, FULL, "", AFTER_3), [instance], 0.0)
+    assert 2.9 < instance.rest.seconds_left <= 3.0
+
+
+def test_only_who_has_too_much_to_do_asks_for_time():
+    assert InstanceAnsweredError(503, FULL, "", AFTER_3).retry_after == 3.0
+    assert InstanceAnsweredError(429, FULL, "", AFTER_3).retry_after == 3.0
+    assert InstanceAnsweredError(503, TRANSFER, "", AFTER_3).retry_after is None
+    assert InstanceAnsweredError(502, FULL, "", AFTER_3).retry_after is None
+
+
+@scenario()
+async def test_a_full_instance_is_left_alone_while_another_is_there(rig):
+    full, free = await rig.instance("full"), await rig.instance()
+    client = await rig.route(worker=[full, free])
+    for _ in range(6):
+        assert (await generate(client)).status_code == 200
+    assert (len(full.requests), len(free.requests)) == (1, 6)
+    states = (await client.get("/server_info")).json()["instances"]
+    assert [state["resting_seconds"] > 0 for state in states] == [True, False]
+
+
+@scenario()
+async def test_where_all_are_full_the_client_is_told_when_to_come_again(rig):
+    first, second = await rig.instance("full"), await rig.instance("full")
+    client = await rig.route(worker=[first, second])
+    for requests in (1, 2):
+        response = await generate(client)
+        assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+        assert response.json()["error"]["code"] == "rate_limit_exceeded"
+        # Each is asked at most once for each request.
+        assert len(first.requests) <= requests >= len(second.requests)
+
+
+@scenario()
+async def test_a_full_decode_says_nothing_against_its_prefill(rig):
+    p, full, free = await rig.instance(), await rig.instance("full"), await rig.instance()
+    client = await rig.route([p], [full, free])
+    for _ in range(3):
+        assert (await generate(client)).status_code == 200
+    assert (len(full.requests), len(free.requests)) == (1, 3)
+
+
+@scenario()
+async def test_the_only_one_is_asked_again_when_it_said_and_not_before(rig):
+    w = await rig.instance("soon")
+    client = await rig.route(worker=[w])
+    asked_at = time.monotonic()
+    assert (await generate(client)).status_code == 200
+    assert time.monotonic() - asked_at > 0.95
+    assert len(w.requests) == 2
+
+
+@scenario()
+async def test_nobody_waits_for_longer_than_the_window(rig):
+    w = await rig.instance("busy")
+    client = await rig.route(worker=[w])
+    response = await generate(client)
+    assert (response.status_code, response.headers["retry-after"], len(w.requests)) == (503, "7", 1)
+
+
+@scenario(retries=0)
+async def test_one_that_fails_all_it_is_sent_comes_last_though_it_is_healthy(rig):
+    bad, good = await rig.instance("crash_text"), await rig.instance()
+    client = await rig.route(worker=[bad, good])
+    statuses = [(await generate(client)).status_code for _ in range(14)]
+    assert statuses.count(500) == len(bad.requests) == FAILURES
+    await good.kill()
+    await rig.until_states("healthy", "unhealthy")
+    # Nobody else is there: better the one that may fail again than nobody.
+    assert (await generate(client)).status_code == 500

@@ -1,0 +1,38 @@
+"""``/server_info`` looks at the memory's books while nobody waits, and never else."""
+
+from __future__ import annotations
+
+import pytest
+from support.sim import SimInstance
+
+from pdserve.mem_cache.errors import InvariantViolation
+from pdserve.scheduler.info import Verdict, server_info
+
+
+def test_the_books_are_looked_at_while_the_instance_is_idle_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    sim = SimInstance()
+    verdict = Verdict.of(sim.scheduler, Verdict())
+    assert verdict == Verdict("ok", 0)
+    sim.submit("a", range(10), max_new_tokens=4)
+    sim.plan()
+
+    def check() -> None:
+        raise InvariantViolation("page 3 is lost")
+
+    monkeypatch.setattr(sim.scheduler, "check_invariants", check)
+    assert Verdict.of(sim.scheduler, verdict) is verdict
+    told = server_info(sim.scheduler, "epoch", verdict)
+    assert (told["invariants"], told["invariants_steps_ago"]) == ("ok", sim.scheduler.counters.steps)
+    monkeypatch.undo()
+    sim.run_until_idle()
+    monkeypatch.setattr(sim.scheduler, "check_invariants", check)
+    broken = Verdict.of(sim.scheduler, verdict)
+    assert server_info(sim.scheduler, "epoch", broken)["invariants"] == "page 3 is lost"
+    assert server_info(sim.scheduler, "epoch", broken)["invariants_steps_ago"] == 0
+
+
+def test_before_the_first_idle_moment_it_says_so() -> None:
+    sim = SimInstance()
+    sim.submit("a", range(10), max_new_tokens=4)
+    told = server_info(sim.scheduler, "epoch", Verdict.of(sim.scheduler, Verdict()))
+    assert (told["invariants"], told["invariants_steps_ago"]) == (None, None)

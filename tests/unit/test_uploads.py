@@ -1,0 +1,105 @@
+"""Bodies that arrive at once have a limit together, and the largest one pays for it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from pdserve.runtime.web.body import BodyTooLarge, UploadDropped, Uploads
+
+
+class Client:
+    """Sends a body in parts, each when it is told to."""
+
+    def __init__(self) -> None:
+        self.parts: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+
+    def send(self, size: int, *, last: bool = False) -> None:
+        self.parts.put_nowait({"type": "http.request", "body": b"x" * size, "more_body": not last})
+
+    def read(self, uploads: Uploads, limit: int = 100) -> asyncio.Task[bytes]:
+        request = Request({"type": "http", "headers": []}, self.parts.get)
+        return asyncio.create_task(uploads.read(request, limit))
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_a_whole_body_comes_as_it_was_and_leaves_nothing_behind() -> None:
+    async def run() -> None:
+        uploads, client = Uploads(100), Client()
+        for _ in range(5):
+            body = client.read(uploads)
+            client.send(60)
+            client.send(30, last=True)
+            assert await body == b"x" * 90
+        assert uploads.held == 0
+
+    asyncio.run(run())
+
+
+def test_the_largest_gives_way_and_the_others_go_on() -> None:
+    async def run() -> None:
+        uploads = Uploads(100)
+        small, large, late = Client(), Client(), Client()
+        bodies = [client.read(uploads) for client in (small, large, late)]
+        small.send(20)
+        large.send(70)
+        await turns()
+        assert uploads.held == 90
+        late.send(30)
+        await turns()
+        with pytest.raises(UploadDropped, match="again later"):
+            await bodies[1]
+        assert uploads.held == 50
+        for client in (small, late):
+            client.send(1, last=True)
+        assert [len(await body) for body in (bodies[0], bodies[2])] == [21, 31]
+        assert uploads.held == 0
+
+    asyncio.run(run())
+
+
+def test_one_that_is_told_to_go_is_told_once_and_costs_no_other_its_place() -> None:
+    async def run() -> None:
+        uploads = Uploads(100)
+        clients = [Client() for _ in range(3)]
+        bodies = [client.read(uploads) for client in clients]
+        await turns()
+        # All in one turn of the loop: the dropped one still holds its bytes when the last ones come.
+        clients[0].send(90)
+        clients[1].send(20)
+        clients[2].send(20)
+        await turns()
+        with pytest.raises(UploadDropped):
+            await bodies[0]
+        for client in clients[1:]:
+            client.send(1, last=True)
+        assert [len(await body) for body in bodies[1:]] == [21, 21]
+        assert uploads.held == 0
+
+    asyncio.run(run())
+
+
+def test_a_body_over_its_own_limit_and_a_client_that_leaves_give_everything_back() -> None:
+    async def run() -> None:
+        uploads = Uploads(1000)
+        client = Client()
+        body = client.read(uploads, 10)
+        client.send(11)
+        with pytest.raises(BodyTooLarge):
+            await body
+        body = client.read(uploads)
+        client.send(50)
+        await turns()
+        body.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await body
+        assert uploads.held == 0
+
+    asyncio.run(run())
