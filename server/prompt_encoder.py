@@ -16,6 +16,8 @@ from ..model_files.text.text_tokenizer import TextTokenizer
 # Hardly any text has so many characters in each of its tokens.
 PROBE_CHARACTERS_PER_TOKEN = 16
 TOO_LONG = "context_length_exceeded"
+THE_LIMIT = "this model's maximum context length is"
+"""OpenAI's words: clients that know no code, litellm and what stands on it, look for them."""
 
 
 class PromptEncoder:
@@ -69,7 +71,7 @@ class PromptEncoder:
         if size > self._max_text_bytes:
             raise PromptError(
                 field,
-                f"{field} of at least {size} bytes can't fit the context of {self._context_length} tokens; shorten it",
+                f"{field} has at least {size} bytes, but {THE_LIMIT} {self._context_length} tokens; shorten it",
                 TOO_LONG,
             )
 
@@ -85,7 +87,7 @@ class PromptEncoder:
         if len(token_ids) > 2 * self._context_length:
             raise PromptError(
                 field,
-                f"the first {beginning} characters of {field} have {len(token_ids)} tokens, but the context has "
-                f"{self._context_length}; shorten it",
+                f"the first {beginning} characters of {field} have {len(token_ids)} tokens, but {THE_LIMIT} "
+                f"{self._context_length} tokens; shorten it",
                 TOO_LONG,
             )

@@ -18,7 +18,7 @@ from ..model_files.model_limits import ModelLimits
 from ..model_files.text.chat_template import ChatTemplate
 from ..model_files.text.errors import PromptError
 from ..model_files.text.text_tokenizer import TextTokenizer
-from .prompt_encoder import TOO_LONG, PromptEncoder
+from .prompt_encoder import THE_LIMIT, TOO_LONG, PromptEncoder
 from .text_questions import TextQuestions
 
 BAD_REQUEST = 400
@@ -109,8 +109,8 @@ class RequestTokenizer:
         if room < 1:
             raise PromptError(
                 field,
-                f"the prompt has {len(token_ids)} tokens, but prompt and output share a context of "
-                f"{self._limits.context_length} and the output needs one; shorten the prompt",
+                f"the prompt has {len(token_ids)} tokens, but {THE_LIMIT} {self._limits.context_length} tokens, which "
+                f"prompt and output share; shorten the prompt",
                 TOO_LONG,
             )
         self._check_id(field, min(token_ids))

@@ -30,7 +30,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = resolve_model(MODEL).path
     folder = tmp_path_factory.mktemp("model")
     with quick_gguf():
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        dequantised = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
         AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    # One that was loaded from a GGUF counts as quantised and refuses to be saved; one of the same shape does not.
+    config = dequantised.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(dequantised.state_dict())
     model.save_pretrained(folder)
     return folder

@@ -29,7 +29,7 @@ def test_lm_eval(pair: Pair, model_folder: Path) -> None:
 def run_inside(pair: Pair, package: str, *more: str | Path) -> None:
     own = ["-c", "/dev/null", "--rootdir", INSIDE, "--confcutdir", INSIDE, "-p", "no:cacheprovider", "-q"]
     ask = ["--url", pair.router.url, "--model", MODEL, *more]
-    said = run_client([python_of("python"), "-m", "pytest", *own, INSIDE / f"test_{package}.py", *ask], 1200)
+    said = run_client([python_of(package), "-m", "pytest", *own, INSIDE / f"test_{package}.py", *ask], 1200)
     assert " passed" in said
     assert "skipped" not in said
 

@@ -48,7 +48,7 @@ def test_no_request_gets_a_5xx_or_an_answer_that_is_not_on_the_page(tiny: Pair, 
     )
     said = run_client(
         [
-            *(python_of("python").with_name("schemathesis"), "run", server.url + "/openapi.json", "--mode", "all"),
+            *(python_of("openai").with_name("schemathesis"), "run", server.url + "/openapi.json", "--mode", "all"),
             *("--checks", ",".join(checks), "--phases", "coverage,fuzzing", "--max-examples", str(EXAMPLES)),
             *("--request-timeout", "60", "--seed", "1", "--no-color", "--generation-database", "none"),
         ],

@@ -16,6 +16,7 @@ from pdserve.messages.outputs import FinishType, TextBatch
 from pdserve.runtime.logs import REQUEST_ID, JsonFormatter
 from pdserve.runtime.refusal_log import LINES
 from pdserve.runtime.web.visits import Visit, VisitCounts, VisitLog
+from pdserve.server.http.parsing import MAX_BODY_BYTES
 
 ACCESS = "pdserve.access"
 ONE = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
@@ -75,7 +76,7 @@ def test_every_error_has_the_id() -> None:
                 await client.post("/generate", json={"txt": "a"}),
                 await client.get("/nowhere"),
                 await client.get("/generate"),
-                await client.post("/generate", content=b" " * (32 * 2**20 + 1)),
+                await client.post("/generate", content=b" " * (MAX_BODY_BYTES + 1)),
             ]
             engine.client.close("gone")
             answers.append(await client.post("/generate", json=ONE))

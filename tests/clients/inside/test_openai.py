@@ -19,7 +19,7 @@ COMPLETION: dict[str, Any] = {"prompt": "The capital of France is", "temperature
 
 CHATS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "max_completion_tokens": {"max_completion_tokens": 5},
+    "max_completion_tokens": {"max_completion_tokens": 12},
     "several": {"n": 3, "temperature": 1.0, "seed": 7},
     "stop": {"stop": ["."]},
     "logprobs": {"logprobs": True, "top_logprobs": 5},
@@ -63,6 +63,21 @@ def strict(kind: type[BaseModel], content: Any) -> Any:
     return kind.model_validate(content, strict=True)
 
 
+def completion(content: Any, *, is_chunk: bool, has_echo: bool) -> Completion:
+    """In two places OpenAI's own answers have a null that its package's types don't know: the finish reason of a chunk
+    that isn't the last, and the logprob of the first token of an echo. There alone it is let pass."""
+    for choice in content["choices"]:
+        if is_chunk and choice["finish_reason"] is None:
+            choice["finish_reason"] = "stop"
+        logprobs = choice["logprobs"]
+        if has_echo and logprobs and logprobs["token_logprobs"][:1] == [None]:
+            logprobs["token_logprobs"][0] = 0.0
+            if logprobs["top_logprobs"]:
+                assert logprobs["top_logprobs"][0] is None
+                logprobs["top_logprobs"][0] = {}
+    return strict(Completion, content)
+
+
 def events(url: str, path: str, body: dict[str, Any]) -> list[Any]:
     with httpx.stream("POST", url + path, json={**body, "stream": True}, timeout=120) as response:
         assert response.status_code == 200, response.read()
@@ -93,8 +108,10 @@ def test_completions_are_of_the_packages_types(url: str, model: str, name: str) 
     body = {"model": model, **COMPLETION, **COMPLETIONS[name]}
     answer = httpx.post(url + "/v1/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
-    whole = strict(Completion, answer.json())
-    chunks = [strict(Completion, event) for event in events(url, "/v1/completions", body)]
+    echoes = bool(body.get("echo"))
+    whole = completion(answer.json(), is_chunk=False, has_echo=echoes)
+    parts = events(url, "/v1/completions", body)
+    chunks = [completion(part, is_chunk=True, has_echo=echoes) for part in parts]
     said = {choice.index: "" for choice in whole.choices}
     for chunk in chunks:
         for choice in chunk.choices:
