@@ -9,6 +9,7 @@ from ..runtime.web.errors import error_body
 from .errors import RouterError
 from .headers import JSON_TYPE, Headers
 
+READY = b'{"status":"ready"}'
 DONE = b"data: [DONE]\n\n"
 """Ends every stream, after an error too: clients wait for it."""
 
@@ -65,3 +66,13 @@ class ClientAnswer:
         if error.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         await self.whole(error.status, headers, error.body())
+
+
+class ReadyAnswer(ClientAnswer):
+    """What a client gets that only wants to know whether an answer can be had."""
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send that one could, in the place of an answer."""
+        if 200 <= status < 300:
+            headers, body = [JSON_TYPE], READY
+        await super().whole(status, headers, body)

@@ -16,7 +16,7 @@ from ..runtime.web.client.client import HttpClient
 from ..runtime.web.client.errors import BadAnswer, ClientError
 from ..runtime.web.errors import error_body
 from ..runtime.web.visits import Visit
-from .client_answer import ClientAnswer
+from .client_answer import ClientAnswer, ReadyAnswer
 from .client_bodies import ClientBodies
 from .dispatcher import Dispatcher, RoutedRequest, drop
 from .errors import InstanceSilentError, NoInstanceError, RouterError
@@ -69,7 +69,7 @@ class GenerationEndpoint:
         self._fixed_body = fixed_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = ClientAnswer(send)
+        answer = ClientAnswer(send) if self._fixed_body is None else ReadyAnswer(send)
         try:
             raw = await self._bodies.read(Request(scope, receive))
             path, raw = (scope["path"], raw) if self._fixed_body is None else ("/generate", self._fixed_body)

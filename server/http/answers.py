@@ -285,17 +285,27 @@ class MetricsText(RootModel[str]):
     """``GET /metrics``: the text exposition format; docs/metrics.md has what is in it."""
 
 
+class Told(Answer):
+    """What one instance answered to a router that asked all of them."""
+
+    url: str
+    status: int
+    answer: Any
+
+
 class Aborted(Answer):
-    """``POST /abort_request``."""
+    """``POST /abort_request``; a router also says what each instance answered."""
 
     aborted: int
+    instances: list[Told] = []
 
 
 class Flushed(Answer):
-    """``/flush_cache``."""
+    """``POST /flush_cache``; a router also says what each instance answered."""
 
     success: Literal[True]
     flushed: int
+    instances: list[Told] = []
 
 
 class ServerInfoAnswer(RootModel[dict[str, Any]]):

@@ -5,6 +5,7 @@ It is put together when somebody asks for it, which costs a start nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +16,7 @@ from pydantic.json_schema import models_json_schema
 
 from .answers import ErrorAnswer, MetricsText
 
+PARAMETER = re.compile(r"\{(\w+)\}")
 REF = "#/components/schemas/{model}"
 STREAMED = 'With "stream": true, each event but the last, [DONE], holds one of these.'
 
@@ -44,6 +46,7 @@ def make_openapi(app: FastAPI, described: Mapping[str, Described]) -> Callable[[
             named = {path.replace(":path}", "}"): known for path, known in described.items()}
             for path, operations in page["paths"].items():
                 for operation in operations.values():
+                    operation["parameters"] = [_path_parameter(name) for name in PARAMETER.findall(path)]
                     _describe(operation, named[path], ref_of)
             app.openapi_schema = page
         return app.openapi_schema
@@ -59,9 +62,19 @@ def _describe(operation: dict[str, Any], path: Described, ref_of: Mapping[Any, d
         good["content"] = {"text/plain": {"schema": {"type": "string"}}}
     if path.event is not None:
         good["description"] = STREAMED
-        good["content"]["text/event-stream"] = {"schema": ref_of[path.event]}
+        good["content"]["text/event-stream"] = {"schema": _event(ref_of[path.event])}
     error = {"description": "docs/http-api.md lists the statuses", "content": _json(ref_of[ErrorAnswer])}
     operation["responses"] = {"200": good, "4XX": error, "5XX": error}
+
+
+def _path_parameter(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _event(schema: dict[str, Any]) -> dict[str, Any]:
+    """An event of a stream, whose data is text that holds JSON of ``schema``."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    return {"type": "object", "required": ["data"], "properties": {"data": data}}
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from support.processes import Pair, pd_pair
 
 CASES = 10_000
 """At instance and router together."""
-EXAMPLES = 400
+EXAMPLES = 450
 """For each operation; some have few that differ."""
 
 pytestmark = pytest.mark.timeout(3600)
@@ -32,6 +32,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     args = ["--model-path", folder, "--load-format", "dummy", "--tokenizer-path", "smollm2", "--dtype", "float32"]
+    # The longest answer that somebody may ask for ends soon.
+    args += ["--context-length", "64"]
     with pd_pair(tmp_path_factory.mktemp("pair"), "shm", *map(str, args)) as pair:
         yield pair
         pair.assert_all_returned()
@@ -50,7 +52,17 @@ def test_no_request_gets_a_5xx_or_an_answer_that_is_not_on_the_page(tiny: Pair, 
         [
             *(python_of("openai").with_name("schemathesis"), "run", server.url + "/openapi.json", "--mode", "all"),
             *("--checks", ",".join(checks), "--phases", "coverage,fuzzing", "--max-examples", str(EXAMPLES)),
-            *("--request-timeout", "60", "--seed", "1", "--no-color", "--generation-database", "none"),
+            *(
+                "--workers",
+                "2",
+                "--request-timeout",
+                "60",
+                "--seed",
+                "1",
+                "--no-color",
+                "--generation-database",
+                "none",
+            ),
         ],
         3000,
     )

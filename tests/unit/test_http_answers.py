@@ -97,7 +97,10 @@ def test_the_openapi_page_shows_them() -> None:
         assert {"ChatAnswer", "CompletionAnswer", "GenerateAnswer", "ErrorAnswer", "ModelList"} <= names.keys()
         chat = page["paths"]["/v1/chat/completions"]["post"]["responses"]
         assert chat["200"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatAnswer"}
-        assert chat["200"]["content"]["text/event-stream"]["schema"] == {"$ref": "#/components/schemas/ChatChunk"}
+        event = chat["200"]["content"]["text/event-stream"]["schema"]["properties"]["data"]
+        assert event["contentSchema"] == {"$ref": "#/components/schemas/ChatChunk"}
+        [name] = page["paths"]["/v1/models/{name}"]["get"]["parameters"]
+        assert (name["name"], name["in"], name["required"]) == ("name", "path", True)
         assert chat["4XX"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorAnswer"}
 
     with_engine(run)

@@ -120,7 +120,8 @@ async def test_questions_about_text_go_to_one_instance_with_their_body(rig):
 async def test_health_generate_runs_a_real_request(rig):
     p, d = await rig.instance(), await rig.instance()
     client = await rig.route([p], [d])
-    assert (await client.get("/health_generate")).status_code == 200
+    answer = await client.get("/health_generate")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ready"})
     assert p.requests[0].path == d.requests[0].path == "/generate"
 
 

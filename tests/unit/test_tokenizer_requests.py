@@ -101,9 +101,9 @@ def test_texts_ids_and_chats_that_arrive_together_are_answered_in_order(requests
         ({"input_ids": [1, -1]}, "input_ids", "token id -1"),
         ({"input_ids": [2**63]}, "input_ids", "vocabulary"),
         ({"input_ids": [1] * CONTEXT}, "input_ids", "32 tokens"),
-        ({"text": "a b " * CONTEXT}, "text", "context of 32"),
-        ({"text": "a" * 10_000_000}, "text", "can't fit"),
-        ({"chat": chat("a" * 10_000_000)}, "messages", "can't fit"),
+        ({"text": "a b " * CONTEXT}, "text", "maximum context length is 32"),
+        ({"text": "a" * 10_000_000}, "text", "maximum context length"),
+        ({"chat": chat("a" * 10_000_000)}, "messages", "maximum context length"),
         ({"text": "a\ud800"}, "text", "surrogate"),
         ({"chat": chat("\udfff")}, "messages", "surrogate"),
         ({"chat": chat("a", "bad")}, "messages", "no such role"),
@@ -118,7 +118,7 @@ def test_a_bad_request_is_refused_with_its_field(requests, fields, field, messag
     out = one(requests, **fields)
     assert isinstance(out, ReqError)
     assert (out.rid, out.status, out.field) == ("r", 400, field)
-    assert (out.code == "context_length_exceeded") == ("can't fit" in out.message or "context" in out.message)
+    assert (out.code == "context_length_exceeded") == ("maximum context length" in out.message or "context" in out.message)
     assert re.search(message, out.message), out.message
 
 
