@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.clients import python_of, run_client
@@ -40,7 +41,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("front", ["instance", "router"])
-def test_no_request_gets_a_5xx_or_an_answer_that_is_not_on_the_page(tiny: Pair, front: str) -> None:
+def test_no_request_gets_a_5xx_or_an_answer_that_is_not_on_the_page(tiny: Pair, tmp_path: Path, front: str) -> None:
     server = tiny.router if front == "router" else tiny.decode
     checks = (
         "not_a_server_error",
@@ -65,6 +66,7 @@ def test_no_request_gets_a_5xx_or_an_answer_that_is_not_on_the_page(tiny: Pair, 
             ),
         ],
         3000,
+        cwd=tmp_path,
     )
     [cases] = re.findall(r"(\d+) generated", said)
     assert int(cases) >= CASES // 2, said[-3000:]

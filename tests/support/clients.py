@@ -13,13 +13,17 @@ ENV = Path(__file__).parents[2] / ".venv-clients"
 MODEL = "smollm2"
 
 
-def run_client(argv: list[str | Path], seconds: float = 600, **env: str) -> str:
-    """What a client's program prints; fails with all of it where it ends in an error."""
+def run_client(argv: list[str | Path], seconds: float = 600, cwd: Path | None = None, **env: str) -> str:
+    """What a client's program prints; fails with all of it where it ends in an error.
+
+    ``cwd``: for one that leaves files where it is run.
+    """
     quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "NO_PROXY": "*"}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
         [str(word) for word in argv],
         env={**environment, **quiet, **env},
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=limit(seconds),
