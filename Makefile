@@ -25,7 +25,7 @@ STAMP := .venv/.setup-$(KEY)
 CLIENTS_STAMP := .venv-clients/.installed
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## install everything into .venv, in the versions of constraints.txt
 
