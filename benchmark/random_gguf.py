@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFReader, GGUFValueType, GGUFWriter
+from gguf import GGUFReader, GGUFWriter
 
 from ..model_files.model_path import resolve_model
 from ..model_runner.loader.random_blocks import HALVES, random_blocks
+from .gguf_fields import copy_field
 
 MIXES = ("Q4_K_M", *(kind.name for kind in HALVES))
 CONTEXT = 8192
@@ -112,12 +113,10 @@ def _matrices(size: Size) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _copy_tokenizer(writer: GGUFWriter) -> None:
-    for name, field in GGUFReader(resolve_model("smollm2").path).fields.items():
-        if not name.startswith("tokenizer."):
-            continue
-        kind = field.types[0]
-        of_items = field.types[-1] if kind == GGUFValueType.ARRAY else None
-        writer.add_key_value(name, field.contents(), kind, of_items)
+    reader = GGUFReader(resolve_model("smollm2").path)
+    for name in reader.fields:
+        if name.startswith("tokenizer."):
+            copy_field(reader, writer, name)
 
 
 if __name__ == "__main__":

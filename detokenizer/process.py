@@ -22,6 +22,7 @@ from ..model_files.errors import ModelError
 from ..model_files.text.errors import TextError
 from ..model_files.text.load import load_tokenizer
 from ..runtime.child import start_child
+from ..runtime.malloc import return_freed_memory
 from .detokenizer import Detokenizer
 from .request_decoder import make_decoder_factory
 
@@ -56,6 +57,7 @@ def main() -> None:
     """Run until killed."""
     started = time.monotonic()
     ctx = start_child(sys.argv)
+    return_freed_memory()
     receiver: Receiver[ToDetokenizer] = Receiver(ctx.zmq_ctx, ctx.address("detokenizer"), ToDetokenizer)
     scheduler = Sender(ctx.zmq_ctx, ctx.address("scheduler"))
     http = Sender(ctx.zmq_ctx, ctx.address("http"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from ..runtime.web.body import BodyTooLarge, UploadDropped, Uploads
+from ..runtime.web.body import BodyTooLarge, TooManyValues, UploadDropped, Uploads
 from .errors import BodyTooLargeError, TooManyUploadsError
 
 MAX_UPLOADS = 8
@@ -24,5 +24,7 @@ class ClientBodies:
             return await self._uploads.read(request, self._limit)
         except BodyTooLarge as e:
             raise BodyTooLargeError(f"{e}, the most that --max-body-bytes allows") from None
+        except TooManyValues as e:
+            raise BodyTooLargeError(str(e)) from None
         except UploadDropped as e:
             raise TooManyUploadsError(str(e)) from None

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..runtime.web.client.client import HttpClient
-from ..runtime.web.errors import error_status
+from ..runtime.web.errors import error_status, without_frames
 from .client_answer import ClientAnswer
 from .errors import InstanceAnsweredError, NoInstanceError, RouterError, parse_error
 from .fleet import Fleet, Pair, Target
@@ -102,7 +102,7 @@ class Dispatcher:
                 tried.update(legs(target))
                 if (pause := self._pause(exc, failed, deadline - now())) is None:
                     raise
-                last_error = exc
+                last_error = without_frames(exc)
             else:
                 for instance in legs(target):
                     instance.rest.succeeded()

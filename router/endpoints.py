@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.client.errors import BadAnswer, ClientError
-from ..runtime.web.errors import error_body
+from ..runtime.web.errors import error_body, without_frames
 from ..runtime.web.visits import Visit
 from .client_answer import ClientAnswer, ReadyAnswer
 from .client_bodies import ClientBodies
@@ -78,7 +78,7 @@ class GenerationEndpoint:
             request = RoutedRequest(path, passed_on(scope["headers"]), request_body)
             await self._serve(request, answer, receive)
         except RouterError as exc:
-            await answer.fail(exc)
+            await answer.fail(without_frames(exc))
         except ClientDisconnect:
             return
 

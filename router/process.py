@@ -18,6 +18,7 @@ import uvicorn
 import uvloop
 
 from ..runtime.logs import configure_logging
+from ..runtime.malloc import return_freed_memory
 from ..runtime.open_files import allow_many_connections
 from ..runtime.web.limited_protocol import LimitedProtocol
 from .app import make_app
@@ -72,6 +73,7 @@ def run_router(options: RouterOptions) -> int:
     setproctitle.setproctitle(f"pdserve router:{options.port}")
     configure_logging(f"router:{options.port}", options.log_level, options.log_format)
     allow_many_connections()
+    return_freed_memory()
 
     def on_fault(error: BaseException) -> None:
         server.end_on_fault(error)

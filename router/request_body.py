@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import orjson
@@ -21,9 +20,7 @@ BOOTSTRAP_PREFIX = "bootstrap_"
 """Of the fields that the router alone sets."""
 MAX_PROMPTS = 4096
 """In one body, as at the instances: the router draws rooms and names for each before an instance sees any."""
-PROMPT_FIELDS = ("text", "input_ids", "prompt")
-WRITTEN_LEVELS = 250
-"""How deeply JSON may be nested to be written again for certain: orjson writes up to 254 levels, and reads 1,024."""
+PROMPT_FIELDS = ("input_ids", "prompt", "text")
 CHARS_PER_TOKEN = 4
 """Of English text, about: enough to tell a long prompt from a short one."""
 
@@ -37,22 +34,28 @@ class PairBodies(NamedTuple):
 
 @dataclass(frozen=True)
 class RequestBody:
-    """A request as the client sent it, less its ``bootstrap_…`` fields. ``fields`` is ``raw``, parsed.
+    """A request as the client sent it, ``raw``, less its ``bootstrap_…`` fields, and what the router must know of it.
 
-    ``request_id``: what a pair's legs are named after whose client gave no ``rid``.
+    The parsed fields themselves are not kept: a stream may last for minutes, and they are many times as large.
+    ``batch_size``: how many prompts a batch holds; None for a single prompt (and for what the instance will refuse).
+    ``prompt_tokens``: how long the prompts are, all together, counted where they are token ids, guessed where they are
+    text. ``request_id``: found in the rids that are drawn, for clients that gave none. ``rid_prefix``: begins the ids
+    that the API answers with; a drawn rid becomes one.
     """
 
     raw: bytes
-    fields: dict[str, Any]
+    stream: bool = False
+    batch_size: int | None = None
+    prompt_tokens: int = 0
+    is_empty: bool = False
+    has_rid: bool = False
+    has_stream_options: bool = False
     request_id: str = ""
-    """Found in the rids that are drawn."""
     rid_prefix: str = ""
-    """Begins the ids that the API answers with: a drawn rid becomes one."""
 
     @classmethod
     def parse(cls, raw: bytes, request_id: str = "", rid_prefix: str = "") -> RequestBody:
-        """Raises ``BadRequestError`` for anything but a JSON object, for one with too many prompts, and for one too
-        deep for a pair, whoever would serve it."""
+        """Raises ``BadRequestError`` for anything but a JSON object, and for one with too many prompts."""
         try:
             fields = orjson.loads(raw)
         except orjson.JSONDecodeError as exc:
@@ -63,31 +66,20 @@ class RequestBody:
             if (count := _batch_size(fields.get(name)) or 0) > MAX_PROMPTS:
                 raise BadRequestError(f"{name}: {count} prompts in one request, the limit is {MAX_PROMPTS}")
         kept = {name: value for name, value in fields.items() if not name.startswith(BOOTSTRAP_PREFIX)}
-        if len(kept) == len(fields):
-            if raw.count(b"[") + raw.count(b"{") > WRITTEN_LEVELS:
-                dump(fields)
-            return cls(raw, fields, request_id, rid_prefix)  # the common case: instances get the client's own bytes
-        return cls(dump(kept), kept, request_id, rid_prefix)
-
-    @property
-    def stream(self) -> bool:
-        """Whether the client asked for SSE."""
-        return self.fields.get("stream") is True
-
-    @property
-    def batch_size(self) -> int | None:
-        """How many prompts a batch holds; None for a single prompt (and for what the instance will refuse)."""
-        sizes = (_batch_size(self.fields.get(name)) for name in PROMPT_FIELDS)
-        return next((size for size in sizes if size is not None), None)
-
-    @cached_property
-    def prompt_tokens(self) -> int:
-        """How long the prompts are, all together: counted where they are token ids, guessed where they are text."""
-        for name in ("input_ids", "prompt", "text"):
-            prompt = self.fields.get(name)
-            if prompt:
-                return _tokens(prompt)
-        return len(self.raw) // CHARS_PER_TOKEN
+        sizes = (_batch_size(kept.get(name)) for name in PROMPT_FIELDS)
+        prompt = next((kept[name] for name in PROMPT_FIELDS if kept.get(name)), None)
+        return cls(
+            # The common case: instances get the client's own bytes.
+            raw=raw if len(kept) == len(fields) else dump(kept),
+            stream=kept.get("stream") is True,
+            batch_size=next((size for size in sizes if size is not None), None),
+            prompt_tokens=_tokens(prompt) if prompt else len(raw) // CHARS_PER_TOKEN,
+            is_empty=not kept,
+            has_rid=kept.get("rid") is not None,
+            has_stream_options="stream_options" in kept,
+            request_id=request_id,
+            rid_prefix=rid_prefix,
+        )
 
     def for_pair(self, prefill: Instance) -> PairBodies:
         """Bodies for ``prefill`` and any decode, with a fresh room, and a fresh rid where the client gave none.
@@ -106,12 +98,16 @@ class RequestBody:
                 "bootstrap_port": [port] * count,
                 "bootstrap_room": [draw_room() for _ in range(count)],
             }
-        if self.fields.get("rid") is None:
+        if not self.has_rid:
             patch["rid"] = self.rid_prefix + draw_rid(self.request_id)
-        decode = {**self.fields, **patch}
-        prefill_fields = {**decode, "stream": False}
-        prefill_fields.pop("stream_options", None)
-        return PairBodies(dump(prefill_fields), dump(decode))
+        for_prefill = {"stream": False} | ({"stream_options": None} if self.has_stream_options else {})
+        return PairBodies(self._with(patch | for_prefill), self._with(patch))
+
+    def _with(self, patch: dict[str, Any]) -> bytes:
+        """``raw`` with the fields of ``patch`` behind its own, which are not written again: of two fields of a name the
+        parsers of instances take the last one, and a prompt may be 32 MiB long."""
+        own = memoryview(self.raw)[: self.raw.rindex(b"}")]
+        return b"".join((own, b"" if self.is_empty else b",", orjson.dumps(patch)[1:]))
 
 
 def dump(fields: dict[str, Any]) -> bytes:

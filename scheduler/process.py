@@ -23,6 +23,7 @@ from ..messages.requests import AbortReq, GenerateReq, StopReq
 from ..messages.routes import ToScheduler, ToSchedulerFromWorker
 from ..messages.worker import StepResult, WorkerEvent, WorkerReady
 from ..runtime.child import ChildContext, start_child
+from ..runtime.malloc import return_freed_memory
 from .handover import Handovers
 from .info import Verdict, server_info
 from .metrics_report import MetricsReport
@@ -194,7 +195,9 @@ class SchedulerProcess:
 
 def main() -> None:
     """Entry point of the child process of an instance that takes part in no hand-over."""
-    SchedulerProcess(start_child(sys.argv)).run()
+    ctx = start_child(sys.argv)
+    return_freed_memory()
+    SchedulerProcess(ctx).run()
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ budget (``itl_budget.py``), where somebody waits for the step who reads tokens a
 could not for want of memory, or one whose KV is on its way here and may land while the step runs. Any other step makes
 nobody wait who has his first token.
 
-A prompt is never starved: where not one token is within the limit (an attention over a very long prompt, a jump of the
-kernels' curve at just this batch), every ``PATIENCE``-th step computes ``MIN_PIECE`` tokens all the same.
+A prompt is never starved. Where not one token is within the limit (outcomes that scatter, an attention over a very long
+prompt, a jump of the kernels' curve at just this batch), every ``PATIENCE``-th step takes what the estimate itself
+allows, without the margin for scatter, and ``LEAST_PIECE`` tokens where even that is none.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ CPU_MIXED_CHUNK = 128
 DECODE_MIXED_CHUNK = 16
 CHUNK = 2048
 CPU_ITL_BUDGET_MS = 40.0
-MIN_PIECE = 16
+LEAST_PIECE = 4
 PATIENCE = 4
 
 
@@ -86,9 +87,10 @@ class StepBudget:
         if self.itl is None or not (decodes.decodes or awaited):
             return StepRoom(tokens)
         limit_ms = self.itl.limit_ms(decodes)
-        # Without decodes no promise is old enough to be broken by a small piece.
-        at_least = MIN_PIECE if self._refused >= PATIENCE - 1 or not decodes.decodes else 0
-        return StepRoom(tokens, limit_ms, self.itl.forward_ms(limit_ms), at_least)
+        # Without decodes there is nothing else to do, and no gap has begun that scatter could stretch.
+        if decodes.decodes and self._refused < PATIENCE - 1:
+            return StepRoom(tokens, limit_ms, self.itl.forward_ms(limit_ms))
+        return StepRoom(tokens, limit_ms, limit_ms - self._model.overhead_ms, LEAST_PIECE)
 
     def fitting(self, room: StepRoom, shape: StepShape, start: int, wanted: int) -> int:
         """How many of ``wanted`` tokens fit, which follow ``start`` ones of their prompt, beside what ``shape`` has."""

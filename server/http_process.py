@@ -19,6 +19,7 @@ from ..messages.channel import AsyncReceiver, Sender
 from ..messages.routes import ToHttp
 from ..model_files.errors import ModelError
 from ..runtime.child import ChildContext, start_child
+from ..runtime.malloc import return_freed_memory
 from ..runtime.open_files import allow_many_connections
 from ..runtime.web.limited_protocol import LimitedProtocol
 from ..runtime.web.ports import listen
@@ -76,6 +77,7 @@ async def serve(ctx: ChildContext, listener: socket.socket, model: ServedModel) 
 def main() -> None:
     """Entry point of the child process."""
     ctx = start_child(sys.argv)
+    return_freed_memory()
     allow_many_connections()
     host, port = ctx.options.host, ctx.options.port
     try:

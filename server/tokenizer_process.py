@@ -26,6 +26,7 @@ from ..model_files.model_path import resolve_model
 from ..model_files.text.errors import TextError
 from ..model_files.text.load import load_chat_template, load_tokenizer
 from ..runtime.child import start_child
+from ..runtime.malloc import return_freed_memory
 from ..runtime.options import ServerOptions
 from .request_tokenizer import RequestTokenizer
 from .tokenizer_inbox import TokenizerInbox
@@ -70,6 +71,7 @@ def main() -> None:
     """Run until killed."""
     started = time.monotonic()
     ctx = start_child(sys.argv)
+    return_freed_memory()
     inbox = TokenizerInbox(Receiver(ctx.zmq_ctx, ctx.address("tokenizer"), ToTokenizer))
     scheduler = Sender(ctx.zmq_ctx, ctx.address("scheduler"))
     http = Sender(ctx.zmq_ctx, ctx.address("http"))

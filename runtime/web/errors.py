@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 RETRY_AFTER_SECONDS = "1"
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
@@ -18,6 +20,21 @@ ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+def without_frames(error: E) -> E:
+    """``error``, cut from the frames that it and what caused it went through.
+
+    Where such a frame leads back to the error (by a task, or by a variable), they keep each other, a body of 32 MiB
+    with them, until Python looks for cycles: that depends on how many objects there are, not on their size.
+    """
+    causes: list[BaseException | None] = [error]
+    while causes:
+        cause = causes.pop()
+        if cause is not None:
+            cause.__traceback__ = None
+            causes += [cause.__cause__, cause.__context__]
+    return error
 
 
 def error_type(status: int) -> str:

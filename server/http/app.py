@@ -52,7 +52,7 @@ from .instance_metrics import InstanceMetrics
 from .models import detokenize, get_model, list_models, tokenize
 from .openai_schemas import ChatBody, CompletionBody
 from .openapi import Described, make_openapi
-from .parsing import MAX_BODY_BYTES, MAX_UPLOADS
+from .parsing import MAX_BODY_BYTES, MAX_BODY_VALUES, MAX_UPLOADS
 from .served_model import ServedModel
 from .state import HttpState
 from .text_schemas import DetokenizeBody, TokenizeBody
@@ -106,7 +106,7 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: Se
         model=model or ServedModel(options.model_names, options.model_path),
         ignored=Ignored(),
         metrics=MetricsPage(InstanceMetrics(options, engine, counts, info).families),
-        uploads=Uploads(MAX_UPLOADS * MAX_BODY_BYTES),
+        uploads=Uploads(MAX_UPLOADS * MAX_BODY_BYTES, MAX_BODY_VALUES),
         epoch=epoch,
         version=version("pdserve"),
         started=int(time.time()),

@@ -23,7 +23,7 @@ from ...messages.metrics import SchedulerMetrics
 from ...messages.outputs import ReqError, TextBatch
 from ...messages.requests import AbortReq, TokenizeReq
 from ...messages.routes import Question, ToHttp
-from ...messages.text import Decoded, Encoded, Limits, TextQuestion
+from ...messages.text import Decoded, Encoded, Limits, LimitsReq, TextQuestion
 from ...runtime.options import DisaggregationMode
 from ...runtime.web.keys import ANYBODY, Caller
 from .errors import ApiError, bad_request
@@ -73,6 +73,7 @@ class EngineClient:
         self._cache_by_key = cache_by_key
         self._names = RunningNames()
         self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._limits: Limits | None = None
         self._ids = itertools.count(1)
         self._closed: str | None = None
 
@@ -199,6 +200,13 @@ class EngineClient:
         if not isinstance(result, answer):
             raise TypeError(f"{type(question).__name__} was answered by {type(result).__name__}")
         return result
+
+    async def limits(self, timeout: float) -> Limits:
+        """What the model takes; asked until it is known. Raises ``TimeoutError`` (seconds), ``ApiError`` if closed."""
+        self._check_open()
+        if self._limits is None:
+            self._limits = await self.ask(lambda id_: LimitsReq(id=id_), Limits, timeout)
+        return self._limits
 
     # --- answers ---
 

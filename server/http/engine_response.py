@@ -159,6 +159,7 @@ class EngineResponse(Response):
         finally:
             visit.details |= summary(submission)
             self._engine.end(submission)
+            submission.close()
 
     async def _send_answer(self, submission: Submission, scope: Scope, receive: Receive, send: Send) -> None:
         choices = await submission.finished()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits, LimitsReq, TextQuestion
+from ...messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits, TextQuestion
 from .conversation import read_conversation
 from .errors import ApiError, bad_request, json_response
 from .openai_common import check_model
@@ -24,7 +24,7 @@ TIMEOUT_SECONDS = 30.0
 async def list_models(request: Request) -> Response:
     """The one model served, by each of its names, in OpenAI's list."""
     state = HttpState.of(request)
-    limits = await _ask(state, lambda id_: LimitsReq(id=id_), Limits)
+    limits = await _in_time(state.engine.limits(TIMEOUT_SECONDS))
     return json_response({"object": "list", "data": [_card(state, name, limits) for name in state.model.names]})
 
 
@@ -33,7 +33,7 @@ async def get_model(request: Request) -> Response:
     state = HttpState.of(request)
     name = request.path_params["name"]
     check_model(name, state.model)
-    limits = await _ask(state, lambda id_: LimitsReq(id=id_), Limits)
+    limits = await _in_time(state.engine.limits(TIMEOUT_SECONDS))
     return json_response(_card(state, name if name in state.model.names else state.model.name, limits))
 
 
@@ -54,7 +54,7 @@ async def tokenize(request: Request) -> Response:
     )
     if told.error is not None:
         raise bad_request({"text": "prompt"}.get(told.field or "", told.field), told.error)
-    limits = await _ask(state, lambda id_: LimitsReq(id=id_), Limits)
+    limits = await _in_time(state.engine.limits(TIMEOUT_SECONDS))
     counts = [len(ids) for ids in told.token_ids]
     content: dict[str, Any] = {
         "count": counts if batch else counts[0],
@@ -81,8 +81,12 @@ async def detokenize(request: Request) -> Response:
 
 
 async def _ask(state: HttpState, make: Callable[[int], TextQuestion], answer: type[A]) -> A:
+    return await _in_time(state.engine.ask(make, answer, TIMEOUT_SECONDS))
+
+
+async def _in_time(answer: Awaitable[A]) -> A:
     try:
-        return await state.engine.ask(make, answer, TIMEOUT_SECONDS)
+        return await answer
     except TimeoutError:
         raise ApiError(503, f"the tokenizer did not answer within {TIMEOUT_SECONDS:g} s") from None
 

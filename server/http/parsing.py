@@ -9,14 +9,16 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
-from ...runtime.web.body import BodyTooLarge, UploadDropped
+from ...runtime.web.body import MAX_VALUES, BodyTooLarge, TooManyValues, UploadDropped
 from .errors import ApiError, bad_request
-from .fields import TAG, Body, Ignored
+from .fields import MAX_PROMPTS, TAG, Body, Ignored
 from .state import HttpState
 
 B = TypeVar("B", bound=Body)
 MAX_BODY_BYTES = 33 * 2**20
 """32 MiB, as at a router, and what a router adds for 4,096 prompts: rooms, hosts, a name."""
+MAX_BODY_VALUES = MAX_VALUES + 4 * MAX_PROMPTS
+"""With what a router adds, too."""
 MAX_UPLOADS = 8
 """Bodies of the full length that may be arriving at once."""
 MAX_SHOWN = 60
@@ -67,6 +69,8 @@ async def parse_body(request: Request, schema: type[B]) -> B:
         body = await state.uploads.read(request, MAX_BODY_BYTES)
     except BodyTooLarge as e:
         raise ApiError(413, f"{e}; split the batch") from None
+    except TooManyValues as e:
+        raise ApiError(413, str(e)) from None
     except UploadDropped as e:
         raise ApiError(503, str(e)) from None
     return validate(schema, parse_json(body), state.ignored)

@@ -13,6 +13,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from ...messages.outputs import FinishReason, NamedLogprob, PromptText, ReqMeta, ReqText
+from ...runtime.web.errors import without_frames
 from .errors import ApiError, ClientGone
 
 
@@ -144,6 +145,11 @@ class Submission:
         if self._failure is None or isinstance(failure, ClientGone):
             self._failure = failure
         self._wakeup.set()
+
+    def close(self) -> None:
+        """Nobody waits any more. What it failed with lets go of the frames that waited, which lead back to this."""
+        if self._failure is not None:
+            without_frames(self._failure)
 
     def tick(self) -> None:
         """Called every so often: where nothing came since the last call, ``news`` returns with nothing."""

@@ -12,7 +12,7 @@ from support.sim_machine import Machine, Noise, TimedSim
 from pdserve.scheduler.cost_model import CostModel
 from pdserve.scheduler.info import Verdict, server_info
 from pdserve.scheduler.itl_budget import STRETCH, ItlBudget, Promise
-from pdserve.scheduler.step_budget import MIN_PIECE, PATIENCE, StepBudget
+from pdserve.scheduler.step_budget import LEAST_PIECE, PATIENCE, StepBudget
 from pdserve.scheduler.step_shape import StepShape
 
 FAST = Machine(read_ms=8, token_ms=0.25, kv_token_ms=3e-4, pair_ms=5e-6, decode_ms=0.05)
@@ -140,7 +140,7 @@ def test_who_waits_for_a_step_decides_whether_it_is_timed() -> None:
     assert budget.room(StepShape(), awaited=True).is_timed
     assert budget.room(StepShape(1, 100), awaited=False).is_timed
     # Nobody's gap has begun where nothing decodes: a piece may be larger than the budget, and must not be nothing.
-    assert budget.room(StepShape(), awaited=True).at_least == MIN_PIECE
+    assert budget.room(StepShape(), awaited=True).at_least == LEAST_PIECE
 
 
 @pytest.mark.parametrize(

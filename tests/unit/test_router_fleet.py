@@ -9,7 +9,7 @@ from pdserve.router.instance import HealthState
 from pdserve.router.options import RouterOptions
 from pdserve.router.request_body import RequestBody
 
-BODY = RequestBody(b"{}", {})
+BODY = RequestBody.parse(b"{}")
 
 
 def make_fleet(policy="round_robin", prefill=1, decode=1, worker=0, unhealthy=(), **options):
@@ -118,7 +118,7 @@ def test_a_prompt_goes_to_the_decode_alone_when_its_prefill_is_behind(least, at_
     fleet = make_fleet(prefill_backlog=least)
     prefill, decode = fleet.instances
     prefill.prompt_tokens, decode.prompt_tokens = at_prefill, at_decode
-    assert chosen(fleet, body=RequestBody(b"", {"input_ids": [1] * tokens})) == expected
+    assert chosen(fleet, body=RequestBody(b"{}", prompt_tokens=tokens)) == expected
 
 
 def test_a_prompt_counts_until_it_is_computed():

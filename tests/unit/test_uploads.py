@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from pdserve.runtime.web.body import BodyTooLarge, UploadDropped, Uploads
+from pdserve.runtime.web.body import MAX_CONTAINERS, MAX_VALUES, BodyTooLarge, TooManyValues, UploadDropped, Uploads
 
 
 class Client:
@@ -103,3 +103,23 @@ def test_a_body_over_its_own_limit_and_a_client_that_leaves_give_everything_back
         assert uploads.held == 0
 
     asyncio.run(run())
+
+
+def test_more_values_than_a_parser_should_be_given_at_once_are_refused() -> None:
+    async def read(body: bytes) -> bytes:
+        parts = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            return parts.pop()
+
+        return await Uploads(2**30).read(Request({"type": "http", "headers": []}, receive), 2**30)
+
+    most = b"[" + b"1," * MAX_VALUES + b"1]"
+    assert asyncio.run(read(most)) == most
+    for much in (
+        b"[" + b"1," * MAX_VALUES + b"1,1]",
+        b"[" * (MAX_CONTAINERS + 1),
+        b"[" + b"{}," * MAX_CONTAINERS + b"1]",
+    ):
+        with pytest.raises(TooManyValues, match="fewer prompts"):
+            asyncio.run(read(much))

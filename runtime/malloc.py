@@ -1,0 +1,24 @@
+"""What becomes of memory that a process frees."""
+
+from __future__ import annotations
+
+import ctypes
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of ``mallopt``, from glibc's ``malloc.h``."""
+LARGE_BLOCK = 2**17
+MAX_KEPT = 8 * 2**20
+
+
+def return_freed_memory() -> None:
+    """Blocks of ``LARGE_BLOCK`` bytes go back to the kernel when they are freed; so does the heap's free end beyond
+    ``MAX_KEPT``.
+
+    Left to itself, glibc raises the first limit to the largest block that was ever freed, up to 32 MiB, and keeps twice
+    as much: a process that parsed one large body holds on to it. Not for the model worker, whose steps take and free
+    blocks of megabytes all the time. Nothing happens with another C library.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
+        mallopt(M_TRIM_THRESHOLD, MAX_KEPT)
