@@ -14,6 +14,7 @@ it carries the same backend metadata: that holds the secret of the peer's data p
 from __future__ import annotations
 
 import hmac
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from typing import Any
 from ..messages.base import REASON_CHARS, Message
 from ..messages.decode import UndeclaredMessage, shown
 from ..messages.handover import PROTOCOL_VERSION, Heartbeat, Hello, Refused, TransferDone, TransferFailed, Welcome
-from ..messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, WorkerReady
+from ..messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, PeerLinkDown, WorkerReady
 from .control.frames import MESSAGES_A_TURN, TO_DECODE_BYTES
 from .control.server import ControlServer
 from .handover_host import HandoverHost
@@ -36,9 +37,12 @@ MAX_PEERS = 256
 
 @dataclass(slots=True, eq=False)
 class DecodePeer:
-    """One connected decode instance. ``welcomed`` once the worker can write into its pool."""
+    """One connected decode instance. ``number``: what the worker calls the link to it. ``welcomed`` once the worker can
+    write into its pool.
+    """
 
     identity: int
+    number: int
     epoch: str
     heard_at: float
     hello: Hello
@@ -68,7 +72,8 @@ class DecodePeers:
         self._on_message = on_message
         self._on_gone = on_gone
         self._peers: dict[int, DecodePeer] = {}
-        self._closing: set[str] = set()
+        self._closing: dict[int, str] = {}
+        self._numbers = itertools.count(1)
         self._beat_at = 0.0
         self._refusals = server.refusals
 
@@ -116,7 +121,7 @@ class DecodePeers:
 
     def on_peer_connected(self, event: PeerConnected) -> None:
         """The worker has reached the decode's worker, or has not."""
-        for peer in [p for p in self._peers.values() if p.epoch == event.peer and p.connecting]:
+        for peer in [p for p in self._peers.values() if p.number == event.link and p.connecting]:
             peer.connecting = False
             if event.error is None:
                 peer.welcomed = True
@@ -126,13 +131,13 @@ class DecodePeers:
                 self._refuse(peer.identity, peer.epoch, event.error)
                 self._forget(peer)
 
-    def on_peer_link_down(self, epoch: str) -> None:
+    def on_peer_link_down(self, event: PeerLinkDown) -> None:
         """The worker can't reach this decode's worker any more."""
-        self._closing.discard(epoch)
-        for peer in [p for p in self._peers.values() if p.epoch == epoch]:
-            if peer.welcomed:
+        self._closing.pop(event.link, None)
+        for peer in [p for p in self._peers.values() if p.epoch == event.peer]:
+            if peer.number == event.link:
                 self._gone(peer, "the decode instance's worker closed the data link or died", down=True)
-            elif not peer.connecting:
+            elif not peer.connecting and not peer.welcomed and peer.epoch not in self._closing.values():
                 self._connect(peer)
 
     def info(self) -> list[dict[str, Any]]:
@@ -166,6 +171,8 @@ class DecodePeers:
             return
         elif peer is None or not peer.welcomed:
             self._refusals.add(f"dropped {type(message).__name__} of a decode instance that is not connected")
+        elif message.handover.epoch != peer.epoch:
+            self._refusals.add(f"dropped {type(message).__name__} for a hand-over of another decode instance")
         else:
             self._on_message(peer, message, now)
 
@@ -177,8 +184,8 @@ class DecodePeers:
         for old in [p for p in self._peers.values() if p.epoch == hello.sender or p.identity == identity]:
             self._gone(old, "the decode instance connected anew", keep=old.identity == identity)
         self._server.keep(identity)
-        peer = self._peers[identity] = DecodePeer(identity, hello.sender, now, hello)
-        if peer.epoch not in self._closing:
+        peer = self._peers[identity] = DecodePeer(identity, next(self._numbers), hello.sender, now, hello)
+        if peer.epoch not in self._closing.values():
             self._connect(peer)
 
     def _problem(self, hello: Hello) -> str | None:
@@ -215,7 +222,7 @@ class DecodePeers:
 
     def _connect(self, peer: DecodePeer) -> None:
         peer.connecting = True
-        self._host.to_worker(ConnectPeer(peer.epoch, peer.hello.metadata))
+        self._host.to_worker(ConnectPeer(peer.epoch, peer.number, peer.hello.metadata))
 
     def _gone(self, peer: DecodePeer, reason: str, *, down: bool = False, keep: bool = False) -> None:
         if peer.welcomed:
@@ -224,8 +231,8 @@ class DecodePeers:
             self._refusals.add(f"decode instance {peer.epoch} is gone before it was connected: {reason}")
         self._forget(peer, keep=keep)
         if not down and (peer.welcomed or peer.connecting):
-            self._closing.add(peer.epoch)
-            self._host.to_worker(DisconnectPeer(peer.epoch))
+            self._closing[peer.number] = peer.epoch
+            self._host.to_worker(DisconnectPeer(peer.epoch, peer.number))
         self._on_gone(peer, reason)
 
     def _forget(self, peer: DecodePeer, *, keep: bool = False) -> None:
@@ -237,4 +244,4 @@ class DecodePeers:
 
 def _instead(done: TransferDone, peer: DecodePeer) -> TransferFailed:
     reason = f"the prompt's logprobs are longer than {TO_DECODE_BYTES >> 20} MiB; ask for fewer top_logprobs"
-    return TransferFailed(peer.epoch, done.room, 400, reason)
+    return TransferFailed(peer.epoch, done.handover, 400, reason)

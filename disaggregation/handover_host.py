@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from ..mem_cache.base_prefix_cache import KVHold
 from ..messages.base import I32, Message
 from ..messages.outputs import FinishReason, TokenLogprob
 from ..scheduler.req import Req, ReqState
@@ -25,22 +26,25 @@ class HandoverHost(Protocol):
         """An outgoing request's peer is there: it may wait for its turn to compute."""
 
     def end_outgoing(self, req: Req) -> None:
-        """The peer has everything: end the request here with its first token, and free its memory."""
+        """The peer has everything: end the request here with its first token."""
 
     def start_incoming(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
         """The KV has landed and was verified: decode from here on."""
 
     def admit_incoming(self, req: Req, others: Iterable[Req]) -> bool:
-        """Take memory for the whole prompt; ``others`` hold memory for later output too. False: not now."""
+        """Take memory, not verified, for the whole prompt; ``others`` hold some for later output too. False: not now."""
 
     def end(self, req: Req, state: ReqState, finish: FinishReason | None) -> None:
-        """End the request, memory apart."""
+        """End the request."""
 
     def fail(self, req: Req, status: int, message: str, kind: str = "server_error") -> None:
-        """End the request in an error, memory apart. Does nothing for one that has ended."""
+        """End the request in an error. Does nothing for one that has ended."""
 
-    def free(self, req: Req, *, keep_prefix: bool = True) -> None:
-        """Give the request's memory back."""
+    def pin(self, req: Req) -> KVHold:
+        """Keep the request's memory until ``unpin``, though the request may end before."""
+
+    def unpin(self, hold: KVHold) -> None:
+        """No transfer touches this memory any more."""
 
     def pages(self, req: Req, start: int, end: int) -> I32:
         """The request's pages for positions ``[start, end)``."""

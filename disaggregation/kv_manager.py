@@ -13,6 +13,7 @@ from typing import Any
 
 import zmq
 
+from ..mem_cache.base_prefix_cache import KVHold
 from ..messages.handover import Abort, AbortAck, RoomQueued, TransferDone, TransferFailed, TransferRequest
 from ..messages.metrics import HandoverCounts
 from ..messages.outputs import TokenLogprob
@@ -26,6 +27,7 @@ from .control.server import ControlServer
 from .decode_peers import DecodePeer, DecodePeers
 from .kv_receiver import KVReceivers
 from .kv_sender import KVSenders
+from .limits import HandoverLimits
 from .mailbox import Mailbox
 from .prefill_link import PrefillLink
 from .prefill_links import PrefillLinks
@@ -44,7 +46,7 @@ class KVManager:
     def __init__(self, ctx: ChildContext, scheduler: Scheduler, poller: zmq.Poller) -> None:
         options = ctx.options
         host = SchedulerHost(scheduler, ctx.epoch)
-        limits = (options.disaggregation_bootstrap_timeout, options.disaggregation_transfer_timeout)
+        limits = HandoverLimits.of(options)
         heartbeat = (options.disaggregation_heartbeat_interval, options.disaggregation_heartbeat_timeout)
         backend = options.disaggregation_transfer_backend
         self._ctx = ctx
@@ -64,7 +66,7 @@ class KVManager:
             self._peers = DecodePeers(
                 host, scheduler.worker, backend, heartbeat, self._server, self._on_decode_message, self._on_decode_gone
             )
-            self.senders = KVSenders(host, options.page_size, *limits, self._peers.send)
+            self.senders = KVSenders(host, options.page_size, limits, self._peers.send)
         else:
             reactor = Reactor()
             poller.register(reactor.fileno(), zmq.POLLIN)
@@ -81,7 +83,7 @@ class KVManager:
                 self._on_prefill_down,
             )
             self.receivers = KVReceivers(
-                host, options.page_size, *limits, self._links.link_to, scheduler.worker.vocab_size
+                host, options.page_size, limits, self._links.link_to, scheduler.worker.vocab_size
             )
 
     def start(self, now: float) -> None:
@@ -119,14 +121,8 @@ class KVManager:
         elif self.receivers is not None:
             self.receivers.add(req, now)
 
-    def owns(self, req: Req) -> bool:
-        """Whether the request's memory is not the scheduler's to free yet."""
-        if self.senders is not None:
-            return self.senders.owns(req)
-        return self.receivers is not None and self.receivers.owns(req)
-
     def cancel(self, req: Req, reason: str) -> None:
-        """The request has ended; free its memory as soon as no transfer touches it."""
+        """The request has ended here before its hand-over was complete."""
         if self.senders is not None:
             self.senders.cancel(req, reason)
         elif self.receivers is not None:
@@ -142,11 +138,11 @@ class KVManager:
         if self.senders is not None:
             self.senders.first_token(req, token, logprob)
 
-    def lingering(self) -> list[Req]:
-        """Ended requests that still hold memory."""
+    def pinned(self) -> list[KVHold]:
+        """See ``Handovers``."""
         if self.senders is not None:
-            return self.senders.lingering()
-        return self.receivers.lingering() if self.receivers is not None else []
+            return self.senders.pinned()
+        return self.receivers.pinned() if self.receivers is not None else []
 
     def on_transfer_event(self, event: TransferEvent, now: float) -> None:
         """News from the worker's transfer engine."""
@@ -161,9 +157,9 @@ class KVManager:
                 self._links.on_peer_connected(event, now)
         elif isinstance(event, PeerLinkDown):
             if self._peers is not None:
-                self._peers.on_peer_link_down(event.peer)
+                self._peers.on_peer_link_down(event)
             elif self._links is not None:
-                self._links.on_peer_link_down(event.peer)
+                self._links.on_peer_link_down(event)
 
     def poll(self, now: float) -> None:
         """One turn: read peers, move rooms on, keep deadlines."""
@@ -238,7 +234,7 @@ class KVManager:
         if isinstance(message, TransferRequest):
             self.senders.on_request(peer, message, now)
         elif isinstance(message, RoomQueued):
-            self.senders.on_queued(peer, message.room, now)
+            self.senders.on_queued(peer, message, now)
         elif isinstance(message, Abort):
             self.senders.on_abort(peer, message, now)
 
@@ -253,7 +249,7 @@ class KVManager:
         elif isinstance(message, TransferFailed):
             self.receivers.on_failed(link, message)
         elif isinstance(message, AbortAck):
-            self.receivers.on_abort_ack(link, message.room)
+            self.receivers.on_abort_ack(link, message)
 
     def _on_prefill_gone(self, link: PrefillLink) -> None:
         assert self.receivers is not None

@@ -14,16 +14,19 @@ in our order, only the worker's answer frees them. Bad KV (checksum, room, epoch
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from ..messages.base import REASON_CHARS, pack_i32
+from ..mem_cache.base_prefix_cache import KVHold
+from ..messages.base import REASON_CHARS, HandoverId, pack_i32
 from ..messages.decode import shown
 from ..messages.handover import (
     MAX_PAGES,
     Abort,
+    AbortAck,
     AuxData,
     RoomQueued,
     TransferDone,
@@ -34,6 +37,7 @@ from ..messages.worker import PagesVerified, VerifyPages
 from ..scheduler.req import Req, ReqState
 from .handover_host import HandoverHost
 from .kv_sender import prompt_digest
+from .limits import HandoverLimits
 from .prefill_link import LinkState, PrefillLink
 
 log = logging.getLogger(__name__)
@@ -62,10 +66,10 @@ class KVReceiver:
     """One room.
 
     ``fence``: the step that must be done before its pages are offered to the prefill. ``checking``: the worker has its
-    pages, to check and perhaps to convert them.
+    pages, to check and perhaps to convert them. ``hold``: the request's memory, pinned as long as anybody may write it.
     """
 
-    room: int
+    handover: HandoverId
     req: Req
     link: PrefillLink
     state: ReceiverState
@@ -76,26 +80,26 @@ class KVReceiver:
     requested_at: float = 0.0
     aux: AuxData | None = None
     checking: bool = False
+    hold: KVHold | None = None
 
 
 class KVReceivers:
-    """Owner of all rooms of a decode instance, and of their requests' memory until they run."""
+    """Owner of all rooms of a decode instance."""
 
     def __init__(
         self,
         host: HandoverHost,
         page_size: int,
-        bootstrap_timeout: float,
-        transfer_timeout: float,
+        limits: HandoverLimits,
         link_to: Callable[[str, int, float], PrefillLink],
         vocab_size: int,
     ) -> None:
         self._vocab_size = vocab_size
         self._host = host
         self._page_size = page_size
-        self._bootstrap_timeout = bootstrap_timeout
-        self._transfer_timeout = transfer_timeout
+        self._limits = limits
         self._link_to = link_to
+        self._attempts = itertools.count(1)
         self.rooms: dict[int, KVReceiver] = {}
         self.done = 0
         self.failed = 0
@@ -110,15 +114,16 @@ class KVReceivers:
             self._host.fail(req, 400, text, "invalid_request_error")
             return
         link = self._link_to(where.host, where.port, now)
-        deadline = now + self._bootstrap_timeout
-        self.rooms[where.room] = KVReceiver(where.room, req, link, ReceiverState.LINKING, deadline)
+        deadline = now + self._limits.bootstrap
+        handover = HandoverId(self._host.epoch, where.room, next(self._attempts))
+        self.rooms[where.room] = KVReceiver(handover, req, link, ReceiverState.LINKING, deadline)
 
     def advance(self, now: float) -> None:
         """Move every room on that can move; give up those that waited too long."""
         for receiver in list(self.rooms.values()):
             if receiver.state is ReceiverState.LINKING:
                 self._when_linked(receiver, now)
-            if receiver.state not in (ReceiverState.QUEUED, ReceiverState.DRAINING) and now > receiver.deadline:
+            if receiver.state is not ReceiverState.DRAINING and now > receiver.deadline:
                 self._time_out(receiver)
         self._preallocate(now)
         for receiver in self._in(ReceiverState.PREALLOCATED):
@@ -126,12 +131,15 @@ class KVReceivers:
                 self._request(receiver, now)
 
     def _when_linked(self, receiver: KVReceiver, now: float) -> None:
+        if receiver.link.same_as is not None:
+            receiver.link = receiver.link.same_as
         link = receiver.link
         if link.state is LinkState.GONE:
             self._fail(receiver, link.status, link.reason)
         elif link.state is LinkState.READY:
             receiver.state, receiver.queued_at = ReceiverState.QUEUED, now
-            link.send(RoomQueued(link.peer_epoch, receiver.room))
+            receiver.deadline = now + self._limits.queue
+            link.send(RoomQueued(link.peer_epoch, receiver.handover))
 
     def _preallocate(self, now: float) -> None:
         holders = [r.req for r in self.rooms.values() if r.req.hold is not None and not r.req.is_ended]
@@ -140,8 +148,10 @@ class KVReceivers:
             if self._host.admit_incoming(receiver.req, holders):
                 receiver.state, receiver.req.state = ReceiverState.PREALLOCATED, ReqState.PREALLOCATED
                 receiver.fence = self._host.last_step_id
+                receiver.hold = self._host.pin(receiver.req)
                 receiver.prefix_len = receiver.req.computed
-                receiver.deadline = now + self._transfer_timeout
+                # The prefill's queue, too, is between here and the last page.
+                receiver.deadline = now + self._limits.queue + self._limits.transfer
                 holders.append(receiver.req)
                 continue
             misfits += 1
@@ -159,7 +169,12 @@ class KVReceivers:
         receiver.requested_at = now
         link.send(
             TransferRequest(
-                link.peer_epoch, receiver.room, req.prompt_len, prompt_digest(req), receiver.prefix_len, pack_i32(pages)
+                link.peer_epoch,
+                receiver.handover,
+                req.prompt_len,
+                prompt_digest(req),
+                receiver.prefix_len,
+                pack_i32(pages),
             )
         )
 
@@ -167,7 +182,7 @@ class KVReceivers:
 
     def on_done(self, link: PrefillLink, msg: TransferDone) -> None:
         """All pages have landed, says the prefill: check that they are what it sent."""
-        receiver = self._known(link, msg.room)
+        receiver = self._known(link, msg.handover)
         if receiver is None:
             return
         if receiver.state is ReceiverState.DRAINING:
@@ -175,12 +190,12 @@ class KVReceivers:
         elif receiver.state is ReceiverState.TRANSFERRING:
             receiver.state, receiver.aux, receiver.checking = ReceiverState.VERIFYING, msg.aux, True
             pages = self._host.pages(receiver.req, receiver.prefix_len, receiver.req.prompt_len)
-            self._host.to_worker(VerifyPages(receiver.room, pack_i32(pages), msg.checksum, link.order))
+            self._host.to_worker(VerifyPages(receiver.handover, pack_i32(pages), msg.checksum, link.order))
 
     def on_verified(self, event: PagesVerified, now: float) -> None:
         """The worker has checked the landed pages."""
-        receiver = self.rooms.get(event.room)
-        if receiver is None or not receiver.checking:
+        receiver = self.rooms.get(event.handover.room)
+        if receiver is None or receiver.handover != event.handover or not receiver.checking:
             return
         receiver.checking = False
         if receiver.state is ReceiverState.DRAINING:
@@ -197,7 +212,10 @@ class KVReceivers:
         if aux.input_logprobs is not None and len(aux.input_logprobs) > req.prompt_len:
             self._fail(receiver, 502, "the prefill instance sent more prompt logprobs than the prompt has tokens")
             return
-        del self.rooms[receiver.room]
+        assert receiver.hold is not None
+        receiver.hold.verified = True
+        self._host.unpin(receiver.hold)
+        del self.rooms[receiver.handover.room]
         self.done += 1
         self.bytes_received += aux.timing.transfer_bytes
         times, timing = req.times, req.timing
@@ -213,7 +231,7 @@ class KVReceivers:
 
     def on_failed(self, link: PrefillLink, msg: TransferFailed) -> None:
         """The prefill gave the room up and will write no more."""
-        receiver = self._known(link, msg.room)
+        receiver = self._known(link, msg.handover)
         if receiver is None:
             return
         if receiver.state is ReceiverState.DRAINING:
@@ -222,20 +240,18 @@ class KVReceivers:
             receiver.state = ReceiverState.VERIFYING  # nothing can be written any more, so nothing needs draining
             self._fail(receiver, msg.status, shown(msg.reason, REASON_CHARS))
 
-    def on_abort_ack(self, link: PrefillLink, room: int) -> None:
-        """The prefill will write no more for a room that was aborted."""
-        receiver = self._known(link, room)
+    def on_abort_ack(self, link: PrefillLink, msg: AbortAck) -> None:
+        """The prefill will write no more for a hand-over that was aborted."""
+        receiver = self._known(link, msg.handover)
         if receiver is not None and receiver.state is ReceiverState.DRAINING:
             self._drained(receiver)
 
     # --- the ways out ---
 
     def cancel(self, req: Req, reason: str) -> None:
-        """The request has ended on this side; free its memory when nobody writes to it any more."""
+        """The request has ended on this side; its memory stays pinned until nobody writes to it any more."""
         receiver = self._of(req)
-        if receiver is None:
-            self._host.free(req)
-        else:
+        if receiver is not None:
             self._let_go(receiver, reason)
 
     def on_link_gone(self, link: PrefillLink) -> None:
@@ -252,13 +268,9 @@ class KVReceivers:
         for receiver in [r for r in self.rooms.values() if r.link is link and r.state is ReceiverState.DRAINING]:
             self._drained(receiver)
 
-    def owns(self, req: Req) -> bool:
-        """Whether the request's room is open, so that its memory is this object's to free."""
-        return self._of(req) is not None
-
-    def lingering(self) -> list[Req]:
-        """Ended requests whose memory a prefill may still write."""
-        return [r.req for r in self.rooms.values() if r.req.is_ended]
+    def pinned(self) -> list[KVHold]:
+        """Memory that a prefill, or our own worker, may still write."""
+        return [r.hold for r in self.rooms.values() if r.hold is not None]
 
     def _in(self, state: ReceiverState) -> list[KVReceiver]:
         return [r for r in self.rooms.values() if r.state is state]
@@ -269,11 +281,11 @@ class KVReceivers:
         receiver = self.rooms.get(req.msg.bootstrap.room)
         return receiver if receiver is not None and receiver.req is req else None
 
-    def _known(self, link: PrefillLink, room: int) -> KVReceiver | None:
-        receiver = self.rooms.get(room)
-        if receiver is None or receiver.link is not link:
+    def _known(self, link: PrefillLink, handover: HandoverId) -> KVReceiver | None:
+        receiver = self.rooms.get(handover.room)
+        if receiver is None or receiver.handover != handover or receiver.link is not link:
             # Usually the answer to an abort of a room that had nothing to drain.
-            log.debug("dropped a message of %s for room %d, which is not open", link.peer_epoch, room)
+            log.debug("dropped a message of %s for room %d, which is not open", link.peer_epoch, handover.room)
             return None
         return receiver
 
@@ -281,15 +293,19 @@ class KVReceivers:
         where = receiver.req.msg.bootstrap
         assert where is not None
         if receiver.state is ReceiverState.LINKING:
-            waited = f"{self._bootstrap_timeout:.0f} s: {receiver.link.reason or 'no answer'}"
+            waited = f"{self._limits.bootstrap:.0f} s: {receiver.link.reason or 'no answer'}"
             self._fail(
                 receiver, 504, f"the prefill instance behind {where.host}:{where.port} was not reached in {waited}"
             )
+        elif receiver.state is ReceiverState.QUEUED:
+            text = f"{self._limits.queue:.0f} s were not enough for other requests to leave memory for the prompt"
+            self._fail(receiver, 504, text)
         else:
-            self._fail(receiver, 504, f"the hand-over took longer than {self._transfer_timeout:.0f} s")
+            limit = self._limits.queue + self._limits.transfer
+            self._fail(receiver, 504, f"the hand-over took longer than {limit:.0f} s")
 
     def _fail(self, receiver: KVReceiver, status: int, reason: str) -> None:
-        log.info("room %d is off: %s", receiver.room, reason, extra={"rid": receiver.req.rid})
+        log.info("room %d is off: %s", receiver.handover.room, reason, extra={"rid": receiver.req.rid})
         self._host.fail(receiver.req, status, reason, "transfer_error")
         self._let_go(receiver, reason)
 
@@ -302,7 +318,7 @@ class KVReceivers:
             ReceiverState.PREALLOCATED,
             ReceiverState.TRANSFERRING,
         ):
-            link.send(Abort(link.peer_epoch, receiver.room, shown(reason, REASON_CHARS)))
+            link.send(Abort(link.peer_epoch, receiver.handover, shown(reason, REASON_CHARS)))
         if state is ReceiverState.TRANSFERRING and not link.down:
             receiver.state = ReceiverState.DRAINING
         else:
@@ -313,7 +329,7 @@ class KVReceivers:
         if receiver.checking:
             receiver.state = ReceiverState.DRAINING
             return
-        del self.rooms[receiver.room]
+        del self.rooms[receiver.handover.room]
         self.failed += 1
-        # What landed was never verified, so none of it may be cached.
-        self._host.free(receiver.req, keep_prefix=False)
+        if receiver.hold is not None:
+            self._host.unpin(receiver.hold)

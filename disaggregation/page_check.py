@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import xxhash
 
-from ..messages.base import I32
+from ..messages.base import I32, HandoverId
 from .page_order import PageConverter
 from .page_spans import page_spans
 
@@ -16,8 +16,8 @@ class PageCheck:
     The checksum is that of the bytes as they were sent, so every page is hashed before the first one is converted.
     """
 
-    def __init__(self, room: int, pages: I32, checksum: int, converter: PageConverter | None = None) -> None:
-        self.room = room
+    def __init__(self, handover: HandoverId, pages: I32, checksum: int, converter: PageConverter | None = None) -> None:
+        self.handover = handover
         self._to_hash = pages
         self._to_convert = pages if converter is not None else pages[:0]
         self._converter = converter

@@ -32,11 +32,14 @@ class LinkState(Enum):
 class PrefillLink:
     """One connection. ``status`` (HTTP) and ``reason`` are for the requests that fail when it is gone.
 
-    ``order``: how the prefill's pages lie, and arrive here.
+    ``number``: what the worker calls it. ``same_as``: the link to use in its place, since another address led to the
+    same instance before. ``order``: how the prefill's pages lie, and arrive here.
     """
 
     host: str
     port: int
+    opened_at: float = 0.0
+    number: int = 0
     state: LinkState = LinkState.ROUTING
     asked: bool = False
     greeted: bool = False
@@ -49,6 +52,7 @@ class PrefillLink:
     heard_at: float = 0.0
     down: bool = True
     unsent: list[Message] = field(default_factory=list)
+    same_as: PrefillLink | None = None
 
     def send(self, message: Message) -> None:
         """Queue for the peer; one frame a turn of the loop."""

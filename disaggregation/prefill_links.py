@@ -1,21 +1,23 @@
 """All links of a decode instance to prefill instances: opening, greeting, heartbeats, and noticing death.
 
 Death shows in three ways, whichever is first: the control connection breaks, the worker loses the data link, or the
-peer is silent for ``heartbeat_timeout``. A link to an address is opened only after the last one to it is down, so that
-what the worker says of a peer is never about an earlier connection to it.
+peer is silent for ``heartbeat_timeout``. There is one link to an instance, by whichever address it was found, and the
+next one is opened only after the last is down; links are numbered, so that late news of one isn't taken for the next's.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from ..messages.decode import UndeclaredMessage, shown
 from ..messages.handover import PROTOCOL_VERSION, Heartbeat, Hello, Refused, Welcome
-from ..messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, WorkerReady
+from ..messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, PeerLinkDown, WorkerReady
 from ..runtime.refusal_log import RefusalLog
 from .bootstrap import Reached
+from .bootstrap_client import REACH_SECONDS
 from .control.client import ControlClient
 from .control.frames import MESSAGES_A_TURN
 from .handover_host import HandoverHost
@@ -23,6 +25,9 @@ from .prefill_link import LinkState, PrefillLink
 from .wire.reactor import Reactor
 
 log = logging.getLogger(__name__)
+
+WORKER_SECONDS = 30.0
+"""For the worker to be ready for a peer; its own limits are shorter."""
 
 
 class PrefillLinks:
@@ -54,6 +59,7 @@ class PrefillLinks:
         self._on_down = on_down
         self._open: dict[tuple[str, int], PrefillLink] = {}
         self._closing: list[PrefillLink] = []
+        self._numbers = itertools.count(1)
         self._beat_at = 0.0
         self._refusals = RefusalLog(log, "from prefill instances")
 
@@ -61,7 +67,7 @@ class PrefillLinks:
         """The link to the prefill behind this bootstrap address; a new one where there is none."""
         link = self._open.get((host, port))
         if link is None:
-            link = self._open[(host, port)] = PrefillLink(host, port)
+            link = self._open[(host, port)] = PrefillLink(host, port, now, next(self._numbers))
             self._ask(link)
         return link
 
@@ -74,15 +80,23 @@ class PrefillLinks:
             self._gone(link, f"the bootstrap server {host}:{port} gave no route: {answer}")
             return
         route = answer.route
+        known = next((k for k in self._open.values() if k.peer_epoch == route.epoch and k.client is not None), None)
+        if known is not None:
+            link.same_as = self._open[(host, port)] = known
+            return
+        if any(k.peer_epoch == route.epoch for k in (*self._open.values(), *self._closing)):
+            # There is one link to an instance at a time, so that news of a link is about one only: ask again later.
+            link.asked = False
+            return
         link.reached = answer
         link.state, link.peer_epoch, link.down, link.heard_at = LinkState.GREETING, route.epoch, False, now
         link.order = route.layout.order
         # The worker lets a peer that it has lost before write here again only when told so, and before that peer tries.
-        self._host.to_worker(ConnectPeer(route.epoch, b""))
+        self._host.to_worker(ConnectPeer(route.epoch, link.number, b""))
 
     def on_peer_connected(self, event: PeerConnected, now: float) -> None:
         """The worker is ready for a prefill's writes (or is not): greet the prefill."""
-        for link in [k for k in self._open.values() if k.peer_epoch == event.peer and k.state is LinkState.GREETING]:
+        for link in [k for k in self._open.values() if k.number == event.link and k.state is LinkState.GREETING]:
             if event.error is not None:
                 self._gone(link, f"this instance can't take its pages: {event.error}")
             else:
@@ -111,9 +125,9 @@ class PrefillLinks:
 
     def poll(self, now: float) -> None:
         """Read every link, beat, and drop those that are silent."""
-        for link in list(self._open.values()):
+        for link in set(self._open.values()):
             if link.client is None:
-                self._ask(link)
+                self._wait(link, now)
                 continue
             self._read(link, link.client, now)
             if link.state is LinkState.GONE:
@@ -126,21 +140,29 @@ class PrefillLinks:
                 self._gone(link, f"the prefill instance was silent for {now - link.heard_at:.1f} s")
         if now - self._beat_at >= self._interval:
             self._beat_at = now
-            for link in self._open.values():
+            for link in set(self._open.values()):
                 if link.greeted:
                     link.send(Heartbeat(link.peer_epoch))
+
+    def _wait(self, link: PrefillLink, now: float) -> None:
+        """For a route, or for the worker."""
+        self._ask(link)
+        if not link.asked and now - link.opened_at > REACH_SECONDS:
+            self._gone(link, "the last link to it is not down: it still holds this instance's KV memory")
+        elif link.state is LinkState.GREETING and now - link.heard_at > WORKER_SECONDS:
+            self._gone(link, f"this instance's worker did not let it in within {WORKER_SECONDS:.0f} s")
 
     def flush(self) -> None:
         """Send what the turn has queued."""
         for link in self._open.values():
             link.flush()
 
-    def on_peer_link_down(self, peer: str) -> None:
-        """The worker says that ``peer`` can't write here any more, on our wish or by itself."""
-        for link in [k for k in self._open.values() if k.peer_epoch == peer and k.state is not LinkState.ROUTING]:
+    def on_peer_link_down(self, event: PeerLinkDown) -> None:
+        """The worker says that a peer can't write here any more, on our wish or by itself."""
+        for link in [k for k in self._open.values() if k.number == event.link]:
             link.down = True
             self._gone(link, "the prefill instance's worker closed the data link or died")
-        for link in [k for k in self._closing if k.peer_epoch == peer]:
+        for link in [k for k in self._closing if k.number == event.link]:
             link.down = True
             self._closing.remove(link)
             self._on_down(link)
@@ -149,7 +171,7 @@ class PrefillLinks:
         """For /server_info."""
         return [
             {"bootstrap": f"{k.host}:{k.port}", "state": k.state.name.lower(), "epoch": k.peer_epoch}
-            for k in [*self._open.values(), *self._closing]
+            for k in [*dict.fromkeys(self._open.values()), *self._closing]
         ]
 
     @property
@@ -160,7 +182,7 @@ class PrefillLinks:
     @property
     def connected(self) -> int:
         """Prefill instances that can be asked for pages now."""
-        return sum(link.state is LinkState.READY for link in self._open.values())
+        return sum(link.state is LinkState.READY for link in set(self._open.values()))
 
     @property
     def active(self) -> bool:
@@ -206,11 +228,12 @@ class PrefillLinks:
             return
         log.warning("link to prefill %s:%d is gone: %s", shown(link.host), link.port, shown(reason))
         link.state, link.reason = LinkState.GONE, reason
-        del self._open[(link.host, link.port)]
+        for address in [address for address, other in self._open.items() if other is link]:
+            del self._open[address]
         if link.client is not None:
             link.flush()
             link.client.close()
         if not link.down:
             self._closing.append(link)
-            self._host.to_worker(DisconnectPeer(link.peer_epoch))
+            self._host.to_worker(DisconnectPeer(link.peer_epoch, link.number))
         self._on_gone(link)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..mem_cache.base_prefix_cache import KVHold
 from ..messages.base import I32, Message
 from ..messages.outputs import FinishReason, FinishType, TokenLogprob
 from ..scheduler.req import Req, ReqState
@@ -28,7 +29,6 @@ class SchedulerHost:
     def end_outgoing(self, req: Req) -> None:
         """See ``HandoverHost``."""
         self._scheduler.end(req, ReqState.FINISHED, FinishReason(FinishType.LENGTH))
-        self._scheduler.free(req)
 
     def start_incoming(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
         """See ``HandoverHost``."""
@@ -44,7 +44,7 @@ class SchedulerHost:
             return False
         busy = [*planner.running.values(), *others]
         reserve = planner.reserve.tokens([*busy, req]) if busy else 0
-        admitted = memory.admit(req, reserve, prefix_limit=req.prompt_len)
+        admitted = memory.admit(req, reserve, prefix_limit=req.prompt_len, verified=False)
         if admitted:
             planner.count_lookup(req)
         return admitted
@@ -57,9 +57,13 @@ class SchedulerHost:
         """See ``HandoverHost``."""
         self._scheduler.fail(req, status, message, kind)
 
-    def free(self, req: Req, *, keep_prefix: bool = True) -> None:
+    def pin(self, req: Req) -> KVHold:
         """See ``HandoverHost``."""
-        self._scheduler.free(req, keep_prefix=keep_prefix)
+        return self._scheduler.memory.pin(req)
+
+    def unpin(self, hold: KVHold) -> None:
+        """See ``HandoverHost``."""
+        self._scheduler.memory.unpin(hold)
 
     def pages(self, req: Req, start: int, end: int) -> I32:
         """See ``HandoverHost``."""

@@ -1,14 +1,15 @@
 """Pushes KV pages to peers and checks those that landed, beside the model worker's forward passes.
 
-    SendPages … SendPages(last) ─▶ slices, round robin over rooms ─▶ all landed ─▶ SendEnded
+    SendPages … SendPages(last) ─▶ slices, round robin over hand-overs ─▶ all landed ─▶ SendEnded
     CancelSend ─▶ no new slice; those under way land ─▶ SendEnded(cancelled)
-    the link goes down ─▶ PeerLinkDown ─▶ SendEnded(error) for each of the peer's rooms
+    the link goes down ─▶ PeerLinkDown ─▶ SendEnded(error) for each of the peer's hand-overs
 
 One thread owns the transfer backend and all state, and sleeps while there is nothing to do. Chunks are cut into slices
-of a few MiB, so that small rooms pass between the slices of huge ones and a cancel waits for little.
+of a few MiB, so that small hand-overs pass between the slices of huge ones and a cancel waits for little.
 
-Where a link breaks under a room's slices, some may still land after ``SendEnded(error)``: only the peer can know that
-nothing more will, by its own ``PeerLinkDown``. Ours comes first, so that whoever hears of the rooms knows that already.
+Where a link breaks under a hand-over's slices, some may still land after ``SendEnded(error)``: only the peer can know
+that nothing more will, by its own ``PeerLinkDown``. Ours comes first, so that whoever hears of the hand-overs knows
+that already.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..messages.base import HandoverId
 from ..messages.worker import (
     CancelSend,
     ConnectPeer,
@@ -40,7 +42,7 @@ from ..runtime.refusal_log import RefusalLog
 from .backends.base import Admitted, ConnectFailed, LinkEvent, LinkUp, TransferBackend
 from .backends.registry import make_backend
 from .errors import BadSpans, TransferError
-from .outgoing_room import OutgoingRoom
+from .outgoing_pages import OutgoingPages
 from .page_check import PageCheck
 from .page_order import PageConverter
 from .page_spans import unpack_pages
@@ -53,7 +55,8 @@ WINDOW_BYTES = 8 << 20
 """Bytes under way to a peer: enough to keep a fast link busy while the next slice is prepared."""
 WINDOW_SLICES = 64
 CHECK_BYTES = 4 << 20
-MAX_BROKEN_ROOMS = 4096
+MAX_BROKEN = 4096
+MAX_DOWN = 4096
 CLOSE_SECONDS = 5.0
 
 
@@ -81,10 +84,10 @@ class TransferEngine:
 
     ``ConnectPeer`` with empty metadata only admits the peer as a writer. After a ``PeerLinkDown`` of an epoch this has
     to come (and ``PeerConnected`` to answer) before that epoch is asked to connect again; before the first time it is
-    harmless. Commands for one peer that cross share an answer: one ``PeerLinkDown`` serves several ``DisconnectPeer``.
+    harmless. A ``DisconnectPeer`` that crosses the ``PeerLinkDown`` of its link is not answered again.
 
-    A room that failed before all its pages were handed in takes no more of them: those that crossed its ``SendEnded``
-    are dropped, since a checksum over them alone would claim what is not true.
+    A hand-over that failed before all its pages were handed in takes no more of them: those that crossed its
+    ``SendEnded`` are dropped, since a checksum over them alone would claim what is not true.
     """
 
     def __init__(
@@ -115,11 +118,14 @@ class TransferEngine:
         self._refusals = RefusalLog(log, "connecting to peers")
         self._partings = RefusalLog(log, "parting from peers", logging.INFO)
         self._commands: queue.SimpleQueue[TransferCommand | None] = queue.SimpleQueue()
-        self._rooms: dict[int, OutgoingRoom] = {}
-        self._turns: deque[OutgoingRoom] = deque()
+        self._outgoing: dict[HandoverId, OutgoingPages] = {}
+        self._turns: deque[OutgoingPages] = deque()
         self._windows: dict[str, _Window] = {}
-        self._broken: dict[int, str] = {}
+        self._broken: dict[HandoverId, None] = {}
         self._checks: deque[PageCheck] = deque()
+        self._links: dict[str, int] = {}
+        self._down: dict[str, int] = {}
+        """Links that are over, of peers that have not been connected to again."""
         self._thread = threading.Thread(target=self._run, name="transfer-engine", daemon=True)
         self._thread.start()
 
@@ -164,67 +170,75 @@ class TransferEngine:
                 case SendPages():
                     self._send(command)
                 case CancelSend():
-                    self._cancel(command.room)
+                    self._cancel(command.handover)
                 case VerifyPages():
                     self._verify(command)
                 case ConnectPeer():
                     self._connect(command)
                 case DisconnectPeer():
-                    self._backend.disconnect(command.peer)
+                    self._disconnect(command)
                 case None:
                     return False
 
     def _connect(self, command: ConnectPeer) -> None:
-        # Who connects again has heard that the rooms of the last time are over, and sends no more for them.
-        self._broken = {room: peer for room, peer in self._broken.items() if peer != command.peer}
+        # Who connects again has heard that the hand-overs of the last time are over, and sends no more for them.
+        self._broken = {handover: None for handover in self._broken if handover.epoch != command.peer}
+        self._links[command.peer] = command.link
+        self._down.pop(command.peer, None)
         if command.metadata:
             self._backend.connect(command.peer, command.metadata)
         else:
             self._backend.admit(command.peer)
 
+    def _disconnect(self, command: DisconnectPeer) -> None:
+        if self._down.get(command.peer) != command.link:
+            self._links[command.peer] = command.link
+            self._backend.disconnect(command.peer)
+
     def _send(self, command: SendPages) -> None:
-        if command.room in self._broken:
+        handover = command.handover
+        if handover in self._broken:
             if command.last:
-                del self._broken[command.room]
+                del self._broken[handover]
             return
-        room = self._rooms.get(command.room)
-        if room is None:
-            room = self._rooms[command.room] = OutgoingRoom(command.room, command.peer, self._page_bytes)
-        waiting = room.pending
-        room.whole = command.last
+        outgoing = self._outgoing.get(handover)
+        if outgoing is None:
+            outgoing = self._outgoing[handover] = OutgoingPages(handover, self._page_bytes)
+        waiting = outgoing.pending
+        outgoing.whole = command.last
         try:
             src = unpack_pages(command.src_pages, self._num_pages, "source")
             dst = unpack_pages(command.dst_pages, 1 << 31, "destination")
-            if len(src) != len(dst) or command.peer != room.peer:
-                raise BadSpans(f"room {command.room} was given pages that do not match, or two peers")
+            if len(src) != len(dst):
+                raise BadSpans(f"room {handover.room} was given {len(src)} pages for {len(dst)}")
         except BadSpans as e:
-            room.fail(str(e))
+            outgoing.fail(str(e))
         else:
-            if room.error is None:
-                room.add(src, dst)
-        if room.pending and not waiting:
-            self._turns.append(room)
-        self._end_if_over(room)
+            if outgoing.error is None:
+                outgoing.add(src, dst)
+        if outgoing.pending and not waiting:
+            self._turns.append(outgoing)
+        self._end_if_over(outgoing)
 
-    def _cancel(self, number: int) -> None:
-        self._broken.pop(number, None)
-        room = self._rooms.get(number)
-        if room is None:
-            self._emit(SendEnded(number, cancelled=True))
+    def _cancel(self, handover: HandoverId) -> None:
+        self._broken.pop(handover, None)
+        outgoing = self._outgoing.get(handover)
+        if outgoing is None:
+            self._emit(SendEnded(handover, cancelled=True))
             return
-        room.cancel()
-        self._end_if_over(room)
+        outgoing.cancel()
+        self._end_if_over(outgoing)
 
     def _verify(self, command: VerifyPages) -> None:
         if not self._backend.moves_data:
-            self._emit(PagesVerified(command.room, ok=True))
+            self._emit(PagesVerified(command.handover, ok=True))
             return
         try:
             pages = unpack_pages(command.pages, self._num_pages, "landed")
-            check = PageCheck(command.room, pages, command.checksum, self._converter(command.order))
+            check = PageCheck(command.handover, pages, command.checksum, self._converter(command.order))
         except (BadSpans, ValueError) as e:
-            log.error("can't verify room %d: %s", command.room, e)
-            self._emit(PagesVerified(command.room, ok=False))
+            log.error("can't verify room %d: %s", command.handover.room, e)
+            self._emit(PagesVerified(command.handover, ok=False))
             return
         self._checks.append(check)
 
@@ -239,25 +253,25 @@ class TransferEngine:
     # Work
 
     def _push(self) -> bool:
-        """Start slices of as many rooms as make up one full slice, in turn; False when none could be started."""
+        """Start slices of as many hand-overs as make up one full slice, in turn; False when none could be started."""
         pushed = 0
         for _ in range(len(self._turns)):
-            room = self._turns.popleft()
-            if not room.pending:
+            outgoing = self._turns.popleft()
+            if not outgoing.pending:
                 continue
-            window = self._windows.setdefault(room.peer, _Window())
+            window = self._windows.setdefault(outgoing.handover.epoch, _Window())
             if window.open:
                 try:
-                    nbytes = room.push_slice(self._backend, self._pool, SLICE_BYTES)
+                    nbytes = outgoing.push_slice(self._backend, self._pool, SLICE_BYTES)
                 except TransferError as e:
-                    room.fail(str(e))
-                    self._end_if_over(room)
+                    outgoing.fail(str(e))
+                    self._end_if_over(outgoing)
                     continue
                 window.slices += 1
                 window.nbytes += nbytes
                 pushed += nbytes
-            if room.pending:
-                self._turns.append(room)
+            if outgoing.pending:
+                self._turns.append(outgoing)
             if pushed >= SLICE_BYTES:
                 break
         return pushed > 0
@@ -270,44 +284,47 @@ class TransferEngine:
             if ok is None:
                 self._checks.append(check)
             else:
-                self._emit(PagesVerified(check.room, ok))
+                self._emit(PagesVerified(check.handover, ok))
         return bool(self._checks)
 
     def _reap(self) -> None:
-        for room in [room for room in self._rooms.values() if room.landing]:
-            self._reap_room(room)
-            self._end_if_over(room)
+        for outgoing in [outgoing for outgoing in self._outgoing.values() if outgoing.landing]:
+            self._reap_one(outgoing)
+            self._end_if_over(outgoing)
 
-    def _reap_room(self, room: OutgoingRoom) -> None:
-        slices, nbytes = room.reap(self._backend)
+    def _reap_one(self, outgoing: OutgoingPages) -> None:
+        slices, nbytes = outgoing.reap(self._backend)
         if slices:
-            window = self._windows[room.peer]
+            window = self._windows[outgoing.handover.epoch]
             window.slices -= slices
             window.nbytes -= nbytes
 
-    def _end_if_over(self, room: OutgoingRoom) -> None:
-        if not room.over:
+    def _end_if_over(self, outgoing: OutgoingPages) -> None:
+        if not outgoing.over:
             return
-        del self._rooms[room.room]
-        if room.error is not None and not room.whole and not room.cancelled:
-            self._broken[room.room] = room.peer
-            if len(self._broken) > MAX_BROKEN_ROOMS:
+        del self._outgoing[outgoing.handover]
+        if outgoing.error is not None and not outgoing.whole and not outgoing.cancelled:
+            self._broken[outgoing.handover] = None
+            if len(self._broken) > MAX_BROKEN:
                 del self._broken[next(iter(self._broken))]
-        self._emit(room.ended(checksummed=self._backend.moves_data))
+        self._emit(outgoing.ended(checksummed=self._backend.moves_data))
 
     def _on_link(self, event: LinkEvent) -> None:
         match event:
             case LinkUp() | Admitted():
-                self._emit(PeerConnected(event.peer))
+                self._emit(PeerConnected(event.peer, self._links.get(event.peer, 0)))
             case ConnectFailed():
                 self._refusals.add(event.error)
-                self._emit(PeerConnected(event.peer, event.error))
+                self._emit(PeerConnected(event.peer, self._links.pop(event.peer, 0), event.error))
             case _:
                 self._partings.add(f"the links with peer {event.peer} are down: {event.reason}")
-                self._emit(PeerLinkDown(event.peer))
-                for room in [room for room in self._rooms.values() if room.peer == event.peer]:
-                    self._reap_room(room)
-                    if not room.over:
-                        room.fail(f"the link to peer {event.peer} is down: {event.reason}")
-                    self._end_if_over(room)
+                link = self._down[event.peer] = self._links.pop(event.peer, 0)
+                if len(self._down) > MAX_DOWN:
+                    del self._down[next(iter(self._down))]
+                self._emit(PeerLinkDown(event.peer, link))
+                for outgoing in [o for o in self._outgoing.values() if o.handover.epoch == event.peer]:
+                    self._reap_one(outgoing)
+                    if not outgoing.over:
+                        outgoing.fail(f"the link to peer {event.peer} is down: {event.reason}")
+                    self._end_if_over(outgoing)
                 self._windows.pop(event.peer, None)

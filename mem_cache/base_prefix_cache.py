@@ -28,7 +28,7 @@ from .tree_node import TreeNode
 class PrefixMatch(NamedTuple):
     """A cached prefix: its ``slots`` [M] int32 (read-only, M a whole number of pages) and the node that it ends in.
 
-    Valid until the next ``evict`` or ``reset``, unless held.
+    Valid until the next ``evict``, ``reset`` or ``condemn``, unless held.
     """
 
     slots: I32
@@ -42,13 +42,17 @@ class Rewrite(NamedTuple):
     slots: I32
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class KVHold:
-    """What one request holds.
+    """What one request holds, and whoever else still uses it.
 
     Positions ``[0, cached_len)`` of its row are the cache's slots, pinned by the lock on ``node``, which ends at
     ``cached_len`` (page-aligned). ``[cached_len, kv_len)`` belong to the request alone: the scheduler writes them to
     the row and moves ``kv_len`` on as it allocates. ``live`` turns False when the hold is given back.
+
+    ``verified``: whether its KV is what it should be. False while a peer may still write it, and for good where it is
+    known to be bad: none of it is shared then. ``pins`` and ``left`` are ``KVMemory``'s: how many use it, and the
+    tokens of a request that is over, whose prefix may stay when the last one lets go.
     """
 
     row: int
@@ -57,6 +61,9 @@ class KVHold:
     cached_len: int
     kv_len: int
     live: bool = True
+    verified: bool = True
+    pins: int = 1
+    left: I32 | None = None
 
 
 class BasePrefixCache(ABC):
@@ -125,6 +132,13 @@ class BasePrefixCache(ABC):
         on). Pages of it that the cache got from elsewhere meanwhile are freed and replaced in the row: that is
         the ``Rewrite`` returned, None when nothing was replaced. ``tokens[:cached_len]`` must be what was matched or
         cached before. Raises ``StaleHold``, also when ``tokens`` are more than ``kv_len``; nothing is changed then.
+        Nothing is shared of a hold that isn't ``verified``, nor behind a prefix that was condemned.
+        """
+
+    @abstractmethod
+    def condemn(self, tokens: I32, extra_key: str = "") -> None:
+        """The KV of ``tokens`` [N] is bad, from whichever page on. No request finds any of it any more, nor what begins
+        with the same page. The pages go back as soon as no request pins them.
         """
 
     def cache_finished_req(self, hold: KVHold, tokens: I32) -> None:

@@ -53,6 +53,9 @@ class ChunkCache(BasePrefixCache):
             raise StaleHold(f"{len(tokens)} tokens can't have KV in {hold.kv_len} slots")
         return None
 
+    def condemn(self, tokens: I32, extra_key: str = "") -> None:
+        """Nothing is kept, so nothing can be found."""
+
     def reset(self) -> int:
         return 0
 

@@ -3,6 +3,8 @@
 Life of a node: inserted as a leaf (by ``insert``, or by a request that shares its KV) → matched, split at page borders
 when a prefix parts inside it (the old node stays the lower part, so whoever ends in it still does) → locked while a
 request pins it or a descendant → unlocked leaf → trimmed from its end or evicted; then its parent may be a leaf.
+
+What was condemned hangs, as far as it is locked, below a root of its own, where no walk begins, until nobody pins it.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ class RadixCache(BasePrefixCache):
         super().__init__(allocator, req_to_token)
         self._page_bytes = self.page_size * TOKEN_BYTES
         self._root = make_root()
+        self._condemned = make_root()
+        self._condemned_tops = 0
         self._heap = EvictionHeap(priority)
         self._now = 0
         self._evictable = 0
@@ -68,14 +72,16 @@ class RadixCache(BasePrefixCache):
 
     def dec_lock_ref(self, node: TreeNode) -> None:
         path = list(node.path_up())
-        if path[-1] is not self._root or node.lock_ref == 0:
+        if path[-1] not in (self._root, self._condemned) or node.lock_ref == 0:
             raise UnbalancedLock("unlocked more often than locked")
         for n in path:
             n.lock_ref -= 1
             if n.lock_ref == 0:
                 self._protected -= n.num_tokens
                 self._evictable += n.num_tokens
-        if node.is_evictable:
+        if path[-1] is self._condemned:
+            self._drop_unlocked(self._condemned)
+        elif node.is_evictable:
             self._heap.push(node)
 
     def evict(self, num_tokens: int) -> int:
@@ -110,7 +116,7 @@ class RadixCache(BasePrefixCache):
         if len(tokens) > hold.kv_len:
             raise StaleHold(f"{len(tokens)} tokens can't have KV in {hold.kv_len} slots")
         start, end = hold.cached_len, floor_to_page(len(tokens), self.page_size)
-        if end <= start:
+        if end <= start or not hold.verified or self._is_condemned(hold):
             return None
         row = self.req_to_token.table[hold.row]
         # The walk starts at the hold's node, so a chunk costs what it is long, not what the prompt is long.
@@ -127,13 +133,33 @@ class RadixCache(BasePrefixCache):
         row[start : start + known.size] = known
         return Rewrite(start, known)
 
+    def condemn(self, tokens: I32, extra_key: str = "") -> None:
+        key = self._key(tokens)
+        top = self._root.children.pop(self._edge(self._root, key, 0, extra_key), None) if key else None
+        if top is None:
+            return
+        # Of one prefix there may be several.
+        self._condemned_tops += 1
+        top.edge = self._condemned_tops.to_bytes(8) + top.key[: self._page_bytes]
+        top.parent = self._condemned
+        # Whoever pins a node pins the root above it, whichever that is.
+        self._root.lock_ref -= top.lock_ref
+        self._condemned.lock_ref += top.lock_ref
+        self._condemned.children[top.edge] = top
+        self._drop_unlocked(self._condemned)
+
     def reset(self) -> int:
+        return self._drop_unlocked(self._root)
+
+    def _drop_unlocked(self, root: TreeNode) -> int:
+        """Take all that no request pins out from under ``root``; returns how many tokens that was."""
+
         def is_top(node: TreeNode) -> bool:
             """Unlocked, and its parent stays."""
             parent = node.parent
-            return node.lock_ref == 0 and parent is not None and (parent is self._root or parent.lock_ref > 0)
+            return node.lock_ref == 0 and parent is not None and (parent is root or parent.lock_ref > 0)
 
-        tops = [node for node in self._root.subtree() if is_top(node)]
+        tops = [node for node in root.subtree() if is_top(node)]
         freed = []
         for top in tops:
             assert top.parent is not None
@@ -146,9 +172,15 @@ class RadixCache(BasePrefixCache):
         self._heap.sweep()
         return self._give_back(freed)
 
+    def _is_condemned(self, hold: KVHold) -> bool:
+        *_, root = hold.node.path_up()
+        return root is self._condemned
+
     def check_invariants(self, holds: Iterable[KVHold]) -> None:
         holds = list(holds)
-        nodes = list(self._root.subtree())
+        pinned = list(self._condemned.subtree())[1:]
+        require(all(node.lock_ref for node in pinned), "a condemned prefix that no request pins was kept")
+        nodes = [*self._root.subtree(), *pinned]
         for node in nodes:
             self._check_node(node)
         slots = np.concatenate([node.slots for node in nodes])
@@ -158,7 +190,8 @@ class RadixCache(BasePrefixCache):
             *hold_claims(holds, self.req_to_token, self.page_size),
         ]
         check_pages(self.allocator, claims)
-        check_holds(holds, self.req_to_token, {node: node.lock_ref for node in nodes})
+        locks = {node: node.lock_ref for node in nodes}
+        check_holds(holds, self.req_to_token, locks | {self._condemned: self._condemned.lock_ref})
         evictable = sum(node.num_tokens for node in nodes if node.lock_ref == 0)
         protected = sum(node.num_tokens for node in nodes if node.lock_ref)
         counted, kept = (evictable, protected), (self._evictable, self._protected)

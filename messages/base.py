@@ -12,12 +12,24 @@ import numpy.typing as npt
 Epoch = Annotated[str, msgspec.Meta(max_length=128)]
 """Names one start of one instance."""
 Room = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""Names one hand-over."""
+"""What a request calls its hand-over, and both of its legs with it."""
 Reason = Annotated[str, msgspec.Meta(max_length=2048)]
 """Why something is refused or over, for people. Whoever writes it cuts it: ``decode.shown(text, REASON_CHARS)``."""
 REASON_CHARS = 1000
 
 I32 = npt.NDArray[np.int32]
+
+
+class HandoverId(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Names one hand-over, in every message that is about one.
+
+    ``epoch`` is that of the decode instance, which draws a new ``attempt`` for each: a room alone can be used again, by
+    a client that asks twice with the same body, while what it meant before is still being cleared away.
+    """
+
+    epoch: Epoch
+    room: Room
+    attempt: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True):

@@ -1,7 +1,7 @@
 """Control-plane messages between a decode's and a prefill's scheduler (frames over TCP).
 
 The decode connects; the prefill listens. ``epoch`` is always the *receiver's* epoch as the sender knows it: a message
-for an earlier life of a process is dropped. Every message of a hand-over also names its room.
+for an earlier life of a process is dropped. Every message of a hand-over also names that.
 
 These come over the network, from whoever reaches the port: every field is bounded to what an honest peer can mean, so
 that nothing behind the decoder has to expect a number that fits into no int64, or a name of a megabyte.
@@ -15,11 +15,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from .base import Epoch, Message, Reason, Room
+from .base import Epoch, HandoverId, Message, Reason
 from .outputs import Timing, TokenLogprob
 from .worker import KVLayout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_METADATA_BYTES = 4096
 MAX_TOKENS = (1 << 31) - 1
 MAX_TRANSFER_BYTES = 1 << 40
@@ -59,14 +59,14 @@ class Refused(Message):
 
 
 class TransferRequest(Message):
-    """Decode → prefill: send the KV of room ``room`` from token ``decode_prefix_len`` on (page-aligned) to
+    """Decode → prefill: send the KV of a hand-over from token ``decode_prefix_len`` on (page-aligned) to
     ``dst_pages``.
 
     ``prompt_digest`` (xxh3_64 of the int32 prompt) guards against a room that means another prompt there.
     """
 
     epoch: Epoch
-    room: Room
+    handover: HandoverId
     prompt_len: Tokens
     prompt_digest: Checksum
     decode_prefix_len: Tokens
@@ -81,7 +81,7 @@ class RoomQueued(Message):
     """Decode → prefill: I know of this room and ask for it when I have memory; don't give up on it while I live."""
 
     epoch: Epoch
-    room: Room
+    handover: HandoverId
 
 
 class AuxData(msgspec.Struct, forbid_unknown_fields=True):
@@ -106,7 +106,7 @@ class TransferDone(Message):
     """Prefill → decode: every page has landed; nothing more will be written for this room."""
 
     epoch: Epoch
-    room: Room
+    handover: HandoverId
     checksum: Checksum
     aux: AuxData
 
@@ -115,7 +115,7 @@ class TransferFailed(Message):
     """Prefill → decode: the hand-over is off; nothing more will be written for this room."""
 
     epoch: Epoch
-    room: Room
+    handover: HandoverId
     status: Annotated[int, Meta(ge=400, le=599)]
     reason: Reason
 
@@ -124,7 +124,7 @@ class Abort(Message):
     """Decode → prefill: stop the hand-over. Answered by ``AbortAck``, also for a room that is not known."""
 
     epoch: Epoch
-    room: Room
+    handover: HandoverId
     reason: Reason
 
 
@@ -132,7 +132,7 @@ class AbortAck(Message):
     """Prefill → decode: nothing more will be written for this room."""
 
     epoch: Epoch
-    room: Room
+    handover: HandoverId
 
 
 class Heartbeat(Message):

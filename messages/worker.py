@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from .base import Message
+from .base import HandoverId, Message
 from .outputs import TokenLogprob
 
 KVOrder = Literal["tokens", "blocks"]
@@ -178,23 +178,30 @@ class StepResult(Message):
 class ConnectPeer(Message):
     """Scheduler → worker: reach the transfer backend of ``peer`` (an epoch) behind ``metadata``.
 
-    Empty ``metadata`` (from a decode) only admits ``peer`` as a writer, which matters when it was lost before.
+    ``link`` numbers the scheduler's connections, to whichever peer; it sends the next one for a peer after the
+    ``PeerLinkDown`` of the last. Empty ``metadata`` (from a decode) only admits ``peer`` as a writer, which matters
+    when it was lost before.
     """
 
     peer: str
+    link: int
     metadata: bytes
 
 
 class DisconnectPeer(Message):
-    """Scheduler → worker: nothing more is exchanged with ``peer``. Answered by ``PeerLinkDown``."""
+    """Scheduler → worker: nothing more is exchanged by this link. Answered by ``PeerLinkDown``, once for each link:
+    that may have been sent before this came.
+    """
 
     peer: str
+    link: int
 
 
 class PeerConnected(Message):
     """Worker → scheduler: ``ConnectPeer`` ended, badly where ``error`` is set."""
 
     peer: str
+    link: int
     error: str | None = None
 
 
@@ -202,35 +209,36 @@ class PeerLinkDown(Message):
     """Worker → scheduler: ``peer`` can no longer write into this worker's pool, nor this worker into its."""
 
     peer: str
+    link: int
 
 
 class SendPages(Message):
-    """Scheduler → worker: push pages of room ``room`` to ``peer`` (int32 page numbers, here and there, aligned).
+    """Scheduler → worker: push pages to the decode of ``handover`` (int32 page numbers, here and there, aligned).
 
-    Comes after the ``ForwardStep`` that computes them. Pages of a room are pushed, and enter its checksum, in order.
+    Comes after the ``ForwardStep`` that computes them. Pages of a hand-over are pushed, and enter its checksum, in
+    order.
     """
 
-    room: int
-    peer: str
+    handover: HandoverId
     src_pages: bytes
     dst_pages: bytes
     last: bool
 
 
 class CancelSend(Message):
-    """Scheduler → worker: stop pushing room ``room``. Always answered by one ``SendEnded``."""
+    """Scheduler → worker: stop pushing. Always answered by one ``SendEnded``."""
 
-    room: int
+    handover: HandoverId
 
 
 class SendEnded(Message):
-    """Worker → scheduler: nothing more will be read from or written to the pages of room ``room``.
+    """Worker → scheduler: nothing more will be read from or written to the pages of ``handover``.
 
     ``error`` None and ``cancelled`` False mean that all pages arrived, ``last`` ones included. ``checksum`` is xxh3_64
     over the pages' bytes in order (0 for a backend that moves nothing). ``seconds`` is time spent pushing.
     """
 
-    room: int
+    handover: HandoverId
     checksum: int = 0
     nbytes: int = 0
     seconds: float = 0.0
@@ -245,7 +253,7 @@ class VerifyPages(Message):
     checksum is found right, so nobody else may use them before the answer.
     """
 
-    room: int
+    handover: HandoverId
     pages: bytes
     checksum: int
     order: KVOrder | None = None
@@ -254,7 +262,7 @@ class VerifyPages(Message):
 class PagesVerified(Message):
     """Worker → scheduler: whether the landed pages are what the sender had; they lie in our own order now."""
 
-    room: int
+    handover: HandoverId
     ok: bool
 
 

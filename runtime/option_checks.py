@@ -24,6 +24,7 @@ ABOVE_ZERO = (
     "schedule_conservativeness",
     "disaggregation_bootstrap_timeout",
     "disaggregation_transfer_timeout",
+    "disaggregation_queue_timeout",
     "disaggregation_heartbeat_interval",
     "disaggregation_heartbeat_timeout",
     "watchdog_timeout",

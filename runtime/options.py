@@ -62,7 +62,9 @@ class ServerOptions:
     disaggregation_bootstrap_timeout
         Seconds that either side waits for the other to turn up for a hand-over.
     disaggregation_transfer_timeout
-        Seconds that a hand-over may take once both sides know of it.
+        Seconds that a hand-over may take once its prompt is being computed.
+    disaggregation_queue_timeout
+        Seconds that a hand-over may wait for memory on the decode, or for its turn on the prefill.
     disaggregation_heartbeat_interval
         Seconds between heartbeats of a prefill-decode pair.
     disaggregation_heartbeat_timeout
@@ -165,6 +167,7 @@ class ServerOptions:
     disaggregation_ib_device: str | None = None
     disaggregation_bootstrap_timeout: float = 30.0
     disaggregation_transfer_timeout: float = 120.0
+    disaggregation_queue_timeout: float = 300.0
     disaggregation_heartbeat_interval: float = 0.3
     disaggregation_heartbeat_timeout: float = 1.5
     page_size: int = 16

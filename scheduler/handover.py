@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from ..mem_cache.base_prefix_cache import KVHold
 from ..messages.metrics import HandoverCounts
 from ..messages.outputs import TokenLogprob
 from ..messages.worker import TransferEvent
@@ -28,11 +29,8 @@ class Handovers(Protocol):
     def add(self, req: Req, now: float) -> None:
         """Take over a request whose phases run on two instances."""
 
-    def owns(self, req: Req) -> bool:
-        """Whether the request's memory is not the scheduler's to free yet."""
-
     def cancel(self, req: Req, reason: str) -> None:
-        """The request has ended; free its memory as soon as no transfer touches it."""
+        """The request has ended here before its hand-over was complete; does nothing for one without."""
 
     def chunk_planned(self, req: Req) -> None:
         """A step that computes more of the request's prompt was sent to the worker."""
@@ -40,8 +38,8 @@ class Handovers(Protocol):
     def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
         """An outgoing request's prompt is computed."""
 
-    def lingering(self) -> list[Req]:
-        """Ended requests that still hold memory."""
+    def pinned(self) -> list[KVHold]:
+        """Memory that transfers may touch, whether its request has ended or not."""
 
     def on_transfer_event(self, event: TransferEvent, now: float) -> None:
         """News from the worker's transfer engine."""

@@ -1,8 +1,9 @@
 """The scheduler's memory: request rows, slots and cached prefixes behind one door.
 
 A request's memory is taken once, for everything it has to compute (``admit``), grows by one slot a decode step
-(``grow``), and goes back whole: ``finish`` (its prefix stays cached) or ``release`` (nothing stays). Cached prefixes
-that no request uses are evicted when slots run short.
+(``grow``), and goes back whole when nobody uses it any more: the request lets go of it by ``finish``, and a hand-over
+whose peer may still read or write it by ``unpin``, in either order. Its prefix stays cached if its KV is verified.
+Cached prefixes that no request uses are evicted when slots run short.
 
 Pages are freed as soon as the scheduler plans without them, while steps that were already sent may still touch them.
 That is sound because the worker runs steps in order: whoever gets the page next writes it in a later step. A *remote*
@@ -12,13 +13,15 @@ a peer.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from ..mem_cache.allocator import PagedTokenToKVPoolAllocator
-from ..mem_cache.base_prefix_cache import KVHold, Rewrite
+from ..mem_cache.base_prefix_cache import KVHold, Rewrite, require_live
 from ..mem_cache.factory import make_prefix_cache
+from ..mem_cache.invariants import require
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..messages.base import I32
 from ..runtime.options import ServerOptions
@@ -35,6 +38,7 @@ class KVMemory:
         # An output's last token may be computed once too often while its end is not known yet: room for two more.
         self._table = ReqToTokenPool(options.max_running_requests, context_length + 2)
         self._cache = make_prefix_cache(options, self._allocator, self._table)
+        self._holds: set[KVHold] = set()
 
     @property
     def obtainable(self) -> int:
@@ -49,11 +53,12 @@ class KVMemory:
         """How much of the request is cached now (tokens). Takes nothing."""
         return len(self._cache.match_prefix(req.token_ids[: req.longest_reusable_prefix], req.msg.extra_key).slots)
 
-    def admit(self, req: Req, reserve: int, *, prefix_limit: int) -> bool:
+    def admit(self, req: Req, reserve: int, *, prefix_limit: int, verified: bool = True) -> bool:
         """Take a row, the cached prefix (at most ``prefix_limit`` tokens) and slots for the rest of the known tokens.
 
         ``reserve``: slots that must stay obtainable for others. Returns False, having changed nothing, where row or
-        slots are short. Sets ``req.hold`` and ``req.computed``.
+        slots are short. Sets ``req.hold`` and ``req.computed``. ``verified`` False for KV that a peer will write: the
+        hold's own mark turns True when it has been checked.
         """
         if self._table.available_size() == 0:
             return False
@@ -66,6 +71,8 @@ class KVMemory:
             row = self._table.alloc()
             assert row is not None
             req.hold = self._cache.hold(row, match, req.msg.extra_key)
+            req.hold.verified = verified
+            self._holds.add(req.hold)
             self._extend(req.hold, req.known_len)
             req.computed = cached
         self._cache.dec_lock_ref(match.node)
@@ -101,16 +108,34 @@ class KVMemory:
         return self._cache.cache_unfinished_req(self.hold_of(req), req.known_tokens(computed))
 
     def finish(self, req: Req) -> None:
-        """Give the request's memory back, keeping what it computed as a cached prefix."""
+        """The request lets go of its memory. What it computed stays cached once nobody else uses the memory either."""
         hold = self.hold_of(req)
         req.hold = None
-        self._cache.cache_finished_req(hold, req.known_tokens(min(req.computed, hold.kv_len)))
+        hold.left = req.known_tokens(min(req.computed, hold.kv_len))
+        self.unpin(hold)
 
-    def release(self, req: Req) -> None:
-        """Give the request's memory back and keep nothing (beyond what ``share`` had already shared)."""
+    def pin(self, req: Req) -> KVHold:
+        """Keep the request's memory as it is until ``unpin``, though the request may end before."""
         hold = self.hold_of(req)
-        req.hold = None
-        self._cache.release_req(hold)
+        hold.pins += 1
+        return hold
+
+    def unpin(self, hold: KVHold) -> None:
+        """One user less; the last one's memory goes back."""
+        require_live(hold)
+        hold.pins -= 1
+        if hold.pins:
+            return
+        if hold.left is None:
+            raise AssertionError(f"the memory in row {hold.row} was let go of while its request lives")
+        self._holds.remove(hold)
+        self._cache.cache_finished_req(hold, hold.left)
+
+    def condemn(self, req: Req) -> None:
+        """What the request computed, or began with, is bad: nobody may find it in the cache, now or later."""
+        if req.hold is not None:
+            req.hold.verified = False
+        self._cache.condemn(req.known_tokens(req.known_len), req.msg.extra_key)
 
     def hold_of(self, req: Req) -> KVHold:
         """The request's memory; it must have some."""
@@ -135,9 +160,11 @@ class KVMemory:
             "rows_in_use": rows - self._table.available_size(),
         }
 
-    def check_invariants(self, reqs: Iterable[Req]) -> None:
-        """Every page exactly once; raises ``mem_cache.errors.InvariantViolation``."""
-        self._cache.check_invariants([r.hold for r in reqs if r.hold is not None])
+    def check_invariants(self, users: Iterable[KVHold]) -> None:
+        """Every page exactly once, and every pin one of ``users``; raises ``mem_cache.errors.InvariantViolation``."""
+        self._cache.check_invariants(self._holds)
+        pins = {hold: hold.pins for hold in self._holds}
+        require(pins == Counter(users), f"pins {list(pins.values())} are not those of requests and hand-overs")
 
     def _extend(self, hold: KVHold, seq_len: int) -> None:
         """Slots for positions ``[hold.kv_len, seq_len)``; the caller made sure that they can be had."""

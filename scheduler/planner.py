@@ -8,6 +8,8 @@ slots the youngest running request is retracted.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ..messages.base import pack_i32
 from ..messages.worker import ForwardStep, RowInit, SlotDelta
 from ..runtime.options import ServerOptions
@@ -30,6 +32,13 @@ class PlannedStep:
         self.prefilled = prefilled
 
 
+class Stuck(NamedTuple):
+    """``req`` has waited for memory since ``since`` (``time.monotonic()``), and nobody who computes has it."""
+
+    req: Req
+    since: float
+
+
 class StepPlanner:
     """Owner of the queues. ``waiting``: no memory yet. ``running``: holds memory and computes here.
 
@@ -48,6 +57,8 @@ class StepPlanner:
         self.asked_tokens = 0
         self.hit_tokens = 0
         """What the prefix cache was asked for, by whomever, and what of it was there."""
+        self.stuck: Stuck | None = None
+        """Who can't go on though nobody else computes."""
         self.retracted: list[Req] = []
         """Who had to give way to the latest plan."""
         self._memory = memory
@@ -69,6 +80,7 @@ class StepPlanner:
         stuck = self._plan_decodes(builder)
         room = self.budget.room(builder.shape, awaited=stuck or bool(self.arriving))
         prefilled = self._plan_prefills(builder, room, now)
+        self._note_stuck(now, nothing=not len(builder))
         if not len(builder):
             return None
         self._step_id += 1
@@ -83,6 +95,19 @@ class StepPlanner:
         for req in prefilled:
             self._share(req)
         return PlannedStep(message, in_flight, prefilled)
+
+    def _note_stuck(self, now: float, *, nothing: bool) -> None:
+        """A request that is alone, or first in line with none running, lacks memory that only hand-overs can hold."""
+        first = None
+        if nothing and not self.running:
+            first = next((r for r in self.waiting.values() if not r.pending), None)
+        elif nothing and len(self.running) == 1:
+            lone = next(iter(self.running.values()))
+            first = lone if lone.state is ReqState.RUNNING and lone.wants_tokens and not lone.pending else None
+        if first is None:
+            self.stuck = None
+        elif self.stuck is None or self.stuck.req is not first:
+            self.stuck = Stuck(first, now)
 
     def start_landed(self, req: Req) -> None:
         """An incoming request's KV has landed and its first token is known: it decodes from now on."""
@@ -123,7 +148,8 @@ class StepPlanner:
                 builder.add_decodes(reqs, slots)
                 self.reserve.step_done()
                 return False
-            # A lone request fits by construction: what it lacks is held by hand-overs, which end by themselves.
+            # A lone request fits by construction: what it lacks is held by hand-overs. These end by themselves, but for
+            # those whose writer can't be stopped and does not stop; so there is a limit to the wait.
             if len(reqs) == 1 and len(self.running) == 1:
                 return True
             victim = reqs.pop()

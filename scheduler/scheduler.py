@@ -9,8 +9,8 @@ One loop for all routes (docs/architecture.md). ``process.py`` feeds it messages
 3. ``on_step_result`` makes tokens known, ends requests, and sends the tokens to the detokenizer: each at once, or
    several at a time (``outbox.py``).
 
-Every request ends exactly once, through ``end``. Its memory goes back through ``free``: at once, or, where a transfer
-still touches its pages, when the KV manager says so.
+Every request ends exactly once, through ``leave``, and lets go of its memory there. Where a transfer still touches its
+pages, the hand-over has pinned them.
 """
 
 from __future__ import annotations
@@ -141,20 +141,18 @@ class Scheduler:
             req = self.reqs.get(rid)
             if req is not None:
                 self.end(req, ReqState.ABORTED, FinishReason(FinishType.ABORT, message=msg.reason))
-                self._free_after_abort(req, msg.reason)
+                self._cancel(req, msg.reason)
 
     def stop(self, msg: StopReq) -> None:
         """The detokenizer found a stop string and has answered the client."""
         req = self.reqs.get(msg.rid)
         if req is not None:
             self.end(req, ReqState.FINISHED, None)
-            self._free_after_abort(req, "a stop string was found")
+            self._cancel(req, "a stop string was found")
 
-    def _free_after_abort(self, req: Req, reason: str) -> None:
-        if self.handovers is not None and self.handovers.owns(req):
+    def _cancel(self, req: Req, reason: str) -> None:
+        if self.handovers is not None:
             self.handovers.cancel(req, reason)
-        else:
-            self.free(req)
 
     # --- requests out ---
 
@@ -165,7 +163,7 @@ class Scheduler:
             self.outbox.tokens(req, finish, self.meta(req))
 
     def fail(self, req: Req, status: int, message: str, kind: str = "server_error") -> None:
-        """The request is over by a fault that is not the client's wish. Memory is the caller's to ``free``."""
+        """The request is over by a fault that is not the client's wish. Nothing for one that has ended."""
         if req.is_ended:
             return
         log.debug("fails with %d: %s", status, message, extra={"rid": req.rid})
@@ -174,23 +172,16 @@ class Scheduler:
         self.outbox.error(req.rid, status, message, kind)
 
     def leave(self, req: Req, state: ReqState) -> None:
-        """Take the request out of every queue, silently; a second time is an error."""
+        """Take the request out of every queue, and let go of its memory, silently; a second time is an error."""
         if req.is_ended:
             raise AssertionError(f"request {req.rid} ends a second time ({req.state} → {state})")
         req.state = state
         del self.reqs[req.rid]
         self.planner.forget(req.rid)
         self.counters.ended(req)
-        log.debug("%s after %d output tokens", state, req.output_len, extra={"rid": req.rid})
-
-    def free(self, req: Req, *, keep_prefix: bool = True) -> None:
-        """Give back what memory the request holds, if any. ``keep_prefix`` False where its KV can't be trusted."""
-        if req.hold is None:
-            return
-        if keep_prefix:
+        if req.hold is not None:
             self.memory.finish(req)
-        else:
-            self.memory.release(req)
+        log.debug("%s after %d output tokens", state, req.output_len, extra={"rid": req.rid})
 
     def meta(self, req: Req) -> ReqMeta:
         """What the client is told of the request's life, up to now."""
@@ -222,12 +213,21 @@ class Scheduler:
             for req in self.planner.retracted:
                 self._tell(req)
             if step is None:
+                self._end_stuck(now)
                 return
             self.outbox.to_worker(step.message)
             self._in_flight.append(step.in_flight)
             if self.handovers is not None:
                 for req in step.prefilled:
                     self.handovers.chunk_planned(req)
+
+    def _end_stuck(self, now: float) -> None:
+        """Hand-overs end by themselves and give their memory back, but for those whose writer doesn't let go."""
+        stuck, limit = self.planner.stuck, self.options.disaggregation_queue_timeout
+        if stuck is not None and now - stuck.since > limit:
+            text = f"hand-overs of other requests held the memory that this one needs for {limit:.0f} s"
+            self.fail(stuck.req, 503, text)
+            self._cancel(stuck.req, text)
 
     def on_step_result(self, result: StepResult, now: float) -> None:
         """A step is done: its tokens are known now."""
@@ -270,13 +270,13 @@ class Scheduler:
 
     def _fail_bad(self, reqs: Iterable[Req]) -> None:
         for req in reqs:
+            # It may be cached already, and of a request that is over too: the next one would start from it.
+            self.memory.condemn(req)
             if req.is_ended:
                 continue
             log.error("the model's logits are not finite", extra={"rid": req.rid})
             self.fail(req, 500, "the model produced logits that are not finite for this prompt")
-            self._free_after_abort(req, "logits are not finite")
-        # What the failed requests computed may be cached already; the next one with this prompt would start from it.
-        self.memory.flush()
+            self._cancel(req, "logits are not finite")
 
     def _on_token(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
         if not req.times.first_token:
@@ -301,7 +301,6 @@ class Scheduler:
             finish = FinishReason(FinishType.LENGTH)
         if finish is not None:
             self.end(req, ReqState.FINISHED, finish)
-            self.free(req)
         elif req.has_news:
             self._tell(req)
 
@@ -315,7 +314,7 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Memory is whole, and every request stands where its state says. Raises ``InvariantViolation``."""
-        holders = [r for r in self.reqs.values() if r.hold is not None]
+        users = [r.hold for r in self.reqs.values() if r.hold is not None]
         if self.handovers is not None:
-            holders += [r for r in self.handovers.lingering() if r.hold is not None]
-        self.memory.check_invariants(holders)
+            users += self.handovers.pinned()
+        self.memory.check_invariants(users)

@@ -176,6 +176,9 @@ class SocketBackend(TransferBackend):
         return handle.state
 
     def disconnect(self, peer: str) -> None:
+        record = self._peers.get(peer)
+        if record is not None and (record.admit_next or record.connect_next is not None):
+            self._give_up_next(peer, record, "disconnected on request")
         self._part(peer, "disconnected on request")
 
     def progress(self, timeout: float | None) -> list[LinkEvent]:
@@ -225,9 +228,13 @@ class SocketBackend(TransferBackend):
                 self._lost(link, f"the peer does not answer (for {seconds:g} s)")
         for peer, record in self._peers.items():
             if record.next_deadline is not None and record.next_deadline <= now:
-                record.admit_next, record.connect_next, record.next_deadline = False, None, None
                 error = f"peer {peer} still has access to this pool from before; its process must let go or end first"
-                self._events.append(ConnectFailed(peer, error))
+                self._give_up_next(peer, record, error)
+
+    def _give_up_next(self, peer: str, record: _Peer, why: str) -> None:
+        """What was to come after the ``LinkDown`` that is under way shall not."""
+        record.admit_next, record.connect_next, record.next_deadline = False, None, None
+        self._events.append(ConnectFailed(peer, why))
 
     # Introductions
 

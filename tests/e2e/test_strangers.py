@@ -22,7 +22,7 @@ from support.strangers import Stranger, Target, find_target
 from pdserve.disaggregation.backends.tcp import TcpBackend
 from pdserve.disaggregation.region import allocate_region
 from pdserve.disaggregation.unclaimed_rooms import PEER_ROOMS
-from pdserve.messages.base import Message
+from pdserve.messages.base import HandoverId, Message
 from pdserve.messages.channel import Codec, encode
 from pdserve.messages.handover import (
     Abort,
@@ -212,12 +212,13 @@ class Insider:
     def about(self, rng: random.Random, room: int) -> Message:
         """Something about a room that it knows nothing of."""
         epoch = self.target.route.epoch
+        handover = HandoverId(self.epoch, room, 1)
         kind = rng.randrange(4)
         if kind == 0:
-            return Abort(epoch, room, "mine")
+            return Abort(epoch, handover, "mine")
         if kind == 1:
-            return TransferRequest(epoch, room, rng.randrange(1 << 31), 1, 0, rng.randbytes(4 * rng.randrange(50)))
-        return RoomQueued(epoch, room)
+            return TransferRequest(epoch, handover, rng.randrange(1 << 31), 1, 0, rng.randbytes(4 * rng.randrange(50)))
+        return RoomQueued(epoch, handover)
 
     def _serve(self) -> None:
         while not self._over:

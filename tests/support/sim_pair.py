@@ -11,20 +11,21 @@ from dataclasses import dataclass, field
 from pdserve.disaggregation.decode_peers import DecodePeer
 from pdserve.disaggregation.kv_receiver import KVReceivers
 from pdserve.disaggregation.kv_sender import KVSenders
+from pdserve.disaggregation.limits import HandoverLimits
 from pdserve.disaggregation.prefill_link import LinkState, PrefillLink
 from pdserve.disaggregation.scheduler_host import SchedulerHost
-from pdserve.messages.base import Message, unpack_i32
+from pdserve.messages.base import HandoverId, Message, unpack_i32
 from pdserve.messages.handover import Abort, AbortAck, RoomQueued, TransferDone, TransferFailed, TransferRequest
 from pdserve.messages.metrics import HandoverCounts
 from pdserve.messages.worker import CancelSend, DisconnectPeer, PagesVerified, SendEnded, SendPages, VerifyPages
 from support.sim import VOCAB, SimInstance, make_options
 
-BOOTSTRAP_TIMEOUT, TRANSFER_TIMEOUT = 5.0, 5.0
+LIMITS = HandoverLimits(bootstrap=5.0, queue=20.0, transfer=5.0)
 
 
 @dataclass
 class Push:
-    """A room on its way through the engine."""
+    """A hand-over on its way through the engine."""
 
     pages: deque[tuple[int, int]] = field(default_factory=deque)
     whole: bool = False
@@ -42,11 +43,11 @@ class SimSide(SimInstance):
         self.senders = self.receivers = None
         page = self.options.page_size
         if mode == "prefill":
-            self.senders = KVSenders(self.host, page, BOOTSTRAP_TIMEOUT, TRANSFER_TIMEOUT, self._reply)
+            self.senders = KVSenders(self.host, page, LIMITS, self._reply)
             self.rooms = self.senders
         else:
             link_to = lambda host, port, now: pair.open_link()  # noqa: E731
-            self.receivers = KVReceivers(self.host, page, BOOTSTRAP_TIMEOUT, TRANSFER_TIMEOUT, link_to, VOCAB)
+            self.receivers = KVReceivers(self.host, page, LIMITS, link_to, VOCAB)
             self.rooms = self.receivers
         self.scheduler.handovers = self
 
@@ -57,17 +58,13 @@ class SimSide(SimInstance):
         """See ``KVManager``."""
         self.rooms.add(req, now)
 
-    def owns(self, req) -> bool:
-        """See ``KVManager``."""
-        return self.rooms.owns(req)
-
     def cancel(self, req, reason) -> None:
         """See ``KVManager``."""
         self.rooms.cancel(req, reason)
 
-    def lingering(self):
+    def pinned(self):
         """See ``KVManager``."""
-        return self.rooms.lingering()
+        return self.rooms.pinned()
 
     def chunk_planned(self, req) -> None:
         """See ``KVManager``."""
@@ -114,10 +111,11 @@ class SimPair:
         self.decode = SimSide(self, "decode", **changes)
         self.to_prefill: deque[Message] = deque()
         self.to_decode: deque[Message] = deque()
-        self.pushes: dict[int, Push] = {}
+        self.pushes: dict[HandoverId, Push] = {}
         self.corrupt = False
         self.stale: list[Message] = []
         self.link: PrefillLink | None = None
+        self.links = 0
         self.peer: DecodePeer | None = None
         self.open_link()
 
@@ -125,8 +123,9 @@ class SimPair:
         """The one link; a fresh one after the last has gone."""
         if self.link is None or self.link.state is LinkState.GONE:
             assert self.link is None or self.link.down, "a link is opened over one that is not down"
-            self.link = PrefillLink("p", 1, LinkState.READY, peer_epoch="prefill", down=False)
-            self.peer = DecodePeer(b"d", "decode", 0.0, None, welcomed=True)  # type: ignore[arg-type]
+            self.links += 1
+            self.link = PrefillLink("p", 1, self.now, self.links, LinkState.READY, peer_epoch="prefill", down=False)
+            self.peer = DecodePeer(b"d", self.links, "decode", 0.0, None, welcomed=True)  # type: ignore[arg-type]
         return self.link
 
     def submit(self, rid: str, prompt, room: int, legs=("prefill", "decode"), **kwargs) -> None:
@@ -142,7 +141,7 @@ class SimPair:
         moves += [side.work for side in (self.prefill, self.decode) if side.to_worker.messages]
         moves += [self.deliver_to_prefill] if self.to_prefill else []
         moves += [self.deliver_to_decode] if self.to_decode else []
-        moves += [lambda room=room: self.copy(room) for room, p in self.pushes.items() if p.pages or p.whole]
+        moves += [lambda name=name: self.copy(name) for name, p in self.pushes.items() if p.pages or p.whole]
         return moves
 
     def advance(self) -> None:
@@ -167,7 +166,7 @@ class SimPair:
         if isinstance(message, TransferRequest):
             senders.on_request(self.peer, message, self.now)
         elif isinstance(message, RoomQueued):
-            senders.on_queued(self.peer, message.room, self.now)
+            senders.on_queued(self.peer, message, self.now)
         elif isinstance(message, Abort):
             senders.on_abort(self.peer, message, self.now)
         self.collect()
@@ -180,32 +179,32 @@ class SimPair:
         elif isinstance(message, TransferFailed):
             receivers.on_failed(self.link, message)
         elif isinstance(message, AbortAck):
-            receivers.on_abort_ack(self.link, message.room)
+            receivers.on_abort_ack(self.link, message)
         self.collect()
 
     def engine(self, side: SimSide, message: Message) -> None:
         """The transfer engines of both workers."""
         if any(message is old for old in self.stale):
-            side.senders.on_send_ended(SendEnded(message.room, error="not connected"))
+            side.senders.on_send_ended(SendEnded(message.handover, error="not connected"))
         elif isinstance(message, SendPages):
-            push = self.pushes.setdefault(message.room, Push())
+            push = self.pushes.setdefault(message.handover, Push())
             push.pages.extend(zip(unpack_i32(message.src_pages), unpack_i32(message.dst_pages), strict=True))
             push.whole = message.last
         elif isinstance(message, CancelSend):
-            self.pushes.pop(message.room, None)
-            side.senders.on_send_ended(SendEnded(message.room, cancelled=True))
+            self.pushes.pop(message.handover, None)
+            side.senders.on_send_ended(SendEnded(message.handover, cancelled=True))
         elif isinstance(message, VerifyPages):
             checksum = 0
             for page in unpack_i32(message.pages):
                 checksum = hash((checksum, *self.page(self.decode, page)))
-            side.receivers.on_verified(PagesVerified(message.room, checksum == message.checksum), self.now)
+            side.receivers.on_verified(PagesVerified(message.handover, checksum == message.checksum), self.now)
         elif isinstance(message, DisconnectPeer):
             pass  # the test says when the link is down
         self.collect()
 
-    def copy(self, room: int) -> None:
-        """One page of a room, read and written now, whatever happened meanwhile."""
-        push = self.pushes[room]
+    def copy(self, handover: HandoverId) -> None:
+        """One page of a hand-over, read and written now, whatever happened meanwhile."""
+        push = self.pushes[handover]
         if push.pages:
             src, dst = push.pages.popleft()
             values = self.page(self.prefill, src).copy()
@@ -213,8 +212,8 @@ class SimPair:
             push.nbytes += 8 * len(values)
             self.page(self.decode, dst)[:] = values + (1 if self.corrupt else 0)
         if not push.pages and push.whole:
-            del self.pushes[room]
-            self.prefill.senders.on_send_ended(SendEnded(room, push.checksum, push.nbytes, 0.001))
+            del self.pushes[handover]
+            self.prefill.senders.on_send_ended(SendEnded(handover, push.checksum, push.nbytes, 0.001))
         self.collect()
 
     def page(self, side: SimSide, page: int):
@@ -240,9 +239,9 @@ class SimPair:
         Pushes that the prefill's worker has yet to read find no connection: the next is made by a command behind them.
         """
         self.stale += [m for m in self.prefill.to_worker.messages if isinstance(m, SendPages)]
-        for room in list(self.pushes):
-            del self.pushes[room]
-            self.prefill.senders.on_send_ended(SendEnded(room, error="link lost"))
+        for handover in list(self.pushes):
+            del self.pushes[handover]
+            self.prefill.senders.on_send_ended(SendEnded(handover, error="link lost"))
         self.link.down = True
         self.decode.receivers.on_link_down(self.link)
         self.collect()

@@ -18,6 +18,7 @@ from pdserve.disaggregation.backends.handshake import LENGTH, Greeting, Offer, f
 from pdserve.disaggregation.bootstrap import Route
 from pdserve.disaggregation.control.frames import LENGTH as CONTROL_LENGTH
 from pdserve.disaggregation.control.frames import greeting
+from pdserve.messages.base import HandoverId
 from pdserve.messages.channel import encode
 from pdserve.messages.handover import Abort, Heartbeat, Hello, RoomQueued, TransferRequest
 from support.control_wire import ControlSocket, framed
@@ -147,13 +148,18 @@ class Stranger:
         rng, target = self.rng, self.target
         epoch = rng.choice([target.route.epoch, target.route.epoch, target.decode_epoch, "", "x" * 128])
         room = rng.choice([0, 1, rng.getrandbits(63), (1 << 63) - 1])
+        handover = HandoverId(
+            rng.choice([target.decode_epoch, epoch]), room, rng.choice([0, 1, 2, rng.getrandbits(63)])
+        )
         pages = rng.randbytes(4 * rng.randrange(100))
         return rng.choice(
             [
                 Heartbeat(epoch),
-                RoomQueued(epoch, room),
-                Abort(epoch, room, rng.choice(["", "no\nnew [forged] line", "x" * 2048])),
-                TransferRequest(epoch, room, rng.randrange(1 << 31), rng.getrandbits(64), rng.randrange(4096), pages),
+                RoomQueued(epoch, handover),
+                Abort(epoch, handover, rng.choice(["", "no\nnew [forged] line", "x" * 2048])),
+                TransferRequest(
+                    epoch, handover, rng.randrange(1 << 31), rng.getrandbits(64), rng.randrange(4096), pages
+                ),
                 self._hello(epoch),
                 self._hello(target.route.epoch),
             ]

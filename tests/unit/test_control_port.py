@@ -8,16 +8,18 @@ import msgspec
 import pytest
 import zmq
 from support.control_wire import ControlSocket, framed
+from support.handovers import named
 from support.processes import wait_until
 
 from pdserve.disaggregation import decode_peers
+from pdserve.disaggregation.bootstrap import Reached, Route
 from pdserve.disaggregation.control import server as control_server
 from pdserve.disaggregation.control.client import ControlClient
 from pdserve.disaggregation.control.frames import FRAME_MESSAGES, LENGTH, MESSAGES_A_TURN, TO_PREFILL_BYTES
 from pdserve.disaggregation.control.server import ControlServer
 from pdserve.disaggregation.decode_peers import DecodePeers
 from pdserve.disaggregation.prefill_link import LinkState, PrefillLink
-from pdserve.disaggregation.prefill_links import PrefillLinks
+from pdserve.disaggregation.prefill_links import WORKER_SECONDS, PrefillLinks
 from pdserve.disaggregation.wire.reactor import Reactor
 from pdserve.messages.channel import encode
 from pdserve.messages.decode import UndeclaredMessage
@@ -33,7 +35,7 @@ from pdserve.messages.handover import (
     Welcome,
 )
 from pdserve.messages.outputs import Timing
-from pdserve.messages.worker import ConnectPeer, DisconnectPeer, KVLayout, PeerConnected, WorkerReady
+from pdserve.messages.worker import ConnectPeer, DisconnectPeer, KVLayout, PeerConnected, PeerLinkDown, WorkerReady
 
 LAYOUT = KVLayout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
 WORKER = WorkerReady("f", 100, 2048, 4096, LAYOUT, "cpu", "cpu", "float32", b"mine", {})
@@ -127,11 +129,20 @@ def hello(sender="D", metadata=b"of D, with its secret", **changes):
 
 
 def connect(port, socket, sender="D", metadata=b"of D, with its secret"):
-    """Become a peer."""
+    """Become a peer; returns the link's number."""
+    before = links(port, sender, metadata)
     socket.send(hello(sender, metadata))
-    port.until(lambda: ConnectPeer(sender, metadata) in port.host.told)
-    port.peers.on_peer_connected(PeerConnected(sender))
+    port.until(lambda: links(port, sender, metadata) != before)
+    link = links(port, sender, metadata)[-1]
+    port.peers.on_peer_connected(PeerConnected(sender, link))
     assert port.answer(socket) == [Welcome(sender)]
+    return link
+
+
+def links(port, sender, metadata=b"of D, with its secret"):
+    """Numbers of the links that the worker was told to open."""
+    told = [m for m in port.host.told if isinstance(m, ConnectPeer)]
+    return [m.link for m in told if (m.peer, m.metadata) == (sender, metadata)]
 
 
 def test_layouts_may_differ_in_their_order_only(port):
@@ -142,7 +153,7 @@ def test_layouts_may_differ_in_their_order_only(port):
     assert isinstance(refused, Refused)
     assert "--page-size" in refused.reason
     other.send(hello("D", layout=blocks))
-    port.until(lambda: ConnectPeer("D", b"of D, with its secret") in port.host.told)
+    port.until(lambda: links(port, "D"))
 
 
 def test_a_forged_hello_does_not_end_the_link_of_its_victim(port):
@@ -151,19 +162,24 @@ def test_a_forged_hello_does_not_end_the_link_of_its_victim(port):
     stranger.send(hello(metadata=b"of the stranger"))
     (refused,) = port.answer(stranger)
     assert "another data port" in refused.reason
-    honest.send(encode([RoomQueued("P", 7)]))
-    port.until(lambda: port.heard == [RoomQueued("P", 7)])
+    honest.send(encode([RoomQueued("P", named(7))]))
+    port.until(lambda: port.heard == [RoomQueued("P", named(7))])
     assert port.gone == []
     assert not [m for m in port.host.told if isinstance(m, DisconnectPeer)]
 
 
 def test_the_same_instance_may_connect_anew(port):
-    connect(port, port.socket())
+    first = connect(port, port.socket())
     again = port.socket()
     again.send(hello())
     port.until(lambda: port.gone == [("D", "the decode instance connected anew")])
-    port.peers.on_peer_link_down("D")
-    port.peers.on_peer_connected(PeerConnected("D"))
+    assert links(port, "D") == [first]
+    port.peers.on_peer_link_down(PeerLinkDown("D", first))
+    second = links(port, "D")[-1]
+    assert second != first
+    port.peers.on_peer_link_down(PeerLinkDown("D", first))  # said twice, it harms nobody
+    port.peers.on_peer_connected(PeerConnected("D", first))
+    port.peers.on_peer_connected(PeerConnected("D", second))
     assert port.answer(again) == [Welcome("D")]
 
 
@@ -178,7 +194,7 @@ def test_one_peer_too_many_is_refused_with_the_reason(port, monkeypatch):
     port.now += 2  # the others fall silent: there is room again
     port.turn()
     third.send(hello("c"))
-    port.until(lambda: ConnectPeer("c", b"of D, with its secret") in port.host.told)
+    port.until(lambda: links(port, "c"))
 
 
 def harmless(port, stranger, data):
@@ -200,7 +216,7 @@ def harmless(port, stranger, data):
         b"x" * 7,
         encode([Heartbeat("P"), Heartbeat("P")])[:-1],
         encode([Heartbeat("another life")]),
-        encode([RoomQueued("P", 1)]),
+        encode([RoomQueued("P", named(1))]),
         hello(version=PROTOCOL_VERSION + 1),
     ],
 )
@@ -233,7 +249,7 @@ def test_a_frame_that_is_too_long_ends_its_connection_only(port):
     port.until(stranger.has_ended)
     assert port.heard == []
     assert [epoch for epoch, _ in port.gone] == ["S"]
-    honest.send(encode([RoomQueued("P", 7)]))
+    honest.send(encode([RoomQueued("P", named(7))]))
     port.until(lambda: port.heard)
 
 
@@ -243,13 +259,13 @@ def test_connections_without_a_hello_cost_nothing_here(port):
         socket.send(encode([Heartbeat("P")]))
     connect(port, port.socket())
     assert len(port.peers._peers) == 1
-    assert port.peers._closing == set()
+    assert port.peers._closing == {}
 
 
 def test_a_turn_reads_so_much_and_the_rest_wakes_the_loop_again(port):
     stranger = port.socket()
     connect(port, stranger)
-    frame = encode([RoomQueued("P", 1)] * FRAME_MESSAGES)
+    frame = encode([RoomQueued("P", named(1))] * FRAME_MESSAGES)
     frames = 3 * MESSAGES_A_TURN // FRAME_MESSAGES
     for _ in range(frames):
         stranger.send(frame)
@@ -285,9 +301,9 @@ def test_an_answer_too_long_for_a_frame_fails_its_room_only(port, monkeypatch):
     connect(port, honest)
     (peer,) = port.peers._peers.values()
     monkeypatch.setattr(control_server, "TO_DECODE_BYTES", 200)
-    port.peers.send(peer, TransferDone("D", 7, 1, AuxData(1, 0, Timing())))
+    port.peers.send(peer, TransferDone("D", named(7), 1, AuxData(1, 0, Timing())))
     (failed,) = port.answer(honest)
-    assert (failed.room, failed.status) == (7, 400)
+    assert (failed.handover.room, failed.status) == (7, 400)
     assert "top_logprobs" in failed.reason
 
 
@@ -317,7 +333,7 @@ def test_a_peer_whose_connection_ends_is_gone_at_once(port):
     honest.close()
     port.until(lambda: port.gone)
     assert port.gone == [("D", "its control connection ended: the peer closed the connection")]
-    assert port.host.told[-1] == DisconnectPeer("D")
+    assert port.host.told[-1] == DisconnectPeer("D", 1)
 
 
 def arrived(port):
@@ -386,7 +402,7 @@ class Reader:
             self.gone.append,
             lambda link: None,
         )
-        self.link = PrefillLink("p", 1, LinkState.GREETING, peer_epoch="prefill")
+        self.link = PrefillLink("p", 1, state=LinkState.GREETING, peer_epoch="prefill")
         self.frames = []
 
     def recv(self):
@@ -401,7 +417,7 @@ class Reader:
 
 def test_a_turn_of_a_decode_reads_so_much_too():
     reader = Reader()
-    failed = TransferFailed("P", 1, 503, "why")
+    failed = TransferFailed("P", named(1, epoch="P"), 503, "why")
     reader.frames = [[failed] * FRAME_MESSAGES, b"garbage", [], *[[failed] * FRAME_MESSAGES] * 4]
     reader.read()
     assert len(reader.heard) <= MESSAGES_A_TURN + FRAME_MESSAGES
@@ -424,3 +440,79 @@ def test_a_prefill_is_not_linked_before_it_was_greeted():
     reader.frames = [[Welcome("P")]]
     reader.read()
     assert reader.link.state is LinkState.READY
+
+
+def test_who_asks_for_a_prefill_that_does_not_let_go_is_told_soon():
+    """A frozen shm prefill holds our memory, and with it the address: nobody waits longer than for a dead one."""
+    reader, asked = Reader(), []
+    links = reader.links
+    links._fetch_route = lambda host, port: asked.append(port)
+    first = links.link_to("p", 1, 0.0)
+    first.state, first.peer_epoch, first.down = LinkState.READY, "prefill", False
+    links._gone(first, "it was silent")
+    second = links.link_to("p", 1, 10.0)
+    links.poll(11.4)
+    assert second.state is LinkState.ROUTING
+    links.poll(11.6)
+    assert (second.state, second.status, reader.gone) == (LinkState.GONE, 503, [first, second])
+    assert "holds this instance's KV memory" in second.reason
+    assert asked == [1]
+    third = links.link_to("p", 1, 12.0)
+    links.on_peer_link_down(PeerLinkDown("prefill", first.number))
+    links.poll(12.1)
+    assert (third.state, asked) == (LinkState.ROUTING, [1, 1])
+
+
+def test_news_of_an_earlier_link_to_a_prefill_is_not_taken_for_the_next():
+    reader = Reader()
+    first, _ = reader.links.link_to("p", 1, 0.0), reader.links.link_to("q", 1, 0.0)
+    first.state, first.peer_epoch, first.down = LinkState.READY, "prefill", False
+    reader.links.on_peer_link_down(PeerLinkDown("prefill", first.number))
+    second = reader.links.link_to("p", 1, 1.0)
+    second.state, second.peer_epoch = LinkState.GREETING, "prefill"
+    reader.links.on_peer_link_down(PeerLinkDown("prefill", first.number))
+    assert (second.state, reader.gone) == (LinkState.GREETING, [first])
+
+
+def route_of(epoch="prefill") -> Reached:
+    return Reached(
+        Route(epoch=epoch, control_port=1, fingerprint="f", layout=LAYOUT, backend="tcp", ttl=5.0), "127.0.0.1"
+    )
+
+
+def test_an_instance_with_two_names_has_one_link():
+    """A second one would end the first: news of links are told apart by instance."""
+    reader = Reader()
+    links, told = reader.links, reader.links._host.told
+    first, second, third = (links.link_to(host, 1, 0.0) for host in "pqr")
+    links.on_route("p", 1, route_of(), 0.1)
+    links.on_route("q", 1, route_of(), 0.1)
+    assert (second.state, second.asked, second.same_as) == (LinkState.ROUTING, False, None)  # it asks again
+    first.state, first.client, first.greeted, first.heard_at = LinkState.READY, Silent(), True, 0.2
+    links.on_route("q", 1, route_of(), 0.3)
+    assert second.same_as is links.link_to("q", 1, 0.4) is first
+    assert [m.link for m in told if isinstance(m, ConnectPeer)] == [first.number]
+    links.on_peer_link_down(PeerLinkDown("prefill", first.number))
+    assert reader.gone == [first]
+    assert links.link_to("q", 1, 0.5) is not first
+    assert third.state is LinkState.ROUTING
+
+
+class Silent:
+    """A client that nobody talks to."""
+
+    def send(self, messages) -> None:
+        """Nowhere."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_a_worker_that_does_not_answer_ends_the_link():
+    reader = Reader()
+    link = reader.links.link_to("p", 1, 0.0)
+    reader.links.on_route("p", 1, route_of(), 1.0)
+    reader.links.poll(1.0 + WORKER_SECONDS - 0.1)
+    assert link.state is LinkState.GREETING
+    reader.links.poll(1.0 + WORKER_SECONDS + 0.1)
+    assert (link.state, reader.gone) == (LinkState.GONE, [link])

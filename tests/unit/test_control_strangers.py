@@ -11,6 +11,7 @@ import tracemalloc
 
 import pytest
 from support.control_wire import ControlSocket, framed
+from support.handovers import named
 from support.processes import wait_until
 
 from pdserve.disaggregation.control import server as control_server
@@ -120,7 +121,7 @@ def test_the_longest_frame_of_an_honest_peer_is_taken(server, reactor):
     client = ControlClient(reactor, "127.0.0.1", server.port)
     client.send([Heartbeat("P")])
     server.keep(first(server)[0])
-    longest = TransferRequest("P" * 128, (1 << 63) - 1, 1, 1, 1, bytes(4 * MAX_PAGES))
+    longest = TransferRequest("P" * 128, named((1 << 63) - 1, (1 << 63) - 1, "D" * 128), 1, 1, 1, bytes(4 * MAX_PAGES))
     assert client.send([longest]) == []
     frames = until(server, lambda: client.recv() or (not client._connection.unsent and not readable(server)))
     assert [messages for _, messages in frames] == [[longest]]
@@ -174,7 +175,7 @@ def test_who_says_no_hello_is_hung_up_on(server, connect, monkeypatch):
 def test_a_peer_that_does_not_read_is_ended(server, connect, monkeypatch):
     monkeypatch.setattr(control_server, "UNREAD_BYTES", 1 << 20)
     peer = become_peer(server, connect())
-    message = TransferFailed("D", 1, 500, "x" * 2000)
+    message = TransferFailed("D", named(1), 500, "x" * 2000)
     most = 0
     for _ in range(20_000):
         server.send(peer.identity, [message] * 100)
@@ -191,7 +192,7 @@ def test_a_peer_that_does_not_read_is_ended(server, connect, monkeypatch):
 def test_those_that_do_not_read_share_a_limit_and_the_one_that_is_stuck_longest_goes(server, connect, monkeypatch):
     monkeypatch.setattr(control_server, "UNREAD_BYTES_IN_ALL", 3 << 20)
     peers = [become_peer(server, connect()) for _ in range(3)]
-    message = TransferFailed("D", 1, 500, "x" * 2000)
+    message = TransferFailed("D", named(1), 500, "x" * 2000)
     for peer in peers:
         while peer.unsent < 1 << 20 and not peer.closed:
             server.send(peer.identity, [message] * 100)
@@ -210,15 +211,15 @@ def test_one_that_floods_does_not_starve_another(server, connect):
     flooding.sock.settimeout(0.2)
     with contextlib.suppress(TimeoutError):
         flooding.send_bytes(flood)
-    honest.send(encode([RoomQueued("P", 7)]))
+    honest.send(encode([RoomQueued("P", named(7))]))
     wait_until(lambda: readable(server), LIMIT, "both have come")
     time.sleep(0.05)  # for the loopback
     frames = [server.recv()[1] for _ in range(2 + control_server.AGAIN_A_ROUND)]
-    assert [RoomQueued("P", 7)] in frames[:2]
-    honest.send(encode([RoomQueued("P", 8)]))
+    assert [RoomQueued("P", named(7))] in frames[:2]
+    honest.send(encode([RoomQueued("P", named(8))]))
     time.sleep(0.05)
     frames = [server.recv()[1] for _ in range(3 + control_server.AGAIN_A_ROUND)]
-    assert [RoomQueued("P", 8)] in frames
+    assert [RoomQueued("P", named(8))] in frames
 
 
 def test_a_turn_ends_although_everybody_drips(server, monkeypatch):
@@ -331,13 +332,13 @@ def test_a_peer_that_hangs_up_is_reported_after_all_that_it_said(server, connect
     stranger = connect()
     peer = become_peer(server, stranger)
     for room in range(10):
-        stranger.send(encode([RoomQueued("P", room)]))
+        stranger.send(encode([RoomQueued("P", named(room))]))
     stranger.sock.shutdown(socket.SHUT_WR)
     rooms = []
     while len(rooms) < 10:
         assert server.take_ended() == []
         frame = server.recv()
-        rooms += [message.room for message in frame[1]] if frame else []
+        rooms += [message.handover.room for message in frame[1]] if frame else []
     until(server, lambda: peer.closed)
     ((identity, reason),) = server.take_ended()
     assert (identity, reason) == (peer.identity, "the peer closed the connection")
@@ -352,7 +353,7 @@ def test_what_was_sent_right_before_the_end_arrives(server, reactor, words, answ
     server.keep(identity)
     client.send([Heartbeat("P")] * 100)  # unread at the end, which would make it a reset
     wait_until(lambda: readable(server), LIMIT, "they are there")
-    last = [TransferFailed("D", room, 500, "last words" * 200) for room in range(words)]
+    last = [TransferFailed("D", named(room), 500, "last words" * 200) for room in range(words)]
     server.send(identity, last)
     assert server._peers[identity].unsent == 0
     server.drop(identity)

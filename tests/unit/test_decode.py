@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.handovers import named
 from support.strangers import huge_length, junk, nested, spoil
 
 from pdserve.disaggregation.control.frames import FRAME_MESSAGES, TO_PREFILL_BYTES, make_frames
@@ -35,12 +36,13 @@ from pdserve.runtime import refusal_log
 from pdserve.runtime.refusal_log import RefusalLog
 
 LAYOUT = KVLayout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
-REQUEST = TransferRequest("e", 7, 30, 1 << 63, 16, b"\1\0\0\0")
+REQUEST = TransferRequest("e", named(7), 30, 1 << 63, 16, b"\1\0\0\0")
+LONGEST = named((1 << 63) - 1, (1 << 63) - 1, "D" * 128)
 HONEST = [
     Hello("e", "d", 1, "f", LAYOUT, "tcp", b"m"),
-    RoomQueued("e", 7),
+    RoomQueued("e", named(7)),
     REQUEST,
-    Abort("e", 7, "why"),
+    Abort("e", named(7), "why"),
     Heartbeat("e"),
 ]
 LIMIT = 1 << 20
@@ -97,14 +99,20 @@ def changed(message, **fields):
     return msgspec.msgpack.encode([msgspec.to_builtins(message, builtin_types=(bytes,)) | fields])
 
 
-DONE = TransferDone("e", 7, 1, AuxData(5, 0, Timing()))
+DONE = TransferDone("e", named(7), 1, AuxData(5, 0, Timing()))
 
 
 @pytest.mark.parametrize(
     ("message", "fields"),
     [
-        (REQUEST, {"room": -1}),
-        (REQUEST, {"room": 1 << 63}),
+        (REQUEST, {"handover": ["D", -1, 1]}),
+        (REQUEST, {"handover": ["D", 1 << 63, 1]}),
+        (REQUEST, {"handover": ["D", 7, -1]}),
+        (REQUEST, {"handover": ["D", 7, 1 << 63]}),
+        (REQUEST, {"handover": ["D" * 129, 7, 1]}),
+        (REQUEST, {"handover": ["D", 7]}),
+        (REQUEST, {"handover": ["D", 7, 1, 1]}),
+        (REQUEST, {"handover": 7}),
         (REQUEST, {"prompt_len": 1 << 31}),
         (REQUEST, {"prompt_len": -1}),
         (REQUEST, {"decode_prefix_len": -16}),
@@ -117,7 +125,7 @@ DONE = TransferDone("e", 7, 1, AuxData(5, 0, Timing()))
         (HONEST[0], {"fingerprint": "x" * 129}),
         (HONEST[0], {"layout": msgspec.to_builtins(LAYOUT) | {"dtype": "x" * 1000}}),
         (HONEST[3], {"reason": "x" * 5000}),
-        (TransferFailed("e", 7, 503, "why"), {"status": 200}),
+        (TransferFailed("e", named(7), 503, "why"), {"status": 200}),
         (DONE, {"aux": {"first_token": 1 << 31, "cached_tokens": 0, "timing": {}}}),
         (DONE, {"aux": {"first_token": 1, "cached_tokens": -1, "timing": {}}}),
         (DONE, {"aux": {"first_token": 1, "cached_tokens": 0, "timing": {"queue_ms": float("nan")}}}),
@@ -176,15 +184,15 @@ def test_refusals_are_counted_and_the_log_stays_short(caplog, monkeypatch):
 
 def test_what_is_sent_stays_within_the_receivers_limits():
     pages = bytes(4 << 18)
-    requests = [TransferRequest("e", i, 1, 1, 0, pages[: 4 * i]) for i in range(0, 4 * FRAME_MESSAGES, 2)]
+    requests = [TransferRequest("e", named(i), 1, 1, 0, pages[: 4 * i]) for i in range(0, 4 * FRAME_MESSAGES, 2)]
     frames, too_long = make_frames([*requests, *[Heartbeat("e")] * 3000], TO_PREFILL_BYTES)
     codec = Codec(DecodeToPrefill, TO_PREFILL_BYTES, FRAME_MESSAGES)
     assert [m for frame in frames for m in codec.decode(frame)] == [*requests, *[Heartbeat("e")] * 3000]
     assert too_long == []
-    longest = TransferRequest("e" * 128, (1 << 63) - 1, (1 << 31) - 1, (1 << 64) - 1, (1 << 31) - 1, pages)
+    longest = TransferRequest("e" * 128, LONGEST, (1 << 31) - 1, (1 << 64) - 1, (1 << 31) - 1, pages)
     (frame,), too_long = make_frames([longest], TO_PREFILL_BYTES)
     assert codec.decode(frame) == [longest]
-    done = TransferDone("e", 7, 1, AuxData(1, 0, Timing()))
+    done = TransferDone("e", named(7), 1, AuxData(1, 0, Timing()))
     assert make_frames([done, done], 20) == ([], [done, done])
     assert make_frames([], 20) == ([], [])
 

@@ -9,16 +9,25 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.handovers import named
 from support.sim import reference_output
-from support.sim_pair import BOOTSTRAP_TIMEOUT, SimPair
+from support.sim_pair import LIMITS, SimPair
 
 from pdserve.disaggregation.decode_peers import DecodePeer
 from pdserve.disaggregation.kv_receiver import ReceiverState
 from pdserve.messages.base import unpack_i32
-from pdserve.messages.handover import Abort, TransferDone, TransferRequest
-from pdserve.messages.outputs import FinishType, ReqError
+from pdserve.messages.handover import (
+    Abort,
+    AbortAck,
+    AuxData,
+    RoomQueued,
+    TransferDone,
+    TransferFailed,
+    TransferRequest,
+)
+from pdserve.messages.outputs import FinishType, ReqError, Timing
 from pdserve.messages.requests import AbortReq
-from pdserve.messages.worker import ForwardStep, VerifyPages
+from pdserve.messages.worker import ForwardStep, PagesVerified, SendEnded, StepResult, VerifyPages
 
 
 def run_until_idle(pair: SimPair, rng: random.Random | None = None, moves: int = 20_000) -> None:
@@ -133,7 +142,7 @@ def test_missing_other_leg_ends_in_an_error_within_the_time_limit(leg):
     pair.submit("a", range(9), 1, legs=(leg,))
     for _ in range(40):
         rng.choice(pair.moves())()
-    pair.now += BOOTSTRAP_TIMEOUT + 0.1
+    pair.now += LIMITS.bootstrap + 0.1
     run_until_idle(pair)
     assert getattr(pair, leg).ends["a"].status == 504
     assert_all_returned(pair)
@@ -212,6 +221,80 @@ def test_lost_link_fails_requests_at_once_and_frees_pages_when_it_is_down():
     assert pair.decode.tokens["b"] == reference_output(range(30), 4)
 
 
+def test_a_bad_prefix_is_not_cached_after_its_room_has_drained():
+    pair, rng = SimPair(chunked_prefill_size=8), random.Random(3)
+    pair.submit("a", range(30), 1, max_new_tokens=4)
+    while not pair.pushes:
+        rng.choice(pair.moves())()
+    run, worker = pair.prefill.worker.run, pair.prefill.worker
+
+    def bad(step: ForwardStep) -> StepResult:
+        worker.run = run
+        result = run(step)
+        result.bad_entries = [0]
+        return result
+
+    worker.run = bad
+    while "a" not in pair.prefill.ends:
+        pair.prefill.plan()
+        pair.prefill.work()
+    assert pair.prefill.ends["a"].status == 500
+    assert pair.pushes, "the room still pushes when its request has failed"
+    run_until_idle(pair)
+    assert pair.prefill.scheduler.memory.usage()["cached"] == 0
+    pair.submit("b", range(30), 2, max_new_tokens=4)
+    run_until_idle(pair)
+    assert pair.prefill.scheduler.planner.cached_tokens == 0
+    assert pair.decode.tokens["b"] == reference_output(range(30), 4)
+    assert_all_returned(pair)
+
+
+def test_a_lone_request_does_not_wait_for_ever_for_memory_that_a_silent_prefill_holds():
+    rng = random.Random(1)
+    pair = SimPair(max_total_tokens=64, disable_radix_cache=True, disaggregation_queue_timeout=5.0)
+    pair.submit("a", range(30), 1, max_new_tokens=4)
+    while not pair.pushes:
+        rng.choice(pair.moves())()
+    pair.lose_link()
+    decode = pair.decode
+    decode.submit("b", range(20), max_new_tokens=30)
+    for _ in range(100):
+        decode.plan()
+        decode.work()
+    assert "b" not in decode.ends
+    assert len(decode.tokens["b"]) < 30
+    decode.now += 5.1
+    decode.plan()
+    assert decode.ends["b"].status == 503
+    decode.submit("c", range(40), max_new_tokens=1)  # it can't even begin
+    decode.plan()
+    decode.now += 5.1
+    decode.plan()
+    assert decode.ends["c"].status == 503
+    assert decode.scheduler.memory.usage()["in_use"] == 32  # what the prefill may still write
+    pair.link_is_down()
+    run_until_idle(pair)
+    assert_all_returned(pair)
+
+
+def test_a_request_that_waits_for_memory_too_long_is_told():
+    rng = random.Random(1)
+    pair = SimPair(max_total_tokens=64, disable_radix_cache=True)
+    pair.decode.submit("old", range(40), max_new_tokens=400)
+    pair.decode.plan()
+    pair.submit("a", range(40), 1, max_new_tokens=4)
+    for _ in range(40):
+        rng.choice([m for m in pair.moves() if m not in (pair.decode.plan, pair.decode.work)])()
+    assert pair.decode.rooms.rooms[1].state is ReceiverState.QUEUED
+    pair.now += LIMITS.queue + 0.1
+    pair.decode.scheduler.abort(AbortReq("old"))
+    pair.advance()
+    assert "memory for the prompt" in pair.decode.ends["a"].message
+    run_until_idle(pair)
+    assert pair.prefill.ends["a"].finish.type is FinishType.ABORT
+    assert_all_returned(pair)
+
+
 def test_history_for_penalties_begins_with_the_token_that_came_from_the_prefill():
     pair = SimPair()
     pair.submit("a", range(10), 1, max_new_tokens=3, repetition_penalty=1.5)
@@ -233,10 +316,10 @@ def test_other_decode_can_not_take_a_room_over():
         pair.prefill.plan()
         pair.prefill.work()
         pair.advance()
-    stranger = DecodePeer(b"e", "stranger", 0.0, None, welcomed=True)
+    stranger = DecodePeer(b"e", 1, "stranger", 0.0, None, welcomed=True)
     senders = pair.prefill.senders
-    senders.on_queued(stranger, 1, pair.now)
-    senders.on_abort(stranger, Abort("prefill", 1, "mine now"), pair.now)
+    senders.on_queued(stranger, RoomQueued("prefill", named(1, epoch="stranger")), pair.now)
+    senders.on_abort(stranger, Abort("prefill", named(1, epoch="stranger"), "mine now"), pair.now)
     assert senders.rooms[1].peer is pair.peer
     pair.to_decode.clear()  # the refusals, which this simulation has no stranger to deliver to
     run_until_idle(pair)
@@ -251,6 +334,60 @@ def test_decode_that_comes_late_is_told_at_once_that_the_prefill_gave_up():
     run_until_idle(pair)
     assert pair.decode.ends["a"].status == 503
     assert "gave up" in pair.decode.ends["a"].message
+    assert_all_returned(pair)
+
+
+def until_delivered(pair: SimPair) -> None:
+    """What was sent has arrived."""
+    pair.advance()
+    while pair.to_prefill or pair.to_decode:
+        if pair.to_prefill:
+            pair.deliver_to_prefill()
+        if pair.to_decode:
+            pair.deliver_to_decode()
+        pair.advance()
+
+
+@pytest.mark.parametrize("late", ["prefill", "decode"])
+def test_a_room_can_be_used_again_whichever_leg_was_left_alone_before(late: str) -> None:
+    """What was noted for the leg that never came is not said to the next one."""
+    pair = SimPair()
+    early = {"prefill": "decode", "decode": "prefill"}[late]
+    pair.submit("a", range(9), 1, legs=(early,))
+    until_delivered(pair)
+    getattr(pair, early).scheduler.abort(AbortReq("a"))
+    pair.collect()
+    until_delivered(pair)
+    pair.submit("b", range(9), 1, legs=(early,), max_new_tokens=3)
+    until_delivered(pair)
+    pair.submit("b", range(9), 1, legs=(late,), max_new_tokens=3)
+    run_until_idle(pair)
+    assert pair.decode.tokens["b"] == reference_output(range(9), 3)
+    assert_all_returned(pair)
+
+
+def test_what_is_said_of_an_earlier_attempt_does_nothing_to_the_next():
+    pair = SimPair()
+    pair.submit("a", range(9), 1, legs=("decode",))
+    until_delivered(pair)
+    pair.decode.scheduler.abort(AbortReq("a"))
+    until_delivered(pair)
+    for leg in ("decode", "prefill"):
+        pair.submit("b", range(9), 1, legs=(leg,), max_new_tokens=3)
+        until_delivered(pair)
+    first, second = named(1, 1, "decode"), pair.decode.rooms.rooms[1].handover
+    assert second == named(1, 2, "decode")
+    receivers, senders = pair.decode.receivers, pair.prefill.senders
+    aux = AuxData(5, 0, Timing())
+    receivers.on_done(pair.link, TransferDone("decode", first, 1, aux))
+    receivers.on_failed(pair.link, TransferFailed("decode", first, 503, "old"))
+    receivers.on_abort_ack(pair.link, AbortAck("decode", first))
+    receivers.on_verified(PagesVerified(first, ok=False), pair.now)
+    senders.on_abort(pair.peer, Abort("prefill", first, "old"), pair.now)
+    senders.on_send_ended(SendEnded(first, error="old"))
+    assert pair.to_decode.pop() == AbortAck("decode", first)
+    run_until_idle(pair)
+    assert pair.decode.tokens["b"] == reference_output(range(9), 3)
     assert_all_returned(pair)
 
 

@@ -40,6 +40,8 @@ class Running:
     tokens: list[int]
     hold: KVHold
     worker_row: list[int] = field(default_factory=list)
+    condemned: int = 0
+    """Which condemnation hit what it shares, 0 for none."""
 
     @property
     def computed(self):
@@ -65,6 +67,7 @@ class MemCacheMachine(RuleBasedStateMachine):
         self.reqs: list[Running] = []
         self.written: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.cached: set[tuple[str, tuple[int, ...]]] = set()
+        self.condemnations = 0
 
     # What a scheduler does, in parts.
 
@@ -115,12 +118,15 @@ class MemCacheMachine(RuleBasedStateMachine):
                     found[namespace, tokens + key[:end]] = child.slots[end - self.page_size : end].tolist()
         return found
 
-    def pinned(self):
-        return set().union(*(self.aligned_prefixes(r.tokens[: r.hold.cached_len], r.hold.extra_key) for r in self.reqs))
+    def pinned(self, *, condemned=0):
+        """What requests pin in the tree, or of what was condemned by the condemnation of that number."""
+        reqs = [r for r in self.reqs if r.condemned == condemned]
+        return set().union(*(self.aligned_prefixes(r.tokens[: r.hold.cached_len], r.hold.extra_key) for r in reqs))
 
     def share(self, req, tokens, cache_req):
         """``cache_req`` gives the cache what is computed of ``tokens``."""
-        self.cached |= self.aligned_prefixes(tokens, req.hold.extra_key)
+        if not req.condemned:
+            self.cached |= self.aligned_prefixes(tokens, req.hold.extra_key)
         rewrite = cache_req(req.hold, i32(tokens))
         if rewrite is not None:
             assert self.keep
@@ -168,7 +174,8 @@ class MemCacheMachine(RuleBasedStateMachine):
         if req in self.reqs:
             num_tokens = max(0, req.hold.kv_len - behind)
             self.share(req, req.tokens[:num_tokens], self.cache.cache_unfinished_req)
-            assert req.hold.cached_len >= (num_tokens // self.page_size * self.page_size if self.keep else 0)
+            shared = self.keep and not req.condemned
+            assert req.hold.cached_len >= (num_tokens // self.page_size * self.page_size if shared else 0)
 
     @rule(sampled=st.lists(token_ids, min_size=MAX_REQS, max_size=MAX_REQS))
     def decode(self, sampled):
@@ -225,6 +232,23 @@ class MemCacheMachine(RuleBasedStateMachine):
         assert freed == evictable
         self.after_loss(freed, free)
 
+    @rule(req=running)
+    def condemn(self, req):
+        if req not in self.reqs or not self.keep:
+            return
+        first, extra_key = tuple(req.tokens[: self.page_size]), req.hold.extra_key
+        lost = {(key, prefix) for key, prefix in self.cached if key == extra_key and prefix[: self.page_size] == first}
+        free = self.allocator.available_size()
+        self.cache.condemn(i32(req.tokens), extra_key)
+        self.condemnations += 1
+        for other in self.reqs:
+            mine = self.aligned_prefixes(other.tokens[: other.hold.cached_len], other.hold.extra_key)
+            if not other.condemned and mine & lost:
+                other.condemned = self.condemnations
+        self.cached -= lost
+        kept = self.pinned(condemned=self.condemnations)
+        assert self.allocator.available_size() == free + (len(lost) - len(kept)) * self.page_size
+
     def after_loss(self, freed, free_before):
         assert self.allocator.available_size() == free_before + freed
         left = set(self.tree())
@@ -254,8 +278,9 @@ class MemCacheMachine(RuleBasedStateMachine):
             assert [self.written[slot] for slot in slots] == [
                 (extra_key, prefix[: len(prefix) - self.page_size + i + 1]) for i in range(self.page_size)
             ]
-        pinned = len(self.pinned()) * self.page_size
-        assert (self.cache.protected_size(), self.cache.total_size()) == (pinned, len(tree) * self.page_size)
+        apart = sum(len(self.pinned(condemned=i + 1)) for i in range(self.condemnations))
+        sizes = len(self.pinned()) + apart, len(tree) + apart
+        assert (self.cache.protected_size(), self.cache.total_size()) == tuple(n * self.page_size for n in sizes)
 
     def teardown(self):
         if not hasattr(self, "cache"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.sim_pair import BOOTSTRAP_TIMEOUT, SimPair
+from support.handovers import named
+from support.sim_pair import LIMITS, SimPair
 
 from pdserve.disaggregation import unclaimed_rooms
 from pdserve.disaggregation.decode_peers import DecodePeer
@@ -20,11 +21,15 @@ def small(monkeypatch):
 
 
 def make_peer(epoch):
-    return DecodePeer(epoch.encode(), epoch, 0.0, None, welcomed=True)
+    return DecodePeer(epoch.encode(), 1, epoch, 0.0, None, welcomed=True)
 
 
-def request(room, pages=1):
-    return TransferRequest("prefill", room, 30, 1, 0, bytes(4 * pages))
+def request(room, pages=1, epoch="decode"):
+    return TransferRequest("prefill", named(room, epoch=epoch), 30, 1, 0, bytes(4 * pages))
+
+
+def queued(peer, room):
+    return RoomQueued("prefill", named(room, epoch=peer.epoch))
 
 
 def test_rooms_are_counted_by_peer_and_in_all():
@@ -65,15 +70,15 @@ def test_tombstones_go_with_time_or_for_newer_ones():
     assert [room for room in range(30) if room in graves] == [6, 24]
 
 
-@pytest.mark.parametrize("message", [RoomQueued("prefill", 1), request(1)])
+@pytest.mark.parametrize("message", [RoomQueued("prefill", named(1)), request(1)])
 def test_a_flood_of_rooms_is_refused_and_honest_peers_go_on(message):
     pair = SimPair()
     senders, stranger = pair.prefill.senders, make_peer("stranger")
     for room in range(100, 200):
         if isinstance(message, RoomQueued):
-            senders.on_queued(stranger, room, pair.now)
+            senders.on_queued(stranger, queued(stranger, room), pair.now)
         else:
-            senders.on_request(stranger, request(room), pair.now)
+            senders.on_request(stranger, request(room, epoch="stranger"), pair.now)
     assert len(senders.rooms) == 10
     refused = [m for m in pair.to_decode if isinstance(m, TransferFailed)]
     assert len(refused) == 90
@@ -97,10 +102,10 @@ def test_a_room_that_is_claimed_counts_no_more():
     pair = SimPair()
     senders = pair.prefill.senders
     for room in range(10):
-        senders.on_queued(pair.peer, room, pair.now)
+        senders.on_queued(pair.peer, queued(pair.peer, room), pair.now)
     pair.submit("a", range(30), 3, legs=["prefill"])
     assert len(senders._unclaimed) == 9
-    senders.on_queued(pair.peer, 77, pair.now)
+    senders.on_queued(pair.peer, queued(pair.peer, 77), pair.now)
     assert 77 in senders.rooms
 
 
@@ -109,7 +114,7 @@ def test_rooms_that_nobody_claims_are_given_up_with_their_count():
     senders = pair.prefill.senders
     for room in range(5):
         senders.on_request(pair.peer, request(room), pair.now)
-    senders.tick(pair.now + BOOTSTRAP_TIMEOUT + 1)
+    senders.tick(pair.now + LIMITS.bootstrap + 1)
     assert (senders.rooms, len(senders._unclaimed)) == ({}, 0)
 
 
@@ -117,11 +122,11 @@ def test_aborts_of_rooms_that_are_nowhere_leave_a_bounded_trace():
     pair = SimPair()
     stranger = make_peer("stranger")
     for room in range(500):
-        pair.prefill.senders.on_abort(stranger, Abort("prefill", room, "x" * 2000), pair.now)
-    assert len(pair.prefill.senders._tombstones) == 20
+        pair.prefill.senders.on_abort(stranger, Abort("prefill", named(room, epoch="stranger"), "x" * 2000), pair.now)
+    assert len(pair.prefill.senders._given_up) == 20
     assert [type(m) for m in pair.to_decode] == [AbortAck] * 500
     pair.prefill.senders.tick(pair.now + unclaimed_rooms.TOMBSTONE_SECONDS + 1)
-    assert len(pair.prefill.senders._tombstones) == 0
+    assert len(pair.prefill.senders._given_up) == 0
 
 
 @pytest.mark.parametrize(
@@ -140,7 +145,9 @@ def test_a_request_that_does_not_fit_its_room_fails_it_and_writes_nothing(change
     pair.submit("a", range(30), 7, max_new_tokens=6, legs=["prefill"])
     req = pair.prefill.senders.rooms[7].req
     fields = {"prompt_len": 30, "prompt_digest": prompt_digest(req), "decode_prefix_len": 0, "dst_pages": bytes(4 * 8)}
-    pair.prefill.senders.on_request(pair.peer, TransferRequest("prefill", 7, **(fields | change)), pair.now)
+    pair.prefill.senders.on_request(
+        pair.peer, TransferRequest("prefill", named(7, epoch="decode"), **(fields | change)), pair.now
+    )
     (failed,) = pair.to_decode
     assert failed.status == 409
     assert pair.prefill.senders.rooms == {}
@@ -151,10 +158,10 @@ def test_a_stranger_takes_no_room_of_another_decode():
     pair = SimPair()
     pair.submit("a", range(30), 7, max_new_tokens=6, legs=["prefill"])
     senders, stranger = pair.prefill.senders, make_peer("stranger")
-    senders.on_queued(pair.peer, 7, pair.now)
-    senders.on_queued(stranger, 7, pair.now)
-    senders.on_request(stranger, request(7), pair.now)
-    senders.on_abort(stranger, Abort("prefill", 7, "mine"), pair.now)
+    senders.on_queued(pair.peer, queued(pair.peer, 7), pair.now)
+    senders.on_queued(stranger, queued(stranger, 7), pair.now)
+    senders.on_request(stranger, request(7, epoch="stranger"), pair.now)
+    senders.on_abort(stranger, Abort("prefill", named(7, epoch="stranger"), "mine"), pair.now)
     senders.on_peer_gone(stranger, "silent")
     assert senders.rooms[7].peer is pair.peer
     assert senders.rooms[7].request is None

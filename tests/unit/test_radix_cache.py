@@ -255,6 +255,40 @@ def test_a_held_leaf_is_evictable_again_after_release():
     assert s.cache.evict(100) == 4
 
 
+def test_what_is_condemned_is_found_by_nobody_and_goes_with_its_last_pin():
+    s = make_setup()
+    s.put("aaaabbbb")
+    s.put("aaaacccc", "tenant")
+    first, second = s.start("aaaabbbbc"), s.start("aaaadddd")
+    s.cache.cache_unfinished_req(second, ids("aaaadddd"))
+    s.cache.condemn(ids("aaaaxyz"))
+    assert (s.match("aaaabbbb"), s.match("aaaadddd")) == ([], [])
+    assert len(s.match("aaaacccc", "tenant")) == 8
+    assert s.cache.evict(100) == 8
+    s.cache.check_invariants([first, second])
+    # Neither what goes on from it nor what ends there comes back.
+    s.grow(first, 16)
+    assert s.cache.cache_unfinished_req(first, ids("aaaabbbbccccdddd")) is None
+    s.cache.cache_finished_req(first, ids("aaaabbbbccccdddd"))
+    s.cache.check_invariants([second])
+    assert s.match("aaaabbbb") == []
+    fresh = s.start("aaaabbbb")
+    s.cache.cache_finished_req(fresh, ids("aaaabbbb"))
+    s.cache.condemn(ids("aaaa"))
+    s.cache.release_req(second)
+    s.cache.check_invariants([])
+    assert s.used() == 0
+
+
+def test_a_prefix_that_is_not_verified_is_shared_by_nobody():
+    s = make_setup()
+    hold = s.start("aaaabbbb")
+    hold.verified = False
+    assert s.cache.cache_unfinished_req(hold, ids("aaaabbbb")) is None
+    s.cache.cache_finished_req(hold, ids("aaaabbbb"))
+    assert (s.match("aaaabbbb"), s.used()) == ([], 0)
+
+
 def test_reset_keeps_what_requests_pin():
     s = make_setup(num_pages=10)
     s.put("aaaabbbb")

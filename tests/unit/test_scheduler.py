@@ -203,7 +203,7 @@ def test_abort_all_and_unknown_rids_and_stop():
     assert_all_returned(sim)
 
 
-def test_logits_that_are_not_finite_fail_the_request_and_flush_what_it_cached():
+def test_logits_that_are_not_finite_fail_the_request_and_what_it_cached_is_not_found():
     sim = SimInstance()
     sim.submit("a", range(12), max_new_tokens=4)
     sim.plan()
@@ -215,6 +215,20 @@ def test_logits_that_are_not_finite_fail_the_request_and_flush_what_it_cached():
     sim.plan()
     assert sim.ends["a"].status == 500
     assert sim.scheduler.memory.usage()["free"] == sim.scheduler.memory.max_total_tokens
+    assert_all_returned(sim)
+
+
+def test_bad_logits_of_a_request_that_has_ended_meanwhile_are_not_cached_either():
+    sim = SimInstance()
+    sim.submit("a", range(12), max_new_tokens=4)
+    sim.plan()
+    sim.scheduler.abort(AbortReq("a"))
+    assert sim.scheduler.memory.usage()["cached"] > 0
+    step = sim.to_worker.messages.popleft()
+    sim.to_worker.messages.clear()
+    sim.scheduler.on_step_result(StepResult(step.step_id, pack_i32([0]), 0.1, bad_entries=[0]), sim.now)
+    assert sim.scheduler.memory.usage()["cached"] == 0
+    sim.scheduler.check_invariants()
 
 
 def test_logprob_start_limits_the_reuse_of_cached_tokens():

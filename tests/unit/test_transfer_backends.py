@@ -346,6 +346,21 @@ def test_a_shm_writer_that_does_not_let_go_keeps_its_pages(make_node):
     assert receiver.events == [LinkDown("P", "disconnected on request"), Admitted("P")]
 
 
+def test_a_peer_that_is_parted_with_again_is_not_admitted_after_all(make_node):
+    pair = writer, receiver = make_node("shm", "P"), make_node("shm", "D")
+    writer.backend.connect("D", receiver.metadata)
+    pump(pair, lambda: writer.events == [LinkUp("D")])
+    for part in (receiver.backend.disconnect, receiver.backend.admit, receiver.backend.disconnect):
+        part("P")
+    pump(pair, lambda: receiver.events and isinstance(receiver.events[-1], LinkDown))
+    why = "disconnected on request"
+    assert receiver.events == [ConnectFailed("P", why), LinkDown("P", why)]
+    pump(pair, lambda: isinstance(writer.events[-1], LinkDown))
+    writer.backend.connect("D", receiver.metadata)
+    pump(pair, lambda: isinstance(writer.events[-1], ConnectFailed))
+    assert "register with it again" in writer.events[-1].error
+
+
 def test_tcp_works_over_ipv6(make_node):
     if not socket.has_ipv6 or not os.path.exists("/proc/net/if_inet6"):
         pytest.skip("this host has no IPv6")

@@ -16,7 +16,7 @@ from pdserve.disaggregation.backends.registry import make_backend
 from pdserve.disaggregation.backends.tcp import TcpBackend
 from pdserve.disaggregation.region import allocate_region
 from pdserve.disaggregation.transfer_engine import TransferEngine
-from pdserve.messages.base import pack_i32
+from pdserve.messages.base import HandoverId, pack_i32
 from pdserve.messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, PeerLinkDown, SendEnded, SendPages
 
 PAGE = 64 << 10
@@ -28,7 +28,7 @@ CHILD = """
 import queue, sys
 from pdserve.disaggregation.region import allocate_region
 from pdserve.disaggregation.transfer_engine import TransferEngine
-from pdserve.messages.base import pack_i32
+from pdserve.messages.base import HandoverId, pack_i32
 from pdserve.messages.worker import ConnectPeer, SendPages
 
 backend, peer, page, pages = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
@@ -40,11 +40,11 @@ print(engine.metadata.hex(), flush=True)
 metadata = bytes.fromhex(sys.stdin.readline())
 room = 0
 if metadata:  # write into the peer's pool for ever
-    engine.submit(ConnectPeer(peer, metadata))
+    engine.submit(ConnectPeer(peer, 1, metadata))
     assert events.get().error is None
 while metadata:
     room += 1
-    engine.submit(SendPages(room, peer, pack_i32(range(1, pages)), pack_i32(range(1, pages)), True))
+    engine.submit(SendPages(HandoverId(peer, room, 1), pack_i32(range(1, pages)), pack_i32(range(1, pages)), True))
     ended = events.get()
     if room == 1:
         print("writing", flush=True)
@@ -72,13 +72,15 @@ class Parent:
         self.child_metadata = bytes.fromhex(self.child.stdout.readline())
 
     def let_child_write(self):
+        self.engine.submit(ConnectPeer("child", 1, b""))
+        assert self.next() == PeerConnected("child", 1)
         self.tell(self.engine.metadata.hex())
         assert self.child.stdout.readline() == "writing\n"
 
     def connect_child(self):
         self.tell("")
-        self.engine.submit(ConnectPeer("child", self.child_metadata))
-        assert self.next() == PeerConnected("child")
+        self.engine.submit(ConnectPeer("child", 1, self.child_metadata))
+        assert self.next() == PeerConnected("child", 1)
 
     def freeze_child(self):
         os.kill(self.child.pid, signal.SIGSTOP)
@@ -92,7 +94,7 @@ class Parent:
         return self.events.get(timeout=timeout)
 
     def send(self, room, *, last=True):
-        self.engine.submit(SendPages(room, "child", PAGE_LIST, PAGE_LIST, last))
+        self.engine.submit(SendPages(HandoverId("child", room, 1), PAGE_LIST, PAGE_LIST, last))
 
 
 @pytest.fixture
@@ -116,11 +118,11 @@ def test_a_killed_writer_is_reported_once_after_its_last_write(start, kind):
     parent = start(kind)
     parent.let_child_write()
     os.kill(parent.child.pid, signal.SIGKILL)
-    assert parent.next(timeout=limit(2)) == PeerLinkDown("child")
+    assert parent.next(timeout=limit(2)) == PeerLinkDown("child", 1)
     parent.pool[:] = ord("x")  # its pages are ours again
     parent.child.wait()
-    parent.engine.submit(DisconnectPeer("nobody"))
-    assert parent.next() == PeerLinkDown("nobody")  # and nothing came in between
+    parent.engine.submit(DisconnectPeer("nobody", 1))
+    assert parent.next() == PeerLinkDown("nobody", 1)  # and nothing came in between
     assert (parent.pool == ord("x")).all()
 
 
@@ -130,7 +132,7 @@ def test_a_killed_receiver_ends_its_rooms_at_once(start, kind):
     parent.send(1, last=False)
     os.kill(parent.child.pid, signal.SIGKILL)
     # In this order: whoever hears that the room failed must know already that the peer can't be relied on.
-    assert parent.next(timeout=limit(2)) == PeerLinkDown("child")
+    assert parent.next(timeout=limit(2)) == PeerLinkDown("child", 1)
     ended = parent.next(timeout=limit(2))
     assert isinstance(ended, SendEnded)
     assert ended.error
@@ -143,23 +145,23 @@ def test_a_frozen_shm_writer_keeps_its_pages_until_it_dies(start):
     parent = start("shm")
     parent.let_child_write()
     parent.freeze_child()
-    parent.engine.submit(DisconnectPeer("child"))
+    parent.engine.submit(DisconnectPeer("child", 1))
     with pytest.raises(queue.Empty):
         parent.next(timeout=0.3)
     os.kill(parent.child.pid, signal.SIGKILL)
-    assert parent.next() == PeerLinkDown("child")
+    assert parent.next() == PeerLinkDown("child", 1)
 
 
 def test_a_frozen_shm_writer_that_goes_on_lets_go(start):
     parent = start("shm")
     parent.let_child_write()
     parent.freeze_child()
-    parent.engine.submit(DisconnectPeer("child"))
+    parent.engine.submit(DisconnectPeer("child", 1))
     os.kill(parent.child.pid, signal.SIGCONT)
-    assert parent.next() == PeerLinkDown("child")
+    assert parent.next() == PeerLinkDown("child", 1)
     parent.pool[:] = ord("x")
-    parent.engine.submit(DisconnectPeer("nobody"))
-    assert parent.next() == PeerLinkDown("nobody")
+    parent.engine.submit(DisconnectPeer("nobody", 1))
+    assert parent.next() == PeerLinkDown("nobody", 1)
     assert (parent.pool == ord("x")).all()
 
 
@@ -167,12 +169,12 @@ def test_a_frozen_tcp_writer_is_cut_off_at_once(start):
     parent = start("tcp")
     parent.let_child_write()
     parent.freeze_child()
-    parent.engine.submit(DisconnectPeer("child"))
-    assert parent.next(timeout=limit(2)) == PeerLinkDown("child")
+    parent.engine.submit(DisconnectPeer("child", 1))
+    assert parent.next(timeout=limit(2)) == PeerLinkDown("child", 1)
     parent.pool[:] = ord("x")
     os.kill(parent.child.pid, signal.SIGCONT)
-    parent.engine.submit(DisconnectPeer("nobody"))
-    assert parent.next() == PeerLinkDown("nobody")
+    parent.engine.submit(DisconnectPeer("nobody", 1))
+    assert parent.next() == PeerLinkDown("nobody", 1)
     assert (parent.pool == ord("x")).all()
 
 
@@ -181,6 +183,6 @@ def test_a_frozen_tcp_receiver_ends_its_rooms_after_the_stall_limit(start):
     parent.connect_child()
     parent.freeze_child()
     parent.send(1)
-    assert parent.next(timeout=limit(5)) == PeerLinkDown("child")
+    assert parent.next(timeout=limit(5)) == PeerLinkDown("child", 1)
     assert "does not answer" in parent.next().error
     assert parent.events.empty()

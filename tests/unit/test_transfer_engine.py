@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 import xxhash
+from support.handovers import named
 from support.machine import limit
 
 from pdserve.disaggregation import transfer_engine
@@ -55,7 +56,7 @@ class Node:
 
 
 def send(room, src, dst, *, last=True, peer="D"):
-    return SendPages(room, peer, pack_i32(src), pack_i32(dst), last)
+    return SendPages(named(room, epoch=peer), pack_i32(src), pack_i32(dst), last)
 
 
 def digest(node, pages):
@@ -83,8 +84,10 @@ def kind(request):
 @pytest.fixture
 def pair(make_node, kind):
     writer, receiver = make_node(kind, "P"), make_node(kind, "D")
-    writer.submit(ConnectPeer("D", receiver.engine.metadata))
-    assert writer.next() == PeerConnected("D")
+    receiver.submit(ConnectPeer("P", 1, b""))
+    assert receiver.next() == PeerConnected("P", 1)
+    writer.submit(ConnectPeer("D", 1, receiver.engine.metadata))
+    assert writer.next() == PeerConnected("D", 1)
     return writer, receiver
 
 
@@ -96,24 +99,24 @@ def test_pages_of_all_chunks_land_and_the_checksum_verifies(pair):
     before = receiver.pool[untouched].copy()
     writer.submit(*(send(5, src[a:b], dst[a:b], last=b == 300) for a, b in ((0, 1), (1, 200), (200, 300))))
     ended = writer.next()
-    assert ended == SendEnded(5, digest(writer, src), 300 * PAGE, ended.seconds)
+    assert ended == SendEnded(named(5), digest(writer, src), 300 * PAGE, ended.seconds)
     assert 0 < ended.seconds < LIMIT
     assert np.array_equal(receiver.pool[dst], writer.pool[src])
     assert np.array_equal(receiver.pool[untouched], before)
 
-    receiver.submit(VerifyPages(5, pack_i32(dst), ended.checksum))
-    assert receiver.next() == PagesVerified(5, True)
+    receiver.submit(VerifyPages(named(5), pack_i32(dst), ended.checksum))
+    assert receiver.next() == PagesVerified(named(5), True)
     receiver.pool[dst[150], 7] ^= 1
-    receiver.submit(VerifyPages(5, pack_i32(dst), ended.checksum))
-    assert receiver.next() == PagesVerified(5, False)
+    receiver.submit(VerifyPages(named(5), pack_i32(dst), ended.checksum))
+    assert receiver.next() == PagesVerified(named(5), False)
 
 
 def test_a_room_may_end_without_a_page_in_its_last_chunk(pair):
     writer, _ = pair
     writer.submit(send(1, [], []), send(2, [3], [4], last=False), send(2, [], []))
-    assert writer.next() == SendEnded(1, xxhash.xxh3_64_intdigest(b""), 0, 0.0)
+    assert writer.next() == SendEnded(named(1), xxhash.xxh3_64_intdigest(b""), 0, 0.0)
     ended = writer.next()
-    assert (ended.room, ended.checksum, ended.nbytes, ended.error) == (2, digest(writer, [3]), PAGE, None)
+    assert (ended.handover.room, ended.checksum, ended.nbytes, ended.error) == (2, digest(writer, [3]), PAGE, None)
 
 
 def test_pages_of_another_order_are_ours_once_they_are_verified(make_node, monkeypatch):
@@ -128,17 +131,17 @@ def test_pages_of_another_order_are_ours_once_they_are_verified(make_node, monke
     for page in pages:
         converter.convert(expected[page])
     right = digest(node, pages)
-    node.submit(VerifyPages(1, pack_i32(pages), right ^ 1, "tokens"))
-    assert node.next() == PagesVerified(1, False)
-    node.submit(VerifyPages(2, pack_i32(pages), right, "blocks"))
-    assert node.next() == PagesVerified(2, True)
+    node.submit(VerifyPages(named(1), pack_i32(pages), right ^ 1, "tokens"))
+    assert node.next() == PagesVerified(named(1), False)
+    node.submit(VerifyPages(named(2), pack_i32(pages), right, "blocks"))
+    assert node.next() == PagesVerified(named(2), True)
     assert np.array_equal(node.pool, before)
-    node.submit(VerifyPages(3, pack_i32(pages), right, "tokens"))
-    assert node.next() == PagesVerified(3, True)
+    node.submit(VerifyPages(named(3), pack_i32(pages), right, "tokens"))
+    assert node.next() == PagesVerified(named(3), True)
     assert not np.array_equal(expected, before)
     assert np.array_equal(node.pool, expected)
-    blind.submit(VerifyPages(4, pack_i32([1]), digest(blind, [1]), "tokens"))
-    assert blind.next() == PagesVerified(4, False)
+    blind.submit(VerifyPages(named(4), pack_i32([1]), digest(blind, [1]), "tokens"))
+    assert blind.next() == PagesVerified(named(4), False)
 
 
 def test_verifying_more_than_one_slice_and_pages_that_cannot_be(pair, monkeypatch):
@@ -146,13 +149,18 @@ def test_verifying_more_than_one_slice_and_pages_that_cannot_be(pair, monkeypatc
     node = pair[1]
     pages = [*range(1, 12), 40, 30]
     node.submit(
-        VerifyPages(1, pack_i32(pages), digest(node, pages)),
-        VerifyPages(2, pack_i32([0]), digest(node, [0])),
-        VerifyPages(3, b"", xxhash.xxh3_64_intdigest(b"")),
-        VerifyPages(4, pack_i32([PAGES]), 0),
+        VerifyPages(named(1), pack_i32(pages), digest(node, pages)),
+        VerifyPages(named(2), pack_i32([0]), digest(node, [0])),
+        VerifyPages(named(3), b"", xxhash.xxh3_64_intdigest(b"")),
+        VerifyPages(named(4), pack_i32([PAGES]), 0),
     )
     answers = [node.next() for _ in range(4)]
-    assert sorted((answer.room, answer.ok) for answer in answers) == [(1, True), (2, False), (3, True), (4, False)]
+    assert sorted((answer.handover.room, answer.ok) for answer in answers) == [
+        (1, True),
+        (2, False),
+        (3, True),
+        (4, False),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -173,50 +181,78 @@ def test_rooms_of_unknown_peers_fail_and_take_no_more_pages(pair):
     writer, _ = pair
     writer.submit(send(1, [1], [1], last=False, peer="X"))
     first = writer.next()
-    assert first.room == 1
+    assert first.handover.room == 1
     assert "X is not connected" in first.error
     writer.submit(send(1, [2], [2], last=False, peer="X"), send(1, [3], [3], peer="X"), send(1, [3], [3]))
     assert writer.next().error is None  # those that crossed are dropped, then the number is free again
 
 
+def test_a_disconnect_that_crosses_the_end_of_its_link_does_nothing_to_the_next(pair):
+    writer, receiver = pair
+    receiver.submit(DisconnectPeer("P", 1))
+    assert (receiver.next(), writer.next()) == (PeerLinkDown("P", 1), PeerLinkDown("D", 1))
+    receiver.submit(ConnectPeer("P", 2, b""))
+    assert receiver.next() == PeerConnected("P", 2)
+    writer.submit(DisconnectPeer("D", 1), ConnectPeer("D", 2, receiver.engine.metadata))
+    assert writer.next() == PeerConnected("D", 2)
+    writer.submit(DisconnectPeer("D", 2))
+    assert writer.next() == PeerLinkDown("D", 2)
+    assert receiver.next() == PeerLinkDown("P", 2)
+
+
+def test_a_later_attempt_at_a_broken_room_is_another_hand_over(pair):
+    writer, receiver = pair
+    writer.submit(send(1, [0], [1], last=False))
+    assert writer.next().error
+    again = named(1, 2)
+    writer.submit(SendPages(again, pack_i32([5]), pack_i32([6]), last=False))
+    writer.submit(send(1, [3], [3]))  # the rest of the first crossed its end
+    writer.submit(SendPages(again, pack_i32([7]), pack_i32([8]), last=True))
+    ended = writer.next()
+    assert ended == SendEnded(again, digest(writer, [5, 7]), 2 * PAGE, ended.seconds)
+    assert np.array_equal(receiver.pool[[6, 8]], writer.pool[[5, 7]])
+
+
 def test_cancelling_an_unknown_room_is_answered(pair):
-    pair[0].submit(CancelSend(77))
-    assert pair[0].next() == SendEnded(77, cancelled=True)
+    pair[0].submit(CancelSend(named(77)))
+    assert pair[0].next() == SendEnded(named(77), cancelled=True)
 
 
 def test_a_room_without_its_last_pages_stays_until_cancelled(pair):
     writer, _ = pair
     writer.submit(send(1, [1], [1], last=False), send(2, [2], [2]))
-    assert writer.next().room == 2
-    writer.submit(CancelSend(1))
+    assert writer.next().handover.room == 2
+    writer.submit(CancelSend(named(1)))
     ended = writer.next()
-    assert (ended.room, ended.cancelled, ended.error, ended.nbytes) == (1, True, None, PAGE)
+    assert (ended.handover.room, ended.cancelled, ended.error, ended.nbytes) == (1, True, None, PAGE)
     assert writer.events.empty()
 
 
 def test_disconnecting_ends_the_rooms_and_the_link_on_both_sides(pair):
     writer, receiver = pair
-    writer.submit(send(1, [1], [1], last=False), send(2, [1], [2], last=False), DisconnectPeer("D"))
+    writer.submit(send(1, [1], [1], last=False), send(2, [1], [2], last=False), DisconnectPeer("D", 1))
     events = [writer.next() for _ in range(3)]
-    assert PeerLinkDown("D") in events
+    assert PeerLinkDown("D", 1) in events
     ended = [event for event in events if isinstance(event, SendEnded)]
-    assert sorted(event.room for event in ended) == [1, 2]
+    assert sorted(event.handover.room for event in ended) == [1, 2]
     assert all(event.error for event in ended)
-    assert receiver.next() == PeerLinkDown("P")
+    assert receiver.next() == PeerLinkDown("P", 1)
     writer.submit(send(3, [1], [1]))
     assert "not connected" in writer.next().error
 
 
 def test_a_pair_links_again_once_the_receiver_admits_the_writer(pair):
     writer, receiver = pair
-    receiver.submit(DisconnectPeer("P"))
-    assert (receiver.next(), writer.next()) == (PeerLinkDown("P"), PeerLinkDown("D"))
-    writer.submit(ConnectPeer("D", receiver.engine.metadata))
-    assert "register with it again" in writer.next().error
-    receiver.submit(ConnectPeer("P", b""))
-    assert receiver.next() == PeerConnected("P")
-    writer.submit(ConnectPeer("D", receiver.engine.metadata), ConnectPeer("D", b"garbage"))
-    assert writer.next() == PeerConnected("D")
+    receiver.submit(DisconnectPeer("P", 1))
+    assert (receiver.next(), writer.next()) == (PeerLinkDown("P", 1), PeerLinkDown("D", 1))
+    writer.submit(ConnectPeer("D", 2, receiver.engine.metadata))
+    refused = writer.next()
+    assert "register with it again" in refused.error
+    assert refused.link == 2
+    receiver.submit(ConnectPeer("P", 2, b""))
+    assert receiver.next() == PeerConnected("P", 2)
+    writer.submit(ConnectPeer("D", 3, receiver.engine.metadata), ConnectPeer("D", 3, b"garbage"))
+    assert writer.next() == PeerConnected("D", 3)
     writer.submit(send(1, [1], [1]))
     assert writer.next().error is None
 
@@ -224,16 +260,16 @@ def test_a_pair_links_again_once_the_receiver_admits_the_writer(pair):
 def test_the_fake_backend_moves_nothing_and_is_always_right(make_node):
     writer, receiver = make_node("fake", "P"), make_node("fake", "D")
     before = receiver.pool.copy()
-    writer.submit(ConnectPeer("D", receiver.engine.metadata), send(1, [1, 2], [3, 4]))
+    writer.submit(ConnectPeer("D", 1, receiver.engine.metadata), send(1, [1, 2], [3, 4]))
     events = [writer.next(), writer.next()]
-    assert PeerConnected("D") in events
+    assert PeerConnected("D", 1) in events
     ended = next(event for event in events if isinstance(event, SendEnded))
     assert (ended.checksum, ended.nbytes, ended.error) == (0, 2 * PAGE, None)
-    receiver.submit(VerifyPages(1, pack_i32([3, 4]), 0))
-    assert receiver.next() == PagesVerified(1, True)
+    receiver.submit(VerifyPages(named(1), pack_i32([3, 4]), 0))
+    assert receiver.next() == PagesVerified(named(1), True)
     assert np.array_equal(receiver.pool, before)
-    writer.submit(DisconnectPeer("D"))
-    assert writer.next() == PeerLinkDown("D")
+    writer.submit(DisconnectPeer("D", 1))
+    assert writer.next() == PeerLinkDown("D", 1)
 
 
 class SlowBackend(TransferBackend):
@@ -286,17 +322,17 @@ def slow(make_node, monkeypatch):
     monkeypatch.setattr(transfer_engine, "WINDOW_BYTES", 8 * PAGE)
     node = make_node(SlowBackend(), "P")
     node.backend = node.engine._backend
-    node.submit(ConnectPeer("D", b"slow"))
-    assert node.next() == PeerConnected("D")
+    node.submit(ConnectPeer("D", 1, b"slow"))
+    assert node.next() == PeerConnected("D", 1)
     return node
 
 
 def settle(node):
     """Wait until the engine has obeyed everything so far and sleeps."""
-    node.submit(CancelSend(-1))
-    assert node.next() == SendEnded(-1, cancelled=True)
-    node.submit(CancelSend(-1))
-    assert node.next() == SendEnded(-1, cancelled=True)
+    node.submit(CancelSend(named(999)))
+    assert node.next() == SendEnded(named(999), cancelled=True)
+    node.submit(CancelSend(named(999)))
+    assert node.next() == SendEnded(named(999), cancelled=True)
 
 
 def land(node, count=1):
@@ -320,7 +356,7 @@ def test_a_small_room_passes_between_the_slices_of_a_huge_one(slow):
 def test_a_cancel_takes_effect_between_slices_and_is_answered_when_those_under_way_have_landed(slow):
     slow.submit(send(1, range(100, 200), range(100, 200)))
     settle(slow)
-    slow.submit(CancelSend(1))
+    slow.submit(CancelSend(named(1)))
     settle(slow)
     assert slow.events.empty()
     land(slow, 1)
@@ -328,7 +364,7 @@ def test_a_cancel_takes_effect_between_slices_and_is_answered_when_those_under_w
     assert slow.events.empty()
     land(slow, 1)
     ended = slow.next()
-    assert (ended.room, ended.cancelled, ended.nbytes) == (1, True, 8 * PAGE)
+    assert (ended.handover.room, ended.cancelled, ended.nbytes) == (1, True, 8 * PAGE)
     assert len(slow.backend.writes) == 2
 
 
@@ -338,7 +374,7 @@ def test_a_failed_write_ends_its_room_only(slow):
     slow.backend.writes[0][0].error = "broken"
     slow.backend.writes[0][0].state = WriteState.FAILED
     land(slow)
-    ended = {event.room: event for event in (slow.next(), slow.next())}
+    ended = {event.handover.room: event for event in (slow.next(), slow.next())}
     assert ended[1].error == "broken"
     assert (ended[2].error, ended[2].checksum) == (None, digest(slow, [7]))
 
@@ -351,7 +387,7 @@ def test_a_broken_engine_says_so_instead_of_limping_on():
         raise RuntimeError("the channel is gone")
 
     engine = TransferEngine("fake", region, PAGE, "P", "127.0.0.1", emit, broken.append)
-    engine.submit(CancelSend(1))
+    engine.submit(CancelSend(named(1)))
     engine.close()
     assert [str(error) for error in broken] == ["the channel is gone"]
     region.close()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import xxhash
+from support.handovers import named
 from support.machine import limit
 
 from pdserve.disaggregation import transfer_engine
@@ -64,11 +65,15 @@ class Campaign:
         self.free = list(self.rng.permutation(np.arange(1, PAGES)))
         self.rooms: dict[int, Room] = {}
         self.quarantined: list[np.ndarray] = []
+        self.link = 0
         self.connect()
 
     def connect(self):
-        self.p.engine.submit(ConnectPeer("D", self.d.engine.metadata))
-        while (event := self.p.events.get(timeout=LIMIT)) != PeerConnected("D"):
+        self.link += 1
+        self.d.engine.submit(ConnectPeer("P", self.link, b""))
+        assert self.d.events.get(timeout=LIMIT) == PeerConnected("P", self.link)
+        self.p.engine.submit(ConnectPeer("D", self.link, self.d.engine.metadata))
+        while (event := self.p.events.get(timeout=LIMIT)) != PeerConnected("D", self.link):
             self.on_event(event)  # the answer to a cancel that crossed the end of its room
 
     def live(self):
@@ -90,41 +95,42 @@ class Campaign:
             part = slice(room.pushed, end)
             room.pushed = end
             src, dst = pack_i32(room.src[part]), pack_i32(room.dst[part])
-            self.p.engine.submit(SendPages(room.number, "D", src, dst, end == len(room.src)))
+            self.p.engine.submit(SendPages(named(room.number), src, dst, end == len(room.src)))
 
     def cancel(self):
         rooms = [room for room in self.live() if not room.cancelled]
         if rooms:
             room = rooms[self.rng.integers(len(rooms))]
             room.cancelled = True
-            self.p.engine.submit(CancelSend(room.number))
+            self.p.engine.submit(CancelSend(named(room.number)))
 
     def disconnect(self):
         """Part, from a random side; then link again."""
         one, peer = (self.p, "D") if self.rng.random() < 0.5 else (self.d, "P")
-        one.engine.submit(DisconnectPeer(peer))
-        while (event := self.p.events.get(timeout=LIMIT)) != PeerLinkDown("D"):
+        one.engine.submit(DisconnectPeer(peer, self.link))
+        while (event := self.p.events.get(timeout=LIMIT)) != PeerLinkDown("D", self.link):
             self.on_event(event)
-        assert self.d.events.get(timeout=LIMIT) == PeerLinkDown("P")
+        assert self.d.events.get(timeout=LIMIT) == PeerLinkDown("P", self.link)
+        if self.rng.random() < 0.5:
+            other, name = (self.d, "P") if one is self.p else (self.p, "D")
+            other.engine.submit(DisconnectPeer(name, self.link))  # it crossed the end
         while any(room.pushed for room in self.live()):
             self.on_event(self.p.events.get(timeout=LIMIT))
         for pages in self.quarantined:
             self.d.pool[pages] = CANARY
             self.free += pages.tolist()
         self.quarantined.clear()
-        self.d.engine.submit(ConnectPeer("P", b""))
-        assert self.d.events.get(timeout=LIMIT) == PeerConnected("P")
         self.connect()
 
     def on_event(self, event):
         assert isinstance(event, SendEnded), event
-        room = self.rooms[event.room]
+        room = self.rooms[event.handover.room]
         room.ends.append(event)
         if len(room.ends) > 1:
             # Only a cancel that crossed the end may be answered too.
             assert room.cancelled, room.ends
             assert len(room.ends) == 2, room.ends
-            assert event == SendEnded(room.number, cancelled=True)
+            assert event == SendEnded(named(room.number), cancelled=True)
             return
         if event.error is not None:
             self.quarantined.append(room.dst)  # the link is down: D's own PeerLinkDown frees them
@@ -150,10 +156,10 @@ class Campaign:
             assert rooms
         while any(not room.ends for room in self.rooms.values()):
             self.on_event(self.p.events.get(timeout=LIMIT))
-        self.p.engine.submit(DisconnectPeer("D"))
-        while (event := self.p.events.get(timeout=LIMIT)) != PeerLinkDown("D"):
+        self.p.engine.submit(DisconnectPeer("D", self.link))
+        while (event := self.p.events.get(timeout=LIMIT)) != PeerLinkDown("D", self.link):
             self.on_event(event)
-        assert self.d.events.get(timeout=LIMIT) == PeerLinkDown("P")
+        assert self.d.events.get(timeout=LIMIT) == PeerLinkDown("P", self.link)
         self.check_canary()
         assert self.p.events.empty()
         assert self.d.events.empty()

@@ -1,4 +1,4 @@
-"""One room's pages on their way to a peer."""
+"""One hand-over's pages on their way to a peer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from ..messages.base import I32
+from ..messages.base import I32, HandoverId
 from ..messages.worker import SendEnded
 from .backends.base import TransferBackend, WriteHandle, WriteState
 from .page_spans import page_spans
@@ -23,16 +23,15 @@ class _Landing(NamedTuple):
     nbytes: int
 
 
-class OutgoingRoom:
+class OutgoingPages:
     """Chunks wait in ``_chunks``, are pushed in slices, and count once they have landed.
 
     It is over when it failed, was cancelled, or has its last pages and pushed all; it may end when nothing is under way
-    any more. ``peer`` is an epoch; ``whole`` says that the last pages were handed in.
+    any more. ``whole`` says that the last pages were handed in.
     """
 
-    def __init__(self, room: int, peer: str, page_bytes: int) -> None:
-        self.room = room
-        self.peer = peer
+    def __init__(self, handover: HandoverId, page_bytes: int) -> None:
+        self.handover = handover
         self.whole = False
         self.error: str | None = None
         self.cancelled = False
@@ -72,7 +71,7 @@ class OutgoingRoom:
         count = min(max(1, slice_bytes // self._page_bytes), MAX_SLICE_PAGES)
         local, remote = page_spans(src[:count], dst[:count], self._page_bytes)
         nbytes = int(local[:, 1].sum())
-        self._landing.append(_Landing(backend.write(self.peer, local, remote), nbytes))
+        self._landing.append(_Landing(backend.write(self.handover.epoch, local, remote), nbytes))
         if count < len(src):
             self._chunks[0] = src[count:], dst[count:]
         else:
@@ -117,4 +116,4 @@ class OutgoingRoom:
             self._seconds += time.monotonic() - self._busy_since
             self._busy_since = None
         checksum = self._hasher.intdigest() if checksummed else 0
-        return SendEnded(self.room, checksum, self._nbytes, self._seconds, self.cancelled, self.error)
+        return SendEnded(self.handover, checksum, self._nbytes, self._seconds, self.cancelled, self.error)
