@@ -32,7 +32,7 @@ class HandoverHost(Protocol):
         """The KV has landed and was verified: decode from here on."""
 
     def admit_incoming(self, req: Req, others: Iterable[Req]) -> bool:
-        """Take memory, not verified, for the whole prompt; ``others`` hold some for later output too. False: not now."""
+        """Take memory, not verified, for the whole prompt; ``others`` hold some for later output. False: not now."""
 
     def end(self, req: Req, state: ReqState, finish: FinishReason | None) -> None:
         """End the request."""
