@@ -124,6 +124,7 @@ class TransferEngine:
         self._broken: dict[HandoverId, None] = {}
         self._checks: deque[PageCheck] = deque()
         self._links: dict[str, int] = {}
+        self._parting: set[str] = set()
         self._down: dict[str, int] = {}
         """Links that are over, of peers that have not been connected to again."""
         self._thread = threading.Thread(target=self._run, name="transfer-engine", daemon=True)
@@ -193,6 +194,7 @@ class TransferEngine:
     def _disconnect(self, command: DisconnectPeer) -> None:
         if self._down.get(command.peer) != command.link:
             self._links[command.peer] = command.link
+            self._parting.add(command.peer)
             self._backend.disconnect(command.peer)
 
     def _send(self, command: SendPages) -> None:
@@ -315,9 +317,12 @@ class TransferEngine:
                 self._emit(PeerConnected(event.peer, self._links.get(event.peer, 0)))
             case ConnectFailed():
                 self._refusals.add(event.error)
-                self._emit(PeerConnected(event.peer, self._links.pop(event.peer, 0), event.error))
+                self._emit(PeerConnected(event.peer, self._links.get(event.peer, 0), event.error))
+                if event.peer not in self._parting:
+                    self._links.pop(event.peer, None)
             case _:
                 self._partings.add(f"the links with peer {event.peer} are down: {event.reason}")
+                self._parting.discard(event.peer)
                 link = self._down[event.peer] = self._links.pop(event.peer, 0)
                 if len(self._down) > MAX_DOWN:
                     del self._down[next(iter(self._down))]

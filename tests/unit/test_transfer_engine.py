@@ -200,6 +200,21 @@ def test_a_disconnect_that_crosses_the_end_of_its_link_does_nothing_to_the_next(
     assert receiver.next() == PeerLinkDown("P", 2)
 
 
+def test_a_disconnect_ends_a_connect_that_is_under_way_by_its_number(make_node, kind):
+    writer, receiver = make_node(kind, "P"), make_node(kind, "D")
+    writer.submit(ConnectPeer("D", 7, receiver.engine.metadata), DisconnectPeer("D", 7))
+    events = [writer.next(), writer.next()]
+    assert [(type(event), event.link) for event in events] == [(PeerConnected, 7), (PeerLinkDown, 7)]
+    assert events[0].error
+    for link in (8, 9):  # one that failed by itself leaves nothing behind, and its end is told when it is asked for
+        writer.submit(ConnectPeer("D", link, b"garbage"))
+        failed = writer.next()
+        assert (failed.link, bool(failed.error)) == (link, True)
+        assert writer.engine._links == {}
+        writer.submit(DisconnectPeer("D", link))
+        assert writer.next() == PeerLinkDown("D", link)
+
+
 def test_a_later_attempt_at_a_broken_room_is_another_hand_over(pair):
     writer, receiver = pair
     writer.submit(send(1, [0], [1], last=False))
