@@ -363,6 +363,60 @@ def test_a_room_can_be_used_again_whichever_leg_was_left_alone_before(late: str)
     pair.submit("b", range(9), 1, legs=(late,), max_new_tokens=3)
     run_until_idle(pair)
     assert pair.decode.tokens["b"] == reference_output(range(9), 3)
+    for rid, first in (("c", "decode"), ("d", "prefill")):
+        # An abort that crossed the end of "b" says nothing of what comes after it.
+        pair.prefill.senders.on_abort(
+            pair.peer, Abort("prefill", named(1, 2 if late == "prefill" else 1, "decode"), ""), 1.0
+        )
+        pair.to_decode.clear()
+        pair.submit(rid, range(9), 1, legs=(first,), max_new_tokens=3)
+        until_delivered(pair)
+        pair.submit(rid, range(9), 1, legs=("prefill" if first == "decode" else "decode",), max_new_tokens=3)
+        run_until_idle(pair)
+        assert pair.decode.tokens[rid] == reference_output(range(9), 3)
+    assert_all_returned(pair)
+
+
+def test_an_end_that_crosses_its_cancel_is_not_the_answer_to_it():
+    """A decode that uses a name again must not have its pages let go of by the answer to the first cancel."""
+    pair, rng = SimPair(), random.Random(1)
+    pair.submit("a", range(30), 1, max_new_tokens=4)
+    while not pair.pushes:
+        rng.choice(pair.moves())()
+    senders, name = pair.prefill.senders, named(1, 1, "decode")
+    pair.decode.scheduler.abort(AbortReq("a"))
+    pair.collect()
+    until_delivered(pair)
+    assert senders.rooms[1].failure is not None
+    senders.on_send_ended(SendEnded(name, checksum=1, nbytes=100))
+    assert senders.rooms[1].hold is not None
+    pair.check()
+    run_until_idle(pair)
+    assert senders.rooms == {}
+    assert_all_returned(pair)
+
+
+def test_time_in_the_prefills_queue_is_not_time_of_the_transfer():
+    pair = SimPair(max_total_tokens=64, disable_radix_cache=True)
+    pair.prefill.submit("old", range(40), max_new_tokens=400)
+    pair.prefill.plan()
+    pair.submit("a", range(40), 1, max_new_tokens=4)
+    for _ in range(3):
+        until_delivered(pair)
+    pair.now += LIMITS.queue - 1
+    pair.advance()
+    pair.prefill.scheduler.abort(AbortReq("old"))
+    for _ in range(6):
+        pair.prefill.plan()
+        pair.prefill.work()
+    assert pair.pushes
+    pair.now += LIMITS.transfer - 1  # in all more than the queue may take
+    pair.advance()
+    assert pair.prefill.senders.rooms[1].failure is None
+    pair.now += 1.1
+    pair.advance()
+    assert "took longer" in pair.prefill.senders.rooms[1].failure[1]
+    run_until_idle(pair)
     assert_all_returned(pair)
 
 
@@ -382,7 +436,9 @@ def test_what_is_said_of_an_earlier_attempt_does_nothing_to_the_next():
     receivers.on_done(pair.link, TransferDone("decode", first, 1, aux))
     receivers.on_failed(pair.link, TransferFailed("decode", first, 503, "old"))
     receivers.on_abort_ack(pair.link, AbortAck("decode", first))
+    pair.decode.rooms.rooms[1].checking = True
     receivers.on_verified(PagesVerified(first, ok=False), pair.now)
+    pair.decode.rooms.rooms[1].checking = False
     senders.on_abort(pair.peer, Abort("prefill", first, "old"), pair.now)
     senders.on_send_ended(SendEnded(first, error="old"))
     assert pair.to_decode.pop() == AbortAck("decode", first)

@@ -103,6 +103,21 @@ def test_a_prompt_moves_on_where_not_one_token_keeps_the_promise() -> None:
     assert sum(mixed[first + 8 :]) <= len(mixed) / (PATIENCE - 1)
 
 
+def test_a_starved_prompt_gets_what_the_estimate_allows_without_its_margin() -> None:
+    budget = budget_of()
+    assert budget.itl is not None
+    budget.itl.margin = 1.6
+    decodes = StepShape(8, 800)
+    for refused in (False, True, True):
+        budget.planned(refused=refused)
+        room = budget.room(decodes, awaited=False)
+        assert (room.forward_ms, room.at_least) == (budget.itl.forward_ms(room.limit_ms), 0)
+    budget.planned(refused=True)
+    room = budget.room(decodes, awaited=False)
+    assert room.forward_ms == room.limit_ms - CostModel().overhead_ms
+    assert room.at_least == LEAST_PIECE
+
+
 def test_a_deep_prompt_is_not_overtaken_by_cheaper_ones() -> None:
     deep = Machine(read_ms=20, token_ms=0.1, pair_ms=0.02)
     sim = TimedSim(deep, itl_budget_ms=1.0)
