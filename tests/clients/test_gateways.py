@@ -20,14 +20,14 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module", params=list(GATEWAYS))
 def gateway(
-    request: pytest.FixtureRequest, pair: Pair, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, running_pair: Pair, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[httpx.Client]:
     [port] = free_ports(1)
-    bootstrap = str(pair.prefill.info()["options"]["disaggregation_bootstrap_port"])
+    bootstrap = str(running_pair.prefill.info()["options"]["disaggregation_bootstrap_port"])
     log: Path = tmp_path_factory.mktemp("gateway") / "log"
     argv = [
         *(str(python_of("gateways")), *GATEWAYS[request.param], "--host", "127.0.0.1", "--port", str(port)),
-        *("--pd-disaggregation", "--prefill", pair.prefill.url, bootstrap, "--decode", pair.decode.url),
+        *("--pd-disaggregation", "--prefill", running_pair.prefill.url, bootstrap, "--decode", running_pair.decode.url),
         *("--policy", "round_robin"),
     ]
     with log.open("wb") as out:

@@ -26,11 +26,11 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def prometheus(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def prometheus(running_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     program = shutil.which("prometheus")
     assert program, "there is no prometheus: apt-get install prometheus"
     folder: Path = tmp_path_factory.mktemp("prometheus")
-    config = (DOCKER / "prometheus.yml").read_text().replace("127.0.0.1:8000", f"127.0.0.1:{pair.router.port}")
+    config = (DOCKER / "prometheus.yml").read_text().replace("127.0.0.1:8000", f"127.0.0.1:{running_pair.router.port}")
     parsed = yaml.safe_load(config)
     parsed["global"]["scrape_interval"] = "1s"
     for job in parsed["scrape_configs"]:

@@ -19,7 +19,7 @@ def run_client(argv: list[str | Path], seconds: float = 600, cwd: Path | None = 
     ``cwd``: for one that leaves files where it is run.
     """
     quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "NO_PROXY": "*"}
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
     done = subprocess.run(
         [str(word) for word in argv],
         env={**environment, **quiet, **env},
