@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 
@@ -13,6 +14,7 @@ from support.machine import limit
 
 from pdserve.disaggregation import transfer_engine
 from pdserve.disaggregation.backends.base import LinkUp, TransferBackend, WriteHandle, WriteState
+from pdserve.disaggregation.backends.registry import make_backend
 from pdserve.disaggregation.errors import NotConnected
 from pdserve.disaggregation.page_order import PageConverter
 from pdserve.disaggregation.region import allocate_region
@@ -201,9 +203,11 @@ def test_a_disconnect_that_crosses_the_end_of_its_link_does_nothing_to_the_next(
 
 
 def test_a_disconnect_ends_a_connect_that_is_under_way_by_its_number(make_node, kind):
-    writer, receiver = make_node(kind, "P"), make_node(kind, "D")
-    writer.submit(ConnectPeer("D", 7, receiver.engine.metadata), DisconnectPeer("D", 7))
-    events = [writer.next(), writer.next()]
+    writer = make_node(kind, "P")
+    silent = make_backend(kind, "D", "127.0.0.1")
+    with contextlib.closing(allocate_region(PAGE * PAGES, shared=kind == "shm")) as region, contextlib.closing(silent):
+        writer.submit(ConnectPeer("D", 7, silent.register(region, PAGE)), DisconnectPeer("D", 7))
+        events = [writer.next(), writer.next()]
     assert [(type(event), event.link) for event in events] == [(PeerConnected, 7), (PeerLinkDown, 7)]
     assert events[0].error
     for link in (8, 9):  # one that failed by itself leaves nothing behind, and its end is told when it is asked for
