@@ -92,11 +92,20 @@ def test_every_query_of_the_dashboard_has_series(pair: Pair, prometheus: httpx.C
 
 
 def test_tokens_add_up(pair: Pair, prometheus: httpx.Client) -> None:
-    """What Prometheus has counted is what the decode says: a pair counts once."""
-    made = pair.decode.info()["counters"]["generation_tokens"]
+    """Prometheus counts what clients are given, and a pair counts once. (Of what others left, more was generated.)"""
 
-    def equal() -> bool:
+    def counted() -> int:
         [total] = query(prometheus, "sum(pdserve_generation_tokens_total)")
-        return int(float(total["value"][1])) == made
+        return int(float(total["value"][1]))
 
-    wait_until(equal, 20, "the same count", every=0.5)
+    def given() -> int:
+        pages = [httpx.get(server.url + "/metrics", trust_env=False).text for server in (pair.prefill, pair.decode)]
+        found = [re.search(r"^pdserve_generation_tokens_total\{.*\} (\S+)$", page, re.MULTILINE) for page in pages]
+        return sum(int(float(match[1])) for match in found if match)
+
+    wait_until(lambda: counted() == given(), 20, "the last scrape is of now", every=0.5)
+    before, generated = counted(), pair.decode.info()["counters"]["generation_tokens"]
+    body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 20, "ignore_eos": True}}
+    assert pair.router.post("/generate", body).status_code == 200
+    wait_until(lambda: counted() == before + 20, 20, "20 tokens are counted, once", every=0.5)
+    assert pair.decode.info()["counters"]["generation_tokens"] == generated + 20
