@@ -48,15 +48,15 @@ class ProtocolBroken(LinkLost):
     """The peer said or did what no honest one does; its connection was ended for it."""
 
 
-class RouteUnavailable(TransferError):
-    """The bootstrap server has no route (yet), or does not answer."""
+class NotRegistered(TransferError):
+    """The bootstrap server has no registration (yet), or does not answer."""
 
     retriable = True
 
 
-class RouteConflict(TransferError):
-    """A newer instance has taken the route over, or this one has withdrawn from it."""
+class RegistrationConflict(TransferError):
+    """A newer instance has taken the registration over, or this one has withdrawn from it."""
 
 
-class RouteInvalid(TransferError):
-    """The bootstrap server's answer, or a route given to it, is not a route."""
+class InvalidRegistration(TransferError):
+    """The bootstrap server's answer, or a registration given to it, is not a registration."""

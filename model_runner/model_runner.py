@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from ..disaggregation.region import KVRegion, allocate_region
+from ..disaggregation.transfer.region import KVRegion, allocate_region
 from ..messages.worker import KVOrder
 from ..model_files.config import choose_context_length
 from ..model_files.config_reader import read_config

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from ..runtime.machine.memory import Memory
 
 if TYPE_CHECKING:
-    from ..disaggregation.region import KVRegion
+    from ..disaggregation.transfer.region import KVRegion
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from .placement import Placement, bind_compute_threads, confine, floating, machi
 from .prefault import MARGIN_BYTES, MARGIN_SHARE, PoolPrefault
 
 if TYPE_CHECKING:
-    from ..disaggregation.transfer_engine import TransferEngine
+    from ..disaggregation.transfer.engine import TransferEngine
     from .model_runner import ModelRunner
     from .step_runner import StepRunner
 
@@ -148,7 +148,7 @@ def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -
         return None
     if model.kv_region is None:
         raise UnsupportedModel(f"KV hand-over from {model.device.type} memory is not there yet; use --device cpu")
-    from ..disaggregation.transfer_engine import TransferEngine
+    from ..disaggregation.transfer.engine import TransferEngine
 
     # Made here, used by the engine's thread alone.
     sender = Sender(ctx.zmq_ctx, ctx.address("worker_events"))

@@ -14,10 +14,10 @@ def process_modules(options: ServerOptions) -> dict[str, str]:
     modules = {
         "worker": "pdserve.model_runner.process",
         "tokenizer": "pdserve.server.tokenizer_process",
-        "scheduler": "pdserve.scheduler.process" if mode == "unified" else "pdserve.disaggregation.scheduler_process",
+        "scheduler": "pdserve.scheduler.process" if mode == "unified" else "pdserve.disaggregation.handover.process",
         "detokenizer": "pdserve.detokenizer.process",
         "http": "pdserve.server.http_process",
     }
     if mode == "prefill":
-        modules["bootstrap"] = "pdserve.disaggregation.bootstrap_process"
+        modules["bootstrap"] = "pdserve.disaggregation.bootstrap.server"
     return modules

@@ -7,8 +7,8 @@ Cached prefixes that no request uses are evicted when slots run short.
 
 Pages are freed as soon as the scheduler plans without them, while steps that were already sent may still touch them.
 That is sound because the worker runs steps in order: whoever gets the page next writes it in a later step. A *remote*
-writer is not in that order, so ``disaggregation/kv_receiver.py`` waits for those steps before it offers fresh pages to
-a peer.
+writer is not in that order, so ``disaggregation/handover/kv_receiver.py`` waits for those steps before it offers fresh
+pages to a peer.
 """
 
 from __future__ import annotations

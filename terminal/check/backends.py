@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...disaggregation.backends.registry import BACKENDS, find_backend
+from ...disaggregation.transfer.backends.registry import BACKENDS, find_backend
 from .finding import Finding, ok, warning
 
 

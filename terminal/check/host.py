@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...disaggregation.errors import RegionError
-from ...disaggregation.region import allocate_region
+from ...disaggregation.transfer.region import allocate_region
 from ...model_runner.placement import plan_placement
 from ...runtime.machine.control_groups import SystemTree, cpu_quota
 from ...runtime.machine.memory import host_memory

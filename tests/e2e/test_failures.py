@@ -15,7 +15,7 @@ import pytest
 from support.machine import limit
 from support.processes import ONE_THREAD, Pair, free_ports, launched, pd_pair, wait_until
 
-from pdserve.disaggregation.kv_manager import LEASE_SECONDS
+from pdserve.disaggregation.handover.kv_manager import LEASE_SECONDS
 
 CHILDREN = ["worker", "scheduler", "tokenizer", "detokenizer", "http", "supervisor"]
 ERROR_SECONDS = limit(2.0)

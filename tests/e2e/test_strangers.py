@@ -19,9 +19,9 @@ from support.control_wire import ControlSocket
 from support.processes import Pair, pd_pair, wait_until
 from support.strangers import Stranger, Target, find_target
 
-from pdserve.disaggregation.backends.tcp import TcpBackend
-from pdserve.disaggregation.region import allocate_region
-from pdserve.disaggregation.unclaimed_rooms import PEER_ROOMS
+from pdserve.disaggregation.handover.unclaimed_rooms import PEER_ROOMS
+from pdserve.disaggregation.transfer.backends.tcp import TcpBackend
+from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.messages.base import HandoverId, Message
 from pdserve.messages.channel import Codec, encode
 from pdserve.messages.handover import (
@@ -138,13 +138,13 @@ def test_thousands_of_connections_to_the_control_port_change_nothing(pair):
 def test_forged_and_replayed_routes_are_refused_and_the_pair_goes_on(pair):
     expected = answers(pair)
     target = find_target(pair)
-    url = f"http://127.0.0.1:{target.bootstrap}/route"
-    forged = msgspec.structs.replace(target.route, epoch="mine", control_port=1)
+    url = f"http://127.0.0.1:{target.bootstrap}/registration"
+    forged = msgspec.structs.replace(target.registration, epoch="mine", control_port=1)
     with httpx.Client(trust_env=False, timeout=10) as client:
-        for route in (forged, target.route):
-            assert client.put(url, content=msgspec.json.encode(route)).status_code == 401
-            assert client.delete(url, params={"epoch": target.route.epoch}).status_code == 401
-        assert client.get(url).json()["epoch"] == target.route.epoch
+        for registration in (forged, target.registration):
+            assert client.put(url, content=msgspec.json.encode(registration)).status_code == 401
+            assert client.delete(url, params={"epoch": target.registration.epoch}).status_code == 401
+        assert client.get(url).json()["epoch"] == target.registration.epoch
     assert answers(pair) == expected
     assert pair.prefill.is_healthy()
 
@@ -169,7 +169,7 @@ def test_a_stranger_that_became_a_peer_gets_no_room_of_others_and_leaves_nothing
         most = 0
         for _ in range(50):
             messages = [stranger.about(rng, rng.getrandbits(63)) for _ in range(200)]
-            stranger.socket.send(encode([*messages, Heartbeat(target.route.epoch)]))
+            stranger.socket.send(encode([*messages, Heartbeat(target.registration.epoch)]))
             most = max(most, pair.prefill.info()["disaggregation"]["rooms"])
         assert 0 < most <= PEER_ROOMS
         assert answers(pair) == expected
@@ -199,8 +199,16 @@ class Insider:
 
     def become_peer(self) -> None:
         """Say hello until welcomed."""
-        route = self.target.route
-        hello = Hello(route.epoch, self.epoch, route.version, route.fingerprint, route.layout, "tcp", self.metadata)
+        registration = self.target.registration
+        hello = Hello(
+            registration.epoch,
+            self.epoch,
+            registration.version,
+            registration.fingerprint,
+            registration.layout,
+            "tcp",
+            self.metadata,
+        )
         self.socket.send(encode([hello]))
         welcomed = Codec(PrefillToDecode, 1 << 20)
         wait_until(
@@ -211,7 +219,7 @@ class Insider:
 
     def about(self, rng: random.Random, room: int) -> Message:
         """Something about a room that it knows nothing of."""
-        epoch = self.target.route.epoch
+        epoch = self.target.registration.epoch
         handover = HandoverId(self.epoch, room, 1)
         kind = rng.randrange(4)
         if kind == 0:

@@ -8,7 +8,7 @@ import socket
 import struct
 import time
 
-from pdserve.disaggregation.control.frames import GREETING, LENGTH, greeting
+from pdserve.disaggregation.handover.control.frames import GREETING, LENGTH, greeting
 
 RST = struct.pack("ii", 1, 0)
 REPLY_SECONDS = 10.0

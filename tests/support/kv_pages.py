@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from pdserve.disaggregation.page_order import PageConverter
+from pdserve.disaggregation.transfer.page_order import PageConverter
 from pdserve.messages.worker import KVLayout, KVOrder
 from pdserve.model_runner.kv_pool import MHATokenToKVPool
 

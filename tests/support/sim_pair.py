@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from pdserve.disaggregation.decode_peers import DecodePeer
-from pdserve.disaggregation.kv_receiver import KVReceivers
-from pdserve.disaggregation.kv_sender import KVSenders
-from pdserve.disaggregation.limits import HandoverLimits
-from pdserve.disaggregation.prefill_link import LinkState, PrefillLink
-from pdserve.disaggregation.scheduler_host import SchedulerHost
+from pdserve.disaggregation.handover.decode_peers import DecodePeer
+from pdserve.disaggregation.handover.kv_receiver import KVReceivers
+from pdserve.disaggregation.handover.kv_sender import KVSenders
+from pdserve.disaggregation.handover.limits import HandoverLimits
+from pdserve.disaggregation.handover.prefill_link import LinkState, PrefillLink
+from pdserve.disaggregation.handover.scheduler_host import SchedulerHost
 from pdserve.messages.base import HandoverId, Message, unpack_i32
 from pdserve.messages.handover import Abort, AbortAck, RoomQueued, TransferDone, TransferFailed, TransferRequest
 from pdserve.messages.metrics import HandoverCounts

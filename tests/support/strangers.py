@@ -14,10 +14,10 @@ import httpx
 import msgspec
 import psutil
 
-from pdserve.disaggregation.backends.handshake import LENGTH, Greeting, Offer, frame
-from pdserve.disaggregation.bootstrap import Route
-from pdserve.disaggregation.control.frames import LENGTH as CONTROL_LENGTH
-from pdserve.disaggregation.control.frames import greeting
+from pdserve.disaggregation.bootstrap.registration import Registration
+from pdserve.disaggregation.handover.control.frames import LENGTH as CONTROL_LENGTH
+from pdserve.disaggregation.handover.control.frames import greeting
+from pdserve.disaggregation.transfer.backends.handshake import LENGTH, Greeting, Offer, frame
 from pdserve.messages.base import HandoverId
 from pdserve.messages.channel import encode
 from pdserve.messages.handover import Abort, Heartbeat, Hello, RoomQueued, TransferRequest
@@ -38,13 +38,13 @@ def listening_ports(server: Launched, process: str) -> set[int]:
 
 @dataclass(frozen=True)
 class Target:
-    """What a stranger can find out about a pair: ports by scanning, the route by asking, epochs from /server_info."""
+    """What a stranger can find out about a pair: ports by scanning, epochs from /server_info."""
 
     http: tuple[int, ...]
     bootstrap: int
     control: int
     data: tuple[int, ...]
-    route: Route
+    registration: Registration
     decode_epoch: str
     decode_data: int
 
@@ -53,17 +53,17 @@ def find_target(pair: Pair) -> Target:
     """Look at a running pair from outside."""
     args = pair.prefill.args
     bootstrap = int(args[args.index("--disaggregation-bootstrap-port") + 1])
-    answer = httpx.get(f"http://127.0.0.1:{bootstrap}/route", trust_env=False)
-    route = msgspec.json.decode(answer.content, type=Route)
+    answer = httpx.get(f"http://127.0.0.1:{bootstrap}/registration", trust_env=False)
+    registration = msgspec.json.decode(answer.content, type=Registration)
     control = listening_ports(pair.prefill, "scheduler")
-    assert control == {route.control_port}
+    assert control == {registration.control_port}
     prefill_data, decode_data = (listening_ports(server, "worker") for server in (pair.prefill, pair.decode))
     return Target(
         http=(pair.prefill.port, pair.decode.port, pair.router.port),
         bootstrap=bootstrap,
-        control=route.control_port,
+        control=registration.control_port,
         data=(*prefill_data, *decode_data),
-        route=route,
+        registration=registration,
         decode_epoch=pair.decode.info()["epoch"],
         decode_data=next(iter(decode_data)),
     )
@@ -138,7 +138,7 @@ class Stranger:
         if kind == 4:
             return self._wrong_types()
         if kind == 5:
-            bad = honest.replace(self.target.route.epoch.encode(), b"\xff" * len(self.target.route.epoch))
+            bad = honest.replace(self.target.registration.epoch.encode(), b"\xff" * len(self.target.registration.epoch))
             return bad if rng.random() < 0.5 else b"\x91\xa3\xff\xfe\xfd"
         if kind == 6:
             return rng.choice([nested, huge_length])(rng)
@@ -146,7 +146,7 @@ class Stranger:
 
     def _control_message(self):
         rng, target = self.rng, self.target
-        epoch = rng.choice([target.route.epoch, target.route.epoch, target.decode_epoch, "", "x" * 128])
+        epoch = rng.choice([target.registration.epoch, target.registration.epoch, target.decode_epoch, "", "x" * 128])
         room = rng.choice([0, 1, rng.getrandbits(63), (1 << 63) - 1])
         handover = HandoverId(
             rng.choice([target.decode_epoch, epoch]), room, rng.choice([0, 1, 2, rng.getrandbits(63)])
@@ -161,17 +161,19 @@ class Stranger:
                     epoch, handover, rng.randrange(1 << 31), rng.getrandbits(64), rng.randrange(4096), pages
                 ),
                 self._hello(epoch),
-                self._hello(target.route.epoch),
+                self._hello(target.registration.epoch),
             ]
         )
 
     def _hello(self, epoch: str) -> Hello:
-        """With a fitting model and layout, as anybody can read in the route; of the real decode, or of nobody."""
-        rng, route = self.rng, self.target.route
+        """With a fitting model and layout, as the registration says; of the real decode, or of nobody."""
+        rng, registration = self.rng, self.target.registration
         sender = rng.choice([self.target.decode_epoch, rng.randbytes(8).hex(), "x" * 128])
         offer = Offer("tcp", sender, rng.randbytes(16), 1 << 20, "127.0.0.1", self.target.decode_data)
         metadata = rng.choice([msgspec.msgpack.encode(offer), rng.randbytes(50), b"", huge_length(rng)])
-        return Hello(epoch, sender, route.version, route.fingerprint, route.layout, "tcp", metadata)
+        return Hello(
+            epoch, sender, registration.version, registration.fingerprint, registration.layout, "tcp", metadata
+        )
 
     def _wrong_types(self) -> bytes:
         rng = self.rng
@@ -192,8 +194,8 @@ class Stranger:
                 greeting() + CONTROL_LENGTH.pack(rng.choice([0, 1, 1 << 14, 1 << 20, (1 << 32) - 1])),
                 greeting() + CONTROL_LENGTH.pack(rng.getrandbits(32)) + rng.randbytes(100),
                 greeting() + framed(self._control_payload() or b"x")[:-1],
-                greeting() + framed(encode([self._hello(self.target.route.epoch)])) * 5,
-                greeting(rng.getrandbits(32)) + framed(encode([Heartbeat(self.target.route.epoch)])),
+                greeting() + framed(encode([self._hello(self.target.registration.epoch)])) * 5,
+                greeting(rng.getrandbits(32)) + framed(encode([Heartbeat(self.target.registration.epoch)])),
                 greeting()[: rng.randrange(12)],
                 zmtp,
                 zmtp + ready + b"\x01\x01x" * 20,
@@ -225,8 +227,8 @@ class Stranger:
     def data_bytes(self) -> None:
         """Greetings, true in all but the secret."""
         rng, target = self.rng, self.target
-        receiver = rng.choice([target.decode_epoch, target.route.epoch, "x" * 128])
-        greeting = Greeting(rng.choice([1, 1, 1, 2]), target.route.epoch, receiver, rng.randbytes(16))
+        receiver = rng.choice([target.decode_epoch, target.registration.epoch, "x" * 128])
+        greeting = Greeting(rng.choice([1, 1, 1, 2]), target.registration.epoch, receiver, rng.randbytes(16))
         body = rng.choice([b"\x81\xa1\xff\x01", nested(rng), huge_length(rng), rng.randbytes(rng.randrange(1, 4000))])
         data = rng.choice(
             [
@@ -255,16 +257,18 @@ class Stranger:
             ]
         )
         path = rng.choice(
-            ["/generate", "/v1/completions", "/v1/chat/completions", "/abort_request", "/%ff%00", "/../route"]
+            ["/generate", "/v1/completions", "/v1/chat/completions", "/abort_request", "/%ff%00", "/../registration"]
         )
         self._tcp(rng.choice(self.target.http), self._http("POST", path, body))
 
     def bootstrap_bytes(self) -> None:
-        """Forged and replayed routes, and noise."""
-        rng, route = self.rng, self.target.route
-        forged = msgspec.structs.replace(route, epoch=rng.randbytes(8).hex(), control_port=rng.randrange(1, 65536))
-        body = msgspec.json.encode(rng.choice([forged, route]))
-        path = rng.choice(["/route", f"/route?epoch={route.epoch}", "/route?epoch=%ff"])
+        """Forged and replayed registrations, and noise."""
+        rng, registration = self.rng, self.target.registration
+        forged = msgspec.structs.replace(
+            registration, epoch=rng.randbytes(8).hex(), control_port=rng.randrange(1, 65536)
+        )
+        body = msgspec.json.encode(rng.choice([forged, registration]))
+        path = rng.choice(["/registration", f"/registration?epoch={registration.epoch}", "/registration?epoch=%ff"])
         data = rng.choice(
             [
                 self._http("PUT", path, body),

@@ -20,8 +20,9 @@ import pytest
 import zmq
 from support.machine import limit
 
-from pdserve.disaggregation.bootstrap import MAX_ROUTE_BYTES, Reached, Route
-from pdserve.disaggregation.bootstrap_client import LeaseKeeper, RouteFetcher
+from pdserve.disaggregation.bootstrap.finder import RegistrationFinder
+from pdserve.disaggregation.bootstrap.lease import LeaseKeeper
+from pdserve.disaggregation.bootstrap.registration import MAX_REGISTRATION_BYTES, Reached, Registration
 from pdserve.messages.channel import Receiver, ipc_address
 from pdserve.messages.control import Ready
 from pdserve.messages.worker import KVLayout
@@ -35,8 +36,8 @@ SECRET = "told to this instance only"
 OWN = {"Authorization": f"Bearer {SECRET}"}
 
 
-def make_route(epoch, ttl=30.0):
-    return Route(epoch=epoch, control_port=4000, fingerprint="f", layout=LAYOUT, backend="tcp", ttl=ttl)
+def make_registration(epoch, ttl=30.0):
+    return Registration(epoch=epoch, control_port=4000, fingerprint="f", layout=LAYOUT, backend="tcp", ttl=ttl)
 
 
 def free_port():
@@ -57,7 +58,7 @@ def child_command(run_dir, port):
     options = ServerOptions(disaggregation_mode="prefill", disaggregation_bootstrap_port=port)
     spec = run_dir / "bootstrap.json"
     spec.write_bytes(msgspec.json.encode(ChildSpec("bootstrap", str(run_dir), "epoch", os.getpid(), options, SECRET)))
-    return [sys.executable, "-m", "pdserve.disaggregation.bootstrap_process", str(spec)]
+    return [sys.executable, "-m", "pdserve.disaggregation.bootstrap.server", str(spec)]
 
 
 class Server:
@@ -65,7 +66,7 @@ class Server:
 
     def __init__(self, tmp_path, port):
         self.port = port
-        self.url = f"http://127.0.0.1:{port}/route"
+        self.url = f"http://127.0.0.1:{port}/registration"
         with zmq.Context() as ctx:
             ready = Receiver(ctx, ipc_address(tmp_path, "supervisor"), Ready)
             self.process = subprocess.Popen(child_command(tmp_path, port))
@@ -100,12 +101,12 @@ def client():
 
 
 @pytest.fixture
-def fetcher():
+def finder():
     answers = queue.Queue()
-    fetcher = RouteFetcher(lambda *answer: answers.put(answer), reach_seconds=0.5, patience=5.0)
-    fetcher.answers = answers
-    yield fetcher
-    fetcher.stop()
+    finder = RegistrationFinder(lambda *answer: answers.put(answer), reach_seconds=0.5, patience=5.0)
+    finder.answers = answers
+    yield finder
+    finder.stop()
 
 
 def test_register_replace_withdraw_over_http(start, client):
@@ -115,9 +116,9 @@ def test_register_replace_withdraw_over_http(start, client):
     assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
     assert "not registered yet" in answer.json()["error"]
 
-    a, b = make_route("a"), make_route("b")
+    a, b = make_registration("a"), make_registration("b")
     assert client.put(server.url, content=msgspec.json.encode(a)).status_code == 204
-    assert msgspec.json.decode(client.get(server.url).content, type=Route) == a
+    assert msgspec.json.decode(client.get(server.url).content, type=Registration) == a
     assert client.put(server.url, content=msgspec.json.encode(b)).status_code == 204
     assert client.put(server.url, content=msgspec.json.encode(a)).status_code == 409
     assert client.delete(server.url, params={"epoch": "x"}).status_code == 409
@@ -126,13 +127,13 @@ def test_register_replace_withdraw_over_http(start, client):
     assert "draining" in client.get(server.url).json()["error"]
 
     assert client.put(server.url, content=b"{").status_code == 400
-    assert client.put(server.url, content=b" " * (MAX_ROUTE_BYTES + 1)).status_code == 413
+    assert client.put(server.url, content=b" " * (MAX_REGISTRATION_BYTES + 1)).status_code == 413
     assert client.get(f"http://127.0.0.1:{server.port}/docs").status_code == 404
 
 
 def test_a_lease_runs_out(start, client):
     server = start()
-    assert client.put(server.url, content=msgspec.json.encode(make_route("a", ttl=0.05))).status_code == 204
+    assert client.put(server.url, content=msgspec.json.encode(make_registration("a", ttl=0.05))).status_code == 204
     wait_until(lambda: client.get(server.url).status_code == 503)
     assert "ran out" in client.get(server.url).json()["error"]
 
@@ -155,56 +156,60 @@ def test_a_taken_port_says_what_to_do(tmp_path):
     assert "--disaggregation-bootstrap-port" in result.stderr
 
 
-def test_fetcher_waits_for_a_prefill_that_is_starting(start, fetcher):
+def test_fetcher_waits_for_a_prefill_that_is_starting(start, finder):
     server = start()
-    fetcher.fetch("127.0.0.1", server.port)
-    keeper = LeaseKeeper(make_route("a"), "127.0.0.1", server.port, SECRET)
+    finder.find("127.0.0.1", server.port)
+    keeper = LeaseKeeper(make_registration("a"), "127.0.0.1", server.port, SECRET)
     keeper.start()
-    assert fetcher.answers.get(timeout=LIMIT) == ("127.0.0.1", server.port, Reached(make_route("a"), "127.0.0.1"))
+    assert finder.answers.get(timeout=LIMIT) == (
+        "127.0.0.1",
+        server.port,
+        Reached(make_registration("a"), "127.0.0.1"),
+    )
     keeper.withdraw()
     assert keeper.join(LIMIT)
     with httpx.Client(trust_env=False) as client:
         assert "draining" in client.get(server.url).json()["error"]
 
 
-def test_fetcher_gives_up_soon_where_nobody_answers_and_one_silent_host_holds_up_no_other(start, fetcher):
+def test_fetcher_gives_up_soon_where_nobody_answers_and_one_silent_host_holds_up_no_other(start, finder):
     server = start()
     with httpx.Client(trust_env=False, headers=OWN) as client:
-        client.put(server.url, content=msgspec.json.encode(make_route("a")))
+        client.put(server.url, content=msgspec.json.encode(make_registration("a")))
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         began = time.monotonic()
         nobody = free_port()
         for host, port in (("127.0.0.1", silent.getsockname()[1]), ("127.0.0.1", nobody), ("127.0.0.1", server.port)):
-            fetcher.fetch(host, port)
-        first = fetcher.answers.get(timeout=LIMIT)
-        assert first[1:] == (server.port, Reached(make_route("a"), "127.0.0.1"))
+            finder.find(host, port)
+        first = finder.answers.get(timeout=LIMIT)
+        assert first[1:] == (server.port, Reached(make_registration("a"), "127.0.0.1"))
         for _ in range(2):
-            answer = fetcher.answers.get(timeout=LIMIT)[2]
+            answer = finder.answers.get(timeout=LIMIT)[2]
             assert "does not answer" in answer
         assert time.monotonic() - began < 5.0
 
 
-def test_fetcher_says_which_address_answered_to_a_name(start, fetcher):
+def test_fetcher_says_which_address_answered_to_a_name(start, finder):
     server = start()
     with httpx.Client(trust_env=False, headers=OWN) as client:
-        client.put(server.url, content=msgspec.json.encode(make_route("a")))
-    fetcher.fetch("localhost", server.port)
-    assert fetcher.answers.get(timeout=LIMIT)[2] == Reached(make_route("a"), "127.0.0.1")
+        client.put(server.url, content=msgspec.json.encode(make_registration("a")))
+    finder.find("localhost", server.port)
+    assert finder.answers.get(timeout=LIMIT)[2] == Reached(make_registration("a"), "127.0.0.1")
 
 
 @pytest.mark.parametrize("host", ["a..b", "no such host", "x" * 300, ""])
-def test_fetcher_answers_for_hosts_that_cannot_be(fetcher, host):
-    fetcher.fetch(host, 1)
-    answer = fetcher.answers.get(timeout=LIMIT)
+def test_fetcher_answers_for_hosts_that_cannot_be(finder, host):
+    finder.find(host, 1)
+    answer = finder.answers.get(timeout=LIMIT)
     assert answer[:2] == (host, 1)
     assert isinstance(answer[2], str)
 
 
 def test_keeper_registers_again_with_a_bootstrap_server_that_restarted(start, client):
     server = start()
-    keeper = LeaseKeeper(make_route("a", ttl=0.6), "127.0.0.1", server.port, SECRET)
+    keeper = LeaseKeeper(make_registration("a", ttl=0.6), "127.0.0.1", server.port, SECRET)
     keeper.start()
     wait_until(lambda: client.get(server.url).status_code == 200)
     server.stop()
@@ -220,14 +225,14 @@ def test_keeper_registers_again_with_a_bootstrap_server_that_restarted(start, cl
 )
 def test_a_stranger_neither_takes_the_route_nor_withdraws_it(start, client, authorization):
     server = start()
-    route = msgspec.json.encode(make_route("a"))
-    assert client.put(server.url, content=route).status_code == 204
+    registration = msgspec.json.encode(make_registration("a"))
+    assert client.put(server.url, content=registration).status_code == 204
     headers = {} if authorization is None else {b"Authorization": authorization.encode("latin-1")}
     with httpx.Client(trust_env=False, timeout=LIMIT) as stranger:
-        forged = msgspec.json.encode(make_route("mine"))
+        forged = msgspec.json.encode(make_registration("mine"))
         for answer in (
             stranger.put(server.url, content=forged, headers=headers),
-            stranger.put(server.url, content=route, headers=headers),  # replayed
+            stranger.put(server.url, content=registration, headers=headers),  # replayed
             stranger.delete(server.url, params={"epoch": "a"}, headers=headers),
         ):
             assert answer.status_code == 401
@@ -237,11 +242,11 @@ def test_a_stranger_neither_takes_the_route_nor_withdraws_it(start, client, auth
 
 def test_keeper_takes_a_lost_lease_again_and_says_meanwhile_that_it_is_lost(start, client):
     server = start()
-    keeper = LeaseKeeper(make_route("a", ttl=0.3), "127.0.0.1", server.port, SECRET)
+    keeper = LeaseKeeper(make_registration("a", ttl=0.3), "127.0.0.1", server.port, SECRET)
     keeper.start()
     wait_until(lambda: client.get(server.url).status_code == 200)
     assert keeper.lost(time.monotonic()) is None
-    client.put(server.url, content=msgspec.json.encode(make_route("b")))
+    client.put(server.url, content=msgspec.json.encode(make_registration("b")))
     wait_until(lambda: keeper.lost(time.monotonic()))
     assert "replaced by a newer instance" in keeper.lost(time.monotonic())
     server.stop()
@@ -255,7 +260,7 @@ def test_keeper_takes_a_lost_lease_again_and_says_meanwhile_that_it_is_lost(star
 
 @pytest.mark.parametrize("status", [500, 401, 404, 409])
 def test_no_status_ends_the_keeper_and_an_outage_is_logged_once(caplog, status):
-    """A bootstrap server that refuses five times, then takes the route."""
+    """A bootstrap server that refuses five times, then takes the registration."""
     asked = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -272,7 +277,7 @@ def test_no_status_ends_the_keeper_and_an_outage_is_logged_once(caplog, status):
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        keeper = LeaseKeeper(make_route("a", ttl=0.15), "127.0.0.1", server.server_port, SECRET)
+        keeper = LeaseKeeper(make_registration("a", ttl=0.15), "127.0.0.1", server.server_port, SECRET)
         keeper.start()
         # Before the first answer it is lost as well, and nobody knows why.
         wait_until(lambda: f"HTTP status {status}" in (keeper.lost(time.monotonic()) or ""))
@@ -284,7 +289,7 @@ def test_no_status_ends_the_keeper_and_an_outage_is_logged_once(caplog, status):
     assert set(asked) == {f"Bearer {SECRET}"}
     lines = [r.getMessage() for r in caplog.records if r.name.endswith("lease_keeper")]
     assert len(lines) == 2
-    assert "refused the route" in lines[0]
+    assert "refused the registration" in lines[0]
     assert "again" in lines[1]
 
 
@@ -293,8 +298,8 @@ def test_idle_and_slow_strangers_hold_no_connection_and_lock_nobody_out(start, c
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(320)]
         for sock in idle[::2]:
-            sock.sendall(b"GET /route HTTP/1.1\r\nX-Slow: ")
-        assert client.get(server.url).status_code == 503  # answered, and there is no route yet
+            sock.sendall(b"GET /registration HTTP/1.1\r\nX-Slow: ")
+        assert client.get(server.url).status_code == 503  # answered, and there is no registration yet
 
         def open_ones():
             ready, _, _ = select.select(idle, [], [], 0)
@@ -308,6 +313,6 @@ def test_a_head_without_end_is_refused(start):
     server = start()
     with socket.create_connection(("127.0.0.1", server.port), LIMIT) as sock:
         with contextlib.suppress(ConnectionError):
-            sock.sendall(b"GET /route HTTP/1.1\r\n" + b"X-Long: %b\r\n" % (b"x" * 1000) * 100)
+            sock.sendall(b"GET /registration HTTP/1.1\r\n" + b"X-Long: %b\r\n" % (b"x" * 1000) * 100)
         with contextlib.suppress(ConnectionError):
             assert sock.recv(100).split(b" ")[1:2] in ([b"400"], [])

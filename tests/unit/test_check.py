@@ -18,8 +18,8 @@ import msgspec._core
 import pytest
 from support.machine import limit
 
-from pdserve.disaggregation.backends import registry
 from pdserve.disaggregation.errors import RegionError
+from pdserve.disaggregation.transfer.backends import registry
 from pdserve.model_runner.kernels import build
 from pdserve.model_runner.kernels.failed_build import FailedBuild
 from pdserve.runtime.machine.control_groups import SystemTree

@@ -11,15 +11,15 @@ from support.control_wire import ControlSocket, framed
 from support.handovers import named
 from support.processes import wait_until
 
-from pdserve.disaggregation import decode_peers
-from pdserve.disaggregation.bootstrap import Reached, Route
-from pdserve.disaggregation.control import server as control_server
-from pdserve.disaggregation.control.client import ControlClient
-from pdserve.disaggregation.control.frames import FRAME_MESSAGES, LENGTH, MESSAGES_A_TURN, TO_PREFILL_BYTES
-from pdserve.disaggregation.control.server import ControlServer
-from pdserve.disaggregation.decode_peers import DecodePeers
-from pdserve.disaggregation.prefill_link import LinkState, PrefillLink
-from pdserve.disaggregation.prefill_links import WORKER_SECONDS, PrefillLinks
+from pdserve.disaggregation.bootstrap.registration import Reached, Registration
+from pdserve.disaggregation.handover import decode_peers
+from pdserve.disaggregation.handover.control import server as control_server
+from pdserve.disaggregation.handover.control.client import ControlClient
+from pdserve.disaggregation.handover.control.frames import FRAME_MESSAGES, LENGTH, MESSAGES_A_TURN, TO_PREFILL_BYTES
+from pdserve.disaggregation.handover.control.server import ControlServer
+from pdserve.disaggregation.handover.decode_peers import DecodePeers
+from pdserve.disaggregation.handover.prefill_link import LinkState, PrefillLink
+from pdserve.disaggregation.handover.prefill_links import WORKER_SECONDS, PrefillLinks
 from pdserve.disaggregation.wire.reactor import Reactor
 from pdserve.messages.channel import encode
 from pdserve.messages.decode import UndeclaredMessage
@@ -446,7 +446,7 @@ def test_who_asks_for_a_prefill_that_does_not_let_go_is_told_soon():
     """A frozen shm prefill holds our memory, and with it the address: nobody waits longer than for a dead one."""
     reader, asked = Reader(), []
     links = reader.links
-    links._fetch_route = lambda host, port: asked.append(port)
+    links._fetch_registration = lambda host, port: asked.append(port)
     first = links.link_to("p", 1, 0.0)
     first.state, first.peer_epoch, first.down = LinkState.READY, "prefill", False
     links._gone(first, "it was silent")
@@ -476,7 +476,7 @@ def test_news_of_an_earlier_link_to_a_prefill_is_not_taken_for_the_next():
 
 def route_of(epoch="prefill") -> Reached:
     return Reached(
-        Route(epoch=epoch, control_port=1, fingerprint="f", layout=LAYOUT, backend="tcp", ttl=5.0), "127.0.0.1"
+        Registration(epoch=epoch, control_port=1, fingerprint="f", layout=LAYOUT, backend="tcp", ttl=5.0), "127.0.0.1"
     )
 
 
@@ -485,11 +485,11 @@ def test_an_instance_with_two_names_has_one_link():
     reader = Reader()
     links, told = reader.links, reader.links._host.told
     first, second, third = (links.link_to(host, 1, 0.0) for host in "pqr")
-    links.on_route("p", 1, route_of(), 0.1)
-    links.on_route("q", 1, route_of(), 0.1)
+    links.on_found("p", 1, route_of(), 0.1)
+    links.on_found("q", 1, route_of(), 0.1)
     assert (second.state, second.asked, second.same_as) == (LinkState.ROUTING, False, None)  # it asks again
     first.state, first.client, first.greeted, first.heard_at = LinkState.READY, Silent(), True, 0.2
-    links.on_route("q", 1, route_of(), 0.3)
+    links.on_found("q", 1, route_of(), 0.3)
     assert second.same_as is links.link_to("q", 1, 0.4) is first
     assert [m.link for m in told if isinstance(m, ConnectPeer)] == [first.number]
     links.on_peer_link_down(PeerLinkDown("prefill", first.number))
@@ -511,7 +511,7 @@ class Silent:
 def test_a_worker_that_does_not_answer_ends_the_link():
     reader = Reader()
     link = reader.links.link_to("p", 1, 0.0)
-    reader.links.on_route("p", 1, route_of(), 1.0)
+    reader.links.on_found("p", 1, route_of(), 1.0)
     reader.links.poll(1.0 + WORKER_SECONDS - 0.1)
     assert link.state is LinkState.GREETING
     reader.links.poll(1.0 + WORKER_SECONDS + 0.1)

@@ -14,10 +14,10 @@ from support.control_wire import ControlSocket, framed
 from support.handovers import named
 from support.processes import wait_until
 
-from pdserve.disaggregation.control import server as control_server
-from pdserve.disaggregation.control.client import ControlClient
-from pdserve.disaggregation.control.frames import LENGTH, TO_PREFILL_BYTES, greeting
-from pdserve.disaggregation.control.server import MAX_STRANGERS, STRANGER_BYTES, ControlServer
+from pdserve.disaggregation.handover.control import server as control_server
+from pdserve.disaggregation.handover.control.client import ControlClient
+from pdserve.disaggregation.handover.control.frames import LENGTH, TO_PREFILL_BYTES, greeting
+from pdserve.disaggregation.handover.control.server import MAX_STRANGERS, STRANGER_BYTES, ControlServer
 from pdserve.disaggregation.wire.listener import ACCEPT_PAUSE_SECONDS
 from pdserve.disaggregation.wire.reactor import Reactor
 from pdserve.messages.channel import encode

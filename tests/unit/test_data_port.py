@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from support.processes import wait_until
 
-from pdserve.disaggregation.backends import socket_backend, tcp
-from pdserve.disaggregation.backends.base import LinkDown, LinkUp, WriteState
-from pdserve.disaggregation.backends.handshake import LENGTH, Greeting, Offer, frame
-from pdserve.disaggregation.backends.link import LinkPhase
-from pdserve.disaggregation.backends.shm import ShmBackend
-from pdserve.disaggregation.backends.socket_backend import MAX_STRANGERS
-from pdserve.disaggregation.backends.tcp import ANSWER, BATCH, TcpBackend
-from pdserve.disaggregation.region import allocate_region
+from pdserve.disaggregation.transfer.backends import socket_backend, tcp
+from pdserve.disaggregation.transfer.backends.base import LinkDown, LinkUp, WriteState
+from pdserve.disaggregation.transfer.backends.handshake import LENGTH, Greeting, Offer, frame
+from pdserve.disaggregation.transfer.backends.link import LinkPhase
+from pdserve.disaggregation.transfer.backends.shm import ShmBackend
+from pdserve.disaggregation.transfer.backends.socket_backend import MAX_STRANGERS
+from pdserve.disaggregation.transfer.backends.tcp import ANSWER, BATCH, TcpBackend
+from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.disaggregation.wire.listener import ACCEPT_PAUSE_SECONDS
 
 PAGE, PAGES = 4096, 8

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.handovers import named
 from support.strangers import huge_length, junk, nested, spoil
 
-from pdserve.disaggregation.control.frames import FRAME_MESSAGES, TO_PREFILL_BYTES, make_frames
+from pdserve.disaggregation.handover.control.frames import FRAME_MESSAGES, TO_PREFILL_BYTES, make_frames
 from pdserve.messages.base import Message
 from pdserve.messages.channel import encode
 from pdserve.messages.decode import SHOWN_CHARS, Codec, UndeclaredMessage, decode, shown

@@ -13,8 +13,8 @@ from support.handovers import named
 from support.sim import reference_output
 from support.sim_pair import LIMITS, SimPair
 
-from pdserve.disaggregation.decode_peers import DecodePeer
-from pdserve.disaggregation.kv_receiver import ReceiverState
+from pdserve.disaggregation.handover.decode_peers import DecodePeer
+from pdserve.disaggregation.handover.kv_receiver import ReceiverState
 from pdserve.messages.base import unpack_i32
 from pdserve.messages.handover import (
     Abort,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.disaggregation.page_order import PageConverter, can_exchange
+from pdserve.disaggregation.transfer.page_order import PageConverter, can_exchange
 from pdserve.messages.worker import KVLayout, KVOrder
 
 PAGE_SIZES = [1, 2, 4, 8, 16, 32, 48, 64]

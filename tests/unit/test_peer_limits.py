@@ -6,10 +6,10 @@ import pytest
 from support.handovers import named
 from support.sim_pair import LIMITS, SimPair
 
-from pdserve.disaggregation import unclaimed_rooms
-from pdserve.disaggregation.decode_peers import DecodePeer
-from pdserve.disaggregation.kv_sender import prompt_digest
-from pdserve.disaggregation.unclaimed_rooms import Tombstones, UnclaimedRooms
+from pdserve.disaggregation.handover import unclaimed_rooms
+from pdserve.disaggregation.handover.decode_peers import DecodePeer
+from pdserve.disaggregation.handover.kv_sender import prompt_digest
+from pdserve.disaggregation.handover.unclaimed_rooms import Tombstones, UnclaimedRooms
 from pdserve.messages.handover import Abort, AbortAck, RoomQueued, TransferFailed, TransferRequest
 
 

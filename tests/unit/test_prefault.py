@@ -8,7 +8,7 @@ import resource
 import numpy as np
 import pytest
 
-from pdserve.disaggregation.region import allocate_region
+from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.model_runner.prefault import IDLE_MS, LOOK_BYTES, RESERVE_SHARE, SLICE_BYTES, PoolPrefault
 from pdserve.runtime.machine.memory import Memory
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pdserve.disaggregation.errors import RegionError
-from pdserve.disaggregation.region import allocate_region
+from pdserve.disaggregation.transfer.region import allocate_region
 
 NBYTES = 3 * mmap.PAGESIZE
 

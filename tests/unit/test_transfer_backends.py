@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 from support.machine import limit
 
-from pdserve.disaggregation.backends import tcp
-from pdserve.disaggregation.backends.base import (
+from pdserve.disaggregation.errors import BadSpans, NotConnected, RegionError, UnknownBackend
+from pdserve.disaggregation.transfer.backends import tcp
+from pdserve.disaggregation.transfer.backends.base import (
     Admitted,
     ConnectFailed,
     LinkDown,
     LinkUp,
     WriteState,
 )
-from pdserve.disaggregation.backends.fake import FakeBackend
-from pdserve.disaggregation.backends.handshake import LENGTH, Offer
-from pdserve.disaggregation.backends.registry import make_backend
-from pdserve.disaggregation.backends.shm import ShmBackend
-from pdserve.disaggregation.backends.tcp import BATCH, TcpBackend, reachable_address
-from pdserve.disaggregation.errors import BadSpans, NotConnected, RegionError, UnknownBackend
-from pdserve.disaggregation.region import allocate_region
+from pdserve.disaggregation.transfer.backends.fake import FakeBackend
+from pdserve.disaggregation.transfer.backends.handshake import LENGTH, Offer
+from pdserve.disaggregation.transfer.backends.registry import make_backend
+from pdserve.disaggregation.transfer.backends.shm import ShmBackend
+from pdserve.disaggregation.transfer.backends.tcp import BATCH, TcpBackend, reachable_address
+from pdserve.disaggregation.transfer.region import allocate_region
 
 PAGE = 4096
 PAGES = 8

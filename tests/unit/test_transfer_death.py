@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from support.machine import limit
 
-from pdserve.disaggregation.backends.registry import make_backend
-from pdserve.disaggregation.backends.tcp import TcpBackend
-from pdserve.disaggregation.region import allocate_region
-from pdserve.disaggregation.transfer_engine import TransferEngine
+from pdserve.disaggregation.transfer.backends.registry import make_backend
+from pdserve.disaggregation.transfer.backends.tcp import TcpBackend
+from pdserve.disaggregation.transfer.engine import TransferEngine
+from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.messages.base import HandoverId, pack_i32
 from pdserve.messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, PeerLinkDown, SendEnded, SendPages
 
@@ -26,8 +26,8 @@ PAGE_LIST = pack_i32(range(1, PAGES))
 
 CHILD = """
 import queue, sys
-from pdserve.disaggregation.region import allocate_region
-from pdserve.disaggregation.transfer_engine import TransferEngine
+from pdserve.disaggregation.transfer.region import allocate_region
+from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.messages.base import HandoverId, pack_i32
 from pdserve.messages.worker import ConnectPeer, SendPages
 

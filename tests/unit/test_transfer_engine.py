@@ -12,13 +12,13 @@ import xxhash
 from support.handovers import named
 from support.machine import limit
 
-from pdserve.disaggregation import transfer_engine
-from pdserve.disaggregation.backends.base import LinkUp, TransferBackend, WriteHandle, WriteState
-from pdserve.disaggregation.backends.registry import make_backend
 from pdserve.disaggregation.errors import NotConnected
-from pdserve.disaggregation.page_order import PageConverter
-from pdserve.disaggregation.region import allocate_region
-from pdserve.disaggregation.transfer_engine import TransferEngine
+from pdserve.disaggregation.transfer import engine
+from pdserve.disaggregation.transfer.backends.base import LinkUp, TransferBackend, WriteHandle, WriteState
+from pdserve.disaggregation.transfer.backends.registry import make_backend
+from pdserve.disaggregation.transfer.engine import TransferEngine
+from pdserve.disaggregation.transfer.page_order import PageConverter
+from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
     CancelSend,
@@ -123,7 +123,7 @@ def test_a_room_may_end_without_a_page_in_its_last_chunk(pair):
 
 def test_pages_of_another_order_are_ours_once_they_are_verified(make_node, monkeypatch):
     """More than one slice; what has the wrong checksum, or an order that can't be made ours, stays as it landed."""
-    monkeypatch.setattr(transfer_engine, "CHECK_BYTES", 3 * PAGE)
+    monkeypatch.setattr(engine, "CHECK_BYTES", 3 * PAGE)
     layout = KVLayout(8, 2, 1, 16, "bfloat16", PAGE, "blocks")
     node, blind = make_node("tcp", "D", layout=layout), make_node("tcp", "E")
     pages = [*range(1, 12), 40, 30]
@@ -147,7 +147,7 @@ def test_pages_of_another_order_are_ours_once_they_are_verified(make_node, monke
 
 
 def test_verifying_more_than_one_slice_and_pages_that_cannot_be(pair, monkeypatch):
-    monkeypatch.setattr(transfer_engine, "CHECK_BYTES", 3 * PAGE)
+    monkeypatch.setattr(engine, "CHECK_BYTES", 3 * PAGE)
     node = pair[1]
     pages = [*range(1, 12), 40, 30]
     node.submit(
@@ -337,8 +337,8 @@ class SlowBackend(TransferBackend):
 @pytest.fixture
 def slow(make_node, monkeypatch):
     """An engine with slices of 4 pages and a window of 8, over a backend whose writes the test lands."""
-    monkeypatch.setattr(transfer_engine, "SLICE_BYTES", 4 * PAGE)
-    monkeypatch.setattr(transfer_engine, "WINDOW_BYTES", 8 * PAGE)
+    monkeypatch.setattr(engine, "SLICE_BYTES", 4 * PAGE)
+    monkeypatch.setattr(engine, "WINDOW_BYTES", 8 * PAGE)
     node = make_node(SlowBackend(), "P")
     node.backend = node.engine._backend
     node.submit(ConnectPeer("D", 1, b"slow"))

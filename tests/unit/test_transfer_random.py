@@ -11,9 +11,9 @@ import xxhash
 from support.handovers import named
 from support.machine import limit
 
-from pdserve.disaggregation import transfer_engine
-from pdserve.disaggregation.region import allocate_region
-from pdserve.disaggregation.transfer_engine import TransferEngine
+from pdserve.disaggregation.transfer import engine
+from pdserve.disaggregation.transfer.engine import TransferEngine
+from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
     CancelSend,
@@ -168,8 +168,8 @@ class Campaign:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", ["tcp", "shm"])
 def test_every_room_ends_once_and_nothing_is_written_after(kind, seed, monkeypatch):
-    monkeypatch.setattr(transfer_engine, "SLICE_BYTES", 16 * PAGE)
-    monkeypatch.setattr(transfer_engine, "WINDOW_BYTES", 64 * PAGE)
+    monkeypatch.setattr(engine, "SLICE_BYTES", 16 * PAGE)
+    monkeypatch.setattr(engine, "WINDOW_BYTES", 64 * PAGE)
     campaign = Campaign(kind, seed)
     operations = [campaign.open_room, campaign.push_chunk, campaign.cancel, campaign.disconnect]
     try:

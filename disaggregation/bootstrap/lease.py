@@ -1,0 +1,116 @@
+"""Keeps a prefill instance's registration known to its bootstrap server.
+
+    start ─▶ registers ─▶ renews every third of the lease ─▶ withdraw or stop
+                 ▲                │ no answer, or an error
+                 └── after a pause ┘
+
+Nothing but its owner ends it: a lease that is lost is taken again. A bootstrap server that does not answer is asked
+again soon, as it may be starting, or starting again without memory; one that answers with an error, after pauses that
+grow to a third of the lease; one that says that a newer instance has registered (409), once a lease, since that is
+for somebody to look into. While the lease is lost, ``lost`` says so, and the instance's ``/health`` with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import httpx
+import msgspec
+
+from .registration import Registration, error_text, registration_url
+
+log = logging.getLogger(__name__)
+
+REQUEST_SECONDS = 2.0
+RETRY_SECONDS = 0.2
+
+
+class LeaseKeeper:
+    """Renews ``registration``'s lease in a daemon thread of its own; no method waits for the network.
+
+    ``secret`` is what the bootstrap server was given to know its own instance by.
+    """
+
+    def __init__(self, registration: Registration, host: str, port: int, secret: str) -> None:
+        self._registration = registration
+        self._url = registration_url(host, port)
+        self._headers = {"Authorization": f"Bearer {secret}"}
+        self._renewed_at = time.monotonic()
+        self._problem = ""
+        self._ended = threading.Event()
+        self._withdraw = False
+        self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
+
+    def start(self) -> None:
+        """Begin to register and renew."""
+        self._renewed_at = time.monotonic()
+        self._thread.start()
+
+    def withdraw(self) -> None:
+        """Renew no more and take the registration out."""
+        self._withdraw = True
+        self._ended.set()
+
+    def stop(self) -> None:
+        """Renew no more; the lease runs out by itself."""
+        self._ended.set()
+
+    def join(self, timeout: float) -> bool:
+        """Wait until the thread has done what it was told; False after ``timeout`` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def lost(self, now: float) -> str | None:
+        """Why decodes can't find this instance at ``now`` (``time.monotonic()``); None while the lease lasts."""
+        late = now - self._renewed_at - self._registration.ttl
+        if late <= 0:
+            return None
+        return f"decode instances can't find this instance, for {late:.0f} s: {self._problem or 'no answer yet'}"
+
+    def _run(self) -> None:
+        # trust_env: a proxy from the environment has no business between processes of one instance.
+        with httpx.Client(timeout=REQUEST_SECONDS, trust_env=False, headers=self._headers) as client:
+            pause = RETRY_SECONDS
+            while not self._ended.is_set():
+                status, problem = self._register(client)
+                self._note(problem)
+                if not problem:
+                    pause, wait = RETRY_SECONDS, self._registration.ttl / 3
+                elif status == httpx.codes.CONFLICT:
+                    wait = self._registration.ttl
+                elif status is None:
+                    wait = RETRY_SECONDS
+                else:
+                    wait, pause = pause, min(2 * pause, self._registration.ttl / 3)
+                self._ended.wait(wait)
+            if self._withdraw:
+                self._take_out(client)
+
+    def _register(self, client: httpx.Client) -> tuple[int | None, str]:
+        """Ask for the lease; the answer's status (None for no answer), and what is wrong with it, "" for nothing."""
+        asked_at = time.monotonic()
+        try:
+            response = client.put(self._url, content=msgspec.json.encode(self._registration))
+        except httpx.HTTPError as e:
+            return None, f"the bootstrap server {self._url} does not answer: {e or type(e).__name__}"
+        if response.is_success:
+            self._renewed_at = asked_at
+            return response.status_code, ""
+        text = error_text(response.content, response.status_code)
+        return response.status_code, f"the bootstrap server {self._url} refused the registration: {text}"
+
+    def _note(self, problem: str) -> None:
+        """Log the beginning and the end of an outage, not each try."""
+        if problem and not self._problem:
+            log.warning("%s; trying again", problem)
+        elif self._problem and not problem:
+            log.info("registered with the bootstrap server %s again", self._url)
+        self._problem = problem
+
+    def _take_out(self, client: httpx.Client) -> None:
+        try:
+            client.delete(self._url, params={"epoch": self._registration.epoch})
+        except httpx.HTTPError as e:
+            log.warning("can't withdraw from the bootstrap server %s: %s; the lease will run out", self._url, e)

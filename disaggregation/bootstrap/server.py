@@ -1,0 +1,140 @@
+"""The bootstrap server of a prefill instance: tells decode instances how to reach it.
+
+    PUT    /registration          the instance registers, or renews its lease (a ``Registration`` as JSON)
+    GET    /registration          the current registration; 503 with the reason while there is none
+    DELETE /registration?epoch=E  the instance withdraws
+    GET    /health                200: this server answers
+
+``PUT`` and ``DELETE`` are for this instance's own processes, which show the secret that the supervisor gave them
+(``Authorization: Bearer …``): whoever else may reach this port, it can't put itself in the instance's place. What a
+``GET`` tells is no secret.
+
+A refusal is ``{"error": reason}``: 400 for what is not a registration, 401 without the secret, 409 for an epoch that is
+over, 413 for too long a body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI, Request, Response
+
+from ...runtime.child import start_child
+from ...runtime.web.body import BodyTooLarge, read_body
+from ...runtime.web.bounded_protocol import BACKLOG, MAX_HEAD_BYTES, bounded_protocol
+from ...runtime.web.ports import listen
+from ...runtime.web.server import ChildServer
+from ..errors import InvalidRegistration, NotRegistered, RegistrationConflict
+from .registration import MAX_REGISTRATION_BYTES, BootstrapError, decode_registration
+from .registry import Registry
+
+SHUTDOWN_SECONDS = 1
+RETRY_AFTER = {"Retry-After": "1"}
+
+
+def make_app(registry: Registry, secret: str) -> FastAPI:
+    """The server around ``registry``.
+
+    ``secret`` is what the instance's own processes show; it must not be empty.
+    """
+    assert secret
+    expected = f"Bearer {secret}".encode()
+
+    def is_own(request: Request) -> bool:
+        given = request.headers.get("authorization", "").encode("latin-1")
+        return hmac.compare_digest(given, expected)
+
+    app = FastAPI(openapi_url=None)
+
+    @app.put("/registration")
+    async def put(request: Request) -> Response:
+        if not is_own(request):
+            return _unauthorized()
+        try:
+            registry.register(decode_registration(await read_body(request, MAX_REGISTRATION_BYTES)))
+        except BodyTooLarge as e:
+            return _refusal(413, str(e))
+        except InvalidRegistration as e:
+            return _refusal(400, str(e))
+        except RegistrationConflict as e:
+            return _refusal(409, str(e))
+        return Response(status_code=204)
+
+    @app.get("/registration")
+    async def get_registration() -> Response:
+        try:
+            return _json(200, registry.current())
+        except NotRegistered as e:
+            return _refusal(503, str(e), RETRY_AFTER)
+
+    @app.delete("/registration")
+    async def delete_registration(request: Request) -> Response:
+        if not is_own(request):
+            return _unauthorized()
+        epoch = request.query_params.get("epoch", "")
+        if not epoch:
+            return _refusal(400, "say which instance withdraws: DELETE /registration?epoch=…")
+        try:
+            registry.withdraw(epoch)
+        except RegistrationConflict as e:
+            return _refusal(409, str(e))
+        return Response(status_code=204)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200)
+
+    return app
+
+
+def _json(status: int, body: msgspec.Struct, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+def _refusal(status: int, error: str, headers: dict[str, str] | None = None) -> Response:
+    return _json(status, BootstrapError(error), headers)
+
+
+def _unauthorized() -> Response:
+    text = "only the instance that this bootstrap server belongs to may register, renew or withdraw its registration"
+    return _refusal(401, text, {"WWW-Authenticate": "Bearer"})
+
+
+async def serve(app: FastAPI, sock: socket.socket, on_started: Callable[[], None]) -> None:
+    """Answer on ``sock`` until SIGTERM; ``on_started`` is called once it does."""
+    config = uvicorn.Config(
+        app,
+        http=bounded_protocol(),
+        backlog=BACKLOG,
+        ws="none",
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )
+    server = ChildServer(config, on_started)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, setattr, server, "should_exit", True)
+    await server.serve(sockets=[sock])
+
+
+def main() -> None:
+    """Run as a child of the supervisor."""
+    ctx = start_child(sys.argv)
+    host, port = ctx.options.host, ctx.options.disaggregation_bootstrap_port
+    try:
+        sock = listen(host, port, BACKLOG)
+    except OSError as e:
+        sys.exit(f"can't listen on {host}:{port}: {e.strerror}. Choose another --disaggregation-bootstrap-port.")
+    asyncio.run(serve(make_app(Registry(), ctx.secret), sock, ctx.report_ready))
+
+
+if __name__ == "__main__":
+    main()

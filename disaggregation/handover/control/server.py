@@ -1,0 +1,233 @@
+"""A prefill's control port: accepts whoever comes, gives everybody an equal turn, and lets nobody cost much.
+
+    accepted → stranger → (a good Hello: ``keep``) peer → ended
+
+A stranger has ``STRANGER_SECONDS`` and ``STRANGER_BYTES`` for its Hello, and one more than ``MAX_STRANGERS`` ends the
+one that has waited longest. How many peers there are is their keeper's to limit. A peer that is over is reported once,
+by ``take_ended``; a stranger that is over is nobody's concern.
+
+Whoever waits for this port waits for ``fileno``: it is readable, level-triggered, while anything is left to do.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ....messages.base import Message
+from ....messages.decode import Codec
+from ....messages.handover import DecodeToPrefill
+from ....runtime.refusal_log import RefusalLog
+from ....runtime.web.ports import listen
+from ...errors import LinkLost, ProtocolBroken
+from ...wire import tcp_socket
+from ...wire.listener import BACKLOG, Listener
+from ...wire.reactor import Reactor
+from .connection import ControlConnection
+from .frames import FRAME_MESSAGES, TO_DECODE_BYTES, TO_PREFILL_BYTES, make_frames
+
+log = logging.getLogger(__name__)
+
+MAX_STRANGERS = 64
+STRANGER_SECONDS = 5.0
+STRANGER_BYTES = 16 << 10
+"""Of one frame: three times the longest Hello."""
+STRANGER_UNREAD_BYTES = 64 << 10
+"""Refusals that a stranger may leave unread."""
+UNREAD_BYTES = 2 * TO_DECODE_BYTES
+"""That may wait for one peer to read."""
+UNREAD_BYTES_IN_ALL = 4 * UNREAD_BYTES
+"""Beyond it, the peer that has read nothing for the longest time is ended."""
+SILENCE_SECONDS = 10.0
+"""That sent bytes may stay unacknowledged."""
+SERVE_BYTES = 64 << 10
+"""Read from one connection before the others have their turn."""
+SERVE_COST = 4096
+"""What looking at a connection counts for, in bytes: who drips them uses up the turn as well."""
+TURN_BYTES = 16 << 20
+AGAIN_A_ROUND = 64
+"""Frames that are read beyond the first of each connection before newcomers are looked for."""
+ACCEPTS_AT_ONCE = MAX_STRANGERS // 2
+"""All of them are still here to be read from when the next ones come."""
+
+
+class Ended(NamedTuple):
+    """A peer whose connection is over."""
+
+    identity: int
+    reason: str
+
+
+class _Accepted(ControlConnection):
+    """A connection that somebody made. ``deadline`` is for strangers."""
+
+    def __init__(self, sock: socket.socket, reactor: Reactor, identity: int) -> None:
+        super().__init__(sock, reactor, STRANGER_BYTES, STRANGER_UNREAD_BYTES)
+        self.identity = identity
+        self.deadline = time.monotonic() + STRANGER_SECONDS
+
+
+class ControlServer:
+    """See the module. Raises ``OSError`` where nobody can listen on ``host``."""
+
+    def __init__(self, host: str) -> None:
+        self.refusals = RefusalLog(log, "at the control port")
+        self._reactor = Reactor()
+        self._listener = Listener(listen(host, 0, BACKLOG), self._reactor, self.refusals)
+        self.port = int(self._listener.sock.getsockname()[1])
+        self._codec: Codec[Any] = Codec(DecodeToPrefill, TO_PREFILL_BYTES, FRAME_MESSAGES)
+        self._strangers: dict[int, _Accepted] = {}
+        self._peers: dict[int, _Accepted] = {}
+        self._ready: deque[tuple[_Accepted | Listener, bool, bool]] = deque()
+        self._left = TURN_BYTES
+        self._again = 0
+        self._ended: list[Ended] = []
+        self._last_identity = 0
+
+    def fileno(self) -> int:
+        """Readable while there is something to do."""
+        return self._reactor.fileno()
+
+    def recv(self) -> tuple[int, list[Any]] | None:
+        """The next frame and who sent it; None when there is none or this turn has read its share.
+
+        Takes one frame of each connection before the second of any. What comes while it reads makes ``fileno`` readable
+        again. Raises ``UndeclaredMessage``.
+        """
+        if not self._ready:
+            self._begin_round()
+        while self._ready and self._left > 0:
+            source, readable, writable = self._ready.popleft()
+            self._left -= SERVE_COST
+            if isinstance(source, Listener):
+                self._accept()
+            elif not source.closed:
+                frame = self._serve(source, readable, writable)
+                if frame is not None:
+                    return source.identity, self._codec.decode(frame)
+        self._left = TURN_BYTES
+        return None
+
+    def send(self, identity: int, messages: Sequence[Message]) -> list[Message]:
+        """To one connection; dropped where that is over. Returns what is too long to be sent."""
+        frames, too_long = make_frames(messages, TO_DECODE_BYTES)
+        connection = self._peers.get(identity) or self._strangers.get(identity)
+        if connection is not None and frames:
+            try:
+                connection.send(frames)
+            except LinkLost as e:
+                self._end(connection, e)
+            if connection.unsent:
+                self._limit_unread()
+        return too_long
+
+    def keep(self, identity: int) -> None:
+        """A stranger is a peer from now on: no deadline any more, and longer frames."""
+        connection = self._strangers.pop(identity, None)
+        if connection is not None:
+            connection.frame_limit, connection.send_limit = TO_PREFILL_BYTES, UNREAD_BYTES
+            self._peers[identity] = connection
+        elif identity not in self._peers:
+            self._ended.append(Ended(identity, "its connection ended before"))
+
+    def drop(self, identity: int) -> None:
+        """End a connection; what was sent to it still leaves. ``take_ended`` says nothing of it."""
+        connection = self._peers.get(identity) or self._strangers.get(identity)
+        if connection is not None:
+            self._close(connection)
+
+    def take_ended(self) -> list[Ended]:
+        """The peers whose connections have ended since the last call, all of their frames having been read."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None:
+        """Close everything."""
+        for connection in [*self._strangers.values(), *self._peers.values()]:
+            self._close(connection)
+        self._listener.close()
+        self._reactor.close()
+
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._strangers) + len(self._peers)
+
+    def _begin_round(self) -> None:
+        now = time.monotonic()
+        self._listener.check(now)
+        while self._strangers:
+            oldest = next(iter(self._strangers.values()))
+            if oldest.deadline > now:
+                break
+            self._end(oldest, ProtocolBroken(f"no good Hello came from it within {STRANGER_SECONDS:g} s"))
+        self._again = AGAIN_A_ROUND
+        ready = self._reactor.wait(0)
+        # Those that are here before those that come: a newcomer may push out a stranger whose Hello waits to be read.
+        self._ready.extend(entry for entry in ready if not isinstance(entry[0], Listener))
+        self._ready.extend(entry for entry in ready if isinstance(entry[0], Listener))
+
+    def _serve(self, connection: _Accepted, readable: bool, writable: bool) -> bytes | None:
+        if writable:
+            connection.flush()
+        if not readable:
+            return None
+        try:
+            frame, nbytes = connection.read(SERVE_BYTES)
+        except LinkLost as e:
+            self._end(connection, e)
+            return None
+        self._left -= nbytes
+        if frame is not None and self._again > 0:
+            # Behind all others, it may have more: that is cheaper to try than to ask the system for another round.
+            self._again -= 1
+            self._ready.append((connection, True, False))
+        return frame
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_AT_ONCE):
+            sock = self._listener.accept()
+            if sock is None:
+                return
+            if len(self._strangers) >= MAX_STRANGERS:
+                oldest = next(iter(self._strangers.values()))
+                self._end(oldest, ProtocolBroken(f"{MAX_STRANGERS} others have yet to say Hello"))
+            self._last_identity += 1
+            try:
+                tcp_socket.tune(sock, SILENCE_SECONDS)
+                connection = _Accepted(sock, self._reactor, self._last_identity)
+            except OSError as e:  # it may have been reset already, and refuse to be set up
+                self.refusals.add(f"refused a connection: {e}")
+                sock.close()
+                continue
+            self._strangers[connection.identity] = connection
+            connection.flush()
+
+    def _limit_unread(self) -> None:
+        """Peers that do not read share a limit, too: many could each stay below their own."""
+        while sum(peer.unsent for peer in self._peers.values()) > UNREAD_BYTES_IN_ALL:
+            stuck = min((p for p in self._peers.values() if p.unsent), key=lambda p: p.stream.last_progress)
+            self._end(stuck, ProtocolBroken(f"it reads too slowly: {stuck.unsent} bytes wait for it"))
+
+    def _end(self, connection: _Accepted, why: LinkLost) -> None:
+        if connection.identity in self._peers:
+            self._ended.append(Ended(connection.identity, str(why)))
+        if isinstance(why, ProtocolBroken):
+            self.refusals.add(f"ended the connection from {_whence(connection.stream.sock)}: {why}")
+        self._close(connection)
+
+    def _close(self, connection: _Accepted) -> None:
+        connection.close()
+        self._strangers.pop(connection.identity, None)
+        self._peers.pop(connection.identity, None)
+
+
+def _whence(sock: socket.socket) -> str:
+    try:
+        return str(sock.getpeername()[0])
+    except OSError:  # it is gone already
+        return "somebody"

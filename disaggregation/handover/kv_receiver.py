@@ -1,0 +1,335 @@
+"""The decode's side of hand-overs.
+
+A ``KVReceiver`` is one room::
+
+    LINKING → QUEUED → PREALLOCATED → TRANSFERRING → VERIFYING → (the request runs)
+                                          └──────────────┴──▶ DRAINING → (memory freed)
+
+LINKING waits for the prefill instance to be connected, QUEUED for memory, PREALLOCATED for the steps that were under
+way when its pages were taken: they may still write to them (see ``scheduler/kv_memory.py``), and a remote writer must
+come after. DRAINING is a room that ended while the prefill may still write: its pages are freed only when the prefill
+has said that it will not, or its link is down for good. While our own worker checks what landed, which may rewrite it
+in our order, only the worker's answer frees them. Bad KV (checksum, room, epoch) never reaches the model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from ...mem_cache.base_prefix_cache import KVHold
+from ...messages.base import REASON_CHARS, HandoverId, pack_i32
+from ...messages.decode import shown
+from ...messages.handover import (
+    MAX_PAGES,
+    Abort,
+    AbortAck,
+    AuxData,
+    RoomQueued,
+    TransferDone,
+    TransferFailed,
+    TransferRequest,
+)
+from ...messages.worker import PagesVerified, VerifyPages
+from ...scheduler.req import Req, ReqState
+from .host import HandoverHost
+from .kv_sender import prompt_digest
+from .limits import HandoverLimits
+from .prefill_link import LinkState, PrefillLink
+
+log = logging.getLogger(__name__)
+
+OVERTAKING_SECONDS = 2.0
+"""How long a big prompt that does not fit lets smaller ones pass it."""
+
+
+MOST_OVERTAKEN = 4
+"""How many that do not fit are passed over in one turn: each try costs a walk of the prefix tree."""
+
+
+class ReceiverState(Enum):
+    """Where a room stands; see the module."""
+
+    LINKING = auto()
+    QUEUED = auto()
+    PREALLOCATED = auto()
+    TRANSFERRING = auto()
+    VERIFYING = auto()
+    DRAINING = auto()
+
+
+@dataclass(slots=True, eq=False)
+class KVReceiver:
+    """One room.
+
+    ``fence``: the step that must be done before its pages are offered to the prefill. ``checking``: the worker has its
+    pages, to check and perhaps to convert them. ``hold``: the request's memory, pinned as long as anybody may write it.
+    """
+
+    handover: HandoverId
+    req: Req
+    link: PrefillLink
+    state: ReceiverState
+    deadline: float
+    queued_at: float = 0.0
+    fence: int = 0
+    prefix_len: int = 0
+    requested_at: float = 0.0
+    aux: AuxData | None = None
+    checking: bool = False
+    hold: KVHold | None = None
+
+
+class KVReceivers:
+    """Owner of all rooms of a decode instance."""
+
+    def __init__(
+        self,
+        host: HandoverHost,
+        page_size: int,
+        limits: HandoverLimits,
+        link_to: Callable[[str, int, float], PrefillLink],
+        vocab_size: int,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._host = host
+        self._page_size = page_size
+        self._limits = limits
+        self._link_to = link_to
+        self._attempts = itertools.count(1)
+        self.rooms: dict[int, KVReceiver] = {}
+        self.done = 0
+        self.failed = 0
+        self.bytes_received = 0
+
+    def add(self, req: Req, now: float) -> None:
+        """A client's request whose prompt a prefill instance computes."""
+        where = req.msg.bootstrap
+        assert where is not None
+        if where.room in self.rooms:
+            text = f"bootstrap_room {where.room} is in use; draw a fresh one for every request"
+            self._host.fail(req, 400, text, "invalid_request_error")
+            return
+        link = self._link_to(where.host, where.port, now)
+        deadline = now + self._limits.bootstrap
+        handover = HandoverId(self._host.epoch, where.room, next(self._attempts))
+        self.rooms[where.room] = KVReceiver(handover, req, link, ReceiverState.LINKING, deadline)
+
+    def advance(self, now: float) -> None:
+        """Move every room on that can move; give up those that waited too long."""
+        for receiver in list(self.rooms.values()):
+            if receiver.state is ReceiverState.LINKING:
+                self._when_linked(receiver, now)
+            if receiver.state is not ReceiverState.DRAINING and now > receiver.deadline:
+                self._time_out(receiver)
+        self._preallocate(now)
+        for receiver in self._in(ReceiverState.PREALLOCATED):
+            if self._host.completed_step >= receiver.fence:
+                self._request(receiver, now)
+
+    def _when_linked(self, receiver: KVReceiver, now: float) -> None:
+        if receiver.link.same_as is not None:
+            receiver.link = receiver.link.same_as
+        link = receiver.link
+        if link.state is LinkState.GONE:
+            self._fail(receiver, link.status, link.reason)
+        elif link.state is LinkState.READY:
+            receiver.state, receiver.queued_at = ReceiverState.QUEUED, now
+            receiver.deadline = now + self._limits.queue
+            link.send(RoomQueued(link.peer_epoch, receiver.handover))
+
+    def _preallocate(self, now: float) -> None:
+        holders = [r.req for r in self.rooms.values() if r.req.hold is not None and not r.req.is_ended]
+        misfits = 0
+        for receiver in self._in(ReceiverState.QUEUED):
+            if self._host.admit_incoming(receiver.req, holders):
+                receiver.state, receiver.req.state = ReceiverState.PREALLOCATED, ReqState.PREALLOCATED
+                receiver.fence = self._host.last_step_id
+                receiver.hold = self._host.pin(receiver.req)
+                receiver.prefix_len = receiver.req.computed
+                # The prefill's queue, too, is between here and the last page.
+                receiver.deadline = now + self._limits.queue + self._limits.transfer
+                holders.append(receiver.req)
+                continue
+            misfits += 1
+            if misfits > MOST_OVERTAKEN or now - receiver.queued_at > OVERTAKING_SECONDS:
+                return
+
+    def _request(self, receiver: KVReceiver, now: float) -> None:
+        req, link = receiver.req, receiver.link
+        pages = self._host.pages(req, receiver.prefix_len, req.prompt_len)
+        if len(pages) > MAX_PAGES:
+            text = f"the prompt needs {len(pages)} KV pages, a hand-over can name {MAX_PAGES}; use a larger --page-size"
+            self._fail(receiver, 400, text)
+            return
+        receiver.state, req.state = ReceiverState.TRANSFERRING, ReqState.TRANSFERRING
+        receiver.requested_at = now
+        link.send(
+            TransferRequest(
+                link.peer_epoch,
+                receiver.handover,
+                req.prompt_len,
+                prompt_digest(req),
+                receiver.prefix_len,
+                pack_i32(pages),
+            )
+        )
+
+    # --- the prefill answers ---
+
+    def on_done(self, link: PrefillLink, msg: TransferDone) -> None:
+        """All pages have landed, says the prefill: check that they are what it sent."""
+        receiver = self._known(link, msg.handover)
+        if receiver is None:
+            return
+        if receiver.state is ReceiverState.DRAINING:
+            self._drained(receiver)
+        elif receiver.state is ReceiverState.TRANSFERRING:
+            receiver.state, receiver.aux, receiver.checking = ReceiverState.VERIFYING, msg.aux, True
+            pages = self._host.pages(receiver.req, receiver.prefix_len, receiver.req.prompt_len)
+            self._host.to_worker(VerifyPages(receiver.handover, pack_i32(pages), msg.checksum, link.order))
+
+    def on_verified(self, event: PagesVerified, now: float) -> None:
+        """The worker has checked the landed pages."""
+        receiver = self.rooms.get(event.handover.room)
+        if receiver is None or receiver.handover != event.handover or not receiver.checking:
+            return
+        receiver.checking = False
+        if receiver.state is ReceiverState.DRAINING:
+            self._drained(receiver)
+            return
+        if not event.ok:
+            self._fail(receiver, 502, "the KV that arrived is not what the prefill instance sent (checksum mismatch)")
+            return
+        req, aux = receiver.req, receiver.aux
+        assert aux is not None
+        if not 0 <= aux.first_token < self._vocab_size:
+            self._fail(receiver, 502, f"the prefill instance sent a first token that is none: {aux.first_token}")
+            return
+        if aux.input_logprobs is not None and len(aux.input_logprobs) > req.prompt_len:
+            self._fail(receiver, 502, "the prefill instance sent more prompt logprobs than the prompt has tokens")
+            return
+        assert receiver.hold is not None
+        receiver.hold.verified = True
+        self._host.unpin(receiver.hold)
+        del self.rooms[receiver.handover.room]
+        self.done += 1
+        self.bytes_received += aux.timing.transfer_bytes
+        times, timing = req.times, req.timing
+        total = (now - times.arrival) * 1000
+        # Clocks of two hosts can't be compared, durations can: what neither side waited or computed was the hand-over.
+        timing.queue_ms = (receiver.requested_at - times.arrival) * 1000 + aux.timing.queue_ms
+        timing.prefill_ms = aux.timing.prefill_ms
+        timing.transfer_ms = max(0.0, total - timing.queue_ms - timing.prefill_ms)
+        timing.transfer_bytes = aux.timing.transfer_bytes
+        times.first_token = now
+        req.cached_tokens, req.input_logprobs = aux.cached_tokens, aux.input_logprobs
+        self._host.start_incoming(req, aux.first_token, aux.first_logprob, now)
+
+    def on_failed(self, link: PrefillLink, msg: TransferFailed) -> None:
+        """The prefill gave the room up and will write no more."""
+        receiver = self._known(link, msg.handover)
+        if receiver is None:
+            return
+        if receiver.state is ReceiverState.DRAINING:
+            self._drained(receiver)
+        else:
+            receiver.state = ReceiverState.VERIFYING  # nothing can be written any more, so nothing needs draining
+            self._fail(receiver, msg.status, shown(msg.reason, REASON_CHARS))
+
+    def on_abort_ack(self, link: PrefillLink, msg: AbortAck) -> None:
+        """The prefill will write no more for a hand-over that was aborted."""
+        receiver = self._known(link, msg.handover)
+        if receiver is not None and receiver.state is ReceiverState.DRAINING:
+            self._drained(receiver)
+
+    # --- the ways out ---
+
+    def cancel(self, req: Req, reason: str) -> None:
+        """The request has ended on this side; its memory stays pinned until nobody writes to it any more."""
+        receiver = self._of(req)
+        if receiver is not None:
+            self._let_go(receiver, reason)
+
+    def on_link_gone(self, link: PrefillLink) -> None:
+        """The prefill is gone: its requests fail now; pages that it may still write wait for ``on_link_down``."""
+        for receiver in [r for r in self.rooms.values() if r.link is link]:
+            self._host.fail(receiver.req, link.status, link.reason, "transfer_error")
+            if receiver.state in (ReceiverState.TRANSFERRING, ReceiverState.DRAINING) and not link.down:
+                receiver.state = ReceiverState.DRAINING
+            else:
+                self._drained(receiver)
+
+    def on_link_down(self, link: PrefillLink) -> None:
+        """The worker says that this prefill can't write here any more."""
+        for receiver in [r for r in self.rooms.values() if r.link is link and r.state is ReceiverState.DRAINING]:
+            self._drained(receiver)
+
+    def pinned(self) -> list[KVHold]:
+        """Memory that a prefill, or our own worker, may still write."""
+        return [r.hold for r in self.rooms.values() if r.hold is not None]
+
+    def _in(self, state: ReceiverState) -> list[KVReceiver]:
+        return [r for r in self.rooms.values() if r.state is state]
+
+    def _of(self, req: Req) -> KVReceiver | None:
+        if req.msg.bootstrap is None:
+            return None
+        receiver = self.rooms.get(req.msg.bootstrap.room)
+        return receiver if receiver is not None and receiver.req is req else None
+
+    def _known(self, link: PrefillLink, handover: HandoverId) -> KVReceiver | None:
+        receiver = self.rooms.get(handover.room)
+        if receiver is None or receiver.handover != handover or receiver.link is not link:
+            # Usually the answer to an abort of a room that had nothing to drain.
+            log.debug("dropped a message of %s for room %d, which is not open", link.peer_epoch, handover.room)
+            return None
+        return receiver
+
+    def _time_out(self, receiver: KVReceiver) -> None:
+        where = receiver.req.msg.bootstrap
+        assert where is not None
+        if receiver.state is ReceiverState.LINKING:
+            waited = f"{self._limits.bootstrap:.0f} s: {receiver.link.reason or 'no answer'}"
+            self._fail(
+                receiver, 504, f"the prefill instance behind {where.host}:{where.port} was not reached in {waited}"
+            )
+        elif receiver.state is ReceiverState.QUEUED:
+            text = f"{self._limits.queue:.0f} s were not enough for other requests to leave memory for the prompt"
+            self._fail(receiver, 504, text)
+        else:
+            limit = self._limits.queue + self._limits.transfer
+            self._fail(receiver, 504, f"the hand-over took longer than {limit:.0f} s")
+
+    def _fail(self, receiver: KVReceiver, status: int, reason: str) -> None:
+        log.info("room %d is off: %s", receiver.handover.room, reason, extra={"rid": receiver.req.rid})
+        self._host.fail(receiver.req, status, reason, "transfer_error")
+        self._let_go(receiver, reason)
+
+    def _let_go(self, receiver: KVReceiver, reason: str) -> None:
+        link, state = receiver.link, receiver.state
+        if state is ReceiverState.DRAINING:
+            return
+        if link.state is LinkState.READY and state in (
+            ReceiverState.QUEUED,
+            ReceiverState.PREALLOCATED,
+            ReceiverState.TRANSFERRING,
+        ):
+            link.send(Abort(link.peer_epoch, receiver.handover, shown(reason, REASON_CHARS)))
+        if state is ReceiverState.TRANSFERRING and not link.down:
+            receiver.state = ReceiverState.DRAINING
+        else:
+            self._drained(receiver)
+
+    def _drained(self, receiver: KVReceiver) -> None:
+        """No peer writes to its memory any more: free it, unless our own worker still may."""
+        if receiver.checking:
+            receiver.state = ReceiverState.DRAINING
+            return
+        del self.rooms[receiver.handover.room]
+        self.failed += 1
+        if receiver.hold is not None:
+            self._host.unpin(receiver.hold)

@@ -1,0 +1,355 @@
+"""The prefill's side of hand-overs.
+
+A ``KVSender`` is one room. It begins with whichever comes first, the client's request or the decode's
+``TransferRequest``::
+
+    request + TransferRequest → enqueued → chunk_planned* pushes pages → first_token + SendEnded → TransferDone
+
+Off that path the room *drains*: the worker is told to cancel, and only its ``SendEnded`` (nothing more is read here or
+written there) frees the pages and lets the decode know, by ``TransferFailed`` or ``AbortAck``. A request that ends
+early leaves a tombstone for a while, so that the other leg, arriving late, is told at once instead of waiting.
+
+The client's request knows the room only, so rooms are what the two meet by. From the decode's first word on it is one
+attempt of that decode (``HandoverId``), and nothing that is said or done for another touches it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import xxhash
+
+from ...mem_cache.base_prefix_cache import KVHold
+from ...messages.base import REASON_CHARS, HandoverId, Message, pack_i32, unpack_i32
+from ...messages.decode import shown
+from ...messages.handover import Abort, AbortAck, AuxData, RoomQueued, TransferDone, TransferFailed, TransferRequest
+from ...messages.outputs import FinishReason, FinishType, TokenLogprob
+from ...messages.worker import CancelSend, SendEnded, SendPages
+from ...scheduler.req import Req, ReqState
+from .decode_peers import DecodePeer
+from .host import HandoverHost
+from .limits import HandoverLimits
+from .unclaimed_rooms import Tombstones, UnclaimedRooms
+
+log = logging.getLogger(__name__)
+
+MAX_OVER = 4096
+
+
+@dataclass(slots=True)
+class KVSender:
+    """One room. ``begun``: the prompt is being computed. ``next_page`` counts its pages; ``failure`` is set once the
+    room drains.
+
+    ``hold``: the request's memory, pinned from its first push to the worker's ``SendEnded``.
+    """
+
+    room: int
+    deadline: float
+    req: Req | None = None
+    peer: DecodePeer | None = None
+    handover: HandoverId | None = None
+    request: TransferRequest | None = None
+    begun: bool = False
+    next_page: int = 0
+    hold: KVHold | None = None
+    first_token: int | None = None
+    first_logprob: TokenLogprob | None = None
+    sent: SendEnded | None = None
+    failure: tuple[int, str] | None = None
+    abort_asked: bool = False
+
+
+class KVSenders:
+    """Owner of all rooms of a prefill instance."""
+
+    def __init__(
+        self,
+        host: HandoverHost,
+        page_size: int,
+        limits: HandoverLimits,
+        reply: Callable[[DecodePeer, Message], None],
+    ) -> None:
+        self._host = host
+        self._page_size = page_size
+        self._limits = limits
+        self._reply = reply
+        self.rooms: dict[int, KVSender] = {}
+        self._unclaimed = UnclaimedRooms()
+        self._given_up = Tombstones()
+        """Rooms that a decode gave up before the request came."""
+        self._left = Tombstones()
+        """Rooms whose request ended before a decode came."""
+        self._over: dict[HandoverId, None] = {}
+        """The latest that ended here: news of them may still come."""
+        self._now = 0.0
+        self.done = 0
+        self.failed = 0
+        self.bytes_sent = 0
+        self.push_seconds = 0.0
+
+    # --- both ends turn up ---
+
+    def add(self, req: Req, now: float) -> None:
+        """A client's request for a room has come."""
+        assert req.msg.bootstrap is not None
+        room = req.msg.bootstrap.room
+        self._now = now
+        self._left.take(room)  # said of an earlier request
+        over = self._given_up.take(room)
+        if over is not None:
+            self._host.fail(req, 503, f"the decode instance gave the hand-over up: {over}")
+            return
+        sender = self.rooms.get(room)
+        if sender is None:
+            sender = self.rooms[room] = KVSender(room, now + self._limits.bootstrap)
+        elif sender.req is not None:
+            text = f"bootstrap_room {room} is in use; draw a fresh one for every request"
+            self._host.fail(req, 400, text, "invalid_request_error")
+            return
+        sender.req = req
+        self._unclaimed.drop(sender.peer, room)
+        self._try_start(sender, now)
+
+    def on_queued(self, peer: DecodePeer, msg: RoomQueued, now: float) -> None:
+        """A decode will ask for this room when it has memory: how long that may take is for the decode to say."""
+        self._opened(peer, msg.handover, 0, now)
+
+    def _opened(self, peer: DecodePeer, handover: HandoverId, nbytes: int, now: float) -> KVSender | None:
+        """The room, ``peer``'s from now on, which brings ``nbytes`` of page numbers; a new one where there is none.
+
+        None where it is another decode's or attempt's, over already, or one too many; the peer has been told then.
+        """
+        room = handover.room
+        self._now = now
+        sender = self.rooms.get(room)
+        if sender is not None and sender.handover not in (None, handover):
+            whose = "in use" if sender.peer is peer else "another decode's"
+            self._deny(peer, handover, 409, f"bootstrap_room {room} is {whose}")
+            return None
+        if sender is None:
+            self._given_up.take(room)  # said of an earlier attempt
+            over = self._left.take(room)
+            if over is not None:
+                self._deny(peer, handover, 503, f"the prefill instance gave up: {over}")
+                return None
+        if sender is None or sender.req is None:
+            too_many = self._unclaimed.admit(peer, room, nbytes)
+            if too_many is not None:
+                self._deny(peer, handover, 503, too_many)
+                return None
+        if sender is None:
+            sender = self.rooms[room] = KVSender(room, now + self._limits.bootstrap)
+        sender.peer, sender.handover = peer, handover
+        return sender
+
+    def _deny(self, peer: DecodePeer, handover: HandoverId, status: int, reason: str) -> None:
+        self._reply(peer, TransferFailed(peer.epoch, handover, status, shown(reason, REASON_CHARS)))
+
+    def on_request(self, peer: DecodePeer, msg: TransferRequest, now: float) -> None:
+        """A decode has memory and wants a room's KV."""
+        known = self.rooms.get(msg.handover.room)
+        if known is not None and known.handover == msg.handover and known.request is not None:
+            self._drain(known, 409, f"bootstrap_room {known.room} was asked for twice")
+            return
+        sender = self._opened(peer, msg.handover, len(msg.dst_pages), now)
+        if sender is None:
+            return
+        sender.request = msg
+        self._try_start(sender, now)
+
+    def _try_start(self, sender: KVSender, now: float) -> None:
+        req, request = sender.req, sender.request
+        if req is None or request is None:
+            return
+        problem = self._mismatch(req, request)
+        if problem is not None:
+            self._drain(sender, 409, problem)
+            return
+        sender.next_page = request.decode_prefix_len // self._page_size
+        sender.deadline = now + self._limits.queue
+        self._host.enqueue(req, now)
+
+    def _mismatch(self, req: Req, request: TransferRequest) -> str | None:
+        if request.prompt_len != req.prompt_len or request.prompt_digest != prompt_digest(req):
+            return f"bootstrap_room {request.handover.room} means another prompt on the decode instance"
+        pages = -(-req.prompt_len // self._page_size) - request.decode_prefix_len // self._page_size
+        bad_prefix = request.decode_prefix_len % self._page_size or not 0 <= request.decode_prefix_len <= req.prompt_len
+        if bad_prefix or len(request.dst_pages) != 4 * pages:
+            return f"the decode instance offers {len(request.dst_pages) // 4} pages where {pages} are needed"
+        return None
+
+    # --- the request computes ---
+
+    def chunk_planned(self, req: Req) -> None:
+        """A step that computes more of the prompt was sent to the worker: push what will be whole after it."""
+        sender = self._of(req)
+        if sender is None or sender.failure is not None:
+            return
+        assert sender.request is not None
+        assert sender.handover is not None
+        if not sender.begun:
+            sender.begun, sender.deadline = True, self._now + self._limits.transfer
+        last = req.computed >= req.prompt_len
+        end = -(-req.prompt_len // self._page_size) if last else req.computed // self._page_size
+        start = sender.next_page
+        if end <= start and not last:
+            return
+        skipped = sender.request.decode_prefix_len // self._page_size
+        src = self._host.pages(req, start * self._page_size, min(end * self._page_size, req.prompt_len))
+        dst = unpack_i32(sender.request.dst_pages)[start - skipped : end - skipped]
+        sender.next_page = max(start, end)
+        if sender.hold is None:
+            sender.hold = self._host.pin(req)
+        self._host.to_worker(SendPages(sender.handover, pack_i32(src), pack_i32(dst), last))
+
+    def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
+        """The prompt is computed; the decode goes on from this token."""
+        sender = self._of(req)
+        if sender is not None:
+            sender.first_token, sender.first_logprob = token, logprob
+            self._finish_if_whole(sender)
+
+    def on_send_ended(self, event: SendEnded) -> None:
+        """The worker will not touch this hand-over's pages again."""
+        sender = self.rooms.get(event.handover.room)
+        if sender is None or sender.handover != event.handover:
+            return
+        if sender.failure is not None and not event.cancelled:
+            return  # it crossed our cancel, whose own answer is under way, and must find this room
+        if sender.hold is not None:
+            self._host.unpin(sender.hold)
+            sender.hold = None
+        sender.sent = event
+        self.bytes_sent += event.nbytes
+        self.push_seconds += event.seconds
+        if sender.failure is not None:
+            self._drained(sender)
+        elif event.error is not None or event.cancelled:
+            self._drain(sender, 502, f"the KV transfer failed: {event.error or 'cancelled'}")
+        else:
+            self._finish_if_whole(sender)
+
+    def _finish_if_whole(self, sender: KVSender) -> None:
+        req, peer, handover = sender.req, sender.peer, sender.handover
+        if sender.first_token is None or sender.sent is None or sender.failure is not None:
+            return
+        assert req is not None
+        assert peer is not None
+        assert handover is not None
+        req.timing.transfer_bytes = sender.sent.nbytes
+        req.timing.transfer_ms = sender.sent.seconds * 1000
+        # Waiting for the decode is the decode's own to count: here the queue begins when both ends were there.
+        req.timing.queue_ms = max(0.0, (req.times.admitted - max(req.times.arrival, req.times.ready)) * 1000)
+        aux = AuxData(sender.first_token, req.cached_tokens, req.timing, sender.first_logprob, req.input_logprobs)
+        self._reply(peer, TransferDone(peer.epoch, handover, sender.sent.checksum, aux))
+        self._close(sender)
+        self.done += 1
+        self._host.end_outgoing(req)
+
+    # --- the ways out ---
+
+    def cancel(self, req: Req, reason: str) -> None:
+        """The request has ended on this side: its client left, or it failed."""
+        sender = self._of(req)
+        if sender is not None:
+            self._drain(sender, 499 if req.state is ReqState.ABORTED else 500, reason)
+
+    def on_abort(self, peer: DecodePeer, msg: Abort, now: float) -> None:
+        """The decode gives a room up."""
+        handover = msg.handover
+        self._now = now
+        sender = self.rooms.get(handover.room)
+        if sender is None or sender.handover not in (None, handover):
+            if sender is None and handover not in self._over:
+                self._given_up.add(handover.room, msg.reason, now)
+            self._reply(peer, AbortAck(peer.epoch, handover))
+            return
+        sender.peer, sender.handover, sender.abort_asked = peer, handover, True
+        if sender.req is None:
+            self._given_up.add(handover.room, msg.reason, now)
+        elif not sender.req.is_ended:
+            self._host.end(sender.req, ReqState.ABORTED, FinishReason(FinishType.ABORT, message=msg.reason))
+        if sender.failure is None:
+            self._drain(sender, 499, msg.reason)
+
+    def on_peer_gone(self, peer: DecodePeer, reason: str) -> None:
+        """A decode instance died or fell silent."""
+        for sender in [s for s in self.rooms.values() if s.peer is peer]:
+            self._drain(sender, 502, reason)
+
+    def tick(self, now: float) -> None:
+        """Give up what has waited too long."""
+        self._now = now
+        for sender in list(self.rooms.values()):
+            if now < sender.deadline or sender.failure is not None:
+                continue
+            if sender.begun:
+                self._drain(sender, 504, f"the hand-over took longer than {self._limits.transfer:.0f} s")
+            elif sender.request is not None and sender.req is not None:
+                text = f"the prompt's turn to be computed did not come within {self._limits.queue:.0f} s"
+                self._drain(sender, 504, text)
+            elif sender.req is None:
+                text = f"no request for this room reached the prefill instance within {self._limits.bootstrap:.0f} s"
+                self._drain(sender, 504, text)
+            elif sender.peer is None:
+                text = f"no decode instance asked for this room within {self._limits.bootstrap:.0f} s"
+                self._drain(sender, 504, text)
+        self._given_up.expire(now)
+        self._left.expire(now)
+
+    def pinned(self) -> list[KVHold]:
+        """Memory that the worker may still read."""
+        return [s.hold for s in self.rooms.values() if s.hold is not None]
+
+    def _of(self, req: Req) -> KVSender | None:
+        if req.msg.bootstrap is None:
+            return None
+        sender = self.rooms.get(req.msg.bootstrap.room)
+        return sender if sender is not None and sender.req is req else None
+
+    def _drain(self, sender: KVSender, status: int, reason: str) -> None:
+        if sender.failure is not None:
+            return
+        sender.failure = (status, reason)
+        if sender.req is not None and not sender.req.is_ended:
+            self._host.fail(sender.req, status, reason, "transfer_error")
+        if sender.hold is not None:
+            assert sender.handover is not None
+            self._host.to_worker(CancelSend(sender.handover))
+        else:
+            self._drained(sender)
+
+    def _close(self, sender: KVSender) -> None:
+        del self.rooms[sender.room]
+        if sender.handover is not None:
+            self._over[sender.handover] = None
+            if len(self._over) > MAX_OVER:
+                del self._over[next(iter(self._over))]
+
+    def _drained(self, sender: KVSender) -> None:
+        assert sender.failure is not None
+        status, reason = sender.failure
+        self._close(sender)
+        self.failed += 1
+        self._unclaimed.drop(sender.peer, sender.room)
+        # Of rooms without a request a stranger can open and end any number.
+        if sender.req is None:
+            log.debug("room %d is off: %s", sender.room, reason)
+        else:
+            log.info("room %d is off: %s", sender.room, reason, extra={"rid": sender.req.rid})
+        peer, handover = sender.peer, sender.handover
+        if peer is None or handover is None:
+            # The decode's leg has not turned up yet; when it does, it shall not wait.
+            self._left.add(sender.room, reason, self._now)
+        elif sender.abort_asked:
+            self._reply(peer, AbortAck(peer.epoch, handover))
+        else:
+            self._deny(peer, handover, status, reason)
+
+
+def prompt_digest(req: Req) -> int:
+    """xxh3_64 of the prompt's token ids: do both legs mean the same request?"""
+    return xxhash.xxh3_64_intdigest(req.token_ids[: req.prompt_len].tobytes())

@@ -1,0 +1,57 @@
+"""A backend that moves nothing and always succeeds: for tests and measurements of everything around the copy."""
+
+from __future__ import annotations
+
+import threading
+
+from ...errors import BadSpans, NotConnected
+from ..region import KVRegion
+from .base import Admitted, LinkDown, LinkEvent, LinkUp, Spans, TransferBackend, WriteHandle, WriteState
+
+
+class FakeBackend(TransferBackend):
+    """Every peer is reachable, every write done at once, no incoming link exists."""
+
+    moves_data = False
+
+    def __init__(self, epoch: str, host: str) -> None:
+        self._peers: set[str] = set()
+        self._events: list[LinkEvent] = []
+        self._woken = threading.Event()
+
+    def register(self, region: KVRegion, page_bytes: int) -> bytes:
+        return b"fake"
+
+    def connect(self, peer: str, metadata: bytes) -> None:
+        self._peers.add(peer)
+        self._events.append(LinkUp(peer))
+
+    def admit(self, peer: str) -> None:
+        self._events.append(Admitted(peer))
+
+    def write(self, peer: str, local: Spans, remote: Spans) -> WriteHandle:
+        if peer not in self._peers:
+            raise NotConnected(f"peer {peer} is not connected")
+        if local.shape != remote.shape:
+            raise BadSpans("local and remote spans differ in number")
+        return WriteHandle(WriteState.DONE)
+
+    def poll(self, handle: WriteHandle) -> WriteState:
+        return handle.state
+
+    def disconnect(self, peer: str) -> None:
+        self._peers.discard(peer)
+        self._events.append(LinkDown(peer, "disconnected"))
+
+    def progress(self, timeout: float | None) -> list[LinkEvent]:
+        if not self._events:
+            self._woken.wait(timeout)
+        self._woken.clear()
+        events, self._events = self._events, []
+        return events
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def close(self) -> None:
+        self._peers.clear()

@@ -1,0 +1,120 @@
+"""How a writer introduces itself to the worker whose pool it wants to write, before any data.
+
+The receiver's ``Offer`` reaches the writer through the control plane. The writer sends a ``Greeting``, the receiver
+answers with a ``Verdict``. Both are msgpack behind a little-endian 32-bit length. The secret is random for each start
+of an instance: it keeps out whoever was not given the offer, and whoever holds the offer of an earlier life.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ....messages.decode import UndeclaredMessage, decode, shown
+from ...errors import BadMetadata, LinkLost
+
+WIRE_VERSION = 1
+MAX_BODY = 4096
+LENGTH = struct.Struct("<I")
+EPOCH_CHARS = 128
+
+
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where and how to reach the pool (``nbytes`` long) of instance ``epoch``. ``place`` is an IP address or a name.
+
+    It comes over the network, so its fields are bounded to what the system calls behind them take.
+    """
+
+    backend: str
+    epoch: Annotated[str, Meta(max_length=EPOCH_CHARS)]
+    secret: Annotated[bytes, Meta(max_length=64)]
+    nbytes: Annotated[int, Meta(ge=1, lt=1 << 48)]
+    place: Annotated[str, Meta(max_length=64)]
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    host_id: str = ""
+
+
+class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The writer of epoch ``writer`` wants to write the pool of ``receiver``."""
+
+    version: int
+    writer: Annotated[str, Meta(max_length=EPOCH_CHARS)]
+    receiver: Annotated[str, Meta(max_length=EPOCH_CHARS)]
+    secret: Annotated[bytes, Meta(max_length=64)]
+
+
+class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The receiver's answer: welcome, unless ``error`` says why not."""
+
+    error: str = ""
+
+
+_OFFER = msgspec.msgpack.Decoder(Offer)
+_GREETING = msgspec.msgpack.Decoder(Greeting)
+_VERDICT = msgspec.msgpack.Decoder(Verdict)
+
+
+def decode_offer(metadata: bytes, backend: str, peer: str) -> Offer:
+    """The offer of ``peer`` in its backend metadata; raises ``BadMetadata``."""
+    try:
+        offer = decode(_OFFER, metadata, MAX_BODY)
+    except UndeclaredMessage as e:
+        raise BadMetadata(
+            f"peer {peer} sent backend metadata that is not of the {backend} backend ({e}); "
+            "start both instances with the same --disaggregation-transfer-backend and version"
+        ) from e
+    if offer.backend != backend:
+        raise BadMetadata(
+            f"peer {peer} uses the transfer backend {offer.backend}, this instance {backend}; "
+            "start both with the same --disaggregation-transfer-backend"
+        )
+    if offer.epoch != peer:
+        raise BadMetadata(f"the backend metadata for peer {peer} is that of {offer.epoch}: the peer has restarted")
+    return offer
+
+
+def judge(greeting: Greeting, epoch: str, secret: bytes) -> str:
+    """Why the receiver ``epoch`` must refuse this greeting, or ""."""
+    if greeting.version != WIRE_VERSION:
+        return f"it speaks version {greeting.version} of the transfer protocol, this instance {WIRE_VERSION}"
+    if greeting.receiver != epoch:
+        return f"it looks for {shown(greeting.receiver)}, which is an earlier life of this instance"
+    if not hmac.compare_digest(greeting.secret, secret):
+        return "its secret is wrong"
+    if not greeting.writer:
+        return "it does not say who it is"
+    return ""
+
+
+def frame(message: Greeting | Verdict) -> bytes:
+    """``message`` with its length in front."""
+    body = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def body_length(prefix: bytearray) -> int:
+    """Length of the body that follows; raises ``LinkLost`` where no honest peer sends that much."""
+    length = int(LENGTH.unpack(prefix)[0])
+    if not 0 < length <= MAX_BODY:
+        raise LinkLost("the handshake is malformed")
+    return length
+
+
+def decode_greeting(body: bytearray) -> Greeting:
+    """Raises ``LinkLost`` for anything else."""
+    try:
+        return decode(_GREETING, body, MAX_BODY)
+    except UndeclaredMessage as e:
+        raise LinkLost(f"the greeting is malformed: {e}") from e
+
+
+def decode_verdict(body: bytearray) -> Verdict:
+    """Raises ``LinkLost`` for anything else."""
+    try:
+        return decode(_VERDICT, body, MAX_BODY)
+    except UndeclaredMessage as e:
+        raise LinkLost(f"the answer to the greeting is malformed: {e}") from e

@@ -1,0 +1,70 @@
+"""One direction of a pair: the connection that gives a writer access to a pool, on either end.
+
+outgoing: DIALLING ─▶ GREETING ─▶ OPEN ─▶ CLOSED          incoming: GREETING ─▶ OPEN ─▶ CLOSED
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import Enum
+
+from ...wire.stream import Stream
+from .base import Spans, WriteHandle
+from .handshake import Offer
+
+
+class LinkPhase(Enum):
+    """How far a link is."""
+
+    DIALLING = "dialling"
+    GREETING = "greeting"
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class Link:
+    """What both directions share. ``peer`` is "" for an incoming link that has not introduced itself."""
+
+    def __init__(self, stream: Stream, peer: str, phase: LinkPhase) -> None:
+        self.stream = stream
+        self.peer = peer
+        self.phase = phase
+        self.handshake_deadline: float | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """``time.monotonic()`` at which the peer's silence means that it is gone; None while it owes us nothing."""
+        return self.stalled_at() if self.phase is LinkPhase.OPEN else self.handshake_deadline
+
+    def stalled_at(self) -> float | None:
+        """As ``deadline``, of an open link."""
+        return None
+
+    def opened(self) -> None:
+        """The handshake is over; raises ``LinkLost`` where the link is of no use after all."""
+
+    def closed(self, reason: str) -> None:
+        """The connection is closed; give back what hangs on it."""
+
+
+class OutgoingLink(Link, ABC):
+    """The writer's end."""
+
+    def __init__(self, stream: Stream, offer: Offer) -> None:
+        super().__init__(stream, offer.epoch, LinkPhase.DIALLING)
+        self.offer = offer
+
+    @abstractmethod
+    def write(self, local: Spans, remote: Spans) -> WriteHandle:
+        """As ``TransferBackend.write``, with spans that were checked."""
+
+
+class IncomingLink(Link):
+    """The pool's end."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__(stream, "", LinkPhase.GREETING)
+
+    def let_go(self) -> bool:
+        """End the writer's access; False where only the writer can, and has been asked to. May be called again."""
+        return True

@@ -1,0 +1,397 @@
+"""What ``tcp`` and ``shm`` have in common: listening, introductions, the life of links, the wait for I/O.
+
+The states of a pair are those of ``base``. All sockets are non-blocking and wait in one selector.
+
+Strangers reach the listener. What they can cause is the end of their own connection, and nothing else: bad bytes, a
+reset at any moment, descriptors that have run out. ``MAX_STRANGERS`` of them may wait at once; one more ends the one
+that has waited longest, since an honest writer introduces itself at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from ....runtime.refusal_log import RefusalLog
+from ...errors import BadSpans, LinkLost, NotConnected, PeerUnreachable, RegionError, TransferError
+from ...wire.listener import Listener
+from ...wire.reactor import Reactor
+from ..region import KVRegion
+from . import handshake
+from .base import (
+    Admitted,
+    ConnectFailed,
+    LinkDown,
+    LinkEvent,
+    LinkUp,
+    Spans,
+    TransferBackend,
+    WriteHandle,
+    WriteState,
+    check_spans,
+)
+from .handshake import Greeting, Offer, Verdict
+from .link import IncomingLink, Link, LinkPhase, OutgoingLink
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_SECONDS = 5.0
+STALL_SECONDS = 10.0
+MAX_STRANGERS = 64
+"""Connections that may be open without having introduced themselves."""
+MAX_FENCED = 1 << 16
+"""Epochs whose links went down that are remembered; the oldest are forgotten, long after anybody tries them again."""
+
+
+@dataclass(eq=False)
+class _Peer:
+    """The links with one epoch. ``reason`` is set once they are going down; what is ``next`` begins after that."""
+
+    outgoing: OutgoingLink | None = None
+    incoming: IncomingLink | None = None
+    reason: str | None = None
+    admit_next: bool = False
+    connect_next: bytes | None = None
+    next_deadline: float | None = None
+
+
+class SocketBackend(TransferBackend):
+    """``handshake_seconds``: limit of ``connect``; ``stall_seconds``: silence of a peer that owes us bytes."""
+
+    name: str
+
+    def __init__(
+        self,
+        epoch: str,
+        host: str,
+        *,
+        handshake_seconds: float = HANDSHAKE_SECONDS,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
+        self.epoch = epoch
+        self.host = host
+        self.handshake_seconds = handshake_seconds
+        self.stall_seconds = stall_seconds
+        self.pool = memoryview(b"")
+        self.page_bytes = 0
+        self._secret = secrets.token_bytes(16)
+        self._peers: dict[str, _Peer] = {}
+        self._fenced: dict[str, None] = {}
+        self._links: set[Link] = set()
+        self._events: list[LinkEvent] = []
+        self._reactor = Reactor()
+        self._listener: Listener | None = None
+        self._refusals = RefusalLog(log, "at the data port")
+
+    # What tcp and shm do differently
+
+    @abstractmethod
+    def _listen(self, region: KVRegion) -> tuple[socket.socket, Offer]:
+        """A listening socket and how to reach it, made by ``_offer``; raises ``RegionError``, ``OSError``."""
+
+    @abstractmethod
+    def _dial(self, offer: Offer) -> OutgoingLink:
+        """Start to connect; raises ``OSError`` and ``TransferError``."""
+
+    @abstractmethod
+    def _unreachable(self, offer: Offer, reason: str) -> str:
+        """What to tell the user when dialling failed because of ``reason``."""
+
+    @abstractmethod
+    def _accepted(self, sock: socket.socket) -> IncomingLink:
+        """The link of an accepted connection; raises ``LinkLost`` for one that is not welcome."""
+
+    def _send_welcome(self, link: IncomingLink, data: bytes) -> None:
+        link.stream.send([data])
+
+    def _offer(self, place: str, port: int = 0, host_id: str = "") -> Offer:
+        return Offer(self.name, self.epoch, self._secret, len(self.pool), place, port, host_id)
+
+    # TransferBackend
+
+    def register(self, region: KVRegion, page_bytes: int) -> bytes:
+        if page_bytes <= 0 or region.nbytes % page_bytes:
+            raise RegionError(f"the KV region of {region.nbytes} bytes is not made of pages of {page_bytes} bytes")
+        self.pool = region.view()
+        self.page_bytes = page_bytes
+        try:
+            sock, offer = self._listen(region)
+        except OSError as e:
+            raise RegionError(f"can't listen for KV transfers on {self.host}: {e.strerror}. Check --host.") from e
+        self._listener = Listener(sock, self._reactor, self._refusals)
+        return msgspec.msgpack.encode(offer)
+
+    def connect(self, peer: str, metadata: bytes) -> None:
+        record = self._peers.setdefault(peer, _Peer())
+        if record.reason is not None:
+            record.connect_next = metadata
+            record.next_deadline = time.monotonic() + self.handshake_seconds
+            return
+        self._fenced.pop(peer, None)
+        if record.outgoing is not None:
+            if record.outgoing.phase is LinkPhase.OPEN:
+                self._events.append(LinkUp(peer))
+            return
+        try:
+            offer = handshake.decode_offer(metadata, self.name, peer)
+            link = self._try_dial(offer)
+        except TransferError as e:
+            self._connect_failed(peer, str(e))
+            return
+        record.outgoing = link
+        self._adopt(link)
+        self._reactor.watch(link.stream.sock, link, read=False, write=True)
+
+    def admit(self, peer: str) -> None:
+        record = self._peers.get(peer)
+        if record is not None and record.reason is not None:
+            record.admit_next = True
+            record.next_deadline = time.monotonic() + self.handshake_seconds
+            return
+        self._fenced.pop(peer, None)
+        self._events.append(Admitted(peer))
+
+    def write(self, peer: str, local: Spans, remote: Spans) -> WriteHandle:
+        record = self._peers.get(peer)
+        link = record.outgoing if record is not None else None
+        if link is None or link.phase is not LinkPhase.OPEN:
+            raise NotConnected(f"peer {peer} is not connected")
+        if local.shape != remote.shape or bool((local[:, 1] != remote[:, 1]).any()):
+            raise BadSpans("local and remote spans differ in number or length")
+        check_spans(local, len(self.pool), "local pool")
+        handle = link.write(local, remote)
+        self._rewatch(link)
+        return handle
+
+    def poll(self, handle: WriteHandle) -> WriteState:
+        return handle.state
+
+    def disconnect(self, peer: str) -> None:
+        record = self._peers.get(peer)
+        if record is not None and (record.admit_next or record.connect_next is not None):
+            self._give_up_next(peer, record, "disconnected on request")
+        self._part(peer, "disconnected on request")
+
+    def progress(self, timeout: float | None) -> list[LinkEvent]:
+        for data, readable, writable in self._reactor.wait(self._until_deadline(timeout)):
+            if isinstance(data, Link):
+                self._serve(data, readable, writable)
+            else:
+                self._accept()
+        self._check_deadlines()
+        events, self._events = self._events, []
+        return events
+
+    def wake(self) -> None:
+        self._reactor.wake()
+
+    def close(self) -> None:
+        for link in list(self._links):
+            self._close_link(link, "this instance is shutting down")
+        self._peers.clear()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        self._reactor.close()
+        self.pool.release()
+
+    # Time
+
+    def _until_deadline(self, timeout: float | None) -> float | None:
+        """Seconds to wait at most."""
+        if self._events:
+            return 0.0
+        due = [link.deadline for link in self._links] + [record.next_deadline for record in self._peers.values()]
+        due.append(self._listener.listen_again if self._listener is not None else None)
+        times = [t for t in due if t is not None]
+        if not times:
+            return timeout
+        left = max(0.0, min(times) - time.monotonic())
+        return left if timeout is None else min(left, timeout)
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        if self._listener is not None:
+            self._listener.check(now)
+        for link in list(self._links):
+            if link.phase is not LinkPhase.CLOSED and link.deadline is not None and link.deadline <= now:
+                seconds = self.stall_seconds if link.phase is LinkPhase.OPEN else self.handshake_seconds
+                self._lost(link, f"the peer does not answer (for {seconds:g} s)")
+        for peer, record in self._peers.items():
+            if record.next_deadline is not None and record.next_deadline <= now:
+                error = f"peer {peer} still has access to this pool from before; its process must let go or end first"
+                self._give_up_next(peer, record, error)
+
+    def _give_up_next(self, peer: str, record: _Peer, why: str) -> None:
+        """What was to come after the ``LinkDown`` that is under way shall not."""
+        record.admit_next, record.connect_next, record.next_deadline = False, None, None
+        self._events.append(ConnectFailed(peer, why))
+
+    # Introductions
+
+    def _try_dial(self, offer: Offer) -> OutgoingLink:
+        try:
+            return self._dial(offer)
+        except OSError as e:
+            raise PeerUnreachable(self._unreachable(offer, e.strerror or str(e))) from e
+
+    def _dialled(self, link: OutgoingLink) -> None:
+        """Connected, or not; introduce ourselves."""
+        error = link.stream.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise LinkLost(self._unreachable(link.offer, os.strerror(error)))
+        link.phase = LinkPhase.GREETING
+        greeting = Greeting(handshake.WIRE_VERSION, self.epoch, link.offer.epoch, link.offer.secret)
+        link.stream.send([handshake.frame(greeting)])
+        self._read_body(link, lambda body: self._on_verdict(link, body))
+
+    def _on_verdict(self, link: OutgoingLink, body: bytearray) -> None:
+        verdict = handshake.decode_verdict(body)
+        if verdict.error:
+            raise LinkLost(f"peer {link.peer} refused the link: {verdict.error}")
+        link.opened()
+        link.phase = LinkPhase.OPEN
+        self._events.append(LinkUp(link.peer))
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        sock = self._listener.accept()
+        if sock is None:
+            return
+        self._end_oldest_stranger()
+        try:
+            link = self._accepted(sock)
+            self._reactor.watch(sock, link, read=True, write=False)
+        except (LinkLost, OSError) as e:  # it may have been reset already, and refuse to be set up
+            self._refusals.add(f"refused a connection: {e}")
+            sock.close()
+            return
+        self._adopt(link)
+        self._read_body(link, lambda body: self._on_greeting(link, body))
+
+    def _end_oldest_stranger(self) -> None:
+        strangers = [k for k in self._links if isinstance(k, IncomingLink) and k.phase is LinkPhase.GREETING]
+        if len(strangers) >= MAX_STRANGERS:
+            oldest = min(strangers, key=lambda link: link.handshake_deadline or 0.0)
+            self._lost(oldest, f"{MAX_STRANGERS} others have yet to introduce themselves")
+
+    def _on_greeting(self, link: IncomingLink, body: bytearray) -> None:
+        greeting = handshake.decode_greeting(body)
+        error = handshake.judge(greeting, self.epoch, self._secret) or self._why_not(greeting.writer)
+        if error:
+            # So few bytes always fit into the buffer of a new connection; one that is gone needs no answer.
+            with contextlib.suppress(OSError):
+                link.stream.sock.send(handshake.frame(Verdict(error)))
+            raise LinkLost(f"refused {greeting.writer or 'a writer'}: {error}")
+        link.peer = greeting.writer
+        link.phase = LinkPhase.OPEN
+        self._peers.setdefault(link.peer, _Peer()).incoming = link
+        self._send_welcome(link, handshake.frame(Verdict()))
+        link.opened()
+
+    def _why_not(self, writer: str) -> str:
+        """Why a writer with a good greeting may not write now, or ""."""
+        record = self._peers.get(writer)
+        if record is not None and record.incoming is not None and record.reason is None:
+            # It lost its link and we had no news of that yet. Whoever waits for pages must hear it before it may write.
+            self._lost(record.incoming, "the peer opened another link")
+        return "its link went down; this instance has to register with it again" if writer in self._fenced else ""
+
+    def _read_body(self, link: Link, then: Callable[[bytearray], None]) -> None:
+        prefix = bytearray(handshake.LENGTH.size)
+
+        def on_prefix() -> None:
+            body = bytearray(handshake.body_length(prefix))
+            link.stream.read([memoryview(body)], lambda: then(body))
+
+        link.stream.read([memoryview(prefix)], on_prefix)
+
+    # Link life
+
+    def _adopt(self, link: Link) -> None:
+        link.handshake_deadline = time.monotonic() + self.handshake_seconds
+        self._links.add(link)
+
+    def _rewatch(self, link: Link) -> None:
+        self._reactor.watch(link.stream.sock, link, read=True, write=link.stream.sending)
+
+    def _serve(self, link: Link, readable: bool, writable: bool) -> None:
+        """Do a link's I/O; whatever fails ends its pair and nothing else."""
+        if link.phase is LinkPhase.CLOSED:
+            return  # by another link's event in the same round
+        try:
+            if link.phase is LinkPhase.DIALLING and isinstance(link, OutgoingLink):
+                self._dialled(link)
+            if readable:
+                link.stream.on_readable()
+            if writable:
+                link.stream.on_writable()
+        except LinkLost as e:
+            self._lost(link, str(e))
+        except OSError as e:  # of a socket that the other side may reset between any two calls
+            self._lost(link, f"the connection broke: {e.strerror}")
+        else:
+            self._rewatch(link)
+
+    def _close_link(self, link: Link, reason: str) -> None:
+        link.phase = LinkPhase.CLOSED
+        self._links.discard(link)
+        self._reactor.forget(link.stream.sock)
+        link.stream.close()
+        link.closed(reason)
+
+    def _lost(self, link: Link, reason: str) -> None:
+        """A link is gone or has to go."""
+        was_open = link.phase is LinkPhase.OPEN
+        if isinstance(link, IncomingLink) and not was_open:
+            self._refusals.add(f"a connection ended before it was welcome: {reason}")
+            self._close_link(link, reason)
+            return
+        record = self._peers[link.peer]
+        if link is record.outgoing and not was_open:
+            record.outgoing = None
+            self._close_link(link, reason)
+            self._connect_failed(link.peer, reason)
+            return
+        if link is record.incoming:
+            record.incoming = None
+            self._close_link(link, reason)
+        self._part(link.peer, reason)
+
+    def _connect_failed(self, peer: str, error: str) -> None:
+        record = self._peers[peer]
+        if record.incoming is None and record.outgoing is None and record.reason is None:
+            del self._peers[peer]
+        self._events.append(ConnectFailed(peer, error))
+
+    def _part(self, peer: str, reason: str) -> None:
+        """Take both links with ``peer`` down, as far as that is ours to do, and say so once they are."""
+        record = self._peers.setdefault(peer, _Peer())
+        self._fenced[peer] = None
+        if len(self._fenced) > MAX_FENCED:
+            del self._fenced[next(iter(self._fenced))]
+        record.reason = record.reason or reason
+        outgoing, record.outgoing = record.outgoing, None
+        if outgoing is not None:
+            if outgoing.phase is not LinkPhase.OPEN:
+                self._events.append(ConnectFailed(peer, reason))
+            self._close_link(outgoing, reason)
+        if record.incoming is not None:
+            if not record.incoming.let_go():
+                return
+            self._close_link(record.incoming, reason)
+        del self._peers[peer]
+        self._events.append(LinkDown(peer, record.reason))
+        if record.admit_next:
+            self.admit(peer)
+        if record.connect_next is not None:
+            self.connect(peer, record.connect_next)

@@ -1,0 +1,335 @@
+"""Pushes KV pages to peers and checks those that landed, beside the model worker's forward passes.
+
+    SendPages … SendPages(last) ─▶ slices, round robin over hand-overs ─▶ all landed ─▶ SendEnded
+    CancelSend ─▶ no new slice; those under way land ─▶ SendEnded(cancelled)
+    the link goes down ─▶ PeerLinkDown ─▶ SendEnded(error) for each of the peer's hand-overs
+
+One thread owns the transfer backend and all state, and sleeps while there is nothing to do. Chunks are cut into slices
+of a few MiB, so that small hand-overs pass between the slices of huge ones and a cancel waits for little.
+
+Where a link breaks under a hand-over's slices, some may still land after ``SendEnded(error)``: only the peer can know
+that nothing more will, by its own ``PeerLinkDown``. Ours comes first, so that whoever hears of the hand-overs knows
+that already.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...messages.base import HandoverId
+from ...messages.worker import (
+    CancelSend,
+    ConnectPeer,
+    DisconnectPeer,
+    KVLayout,
+    KVOrder,
+    PagesVerified,
+    PeerConnected,
+    PeerLinkDown,
+    SendEnded,
+    SendPages,
+    TransferCommand,
+    TransferEvent,
+    VerifyPages,
+)
+from ...runtime.refusal_log import RefusalLog
+from ..errors import BadSpans, TransferError
+from .backends.base import Admitted, ConnectFailed, LinkEvent, LinkUp, TransferBackend
+from .backends.registry import make_backend
+from .outgoing_pages import OutgoingPages
+from .page_check import PageCheck
+from .page_order import PageConverter
+from .page_spans import unpack_pages
+from .region import KVRegion
+
+log = logging.getLogger(__name__)
+
+SLICE_BYTES = 2 << 20
+WINDOW_BYTES = 8 << 20
+"""Bytes under way to a peer: enough to keep a fast link busy while the next slice is prepared."""
+WINDOW_SLICES = 64
+CHECK_BYTES = 4 << 20
+MAX_BROKEN = 4096
+MAX_DOWN = 4096
+CLOSE_SECONDS = 5.0
+
+
+def end_process(error: BaseException) -> None:
+    """What a broken engine does unless told otherwise: a worker that can't transfer must not look healthy."""
+    log.critical("the transfer engine failed; ending the process", exc_info=error)
+    logging.shutdown()
+    os._exit(1)  # sys.exit would end this thread only
+
+
+@dataclass(slots=True)
+class _Window:
+    """What is under way to one peer."""
+
+    slices: int = 0
+    nbytes: int = 0
+
+    @property
+    def open(self) -> bool:
+        return self.slices < WINDOW_SLICES and self.nbytes < WINDOW_BYTES
+
+
+class TransferEngine:
+    """Obeys ``TransferCommand``; every answer leaves by ``emit``, called from the engine's thread only.
+
+    ``ConnectPeer`` with empty metadata only admits the peer as a writer. After a ``PeerLinkDown`` of an epoch this has
+    to come (and ``PeerConnected`` to answer) before that epoch is asked to connect again; before the first time it is
+    harmless. A ``DisconnectPeer`` that crosses the ``PeerLinkDown`` of its link is not answered again.
+
+    A hand-over that failed before all its pages were handed in takes no more of them: those that crossed its
+    ``SendEnded`` are dropped, since a checksum over them alone would claim what is not true.
+    """
+
+    def __init__(
+        self,
+        backend: str | TransferBackend,
+        region: KVRegion,
+        page_bytes: int,
+        epoch: str,
+        host: str,
+        emit: Callable[[TransferEvent], None],
+        on_failure: Callable[[BaseException], None] = end_process,
+        layout: KVLayout | None = None,
+    ) -> None:
+        """Open ``region`` (page 0 at its start) to peers at once. Raises ``UnknownBackend`` and ``RegionError``.
+
+        ``host`` is the address to listen on. ``layout`` is that of the pages; without it none of another order are
+        taken. ``on_failure`` is called, in the engine's thread, should that break.
+        """
+        self._backend = make_backend(backend, epoch, host) if isinstance(backend, str) else backend
+        self.metadata = self._backend.register(region, page_bytes)
+        self._page_bytes = page_bytes
+        self._layout = layout
+        self._num_pages = region.nbytes // page_bytes
+        self._pool = region.view()
+        self._emit = emit
+        self._on_failure = on_failure
+        # Who peers are is for the scheduler to judge, which any stranger may ask to connect to one: no line for each.
+        self._refusals = RefusalLog(log, "connecting to peers")
+        self._partings = RefusalLog(log, "parting from peers", logging.INFO)
+        self._commands: queue.SimpleQueue[TransferCommand | None] = queue.SimpleQueue()
+        self._outgoing: dict[HandoverId, OutgoingPages] = {}
+        self._turns: deque[OutgoingPages] = deque()
+        self._windows: dict[str, _Window] = {}
+        self._broken: dict[HandoverId, None] = {}
+        self._checks: deque[PageCheck] = deque()
+        self._links: dict[str, int] = {}
+        self._parting: set[str] = set()
+        self._down: dict[str, int] = {}
+        """Links that are over, of peers that have not been connected to again."""
+        self._thread = threading.Thread(target=self._run, name="transfer-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, command: TransferCommand) -> None:
+        """Hand a command over. Thread-safe, never waits."""
+        self._commands.put(command)
+        self._backend.wake()
+
+    def close(self) -> None:
+        """End all links and the thread, at once and without further events. The region may be closed afterwards."""
+        self._commands.put(None)
+        self._backend.wake()
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            raise TransferError(f"the transfer engine did not end within {CLOSE_SECONDS:g} s")
+        self._backend.close()
+        self._pool.release()
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                pushed = self._push()
+                checking = self._check()
+                events = self._backend.progress(0.0 if pushed or checking else None)
+                for event in events:
+                    self._on_link(event)
+                self._reap()
+        except BaseException as e:  # noqa: BLE001
+            # Whatever it is, this thread is over; going on without it would leave requests hanging.
+            self._on_failure(e)
+
+    # Commands
+
+    def _obey(self) -> bool:
+        """Do what was asked since the last time; False when it is time to end."""
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return True
+            match command:
+                case SendPages():
+                    self._send(command)
+                case CancelSend():
+                    self._cancel(command.handover)
+                case VerifyPages():
+                    self._verify(command)
+                case ConnectPeer():
+                    self._connect(command)
+                case DisconnectPeer():
+                    self._disconnect(command)
+                case None:
+                    return False
+
+    def _connect(self, command: ConnectPeer) -> None:
+        # Who connects again has heard that the hand-overs of the last time are over, and sends no more for them.
+        self._broken = {handover: None for handover in self._broken if handover.epoch != command.peer}
+        self._links[command.peer] = command.link
+        self._down.pop(command.peer, None)
+        if command.metadata:
+            self._backend.connect(command.peer, command.metadata)
+        else:
+            self._backend.admit(command.peer)
+
+    def _disconnect(self, command: DisconnectPeer) -> None:
+        if self._down.get(command.peer) != command.link:
+            self._links[command.peer] = command.link
+            self._parting.add(command.peer)
+            self._backend.disconnect(command.peer)
+
+    def _send(self, command: SendPages) -> None:
+        handover = command.handover
+        if handover in self._broken:
+            if command.last:
+                del self._broken[handover]
+            return
+        outgoing = self._outgoing.get(handover)
+        if outgoing is None:
+            outgoing = self._outgoing[handover] = OutgoingPages(handover, self._page_bytes)
+        waiting = outgoing.pending
+        outgoing.whole = command.last
+        try:
+            src = unpack_pages(command.src_pages, self._num_pages, "source")
+            dst = unpack_pages(command.dst_pages, 1 << 31, "destination")
+            if len(src) != len(dst):
+                raise BadSpans(f"room {handover.room} was given {len(src)} pages for {len(dst)}")
+        except BadSpans as e:
+            outgoing.fail(str(e))
+        else:
+            if outgoing.error is None:
+                outgoing.add(src, dst)
+        if outgoing.pending and not waiting:
+            self._turns.append(outgoing)
+        self._end_if_over(outgoing)
+
+    def _cancel(self, handover: HandoverId) -> None:
+        self._broken.pop(handover, None)
+        outgoing = self._outgoing.get(handover)
+        if outgoing is None:
+            self._emit(SendEnded(handover, cancelled=True))
+            return
+        outgoing.cancel()
+        self._end_if_over(outgoing)
+
+    def _verify(self, command: VerifyPages) -> None:
+        if not self._backend.moves_data:
+            self._emit(PagesVerified(command.handover, ok=True))
+            return
+        try:
+            pages = unpack_pages(command.pages, self._num_pages, "landed")
+            check = PageCheck(command.handover, pages, command.checksum, self._converter(command.order))
+        except (BadSpans, ValueError) as e:
+            log.error("can't verify room %d: %s", command.handover.room, e)
+            self._emit(PagesVerified(command.handover, ok=False))
+            return
+        self._checks.append(check)
+
+    def _converter(self, order: KVOrder | None) -> PageConverter | None:
+        """What makes pages of ``order`` ours; None where they are. Raises ``ValueError``."""
+        if order is None or (self._layout is not None and order == self._layout.order):
+            return None
+        if self._layout is None:
+            raise ValueError(f"pages in the order {order!r}, and nothing is known of our own")
+        return PageConverter(self._layout, order)
+
+    # Work
+
+    def _push(self) -> bool:
+        """Start slices of as many hand-overs as make up one full slice, in turn; False when none could be started."""
+        pushed = 0
+        for _ in range(len(self._turns)):
+            outgoing = self._turns.popleft()
+            if not outgoing.pending:
+                continue
+            window = self._windows.setdefault(outgoing.handover.epoch, _Window())
+            if window.open:
+                try:
+                    nbytes = outgoing.push_slice(self._backend, self._pool, SLICE_BYTES)
+                except TransferError as e:
+                    outgoing.fail(str(e))
+                    self._end_if_over(outgoing)
+                    continue
+                window.slices += 1
+                window.nbytes += nbytes
+                pushed += nbytes
+            if outgoing.pending:
+                self._turns.append(outgoing)
+            if pushed >= SLICE_BYTES:
+                break
+        return pushed > 0
+
+    def _check(self) -> bool:
+        """Hash, or convert, a part of the landed pages that wait for it; False when none is left."""
+        if self._checks:
+            check = self._checks.popleft()
+            ok = check.step(self._pool, self._page_bytes, CHECK_BYTES)
+            if ok is None:
+                self._checks.append(check)
+            else:
+                self._emit(PagesVerified(check.handover, ok))
+        return bool(self._checks)
+
+    def _reap(self) -> None:
+        for outgoing in [outgoing for outgoing in self._outgoing.values() if outgoing.landing]:
+            self._reap_one(outgoing)
+            self._end_if_over(outgoing)
+
+    def _reap_one(self, outgoing: OutgoingPages) -> None:
+        slices, nbytes = outgoing.reap(self._backend)
+        if slices:
+            window = self._windows[outgoing.handover.epoch]
+            window.slices -= slices
+            window.nbytes -= nbytes
+
+    def _end_if_over(self, outgoing: OutgoingPages) -> None:
+        if not outgoing.over:
+            return
+        del self._outgoing[outgoing.handover]
+        if outgoing.error is not None and not outgoing.whole and not outgoing.cancelled:
+            self._broken[outgoing.handover] = None
+            if len(self._broken) > MAX_BROKEN:
+                del self._broken[next(iter(self._broken))]
+        self._emit(outgoing.ended(checksummed=self._backend.moves_data))
+
+    def _on_link(self, event: LinkEvent) -> None:
+        match event:
+            case LinkUp() | Admitted():
+                self._emit(PeerConnected(event.peer, self._links.get(event.peer, 0)))
+            case ConnectFailed():
+                self._refusals.add(event.error)
+                self._emit(PeerConnected(event.peer, self._links.get(event.peer, 0), event.error))
+                if event.peer not in self._parting:
+                    self._links.pop(event.peer, None)
+            case _:
+                self._partings.add(f"the links with peer {event.peer} are down: {event.reason}")
+                self._parting.discard(event.peer)
+                link = self._down[event.peer] = self._links.pop(event.peer, 0)
+                if len(self._down) > MAX_DOWN:
+                    del self._down[next(iter(self._down))]
+                self._emit(PeerLinkDown(event.peer, link))
+                for outgoing in [o for o in self._outgoing.values() if o.handover.epoch == event.peer]:
+                    self._reap_one(outgoing)
+                    if not outgoing.over:
+                        outgoing.fail(f"the link to peer {event.peer} is down: {event.reason}")
+                    self._end_if_over(outgoing)
+                self._windows.pop(event.peer, None)

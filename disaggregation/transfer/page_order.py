@@ -1,0 +1,82 @@
+"""KV pages of one order made into those of another, bit for bit.
+
+Shapes: L layers, S slots of a page, K KV heads, D head_dim; G elements to a 32-bit word; b slots to a block, n blocks.
+
+    tokens   [L, 2, S, K, D]                                    torch, on every device
+    blocks   [L, keys, K, n, D / G, b, G], [L, values, K, n, b / G, D, G]    the CPU engine (kernels/cpu/kv_blocks.h)
+
+b is 16, or S where that is less; where b < G (one slot of two bytes an element) values lie as [L, values, K, n, D].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ...messages.worker import KVLayout, KVOrder
+
+BLOCK_SLOTS = 16
+"""``kBlockSlots`` of kv_blocks.h."""
+_WORD_BYTES = 4
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+Page = npt.NDArray[np.uint8]
+_Views = list[npt.NDArray[Any]]
+
+
+def can_exchange(ours: KVLayout, theirs: KVLayout) -> bool:
+    """Whether pages of one layout can become pages of the other: they are equal, or differ in their order only."""
+    if ours == theirs:
+        return True
+    return msgspec.structs.replace(theirs, order=ours.order) == ours and _is_convertible(ours)
+
+
+def _is_convertible(layout: KVLayout) -> bool:
+    size, item = layout.page_size, _ITEM_BYTES.get(layout.dtype, 0)
+    blocks = size % BLOCK_SLOTS == 0 or BLOCK_SLOTS % size == 0
+    return bool(item) and blocks and layout.head_dim * item % _WORD_BYTES == 0
+
+
+class PageConverter:
+    """Brings pages of ``layout`` that lie in the order ``source`` into the layout's own order, in place.
+
+    Takes the memory of one page. Raises ``ValueError`` for a layout whose pages it doesn't know.
+    """
+
+    def __init__(self, layout: KVLayout, source: KVOrder) -> None:
+        if not _is_convertible(layout):
+            raise ValueError(f"pages of {layout} have one order only")
+        self._layout = layout
+        self._copy = np.empty(layout.page_bytes, dtype=np.uint8)
+        self._from = _views(self._copy, layout, source)
+
+    def convert(self, page: Page) -> None:
+        """Convert one page, ``page_bytes`` contiguous bytes."""
+        self._copy[:] = page
+        for to, source in zip(_views(page, self._layout, self._layout.order), self._from, strict=True):
+            np.copyto(to, source)
+
+
+def _views(page: Page, layout: KVLayout, order: KVOrder) -> _Views:
+    """A page's keys as words, and its values as elements, with their axes as "blocks" has them.
+
+    Values come as one view for each slot of a row: their last axis is of two elements, and numpy is slow at copying so
+    few at a time.
+    """
+    layers, size, heads, dim = layout.num_layers, layout.page_size, layout.kv_heads, layout.head_dim
+    item = _ITEM_BYTES[layout.dtype]
+    group, slots = _WORD_BYTES // item, min(size, BLOCK_SLOTS)
+    count, words, elements = size // slots, page.view(np.uint32), page.view(f"u{item}")
+    # A block of fewer slots than a word has elements: rows are of slots then, not of groups of them.
+    group_of_slots = min(group, slots)
+    rows = slots // group_of_slots
+    if order == "blocks":
+        keys = words.reshape(layers, 2, heads, count, dim // group, slots)[:, 0]
+        values = elements.reshape(layers, 2, heads, count, rows, dim, group_of_slots)[:, 1]
+        return [keys, *np.moveaxis(values, -1, 0)]
+    keys = words.reshape(layers, 2, count, slots, heads, dim // group)[:, 0].transpose(0, 3, 1, 4, 2)
+    values = elements.reshape(layers, 2, count, rows, group_of_slots, heads, dim)[:, 1].transpose(0, 4, 1, 2, 5, 3)
+    return [keys, *np.moveaxis(values, -1, 0)]
