@@ -1,7 +1,9 @@
-"""Control-plane messages between a decode's and a prefill's scheduler (frames over TCP).
+"""Control-plane messages between the schedulers of two instances (frames over TCP).
 
-The decode connects; the prefill listens. ``epoch`` is always the *receiver's* epoch as the sender knows it: a message
-for an earlier life of a process is dropped. Every message of a hand-over also names that.
+One connection joins a pair, whoever of the two dialled, and carries hand-overs in both directions. In each hand-over
+one is the sender (it computes the prompt) and one the receiver (it takes the KV, and names its own epoch in the
+``HandoverId``). ``epoch`` is always that of whom the message is for, as far as its author knows: a message for an
+earlier life of a process is dropped. Every message of a hand-over also names that.
 
 These come over the network, from whoever reaches the port: every field is bounded to what an honest peer can mean, so
 that nothing behind the decoder has to expect a number that fits into no int64, or a name of a megabyte.
@@ -19,12 +21,13 @@ from .base import Epoch, HandoverId, Message, Reason
 from .outputs import Timing, TokenLogprob
 from .worker import KVLayout
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_METADATA_BYTES = 4096
 MAX_TOKENS = (1 << 31) - 1
 MAX_TRANSFER_BYTES = 1 << 40
 """Of one hand-over. Such counts are added up for ever, and their sum has to stay within an int64 too."""
 
+Metadata = Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Checksum = Annotated[int, Meta(ge=0)]
 """xxh3_64; the wire format ends at 64 bits by itself."""
@@ -34,32 +37,48 @@ PageNumbers = Annotated[bytes, Meta(max_length=4 * MAX_PAGES)]
 
 
 class Hello(Message):
-    """Decode → prefill: who I am. ``sender`` is the decode's epoch."""
+    """Both ways, first: who I am. ``sender`` is its author's epoch; ``link`` grows with each try of that epoch to reach
+    this one.
+
+    ``metadata`` is that of ``Invite``, which only those learn whom an instance has chosen to dial or invite. Who dials
+    shows it to prove its epoch: registrations hold its digest. Who answers leaves it out.
+    """
 
     epoch: Epoch
     sender: Annotated[str, Meta(min_length=1, max_length=128)]
+    link: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
     version: int
     fingerprint: Annotated[str, Meta(max_length=128)]
     layout: KVLayout
     backend: Annotated[str, Meta(max_length=32)]
-    metadata: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
+    metadata: Metadata
+
+
+class Invite(Message):
+    """Receiver → sender: I shall ask you for KV; my worker lets yours in, so let it connect.
+
+    ``metadata``: how the transfer backend reaches my pool, the pool's secret included.
+    """
+
+    epoch: Epoch
+    metadata: Metadata
 
 
 class Welcome(Message):
-    """Prefill → decode: the pair can exchange pages; the prefill's worker is connected to the decode's."""
+    """Sender → receiver: my worker can write into your pool. Ask."""
 
     epoch: Epoch
 
 
 class Refused(Message):
-    """Prefill → decode: the pair can't exchange pages, and why."""
+    """Either way: the pair can't exchange pages, and why."""
 
     epoch: Epoch
     reason: Reason
 
 
 class TransferRequest(Message):
-    """Decode → prefill: send the KV of a hand-over from token ``decode_prefix_len`` on (page-aligned) to
+    """Receiver → sender: send the KV of a hand-over from token ``decode_prefix_len`` on (page-aligned) to
     ``dst_pages``.
 
     ``prompt_digest`` (xxh3_64 of the int32 prompt) guards against a room that means another prompt there.
@@ -78,7 +97,7 @@ class TransferRequest(Message):
 
 
 class RoomQueued(Message):
-    """Decode → prefill: I know of this room and ask for it when I have memory; don't give up on it while I live."""
+    """Receiver → sender: I know of this room and ask for it when I have memory; don't give up on it while I live."""
 
     epoch: Epoch
     handover: HandoverId
@@ -103,7 +122,7 @@ class AuxData(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TransferDone(Message):
-    """Prefill → decode: every page has landed; nothing more will be written for this room."""
+    """Sender → receiver: every page has landed; nothing more will be written for this room."""
 
     epoch: Epoch
     handover: HandoverId
@@ -112,7 +131,7 @@ class TransferDone(Message):
 
 
 class TransferFailed(Message):
-    """Prefill → decode: the hand-over is off; nothing more will be written for this room."""
+    """Sender → receiver: the hand-over is off; nothing more will be written for this room."""
 
     epoch: Epoch
     handover: HandoverId
@@ -121,7 +140,7 @@ class TransferFailed(Message):
 
 
 class Abort(Message):
-    """Decode → prefill: stop the hand-over. Answered by ``AbortAck``, also for a room that is not known."""
+    """Receiver → sender: stop the hand-over. Answered by ``AbortAck``, also for a room that is not known."""
 
     epoch: Epoch
     handover: HandoverId
@@ -129,7 +148,7 @@ class Abort(Message):
 
 
 class AbortAck(Message):
-    """Prefill → decode: nothing more will be written for this room."""
+    """Sender → receiver: nothing more will be written for this room."""
 
     epoch: Epoch
     handover: HandoverId
@@ -141,5 +160,7 @@ class Heartbeat(Message):
     epoch: Epoch
 
 
-DecodeToPrefill = Hello | RoomQueued | TransferRequest | Abort | Heartbeat
-PrefillToDecode = Welcome | Refused | TransferDone | TransferFailed | AbortAck | Heartbeat
+ToSender = RoomQueued | TransferRequest | Abort
+ToReceiver = TransferDone | TransferFailed | AbortAck
+HandoverMessage = ToSender | ToReceiver
+PeerMessage = Hello | Invite | Welcome | Refused | Heartbeat | HandoverMessage

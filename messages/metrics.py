@@ -55,17 +55,23 @@ class PromiseCounts(msgspec.Struct, forbid_unknown_fields=True):
     late: int
 
 
-class HandoverCounts(msgspec.Struct, forbid_unknown_fields=True):
-    """Hand-overs of one direction. ``seconds``: spent pushing KV, 0 for who receives it.
-
-    ``peers``: instances that are connected now. ``refused``: frames and connections that strangers were denied.
-    """
+class DirectionCounts(msgspec.Struct, forbid_unknown_fields=True):
+    """Hand-overs of one direction. ``seconds``: spent pushing KV, 0 for who receives it."""
 
     open: int
     done: int
     failed: int
     nbytes: int
-    seconds: float
+    seconds: float = 0.0
+
+
+class HandoverCounts(msgspec.Struct, forbid_unknown_fields=True):
+    """Hand-overs of an instance. ``peers``: instances that are connected now. ``refused``: frames and connections that
+    strangers were denied.
+    """
+
+    sent: DirectionCounts
+    received: DirectionCounts
     peers: int
     refused: int
 
@@ -93,5 +99,4 @@ class SchedulerMetrics(Message):
     cost_model_error: float | None
     """Half of the last steps were off by less, relative to what was foreseen; None before the first step."""
     promises: PromiseCounts | None
-    sent: HandoverCounts | None
-    received: HandoverCounts | None
+    handovers: HandoverCounts | None

@@ -33,11 +33,15 @@ class Conversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Names one hand-over: the prefill's bootstrap server and the room (63 bits) drawn for this request."""
+    """Names one hand-over: the prefill's bootstrap server and the room (63 bits) drawn for this request.
+
+    ``refusal``: why that address is not to be asked, "" where it may be.
+    """
 
     host: str
     port: int
     room: int
+    refusal: str = ""
 
 
 class LogprobOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,6 +1,6 @@
 """Which messages each channel of an instance declares. A channel is named after the process that receives from it.
 
-HTTP ─▶ tokenizer ─▶ scheduler ─▶ worker          scheduler ─▶ detokenizer ─▶ http
+HTTP ─▶ tokenizer ─▶ scheduler ─▶ worker, transfer   scheduler ─▶ detokenizer ─▶ http
                          ▲  ▲───── worker_events      ▲ tokenizer errors ─────▲
                          └──────── StopReq from the detokenizer
 """
@@ -22,7 +22,7 @@ from .metrics import SchedulerMetrics
 from .outputs import ReqError, TextBatch, TokenBatch
 from .requests import AbortReq, GenerateReq, StopReq, TokenizeReq
 from .text import TextAnswer, TextQuestion
-from .worker import WorkerCommand, WorkerEvent
+from .worker import ReceiveCommand, WorkerCommand, WorkerEvent
 
 Question = Ping | FlushCacheReq | ServerInfoReq
 Answer = Pong | FlushCacheResult | ServerInfo
@@ -30,6 +30,7 @@ Answer = Pong | FlushCacheResult | ServerInfo
 ToTokenizer = TokenizeReq | AbortReq | Question | TextQuestion
 ToScheduler = GenerateReq | AbortReq | StopReq | Question | Drain
 ToWorker = WorkerCommand
+ToTransfer = ReceiveCommand
 ToSchedulerFromWorker = WorkerEvent
 ToDetokenizer = TokenBatch | ReqError | Answer | SchedulerMetrics | Drained
 ToHttp = TextBatch | ReqError | Answer | TextAnswer | SchedulerMetrics | Drained

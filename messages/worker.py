@@ -175,12 +175,20 @@ class StepResult(Message):
     bad_entries: list[int] = []
 
 
-class ConnectPeer(Message):
-    """Scheduler → worker: reach the transfer backend of ``peer`` (an epoch) behind ``metadata``.
+class AdmitPeer(Message):
+    """Scheduler → worker: let ``peer`` (an epoch) write into our pool. Answered by ``PeerAdmitted`` or ``PeerFailed``.
 
-    ``link`` numbers the scheduler's connections, to whichever peer; it sends the next one for a peer after the
-    ``PeerLinkDown`` of the last. Empty ``metadata`` (from a decode) only admits ``peer`` as a writer, which matters
-    when it was lost before.
+    ``link`` numbers the scheduler's links, to whichever peer; it sends the next one for a peer after the
+    ``PeerLinkDown`` of the last.
+    """
+
+    peer: str
+    link: int
+
+
+class ConnectPeer(Message):
+    """Scheduler → worker: be able to write into the pool of ``peer``, which its transfer backend says how to reach by
+    ``metadata``; admits it, too. Answered by ``PeerConnected`` or ``PeerFailed``. ``link``: see ``AdmitPeer``.
     """
 
     peer: str
@@ -197,12 +205,26 @@ class DisconnectPeer(Message):
     link: int
 
 
-class PeerConnected(Message):
-    """Worker → scheduler: ``ConnectPeer`` ended, badly where ``error`` is set."""
+class PeerAdmitted(Message):
+    """Worker → scheduler: ``peer`` may write here."""
 
     peer: str
     link: int
-    error: str | None = None
+
+
+class PeerConnected(Message):
+    """Worker → scheduler: ``peer`` can be written to."""
+
+    peer: str
+    link: int
+
+
+class PeerFailed(Message):
+    """Worker → scheduler: ``AdmitPeer`` or ``ConnectPeer`` came to nothing. The link is to be disconnected."""
+
+    peer: str
+    link: int
+    error: str
 
 
 class PeerLinkDown(Message):
@@ -246,6 +268,20 @@ class SendEnded(Message):
     error: str | None = None
 
 
+class GrantPages(Message):
+    """Scheduler → worker: ``peer`` may write these pages of our pool (int32), until the hand-over's are revoked."""
+
+    handover: HandoverId
+    peer: str
+    pages: bytes
+
+
+class RevokePages(Message):
+    """Scheduler → worker: nobody may write the pages of ``handover`` any more."""
+
+    handover: HandoverId
+
+
 class VerifyPages(Message):
     """Scheduler → worker: have these pages of our pool (int32, in order) this checksum? Answer: ``PagesVerified``.
 
@@ -266,7 +302,13 @@ class PagesVerified(Message):
     ok: bool
 
 
-WorkerCommand = ForwardStep | ConnectPeer | DisconnectPeer | SendPages | CancelSend | VerifyPages
-WorkerEvent = WorkerReady | StepResult | PeerConnected | PeerLinkDown | SendEnded | PagesVerified
-TransferCommand = ConnectPeer | DisconnectPeer | SendPages | CancelSend | VerifyPages
-TransferEvent = PeerConnected | PeerLinkDown | SendEnded | PagesVerified
+SendCommand = ConnectPeer | SendPages | CancelSend
+"""In one order with the steps: pages are pushed behind the step that computes them, and by no later link."""
+ReceiveCommand = AdmitPeer | DisconnectPeer | GrantPages | RevokePages | VerifyPages
+"""These must not wait for a step: peers do, who are about to write, and requests whose KV has landed."""
+TransferCommand = SendCommand | ReceiveCommand
+PeerCommand = AdmitPeer | ConnectPeer | DisconnectPeer
+PeerEvent = PeerAdmitted | PeerConnected | PeerFailed | PeerLinkDown
+TransferEvent = PeerEvent | SendEnded | PagesVerified
+WorkerCommand = ForwardStep | SendCommand
+WorkerEvent = WorkerReady | StepResult | TransferEvent

@@ -78,7 +78,7 @@ class ModelRunner:
         self.sampler: NativeSampler | None = None
         self.engine: CpuEngine | None = None
         # The engine reads nothing beyond a row's end, but the peer that gets a page may run on the torch backend.
-        self.clears_begun_pages = options.disaggregation_mode == "prefill"
+        self.clears_begun_pages = options.hands_over
         self.step_weight_bytes = self._weight_bytes
         with self._timed("kernels"):
             self._run = self._native_pass(model, blocks) if backend == "cpu" else self._torch_pass(model)

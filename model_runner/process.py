@@ -1,9 +1,10 @@
 """The model worker process: owns the device, runs the scheduler's steps, moves KV pages.
 
-Life: channels open → threads placed → model loads → warm-up → steps timed → ``WorkerReady`` → steps and transfer
-commands, in the order they come, until the process is ended. With nothing to do it commits KV memory ahead and then
+Life: channels open → threads placed → model loads → warm-up → steps timed → ``WorkerReady`` → steps and what is to be
+sent of them, in the order they come, until the process is ended. With nothing to do it commits KV memory ahead and then
 sleeps in its channel. A step's result is sent before the next message is looked at; transfers run in the engine's own
-thread, which reports through a channel end of its own.
+thread, which reports through a channel end of its own. What concerns KV that others send comes by another channel, and
+waits for no step.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import msgspec
 
+from ..disaggregation.errors import TransferError
 from ..messages.base import unpack_i32
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
-from ..messages.routes import ToWorker
+from ..messages.routes import ToTransfer, ToWorker
 from ..messages.worker import (
     ForwardStep,
     MachineUse,
     MeasuredStep,
+    ReceiveCommand,
     StepResult,
     TransferEvent,
     WorkerCommand,
@@ -65,7 +69,7 @@ def main() -> NoReturn:
     events = Sender(ctx.zmq_ctx, ctx.address("worker_events"))
     try:
         worker = load(ctx)
-    except (ModelError, PlacementError) as e:
+    except (ModelError, PlacementError, TransferError) as e:
         sys.exit(f"model worker: {e}")
     events.send(_ready_message(worker))
     ctx.report_ready(worker.load_seconds)
@@ -132,7 +136,26 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
         elif worker.engine is not None:
             worker.engine.submit(command)
         else:
-            raise RuntimeError(f"a unified instance hands nothing over, but was sent {type(command).__name__}")
+            raise RuntimeError(f"an instance without hand-overs was sent {type(command).__name__}")
+
+
+def _obey_transfer(ctx: ChildContext, engine: TransferEngine) -> None:
+    """Hand commands that must not wait for a step to ``engine``, for ever."""
+    from ..disaggregation.transfer.engine import end_process
+
+    try:
+        receiver: Receiver[ReceiveCommand] = Receiver(ctx.zmq_ctx, ctx.address("transfer"), ToTransfer)
+        while True:
+            try:
+                commands = receiver.recv(-1)
+            except UndeclaredMessage as e:
+                log.error("%s", e)
+                continue
+            for command in commands:
+                engine.submit(command)
+    except BaseException as e:  # noqa: BLE001
+        # Whatever it is, this thread is over; a worker that obeys no grant must not look healthy.
+        end_process(e)
 
 
 def _run(steps: StepRunner, step: ForwardStep) -> StepResult:
@@ -144,7 +167,7 @@ def _run(steps: StepRunner, step: ForwardStep) -> StepResult:
 
 def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -> TransferEngine | None:
     options = ctx.options
-    if options.disaggregation_mode == "unified":
+    if not options.hands_over:
         return None
     if model.kv_region is None:
         raise UnsupportedModel(f"KV hand-over from {model.device.type} memory is not there yet; use --device cpu")
@@ -157,7 +180,7 @@ def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -
         sender.send(event)
 
     with floating(placement):
-        return TransferEngine(
+        engine = TransferEngine(
             options.disaggregation_transfer_backend,
             model.kv_region,
             model.layout.page_bytes,
@@ -165,7 +188,11 @@ def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -
             options.host,
             emit,
             layout=model.layout,
+            port=options.disaggregation_data_port,
+            advertise_host=options.advertise_host,
         )
+        threading.Thread(target=_obey_transfer, args=(ctx, engine), name="transfer-commands", daemon=True).start()
+    return engine
 
 
 def _ready_message(worker: Worker) -> WorkerReady:

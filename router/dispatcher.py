@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ..runtime.cluster_secret import BootstrapSignature, ClusterSecret
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.errors import error_status, without_frames
 from .client_answer import ClientAnswer
@@ -60,6 +61,8 @@ class Dispatcher:
         self._fleet = fleet
         self._client = client
         self._limits = LegLimits(options.first_byte_timeout, options.idle_timeout)
+        secret = ClusterSecret.read(options.cluster_secret_file)
+        self._signature = BootstrapSignature(secret) if secret is not None else None
         self._retries = options.retries
         self._retry_window = options.retry_window
         self._lingering: set[asyncio.Task[None]] = set()
@@ -140,7 +143,7 @@ class Dispatcher:
         return target
 
     async def _serve_by_pair(self, pair: Pair, request: RoutedRequest, answer: ClientAnswer) -> None:
-        bodies = request.body.for_pair(pair.prefill)
+        bodies = request.body.for_pair(pair.prefill, self._signature)
         prefill = asyncio.create_task(self._watch_prefill(pair.prefill, request, bodies.prefill))
         decode = asyncio.create_task(self._answer_from(pair.decode, request, bodies.decode, answer))
         try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
+from ..runtime.cluster_secret import ClusterSecret, ClusterSecretError
 from ..runtime.web.keys import KeyFileError, read_keys
 
 DEFAULT_BOOTSTRAP_PORT = 8998
@@ -51,6 +52,8 @@ class RouterOptions:
     allowed_origins
         Origins, with commas in between, whose web pages may use this server from a browser, like
         https://chat.example.org; * for any. Without it: none but its own.
+    cluster_secret_file
+        File with the secret that instances know this router by, as theirs; needed where they are not on one host.
     health_check_interval
         Seconds between two health checks of a healthy instance; one that is down is asked four times as often.
     health_check_timeout
@@ -91,6 +94,7 @@ class RouterOptions:
     admin_key_file: str | None = None
     allowed_hosts: str | None = None
     allowed_origins: str | None = None
+    cluster_secret_file: str | None = None
     health_check_interval: float = 1.0
     health_check_timeout: float = 3.0
     connect_timeout: float = 1.0
@@ -120,6 +124,10 @@ class RouterOptions:
         try:
             read_keys(self)
         except KeyFileError as exc:
+            raise RouterOptionsError(str(exc)) from None
+        try:
+            ClusterSecret.read(self.cluster_secret_file)
+        except ClusterSecretError as exc:
             raise RouterOptionsError(str(exc)) from None
         if self.retries < 0:
             raise RouterOptionsError("--retries must be 0 or more")

@@ -7,11 +7,13 @@ instance would connect to, and tell the secret of its data port.
 from __future__ import annotations
 
 import secrets
+import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import orjson
 
+from ..runtime.cluster_secret import BootstrapSignature
 from .errors import BadRequestError
 from .instance import Instance
 
@@ -81,11 +83,12 @@ class RequestBody:
             rid_prefix=rid_prefix,
         )
 
-    def for_pair(self, prefill: Instance) -> PairBodies:
+    def for_pair(self, prefill: Instance, signature: BootstrapSignature | None = None) -> PairBodies:
         """Bodies for ``prefill`` and any decode, with a fresh room, and a fresh rid where the client gave none.
 
         The same rid goes to both legs, so that one ``/abort_request`` ends both. The prefill is never asked to
-        stream: only its status matters, and a plain answer shows an error in the status.
+        stream: only its status matters, and a plain answer shows an error in the status. ``signature`` vouches for
+        the address and the rooms.
         """
         count = self.batch_size
         host, port = prefill.host, prefill.bootstrap_port
@@ -98,6 +101,9 @@ class RequestBody:
                 "bootstrap_port": [port] * count,
                 "bootstrap_room": [draw_room() for _ in range(count)],
             }
+        if signature is not None:
+            fields = (patch["bootstrap_host"], patch["bootstrap_port"], patch["bootstrap_room"])
+            patch["bootstrap_signature"] = signature.sign(*fields, time.time())
         if not self.has_rid:
             patch["rid"] = self.rid_prefix + draw_rid(self.request_id)
         for_prefill = {"stream": False} | ({"stream_options": None} if self.has_stream_options else {})

@@ -10,14 +10,13 @@ from .options import ServerOptions
 
 def process_modules(options: ServerOptions) -> dict[str, str]:
     """The module of each process of an instance with these options, by the process's name, in the order of starting."""
-    mode = options.disaggregation_mode
     modules = {
         "worker": "pdserve.model_runner.process",
         "tokenizer": "pdserve.server.tokenizer_process",
-        "scheduler": "pdserve.scheduler.process" if mode == "unified" else "pdserve.disaggregation.handover.process",
+        "scheduler": "pdserve.disaggregation.handover.process" if options.hands_over else "pdserve.scheduler.process",
         "detokenizer": "pdserve.detokenizer.process",
         "http": "pdserve.server.http_process",
     }
-    if mode == "prefill":
+    if options.hands_over:
         modules["bootstrap"] = "pdserve.disaggregation.bootstrap.server"
     return modules

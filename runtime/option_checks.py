@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from .cluster_secret import ClusterSecret, allowed_addresses
 from .cpu_list import PlacementError, parse_cpus
 from .options import ServerOptions
 from .web.keys import KeyFileError, read_keys
+from .web.ports import is_loopback
 
 MAX_PAGE_SIZE = 1024
 MAX_NICE = 19
@@ -30,7 +32,7 @@ ABOVE_ZERO = (
     "watchdog_timeout",
     "startup_timeout",
 )
-NOT_EMPTY = ("model_path", "tokenizer_path", "served_model_name", "host", "api_key")
+NOT_EMPTY = ("model_path", "tokenizer_path", "served_model_name", "host", "api_key", "advertise_host")
 
 
 class OptionError(ValueError):
@@ -43,6 +45,7 @@ def check_options(options: ServerOptions) -> None:
         *_numbers(options),
         *_texts(options),
         *_ports(options),
+        *_cluster(options),
         *_memory(options),
         *_schedule(options),
     ]
@@ -99,15 +102,37 @@ def _ports(options: ServerOptions) -> Iterator[str]:
     bootstrap_port = options.disaggregation_bootstrap_port
     if not 1 <= bootstrap_port <= 65535:
         yield f"--disaggregation-bootstrap-port is {bootstrap_port}: it must be 1 to 65535"
-    if options.disaggregation_mode == "prefill" and options.port == bootstrap_port:
-        yield (
-            f"--port and --disaggregation-bootstrap-port are both {options.port}: "
-            "a prefill instance listens on two ports, so give them different ones"
-        )
+    for name in ("disaggregation_control_port", "disaggregation_data_port"):
+        if not 0 <= getattr(options, name) <= 65535:
+            yield f"{_flag(name)} is {getattr(options, name)}: it must be 1 to 65535 (0 takes a free one)"
+    if options.handover == "off" and options.disaggregation_mode != "unified":
+        yield f"--handover off leaves a {options.disaggregation_mode} instance with nothing to do: drop one of the two"
+    if options.hands_over:
+        ports = {"--port": options.port, "--disaggregation-control-port": options.disaggregation_control_port}
+        ports["--disaggregation-data-port"] = options.disaggregation_data_port
+        if options.disaggregation_mode == "prefill":
+            ports["--disaggregation-bootstrap-port"] = bootstrap_port
+        for port in sorted({p for p in ports.values() if p}):
+            if len(flags := [flag for flag, given in ports.items() if given == port]) > 1:
+                yield f"{' and '.join(flags)} are both {port}: an instance listens on each, so give them different ones"
     if options.disaggregation_heartbeat_timeout <= options.disaggregation_heartbeat_interval:
         yield (
             f"--disaggregation-heartbeat-timeout {options.disaggregation_heartbeat_timeout} must be longer than "
             f"--disaggregation-heartbeat-interval {options.disaggregation_heartbeat_interval}, best three times as long"
+        )
+
+
+def _cluster(options: ServerOptions) -> Iterator[str]:
+    try:
+        secret = ClusterSecret.read(options.cluster_secret_file)
+        allowed_addresses(options.allow_bootstrap)
+    except ValueError as e:
+        yield str(e)
+        return
+    if options.hands_over and secret is None and not options.insecure_cluster and not is_loopback(options.host):
+        yield (
+            f"--host {options.host} lets others reach the ports by which instances exchange KV: give this one and its "
+            "peers the same --cluster-secret-file, or, on a network that nobody else is in, --insecure-cluster"
         )
 
 

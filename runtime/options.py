@@ -53,8 +53,24 @@ class ServerOptions:
     disaggregation_mode
         unified: prefill and decode here. prefill: compute prompts and push their KV to a decode. decode: receive KV and
         generate.
+    handover
+        Whether this instance exchanges KV with others: auto does in prefill and decode mode. A unified one that does
+        takes either leg of a request, the prefill's where the request names its own bootstrap address.
+    cluster_secret_file
+        File with the secret that this cluster's instances and routers know each other by; two lines while it changes.
+    insecure_cluster
+        Exchange KV on other than a loopback address without a cluster secret: whoever reaches the ports can take part.
+    allow_bootstrap
+        Bootstrap servers, as HOST:PORT with commas in between, that any request may name: for routers that don't know
+        the secret. Without a secret, those on loopback addresses may be named by anybody.
     disaggregation_bootstrap_port
-        Port of the bootstrap server that a prefill instance starts; decode instances find it there.
+        Port of a prefill instance's bootstrap server, where decode instances find it; others take a free one.
+    disaggregation_control_port
+        Port for control messages between instances that exchange KV; 0 takes a free one.
+    disaggregation_data_port
+        Port for their KV with the tcp backend; 0 takes a free one.
+    advertise_host
+        Name or address that other instances reach this one at, where that is not --host (0.0.0.0, or behind a NAT).
     disaggregation_transfer_backend
         How KV pages move: tcp (any host), shm (same host, one copy), fake (moves nothing, for tests).
     disaggregation_ib_device
@@ -162,7 +178,14 @@ class ServerOptions:
     allowed_hosts: str | None = None
     allowed_origins: str | None = None
     disaggregation_mode: DisaggregationMode = "unified"
+    handover: Literal["auto", "on", "off"] = "auto"
+    cluster_secret_file: str | None = None
+    insecure_cluster: bool = False
+    allow_bootstrap: str | None = None
     disaggregation_bootstrap_port: int = 8998
+    disaggregation_control_port: int = 0
+    disaggregation_data_port: int = 0
+    advertise_host: str | None = None
     disaggregation_transfer_backend: Literal["tcp", "shm", "fake"] = "tcp"
     disaggregation_ib_device: str | None = None
     disaggregation_bootstrap_timeout: float = 30.0
@@ -203,6 +226,11 @@ class ServerOptions:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     disable_access_log: bool = False
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether this instance exchanges KV with others."""
+        return self.handover == "on" or (self.handover == "auto" and self.disaggregation_mode != "unified")
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from ..mem_cache.base_prefix_cache import KVHold
 from ..messages.metrics import HandoverCounts
 from ..messages.outputs import TokenLogprob
+from ..messages.requests import Bootstrap
 from ..messages.worker import TransferEvent
 from .req import Req
 
@@ -25,6 +26,9 @@ class Handovers(Protocol):
 
     def withdraw(self) -> None:
         """Peers shall not find this instance any more."""
+
+    def names_here(self, where: Bootstrap) -> bool:
+        """Whether a request's bootstrap address is this instance's own."""
 
     def add(self, req: Req, now: float) -> None:
         """Take over a request whose phases run on two instances."""
@@ -56,8 +60,5 @@ class Handovers(Protocol):
     def info(self) -> dict[str, Any]:
         """For /server_info."""
 
-    def sent(self) -> HandoverCounts | None:
-        """What was handed over to others, None where this instance never does."""
-
-    def received(self) -> HandoverCounts | None:
-        """What was taken over from others, None where this instance never does."""
+    def counts(self) -> HandoverCounts:
+        """What was handed over, both ways."""

@@ -40,7 +40,7 @@ def server_info(scheduler: Scheduler, epoch: str, verdict: Verdict) -> dict[str,
     return {
         "status": "draining" if scheduler.draining else "ready",
         "epoch": epoch,
-        "role": scheduler.options.disaggregation_mode,
+        "role": scheduler.role,
         "model": scheduler.options.model_name,
         "fingerprint": worker.fingerprint,
         "context_length": worker.context_length,

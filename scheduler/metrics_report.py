@@ -59,6 +59,5 @@ def take_metrics(scheduler: Scheduler) -> SchedulerMetrics:
         step_seconds=counters.step_seconds.copy(),
         cost_model_error=scheduler.cost_model.median_error,
         promises=itl.counts() if itl is not None else None,
-        sent=handovers.sent() if handovers is not None else None,
-        received=handovers.received() if handovers is not None else None,
+        handovers=handovers.counts() if handovers is not None else None,
     )

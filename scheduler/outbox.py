@@ -39,10 +39,17 @@ class SendsMessages(Protocol):
 
 
 class Outbox:
-    """Messages to the worker and to the detokenizer, in order."""
+    """Messages to the worker, to its transfer engine and to the detokenizer, each in order.
 
-    def __init__(self, worker: SendsMessages, detokenizer: SendsMessages) -> None:
+    ``transfer`` None: of an instance that exchanges no KV.
+    """
+
+    def __init__(
+        self, worker: SendsMessages, detokenizer: SendsMessages, transfer: SendsMessages | None = None
+    ) -> None:
         self._worker = worker
+        self._transfer = transfer
+        self._to_transfer: list[Message] = []
         self._detokenizer = detokenizer
         self._to_worker: list[Message] = []
         self._to_detokenizer: list[Message] = []
@@ -50,6 +57,10 @@ class Outbox:
     def to_worker(self, message: Message) -> None:
         """Queue for the worker."""
         self._to_worker.append(message)
+
+    def to_transfer(self, message: Message) -> None:
+        """Queue for the worker's transfer engine, past the steps that the worker has to do."""
+        self._to_transfer.append(message)
 
     def answer(self, message: Message) -> None:
         """Queue an answer for HTTP; it travels behind the tokens that were queued before."""
@@ -84,6 +95,10 @@ class Outbox:
 
     def flush(self) -> None:
         """Send everything."""
+        if self._to_transfer:
+            assert self._transfer is not None
+            self._transfer.send(*self._to_transfer)
+            self._to_transfer = []
         if self._to_worker:
             self._worker.send(*self._to_worker)
             self._to_worker = []

@@ -39,7 +39,7 @@ FRAMES_A_TURN = 1024
 """Read from one channel before the others, and the peers, have their turn; the poller wakes the loop for the rest."""
 
 
-MakeHandovers = Callable[[ChildContext, Scheduler, zmq.Poller], Handovers]
+MakeHandovers = Callable[[Scheduler, zmq.Poller], Handovers]
 """What they wait for they register with the loop's poller."""
 
 
@@ -52,7 +52,9 @@ class SchedulerProcess:
         self._inbox: Receiver[Any] = Receiver(ctx.zmq_ctx, ctx.address("scheduler"), ToScheduler)
         self._events: Receiver[Any] = Receiver(ctx.zmq_ctx, ctx.address("worker_events"), ToSchedulerFromWorker)
         self._outbox = Outbox(
-            Sender(ctx.zmq_ctx, ctx.address("worker")), Sender(ctx.zmq_ctx, ctx.address("detokenizer"))
+            Sender(ctx.zmq_ctx, ctx.address("worker")),
+            Sender(ctx.zmq_ctx, ctx.address("detokenizer")),
+            Sender(ctx.zmq_ctx, ctx.address("transfer")) if make_handovers is not None else None,
         )
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
@@ -121,7 +123,7 @@ class SchedulerProcess:
     def _start(self, worker: WorkerReady, now: float) -> None:
         self._scheduler = Scheduler(self._ctx.options, worker, self._outbox)
         if self._make_handovers is not None:
-            self._handovers = self._make_handovers(self._ctx, self._scheduler, self._poller)
+            self._handovers = self._make_handovers(self._scheduler, self._poller)
             self._scheduler.handovers = self._handovers
             self._handovers.start(now)
         self._report = MetricsReport(self._scheduler, self._outbox)

@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 from ..messages.base import unpack_i32
 from ..messages.outputs import FinishReason, FinishType, ReqMeta, TokenLogprob
-from ..messages.requests import AbortReq, GenerateReq, StopReq
+from ..messages.requests import AbortReq, Bootstrap, GenerateReq, StopReq
 from ..messages.worker import StepResult, WorkerReady
-from ..runtime.options import ServerOptions
+from ..runtime.options import DisaggregationMode, ServerOptions
 from .cost_model import CostModel
 from .counters import Counters
 from .handover import Handovers
@@ -76,6 +76,11 @@ class Scheduler:
         self._last_result_at = 0.0
         self._max_in_flight = 1 if options.disable_overlap_schedule else 2
 
+    @property
+    def role(self) -> DisaggregationMode:
+        """Which work this instance is offered now; what it can do does not depend on it."""
+        return self.planner.budget.role
+
     # --- requests in ---
 
     def admit_message(self, msg: GenerateReq, now: float) -> None:
@@ -87,7 +92,7 @@ class Scheduler:
             return
         route = Route.LOCAL
         if msg.bootstrap is not None:
-            route = Route.OUTGOING if self.options.disaggregation_mode == "prefill" else Route.INCOMING
+            route = self._route(msg.bootstrap)
         room = self.memory.max_total_tokens - len(msg.input_ids) // 4
         budget = max(1, min(msg.sampling.max_new_tokens, room))
         interval = news_interval(msg, self.options.stream_interval)
@@ -104,8 +109,13 @@ class Scheduler:
                 self.planner.arriving[req.rid] = req
             self.handovers.add(req, now)
 
+    def _route(self, where: Bootstrap) -> Route:
+        """Which leg of a request that names a hand-over this is: the role says, or whose bootstrap address it names."""
+        assert self.handovers is not None
+        is_sender = self.role == "prefill" or (self.role == "unified" and self.handovers.names_here(where))
+        return Route.OUTGOING if is_sender else Route.INCOMING
+
     def _refusal(self, msg: GenerateReq) -> Refusal | None:
-        mode = self.options.disaggregation_mode
         prompt_len = len(msg.input_ids) // 4
         limit = self.memory.max_total_tokens
         bad_request, busy = "invalid_request_error", "overloaded_error"
@@ -119,11 +129,15 @@ class Scheduler:
                 f"the prompt has {prompt_len} tokens, the KV pool holds {limit}; shorten it or raise --max-total-tokens"
             )
             return Refusal(400, text, bad_request, "input_ids", "context_length_exceeded")
-        if msg.bootstrap is not None and mode == "unified":
+        if msg.bootstrap is not None and self.handovers is None:
             text = (
-                "bootstrap_room was given, but this instance runs in unified mode; use a prefill and a decode instance"
+                "bootstrap_room was given, but this instance exchanges no KV; "
+                "use a prefill and a decode instance, or --handover on"
             )
             return Refusal(400, text, bad_request, "bootstrap_room")
+        if msg.bootstrap is not None and msg.bootstrap.refusal and self._route(msg.bootstrap) is Route.INCOMING:
+            text = f"bootstrap_host {msg.bootstrap.host}: {msg.bootstrap.refusal}"
+            return Refusal(403, text, "permission_error", "bootstrap_host")
         if len(self.reqs) >= self.options.max_queued_requests + self.options.max_running_requests:
             text = f"{len(self.reqs)} requests are queued or running; try again later"
             return Refusal(429, text, busy, code="rate_limit_exceeded")
@@ -303,6 +317,29 @@ class Scheduler:
             self.end(req, ReqState.FINISHED, finish)
         elif req.has_news:
             self._tell(req)
+
+    def admit_landing(self, req: Req, others: Iterable[Req]) -> bool:
+        """Take memory, not verified, for the whole prompt of an incoming request; False: not now.
+
+        ``others`` hold some for later output. A retracted request waits for memory longer than any newcomer: it goes
+        first.
+        """
+        planner = self.planner
+        if any(r.retractions for r in planner.waiting.values()):
+            return False
+        busy = [*planner.running.values(), *others]
+        reserve = planner.reserve.tokens([*busy, req]) if busy else 0
+        admitted = self.memory.admit(req, reserve, prefix_limit=req.prompt_len, verified=False)
+        if admitted:
+            planner.count_lookup(req)
+        return admitted
+
+    def start_landed(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
+        """An incoming request's KV has landed and was verified: decode from here on."""
+        # Known before the row is taken: the sampler's history begins with it.
+        req.append(token, logprob)
+        self.planner.start_landed(req)
+        self.on_newest_token(req, token, now)
 
     def _tell(self, req: Req) -> None:
         """Pass on what is untold of a request, if anything is; its end is not known yet."""

@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..runtime.options import ServerOptions
+from ..runtime.options import DisaggregationMode, ServerOptions
 from .cost_model import CostModel
 from .itl_budget import ItlBudget
 from .step_shape import StepShape
 
+ROLES: tuple[DisaggregationMode, ...] = ("unified", "prefill", "decode")
 CPU_CHUNK = 512
 CPU_MIXED_CHUNK = 128
 DECODE_MIXED_CHUNK = 16
@@ -56,9 +57,22 @@ class StepRoom:
 
 
 class StepBudget:
-    """Gives each step its room. ``may_cut``: whether a prompt may be computed in pieces; ``itl`` None: no promise."""
+    """Gives each step its room. ``may_cut``: whether a prompt may be computed in pieces; ``itl`` None: no promise.
 
-    def __init__(self, model: CostModel, alone: int, mixed: int, *, may_cut: bool, itl_ms: float) -> None:
+    ``role`` is the instance's current one.
+    """
+
+    def __init__(
+        self,
+        model: CostModel,
+        alone: int,
+        mixed: dict[DisaggregationMode, int],
+        role: DisaggregationMode,
+        *,
+        may_cut: bool,
+        itl_ms: float,
+    ) -> None:
+        self.role: DisaggregationMode = role
         self.may_cut = may_cut
         self.itl = ItlBudget(itl_ms, model) if itl_ms else None
         self._model = model
@@ -68,22 +82,24 @@ class StepBudget:
     @classmethod
     def of(cls, options: ServerOptions, device: str, model: CostModel) -> StepBudget:
         """What the options say, or what suits the worker's ``device``."""
+        role = options.disaggregation_mode
         chunk, mixed, most = options.chunked_prefill_size, options.mixed_chunk_size, options.max_prefill_tokens
         if chunk == -1:
-            return cls(model, most, most, may_cut=False, itl_ms=0.0)
+            return cls(model, most, dict.fromkeys(ROLES, most), role, may_cut=False, itl_ms=0.0)
         on_cpu = device.startswith("cpu")
         itl_ms = options.itl_budget_ms
         if itl_ms is None:
             itl_ms = CPU_ITL_BUDGET_MS if on_cpu else 0.0
         if chunk is None:
             chunk = max(CPU_CHUNK if on_cpu else CHUNK, options.page_size)
-        if mixed is None:
-            mixed = chunk if itl_ms or not on_cpu else _fixed_mixed_chunk(options)
-        return cls(model, min(chunk, most), min(mixed, chunk, most), may_cut=True, itl_ms=itl_ms)
+        if mixed is None and (itl_ms or not on_cpu):
+            mixed = chunk
+        by_role = {r: min(mixed or _fixed_mixed_chunk(r, options.page_size), chunk, most) for r in ROLES}
+        return cls(model, min(chunk, most), by_role, role, may_cut=True, itl_ms=itl_ms)
 
     def room(self, decodes: StepShape, *, awaited: bool) -> StepRoom:
         """For a step that has these ``decodes`` so far. ``awaited``: others than those wait for it, too."""
-        tokens = self._mixed if decodes.decodes else self._alone
+        tokens = self._mixed[self.role] if decodes.decodes else self._alone
         if self.itl is None or not (decodes.decodes or awaited):
             return StepRoom(tokens)
         limit_ms = self.itl.limit_ms(decodes)
@@ -104,9 +120,9 @@ class StepBudget:
         self._refused = self._refused + 1 if refused else 0
 
 
-def _fixed_mixed_chunk(options: ServerOptions) -> int:
+def _fixed_mixed_chunk(role: DisaggregationMode, page_size: int) -> int:
     """Where no time is promised: a hundred tokens use all of a CPU's arithmetic, and more only lengthen gaps.
 
     A decode instance exists for short gaps, and a prompt that it computes itself is the exception.
     """
-    return DECODE_MIXED_CHUNK if options.disaggregation_mode == "decode" else max(CPU_MIXED_CHUNK, options.page_size)
+    return DECODE_MIXED_CHUNK if role == "decode" else max(CPU_MIXED_CHUNK, page_size)

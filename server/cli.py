@@ -18,6 +18,7 @@ from ..router.options import RouterOptions, RouterOptionsError
 from ..runtime.config_file import apply_config
 from ..runtime.option_checks import OptionError, check_options
 from ..runtime.options import ServerOptions
+from ..runtime.web.ports import LOOPBACK
 from ..terminal.chat.options import ChatOptions, ChatOptionsError
 from ..terminal.check.options import CheckOptions, CheckOptionsError
 from .cluster_options import ClusterOptions, ClusterOptionsError
@@ -79,7 +80,8 @@ def up(*, options: Annotated[ClusterOptions, Parameter(name="*")] = CLUSTER_DEFA
     """Run a whole cluster on this host: prefill and decode instances behind a router."""
     try:
         options.check()
-        check_options(options.instance_options())
+        # Instances listen on this host alone, whatever the router does.
+        check_options(options.instance_options(host=LOOPBACK))
     except (ClusterOptionsError, OptionError) as e:
         return _refuse("up", e)
     from .cluster import run_cluster

@@ -8,19 +8,24 @@ SIGHUP: the router finishes what runs, then the instances end; a second signal k
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import secrets
 import selectors
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 import httpx
 import setproctitle
 
+from ..runtime.cluster_secret import MIN_CHARS
 from ..runtime.logs import configure_logging
 from ..runtime.machine.topology import read_machine
 from ..runtime.supervisor import InstanceFailed, check_address
@@ -213,17 +218,32 @@ def run_cluster(options: ClusterOptions) -> int:
     """``pdserve up``: run a cluster until it is told to stop; returns the exit code."""
     setproctitle.setproctitle(f"pdserve up:{options.port}")
     configure_logging("up", options.log_level, options.log_format)
-    try:
-        options.check()
-        plan = plan_cluster(options, read_machine())
-        logger.info("cores: %s", plan.cores)
-        if options.port:
-            check_address(options.host, options.port, "--port")
-        cluster = Cluster(options, plan)
-    except ClusterOptionsError as exc:
-        print(f"pdserve up: {exc}", file=sys.stderr)
-        return EXIT_USAGE
-    except (InstanceFailed, OSError) as exc:
-        logger.error("%s", exc)
-        return 1
-    return cluster.run()
+    with contextlib.ExitStack() as stack:
+        try:
+            options.check()
+            if options.cluster_secret_file is None:
+                options = replace(options, cluster_secret_file=stack.enter_context(secret_file()))
+            plan = plan_cluster(options, read_machine())
+            logger.info("cores: %s", plan.cores)
+            if options.port:
+                check_address(options.host, options.port, "--port")
+            cluster = Cluster(options, plan)
+        except ClusterOptionsError as exc:
+            print(f"pdserve up: {exc}", file=sys.stderr)
+            return EXIT_USAGE
+        except (InstanceFailed, OSError) as exc:
+            logger.error("%s", exc)
+            return 1
+        return cluster.run()
+
+
+@contextlib.contextmanager
+def secret_file() -> Iterator[str]:
+    """A file with a new cluster secret, that only this user can read, as long as this process lives.
+
+    Not in a folder for temporary files, which others tidy up while the cluster runs.
+    """
+    with open(os.memfd_create("cluster-secret"), "wb") as file:
+        file.write(secrets.token_urlsafe(MIN_CHARS).encode())
+        file.flush()
+        yield f"/proc/{os.getpid()}/fd/{file.fileno()}"

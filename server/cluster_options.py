@@ -69,6 +69,9 @@ class ClusterOptions(ServerOptions):
     drain_timeout: float = 10.0
     disaggregation_mode: Annotated[DisaggregationMode, Parameter(parse=False)] = "unified"
     disaggregation_bootstrap_port: Annotated[int, Parameter(parse=False)] = 8998
+    disaggregation_control_port: Annotated[int, Parameter(parse=False)] = 0
+    disaggregation_data_port: Annotated[int, Parameter(parse=False)] = 0
+    advertise_host: Annotated[str | None, Parameter(parse=False)] = None
 
     def check(self) -> None:
         """Raise ``ClusterOptionsError`` when this cluster can't work."""
@@ -80,6 +83,8 @@ class ClusterOptions(ServerOptions):
                 f"--{given} {getattr(self, given)} is of no use with --{missing} 0: "
                 f"start at least one of each, or set both to 0 and --unified to 1"
             )
+        if self.prefill and self.handover == "off":
+            raise ClusterOptionsError("--handover off leaves --prefill and --decode instances with nothing to do")
         if not self.prefill + self.unified:
             raise ClusterOptionsError("nothing to start: give --prefill and --decode, or --unified")
         if self.max_restarts < 0:

@@ -81,6 +81,7 @@ def plan_cluster(options: ClusterOptions, machine: Machine) -> ClusterPlan:
             host=LOOPBACK,
             port=port,
             disaggregation_mode=mode,
+            handover="on" if mode == "unified" and exchanges_kv(options) else options.handover,
             disaggregation_bootstrap_port=bootstrap_port,
             cpus=share.cpus,
             threads=share.threads,
@@ -109,6 +110,7 @@ def plan_router(options: ClusterOptions, targets: dict[DisaggregationMode, list[
         api_key=options.api_key,
         api_key_file=options.api_key_file,
         admin_key_file=options.admin_key_file,
+        cluster_secret_file=options.cluster_secret_file,
         allowed_hosts=options.allowed_hosts,
         allowed_origins=options.allowed_origins,
         drain_timeout=options.drain_timeout,
@@ -195,6 +197,11 @@ def prefill_nice(options: ClusterOptions) -> int | None:
     if options.compute_nice is not None or not options.decode or _on_gpu(options):
         return options.compute_nice
     return PREFILL_NICE
+
+
+def exchanges_kv(options: ClusterOptions) -> bool:
+    """Whether unified instances take part in hand-overs beside pairs."""
+    return options.handover == "on" or (options.handover == "auto" and options.prefill > 0 and not _on_gpu(options))
 
 
 def memory_share(options: ClusterOptions, instances: int) -> float | None:

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
 
 import httpx
 
+from ...messages.decode import shown
+from ...runtime.web.ports import is_loopback
 from ..errors import InvalidRegistration, NotRegistered, TransferError
+from ..wire.tcp_socket import address_family
 from .registration import MAX_REGISTRATION_BYTES, Reached, decode_registration, error_text, registration_url
 
 MAX_ASKING = 64
@@ -118,4 +122,21 @@ async def _ask(client: httpx.AsyncClient, url: httpx.URL) -> Reached:
         raise InvalidRegistration(f"it answered with HTTP status {response.status_code}: is this a bootstrap server?")
     if place is None:
         raise NotRegistered("the connection broke")
-    return Reached(decode_registration(body), str(place[0]))
+    registration = decode_registration(body)
+    address = str(place[0])
+    if registration.host and not is_loopback(address):  # who is on this host is reached here as its bootstrap server is
+        address = await _address(registration.host, address)
+    return Reached(registration, address)
+
+
+async def _address(host: str, reached: str) -> str:
+    """Of an instance that says where others reach it, of the family of the address where its bootstrap server was.
+
+    Raises ``NotRegistered`` for a name that has none.
+    """
+    family = address_family(reached)
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, family=family, type=socket.SOCK_STREAM)
+    except OSError as e:
+        raise NotRegistered(f"it says that it is reached at {shown(host)}, and that is no address: {e}") from e
+    return str(found[0][4][0])

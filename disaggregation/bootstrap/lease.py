@@ -1,4 +1,4 @@
-"""Keeps a prefill instance's registration known to its bootstrap server.
+"""Keeps an instance's registration known to its bootstrap server.
 
     start ─▶ registers ─▶ renews every third of the lease ─▶ withdraw or stop
                  ▲                │ no answer, or an error
@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 import httpx
 import msgspec
@@ -30,12 +31,14 @@ RETRY_SECONDS = 0.2
 class LeaseKeeper:
     """Renews ``registration``'s lease in a daemon thread of its own; no method waits for the network.
 
+    ``port`` tells where the bootstrap server listens on ``host``, None as long as it doesn't.
     ``secret`` is what the bootstrap server was given to know its own instance by.
     """
 
-    def __init__(self, registration: Registration, host: str, port: int, secret: str) -> None:
+    def __init__(self, registration: Registration, host: str, port: Callable[[], int | None], secret: str) -> None:
         self._registration = registration
-        self._url = registration_url(host, port)
+        self._host = host
+        self._port = port
         self._headers = {"Authorization": f"Bearer {secret}"}
         self._renewed_at = time.monotonic()
         self._problem = ""
@@ -90,27 +93,34 @@ class LeaseKeeper:
 
     def _register(self, client: httpx.Client) -> tuple[int | None, str]:
         """Ask for the lease; the answer's status (None for no answer), and what is wrong with it, "" for nothing."""
-        asked_at = time.monotonic()
+        asked_at, port = time.monotonic(), self._port()
+        if port is None:
+            return None, "this instance's bootstrap server has not started yet"
+        url = registration_url(self._host, port)
         try:
-            response = client.put(self._url, content=msgspec.json.encode(self._registration))
+            response = client.put(url, content=msgspec.json.encode(self._registration))
         except httpx.HTTPError as e:
-            return None, f"the bootstrap server {self._url} does not answer: {e or type(e).__name__}"
+            return None, f"the bootstrap server {url} does not answer: {e or type(e).__name__}"
         if response.is_success:
             self._renewed_at = asked_at
             return response.status_code, ""
         text = error_text(response.content, response.status_code)
-        return response.status_code, f"the bootstrap server {self._url} refused the registration: {text}"
+        return response.status_code, f"the bootstrap server {url} refused the registration: {text}"
 
     def _note(self, problem: str) -> None:
         """Log the beginning and the end of an outage, not each try."""
         if problem and not self._problem:
             log.warning("%s; trying again", problem)
         elif self._problem and not problem:
-            log.info("registered with the bootstrap server %s again", self._url)
+            log.info("registered with the bootstrap server again")
         self._problem = problem
 
     def _take_out(self, client: httpx.Client) -> None:
+        port = self._port()
+        if port is None:
+            return
+        url = registration_url(self._host, port)
         try:
-            client.delete(self._url, params={"epoch": self._registration.epoch})
+            client.delete(url, params={"epoch": self._registration.epoch})
         except httpx.HTTPError as e:
-            log.warning("can't withdraw from the bootstrap server %s: %s; the lease will run out", self._url, e)
+            log.warning("can't withdraw from the bootstrap server %s: %s; the lease will run out", url, e)

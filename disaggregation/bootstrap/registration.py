@@ -1,4 +1,4 @@
-"""What a prefill instance tells decode instances through its bootstrap server: how to reach it, and what it serves."""
+"""What an instance tells others through its bootstrap server: how to reach it, and what it serves."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ MAX_REGISTRATION_BYTES = 64 << 10
 class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The current life (``epoch``) of the instance behind a bootstrap server; a lease of ``ttl`` seconds.
 
-    ``control_port`` is where its scheduler listens, on the host that the bootstrap server was reached by.
-    ``fingerprint``, ``layout`` and ``backend`` let a decode see early whether the two can exchange pages.
+    ``control_port`` is where its scheduler listens, on ``host``, or where that is "" at the address that the bootstrap
+    server was reached at.
+    ``pool`` is the digest of what its transfer backend is reached by: whoever shows that itself, is this instance.
+    ``fingerprint``, ``layout`` and ``backend`` let others see early whether the two can exchange pages.
     """
 
     epoch: Annotated[str, Meta(min_length=1, max_length=128)]
@@ -30,13 +32,15 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     fingerprint: Annotated[str, Meta(max_length=128)]
     layout: KVLayout
     backend: Annotated[str, Meta(max_length=32)]
+    pool: Annotated[str, Meta(max_length=128)]
     ttl: Annotated[float, Meta(gt=0, le=3600)]
     role: Literal["unified", "prefill", "decode"] = "prefill"
+    host: Annotated[str, Meta(max_length=255)] = ""
     version: int = PROTOCOL_VERSION
 
 
 class Reached(NamedTuple):
-    """An answer of a bootstrap server, and the IP address that it was reached at. The control port is there, too.
+    """An answer of a bootstrap server, and the IP address that the control port is at.
 
     Not looked up a second time: whoever reads this must not wait for a name server, and a name with several addresses
     could lead to another instance.

@@ -42,14 +42,10 @@ class Registry:
     def current(self) -> Registration:
         """The registration; raises ``NotRegistered`` with the reason why there is none."""
         if self._registration is None:
-            raise NotRegistered(
-                "the prefill instance is draining" if self._retired else "the prefill instance has not registered yet"
-            )
+            raise NotRegistered("the instance is draining" if self._retired else "the instance has not registered yet")
         late = self._clock() - self._expires
         if late > 0:
-            raise NotRegistered(
-                f"the lease of the prefill instance ran out {late:.1f} s ago: it hangs or has just died"
-            )
+            raise NotRegistered(f"the lease of the instance ran out {late:.1f} s ago: it hangs or has just died")
         return self._registration
 
     def withdraw(self, epoch: str) -> None:

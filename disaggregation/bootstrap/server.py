@@ -1,4 +1,4 @@
-"""The bootstrap server of a prefill instance: tells decode instances how to reach it.
+"""The bootstrap server of an instance: tells others how to reach it.
 
     PUT    /registration          the instance registers, or renews its lease (a ``Registration`` as JSON)
     GET    /registration          the current registration; 503 with the reason while there is none
@@ -24,7 +24,10 @@ from collections.abc import Callable
 
 import msgspec
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from ...runtime.child import start_child
 from ...runtime.web.body import BodyTooLarge, read_body
@@ -32,6 +35,7 @@ from ...runtime.web.bounded_protocol import BACKLOG, MAX_HEAD_BYTES, bounded_pro
 from ...runtime.web.ports import listen
 from ...runtime.web.server import ChildServer
 from ..errors import InvalidRegistration, NotRegistered, RegistrationConflict
+from .port_file import announce_port
 from .registration import MAX_REGISTRATION_BYTES, BootstrapError, decode_registration
 from .registry import Registry
 
@@ -39,7 +43,7 @@ SHUTDOWN_SECONDS = 1
 RETRY_AFTER = {"Retry-After": "1"}
 
 
-def make_app(registry: Registry, secret: str) -> FastAPI:
+def make_app(registry: Registry, secret: str) -> Starlette:
     """The server around ``registry``.
 
     ``secret`` is what the instance's own processes show; it must not be empty.
@@ -51,9 +55,6 @@ def make_app(registry: Registry, secret: str) -> FastAPI:
         given = request.headers.get("authorization", "").encode("latin-1")
         return hmac.compare_digest(given, expected)
 
-    app = FastAPI(openapi_url=None)
-
-    @app.put("/registration")
     async def put(request: Request) -> Response:
         if not is_own(request):
             return _unauthorized()
@@ -67,15 +68,13 @@ def make_app(registry: Registry, secret: str) -> FastAPI:
             return _refusal(409, str(e))
         return Response(status_code=204)
 
-    @app.get("/registration")
-    async def get_registration() -> Response:
+    async def get(request: Request) -> Response:
         try:
             return _json(200, registry.current())
         except NotRegistered as e:
             return _refusal(503, str(e), RETRY_AFTER)
 
-    @app.delete("/registration")
-    async def delete_registration(request: Request) -> Response:
+    async def delete(request: Request) -> Response:
         if not is_own(request):
             return _unauthorized()
         epoch = request.query_params.get("epoch", "")
@@ -87,11 +86,18 @@ def make_app(registry: Registry, secret: str) -> FastAPI:
             return _refusal(409, str(e))
         return Response(status_code=204)
 
-    @app.get("/health")
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         return Response(status_code=200)
 
-    return app
+    # Starlette alone: every instance that hands over starts this process, and FastAPI takes twice as long to import.
+    return Starlette(
+        routes=[
+            Route("/registration", put, methods=["PUT"]),
+            Route("/registration", get, methods=["GET"]),
+            Route("/registration", delete, methods=["DELETE"]),
+            Route("/health", health, methods=["GET"]),
+        ]
+    )
 
 
 def _json(status: int, body: msgspec.Struct, headers: dict[str, str] | None = None) -> Response:
@@ -107,7 +113,7 @@ def _unauthorized() -> Response:
     return _refusal(401, text, {"WWW-Authenticate": "Bearer"})
 
 
-async def serve(app: FastAPI, sock: socket.socket, on_started: Callable[[], None]) -> None:
+async def serve(app: Starlette, sock: socket.socket, on_started: Callable[[], None]) -> None:
     """Answer on ``sock`` until SIGTERM; ``on_started`` is called once it does."""
     config = uvicorn.Config(
         app,
@@ -128,11 +134,15 @@ async def serve(app: FastAPI, sock: socket.socket, on_started: Callable[[], None
 def main() -> None:
     """Run as a child of the supervisor."""
     ctx = start_child(sys.argv)
-    host, port = ctx.options.host, ctx.options.disaggregation_bootstrap_port
+    options = ctx.options
+    # The port that others are told is a prefill's; whoever has another role is found by what it says of itself.
+    port = options.disaggregation_bootstrap_port if options.disaggregation_mode == "prefill" else 0
     try:
-        sock = listen(host, port, BACKLOG)
+        sock = listen(options.host, port, BACKLOG)
     except OSError as e:
-        sys.exit(f"can't listen on {host}:{port}: {e.strerror}. Choose another --disaggregation-bootstrap-port.")
+        place = f"{options.host}:{port}"
+        sys.exit(f"can't listen on {place}: {e.strerror}. Choose another --disaggregation-bootstrap-port.")
+    announce_port(ctx.run_dir, sock.getsockname()[1])
     asyncio.run(serve(make_app(Registry(), ctx.secret), sock, ctx.report_ready))
 
 

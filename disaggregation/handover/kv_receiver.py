@@ -33,12 +33,13 @@ from ...messages.handover import (
     TransferFailed,
     TransferRequest,
 )
-from ...messages.worker import PagesVerified, VerifyPages
+from ...messages.metrics import DirectionCounts
+from ...messages.worker import GrantPages, PagesVerified, RevokePages, VerifyPages
 from ...scheduler.req import Req, ReqState
-from .host import HandoverHost
+from ...scheduler.scheduler import Scheduler
 from .kv_sender import prompt_digest
 from .limits import HandoverLimits
-from .prefill_link import LinkState, PrefillLink
+from .peer import Peer
 
 log = logging.getLogger(__name__)
 
@@ -65,13 +66,14 @@ class ReceiverState(Enum):
 class KVReceiver:
     """One room.
 
-    ``fence``: the step that must be done before its pages are offered to the prefill. ``checking``: the worker has its
+    ``fence``: the step that must be done before its pages are offered to the prefill. ``granted``: it may write
+    them. ``checking``: the worker has its
     pages, to check and perhaps to convert them. ``hold``: the request's memory, pinned as long as anybody may write it.
     """
 
     handover: HandoverId
     req: Req
-    link: PrefillLink
+    peer: Peer
     state: ReceiverState
     deadline: float
     queued_at: float = 0.0
@@ -79,6 +81,7 @@ class KVReceiver:
     prefix_len: int = 0
     requested_at: float = 0.0
     aux: AuxData | None = None
+    granted: bool = False
     checking: bool = False
     hold: KVHold | None = None
 
@@ -88,17 +91,16 @@ class KVReceivers:
 
     def __init__(
         self,
-        host: HandoverHost,
-        page_size: int,
+        scheduler: Scheduler,
+        epoch: str,
         limits: HandoverLimits,
-        link_to: Callable[[str, int, float], PrefillLink],
-        vocab_size: int,
+        peer_at: Callable[[str, int, float], Peer],
     ) -> None:
-        self._vocab_size = vocab_size
-        self._host = host
-        self._page_size = page_size
+        self._vocab_size = scheduler.worker.vocab_size
+        self._scheduler = scheduler
+        self._epoch = epoch
         self._limits = limits
-        self._link_to = link_to
+        self._peer_at = peer_at
         self._attempts = itertools.count(1)
         self.rooms: dict[int, KVReceiver] = {}
         self.done = 0
@@ -111,12 +113,12 @@ class KVReceivers:
         assert where is not None
         if where.room in self.rooms:
             text = f"bootstrap_room {where.room} is in use; draw a fresh one for every request"
-            self._host.fail(req, 400, text, "invalid_request_error")
+            self._scheduler.fail(req, 400, text, "invalid_request_error")
             return
-        link = self._link_to(where.host, where.port, now)
+        peer = self._peer_at(where.host, where.port, now)
         deadline = now + self._limits.bootstrap
-        handover = HandoverId(self._host.epoch, where.room, next(self._attempts))
-        self.rooms[where.room] = KVReceiver(handover, req, link, ReceiverState.LINKING, deadline)
+        handover = HandoverId(self._epoch, where.room, next(self._attempts))
+        self.rooms[where.room] = KVReceiver(handover, req, peer, ReceiverState.LINKING, deadline)
 
     def advance(self, now: float) -> None:
         """Move every room on that can move; give up those that waited too long."""
@@ -127,28 +129,28 @@ class KVReceivers:
                 self._time_out(receiver)
         self._preallocate(now)
         for receiver in self._in(ReceiverState.PREALLOCATED):
-            if self._host.completed_step >= receiver.fence:
+            if self._scheduler.completed_step >= receiver.fence:
                 self._request(receiver, now)
 
     def _when_linked(self, receiver: KVReceiver, now: float) -> None:
-        if receiver.link.same_as is not None:
-            receiver.link = receiver.link.same_as
-        link = receiver.link
-        if link.state is LinkState.GONE:
-            self._fail(receiver, link.status, link.reason)
-        elif link.state is LinkState.READY:
+        if receiver.peer.same_as is not None:
+            receiver.peer = receiver.peer.same_as
+        peer = receiver.peer
+        if peer.gone:
+            self._fail(receiver, peer.status, _why(peer))
+        elif peer.readable:
             receiver.state, receiver.queued_at = ReceiverState.QUEUED, now
             receiver.deadline = now + self._limits.queue
-            link.send(RoomQueued(link.peer_epoch, receiver.handover))
+            peer.send(RoomQueued(peer.epoch, receiver.handover))
 
     def _preallocate(self, now: float) -> None:
         holders = [r.req for r in self.rooms.values() if r.req.hold is not None and not r.req.is_ended]
         misfits = 0
         for receiver in self._in(ReceiverState.QUEUED):
-            if self._host.admit_incoming(receiver.req, holders):
+            if self._scheduler.admit_landing(receiver.req, holders):
                 receiver.state, receiver.req.state = ReceiverState.PREALLOCATED, ReqState.PREALLOCATED
-                receiver.fence = self._host.last_step_id
-                receiver.hold = self._host.pin(receiver.req)
+                receiver.fence = self._scheduler.planner.last_step_id
+                receiver.hold = self._scheduler.memory.pin(receiver.req)
                 receiver.prefix_len = receiver.req.computed
                 # The prefill's queue, too, is between here and the last page.
                 receiver.deadline = now + self._limits.queue + self._limits.transfer
@@ -159,17 +161,19 @@ class KVReceivers:
                 return
 
     def _request(self, receiver: KVReceiver, now: float) -> None:
-        req, link = receiver.req, receiver.link
-        pages = self._host.pages(req, receiver.prefix_len, req.prompt_len)
+        req, peer = receiver.req, receiver.peer
+        pages = self._scheduler.memory.pages(req, receiver.prefix_len, req.prompt_len)
         if len(pages) > MAX_PAGES:
             text = f"the prompt needs {len(pages)} KV pages, a hand-over can name {MAX_PAGES}; use a larger --page-size"
             self._fail(receiver, 400, text)
             return
         receiver.state, req.state = ReceiverState.TRANSFERRING, ReqState.TRANSFERRING
+        receiver.granted = True
+        self._scheduler.outbox.to_transfer(GrantPages(receiver.handover, peer.epoch, pack_i32(pages)))
         receiver.requested_at = now
-        link.send(
+        peer.send(
             TransferRequest(
-                link.peer_epoch,
+                peer.epoch,
                 receiver.handover,
                 req.prompt_len,
                 prompt_digest(req),
@@ -180,17 +184,20 @@ class KVReceivers:
 
     # --- the prefill answers ---
 
-    def on_done(self, link: PrefillLink, msg: TransferDone) -> None:
+    def on_done(self, peer: Peer, msg: TransferDone) -> None:
         """All pages have landed, says the prefill: check that they are what it sent."""
-        receiver = self._known(link, msg.handover)
+        receiver = self._known(peer, msg.handover)
         if receiver is None:
             return
         if receiver.state is ReceiverState.DRAINING:
             self._drained(receiver)
         elif receiver.state is ReceiverState.TRANSFERRING:
             receiver.state, receiver.aux, receiver.checking = ReceiverState.VERIFYING, msg.aux, True
-            pages = self._host.pages(receiver.req, receiver.prefix_len, receiver.req.prompt_len)
-            self._host.to_worker(VerifyPages(receiver.handover, pack_i32(pages), msg.checksum, link.order))
+            pages = self._scheduler.memory.pages(receiver.req, receiver.prefix_len, receiver.req.prompt_len)
+            self._revoke(receiver)  # what changed while it is checked would never be noticed
+            self._scheduler.outbox.to_transfer(
+                VerifyPages(receiver.handover, pack_i32(pages), msg.checksum, peer.order)
+            )
 
     def on_verified(self, event: PagesVerified, now: float) -> None:
         """The worker has checked the landed pages."""
@@ -214,8 +221,7 @@ class KVReceivers:
             return
         assert receiver.hold is not None
         receiver.hold.verified = True
-        self._host.unpin(receiver.hold)
-        del self.rooms[receiver.handover.room]
+        self._over(receiver)
         self.done += 1
         self.bytes_received += aux.timing.transfer_bytes
         times, timing = req.times, req.timing
@@ -227,11 +233,11 @@ class KVReceivers:
         timing.transfer_bytes = aux.timing.transfer_bytes
         times.first_token = now
         req.cached_tokens, req.input_logprobs = aux.cached_tokens, aux.input_logprobs
-        self._host.start_incoming(req, aux.first_token, aux.first_logprob, now)
+        self._scheduler.start_landed(req, aux.first_token, aux.first_logprob, now)
 
-    def on_failed(self, link: PrefillLink, msg: TransferFailed) -> None:
+    def on_failed(self, peer: Peer, msg: TransferFailed) -> None:
         """The prefill gave the room up and will write no more."""
-        receiver = self._known(link, msg.handover)
+        receiver = self._known(peer, msg.handover)
         if receiver is None:
             return
         if receiver.state is ReceiverState.DRAINING:
@@ -240,9 +246,9 @@ class KVReceivers:
             receiver.state = ReceiverState.VERIFYING  # nothing can be written any more, so nothing needs draining
             self._fail(receiver, msg.status, shown(msg.reason, REASON_CHARS))
 
-    def on_abort_ack(self, link: PrefillLink, msg: AbortAck) -> None:
+    def on_abort_ack(self, peer: Peer, msg: AbortAck) -> None:
         """The prefill will write no more for a hand-over that was aborted."""
-        receiver = self._known(link, msg.handover)
+        receiver = self._known(peer, msg.handover)
         if receiver is not None and receiver.state is ReceiverState.DRAINING:
             self._drained(receiver)
 
@@ -254,19 +260,23 @@ class KVReceivers:
         if receiver is not None:
             self._let_go(receiver, reason)
 
-    def on_link_gone(self, link: PrefillLink) -> None:
-        """The prefill is gone: its requests fail now; pages that it may still write wait for ``on_link_down``."""
-        for receiver in [r for r in self.rooms.values() if r.link is link]:
-            self._host.fail(receiver.req, link.status, link.reason, "transfer_error")
-            if receiver.state in (ReceiverState.TRANSFERRING, ReceiverState.DRAINING) and not link.down:
+    def on_gone(self, peer: Peer) -> None:
+        """The prefill is gone: its requests fail now; pages that it may still write wait for ``on_down``."""
+        for receiver in [r for r in self.rooms.values() if r.peer is peer]:
+            self._scheduler.fail(receiver.req, peer.status, _why(peer), "transfer_error")
+            if receiver.state in (ReceiverState.TRANSFERRING, ReceiverState.DRAINING) and not peer.down:
                 receiver.state = ReceiverState.DRAINING
             else:
                 self._drained(receiver)
 
-    def on_link_down(self, link: PrefillLink) -> None:
-        """The worker says that this prefill can't write here any more."""
-        for receiver in [r for r in self.rooms.values() if r.link is link and r.state is ReceiverState.DRAINING]:
+    def on_down(self, peer: Peer) -> None:
+        """A prefill that was gone can't write here any more."""
+        for receiver in [r for r in self.rooms.values() if r.peer is peer and r.state is ReceiverState.DRAINING]:
             self._drained(receiver)
+
+    def counts(self) -> DirectionCounts:
+        """Of hand-overs from others."""
+        return DirectionCounts(len(self.rooms), self.done, self.failed, self.bytes_received)
 
     def pinned(self) -> list[KVHold]:
         """Memory that a prefill, or our own worker, may still write."""
@@ -281,11 +291,11 @@ class KVReceivers:
         receiver = self.rooms.get(req.msg.bootstrap.room)
         return receiver if receiver is not None and receiver.req is req else None
 
-    def _known(self, link: PrefillLink, handover: HandoverId) -> KVReceiver | None:
+    def _known(self, peer: Peer, handover: HandoverId) -> KVReceiver | None:
         receiver = self.rooms.get(handover.room)
-        if receiver is None or receiver.handover != handover or receiver.link is not link:
+        if receiver is None or receiver.handover != handover or receiver.peer is not peer:
             # Usually the answer to an abort of a room that had nothing to drain.
-            log.debug("dropped a message of %s for room %d, which is not open", link.peer_epoch, handover.room)
+            log.debug("dropped a message of %s for room %d, which is not open", peer.epoch, handover.room)
             return None
         return receiver
 
@@ -293,7 +303,7 @@ class KVReceivers:
         where = receiver.req.msg.bootstrap
         assert where is not None
         if receiver.state is ReceiverState.LINKING:
-            waited = f"{self._limits.bootstrap:.0f} s: {receiver.link.reason or 'no answer'}"
+            waited = f"{self._limits.bootstrap:.0f} s: {receiver.peer.reason or 'no answer'}"
             self._fail(
                 receiver, 504, f"the prefill instance behind {where.host}:{where.port} was not reached in {waited}"
             )
@@ -306,20 +316,20 @@ class KVReceivers:
 
     def _fail(self, receiver: KVReceiver, status: int, reason: str) -> None:
         log.info("room %d is off: %s", receiver.handover.room, reason, extra={"rid": receiver.req.rid})
-        self._host.fail(receiver.req, status, reason, "transfer_error")
+        self._scheduler.fail(receiver.req, status, reason, "transfer_error")
         self._let_go(receiver, reason)
 
     def _let_go(self, receiver: KVReceiver, reason: str) -> None:
-        link, state = receiver.link, receiver.state
+        peer, state = receiver.peer, receiver.state
         if state is ReceiverState.DRAINING:
             return
-        if link.state is LinkState.READY and state in (
+        if peer.readable and state in (
             ReceiverState.QUEUED,
             ReceiverState.PREALLOCATED,
             ReceiverState.TRANSFERRING,
         ):
-            link.send(Abort(link.peer_epoch, receiver.handover, shown(reason, REASON_CHARS)))
-        if state is ReceiverState.TRANSFERRING and not link.down:
+            peer.send(Abort(peer.epoch, receiver.handover, shown(reason, REASON_CHARS)))
+        if state is ReceiverState.TRANSFERRING and not peer.down:
             receiver.state = ReceiverState.DRAINING
         else:
             self._drained(receiver)
@@ -329,7 +339,22 @@ class KVReceivers:
         if receiver.checking:
             receiver.state = ReceiverState.DRAINING
             return
-        del self.rooms[receiver.handover.room]
         self.failed += 1
+        self._over(receiver)
+
+    def _revoke(self, receiver: KVReceiver) -> None:
+        if receiver.granted:
+            receiver.granted = False
+            self._scheduler.outbox.to_transfer(RevokePages(receiver.handover))
+
+    def _over(self, receiver: KVReceiver) -> None:
+        """Nothing more comes of a room: its memory is no longer held for it."""
+        del self.rooms[receiver.handover.room]
+        self._revoke(receiver)
         if receiver.hold is not None:
-            self._host.unpin(receiver.hold)
+            self._scheduler.memory.unpin(receiver.hold)
+
+
+def _why(peer: Peer) -> str:
+    """For a client, what became of the prefill that was to serve it."""
+    return f"the prefill instance can't be used: {peer.reason}"

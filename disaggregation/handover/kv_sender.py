@@ -16,21 +16,21 @@ attempt of that decode (``HandoverId``), and nothing that is said or done for an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import xxhash
 
 from ...mem_cache.base_prefix_cache import KVHold
-from ...messages.base import REASON_CHARS, HandoverId, Message, pack_i32, unpack_i32
+from ...messages.base import REASON_CHARS, HandoverId, pack_i32, unpack_i32
 from ...messages.decode import shown
 from ...messages.handover import Abort, AbortAck, AuxData, RoomQueued, TransferDone, TransferFailed, TransferRequest
+from ...messages.metrics import DirectionCounts
 from ...messages.outputs import FinishReason, FinishType, TokenLogprob
 from ...messages.worker import CancelSend, SendEnded, SendPages
 from ...scheduler.req import Req, ReqState
-from .decode_peers import DecodePeer
-from .host import HandoverHost
+from ...scheduler.scheduler import Scheduler
 from .limits import HandoverLimits
+from .peer import Peer
 from .unclaimed_rooms import Tombstones, UnclaimedRooms
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class KVSender:
     room: int
     deadline: float
     req: Req | None = None
-    peer: DecodePeer | None = None
+    peer: Peer | None = None
     handover: HandoverId | None = None
     request: TransferRequest | None = None
     begun: bool = False
@@ -67,15 +67,13 @@ class KVSenders:
 
     def __init__(
         self,
-        host: HandoverHost,
+        scheduler: Scheduler,
         page_size: int,
         limits: HandoverLimits,
-        reply: Callable[[DecodePeer, Message], None],
     ) -> None:
-        self._host = host
+        self._scheduler = scheduler
         self._page_size = page_size
         self._limits = limits
-        self._reply = reply
         self.rooms: dict[int, KVSender] = {}
         self._unclaimed = UnclaimedRooms()
         self._given_up = Tombstones()
@@ -100,24 +98,24 @@ class KVSenders:
         self._left.take(room)  # said of an earlier request
         over = self._given_up.take(room)
         if over is not None:
-            self._host.fail(req, 503, f"the decode instance gave the hand-over up: {over}")
+            self._scheduler.fail(req, 503, f"the decode instance gave the hand-over up: {over}")
             return
         sender = self.rooms.get(room)
         if sender is None:
             sender = self.rooms[room] = KVSender(room, now + self._limits.bootstrap)
         elif sender.req is not None:
             text = f"bootstrap_room {room} is in use; draw a fresh one for every request"
-            self._host.fail(req, 400, text, "invalid_request_error")
+            self._scheduler.fail(req, 400, text, "invalid_request_error")
             return
         sender.req = req
         self._unclaimed.drop(sender.peer, room)
         self._try_start(sender, now)
 
-    def on_queued(self, peer: DecodePeer, msg: RoomQueued, now: float) -> None:
+    def on_queued(self, peer: Peer, msg: RoomQueued, now: float) -> None:
         """A decode will ask for this room when it has memory: how long that may take is for the decode to say."""
         self._opened(peer, msg.handover, 0, now)
 
-    def _opened(self, peer: DecodePeer, handover: HandoverId, nbytes: int, now: float) -> KVSender | None:
+    def _opened(self, peer: Peer, handover: HandoverId, nbytes: int, now: float) -> KVSender | None:
         """The room, ``peer``'s from now on, which brings ``nbytes`` of page numbers; a new one where there is none.
 
         None where it is another decode's or attempt's, over already, or one too many; the peer has been told then.
@@ -145,10 +143,10 @@ class KVSenders:
         sender.peer, sender.handover = peer, handover
         return sender
 
-    def _deny(self, peer: DecodePeer, handover: HandoverId, status: int, reason: str) -> None:
-        self._reply(peer, TransferFailed(peer.epoch, handover, status, shown(reason, REASON_CHARS)))
+    def _deny(self, peer: Peer, handover: HandoverId, status: int, reason: str) -> None:
+        peer.send(TransferFailed(peer.epoch, handover, status, shown(reason, REASON_CHARS)))
 
-    def on_request(self, peer: DecodePeer, msg: TransferRequest, now: float) -> None:
+    def on_request(self, peer: Peer, msg: TransferRequest, now: float) -> None:
         """A decode has memory and wants a room's KV."""
         known = self.rooms.get(msg.handover.room)
         if known is not None and known.handover == msg.handover and known.request is not None:
@@ -170,7 +168,7 @@ class KVSenders:
             return
         sender.next_page = request.decode_prefix_len // self._page_size
         sender.deadline = now + self._limits.queue
-        self._host.enqueue(req, now)
+        self._scheduler.enqueue(req, now)
 
     def _mismatch(self, req: Req, request: TransferRequest) -> str | None:
         if request.prompt_len != req.prompt_len or request.prompt_digest != prompt_digest(req):
@@ -198,12 +196,12 @@ class KVSenders:
         if end <= start and not last:
             return
         skipped = sender.request.decode_prefix_len // self._page_size
-        src = self._host.pages(req, start * self._page_size, min(end * self._page_size, req.prompt_len))
+        src = self._scheduler.memory.pages(req, start * self._page_size, min(end * self._page_size, req.prompt_len))
         dst = unpack_i32(sender.request.dst_pages)[start - skipped : end - skipped]
         sender.next_page = max(start, end)
         if sender.hold is None:
-            sender.hold = self._host.pin(req)
-        self._host.to_worker(SendPages(sender.handover, pack_i32(src), pack_i32(dst), last))
+            sender.hold = self._scheduler.memory.pin(req)
+        self._scheduler.outbox.to_worker(SendPages(sender.handover, pack_i32(src), pack_i32(dst), last))
 
     def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
         """The prompt is computed; the decode goes on from this token."""
@@ -220,7 +218,7 @@ class KVSenders:
         if sender.failure is not None and not event.cancelled:
             return  # it crossed our cancel, whose own answer is under way, and must find this room
         if sender.hold is not None:
-            self._host.unpin(sender.hold)
+            self._scheduler.memory.unpin(sender.hold)
             sender.hold = None
         sender.sent = event
         self.bytes_sent += event.nbytes
@@ -244,10 +242,10 @@ class KVSenders:
         # Waiting for the decode is the decode's own to count: here the queue begins when both ends were there.
         req.timing.queue_ms = max(0.0, (req.times.admitted - max(req.times.arrival, req.times.ready)) * 1000)
         aux = AuxData(sender.first_token, req.cached_tokens, req.timing, sender.first_logprob, req.input_logprobs)
-        self._reply(peer, TransferDone(peer.epoch, handover, sender.sent.checksum, aux))
+        peer.send(TransferDone(peer.epoch, handover, sender.sent.checksum, aux))
         self._close(sender)
         self.done += 1
-        self._host.end_outgoing(req)
+        self._scheduler.end(req, ReqState.FINISHED, FinishReason(FinishType.LENGTH))
 
     # --- the ways out ---
 
@@ -257,7 +255,7 @@ class KVSenders:
         if sender is not None:
             self._drain(sender, 499 if req.state is ReqState.ABORTED else 500, reason)
 
-    def on_abort(self, peer: DecodePeer, msg: Abort, now: float) -> None:
+    def on_abort(self, peer: Peer, msg: Abort, now: float) -> None:
         """The decode gives a room up."""
         handover = msg.handover
         self._now = now
@@ -265,20 +263,20 @@ class KVSenders:
         if sender is None or sender.handover not in (None, handover):
             if sender is None and handover not in self._over:
                 self._given_up.add(handover.room, msg.reason, now)
-            self._reply(peer, AbortAck(peer.epoch, handover))
+            peer.send(AbortAck(peer.epoch, handover))
             return
         sender.peer, sender.handover, sender.abort_asked = peer, handover, True
         if sender.req is None:
             self._given_up.add(handover.room, msg.reason, now)
         elif not sender.req.is_ended:
-            self._host.end(sender.req, ReqState.ABORTED, FinishReason(FinishType.ABORT, message=msg.reason))
+            self._scheduler.end(sender.req, ReqState.ABORTED, FinishReason(FinishType.ABORT, message=msg.reason))
         if sender.failure is None:
             self._drain(sender, 499, msg.reason)
 
-    def on_peer_gone(self, peer: DecodePeer, reason: str) -> None:
-        """A decode instance died or fell silent."""
+    def on_gone(self, peer: Peer) -> None:
+        """The peer died or fell silent."""
         for sender in [s for s in self.rooms.values() if s.peer is peer]:
-            self._drain(sender, 502, reason)
+            self._drain(sender, 502, f"the decode instance is gone: {peer.reason}")
 
     def tick(self, now: float) -> None:
         """Give up what has waited too long."""
@@ -300,6 +298,10 @@ class KVSenders:
         self._given_up.expire(now)
         self._left.expire(now)
 
+    def counts(self) -> DirectionCounts:
+        """Of hand-overs to others."""
+        return DirectionCounts(len(self.rooms), self.done, self.failed, self.bytes_sent, self.push_seconds)
+
     def pinned(self) -> list[KVHold]:
         """Memory that the worker may still read."""
         return [s.hold for s in self.rooms.values() if s.hold is not None]
@@ -315,10 +317,10 @@ class KVSenders:
             return
         sender.failure = (status, reason)
         if sender.req is not None and not sender.req.is_ended:
-            self._host.fail(sender.req, status, reason, "transfer_error")
+            self._scheduler.fail(sender.req, status, reason, "transfer_error")
         if sender.hold is not None:
             assert sender.handover is not None
-            self._host.to_worker(CancelSend(sender.handover))
+            self._scheduler.outbox.to_worker(CancelSend(sender.handover))
         else:
             self._drained(sender)
 
@@ -345,7 +347,7 @@ class KVSenders:
             # The decode's leg has not turned up yet; when it does, it shall not wait.
             self._left.add(sender.room, reason, self._now)
         elif sender.abort_asked:
-            self._reply(peer, AbortAck(peer.epoch, handover))
+            peer.send(AbortAck(peer.epoch, handover))
         else:
             self._deny(peer, handover, status, reason)
 

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import sys
 
+import zmq
+
 from ...runtime.child import start_child
 from ...runtime.malloc import return_freed_memory
 from ...scheduler.process import SchedulerProcess
+from ...scheduler.scheduler import Scheduler
 from .kv_manager import KVManager
+from .network import Network
 
 
 def main() -> None:
     """Entry point of the child process."""
     ctx = start_child(sys.argv)
     return_freed_memory()
-    SchedulerProcess(ctx, KVManager).run()
+
+    host, port = ctx.options.host, ctx.options.disaggregation_control_port
+    try:
+        network = Network(ctx)
+    except OSError as e:
+        sys.exit(f"can't listen on {host}:{port}: {e.strerror}. Choose another --disaggregation-control-port.")
+
+    def make_handovers(scheduler: Scheduler, poller: zmq.Poller) -> KVManager:
+        network.wake(poller)
+        return KVManager(ctx.epoch, scheduler, network)
+
+    SchedulerProcess(ctx, make_handovers).run()
 
 
 if __name__ == "__main__":

@@ -22,16 +22,21 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...messages.base import HandoverId
+from ...messages.base import I32, HandoverId
 from ...messages.worker import (
+    AdmitPeer,
     CancelSend,
     ConnectPeer,
     DisconnectPeer,
+    GrantPages,
     KVLayout,
     KVOrder,
     PagesVerified,
+    PeerAdmitted,
     PeerConnected,
+    PeerFailed,
     PeerLinkDown,
+    RevokePages,
     SendEnded,
     SendPages,
     TransferCommand,
@@ -82,9 +87,9 @@ class _Window:
 class TransferEngine:
     """Obeys ``TransferCommand``; every answer leaves by ``emit``, called from the engine's thread only.
 
-    ``ConnectPeer`` with empty metadata only admits the peer as a writer. After a ``PeerLinkDown`` of an epoch this has
-    to come (and ``PeerConnected`` to answer) before that epoch is asked to connect again; before the first time it is
-    harmless. A ``DisconnectPeer`` that crosses the ``PeerLinkDown`` of its link is not answered again.
+    After a ``PeerLinkDown`` of an epoch, ``AdmitPeer`` or ``ConnectPeer`` has to come (and its answer) before that
+    epoch is asked to connect again; before the first time that is harmless. A ``DisconnectPeer`` that crosses the
+    ``PeerLinkDown`` of its link is not answered again.
 
     A hand-over that failed before all its pages were handed in takes no more of them: those that crossed its
     ``SendEnded`` are dropped, since a checksum over them alone would claim what is not true.
@@ -100,13 +105,18 @@ class TransferEngine:
         emit: Callable[[TransferEvent], None],
         on_failure: Callable[[BaseException], None] = end_process,
         layout: KVLayout | None = None,
+        port: int = 0,
+        advertise_host: str | None = None,
     ) -> None:
         """Open ``region`` (page 0 at its start) to peers at once. Raises ``UnknownBackend`` and ``RegionError``.
 
-        ``host`` is the address to listen on. ``layout`` is that of the pages; without it none of another order are
-        taken. ``on_failure`` is called, in the engine's thread, should that break.
+        ``host`` and ``port`` are where to listen, ``advertise_host`` is where others reach that. ``layout`` is that of
+        the pages; without it none of another order are taken. ``on_failure`` is called, in the engine's thread, should
+        that break.
         """
-        self._backend = make_backend(backend, epoch, host) if isinstance(backend, str) else backend
+        self._backend = (
+            make_backend(backend, epoch, host, port, advertise_host) if isinstance(backend, str) else backend
+        )
         self.metadata = self._backend.register(region, page_bytes)
         self._page_bytes = page_bytes
         self._layout = layout
@@ -123,10 +133,14 @@ class TransferEngine:
         self._windows: dict[str, _Window] = {}
         self._broken: dict[HandoverId, None] = {}
         self._checks: deque[PageCheck] = deque()
+        self._granted: dict[HandoverId, I32] = {}
         self._links: dict[str, int] = {}
-        self._parting: set[str] = set()
+        self._writing: dict[str, int] = {}
+        """Links by which peers are written to, or were last."""
+        self._parting: dict[str, int] = {}
+        """Links that are going down on the scheduler's wish."""
         self._down: dict[str, int] = {}
-        """Links that are over, of peers that have not been connected to again."""
+        """The last link of each peer that is over."""
         self._thread = threading.Thread(target=self._run, name="transfer-engine", daemon=True)
         self._thread.start()
 
@@ -174,28 +188,51 @@ class TransferEngine:
                     self._cancel(command.handover)
                 case VerifyPages():
                     self._verify(command)
-                case ConnectPeer():
-                    self._connect(command)
+                case GrantPages():
+                    self._grant(command)
+                case RevokePages():
+                    self._revoke(command.handover)
+                case AdmitPeer() | ConnectPeer():
+                    self._open(command)
                 case DisconnectPeer():
                     self._disconnect(command)
                 case None:
                     return False
 
-    def _connect(self, command: ConnectPeer) -> None:
-        # Who connects again has heard that the hand-overs of the last time are over, and sends no more for them.
-        self._broken = {handover: None for handover in self._broken if handover.epoch != command.peer}
-        self._links[command.peer] = command.link
-        self._down.pop(command.peer, None)
-        if command.metadata:
+    def _open(self, command: AdmitPeer | ConnectPeer) -> None:
+        peer, link = command.peer, command.link
+        if link <= max(self._parting.get(peer, 0), self._down.get(peer, 0)):
+            return  # it crossed the end of its link
+        self._links[peer] = link
+        if isinstance(command, ConnectPeer):
+            if self._writing.get(peer) != link:
+                # Who connects anew has heard that the hand-overs by the last link are over, and sends no more for them.
+                self._broken = {handover: None for handover in self._broken if handover.epoch != peer}
+                self._writing[peer] = link
             self._backend.connect(command.peer, command.metadata)
         else:
             self._backend.admit(command.peer)
 
     def _disconnect(self, command: DisconnectPeer) -> None:
-        if self._down.get(command.peer) != command.link:
-            self._links[command.peer] = command.link
-            self._parting.add(command.peer)
-            self._backend.disconnect(command.peer)
+        peer, link = command.peer, command.link
+        # Links are numbered upwards: what comes late, behind a step, means one that is over.
+        if link > self._down.get(peer, 0) and link >= self._links.get(peer, 0):
+            self._links[peer] = self._parting[peer] = link
+            self._backend.disconnect(peer)
+
+    def _grant(self, command: GrantPages) -> None:
+        try:
+            pages = unpack_pages(command.pages, self._num_pages, "destination")
+        except BadSpans as e:
+            log.error("can't grant room %d its pages: %s", command.handover.room, e)
+            return
+        self._granted[command.handover] = pages
+        self._backend.grant(command.peer, pages)
+
+    def _revoke(self, handover: HandoverId) -> None:
+        pages = self._granted.pop(handover, None)
+        if pages is not None:
+            self._backend.revoke(pages)
 
     def _send(self, command: SendPages) -> None:
         handover = command.handover
@@ -206,6 +243,9 @@ class TransferEngine:
         outgoing = self._outgoing.get(handover)
         if outgoing is None:
             outgoing = self._outgoing[handover] = OutgoingPages(handover, self._page_bytes)
+            if handover.epoch not in self._writing:
+                # Now, and not when its turn comes: by then there may be a link again, for other hand-overs.
+                outgoing.fail(f"peer {handover.epoch} is not connected")
         waiting = outgoing.pending
         outgoing.whole = command.last
         try:
@@ -313,17 +353,20 @@ class TransferEngine:
 
     def _on_link(self, event: LinkEvent) -> None:
         match event:
-            case LinkUp() | Admitted():
+            case LinkUp():
                 self._emit(PeerConnected(event.peer, self._links.get(event.peer, 0)))
+            case Admitted():
+                self._emit(PeerAdmitted(event.peer, self._links.get(event.peer, 0)))
             case ConnectFailed():
                 self._refusals.add(event.error)
-                self._emit(PeerConnected(event.peer, self._links.get(event.peer, 0), event.error))
-                if event.peer not in self._parting:
-                    self._links.pop(event.peer, None)
+                self._emit(PeerFailed(event.peer, self._links.get(event.peer, 0), event.error))
             case _:
                 self._partings.add(f"the links with peer {event.peer} are down: {event.reason}")
-                self._parting.discard(event.peer)
-                link = self._down[event.peer] = self._links.pop(event.peer, 0)
+                link = self._links.pop(event.peer, 0)
+                self._parting.pop(event.peer, None)
+                self._writing.pop(event.peer, None)
+                self._down.pop(event.peer, None)  # so that the order stays that of ending
+                self._down[event.peer] = link
                 if len(self._down) > MAX_DOWN:
                     del self._down[next(iter(self._down))]
                 self._emit(PeerLinkDown(event.peer, link))

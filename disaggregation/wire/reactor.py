@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
@@ -29,8 +30,9 @@ class Reactor:
             self._selector.modify(sock, mask, data)
 
     def forget(self, sock: socket.socket) -> None:
-        """Watch it no more; comes before closing it."""
-        self._selector.unregister(sock)
+        """Watch it no more; comes before closing it. Harmless for one that isn't watched."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(sock)
 
     def wait(self, timeout: float | None) -> list[tuple[Any, bool, bool]]:
         """(data, readable, writable) of what is ready; waits up to ``timeout`` seconds (None: for ever)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 
 LOOPBACK = "127.0.0.1"
@@ -38,3 +39,22 @@ def free_ports(count: int) -> list[int]:
         for sock in sockets:
             sock.bind((LOOPBACK, 0))
         return [sock.getsockname()[1] for sock in sockets]
+
+
+def means_this_host(host: str) -> bool:
+    """Whether connecting to ``host`` stays on this host, told without looking up a name."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
+
+
+def is_loopback(name: str) -> bool:
+    """Whether this name or address can only mean the host itself."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -9,7 +9,6 @@ that it can have.
 from __future__ import annotations
 
 from collections.abc import Collection
-from ipaddress import ip_address
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -20,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...messages.decode import shown
 from .errors import error_body
+from .ports import is_loopback
 
 ANY = "*"
 READ = frozenset({b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode"})
@@ -103,16 +103,6 @@ def host_name(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
-
-
-def is_loopback(name: str) -> bool:
-    """Whether this name or address can only mean the host itself."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ip_address(name).is_loopback
-    except ValueError:
-        return False
 
 
 def _words(value: str | None) -> set[str]:

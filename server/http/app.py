@@ -40,6 +40,7 @@ from .answers import (
     Text,
     Tokens,
 )
+from .bootstrap_gate import BootstrapGate
 from .chat import chat_completions
 from .completions import completions
 from .engine_client import EngineClient
@@ -102,6 +103,7 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: Se
     app.state.http = HttpState(
         options=options,
         engine=engine,
+        gate=BootstrapGate(options),
         health=HealthCheck(engine),
         model=model or ServedModel(options.model_names, options.model_path),
         ignored=Ignored(),

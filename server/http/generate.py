@@ -11,6 +11,7 @@ from starlette.responses import Response
 from ...messages.outputs import FinishReason, FinishType
 from ...messages.requests import LogprobOptions
 from ...model_files.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from .bootstrap_gate import BootstrapGate
 from .engine_response import EngineResponse, event
 from .errors import bad_request
 from .generate_schemas import GenerateBody
@@ -28,7 +29,7 @@ async def generate(request: Request) -> Response:
     state = HttpState.of(request)
     body = named(request, await parse_body(request, GenerateBody))
     batch = is_batch(body)
-    plans = plan_generate(body, batch, state.options.disaggregation_bootstrap_port, state.model.defaults)
+    plans = plan_generate(body, batch, state.gate, state.model.defaults)
     group = body.rid if isinstance(body.rid, str) else None
     incremental = state.options.incremental_streaming_output if body.incremental is None else body.incremental
     renderer = NativeRenderer(
@@ -49,7 +50,7 @@ def is_batch(body: GenerateBody) -> bool:
 
 
 def plan_generate(
-    body: GenerateBody, batch: bool, default_port: int, defaults: SamplingDefaults = NO_DEFAULTS
+    body: GenerateBody, batch: bool, gate: BootstrapGate, defaults: SamplingDefaults = NO_DEFAULTS
 ) -> list[PromptPlan]:
     """What the engine is asked; raises ``ApiError``."""
     if (body.text is None) == (body.input_ids is None):
@@ -63,7 +64,7 @@ def plan_generate(
     wanted = per_prompt("return_logprob", body.return_logprob, size, batch)
     tops = per_prompt("top_logprobs_num", body.top_logprobs_num, size, batch)
     starts = per_prompt("logprob_start_len", body.logprob_start_len, size, batch)
-    namings = name_requests(body, [s.n for s in samplings], batch, default_port)
+    namings = name_requests(body, [s.n for s in samplings], batch, gate)
     return [
         PromptPlan(
             prompt=prompts[i],

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import Metric
 
-from ...messages.metrics import HandoverCounts, SchedulerMetrics
+from ...messages.metrics import DirectionCounts, SchedulerMetrics
 from ...runtime.options import ServerOptions
 from ...runtime.web.exposition import Families
 from ...runtime.web.visits import VisitCounts
@@ -186,16 +186,21 @@ def add_steps(families: Families, counts: SchedulerMetrics) -> None:
 
 def add_handovers(families: Families, counts: SchedulerMetrics) -> None:
     """KV that moves. What is sent and what is received have names of their own: a sum never counts a byte twice."""
-    if counts.sent is not None:
-        families.counter("pdserve_kv_sent_bytes_total", "KV sent to decodes.", counts.sent.nbytes)
-        families.counter("pdserve_kv_push_seconds_total", "Time spent sending it.", counts.sent.seconds)
-        _add_side(families, "sent", counts.sent)
-    if counts.received is not None:
-        families.counter("pdserve_kv_received_bytes_total", "KV received from prefills.", counts.received.nbytes)
-        _add_side(families, "received", counts.received)
+    handovers = counts.handovers
+    if handovers is None:
+        return
+    families.counter("pdserve_kv_sent_bytes_total", "KV sent to other instances.", handovers.sent.nbytes)
+    families.counter("pdserve_kv_push_seconds_total", "Time spent sending it.", handovers.sent.seconds)
+    families.counter("pdserve_kv_received_bytes_total", "KV received from other instances.", handovers.received.nbytes)
+    _add_side(families, "sent", handovers.sent)
+    _add_side(families, "received", handovers.received)
+    families.gauge("pdserve_handover_peers", "Instances that are connected to exchange KV.", handovers.peers)
+    families.counter(
+        "pdserve_control_refusals_total", "Frames and connections that the control plane refused.", handovers.refused
+    )
 
 
-def _add_side(families: Families, side: str, counts: HandoverCounts) -> None:
+def _add_side(families: Families, side: str, counts: DirectionCounts) -> None:
     families.counter(
         f"pdserve_handovers_{side}_total",
         f"Hand-overs {side} that are over.",
@@ -203,7 +208,3 @@ def _add_side(families: Families, side: str, counts: HandoverCounts) -> None:
         "outcome",
     )
     families.gauge(f"pdserve_handovers_{side}_open", f"Hand-overs {side} that are under way.", counts.open)
-    families.gauge("pdserve_handover_peers", "Instances of the other role that are connected.", counts.peers)
-    families.counter(
-        "pdserve_control_refusals_total", "Frames and connections that the control plane refused.", counts.refused
-    )

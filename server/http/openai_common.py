@@ -39,8 +39,8 @@ def plan_openai(
 ) -> list[PromptPlan]:
     """What the engine is asked; raises ``ApiError``. ``echo``: the answer repeats the prompt."""
     counts = [body.n] * len(prompts)
-    port, defaults = state.options.disaggregation_bootstrap_port, state.model.defaults
-    namings = name_requests(body, counts, batch, port, default_key=body.cache_salt)
+    defaults = state.model.defaults
+    namings = name_requests(body, counts, batch, state.gate, default_key=body.cache_salt)
     return [
         PromptPlan(
             prompt=prompt,

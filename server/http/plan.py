@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from ...messages.requests import Bootstrap, Conversation, LogprobOptions
 from ...messages.sampling import SamplingParams
 from ...model_files.sampling_defaults import SamplingDefaults
+from .bootstrap_gate import BootstrapGate
 from .errors import bad_request
 from .fields import INT64_MAX
 from .request_fields import RequestFields, SamplingFields
@@ -104,7 +105,7 @@ def make_prompts(field: str, texts: Sequence[str] | None, id_lists: Sequence[lis
 
 
 def name_requests(
-    fields: RequestFields, counts: Sequence[int], batch: bool, default_port: int, default_key: str | None = None
+    fields: RequestFields, counts: Sequence[int], batch: bool, gate: BootstrapGate, default_key: str | None = None
 ) -> list[Naming]:
     """The naming of each prompt of a body; prompt ``i`` has ``counts[i]`` choices. Raises ``ApiError``.
 
@@ -123,14 +124,14 @@ def name_requests(
         rooms: list[int | None] = [(fields.bootstrap_room + first) & INT64_MAX for first in firsts]
     else:
         rooms = per_prompt("bootstrap_room", fields.bootstrap_room, size, batch)
-    namings = []
+    namings, refusal = [], gate.refusal(fields) if fields.bootstrap_host is not None else ""
     for rid, key, host, port, room in zip(rids, keys, hosts, ports, rooms, strict=True):
         if (host is None) != (room is None):
             missing, given = (
                 ("bootstrap_room", "bootstrap_host") if room is None else ("bootstrap_host", "bootstrap_room")
             )
             raise bad_request(missing, f"is required with {given}")
-        bootstrap = None if host is None or room is None else Bootstrap(host, port or default_port, room)
+        bootstrap = None if host is None or room is None else Bootstrap(host, port or gate.default_port, room, refusal)
         namings.append(Naming(rid, bootstrap, key or default_key or ""))
     return namings
 

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from ...runtime.options import ServerOptions
 from ...runtime.web.body import Uploads
 from ...runtime.web.exposition import MetricsPage
+from .bootstrap_gate import BootstrapGate
 from .engine_client import EngineClient
 from .fields import Ignored
 from .health import HealthCheck
@@ -22,6 +23,7 @@ class HttpState:
 
     options: ServerOptions
     engine: EngineClient
+    gate: BootstrapGate
     health: HealthCheck
     model: ServedModel
     ignored: Ignored

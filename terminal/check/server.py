@@ -145,18 +145,19 @@ def judge_handovers(url: str, info: InstanceInfo) -> Iterator[Finding]:
     """An instance's hand-overs and peers."""
     told = info.disaggregation
     assert told is not None
-    total = told.done + told.failed
-    if told.failed > FEW * total:
+    failed = told.sent.failed + told.received.failed
+    total = told.sent.done + told.received.done + failed
+    if failed > FEW * total:
         advice = "Clients that left meanwhile count, too. The logs of both sides name the others."
-        yield warning(info.role, f"{url}: {told.failed} of {total} hand-overs failed", advice)
+        yield warning(info.role, f"{url}: {failed} of {total} hand-overs failed", advice)
     states = Counter(peer.state for peer in told.peers)
     if not told.peers:
         yield ok(info.role, f"{url} knows no peer; they meet with their first request")
-    elif set(states) == {"ready"}:
+    elif set(states) == {"open"}:
         peers = f"{len(told.peers)} peer{'s' * (len(told.peers) > 1)}"
         yield ok(info.role, f"{url} is linked to {peers}, {total} hand-overs")
     for peer in told.peers:
-        if peer.state != "ready":
+        if peer.state != "open":
             who = peer.bootstrap or peer.epoch
             yield warning(info.role, f"{url}: the link to {shown(who)} is {shown(peer.state)}", "Its log says why.")
 

@@ -30,18 +30,25 @@ class Queues(msgspec.Struct, frozen=True):
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """The other side of a pair; a decode knows its prefill by the bootstrap server (HOST:PORT)."""
+    """An instance that KV is exchanged with; ``bootstrap`` (HOST:PORT) where this one found it."""
 
     state: str = ""
     epoch: str = ""
     bootstrap: str = ""
 
 
-class Disaggregation(msgspec.Struct, frozen=True):
-    """``done`` and ``failed``: hand-overs since the start."""
+class Direction(msgspec.Struct, frozen=True):
+    """Hand-overs since the start."""
 
     done: int = 0
     failed: int = 0
+
+
+class Disaggregation(msgspec.Struct, frozen=True):
+    """Hand-overs to others and from them."""
+
+    sent: Direction = Direction()
+    received: Direction = Direction()
     peers: list[Peer] = []
 
 

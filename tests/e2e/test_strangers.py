@@ -28,7 +28,8 @@ from pdserve.messages.handover import (
     Abort,
     Heartbeat,
     Hello,
-    PrefillToDecode,
+    Invite,
+    PeerMessage,
     RoomQueued,
     TransferRequest,
     Welcome,
@@ -163,19 +164,19 @@ def test_a_stranger_that_became_a_peer_gets_no_room_of_others_and_leaves_nothing
     with contextlib.ExitStack() as stack:
         stranger = Insider(target, stack)
         stranger.become_peer()
-        states = {peer["epoch"]: peer["state"] for peer in pair.prefill.info()["disaggregation"]["peers"]}
+        states = {peer["epoch"]: peer["writing"] for peer in pair.prefill.info()["disaggregation"]["peers"]}
         assert states == {target.decode_epoch: "ready", stranger.epoch: "ready"}
         rng = random.Random(3)
         most = 0
         for _ in range(50):
             messages = [stranger.about(rng, rng.getrandbits(63)) for _ in range(200)]
             stranger.socket.send(encode([*messages, Heartbeat(target.registration.epoch)]))
-            most = max(most, pair.prefill.info()["disaggregation"]["rooms"])
+            most = max(most, pair.prefill.info()["disaggregation"]["sent"]["rooms"])
         assert 0 < most <= PEER_ROOMS
         assert answers(pair) == expected
     # It falls silent: whatever it opened goes with it.
     wait_until(lambda: len(pair.prefill.info()["disaggregation"]["peers"]) == 1, 10, "it is gone")
-    wait_until(lambda: pair.prefill.info()["disaggregation"]["rooms"] == 0, 10, "its rooms are gone")
+    wait_until(lambda: pair.prefill.info()["disaggregation"]["sent"]["rooms"] == 0, 10, "its rooms are gone")
     assert_unharmed(pair, before, expected)
 
 
@@ -203,14 +204,15 @@ class Insider:
         hello = Hello(
             registration.epoch,
             self.epoch,
+            1,
             registration.version,
             registration.fingerprint,
             registration.layout,
             "tcp",
             self.metadata,
         )
-        self.socket.send(encode([hello]))
-        welcomed = Codec(PrefillToDecode, 1 << 20)
+        self.socket.send(encode([hello, Invite(registration.epoch, self.metadata)]))
+        welcomed = Codec(PeerMessage, 1 << 20)
         wait_until(
             lambda: self.socket.poll(100) and any(isinstance(m, Welcome) for m in welcomed.decode(self.socket.recv())),
             10,

@@ -41,7 +41,7 @@ def test_float32_gives_the_tokens_of_one_instance(tmp_path, tiny_args, reference
         assert outputs(pair.router) == reference
         orders = [server.info()["kv_layout"]["order"] for server in (pair.prefill, pair.decode)]
         assert sorted(orders) == ["blocks", "tokens"]
-        assert pair.decode.info()["disaggregation"]["done"] == len(LENGTHS)
+        assert pair.decode.info()["disaggregation"]["received"]["done"] == len(LENGTHS)
         pair.assert_all_returned()
 
 
@@ -57,7 +57,7 @@ def test_a_prefill_of_the_lowest_level_hands_over_to_the_best(tmp_path, tiny_arg
         assert dtype == "bfloat16" or got == reference
         levels = [server.info()["machine"]["kernel_level"] for server in (pair.prefill, pair.decode)]
         assert levels == [lowest, os.environ.get(ISA_VARIABLE) or best]
-        assert pair.decode.info()["disaggregation"]["done"] == len(LENGTHS)
+        assert pair.decode.info()["disaggregation"]["received"]["done"] == len(LENGTHS)
         pair.assert_all_returned()
 
 
@@ -65,4 +65,4 @@ def test_bfloat16_is_accepted(tmp_path, tiny_args) -> None:
     args = [*tiny_args[: tiny_args.index("--dtype")], "--dtype", "bfloat16"]
     with pd_pair(tmp_path, "tcp", *args, prefill_args=ENGINES["cpu"], decode_args=ENGINES["torch"]) as pair:
         assert [len(ids) for ids in outputs(pair.router)] == [24] * len(LENGTHS)
-        assert pair.decode.info()["disaggregation"]["done"] == len(LENGTHS)
+        assert pair.decode.info()["disaggregation"]["received"]["done"] == len(LENGTHS)

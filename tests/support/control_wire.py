@@ -8,7 +8,7 @@ import socket
 import struct
 import time
 
-from pdserve.disaggregation.handover.control.frames import GREETING, LENGTH, greeting
+from pdserve.disaggregation.handover.control.frames import LENGTH, greeting
 
 RST = struct.pack("ii", 1, 0)
 REPLY_SECONDS = 10.0
@@ -77,10 +77,10 @@ class ControlSocket:
 
     def _whole(self) -> int | None:
         if not self._greeted:
-            if len(self._came) < GREETING.size:
+            if len(self._came) < len(greeting()):
                 return None
-            assert self._came[: GREETING.size] == greeting()
-            del self._came[: GREETING.size]
+            assert self._came[: len(greeting())] == greeting()
+            del self._came[: len(greeting())]
             self._greeted = True
         if len(self._came) < LENGTH.size:
             return None

@@ -173,7 +173,7 @@ class Pair:
         for server in (self.prefill, self.decode):
             info = server.info()
             assert info["pool"]["rows_in_use"] == 0
-            assert info["disaggregation"]["rooms"] == 0
+            assert info["disaggregation"]["sent"]["rooms"] == info["disaggregation"]["received"]["rooms"] == 0
             assert info["invariants"] == "ok"
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.messages.metrics import HandoverCounts, Histogram, PoolUsage, PromiseCounts, SchedulerMetrics
+from pdserve.messages.metrics import (
+    DirectionCounts,
+    HandoverCounts,
+    Histogram,
+    PoolUsage,
+    PromiseCounts,
+    SchedulerMetrics,
+)
 
 
 class Page:
@@ -31,7 +38,7 @@ class Page:
 
 def scheduler_metrics(**changes) -> SchedulerMetrics:
     """What a scheduler might say, with every part of it."""
-    side = HandoverCounts(open=1, done=2, failed=3, nbytes=4000, seconds=0.5, peers=1, refused=6)
+    side = DirectionCounts(open=1, done=2, failed=3, nbytes=4000, seconds=0.5)
     steps = Histogram((0.01, 0.1))
     steps.observe(0.05, 8)
     said = {
@@ -48,7 +55,6 @@ def scheduler_metrics(**changes) -> SchedulerMetrics:
         "step_seconds": steps,
         "cost_model_error": 0.25,
         "promises": PromiseCounts(steps=10, late=1),
-        "sent": side,
-        "received": side,
+        "handovers": HandoverCounts(sent=side, received=side, peers=1, refused=6),
     }
     return SchedulerMetrics(**(said | changes))

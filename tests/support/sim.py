@@ -168,8 +168,8 @@ class SimInstance:
 
     def __init__(self, options: ServerOptions | None = None, context_length: int = 512, measured=()) -> None:
         self.options = options or make_options()
-        self.to_worker, self.to_detokenizer = Sent(), Sent()
-        self.outbox = Outbox(self.to_worker, self.to_detokenizer)
+        self.to_worker, self.to_detokenizer, self.to_transfer = Sent(), Sent(), Sent()
+        self.outbox = Outbox(self.to_worker, self.to_detokenizer, self.to_transfer)
         self.scheduler = Scheduler(self.options, make_worker_ready(self.options, context_length, measured), self.outbox)
         self.worker = SimWorker(self.options, context_length)
         self.tokens: dict[str, list[int]] = {}

@@ -8,17 +8,24 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from pdserve.disaggregation.handover.decode_peers import DecodePeer
 from pdserve.disaggregation.handover.kv_receiver import KVReceivers
 from pdserve.disaggregation.handover.kv_sender import KVSenders
 from pdserve.disaggregation.handover.limits import HandoverLimits
-from pdserve.disaggregation.handover.prefill_link import LinkState, PrefillLink
-from pdserve.disaggregation.handover.scheduler_host import SchedulerHost
+from pdserve.disaggregation.handover.peer import Peer, PeerState, Reading, Writing
 from pdserve.messages.base import HandoverId, Message, unpack_i32
 from pdserve.messages.handover import Abort, AbortAck, RoomQueued, TransferDone, TransferFailed, TransferRequest
 from pdserve.messages.metrics import HandoverCounts
-from pdserve.messages.worker import CancelSend, DisconnectPeer, PagesVerified, SendEnded, SendPages, VerifyPages
-from support.sim import VOCAB, SimInstance, make_options
+from pdserve.messages.worker import (
+    CancelSend,
+    DisconnectPeer,
+    GrantPages,
+    PagesVerified,
+    RevokePages,
+    SendEnded,
+    SendPages,
+    VerifyPages,
+)
+from support.sim import SimInstance, make_options
 
 LIMITS = HandoverLimits(bootstrap=5.0, queue=20.0, transfer=5.0)
 
@@ -33,26 +40,25 @@ class Push:
     nbytes: int = 0
 
 
+def make_peer(epoch: str, number: int = 1, **directions) -> Peer:
+    """One that is connected."""
+    return Peer(number, PeerState.OPEN, epoch=epoch, down=False, **directions)
+
+
 class SimSide(SimInstance):
     """One instance of the pair, with the part of ``KVManager`` that the scheduler sees."""
 
     def __init__(self, pair: SimPair, mode: str, **changes) -> None:
         super().__init__(make_options(disaggregation_mode=mode, **changes))
         self.pair = pair
-        self.host = SchedulerHost(self.scheduler, mode)
-        self.senders = self.receivers = None
-        page = self.options.page_size
-        if mode == "prefill":
-            self.senders = KVSenders(self.host, page, LIMITS, self._reply)
-            self.rooms = self.senders
-        else:
-            link_to = lambda host, port, now: pair.open_link()  # noqa: E731
-            self.receivers = KVReceivers(self.host, page, LIMITS, link_to, VOCAB)
-            self.rooms = self.receivers
+        self.senders = KVSenders(self.scheduler, self.options.page_size, LIMITS)
+        self.receivers = KVReceivers(self.scheduler, mode, LIMITS, lambda host, port, now: pair.open_link())
         self.scheduler.handovers = self
 
-    def _reply(self, peer, message) -> None:
-        self.pair.to_decode.append(message)
+    @property
+    def rooms(self):
+        """Those of the direction that this side is for."""
+        return self.senders if self.scheduler.role == "prefill" else self.receivers
 
     def add(self, req, now) -> None:
         """See ``KVManager``."""
@@ -64,38 +70,25 @@ class SimSide(SimInstance):
 
     def pinned(self):
         """See ``KVManager``."""
-        return self.rooms.pinned()
+        return self.senders.pinned() + self.receivers.pinned()
 
     def chunk_planned(self, req) -> None:
         """See ``KVManager``."""
-        if self.senders is not None:
-            self.senders.chunk_planned(req)
+        self.senders.chunk_planned(req)
 
     def first_token(self, req, token, logprob) -> None:
         """See ``KVManager``."""
         self.senders.first_token(req, token, logprob)
 
-    def sent(self):
+    def counts(self):
         """See ``KVManager``, whose peers these are not."""
-        return self.counts(self.senders, "bytes_sent", "push_seconds")
+        return HandoverCounts(self.senders.counts(), self.receivers.counts(), peers=1, refused=0)
 
-    def received(self):
-        """See ``KVManager``, whose peers these are not."""
-        return self.counts(self.receivers, "bytes_received", "")
-
-    def counts(self, rooms, nbytes, seconds):
-        """Of one direction, None where this side has none."""
-        if rooms is None:
-            return None
-        return HandoverCounts(
-            open=len(rooms.rooms),
-            done=rooms.done,
-            failed=rooms.failed,
-            nbytes=getattr(rooms, nbytes),
-            seconds=getattr(rooms, seconds, 0.0),
-            peers=1,
-            refused=0,
-        )
+    def transfer(self) -> None:
+        """The oldest command that waits for no step."""
+        self.on_command(self.to_transfer.messages.popleft())
+        self.outbox.flush()
+        self._read()
 
     def on_command(self, message: Message) -> None:
         """Transfer commands reach the engine in order with the steps."""
@@ -112,20 +105,23 @@ class SimPair:
         self.to_prefill: deque[Message] = deque()
         self.to_decode: deque[Message] = deque()
         self.pushes: dict[HandoverId, Push] = {}
+        self.granted: dict[HandoverId, set[int]] = {}
         self.corrupt = False
         self.stale: list[Message] = []
-        self.link: PrefillLink | None = None
+        self.link: Peer | None = None
+        """The prefill, as the decode sees it."""
+        self.peer: Peer | None = None
+        """The decode, as the prefill sees it."""
         self.links = 0
-        self.peer: DecodePeer | None = None
         self.open_link()
 
-    def open_link(self) -> PrefillLink:
+    def open_link(self) -> Peer:
         """The one link; a fresh one after the last has gone."""
-        if self.link is None or self.link.state is LinkState.GONE:
+        if self.link is None or self.link.gone:
             assert self.link is None or self.link.down, "a link is opened over one that is not down"
             self.links += 1
-            self.link = PrefillLink("p", 1, self.now, self.links, LinkState.READY, peer_epoch="prefill", down=False)
-            self.peer = DecodePeer(b"d", self.links, "decode", 0.0, None, welcomed=True)  # type: ignore[arg-type]
+            self.link = make_peer("prefill", self.links, reading=Reading.READY)
+            self.peer = make_peer("decode", self.links, writing=Writing.READY)
         return self.link
 
     def submit(self, rid: str, prompt, room: int, legs=("prefill", "decode"), **kwargs) -> None:
@@ -139,10 +135,15 @@ class SimPair:
         """Everything that could happen next."""
         moves = [self.prefill.plan, self.decode.plan, self.advance]
         moves += [side.work for side in (self.prefill, self.decode) if side.to_worker.messages]
+        moves += [side.transfer for side in (self.prefill, self.decode) if side.to_transfer.messages]
         moves += [self.deliver_to_prefill] if self.to_prefill else []
         moves += [self.deliver_to_decode] if self.to_decode else []
-        moves += [lambda name=name: self.copy(name) for name, p in self.pushes.items() if p.pages or p.whole]
+        moves += [lambda name=name: self.copy(name) for name, p in self.pushes.items() if self.can_copy(name, p)]
         return moves
+
+    def can_copy(self, name: HandoverId, push: Push) -> bool:
+        """Whether a hand-over's push can go on: the receiver's engine may be behind its scheduler."""
+        return name in self.granted if push.pages else push.whole
 
     def advance(self) -> None:
         """The managers' turn."""
@@ -153,9 +154,10 @@ class SimPair:
 
     def collect(self) -> None:
         """What both sides have said is on its way now."""
-        if self.link is not None:
+        if self.link is not None and self.peer is not None:
             self.to_prefill.extend(self.link.unsent)
-            self.link.unsent = []
+            self.to_decode.extend(self.peer.unsent)
+            self.link.unsent, self.peer.unsent = [], []
         for side in (self.prefill, self.decode):
             side.outbox.flush()
             side._read()
@@ -198,6 +200,10 @@ class SimPair:
             for page in unpack_i32(message.pages):
                 checksum = hash((checksum, *self.page(self.decode, page)))
             side.receivers.on_verified(PagesVerified(message.handover, checksum == message.checksum), self.now)
+        elif isinstance(message, GrantPages):
+            self.granted[message.handover] = set(unpack_i32(message.pages).tolist())
+        elif isinstance(message, RevokePages):
+            del self.granted[message.handover]
         elif isinstance(message, DisconnectPeer):
             pass  # the test says when the link is down
         self.collect()
@@ -207,6 +213,7 @@ class SimPair:
         push = self.pushes[handover]
         if push.pages:
             src, dst = push.pages.popleft()
+            assert dst in self.granted[handover], "a page is written that was not granted"
             values = self.page(self.prefill, src).copy()
             push.checksum = hash((push.checksum, *values))
             push.nbytes += 8 * len(values)
@@ -226,11 +233,13 @@ class SimPair:
     def lose_link(self) -> None:
         """The decode notices that the prefill is gone (and the other way round); pages may still be on their way."""
         link = self.link
-        link.state, link.reason = LinkState.GONE, "killed by the test"
+        for peer in (link, self.peer):
+            peer.state, peer.reason = PeerState.GONE, "killed by the test"
         self.to_prefill.clear()
         self.to_decode.clear()
-        self.decode.receivers.on_link_gone(link)
-        self.prefill.senders.on_peer_gone(self.peer, "killed by the test")
+        self.decode.receivers.on_gone(link)
+        self.prefill.senders.on_gone(self.peer)
+        link.unsent, self.peer.unsent = [], []
         self.collect()
 
     def link_is_down(self) -> None:
@@ -243,7 +252,7 @@ class SimPair:
             del self.pushes[handover]
             self.prefill.senders.on_send_ended(SendEnded(handover, error="link lost"))
         self.link.down = True
-        self.decode.receivers.on_link_down(self.link)
+        self.decode.receivers.on_down(self.link)
         self.collect()
 
     def check(self) -> None:
@@ -255,4 +264,7 @@ class SimPair:
     def is_idle(self) -> bool:
         """Whether nothing is left to do."""
         sides = (self.prefill, self.decode)
-        return all(s.scheduler.is_idle and not s.rooms.rooms and not s.to_worker.messages for s in sides)
+        return all(
+            s.scheduler.is_idle and not s.rooms.rooms and not s.to_worker.messages and not s.to_transfer.messages
+            for s in sides
+        )

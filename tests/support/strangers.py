@@ -20,7 +20,16 @@ from pdserve.disaggregation.handover.control.frames import greeting
 from pdserve.disaggregation.transfer.backends.handshake import LENGTH, Greeting, Offer, frame
 from pdserve.messages.base import HandoverId
 from pdserve.messages.channel import encode
-from pdserve.messages.handover import Abort, Heartbeat, Hello, RoomQueued, TransferRequest
+from pdserve.messages.handover import (
+    Abort,
+    AbortAck,
+    Heartbeat,
+    Hello,
+    Invite,
+    RoomQueued,
+    TransferRequest,
+    Welcome,
+)
 from support.control_wire import ControlSocket, framed
 from support.processes import Launched, Pair
 
@@ -155,6 +164,9 @@ class Stranger:
         return rng.choice(
             [
                 Heartbeat(epoch),
+                Invite(epoch, rng.randbytes(30)),
+                Welcome(epoch),
+                AbortAck(epoch, handover),
                 RoomQueued(epoch, handover),
                 Abort(epoch, handover, rng.choice(["", "no\nnew [forged] line", "x" * 2048])),
                 TransferRequest(
@@ -172,7 +184,14 @@ class Stranger:
         offer = Offer("tcp", sender, rng.randbytes(16), 1 << 20, "127.0.0.1", self.target.decode_data)
         metadata = rng.choice([msgspec.msgpack.encode(offer), rng.randbytes(50), b"", huge_length(rng)])
         return Hello(
-            epoch, sender, registration.version, registration.fingerprint, registration.layout, "tcp", metadata
+            epoch,
+            sender,
+            rng.choice([1, rng.getrandbits(62) + 1]),
+            registration.version,
+            registration.fingerprint,
+            registration.layout,
+            "tcp",
+            metadata,
         )
 
     def _wrong_types(self) -> bytes:
@@ -195,8 +214,9 @@ class Stranger:
                 greeting() + CONTROL_LENGTH.pack(rng.getrandbits(32)) + rng.randbytes(100),
                 greeting() + framed(self._control_payload() or b"x")[:-1],
                 greeting() + framed(encode([self._hello(self.target.registration.epoch)])) * 5,
-                greeting(rng.getrandbits(32)) + framed(encode([Heartbeat(self.target.registration.epoch)])),
-                greeting()[: rng.randrange(12)],
+                greeting(rng.randbytes(32), rng.choice([1, 2, rng.getrandbits(32)]))
+                + framed(encode([Heartbeat(self.target.registration.epoch)])),
+                greeting()[: rng.randrange(44)],
                 zmtp,
                 zmtp + ready + b"\x01\x01x" * 20,
                 b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(32),

@@ -37,7 +37,9 @@ OWN = {"Authorization": f"Bearer {SECRET}"}
 
 
 def make_registration(epoch, ttl=30.0):
-    return Registration(epoch=epoch, control_port=4000, fingerprint="f", layout=LAYOUT, backend="tcp", ttl=ttl)
+    return Registration(
+        epoch=epoch, control_port=4000, fingerprint="f", layout=LAYOUT, backend="tcp", pool="p", ttl=ttl
+    )
 
 
 def free_port():
@@ -159,7 +161,7 @@ def test_a_taken_port_says_what_to_do(tmp_path):
 def test_fetcher_waits_for_a_prefill_that_is_starting(start, finder):
     server = start()
     finder.find("127.0.0.1", server.port)
-    keeper = LeaseKeeper(make_registration("a"), "127.0.0.1", server.port, SECRET)
+    keeper = LeaseKeeper(make_registration("a"), "127.0.0.1", lambda: server.port, SECRET)
     keeper.start()
     assert finder.answers.get(timeout=LIMIT) == (
         "127.0.0.1",
@@ -209,7 +211,7 @@ def test_fetcher_answers_for_hosts_that_cannot_be(finder, host):
 
 def test_keeper_registers_again_with_a_bootstrap_server_that_restarted(start, client):
     server = start()
-    keeper = LeaseKeeper(make_registration("a", ttl=0.6), "127.0.0.1", server.port, SECRET)
+    keeper = LeaseKeeper(make_registration("a", ttl=0.6), "127.0.0.1", lambda: server.port, SECRET)
     keeper.start()
     wait_until(lambda: client.get(server.url).status_code == 200)
     server.stop()
@@ -242,7 +244,7 @@ def test_a_stranger_neither_takes_the_route_nor_withdraws_it(start, client, auth
 
 def test_keeper_takes_a_lost_lease_again_and_says_meanwhile_that_it_is_lost(start, client):
     server = start()
-    keeper = LeaseKeeper(make_registration("a", ttl=0.3), "127.0.0.1", server.port, SECRET)
+    keeper = LeaseKeeper(make_registration("a", ttl=0.3), "127.0.0.1", lambda: server.port, SECRET)
     keeper.start()
     wait_until(lambda: client.get(server.url).status_code == 200)
     assert keeper.lost(time.monotonic()) is None
@@ -277,7 +279,7 @@ def test_no_status_ends_the_keeper_and_an_outage_is_logged_once(caplog, status):
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        keeper = LeaseKeeper(make_registration("a", ttl=0.15), "127.0.0.1", server.server_port, SECRET)
+        keeper = LeaseKeeper(make_registration("a", ttl=0.15), "127.0.0.1", lambda: server.server_port, SECRET)
         keeper.start()
         # Before the first answer it is lost as well, and nobody knows why.
         wait_until(lambda: f"HTTP status {status}" in (keeper.lost(time.monotonic()) or ""))
@@ -287,7 +289,7 @@ def test_no_status_ends_the_keeper_and_an_outage_is_logged_once(caplog, status):
         server.shutdown()
         thread.join()
     assert set(asked) == {f"Bearer {SECRET}"}
-    lines = [r.getMessage() for r in caplog.records if r.name.endswith("lease_keeper")]
+    lines = [r.getMessage() for r in caplog.records if r.name.endswith(".lease")]
     assert len(lines) == 2
     assert "refused the registration" in lines[0]
     assert "again" in lines[1]

@@ -14,7 +14,9 @@ LAYOUT = KVLayout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="flo
 
 
 def make_registration(epoch, ttl=6.0):
-    return Registration(epoch=epoch, control_port=4000, fingerprint="f", layout=LAYOUT, backend="tcp", ttl=ttl)
+    return Registration(
+        epoch=epoch, control_port=4000, fingerprint="f", layout=LAYOUT, backend="tcp", pool="p", ttl=ttl
+    )
 
 
 class Clock:

@@ -29,7 +29,10 @@ INSTANCE: dict[str, Any] = {
     "invariants": "ok",
     "retractions": 0,
     "kv_layout": {"page_size": 16, "order": "blocks"},
-    "disaggregation": {"done": 5, "failed": 0, "peers": [{"bootstrap": "h:8998", "state": "ready", "epoch": "e"}]},
+    "disaggregation": {
+        "received": {"done": 5, "failed": 0},
+        "peers": [{"bootstrap": "h:8998", "state": "open", "epoch": "e"}],
+    },
 }
 
 
@@ -65,8 +68,8 @@ def test_a_good_instance() -> None:
     assert "meet with their first request" in judge(instance(disaggregation={"peers": []}))[1].text
     assert len(judge(instance(disaggregation=None))) == 1
     # Clients leave.
-    assert not wrong(judge(instance(disaggregation={"done": 95, "failed": 5})))
-    assert wrong(judge(instance(disaggregation={"done": 94, "failed": 6})))
+    assert not wrong(judge(instance(disaggregation={"sent": {"done": 95, "failed": 5}})))
+    assert wrong(judge(instance(disaggregation={"sent": {"done": 94, "failed": 6}})))
 
 
 @pytest.mark.parametrize(
@@ -75,11 +78,11 @@ def test_a_good_instance() -> None:
         ({"invariants": "page 7 has two owners"}, Level.PROBLEM, "page 7 has two owners"),
         ({"machine": {"kernel_level": None}}, Level.WARNING, "computes with PyTorch"),
         ({"retractions": 3}, Level.WARNING, "3 times"),
-        ({"disaggregation": {"done": 5, "failed": 2}}, Level.WARNING, "2 of 7 hand-overs failed"),
+        ({"disaggregation": {"sent": {"done": 5, "failed": 2}}}, Level.WARNING, "2 of 7 hand-overs failed"),
         (
-            {"disaggregation": {"peers": [{"bootstrap": "h:8998", "state": "routing"}]}},
+            {"disaggregation": {"peers": [{"bootstrap": "h:8998", "state": "finding"}]}},
             Level.WARNING,
-            "the link to h:8998 is routing",
+            "the link to h:8998 is finding",
         ),
     ],
 )

@@ -11,15 +11,14 @@ import tracemalloc
 
 import pytest
 from support.control_wire import ControlSocket, framed
+from support.dialled import Dialled
 from support.handovers import named
 from support.processes import wait_until
 
-from pdserve.disaggregation.handover.control import server as control_server
-from pdserve.disaggregation.handover.control.client import ControlClient
-from pdserve.disaggregation.handover.control.frames import LENGTH, TO_PREFILL_BYTES, greeting
-from pdserve.disaggregation.handover.control.server import MAX_STRANGERS, STRANGER_BYTES, ControlServer
+from pdserve.disaggregation.handover.control import port as control_port
+from pdserve.disaggregation.handover.control.frames import LENGTH, SHORT_FRAME_BYTES, greeting
+from pdserve.disaggregation.handover.control.port import MAX_STRANGERS, STRANGER_BYTES, ControlPort
 from pdserve.disaggregation.wire.listener import ACCEPT_PAUSE_SECONDS
-from pdserve.disaggregation.wire.reactor import Reactor
 from pdserve.messages.channel import encode
 from pdserve.messages.handover import MAX_PAGES, Heartbeat, RoomQueued, TransferFailed, TransferRequest
 
@@ -29,7 +28,7 @@ BEAT = encode([Heartbeat("P")])
 
 @pytest.fixture
 def server():
-    server = ControlServer("127.0.0.1")
+    server = ControlPort("127.0.0.1")
     yield server
     server.close()
 
@@ -45,13 +44,6 @@ def connect(server):
             return stranger
 
         yield make
-
-
-@pytest.fixture
-def reactor():
-    reactor = Reactor()
-    yield reactor
-    reactor.close()
 
 
 def turn(server):
@@ -97,7 +89,7 @@ def test_a_length_that_was_announced_costs_nothing_until_bytes_come(server, conn
     peer = become_peer(server, stranger)
     turn(server)
     tracemalloc.start()
-    stranger.send_bytes(LENGTH.pack(TO_PREFILL_BYTES))
+    stranger.send_bytes(LENGTH.pack(SHORT_FRAME_BYTES))
     until(server, lambda: peer.held > 0, "the length was read")
     assert peer.held <= 4096
     assert tracemalloc.get_traced_memory()[1] < 100_000
@@ -117,13 +109,13 @@ def test_strangers_may_not_announce_much_at_all(server, connect, caplog):
     assert f"announced a frame of {STRANGER_BYTES + 1} bytes" in caplog.text
 
 
-def test_the_longest_frame_of_an_honest_peer_is_taken(server, reactor):
-    client = ControlClient(reactor, "127.0.0.1", server.port)
+def test_the_longest_frame_of_an_honest_peer_is_taken(server):
+    client = Dialled("127.0.0.1", server.port)
     client.send([Heartbeat("P")])
     server.keep(first(server)[0])
     longest = TransferRequest("P" * 128, named((1 << 63) - 1, (1 << 63) - 1, "D" * 128), 1, 1, 1, bytes(4 * MAX_PAGES))
     assert client.send([longest]) == []
-    frames = until(server, lambda: client.recv() or (not client._connection.unsent and not readable(server)))
+    frames = until(server, lambda: client.recv() or (not client.connection.unsent and not readable(server)))
     assert [messages for _, messages in frames] == [[longest]]
     client.close()
 
@@ -144,7 +136,7 @@ def test_only_so_many_strangers_wait_and_the_oldest_goes(server, connect):
 
 
 def test_a_crowd_that_comes_does_not_push_out_a_stranger_whose_hello_has_come(server, connect, monkeypatch):
-    monkeypatch.setattr(control_server, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(control_port, "MAX_STRANGERS", 2)
     honest = connect()
     until(server, lambda: server.connections == 1)
     honest.send(BEAT)
@@ -157,7 +149,7 @@ def test_a_crowd_that_comes_does_not_push_out_a_stranger_whose_hello_has_come(se
 
 
 def test_who_says_no_hello_is_hung_up_on(server, connect, monkeypatch):
-    monkeypatch.setattr(control_server, "STRANGER_SECONDS", 0.3)
+    monkeypatch.setattr(control_port, "STRANGER_SECONDS", 0.3)
     silent, talking, kept = connect(greet=False), connect(), connect()
     become_peer(server, kept)
 
@@ -173,7 +165,7 @@ def test_who_says_no_hello_is_hung_up_on(server, connect, monkeypatch):
 
 
 def test_a_peer_that_does_not_read_is_ended(server, connect, monkeypatch):
-    monkeypatch.setattr(control_server, "UNREAD_BYTES", 1 << 20)
+    monkeypatch.setattr(control_port, "UNREAD_BYTES", 1 << 20)
     peer = become_peer(server, connect())
     message = TransferFailed("D", named(1), 500, "x" * 2000)
     most = 0
@@ -190,7 +182,7 @@ def test_a_peer_that_does_not_read_is_ended(server, connect, monkeypatch):
 
 
 def test_those_that_do_not_read_share_a_limit_and_the_one_that_is_stuck_longest_goes(server, connect, monkeypatch):
-    monkeypatch.setattr(control_server, "UNREAD_BYTES_IN_ALL", 3 << 20)
+    monkeypatch.setattr(control_port, "UNREAD_BYTES_IN_ALL", 3 << 20)
     peers = [become_peer(server, connect()) for _ in range(3)]
     message = TransferFailed("D", named(1), 500, "x" * 2000)
     for peer in peers:
@@ -214,16 +206,16 @@ def test_one_that_floods_does_not_starve_another(server, connect):
     honest.send(encode([RoomQueued("P", named(7))]))
     wait_until(lambda: readable(server), LIMIT, "both have come")
     time.sleep(0.05)  # for the loopback
-    frames = [server.recv()[1] for _ in range(2 + control_server.AGAIN_A_ROUND)]
+    frames = [server.recv()[1] for _ in range(2 + control_port.AGAIN_A_ROUND)]
     assert [RoomQueued("P", named(7))] in frames[:2]
     honest.send(encode([RoomQueued("P", named(8))]))
     time.sleep(0.05)
-    frames = [server.recv()[1] for _ in range(3 + control_server.AGAIN_A_ROUND)]
+    frames = [server.recv()[1] for _ in range(3 + control_port.AGAIN_A_ROUND)]
     assert [RoomQueued("P", named(8))] in frames
 
 
 def test_a_turn_ends_although_everybody_drips(server, monkeypatch):
-    monkeypatch.setattr(control_server, "TURN_BYTES", 100 * control_server.SERVE_COST)
+    monkeypatch.setattr(control_port, "TURN_BYTES", 100 * control_port.SERVE_COST)
     assert turn(server) == []
     looks = 0
 
@@ -255,7 +247,7 @@ def test_a_hello_that_comes_byte_by_byte_is_a_hello(server, connect):
 @pytest.mark.parametrize(
     "data",
     [
-        b"GET /route HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(32),  # TLS
         b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48),  # ZMTP
         b"SSH-2.0-OpenSSH_9.6\r\n",
@@ -266,23 +258,23 @@ def test_other_protocols_are_hung_up_on_at_once(server, connect, caplog, data):
     stranger.send_bytes(data)
     began = time.monotonic()
     until(server, stranger.has_ended)
-    assert time.monotonic() - began < control_server.STRANGER_SECONDS / 2
+    assert time.monotonic() - began < control_port.STRANGER_SECONDS / 2
     (record,) = caplog.records
     assert "from 127.0.0.1" in record.getMessage()
     assert "does not speak pdserve's control protocol" in record.getMessage()
 
 
-def test_another_version_is_told_apart_at_both_ends(server, connect, reactor, caplog):
-    connect(greet=False).send_bytes(greeting(2))
+def test_another_version_is_told_apart_at_both_ends(server, connect, caplog):
+    connect(greet=False).send_bytes(greeting(version=9))
     until(server, lambda: server.refusals.total)
-    assert "speaks version 2 of the control channel, this instance 1; run the same pdserve" in caplog.text
+    assert "speaks version 9 of the control channel, this instance 2; run the same pdserve" in caplog.text
     with socket.create_server(("127.0.0.1", 0)) as newer:
-        client = ControlClient(reactor, "127.0.0.1", newer.getsockname()[1])
+        client = Dialled("127.0.0.1", newer.getsockname()[1])
         sock, _ = newer.accept()
         with sock:
-            sock.sendall(greeting(2))
-            wait_until(lambda: client.recv() is None and client.connection_ended(), LIMIT, "the client has seen it")
-    assert "run the same pdserve on both sides" in client.connection_ended()
+            sock.sendall(greeting(version=9))
+            wait_until(lambda: client.recv() is None and client.ended, LIMIT, "the client has seen it")
+    assert "run the same pdserve on both sides" in client.ended
 
 
 def test_without_descriptors_the_port_rests_and_then_goes_on(server, connect):
@@ -345,9 +337,9 @@ def test_a_peer_that_hangs_up_is_reported_after_all_that_it_said(server, connect
 
 
 @pytest.mark.parametrize(("words", "answers"), [(1, 2), (200, 0)])
-def test_what_was_sent_right_before_the_end_arrives(server, reactor, words, answers):
+def test_what_was_sent_right_before_the_end_arrives(server, words, answers):
     """More than the reader's kernel takes at once, too; and although the reader itself writes in vain by then."""
-    client = ControlClient(reactor, "127.0.0.1", server.port)
+    client = Dialled("127.0.0.1", server.port)
     client.send([Heartbeat("P")])
     identity, _ = first(server)
     server.keep(identity)
@@ -360,38 +352,39 @@ def test_what_was_sent_right_before_the_end_arrives(server, reactor, words, answ
     for _ in range(answers):
         client.send([Heartbeat("P")])
     frames = []
-    wait_until(lambda: frames.append(client.recv()) or client.connection_ended(), LIMIT, "the end has come")
+    wait_until(lambda: frames.append(client.recv()) or client.ended, LIMIT, "the end has come")
     assert [message for frame in frames if frame for message in frame] == last
     client.close()
 
 
-def test_nobody_there_is_an_error_that_names_the_address(reactor):
+def test_nobody_there_is_an_error_that_names_the_address():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-        client = ControlClient(reactor, "127.0.0.1", port)
-        wait_until(lambda: client.recv() is None and client.connection_ended(), LIMIT, "it is refused")
-    assert client.connection_ended() == (
+        client = Dialled("127.0.0.1", port)
+        wait_until(lambda: client.recv() is None and client.ended, LIMIT, "it is refused")
+    assert client.ended == (
         f"its control port at 127.0.0.1:{port} can't be used: the connection broke: Connection refused"
     )
 
 
-def test_one_that_does_not_greet_is_given_up(reactor):
+def test_one_that_does_not_greet_is_given_up(monkeypatch):
+    monkeypatch.setattr(control_port, "DIAL_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        client = ControlClient(reactor, "127.0.0.1", silent.getsockname()[1], connect_seconds=0.2)
-        wait_until(lambda: client.recv() is None and client.connection_ended(), LIMIT, "it gives up")
-    assert "does not answer (for 0.2 s)" in client.connection_ended()
-    assert not select.select([reactor], [], [], 0)[0]
+        client = Dialled("127.0.0.1", silent.getsockname()[1])
+        wait_until(lambda: client.recv() is None and client.ended, LIMIT, "it gives up")
+    assert "does not answer (for 0.2 s)" in client.ended
+    assert not select.select([client.port], [], [], 0)[0]
 
 
-def test_names_are_not_looked_up_here(reactor):
+def test_names_are_not_looked_up_here():
     with pytest.raises(ValueError, match="localhost"):
-        ControlClient(reactor, "localhost", 1)
+        Dialled("localhost", 1)
 
 
-def test_ipv6(reactor):
-    server = ControlServer("::1")
-    client = ControlClient(reactor, "::1", server.port)
+def test_ipv6():
+    server = ControlPort("::1")
+    client = Dialled("::1", server.port)
     client.send([Heartbeat("P")])
     identity, messages = first(server)
     assert messages == [Heartbeat("P")]

@@ -41,6 +41,7 @@ class Node:
         self.backend = BACKENDS[kind](epoch, "127.0.0.1", **timeouts)
         self.metadata = self.backend.register(self.region, PAGE)
         self.offer = msgspec.msgpack.decode(self.metadata, type=Offer)
+        self.backend.grant("P", np.arange(1, PAGES, dtype=np.int32))
         self.events = []
 
     def turn(self):
@@ -345,3 +346,114 @@ def test_a_write_still_lands(make_node, kind):
     handle = writer.backend.write("D", spans, spans)
     until((writer, receiver), lambda: handle.state is not WriteState.PENDING, "it has landed")
     assert (receiver.pool[PAGE : 2 * PAGE] == 1).all()
+
+
+# --- grants ---
+
+
+def spans(*pairs):
+    return np.array(pairs, dtype=np.int64)
+
+
+def pages(*numbers):
+    return np.array(numbers, dtype=np.int32)
+
+
+@pytest.fixture
+def linked(make_node):
+    """A writer that may write pages 2 and 3 of a receiver over tcp."""
+    writer, receiver = make_node("tcp", "P", 1), make_node("tcp", "D", 2, stall_seconds=0.5)
+    writer.backend.connect("D", receiver.metadata)
+    until((writer, receiver), lambda: writer.events == [LinkUp("D")], "the link is up")
+    receiver.backend.revoke(np.arange(PAGES, dtype=np.int32))
+    receiver.backend.grant("P", pages(2, 3))
+    return writer, receiver
+
+
+def test_granted_pages_are_written_and_no_others(linked):
+    writer, receiver = linked
+    good = writer.backend.write("D", spans((0, 2 * PAGE)), spans((2 * PAGE, 2 * PAGE)))
+    until(linked, lambda: good.state is WriteState.DONE, "it has landed")
+    assert (receiver.pool.reshape(PAGES, PAGE)[2:4] == 1).all()
+    bad = writer.backend.write("D", spans((0, 2 * PAGE)), spans((3 * PAGE, 2 * PAGE)))  # 4 is nobody's
+    until(linked, lambda: bad.state is WriteState.FAILED, "it was given up")
+    until(linked, lambda: any(isinstance(e, LinkDown) for e in receiver.events), "the link is down")
+    assert "was not asked for" in receiver.events[-1].reason
+    assert (receiver.pool.reshape(PAGES, PAGE)[4:] == 2).all()
+
+
+def test_a_write_that_is_quicker_than_its_grant_waits_for_it(linked):
+    writer, receiver = linked
+    early = writer.backend.write("D", spans((0, PAGE)), spans((5 * PAGE, PAGE)))
+    behind = writer.backend.write("D", spans((0, PAGE)), spans((2 * PAGE, PAGE)))
+    (link,) = receiver.backend._links
+    until(linked, lambda: link.paused, "the header has come")
+    for _ in range(20):
+        writer.turn()
+        receiver.turn()
+    assert (receiver.pool == 2).all()
+    receiver.backend.grant("P", pages(6))
+    assert link.paused
+    receiver.backend.grant("P", pages(5))
+    until(linked, lambda: behind.state is WriteState.DONE, "both have landed")
+    assert early.state is WriteState.DONE
+    assert (receiver.pool.reshape(PAGES, PAGE)[[2, 5]] == 1).all()
+    assert not receiver.events
+
+
+def test_what_was_revoked_or_is_anothers_is_not_written(linked, make_node):
+    writer, receiver = linked
+    receiver.backend.revoke(pages(2))
+    receiver.backend.grant("Q", pages(3))
+    for page in (2, 3):
+        assert not receiver.backend._grants.covers("P", spans((page * PAGE, 1)))
+    assert receiver.backend._grants.covers("Q", spans((3 * PAGE, PAGE)))
+    assert not receiver.backend._grants.covers("Q", spans((3 * PAGE - 1, 2)))
+    assert not receiver.backend._grants.covers("Q", spans((3 * PAGE, PAGE + 1)))
+    assert not receiver.backend._grants.covers("nobody", spans((4 * PAGE, 1)))
+    late = writer.backend.write("D", spans((0, PAGE)), spans((2 * PAGE, PAGE)))
+    until(linked, lambda: late.state is WriteState.FAILED, "it was given up")
+    assert (receiver.pool == 2).all()
+
+
+def test_a_peer_that_dies_while_it_waits_for_a_grant_costs_no_time_of_others(linked, make_node):
+    writer, receiver = linked
+    writer.backend.write("D", spans((0, PAGE)), spans((5 * PAGE, PAGE)))
+    (link,) = receiver.backend._links
+    until(linked, lambda: link.paused, "the header has come")
+    for outgoing in writer.backend._links:
+        outgoing.stream.sock.shutdown(socket.SHUT_RDWR)
+    turns = 0
+    began = time.monotonic()
+    while not receiver.events:
+        receiver.events += receiver.backend.progress(1.0)
+        turns += 1
+        assert time.monotonic() - began < LIMIT
+    assert turns < 10  # it slept
+
+
+@pytest.mark.parametrize("how", ["half", "all but a byte"])
+def test_revoking_ends_who_is_in_the_middle_of_writing(linked, how):
+    """The pages are somebody else's from now on."""
+    writer, receiver = linked
+    (link,) = writer.backend._links
+    raw = link.stream.sock
+    raw.setblocking(True)
+    writer.backend._reactor.forget(raw)
+    writer.backend._links.clear()
+    sent = PAGE // 2 if how == "half" else PAGE - 1
+    raw.sendall(BATCH.pack(1, 7, PAGE) + np.array([(2 * PAGE, PAGE)], dtype="<i8").tobytes() + b"\1" * sent)
+    (reader,) = receiver.backend._links
+    until((receiver,), lambda: receiver.pool[2 * PAGE + sent - 1] == 1, "most has come")
+    receiver.backend.revoke(pages(3))
+    assert reader.phase is LinkPhase.OPEN
+    receiver.backend.revoke(pages(2))
+    until((receiver,), lambda: receiver.events, "the link is down")
+    assert "may not write any more" in receiver.events[0].reason
+    receiver.pool[:] = 9
+    with contextlib.suppress(OSError):
+        raw.sendall(b"\1" * PAGE)
+    for _ in range(20):
+        receiver.turn()
+    assert (receiver.pool == 9).all()
+    raw.close()

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.handovers import named
 from support.sim import reference_output
-from support.sim_pair import LIMITS, SimPair
+from support.sim_pair import LIMITS, SimPair, make_peer
 
-from pdserve.disaggregation.handover.decode_peers import DecodePeer
 from pdserve.disaggregation.handover.kv_receiver import ReceiverState
+from pdserve.disaggregation.handover.peer import Writing
 from pdserve.messages.base import unpack_i32
 from pdserve.messages.handover import (
     Abort,
@@ -171,7 +171,7 @@ def test_pages_that_the_worker_still_checks_are_not_reused(how: str) -> None:
     pair.submit("a", range(30), 1, max_new_tokens=4)
     while not (pair.decode.rooms.rooms and pair.decode.rooms.rooms[1].state is ReceiverState.VERIFYING):
         rng.choice(pair.moves())()
-    [check] = [m for m in pair.decode.to_worker.messages if isinstance(m, VerifyPages)]
+    [check] = [m for m in pair.decode.to_transfer.messages if isinstance(m, VerifyPages)]
     if how == "abort":
         pair.decode.scheduler.abort(AbortReq("a"))
     else:
@@ -316,12 +316,11 @@ def test_other_decode_can_not_take_a_room_over():
         pair.prefill.plan()
         pair.prefill.work()
         pair.advance()
-    stranger = DecodePeer(b"e", 1, "stranger", 0.0, None, welcomed=True)
+    stranger = make_peer("stranger", writing=Writing.READY)
     senders = pair.prefill.senders
     senders.on_queued(stranger, RoomQueued("prefill", named(1, epoch="stranger")), pair.now)
     senders.on_abort(stranger, Abort("prefill", named(1, epoch="stranger"), "mine now"), pair.now)
     assert senders.rooms[1].peer is pair.peer
-    pair.to_decode.clear()  # the refusals, which this simulation has no stranger to deliver to
     run_until_idle(pair)
     assert pair.decode.tokens["a"] == reference_output(range(30), 2)
 
@@ -368,7 +367,7 @@ def test_a_room_can_be_used_again_whichever_leg_was_left_alone_before(late: str)
         pair.prefill.senders.on_abort(
             pair.peer, Abort("prefill", named(1, 2 if late == "prefill" else 1, "decode"), ""), 1.0
         )
-        pair.to_decode.clear()
+        pair.peer.unsent.clear()
         pair.submit(rid, range(9), 1, legs=(first,), max_new_tokens=3)
         until_delivered(pair)
         pair.submit(rid, range(9), 1, legs=("prefill" if first == "decode" else "decode",), max_new_tokens=3)
@@ -441,7 +440,7 @@ def test_what_is_said_of_an_earlier_attempt_does_nothing_to_the_next():
     pair.decode.rooms.rooms[1].checking = False
     senders.on_abort(pair.peer, Abort("prefill", first, "old"), pair.now)
     senders.on_send_ended(SendEnded(first, error="old"))
-    assert pair.to_decode.pop() == AbortAck("decode", first)
+    assert pair.peer.unsent.pop() == AbortAck("decode", first)
     run_until_idle(pair)
     assert pair.decode.tokens["b"] == reference_output(range(9), 3)
     assert_all_returned(pair)

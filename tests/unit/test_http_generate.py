@@ -64,21 +64,26 @@ def test_batch_with_n_is_a_flat_list_with_seeds_and_rooms_of_their_own() -> None
     assert [answer["meta_info"]["id"] for answer in response.json()] == ["a-0", "a-1", "b-0", "b-1"]
     assert [r.input_ids for r in engine.requests] == [[1, 2], [1, 2], [3], [3]]
     assert [r.sampling.seed for r in engine.requests] == [2**63 - 1, 0, 2**63 - 1, 0]
-    assert [r.bootstrap for r in engine.requests] == [
-        Bootstrap("10.0.0.1", 8998, room) for room in (2**63 - 2, 2**63 - 1, 0, 1)
+    named = [r.bootstrap for r in engine.requests]
+    assert [(b.host, b.port, b.room) for b in named] == [
+        ("10.0.0.1", 8998, room) for room in (2**63 - 2, 2**63 - 1, 0, 1)
     ]
+    assert all("without a cluster secret" in b.refusal for b in named)
 
 
 def test_lists_of_rooms_as_sglangs_router_sends_them() -> None:
     body = {
         "text": ["x", "y"],
         "sampling_params": [{"max_new_tokens": 1}, {"max_new_tokens": 2}],
-        "bootstrap_host": ["h", "h"],
+        "bootstrap_host": ["localhost", "127.0.0.1"],
         "bootstrap_port": [9000, None],
         "bootstrap_room": [5, 9],
     }
     response, engine = generate(body)
-    assert [r.bootstrap for r in engine.requests] == [Bootstrap("h", 9000, 5), Bootstrap("h", 8998, 9)]
+    assert [r.bootstrap for r in engine.requests] == [
+        Bootstrap("localhost", 9000, 5),
+        Bootstrap("127.0.0.1", 8998, 9),
+    ]
     assert [len(answer["output_ids"]) for answer in response.json()] == [1, 2]
 
 

@@ -169,7 +169,7 @@ def test_the_schedulers_figures_are_shown_once_it_has_spoken() -> None:
         assert page.total("pdserve_itl_budget_steps_total", outcome="kept") == 9
         assert page.total("pdserve_handovers_sent_total", outcome="failed") == 3
         assert page.total("pdserve_kv_received_bytes_total") == 4000
-        engine.client.dispatch([scheduler_metrics(promises=None, cost_model_error=None, sent=None, received=None)])
+        engine.client.dispatch([scheduler_metrics(promises=None, cost_model_error=None, handovers=None)])
         names = (await scrape(engine)).names()
         assert names.isdisjoint({"pdserve_itl_budget_steps_total", "pdserve_kv_sent_bytes_total"})
 

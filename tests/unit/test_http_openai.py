@@ -98,7 +98,7 @@ def test_extensions_reach_the_engine() -> None:
         "stop_token_ids": [3],
         "stop": "x",
         "rid": "r",
-        "bootstrap_host": "h",
+        "bootstrap_host": "::1",
         "bootstrap_port": 9,
         "bootstrap_room": 8,
         "temperature": 1e-9,
@@ -106,7 +106,7 @@ def test_extensions_reach_the_engine() -> None:
     _, engine = completions({"prompt": "a", "max_tokens": 2, **extensions})
     [request] = engine.requests
     sampling = request.sampling
-    assert (request.rid, request.bootstrap) == ("r", Bootstrap("h", 9, 8))
+    assert (request.rid, request.bootstrap) == ("r", Bootstrap("::1", 9, 8))
     assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty, sampling.min_new_tokens) == (5, 0.1, 1.1, 1)
     assert (sampling.ignore_eos, sampling.skip_special_tokens, sampling.stop_token_ids) == (True, False, (3,))
     assert (sampling.stop, sampling.temperature) == (("x",), 0.0)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 from support.handovers import named
-from support.sim_pair import LIMITS, SimPair
+from support.sim_pair import LIMITS, SimPair, make_peer
 
 from pdserve.disaggregation.handover import unclaimed_rooms
-from pdserve.disaggregation.handover.decode_peers import DecodePeer
 from pdserve.disaggregation.handover.kv_sender import prompt_digest
 from pdserve.disaggregation.handover.unclaimed_rooms import Tombstones, UnclaimedRooms
 from pdserve.messages.handover import Abort, AbortAck, RoomQueued, TransferFailed, TransferRequest
@@ -18,10 +17,6 @@ def small(monkeypatch):
     """Limits that a test reaches at once."""
     for name, value in {"PEER_ROOMS": 10, "ALL_ROOMS": 15, "ALL_BYTES": 1000, "MAX_TOMBSTONES": 20}.items():
         monkeypatch.setattr(unclaimed_rooms, name, value)
-
-
-def make_peer(epoch):
-    return DecodePeer(epoch.encode(), 1, epoch, 0.0, None, welcomed=True)
 
 
 def request(room, pages=1, epoch="decode"):
@@ -80,11 +75,10 @@ def test_a_flood_of_rooms_is_refused_and_honest_peers_go_on(message):
         else:
             senders.on_request(stranger, request(room, epoch="stranger"), pair.now)
     assert len(senders.rooms) == 10
-    refused = [m for m in pair.to_decode if isinstance(m, TransferFailed)]
+    refused = [m for m in stranger.unsent if isinstance(m, TransferFailed)]
     assert len(refused) == 90
     assert {m.status for m in refused} == {503}
     assert "no request has come for" in refused[0].reason
-    pair.to_decode.clear()
 
     pair.submit("a", range(30), 7, max_new_tokens=6)
     for _ in range(2000):
@@ -94,7 +88,7 @@ def test_a_flood_of_rooms_is_refused_and_honest_peers_go_on(message):
             break
     assert pair.decode.ends["a"].meta is not None
 
-    senders.on_peer_gone(stranger, "silent")
+    senders.on_gone(stranger)
     assert (senders.rooms, len(senders._unclaimed)) == ({}, 0)
 
 
@@ -124,7 +118,7 @@ def test_aborts_of_rooms_that_are_nowhere_leave_a_bounded_trace():
     for room in range(500):
         pair.prefill.senders.on_abort(stranger, Abort("prefill", named(room, epoch="stranger"), "x" * 2000), pair.now)
     assert len(pair.prefill.senders._given_up) == 20
-    assert [type(m) for m in pair.to_decode] == [AbortAck] * 500
+    assert [type(m) for m in stranger.unsent] == [AbortAck] * 500
     pair.prefill.senders.tick(pair.now + unclaimed_rooms.TOMBSTONE_SECONDS + 1)
     assert len(pair.prefill.senders._given_up) == 0
 
@@ -148,7 +142,7 @@ def test_a_request_that_does_not_fit_its_room_fails_it_and_writes_nothing(change
     pair.prefill.senders.on_request(
         pair.peer, TransferRequest("prefill", named(7, epoch="decode"), **(fields | change)), pair.now
     )
-    (failed,) = pair.to_decode
+    (failed,) = pair.peer.unsent
     assert failed.status == 409
     assert pair.prefill.senders.rooms == {}
     assert pair.pushes == {}
@@ -162,8 +156,8 @@ def test_a_stranger_takes_no_room_of_another_decode():
     senders.on_queued(stranger, queued(stranger, 7), pair.now)
     senders.on_request(stranger, request(7, epoch="stranger"), pair.now)
     senders.on_abort(stranger, Abort("prefill", named(7, epoch="stranger"), "mine"), pair.now)
-    senders.on_peer_gone(stranger, "silent")
+    senders.on_gone(stranger)
     assert senders.rooms[7].peer is pair.peer
     assert senders.rooms[7].request is None
     assert senders.rooms[7].failure is None
-    assert [m.status for m in pair.to_decode if isinstance(m, TransferFailed)] == [409, 409]
+    assert [m.status for m in stranger.unsent if isinstance(m, TransferFailed)] == [409, 409]

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from pdserve.runtime.options import ServerOptions
 from pdserve.server.http.admin_schemas import AbortBody
+from pdserve.server.http.bootstrap_gate import BootstrapGate
 from pdserve.server.http.completions import read_prompts
 from pdserve.server.http.errors import ApiError
 from pdserve.server.http.fields import Body
@@ -102,7 +104,7 @@ def test_generate_refuses_by_name(body: dict[str, Any], param: str, says: str) -
 def test_generate_refuses_what_does_not_fit_together(body: dict[str, Any], param: str) -> None:
     checked = validate(GenerateBody, {"rid": "r"} | body)
     with pytest.raises(ApiError) as caught:
-        plan_generate(checked, is_batch(checked), default_port=8998)
+        plan_generate(checked, is_batch(checked), BootstrapGate(ServerOptions()))
     assert (caught.value.status, caught.value.param) == (400, param)
     assert param in caught.value.message
 
@@ -203,7 +205,7 @@ def status_of(check: Callable[[], object]) -> int:
 def test_any_generate_body_is_planned_or_refused(body: dict[str, Any]) -> None:
     def check() -> None:
         checked = validate(GenerateBody, body if body.get("rid") is not None else body | {"rid": "r"})
-        plans = plan_generate(checked, is_batch(checked), default_port=8998)
+        plans = plan_generate(checked, is_batch(checked), BootstrapGate(ServerOptions()))
         assert all(plan.prompt.text or plan.prompt.input_ids for plan in plans)
 
     assert status_of(check) in (200, 400)

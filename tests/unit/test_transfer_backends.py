@@ -42,6 +42,7 @@ class Node:
         self.pool[:] = fill
         self.backend = BACKENDS[kind](epoch, host, **timeouts)
         self.metadata = self.backend.register(self.region, PAGE)
+        self.backend.grant("P", np.arange(1, pages, dtype=np.int32))
         self.epoch = epoch
         self.events = []
 

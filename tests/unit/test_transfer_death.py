@@ -17,7 +17,17 @@ from pdserve.disaggregation.transfer.backends.tcp import TcpBackend
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.messages.base import HandoverId, pack_i32
-from pdserve.messages.worker import ConnectPeer, DisconnectPeer, PeerConnected, PeerLinkDown, SendEnded, SendPages
+from pdserve.messages.worker import (
+    AdmitPeer,
+    ConnectPeer,
+    DisconnectPeer,
+    GrantPages,
+    PeerAdmitted,
+    PeerConnected,
+    PeerLinkDown,
+    SendEnded,
+    SendPages,
+)
 
 PAGE = 64 << 10
 PAGES = 513
@@ -29,19 +39,20 @@ import queue, sys
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.messages.base import HandoverId, pack_i32
-from pdserve.messages.worker import ConnectPeer, SendPages
+from pdserve.messages.worker import ConnectPeer, GrantPages, PeerConnected, SendPages
 
 backend, peer, page, pages = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 region = allocate_region(page * pages, shared=backend == "shm")
 region.buffer[:] = b"c" * region.nbytes
 events = queue.Queue()
 engine = TransferEngine(backend, region, page, "child", "127.0.0.1", events.put)
+engine.submit(GrantPages(HandoverId("child", 0, 1), peer, pack_i32(range(1, pages))))
 print(engine.metadata.hex(), flush=True)
 metadata = bytes.fromhex(sys.stdin.readline())
 room = 0
 if metadata:  # write into the peer's pool for ever
     engine.submit(ConnectPeer(peer, 1, metadata))
-    assert events.get().error is None
+    assert events.get() == PeerConnected(peer, 1)
 while metadata:
     room += 1
     engine.submit(SendPages(HandoverId(peer, room, 1), pack_i32(range(1, pages)), pack_i32(range(1, pages)), True))
@@ -67,13 +78,14 @@ class Parent:
         self.events = queue.Queue()
         backend = backend or make_backend(kind, "parent", "127.0.0.1")
         self.engine = TransferEngine(backend, self.region, PAGE, "parent", "127.0.0.1", self.events.put)
+        self.engine.submit(GrantPages(HandoverId("parent", 0, 1), "child", pack_i32(range(1, PAGES))))
         command = [sys.executable, "-c", CHILD, kind, "parent", str(PAGE), str(PAGES)]
         self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.child_metadata = bytes.fromhex(self.child.stdout.readline())
 
     def let_child_write(self):
-        self.engine.submit(ConnectPeer("child", 1, b""))
-        assert self.next() == PeerConnected("child", 1)
+        self.engine.submit(AdmitPeer("child", 1))
+        assert self.next() == PeerAdmitted("child", 1)
         self.tell(self.engine.metadata.hex())
         assert self.child.stdout.readline() == "writing\n"
 

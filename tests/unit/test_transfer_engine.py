@@ -21,12 +21,16 @@ from pdserve.disaggregation.transfer.page_order import PageConverter
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
+    AdmitPeer,
     CancelSend,
     ConnectPeer,
     DisconnectPeer,
+    GrantPages,
     KVLayout,
     PagesVerified,
+    PeerAdmitted,
     PeerConnected,
+    PeerFailed,
     PeerLinkDown,
     SendEnded,
     SendPages,
@@ -48,6 +52,8 @@ class Node:
         self.events = queue.Queue()
         self.engine = TransferEngine(backend, self.region, page, epoch, "127.0.0.1", self.events.put, layout=layout)
         self.epoch = epoch
+        everything = pack_i32(range(1, pages))
+        self.submit(GrantPages(named(0), "P" if epoch == "D" else "D", everything))
 
     def submit(self, *commands):
         for command in commands:
@@ -86,8 +92,8 @@ def kind(request):
 @pytest.fixture
 def pair(make_node, kind):
     writer, receiver = make_node(kind, "P"), make_node(kind, "D")
-    receiver.submit(ConnectPeer("P", 1, b""))
-    assert receiver.next() == PeerConnected("P", 1)
+    receiver.submit(AdmitPeer("P", 1))
+    assert receiver.next() == PeerAdmitted("P", 1)
     writer.submit(ConnectPeer("D", 1, receiver.engine.metadata))
     assert writer.next() == PeerConnected("D", 1)
     return writer, receiver
@@ -193,8 +199,8 @@ def test_a_disconnect_that_crosses_the_end_of_its_link_does_nothing_to_the_next(
     writer, receiver = pair
     receiver.submit(DisconnectPeer("P", 1))
     assert (receiver.next(), writer.next()) == (PeerLinkDown("P", 1), PeerLinkDown("D", 1))
-    receiver.submit(ConnectPeer("P", 2, b""))
-    assert receiver.next() == PeerConnected("P", 2)
+    receiver.submit(AdmitPeer("P", 2))
+    assert receiver.next() == PeerAdmitted("P", 2)
     writer.submit(DisconnectPeer("D", 1), ConnectPeer("D", 2, receiver.engine.metadata))
     assert writer.next() == PeerConnected("D", 2)
     writer.submit(DisconnectPeer("D", 2))
@@ -208,15 +214,15 @@ def test_a_disconnect_ends_a_connect_that_is_under_way_by_its_number(make_node, 
     with contextlib.closing(allocate_region(PAGE * PAGES, shared=kind == "shm")) as region, contextlib.closing(silent):
         writer.submit(ConnectPeer("D", 7, silent.register(region, PAGE)), DisconnectPeer("D", 7))
         events = [writer.next(), writer.next()]
-    assert [(type(event), event.link) for event in events] == [(PeerConnected, 7), (PeerLinkDown, 7)]
+    assert [(type(event), event.link) for event in events] == [(PeerFailed, 7), (PeerLinkDown, 7)]
     assert events[0].error
     for link in (8, 9):  # one that failed by itself leaves nothing behind, and its end is told when it is asked for
         writer.submit(ConnectPeer("D", link, b"garbage"))
         failed = writer.next()
         assert (failed.link, bool(failed.error)) == (link, True)
-        assert writer.engine._links == {}
         writer.submit(DisconnectPeer("D", link))
         assert writer.next() == PeerLinkDown("D", link)
+        assert writer.engine._links == {}
 
 
 def test_a_later_attempt_at_a_broken_room_is_another_hand_over(pair):
@@ -230,6 +236,25 @@ def test_a_later_attempt_at_a_broken_room_is_another_hand_over(pair):
     ended = writer.next()
     assert ended == SendEnded(again, digest(writer, [5, 7]), 2 * PAGE, ended.seconds)
     assert np.array_equal(receiver.pool[[6, 8]], writer.pool[[5, 7]])
+
+
+def test_the_second_direction_of_a_link_opens_beside_its_hand_overs(pair):
+    writer, receiver = pair
+    writer.submit(send(1, [0], [1], last=False))
+    assert writer.next().error
+    # Of the same link: what crossed the end of a hand-over is dropped as before.
+    writer.submit(AdmitPeer("D", 1))
+    assert writer.next() == PeerAdmitted("D", 1)
+    receiver.submit(ConnectPeer("P", 1, writer.engine.metadata))
+    assert receiver.next() == PeerConnected("P", 1)
+    writer.submit(send(1, [3], [3]), send(2, [4], [4]))
+    ended = writer.next()
+    assert (ended.handover.room, ended.error) == (2, None)
+    receiver.submit(send(1, [5], [6], peer="P"))
+    assert receiver.next().error is None
+    assert np.array_equal(writer.pool[6], receiver.pool[5])
+    receiver.submit(DisconnectPeer("P", 1))
+    assert (receiver.next(), writer.next()) == (PeerLinkDown("P", 1), PeerLinkDown("D", 1))
 
 
 def test_cancelling_an_unknown_room_is_answered(pair):
@@ -268,8 +293,8 @@ def test_a_pair_links_again_once_the_receiver_admits_the_writer(pair):
     refused = writer.next()
     assert "register with it again" in refused.error
     assert refused.link == 2
-    receiver.submit(ConnectPeer("P", 2, b""))
-    assert receiver.next() == PeerConnected("P", 2)
+    receiver.submit(AdmitPeer("P", 2))
+    assert receiver.next() == PeerAdmitted("P", 2)
     writer.submit(ConnectPeer("D", 3, receiver.engine.metadata), ConnectPeer("D", 3, b"garbage"))
     assert writer.next() == PeerConnected("D", 3)
     writer.submit(send(1, [1], [1]))

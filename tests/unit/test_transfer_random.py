@@ -16,9 +16,12 @@ from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
+    AdmitPeer,
     CancelSend,
     ConnectPeer,
     DisconnectPeer,
+    GrantPages,
+    PeerAdmitted,
     PeerConnected,
     PeerLinkDown,
     SendEnded,
@@ -52,6 +55,7 @@ class Side:
         self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8).reshape(PAGES, PAGE)
         self.events = queue.Queue()
         self.engine = TransferEngine(kind, self.region, PAGE, epoch, "127.0.0.1", self.events.put)
+        self.engine.submit(GrantPages(named(0), "P", pack_i32(range(1, PAGES))))
 
 
 class Campaign:
@@ -70,8 +74,8 @@ class Campaign:
 
     def connect(self):
         self.link += 1
-        self.d.engine.submit(ConnectPeer("P", self.link, b""))
-        assert self.d.events.get(timeout=LIMIT) == PeerConnected("P", self.link)
+        self.d.engine.submit(AdmitPeer("P", self.link))
+        assert self.d.events.get(timeout=LIMIT) == PeerAdmitted("P", self.link)
         self.p.engine.submit(ConnectPeer("D", self.link, self.d.engine.metadata))
         while (event := self.p.events.get(timeout=LIMIT)) != PeerConnected("D", self.link):
             self.on_event(event)  # the answer to a cancel that crossed the end of its room

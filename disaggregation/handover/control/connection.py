@@ -16,7 +16,8 @@ from typing import NamedTuple
 from ...errors import LinkLost, ProtocolBroken
 from ...wire.reactor import Reactor
 from ...wire.stream import MAX_TURN, Stream
-from .frames import GREETING, LENGTH, greeting, wrong_greeting
+from .frames import GREETING, KEY_BYTES, LENGTH, wrong_greeting
+from .session import Session
 
 FIRST_PIECE = 4096
 LONGEST_PIECE = 1 << 20
@@ -36,8 +37,12 @@ class ControlConnection:
     ``frame_limit``: bytes of a frame from the peer; ``send_limit``: bytes that may wait for the peer to read.
     """
 
-    def __init__(self, sock: socket.socket, reactor: Reactor, frame_limit: int, send_limit: int) -> None:
+    def __init__(
+        self, sock: socket.socket, reactor: Reactor, session: Session, frame_limit: int, send_limit: int
+    ) -> None:
         self.stream = Stream(sock)
+        self.session = session
+        self._waiting: list[bytes] = []
         self.frame_limit = frame_limit
         self.send_limit = send_limit
         self.greeted = False
@@ -47,13 +52,14 @@ class ControlConnection:
         self.unsent = 0
         self._write_broken: LinkLost | None = None
         self._greeting = bytearray(GREETING.size)
+        self._key = bytearray(KEY_BYTES)
         self._prefix = bytearray(LENGTH.size)
         self._pieces: list[bytearray] = []
         self._received = 0
         self._left = 0
         self._frame: bytes | None = None
         self.stream.read([memoryview(self._greeting)], self._on_greeting)
-        self._queue(greeting())
+        self._queue(session.greeting)
         reactor.watch(sock, self, read=True, write=True)
 
     @property
@@ -70,13 +76,14 @@ class ControlConnection:
         except LinkLost as e:
             # The system tells the reason once; where writing was told, reading only sees an end.
             raise self._write_broken or e from None
+        self.flush()
         frame, self._frame = self._frame, None
         return Reading(frame, nbytes)
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Send what the kernel takes and queue the rest; raises ``ProtocolBroken`` for a peer that does not read."""
-        for frame in frames:
-            self._queue(LENGTH.pack(len(frame)), frame)
+        self._waiting += frames
+        self._seal()
         self.flush()
         if self.unsent > self.send_limit:
             raise ProtocolBroken(f"it does not read what it is sent: {self.unsent} bytes wait for it")
@@ -107,6 +114,15 @@ class ControlConnection:
         self.stream.close()
         self._pieces.clear()
 
+    def _seal(self) -> None:
+        """Queue the frames that wait, once it is known how to seal them."""
+        if not self.session.ready:
+            return
+        for frame in self._waiting:
+            sealed = self.session.seal(frame)
+            self._queue(LENGTH.pack(len(sealed)), sealed)
+        self._waiting.clear()
+
     def _queue(self, *views: bytes) -> None:
         if self._write_broken is None:
             self.stream.send(views)
@@ -116,7 +132,12 @@ class ControlConnection:
         problem = wrong_greeting(self._greeting)
         if problem is not None:
             raise ProtocolBroken(problem)
+        self.stream.read([memoryview(self._key)], self._on_key)
+
+    def _on_key(self) -> None:
+        self.session.greeted(bytes(self._greeting + self._key))
         self.greeted = True
+        self._seal()
         self._read_prefix()
 
     def _read_prefix(self) -> None:
@@ -124,8 +145,9 @@ class ControlConnection:
 
     def _on_prefix(self) -> None:
         (length,) = LENGTH.unpack(self._prefix)
-        if not 0 < length <= self.frame_limit:
-            raise ProtocolBroken(f"it announced a frame of {length} bytes: 1 to {self.frame_limit} are taken here")
+        limit = self.frame_limit + self.session.overhead
+        if not 0 < length <= limit:
+            raise ProtocolBroken(f"it announced a frame of {length} bytes: 1 to {limit} are taken here")
         self._left, self._received = length, 0
         self._read_piece()
 
@@ -141,7 +163,8 @@ class ControlConnection:
         if self._left:
             self._read_piece()
             return
-        self._frame = b"".join(self._pieces)
+        self._frame = self.session.open(b"".join(self._pieces))
         self._pieces.clear()
+        self._seal()
         self._read_prefix()
         self.stream.pause()

@@ -1,7 +1,7 @@
 """What crosses a control connection, either way: a greeting, then frames.
 
-    greeting: eight bytes that name the protocol, the version of this framing
-    frame: its length in bytes, then a msgpack list of messages
+    greeting: eight bytes that name the protocol, the version of this framing, a key of this connection (or zeros)
+    frame: its length in bytes, then a msgpack list of messages, sealed where there is a cluster secret (``session.py``)
 
 Numbers are little-endian, 32 bits. What the messages mean has a version of its own, in ``Hello``.
 """
@@ -15,16 +15,18 @@ from typing import NamedTuple
 from ....messages.base import Message
 from ....messages.channel import encode
 
-FRAMING_VERSION = 1
+FRAMING_VERSION = 2
 GREETING = struct.Struct("<8sI")
+KEY_BYTES = 32
+NO_KEY = bytes(KEY_BYTES)
 MAGIC = b"\x89pdserve"
 """Its first byte begins no text, no TLS and no ZMTP."""
 LENGTH = struct.Struct("<I")
 
-TO_PREFILL_BYTES = (1 << 20) + 4096
+SHORT_FRAME_BYTES = (1 << 20) + 4096
 """Of one frame: the page numbers of the longest ``TransferRequest``, and what is around them."""
-TO_DECODE_BYTES = 64 << 20
-"""Of one frame: ``TransferDone`` brings the log-probabilities of a whole prompt."""
+LONG_FRAME_BYTES = 64 << 20
+"""Of one frame from a peer that is asked for KV: ``TransferDone`` brings the log-probabilities of a whole prompt."""
 FRAME_MESSAGES = 1024
 MESSAGES_A_TURN = 2048
 
@@ -51,13 +53,13 @@ def make_frames(messages: Sequence[Message], limit: int) -> Frames:
     return Frames(first.encoded + second.encoded, first.too_long + second.too_long)
 
 
-def greeting(version: int = FRAMING_VERSION) -> bytes:
+def greeting(key: bytes = NO_KEY, version: int = FRAMING_VERSION) -> bytes:
     """What each end says first."""
-    return GREETING.pack(MAGIC, version)
+    return GREETING.pack(MAGIC, version) + key
 
 
 def wrong_greeting(data: bytes | bytearray) -> str | None:
-    """Why nothing more can be said to whoever greets like this, None where it can."""
+    """Why nothing more can be said to whose greeting begins like this, None where it can."""
     magic, version = GREETING.unpack(data)
     if magic != MAGIC:
         return f"it does not speak pdserve's control protocol: it began with {bytes(data)!r}"

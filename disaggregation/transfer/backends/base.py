@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ....messages.base import I32
 from ...errors import BadSpans
 from ..region import KVRegion
 
@@ -83,6 +84,16 @@ class TransferBackend(ABC):
 
     moves_data = True
     """False where nothing is moved, so that a checksum of the destination would mean nothing."""
+
+    checks_grants = False
+    """Whether what a peer writes is held against the pages that it was granted. Where it isn't, a peer that may write
+    at all may write anywhere but page 0."""
+
+    def grant(self, peer: str, pages: I32) -> None:  # noqa: B027
+        """``peer`` may write ``pages`` of our region from now on, and nobody else."""
+
+    def revoke(self, pages: I32) -> None:  # noqa: B027
+        """Nobody may write ``pages`` any more."""
 
     @abstractmethod
     def register(self, region: KVRegion, page_bytes: int) -> bytes:

@@ -14,7 +14,7 @@ class FakeBackend(TransferBackend):
 
     moves_data = False
 
-    def __init__(self, epoch: str, host: str) -> None:
+    def __init__(self, epoch: str, host: str, port: int = 0, advertise_host: str | None = None) -> None:
         self._peers: set[str] = set()
         self._events: list[LinkEvent] = []
         self._woken = threading.Event()

@@ -36,6 +36,11 @@ class Link:
         """``time.monotonic()`` at which the peer's silence means that it is gone; None while it owes us nothing."""
         return self.stalled_at() if self.phase is LinkPhase.OPEN else self.handshake_deadline
 
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is to be read for now."""
+        return False
+
     def stalled_at(self) -> float | None:
         """As ``deadline``, of an open link."""
         return None

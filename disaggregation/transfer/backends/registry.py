@@ -15,8 +15,8 @@ BACKENDS = {
 }
 
 
-MakeBackend = Callable[[str, str], TransferBackend]
-"""Of an instance's epoch and the host where it is reached."""
+MakeBackend = Callable[[str, str, int, str | None], TransferBackend]
+"""Of an instance's epoch, the host and port to listen on, and the host where others reach it if that is another."""
 
 
 def find_backend(name: str) -> MakeBackend:
@@ -28,11 +28,11 @@ def find_backend(name: str) -> MakeBackend:
     return make
 
 
-def make_backend(name: str, epoch: str, host: str) -> TransferBackend:
-    """Backend ``name`` of the instance ``epoch``, reachable at ``host`` where it uses the network.
+def make_backend(name: str, epoch: str, host: str, port: int = 0, advertise_host: str | None = None) -> TransferBackend:
+    """Backend ``name`` of the instance ``epoch``. The places matter where it uses the network; ``port`` 0 is any.
 
     Raises ``UnknownBackend``.
     """
-    backend = find_backend(name)(epoch, host)
+    backend = find_backend(name)(epoch, host, port, advertise_host)
     assert isinstance(backend, TransferBackend)
     return backend

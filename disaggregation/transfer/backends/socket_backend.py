@@ -73,12 +73,16 @@ class SocketBackend(TransferBackend):
         self,
         epoch: str,
         host: str,
+        port: int = 0,
+        advertise_host: str | None = None,
         *,
         handshake_seconds: float = HANDSHAKE_SECONDS,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         self.epoch = epoch
         self.host = host
+        self.port = port
+        self.advertise_host = advertise_host
         self.handshake_seconds = handshake_seconds
         self.stall_seconds = stall_seconds
         self.pool = memoryview(b"")
@@ -126,7 +130,10 @@ class SocketBackend(TransferBackend):
         try:
             sock, offer = self._listen(region)
         except OSError as e:
-            raise RegionError(f"can't listen for KV transfers on {self.host}: {e.strerror}. Check --host.") from e
+            place = f"{self.host}:{self.port}" if self.port else self.host
+            raise RegionError(
+                f"can't listen for KV transfers on {place}: {e.strerror}. Check --host and --disaggregation-data-port."
+            ) from e
         self._listener = Listener(sock, self._reactor, self._refusals)
         return msgspec.msgpack.encode(offer)
 
@@ -225,7 +232,8 @@ class SocketBackend(TransferBackend):
         for link in list(self._links):
             if link.phase is not LinkPhase.CLOSED and link.deadline is not None and link.deadline <= now:
                 seconds = self.stall_seconds if link.phase is LinkPhase.OPEN else self.handshake_seconds
-                self._lost(link, f"the peer does not answer (for {seconds:g} s)")
+                why = "wants to write pages that it was not asked for" if link.paused else "does not answer"
+                self._lost(link, f"the peer {why} (for {seconds:g} s)")
         for peer, record in self._peers.items():
             if record.next_deadline is not None and record.next_deadline <= now:
                 error = f"peer {peer} still has access to this pool from before; its process must let go or end first"
@@ -322,7 +330,10 @@ class SocketBackend(TransferBackend):
         self._links.add(link)
 
     def _rewatch(self, link: Link) -> None:
-        self._reactor.watch(link.stream.sock, link, read=True, write=link.stream.sending)
+        if link.paused:
+            self._reactor.forget(link.stream.sock)
+        else:
+            self._reactor.watch(link.stream.sock, link, read=True, write=link.stream.sending)
 
     def _serve(self, link: Link, readable: bool, writable: bool) -> None:
         """Do a link's I/O; whatever fails ends its pair and nothing else."""

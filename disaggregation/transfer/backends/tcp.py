@@ -5,6 +5,8 @@ After the handshake the writer sends batches and the receiver answers each, in o
     batch: header (number of spans, id, bytes), spans of the receiver's pool (offset, length), then their bytes
     answer: id, whether the spans were inside the pool (their bytes are thrown away otherwise)
 
+Bytes for pages that the writer was not granted are not read; where the grant doesn't come, the link ends.
+
 Bytes go from the pool to the socket and from the socket to the pool with nothing in between. A peer that died
 is noticed by the connection's end; one that is silent in the middle of a batch, by ``stall_seconds``; an idle peer
 whose host vanished, by TCP keep-alive.
@@ -18,15 +20,19 @@ import struct
 import time
 from collections import deque
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from ...errors import BadMetadata, BadSpans, LinkLost
+from ....messages.base import I32
+from ....runtime.web.ports import is_loopback
+from ...errors import BadMetadata, BadSpans, LinkLost, RegionError
 from ...wire import tcp_socket
 from ...wire.listener import BACKLOG
 from ...wire.stream import Stream
 from ..region import KVRegion
 from .base import Spans, WriteHandle, WriteState, check_spans
+from .grants import Grants
 from .handshake import Offer
 from .link import IncomingLink, OutgoingLink
 from .socket_backend import SocketBackend
@@ -43,14 +49,17 @@ MAX_UNREAD_ANSWERS = 4096
 
 
 class TcpBackend(SocketBackend):
-    """See the module; ``host`` is the address to listen on, and to be reached at."""
+    """See the module; ``host`` is the address to listen on, and to be reached at unless ``advertise_host`` is."""
 
     name = "tcp"
+    checks_grants = True
 
     def _listen(self, region: KVRegion) -> tuple[socket.socket, Offer]:
-        family, _, _, _, address = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
+            # Connections of the last life that are still closing don't keep the port.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             set_buffers(sock)  # before connections exist: the window scale is fixed by the handshake
             sock.bind(address)
             sock.listen(BACKLOG)
@@ -58,6 +67,8 @@ class TcpBackend(SocketBackend):
             sock.close()
             raise
         place, port = sock.getsockname()[:2]
+        if self.advertise_host is not None:
+            return sock, self._offer(advertised_address(self.advertise_host, sock), port)
         return sock, self._offer(reachable_address(place), port)
 
     def _dial(self, offer: Offer) -> OutgoingLink:
@@ -81,7 +92,24 @@ class TcpBackend(SocketBackend):
 
     def _accepted(self, sock: socket.socket) -> IncomingLink:
         self._tune(sock)
-        return _TcpReader(Stream(sock), self.pool, self.page_bytes, self.stall_seconds)
+        return _TcpReader(Stream(sock), self.pool, self.page_bytes, self.stall_seconds, self._grants)
+
+    def register(self, region: KVRegion, page_bytes: int) -> bytes:
+        metadata = super().register(region, page_bytes)
+        self._grants = Grants(region.nbytes // page_bytes, page_bytes)
+        return metadata
+
+    def grant(self, peer: str, pages: I32) -> None:
+        self._grants.grant(peer, pages)
+        # Control messages and grants take different ways here: a peer may be quicker than its grant.
+        for link in [k for k in self._links if isinstance(k, _TcpReader) and k.peer == peer and k.paused]:
+            link.granted()
+            self._rewatch(link)
+
+    def revoke(self, pages: I32) -> None:
+        self._grants.revoke(pages)
+        for link in [k for k in self._links if isinstance(k, _TcpReader) and k.writes(pages)]:
+            self._lost(link, "the peer was still writing pages that it may not write any more")
 
     def _tune(self, sock: socket.socket) -> None:
         tcp_socket.tune(sock, self.stall_seconds)
@@ -137,15 +165,25 @@ class _TcpWriter(OutgoingLink):
         self._read_answer()
 
 
+class _Batch(NamedTuple):
+    """Pages that a peer wants to write."""
+
+    spans: Spans
+    number: int
+
+
 class _TcpReader(IncomingLink):
-    def __init__(self, stream: Stream, pool: memoryview, page_bytes: int, stall_seconds: float) -> None:
+    def __init__(self, stream: Stream, pool: memoryview, page_bytes: int, stall_seconds: float, grants: Grants) -> None:
         super().__init__(stream)
         self._pool = pool
         self._page_bytes = page_bytes
         self._stall_seconds = stall_seconds
+        self._grants = grants
         self._header = bytearray(BATCH.size)
         self._in_batch = False
         self._discard = memoryview(b"")
+        self._ungranted: _Batch | None = None
+        self._reading: Spans | None = None
 
     def opened(self) -> None:
         self._read_header()
@@ -153,8 +191,12 @@ class _TcpReader(IncomingLink):
     def stalled_at(self) -> float | None:
         return self.stream.last_progress + self._stall_seconds if self._in_batch else None
 
+    def writes(self, pages: I32) -> bool:
+        """Whether bytes for any of ``pages`` may be under way."""
+        return self._reading is not None and bool(np.isin(self._grants.pages(self._reading), pages).any())
+
     def _read_header(self) -> None:
-        self._in_batch = False
+        self._in_batch, self._reading = False, None
         self.stream.read([memoryview(self._header)], self._on_header)
 
     def _on_header(self) -> None:
@@ -176,6 +218,22 @@ class _TcpReader(IncomingLink):
         except BadSpans:
             self.stream.read(self._to_discard(total), lambda: self._on_payload(number, landed=False))
             return
+        self._ungranted = _Batch(spans, number)
+        self.granted()
+
+    @property
+    def paused(self) -> bool:
+        return self._ungranted is not None
+
+    def granted(self) -> None:
+        """Read the pages that wait for it, if they may be written by now."""
+        if self._ungranted is None:
+            return
+        if not self._grants.covers(self.peer, self._ungranted.spans):
+            self.stream.pause()
+            return
+        (spans, number), self._ungranted = self._ungranted, None
+        self._reading = spans
         views = (self._pool[offset : offset + length] for offset, length in spans.tolist())
         self.stream.read(views, lambda: self._on_payload(number, landed=True))
 
@@ -213,6 +271,25 @@ def reachable_address(bound: str) -> str:
         except OSError:
             return "::1" if address.version == 6 else "127.0.0.1"  # no way out of this host
         return str(sock.getsockname()[0])
+
+
+def advertised_address(name: str, listener: socket.socket) -> str:
+    """The address of ``name``, of the listener's family; looked up here, since who connects must not wait for that.
+
+    Raises ``RegionError`` where it is none, or one of this host alone.
+    """
+    try:
+        found = socket.getaddrinfo(name, None, family=listener.family, type=socket.SOCK_STREAM)
+    except OSError as e:
+        listener.close()
+        raise RegionError(f"--advertise-host {name}: {e.strerror}; give an address, or a name that has one") from e
+    address = str(found[0][4][0])
+    if is_loopback(address) and not is_loopback(str(listener.getsockname()[0])):
+        listener.close()
+        raise RegionError(
+            f"--advertise-host {name} is {address} here, which others don't reach: give the address itself"
+        )
+    return address
 
 
 def set_buffers(sock: socket.socket) -> None:

@@ -1,10 +1,16 @@
-"""A prefill's control port: accepts whoever comes, gives everybody an equal turn, and lets nobody cost much.
+"""An instance's control port: accepts whoever comes, dials whom it is told to, gives every connection an equal turn,
+and lets nobody cost much.
 
     accepted → stranger → (a good Hello: ``keep``) peer → ended
+      dialled → connecting, in the background ─────▶ peer → ended
+
+Who dialled matters no more once both have greeted. Nothing is dialled anew: when a connection breaks, whoever listens
+there next is another one, to be found through the bootstrap server again.
 
 A stranger has ``STRANGER_SECONDS`` and ``STRANGER_BYTES`` for its Hello, and one more than ``MAX_STRANGERS`` ends the
-one that has waited longest. How many peers there are is their keeper's to limit. A peer that is over is reported once,
-by ``take_ended``; a stranger that is over is nobody's concern.
+one that has waited longest. How many peers there are is their keeper's to limit. A peer may send short frames until it
+is told that it may send long ones. One that is over is reported once, by ``take_ended``; a stranger that is over is
+nobody's concern.
 
 Whoever waits for this port waits for ``fileno``: it is readable, level-triggered, while anything is left to do.
 """
@@ -20,7 +26,7 @@ from typing import Any, NamedTuple
 
 from ....messages.base import Message
 from ....messages.decode import Codec
-from ....messages.handover import DecodeToPrefill
+from ....messages.handover import PeerMessage
 from ....runtime.refusal_log import RefusalLog
 from ....runtime.web.ports import listen
 from ...errors import LinkLost, ProtocolBroken
@@ -28,7 +34,8 @@ from ...wire import tcp_socket
 from ...wire.listener import BACKLOG, Listener
 from ...wire.reactor import Reactor
 from .connection import ControlConnection
-from .frames import FRAME_MESSAGES, TO_DECODE_BYTES, TO_PREFILL_BYTES, make_frames
+from .frames import FRAME_MESSAGES, LONG_FRAME_BYTES, SHORT_FRAME_BYTES, make_frames
+from .session import Session
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +45,14 @@ STRANGER_BYTES = 16 << 10
 """Of one frame: three times the longest Hello."""
 STRANGER_UNREAD_BYTES = 64 << 10
 """Refusals that a stranger may leave unread."""
-UNREAD_BYTES = 2 * TO_DECODE_BYTES
+UNREAD_BYTES = 2 * LONG_FRAME_BYTES
 """That may wait for one peer to read."""
 UNREAD_BYTES_IN_ALL = 4 * UNREAD_BYTES
 """Beyond it, the peer that has read nothing for the longest time is ended."""
 SILENCE_SECONDS = 10.0
 """That sent bytes may stay unacknowledged."""
+DIAL_SECONDS = 5.0
+"""Until the greeting of who was dialled has come."""
 SERVE_BYTES = 64 << 10
 """Read from one connection before the others have their turn."""
 SERVE_COST = 4096
@@ -63,23 +72,51 @@ class Ended(NamedTuple):
 
 
 class _Accepted(ControlConnection):
-    """A connection that somebody made. ``deadline`` is for strangers."""
+    """A connection that somebody made. ``deadline`` is for strangers. ``sends``: bytes of a frame that it takes."""
 
-    def __init__(self, sock: socket.socket, reactor: Reactor, identity: int) -> None:
-        super().__init__(sock, reactor, STRANGER_BYTES, STRANGER_UNREAD_BYTES)
+    def __init__(self, sock: socket.socket, reactor: Reactor, session: Session, identity: int) -> None:
+        super().__init__(sock, reactor, session, STRANGER_BYTES, STRANGER_UNREAD_BYTES)
         self.identity = identity
         self.deadline = time.monotonic() + STRANGER_SECONDS
+        self.sends = SHORT_FRAME_BYTES
+
+    def why(self, end: LinkLost) -> str:
+        """``end``, in words for whoever waits for this connection."""
+        return str(end)
 
 
-class ControlServer:
-    """See the module. Raises ``OSError`` where nobody can listen on ``host``."""
+class _Dialled(_Accepted):
+    """One that this instance made: a peer's from the beginning. ``deadline``: until the other's greeting has come."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, sock: socket.socket, reactor: Reactor, session: Session, identity: int, place: str) -> None:
+        super().__init__(sock, reactor, session, identity)
+        self.frame_limit, self.send_limit = SHORT_FRAME_BYTES, UNREAD_BYTES
+        self.deadline = time.monotonic() + DIAL_SECONDS
+        self._place = place
+
+    def why(self, end: LinkLost) -> str:
+        if not self.greeted:
+            return f"its control port at {self._place} can't be used: {end}"
+        if isinstance(end, ProtocolBroken):
+            return f"the instance at {self._place} broke the protocol: {end}"
+        if self.session.unanswered:
+            return f"it hung up at {self._place} before it said anything: has it another --cluster-secret-file?"
+        return "it closed the connection or died"
+
+
+class ControlPort:
+    """See the module. Raises ``OSError`` where nobody can listen on ``host``.
+
+    ``port`` 0 takes a free one. ``keys``: of the cluster secret (``session.py``).
+    """
+
+    def __init__(self, host: str, port: int = 0, keys: Sequence[bytes] = ()) -> None:
+        self._keys = list(keys)
         self.refusals = RefusalLog(log, "at the control port")
         self._reactor = Reactor()
-        self._listener = Listener(listen(host, 0, BACKLOG), self._reactor, self.refusals)
+        self._listener = Listener(listen(host, port, BACKLOG), self._reactor, self.refusals)
         self.port = int(self._listener.sock.getsockname()[1])
-        self._codec: Codec[Any] = Codec(DecodeToPrefill, TO_PREFILL_BYTES, FRAME_MESSAGES)
+        self._codec: Codec[Any] = Codec(PeerMessage, LONG_FRAME_BYTES, FRAME_MESSAGES)
         self._strangers: dict[int, _Accepted] = {}
         self._peers: dict[int, _Accepted] = {}
         self._ready: deque[tuple[_Accepted | Listener, bool, bool]] = deque()
@@ -91,6 +128,26 @@ class ControlServer:
     def fileno(self) -> int:
         """Readable while there is something to do."""
         return self._reactor.fileno()
+
+    def dial(self, address: str, port: int) -> int:
+        """Begin to connect; returns the connection's identity. What is sent meanwhile waits.
+
+        ``address`` is an IP address: looking up a name could wait. Raises ``ValueError`` for anything else, and
+        ``OSError`` for what fails at once.
+        """
+        sock = socket.socket(tcp_socket.address_family(address), socket.SOCK_STREAM)
+        self._last_identity += 1
+        try:
+            tcp_socket.tune(sock, SILENCE_SECONDS)
+            tcp_socket.start_connecting(sock, address, port)
+            place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+            session = Session(self._keys, dialled=True)
+            connection = _Dialled(sock, self._reactor, session, self._last_identity, place)
+        except OSError:
+            sock.close()
+            raise
+        self._peers[connection.identity] = connection
+        return connection.identity
 
     def recv(self) -> tuple[int, list[Any]] | None:
         """The next frame and who sent it; None when there is none or this turn has read its share.
@@ -114,9 +171,11 @@ class ControlServer:
 
     def send(self, identity: int, messages: Sequence[Message]) -> list[Message]:
         """To one connection; dropped where that is over. Returns what is too long to be sent."""
-        frames, too_long = make_frames(messages, TO_DECODE_BYTES)
         connection = self._peers.get(identity) or self._strangers.get(identity)
-        if connection is not None and frames:
+        if connection is None:
+            return []
+        frames, too_long = make_frames(messages, connection.sends)
+        if frames:
             try:
                 connection.send(frames)
             except LinkLost as e:
@@ -129,10 +188,20 @@ class ControlServer:
         """A stranger is a peer from now on: no deadline any more, and longer frames."""
         connection = self._strangers.pop(identity, None)
         if connection is not None:
-            connection.frame_limit, connection.send_limit = TO_PREFILL_BYTES, UNREAD_BYTES
+            connection.frame_limit, connection.send_limit = SHORT_FRAME_BYTES, UNREAD_BYTES
             self._peers[identity] = connection
         elif identity not in self._peers:
             self._ended.append(Ended(identity, "its connection ended before"))
+
+    def take_long_frames(self, identity: int) -> None:
+        """A peer may send frames of ``LONG_FRAME_BYTES`` from now on: it is asked for what may need them."""
+        if identity in self._peers:
+            self._peers[identity].frame_limit = LONG_FRAME_BYTES
+
+    def send_long_frames(self, identity: int) -> None:
+        """A peer takes such frames from now on."""
+        if identity in self._peers:
+            self._peers[identity].sends = LONG_FRAME_BYTES
 
     def drop(self, identity: int) -> None:
         """End a connection; what was sent to it still leaves. ``take_ended`` says nothing of it."""
@@ -165,6 +234,9 @@ class ControlServer:
             if oldest.deadline > now:
                 break
             self._end(oldest, ProtocolBroken(f"no good Hello came from it within {STRANGER_SECONDS:g} s"))
+        for connection in list(self._peers.values()):
+            if isinstance(connection, _Dialled) and not connection.greeted and connection.deadline < now:
+                self._end(connection, LinkLost(f"it does not answer (for {DIAL_SECONDS:g} s)"))
         self._again = AGAIN_A_ROUND
         ready = self._reactor.wait(0)
         # Those that are here before those that come: a newcomer may push out a stranger whose Hello waits to be read.
@@ -199,7 +271,8 @@ class ControlServer:
             self._last_identity += 1
             try:
                 tcp_socket.tune(sock, SILENCE_SECONDS)
-                connection = _Accepted(sock, self._reactor, self._last_identity)
+                session = Session(self._keys, dialled=False)
+                connection = _Accepted(sock, self._reactor, session, self._last_identity)
             except OSError as e:  # it may have been reset already, and refuse to be set up
                 self.refusals.add(f"refused a connection: {e}")
                 sock.close()
@@ -215,7 +288,7 @@ class ControlServer:
 
     def _end(self, connection: _Accepted, why: LinkLost) -> None:
         if connection.identity in self._peers:
-            self._ended.append(Ended(connection.identity, str(why)))
+            self._ended.append(Ended(connection.identity, connection.why(why)))
         if isinstance(why, ProtocolBroken):
             self.refusals.add(f"ended the connection from {_whence(connection.stream.sock)}: {why}")
         self._close(connection)

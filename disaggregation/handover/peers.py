@@ -1,0 +1,434 @@
+"""All instances that this one exchanges KV with: found or let in, greeted, kept alive, and noticed when they die.
+
+Death shows in three ways, whichever is first: the control connection ends, the worker loses the data link, or the peer
+is silent for ``heartbeat_timeout``. There is one peer for an instance, by whichever address it was found and whoever of
+the two dialled; our worker hears of the next one only after the link of the last is down. Links are numbered, so that
+late news of one isn't taken for the next's.
+
+Two instances may dial each other at once. The connection that the smaller epoch made stands: its maker ignores the
+other's Hello unless its own connection fails, and the other moves to it.
+
+Anybody can send to the control port. A connection that says no good Hello costs nothing here and soon ends; one that
+does is kept only as long as it beats, and there are ``MAX_PEERS`` at most. Who dials proves its epoch by the metadata
+of its transfer backend, which hold a secret that it tells those only whom it dials or invites: a Hello replaces a peer,
+and a peer that dialled is asked for KV, only where these are the same, or have the digest that the registration says.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from ...messages.base import REASON_CHARS
+from ...messages.decode import UndeclaredMessage, shown
+from ...messages.handover import (
+    Abort,
+    Heartbeat,
+    Hello,
+    Invite,
+    Refused,
+    RoomQueued,
+    TransferDone,
+    TransferFailed,
+    TransferRequest,
+    Welcome,
+)
+from ...messages.worker import (
+    AdmitPeer,
+    ConnectPeer,
+    DisconnectPeer,
+    PeerAdmitted,
+    PeerCommand,
+    PeerConnected,
+    PeerEvent,
+    PeerFailed,
+    PeerLinkDown,
+)
+from ..bootstrap.finder import REACH_SECONDS
+from ..bootstrap.registration import Reached
+from .control.frames import LONG_FRAME_BYTES, MESSAGES_A_TURN
+from .control.port import ControlPort
+from .greeting import Greeting, digest
+from .peer import Peer, PeerState, Reading, Spare, Writing
+
+log = logging.getLogger(__name__)
+
+MAX_PEERS = 256
+"""That are connected, whoever dialled."""
+WORKER_SECONDS = 30.0
+"""For the worker to be ready for a peer; its own limits are shorter."""
+
+
+class PeerOwner(Protocol):
+    """Who has hand-overs with peers."""
+
+    def on_message(self, peer: Peer, message: Any, now: float) -> None:
+        """A message of a hand-over, from who may send it."""
+
+    def on_gone(self, peer: Peer) -> None:
+        """The peer is over; it may still write here."""
+
+    def on_down(self, peer: Peer) -> None:
+        """A peer that was gone before can't write here any more."""
+
+
+class Peers:
+    """Owner of the control port's connections, and of the peers behind them.
+
+    ``find`` asks the bootstrap server at a host and port, without blocking; ``on_found`` takes the answer.
+    """
+
+    def __init__(
+        self,
+        greeting: Greeting,
+        heartbeat: tuple[float, float],
+        port: ControlPort,
+        find: Callable[[str, int], None],
+        to_worker: Callable[[PeerCommand], None],
+        owner: PeerOwner,
+    ) -> None:
+        self._greeting = greeting
+        self._epoch = greeting.epoch
+        self._interval, self._timeout = heartbeat
+        self._port = port
+        self._find = find
+        self._to_worker = to_worker
+        self._owner = owner
+        self._by_address: dict[tuple[str, int], Peer] = {}
+        self._by_connection: dict[int, Peer] = {}
+        self._closing: list[Peer] = []
+        self._numbers = itertools.count(1)
+        self._beat_at = 0.0
+        self._refusals = port.refusals
+
+    def peer_at(self, host: str, port: int, now: float) -> Peer:
+        """The instance behind this bootstrap address, whose KV is wanted; a new peer where none is known."""
+        peer = self._by_address.get((host, port))
+        if peer is None:
+            peer = Peer(PeerState.FINDING, host=host, port=port)
+            self._by_address[(host, port)] = peer
+            self._find(host, port)
+        self._want(peer, now)
+        return peer
+
+    def on_found(self, host: str, port: int, answer: Reached | str, now: float) -> None:
+        """The bootstrap server's answer: a registration, or why there is none."""
+        peer = self._by_address.get((host, port))
+        if peer is None or peer.state is not PeerState.FINDING:
+            return
+        if isinstance(answer, str):
+            self._gone(peer, f"the bootstrap server {host}:{port} gave no registration: {answer}")
+            return
+        epoch = answer.registration.epoch
+        if epoch == self._epoch:
+            self._gone(peer, f"the bootstrap server {host}:{port} is this instance's own", 400)
+            return
+        known = self._known(epoch)
+        if known is not None and known.pool != answer.registration.pool:
+            self._gone(known, "it said Hello in the name of an instance that it is not")
+            known = None
+        if known is not None:
+            peer.same_as = self._by_address[(host, port)] = known
+            self._want(known, now)
+            return
+        peer.epoch, peer.pool = epoch, answer.registration.pool
+        self._dial(peer, answer, now)
+
+    def poll(self, now: float) -> None:
+        """Read a turn's worth, beat, drop who is silent."""
+        self._read(now)
+        self._settle(now)
+        for peer in list(self._by_connection.values()):
+            if now - peer.heard_at > self._timeout:
+                self._gone(peer, f"it was silent for {now - peer.heard_at:.1f} s")
+            else:
+                self._advance(peer, now)
+        if now - self._beat_at >= self._interval:
+            self._beat_at = now
+            # Also to those that wait for their Welcome: connecting workers may take longer than a heartbeat.
+            for peer in self._by_connection.values():
+                peer.send(Heartbeat(peer.epoch))
+
+    def flush(self) -> None:
+        """Send what the turn has queued."""
+        for peer in self._by_connection.values():
+            self._flush(peer)
+
+    def on_event(self, event: PeerEvent, now: float) -> None:
+        """News of a link, from the worker."""
+        if isinstance(event, PeerLinkDown):
+            self._on_link_down(event)
+            return
+        for peer in [p for p in self._by_connection.values() if p.number == event.link]:
+            if isinstance(event, PeerFailed):
+                peer.send(Refused(peer.epoch, shown(event.error, REASON_CHARS)))
+                self._gone(peer, f"the workers can't reach each other: {event.error}")
+            elif isinstance(event, PeerAdmitted) and peer.reading is Reading.ADMITTING:
+                peer.reading = Reading.ADMITTED
+                self._advance(peer, now)
+            elif isinstance(event, PeerConnected) and peer.writing is Writing.CONNECTING:
+                peer.writing = Writing.READY
+                self._welcome(peer)
+                log.info("KV can be sent to instance %s", shown(peer.epoch))
+
+    def info(self) -> list[dict[str, Any]]:
+        """For /server_info."""
+        return [peer.info() for peer in [*self._all(), *self._closing]]
+
+    @property
+    def refused(self) -> int:
+        """Frames, messages and Hellos that were refused since the start."""
+        return self._refusals.total
+
+    @property
+    def connected(self) -> int:
+        """Instances that KV can be had from, or given to, now."""
+        return sum(peer.readable or peer.writable for peer in self._by_connection.values())
+
+    @property
+    def active(self) -> bool:
+        """Whether any peer needs heartbeats."""
+        return bool(self._by_connection or self._by_address)
+
+    # --- the way to an open peer ---
+
+    def _dial(self, peer: Peer, reached: Reached, now: float) -> None:
+        peer.state, peer.heard_at, peer.number = PeerState.GREETING, now, next(self._numbers)
+        try:
+            identity = self._port.dial(reached.address, reached.registration.control_port)
+        except (OSError, ValueError) as e:
+            self._gone(peer, f"its control port can't be connected to: {e}")
+            return
+        self._join(peer, identity, dialling=True)
+
+    def _join(self, peer: Peer, identity: int, *, dialling: bool) -> None:
+        """``peer`` talks by this connection from now on."""
+        peer.connection = identity
+        self._by_connection[identity] = peer
+        peer.unsent = [self._greeting.hello(peer.epoch, peer.number, dialling=dialling)]
+
+    def _settle(self, now: float) -> None:
+        """Peers whose connections have ended are over, unless they have made another one meanwhile."""
+        for identity, reason in self._port.take_ended():
+            peer = self._by_connection.get(identity)
+            if peer is None:
+                continue
+            if peer.state is PeerState.GREETING and peer.spare is not None:
+                del self._by_connection[identity]
+                self._accept(peer, peer.spare.connection, peer.spare.hello, now)
+            else:
+                self._gone(peer, reason)
+
+    def _greet(self, identity: int, hello: Hello, now: float) -> None:
+        self._settle(now)
+        own = self._by_connection.get(identity)
+        problem = self._greeting.problem(hello)
+        if own is not None:
+            self._answered(own, hello, problem, now)
+            return
+        problem = problem or self._intrusion(hello)
+        if problem is not None:
+            self._refusals.add(f"refused instance {hello.sender}: {problem}")
+            self._port.send(identity, [Refused(hello.sender, shown(problem, REASON_CHARS))])
+            return
+        peer = self._known(hello.sender)
+        if peer is not None and peer.state is PeerState.GREETING:
+            if self._epoch < hello.sender:
+                # Both have dialled, and ours stands, if it comes to that: the other will hang this one up.
+                peer.spare = Spare(identity, hello)
+                return
+            assert peer.connection is not None
+            del self._by_connection[peer.connection]
+            self._port.drop(peer.connection)
+        elif peer is not None:
+            assert peer.hello is not None
+            if hello.link <= peer.hello.link:  # a try of before, which it has left
+                self._port.drop(identity)
+                return
+            self._gone(peer, "it connected anew")
+            peer = None
+        if peer is None:
+            pool = digest(hello.metadata)
+            peer = Peer(PeerState.GREETING, number=next(self._numbers), epoch=hello.sender, pool=pool)
+        self._accept(peer, identity, hello, now)
+
+    def _accept(self, peer: Peer, identity: int, hello: Hello, now: float) -> None:
+        """``peer`` talks by a connection that it has made."""
+        self._port.keep(identity)
+        self._join(peer, identity, dialling=False)
+        self._open(peer, hello, now)
+
+    def _answered(self, peer: Peer, hello: Hello, problem: str | None, now: float) -> None:
+        """A Hello by a connection that has a peer."""
+        if peer.state is PeerState.OPEN:
+            self._gone(peer, "it said Hello twice by one connection")
+        elif problem is None and hello.sender != peer.epoch:
+            self._gone(peer, "another instance answers at its control port")
+        elif problem is not None:
+            self._gone(peer, f"this instance can't exchange KV with it: {problem}", 409)
+        else:
+            self._open(peer, hello, now)
+
+    def _open(self, peer: Peer, hello: Hello, now: float) -> None:
+        peer.state, peer.hello, peer.heard_at, peer.spare = PeerState.OPEN, hello, now, None
+        peer.wanted_at = now
+        self._advance(peer, now)
+
+    def _intrusion(self, hello: Hello) -> str | None:
+        """Why this Hello may not take a place among the peers, None where it may."""
+        peer = self._known(hello.sender)
+        if peer is not None:
+            known = hmac.compare_digest(peer.pool, digest(hello.metadata))
+            return None if known else "an instance of this epoch is connected, with another data port"
+        if len(self._by_connection) >= MAX_PEERS:
+            return f"{MAX_PEERS} instances are connected, which is the most; use another one"
+        return None
+
+    # --- the directions of KV ---
+
+    def _want(self, peer: Peer, now: float) -> None:
+        if peer.reading is Reading.CLOSED:
+            peer.reading, peer.wanted_at = Reading.WANTED, now
+
+    def _advance(self, peer: Peer, now: float) -> None:
+        """Open what is wanted, as far as it goes now."""
+        if peer.state is not PeerState.OPEN:
+            return
+        if any(other.epoch == peer.epoch for other in self._closing):
+            if peer.reading is Reading.WANTED and now - peer.wanted_at > REACH_SECONDS:
+                self._gone(peer, "the last link to it is not down: it still holds this instance's KV memory")
+            return
+        if peer.reading is Reading.WANTED:
+            # The worker lets a peer that it has lost before write here again only when told so, before that peer tries.
+            peer.reading = Reading.ADMITTING
+            self._tell(peer, AdmitPeer(peer.epoch, peer.number), now)
+        if peer.reading is Reading.ADMITTED:
+            assert peer.connection is not None
+            peer.reading, peer.told_at = Reading.INVITED, now
+            self._port.take_long_frames(peer.connection)
+            peer.send(Invite(peer.epoch, self._greeting.worker.backend_metadata))
+        if peer.writing is Writing.WANTED:
+            peer.writing = Writing.CONNECTING
+            self._tell(peer, ConnectPeer(peer.epoch, peer.number, peer.invitation), now)
+        waiting = peer.reading in (Reading.ADMITTING, Reading.INVITED) or peer.writing is Writing.CONNECTING
+        if waiting and now - peer.told_at > WORKER_SECONDS:
+            self._gone(peer, f"the workers did not open a link within {WORKER_SECONDS:.0f} s")
+
+    def _tell(self, peer: Peer, command: AdmitPeer | ConnectPeer, now: float) -> None:
+        peer.told_at, peer.down = now, False
+        self._to_worker(command)
+
+    # --- what peers say ---
+
+    def _read(self, now: float) -> None:
+        left = MESSAGES_A_TURN
+        while left > 0:
+            try:
+                frame = self._port.recv()
+            except UndeclaredMessage as e:
+                self._refusals.add(str(e))
+                left -= 1
+                continue
+            if frame is None:
+                return
+            left -= max(1, len(frame[1]))
+            for message in frame[1]:
+                self._take(frame[0], message, now)
+
+    def _take(self, identity: int, message: Any, now: float) -> None:
+        peer = self._by_connection.get(identity)
+        if peer is not None:
+            peer.heard_at = now
+        if isinstance(message, Hello):
+            self._greet(identity, message, now)
+        elif message.epoch != self._epoch:
+            self._refusals.add(f"dropped {type(message).__name__} for epoch {message.epoch}, which is not this one's")
+        elif isinstance(message, Heartbeat):
+            return
+        elif peer is None:
+            self._refusals.add(f"dropped {type(message).__name__} of an instance that is not connected")
+        elif isinstance(message, Refused):
+            self._gone(peer, f"it refused this instance: {shown(message.reason)}", 409)
+        elif peer.state is PeerState.OPEN and isinstance(message, Invite | Welcome):
+            self._on_direction(peer, message, now)
+        elif peer.state is PeerState.OPEN and self._may(peer, message):
+            self._owner.on_message(peer, message, now)
+        else:
+            self._refusals.add(f"dropped {type(message).__name__} of instance {peer.epoch}, which may not send it now")
+
+    def _on_direction(self, peer: Peer, message: Invite | Welcome, now: float) -> None:
+        if isinstance(message, Invite) and peer.writing is Writing.CLOSED:
+            peer.writing, peer.invitation = Writing.WANTED, message.metadata
+            self._advance(peer, now)
+        elif isinstance(message, Invite) and peer.writing is Writing.READY:
+            self._welcome(peer)
+        elif isinstance(message, Welcome) and peer.reading is Reading.INVITED:
+            peer.reading = Reading.READY
+            log.info("KV can be had from instance %s", shown(peer.epoch))
+
+    def _welcome(self, peer: Peer) -> None:
+        assert peer.connection is not None
+        self._port.send_long_frames(peer.connection)
+        peer.send(Welcome(peer.epoch))
+
+    def _may(self, peer: Peer, message: Any) -> bool:
+        """Whether ``message``, of a hand-over, is the peer's to send: the receiver's epoch names the hand-over."""
+        if not hasattr(message, "handover"):
+            return False
+        if isinstance(message, RoomQueued | TransferRequest | Abort):
+            return peer.writable and bool(message.handover.epoch == peer.epoch)
+        return peer.readable and bool(message.handover.epoch == self._epoch)
+
+    # --- the end ---
+
+    def _on_link_down(self, event: PeerLinkDown) -> None:
+        """The worker says that a peer can't write here any more, on our wish or by itself."""
+        for peer in [p for p in self._by_connection.values() if p.number == event.link]:
+            peer.down = True
+            self._gone(peer, "its worker closed the data link or died")
+        for peer in [p for p in self._closing if p.number == event.link]:
+            peer.down = True
+            self._closing.remove(peer)
+            self._owner.on_down(peer)
+
+    def _gone(self, peer: Peer, reason: str, status: int = 503) -> None:
+        if peer.gone:
+            return
+        whence = f" ({peer.host}:{peer.port})" if peer.host else ""
+        text = f"instance {peer.epoch or 'unknown'}{whence} is gone: {reason}"
+        if peer.host or peer.readable or peer.writable:
+            log.warning("%s", shown(text, REASON_CHARS))
+        else:
+            self._refusals.add(text)
+        peer.state, peer.status, peer.reason = PeerState.GONE, status, reason
+        for address in [address for address, other in self._by_address.items() if other is peer]:
+            del self._by_address[address]
+        if peer.connection is not None:
+            self._flush(peer)
+            self._by_connection.pop(peer.connection, None)
+            self._port.drop(peer.connection)
+        if not peer.down:
+            self._closing.append(peer)
+            self._to_worker(DisconnectPeer(peer.epoch, peer.number))
+        self._owner.on_gone(peer)
+
+    def _flush(self, peer: Peer) -> None:
+        if not peer.unsent or peer.connection is None:
+            return
+        unsent, peer.unsent = peer.unsent, []
+        too_long = self._port.send(peer.connection, unsent)
+        self._port.send(peer.connection, [_instead(m, peer) for m in too_long if isinstance(m, TransferDone)])
+
+    def _known(self, epoch: str) -> Peer | None:
+        return next((peer for peer in self._by_connection.values() if peer.epoch == epoch), None)
+
+    def _all(self) -> Iterable[Peer]:
+        return dict.fromkeys([*self._by_address.values(), *self._by_connection.values()])
+
+
+def _instead(done: TransferDone, peer: Peer) -> TransferFailed:
+    reason = f"the prompt's logprobs are longer than {LONG_FRAME_BYTES >> 20} MiB; ask for fewer top_logprobs"
+    return TransferFailed(peer.epoch, done.handover, 400, reason)

@@ -1,0 +1,102 @@
+"""What the processes of a cluster know each other by: a secret in a file, and the keys that are made of it.
+
+The file has one secret a line, two at most. The first is used, either is accepted: so that one can take the place of
+another without stopping anything, it is added behind the old one everywhere, then put first everywhere, and then the
+old one is taken out.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+MIN_CHARS = 32
+MOST_SECRETS = 2
+FRESH_SECONDS = 120.0
+"""How far the clocks of router and instance may be apart, the way of a request included."""
+MAX_REMEMBERED = 1 << 18
+
+
+class ClusterSecretError(ValueError):
+    """A file that can't be used; the message says what to write instead."""
+
+
+class ClusterSecret:
+    """The secrets of a cluster, the one in use first. Prints as nothing that would tell them."""
+
+    def __init__(self, secrets: Sequence[bytes]) -> None:
+        self._secrets = tuple(secrets)
+
+    @classmethod
+    def read(cls, path: str | None) -> ClusterSecret | None:
+        """From a file, None without one; raises ``ClusterSecretError``."""
+        if path is None:
+            return None
+        flag = f"--cluster-secret-file {path}"
+        try:
+            lines = [line.strip() for line in Path(path).expanduser().read_bytes().splitlines()]
+        except OSError as e:
+            raise ClusterSecretError(f"{flag}: {e.strerror}") from None
+        secrets = [line for line in lines if line and not line.startswith(b"#")]
+        if not 1 <= len(secrets) <= MOST_SECRETS:
+            raise ClusterSecretError(f"{flag} has {len(secrets)} secrets: write one a line, two while you change it")
+        if any(len(secret) < MIN_CHARS for secret in secrets):
+            advice = f"""make one with: python -c 'import secrets; print(secrets.token_urlsafe({MIN_CHARS}))'"""
+            raise ClusterSecretError(f"{flag}: a secret has at least {MIN_CHARS} characters; {advice}")
+        return cls(secrets)
+
+    def keys(self, purpose: str) -> list[bytes]:
+        """A key of 32 bytes for each secret. What one of them is used for tells nothing of another."""
+        return [hmac.digest(secret, b"pdserve " + purpose.encode(), "sha256") for secret in self._secrets]
+
+
+class BootstrapSignature:
+    """What a router adds to the bootstrap fields of a request, and an instance checks, each time once.
+
+    Whose fields they are matters because an instance goes where they say (``docs/security.md``).
+    """
+
+    def __init__(self, secret: ClusterSecret) -> None:
+        self._keys = secret.keys("bootstrap fields")
+        self._seen: OrderedDict[str, float] = OrderedDict()
+
+    def sign(self, host: Any, port: Any, room: Any, now: float) -> str:
+        """For these fields, at Unix time ``now``."""
+        return _signature(self._keys[0], f"{now:.0f}", host, port, room)
+
+    def problem(self, signature: str, host: Any, port: Any, room: Any, now: float) -> str | None:
+        """Why ``signature`` doesn't vouch for these fields, None where it does; a second time it never does."""
+        time = signature.partition(".")[0]
+        if not any(hmac.compare_digest(signature, _signature(key, time, host, port, room)) for key in self._keys):
+            return "the signature is not that of a router with this cluster's secret"
+        if not abs(now - float(time)) <= FRESH_SECONDS:
+            return f"the signature is {now - float(time):.0f} s old: are the clocks of router and instance right?"
+        while self._seen and (len(self._seen) >= MAX_REMEMBERED or next(iter(self._seen.values())) < now):
+            self._seen.popitem(last=False)
+        if signature in self._seen:
+            return "the signature was used before"
+        self._seen[signature] = now + 2 * FRESH_SECONDS
+        return None
+
+
+def allowed_addresses(text: str | None) -> set[tuple[str, int]]:
+    """Those that ``--allow-bootstrap`` names; raises ``ValueError`` for what is no HOST:PORT."""
+    addresses = set()
+    for item in filter(None, (part.strip() for part in (text or "").split(","))):
+        host, separator, port = item.rpartition(":")
+        is_port = port.isascii() and port.isdecimal() and 1 <= int(port) <= 65535
+        if not (separator and host and is_port) or len(host.split()) > 1:
+            raise ValueError(f"--allow-bootstrap {item}: give HOST:PORT, several with commas in between")
+        addresses.add((host.strip("[]").lower(), int(port)))
+    return addresses
+
+
+def _signature(key: bytes, time: str, host: Any, port: Any, room: Any) -> str:
+    said = orjson.dumps([time, host, port, room])
+    return f"{time}.{hmac.new(key, said, sha256).hexdigest()}"

@@ -1,0 +1,68 @@
+"""Whether an instance goes where a request's bootstrap fields say.
+
+| address | cluster secret | signed by a router, or on --allow-bootstrap | |
+|---|---|---|---|
+| loopback | no | – | followed |
+| other | no | no | refused |
+| any | either | on --allow-bootstrap | followed |
+| any | yes | signed | followed |
+| any | yes | no | refused |
+
+``--insecure-cluster`` without a secret follows any.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ...runtime.cluster_secret import BootstrapSignature, ClusterSecret, allowed_addresses
+from ...runtime.options import ServerOptions
+from ...runtime.web.ports import means_this_host
+from .request_fields import RequestFields
+
+
+class BootstrapGate:
+    """Of one instance."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        secret = ClusterSecret.read(options.cluster_secret_file)
+        self._signature = BootstrapSignature(secret) if secret is not None else None
+        self._follows_all = options.insecure_cluster and secret is None
+        self._allowed = allowed_addresses(options.allow_bootstrap)
+        self.default_port = options.disaggregation_bootstrap_port
+
+    def refusal(self, fields: RequestFields) -> str:
+        """Why the addresses of ``fields`` are not to be followed, "" where they are."""
+        addresses = self._addresses(fields)
+        if self._follows_all or addresses <= self._allowed:
+            return ""
+        if self._signature is None:
+            if all(means_this_host(host) for host, _ in addresses - self._allowed):
+                return ""
+            return (
+                "without a cluster secret only loopback addresses are followed; start router and instances with "
+                "--cluster-secret-file, or this instance with --allow-bootstrap HOST:PORT"
+            )
+        if fields.bootstrap_signature is None:
+            return (
+                "only a router with this cluster's secret may name a bootstrap address here; "
+                "for another router, start this instance with --allow-bootstrap HOST:PORT"
+            )
+        return (
+            self._signature.problem(
+                fields.bootstrap_signature,
+                fields.bootstrap_host,
+                fields.bootstrap_port,
+                fields.bootstrap_room,
+                time.time(),
+            )
+            or ""
+        )
+
+    def _addresses(self, fields: RequestFields) -> set[tuple[str, int]]:
+        hosts, ports = fields.bootstrap_host, fields.bootstrap_port
+        size = max(len(value) if isinstance(value, list) else 1 for value in (hosts, ports))
+        all_hosts = hosts if isinstance(hosts, list) else [hosts] * size
+        all_ports = ports if isinstance(ports, list) else [ports] * size
+        pairs = zip(all_hosts, all_ports, strict=False)  # of unlike lengths they are refused elsewhere
+        return {(str(host).lower(), port or self.default_port) for host, port in pairs}

@@ -1,0 +1,144 @@
+"""Who may take part: a cluster secret on a running pair, and instances that hand over in both directions."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.processes import ONE_THREAD, Launched, free_ports, launched, pd_pair, wait_until
+
+from pdserve.runtime.cluster_secret import BootstrapSignature, ClusterSecret
+
+PROMPT = [50, 900, 77, 4000, *range(100, 160)]
+SAMPLING = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0}
+
+
+def asked(server: Launched, **fields):
+    return server.post("/generate", {"input_ids": PROMPT, "sampling_params": SAMPLING, **fields})
+
+
+def legs(prefill: Launched, decode: Launched, **fields):
+    """Both answers of a request that names its hand-over itself."""
+    with ThreadPoolExecutor(2) as pool:
+        return [future.result() for future in [pool.submit(asked, server, **fields) for server in (prefill, decode)]]
+
+
+def named(room: int, port: int, host: str = "127.0.0.1") -> dict:
+    return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
+
+
+def peers_of(server: Launched) -> list[dict]:
+    return server.info()["disaggregation"]["peers"]
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("secrets")
+    (folder / "ours").write_text("o" * 40 + "\n")
+    (folder / "both").write_text("n" * 40 + "\n" + "o" * 40 + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, secrets):
+    """The decode is about to change the secret: it uses another first."""
+    ours, both = (["--cluster-secret-file", str(secrets / name)] for name in ("ours", "both"))
+    tmp = tmp_path_factory.mktemp("pair")
+    with pd_pair(tmp, "tcp", router_args=ours, prefill_args=both, decode_args=ours) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def expected(pair):
+    answer = asked(pair.prefill)
+    assert answer.status_code == 200
+    return answer.json()["output_ids"]
+
+
+def test_a_pair_with_a_secret_serves_through_its_router(pair, expected):
+    answer = asked(pair.router)
+    assert answer.json()["output_ids"] == expected
+    assert answer.json()["meta_info"]["timing"]["transfer_bytes"] > 0
+    told = pair.decode.info()
+    assert [peer["state"] for peer in told["disaggregation"]["peers"]] == ["open"]
+    assert told["disaggregation"]["bootstrap_port"] != pair.prefill.info()["disaggregation"]["bootstrap_port"]
+    assert "cluster_secret_file" in told["options"]
+    assert "oooo" not in str(told)
+
+
+def test_a_client_may_not_send_a_decode_anywhere(pair):
+    for host in ("127.0.0.1", "10.1.2.3", "localhost"):
+        answer = asked(pair.decode, **named(1, 8998, host))
+        assert answer.status_code == 403
+        assert "--allow-bootstrap" in answer.json()["error"]["message"]
+    forged = asked(pair.decode, **named(1, 8998), bootstrap_signature=f"{int(time.time())}.{'0' * 64}")
+    assert forged.status_code == 403
+    assert asked(pair.decode, bootstrap_signature="x").status_code == 400
+
+
+def test_what_a_router_signed_is_followed_once(pair, secrets, expected):
+    signature = BootstrapSignature(ClusterSecret.read(str(secrets / "ours")))
+    fields = named(4711, pair.prefill.info()["disaggregation"]["bootstrap_port"])
+    signed = signature.sign(*fields.values(), time.time())
+    answers = legs(pair.prefill, pair.decode, **fields, bootstrap_signature=signed)
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[1].json()["output_ids"] == expected
+    again = asked(pair.decode, **fields, bootstrap_signature=signed)
+    assert again.status_code == 403
+    assert "used before" in again.json()["error"]["message"]
+
+
+def test_an_instance_with_another_secret_gets_nowhere(pair, secrets, tmp_path, expected):
+    (tmp_path / "other").write_text("x" * 40)
+    args = ["--disaggregation-mode", "decode", "--cluster-secret-file", str(tmp_path / "other"), *ONE_THREAD]
+    with launched(tmp_path, "other", "server", *args) as other:
+        other.wait_healthy()
+        port = pair.prefill.info()["disaggregation"]["bootstrap_port"]
+        signature = BootstrapSignature(ClusterSecret.read(str(tmp_path / "other")))
+        fields = named(5, port)
+        answer = asked(other, **fields, bootstrap_signature=signature.sign(*fields.values(), time.time()))
+        assert answer.status_code == 503
+        assert "--cluster-secret-file" in answer.json()["error"]["message"]
+        assert "another cluster secret" in pair.prefill.log()
+        assert peers_of(other) == []
+    assert asked(pair.router).json()["output_ids"] == expected
+
+
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+def test_unified_instances_hand_over_in_both_directions_by_one_connection(tmp_path, backend):
+    args = ["--handover", "on", "--disaggregation-transfer-backend", backend, *ONE_THREAD]
+    control, data = free_ports(2)
+    fixed = ["--disaggregation-control-port", str(control), "--disaggregation-data-port", str(data)]
+    with launched(tmp_path, "a", "server", *args, *fixed) as a, launched(tmp_path, "b", "server", *args) as b:
+        for server in (a, b):
+            server.wait_healthy()
+        expected = asked(a).json()["output_ids"]
+        for room, (prefill, decode) in enumerate([(a, b), (b, a), (a, b)]):
+            for server in (a, b):
+                assert server.post("/flush_cache", {}).status_code == 200
+            port = prefill.info()["disaggregation"]["bootstrap_port"]
+            sent, received = legs(prefill, decode, **named(room, port))
+            assert (sent.status_code, received.status_code) == (200, 200)
+            assert received.json()["output_ids"] == expected
+            assert sent.json()["output_ids"] == expected[:1]
+            assert received.json()["meta_info"]["timing"]["transfer_bytes"] > 0
+        for server, done in ((a, 2), (b, 1)):
+            told = server.info()["disaggregation"]
+            assert (told["sent"]["done"], told["received"]["done"]) == (done, 3 - done)
+            assert [(p["state"], p["reading"], p["writing"]) for p in told["peers"]] == [("open", "ready", "ready")]
+        assert a.info()["disaggregation"]["control_port"] == control
+        wait_until(lambda: all(s.info()["pool"]["in_use"] == 0 for s in (a, b)), 10, "all memory is back")
+        for server in (a, b):
+            assert server.info()["invariants"] == "ok"
+
+
+def test_a_plain_server_opens_no_port_but_its_own(tmp_path):
+    with launched(tmp_path, "plain", "server", *ONE_THREAD) as server:
+        server.wait_healthy()
+        assert server.info()["disaggregation"] is None
+        listening = [c for p in server.family().values() for c in p.net_connections("tcp") if c.status == "LISTEN"]
+        assert {c.laddr.port for c in listening} == {server.port}
+        refused = asked(server, **named(1, 8998))
+        assert refused.status_code == 400
+        assert "--handover on" in refused.json()["error"]["message"]

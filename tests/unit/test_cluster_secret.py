@@ -1,0 +1,135 @@
+"""The cluster secret's file, what is made of it, and what a router's signature vouches for."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.runtime.cluster_secret import (
+    FRESH_SECONDS,
+    BootstrapSignature,
+    ClusterSecret,
+    ClusterSecretError,
+    allowed_addresses,
+)
+from pdserve.runtime.option_checks import OptionError, check_options
+from pdserve.runtime.options import ServerOptions
+from pdserve.server.http.bootstrap_gate import BootstrapGate
+from pdserve.server.http.request_fields import RequestFields
+
+OLD, NEW = "o" * 32, "n" * 40
+NOW = 1_000_000.0
+
+
+def written(tmp_path, *lines) -> ClusterSecret:
+    path = tmp_path / "secret"
+    path.write_text("\n".join(lines))
+    return ClusterSecret.read(str(path))
+
+
+def test_a_file_has_one_secret_or_two(tmp_path):
+    assert ClusterSecret.read(None) is None
+    old, both = written(tmp_path, "# ours", OLD, ""), written(tmp_path, NEW, OLD)
+    assert old.keys("a") == both.keys("a")[1:]
+    assert len({*both.keys("a"), *both.keys("b")}) == 4
+    for lines, said in (((), "has 0 secrets"), ((OLD, NEW, OLD), "has 3 secrets"), (("short",), "32 characters")):
+        with pytest.raises(ClusterSecretError, match=said) as raised:
+            written(tmp_path, *lines)
+        assert "--cluster-secret-file" in str(raised.value)
+    with pytest.raises(ClusterSecretError, match="No such file"):
+        ClusterSecret.read(str(tmp_path / "nowhere"))
+    assert OLD not in repr(old)
+
+
+def test_a_signature_vouches_once_for_what_it_signed(tmp_path):
+    router, instance = (BootstrapSignature(written(tmp_path, OLD)) for _ in range(2))
+    said = ("10.0.0.1", 8998, 7)
+    signature = router.sign(*said, NOW)
+    for other in (("10.0.0.2", 8998, 7), ("10.0.0.1", 8999, 7), ("10.0.0.1", 8998, 8), (["10.0.0.1"], 8998, 7)):
+        assert "not that of a router" in instance.problem(signature, *other, NOW)
+    assert "not that of a router" in instance.problem("1" + signature, *said, NOW)
+    assert instance.problem(signature, *said, NOW + FRESH_SECONDS) is None
+    assert "used before" in instance.problem(signature, *said, NOW)
+    late = router.sign(*said, NOW - FRESH_SECONDS - 1)
+    assert "clocks" in instance.problem(late, *said, NOW)
+    assert "clocks" in instance.problem(router.sign(*said, NOW + FRESH_SECONDS + 1), *said, NOW)
+
+
+def test_what_was_used_is_forgotten_when_it_is_too_old_anyway(tmp_path):
+    router, instance = (BootstrapSignature(written(tmp_path, OLD)) for _ in range(2))
+    for i in range(10):
+        assert instance.problem(router.sign("h", 1, i, NOW), "h", 1, i, NOW) is None
+    assert len(instance._seen) == 10
+    later = NOW + 2 * FRESH_SECONDS + 1
+    assert instance.problem(router.sign("h", 1, 99, later), "h", 1, 99, later) is None
+    assert len(instance._seen) == 1
+
+
+def test_a_secret_can_be_changed_while_requests_come(tmp_path):
+    old, both, turned, new = (written(tmp_path, *lines) for lines in ((OLD,), (OLD, NEW), (NEW, OLD), (NEW,)))
+    for i, (router, instance) in enumerate(((old, both), (both, old), (both, turned), (turned, both), (turned, new))):
+        signature = BootstrapSignature(router).sign("h", 1, i, NOW)
+        assert BootstrapSignature(instance).problem(signature, "h", 1, i, NOW) is None
+    assert BootstrapSignature(new).problem(BootstrapSignature(old).sign("h", 1, 1, NOW), "h", 1, 1, NOW)
+
+
+def fields(host, port=8998, signature=None) -> RequestFields:
+    return RequestFields(bootstrap_host=host, bootstrap_port=port, bootstrap_room=7, bootstrap_signature=signature)
+
+
+def gate(**options) -> BootstrapGate:
+    return BootstrapGate(ServerOptions(**options))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "0.0.0.0", "127.9.9.9"])
+def test_without_a_secret_loopback_is_followed(host):
+    assert gate().refusal(fields(host)) == ""
+
+
+@pytest.mark.parametrize(
+    "host", ["10.0.0.1", "example.org", "localhost.example.org", ["127.0.0.1", "10.0.0.1"], "2130706433"]
+)
+def test_without_a_secret_nothing_else_is_followed(host):
+    refusal = gate().refusal(fields(host))
+    assert "--cluster-secret-file" in refusal
+    assert "--allow-bootstrap" in refusal
+
+
+def test_what_is_allowed_by_name_is_followed_by_anybody(tmp_path):
+    (tmp_path / "secret").write_text(OLD)
+    for options in ({}, {"cluster_secret_file": str(tmp_path / "secret")}):
+        allowing = gate(allow_bootstrap="10.0.0.1:8998, [fd00::1]:9000", **options)
+        assert allowing.refusal(fields("10.0.0.1")) == ""
+        assert allowing.refusal(fields(["10.0.0.1", "10.0.0.1"], None)) == ""  # the default port
+        assert allowing.refusal(fields("fd00::1", 9000)) == ""
+        assert allowing.refusal(fields("10.0.0.1", 9000))
+        assert allowing.refusal(fields(["10.0.0.1", "10.0.0.2"]))
+
+
+def test_with_a_secret_only_what_a_router_signed_is_followed(tmp_path):
+    (tmp_path / "secret").write_text(OLD)
+    guarded = gate(cluster_secret_file=str(tmp_path / "secret"))
+    assert "only a router" in guarded.refusal(fields("127.0.0.1"))
+    assert "not that of a router" in guarded.refusal(fields("127.0.0.1", signature=f"5.{'0' * 64}"))
+
+
+@pytest.mark.parametrize("text", ["10.0.0.1", ":8998", "h:0", "h:x", "h:70000", "h:1 h:2"])
+def test_what_is_no_address_is_not_allowed(text):
+    with pytest.raises(ValueError, match="give HOST:PORT"):
+        allowed_addresses(text)
+    with pytest.raises(OptionError, match="--allow-bootstrap"):
+        check_options(ServerOptions(allow_bootstrap=text))
+
+
+def test_who_lets_others_reach_its_ports_needs_a_secret_or_says_that_it_wants_none(tmp_path):
+    (tmp_path / "secret").write_text(OLD)
+    open_to_all = {"disaggregation_mode": "decode", "host": "0.0.0.0"}
+    with pytest.raises(OptionError, match="--insecure-cluster"):
+        check_options(ServerOptions(**open_to_all))
+    check_options(ServerOptions(**open_to_all, insecure_cluster=True))
+    check_options(ServerOptions(**open_to_all, cluster_secret_file=str(tmp_path / "secret")))
+    check_options(ServerOptions(disaggregation_mode="decode", host="localhost"))
+    check_options(ServerOptions(host="0.0.0.0"))  # it exchanges no KV
+    with pytest.raises(OptionError, match="--insecure-cluster"):
+        check_options(ServerOptions(host="10.0.0.1", handover="on"))
+    with pytest.raises(OptionError, match="nothing to do"):
+        check_options(ServerOptions(disaggregation_mode="prefill", handover="off"))

@@ -1,0 +1,221 @@
+"""Two instances that find each other: either may dial, both may, and KV goes either way."""
+
+from __future__ import annotations
+
+import pytest
+from support.handovers import named
+from support.processes import wait_until
+from support.side import LIMIT, Side
+
+from pdserve.disaggregation.bootstrap.finder import REACH_SECONDS
+from pdserve.disaggregation.bootstrap.registration import Reached
+from pdserve.disaggregation.handover.peer import PeerState, Reading, Writing
+from pdserve.disaggregation.handover.peers import WORKER_SECONDS
+from pdserve.messages.handover import Abort, AbortAck, RoomQueued
+from pdserve.messages.worker import AdmitPeer, ConnectPeer, DisconnectPeer, PeerAdmitted, PeerFailed, PeerLinkDown
+
+
+@pytest.fixture
+def sides():
+    """Of which "a" has the smaller epoch."""
+    both = Side("a"), Side("b")
+    yield both
+    for side in both:
+        side.close()
+
+
+def until(sides, condition) -> None:
+    """Turns of both until then, with workers that do what they are told."""
+
+    def turned():
+        for side in sides:
+            side.turn()
+            side.work()
+        return condition()
+
+    wait_until(turned, LIMIT, "it has come to pass")
+
+
+def states(side):
+    return [(p.state, p.reading, p.writing) for p in side.peers._by_connection.values()]
+
+
+OPEN, READ, WRITTEN, CLOSED = PeerState.OPEN, Reading.READY, Writing.READY, (Reading.CLOSED, Writing.CLOSED)
+
+
+def test_kv_flows_to_whom_it_is_wanted_by_and_no_other_way(sides):
+    a, b = sides
+    peer = a.ask_for(b)
+    until(sides, lambda: peer.readable)
+    assert states(a) == [(OPEN, READ, Writing.CLOSED)]
+    assert states(b) == [(OPEN, Reading.CLOSED, WRITTEN)]
+
+
+def test_one_connection_serves_both_directions(sides):
+    a, b = sides
+    there = a.ask_for(b)
+    until(sides, lambda: there.readable)
+    back = b.ask_for(a)
+    assert back.same_as is next(iter(b.peers._by_connection.values()))
+    until(sides, lambda: back.same_as.readable)
+    assert states(a) == states(b) == [(OPEN, READ, WRITTEN)]
+    assert [len(side.port._peers) for side in sides] == [1, 1]
+    assert b.ask_for(a) is back.same_as
+    for side, other in ((a, b), (b, a)):
+        peer = next(iter(side.peers._by_connection.values()))
+        peer.send(RoomQueued(other.epoch, named(1, epoch=side.epoch)))
+        peer.send(AbortAck(other.epoch, named(2, epoch=other.epoch)))
+    until(sides, lambda: len(a.heard) == len(b.heard) == 2)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_who_dial_each_other_at_once_share_one_connection(sides, first):
+    """Whoever of the two is read first."""
+    a, b = sides
+    peers = a.ask_for(b), b.ask_for(a)
+    for side in sides:
+        side.peers.flush()
+    for _ in range(3):
+        sides[first].turn()
+        sides[first].work()
+    until(sides, lambda: all(peer.readable for peer in peers))
+    assert states(a) == states(b) == [(OPEN, READ, WRITTEN)]
+    until(sides, lambda: [len(side.port._peers) for side in sides] == [1, 1])
+    assert a.gone == b.gone == []
+    assert peers[0].connection in a.port._peers
+
+
+def test_an_instance_does_not_dial_itself(sides):
+    a, _ = sides
+    peer = a.ask_for(a)
+    assert (peer.gone, peer.status) == (True, 400)
+    assert "own" in peer.reason
+
+
+def test_an_instance_with_two_names_is_one_peer(sides):
+    a, b = sides
+    first, second = a.ask_for(b, "p"), a.ask_for(b, "q")
+    assert second.same_as is first is a.peers.peer_at("q", 1, a.now)
+    until(sides, lambda: first.readable)
+    assert sum(isinstance(m, AdmitPeer) for m in a.told) == 0
+    a.peers.on_event(PeerLinkDown("b", first.number), a.now)
+    assert a.gone == [("b", "its worker closed the data link or died")]
+    assert a.peers.peer_at("q", 1, a.now) is not first
+    assert a.asked[-1] == ("q", 1)
+
+
+def test_another_instance_at_the_control_port_is_not_taken_for_the_one_that_was_found(sides):
+    a, b = sides
+    peer = a.peers.peer_at("p", 1, a.now)
+    a.peers.on_found("p", 1, Reached(b.registration(epoch="c"), "127.0.0.1"), a.now)
+    until(sides, lambda: peer.gone)
+    assert "earlier start" in peer.reason  # b was called c
+    assert peer.status == 409
+
+
+def test_a_bootstrap_server_without_a_registration_is_no_peer(sides):
+    a, _ = sides
+    peer = a.peers.peer_at("p", 1, a.now)
+    a.peers.on_found("p", 1, "it is draining", a.now)
+    assert a.lost == [peer]
+    assert peer.reason == "the bootstrap server p:1 gave no registration: it is draining"
+    a.peers.on_found("p", 1, "said twice", a.now)
+    assert a.peers.peer_at("p", 1, a.now) is not peer
+
+
+def test_a_refusal_ends_both_ends(sides):
+    a, b = sides
+    peer = a.ask_for(b)
+
+    def failed():
+        for side in sides:
+            side.turn()
+        a.work()
+        for command in [m for m in b.told if isinstance(m, ConnectPeer)]:
+            b.told.remove(command)
+            b.peers.on_event(PeerFailed(command.peer, command.link, "no route to host"), b.now)
+        return peer.gone
+
+    wait_until(failed, LIMIT, "it was told")
+    assert (peer.status, peer.reason) == (409, "it refused this instance: no route to host")
+    assert b.gone == [("a", "the workers can't reach each other: no route to host")]
+    assert [m for m in b.told if isinstance(m, DisconnectPeer)]
+
+
+def test_who_asks_for_one_that_does_not_let_go_is_told_soon(sides):
+    """A frozen shm prefill holds our memory: nobody waits longer for its next link than for one that is dead."""
+    a, b = sides
+    first = a.ask_for(b)
+    until(sides, lambda: first.readable)
+    a.peers._gone(first, "it was silent")
+    second = a.ask_for(b)
+
+    def turned(condition):
+        def both():
+            for side in sides:
+                side.turn()
+            b.work()
+            return condition()
+
+        wait_until(both, LIMIT, "it has come to pass")
+
+    turned(lambda: second.state is OPEN)
+    a.now += REACH_SECONDS - 0.1
+    b.now = second.heard_at = a.now
+    a.peers._advance(second, a.now)
+    assert second.reading is Reading.WANTED
+    a.now += 0.2
+    a.peers._advance(second, a.now)
+    assert (second.gone, second.status) == (True, 503)
+    assert "holds this instance's KV memory" in second.reason
+    third = a.ask_for(b)
+    a.peers.on_event(PeerLinkDown("b", first.number), a.now)
+    assert a.down == [first]
+    until(sides, lambda: third.readable)
+
+
+def test_news_of_an_earlier_link_is_not_taken_for_the_next(sides):
+    a, b = sides
+    first = a.ask_for(b)
+    until(sides, lambda: first.readable)
+    a.peers.on_event(PeerLinkDown("b", first.number), a.now)
+    second = a.ask_for(b)
+    until(sides, lambda: second.readable)
+    a.peers.on_event(PeerLinkDown("b", first.number), a.now)
+    a.peers.on_event(PeerFailed("b", first.number, "late"), a.now)
+    a.peers.on_event(PeerAdmitted("b", first.number), a.now)
+    assert second.readable
+    assert a.lost == [first]
+
+
+def test_a_worker_that_does_not_answer_ends_the_link(sides):
+    a, b = sides
+    peer = a.ask_for(b)
+
+    def turned():
+        a.turn()
+        b.turn()
+        return peer.state is OPEN
+
+    wait_until(turned, LIMIT, "both have said Hello")
+    assert peer.reading is Reading.ADMITTING
+    a.now += WORKER_SECONDS + 0.1
+    peer.heard_at = a.now
+    a.turn()
+    assert peer.gone
+    assert "the workers did not open a link" in peer.reason
+
+
+def test_what_a_peer_may_not_send_is_dropped(sides):
+    """Only who was welcomed may ask, only who was asked may answer, and nobody in another's name."""
+    a, b = sides
+    peer = a.ask_for(b)
+    until(sides, lambda: peer.readable)
+    refused = [side.peers.refused for side in sides]
+    peer.send(RoomQueued("b", named(1, epoch="c")))
+    peer.send(AbortAck("b", named(1, epoch="b")))
+    back = next(iter(b.peers._by_connection.values()))
+    back.send(Abort("a", named(1, epoch="b"), "mine"))
+    back.send(AbortAck("a", named(1, epoch="c")))
+    until(sides, lambda: [side.peers.refused for side in sides] == [refused[0] + 2, refused[1] + 2])
+    assert a.heard == b.heard == []
