@@ -223,7 +223,6 @@ class Peers:
                 self._gone(peer, reason)
 
     def _greet(self, identity: int, hello: Hello, now: float) -> None:
-        self._settle(now)
         own = self._by_connection.get(identity)
         problem = self._greeting.problem(hello)
         if own is not None:
@@ -239,6 +238,7 @@ class Peers:
             if self._epoch < hello.sender:
                 # Both have dialled, and ours stands, if it comes to that: the other will hang this one up.
                 peer.spare = Spare(identity, hello)
+                self._settle(now)
                 return
             assert peer.connection is not None
             del self._by_connection[peer.connection]

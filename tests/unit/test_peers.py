@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
+from support.dialled import Dialled
 from support.handovers import named
 from support.processes import wait_until
-from support.side import LIMIT, Side
+from support.side import LIMIT, Side, make_worker
 
 from pdserve.disaggregation.bootstrap.finder import REACH_SECONDS
 from pdserve.disaggregation.bootstrap.registration import Reached
 from pdserve.disaggregation.handover.peer import PeerState, Reading, Writing
 from pdserve.disaggregation.handover.peers import WORKER_SECONDS
-from pdserve.messages.handover import Abort, AbortAck, RoomQueued
+from pdserve.messages.handover import Abort, AbortAck, Hello, Invite, RoomQueued, Welcome
 from pdserve.messages.worker import AdmitPeer, ConnectPeer, DisconnectPeer, PeerAdmitted, PeerFailed, PeerLinkDown
 
 
@@ -219,3 +222,80 @@ def test_what_a_peer_may_not_send_is_dropped(sides):
     back.send(AbortAck("a", named(1, epoch="c")))
     until(sides, lambda: [side.peers.refused for side in sides] == [refused[0] + 2, refused[1] + 2])
     assert a.heard == b.heard == []
+
+
+def stranger_in_the_name_of(victim: Side) -> Side:
+    """Who claims the victim's epoch, and has a pool of its own."""
+    stranger = Side(victim.epoch)
+    stranger.peers._greeting = stranger.peers._greeting._replace(worker=make_worker(b"the stranger's pool"))
+    return stranger
+
+
+@pytest.mark.parametrize("when", ["before", "while it is dialled", "after"])
+@pytest.mark.parametrize("wanting", [0, 1])
+def test_a_stranger_is_not_asked_for_kv_in_the_name_of_another(sides, when, wanting):
+    """It knows all that a registration tells, and dials first."""
+    victim, wants = sides[1 - wanting], sides[wanting]
+    stranger = stranger_in_the_name_of(victim)
+    everybody = (*sides, stranger)
+    try:
+        peer = None
+        if when != "before":
+            peer = wants.ask_for(victim)
+        if when == "after":
+            until(everybody, lambda: peer.readable)
+        intruding = stranger.ask_for(wants)
+        for side in (stranger, wants):
+            side.peers.flush()
+        if when == "before":
+            until(everybody, lambda: intruding.state is OPEN)
+            peer = wants.ask_for(victim)
+        until(everybody, lambda: peer.readable and (intruding.gone or when == "while it is dialled"))
+        assert states(victim) == [(OPEN, Reading.CLOSED, WRITTEN)]
+        assert not any(isinstance(m, ConnectPeer) for m in stranger.told)
+        until(everybody, lambda: len(wants.peers._by_connection) == 1)
+    finally:
+        stranger.close()
+
+
+def test_a_dial_that_fails_leaves_the_connection_that_the_other_made(sides):
+    """One of two may be behind something that lets nobody in."""
+    a, b = sides
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        there = a.peers.peer_at("p", 1, a.now)
+        reached = Reached(b.registration(control_port=silent.getsockname()[1]), "127.0.0.1")
+        a.peers.on_found("p", 1, reached, a.now)
+        back = b.ask_for(a)
+        until(sides, lambda: there.spare is not None)
+        assert (there.state, back.state) == (PeerState.GREETING, PeerState.GREETING)
+    until(sides, lambda: there.readable and back.readable)
+    assert a.gone == b.gone == []
+    assert states(a) == states(b) == [(OPEN, READ, WRITTEN)]
+
+
+def test_a_hello_of_an_earlier_try_replaces_no_peer(sides):
+    a, b = sides
+    peer = a.ask_for(b)
+    until(sides, lambda: peer.readable)
+    late = Dialled("127.0.0.1", b.port.port)
+    late.send([a.peers._greeting.hello("b", peer.number, dialling=True)])
+    until(sides, lambda: late.recv() is None and late.ended)
+    late.close()
+    assert peer.readable
+    assert b.gone == []
+    again = Dialled("127.0.0.1", b.port.port)
+    again.send([a.peers._greeting.hello("b", peer.number + 1, dialling=True)])
+    until(sides, lambda: again.recv() or b.gone)
+    again.close()
+    assert b.gone[0] == ("a", "it connected anew")
+
+
+def test_nobody_learns_how_to_reach_a_pool_by_saying_hello(sides):
+    a, b = sides
+    stranger = Dialled("127.0.0.1", b.port.port)
+    stranger.send([a.peers._greeting.hello("b", 1, dialling=True), Invite("b", b"mine")])
+    heard = []
+    until([b], lambda: heard.extend(stranger.recv() or []) or any(isinstance(m, Welcome) for m in heard))
+    stranger.close()
+    assert [m.metadata for m in heard if isinstance(m, Hello)] == [b""]
+    assert not any(isinstance(m, Invite) for m in heard)
