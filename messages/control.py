@@ -10,6 +10,8 @@ from typing import Any
 
 from .base import Message
 
+MAX_TRANSFERS = 1000
+
 
 class Ping(Message):
     """Is the instance able to serve? ``sent`` is ``time.monotonic()``."""
@@ -51,6 +53,20 @@ class ServerInfo(Message):
 
     id: int
     info: dict[str, Any]
+
+
+class TransfersReq(Message):
+    """Which hand-overs are open?"""
+
+    id: int
+
+
+class Transfers(Message):
+    """Those of the instance, JSON-ready; the oldest ``MAX_TRANSFERS``, and how many there are."""
+
+    id: int
+    open: int
+    transfers: list[dict[str, Any]]
 
 
 class Ready(Message):

@@ -17,6 +17,8 @@ from .control import (
     Ready,
     ServerInfo,
     ServerInfoReq,
+    Transfers,
+    TransfersReq,
 )
 from .metrics import SchedulerMetrics
 from .outputs import ReqError, TextBatch, TokenBatch
@@ -24,8 +26,8 @@ from .requests import AbortReq, GenerateReq, StopReq, TokenizeReq
 from .text import TextAnswer, TextQuestion
 from .worker import ReceiveCommand, WorkerCommand, WorkerEvent
 
-Question = Ping | FlushCacheReq | ServerInfoReq
-Answer = Pong | FlushCacheResult | ServerInfo
+Question = Ping | FlushCacheReq | ServerInfoReq | TransfersReq
+Answer = Pong | FlushCacheResult | ServerInfo | Transfers
 
 ToTokenizer = TokenizeReq | AbortReq | Question | TextQuestion
 ToScheduler = GenerateReq | AbortReq | StopReq | Question | Drain

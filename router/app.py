@@ -101,6 +101,7 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
             *(Route(path, control.ask_one) for path in MODEL_PATHS),
             *(Route(path, control.ask_one, methods=["POST"]) for path in TEXT_PATHS),
             *(Route(path, control.server_info) for path in ("/server_info", "/get_server_info")),
+            Route("/transfers", control.transfers),
             Route("/abort_request", control.abort_request, methods=["POST"]),
             Route("/flush_cache", control.flush_cache, methods=["POST"]),
         ],

@@ -134,6 +134,14 @@ class ControlEndpoints:
         router = {"policy": options.policy, "can_serve": self._fleet.can_serve(), "retries": options.retries}
         return json_response({"role": "router", "router": router, "instances": instances})
 
+    async def transfers(self, request: Request) -> Response:
+        """GET /transfers: those of every instance; 503 where none tells of any."""
+        told = [said for said in await self._ask_all(request) if said.ok and isinstance(said.body, dict)]
+        if not told:
+            return error_response(NoInstanceError("no instance tells of its hand-overs"))
+        rooms = [room | {"instance": said.instance.url} for said in told for room in said.body.get("transfers", [])]
+        return json_response({"open": sum(said.count("open") for said in told), "transfers": rooms})
+
     async def abort_request(self, request: Request) -> Response:
         """POST /abort_request: to all; a request of a pair runs on both of its legs and counts once."""
         told = await self._ask_all(request, await self._bodies.read(request))

@@ -60,5 +60,8 @@ class Handovers(Protocol):
     def info(self) -> dict[str, Any]:
         """For /server_info."""
 
+    def transfers(self, now: float) -> list[dict[str, Any]]:
+        """For /transfers: the hand-overs that are open."""
+
     def counts(self) -> HandoverCounts:
         """What was handed over, both ways."""

@@ -17,7 +17,19 @@ from typing import Any
 import zmq
 
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
-from ..messages.control import Drain, Drained, FlushCacheReq, FlushCacheResult, Ping, Pong, ServerInfo, ServerInfoReq
+from ..messages.control import (
+    MAX_TRANSFERS,
+    Drain,
+    Drained,
+    FlushCacheReq,
+    FlushCacheResult,
+    Ping,
+    Pong,
+    ServerInfo,
+    ServerInfoReq,
+    Transfers,
+    TransfersReq,
+)
 from ..messages.outputs import ReqError
 from ..messages.requests import AbortReq, GenerateReq, StopReq
 from ..messages.routes import ToScheduler, ToSchedulerFromWorker
@@ -142,6 +154,8 @@ class SchedulerProcess:
                 self._outbox.answer(ReqError(message.rid, 503, text, "overloaded_error"))
             elif isinstance(message, ServerInfoReq):
                 self._outbox.answer(ServerInfo(message.id, {"status": "loading"}))
+            elif isinstance(message, TransfersReq):
+                self._outbox.answer(Transfers(message.id, 0, []))
             elif isinstance(message, FlushCacheReq):
                 self._outbox.answer(FlushCacheResult(message.id, False, message="the model is still loading"))
         elif isinstance(message, GenerateReq):
@@ -154,6 +168,10 @@ class SchedulerProcess:
             self._outbox.answer(self._flush_cache(scheduler, message))
         elif isinstance(message, ServerInfoReq):
             self._outbox.answer(self._server_info(scheduler, message))
+        elif isinstance(message, TransfersReq):
+            rooms = self._handovers.transfers(now) if self._handovers is not None else []
+            rooms.sort(key=lambda room: -room["seconds"])
+            self._outbox.answer(Transfers(message.id, len(rooms), rooms[:MAX_TRANSFERS]))
         elif isinstance(message, Drain):
             log.info("draining: %d requests are left", len(scheduler.reqs))
             scheduler.draining = True

@@ -150,6 +150,10 @@ class KVManager:
             "refused": self._peers.refused,
         }
 
+    def transfers(self, now: float) -> list[dict[str, Any]]:
+        """See ``Handovers``."""
+        return self.senders.info(now) + self.receivers.info(now)
+
     def counts(self) -> HandoverCounts:
         """See ``Handovers``."""
         return HandoverCounts(

@@ -19,6 +19,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 from ...mem_cache.base_prefix_cache import KVHold
 from ...messages.base import REASON_CHARS, HandoverId, pack_i32
@@ -75,6 +76,7 @@ class KVReceiver:
     req: Req
     peer: Peer
     state: ReceiverState
+    since: float
     deadline: float
     queued_at: float = 0.0
     fence: int = 0
@@ -118,7 +120,7 @@ class KVReceivers:
         peer = self._peer_at(where.host, where.port, now)
         deadline = now + self._limits.bootstrap
         handover = HandoverId(self._epoch, where.room, next(self._attempts))
-        self.rooms[where.room] = KVReceiver(handover, req, peer, ReceiverState.LINKING, deadline)
+        self.rooms[where.room] = KVReceiver(handover, req, peer, ReceiverState.LINKING, now, deadline)
 
     def advance(self, now: float) -> None:
         """Move every room on that can move; give up those that waited too long."""
@@ -277,6 +279,22 @@ class KVReceivers:
     def counts(self) -> DirectionCounts:
         """Of hand-overs from others."""
         return DirectionCounts(len(self.rooms), self.done, self.failed, self.bytes_received)
+
+    def info(self, now: float) -> list[dict[str, Any]]:
+        """Rooms that are open, for /transfers."""
+        return [
+            {
+                "direction": "receiving",
+                "room": receiver.handover.room,
+                "state": receiver.state.name.lower(),
+                "rid": receiver.req.rid,
+                "peer": receiver.peer.epoch or None,
+                "seconds": round(now - receiver.since, 3),
+                "prompt_tokens": receiver.req.prompt_len,
+                "reason": receiver.peer.reason or None,
+            }
+            for receiver in self.rooms.values()
+        ]
 
     def pinned(self) -> list[KVHold]:
         """Memory that a prefill, or our own worker, may still write."""

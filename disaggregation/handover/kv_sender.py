@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
 
 import xxhash
 
@@ -38,21 +40,34 @@ log = logging.getLogger(__name__)
 MAX_OVER = 4096
 
 
+class SenderState(Enum):
+    """Where a room stands.
+
+    BOOTSTRAPPING: the client's request or the decode's is missing. QUEUED: for its turn to be computed. PUSHING: from
+    the first computed piece of the prompt on. DRAINING: it failed, and the worker may still read or write for it.
+    """
+
+    BOOTSTRAPPING = auto()
+    QUEUED = auto()
+    PUSHING = auto()
+    DRAINING = auto()
+
+
 @dataclass(slots=True)
 class KVSender:
-    """One room. ``begun``: the prompt is being computed. ``next_page`` counts its pages; ``failure`` is set once the
-    room drains.
+    """One room. ``next_page`` counts the prompt's pages; ``failure`` says why the room drains.
 
     ``hold``: the request's memory, pinned from its first push to the worker's ``SendEnded``.
     """
 
     room: int
+    since: float
     deadline: float
+    state: SenderState = SenderState.BOOTSTRAPPING
     req: Req | None = None
     peer: Peer | None = None
     handover: HandoverId | None = None
     request: TransferRequest | None = None
-    begun: bool = False
     next_page: int = 0
     hold: KVHold | None = None
     first_token: int | None = None
@@ -102,7 +117,7 @@ class KVSenders:
             return
         sender = self.rooms.get(room)
         if sender is None:
-            sender = self.rooms[room] = KVSender(room, now + self._limits.bootstrap)
+            sender = self.rooms[room] = KVSender(room, now, now + self._limits.bootstrap)
         elif sender.req is not None:
             text = f"bootstrap_room {room} is in use; draw a fresh one for every request"
             self._scheduler.fail(req, 400, text, "invalid_request_error")
@@ -139,7 +154,7 @@ class KVSenders:
                 self._deny(peer, handover, 503, too_many)
                 return None
         if sender is None:
-            sender = self.rooms[room] = KVSender(room, now + self._limits.bootstrap)
+            sender = self.rooms[room] = KVSender(room, now, now + self._limits.bootstrap)
         sender.peer, sender.handover = peer, handover
         return sender
 
@@ -167,7 +182,7 @@ class KVSenders:
             self._drain(sender, 409, problem)
             return
         sender.next_page = request.decode_prefix_len // self._page_size
-        sender.deadline = now + self._limits.queue
+        sender.state, sender.deadline = SenderState.QUEUED, now + self._limits.queue
         self._scheduler.enqueue(req, now)
 
     def _mismatch(self, req: Req, request: TransferRequest) -> str | None:
@@ -184,12 +199,12 @@ class KVSenders:
     def chunk_planned(self, req: Req) -> None:
         """A step that computes more of the prompt was sent to the worker: push what will be whole after it."""
         sender = self._of(req)
-        if sender is None or sender.failure is not None:
+        if sender is None or sender.state is SenderState.DRAINING:
             return
         assert sender.request is not None
         assert sender.handover is not None
-        if not sender.begun:
-            sender.begun, sender.deadline = True, self._now + self._limits.transfer
+        if sender.state is SenderState.QUEUED:
+            sender.state, sender.deadline = SenderState.PUSHING, self._now + self._limits.transfer
         last = req.computed >= req.prompt_len
         end = -(-req.prompt_len // self._page_size) if last else req.computed // self._page_size
         start = sender.next_page
@@ -215,7 +230,8 @@ class KVSenders:
         sender = self.rooms.get(event.handover.room)
         if sender is None or sender.handover != event.handover:
             return
-        if sender.failure is not None and not event.cancelled:
+        draining = sender.state is SenderState.DRAINING
+        if draining and not event.cancelled:
             return  # it crossed our cancel, whose own answer is under way, and must find this room
         if sender.hold is not None:
             self._scheduler.memory.unpin(sender.hold)
@@ -223,7 +239,7 @@ class KVSenders:
         sender.sent = event
         self.bytes_sent += event.nbytes
         self.push_seconds += event.seconds
-        if sender.failure is not None:
+        if draining:
             self._drained(sender)
         elif event.error is not None or event.cancelled:
             self._drain(sender, 502, f"the KV transfer failed: {event.error or 'cancelled'}")
@@ -232,7 +248,7 @@ class KVSenders:
 
     def _finish_if_whole(self, sender: KVSender) -> None:
         req, peer, handover = sender.req, sender.peer, sender.handover
-        if sender.first_token is None or sender.sent is None or sender.failure is not None:
+        if sender.first_token is None or sender.sent is None or sender.state is SenderState.DRAINING:
             return
         assert req is not None
         assert peer is not None
@@ -270,7 +286,7 @@ class KVSenders:
             self._given_up.add(handover.room, msg.reason, now)
         elif not sender.req.is_ended:
             self._scheduler.end(sender.req, ReqState.ABORTED, FinishReason(FinishType.ABORT, message=msg.reason))
-        if sender.failure is None:
+        if sender.state is not SenderState.DRAINING:
             self._drain(sender, 499, msg.reason)
 
     def on_gone(self, peer: Peer) -> None:
@@ -282,11 +298,11 @@ class KVSenders:
         """Give up what has waited too long."""
         self._now = now
         for sender in list(self.rooms.values()):
-            if now < sender.deadline or sender.failure is not None:
+            if now < sender.deadline or sender.state is SenderState.DRAINING:
                 continue
-            if sender.begun:
+            if sender.state is SenderState.PUSHING:
                 self._drain(sender, 504, f"the hand-over took longer than {self._limits.transfer:.0f} s")
-            elif sender.request is not None and sender.req is not None:
+            elif sender.state is SenderState.QUEUED:
                 text = f"the prompt's turn to be computed did not come within {self._limits.queue:.0f} s"
                 self._drain(sender, 504, text)
             elif sender.req is None:
@@ -302,6 +318,22 @@ class KVSenders:
         """Of hand-overs to others."""
         return DirectionCounts(len(self.rooms), self.done, self.failed, self.bytes_sent, self.push_seconds)
 
+    def info(self, now: float) -> list[dict[str, Any]]:
+        """Rooms that are open, for /transfers."""
+        return [
+            {
+                "direction": "sending",
+                "room": sender.room,
+                "state": sender.state.name.lower(),
+                "rid": sender.req.rid if sender.req is not None else None,
+                "peer": sender.peer.epoch if sender.peer is not None else None,
+                "seconds": round(now - sender.since, 3),
+                "prompt_tokens": sender.req.prompt_len if sender.req is not None else None,
+                "reason": sender.failure[1] if sender.failure is not None else None,
+            }
+            for sender in self.rooms.values()
+        ]
+
     def pinned(self) -> list[KVHold]:
         """Memory that the worker may still read."""
         return [s.hold for s in self.rooms.values() if s.hold is not None]
@@ -313,9 +345,9 @@ class KVSenders:
         return sender if sender is not None and sender.req is req else None
 
     def _drain(self, sender: KVSender, status: int, reason: str) -> None:
-        if sender.failure is not None:
+        if sender.state is SenderState.DRAINING:
             return
-        sender.failure = (status, reason)
+        sender.state, sender.failure = SenderState.DRAINING, (status, reason)
         if sender.req is not None and not sender.req.is_ended:
             self._scheduler.fail(sender.req, status, reason, "transfer_error")
         if sender.hold is not None:

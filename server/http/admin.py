@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...messages.control import FlushCacheReq, FlushCacheResult, ServerInfo, ServerInfoReq
+from ...messages.control import FlushCacheReq, FlushCacheResult, ServerInfo, ServerInfoReq, Transfers, TransfersReq
 from ...messages.sampling import SamplingParams
 from ...runtime.web.keys import Caller
 from .admin_schemas import AbortBody
@@ -76,6 +76,16 @@ async def server_info(request: Request) -> Response:
         raise ApiError(503, f"the scheduler did not answer within {QUESTION_TIMEOUT_SECONDS:g} s") from None
     http = {"live_requests": state.engine.live_requests, "started": state.started}
     return json_response({**answer.info, "version": state.version, "epoch": state.epoch, "http": http})
+
+
+async def transfers(request: Request) -> Response:
+    """The hand-overs that are open, the oldest first."""
+    engine = HttpState.of(request).engine
+    try:
+        answer = await engine.ask(lambda id_: TransfersReq(id=id_), Transfers, QUESTION_TIMEOUT_SECONDS)
+    except TimeoutError:
+        raise ApiError(503, f"the scheduler did not answer within {QUESTION_TIMEOUT_SECONDS:g} s") from None
+    return json_response({"open": answer.open, "transfers": answer.transfers})
 
 
 async def model_info(request: Request) -> Response:

@@ -308,5 +308,26 @@ class Flushed(Answer):
     instances: list[Told] = []
 
 
+class Transfer(Answer):
+    """A hand-over that is open. ``peer``: the other instance's epoch. ``instance``: whose it is, from a router."""
+
+    direction: Literal["sending", "receiving"]
+    room: int
+    state: str
+    rid: str | None
+    peer: str | None
+    seconds: float
+    prompt_tokens: int | None
+    reason: str | None
+    instance: str | None = None
+
+
+class TransfersAnswer(Answer):
+    """``GET /transfers``."""
+
+    open: int
+    transfers: list[Transfer]
+
+
 class ServerInfoAnswer(RootModel[dict[str, Any]]):
     """``GET /server_info``: docs/http-api.md has its fields."""

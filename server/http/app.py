@@ -20,7 +20,17 @@ from ...runtime.web.keys import read_keys
 from ...runtime.web.plain_paths import PlainPaths
 from ...runtime.web.sites import guard_sites
 from ...runtime.web.visits import VisitCounts, VisitLog
-from .admin import abort_request, flush_cache, health, health_generate, livez, metrics, model_info, server_info
+from .admin import (
+    abort_request,
+    flush_cache,
+    health,
+    health_generate,
+    livez,
+    metrics,
+    model_info,
+    server_info,
+    transfers,
+)
 from .admin_schemas import AbortBody
 from .answers import (
     Aborted,
@@ -39,6 +49,7 @@ from .answers import (
     ServerInfoAnswer,
     Text,
     Tokens,
+    TransfersAnswer,
 )
 from .bootstrap_gate import BootstrapGate
 from .chat import chat_completions
@@ -68,6 +79,7 @@ QUESTIONS: tuple[tuple[str, Endpoint, type[BaseModel]], ...] = (
     ("/metrics", metrics, MetricsText),
     ("/server_info", server_info, ServerInfoAnswer),
     ("/get_server_info", server_info, ServerInfoAnswer),
+    ("/transfers", transfers, TransfersAnswer),
     ("/model_info", model_info, ModelInfo),
     ("/get_model_info", model_info, ModelInfo),
     ("/v1/models", list_models, ModelList),

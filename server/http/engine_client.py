@@ -18,7 +18,7 @@ import msgspec
 
 from ...messages.base import Message
 from ...messages.channel import IPC_FRAME_BYTES, AsyncReceiver, UndeclaredMessage
-from ...messages.control import Drained, FlushCacheResult, Pong, ServerInfo
+from ...messages.control import Drained, FlushCacheResult, Pong, ServerInfo, Transfers
 from ...messages.metrics import SchedulerMetrics
 from ...messages.outputs import ReqError, TextBatch
 from ...messages.requests import AbortReq, TokenizeReq
@@ -32,7 +32,7 @@ from .request_metrics import CLIENT_GONE, ERROR, RequestMetrics
 from .running_names import RunningNames
 from .submission import Choice, Kind, Submission
 
-A = TypeVar("A", Pong, FlushCacheResult, ServerInfo, Encoded, Decoded, Limits)
+A = TypeVar("A", Pong, FlushCacheResult, ServerInfo, Transfers, Encoded, Decoded, Limits)
 INT63 = 2**63
 ABORTED = "aborted by the client"
 MAX_CHARACTERS = IPC_FRAME_BYTES // 8

@@ -11,7 +11,16 @@ import orjson
 from starlette.types import ASGIApp
 
 from pdserve.messages.base import Message
-from pdserve.messages.control import FlushCacheReq, FlushCacheResult, Ping, Pong, ServerInfo, ServerInfoReq
+from pdserve.messages.control import (
+    FlushCacheReq,
+    FlushCacheResult,
+    Ping,
+    Pong,
+    ServerInfo,
+    ServerInfoReq,
+    Transfers,
+    TransfersReq,
+)
 from pdserve.messages.outputs import (
     FinishReason,
     FinishType,
@@ -52,6 +61,7 @@ class FakeEngine:
         self.pong = Pong(0, True)
         self.end_aborted = True
         self.flush_result = FlushCacheResult(0, True, flushed=5)
+        self.transfers: list[dict] = []
         self.errors: list[ReqError] = []
         self.requests: list[TokenizeReq] = []
         self.aborts: list[AbortReq] = []
@@ -130,6 +140,8 @@ class FakeEngine:
             self._soon(FlushCacheResult(question.id, result.success, result.flushed, result.message))
         elif isinstance(question, ServerInfoReq):
             self._soon(ServerInfo(question.id, {"role": "unified", "pool": {"in_use": 0}}))
+        elif isinstance(question, TransfersReq):
+            self._soon(Transfers(question.id, len(self.transfers), self.transfers))
         elif isinstance(question, LimitsReq):
             self._soon(Limits(question.id, CONTEXT_LENGTH, VOCAB_SIZE))
         elif isinstance(question, EncodeReq):

@@ -82,7 +82,7 @@ class FakeInstance:
             await getattr(self, "do_" + self.script)(seen, reader, writer)
         else:
             self.questions.append((method, path, body))
-            answer = {"from": self.port, "flushed": 3, "aborted": 1}
+            answer = {"from": self.port, "flushed": 3, "aborted": 1, "open": 2, "transfers": [{"room": self.port}]}
             self.reply(writer, *((400, {"error": {"message": "busy"}}) if self.refuses else (200, answer)))
         await writer.drain()
         return not writer.is_closing()

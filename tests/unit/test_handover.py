@@ -458,6 +458,36 @@ def test_first_token_that_is_none_fails_the_request_and_nothing_else():
     assert_all_returned(pair)
 
 
+def test_open_handovers_are_told_with_where_they_stand():
+    pair, rng = SimPair(), random.Random(1)
+    seen = {"sending": [], "receiving": []}
+
+    def look():
+        for room in pair.prefill.senders.info(pair.now) + pair.decode.receivers.info(pair.now):
+            states = seen[room["direction"]]
+            if not states or states[-1] != room["state"]:
+                states.append(room["state"])
+            assert (room["room"], room["seconds"] >= 0) == (7, True)
+        return seen
+
+    pair.submit("a", range(30), 7, legs=("prefill",), max_new_tokens=2)
+    look()
+    pair.submit("a", range(30), 7, legs=("decode",), max_new_tokens=2)
+    while not pair.pushes:
+        look()
+        rng.choice(pair.moves())()
+    look()
+    (room,) = pair.decode.receivers.info(pair.now)
+    assert (room["rid"], room["peer"], room["prompt_tokens"], room["reason"]) == ("a", "prefill", 30, None)
+    pair.prefill.scheduler.abort(AbortReq("a"))
+    look()
+    run_until_idle(pair)
+    look()
+    assert seen["sending"] == ["bootstrapping", "queued", "pushing", "draining"]
+    assert seen["receiving"][:2] == ["linking", "transferring"]  # it found memory in the same turn
+    assert pair.prefill.senders.info(pair.now) == pair.decode.receivers.info(pair.now) == []
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32),

@@ -14,6 +14,7 @@ from support.fake_engine import FakeEngine, with_engine
 from pdserve.messages.control import FlushCacheResult, Ping, Pong
 from pdserve.messages.outputs import ReqError
 from pdserve.server.http import health as health_module
+from pdserve.server.http.answers import TransfersAnswer
 from pdserve.server.http.parsing import MAX_BODY_BYTES
 
 
@@ -100,6 +101,18 @@ def test_health_generate_makes_a_token() -> None:
         assert (request.sampling.max_new_tokens, request.sampling.temperature) == (1, 0.0)
         engine.errors = [ReqError("", 503, "full")]
         assert (await engine.get("/health_generate")).status_code == 503
+
+    with_engine(run)
+
+
+def test_transfers_are_shown() -> None:
+    async def run(engine: FakeEngine) -> None:
+        assert (await engine.get("/transfers")).json() == {"open": 0, "transfers": []}
+        room = {"direction": "sending", "room": 7, "state": "queued", "rid": None, "peer": "e", "seconds": 0.5}
+        engine.transfers = [room | {"prompt_tokens": None, "reason": None}]
+        answer = await engine.get("/transfers")
+        TransfersAnswer.model_validate(answer.json())
+        assert (answer.json()["open"], answer.json()["transfers"][0]["room"]) == (1, 7)
 
     with_engine(run)
 

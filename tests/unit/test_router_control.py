@@ -83,6 +83,21 @@ async def test_orders_reach_every_instance_and_their_answers_are_added_up(rig):
 
 
 @scenario()
+async def test_open_handovers_of_all_instances_are_told_together(rig):
+    p, d = await rig.instance(), await rig.instance()
+    client = await rig.route([p], [d])
+    told = (await client.get("/transfers")).json()
+    assert told["open"] == 4
+    assert {(t["room"], t["instance"]) for t in told["transfers"]} == {(i.port, i.url) for i in (p, d)}
+    await d.kill()
+    await rig.until_states("healthy", "unhealthy")
+    assert (await client.get("/transfers")).json()["open"] == 2
+    await p.kill()
+    await rig.until_states("unhealthy", "unhealthy")
+    assert (await client.get("/transfers")).status_code == 503
+
+
+@scenario()
 async def test_orders_pass_by_dead_instances_and_a_refusal_is_told(rig):
     p, d = await rig.instance(), await rig.instance()
     client = await rig.route([p], [d])
