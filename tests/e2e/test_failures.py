@@ -176,7 +176,7 @@ def test_drain_waits_until_every_answer_is_out(tmp_path, tiny_args):
 
 
 def test_host_that_is_no_host_fails_the_request_and_not_the_decode(tmp_path, tiny_args):
-    with pd_pair(tmp_path, "tcp", *tiny_args) as pair:
+    with pd_pair(tmp_path, "tcp", *tiny_args, decode_args=["--insecure-cluster"]) as pair:
         port = int(pair.prefill.args[pair.prefill.args.index("--disaggregation-bootstrap-port") + 1])
         for i, host in enumerate(("127。0。0。1", "no such host", "[", "münchen.invalid", "\u0000")):
             body = {"input_ids": [1, 2], "bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": 77 + i}

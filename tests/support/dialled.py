@@ -13,7 +13,11 @@ class Dialled:
 
     def __init__(self, address: str, port: int, keys: Sequence[bytes] = ()) -> None:
         self.port = ControlPort("127.0.0.1", keys=keys)
-        self.identity = self.port.dial(address, port)
+        try:
+            self.identity = self.port.dial(address, port)
+        except BaseException:
+            self.port.close()
+            raise
         self.connection = self.port._peers[self.identity]
         self._ended: list[Ended] = []
 

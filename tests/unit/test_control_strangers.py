@@ -274,6 +274,7 @@ def test_another_version_is_told_apart_at_both_ends(server, connect, caplog):
         with sock:
             sock.sendall(greeting(version=9))
             wait_until(lambda: client.recv() is None and client.ended, LIMIT, "the client has seen it")
+        client.close()
     assert "run the same pdserve on both sides" in client.ended
 
 
@@ -363,6 +364,7 @@ def test_nobody_there_is_an_error_that_names_the_address():
         port = sock.getsockname()[1]
         client = Dialled("127.0.0.1", port)
         wait_until(lambda: client.recv() is None and client.ended, LIMIT, "it is refused")
+        client.close()
     assert client.ended == (
         f"its control port at 127.0.0.1:{port} can't be used: the connection broke: Connection refused"
     )
@@ -375,6 +377,7 @@ def test_one_that_does_not_greet_is_given_up(monkeypatch):
         wait_until(lambda: client.recv() is None and client.ended, LIMIT, "it gives up")
     assert "does not answer (for 0.2 s)" in client.ended
     assert not select.select([client.port], [], [], 0)[0]
+    client.close()
 
 
 def test_names_are_not_looked_up_here():

@@ -13,22 +13,21 @@ from hypothesis import strategies as st
 from support.handovers import named
 from support.strangers import huge_length, junk, nested, spoil
 
-from pdserve.disaggregation.handover.control.frames import FRAME_MESSAGES, TO_PREFILL_BYTES, make_frames
+from pdserve.disaggregation.handover.control.frames import FRAME_MESSAGES, SHORT_FRAME_BYTES, make_frames
 from pdserve.messages.base import Message
 from pdserve.messages.channel import encode
+from pdserve.messages.control import Drain
 from pdserve.messages.decode import SHOWN_CHARS, Codec, UndeclaredMessage, decode, shown
 from pdserve.messages.handover import (
     Abort,
     AuxData,
-    DecodeToPrefill,
     Heartbeat,
     Hello,
-    PrefillToDecode,
+    PeerMessage,
     RoomQueued,
     TransferDone,
     TransferFailed,
     TransferRequest,
-    Welcome,
 )
 from pdserve.messages.outputs import Timing
 from pdserve.messages.worker import KVLayout
@@ -39,7 +38,7 @@ LAYOUT = KVLayout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="flo
 REQUEST = TransferRequest("e", named(7), 30, 1 << 63, 16, b"\1\0\0\0")
 LONGEST = named((1 << 63) - 1, (1 << 63) - 1, "D" * 128)
 HONEST = [
-    Hello("e", "d", 1, "f", LAYOUT, "tcp", b"m"),
+    Hello("e", "d", 1, 1, "f", LAYOUT, "tcp", b"m"),
     RoomQueued("e", named(7)),
     REQUEST,
     Abort("e", named(7), "why"),
@@ -50,7 +49,7 @@ LIMIT = 1 << 20
 
 @pytest.fixture
 def codec():
-    return Codec(DecodeToPrefill, LIMIT, FRAME_MESSAGES)
+    return Codec(PeerMessage, LIMIT, FRAME_MESSAGES)
 
 
 def test_honest_frames_come_through(codec):
@@ -85,7 +84,7 @@ def test_any_exception_of_decoding_is_a_refusal(kind):
         b"\x81\xa1a" * 100_000,
         encode(HONEST)[:-1],
         encode(HONEST) + b"\0",
-        encode([Welcome("e")]),
+        encode([Drain()]),
         b"\x90" + bytes(LIMIT),
         encode([Heartbeat("e")] * (FRAME_MESSAGES + 1)),
     ],
@@ -133,7 +132,7 @@ DONE = TransferDone("e", named(7), 1, AuxData(5, 0, Timing()))
     ],
 )
 def test_numbers_and_texts_out_of_all_bounds_are_refused(message, fields):
-    codec = Codec(DecodeToPrefill | PrefillToDecode, 2 * LIMIT)
+    codec = Codec(PeerMessage, 2 * LIMIT)
     assert codec.decode(changed(message)) == [message]
     with pytest.raises(UndeclaredMessage):
         codec.decode(changed(message, **fields))
@@ -142,7 +141,7 @@ def test_numbers_and_texts_out_of_all_bounds_are_refused(message, fields):
 @given(st.integers(0, 2**32))
 def test_spoiled_frames_are_refused_or_mean_something_declared(seed):
     rng = random.Random(seed)
-    codec = Codec(DecodeToPrefill | PrefillToDecode, LIMIT)
+    codec = Codec(PeerMessage, LIMIT)
     fields = msgspec.to_builtins(rng.choice([*HONEST, DONE]), builtin_types=(bytes,))
     fields[rng.choice(sorted(fields))] = junk(rng)
     for frame in (spoil(rng, encode(HONEST)), msgspec.msgpack.encode([fields]), nested(rng), huge_length(rng)):
@@ -164,7 +163,7 @@ def test_a_strangers_words_fit_one_line():
     assert shown("a\nb\x1b[31m\u202ec") == "a\ufffdb\ufffd[31m\ufffdc"
     assert len(shown("x" * 10**6)) == SHOWN_CHARS + 1
     with pytest.raises(UndeclaredMessage) as caught:
-        Codec(DecodeToPrefill, 2 * LIMIT).decode(msgspec.msgpack.encode([{"type": "x" * LIMIT}]))
+        Codec(PeerMessage, 2 * LIMIT).decode(msgspec.msgpack.encode([{"type": "x" * LIMIT}]))
     assert len(str(caught.value)) < SHOWN_CHARS + 100
 
 
@@ -185,12 +184,12 @@ def test_refusals_are_counted_and_the_log_stays_short(caplog, monkeypatch):
 def test_what_is_sent_stays_within_the_receivers_limits():
     pages = bytes(4 << 18)
     requests = [TransferRequest("e", named(i), 1, 1, 0, pages[: 4 * i]) for i in range(0, 4 * FRAME_MESSAGES, 2)]
-    frames, too_long = make_frames([*requests, *[Heartbeat("e")] * 3000], TO_PREFILL_BYTES)
-    codec = Codec(DecodeToPrefill, TO_PREFILL_BYTES, FRAME_MESSAGES)
+    frames, too_long = make_frames([*requests, *[Heartbeat("e")] * 3000], SHORT_FRAME_BYTES)
+    codec = Codec(PeerMessage, SHORT_FRAME_BYTES, FRAME_MESSAGES)
     assert [m for frame in frames for m in codec.decode(frame)] == [*requests, *[Heartbeat("e")] * 3000]
     assert too_long == []
     longest = TransferRequest("e" * 128, LONGEST, (1 << 31) - 1, (1 << 64) - 1, (1 << 31) - 1, pages)
-    (frame,), too_long = make_frames([longest], TO_PREFILL_BYTES)
+    (frame,), too_long = make_frames([longest], SHORT_FRAME_BYTES)
     assert codec.decode(frame) == [longest]
     done = TransferDone("e", named(7), 1, AuxData(1, 0, Timing()))
     assert make_frames([done, done], 20) == ([], [done, done])
@@ -199,6 +198,6 @@ def test_what_is_sent_stays_within_the_receivers_limits():
 
 def test_a_frame_has_a_length():
     frame = encode(HONEST)
-    assert Codec(DecodeToPrefill, len(frame)).decode(frame) == HONEST
+    assert Codec(PeerMessage, len(frame)).decode(frame) == HONEST
     with pytest.raises(UndeclaredMessage, match="at most"):
-        Codec(DecodeToPrefill, len(frame) - 1).decode(frame)
+        Codec(PeerMessage, len(frame) - 1).decode(frame)

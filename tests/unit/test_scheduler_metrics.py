@@ -105,10 +105,11 @@ def test_a_pair_counts_each_token_once(seed: int) -> None:
     assert count(pair.decode, "generation_tokens") == told(pair.decode, "completion_tokens")
     assert count(pair.prefill, "generation_tokens") == count(pair.prefill, "finished") == 0
     assert (count(pair.prefill, "handed_over"), count(pair.decode, "finished")) == (12, 15)
-    assert prefill.sent is not None
-    assert decode.received is not None
-    assert (prefill.sent.done, prefill.received) == (decode.received.done, decode.sent) == (12, None)
-    assert prefill.sent.nbytes == decode.received.nbytes == sum(m.timing.transfer_bytes for m in metas(pair.decode))
+    assert prefill.handovers is not None
+    assert decode.handovers is not None
+    sent, received = prefill.handovers.sent, decode.handovers.received
+    assert (sent.done, prefill.handovers.received.done) == (received.done, decode.handovers.sent.done) == (12, 0)
+    assert sent.nbytes == received.nbytes == sum(m.timing.transfer_bytes for m in metas(pair.decode))
 
 
 def test_reports_are_few_while_requests_run_and_prompt_when_the_last_one_ends() -> None:
