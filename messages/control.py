@@ -20,7 +20,9 @@ class Ping(Message):
 
 
 class Pong(Message):
-    """``ready`` False comes with the reason (loading, draining, the worker is stuck)."""
+    """``ready`` False comes with the reason (loading, draining, the worker is stuck), True with what somebody should
+    look after, if there is anything.
+    """
 
     id: int
     ready: bool

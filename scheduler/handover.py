@@ -24,6 +24,9 @@ class Handovers(Protocol):
     def problem(self, now: float) -> str | None:
         """Why this instance can't serve although its processes are well, None where it can."""
 
+    def warning(self, now: float) -> str | None:
+        """What somebody should look after although this instance can serve, None where there is nothing."""
+
     def withdraw(self) -> None:
         """Peers shall not find this instance any more."""
 

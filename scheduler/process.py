@@ -196,8 +196,10 @@ class SchedulerProcess:
         since = self._scheduler.in_flight_since
         if since is not None and now - since > self._ctx.options.watchdog_timeout:
             return Pong(ping.id, False, f"the model worker has been busy with one step for {now - since:.0f} s")
-        problem = self._handovers.problem(now) if self._handovers is not None else None
-        return Pong(ping.id, problem is None, problem or "")
+        if self._handovers is None:
+            return Pong(ping.id, True)
+        problem = self._handovers.problem(now)
+        return Pong(ping.id, problem is None, problem or self._handovers.warning(now) or "")
 
     def _when_idle(self, scheduler: Scheduler, now: float) -> None:
         # A step under way has no reader left once all requests have ended: nobody waits for it.

@@ -80,6 +80,10 @@ class KVManager:
         # Who computes for others has to be found by them; the others can serve as they are.
         return self._network.lost(now) if self._scheduler.role == "prefill" else None
 
+    def warning(self, now: float) -> str | None:
+        """See ``Handovers``."""
+        return self.receivers.warning(now)
+
     # --- the scheduler's side ---
 
     def names_here(self, where: Bootstrap) -> bool:

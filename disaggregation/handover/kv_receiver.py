@@ -48,6 +48,10 @@ OVERTAKING_SECONDS = 2.0
 """How long a big prompt that does not fit lets smaller ones pass it."""
 
 
+STUCK_SECONDS = 10.0
+"""After so long, memory that a peer holds is somebody's to look after."""
+
+
 MOST_OVERTAKEN = 4
 """How many that do not fit are passed over in one turn: each try costs a walk of the prefix tree."""
 
@@ -82,6 +86,7 @@ class KVReceiver:
     fence: int = 0
     prefix_len: int = 0
     requested_at: float = 0.0
+    draining_since: float = 0.0
     aux: AuxData | None = None
     granted: bool = False
     checking: bool = False
@@ -104,6 +109,7 @@ class KVReceivers:
         self._limits = limits
         self._peer_at = peer_at
         self._attempts = itertools.count(1)
+        self._now = 0.0
         self.rooms: dict[int, KVReceiver] = {}
         self.done = 0
         self.failed = 0
@@ -124,6 +130,7 @@ class KVReceivers:
 
     def advance(self, now: float) -> None:
         """Move every room on that can move; give up those that waited too long."""
+        self._now = now
         for receiver in list(self.rooms.values()):
             if receiver.state is ReceiverState.LINKING:
                 self._when_linked(receiver, now)
@@ -267,7 +274,7 @@ class KVReceivers:
         for receiver in [r for r in self.rooms.values() if r.peer is peer]:
             self._scheduler.fail(receiver.req, peer.status, _why(peer), "transfer_error")
             if receiver.state in (ReceiverState.TRANSFERRING, ReceiverState.DRAINING) and not peer.down:
-                receiver.state = ReceiverState.DRAINING
+                self._begin_draining(receiver)
             else:
                 self._drained(receiver)
 
@@ -279,6 +286,19 @@ class KVReceivers:
     def counts(self) -> DirectionCounts:
         """Of hand-overs from others."""
         return DirectionCounts(len(self.rooms), self.done, self.failed, self.bytes_received)
+
+    def warning(self, now: float) -> str | None:
+        """What somebody should look after: memory that a peer neither lets go of nor dies with."""
+        stuck = [r for r in self.rooms.values() if r.state is ReceiverState.DRAINING]
+        stuck = [r for r in stuck if now - r.draining_since > STUCK_SECONDS]
+        if not stuck:
+            return None
+        tokens = sum(r.req.prompt_len - r.prefix_len for r in stuck)
+        peers = ", ".join(sorted({r.peer.epoch for r in stuck}))
+        return (
+            f"the KV memory of {len(stuck)} hand-overs ({tokens} tokens) can't be used again before instance {peers} "
+            "has let go of it: it hangs; end it"
+        )
 
     def info(self, now: float) -> list[dict[str, Any]]:
         """Rooms that are open, for /transfers."""
@@ -348,17 +368,21 @@ class KVReceivers:
         ):
             peer.send(Abort(peer.epoch, receiver.handover, shown(reason, REASON_CHARS)))
         if state is ReceiverState.TRANSFERRING and not peer.down:
-            receiver.state = ReceiverState.DRAINING
+            self._begin_draining(receiver)
         else:
             self._drained(receiver)
 
     def _drained(self, receiver: KVReceiver) -> None:
         """No peer writes to its memory any more: free it, unless our own worker still may."""
         if receiver.checking:
-            receiver.state = ReceiverState.DRAINING
+            self._begin_draining(receiver)
             return
         self.failed += 1
         self._over(receiver)
+
+    def _begin_draining(self, receiver: KVReceiver) -> None:
+        if receiver.state is not ReceiverState.DRAINING:
+            receiver.state, receiver.draining_since = ReceiverState.DRAINING, self._now
 
     def _revoke(self, receiver: KVReceiver) -> None:
         if receiver.granted:

@@ -28,7 +28,7 @@ async def health(request: Request) -> Response:
     verdict = await HttpState.of(request).health.verdict()
     if not verdict.ready:
         raise ApiError(503, verdict.reason)
-    return json_response({"status": "ready"})
+    return json_response({"status": "ready"} | ({"warning": verdict.reason} if verdict.reason else {}))
 
 
 async def livez(request: Request) -> Response:

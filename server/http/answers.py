@@ -260,9 +260,10 @@ class Text(Answer):
 
 
 class Ready(Answer):
-    """It can serve."""
+    """It can serve. ``warning``: what somebody should look after nonetheless."""
 
     status: Literal["ready"]
+    warning: str | None = None
 
 
 class Alive(Answer):

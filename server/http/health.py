@@ -23,7 +23,7 @@ CACHE_SECONDS = 0.2
 
 
 class Verdict(NamedTuple):
-    """``reason`` says why not."""
+    """``reason`` says why not, or what somebody should look after."""
 
     ready: bool
     reason: str = ""

@@ -89,6 +89,26 @@ def test_what_a_router_signed_is_followed_once(pair, secrets, expected):
     assert "used before" in again.json()["error"]["message"]
 
 
+def test_open_handovers_are_shown_until_they_end(pair, secrets):
+    """One leg alone waits for the other."""
+    signature = BootstrapSignature(ClusterSecret.read(str(secrets / "ours")))
+    fields = named(99, pair.prefill.info()["disaggregation"]["bootstrap_port"])
+    signed = signature.sign(*fields.values(), time.time())
+
+    def shown(server: Launched) -> dict[str, str]:
+        told = server.client.get(server.url + "/transfers").json()
+        return {t["direction"]: t["state"] for t in told["transfers"] if t["room"] == 99}
+
+    with ThreadPoolExecutor(1) as pool:
+        leg = pool.submit(asked, pair.decode, rid="alone", **fields, bootstrap_signature=signed)
+        wait_until(lambda: shown(pair.decode) == {"receiving": "transferring"}, 10, "the decode has asked")
+        wait_until(lambda: shown(pair.prefill) == {"sending": "bootstrapping"}, 10, "the prefill has heard it")
+        assert shown(pair.router) == {"receiving": "transferring", "sending": "bootstrapping"}
+        assert pair.decode.post("/abort_request", {"rid": "alone"}).json()["aborted"] == 1
+        assert leg.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
+    wait_until(lambda: shown(pair.router) == {}, 10, "both have let go")
+
+
 def test_an_instance_with_another_secret_gets_nowhere(pair, secrets, tmp_path, expected):
     (tmp_path / "other").write_text("x" * 40)
     args = ["--disaggregation-mode", "decode", "--cluster-secret-file", str(tmp_path / "other"), *ONE_THREAD]

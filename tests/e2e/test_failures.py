@@ -136,6 +136,56 @@ def test_frozen_prefill_is_an_error_in_seconds_and_the_pair_heals_by_itself(tmp_
         pair.assert_all_returned()
 
 
+def test_a_frozen_prefill_that_holds_memory_is_named_and_others_take_its_place(tmp_path, tiny_args):
+    """By shm only it can let go of the decode's pages."""
+    spare_port = free_ports(1)[0]
+    args = ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "shm", *ONE_THREAD, *tiny_args]
+    args += ["--disaggregation-bootstrap-port", str(spare_port)]
+    with pd_pair(tmp_path, "shm", *tiny_args) as pair, launched(tmp_path, "spare", "server", *args) as spare:
+        spare.wait_healthy()
+        port = pair.prefill.info()["disaggregation"]["bootstrap_port"]
+        prefills = ["--prefill", pair.prefill.url, str(port), spare.url, str(spare_port)]
+        with launched(tmp_path, "both", "router", *prefills, "--decode", pair.decode.url) as router:
+            router.wait_healthy()
+            assert router.post("/generate", {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2}}).is_success
+            epoch = pair.prefill.info()["epoch"]
+            family = pair.prefill.family()
+            named = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": 5}
+            body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}, **named}
+            family["worker"].suspend()
+            legs = [threading.Thread(target=server.post, args=("/generate", body)) for server in (pair.prefill,)]
+            held: list[httpx.Response] = []
+            legs.append(threading.Thread(target=lambda: held.append(pair.decode.post("/generate", body))))
+            for leg in legs:
+                leg.start()
+            told = lambda: pair.decode.client.get(pair.decode.url + "/transfers").json()["transfers"]  # noqa: E731
+            wait_until(lambda: [t["state"] for t in told()] == ["transferring"], 10, "the prefill may write")
+            for process in family.values():
+                process.suspend()
+            try:
+                frozen_at = time.monotonic()
+                legs[1].join(limit(10))
+                assert (held[0].status_code, "silent" in held[0].text) == (503, True)
+                assert time.monotonic() - frozen_at < 2 * ERROR_SECONDS
+                for i in range(4):
+                    asked_at = time.monotonic()
+                    plain = {"input_ids": [9, 8, i], "sampling_params": {"max_new_tokens": 2}}
+                    assert router.post("/generate", plain).is_success
+                    assert time.monotonic() - asked_at < 2 * ERROR_SECONDS
+                health = lambda: pair.decode.client.get(pair.decode.url + "/health").json()  # noqa: E731
+                wait_until(
+                    lambda: epoch in health().get("warning", ""), 20, "/health names who holds memory", every=0.2
+                )
+                assert health()["status"] == "ready"
+            finally:
+                for process in family.values():
+                    process.resume()
+            legs[0].join(limit(30))
+            wait_until(lambda: "warning" not in health(), 10, "it has let go", every=0.1)
+            wait_until(lambda: answers(pair), 10, "the pair serves again", every=0.1)
+            pair.assert_all_returned()
+
+
 def test_sigterm_drains_and_frees_the_port(tmp_path, tiny_args):
     with launched(tmp_path, "unified", "server", *ONE_THREAD, *tiny_args) as server:
         server.wait_healthy()
