@@ -13,7 +13,7 @@ from support.handovers import named
 from support.sim import reference_output
 from support.sim_pair import LIMITS, SimPair, make_peer
 
-from pdserve.disaggregation.handover.kv_receiver import ReceiverState
+from pdserve.disaggregation.handover.kv_receiver import STUCK_SECONDS, ReceiverState
 from pdserve.disaggregation.handover.peer import Writing
 from pdserve.messages.base import unpack_i32
 from pdserve.messages.handover import (
@@ -219,6 +219,23 @@ def test_lost_link_fails_requests_at_once_and_frees_pages_when_it_is_down():
     pair.submit("b", range(30), 2, max_new_tokens=4)
     run_until_idle(pair)
     assert pair.decode.tokens["b"] == reference_output(range(30), 4)
+
+
+def test_memory_that_a_peer_does_not_let_go_of_is_somebodys_to_look_after():
+    rng = random.Random(1)
+    pair = SimPair()
+    pair.submit("a", range(30), 1, max_new_tokens=4)
+    while not pair.pushes:
+        rng.choice(pair.moves())()
+    pair.lose_link()
+    receivers = pair.decode.receivers
+    assert receivers.warning(pair.now + STUCK_SECONDS - 1) is None
+    warning = receivers.warning(pair.now + STUCK_SECONDS + 1)
+    assert "1 hand-overs (30 tokens)" in warning
+    assert "instance prefill" in warning
+    pair.link_is_down()
+    assert receivers.warning(pair.now + STUCK_SECONDS + 1) is None
+    run_until_idle(pair)
 
 
 def test_a_bad_prefix_is_not_cached_after_its_room_has_drained():
