@@ -196,6 +196,7 @@ class SimPair:
             self.pushes.pop(message.handover, None)
             side.senders.on_send_ended(SendEnded(message.handover, cancelled=True))
         elif isinstance(message, VerifyPages):
+            assert message.handover not in self.granted, "pages are checked that may still be written"
             checksum = 0
             for page in unpack_i32(message.pages):
                 checksum = hash((checksum, *self.page(self.decode, page)))

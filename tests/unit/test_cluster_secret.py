@@ -48,7 +48,8 @@ def test_a_signature_vouches_once_for_what_it_signed(tmp_path):
         assert "not that of a router" in instance.problem(signature, *other, NOW)
     assert "not that of a router" in instance.problem("1" + signature, *said, NOW)
     assert instance.problem(signature, *said, NOW + FRESH_SECONDS) is None
-    assert "used before" in instance.problem(signature, *said, NOW)
+    for again in (0, 1, FRESH_SECONDS):
+        assert "used before" in instance.problem(signature, *said, NOW + again)
     late = router.sign(*said, NOW - FRESH_SECONDS - 1)
     assert "clocks" in instance.problem(late, *said, NOW)
     assert "clocks" in instance.problem(router.sign(*said, NOW + FRESH_SECONDS + 1), *said, NOW)
@@ -110,6 +111,12 @@ def test_with_a_secret_only_what_a_router_signed_is_followed(tmp_path):
     guarded = gate(cluster_secret_file=str(tmp_path / "secret"))
     assert "only a router" in guarded.refusal(fields("127.0.0.1"))
     assert "not that of a router" in guarded.refusal(fields("127.0.0.1", signature=f"5.{'0' * 64}"))
+
+
+def test_who_wants_no_secret_follows_anybody(tmp_path):
+    (tmp_path / "secret").write_text(OLD)
+    assert gate(insecure_cluster=True).refusal(fields("10.0.0.1")) == ""
+    assert gate(insecure_cluster=True, cluster_secret_file=str(tmp_path / "secret")).refusal(fields("10.0.0.1"))
 
 
 @pytest.mark.parametrize("text", ["10.0.0.1", ":8998", "h:0", "h:x", "h:70000", "h:1 h:2"])

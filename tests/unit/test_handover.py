@@ -14,6 +14,7 @@ from support.sim import reference_output
 from support.sim_pair import LIMITS, SimPair, make_peer
 
 from pdserve.disaggregation.handover.kv_receiver import STUCK_SECONDS, ReceiverState
+from pdserve.disaggregation.handover.kv_sender import SenderState
 from pdserve.disaggregation.handover.peer import Writing
 from pdserve.messages.base import unpack_i32
 from pdserve.messages.handover import (
@@ -45,6 +46,7 @@ def assert_all_returned(pair: SimPair) -> None:
     for side in (pair.prefill, pair.decode):
         usage = side.scheduler.memory.usage()
         assert (usage["in_use"], usage["rows_in_use"]) == (0, 0)
+    assert pair.granted == {}
     pair.check()
 
 
@@ -219,6 +221,25 @@ def test_lost_link_fails_requests_at_once_and_frees_pages_when_it_is_down():
     pair.submit("b", range(30), 2, max_new_tokens=4)
     run_until_idle(pair)
     assert pair.decode.tokens["b"] == reference_output(range(30), 4)
+
+
+def test_the_time_of_a_transfer_is_counted_from_its_first_piece():
+    pair = SimPair(chunked_prefill_size=8)
+    pair.submit("a", range(40), 1, max_new_tokens=4)
+    until_delivered(pair)
+    deadlines = []
+    while len(pair.prefill.ends) == 0:
+        pair.advance()
+        pair.prefill.plan()
+        pair.prefill.work()
+        pair.now += 0.5
+        if sender := pair.prefill.senders.rooms.get(1):
+            deadlines.append((sender.state, sender.deadline))
+        for name in list(pair.pushes):
+            pair.decode.transfer() if pair.decode.to_transfer.messages else pair.copy(name)
+    pushing = {deadline for state, deadline in deadlines if state is SenderState.PUSHING}
+    assert len(deadlines) > 4
+    assert len(pushing) == 1
 
 
 def test_memory_that_a_peer_does_not_let_go_of_is_somebodys_to_look_after():

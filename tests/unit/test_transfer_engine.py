@@ -237,20 +237,28 @@ def test_a_link_that_was_given_up_before_it_was_opened_stays_closed(make_node, k
     assert receiver.events.empty()
 
 
-def test_pages_for_a_peer_without_a_link_are_not_kept_for_the_next_link(pair, monkeypatch):
+def test_pages_for_a_peer_without_a_link_are_not_kept_for_the_next_link(pair, kind, make_node, monkeypatch):
     """Those of a hand-over of before would be written where something else lies by now."""
     monkeypatch.setattr(engine, "SLICE_BYTES", PAGE)
     writer, receiver = pair
+    other = make_node(kind, "E")
+    other.submit(GrantPages(named(0), "P", pack_i32(range(1, PAGES))))
+    writer.submit(ConnectPeer("E", 2, other.engine.metadata))
+    assert writer.next() == PeerConnected("E", 2)
     writer.submit(DisconnectPeer("D", 1))
     assert (receiver.next(), writer.next()) == (PeerLinkDown("P", 1), PeerLinkDown("D", 1))
-    receiver.submit(AdmitPeer("P", 2))
-    assert receiver.next() == PeerAdmitted("P", 2)
+    receiver.submit(AdmitPeer("P", 3))
+    assert receiver.next() == PeerAdmitted("P", 3)
     before = receiver.pool.copy()
-    late = [send(room, range(1, 50), range(1, 50)) for room in range(20)]
-    writer.submit(*late, ConnectPeer("D", 2, receiver.engine.metadata))
-    events = [writer.next() for _ in range(21)]
-    assert PeerConnected("D", 2) in events
-    assert all(event.error for event in events if isinstance(event, SendEnded))
+    # So much for another peer that the turn of what is for D comes when its link is up again.
+    busy = [send(room, range(1, 4), range(1, 4), peer="E") for room in range(200)]
+    late = [send(room, range(1, 50), range(1, 50)) for room in range(5)]
+    writer.submit(*busy, *late, ConnectPeer("D", 3, receiver.engine.metadata))
+    events = [writer.next() for _ in range(206)]
+    assert PeerConnected("D", 3) in events
+    ended = [event for event in events if isinstance(event, SendEnded)]
+    assert {bool(event.error) for event in ended if event.handover.epoch == "D"} == {True}
+    assert {event.error for event in ended if event.handover.epoch == "E"} == {None}
     assert np.array_equal(receiver.pool, before)
 
 
@@ -293,6 +301,8 @@ def test_the_second_direction_of_a_link_opens_beside_its_hand_overs(pair):
     assert writer.next() == PeerAdmitted("D", 1)
     receiver.submit(ConnectPeer("P", 1, writer.engine.metadata))
     assert receiver.next() == PeerConnected("P", 1)
+    writer.submit(ConnectPeer("D", 1, receiver.engine.metadata))
+    assert writer.next() == PeerConnected("D", 1)
     writer.submit(send(1, [3], [3]), send(2, [4], [4]))
     ended = writer.next()
     assert (ended.handover.room, ended.error) == (2, None)
