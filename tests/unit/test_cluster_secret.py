@@ -47,9 +47,10 @@ def test_a_signature_vouches_once_for_what_it_signed(tmp_path):
     for other in (("10.0.0.2", 8998, 7), ("10.0.0.1", 8999, 7), ("10.0.0.1", 8998, 8), (["10.0.0.1"], 8998, 7)):
         assert "not that of a router" in instance.problem(signature, *other, NOW)
     assert "not that of a router" in instance.problem("1" + signature, *said, NOW)
-    assert instance.problem(signature, *said, NOW + FRESH_SECONDS) is None
+    assert instance.problem(signature, *said, NOW) is None
     for again in (0, 1, FRESH_SECONDS):
         assert "used before" in instance.problem(signature, *said, NOW + again)
+    assert instance.problem(router.sign("h", 1, 2, NOW), "h", 1, 2, NOW + FRESH_SECONDS) is None
     late = router.sign(*said, NOW - FRESH_SECONDS - 1)
     assert "clocks" in instance.problem(late, *said, NOW)
     assert "clocks" in instance.problem(router.sign(*said, NOW + FRESH_SECONDS + 1), *said, NOW)
