@@ -37,7 +37,7 @@ from .unclaimed_rooms import Tombstones, UnclaimedRooms
 
 log = logging.getLogger(__name__)
 
-MAX_OVER = 4096
+MAX_OVER = 1 << 14
 
 
 class SenderState(Enum):
@@ -96,7 +96,7 @@ class KVSenders:
         self._left = Tombstones()
         """Rooms whose request ended before a decode came."""
         self._over: dict[HandoverId, None] = {}
-        """The latest that ended here: news of them may still come."""
+        """The latest that ended here, or were refused: news of them may still come, and opens nothing."""
         self._now = 0.0
         self.done = 0
         self.failed = 0
@@ -114,6 +114,7 @@ class KVSenders:
         over = self._given_up.take(room)
         if over is not None:
             self._scheduler.fail(req, 503, f"the decode instance gave the hand-over up: {over}")
+            self._left.add(room, over, now)  # if both legs use a name again too soon, both are told
             return
         sender = self.rooms.get(room)
         if sender is None:
@@ -137,6 +138,8 @@ class KVSenders:
         """
         room = handover.room
         self._now = now
+        if handover in self._over:
+            return None  # the peer has been told that it is, and may have used the pages for something else since
         sender = self.rooms.get(room)
         if sender is not None and sender.handover not in (None, handover):
             whose = "in use" if sender.peer is peer else "another decode's"
@@ -159,6 +162,7 @@ class KVSenders:
         return sender
 
     def _deny(self, peer: Peer, handover: HandoverId, status: int, reason: str) -> None:
+        self._note_over(handover)
         peer.send(TransferFailed(peer.epoch, handover, status, shown(reason, REASON_CHARS)))
 
     def on_request(self, peer: Peer, msg: TransferRequest, now: float) -> None:
@@ -276,9 +280,11 @@ class KVSenders:
         handover = msg.handover
         self._now = now
         sender = self.rooms.get(handover.room)
-        if sender is None or sender.handover not in (None, handover):
-            if sender is None and handover not in self._over:
-                self._given_up.add(handover.room, msg.reason, now)
+        if handover in self._over or (sender is not None and sender.handover not in (None, handover)):
+            peer.send(AbortAck(peer.epoch, handover))
+            return
+        if sender is None:
+            self._given_up.add(handover.room, msg.reason, now)
             peer.send(AbortAck(peer.epoch, handover))
             return
         sender.peer, sender.handover, sender.abort_asked = peer, handover, True
@@ -359,9 +365,12 @@ class KVSenders:
     def _close(self, sender: KVSender) -> None:
         del self.rooms[sender.room]
         if sender.handover is not None:
-            self._over[sender.handover] = None
-            if len(self._over) > MAX_OVER:
-                del self._over[next(iter(self._over))]
+            self._note_over(sender.handover)
+
+    def _note_over(self, handover: HandoverId) -> None:
+        self._over[handover] = None
+        if len(self._over) > MAX_OVER:
+            del self._over[next(iter(self._over))]
 
     def _drained(self, sender: KVSender) -> None:
         assert sender.failure is not None

@@ -13,6 +13,7 @@ from support.handovers import named
 from support.sim import reference_output
 from support.sim_pair import LIMITS, SimPair, make_peer
 
+from pdserve.disaggregation.handover import unclaimed_rooms
 from pdserve.disaggregation.handover.kv_receiver import STUCK_SECONDS, ReceiverState
 from pdserve.disaggregation.handover.kv_sender import SenderState
 from pdserve.disaggregation.handover.peer import Writing
@@ -383,6 +384,52 @@ def until_delivered(pair: SimPair) -> None:
         if pair.to_decode:
             pair.deliver_to_decode()
         pair.advance()
+
+
+@pytest.mark.parametrize("why", ["left", "another's", "too many"])
+def test_what_was_refused_once_is_over_whatever_comes_behind(why, monkeypatch):
+    """The decode has been told that nothing is written for it, and its pages may be somebody else's."""
+    pair = SimPair()
+    senders, name = pair.prefill.senders, named(1, 1, "decode")
+    if why == "left":
+        pair.submit("a", range(9), 1, legs=("prefill",))
+        pair.prefill.scheduler.abort(AbortReq("a"))
+    elif why == "another's":
+        stranger = make_peer("stranger", writing=Writing.READY)
+        senders.on_queued(stranger, RoomQueued("prefill", named(1, epoch="stranger")), pair.now)
+    else:
+        monkeypatch.setattr(unclaimed_rooms, "PEER_ROOMS", 0)
+    senders.on_queued(pair.peer, RoomQueued("prefill", name), pair.now)
+    monkeypatch.undo()
+    if why == "another's":
+        senders.on_gone(stranger)
+    pages = bytes(4 * 3)
+    senders.on_request(pair.peer, TransferRequest("prefill", name, 9, 1, 0, pages), pair.now)
+    senders.on_queued(pair.peer, RoomQueued("prefill", name), pair.now)
+    assert [type(m) for m in pair.peer.unsent] == [TransferFailed]
+    assert senders.rooms == {}
+    pair.peer.unsent.clear()
+    pair.submit("b", range(9), 1, legs=("prefill",))
+    senders.on_abort(pair.peer, Abort("prefill", name, "late"), pair.now)
+    assert senders.rooms[1].state is SenderState.BOOTSTRAPPING
+    assert senders.rooms[1].request is None
+
+
+def test_both_legs_are_told_where_a_name_is_used_again_too_soon():
+    pair = SimPair()
+    pair.submit("a", range(9), 1, legs=("decode",))
+    until_delivered(pair)
+    pair.decode.scheduler.abort(AbortReq("a"))
+    pair.collect()
+    until_delivered(pair)
+    pair.submit("b", range(9), 1, legs=("prefill",))
+    pair.submit("b", range(9), 1, legs=("decode",))
+    until_delivered(pair)
+    assert [side.ends["b"].status for side in (pair.prefill, pair.decode)] == [503, 503]
+    pair.submit("c", range(9), 1, max_new_tokens=3)
+    run_until_idle(pair)
+    assert pair.decode.tokens["c"] == reference_output(range(9), 3)
+    assert_all_returned(pair)
 
 
 @pytest.mark.parametrize("late", ["prefill", "decode"])
