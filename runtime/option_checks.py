@@ -99,9 +99,8 @@ def _cpus(cpus: str) -> Iterator[str]:
 def _ports(options: ServerOptions) -> Iterator[str]:
     if not 0 <= options.port <= 65535:
         yield f"--port is {options.port}: it must be 1 to 65535 (0 takes a free one)"
-    bootstrap_port = options.disaggregation_bootstrap_port
-    if not 1 <= bootstrap_port <= 65535:
-        yield f"--disaggregation-bootstrap-port is {bootstrap_port}: it must be 1 to 65535"
+    if not 1 <= options.default_bootstrap_port <= 65535:
+        yield f"--disaggregation-bootstrap-port is {options.default_bootstrap_port}: it must be 1 to 65535"
     for name in ("disaggregation_control_port", "disaggregation_data_port"):
         if not 0 <= getattr(options, name) <= 65535:
             yield f"{_flag(name)} is {getattr(options, name)}: it must be 1 to 65535 (0 takes a free one)"
@@ -110,8 +109,7 @@ def _ports(options: ServerOptions) -> Iterator[str]:
     if options.hands_over:
         ports = {"--port": options.port, "--disaggregation-control-port": options.disaggregation_control_port}
         ports["--disaggregation-data-port"] = options.disaggregation_data_port
-        if options.disaggregation_mode == "prefill":
-            ports["--disaggregation-bootstrap-port"] = bootstrap_port
+        ports["--disaggregation-bootstrap-port"] = options.own_bootstrap_port
         for port in sorted({p for p in ports.values() if p}):
             if len(flags := [flag for flag, given in ports.items() if given == port]) > 1:
                 yield f"{' and '.join(flags)} are both {port}: an instance listens on each, so give them different ones"

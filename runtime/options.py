@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 DisaggregationMode = Literal["unified", "prefill", "decode"]
+DEFAULT_BOOTSTRAP_PORT = 8998
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,8 @@ class ServerOptions:
         Bootstrap servers, as HOST:PORT with commas in between, that any request may name: for routers that don't know
         the secret. Without a secret, those on loopback addresses may be named by anybody.
     disaggregation_bootstrap_port
-        Port of a prefill instance's bootstrap server, where decode instances find it; others take a free one.
+        Port of this instance's bootstrap server, where others find it; default 8998 for a prefill, any free one for a
+        unified instance. On a decode, whose own is always a free one: what a request means that names no port.
     disaggregation_control_port
         Port for control messages between instances that exchange KV; 0 takes a free one.
     disaggregation_data_port
@@ -182,7 +184,7 @@ class ServerOptions:
     cluster_secret_file: str | None = None
     insecure_cluster: bool = False
     allow_bootstrap: str | None = None
-    disaggregation_bootstrap_port: int = 8998
+    disaggregation_bootstrap_port: int | None = None
     disaggregation_control_port: int = 0
     disaggregation_data_port: int = 0
     advertise_host: str | None = None
@@ -226,6 +228,20 @@ class ServerOptions:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     disable_access_log: bool = False
+
+    @property
+    def default_bootstrap_port(self) -> int:
+        """What a request means that names none."""
+        return (
+            DEFAULT_BOOTSTRAP_PORT if self.disaggregation_bootstrap_port is None else self.disaggregation_bootstrap_port
+        )
+
+    @property
+    def own_bootstrap_port(self) -> int:
+        """Where this instance's bootstrap server listens; 0: at any free port."""
+        if self.disaggregation_mode == "prefill":
+            return self.default_bootstrap_port
+        return 0 if self.disaggregation_mode == "decode" else self.disaggregation_bootstrap_port or 0
 
     @property
     def hands_over(self) -> bool:

@@ -68,7 +68,7 @@ class ClusterOptions(ServerOptions):
     disaggregation_transfer_backend: Literal["tcp", "shm", "fake"] = "shm"
     drain_timeout: float = 10.0
     disaggregation_mode: Annotated[DisaggregationMode, Parameter(parse=False)] = "unified"
-    disaggregation_bootstrap_port: Annotated[int, Parameter(parse=False)] = 8998
+    disaggregation_bootstrap_port: Annotated[int | None, Parameter(parse=False)] = None
     disaggregation_control_port: Annotated[int, Parameter(parse=False)] = 0
     disaggregation_data_port: Annotated[int, Parameter(parse=False)] = 0
     advertise_host: Annotated[str | None, Parameter(parse=False)] = None

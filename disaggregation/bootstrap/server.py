@@ -135,8 +135,7 @@ def main() -> None:
     """Run as a child of the supervisor."""
     ctx = start_child(sys.argv)
     options = ctx.options
-    # The port that others are told is a prefill's; whoever has another role is found by what it says of itself.
-    port = options.disaggregation_bootstrap_port if options.disaggregation_mode == "prefill" else 0
+    port = options.own_bootstrap_port
     try:
         sock = listen(options.host, port, BACKLOG)
     except OSError as e:

@@ -29,7 +29,7 @@ class BootstrapGate:
         self._signature = BootstrapSignature(secret) if secret is not None else None
         self._follows_all = options.insecure_cluster and secret is None
         self._allowed = allowed_addresses(options.allow_bootstrap)
-        self.default_port = options.disaggregation_bootstrap_port
+        self.default_port = options.default_bootstrap_port
 
     def refusal(self, fields: RequestFields) -> str:
         """Why the addresses of ``fields`` are not to be followed, "" where they are."""

@@ -62,5 +62,5 @@ class CheckOptions:
         return {
             RouterOptions().port: "router",
             server.port: "instance",
-            server.disaggregation_bootstrap_port: "bootstrap server",
+            server.default_bootstrap_port: "bootstrap server",
         }
