@@ -78,7 +78,6 @@ class Peer:
     host: str = ""
     port: int = 0
     epoch: str = ""
-    asked: bool = False
     connection: int | None = None
     hello: Hello | None = None
     pool: str = ""

@@ -143,7 +143,7 @@ class Peers:
         self._settle(now)
         for peer in list(self._by_connection.values()):
             if now - peer.heard_at > self._timeout:
-                self._gone(peer, f"it was silent for {now - peer.heard_at:.1f} s")
+                self._lost(peer, f"it was silent for {now - peer.heard_at:.1f} s", now)
             else:
                 self._advance(peer, now)
         if now - self._beat_at >= self._interval:
@@ -211,16 +211,20 @@ class Peers:
         peer.unsent = [self._greeting.hello(peer.epoch, peer.number, dialling=dialling)]
 
     def _settle(self, now: float) -> None:
-        """Peers whose connections have ended are over, unless they have made another one meanwhile."""
+        """Take note of connections that have ended."""
         for identity, reason in self._port.take_ended():
-            peer = self._by_connection.get(identity)
-            if peer is None:
-                continue
-            if peer.state is PeerState.GREETING and peer.spare is not None:
-                del self._by_connection[identity]
-                self._accept(peer, peer.spare.connection, peer.spare.hello, now)
-            else:
-                self._gone(peer, reason)
+            if identity in self._by_connection:
+                self._lost(self._by_connection[identity], reason, now)
+
+    def _lost(self, peer: Peer, reason: str, now: float) -> None:
+        """A peer whose connection is of no use any more is over, unless it has made another one meanwhile."""
+        if peer.state is not PeerState.GREETING or peer.spare is None:
+            self._gone(peer, reason)
+            return
+        assert peer.connection is not None
+        del self._by_connection[peer.connection]
+        self._port.drop(peer.connection)
+        self._accept(peer, peer.spare.connection, peer.spare.hello, now)
 
     def _greet(self, identity: int, hello: Hello, now: float) -> None:
         own = self._by_connection.get(identity)

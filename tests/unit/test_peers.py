@@ -258,7 +258,8 @@ def test_a_stranger_is_not_asked_for_kv_in_the_name_of_another(sides, when, want
         stranger.close()
 
 
-def test_a_dial_that_fails_leaves_the_connection_that_the_other_made(sides):
+@pytest.mark.parametrize("how", ["ended", "silent"])
+def test_a_dial_that_fails_leaves_the_connection_that_the_other_made(sides, how):
     """One of two may be behind something that lets nobody in."""
     a, b = sides
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -268,6 +269,9 @@ def test_a_dial_that_fails_leaves_the_connection_that_the_other_made(sides):
         back = b.ask_for(a)
         until(sides, lambda: there.spare is not None)
         assert (there.state, back.state) == (PeerState.GREETING, PeerState.GREETING)
+        if how == "silent":
+            a.now += 1.6
+            until(sides, lambda: there.state is OPEN)
     until(sides, lambda: there.readable and back.readable)
     assert a.gone == b.gone == []
     assert states(a) == states(b) == [(OPEN, READ, WRITTEN)]
