@@ -72,8 +72,9 @@ def _path_parameter(name: str) -> dict[str, Any]:
 
 
 def _event(schema: dict[str, Any]) -> dict[str, Any]:
-    """An event of a stream, whose data is text that holds JSON of ``schema``."""
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+    """An event of a stream, whose data is text that holds JSON of ``schema``, or the end's."""
+    chunk = {"contentMediaType": "application/json", "contentSchema": schema}
+    data = {"type": "string", "anyOf": [{"const": "[DONE]"}, chunk]}
     return {"type": "object", "required": ["data"], "properties": {"data": data}}
 
 

@@ -98,7 +98,9 @@ def test_the_openapi_page_shows_them() -> None:
         chat = page["paths"]["/v1/chat/completions"]["post"]["responses"]
         assert chat["200"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ChatAnswer"}
         event = chat["200"]["content"]["text/event-stream"]["schema"]["properties"]["data"]
-        assert event["contentSchema"] == {"$ref": "#/components/schemas/ChatChunk"}
+        end, chunk = event["anyOf"]
+        assert end == {"const": "[DONE]"}
+        assert chunk["contentSchema"] == {"$ref": "#/components/schemas/ChatChunk"}
         [name] = page["paths"]["/v1/models/{name}"]["get"]["parameters"]
         assert (name["name"], name["in"], name["required"]) == ("name", "path", True)
         assert chat["4XX"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorAnswer"}
