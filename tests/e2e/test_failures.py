@@ -153,9 +153,11 @@ def test_a_frozen_prefill_that_holds_memory_is_named_and_others_take_its_place(t
             named = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": 5}
             body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}, **named}
             family["worker"].suspend()
-            legs = [threading.Thread(target=server.post, args=("/generate", body)) for server in (pair.prefill,)]
             held: list[httpx.Response] = []
-            legs.append(threading.Thread(target=lambda: held.append(pair.decode.post("/generate", body))))
+            legs = [
+                threading.Thread(target=pair.prefill.post, args=("/generate", body)),
+                threading.Thread(target=lambda: held.append(pair.decode.post("/generate", body))),
+            ]
             for leg in legs:
                 leg.start()
             told = lambda: pair.decode.client.get(pair.decode.url + "/transfers").json()["transfers"]  # noqa: E731

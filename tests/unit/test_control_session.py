@@ -11,8 +11,8 @@ from support.dialled import Dialled
 from support.processes import wait_until
 
 from pdserve.disaggregation.errors import ProtocolBroken
-from pdserve.disaggregation.handover.control.frames import LENGTH, SHORT_FRAME_BYTES, greeting
-from pdserve.disaggregation.handover.control.port import ControlPort
+from pdserve.disaggregation.handover.control.frames import LENGTH, greeting
+from pdserve.disaggregation.handover.control.port import STRANGER_BYTES, ControlPort
 from pdserve.disaggregation.handover.control.session import SEAL_BYTES, Session
 from pdserve.messages.channel import encode
 from pdserve.messages.handover import Heartbeat
@@ -159,12 +159,18 @@ def test_a_key_that_makes_the_secret_known_is_refused():
         dialled.greeted(greeting(b"\x01" + bytes(31)))
 
 
-def test_a_sealed_frame_may_be_as_long_as_one_that_is_not():
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_sealed_frame_may_be_as_long_as_one_that_is_not(more, caplog):
     with contextlib.closing(ControlPort("127.0.0.1", keys=[OLD])) as port:
         stranger = ControlSocket(port.port, greet=False)
-        stranger.send_bytes(Session([OLD], dialled=True).greeting + LENGTH.pack(SHORT_FRAME_BYTES + SEAL_BYTES + 1))
+        announced = STRANGER_BYTES + SEAL_BYTES + more
+        stranger.send_bytes(Session([OLD], dialled=True).greeting + LENGTH.pack(announced) + b"x" * announced)
         wait_until(lambda: not port.recv() and stranger.has_ended(), LIMIT, "it is hung up on")
         stranger.close()
+    # Of the right length it is read, and then found to be sealed by nobody.
+    assert ("another cluster secret" in caplog.text, f"announced a frame of {announced}" in caplog.text) == (
+        (True, False) if not more else (False, True)
+    )
 
 
 def test_a_frame_that_is_not_sealed_is_refused(caplog):
