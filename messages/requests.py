@@ -59,6 +59,7 @@ class TokenizeReq(Message):
     """HTTP → tokenizer: one request, exactly one of ``text``, ``input_ids`` and ``chat`` set.
 
     ``arrival`` is ``time.monotonic()`` (one clock for all processes of a host) when HTTP accepted the request.
+    ``place``: how many prompts of the same batch come before this one.
     ``stream``: whether the client sees the output grow; otherwise nobody looks at it before the end.
     ``add_special_tokens``: whether the tokenizer puts its own around the text (a BOS, mostly); None: around a plain
     text, not around a conversation, whose template prints them. ``return_prompt``: the answer says what the prompt was.
@@ -76,6 +77,7 @@ class TokenizeReq(Message):
     extra_key: str = ""
     stream: bool = False
     return_prompt: bool = False
+    place: int = 0
 
 
 class GenerateReq(Message):
@@ -94,6 +96,7 @@ class GenerateReq(Message):
     extra_key: str = ""
     stream: bool = False
     return_prompt: bool = False
+    place: int = 0
 
 
 class AbortReq(Message):

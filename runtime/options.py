@@ -111,7 +111,8 @@ class ServerOptions:
         or 1.5 times what the decodes take alone, where that is more. How many tokens that is, is learned while serving.
         0 switches it off, as --chunked-prefill-size -1 does. Default 40 on cpu, 0 on cuda.
     schedule_policy
-        Order of waiting requests: fcfs (first come, first served), lpm (longest cached prefix first).
+        Order of waiting requests: fcfs (first come, first served; prompts of a batch as if 0.1 s
+        apart), lpm (longest cached prefix first).
     schedule_conservativeness
         Above 1 admits fewer requests to avoid retraction, below 1 more.
     disable_radix_cache

@@ -18,11 +18,11 @@ class SchedulePolicy(ABC):
 
 
 class FirstComeFirstServed(SchedulePolicy):
-    """Order of arrival."""
+    """Order of arrival, a batch's prompts one after the other (``ReqTimes.turn``)."""
 
     def order(self, waiting: Iterable[Req], memory: KVMemory) -> list[Req]:
         """See the base class."""
-        return sorted(waiting, key=lambda r: (r.retractions == 0, r.times.arrival))
+        return sorted(waiting, key=lambda r: (r.retractions == 0, r.times.turn))
 
 
 class LongestPrefixMatch(SchedulePolicy):

@@ -54,11 +54,22 @@ class Route(StrEnum):
     INCOMING = "incoming"
 
 
+BATCH_SECONDS = 0.1
+"""By how much later each prompt of a batch counts as come than the one before it."""
+MAX_BATCH_SECONDS = 600.0
+"""And the last one than the first, however many they are."""
+
+
 @dataclass(slots=True)
 class ReqTimes:
-    """``time.monotonic()`` of a request's turning points; 0 where it has not come to that yet."""
+    """``time.monotonic()`` of a request's turning points; 0 where it has not come to that yet.
+
+    ``turn``: what first come, first served goes by. Prompts of a batch count as come one after the other, so that who
+    comes behind a batch of thousands need not wait for them all. Who comes much later does not overtake them.
+    """
 
     arrival: float
+    turn: float
     ready: float = 0.0
     """When nothing but memory and its turn kept the request waiting (a hand-over's peer has turned up)."""
     admitted: float = 0.0
@@ -117,7 +128,7 @@ class Req:
             max_new_tokens=max_new_tokens,
             token_ids=token_ids,
             known_len=len(prompt),
-            times=ReqTimes(arrival=msg.arrival),
+            times=ReqTimes(arrival=msg.arrival, turn=msg.arrival + min(msg.place * BATCH_SECONDS, MAX_BATCH_SECONDS)),
             stop_ids=frozenset(msg.stop_ids),
             news_interval=news_interval,
         )

@@ -127,6 +127,7 @@ class RequestTokenizer:
             extra_key=req.extra_key,
             stream=req.stream,
             return_prompt=req.return_prompt,
+            place=req.place,
         )
 
 

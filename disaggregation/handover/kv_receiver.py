@@ -155,7 +155,7 @@ class KVReceivers:
     def _preallocate(self, now: float) -> None:
         holders = [r.req for r in self.rooms.values() if r.req.hold is not None and not r.req.is_ended]
         misfits = 0
-        for receiver in self._in(ReceiverState.QUEUED):
+        for receiver in sorted(self._in(ReceiverState.QUEUED), key=lambda r: r.req.times.turn):
             if self._scheduler.admit_landing(receiver.req, holders):
                 receiver.state, receiver.req.state = ReceiverState.PREALLOCATED, ReqState.PREALLOCATED
                 receiver.fence = self._scheduler.planner.last_step_id

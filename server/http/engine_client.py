@@ -295,4 +295,5 @@ def _request(plan: PromptPlan, i: int, choice: Choice, streaming: bool) -> Token
         stream=streaming,
         add_special_tokens=plan.add_special_tokens,
         return_prompt=plan.return_prompt,
+        place=choice.index,
     )

@@ -95,6 +95,7 @@ def make_generate(
     logprobs=None,
     stream=True,
     return_prompt=False,
+    place=0,
     **sampling,
 ) -> GenerateReq:
     """A request as the tokenizer sends it. It streams, so that with the default interval each token is told at once."""
@@ -108,6 +109,7 @@ def make_generate(
         bootstrap=Bootstrap("p", 1, room) if room is not None else None,
         stream=stream,
         return_prompt=return_prompt,
+        place=place,
     )
 
 

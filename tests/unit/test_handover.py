@@ -87,6 +87,18 @@ def test_either_leg_may_come_first():
         assert pair.decode.tokens["a"] == reference_output(range(9), 3)
 
 
+def test_memory_for_landing_goes_to_who_came_behind_a_batch_before_the_rest_of_it():
+    pair = SimPair(max_total_tokens=40)
+    for place in range(8):
+        pair.submit(f"batch-{place}", range(place, place + 30), place, max_new_tokens=2, place=place)
+    pair.submit("chat", range(50, 80), 99, max_new_tokens=2)
+    run_until_idle(pair)
+    order = list(pair.decode.ends)
+    assert order.index("chat") < 2
+    assert [rid for rid in order if rid != "chat"] == [f"batch-{place}" for place in range(8)]
+    assert_all_returned(pair)
+
+
 def test_one_token_or_a_stop_token_ends_right_after_landing():
     pair = SimPair()
     prompt = [5, 6, 7]

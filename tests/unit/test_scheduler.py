@@ -16,6 +16,7 @@ from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.outputs import FinishType, ReqError, ReqTokens
 from pdserve.messages.requests import AbortReq, StopReq
 from pdserve.messages.worker import StepResult
+from pdserve.scheduler.req import MAX_BATCH_SECONDS
 
 
 def assert_all_returned(sim: SimInstance) -> None:
@@ -115,6 +116,23 @@ def test_pieces_beside_decodes_may_be_shorter_than_a_page(mixed: int, lengths: l
     sim.run_until_idle()
     assert sim.tokens["long"] == reference_output(range(100, 130), 2)
     assert_all_returned(sim)
+
+
+def test_who_comes_behind_a_batch_does_not_wait_for_all_of_it():
+    sim = SimInstance(make_options(max_running_requests=2))
+    for place in range(20):
+        sim.submit(f"batch-{place}", range(place, place + 9), max_new_tokens=3, place=place)
+    sim.submit("chat", range(3), max_new_tokens=3)
+    sim.run_until_idle()
+    order = list(sim.ends)
+    assert order.index("chat") < 3
+    assert [rid for rid in order if rid != "chat"] == [f"batch-{place}" for place in range(20)]
+
+
+def test_the_last_of_a_batch_is_not_overtaken_for_ever():
+    sim = SimInstance()
+    sim.submit("batch", range(9), place=1_000_000)
+    assert sim.scheduler.reqs["batch"].times.turn == MAX_BATCH_SECONDS
 
 
 def test_small_pool_retracts_and_still_answers_everything():
