@@ -53,7 +53,7 @@ run: $(STAMP) ## the same cluster on port 8000 (PORT=…), until Ctrl-C
 test: $(STAMP) ## run the tests: first those of single parts, then those of real processes
 	@$(QUIETLY) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow' $(TESTS)
 
-test-slow: $(STAMP) ## run the tests that take too long for every change: perplexity, and the kernels' lower levels
+test-slow: $(STAMP) ## run the tests that take too long for every change: perplexity, the kernels' lower levels, simulated worlds
 	@$(QUIETLY) $(BIN)/python -m pytest -m slow $(TESTS)
 
 test-clients: $(CLIENTS_STAMP) ## run client libraries, load generators, gateways and Prometheus against a pair (installs them first)

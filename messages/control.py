@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from .base import Message
 
 MAX_TRANSFERS = 1000
@@ -19,14 +21,28 @@ class Ping(Message):
     id: int
 
 
+class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which instance this is, for who sends it work. ``role``: its current one.
+
+    ``bootstrap_port``: where its KV is asked for, None where it exchanges none; on ``bootstrap_host``, or where that is
+    "" at the address that the instance is reached at.
+    """
+
+    epoch: str
+    role: str
+    bootstrap_host: str = ""
+    bootstrap_port: int | None = None
+
+
 class Pong(Message):
     """``ready`` False comes with the reason (loading, draining, the worker is stuck), True with what somebody should
-    look after, if there is anything.
+    look after, if there is anything. ``identity``: None before the scheduler has begun.
     """
 
     id: int
     ready: bool
     reason: str = ""
+    identity: Identity | None = None
 
 
 class FlushCacheReq(Message):

@@ -21,11 +21,13 @@ from .base import Epoch, HandoverId, Message, Reason
 from .outputs import Timing, TokenLogprob
 from .worker import KVLayout
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_METADATA_BYTES = 4096
 MAX_TOKENS = (1 << 31) - 1
 MAX_TRANSFER_BYTES = 1 << 40
 """Of one hand-over. Such counts are added up for ever, and their sum has to stay within an int64 too."""
+
+DURATIONS = ("queue_ms", "prefill_ms", "transfer_ms", "decode_ms", "detokenize_ms")
 
 Metadata = Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
@@ -114,8 +116,11 @@ class AuxData(msgspec.Struct, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         timing = self.timing
-        for name in ("queue_ms", "prefill_ms", "transfer_ms", "decode_ms", "detokenize_ms"):
-            if not math.isfinite(getattr(timing, name)):
+        durations = {name: getattr(timing, name) for name in DURATIONS}
+        if timing.timeline is not None:
+            durations |= msgspec.structs.asdict(timing.timeline)
+        for name, duration in durations.items():
+            if not math.isfinite(duration):
                 raise ValueError(f"{name} is no duration")
         if not 0 <= timing.transfer_bytes <= MAX_TRANSFER_BYTES:
             raise ValueError("transfer_bytes is no count of bytes")

@@ -50,6 +50,26 @@ class NamedLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float, bytes]] = []
 
 
+class Timeline(msgspec.Struct, forbid_unknown_fields=True):
+    """The turning points of a hand-over, in ms since the request came to the decode instance; 0 where there was none.
+
+    ``bootstrap``: the prefill is connected. ``allocate``: there is memory for the KV. ``queue``: the prefill begins to
+    compute. ``prefill``: it has the first token. ``first_byte`` and ``last_byte``: of the KV that it pushes, when it
+    begins and when all has landed. ``verify``: the KV was found right. ``first_step``: the decode's first own token.
+
+    What the prefill says of it, before the decode has added its own, counts from when both ends were there.
+    """
+
+    bootstrap: float = 0.0
+    allocate: float = 0.0
+    queue: float = 0.0
+    prefill: float = 0.0
+    first_byte: float = 0.0
+    last_byte: float = 0.0
+    verify: float = 0.0
+    first_step: float = 0.0
+
+
 class Timing(msgspec.Struct, forbid_unknown_fields=True):
     """Where a request's time went (ms) and what its hand-over moved (bytes)."""
 
@@ -59,16 +79,20 @@ class Timing(msgspec.Struct, forbid_unknown_fields=True):
     transfer_bytes: int = 0
     decode_ms: float = 0.0
     detokenize_ms: float = 0.0
+    timeline: Timeline | None = None
 
 
 class ReqMeta(msgspec.Struct, forbid_unknown_fields=True):
-    """What is known of a request when it ends."""
+    """What is known of a request when it ends. ``route``: "local", or which leg of a hand-over it is here: "outgoing",
+    "incoming".
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     timing: Timing
     retractions: int = 0
+    route: str = "local"
 
 
 class PromptReport(msgspec.Struct, array_like=True):
@@ -143,7 +167,7 @@ class ReqError(Message):
     ``code`` is for programs, in OpenAI's words, where it has one.
 
     From the tokenizer it goes straight to HTTP; from the scheduler through the detokenizer, behind the request's
-    tokens.
+    tokens. ``route``: as in ``ReqMeta``.
     """
 
     rid: str
@@ -152,3 +176,4 @@ class ReqError(Message):
     kind: str = "invalid_request_error"
     field: str | None = None
     code: str | None = None
+    route: str = "local"

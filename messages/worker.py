@@ -257,7 +257,8 @@ class SendEnded(Message):
     """Worker → scheduler: nothing more will be read from or written to the pages of ``handover``.
 
     ``error`` None and ``cancelled`` False mean that all pages arrived, ``last`` ones included. ``checksum`` is xxh3_64
-    over the pages' bytes in order (0 for a backend that moves nothing). ``seconds`` is time spent pushing.
+    over the pages' bytes in order (0 for a backend that moves nothing). ``seconds`` is time spent pushing, from
+    ``began`` to ``ended`` (``time.monotonic()``; 0 where there was nothing to push) and not always.
     """
 
     handover: HandoverId
@@ -266,6 +267,8 @@ class SendEnded(Message):
     seconds: float = 0.0
     cancelled: bool = False
     error: str | None = None
+    began: float = 0.0
+    ended: float = 0.0
 
 
 class GrantPages(Message):

@@ -190,7 +190,7 @@ def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -
             layout=model.layout,
             port=options.disaggregation_data_port,
             advertise_host=options.advertise_host,
-        )
+        ).start()
         threading.Thread(target=_obey_transfer, args=(ctx, engine), name="transfer-commands", daemon=True).start()
     return engine
 

@@ -11,14 +11,18 @@ import contextlib
 import time
 from http import HTTPStatus
 
+import msgspec
+
+from ..messages.decode import UndeclaredMessage, decode
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.client.errors import ClientError
 from .errors import parse_error
 from .fleet import Fleet
-from .instance import HealthState, Instance
+from .instance import HealthState, Instance, Told
 from .options import RouterOptions
 
 DOWN_FACTOR = 4
+MAX_TOLD_BYTES = 64 << 10
 SILENCES = 3
 """Checks in a row that an instance must leave unanswered, and answer nobody else meanwhile, to be taken out.
 
@@ -73,6 +77,17 @@ class HealthMonitor:
         except ClientError as exc:
             return f"can't be reached ({exc})"
         if answer.status == HTTPStatus.OK:
-            return None
+            return instance.learn(_told(answer.body))
         error = parse_error(answer.body)
         return f"/health says {answer.status}" + (f": {error['message']}" if error else "")
+
+
+def _told(body: bytes) -> Told:
+    """What an instance says of itself; nothing where it is no pdserve of today."""
+    try:
+        return decode(_TOLD, body, MAX_TOLD_BYTES)
+    except UndeclaredMessage:
+        return Told()
+
+
+_TOLD = msgspec.json.Decoder(Told)

@@ -8,14 +8,21 @@ UNKNOWN ──check passed──▶ HEALTHY ──check failed──▶ UNHEALTH
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+import msgspec
+
+from ..runtime.web.ports import is_loopback
+from .options import DEFAULT_BOOTSTRAP_PORT
 from .rest import Rest
+
+logger = logging.getLogger(__name__)
 
 
 class Role(StrEnum):
@@ -34,16 +41,34 @@ class HealthState(StrEnum):
     UNHEALTHY = "unhealthy"
 
 
+Name = Annotated[str, msgspec.Meta(max_length=255)]
+
+
+class Told(msgspec.Struct):
+    """What an instance's ``/health`` says of it; see ``Identity``."""
+
+    epoch: Name = ""
+    role: Name = ""
+    bootstrap_host: Name = ""
+    bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+
+
+WRONG_ROLES = {Role.PREFILL: "decode", Role.DECODE: "prefill"}
+"""What an instance can't be that is sent this work."""
+
+
 @dataclass(eq=False)
 class Instance:
-    """One instance and what the router counts about it. ``bootstrap_port`` is set for prefill instances only.
+    """One instance and what the router counts about it. ``bootstrap_port``: of prefill instances, where it was given.
 
     ``prompt_tokens``: of prompts that it was sent to compute and, as far as the router can see, has not done with.
+    ``told``: what it has said of itself last.
     """
 
     url: str
     role: Role
     bootstrap_port: int | None = None
+    told: Told = field(default_factory=Told)
     state: HealthState = HealthState.UNKNOWN
     reason: str = "not checked yet"
     in_flight: int = 0
@@ -62,6 +87,28 @@ class Instance:
     def host(self) -> str:
         """The host part of the URL, without brackets."""
         return urlsplit(self.url).hostname or ""
+
+    @property
+    def bootstrap_address(self) -> tuple[str, int]:
+        """Where decodes ask for this prefill's KV.
+
+        What the options say goes before what it has said of itself. But a loopback address that the router reaches it
+        at means another host to a decode on another one.
+        """
+        told = self.told
+        knows_better = self.bootstrap_port is None or is_loopback(self.host)
+        host = (told.bootstrap_host if knows_better else "") or self.host
+        return host, self.bootstrap_port or told.bootstrap_port or DEFAULT_BOOTSTRAP_PORT
+
+    def learn(self, told: Told) -> str | None:
+        """Take note of what it says of itself; returns why it can't do what it is here for, None where it can."""
+        if told.epoch and self.told.epoch and told.epoch != self.told.epoch:
+            logger.info("%s has been started anew", self)
+            self.rest.forget()
+        self.told = told
+        if told.role == WRONG_ROLES.get(self.role):
+            return f"it is a {told.role} instance: name it by --{told.role}, not by --{self.role}"
+        return None
 
     @contextmanager
     def computing(self, tokens: int) -> Iterator[Callable[[], None]]:
@@ -84,7 +131,8 @@ class Instance:
         return {
             "url": self.url,
             "role": self.role,
-            "bootstrap_port": self.bootstrap_port,
+            "epoch": self.told.epoch or None,
+            "bootstrap_port": self.bootstrap_address[1] if self.role is Role.PREFILL else None,
             "state": self.state,
             "reason": self.reason,
             "in_flight": self.in_flight,

@@ -23,7 +23,8 @@ class RouterOptions:
     Parameters
     ----------
     prefill
-        Prefill instances: URL [BOOTSTRAP_PORT], as often as you like; the bootstrap port is 8998 when left out.
+        Prefill instances: URL [BOOTSTRAP_PORT], as often as you like; where the port is left out, the instance's
+        /health says it.
     decode
         URLs of decode instances.
     worker
@@ -136,16 +137,17 @@ class RouterOptions:
                 raise RouterOptionsError(f"--{name.replace('_', '-')} must be above 0")
 
 
-def parse_prefill(tokens: list[str]) -> list[tuple[str, int]]:
-    """Pairs (URL, bootstrap port) from the flattened values of ``--prefill URL [BOOTSTRAP_PORT]``.
+def parse_prefill(tokens: list[str]) -> list[tuple[str, int | None]]:
+    """Pairs (URL, bootstrap port, None where none is given) of the flattened values of ``--prefill URL
+    [BOOTSTRAP_PORT]``.
 
     Raises ``RouterOptionsError`` when a port comes without its URL, twice, or out of range.
     """
-    pairs: list[tuple[str, int]] = []
+    pairs: list[tuple[str, int | None]] = []
     port_allowed = False
     for token in tokens:
         if not token.isdigit():
-            pairs.append((check_url(token), DEFAULT_BOOTSTRAP_PORT))
+            pairs.append((check_url(token), None))
             port_allowed = True
             continue
         if not port_allowed:

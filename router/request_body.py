@@ -91,7 +91,7 @@ class RequestBody:
         the address and the rooms.
         """
         count = self.batch_size
-        host, port = prefill.host, prefill.bootstrap_port
+        host, port = prefill.bootstrap_address
         patch: dict[str, Any]
         if count is None:
             patch = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": draw_room()}

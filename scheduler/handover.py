@@ -27,6 +27,11 @@ class Handovers(Protocol):
     def warning(self, now: float) -> str | None:
         """What somebody should look after although this instance can serve, None where there is nothing."""
 
+    def found_at(self) -> tuple[str, int] | None:
+        """Host ("": where this instance is reached) and port of the bootstrap server that peers find this instance by;
+        None before there is one.
+        """
+
     def withdraw(self) -> None:
         """Peers shall not find this instance any more."""
 

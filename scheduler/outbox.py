@@ -87,11 +87,9 @@ class Outbox:
         else:
             self._to_detokenizer.append(TokenBatch([item]))
 
-    def error(
-        self, rid: str, status: int, message: str, kind: str, field: str | None = None, code: str | None = None
-    ) -> None:
+    def error(self, error: ReqError) -> None:
         """Queue the end of a request in an error."""
-        self._to_detokenizer.append(ReqError(rid, status, message, kind, field, code))
+        self._to_detokenizer.append(error)
 
     def flush(self) -> None:
         """Send everything."""

@@ -23,6 +23,7 @@ from ..messages.control import (
     Drained,
     FlushCacheReq,
     FlushCacheResult,
+    Identity,
     Ping,
     Pong,
     ServerInfo,
@@ -189,17 +190,22 @@ class SchedulerProcess:
         return FlushCacheResult(message.id, True, flushed=scheduler.memory.flush())
 
     def _pong(self, ping: Ping, now: float) -> Pong:
-        if self._scheduler is None:
+        scheduler, handovers = self._scheduler, self._handovers
+        if scheduler is None:
             return Pong(ping.id, False, "the model is still loading")
-        if self._scheduler.draining:
-            return Pong(ping.id, False, "the instance is draining")
-        since = self._scheduler.in_flight_since
+        problem = self._problem(scheduler, now)
+        warning = handovers.warning(now) if handovers is not None else None
+        host, port = (handovers.found_at() if handovers is not None else None) or ("", None)
+        identity = Identity(self._ctx.epoch, scheduler.role, host, port)
+        return Pong(ping.id, problem is None, problem or warning or "", identity)
+
+    def _problem(self, scheduler: Scheduler, now: float) -> str | None:
+        if scheduler.draining:
+            return "the instance is draining"
+        since = scheduler.in_flight_since
         if since is not None and now - since > self._ctx.options.watchdog_timeout:
-            return Pong(ping.id, False, f"the model worker has been busy with one step for {now - since:.0f} s")
-        if self._handovers is None:
-            return Pong(ping.id, True)
-        problem = self._handovers.problem(now)
-        return Pong(ping.id, problem is None, problem or self._handovers.warning(now) or "")
+            return f"the model worker has been busy with one step for {now - since:.0f} s"
+        return self._handovers.problem(now) if self._handovers is not None else None
 
     def _when_idle(self, scheduler: Scheduler, now: float) -> None:
         # A step under way has no reader left once all requests have ended: nobody waits for it.

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..messages.base import unpack_i32
-from ..messages.outputs import FinishReason, FinishType, ReqMeta, TokenLogprob
+from ..messages.outputs import FinishReason, FinishType, ReqError, ReqMeta, TokenLogprob
 from ..messages.requests import AbortReq, Bootstrap, GenerateReq, StopReq
 from ..messages.worker import StepResult, WorkerReady
 from ..runtime.options import DisaggregationMode, ServerOptions
@@ -45,6 +45,11 @@ def make_cost_model(worker: WorkerReady) -> CostModel:
         bytes_per_ms = worker.step_weight_bytes / min(m.forward_ms for m in worker.measured)
         kv_ms = worker.layout.page_bytes / worker.layout.page_size / bytes_per_ms
     return CostModel(worker.measured, kv_ms)
+
+
+def _route_told(req: Req) -> str:
+    """Which leg it is, or was: a request that was handed over and retracted is computed here now."""
+    return str(Route.INCOMING if req.timing.timeline is not None else req.route)
 
 
 class Refusal(NamedTuple):
@@ -88,7 +93,7 @@ class Scheduler:
         refusal = self._refusal(msg)
         if refusal is not None:
             log.debug("refused with %d: %s", refusal.status, refusal.message, extra={"rid": msg.rid})
-            self.outbox.error(msg.rid, *refusal)
+            self.outbox.error(ReqError(msg.rid, *refusal))
             return
         route = Route.LOCAL
         if msg.bootstrap is not None:
@@ -183,7 +188,7 @@ class Scheduler:
         log.debug("fails with %d: %s", status, message, extra={"rid": req.rid})
         self._tell(req)
         self.leave(req, ReqState.FAILED)
-        self.outbox.error(req.rid, status, message, kind)
+        self.outbox.error(ReqError(req.rid, status, message, kind, route=_route_told(req)))
 
     def leave(self, req: Req, state: ReqState) -> None:
         """Take the request out of every queue, and let go of its memory, silently; a second time is an error."""
@@ -206,6 +211,7 @@ class Scheduler:
             cached_tokens=req.cached_tokens,
             timing=req.timing,
             retractions=req.retractions,
+            route=_route_told(req),
         )
 
     # --- steps ---
@@ -298,6 +304,8 @@ class Scheduler:
             req.timing.queue_ms = (req.times.admitted - req.times.arrival) * 1000
             req.timing.prefill_ms = (now - req.times.admitted) * 1000
         req.append(token, logprob)
+        if req.timing.timeline is not None and not req.timing.timeline.first_step:
+            req.timing.timeline.first_step = (now - req.times.arrival) * 1000
         if req.route is Route.OUTGOING:
             assert self.handovers is not None
             self.handovers.first_token(req, token, logprob)

@@ -84,6 +84,11 @@ class KVManager:
         """See ``Handovers``."""
         return self.receivers.warning(now)
 
+    def found_at(self) -> tuple[str, int] | None:
+        """See ``Handovers``."""
+        port = self._network.bootstrap_port
+        return None if port is None else (self._options.advertise_host or "", port)
+
     # --- the scheduler's side ---
 
     def names_here(self, where: Bootstrap) -> bool:

@@ -35,6 +35,7 @@ from ...messages.handover import (
     TransferRequest,
 )
 from ...messages.metrics import DirectionCounts
+from ...messages.outputs import Timeline
 from ...messages.worker import GrantPages, PagesVerified, RevokePages, VerifyPages
 from ...scheduler.req import Req, ReqState
 from ...scheduler.scheduler import Scheduler
@@ -83,6 +84,7 @@ class KVReceiver:
     since: float
     deadline: float
     queued_at: float = 0.0
+    allocated_at: float = 0.0
     fence: int = 0
     prefix_len: int = 0
     requested_at: float = 0.0
@@ -158,6 +160,7 @@ class KVReceivers:
         for receiver in sorted(self._in(ReceiverState.QUEUED), key=lambda r: r.req.times.turn):
             if self._scheduler.admit_landing(receiver.req, holders):
                 receiver.state, receiver.req.state = ReceiverState.PREALLOCATED, ReqState.PREALLOCATED
+                receiver.allocated_at = now
                 receiver.fence = self._scheduler.planner.last_step_id
                 receiver.hold = self._scheduler.memory.pin(receiver.req)
                 receiver.prefix_len = receiver.req.computed
@@ -240,6 +243,7 @@ class KVReceivers:
         timing.prefill_ms = aux.timing.prefill_ms
         timing.transfer_ms = max(0.0, total - timing.queue_ms - timing.prefill_ms)
         timing.transfer_bytes = aux.timing.transfer_bytes
+        timing.timeline = _timeline(receiver, aux.timing.timeline or Timeline(), now)
         times.first_token = now
         req.cached_tokens, req.input_logprobs = aux.cached_tokens, aux.input_logprobs
         self._scheduler.start_landed(req, aux.first_token, aux.first_logprob, now)
@@ -395,6 +399,22 @@ class KVReceivers:
         self._revoke(receiver)
         if receiver.hold is not None:
             self._scheduler.memory.unpin(receiver.hold)
+
+
+def _timeline(receiver: KVReceiver, there: Timeline, now: float) -> Timeline:
+    """What the prefill says ``there``, behind what came before it here."""
+    arrival = receiver.req.times.arrival
+    asked = (receiver.requested_at - arrival) * 1000
+    pushed = there.last_byte > 0
+    return Timeline(
+        bootstrap=(receiver.queued_at - arrival) * 1000,
+        allocate=(receiver.allocated_at - arrival) * 1000,
+        queue=asked + max(0.0, there.queue),
+        prefill=asked + max(0.0, there.prefill),
+        first_byte=asked + max(0.0, there.first_byte) if pushed else 0.0,
+        last_byte=asked + there.last_byte if pushed else 0.0,
+        verify=(now - arrival) * 1000,
+    )
 
 
 def _why(peer: Peer) -> str:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+import msgspec
 import xxhash
 
 from ...mem_cache.base_prefix_cache import KVHold
@@ -27,7 +28,7 @@ from ...messages.base import REASON_CHARS, HandoverId, pack_i32, unpack_i32
 from ...messages.decode import shown
 from ...messages.handover import Abort, AbortAck, AuxData, RoomQueued, TransferDone, TransferFailed, TransferRequest
 from ...messages.metrics import DirectionCounts
-from ...messages.outputs import FinishReason, FinishType, TokenLogprob
+from ...messages.outputs import FinishReason, FinishType, Timeline, TokenLogprob
 from ...messages.worker import CancelSend, SendEnded, SendPages
 from ...scheduler.req import Req, ReqState
 from ...scheduler.scheduler import Scheduler
@@ -260,8 +261,10 @@ class KVSenders:
         req.timing.transfer_bytes = sender.sent.nbytes
         req.timing.transfer_ms = sender.sent.seconds * 1000
         # Waiting for the decode is the decode's own to count: here the queue begins when both ends were there.
-        req.timing.queue_ms = max(0.0, (req.times.admitted - max(req.times.arrival, req.times.ready)) * 1000)
-        aux = AuxData(sender.first_token, req.cached_tokens, req.timing, sender.first_logprob, req.input_logprobs)
+        begun = max(req.times.arrival, req.times.ready)
+        req.timing.queue_ms = max(0.0, (req.times.admitted - begun) * 1000)
+        timing = msgspec.structs.replace(req.timing, timeline=_timeline(req, sender.sent, begun))
+        aux = AuxData(sender.first_token, req.cached_tokens, timing, sender.first_logprob, req.input_logprobs)
         peer.send(TransferDone(peer.epoch, handover, sender.sent.checksum, aux))
         self._close(sender)
         self.done += 1
@@ -391,6 +394,13 @@ class KVSenders:
             peer.send(AbortAck(peer.epoch, handover))
         else:
             self._deny(peer, handover, status, reason)
+
+
+def _timeline(req: Req, sent: SendEnded, begun: float) -> Timeline:
+    """Since both ends were there."""
+    points = (req.times.admitted, req.times.first_token, sent.began, sent.ended)
+    queue, prefill, first, last = (max(0.0, (when - begun) * 1000) for when in points)
+    return Timeline(queue=queue, prefill=prefill, first_byte=first, last_byte=last)
 
 
 def prompt_digest(req: Req) -> int:

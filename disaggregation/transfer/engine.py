@@ -4,8 +4,8 @@
     CancelSend ─▶ no new slice; those under way land ─▶ SendEnded(cancelled)
     the link goes down ─▶ PeerLinkDown ─▶ SendEnded(error) for each of the peer's hand-overs
 
-One thread owns the transfer backend and all state, and sleeps while there is nothing to do. Chunks are cut into slices
-of a few MiB, so that small hand-overs pass between the slices of huge ones and a cancel waits for little.
+One thread (``start``) owns the transfer backend and all state, and sleeps while there is nothing to do. Chunks are cut
+into slices of a few MiB, so that small hand-overs pass between the slices of huge ones and a cancel waits for little.
 
 Where a link breaks under a hand-over's slices, some may still land after ``SendEnded(error)``: only the peer can know
 that nothing more will, by its own ``PeerLinkDown``. Ours comes first, so that whoever hears of the hand-overs knows
@@ -18,6 +18,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,6 +88,8 @@ class _Window:
 class TransferEngine:
     """Obeys ``TransferCommand``; every answer leaves by ``emit``, called from the engine's thread only.
 
+    ``working``: whether the last turn left something to push or to check.
+
     After a ``PeerLinkDown`` of an epoch, ``AdmitPeer`` or ``ConnectPeer`` has to come (and its answer) before that
     epoch is asked to connect again; before the first time that is harmless. A ``DisconnectPeer`` that crosses the
     ``PeerLinkDown`` of its link is not answered again.
@@ -107,6 +110,7 @@ class TransferEngine:
         layout: KVLayout | None = None,
         port: int = 0,
         advertise_host: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open ``region`` (page 0 at its start) to peers at once. Raises ``UnknownBackend`` and ``RegionError``.
 
@@ -123,6 +127,7 @@ class TransferEngine:
         self._num_pages = region.nbytes // page_bytes
         self._pool = region.view()
         self._emit = emit
+        self._clock = clock
         self._on_failure = on_failure
         # Who peers are is for the scheduler to judge, which any stranger may ask to connect to one: no line for each.
         self._refusals = RefusalLog(log, "connecting to peers")
@@ -141,8 +146,14 @@ class TransferEngine:
         """Links that are going down on the scheduler's wish."""
         self._down: dict[str, int] = {}
         """The last link of each peer that is over."""
+        self.working = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> TransferEngine:
+        """Take turns, in a thread of its own, until ``close``."""
         self._thread = threading.Thread(target=self._run, name="transfer-engine", daemon=True)
         self._thread.start()
+        return self
 
     def submit(self, command: TransferCommand) -> None:
         """Hand a command over. Thread-safe, never waits."""
@@ -153,21 +164,31 @@ class TransferEngine:
         """End all links and the thread, at once and without further events. The region may be closed afterwards."""
         self._commands.put(None)
         self._backend.wake()
-        self._thread.join(CLOSE_SECONDS)
-        if self._thread.is_alive():
-            raise TransferError(f"the transfer engine did not end within {CLOSE_SECONDS:g} s")
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                raise TransferError(f"the transfer engine did not end within {CLOSE_SECONDS:g} s")
         self._backend.close()
         self._pool.release()
 
+    def turn(self, *, wait: bool) -> bool:
+        """Obey, do a piece of what is to be done, take note of what has happened; ``wait`` for that where there is
+        nothing to do. False once it is closed.
+        """
+        if not self._obey():
+            return False
+        pushed = self._push()
+        checking = self._check()
+        self.working = pushed or checking
+        for event in self._backend.progress(None if wait and not self.working else 0.0):
+            self._on_link(event)
+        self._reap()
+        return True
+
     def _run(self) -> None:
         try:
-            while self._obey():
-                pushed = self._push()
-                checking = self._check()
-                events = self._backend.progress(0.0 if pushed or checking else None)
-                for event in events:
-                    self._on_link(event)
-                self._reap()
+            while self.turn(wait=True):
+                pass
         except BaseException as e:  # noqa: BLE001
             # Whatever it is, this thread is over; going on without it would leave requests hanging.
             self._on_failure(e)
@@ -242,7 +263,7 @@ class TransferEngine:
             return
         outgoing = self._outgoing.get(handover)
         if outgoing is None:
-            outgoing = self._outgoing[handover] = OutgoingPages(handover, self._page_bytes)
+            outgoing = self._outgoing[handover] = OutgoingPages(handover, self._page_bytes, self._clock)
             if handover.epoch not in self._writing:
                 # Now, and not when its turn comes: by then there may be a link again, for other hand-overs.
                 outgoing.fail(f"peer {handover.epoch} is not connected")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import xxhash
@@ -30,18 +30,21 @@ class OutgoingPages:
     any more. ``whole`` says that the last pages were handed in.
     """
 
-    def __init__(self, handover: HandoverId, page_bytes: int) -> None:
+    def __init__(self, handover: HandoverId, page_bytes: int, clock: Callable[[], float]) -> None:
         self.handover = handover
         self.whole = False
         self.error: str | None = None
         self.cancelled = False
         self._page_bytes = page_bytes
+        self._clock = clock
         self._chunks: deque[tuple[I32, I32]] = deque()
         self._landing: deque[_Landing] = deque()
         self._hasher = xxhash.xxh3_64()
         self._nbytes = 0
         self._seconds = 0.0
         self._busy_since: float | None = None
+        self._began = 0.0
+        self._ended = 0.0
 
     @property
     def pending(self) -> bool:
@@ -63,7 +66,8 @@ class OutgoingPages:
         """Push ``src`` to ``dst`` after what was added before."""
         if len(src):
             self._chunks.append((src, dst))
-            self._busy_since = self._busy_since or time.monotonic()
+            self._busy_since = self._busy_since or self._clock()
+            self._began = self._began or self._busy_since
 
     def push_slice(self, backend: TransferBackend, pool: memoryview, slice_bytes: int) -> int:
         """Start to write up to ``slice_bytes`` (one page at least); returns how many. Raises as ``backend.write``."""
@@ -95,9 +99,8 @@ class OutgoingPages:
                 self._nbytes += landing.nbytes
             else:
                 self.fail(landing.handle.error)
-        if not self._landing and not self._chunks and self._busy_since is not None:
-            self._seconds += time.monotonic() - self._busy_since
-            self._busy_since = None
+        if not self._landing and not self._chunks:
+            self._rest()
         return count, nbytes
 
     def fail(self, error: str) -> None:
@@ -112,8 +115,21 @@ class OutgoingPages:
 
     def ended(self, *, checksummed: bool) -> SendEnded:
         """What to tell the scheduler."""
+        self._rest()
+        return SendEnded(
+            self.handover,
+            self._hasher.intdigest() if checksummed else 0,
+            self._nbytes,
+            self._seconds,
+            self.cancelled,
+            self.error,
+            self._began,
+            self._ended,
+        )
+
+    def _rest(self) -> None:
+        """Nothing is under way, and nothing waits."""
         if self._busy_since is not None:
-            self._seconds += time.monotonic() - self._busy_since
+            self._ended = self._clock()
+            self._seconds += self._ended - self._busy_since
             self._busy_since = None
-        checksum = self._hasher.intdigest() if checksummed else 0
-        return SendEnded(self.handover, checksum, self._nbytes, self._seconds, self.cancelled, self.error)

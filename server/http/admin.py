@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,7 +29,10 @@ async def health(request: Request) -> Response:
     verdict = await HttpState.of(request).health.verdict()
     if not verdict.ready:
         raise ApiError(503, verdict.reason)
-    return json_response({"status": "ready"} | ({"warning": verdict.reason} if verdict.reason else {}))
+    answer: dict[str, Any] = {"status": "ready"}
+    if verdict.identity is not None:
+        answer |= msgspec.structs.asdict(verdict.identity)
+    return json_response(answer | ({"warning": verdict.reason} if verdict.reason else {}))
 
 
 async def livez(request: Request) -> Response:

@@ -44,8 +44,21 @@ class FinishReasonAnswer(Answer):
     message: str | None = None
 
 
+class TimelineAnswer(Answer):
+    """Milliseconds since the request came to the decode instance."""
+
+    bootstrap: float
+    allocate: float
+    queue: float
+    prefill: float
+    first_byte: float
+    last_byte: float
+    verify: float
+    first_step: float
+
+
 class TimingAnswer(Answer):
-    """Milliseconds, and bytes for the hand-over."""
+    """Milliseconds, and bytes for the hand-over. ``timeline``: of one that was handed over."""
 
     queue_ms: float
     prefill_ms: float
@@ -53,6 +66,7 @@ class TimingAnswer(Answer):
     transfer_bytes: int
     decode_ms: float
     detokenize_ms: float
+    timeline: TimelineAnswer | None = None
 
 
 ScoredToken = tuple[float | None, int, str | None]
@@ -260,9 +274,13 @@ class Text(Answer):
 
 
 class Ready(Answer):
-    """It can serve. ``warning``: what somebody should look after nonetheless."""
+    """It can serve. ``warning``: what somebody should look after nonetheless. The rest says which instance it is."""
 
     status: Literal["ready"]
+    epoch: str | None = None
+    role: Literal["unified", "prefill", "decode"] | None = None
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
     warning: str | None = None
 
 

@@ -228,7 +228,7 @@ class EngineClient:
             elif isinstance(message, ReqError):
                 live = self._live.pop(message.rid, None)
                 if live is not None:
-                    self.metrics.on_error(live.choice, message.kind)
+                    self.metrics.on_error(live.choice, message)
                     live.owner.fail(_as_api_error(message, live))
             elif isinstance(message, SchedulerMetrics):
                 self.scheduler_metrics = message

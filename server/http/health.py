@@ -11,7 +11,7 @@ import asyncio
 import time
 from typing import NamedTuple
 
-from ...messages.control import Ping, Pong
+from ...messages.control import Identity, Ping, Pong
 from .engine_client import EngineClient
 from .errors import ApiError
 
@@ -23,10 +23,11 @@ CACHE_SECONDS = 0.2
 
 
 class Verdict(NamedTuple):
-    """``reason`` says why not, or what somebody should look after."""
+    """``reason`` says why not, or what somebody should look after. ``identity``: whose it is, as far as it is known."""
 
     ready: bool
     reason: str = ""
+    identity: Identity | None = None
 
 
 class HealthCheck:
@@ -50,7 +51,7 @@ class HealthCheck:
     async def _ask(self) -> None:
         try:
             pong = await self._engine.ask(lambda id_: Ping(id=id_), Pong, SILENT_SECONDS)
-            self._last = Verdict(pong.ready, pong.reason)
+            self._last = Verdict(pong.ready, pong.reason, pong.identity)
         except TimeoutError:
             self._last = Verdict(False, f"no answer round the ring of processes within {SILENT_SECONDS:g} s")
         except ApiError as e:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ...messages.metrics import Histogram
-from ...messages.outputs import FinishType, ReqMeta, ReqText
+from ...messages.outputs import FinishType, ReqError, ReqMeta, ReqText
 from .submission import Choice, Kind
 
 SHORT_SECONDS = (
@@ -66,6 +66,8 @@ class RequestMetrics:
                 self.generation_tokens += count
                 self._on_news(choice, count, now)
             return
+        if item.meta is not None:
+            choice.goes_by(item.meta.route)
         count = len(item.token_ids) if choice.keep_output else 0
         if count and choice.kind is not Kind.LEG:
             self.generation_tokens += count
@@ -118,9 +120,10 @@ class RequestMetrics:
         self.leg_prefill.observe(meta.timing.prefill_ms / MS)
         self.leg_push.observe(meta.timing.transfer_ms / MS)
 
-    def on_error(self, choice: Choice, kind: str) -> None:
-        """The engine failed a request, with an error of this type."""
-        self.errors[kind] += 1
+    def on_error(self, choice: Choice, error: ReqError) -> None:
+        """The engine failed a request."""
+        choice.goes_by(error.route)
+        self.errors[error.kind] += 1
         self.dropped(choice, ERROR)
 
     def dropped(self, choice: Choice, why: str) -> None:

@@ -59,6 +59,12 @@ class Choice:
     told_chars: int = 0
     told_tokens: int = 0
 
+    def goes_by(self, route: str) -> None:
+        """The scheduler says which leg it is: what the instance's mode let expect may not be."""
+        if route == "outgoing":
+            self.kind = Kind.LEG
+        self.was_handed_over = self.was_handed_over or route == "incoming"
+
     def add(self, item: ReqText, now: float) -> None:
         """Take in what the engine says."""
         if self.keep_output:

@@ -39,7 +39,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
     choices: list[Choice] = []
     usage: Usage | None = None
-    timing: dict[str, float] | None = None
+    timing: dict[str, Any] | None = None
     error: Any = None
 
     @property

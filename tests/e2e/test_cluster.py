@@ -7,11 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.processes import ONE_THREAD, Launched, free_ports, launched, pd_pair, wait_until
+from support.scrape import Page
 
 from pdserve.runtime.cluster_secret import BootstrapSignature, ClusterSecret
 
 PROMPT = [50, 900, 77, 4000, *range(100, 160)]
 SAMPLING = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0}
+
+
+TIMELINE = ["bootstrap", "allocate", "queue", "prefill", "first_byte", "last_byte", "verify", "first_step"]
 
 
 def asked(server: Launched, **fields):
@@ -142,11 +146,23 @@ def test_unified_instances_hand_over_in_both_directions_by_one_connection(tmp_pa
             assert (sent.status_code, received.status_code) == (200, 200)
             assert received.json()["output_ids"] == expected
             assert sent.json()["output_ids"] == expected[:1]
-            assert received.json()["meta_info"]["timing"]["transfer_bytes"] > 0
+            timing = received.json()["meta_info"]["timing"]
+            assert timing["transfer_bytes"] > 0
+            points = timing["timeline"]
+            assert list(points) == TIMELINE
+            for before, after in (("bootstrap", "allocate"), ("queue", "prefill"), ("first_byte", "last_byte")):
+                assert 0 < points[before] <= points[after]
+            assert points["allocate"] <= points["queue"]
+            assert max(points["prefill"], points["last_byte"]) <= points["verify"] < points["first_step"]
         for server, done in ((a, 2), (b, 1)):
             told = server.info()["disaggregation"]
             assert (told["sent"]["done"], told["received"]["done"]) == (done, 3 - done)
             assert [(p["state"], p["reading"], p["writing"]) for p in told["peers"]] == [("open", "ready", "ready")]
+        # Each instance counts its leg as one, and the client's answer where that was given: once.
+        for server, sent_legs in ((a, 2), (b, 1)):
+            page = Page(server.client.get(server.url + "/metrics").text)
+            assert page.total("pdserve_prefill_legs_finished_total", outcome="handed_over") == sent_legs
+            assert page.total("pdserve_request_transfer_seconds_count") == 3 - sent_legs
         assert a.info()["disaggregation"]["control_port"] == control
         wait_until(lambda: all(s.info()["pool"]["in_use"] == 0 for s in (a, b)), 10, "all memory is back")
         for server in (a, b):

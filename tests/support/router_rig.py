@@ -35,7 +35,7 @@ class FakeInstance:
     """An HTTP server that answers by script: the script's name says what happens to a generation."""
 
     def __init__(self, script="ok", health=200):
-        self.script, self.health = script, health
+        self.script, self.health, self.told = script, health, {}
         self.requests, self.questions = [], []
         self.arrived = asyncio.Event()
         self.go_on = asyncio.Event()
@@ -74,7 +74,7 @@ class FakeInstance:
         headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in head[1:] if line)}
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         if path == "/health":
-            self.reply(writer, self.health, {})
+            self.reply(writer, self.health, self.told)
         elif path in ("/generate", "/v1/completions"):
             seen = Seen(path, headers, json.loads(body))
             self.requests.append(seen)
@@ -192,8 +192,9 @@ class Rig:
         self.instances.append(await FakeInstance(*args, **kwargs).start())
         return self.instances[-1]
 
-    async def route(self, prefill=(), decode=(), worker=()):
-        tokens = [token for instance in prefill for token in (instance.url, "9001")]
+    async def route(self, prefill=(), decode=(), worker=(), *, ports=("9001",), states=None):
+        """``states``: what the router is to think of the instances before it is used."""
+        tokens = [token for instance in prefill for token in (instance.url, *ports)]
         urls = {"prefill": tokens, "decode": [i.url for i in decode], "worker": [i.url for i in worker]}
         faults = []
         app = make_app(RouterOptions(**urls, **self.options), faults.append)
@@ -201,7 +202,8 @@ class Rig:
         self.server = QuietServer(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
         self.task = asyncio.create_task(self.server.serve(sockets=[sock]))
         self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=TIME_LIMIT)
-        await self.until_states(*["healthy" if i.health == 200 else "unhealthy" for i in (*prefill, *decode, *worker)])
+        states = states or ["healthy" if i.health == 200 else "unhealthy" for i in (*prefill, *decode, *worker)]
+        await self.until_states(*states)
         self.faults = faults
         return self.client
 

@@ -129,6 +129,8 @@ DONE = TransferDone("e", named(7), 1, AuxData(5, 0, Timing()))
         (DONE, {"aux": {"first_token": 1, "cached_tokens": -1, "timing": {}}}),
         (DONE, {"aux": {"first_token": 1, "cached_tokens": 0, "timing": {"queue_ms": float("nan")}}}),
         (DONE, {"aux": {"first_token": 1, "cached_tokens": 0, "timing": {"transfer_bytes": 1 << 41}}}),
+        (DONE, {"aux": {"first_token": 1, "cached_tokens": 0, "timing": {"timeline": {"queue": float("nan")}}}}),
+        (DONE, {"aux": {"first_token": 1, "cached_tokens": 0, "timing": {"timeline": {"last_byte": float("inf")}}}}),
     ],
 )
 def test_numbers_and_texts_out_of_all_bounds_are_refused(message, fields):

@@ -7,7 +7,7 @@ from pdserve.router.options import RouterOptions, RouterOptionsError, parse_pref
 
 def test_bootstrap_ports_follow_their_urls():
     tokens = ["http://a:30000/", "9000", "http://b:30000", "http://[::1]:30000", "9001"]
-    assert parse_prefill(tokens) == [("http://a:30000", 9000), ("http://b:30000", 8998), ("http://[::1]:30000", 9001)]
+    assert parse_prefill(tokens) == [("http://a:30000", 9000), ("http://b:30000", None), ("http://[::1]:30000", 9001)]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ backend, peer, page, pages = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys
 region = allocate_region(page * pages, shared=backend == "shm")
 region.buffer[:] = b"c" * region.nbytes
 events = queue.Queue()
-engine = TransferEngine(backend, region, page, "child", "127.0.0.1", events.put)
+engine = TransferEngine(backend, region, page, "child", "127.0.0.1", events.put).start()
 engine.submit(GrantPages(HandoverId("child", 0, 1), peer, pack_i32(range(1, pages))))
 print(engine.metadata.hex(), flush=True)
 metadata = bytes.fromhex(sys.stdin.readline())
@@ -77,7 +77,7 @@ class Parent:
         self.pool[:] = ord("p")
         self.events = queue.Queue()
         backend = backend or make_backend(kind, "parent", "127.0.0.1")
-        self.engine = TransferEngine(backend, self.region, PAGE, "parent", "127.0.0.1", self.events.put)
+        self.engine = TransferEngine(backend, self.region, PAGE, "parent", "127.0.0.1", self.events.put).start()
         self.engine.submit(GrantPages(HandoverId("parent", 0, 1), "child", pack_i32(range(1, PAGES))))
         command = [sys.executable, "-c", CHILD, kind, "parent", str(PAGE), str(PAGES)]
         self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -50,7 +50,8 @@ class Node:
         self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8).reshape(pages, page)
         self.pool[:] = np.random.default_rng(len(epoch)).integers(0, 256, self.pool.shape)
         self.events = queue.Queue()
-        self.engine = TransferEngine(backend, self.region, page, epoch, "127.0.0.1", self.events.put, layout=layout)
+        made = TransferEngine(backend, self.region, page, epoch, "127.0.0.1", self.events.put, layout=layout)
+        self.engine = made.start()
         self.epoch = epoch
         everything = pack_i32(range(1, pages))
         self.submit(GrantPages(named(0), "P" if epoch == "D" else "D", everything))
@@ -107,8 +108,10 @@ def test_pages_of_all_chunks_land_and_the_checksum_verifies(pair):
     before = receiver.pool[untouched].copy()
     writer.submit(*(send(5, src[a:b], dst[a:b], last=b == 300) for a, b in ((0, 1), (1, 200), (200, 300))))
     ended = writer.next()
-    assert ended == SendEnded(named(5), digest(writer, src), 300 * PAGE, ended.seconds)
+    times = {"seconds": ended.seconds, "began": ended.began, "ended": ended.ended}
+    assert ended == SendEnded(named(5), digest(writer, src), 300 * PAGE, **times)
     assert 0 < ended.seconds < LIMIT
+    assert 0 < ended.began < ended.ended
     assert np.array_equal(receiver.pool[dst], writer.pool[src])
     assert np.array_equal(receiver.pool[untouched], before)
 
@@ -288,7 +291,8 @@ def test_a_later_attempt_at_a_broken_room_is_another_hand_over(pair):
     writer.submit(send(1, [3], [3]))  # the rest of the first crossed its end
     writer.submit(SendPages(again, pack_i32([7]), pack_i32([8]), last=True))
     ended = writer.next()
-    assert ended == SendEnded(again, digest(writer, [5, 7]), 2 * PAGE, ended.seconds)
+    assert (ended.handover, ended.checksum, ended.nbytes) == (again, digest(writer, [5, 7]), 2 * PAGE)
+    assert (ended.error, ended.cancelled) == (None, False)
     assert np.array_equal(receiver.pool[[6, 8]], writer.pool[[5, 7]])
 
 
@@ -489,7 +493,7 @@ def test_a_broken_engine_says_so_instead_of_limping_on():
     def emit(event):
         raise RuntimeError("the channel is gone")
 
-    engine = TransferEngine("fake", region, PAGE, "P", "127.0.0.1", emit, broken.append)
+    engine = TransferEngine("fake", region, PAGE, "P", "127.0.0.1", emit, broken.append).start()
     engine.submit(CancelSend(named(1)))
     engine.close()
     assert [str(error) for error in broken] == ["the channel is gone"]

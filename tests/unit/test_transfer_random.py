@@ -54,7 +54,7 @@ class Side:
         self.region = allocate_region(PAGE * PAGES, shared=kind == "shm")
         self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8).reshape(PAGES, PAGE)
         self.events = queue.Queue()
-        self.engine = TransferEngine(kind, self.region, PAGE, epoch, "127.0.0.1", self.events.put)
+        self.engine = TransferEngine(kind, self.region, PAGE, epoch, "127.0.0.1", self.events.put).start()
         self.engine.submit(GrantPages(named(0), "P", pack_i32(range(1, PAGES))))
 
 

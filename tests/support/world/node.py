@@ -1,0 +1,267 @@
+"""An instance of a world: the real scheduler, ``KVManager`` with its peers, and transfer engine, over a simulated
+model, with simulated sockets.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+
+from pdserve.disaggregation.bootstrap.registration import Reached, Registration
+from pdserve.disaggregation.bootstrap.registry import Registry
+from pdserve.disaggregation.errors import NotRegistered, RegistrationConflict
+from pdserve.disaggregation.handover.kv_manager import KVManager
+from pdserve.disaggregation.transfer import engine as engine_module
+from pdserve.disaggregation.transfer.engine import TransferEngine
+from pdserve.messages.base import Message
+from pdserve.messages.channel import encode
+from pdserve.messages.outputs import FinishType, ReqError, ReqTokens, TokenBatch
+from pdserve.messages.requests import AbortReq, Bootstrap
+from pdserve.messages.worker import ForwardStep, StepResult, TransferEvent
+from pdserve.scheduler import scheduler as scheduler_module
+from pdserve.scheduler.cost_model import CostModel
+from pdserve.scheduler.outbox import Outbox
+from pdserve.scheduler.scheduler import Scheduler
+from support.sim import Sent, SimWorker, make_generate, make_worker_ready
+from support.world.sim_backend import SimBackend, SimRegion
+from support.world.sim_port import SimPort
+from support.world.world import Violation, World
+
+HOST = "127.0.0.1"
+COST_MODEL = CostModel([], 0.0)
+
+
+class SimNetwork:
+    """What ``Network`` is to a ``KVManager``. The bootstrap server at ``bootstrap_port`` outlives the instance."""
+
+    def __init__(self, world: World, node: Node, bootstrap_port: int) -> None:
+        self.bootstrap_port = bootstrap_port
+        self.port = SimPort(world, HOST, node.turn)
+        self.registration: Registration | None = None
+        self._world = world
+        self._node = node
+        self._found: list[tuple[str, int, Reached | str]] = []
+
+    def find(self, host: str, port: int) -> None:
+        """See ``Network``."""
+        self._world.post(("find", self._node.epoch), f"{self._node.epoch} asks :{port}", lambda: self._ask(host, port))
+
+    def take_found(self) -> list[tuple[str, int, Reached | str]]:
+        """See ``Network``."""
+        found, self._found = self._found, []
+        return found
+
+    def register(self, registration: Registration) -> None:
+        """See ``Network``."""
+        self.registration = registration
+        self.renew()
+
+    def renew(self) -> None:
+        """Keep the lease."""
+        if self.registration is not None:
+            registries = self._world.registries
+            clock = lambda: self._world.now  # noqa: E731
+            registry = registries.setdefault((HOST, self.bootstrap_port), Registry(clock))
+            try:
+                registry.register(self.registration)
+            except RegistrationConflict:
+                raise Violation(f"{self._node.epoch} lost its registration though nobody took it") from None
+
+    def withdraw(self) -> None:
+        """See ``Network``."""
+        assert self.registration is not None
+        self._world.registries[HOST, self.bootstrap_port].withdraw(self.registration.epoch)
+        self.registration = None
+
+    def lost(self, now: float) -> str | None:
+        """See ``Network``."""
+        return None
+
+    def _ask(self, host: str, port: int) -> None:
+        registry = self._world.registries.get((host, port))
+        try:
+            if registry is None:
+                raise NotRegistered("it does not answer")
+            answer: Reached | str = Reached(registry.current(), host)
+        except NotRegistered as e:
+            answer = str(e)
+        self._found.append((host, port, answer))
+        self._node.turn()
+
+
+class Pipe:
+    """A channel between two processes of an instance: each message arrives by itself."""
+
+    def __init__(self, world: World, node: Node, name: str) -> None:
+        self._world = world
+        self._node = node
+        self._name = name
+
+    def send(self, *messages: Message) -> None:
+        """See ``Sender``."""
+        node = self._node
+        for message in messages:
+            what = f"{node.epoch} {self._name} {type(message).__name__}"
+            act = functools.partial(node.obey, message)
+            self._world.post((self._name, node.epoch), what, act, encode([message]))
+
+
+class Node:
+    """One life of an instance. Its mode is that of ``options``."""
+
+    def __init__(self, world: World, epoch: str, bootstrap_port: int, options: Any, *, lets_go: bool = False) -> None:
+        self.world = world
+        self.epoch = epoch
+        self.options = options
+        self.alive = True
+        self.frozen = self.worker_frozen = False
+        """Whether its scheduler, and its worker, hang."""
+        self.sim_worker = SimWorker(options)
+        self.backend = SimBackend(world, epoch, self.work, lets_go=lets_go)
+        page_bytes = options.page_size * 8
+        region: Any = SimRegion(self.sim_worker.kv)
+        said = make_worker_ready(options)
+        self.engine = TransferEngine(
+            *(self.backend, region, page_bytes, epoch, HOST, self._emit),
+            layout=said.layout,
+            clock=lambda: world.now,
+        )
+        ready = msgspec.structs.replace(said, backend_metadata=self.engine.metadata)
+        self._told = Sent()
+        outbox = Outbox(Pipe(world, self, "worker"), self._told, Pipe(world, self, "transfer"))
+        # Nothing is foreseen here, and its first fit takes longer than most worlds.
+        with patch.object(scheduler_module, "make_cost_model", lambda worker: COST_MODEL):
+            self.scheduler = Scheduler(options, ready, outbox)
+        self.network = SimNetwork(world, self, bootstrap_port)
+        network: Any = self.network
+        self.manager = KVManager(epoch, self.scheduler, network)
+        self.scheduler.handovers = self.manager
+        self.tokens: dict[str, list[int]] = {}
+        self.open: set[str] = set()
+        """Requests that are to end yet."""
+        self.manager.start(world.now)
+
+    # --- the scheduler's process ---
+
+    def turn(self) -> None:
+        """One turn of the scheduler's loop."""
+        if not self.alive or self.frozen:
+            return
+        now, scheduler = self.world.now, self.scheduler
+        self.manager.poll(now)
+        scheduler.run_steps(now)
+        self.manager.flush()
+        scheduler.outbox.flush()
+        self._hear()
+
+    def submit(self, rid: str, prompt: list[int], room: int, bootstrap_port: int, **kwargs: Any) -> None:
+        """A client's leg, whose prefill is behind that bootstrap server."""
+        msg = make_generate(rid, prompt, room=room, **kwargs)
+        msg = msgspec.structs.replace(msg, bootstrap=Bootstrap(HOST, bootstrap_port, room), arrival=self.world.now)
+        self.open.add(rid)
+        self.scheduler.admit_message(msg, self.world.now)
+        self.turn()
+
+    def abort(self, rid: str) -> None:
+        """A client leaves."""
+        self.scheduler.abort(AbortReq(rid))
+        self.turn()
+
+    def on_event(self, event: StepResult | TransferEvent) -> None:
+        """News from the worker."""
+        if not self.alive:
+            return
+        if isinstance(event, StepResult):
+            self.scheduler.on_step_result(event, self.world.now)
+        else:
+            self.manager.on_transfer_event(event, self.world.now)
+        self.turn()
+
+    # --- the worker's process ---
+
+    def obey(self, message: Any) -> None:
+        """What the worker is told, in its order."""
+        if not self.alive:
+            return
+        if isinstance(message, ForwardStep):
+            self._emit(self.sim_worker.run(message))
+        else:
+            self.engine.submit(message)
+            self.work()
+
+    def work(self) -> None:
+        """Let the transfer engine do what there is to do."""
+        if not self.alive or self.worker_frozen:
+            return
+        # A page at a time, so that there is something between two of them.
+        with patch.multiple(engine_module, SLICE_BYTES=1, WINDOW_SLICES=2, CHECK_BYTES=1):
+            self.engine.turn(wait=False)
+            while self.engine.working or self.backend.has_news:
+                self.engine.turn(wait=False)
+
+    def _emit(self, event: Any) -> None:
+        what = f"{self.epoch} hears {type(event).__name__}"
+        content = encode([event]) if not isinstance(event, StepResult) else str(event.step_id).encode()
+        self.world.post(("events", self.epoch), what, functools.partial(self.on_event, event), content)
+
+    # --- what becomes of it ---
+
+    def die(self, keep: Any) -> None:
+        """All its processes are gone. ``keep``: see ``SimBackend.die``."""
+        self.alive = False
+        self.network.port.die()
+        self.backend.die(keep)
+        for channel in [c for c in self.world.channels if c[-1] == self.epoch and c[0] in OWN_CHANNELS]:
+            self.world.forget(channel)
+
+    def _hear(self) -> None:
+        while self._told.messages:
+            message = self._told.messages.popleft()
+            if isinstance(message, ReqError):
+                self._ended(message.rid, message)
+            elif isinstance(message, TokenBatch):
+                for item in message.items:
+                    self._hear_tokens(item)
+
+    def _hear_tokens(self, item: ReqTokens) -> None:
+        if item.rid not in self.open:
+            raise Violation(f"{self.epoch}: {item.rid} goes on after its end")
+        tokens = self.tokens.setdefault(item.rid, [])
+        tokens.extend(item.token_ids)
+        expected = self.world.answers[item.rid]
+        if tokens != expected[: len(tokens)]:
+            raise Violation(f"{self.epoch}: wrong KV was used for {item.rid}: {tokens}, not {expected}")
+        if item.finish is None:
+            return
+        wanted = 1 if item.meta is not None and item.meta.route == "outgoing" else len(expected)
+        room = self.scheduler.memory.max_total_tokens - (item.meta.prompt_tokens if item.meta is not None else 0)
+        if item.finish.type is FinishType.LENGTH and len(tokens) != min(wanted, room):
+            raise Violation(f"{self.epoch}: {item.rid} ended with {tokens} of {expected}")
+        self._ended(item.rid, item)
+
+    def _ended(self, rid: str, how: Any) -> None:
+        if rid not in self.open:
+            raise Violation(f"{self.epoch}: {rid} ended twice")
+        self.open.remove(rid)
+        self.world.ends[self.epoch, rid] = how
+
+    def check(self) -> None:
+        """Every page is somebody's, and every pin."""
+        self.scheduler.check_invariants()
+
+    def check_quiet(self) -> None:
+        """Everything has ended and was given back."""
+        usage = self.scheduler.memory.usage()
+        rooms = self.manager.transfers(self.world.now)
+        if self.open or rooms or usage["in_use"] or usage["rows_in_use"] or self.backend.granted:
+            raise Violation(
+                f"{self.epoch}: at the end there are requests {sorted(self.open)}, rooms {rooms}, "
+                f"{usage['in_use']} tokens in use, pages granted {sorted(self.backend.granted)}"
+            )
+        self.check()
+
+
+OWN_CHANNELS = ("worker", "transfer", "events", "find")

@@ -1,0 +1,154 @@
+"""Mistakes that somebody could make in the hand-over, each put in on purpose, to see it found.
+
+Each says which scene shows it; they are those of ``TwoRooms``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdserve.disaggregation.handover.kv_receiver import KVReceivers, ReceiverState
+from pdserve.disaggregation.handover.kv_sender import KVSenders
+from pdserve.disaggregation.handover.unclaimed_rooms import Tombstones
+from pdserve.disaggregation.transfer.backends.base import LinkDown
+from pdserve.disaggregation.transfer.engine import TransferEngine
+from pdserve.messages.worker import SendEnded, SendPages
+from pdserve.scheduler.kv_memory import KVMemory
+from pdserve.scheduler.outbox import Outbox
+
+Patch = pytest.MonkeyPatch
+
+
+def pages_freed_at_abort(patch: Patch) -> None:
+    """The decode frees what the prefill may still write."""
+    patch.setattr(KVReceivers, "_begin_draining", lambda self, receiver: self._over(receiver))
+
+
+def sender_lets_go_too_soon(patch: Patch) -> None:
+    """The prefill gives a room up without waiting for its worker to stop."""
+    original = KVSenders._drain
+
+    def drain(self: KVSenders, sender: Any, status: int, reason: str) -> None:
+        if sender.hold is not None:
+            self._scheduler.memory.unpin(sender.hold)
+            sender.hold = None
+        original(self, sender, status, reason)
+
+    patch.setattr(KVSenders, "_drain", drain)
+
+
+def a_room_in_use_is_opened_again(patch: Patch) -> None:
+    """The decode forgets the hand-over that has a room already."""
+    original = KVReceivers.add
+
+    def add(self: KVReceivers, req: Any, now: float) -> None:
+        self.rooms.pop(req.msg.bootstrap.room, None)
+        original(self, req, now)
+
+    patch.setattr(KVReceivers, "add", add)
+
+
+def hand_overs_outlive_their_link(patch: Patch) -> None:
+    """The transfer engine says that a link is down, and nothing of what was to go by it."""
+    original = TransferEngine._on_link
+
+    def on_link(self: TransferEngine, event: Any) -> None:
+        outgoing = dict(self._outgoing)
+        if isinstance(event, LinkDown):
+            self._outgoing.clear()
+        original(self, event)
+        self._outgoing.update(outgoing)
+
+    patch.setattr(TransferEngine, "_on_link", on_link)
+
+
+def what_was_refused_is_taken(patch: Patch) -> None:
+    """The prefill forgets which attempts it has refused or ended."""
+    patch.setattr(KVSenders, "_note_over", lambda self, handover: None)
+
+
+def pages_offered_before_steps_are_done(patch: Patch) -> None:
+    """The decode offers pages that a step under way still writes."""
+    original = KVReceivers._preallocate
+
+    def preallocate(self: KVReceivers, now: float) -> None:
+        original(self, now)
+        for receiver in self.rooms.values():
+            if receiver.state is ReceiverState.PREALLOCATED:
+                receiver.fence = 0
+
+    patch.setattr(KVReceivers, "_preallocate", preallocate)
+
+
+def checksum_is_not_looked_at(patch: Patch) -> None:
+    """Whatever has landed is taken for right."""
+    original = KVReceivers.on_verified
+
+    def on_verified(self: KVReceivers, event: Any, now: float) -> None:
+        original(self, msgspec.structs.replace(event, ok=True), now)
+
+    patch.setattr(KVReceivers, "on_verified", on_verified)
+
+
+def late_legs_are_not_told(patch: Patch) -> None:
+    """A room that is over leaves no word for the leg that comes late."""
+    patch.setattr(Tombstones, "add", lambda self, room, reason, now: None)
+
+
+def done_before_it_has_landed(patch: Patch) -> None:
+    """The prefill says that all is there as soon as the prompt is computed."""
+    original = KVSenders._finish_if_whole
+
+    def finish(self: KVSenders, sender: Any) -> None:
+        if sender.first_token is not None and sender.sent is None and sender.handover is not None:
+            sender.sent = SendEnded(sender.handover)
+        original(self, sender)
+
+    patch.setattr(KVSenders, "_finish_if_whole", finish)
+
+
+def pages_pushed_before_they_are_computed(patch: Patch) -> None:
+    """Pushes overtake the steps."""
+    original = Outbox.to_worker
+
+    def to_worker(self: Outbox, message: Any) -> None:
+        (self.to_transfer if isinstance(message, SendPages) else lambda m: original(self, m))(message)
+
+    patch.setattr(Outbox, "to_worker", to_worker)
+
+
+def memory_goes_back_with_its_first_user(patch: Patch) -> None:
+    """A request that ends takes the memory along that a hand-over still uses."""
+    original = KVMemory.unpin
+
+    def unpin(self: KVMemory, hold: Any) -> None:
+        if hold.left is not None:
+            hold.pins = 1
+        original(self, hold)
+
+    patch.setattr(KVMemory, "unpin", unpin)
+
+
+MISTAKES: dict[Callable[[Patch], None], dict[str, Any]] = {
+    pages_freed_at_abort: {"fault": "abort"},
+    sender_lets_go_too_soon: {"fault": "abort"},
+    a_room_in_use_is_opened_again: {"same": True},
+    hand_overs_outlive_their_link: {"fault": "data"},
+    what_was_refused_is_taken: {"fault": "abort", "same": True},
+    pages_offered_before_steps_are_done: {"fault": "abort"},
+    checksum_is_not_looked_at: {"fault": "corrupt"},
+    late_legs_are_not_told: {"fault": "abort"},
+    done_before_it_has_landed: {},
+    pages_pushed_before_they_are_computed: {},
+    memory_goes_back_with_its_first_user: {"fault": "abort"},
+}
+QUICKLY_FOUND = (
+    a_room_in_use_is_opened_again,
+    done_before_it_has_landed,
+    late_legs_are_not_told,
+    memory_goes_back_with_its_first_user,
+)

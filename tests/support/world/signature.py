@@ -1,0 +1,191 @@
+"""What tells two states of a world apart: everything that decides what can come of them, and no clock or count."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import deque
+from enum import Enum
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+
+from support.world.node import Node
+from support.world.world import World
+
+HASHER = type(xxhash.xxh3_64())
+PLAIN = (int, str, bytes, bool, float, type(None))
+SKIPPED = frozenset(
+    [
+        "options",
+        "msg",
+        "times",
+        "timing",
+        "counters",
+        "cost_model",
+        "budget",
+        "reserve",
+        "since",
+        "deadline",
+        "queued_at",
+        "requested_at",
+        "draining_since",
+        "heard_at",
+        "told_at",
+        "wanted_at",
+        "sent_at",
+        "done",
+        "failed",
+        "bytes_received",
+        "bytes_sent",
+        "push_seconds",
+        "cached_tokens",
+        "asked_tokens",
+        "hit_tokens",
+        "retractions",
+        "news_interval",
+        "untold",
+        "untold_logprobs",
+        "input_logprobs",
+        "announced",
+        "foresight",
+        "last_access",
+        "created",
+        "hit_count",
+        "heap_seq",
+        "stuck",
+        "retracted",
+        "_now",
+        "_beat_at",
+        "_last_result_at",
+        "_seconds",
+        "_busy_since",
+        "_limits",
+        "_scheduler",
+        "_heap",
+        "_named_at",
+        "_stuck",
+        "_owner",
+        "_port",
+        "_find",
+        "_to_worker",
+        "_greeting",
+        "_numbers",
+        "_attempts",
+        "_peer_at",
+        "_world",
+        "_on_news",
+        "pool",
+        "_refusals",
+        "hello",
+        "invitation",
+        "token_ids",
+        "stop_ids",
+    ]
+)
+"""Attributes that say when, how much or to whom."""
+OF_SCHEDULER = ("reqs", "draining", "completed_step", "_in_flight", "memory")
+OF_PLANNER = ("waiting", "running", "arriving", "_new_rows", "_slot_deltas", "_step_id")
+OF_ENGINE = [
+    "_outgoing",
+    "_turns",
+    "_windows",
+    "_broken",
+    "_checks",
+    "_granted",
+    "_links",
+    "_writing",
+    "_parting",
+    "_down",
+]
+OF_BACKEND = ("alive", "granted", "_peers", "_fenced", "_events")
+
+
+class _Walk:
+    """Writes down what it meets, each object once."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, int] = {}
+        self.out: list[Any] = []
+
+    def take(self, value: Any) -> None:
+        """``value`` and all that is behind it."""
+        kind = type(value)
+        if kind in PLAIN:
+            self.out.append(value)
+        elif kind is np.ndarray:
+            self.out.append(value.tobytes())
+        elif kind in (list, tuple, deque):
+            self.out.append(len(value))
+            for item in value:
+                self.take(item)
+        elif kind is dict:
+            self.out.append(len(value))
+            for key in sorted(value, key=repr):
+                self.take(key)
+                self.take(value[key])
+        elif kind in (set, frozenset):
+            # Of plain things, or of objects whose order means nothing.
+            self.out.append(tuple(sorted(map(str, value))) if all(type(v) in PLAIN for v in value) else len(value))
+        elif isinstance(value, Enum):
+            self.out.append(value.name)
+        elif isinstance(value, np.generic):
+            self.out.append(value.item())
+        elif kind is HASHER:
+            self.out.append(value.hexdigest())
+        elif isinstance(value, tuple):
+            self.take(tuple(value))
+        elif not callable(value) and not isinstance(value, logging.Logger):
+            self._object(value)
+
+    def _object(self, value: Any) -> None:
+        number = self.seen.get(id(value))
+        if number is not None:
+            self.out.append(("again", number))
+            return
+        self.seen[id(value)] = len(self.seen)
+        self.out.append(type(value).__name__)
+        for name in (*_slots(type(value)), *getattr(value, "__dict__", ())):
+            if name not in SKIPPED:
+                self.take(getattr(value, name, None))
+
+
+@functools.cache
+def _slots(kind: type) -> tuple[str, ...]:
+    if issubclass(kind, msgspec.Struct):
+        names = list(kind.__struct_fields__)
+    else:
+        declared = [base.__dict__.get("__slots__", ()) for base in kind.__mro__]
+        names = [name for slots in declared for name in ([slots] if isinstance(slots, str) else slots)]
+    return tuple(name for name in names if name not in SKIPPED)
+
+
+def signature(world: World, nodes: list[Node], more: object = None) -> int:
+    """Equal for equal states; for others all but never."""
+    walk = _Walk()
+    for node in nodes:
+        walk.take((node.epoch, node.alive, sorted(node.open)))
+        if not node.alive:
+            continue
+        for owner, names in (
+            (node.scheduler, OF_SCHEDULER),
+            (node.scheduler.planner, OF_PLANNER),
+            (node.engine, OF_ENGINE),
+            (node.backend, OF_BACKEND),
+        ):
+            for name in names:
+                walk.take(getattr(owner, name))
+        manager = node.manager
+        walk.take(manager.senders)
+        walk.take(manager.receivers)
+        walk.take(manager._peers)
+        for queue in (node.scheduler.planner.waiting, node.scheduler.planner.running, manager.receivers.rooms):
+            walk.out.append(tuple(queue))  # the order of who comes first
+        walk.take(node.sim_worker.kv)
+        walk.take(node.network.registration is not None)
+    for channel in sorted(world.channels, key=repr):
+        walk.out.append((channel, tuple((h.what, h.content) for h in world.channels[channel])))
+    walk.out.append(more)
+    return hash(tuple(walk.out))

@@ -1,0 +1,127 @@
+"""What a router goes by of what its instances say of themselves."""
+
+from __future__ import annotations
+
+import pytest
+from support.router_rig import generate, scenario
+
+from pdserve.router.health import _told
+from pdserve.router.instance import Instance, Role, Told
+
+PREFILL = {"status": "ready", "epoch": "one", "role": "prefill", "bootstrap_host": "", "bootstrap_port": 9444}
+
+
+async def address(rig, told, **ports) -> tuple[str, int]:
+    """Where the decode is told to ask."""
+    p, d = await rig.instance(), await rig.instance()
+    p.told = told
+    client = await rig.route([p], [d], **ports)
+    await generate(client)
+    body = d.requests[0].body
+    return body["bootstrap_host"], body["bootstrap_port"]
+
+
+@scenario()
+async def test_the_port_is_what_the_prefill_says(rig):
+    assert await address(rig, PREFILL, ports=()) == ("127.0.0.1", 9444)
+
+
+@scenario()
+async def test_an_instance_that_says_nothing_has_the_usual_port(rig):
+    assert await address(rig, {"status": "ready"}, ports=()) == ("127.0.0.1", 8998)
+
+
+@scenario()
+async def test_a_port_that_is_given_goes_before(rig):
+    assert await address(rig, PREFILL) == ("127.0.0.1", 9001)
+
+
+@scenario()
+async def test_decodes_are_told_the_host_that_the_prefill_advertises(rig):
+    told = {**PREFILL, "bootstrap_host": "10.0.0.5"}
+    assert await address(rig, told, ports=()) == ("10.0.0.5", 9444)
+
+
+@pytest.mark.parametrize(
+    ("url", "port", "expected"),
+    [
+        ("http://10.0.0.9:30000", 9001, ("10.0.0.9", 9001)),
+        ("http://10.0.0.9:30000", None, ("10.0.0.5", 9444)),
+        ("http://127.0.0.1:30000", 9001, ("10.0.0.5", 9001)),
+        ("http://localhost:30000", None, ("10.0.0.5", 9444)),
+    ],
+)
+def test_what_the_options_say_goes_before_but_for_loopback(url, port, expected):
+    prefill = Instance(url, Role.PREFILL, port)
+    prefill.learn(Told("one", "prefill", "10.0.0.5", 9444))
+    assert prefill.bootstrap_address == expected
+
+
+@scenario()
+async def test_who_is_named_by_the_wrong_option_is_not_used(rig):
+    p, d = await rig.instance(), await rig.instance()
+    p.told, d.told = {**PREFILL, "role": "decode"}, {**PREFILL, "role": "prefill"}
+    client = await rig.route([p], [d], states=["unhealthy", "unhealthy"])
+    reasons = [i["reason"] for i in (await client.get("/server_info")).json()["instances"]]
+    assert reasons == [
+        "it is a decode instance: name it by --decode, not by --prefill",
+        "it is a prefill instance: name it by --prefill, not by --decode",
+    ]
+    assert (await generate(client)).status_code == 503
+
+
+@scenario()
+async def test_a_unified_instance_serves_as_either(rig):
+    p, d = await rig.instance(), await rig.instance()
+    p.told = d.told = {**PREFILL, "role": "unified"}
+    client = await rig.route([p], [d])
+    assert (await generate(client)).status_code == 200
+
+
+@scenario()
+async def test_a_fresh_start_is_seen(rig):
+    p, d = await rig.instance(), await rig.instance()
+    p.told = PREFILL
+    client = await rig.route([p], [d], ports=())
+    p.told = {**PREFILL, "epoch": "two", "bootstrap_port": 9555}
+
+    async def told():
+        return (await client.get("/server_info")).json()["instances"][0]
+
+    while (seen := await told())["epoch"] != "two":
+        assert seen["epoch"] == "one"
+    assert seen["bootstrap_port"] == 9555
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"epoch": 5}',
+        '{"role": []}',
+        '{"bootstrap_port": 70000}',
+        '{"bootstrap_port": -1}',
+        f'{{"bootstrap_port": {2**70}}}',
+        f'{{"bootstrap_host": "{"h" * 256}"}}',
+        f'{{"x": {nested(100_000)}}}',
+        f'{{"x": {nested(30_000)}}}',
+        "[]",
+        "",
+        "\udcff",
+    ],
+)
+def test_what_is_no_answer_of_ours_does_no_harm(body):
+    assert _told(body.encode(errors="surrogateescape")) == Told()
+
+
+def test_a_fresh_start_is_not_made_to_rest_for_the_one_before():
+    prefill = Instance("http://127.0.0.1:1", Role.PREFILL)
+    prefill.learn(Told("one", "prefill"))
+    prefill.rest.ask(30.0)
+    prefill.learn(Told("one", "prefill"))
+    assert prefill.rest
+    prefill.learn(Told("two", "prefill"))
+    assert not prefill.rest

@@ -1,0 +1,110 @@
+"""Whole instances under virtual time: the real scheduler, hand-overs, peers and transfer engine over simulated sockets.
+
+By chance (``campaign.py``), and in every order of a small scene (``two_rooms.py``). What both can find is shown by
+mistakes that are made on purpose (``seeded.py``).
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from support.world.campaign import EQUALS, PAIR, Campaign
+from support.world.explorer import Found, explore
+from support.world.seeded import MISTAKES, QUICKLY_FOUND
+from support.world.two_rooms import FAULTS, TwoRooms
+
+HANDOVERS = int(os.environ.get("PDSERVE_SIMULATED_HANDOVERS", "100000"))
+SEARCH_SECONDS = 600.0
+
+
+@pytest.fixture(autouse=True)
+def few_words(caplog):
+    """A world has more peers to lose than a log has lines."""
+    with caplog.at_level("CRITICAL", "pdserve"):
+        yield
+
+
+def explored(seconds: float = SEARCH_SECONDS, **scene) -> Found:
+    return explore(lambda: TwoRooms(**scene), seconds=seconds)
+
+
+@pytest.mark.parametrize("lets_go", [False, True], ids=["tcp", "shm"])
+@pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
+def test_where_nothing_goes_wrong_nothing_fails(modes, lets_go) -> None:
+    campaign = Campaign(1, modes, lets_go=lets_go)
+    campaign.run(200)
+    assert campaign.outcomes["finished"] > 300
+
+
+@pytest.mark.parametrize("lets_go", [False, True], ids=["tcp", "shm"])
+@pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_whatever_goes_wrong_nothing_is_lost(modes, lets_go, seed) -> None:
+    campaign = Campaign(seed, modes, faults=8, lets_go=lets_go)
+    campaign.run(200, rate=15.0)
+    assert campaign.outcomes["finished"] > 80
+    assert campaign.faults.total() > 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("lets_go", [False, True], ids=["tcp", "shm"])
+@pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
+def test_a_hundred_thousand_hand_overs(modes, lets_go, capsys) -> None:
+    """A quarter of them here, in worlds of a thousand: an old world has little that is new."""
+    finished = faults = 0
+    for seed in range(100, 100 + max(1, HANDOVERS // 4000)):
+        campaign = Campaign(seed, modes, faults=seed % 5 * 2.0, lets_go=lets_go)
+        campaign.run(1000, rate=20.0)
+        finished += campaign.outcomes["finished"]
+        faults += campaign.faults.total()
+    with capsys.disabled():
+        print(f"\n{HANDOVERS // 4} hand-overs, {faults} faults: {finished} legs finished as they should")
+    assert finished > HANDOVERS // 4
+
+
+def test_every_order_of_two_rooms() -> None:
+    found = explored(seconds=60)
+    assert found.violation is None, found
+    assert found.complete
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_order_of_two_equals_that_dial_each_other(capsys) -> None:
+    found = explored(equals=True)
+    with capsys.disabled():
+        print(f"\nequals: {found}")
+    assert found.violation is None, found
+    assert found.complete
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("lets_go", [False, True], ids=["tcp", "shm"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_order_of_two_rooms_and_a_fault(fault, lets_go, capsys) -> None:
+    found = explored(fault=fault, lets_go=lets_go)
+    with capsys.disabled():
+        print(f"\n{fault}, {'shm' if lets_go else 'tcp'}: {found}")
+    assert found.violation is None, found
+    assert found.complete
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_a_mistake_is_found(mistake, monkeypatch, capsys) -> None:
+    mistake(monkeypatch)
+    found = explored(**MISTAKES[mistake])
+    assert found.violation is not None, found
+    assert found.trace
+    with capsys.disabled():
+        print(f"\n{mistake.__name__}: {found}")
+
+
+@pytest.mark.parametrize("mistake", QUICKLY_FOUND, ids=lambda mistake: mistake.__name__)
+def test_some_mistakes_are_found_at_once(mistake, monkeypatch) -> None:
+    mistake(monkeypatch)
+    assert explored(**MISTAKES[mistake]).violation is not None
