@@ -291,9 +291,7 @@ class KVSenders:
             peer.send(AbortAck(peer.epoch, handover))
             return
         sender.peer, sender.handover, sender.abort_asked = peer, handover, True
-        if sender.req is None:
-            self._given_up.add(handover.room, msg.reason, now)
-        elif not sender.req.is_ended:
+        if sender.req is not None and not sender.req.is_ended:
             self._scheduler.end(sender.req, ReqState.ABORTED, FinishReason(FinishType.ABORT, message=msg.reason))
         if sender.state is not SenderState.DRAINING:
             self._drain(sender, 499, msg.reason)
@@ -390,7 +388,11 @@ class KVSenders:
         if peer is None or handover is None:
             # The decode's leg has not turned up yet; when it does, it shall not wait.
             self._left.add(sender.room, reason, self._now)
-        elif sender.abort_asked:
+            return
+        if sender.req is None and not peer.gone:
+            # And so shall the client's. But that one who is gone had the room need not concern it.
+            self._given_up.add(sender.room, reason, self._now)
+        if sender.abort_asked:
             peer.send(AbortAck(peer.epoch, handover))
         else:
             self._deny(peer, handover, status, reason)

@@ -16,7 +16,7 @@ from support.sim_pair import LIMITS, SimPair, make_peer
 from pdserve.disaggregation.handover import unclaimed_rooms
 from pdserve.disaggregation.handover.kv_receiver import STUCK_SECONDS, ReceiverState
 from pdserve.disaggregation.handover.kv_sender import SenderState
-from pdserve.disaggregation.handover.peer import Writing
+from pdserve.disaggregation.handover.peer import PeerState, Writing
 from pdserve.messages.base import unpack_i32
 from pdserve.messages.handover import (
     Abort,
@@ -126,6 +126,25 @@ def test_corrupt_pages_are_never_decoded():
     run_until_idle(pair)
     assert pair.decode.tokens["b"] == reference_output(range(30), 4)
     assert pair.decode.ends["b"].meta.timing.transfer_bytes == 8 * 4 * 8  # nothing of the bad pages was cached
+    assert_all_returned(pair)
+
+
+def test_a_leg_that_comes_after_its_room_has_failed_is_told_at_once():
+    pair = SimPair()
+    pair.submit("a", range(9), 1, legs=("decode",))
+    while not any(isinstance(m, TransferRequest) for m in pair.to_prefill):
+        pair.decode.plan()
+        pair.advance()
+        for work in (pair.decode.work, *([pair.decode.transfer] if pair.decode.to_transfer.messages else [])):
+            work()
+    pair.to_prefill.append(next(m for m in pair.to_prefill if isinstance(m, TransferRequest)))
+    while pair.to_prefill:
+        pair.deliver_to_prefill()
+    assert not pair.prefill.rooms.rooms
+    pair.submit("a", range(9), 1, legs=("prefill",))
+    run_until_idle(pair)
+    for side in (pair.prefill, pair.decode):
+        assert "asked for twice" in side.ends["a"].message
     assert_all_returned(pair)
 
 
@@ -414,6 +433,7 @@ def test_what_was_refused_once_is_over_whatever_comes_behind(why, monkeypatch):
     senders.on_queued(pair.peer, RoomQueued("prefill", name), pair.now)
     monkeypatch.undo()
     if why == "another's":
+        stranger.state = PeerState.GONE
         senders.on_gone(stranger)
     pages = bytes(4 * 3)
     senders.on_request(pair.peer, TransferRequest("prefill", name, 9, 1, 0, pages), pair.now)
