@@ -176,4 +176,9 @@ class VisitLog:
 
 
 def _words(details: Mapping[str, Any]) -> str:
-    return "".join(f" {name}={value}" for name, value in details.items() if value is not None)
+    return "".join(f" {name}={_word(value)}" for name, value in details.items() if value is not None)
+
+
+def _word(value: Any) -> str:
+    """Seconds as those of the line itself, never as 8.6e-05."""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
