@@ -22,8 +22,8 @@ class BadMetadata(TransferError):
     """The peer's backend metadata is not of this backend, or not readable."""
 
 
-class BadSpans(TransferError):
-    """A write names memory outside of a pool, or local and remote spans that do not match."""
+class BadPages(TransferError):
+    """A write names pages or layers that a pool does not have, or not as many here as there."""
 
 
 class PeerUnreachable(TransferError):

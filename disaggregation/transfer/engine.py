@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...messages.base import I32, HandoverId
+from ...messages.base import HandoverId
 from ...messages.worker import (
     AdmitPeer,
     CancelSend,
@@ -45,13 +45,13 @@ from ...messages.worker import (
     VerifyPages,
 )
 from ...runtime.refusal_log import RefusalLog
-from ..errors import BadSpans, TransferError
-from .backends.base import Admitted, ConnectFailed, LinkEvent, LinkUp, TransferBackend
+from ..errors import BadPages, TransferError
+from .backends.base import Admitted, Completion, ConnectFailed, LinkEvent, LinkUp, TransferBackend
 from .backends.registry import make_backend
 from .outgoing_pages import OutgoingPages
 from .page_check import PageCheck
 from .page_order import PageConverter
-from .page_spans import unpack_pages
+from .pages import PageGroup, unpack_pages
 from .region import KVRegion
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ CHECK_BYTES = 4 << 20
 MAX_BROKEN = 4096
 MAX_DOWN = 4096
 CLOSE_SECONDS = 5.0
+POLL_SECONDS = 0.0005
+"""How long a write that nobody announces may have landed before that is noticed."""
 
 
 def end_process(error: BaseException) -> None:
@@ -121,10 +123,9 @@ class TransferEngine:
         self._backend = (
             make_backend(backend, epoch, host, port, advertise_host) if isinstance(backend, str) else backend
         )
-        self.metadata = self._backend.register(region, page_bytes)
-        self._page_bytes = page_bytes
+        self._pages = PageGroup(region, page_bytes, 1 if layout is None else layout.num_layers)
+        self.metadata = self._backend.register([self._pages])
         self._layout = layout
-        self._num_pages = region.nbytes // page_bytes
         self._pool = region.view()
         self._emit = emit
         self._clock = clock
@@ -138,7 +139,8 @@ class TransferEngine:
         self._windows: dict[str, _Window] = {}
         self._broken: dict[HandoverId, None] = {}
         self._checks: deque[PageCheck] = deque()
-        self._granted: dict[HandoverId, I32] = {}
+        self._granted: dict[HandoverId, str] = {}
+        """Who may write for which hand-over."""
         self._links: dict[str, int] = {}
         self._writing: dict[str, int] = {}
         """Links by which peers are written to, or were last."""
@@ -180,10 +182,15 @@ class TransferEngine:
         pushed = self._push()
         checking = self._check()
         self.working = pushed or checking
-        for event in self._backend.progress(None if wait and not self.working else 0.0):
+        for event in self._backend.progress(self._rest() if wait and not self.working else 0.0):
             self._on_link(event)
         self._reap()
         return True
+
+    def _rest(self) -> float | None:
+        """How long to wait for news at most."""
+        polled = self._backend.can.completion is Completion.POLLED
+        return POLL_SECONDS if polled and any(o.landing for o in self._outgoing.values()) else None
 
     def _run(self) -> None:
         try:
@@ -243,17 +250,17 @@ class TransferEngine:
 
     def _grant(self, command: GrantPages) -> None:
         try:
-            pages = unpack_pages(command.pages, self._num_pages, "destination")
-        except BadSpans as e:
+            pages = unpack_pages(command.pages, self._pages.num_pages, "destination")
+        except BadPages as e:
             log.error("can't grant room %d its pages: %s", command.handover.room, e)
             return
-        self._granted[command.handover] = pages
-        self._backend.grant(command.peer, pages)
+        self._granted[command.handover] = command.peer
+        self._backend.grant(command.peer, command.handover, pages)
 
     def _revoke(self, handover: HandoverId) -> None:
-        pages = self._granted.pop(handover, None)
-        if pages is not None:
-            self._backend.revoke(pages)
+        peer = self._granted.pop(handover, None)
+        if peer is not None:
+            self._backend.revoke(peer, handover)
 
     def _send(self, command: SendPages) -> None:
         handover = command.handover
@@ -263,18 +270,18 @@ class TransferEngine:
             return
         outgoing = self._outgoing.get(handover)
         if outgoing is None:
-            outgoing = self._outgoing[handover] = OutgoingPages(handover, self._page_bytes, self._clock)
+            outgoing = self._outgoing[handover] = OutgoingPages(handover, self._pages, self._clock)
             if handover.epoch not in self._writing:
                 # Now, and not when its turn comes: by then there may be a link again, for other hand-overs.
                 outgoing.fail(f"peer {handover.epoch} is not connected")
         waiting = outgoing.pending
         outgoing.whole = command.last
         try:
-            src = unpack_pages(command.src_pages, self._num_pages, "source")
+            src = unpack_pages(command.src_pages, self._pages.num_pages, "source")
             dst = unpack_pages(command.dst_pages, 1 << 31, "destination")
             if len(src) != len(dst):
-                raise BadSpans(f"room {handover.room} was given {len(src)} pages for {len(dst)}")
-        except BadSpans as e:
+                raise BadPages(f"room {handover.room} was given {len(src)} pages for {len(dst)}")
+        except BadPages as e:
             outgoing.fail(str(e))
         else:
             if outgoing.error is None:
@@ -293,13 +300,13 @@ class TransferEngine:
         self._end_if_over(outgoing)
 
     def _verify(self, command: VerifyPages) -> None:
-        if not self._backend.moves_data:
+        if not self._backend.can.moves_data:
             self._emit(PagesVerified(command.handover, ok=True))
             return
         try:
-            pages = unpack_pages(command.pages, self._num_pages, "landed")
+            pages = unpack_pages(command.pages, self._pages.num_pages, "landed")
             check = PageCheck(command.handover, pages, command.checksum, self._converter(command.order))
-        except (BadSpans, ValueError) as e:
+        except (BadPages, ValueError) as e:
             log.error("can't verify room %d: %s", command.handover.room, e)
             self._emit(PagesVerified(command.handover, ok=False))
             return
@@ -343,7 +350,7 @@ class TransferEngine:
         """Hash, or convert, a part of the landed pages that wait for it; False when none is left."""
         if self._checks:
             check = self._checks.popleft()
-            ok = check.step(self._pool, self._page_bytes, CHECK_BYTES)
+            ok = check.step(self._pool, self._pages.page_bytes, CHECK_BYTES)
             if ok is None:
                 self._checks.append(check)
             else:
@@ -361,6 +368,10 @@ class TransferEngine:
             window = self._windows[outgoing.handover.epoch]
             window.slices -= slices
             window.nbytes -= nbytes
+        if outgoing.lost and outgoing.handover.epoch in self._writing:
+            # Only the end of the link tells that nothing more is read here or lands there.
+            del self._writing[outgoing.handover.epoch]
+            self._backend.disconnect(outgoing.handover.epoch)
 
     def _end_if_over(self, outgoing: OutgoingPages) -> None:
         if not outgoing.over:
@@ -370,7 +381,7 @@ class TransferEngine:
             self._broken[outgoing.handover] = None
             if len(self._broken) > MAX_BROKEN:
                 del self._broken[next(iter(self._broken))]
-        self._emit(outgoing.ended(checksummed=self._backend.moves_data))
+        self._emit(outgoing.ended(checksummed=self._backend.can.moves_data))
 
     def _on_link(self, event: LinkEvent) -> None:
         match event:

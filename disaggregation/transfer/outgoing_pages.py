@@ -11,7 +11,7 @@ import xxhash
 from ...messages.base import I32, HandoverId
 from ...messages.worker import SendEnded
 from .backends.base import TransferBackend, WriteHandle, WriteState
-from .page_spans import page_spans
+from .pages import PageGroup, PageWrite, neighbour_spans
 
 MAX_SLICE_PAGES = 1024
 
@@ -27,15 +27,18 @@ class OutgoingPages:
     """Chunks wait in ``_chunks``, are pushed in slices, and count once they have landed.
 
     It is over when it failed, was cancelled, or has its last pages and pushed all; it may end when nothing is under way
-    any more. ``whole`` says that the last pages were handed in.
+    any more. ``whole`` says that the last pages were handed in, ``lost`` that the end of a slice can't be known: then
+    it may end with its link.
     """
 
-    def __init__(self, handover: HandoverId, page_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(self, handover: HandoverId, group: PageGroup, clock: Callable[[], float]) -> None:
         self.handover = handover
         self.whole = False
         self.error: str | None = None
         self.cancelled = False
-        self._page_bytes = page_bytes
+        self.lost = False
+        self._group = group
+        self._slices = 0
         self._clock = clock
         self._chunks: deque[tuple[I32, I32]] = deque()
         self._landing: deque[_Landing] = deque()
@@ -72,16 +75,18 @@ class OutgoingPages:
     def push_slice(self, backend: TransferBackend, pool: memoryview, slice_bytes: int) -> int:
         """Start to write up to ``slice_bytes`` (one page at least); returns how many. Raises as ``backend.write``."""
         src, dst = self._chunks[0]
-        count = min(max(1, slice_bytes // self._page_bytes), MAX_SLICE_PAGES)
-        local, remote = page_spans(src[:count], dst[:count], self._page_bytes)
-        nbytes = int(local[:, 1].sum())
-        self._landing.append(_Landing(backend.write(self.handover.epoch, local, remote), nbytes))
+        page_bytes = self._group.page_bytes
+        count = min(max(1, slice_bytes // page_bytes), MAX_SLICE_PAGES, len(src))
+        write = PageWrite(self.handover, self._slices, src[:count], dst[:count], self._group.whole())
+        nbytes = count * page_bytes
+        self._landing.append(_Landing(backend.write(write), nbytes))
+        self._slices += 1
         if count < len(src):
             self._chunks[0] = src[count:], dst[count:]
         else:
             self._chunks.popleft()
-        if backend.moves_data:
-            for offset, length in local.tolist():
+        if backend.can.moves_data:
+            for offset, length in neighbour_spans(write.src, write.src, page_bytes)[0].tolist():
                 self._hasher.update(pool[offset : offset + length])
         return nbytes
 
@@ -92,6 +97,10 @@ class OutgoingPages:
             landing = self._landing[0]
             state = backend.poll(landing.handle)
             if state is WriteState.PENDING:
+                break
+            if state is WriteState.LOST:
+                self.lost = True
+                self.fail(landing.handle.error)
                 break
             self._landing.popleft()
             count, nbytes = count + 1, nbytes + landing.nbytes

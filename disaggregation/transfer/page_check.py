@@ -7,7 +7,7 @@ import xxhash
 
 from ...messages.base import I32, HandoverId
 from .page_order import PageConverter
-from .page_spans import page_spans
+from .pages import neighbour_spans
 
 
 class PageCheck:
@@ -37,7 +37,7 @@ class PageCheck:
 
     def _hash(self, pool: memoryview, page_bytes: int, count: int) -> None:
         batch, self._to_hash = self._to_hash[:count], self._to_hash[count:]
-        for offset, length in page_spans(batch, batch, page_bytes)[0].tolist():
+        for offset, length in neighbour_spans(batch, batch, page_bytes)[0].tolist():
             self._hasher.update(pool[offset : offset + length])
         if not len(self._to_hash):
             self._right = bool(self._hasher.intdigest() == self._checksum)

@@ -21,6 +21,7 @@ from support.strangers import Stranger, Target, find_target
 
 from pdserve.disaggregation.handover.unclaimed_rooms import PEER_ROOMS
 from pdserve.disaggregation.transfer.backends.tcp import TcpBackend
+from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.messages.base import HandoverId, Message
 from pdserve.messages.channel import Codec, encode
@@ -187,10 +188,11 @@ class Insider:
 
     def __init__(self, target: Target, stack: contextlib.ExitStack) -> None:
         self.target = target
-        region = allocate_region(1 << 20, shared=False)
+        layout = target.registration.layout
+        region = allocate_region(8 * layout.page_bytes, shared=False)
         stack.callback(region.close)
         self.backend = TcpBackend(self.epoch, "127.0.0.1")
-        self.metadata = self.backend.register(region, 4096)
+        self.metadata = self.backend.register([PageGroup(region, layout.page_bytes, layout.num_layers)])
         self._over = False
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()

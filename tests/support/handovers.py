@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from pdserve.disaggregation.transfer.pages import LayerRange, PageWrite
 from pdserve.messages.base import HandoverId
 
 
 def named(room: int, attempt: int = 1, epoch: str = "D") -> HandoverId:
     """That of a decode called D, which tries each room once."""
     return HandoverId(epoch, room, attempt)
+
+
+def write_of(
+    src: list[int], dst: list[int], layers: tuple[int, int] = (0, 1), room: int = 1, epoch: str = "D", group: int = 0
+) -> PageWrite:
+    """Pages of ours, to those of D."""
+    there, here = np.array(dst, dtype=np.int32), np.array(src, dtype=np.int32)
+    return PageWrite(named(room, epoch=epoch), 0, here, there, LayerRange(*layers), group)

@@ -13,15 +13,18 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
+from support.handovers import named, write_of
 from support.processes import wait_until
 
 from pdserve.disaggregation.transfer.backends import socket_backend, tcp
 from pdserve.disaggregation.transfer.backends.base import LinkDown, LinkUp, WriteState
-from pdserve.disaggregation.transfer.backends.handshake import LENGTH, Greeting, Offer, frame
+from pdserve.disaggregation.transfer.backends.grants import Writer
+from pdserve.disaggregation.transfer.backends.handshake import LENGTH, Greeting, Offer, OfferedGroup, frame
 from pdserve.disaggregation.transfer.backends.link import LinkPhase
 from pdserve.disaggregation.transfer.backends.shm import ShmBackend
 from pdserve.disaggregation.transfer.backends.socket_backend import MAX_STRANGERS
 from pdserve.disaggregation.transfer.backends.tcp import ANSWER, BATCH, TcpBackend
+from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.disaggregation.wire.listener import ACCEPT_PAUSE_SECONDS
 
@@ -39,9 +42,9 @@ class Node:
         self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8)
         self.pool[:] = fill
         self.backend = BACKENDS[kind](epoch, "127.0.0.1", **timeouts)
-        self.metadata = self.backend.register(self.region, PAGE)
+        self.metadata = self.backend.register([PageGroup(self.region, PAGE)])
         self.offer = msgspec.msgpack.decode(self.metadata, type=Offer)
-        self.backend.grant("P", np.arange(1, PAGES, dtype=np.int32))
+        self.backend.grant("P", named(1), np.arange(1, PAGES, dtype=np.int32))
         self.events = []
 
     def turn(self):
@@ -240,7 +243,7 @@ def test_writers_that_are_dialled_do_not_count_as_strangers(make_node):
     node = make_node("tcp", "P", handshake_seconds=30)
     with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:
         for i in range(MAX_STRANGERS + 5):
-            offer = Offer("tcp", f"D{i}", b"x", PAGE * PAGES, "127.0.0.1", silent.getsockname()[1])
+            offer = Offer("tcp", f"D{i}", b"x", [OfferedGroup(PAGES, PAGE, 1)], "127.0.0.1", silent.getsockname()[1])
             node.backend.connect(f"D{i}", msgspec.msgpack.encode(offer))
         with node.stranger():
             until((node,), lambda: any(k.peer == "" for k in node.backend._links), "the connection is taken")
@@ -274,8 +277,13 @@ def test_greetings_that_are_none(make_node, kind, body):
     assert (node.events, node.backend._links) == ([], set())
 
 
-@pytest.mark.parametrize("span", [(0, PAGE), (PAGE - 1, 2), (0, 1), (PAGE - 1, PAGE)])
-def test_page_0_is_not_written_whatever_a_writer_says(make_node, span):
+def batch(number, *pages, room=1):
+    """The head of a batch, of whole pages."""
+    return BATCH.pack(number, room, 1, 0, 0, 1, len(pages)) + np.array(pages, dtype="<i4").tobytes()
+
+
+@pytest.mark.parametrize("pages", [[0], [1, 0], [-1], [PAGES]])
+def test_page_0_is_not_written_whatever_a_writer_says(make_node, pages):
     writer, receiver = make_node("tcp", "P", 1), make_node("tcp", "D", 2)
     writer.backend.connect("D", receiver.metadata)
     until((writer, receiver), lambda: writer.events == [LinkUp("D")], "the link is up")
@@ -285,11 +293,10 @@ def test_page_0_is_not_written_whatever_a_writer_says(make_node, span):
     raw.settimeout(LIMIT)
     writer.backend._reactor.forget(raw)
     writer.backend._links.clear()
-    payload = b"\1" * span[1]
-    raw.sendall(BATCH.pack(1, 7, span[1]) + np.array([span], dtype="<i8").tobytes() + payload)
-    raw.sendall(BATCH.pack(1, 8, 3) + np.array([(PAGE, 3)], dtype="<i8").tobytes() + b"\1\1\1")
-    until((receiver,), lambda: int((receiver.pool == 1).sum()) == 3, "the good batch has landed")
-    assert (receiver.pool[:PAGE] == 2).all()
+    raw.sendall(batch(7, *pages) + b"\3" * PAGE * len(pages))
+    raw.sendall(batch(8, 5) + b"\1" * PAGE)
+    until((receiver,), lambda: int((receiver.pool == 1).sum()) == PAGE, "the good batch has landed")
+    assert int((receiver.pool == 2).sum()) == PAGE * (PAGES - 1)
     until((receiver,), lambda: raw.recv(2 * ANSWER.size, socket.MSG_PEEK) and True, "answers")
     answers = raw.recv(2 * ANSWER.size, socket.MSG_WAITALL)
     assert list(ANSWER.iter_unpack(answers)) == [(7, 0), (8, 1)]
@@ -303,11 +310,11 @@ def test_a_writer_that_reads_no_answers_is_dropped(make_node, monkeypatch):
     writer.backend.connect("D", receiver.metadata)
     until((writer, receiver), lambda: writer.events == [LinkUp("D")], "the link is up")
     (link,) = writer.backend._links
-    batch = BATCH.pack(1, 1, 1) + np.array([(PAGE, 1)], dtype="<i8").tobytes() + b"\1"
+    unknown = batch(1, PAGES) + b"\1" * PAGE
 
     def flood():
         try:
-            link.stream.sock.send(batch * 500)
+            link.stream.sock.send(unknown * 50)
         except BlockingIOError:
             pass
         except OSError:
@@ -342,17 +349,12 @@ def test_a_write_still_lands(make_node, kind):
     writer, receiver = make_node(kind, "P", 1), make_node(kind, "D", 2)
     writer.backend.connect("D", receiver.metadata)
     until((writer, receiver), lambda: writer.events == [LinkUp("D")], "the link is up")
-    spans = np.array([(PAGE, PAGE)], dtype=np.int64)
-    handle = writer.backend.write("D", spans, spans)
+    handle = writer.backend.write(write_of([1], [1]))
     until((writer, receiver), lambda: handle.state is not WriteState.PENDING, "it has landed")
     assert (receiver.pool[PAGE : 2 * PAGE] == 1).all()
 
 
 # --- grants ---
-
-
-def spans(*pairs):
-    return np.array(pairs, dtype=np.int64)
 
 
 def pages(*numbers):
@@ -361,21 +363,21 @@ def pages(*numbers):
 
 @pytest.fixture
 def linked(make_node):
-    """A writer that may write pages 2 and 3 of a receiver over tcp."""
+    """A writer whose hand-over 1 may write pages 2 and 3 of a receiver over tcp."""
     writer, receiver = make_node("tcp", "P", 1), make_node("tcp", "D", 2, stall_seconds=0.5)
     writer.backend.connect("D", receiver.metadata)
     until((writer, receiver), lambda: writer.events == [LinkUp("D")], "the link is up")
-    receiver.backend.revoke(np.arange(PAGES, dtype=np.int32))
-    receiver.backend.grant("P", pages(2, 3))
+    receiver.backend.revoke("P", named(1))
+    receiver.backend.grant("P", named(1), pages(2, 3))
     return writer, receiver
 
 
 def test_granted_pages_are_written_and_no_others(linked):
     writer, receiver = linked
-    good = writer.backend.write("D", spans((0, 2 * PAGE)), spans((2 * PAGE, 2 * PAGE)))
+    good = writer.backend.write(write_of([1, 1], [2, 3]))
     until(linked, lambda: good.state is WriteState.DONE, "it has landed")
     assert (receiver.pool.reshape(PAGES, PAGE)[2:4] == 1).all()
-    bad = writer.backend.write("D", spans((0, 2 * PAGE)), spans((3 * PAGE, 2 * PAGE)))  # 4 is nobody's
+    bad = writer.backend.write(write_of([1, 1], [3, 4]))  # 4 is nobody's
     until(linked, lambda: bad.state is WriteState.FAILED, "it was given up")
     until(linked, lambda: any(isinstance(e, LinkDown) for e in receiver.events), "the link is down")
     assert "was not asked for" in receiver.events[-1].reason
@@ -384,17 +386,18 @@ def test_granted_pages_are_written_and_no_others(linked):
 
 def test_a_write_that_is_quicker_than_its_grant_waits_for_it(linked):
     writer, receiver = linked
-    early = writer.backend.write("D", spans((0, PAGE)), spans((5 * PAGE, PAGE)))
-    behind = writer.backend.write("D", spans((0, PAGE)), spans((2 * PAGE, PAGE)))
+    early = writer.backend.write(write_of([1], [5], room=2))
+    behind = writer.backend.write(write_of([1], [2]))
     (link,) = receiver.backend._links
     until(linked, lambda: link.paused, "the header has come")
     for _ in range(20):
         writer.turn()
         receiver.turn()
     assert (receiver.pool == 2).all()
-    receiver.backend.grant("P", pages(6))
+    receiver.backend.grant("P", named(2), pages(6))
+    receiver.backend.grant("P", named(1), pages(5))
     assert link.paused
-    receiver.backend.grant("P", pages(5))
+    receiver.backend.grant("P", named(2), pages(5))
     until(linked, lambda: behind.state is WriteState.DONE, "both have landed")
     assert early.state is WriteState.DONE
     assert (receiver.pool.reshape(PAGES, PAGE)[[2, 5]] == 1).all()
@@ -403,22 +406,27 @@ def test_a_write_that_is_quicker_than_its_grant_waits_for_it(linked):
 
 def test_what_was_revoked_or_is_anothers_is_not_written(linked, make_node):
     writer, receiver = linked
-    receiver.backend.revoke(pages(2))
-    receiver.backend.grant("Q", pages(3))
-    for page in (2, 3):
-        assert not receiver.backend._grants.covers("P", spans((page * PAGE, 1)))
-    assert receiver.backend._grants.covers("Q", spans((3 * PAGE, PAGE)))
-    assert not receiver.backend._grants.covers("Q", spans((3 * PAGE - 1, 2)))
-    assert not receiver.backend._grants.covers("Q", spans((3 * PAGE, PAGE + 1)))
-    assert not receiver.backend._grants.covers("nobody", spans((4 * PAGE, 1)))
-    late = writer.backend.write("D", spans((0, PAGE)), spans((2 * PAGE, PAGE)))
+    receiver.backend.grant("P", named(2), pages(5))
+    receiver.backend.grant("Q", named(1), pages(3))
+    (pool,) = receiver.backend._pools
+    covers = pool.grants.covers
+    assert covers(Writer("P", 1, 1), pages(2))
+    assert not covers(Writer("P", 1, 1), pages(2, 3))
+    receiver.backend.revoke("P", named(1))
+    for page in (2, 3, 5):
+        assert not covers(Writer("P", 1, 1), pages(page))
+    assert covers(Writer("Q", 1, 1), pages(3))  # and not taken from Q when P's was revoked
+    assert not covers(Writer("Q", 1, 1), pages(3, 4))
+    assert not covers(Writer("Q", 1, 2), pages(3))
+    assert covers(Writer("P", 2, 1), pages(5))
+    late = writer.backend.write(write_of([1], [2]))
     until(linked, lambda: late.state is WriteState.FAILED, "it was given up")
     assert (receiver.pool == 2).all()
 
 
 def test_a_peer_that_dies_while_it_waits_for_a_grant_costs_no_time_of_others(linked, make_node):
     writer, receiver = linked
-    writer.backend.write("D", spans((0, PAGE)), spans((5 * PAGE, PAGE)))
+    writer.backend.write(write_of([1], [5]))
     (link,) = receiver.backend._links
     until(linked, lambda: link.paused, "the header has come")
     for outgoing in writer.backend._links:
@@ -442,12 +450,13 @@ def test_revoking_ends_who_is_in_the_middle_of_writing(linked, how):
     writer.backend._reactor.forget(raw)
     writer.backend._links.clear()
     sent = PAGE // 2 if how == "half" else PAGE - 1
-    raw.sendall(BATCH.pack(1, 7, PAGE) + np.array([(2 * PAGE, PAGE)], dtype="<i8").tobytes() + b"\1" * sent)
+    raw.sendall(batch(7, 2) + b"\1" * sent)
     (reader,) = receiver.backend._links
     until((receiver,), lambda: receiver.pool[2 * PAGE + sent - 1] == 1, "most has come")
-    receiver.backend.revoke(pages(3))
+    receiver.backend.grant("P", named(2), pages(4))
+    receiver.backend.revoke("P", named(2))
     assert reader.phase is LinkPhase.OPEN
-    receiver.backend.revoke(pages(2))
+    receiver.backend.revoke("P", named(1))
     until((receiver,), lambda: receiver.events, "the link is down")
     assert "may not write any more" in receiver.events[0].reason
     receiver.pool[:] = 9

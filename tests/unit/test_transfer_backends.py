@@ -9,9 +9,10 @@ import time
 import msgspec
 import numpy as np
 import pytest
+from support.handovers import named, write_of
 from support.machine import limit
 
-from pdserve.disaggregation.errors import BadSpans, NotConnected, RegionError, UnknownBackend
+from pdserve.disaggregation.errors import BadPages, NotConnected, RegionError, UnknownBackend
 from pdserve.disaggregation.transfer.backends import tcp
 from pdserve.disaggregation.transfer.backends.base import (
     Admitted,
@@ -21,14 +22,16 @@ from pdserve.disaggregation.transfer.backends.base import (
     WriteState,
 )
 from pdserve.disaggregation.transfer.backends.fake import FakeBackend
-from pdserve.disaggregation.transfer.backends.handshake import LENGTH, Offer
+from pdserve.disaggregation.transfer.backends.handshake import LENGTH, Offer, OfferedGroup
 from pdserve.disaggregation.transfer.backends.registry import make_backend
 from pdserve.disaggregation.transfer.backends.shm import ShmBackend
-from pdserve.disaggregation.transfer.backends.tcp import BATCH, TcpBackend, reachable_address
+from pdserve.disaggregation.transfer.backends.tcp import BATCH, MAX_PAGES, TcpBackend, reachable_address
+from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import allocate_region
 
 PAGE = 4096
 PAGES = 8
+LAYERS = 4
 LIMIT = limit(10.0)
 BACKENDS = {"tcp": TcpBackend, "shm": ShmBackend}
 
@@ -41,8 +44,8 @@ class Node:
         self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8)
         self.pool[:] = fill
         self.backend = BACKENDS[kind](epoch, host, **timeouts)
-        self.metadata = self.backend.register(self.region, PAGE)
-        self.backend.grant("P", np.arange(1, pages, dtype=np.int32))
+        self.metadata = self.backend.register([PageGroup(self.region, PAGE, LAYERS)])
+        self.backend.grant("P", named(1), np.arange(1, pages, dtype=np.int32))
         self.epoch = epoch
         self.events = []
 
@@ -56,8 +59,9 @@ def pump(nodes, until):
             node.events += node.backend.progress(0.001)
 
 
-def spans(*pairs):
-    return np.array(pairs, dtype=np.int64)
+def whole(src, dst):
+    """All layers of pages."""
+    return write_of(src, dst, (0, LAYERS))
 
 
 @pytest.fixture
@@ -88,20 +92,17 @@ def pair(make_node, kind):
     return writer, receiver
 
 
-def test_spans_land_where_they_should_and_nowhere_else(pair):
+@pytest.mark.parametrize("layers", [(0, LAYERS), (0, 1), (1, 3), (3, 4)])
+def test_layers_of_pages_land_where_they_should_and_nowhere_else(pair, layers):
     writer, receiver = pair
     writer.pool[:] = np.random.default_rng(0).integers(0, 256, len(writer.pool))
-    expected = receiver.pool.copy()
-    local, remote = (
-        spans((0, 100), (PAGE, 3 * PAGE), (7 * PAGE + 5, 1)),
-        spans((2 * PAGE - 3, 100), (4 * PAGE, 3 * PAGE), (PAGE, 1)),
-    )
-    for (source, length), (target, _) in zip(local.tolist(), remote.tolist(), strict=True):
-        expected[target : target + length] = writer.pool[source : source + length]
-    handle = writer.backend.write("D", local, remote)
+    expected = receiver.pool.copy().reshape(PAGES, LAYERS, -1)
+    src, dst, part = [7, 1, 2, 3], [2, 4, 5, 1], slice(*layers)
+    expected[dst, part] = writer.pool.reshape(PAGES, LAYERS, -1)[src, part]
+    handle = writer.backend.write(write_of(src, dst, layers))
     pump(pair, lambda: writer.backend.poll(handle) is not WriteState.PENDING)
     assert writer.backend.poll(handle) is WriteState.DONE
-    assert np.array_equal(receiver.pool, expected)
+    assert np.array_equal(receiver.pool, expected.reshape(-1))
 
 
 def test_a_write_larger_than_all_buffers_arrives_whole(make_node, kind, monkeypatch):
@@ -112,49 +113,61 @@ def test_a_write_larger_than_all_buffers_arrives_whole(make_node, kind, monkeypa
     pump(pair, lambda: writer.events == [LinkUp("D")])
     rng = np.random.default_rng(1)
     writer.pool[:] = rng.integers(0, 256, len(writer.pool))
-    local = np.stack((np.arange(pages) * PAGE, rng.integers(PAGE - 99, PAGE + 1, pages)), axis=1)[1:]
-    remote = np.stack(((1 + rng.permutation(pages - 1)) * PAGE, local[:, 1]), axis=1)
-    expected = receiver.pool.copy()
-    for (source, length), (target, _) in zip(local.tolist(), remote.tolist(), strict=True):
-        expected[target : target + length] = writer.pool[source : source + length]
-    handle = writer.backend.write("D", local, remote)
+    src, dst = np.arange(1, pages), 1 + rng.permutation(pages - 1)
+    expected = receiver.pool.copy().reshape(pages, PAGE)
+    expected[dst] = writer.pool.reshape(pages, PAGE)[src]
+    handle = writer.backend.write(whole(src, dst))
     pump(pair, lambda: writer.backend.poll(handle) is WriteState.DONE)
-    assert np.array_equal(receiver.pool, expected)
+    assert np.array_equal(receiver.pool, expected.reshape(-1))
 
 
 @pytest.mark.parametrize(
-    ("local", "remote"),
+    "pages",
     [
-        (spans((0, 10)), spans((PAGE * PAGES - 9, 10))),
-        (spans((0, 10)), spans((-1, 10))),
-        (spans((0, 10)), spans((0, 10))),
-        (spans((0, 10)), spans((PAGE - 1, 10))),
-        (spans((PAGE * PAGES - 9, 10)), spans((PAGE, 10))),
-        (spans((0, 10)), spans((PAGE, 11))),
-        (spans((0, 10), (0, 10)), spans((PAGE, 10))),
-        (spans((0, 0)), spans((PAGE, 0))),
-        (spans((0, 2**62)), spans((2**62, 2**62))),
+        write_of([1], [PAGES], (0, LAYERS)),
+        write_of([1], [-1], (0, LAYERS)),
+        write_of([1], [0], (0, LAYERS)),
+        write_of([PAGES], [1], (0, LAYERS)),
+        write_of([0], [1], (0, LAYERS)),
+        write_of([1, 2], [1], (0, LAYERS)),
+        write_of([], [], (0, LAYERS)),
+        write_of([1], [1], (0, LAYERS + 1)),
+        write_of([1], [1], (2, 2)),
+        write_of([1], [1], (-1, 1)),
+        write_of([1], [1], (0, LAYERS), group=1),
+        write_of([1], [1], (0, LAYERS), group=-1),
     ],
 )
-def test_writes_outside_of_a_pool_are_refused_before_anything_moves(pair, local, remote):
+def test_writes_outside_of_a_pool_are_refused_before_anything_moves(pair, pages):
     writer, receiver = pair
-    with pytest.raises(BadSpans):
-        writer.backend.write("D", local, remote)
+    with pytest.raises(BadPages):
+        writer.backend.write(pages)
     assert (receiver.pool == 2).all()
 
 
 def test_tcp_receiver_checks_bounds_itself_and_the_link_survives(make_node):
     writer, receiver = make_node("tcp", "P", 1), make_node("tcp", "D", 2)
     offer = msgspec.msgpack.decode(receiver.metadata, type=Offer)
-    lying = msgspec.structs.replace(offer, nbytes=2 * offer.nbytes)
+    lying = msgspec.structs.replace(offer, groups=[OfferedGroup(2 * PAGES, PAGE, LAYERS)])
     writer.backend.connect("D", msgspec.msgpack.encode(lying))
     pump((writer, receiver), lambda: writer.events == [LinkUp("D")])
-    bad = writer.backend.write("D", spans((0, PAGE), (PAGE, PAGE)), spans((PAGE, PAGE), (PAGE * PAGES, PAGE)))
-    good = writer.backend.write("D", spans((0, 5)), spans((PAGE, 5)))
+    bad = writer.backend.write(whole([1, 2], [1, PAGES]))
+    good = writer.backend.write(whole([1], [1]))
     pump((writer, receiver), lambda: good.state is not WriteState.PENDING)
     assert (bad.state, good.state) == (WriteState.FAILED, WriteState.DONE)
-    assert "outside" in bad.error
-    assert int((receiver.pool == 1).sum()) == 5
+    assert "no such pages" in bad.error
+    assert int((receiver.pool == 1).sum()) == PAGE
+
+
+@pytest.mark.parametrize("theirs", [(PAGE // 2, LAYERS), (PAGE, 2)])
+def test_pages_of_another_shape_are_refused(make_node, kind, theirs):
+    writer, receiver = make_node(kind, "P"), make_node(kind, "D")
+    offer = msgspec.msgpack.decode(receiver.metadata, type=Offer)
+    other = msgspec.structs.replace(offer, groups=[OfferedGroup(PAGES, *theirs)])
+    writer.backend.connect("D", msgspec.msgpack.encode(other))
+    (event,) = writer.backend.progress(0)
+    assert isinstance(event, ConnectFailed)
+    assert "other bytes and layers" in event.error
 
 
 def test_a_lost_writer_is_reported_once_and_refused_until_admitted(pair):
@@ -185,7 +198,7 @@ def test_the_receiver_can_end_a_link_and_the_writers_writes_fail(pair):
     assert receiver.events == [LinkDown("P", "disconnected on request")]
     assert [event.peer for event in writer.events] == ["D"]
     with pytest.raises(NotConnected):
-        writer.backend.write("D", spans((0, 1)), spans((0, 1)))
+        writer.backend.write(whole([1], [1]))
 
 
 def test_both_directions_fall_together_with_one_report_each(pair):
@@ -244,7 +257,14 @@ def test_metadata_of_another_backend_or_life_says_what_to_do(make_node):
 
 @pytest.mark.parametrize(
     "change",
-    [{"port": 1 << 20}, {"nbytes": 0}, {"nbytes": -1}, {"place": "x" * 300}, {"place": "\0"}, {"place": "localhost"}],
+    [
+        {"port": 1 << 20},
+        {"groups": []},
+        {"groups": [OfferedGroup(-1, PAGE, LAYERS)]},
+        {"place": "x" * 300},
+        {"place": "\0"},
+        {"place": "localhost"},
+    ],
 )
 def test_hostile_metadata_fails_the_connect_and_nothing_else(make_node, kind, change):
     writer, receiver = make_node(kind, "P"), make_node(kind, "D")
@@ -275,7 +295,7 @@ def test_shm_needs_shared_memory():
     region = allocate_region(PAGE, shared=False)
     backend = ShmBackend("P", "127.0.0.1")
     with pytest.raises(RegionError, match="shared"):
-        backend.register(region, PAGE)
+        backend.register([PageGroup(region, PAGE)])
     backend.close()
     region.close()
 
@@ -306,12 +326,23 @@ def test_noise_on_the_data_port_harms_nobody(make_node, noise):
     assert (node.pool == 2).all()
 
 
-def test_a_malformed_batch_ends_the_link(make_node):
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (0, 1, 1, 0, 0, LAYERS, 0),
+        (0, 1, 1, 0, 0, LAYERS, MAX_PAGES + 1),
+        (0, 1, 1, 0, 0, LAYERS + 1, 1),
+        (0, 1, 1, 0, 2, 2, 1),
+        (0, 1, 1, 0, 3, 1, 1),
+        (0, 1, 1, 1, 0, LAYERS, 1),
+    ],
+)
+def test_a_malformed_batch_ends_the_link(make_node, batch):
     writer, receiver = make_node("tcp", "P", 1), make_node("tcp", "D", 2)
     writer.backend.connect("D", receiver.metadata)
     pump((writer, receiver), lambda: writer.events == [LinkUp("D")])
     link = next(iter(writer.backend._links))
-    link.stream.sock.send(BATCH.pack(2, 0, 100) + spans((0, 2**63 - 50), (0, 2**63 - 50)).tobytes())
+    link.stream.sock.send(BATCH.pack(*batch))
     pump((writer, receiver), lambda: receiver.events)
     assert isinstance(receiver.events[0], LinkDown)
     assert "malformed" in receiver.events[0].reason
@@ -323,7 +354,7 @@ def test_a_silent_tcp_receiver_counts_as_gone_after_stall_seconds(make_node):
     writer.backend.connect("D", receiver.metadata)
     pump((writer, receiver), lambda: writer.events == [LinkUp("D")])
     writer.events.clear()
-    handle = writer.backend.write("D", spans((0, 5)), spans((PAGE, 5)))
+    handle = writer.backend.write(whole([1], [1]))
     pump((writer,), lambda: writer.events)
     assert handle.state is WriteState.FAILED
     assert "does not answer" in writer.events[0].reason
@@ -368,7 +399,7 @@ def test_tcp_works_over_ipv6(make_node):
     writer, receiver = make_node("tcp", "P", 1, host="::1"), make_node("tcp", "D", 2, host="::1")
     writer.backend.connect("D", receiver.metadata)
     pump((writer, receiver), lambda: writer.events == [LinkUp("D")])
-    handle = writer.backend.write("D", spans((0, PAGE)), spans((PAGE, PAGE)))
+    handle = writer.backend.write(whole([1], [1]))
     pump((writer, receiver), lambda: handle.state is WriteState.DONE)
     assert (receiver.pool[PAGE : 2 * PAGE] == 1).all()
 

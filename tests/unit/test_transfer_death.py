@@ -46,19 +46,19 @@ region = allocate_region(page * pages, shared=backend == "shm")
 region.buffer[:] = b"c" * region.nbytes
 events = queue.Queue()
 engine = TransferEngine(backend, region, page, "child", "127.0.0.1", events.put).start()
-engine.submit(GrantPages(HandoverId("child", 0, 1), peer, pack_i32(range(1, pages))))
+engine.submit(GrantPages(HandoverId("child", 1, 1), peer, pack_i32(range(1, pages))))
 print(engine.metadata.hex(), flush=True)
 metadata = bytes.fromhex(sys.stdin.readline())
-room = 0
+writing = False
 if metadata:  # write into the peer's pool for ever
     engine.submit(ConnectPeer(peer, 1, metadata))
     assert events.get() == PeerConnected(peer, 1)
 while metadata:
-    room += 1
-    engine.submit(SendPages(HandoverId(peer, room, 1), pack_i32(range(1, pages)), pack_i32(range(1, pages)), True))
+    engine.submit(SendPages(HandoverId(peer, 1, 1), pack_i32(range(1, pages)), pack_i32(range(1, pages)), True))
     ended = events.get()
-    if room == 1:
+    if not writing:
         print("writing", flush=True)
+    writing = True
 sys.stdin.readline()
 """
 
@@ -78,7 +78,7 @@ class Parent:
         self.events = queue.Queue()
         backend = backend or make_backend(kind, "parent", "127.0.0.1")
         self.engine = TransferEngine(backend, self.region, PAGE, "parent", "127.0.0.1", self.events.put).start()
-        self.engine.submit(GrantPages(HandoverId("parent", 0, 1), "child", pack_i32(range(1, PAGES))))
+        self.engine.submit(GrantPages(HandoverId("parent", 1, 1), "child", pack_i32(range(1, PAGES))))
         command = [sys.executable, "-c", CHILD, kind, "parent", str(PAGE), str(PAGES)]
         self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.child_metadata = bytes.fromhex(self.child.stdout.readline())

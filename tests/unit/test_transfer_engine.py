@@ -14,10 +14,11 @@ from support.machine import limit
 
 from pdserve.disaggregation.errors import NotConnected
 from pdserve.disaggregation.transfer import engine
-from pdserve.disaggregation.transfer.backends.base import LinkUp, TransferBackend, WriteHandle, WriteState
+from pdserve.disaggregation.transfer.backends.base import LinkDown, LinkUp, TransferBackend, WriteHandle, WriteState
 from pdserve.disaggregation.transfer.backends.registry import make_backend
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.page_order import PageConverter
+from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
@@ -43,9 +44,10 @@ LIMIT = limit(10.0)
 
 
 class Node:
-    """An engine over a pool of random bytes."""
+    """An engine over a pool of random bytes. Whom it sends pages to, of ``others``, has granted them."""
 
-    def __init__(self, backend, epoch, *, page=PAGE, pages=PAGES, layout=None):
+    def __init__(self, backend, epoch, others, *, page=PAGE, pages=PAGES, layout=None):
+        self.others = others
         self.region = allocate_region(page * pages, shared=backend == "shm")
         self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8).reshape(pages, page)
         self.pool[:] = np.random.default_rng(len(epoch)).integers(0, 256, self.pool.shape)
@@ -53,11 +55,12 @@ class Node:
         made = TransferEngine(backend, self.region, page, epoch, "127.0.0.1", self.events.put, layout=layout)
         self.engine = made.start()
         self.epoch = epoch
-        everything = pack_i32(range(1, pages))
-        self.submit(GrantPages(named(0), "P" if epoch == "D" else "D", everything))
 
     def submit(self, *commands):
         for command in commands:
+            if isinstance(command, SendPages) and command.handover.epoch in self.others:
+                owner = self.others[command.handover.epoch]
+                owner.engine.submit(GrantPages(command.handover, self.epoch, command.dst_pages))
             self.engine.submit(command)
 
     def next(self):
@@ -74,14 +77,14 @@ def digest(node, pages):
 
 @pytest.fixture
 def make_node():
-    nodes = []
+    nodes = {}
 
-    def make(*args, **kwargs):
-        nodes.append(Node(*args, **kwargs))
-        return nodes[-1]
+    def make(backend, epoch, **kwargs):
+        nodes[epoch] = Node(backend, epoch, nodes, **kwargs)
+        return nodes[epoch]
 
     yield make
-    for node in nodes:
+    for node in nodes.values():
         node.engine.close()
 
 
@@ -245,7 +248,6 @@ def test_pages_for_a_peer_without_a_link_are_not_kept_for_the_next_link(pair, ki
     monkeypatch.setattr(engine, "SLICE_BYTES", PAGE)
     writer, receiver = pair
     other = make_node(kind, "E")
-    other.submit(GrantPages(named(0), "P", pack_i32(range(1, PAGES))))
     writer.submit(ConnectPeer("E", 2, other.engine.metadata))
     assert writer.next() == PeerConnected("E", 2)
     writer.submit(DisconnectPeer("D", 1))
@@ -254,10 +256,10 @@ def test_pages_for_a_peer_without_a_link_are_not_kept_for_the_next_link(pair, ki
     assert receiver.next() == PeerAdmitted("P", 3)
     before = receiver.pool.copy()
     # So much for another peer that the turn of what is for D comes when its link is up again.
-    busy = [send(room, range(1, 4), range(1, 4), peer="E") for room in range(200)]
+    busy = [send(room, range(1, 3), range(1 + 2 * room, 3 + 2 * room), peer="E") for room in range(199)]
     late = [send(room, range(1, 50), range(1, 50)) for room in range(5)]
     writer.submit(*busy, *late, ConnectPeer("D", 3, receiver.engine.metadata))
-    events = [writer.next() for _ in range(206)]
+    events = [writer.next() for _ in range(205)]
     assert PeerConnected("D", 3) in events
     ended = [event for event in events if isinstance(event, SendEnded)]
     assert {bool(event.error) for event in ended if event.handover.epoch == "D"} == {True}
@@ -269,7 +271,7 @@ def test_a_disconnect_ends_a_connect_that_is_under_way_by_its_number(make_node, 
     writer = make_node(kind, "P")
     silent = make_backend(kind, "D", "127.0.0.1")
     with contextlib.closing(allocate_region(PAGE * PAGES, shared=kind == "shm")) as region, contextlib.closing(silent):
-        writer.submit(ConnectPeer("D", 7, silent.register(region, PAGE)), DisconnectPeer("D", 7))
+        writer.submit(ConnectPeer("D", 7, silent.register([PageGroup(region, PAGE)])), DisconnectPeer("D", 7))
         events = [writer.next(), writer.next()]
     assert [(type(event), event.link) for event in events] == [(PeerFailed, 7), (PeerLinkDown, 7)]
     assert events[0].error
@@ -385,9 +387,10 @@ class SlowBackend(TransferBackend):
     def __init__(self):
         self.writes = []
         self.up = []
+        self.parted = []
         self.bell = threading.Event()
 
-    def register(self, region, page_bytes):
+    def register(self, groups):
         return b"slow"
 
     def connect(self, peer, metadata):
@@ -396,17 +399,17 @@ class SlowBackend(TransferBackend):
     def admit(self, peer):
         raise AssertionError("not asked for")
 
-    def write(self, peer, local, remote):
-        if peer != "D":
-            raise NotConnected(peer)
-        self.writes.append((WriteHandle(), int(local[0, 0]) // PAGE, int(local[:, 1].sum())))
+    def write(self, pages):
+        if pages.handover.epoch != "D":
+            raise NotConnected(pages.handover.epoch)
+        self.writes.append((WriteHandle(), int(pages.src[0]), len(pages.src) * PAGE))
         return self.writes[-1][0]
 
     def poll(self, handle):
         return handle.state
 
     def disconnect(self, peer):
-        raise AssertionError("not asked for")
+        self.parted.append(peer)
 
     def progress(self, timeout):
         if not self.up:
@@ -484,6 +487,30 @@ def test_a_failed_write_ends_its_room_only(slow):
     ended = {event.handover.room: event for event in (slow.next(), slow.next())}
     assert ended[1].error == "broken"
     assert (ended[2].error, ended[2].checksum) == (None, digest(slow, [7]))
+
+
+def test_a_write_whose_end_is_unknown_holds_its_room_until_the_link_is_down(slow):
+    slow.submit(send(1, range(100, 106), range(100, 106)), send(2, [7], [7]))
+    settle(slow)
+    (lost, _, _), *others = slow.backend.writes
+    lost.state, lost.error = WriteState.LOST, "who knows"
+    slow.backend.wake()
+    settle(slow)
+    assert slow.backend.parted == ["D"]  # once
+    for handle, _, _ in others:
+        handle.state = WriteState.DONE
+    slow.backend.wake()
+    ended = slow.next()
+    assert (ended.handover.room, ended.error) == (2, None)  # the other was in time
+    settle(slow)
+    assert slow.events.empty()
+    lost.state = WriteState.FAILED
+    slow.backend.up.append(LinkDown("D", "parted"))
+    slow.backend.wake()
+    assert slow.next() == PeerLinkDown("D", 1)
+    ended = slow.next()
+    assert (ended.handover.room, ended.error, ended.nbytes) == (1, "who knows", 2 * PAGE)
+    assert slow.backend.parted == ["D"]
 
 
 def test_a_broken_engine_says_so_instead_of_limping_on():

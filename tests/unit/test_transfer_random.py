@@ -55,7 +55,6 @@ class Side:
         self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8).reshape(PAGES, PAGE)
         self.events = queue.Queue()
         self.engine = TransferEngine(kind, self.region, PAGE, epoch, "127.0.0.1", self.events.put).start()
-        self.engine.submit(GrantPages(named(0), "P", pack_i32(range(1, PAGES))))
 
 
 class Campaign:
@@ -90,6 +89,7 @@ class Campaign:
         dst, self.free = np.array(self.free[:size]), self.free[size:]
         number = len(self.rooms) + 1
         self.rooms[number] = Room(number, self.rng.integers(1, PAGES, size), dst)
+        self.d.engine.submit(GrantPages(named(number), "P", pack_i32(dst)))
 
     def push_chunk(self):
         rooms = [room for room in self.live() if room.pushed < len(room.src) and not room.cancelled]

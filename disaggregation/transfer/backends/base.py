@@ -12,32 +12,62 @@ neither side can write any more, one ``LinkDown`` says so.
 Because a peer whose link went down is refused until the owner admits it again, ``LinkDown`` may be taken as the word
 that its pages are safe to reuse: no connection that it opened earlier, or opens by itself, can write after it.
 
+Not every backend can keep that promise by itself: what it can do is in its ``Capabilities``. Where only the writer can
+end its access, ``LinkDown`` comes when it has, or is dead; until then the pages wait.
+
 One thread owns a backend and calls everything but ``wake``. Only ``progress`` waits, as long as it is told.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from ....messages.base import I32
-from ...errors import BadSpans
-from ..region import KVRegion
-
-Spans = npt.NDArray[np.int64]
-"""[N, 2]: offset and length in bytes of N pieces of a region."""
+from ....messages.base import I32, HandoverId
+from ..pages import PageGroup, PageWrite
 
 
 class WriteState(Enum):
-    """Where a write is. ``DONE``: every byte is in the peer's pool. ``FAILED``: some may be, and no more will."""
+    """Where a write is.
+
+    ``DONE``: every byte is in the peer's pool. ``FAILED``: some may be, and no more will. ``LOST``: nobody here can
+    tell whether more will; the link has to end, with whose ``LinkDown`` it has failed.
+    """
 
     PENDING = "pending"
     DONE = "done"
     FAILED = "failed"
+    LOST = "lost"
+
+
+class Completion(Enum):
+    """How the end of a write becomes known.
+
+    ``AT_ONCE``: ``write`` returns behind it. ``SIGNALLED``: ``progress`` returns because of it. ``POLLED``: to nobody
+    but who asks, by ``progress``, while writes are under way.
+    """
+
+    AT_ONCE = "at once"
+    SIGNALLED = "signalled"
+    POLLED = "polled"
+
+
+class Capabilities(NamedTuple):
+    """What a backend can promise.
+
+    ``moves_data``: False where nothing is moved, so that a checksum of the destination would mean nothing.
+    ``revokes``: whether the owner of a pool can end a writer's access, whatever the writer does or is unable to do;
+    else its ``LinkDown`` waits for the writer, and so do the pages.
+    ``checks_grants``: whether what a peer writes is held against the pages that its hand-over was granted. Where it
+    isn't, a peer that may write at all may write anywhere.
+    """
+
+    moves_data: bool = True
+    revokes: bool = True
+    checks_grants: bool = False
+    completion: Completion = Completion.SIGNALLED
 
 
 class WriteHandle:
@@ -80,24 +110,19 @@ LinkEvent = LinkUp | Admitted | ConnectFailed | LinkDown
 
 
 class TransferBackend(ABC):
-    """Moves bytes between the registered region and those of peers."""
+    """Moves pages between the registered pools and those of peers."""
 
-    moves_data = True
-    """False where nothing is moved, so that a checksum of the destination would mean nothing."""
+    can = Capabilities()
 
-    checks_grants = False
-    """Whether what a peer writes is held against the pages that it was granted. Where it isn't, a peer that may write
-    at all may write anywhere but page 0."""
+    def grant(self, peer: str, handover: HandoverId, pages: I32, group: int = 0) -> None:  # noqa: B027
+        """``peer`` may write ``pages`` of a pool of ours for ``handover`` from now on, and nobody else."""
 
-    def grant(self, peer: str, pages: I32) -> None:  # noqa: B027
-        """``peer`` may write ``pages`` of our region from now on, and nobody else."""
-
-    def revoke(self, pages: I32) -> None:  # noqa: B027
-        """Nobody may write ``pages`` any more."""
+    def revoke(self, peer: str, handover: HandoverId) -> None:  # noqa: B027
+        """``peer`` may write no pages for ``handover`` any more."""
 
     @abstractmethod
-    def register(self, region: KVRegion, page_bytes: int) -> bytes:
-        """Open ``region`` to peers; returns what they need to reach it. Called once, first. Raises ``RegionError``."""
+    def register(self, groups: Sequence[PageGroup]) -> bytes:
+        """Open the pools to peers; returns what they need to reach them. Called once, first. Raises ``RegionError``."""
 
     @abstractmethod
     def connect(self, peer: str, metadata: bytes) -> None:
@@ -112,11 +137,11 @@ class TransferBackend(ABC):
         """Let a peer whose link went down open an incoming link again; ``Admitted`` or ``ConnectFailed`` follows."""
 
     @abstractmethod
-    def write(self, peer: str, local: Spans, remote: Spans) -> WriteHandle:
-        """Start to copy ``local[i]`` of our region to ``remote[i]`` of the peer's (equal lengths).
+    def write(self, pages: PageWrite) -> WriteHandle:
+        """Start to copy pages of ours to the peer's.
 
-        Our bytes must not change before the handle leaves ``PENDING``. Writes to a peer land in order. Raises
-        ``NotConnected``, and ``BadSpans`` where spans lie outside of either region or do not match.
+        Our bytes must not change before the handle leaves ``PENDING``. Raises ``NotConnected``, and ``BadPages`` for
+        what either pool does not have.
         """
 
     @abstractmethod
@@ -127,7 +152,7 @@ class TransferBackend(ABC):
     def disconnect(self, peer: str) -> None:
         """Close both links; one ``LinkDown`` follows, also for a peer that has none.
 
-        It may follow late: where only the writer can end its access (``shm``), not before the writer lets go or dies.
+        It may follow late: where only the writer can end its access, not before the writer lets go or dies.
         """
 
     @abstractmethod
@@ -140,17 +165,4 @@ class TransferBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close everything at once, without events. The region stays."""
-
-
-def check_spans(spans: Spans, nbytes: int, what: str, begin: int = 0) -> None:
-    """Raise ``BadSpans`` unless every span is a non-empty piece of bytes ``[begin, nbytes)`` of a region.
-
-    ``begin`` is a page's length where pages are written to: page 0 belongs to padding, not to any hand-over.
-    """
-    offsets, lengths = spans[:, 0], spans[:, 1]
-    # `nbytes - lengths` rather than `offsets + lengths`: the sum of two hostile int64 can wrap around.
-    if len(spans) and bool(
-        ((lengths <= 0) | (offsets < begin) | (lengths > nbytes) | (offsets > nbytes - lengths)).any()
-    ):
-        raise BadSpans(f"a span lies outside of bytes {begin} … {nbytes} of the {what}")
+        """Close everything at once, without events. The regions stay."""

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
-from ...errors import BadSpans, NotConnected
-from ..region import KVRegion
-from .base import Admitted, LinkDown, LinkEvent, LinkUp, Spans, TransferBackend, WriteHandle, WriteState
+from ...errors import BadPages, NotConnected
+from ..pages import PageGroup, PageWrite
+from .base import (
+    Admitted,
+    Capabilities,
+    Completion,
+    LinkDown,
+    LinkEvent,
+    LinkUp,
+    TransferBackend,
+    WriteHandle,
+    WriteState,
+)
 
 
 class FakeBackend(TransferBackend):
     """Every peer is reachable, every write done at once, no incoming link exists."""
 
-    moves_data = False
+    can = Capabilities(moves_data=False, completion=Completion.AT_ONCE)
 
     def __init__(self, epoch: str, host: str, port: int = 0, advertise_host: str | None = None) -> None:
         self._peers: set[str] = set()
         self._events: list[LinkEvent] = []
         self._woken = threading.Event()
 
-    def register(self, region: KVRegion, page_bytes: int) -> bytes:
+    def register(self, groups: Sequence[PageGroup]) -> bytes:
         return b"fake"
 
     def connect(self, peer: str, metadata: bytes) -> None:
@@ -29,11 +40,11 @@ class FakeBackend(TransferBackend):
     def admit(self, peer: str) -> None:
         self._events.append(Admitted(peer))
 
-    def write(self, peer: str, local: Spans, remote: Spans) -> WriteHandle:
-        if peer not in self._peers:
-            raise NotConnected(f"peer {peer} is not connected")
-        if local.shape != remote.shape:
-            raise BadSpans("local and remote spans differ in number")
+    def write(self, pages: PageWrite) -> WriteHandle:
+        if pages.handover.epoch not in self._peers:
+            raise NotConnected(f"peer {pages.handover.epoch} is not connected")
+        if len(pages.src) != len(pages.dst):
+            raise BadPages("not as many pages here as there")
         return WriteHandle(WriteState.DONE)
 
     def poll(self, handle: WriteHandle) -> WriteState:

@@ -1,43 +1,57 @@
-"""Who may write which pages of this instance's pool."""
+"""Which hand-over may write which pages of this instance's pool."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ....messages.base import I32
-from .base import Spans
 
 NOBODY = 0
 
 
+class Writer(NamedTuple):
+    """A hand-over, as a writer names it: those of a peer's earlier attempts are others."""
+
+    peer: str
+    room: int
+    attempt: int
+
+
+class _Grant(NamedTuple):
+    number: int
+    pages: I32
+
+
 class Grants:
-    """One writer a page at most. Page 0 is never anybody's."""
+    """One writer a page at most."""
 
-    def __init__(self, num_pages: int, page_bytes: int) -> None:
-        self._page_bytes = page_bytes
-        self._writers: npt.NDArray[np.int32] = np.zeros(num_pages, dtype=np.int32)
-        self._numbers: dict[str, int] = {}
+    def __init__(self, num_pages: int) -> None:
+        self._writers: npt.NDArray[np.int64] = np.zeros(num_pages, dtype=np.int64)
+        self._grants: dict[Writer, _Grant] = {}
+        self._last = NOBODY
 
-    def grant(self, peer: str, pages: I32) -> None:
-        """``pages`` are ``peer``'s to write."""
-        self._writers[pages] = self._numbers.setdefault(peer, len(self._numbers) + 1)
+    def grant(self, writer: Writer, pages: I32) -> None:
+        """``pages`` are ``writer``'s to write, too, and nobody else's."""
+        known = self._grants.get(writer)
+        if known is None:
+            self._last += 1
+            known = _Grant(self._last, pages)
+        else:
+            known = _Grant(known.number, np.concatenate((known.pages, pages)))
+        self._grants[writer] = known
+        self._writers[pages] = known.number
 
-    def revoke(self, pages: I32) -> None:
-        """``pages`` are nobody's."""
-        self._writers[pages] = NOBODY
+    def revoke(self, writer: Writer) -> I32:
+        """``writer`` may write nothing; returns the pages that it might."""
+        number, pages = self._grants.pop(writer, _Grant(NOBODY, np.empty(0, np.int32)))
+        mine: I32 = pages[self._writers[pages] == number]
+        self._writers[mine] = NOBODY
+        return mine
 
-    def covers(self, peer: str, spans: Spans) -> bool:
-        """Whether ``peer`` may write all of ``spans``, which lie within the pool."""
-        number = self._numbers.get(peer, NOBODY)
-        if number == NOBODY:
-            return False
-        return bool((self._writers[self.pages(spans)] == number).all())
-
-    def pages(self, spans: Spans) -> npt.NDArray[np.int64]:
-        """The pages that ``spans`` touch."""
-        first = spans[:, 0] // self._page_bytes
-        counts = (spans[:, 0] + spans[:, 1] - 1) // self._page_bytes - first + 1
-        # The k-th page of all: its span's first, and how far it is into the span.
-        starts = np.cumsum(counts) - counts
-        return np.repeat(first - starts, counts) + np.arange(int(counts.sum()))
+    def covers(self, writer: Writer, pages: npt.NDArray[np.integer]) -> bool:
+        """Whether ``writer`` may write all of ``pages``, which are the pool's."""
+        grant = self._grants.get(writer)
+        return grant is not None and bool((self._writers[pages] == grant.number).all())

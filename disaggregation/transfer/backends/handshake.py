@@ -17,14 +17,23 @@ from msgspec import Meta
 from ....messages.decode import UndeclaredMessage, decode, shown
 from ...errors import BadMetadata, LinkLost
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_BODY = 4096
 LENGTH = struct.Struct("<I")
 EPOCH_CHARS = 128
+MAX_GROUPS = 64
+
+
+class OfferedGroup(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A ``PageGroup`` of the peer's."""
+
+    num_pages: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    page_bytes: Annotated[int, Meta(ge=1, lt=1 << 40)]
+    num_layers: Annotated[int, Meta(ge=1, lt=1 << 16)]
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where and how to reach the pool (``nbytes`` long) of instance ``epoch``. ``place`` is an IP address or a name.
+    """Where and how to reach the pools of instance ``epoch``. ``place`` is an IP address or a name.
 
     It comes over the network, so its fields are bounded to what the system calls behind them take.
     """
@@ -32,7 +41,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backend: str
     epoch: Annotated[str, Meta(max_length=EPOCH_CHARS)]
     secret: Annotated[bytes, Meta(max_length=64)]
-    nbytes: Annotated[int, Meta(ge=1, lt=1 << 48)]
+    groups: Annotated[list[OfferedGroup], Meta(min_length=1, max_length=MAX_GROUPS)]
     place: Annotated[str, Meta(max_length=64)]
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     host_id: str = ""

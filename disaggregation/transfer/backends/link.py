@@ -9,7 +9,8 @@ from abc import ABC, abstractmethod
 from enum import Enum
 
 from ...wire.stream import Stream
-from .base import Spans, WriteHandle
+from ..pages import PageWrite
+from .base import WriteHandle
 from .handshake import Offer
 
 
@@ -60,8 +61,8 @@ class OutgoingLink(Link, ABC):
         self.offer = offer
 
     @abstractmethod
-    def write(self, local: Spans, remote: Spans) -> WriteHandle:
-        """As ``TransferBackend.write``, with spans that were checked."""
+    def write(self, pages: PageWrite) -> WriteHandle:
+        """As ``TransferBackend.write``, of pages that both pools have."""
 
 
 class IncomingLink(Link):

@@ -1,9 +1,9 @@
 """KV pages between processes of one host: the writer maps the peer's pool and copies.
 
-The pool is a memfd. Its owner listens on an abstract Unix socket, which has no file; a writer of the same user that
-introduces itself well gets the memfd's descriptor. The connection stays open as the lease: the kernel closes it after
-the writer's last access, however the writer ends, so its end means that nothing more can be written. The owner can't
-take the mapping away. To part, it half-closes the connection; the writer then unmaps and closes its end.
+A pool is a memfd. Its owner listens on an abstract Unix socket, which has no file; a writer of the same user that
+introduces itself well gets the descriptors of all pools. The connection stays open as the lease: the kernel closes it
+after the writer's last access, however the writer ends, so its end means that nothing more can be written. The owner
+can't take the mappings away. To part, it half-closes the connection; the writer then unmaps and closes its end.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,9 @@ import numpy.typing as npt
 from ...errors import LinkLost, RegionError
 from ...wire.listener import BACKLOG
 from ...wire.stream import Stream
-from ..region import KVRegion
-from .base import Spans, WriteHandle, WriteState, check_spans
-from .handshake import Offer
+from ..pages import PageGroup, PageWrite, paired_spans
+from .base import Capabilities, Completion, WriteHandle, WriteState
+from .handshake import MAX_GROUPS, Offer
 from .link import IncomingLink, OutgoingLink
 from .socket_backend import SocketBackend
 
@@ -37,12 +38,11 @@ class ShmBackend(SocketBackend):
     """See the module; ``host`` means nothing here."""
 
     name = "shm"
-    _fd = -1
+    can = Capabilities(revokes=False, completion=Completion.AT_ONCE)
 
-    def _listen(self, region: KVRegion) -> tuple[socket.socket, Offer]:
-        if region.fd is None:
+    def _listen(self) -> tuple[socket.socket, Offer]:
+        if any(group.region.fd is None for group in self.groups):
             raise RegionError("the shm backend needs a KV region in shared memory: allocate_region(…, shared=True)")
-        self._fd = region.fd
         place = f"pdserve-kv-{secrets.token_hex(16)}"
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -61,7 +61,7 @@ class ShmBackend(SocketBackend):
         except OSError:
             sock.close()
             raise
-        return _ShmWriter(_DescriptorStream(sock), offer, np.frombuffer(self.pool, dtype=np.uint8), self.page_bytes)
+        return _ShmWriter(_DescriptorStream(sock), offer, self.groups)
 
     def _unreachable(self, offer: Offer, reason: str) -> str:
         why = (
@@ -81,7 +81,8 @@ class ShmBackend(SocketBackend):
     def _send_welcome(self, link: IncomingLink, data: bytes) -> None:
         # Directly, since a descriptor can't be queued; so few bytes always fit into a new connection's buffer.
         try:
-            socket.send_fds(link.stream.sock, [data], [self._fd])
+            descriptors = [group.region.fd for group in self.groups if group.region.fd is not None]
+            socket.send_fds(link.stream.sock, [data], descriptors)
         except OSError as e:
             raise LinkLost(f"the connection broke: {e.strerror}") from e
 
@@ -95,7 +96,7 @@ class _DescriptorStream(Stream):
 
     def _receive(self, views: list[memoryview]) -> int:
         received, ancillary, _, _ = self.sock.recvmsg_into(
-            views, socket.CMSG_SPACE(DESCRIPTOR_BYTES), socket.MSG_CMSG_CLOEXEC
+            views, socket.CMSG_SPACE(MAX_GROUPS * DESCRIPTOR_BYTES), socket.MSG_CMSG_CLOEXEC
         )
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -112,38 +113,42 @@ class _DescriptorStream(Stream):
 class _ShmWriter(OutgoingLink):
     stream: _DescriptorStream
 
-    def __init__(self, stream: _DescriptorStream, offer: Offer, pool: npt.NDArray[np.uint8], page_bytes: int) -> None:
+    def __init__(self, stream: _DescriptorStream, offer: Offer, groups: Sequence[PageGroup]) -> None:
         super().__init__(stream, offer)
-        self._page_bytes = page_bytes
-        self._local = pool
-        self._mapping: mmap.mmap | None = None
-        self._remote = np.empty(0, dtype=np.uint8)
+        self._groups = groups
+        self._local = [np.frombuffer(group.region.view(), dtype=np.uint8) for group in groups]
+        self._mappings: list[mmap.mmap] = []
+        self._remote: list[npt.NDArray[np.uint8]] = []
 
     def opened(self) -> None:
-        if len(self.stream.descriptors) != 1:
-            raise LinkLost("the peer did not send its pool's descriptor")
+        if len(self.stream.descriptors) != len(self.offer.groups):
+            raise LinkLost("the peer did not send its pools' descriptors")
         try:
-            if os.fstat(self.stream.descriptors[0]).st_size < self.offer.nbytes:
-                raise LinkLost("the peer's pool is smaller than it said")
-            self._mapping = mmap.mmap(self.stream.descriptors[0], self.offer.nbytes)
+            for fd, group in zip(self.stream.descriptors, self.offer.groups, strict=True):
+                nbytes = group.num_pages * group.page_bytes
+                if os.fstat(fd).st_size < nbytes:
+                    raise LinkLost("the peer's pool is smaller than it said")
+                self._mappings.append(mmap.mmap(fd, nbytes))
         except OSError as e:
             raise LinkLost(f"can't map the peer's pool: {e.strerror}") from e
-        os.close(self.stream.descriptors.pop())
-        self._remote = np.frombuffer(self._mapping, dtype=np.uint8)
+        while self.stream.descriptors:
+            os.close(self.stream.descriptors.pop())
+        self._remote = [np.frombuffer(mapping, dtype=np.uint8) for mapping in self._mappings]
         expect_end(self.stream)
 
-    def write(self, local: Spans, remote: Spans) -> WriteHandle:
-        check_spans(remote, self.offer.nbytes, f"pool of peer {self.peer}", self._page_bytes)
+    def write(self, pages: PageWrite) -> WriteHandle:
+        here, there = self._local[pages.group], self._remote[pages.group]
+        local, remote = paired_spans(pages, self._groups[pages.group])
         for (source, length), target in zip(local.tolist(), remote[:, 0].tolist(), strict=True):
             # One memcpy; numpy lets other threads run meanwhile.
-            self._remote[target : target + length] = self._local[source : source + length]
+            there[target : target + length] = here[source : source + length]
         return WriteHandle(WriteState.DONE)
 
     def closed(self, reason: str) -> None:
-        self._local = self._remote = np.empty(0, dtype=np.uint8)
-        if self._mapping is not None:
-            self._mapping.close()
-            self._mapping = None
+        self._local, self._remote = [], []
+        for mapping in self._mappings:
+            mapping.close()
+        self._mappings.clear()
 
 
 class _ShmReader(IncomingLink):

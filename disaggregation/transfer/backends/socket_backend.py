@@ -16,16 +16,16 @@ import secrets
 import socket
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from ....runtime.refusal_log import RefusalLog
-from ...errors import BadSpans, LinkLost, NotConnected, PeerUnreachable, RegionError, TransferError
+from ...errors import BadMetadata, BadPages, LinkLost, NotConnected, PeerUnreachable, RegionError, TransferError
 from ...wire.listener import Listener
 from ...wire.reactor import Reactor
-from ..region import KVRegion
+from ..pages import PageGroup, PageWrite, check_pages
 from . import handshake
 from .base import (
     Admitted,
@@ -33,13 +33,11 @@ from .base import (
     LinkDown,
     LinkEvent,
     LinkUp,
-    Spans,
     TransferBackend,
     WriteHandle,
     WriteState,
-    check_spans,
 )
-from .handshake import Greeting, Offer, Verdict
+from .handshake import Greeting, Offer, OfferedGroup, Verdict
 from .link import IncomingLink, Link, LinkPhase, OutgoingLink
 
 log = logging.getLogger(__name__)
@@ -85,8 +83,7 @@ class SocketBackend(TransferBackend):
         self.advertise_host = advertise_host
         self.handshake_seconds = handshake_seconds
         self.stall_seconds = stall_seconds
-        self.pool = memoryview(b"")
-        self.page_bytes = 0
+        self.groups: list[PageGroup] = []
         self._secret = secrets.token_bytes(16)
         self._peers: dict[str, _Peer] = {}
         self._fenced: dict[str, None] = {}
@@ -99,7 +96,7 @@ class SocketBackend(TransferBackend):
     # What tcp and shm do differently
 
     @abstractmethod
-    def _listen(self, region: KVRegion) -> tuple[socket.socket, Offer]:
+    def _listen(self) -> tuple[socket.socket, Offer]:
         """A listening socket and how to reach it, made by ``_offer``; raises ``RegionError``, ``OSError``."""
 
     @abstractmethod
@@ -118,17 +115,19 @@ class SocketBackend(TransferBackend):
         link.stream.send([data])
 
     def _offer(self, place: str, port: int = 0, host_id: str = "") -> Offer:
-        return Offer(self.name, self.epoch, self._secret, len(self.pool), place, port, host_id)
+        groups = [OfferedGroup(group.num_pages, group.page_bytes, group.num_layers) for group in self.groups]
+        return Offer(self.name, self.epoch, self._secret, groups, place, port, host_id)
 
     # TransferBackend
 
-    def register(self, region: KVRegion, page_bytes: int) -> bytes:
-        if page_bytes <= 0 or region.nbytes % page_bytes:
-            raise RegionError(f"the KV region of {region.nbytes} bytes is not made of pages of {page_bytes} bytes")
-        self.pool = region.view()
-        self.page_bytes = page_bytes
+    def register(self, groups: Sequence[PageGroup]) -> bytes:
+        for group in groups:
+            nbytes, page_bytes = group.region.nbytes, group.page_bytes
+            if page_bytes <= 0 or nbytes % page_bytes or page_bytes % group.num_layers:
+                raise RegionError(f"the KV region of {nbytes} bytes is not made of pages of {page_bytes} bytes")
+        self.groups = list(groups)
         try:
-            sock, offer = self._listen(region)
+            sock, offer = self._listen()
         except OSError as e:
             place = f"{self.host}:{self.port}" if self.port else self.host
             raise RegionError(
@@ -150,6 +149,7 @@ class SocketBackend(TransferBackend):
             return
         try:
             offer = handshake.decode_offer(metadata, self.name, peer)
+            self._compare(offer)
             link = self._try_dial(offer)
         except TransferError as e:
             self._connect_failed(peer, str(e))
@@ -167,17 +167,28 @@ class SocketBackend(TransferBackend):
         self._fenced.pop(peer, None)
         self._events.append(Admitted(peer))
 
-    def write(self, peer: str, local: Spans, remote: Spans) -> WriteHandle:
+    def write(self, pages: PageWrite) -> WriteHandle:
+        peer = pages.handover.epoch
         record = self._peers.get(peer)
         link = record.outgoing if record is not None else None
         if link is None or link.phase is not LinkPhase.OPEN:
             raise NotConnected(f"peer {peer} is not connected")
-        if local.shape != remote.shape or bool((local[:, 1] != remote[:, 1]).any()):
-            raise BadSpans("local and remote spans differ in number or length")
-        check_spans(local, len(self.pool), "local pool")
-        handle = link.write(local, remote)
+        self._check(pages, link.offer)
+        handle = link.write(pages)
         self._rewatch(link)
         return handle
+
+    def _check(self, pages: PageWrite, offer: Offer) -> None:
+        """Raise ``BadPages`` for what either pool does not have."""
+        if len(pages.src) != len(pages.dst) or not len(pages.src):
+            raise BadPages(f"{len(pages.src)} pages here for {len(pages.dst)} of peer {offer.epoch}")
+        if not 0 <= pages.group < len(self.groups):
+            raise BadPages(f"there is no page group {pages.group}")
+        group = self.groups[pages.group]
+        if not 0 <= pages.layers.begin < pages.layers.end <= group.num_layers:
+            raise BadPages(f"a page has {group.num_layers} layers, none of {pages.layers.begin} … {pages.layers.end}")
+        check_pages(pages.src, group.num_pages, "source")
+        check_pages(pages.dst, offer.groups[pages.group].num_pages, "destination")
 
     def poll(self, handle: WriteHandle) -> WriteState:
         return handle.state
@@ -209,7 +220,6 @@ class SocketBackend(TransferBackend):
             self._listener.close()
             self._listener = None
         self._reactor.close()
-        self.pool.release()
 
     # Time
 
@@ -245,6 +255,13 @@ class SocketBackend(TransferBackend):
         self._events.append(ConnectFailed(peer, why))
 
     # Introductions
+
+    def _compare(self, offer: Offer) -> None:
+        """Raise ``BadMetadata`` where pages of ours can't be pages of theirs."""
+        ours = [(group.page_bytes, group.num_layers) for group in self.groups]
+        theirs = [(group.page_bytes, group.num_layers) for group in offer.groups]
+        if ours != theirs:
+            raise BadMetadata(f"peer {offer.epoch} has pages of other bytes and layers, {theirs} where ours are {ours}")
 
     def _try_dial(self, offer: Offer) -> OutgoingLink:
         try:

@@ -2,10 +2,10 @@
 
 After the handshake the writer sends batches and the receiver answers each, in order, when it has landed:
 
-    batch: header (number of spans, id, bytes), spans of the receiver's pool (offset, length), then their bytes
-    answer: id, whether the spans were inside the pool (their bytes are thrown away otherwise)
+    batch: header (id, hand-over, group, layers, number of pages), the receiver's pages, then their bytes
+    answer: id, whether the pool has these pages (their bytes are thrown away otherwise)
 
-Bytes for pages that the writer was not granted are not read; where the grant doesn't come, the link ends.
+Bytes for pages that the hand-over was not granted are not read; where the grant doesn't come, the link ends.
 
 Bytes go from the pool to the socket and from the socket to the pool with nothing in between. A peer that died
 is noticed by the connection's end; one that is silent in the middle of a batch, by ``stall_seconds``; an idle peer
@@ -19,28 +19,30 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from ....messages.base import I32
+from ....messages.base import I32, HandoverId
 from ....runtime.web.ports import is_loopback
-from ...errors import BadMetadata, BadSpans, LinkLost, RegionError
+from ...errors import BadMetadata, BadPages, LinkLost, RegionError
 from ...wire import tcp_socket
 from ...wire.listener import BACKLOG
 from ...wire.stream import Stream
-from ..region import KVRegion
-from .base import Spans, WriteHandle, WriteState, check_spans
-from .grants import Grants
+from ..pages import LayerRange, PageGroup, PageWrite, check_pages, paired_spans
+from .base import Capabilities, WriteHandle, WriteState
+from .grants import Grants, Writer
 from .handshake import Offer
 from .link import IncomingLink, OutgoingLink
 from .socket_backend import SocketBackend
 
-BATCH = struct.Struct("<IQQ")
+BATCH = struct.Struct("<QQQHHHI")
 ANSWER = struct.Struct("<QB")
-SPAN_BYTES = 16
-MAX_SPANS = 1 << 16
+PAGE_NUMBER = np.dtype("<i4")
+MAX_PAGES = 1 << 16
 MAX_BATCH_BYTES = 1 << 30
 BUFFER_BYTES = 4 << 20
 DISCARD_BYTES = 256 << 10
@@ -52,9 +54,9 @@ class TcpBackend(SocketBackend):
     """See the module; ``host`` is the address to listen on, and to be reached at unless ``advertise_host`` is."""
 
     name = "tcp"
-    checks_grants = True
+    can = Capabilities(checks_grants=True)
 
-    def _listen(self, region: KVRegion) -> tuple[socket.socket, Offer]:
+    def _listen(self) -> tuple[socket.socket, Offer]:
         family, _, _, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -80,7 +82,7 @@ class TcpBackend(SocketBackend):
         except OSError:
             sock.close()
             raise
-        return _TcpWriter(Stream(sock), offer, self.pool, self.page_bytes, self.stall_seconds)
+        return _TcpWriter(Stream(sock), offer, self.groups, self.stall_seconds)
 
     def _unreachable(self, offer: Offer, reason: str) -> str:
         hint = (
@@ -92,34 +94,49 @@ class TcpBackend(SocketBackend):
 
     def _accepted(self, sock: socket.socket) -> IncomingLink:
         self._tune(sock)
-        return _TcpReader(Stream(sock), self.pool, self.page_bytes, self.stall_seconds, self._grants)
+        return _TcpReader(Stream(sock), self._pools, self.stall_seconds)
 
-    def register(self, region: KVRegion, page_bytes: int) -> bytes:
-        metadata = super().register(region, page_bytes)
-        self._grants = Grants(region.nbytes // page_bytes, page_bytes)
+    def register(self, groups: Sequence[PageGroup]) -> bytes:
+        metadata = super().register(groups)
+        self._pools = [_Pool(group, group.region.view(), Grants(group.num_pages)) for group in groups]
         return metadata
 
-    def grant(self, peer: str, pages: I32) -> None:
-        self._grants.grant(peer, pages)
+    def grant(self, peer: str, handover: HandoverId, pages: I32, group: int = 0) -> None:
+        self._pools[group].grants.grant(Writer(peer, handover.room, handover.attempt), pages)
         # Control messages and grants take different ways here: a peer may be quicker than its grant.
         for link in [k for k in self._links if isinstance(k, _TcpReader) and k.peer == peer and k.paused]:
             link.granted()
             self._rewatch(link)
 
-    def revoke(self, pages: I32) -> None:
-        self._grants.revoke(pages)
-        for link in [k for k in self._links if isinstance(k, _TcpReader) and k.writes(pages)]:
+    def revoke(self, peer: str, handover: HandoverId) -> None:
+        writer = Writer(peer, handover.room, handover.attempt)
+        for pool in self._pools:
+            pool.grants.revoke(writer)
+        for link in [k for k in self._links if isinstance(k, _TcpReader) and k.reading == writer]:
             self._lost(link, "the peer was still writing pages that it may not write any more")
+
+    def close(self) -> None:
+        super().close()
+        for pool in self._pools:
+            pool.memory.release()
 
     def _tune(self, sock: socket.socket) -> None:
         tcp_socket.tune(sock, self.stall_seconds)
 
 
+class _Pool(NamedTuple):
+    """A group of pages that peers write."""
+
+    group: PageGroup
+    memory: memoryview
+    grants: Grants
+
+
 class _TcpWriter(OutgoingLink):
-    def __init__(self, stream: Stream, offer: Offer, pool: memoryview, page_bytes: int, stall_seconds: float) -> None:
+    def __init__(self, stream: Stream, offer: Offer, groups: Sequence[PageGroup], stall_seconds: float) -> None:
         super().__init__(stream, offer)
-        self._pool = pool
-        self._page_bytes = page_bytes
+        self._groups = groups
+        self._memory = [group.region.view() for group in groups]
         self._stall_seconds = stall_seconds
         self._answer = bytearray(ANSWER.size)
         self._unanswered: deque[tuple[int, WriteHandle]] = deque()
@@ -128,18 +145,20 @@ class _TcpWriter(OutgoingLink):
     def opened(self) -> None:
         self._read_answer()
 
-    def write(self, local: Spans, remote: Spans) -> WriteHandle:
-        check_spans(remote, self.offer.nbytes, f"pool of peer {self.peer}", self._page_bytes)
-        total = int(remote[:, 1].sum())
-        if len(remote) > MAX_SPANS or total > MAX_BATCH_BYTES:
-            raise BadSpans(f"a batch of {len(remote)} spans and {total} bytes is too large")
+    def write(self, pages: PageWrite) -> WriteHandle:
+        group, memory = self._groups[pages.group], self._memory[pages.group]
+        total = len(pages.dst) * group.piece_bytes(pages.layers)
+        if len(pages.dst) > MAX_PAGES or total > MAX_BATCH_BYTES:
+            raise BadPages(f"a batch of {len(pages.dst)} pages and {total} bytes is too large")
         handle = WriteHandle()
         if not self._unanswered:
             self.stream.last_progress = time.monotonic()  # silence before this was nobody's fault
         self._unanswered.append((self._next_id, handle))
-        header = BATCH.pack(len(remote), self._next_id, total)
-        self.stream.send([header + remote.astype("<i8").tobytes()])
-        self.stream.send(self._pool[offset : offset + length] for offset, length in local.tolist())
+        room, attempt = pages.handover.room, pages.handover.attempt
+        header = BATCH.pack(self._next_id, room, attempt, pages.group, *pages.layers, len(pages.dst))
+        self.stream.send([header + pages.dst.astype(PAGE_NUMBER).tobytes()])
+        local, _ = paired_spans(pages, group)
+        self.stream.send(memory[offset : offset + length] for offset, length in local.tolist())
         self._next_id += 1
         return handle
 
@@ -151,6 +170,8 @@ class _TcpWriter(OutgoingLink):
             handle.state = WriteState.FAILED
             handle.error = reason
         self._unanswered.clear()
+        for memory in self._memory:
+            memory.release()
 
     def _read_answer(self) -> None:
         self.stream.read([memoryview(self._answer)], self._on_answer)
@@ -161,29 +182,32 @@ class _TcpWriter(OutgoingLink):
             raise LinkLost("the peer answered a batch that was not sent")
         handle = self._unanswered.popleft()[1]
         handle.state = WriteState.DONE if landed else WriteState.FAILED
-        handle.error = "" if landed else "the peer refused pages outside of its pool"
+        handle.error = "" if landed else "the peer has no such pages"
         self._read_answer()
 
 
 class _Batch(NamedTuple):
     """Pages that a peer wants to write."""
 
-    spans: Spans
     number: int
+    writer: Writer
+    pool: _Pool
+    layers: LayerRange
+    pages: npt.NDArray[np.int32]
 
 
 class _TcpReader(IncomingLink):
-    def __init__(self, stream: Stream, pool: memoryview, page_bytes: int, stall_seconds: float, grants: Grants) -> None:
+    """``reading``: the hand-over whose bytes may be under way into the pool."""
+
+    def __init__(self, stream: Stream, pools: Sequence[_Pool], stall_seconds: float) -> None:
         super().__init__(stream)
-        self._pool = pool
-        self._page_bytes = page_bytes
+        self._pools = pools
         self._stall_seconds = stall_seconds
-        self._grants = grants
         self._header = bytearray(BATCH.size)
         self._in_batch = False
         self._discard = memoryview(b"")
         self._ungranted: _Batch | None = None
-        self._reading: Spans | None = None
+        self.reading: Writer | None = None
 
     def opened(self) -> None:
         self._read_header()
@@ -191,34 +215,31 @@ class _TcpReader(IncomingLink):
     def stalled_at(self) -> float | None:
         return self.stream.last_progress + self._stall_seconds if self._in_batch else None
 
-    def writes(self, pages: I32) -> bool:
-        """Whether bytes for any of ``pages`` may be under way."""
-        return self._reading is not None and bool(np.isin(self._grants.pages(self._reading), pages).any())
-
     def _read_header(self) -> None:
-        self._in_batch, self._reading = False, None
+        self._in_batch, self.reading = False, None
         self.stream.read([memoryview(self._header)], self._on_header)
 
     def _on_header(self) -> None:
-        count, number, total = BATCH.unpack(self._header)
-        if not 0 < count <= MAX_SPANS or not 0 < total <= MAX_BATCH_BYTES:
+        number, room, attempt, group, begin, end, count = BATCH.unpack(self._header)
+        if not 0 < count <= MAX_PAGES or group >= len(self._pools):
+            raise LinkLost("the peer sent a malformed batch")
+        pool, layers = self._pools[group], LayerRange(begin, end)
+        if not begin < end <= pool.group.num_layers or count * pool.group.piece_bytes(layers) > MAX_BATCH_BYTES:
             raise LinkLost("the peer sent a malformed batch")
         self._in_batch = True
-        table = bytearray(count * SPAN_BYTES)
-        self.stream.read([memoryview(table)], lambda: self._on_table(table, number, total))
+        table = bytearray(count * PAGE_NUMBER.itemsize)
+        batch = _Batch(number, Writer(self.peer, room, attempt), pool, layers, np.frombuffer(table, PAGE_NUMBER))
+        self.stream.read([memoryview(table)], lambda: self._on_pages(batch))
 
-    def _on_table(self, table: bytearray, number: int, total: int) -> None:
-        spans = np.frombuffer(table, dtype="<i8").reshape(-1, 2)
-        lengths = spans[:, 1]
-        # Each length first: a sum of hostile ones can wrap around to the right total.
-        if bool(((lengths <= 0) | (lengths > total)).any()) or int(lengths.sum()) != total:
-            raise LinkLost("the peer sent a malformed batch")
+    def _on_pages(self, batch: _Batch) -> None:
+        group = batch.pool.group
         try:
-            check_spans(spans, len(self._pool), "pool", self._page_bytes)
-        except BadSpans:
-            self.stream.read(self._to_discard(total), lambda: self._on_payload(number, landed=False))
+            check_pages(batch.pages, group.num_pages, "destination")
+        except BadPages:
+            total = len(batch.pages) * group.piece_bytes(batch.layers)
+            self.stream.read(self._to_discard(total), lambda: self._on_payload(batch.number, landed=False))
             return
-        self._ungranted = _Batch(spans, number)
+        self._ungranted = batch
         self.granted()
 
     @property
@@ -227,15 +248,16 @@ class _TcpReader(IncomingLink):
 
     def granted(self) -> None:
         """Read the pages that wait for it, if they may be written by now."""
-        if self._ungranted is None:
+        batch = self._ungranted
+        if batch is None:
             return
-        if not self._grants.covers(self.peer, self._ungranted.spans):
+        if not batch.pool.grants.covers(batch.writer, batch.pages):
             self.stream.pause()
             return
-        (spans, number), self._ungranted = self._ungranted, None
-        self._reading = spans
-        views = (self._pool[offset : offset + length] for offset, length in spans.tolist())
-        self.stream.read(views, lambda: self._on_payload(number, landed=True))
+        self._ungranted, self.reading = None, batch.writer
+        spans = batch.pool.group.spans(batch.pages, batch.layers)
+        views = (batch.pool.memory[offset : offset + length] for offset, length in spans.tolist())
+        self.stream.read(views, lambda: self._on_payload(batch.number, landed=True))
 
     def _to_discard(self, total: int) -> list[memoryview]:
         if not self._discard:

@@ -10,7 +10,7 @@ Not here: the limits of time (5 s of a handshake, 10 s of a stall), and that a p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,17 +18,17 @@ import numpy as np
 from pdserve.disaggregation.errors import NotConnected
 from pdserve.disaggregation.transfer.backends.base import (
     Admitted,
+    Capabilities,
     ConnectFailed,
     LinkDown,
     LinkEvent,
     LinkUp,
-    Spans,
     TransferBackend,
     WriteHandle,
     WriteState,
 )
-from pdserve.disaggregation.transfer.region import KVRegion
-from pdserve.messages.base import I32
+from pdserve.disaggregation.transfer.pages import PageGroup, PageWrite
+from pdserve.messages.base import I32, HandoverId
 from support.world.world import World
 
 
@@ -70,29 +70,29 @@ class SimBackend(TransferBackend):
         """Whether what it writes arrives wrong."""
         self.pool = memoryview(b"")
         self.page_bytes = 0
-        self.granted: dict[int, str] = {}
+        self.granted: dict[int, tuple[str, HandoverId]] = {}
         self._world = world
         self._on_news = on_news
         self._lets_go = lets_go
-        self.checks_grants = not lets_go
+        self.can = Capabilities(revokes=not lets_go, checks_grants=not lets_go)
         self._peers: dict[str, Record] = {}
         self._fenced: set[str] = set()
         self._events: list[LinkEvent] = []
 
     # --- TransferBackend ---
 
-    def register(self, region: KVRegion, page_bytes: int) -> bytes:
-        self.pool, self.page_bytes = region.view(), page_bytes
+    def register(self, groups: Sequence[PageGroup]) -> bytes:
+        (group,) = groups
+        self.pool, self.page_bytes = group.region.view(), group.page_bytes
         metadata = f"pool of {self.epoch}".encode()
         self._world.pools[metadata] = self
         return metadata
 
-    def grant(self, peer: str, pages: I32) -> None:
-        self.granted |= dict.fromkeys(pages.tolist(), peer)
+    def grant(self, peer: str, handover: HandoverId, pages: I32, group: int = 0) -> None:
+        self.granted |= dict.fromkeys(pages.tolist(), (peer, handover))
 
-    def revoke(self, pages: I32) -> None:
-        for page in pages.tolist():
-            self.granted.pop(page, None)
+    def revoke(self, peer: str, handover: HandoverId) -> None:
+        self.granted = {page: who for page, who in self.granted.items() if who != (peer, handover)}
 
     def connect(self, peer: str, metadata: bytes) -> None:
         record = self._peers.setdefault(peer, Record())
@@ -115,20 +115,17 @@ class SimBackend(TransferBackend):
         self._fenced.discard(peer)
         self._events.append(Admitted(peer))
 
-    def write(self, peer: str, local: Spans, remote: Spans) -> WriteHandle:
+    def write(self, pages: PageWrite) -> WriteHandle:
+        peer = pages.handover.epoch
         record = self._peers.get(peer)
         link = record.outgoing if record is not None else None
         if link is None or not link.written:
             raise NotConnected(f"peer {peer} is not connected")
         handle = WriteHandle()
         link.handles.append(handle)
-        pages = [
-            (here + i, there + i)
-            for (here, size), (there, _) in zip(local.tolist(), remote.tolist(), strict=True)
-            for i in range(0, size, self.page_bytes)
-        ]
-        for here, there in pages:
-            self._post_page(link, handle, here, there, last=(here, there) == pages[-1])
+        both = list(zip(pages.src.tolist(), pages.dst.tolist(), strict=True))
+        for here, there in both:
+            self._post_page(link, handle, pages.handover, here, there, last=(here, there) == both[-1])
         return handle
 
     def poll(self, handle: WriteHandle) -> WriteState:
@@ -182,9 +179,9 @@ class SimBackend(TransferBackend):
             else:
                 self._post_end(link, "back", "the owner died")
 
-    def _post_page(self, link: Link, handle: WriteHandle, here: int, there: int, *, last: bool) -> None:
-        page = there // self.page_bytes
-
+    def _post_page(
+        self, link: Link, handle: WriteHandle, handover: HandoverId, here: int, there: int, *, last: bool
+    ) -> None:
         def land() -> None:
             self._land(link, handle, here, there, last=last)
 
@@ -195,9 +192,9 @@ class SimBackend(TransferBackend):
                 return not self.frozen
             if owner.frozen:
                 return False
-            return not owner.alive or not link.owned or owner.granted.get(page) == self.epoch
+            return not owner.alive or not link.owned or owner.granted.get(there) == (self.epoch, handover)
 
-        what = f"{self.epoch} writes page {page}"
+        what = f"{self.epoch} writes page {there}"
         self._world.post(link.channel("out"), what, land, b"%d %d" % (here, there), ready)
 
     def _land(self, link: Link, handle: WriteHandle, here: int, there: int, *, last: bool) -> None:
@@ -206,9 +203,9 @@ class SimBackend(TransferBackend):
         if not owner.alive or not link.owned or (self._lets_go and not link.written):
             return
         size = self.page_bytes
-        owner.pool[there : there + size] = self.pool[here : here + size]
+        owner.pool[there * size : (there + 1) * size] = self.pool[here * size : (here + 1) * size]
         if self.corrupts:
-            owner.pool[there + size - 8] ^= 1  # of the last token, which the next one is computed from
+            owner.pool[(there + 1) * size - 8] ^= 1  # of the last token, which the next one is computed from
         if last and link.written and self.alive:
             handle.state = WriteState.DONE
             link.handles.remove(handle)

@@ -1,0 +1,103 @@
+"""Pages of KV, as backends move them: by number, all of their layers or some."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ...messages.base import I32, HandoverId, unpack_i32
+from ..errors import BadPages
+from .region import KVRegion
+
+Spans = npt.NDArray[np.int64]
+"""[N, 2]: offset and length in bytes of N pieces of a region."""
+
+
+class LayerRange(NamedTuple):
+    """Layers ``[begin, end)`` of each page."""
+
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class PageGroup:
+    """Pages of one shape. Page ``i`` is ``page_bytes`` at ``i * page_bytes``: ``num_layers`` equal parts, in order.
+
+    Page 0 belongs to padding, not to any hand-over.
+    """
+
+    region: KVRegion
+    page_bytes: int
+    num_layers: int = 1
+
+    @property
+    def num_pages(self) -> int:
+        """Page 0 included."""
+        return self.region.nbytes // self.page_bytes
+
+    def whole(self) -> LayerRange:
+        """All layers."""
+        return LayerRange(0, self.num_layers)
+
+    def piece_bytes(self, layers: LayerRange) -> int:
+        """What is moved of each page."""
+        return self.page_bytes // self.num_layers * (layers.end - layers.begin)
+
+    def spans(self, pages: I32, layers: LayerRange) -> Spans:
+        """One for each page, where whole pages are neighbours one for all of them."""
+        if layers == self.whole():
+            return neighbour_spans(pages, pages, self.page_bytes)[0]
+        starts = pages.astype(np.int64) * self.page_bytes + self.page_bytes // self.num_layers * layers.begin
+        return np.stack((starts, np.full(len(pages), self.piece_bytes(layers))), axis=1)
+
+
+class PageWrite(NamedTuple):
+    """``layers`` of pages ``src`` here, to pages ``dst`` of the peer, for ``handover``, whose epoch is the peer's.
+
+    ``number`` counts the writes of a hand-over.
+    """
+
+    handover: HandoverId
+    number: int
+    src: I32
+    dst: I32
+    layers: LayerRange
+    group: int = 0
+
+
+def unpack_pages(packed: bytes, num_pages: int, what: str) -> I32:
+    """Page numbers; raises ``BadPages`` for one that no request can hold."""
+    if len(packed) % 4:
+        raise BadPages(f"the {what} pages are not int32")
+    pages = unpack_i32(packed)
+    check_pages(pages, num_pages, what)
+    return pages
+
+
+def check_pages(pages: I32, num_pages: int, what: str) -> None:
+    """Raise ``BadPages`` where one of the pages is page 0, or none of the ``num_pages``."""
+    if len(pages) and (int(pages.min()) < 1 or int(pages.max()) >= num_pages):
+        raise BadPages(f"a {what} page lies outside of 1 … {num_pages - 1}")
+
+
+def paired_spans(write: PageWrite, group: PageGroup) -> tuple[Spans, Spans]:
+    """What ``write`` moves from here and to there, where pages are as ours: equal lengths."""
+    if write.layers == group.whole():
+        return neighbour_spans(write.src, write.dst, group.page_bytes)
+    return group.spans(write.src, write.layers), group.spans(write.dst, write.layers)
+
+
+def neighbour_spans(src: I32, dst: I32, page_bytes: int) -> tuple[Spans, Spans]:
+    """Spans of whole pages ``src`` here and ``dst`` there; those that are neighbours on both sides become one."""
+    if len(src) == 0:
+        return np.empty((0, 2), np.int64), np.empty((0, 2), np.int64)
+    breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    lengths = np.diff(np.concatenate((starts, [len(src)]))) * page_bytes
+    local = np.stack((src[starts].astype(np.int64) * page_bytes, lengths), axis=1)
+    remote = np.stack((dst[starts].astype(np.int64) * page_bytes, lengths), axis=1)
+    return local, remote
