@@ -21,7 +21,7 @@ from .base import Epoch, HandoverId, Message, Reason
 from .outputs import Timing, TokenLogprob
 from .worker import KVLayout
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_METADATA_BYTES = 4096
 MAX_TOKENS = (1 << 31) - 1
 MAX_TRANSFER_BYTES = 1 << 40
@@ -105,14 +105,30 @@ class RoomQueued(Message):
     handover: HandoverId
 
 
-class AuxData(msgspec.Struct, forbid_unknown_fields=True):
-    """What travels beside the KV."""
+class FirstToken(Message):
+    """Sender → receiver: the prompt is computed, and this is what follows it; its KV lands when it does.
 
-    first_token: Tokens
+    The receiver's client need not wait for the KV. ``input_logprobs``: those of the prompt, where they were asked for.
+    """
+
+    epoch: Epoch
+    handover: HandoverId
+    token: Tokens
     cached_tokens: Tokens
-    timing: Timing
-    first_logprob: TokenLogprob | None = None
+    logprob: TokenLogprob | None = None
     input_logprobs: list[TokenLogprob] | None = None
+
+
+class TransferDone(Message):
+    """Sender → receiver: every page has landed; nothing more will be written for this room. ``FirstToken`` came before.
+
+    ``timing``: where the time went there.
+    """
+
+    epoch: Epoch
+    handover: HandoverId
+    checksum: Checksum
+    timing: Timing
 
     def __post_init__(self) -> None:
         timing = self.timing
@@ -124,15 +140,6 @@ class AuxData(msgspec.Struct, forbid_unknown_fields=True):
                 raise ValueError(f"{name} is no duration")
         if not 0 <= timing.transfer_bytes <= MAX_TRANSFER_BYTES:
             raise ValueError("transfer_bytes is no count of bytes")
-
-
-class TransferDone(Message):
-    """Sender → receiver: every page has landed; nothing more will be written for this room."""
-
-    epoch: Epoch
-    handover: HandoverId
-    checksum: Checksum
-    aux: AuxData
 
 
 class TransferFailed(Message):
@@ -166,6 +173,6 @@ class Heartbeat(Message):
 
 
 ToSender = RoomQueued | TransferRequest | Abort
-ToReceiver = TransferDone | TransferFailed | AbortAck
+ToReceiver = FirstToken | TransferDone | TransferFailed | AbortAck
 HandoverMessage = ToSender | ToReceiver
 PeerMessage = Hello | Invite | Welcome | Refused | Heartbeat | HandoverMessage

@@ -56,13 +56,17 @@ class PromiseCounts(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DirectionCounts(msgspec.Struct, forbid_unknown_fields=True):
-    """Hand-overs of one direction. ``seconds``: spent pushing KV, 0 for who receives it."""
+    """Hand-overs of one direction. ``seconds``: spent pushing KV, 0 for who receives it.
+
+    ``recomputed``: those whose client had its first token when they failed, so that the rest was computed here.
+    """
 
     open: int
     done: int
     failed: int
     nbytes: int
     seconds: float = 0.0
+    recomputed: int = 0
 
 
 class HandoverCounts(msgspec.Struct, forbid_unknown_fields=True):

@@ -342,12 +342,24 @@ class Scheduler:
             planner.count_lookup(req)
         return admitted
 
-    def start_landed(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
-        """An incoming request's KV has landed and was verified: decode from here on."""
-        # Known before the row is taken: the sampler's history begins with it.
+    def take_first_token(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
+        """An incoming request's first token, ahead of its KV; it may end the request."""
         req.append(token, logprob)
-        self.planner.start_landed(req)
+        # That much will be there, and is kept for others if it is, also where the request ends now.
+        req.computed = req.prompt_len
         self.on_newest_token(req, token, now)
+
+    def start_landed(self, req: Req) -> None:
+        """An incoming request's KV has landed and was verified: decode from here on."""
+        self.planner.start_landed(req)
+
+    def recompute(self, req: Req, now: float) -> None:
+        """An incoming request's KV won't come, but its first token is known: what follows is computed here."""
+        self.planner.arriving.pop(req.rid, None)
+        if req.hold is not None:
+            self.memory.finish(req)
+        req.route, req.computed = Route.LOCAL, 0
+        self.enqueue(req, now)
 
     def _tell(self, req: Req) -> None:
         """Pass on what is untold of a request, if anything is; its end is not known yet."""

@@ -10,7 +10,8 @@ import logging
 from typing import Any
 
 from ...mem_cache.base_prefix_cache import KVHold
-from ...messages.handover import Abort, AbortAck, RoomQueued, TransferDone, TransferFailed, TransferRequest
+from ...messages.base import Message
+from ...messages.handover import Abort, AbortAck, FirstToken, RoomQueued, TransferDone, TransferFailed, TransferRequest
 from ...messages.metrics import HandoverCounts
 from ...messages.outputs import TokenLogprob
 from ...messages.requests import Bootstrap
@@ -19,6 +20,7 @@ from ...runtime.web.ports import means_this_host
 from ...scheduler.req import Req, Route
 from ...scheduler.scheduler import Scheduler
 from ..bootstrap.registration import Registration
+from .control.frames import LONG_FRAME_BYTES
 from .greeting import Greeting, digest
 from .kv_receiver import KVReceivers
 from .kv_sender import KVSenders
@@ -188,6 +190,8 @@ class KVManager:
                 self.senders.on_queued(peer, message, now)
             case Abort():
                 self.senders.on_abort(peer, message, now)
+            case FirstToken():
+                self.receivers.on_first_token(peer, message, now)
             case TransferDone():
                 self.receivers.on_done(peer, message)
             case TransferFailed():
@@ -203,3 +207,10 @@ class KVManager:
     def on_down(self, peer: Peer) -> None:
         """See ``PeerOwner``."""
         self.receivers.on_down(peer)
+
+    def on_too_long(self, peer: Peer, message: Message) -> None:
+        """See ``PeerOwner``."""
+        # Whatever else is sent has its limits.
+        if isinstance(message, FirstToken):
+            text = f"the prompt's logprobs are longer than {LONG_FRAME_BYTES >> 20} MiB; ask for fewer top_logprobs"
+            self.senders.give_up(message.handover, 400, text)

@@ -10,6 +10,10 @@ way when its pages were taken: they may still write to them (see ``scheduler/kv_
 come after. DRAINING is a room that ended while the prefill may still write: its pages are freed only when the prefill
 has said that it will not, or its link is down for good. While our own worker checks what landed, which may rewrite it
 in our order, only the worker's answer frees them. Bad KV (checksum, room, epoch) never reaches the model.
+
+The first token is ahead of the KV, in TRANSFERRING, and goes to the client at once. So a request may be over before
+its KV has landed, which is kept for others then; and where a room fails behind its first token, the prompt is computed
+here.
 """
 
 from __future__ import annotations
@@ -28,16 +32,16 @@ from ...messages.handover import (
     MAX_PAGES,
     Abort,
     AbortAck,
-    AuxData,
+    FirstToken,
     RoomQueued,
     TransferDone,
     TransferFailed,
     TransferRequest,
 )
 from ...messages.metrics import DirectionCounts
-from ...messages.outputs import Timeline
+from ...messages.outputs import Timeline, Timing
 from ...messages.worker import GrantPages, PagesVerified, RevokePages, VerifyPages
-from ...scheduler.req import Req, ReqState
+from ...scheduler.req import Req, ReqState, Route
 from ...scheduler.scheduler import Scheduler
 from .kv_sender import prompt_digest
 from .limits import HandoverLimits
@@ -72,9 +76,10 @@ class ReceiverState(Enum):
 class KVReceiver:
     """One room.
 
-    ``fence``: the step that must be done before its pages are offered to the prefill. ``granted``: it may write
-    them. ``checking``: the worker has its
-    pages, to check and perhaps to convert them. ``hold``: the request's memory, pinned as long as anybody may write it.
+    ``fence``: the step that must be done before its pages are offered to the prefill. ``pages``: where its KV lands
+    (int32). ``granted``: the prefill may write them. ``begun``: the first token is here. ``there``: where the prefill's
+    time went. ``checking``: the worker has its pages, to check and perhaps to convert them. ``hold``: the request's
+    memory, pinned as long as anybody may write it.
     """
 
     handover: HandoverId
@@ -88,8 +93,10 @@ class KVReceiver:
     fence: int = 0
     prefix_len: int = 0
     requested_at: float = 0.0
+    pages: bytes = b""
     draining_since: float = 0.0
-    aux: AuxData | None = None
+    begun: bool = False
+    there: Timing | None = None
     granted: bool = False
     checking: bool = False
     hold: KVHold | None = None
@@ -115,6 +122,7 @@ class KVReceivers:
         self.rooms: dict[int, KVReceiver] = {}
         self.done = 0
         self.failed = 0
+        self.recomputed = 0
         self.bytes_received = 0
 
     def add(self, req: Req, now: float) -> None:
@@ -180,8 +188,8 @@ class KVReceivers:
             self._fail(receiver, 400, text)
             return
         receiver.state, req.state = ReceiverState.TRANSFERRING, ReqState.TRANSFERRING
-        receiver.granted = True
-        self._scheduler.outbox.to_transfer(GrantPages(receiver.handover, peer.epoch, pack_i32(pages)))
+        receiver.granted, receiver.pages = True, pack_i32(pages)
+        self._scheduler.outbox.to_transfer(GrantPages(receiver.handover, peer.epoch, receiver.pages))
         receiver.requested_at = now
         peer.send(
             TransferRequest(
@@ -190,11 +198,28 @@ class KVReceivers:
                 req.prompt_len,
                 prompt_digest(req),
                 receiver.prefix_len,
-                pack_i32(pages),
+                receiver.pages,
             )
         )
 
     # --- the prefill answers ---
+
+    def on_first_token(self, peer: Peer, msg: FirstToken, now: float) -> None:
+        """The prompt is computed, says the prefill: what follows it goes out, ahead of the KV."""
+        receiver = self._known(peer, msg.handover)
+        if receiver is None or receiver.state is not ReceiverState.TRANSFERRING or receiver.begun:
+            return
+        req = receiver.req
+        if not 0 <= msg.token < self._vocab_size:
+            self._fail(receiver, 502, f"the prefill instance sent a first token that is none: {msg.token}")
+            return
+        if msg.input_logprobs is not None and len(msg.input_logprobs) > req.prompt_len:
+            self._fail(receiver, 502, "the prefill instance sent more prompt logprobs than the prompt has tokens")
+            return
+        receiver.begun = True
+        req.times.first_token = now
+        req.cached_tokens, req.input_logprobs = msg.cached_tokens, msg.input_logprobs
+        self._scheduler.take_first_token(req, msg.token, msg.logprob, now)
 
     def on_done(self, peer: Peer, msg: TransferDone) -> None:
         """All pages have landed, says the prefill: check that they are what it sent."""
@@ -203,13 +228,13 @@ class KVReceivers:
             return
         if receiver.state is ReceiverState.DRAINING:
             self._drained(receiver)
+        elif receiver.state is ReceiverState.TRANSFERRING and not receiver.begun:
+            receiver.state = ReceiverState.VERIFYING  # nothing can be written any more
+            self._fail(receiver, 502, "the prefill instance sent the prompt's KV without a first token")
         elif receiver.state is ReceiverState.TRANSFERRING:
-            receiver.state, receiver.aux, receiver.checking = ReceiverState.VERIFYING, msg.aux, True
-            pages = self._scheduler.memory.pages(receiver.req, receiver.prefix_len, receiver.req.prompt_len)
+            receiver.state, receiver.there, receiver.checking = ReceiverState.VERIFYING, msg.timing, True
             self._revoke(receiver)  # what changed while it is checked would never be noticed
-            self._scheduler.outbox.to_transfer(
-                VerifyPages(receiver.handover, pack_i32(pages), msg.checksum, peer.order)
-            )
+            self._scheduler.outbox.to_transfer(VerifyPages(receiver.handover, receiver.pages, msg.checksum, peer.order))
 
     def on_verified(self, event: PagesVerified, now: float) -> None:
         """The worker has checked the landed pages."""
@@ -223,30 +248,24 @@ class KVReceivers:
         if not event.ok:
             self._fail(receiver, 502, "the KV that arrived is not what the prefill instance sent (checksum mismatch)")
             return
-        req, aux = receiver.req, receiver.aux
-        assert aux is not None
-        if not 0 <= aux.first_token < self._vocab_size:
-            self._fail(receiver, 502, f"the prefill instance sent a first token that is none: {aux.first_token}")
-            return
-        if aux.input_logprobs is not None and len(aux.input_logprobs) > req.prompt_len:
-            self._fail(receiver, 502, "the prefill instance sent more prompt logprobs than the prompt has tokens")
-            return
+        req, there = receiver.req, receiver.there
+        assert there is not None
         assert receiver.hold is not None
         receiver.hold.verified = True
         self._over(receiver)
         self.done += 1
-        self.bytes_received += aux.timing.transfer_bytes
+        self.bytes_received += there.transfer_bytes
+        if req.is_ended:
+            return
         times, timing = req.times, req.timing
         total = (now - times.arrival) * 1000
         # Clocks of two hosts can't be compared, durations can: what neither side waited or computed was the hand-over.
-        timing.queue_ms = (receiver.requested_at - times.arrival) * 1000 + aux.timing.queue_ms
-        timing.prefill_ms = aux.timing.prefill_ms
+        timing.queue_ms = (receiver.requested_at - times.arrival) * 1000 + there.queue_ms
+        timing.prefill_ms = there.prefill_ms
         timing.transfer_ms = max(0.0, total - timing.queue_ms - timing.prefill_ms)
-        timing.transfer_bytes = aux.timing.transfer_bytes
-        timing.timeline = _timeline(receiver, aux.timing.timeline or Timeline(), now)
-        times.first_token = now
-        req.cached_tokens, req.input_logprobs = aux.cached_tokens, aux.input_logprobs
-        self._scheduler.start_landed(req, aux.first_token, aux.first_logprob, now)
+        timing.transfer_bytes = there.transfer_bytes
+        timing.timeline = _timeline(receiver, there.timeline or Timeline(), now)
+        self._scheduler.start_landed(req)
 
     def on_failed(self, peer: Peer, msg: TransferFailed) -> None:
         """The prefill gave the room up and will write no more."""
@@ -274,9 +293,14 @@ class KVReceivers:
             self._let_go(receiver, reason)
 
     def on_gone(self, peer: Peer) -> None:
-        """The prefill is gone: its requests fail now; pages that it may still write wait for ``on_down``."""
+        """The prefill is gone: its requests fail now, or are computed here.
+
+        Pages that it may still write wait for ``on_down``.
+        """
         for receiver in [r for r in self.rooms.values() if r.peer is peer]:
-            self._scheduler.fail(receiver.req, peer.status, _why(peer), "transfer_error")
+            if receiver.state is ReceiverState.VERIFYING:
+                continue  # all of it is here
+            self._give_up(receiver, peer.status, _why(peer))
             if receiver.state in (ReceiverState.TRANSFERRING, ReceiverState.DRAINING) and not peer.down:
                 self._begin_draining(receiver)
             else:
@@ -289,7 +313,7 @@ class KVReceivers:
 
     def counts(self) -> DirectionCounts:
         """Of hand-overs from others."""
-        return DirectionCounts(len(self.rooms), self.done, self.failed, self.bytes_received)
+        return DirectionCounts(len(self.rooms), self.done, self.failed, self.bytes_received, recomputed=self.recomputed)
 
     def warning(self, now: float) -> str | None:
         """What somebody should look after: memory that a peer neither lets go of nor dies with."""
@@ -358,8 +382,20 @@ class KVReceivers:
 
     def _fail(self, receiver: KVReceiver, status: int, reason: str) -> None:
         log.info("room %d is off: %s", receiver.handover.room, reason, extra={"rid": receiver.req.rid})
-        self._scheduler.fail(receiver.req, status, reason, "transfer_error")
+        self._give_up(receiver, status, reason)
         self._let_go(receiver, reason)
+
+    def _give_up(self, receiver: KVReceiver, status: int, reason: str) -> None:
+        """The KV won't come. Who has the first token gets the others all the same; another may ask elsewhere."""
+        req = receiver.req
+        if req.is_ended or req.route is not Route.INCOMING:
+            return
+        if receiver.begun:
+            log.info("its prompt is computed here", extra={"rid": req.rid})
+            self.recomputed += 1
+            self._scheduler.recompute(req, self._now)
+        else:
+            self._scheduler.fail(req, status, reason, "transfer_error")
 
     def _let_go(self, receiver: KVReceiver, reason: str) -> None:
         peer, state = receiver.peer, receiver.state

@@ -3,7 +3,8 @@
 A ``KVSender`` is one room. It begins with whichever comes first, the client's request or the decode's
 ``TransferRequest``::
 
-    request + TransferRequest → enqueued → chunk_planned* pushes pages → first_token + SendEnded → TransferDone
+    request + TransferRequest → enqueued → chunk_planned* pushes pages → first_token → FirstToken
+                                                              └─ SendEnded, and the first token → TransferDone
 
 Off that path the room *drains*: the worker is told to cancel, and only its ``SendEnded`` (nothing more is read here or
 written there) frees the pages and lets the decode know, by ``TransferFailed`` or ``AbortAck``. A request that ends
@@ -26,7 +27,7 @@ import xxhash
 from ...mem_cache.base_prefix_cache import KVHold
 from ...messages.base import REASON_CHARS, HandoverId, pack_i32, unpack_i32
 from ...messages.decode import shown
-from ...messages.handover import Abort, AbortAck, AuxData, RoomQueued, TransferDone, TransferFailed, TransferRequest
+from ...messages.handover import Abort, AbortAck, FirstToken, RoomQueued, TransferDone, TransferFailed, TransferRequest
 from ...messages.metrics import DirectionCounts
 from ...messages.outputs import FinishReason, FinishType, Timeline, TokenLogprob
 from ...messages.worker import CancelSend, SendEnded, SendPages
@@ -56,7 +57,8 @@ class SenderState(Enum):
 
 @dataclass(slots=True)
 class KVSender:
-    """One room. ``next_page`` counts the prompt's pages; ``failure`` says why the room drains.
+    """One room. ``next_page`` counts the prompt's pages; ``computed``: all of them are, and the peer was told what
+    follows. ``failure`` says why the room drains.
 
     ``hold``: the request's memory, pinned from its first push to the worker's ``SendEnded``.
     """
@@ -71,8 +73,7 @@ class KVSender:
     request: TransferRequest | None = None
     next_page: int = 0
     hold: KVHold | None = None
-    first_token: int | None = None
-    first_logprob: TokenLogprob | None = None
+    computed: bool = False
     sent: SendEnded | None = None
     failure: tuple[int, str] | None = None
     abort_asked: bool = False
@@ -224,11 +225,16 @@ class KVSenders:
         self._scheduler.outbox.to_worker(SendPages(sender.handover, pack_i32(src), pack_i32(dst), last))
 
     def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
-        """The prompt is computed; the decode goes on from this token."""
+        """The prompt is computed; the decode goes on from this token, and its client need not wait for the KV."""
         sender = self._of(req)
-        if sender is not None:
-            sender.first_token, sender.first_logprob = token, logprob
-            self._finish_if_whole(sender)
+        if sender is None or sender.state is SenderState.DRAINING:
+            return
+        peer, handover = sender.peer, sender.handover
+        assert peer is not None
+        assert handover is not None
+        sender.computed = True
+        peer.send(FirstToken(peer.epoch, handover, token, req.cached_tokens, logprob, req.input_logprobs))
+        self._finish_if_whole(sender)
 
     def on_send_ended(self, event: SendEnded) -> None:
         """The worker will not touch this hand-over's pages again."""
@@ -253,7 +259,7 @@ class KVSenders:
 
     def _finish_if_whole(self, sender: KVSender) -> None:
         req, peer, handover = sender.req, sender.peer, sender.handover
-        if sender.first_token is None or sender.sent is None or sender.state is SenderState.DRAINING:
+        if not sender.computed or sender.sent is None or sender.state is SenderState.DRAINING:
             return
         assert req is not None
         assert peer is not None
@@ -264,8 +270,7 @@ class KVSenders:
         begun = max(req.times.arrival, req.times.ready)
         req.timing.queue_ms = max(0.0, (req.times.admitted - begun) * 1000)
         timing = msgspec.structs.replace(req.timing, timeline=_timeline(req, sender.sent, begun))
-        aux = AuxData(sender.first_token, req.cached_tokens, timing, sender.first_logprob, req.input_logprobs)
-        peer.send(TransferDone(peer.epoch, handover, sender.sent.checksum, aux))
+        peer.send(TransferDone(peer.epoch, handover, sender.sent.checksum, timing))
         self._close(sender)
         self.done += 1
         self._scheduler.end(req, ReqState.FINISHED, FinishReason(FinishType.LENGTH))
@@ -277,6 +282,12 @@ class KVSenders:
         sender = self._of(req)
         if sender is not None:
             self._drain(sender, 499 if req.state is ReqState.ABORTED else 500, reason)
+
+    def give_up(self, handover: HandoverId, status: int, reason: str) -> None:
+        """A hand-over can't be what was asked for."""
+        sender = self.rooms.get(handover.room)
+        if sender is not None and sender.handover == handover:
+            self._drain(sender, status, reason)
 
     def on_abort(self, peer: Peer, msg: Abort, now: float) -> None:
         """The decode gives a room up."""

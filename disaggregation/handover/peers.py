@@ -22,7 +22,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from ...messages.base import REASON_CHARS
+from ...messages.base import REASON_CHARS, Message
 from ...messages.decode import UndeclaredMessage, shown
 from ...messages.handover import (
     Abort,
@@ -31,8 +31,6 @@ from ...messages.handover import (
     Invite,
     Refused,
     RoomQueued,
-    TransferDone,
-    TransferFailed,
     TransferRequest,
     Welcome,
 )
@@ -49,7 +47,7 @@ from ...messages.worker import (
 )
 from ..bootstrap.finder import REACH_SECONDS
 from ..bootstrap.registration import Reached
-from .control.frames import LONG_FRAME_BYTES, MESSAGES_A_TURN
+from .control.frames import MESSAGES_A_TURN
 from .control.port import ControlPort
 from .greeting import Greeting, digest
 from .peer import Peer, PeerState, Reading, Spare, Writing
@@ -73,6 +71,9 @@ class PeerOwner(Protocol):
 
     def on_down(self, peer: Peer) -> None:
         """A peer that was gone before can't write here any more."""
+
+    def on_too_long(self, peer: Peer, message: Message) -> None:
+        """A message that is longer than the peer takes was not sent."""
 
 
 class Peers:
@@ -423,16 +424,11 @@ class Peers:
         if not peer.unsent or peer.connection is None:
             return
         unsent, peer.unsent = peer.unsent, []
-        too_long = self._port.send(peer.connection, unsent)
-        self._port.send(peer.connection, [_instead(m, peer) for m in too_long if isinstance(m, TransferDone)])
+        for message in self._port.send(peer.connection, unsent):
+            self._owner.on_too_long(peer, message)
 
     def _known(self, epoch: str) -> Peer | None:
         return next((peer for peer in self._by_connection.values() if peer.epoch == epoch), None)
 
     def _all(self) -> Iterable[Peer]:
         return dict.fromkeys([*self._by_address.values(), *self._by_connection.values()])
-
-
-def _instead(done: TransferDone, peer: Peer) -> TransferFailed:
-    reason = f"the prompt's logprobs are longer than {LONG_FRAME_BYTES >> 20} MiB; ask for fewer top_logprobs"
-    return TransferFailed(peer.epoch, done.handover, 400, reason)

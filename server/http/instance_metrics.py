@@ -194,6 +194,11 @@ def add_handovers(families: Families, counts: SchedulerMetrics) -> None:
     families.counter("pdserve_kv_received_bytes_total", "KV received from other instances.", handovers.received.nbytes)
     _add_side(families, "sent", handovers.sent)
     _add_side(families, "received", handovers.received)
+    families.counter(
+        "pdserve_handovers_recomputed_total",
+        "Hand-overs that failed behind their first token, so that the prompt was computed here.",
+        handovers.received.recomputed,
+    )
     families.gauge("pdserve_handover_peers", "Instances that are connected to exchange KV.", handovers.peers)
     families.counter(
         "pdserve_control_refusals_total", "Frames and connections that the control plane refused.", handovers.refused

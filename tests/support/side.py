@@ -42,6 +42,7 @@ class Side:
         self.gone: list[tuple[str, str]] = []
         self.lost: list[Peer] = []
         self.down: list[Peer] = []
+        self.too_long: list[tuple[str, Message]] = []
         self.asked: list[tuple[str, int]] = []
         self.now = 100.0
         self.peers = Peers(
@@ -64,6 +65,9 @@ class Side:
 
     def on_down(self, peer: Peer) -> None:
         self.down.append(peer)
+
+    def on_too_long(self, peer: Peer, message: Message) -> None:
+        self.too_long.append((peer.epoch, message))
 
     # --- what a test does ---
 

@@ -13,7 +13,15 @@ from pdserve.disaggregation.handover.kv_sender import KVSenders
 from pdserve.disaggregation.handover.limits import HandoverLimits
 from pdserve.disaggregation.handover.peer import Peer, PeerState, Reading, Writing
 from pdserve.messages.base import HandoverId, Message, unpack_i32
-from pdserve.messages.handover import Abort, AbortAck, RoomQueued, TransferDone, TransferFailed, TransferRequest
+from pdserve.messages.handover import (
+    Abort,
+    AbortAck,
+    FirstToken,
+    RoomQueued,
+    TransferDone,
+    TransferFailed,
+    TransferRequest,
+)
 from pdserve.messages.metrics import HandoverCounts
 from pdserve.messages.worker import (
     CancelSend,
@@ -176,7 +184,9 @@ class SimPair:
     def deliver_to_decode(self) -> None:
         """One control message."""
         message, receivers = self.to_decode.popleft(), self.decode.receivers
-        if isinstance(message, TransferDone):
+        if isinstance(message, FirstToken):
+            receivers.on_first_token(self.link, message, self.now)
+        elif isinstance(message, TransferDone):
             receivers.on_done(self.link, message)
         elif isinstance(message, TransferFailed):
             receivers.on_failed(self.link, message)

@@ -20,17 +20,16 @@ from pdserve.messages.channel import encode
 from pdserve.messages.decode import UndeclaredMessage
 from pdserve.messages.handover import (
     PROTOCOL_VERSION,
-    AuxData,
+    FirstToken,
     Heartbeat,
     Hello,
     Invite,
     PeerMessage,
     Refused,
     RoomQueued,
-    TransferDone,
     Welcome,
 )
-from pdserve.messages.outputs import Timing
+from pdserve.messages.outputs import TokenLogprob
 from pdserve.messages.worker import DisconnectPeer, PeerConnected, PeerLinkDown
 
 
@@ -246,15 +245,17 @@ def test_garbage_uses_up_a_turn_too(port, monkeypatch):
     assert port.peers.refused <= before + 10
 
 
-def test_an_answer_too_long_for_a_frame_fails_its_room_only(port, monkeypatch):
+def test_an_answer_too_long_for_a_frame_is_told_to_its_owner(port, monkeypatch):
     honest = port.socket()
     connect(port, honest)
     (peer,) = port.peers._by_connection.values()
     port.port._peers[peer.connection].sends = 200
-    peer.send(TransferDone("D", named(7), 1, AuxData(1, 0, Timing())))
-    (failed,) = port.answer(honest)
-    assert (failed.handover.room, failed.status) == (7, 400)
-    assert "top_logprobs" in failed.reason
+    long = FirstToken("D", named(7), 5, 0, input_logprobs=[TokenLogprob(1, -1.0)] * 100)
+    short = FirstToken("D", named(8), 5, 0)
+    peer.send(long)
+    peer.send(short)
+    assert port.answer(honest) == [short]
+    assert port.too_long == [("D", long)]
 
 
 def test_a_peer_that_vanished_is_written_to_in_vain(port):

@@ -20,7 +20,7 @@ from pdserve.messages.control import Drain
 from pdserve.messages.decode import SHOWN_CHARS, Codec, UndeclaredMessage, decode, shown
 from pdserve.messages.handover import (
     Abort,
-    AuxData,
+    FirstToken,
     Heartbeat,
     Hello,
     PeerMessage,
@@ -98,7 +98,7 @@ def changed(message, **fields):
     return msgspec.msgpack.encode([msgspec.to_builtins(message, builtin_types=(bytes,)) | fields])
 
 
-DONE = TransferDone("e", named(7), 1, AuxData(5, 0, Timing()))
+DONE = TransferDone("e", named(7), 1, Timing())
 
 
 @pytest.mark.parametrize(
@@ -125,12 +125,14 @@ DONE = TransferDone("e", named(7), 1, AuxData(5, 0, Timing()))
         (HONEST[0], {"layout": msgspec.to_builtins(LAYOUT) | {"dtype": "x" * 1000}}),
         (HONEST[3], {"reason": "x" * 5000}),
         (TransferFailed("e", named(7), 503, "why"), {"status": 200}),
-        (DONE, {"aux": {"first_token": 1 << 31, "cached_tokens": 0, "timing": {}}}),
-        (DONE, {"aux": {"first_token": 1, "cached_tokens": -1, "timing": {}}}),
-        (DONE, {"aux": {"first_token": 1, "cached_tokens": 0, "timing": {"queue_ms": float("nan")}}}),
-        (DONE, {"aux": {"first_token": 1, "cached_tokens": 0, "timing": {"transfer_bytes": 1 << 41}}}),
-        (DONE, {"aux": {"first_token": 1, "cached_tokens": 0, "timing": {"timeline": {"queue": float("nan")}}}}),
-        (DONE, {"aux": {"first_token": 1, "cached_tokens": 0, "timing": {"timeline": {"last_byte": float("inf")}}}}),
+        (FirstToken("e", named(7), 1, 0), {"token": 1 << 31}),
+        (FirstToken("e", named(7), 1, 0), {"cached_tokens": -1}),
+        (FirstToken("e", named(7), 1, 0), {"handover": ["D", -1, 1]}),
+        (DONE, {"checksum": -1}),
+        (DONE, {"timing": {"queue_ms": float("nan")}}),
+        (DONE, {"timing": {"transfer_bytes": 1 << 41}}),
+        (DONE, {"timing": {"timeline": {"queue": float("nan")}}}),
+        (DONE, {"timing": {"timeline": {"last_byte": float("inf")}}}),
     ],
 )
 def test_numbers_and_texts_out_of_all_bounds_are_refused(message, fields):
@@ -193,7 +195,7 @@ def test_what_is_sent_stays_within_the_receivers_limits():
     longest = TransferRequest("e" * 128, LONGEST, (1 << 31) - 1, (1 << 64) - 1, (1 << 31) - 1, pages)
     (frame,), too_long = make_frames([longest], SHORT_FRAME_BYTES)
     assert codec.decode(frame) == [longest]
-    done = TransferDone("e", named(7), 1, AuxData(1, 0, Timing()))
+    done = TransferDone("e", named(7), 1, Timing())
     assert make_frames([done, done], 20) == ([], [done, done])
     assert make_frames([], 20) == ([], [])
 
