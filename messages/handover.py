@@ -11,7 +11,6 @@ that nothing behind the decoder has to expect a number that fits into no int64, 
 
 from __future__ import annotations
 
-import math
 from typing import Annotated
 
 import msgspec
@@ -24,6 +23,8 @@ from .worker import KVLayout
 PROTOCOL_VERSION = 6
 MAX_METADATA_BYTES = 4096
 MAX_TOKENS = (1 << 31) - 1
+MAX_DURATION_MS = 1e9
+"""Eleven days: what is added up for ever stays a number that means something."""
 MAX_TRANSFER_BYTES = 1 << 40
 """Of one hand-over. Such counts are added up for ever, and their sum has to stay within an int64 too."""
 
@@ -36,6 +37,19 @@ Checksum = Annotated[int, Meta(ge=0)]
 MAX_PAGES = 1 << 18
 """That one ``TransferRequest`` can name."""
 PageNumbers = Annotated[bytes, Meta(max_length=4 * MAX_PAGES)]
+
+
+def check_timing(timing: Timing) -> None:
+    """Raise ``ValueError`` for durations, and bytes, that can't be a hand-over's."""
+    durations = {name: getattr(timing, name) for name in DURATIONS}
+    if timing.timeline is not None:
+        durations |= msgspec.structs.asdict(timing.timeline)
+    for name, duration in durations.items():
+        # What is no number is not within either.
+        if not -MAX_DURATION_MS <= duration <= MAX_DURATION_MS:
+            raise ValueError(f"{name} is no duration")
+    if not 0 <= timing.transfer_bytes <= MAX_TRANSFER_BYTES:
+        raise ValueError("transfer_bytes is no count of bytes")
 
 
 class Hello(Message):
@@ -108,21 +122,26 @@ class RoomQueued(Message):
 class FirstToken(Message):
     """Sender → receiver: the prompt is computed, and this is what follows it; its KV lands when it does.
 
-    The receiver's client need not wait for the KV. ``input_logprobs``: those of the prompt, where they were asked for.
+    The receiver's client need not wait for the KV. ``timing``: where the time went there, so far. ``input_logprobs``:
+    those of the prompt, where they were asked for.
     """
 
     epoch: Epoch
     handover: HandoverId
     token: Tokens
     cached_tokens: Tokens
+    timing: Timing
     logprob: TokenLogprob | None = None
     input_logprobs: list[TokenLogprob] | None = None
+
+    def __post_init__(self) -> None:
+        check_timing(self.timing)
 
 
 class TransferDone(Message):
     """Sender → receiver: every page has landed; nothing more will be written for this room. ``FirstToken`` came before.
 
-    ``timing``: where the time went there.
+    ``timing``: where the time went there, all of it.
     """
 
     epoch: Epoch
@@ -131,15 +150,7 @@ class TransferDone(Message):
     timing: Timing
 
     def __post_init__(self) -> None:
-        timing = self.timing
-        durations = {name: getattr(timing, name) for name in DURATIONS}
-        if timing.timeline is not None:
-            durations |= msgspec.structs.asdict(timing.timeline)
-        for name, duration in durations.items():
-            if not math.isfinite(duration):
-                raise ValueError(f"{name} is no duration")
-        if not 0 <= timing.transfer_bytes <= MAX_TRANSFER_BYTES:
-            raise ValueError("transfer_bytes is no count of bytes")
+        check_timing(self.timing)
 
 
 class TransferFailed(Message):

@@ -35,13 +35,20 @@ class Conversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Names one hand-over: the prefill's bootstrap server and the room (63 bits) drawn for this request.
 
-    ``refusal``: why that address is not to be asked, "" where it may be.
+    ``refusal``: why that address is not to be asked, "" where it may be. ``vouched``: whether a router of this cluster,
+    or whoever started this instance, named it; else it may be anybody's.
     """
 
     host: str
     port: int
     room: int
     refusal: str = ""
+    vouched: bool = False
+
+    @property
+    def source(self) -> str:
+        """Where KV comes from that only requests of the same source may use, "" for all."""
+        return "" if self.vouched else f"\0{self.host}:{self.port}"
 
 
 class LogprobOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -22,6 +22,8 @@ from .instance import HealthState, Instance, Told
 from .options import RouterOptions
 
 DOWN_FACTOR = 4
+HANGS = "hangs"
+"""What an instance's ``/health`` says where its processes don't answer each other."""
 MAX_TOLD_BYTES = 64 << 10
 SILENCES = 3
 """Checks in a row that an instance must leave unanswered, and answer nobody else meanwhile, to be taken out.
@@ -38,6 +40,7 @@ class HealthMonitor:
         self._client = client
         self._interval = options.health_check_interval
         self._timeout = options.health_check_timeout
+        self._hang_timeout = options.hang_timeout
 
     async def run(self) -> None:
         """Check every instance until cancelled."""
@@ -47,12 +50,13 @@ class HealthMonitor:
 
     async def _watch(self, instance: Instance) -> None:
         silences = 0
+        hung_since: float | None = None
         while True:
             # Cleared before the check: a failure reported during it asks for another.
             instance.check_now.clear()
             asked_at = time.monotonic()
             try:
-                problem = await self._check(instance)
+                problem, hangs = await self._check(instance)
                 silences = 0
             except TimeoutError:
                 if instance.heard_at > asked_at:
@@ -62,6 +66,11 @@ class HealthMonitor:
                 if silences < SILENCES and instance.state is HealthState.HEALTHY:
                     continue
                 problem = f"no answer to /health within {self._timeout:g} s, {silences} times"
+                hangs = True
+            hung_since = (hung_since or asked_at) if hangs else None
+            if hung_since and time.monotonic() - hung_since >= self._hang_timeout:
+                for leg in list(instance.legs):
+                    leg.give_up(hung_since, problem or "")
             state = HealthState.UNHEALTHY if problem else HealthState.HEALTHY
             self._fleet.set_state(instance, state, problem or "answers /health")
             delay = self._interval / DOWN_FACTOR if problem else self._interval
@@ -69,17 +78,21 @@ class HealthMonitor:
                 async with asyncio.timeout(delay):
                     await instance.check_now.wait()
 
-    async def _check(self, instance: Instance) -> str | None:
-        """What is wrong with the instance; None: nothing. Raises ``TimeoutError`` for no answer in time."""
+    async def _check(self, instance: Instance) -> tuple[str | None, bool]:
+        """What is wrong with the instance, None: nothing; and whether it hangs, so that its requests won't end.
+
+        Raises ``TimeoutError`` for no answer in time.
+        """
         try:
             async with asyncio.timeout(self._timeout):
                 answer = await self._client.fetch("GET", instance.url, "/health")
         except ClientError as exc:
-            return f"can't be reached ({exc})"
+            return f"can't be reached ({exc})", False
         if answer.status == HTTPStatus.OK:
-            return instance.learn(_told(answer.body))
-        error = parse_error(answer.body)
-        return f"/health says {answer.status}" + (f": {error['message']}" if error else "")
+            return instance.learn(_told(answer.body)), False
+        error = parse_error(answer.body) or {}
+        said = f": {error['message']}" if error else ""
+        return f"/health says {answer.status}{said}", error.get("code") == HANGS
 
 
 def _told(body: bytes) -> Told:

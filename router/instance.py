@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -21,6 +21,9 @@ import msgspec
 from ..runtime.web.ports import is_loopback
 from .options import DEFAULT_BOOTSTRAP_PORT
 from .rest import Rest
+
+if TYPE_CHECKING:
+    from .leg import Leg
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +80,8 @@ class Instance:
     failures: int = 0
     heard_at: float = 0.0
     """When it last sent a part of an answer (``time.monotonic()``)."""
+    legs: set[Leg] = field(default_factory=set)
+    """Requests that it has, as the router sees it."""
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
     rest: Rest = field(default_factory=Rest)
 
@@ -105,7 +110,14 @@ class Instance:
         if told.epoch and self.told.epoch and told.epoch != self.told.epoch:
             logger.info("%s has been started anew", self)
             self.rest.forget()
+        if told != self.told and self.bootstrap_port and told.bootstrap_port not in (None, self.bootstrap_port):
+            logger.warning(
+                "%s says that its bootstrap port is %s; --prefill says %s, which decodes are told",
+                *(self, told.bootstrap_port, self.bootstrap_port),
+            )
         self.told = told
+        if told.role == "unified" and told.bootstrap_port is None and self.role is not Role.WORKER:
+            return "it exchanges no KV: start it with --handover on, or name it by --worker"
         if told.role == WRONG_ROLES.get(self.role):
             return f"it is a {told.role} instance: name it by --{told.role}, not by --{self.role}"
         return None

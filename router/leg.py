@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from ..runtime.web.client.answer import Answer
 from ..runtime.web.client.client import HttpClient
@@ -50,8 +50,12 @@ class Leg:
         self._part = bytearray()  # of an event whose end has not come yet
         self._patience = limits.first_byte
         self._spoke_at = time.monotonic()
+        self._task: asyncio.Task[Any] | None = None
+        self._given_up = ""
 
     async def __aenter__(self) -> Self:
+        self._task = asyncio.current_task()
+        self.instance.legs.add(self)
         self.instance.in_flight += 1
         self.instance.requests += 1
         return self
@@ -59,11 +63,24 @@ class Leg:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.instance.legs.discard(self)
         self.instance.in_flight -= 1
         if isinstance(error, RouterError):
             error.url = self.instance.url
         if self._answer is not None:
             self._answer.close()
+        # Somebody else may want this task to end, too: then it ends.
+        if self._given_up and isinstance(error, asyncio.CancelledError) and self._task and not self._task.uncancel():
+            gone = InstanceGoneError(self._given_up)
+            gone.url = self.instance.url
+            raise gone from None
+
+    def give_up(self, since: float, reason: str) -> None:
+        """Its instance hangs: fail with ``reason`` if it has said nothing of this request since (monotonic)."""
+        if self._given_up or self._task is None or self._spoke_at > since:
+            return
+        self._given_up = f"{self.instance} hangs: {reason}"
+        self._task.cancel()
 
     async def open(self, method: str, path: str, body: bytes, headers: Headers) -> Answer:
         """Send the request and wait for the answer's head.

@@ -59,6 +59,9 @@ class RouterOptions:
         Seconds between two health checks of a healthy instance; one that is down is asked four times as often.
     health_check_timeout
         Seconds that an instance may take to answer a health check.
+    hang_timeout
+        Seconds after which the requests of an instance that does not answer health checks, or says that it hangs, are
+        tried elsewhere, or fail.
     connect_timeout
         Seconds that an instance may take to accept a connection.
     first_byte_timeout
@@ -98,6 +101,7 @@ class RouterOptions:
     cluster_secret_file: str | None = None
     health_check_interval: float = 1.0
     health_check_timeout: float = 3.0
+    hang_timeout: float = 15.0
     connect_timeout: float = 1.0
     first_byte_timeout: float = 600.0
     idle_timeout: float = 120.0
@@ -132,7 +136,13 @@ class RouterOptions:
             raise RouterOptionsError(str(exc)) from None
         if self.retries < 0:
             raise RouterOptionsError("--retries must be 0 or more")
-        for name in ("health_check_interval", "health_check_timeout", "connect_timeout", "max_body_bytes"):
+        for name in (
+            "health_check_interval",
+            "health_check_timeout",
+            "hang_timeout",
+            "connect_timeout",
+            "max_body_bytes",
+        ):
             if getattr(self, name) <= 0:
                 raise RouterOptionsError(f"--{name.replace('_', '-')} must be above 0")
 

@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import msgspec
+
 from ..messages.base import unpack_i32
 from ..messages.outputs import FinishReason, FinishType, ReqError, ReqMeta, TokenLogprob
 from ..messages.requests import AbortReq, Bootstrap, GenerateReq, StopReq
@@ -98,6 +100,9 @@ class Scheduler:
         route = Route.LOCAL
         if msg.bootstrap is not None:
             route = self._route(msg.bootstrap)
+            if route is Route.INCOMING and msg.bootstrap.source:
+                # KV that is what its sender sent need not be right: who did not choose the sender does not share it.
+                msg = msgspec.structs.replace(msg, extra_key=msg.extra_key + msg.bootstrap.source)
         room = self.memory.max_total_tokens - len(msg.input_ids) // 4
         budget = max(1, min(msg.sampling.max_new_tokens, room))
         interval = news_interval(msg, self.options.stream_interval)

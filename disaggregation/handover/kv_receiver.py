@@ -39,7 +39,7 @@ from ...messages.handover import (
     TransferRequest,
 )
 from ...messages.metrics import DirectionCounts
-from ...messages.outputs import Timeline, Timing
+from ...messages.outputs import FinishReason, FinishType, Timeline, Timing, TokenLogprob
 from ...messages.worker import GrantPages, PagesVerified, RevokePages, VerifyPages
 from ...scheduler.req import Req, ReqState, Route
 from ...scheduler.scheduler import Scheduler
@@ -51,6 +51,11 @@ log = logging.getLogger(__name__)
 
 OVERTAKING_SECONDS = 2.0
 """How long a big prompt that does not fit lets smaller ones pass it."""
+
+
+CLIENT_GONE = 499
+ROUNDING = 0.5
+"""A logprob may be above 0 by less."""
 
 
 STUCK_SECONDS = 10.0
@@ -213,13 +218,25 @@ class KVReceivers:
         if not 0 <= msg.token < self._vocab_size:
             self._fail(receiver, 502, f"the prefill instance sent a first token that is none: {msg.token}")
             return
-        if msg.input_logprobs is not None and len(msg.input_logprobs) > req.prompt_len:
+        # What nobody asked for goes nowhere.
+        logprob = msg.logprob if req.msg.logprobs is not None else None
+        scores = msg.input_logprobs if req.wants_input_logprobs else None
+        if scores is not None and len(scores) > req.prompt_len:
             self._fail(receiver, 502, "the prefill instance sent more prompt logprobs than the prompt has tokens")
+            return
+        if not all(self._is_sound(score) for score in [*(scores or ()), *([logprob] if logprob else [])]):
+            self._fail(receiver, 502, "the prefill instance sent logprobs that are none")
             return
         receiver.begun = True
         req.times.first_token = now
-        req.cached_tokens, req.input_logprobs = msg.cached_tokens, msg.input_logprobs
-        self._scheduler.take_first_token(req, msg.token, msg.logprob, now)
+        self._take_times(receiver, msg.timing, now)
+        req.cached_tokens, req.input_logprobs = min(msg.cached_tokens, req.prompt_len), scores
+        self._scheduler.take_first_token(req, msg.token, logprob, now)
+
+    def _is_sound(self, score: TokenLogprob) -> bool:
+        """Whether it is of tokens that there are, and a number; a little above 0 is rounding."""
+        pairs = [(score.token_id, score.logprob), *score.top]
+        return all(0 <= token < self._vocab_size and (p is None or p < ROUNDING) for token, p in pairs)
 
     def on_done(self, peer: Peer, msg: TransferDone) -> None:
         """All pages have landed, says the prefill: check that they are what it sent."""
@@ -255,17 +272,21 @@ class KVReceivers:
         self._over(receiver)
         self.done += 1
         self.bytes_received += there.transfer_bytes
-        if req.is_ended:
-            return
-        times, timing = req.times, req.timing
+        if not req.is_ended:
+            self._take_times(receiver, there, now)
+            self._scheduler.start_landed(req)
+
+    def _take_times(self, receiver: KVReceiver, there: Timing, now: float) -> None:
+        """Where the time went, up to now."""
+        times, timing = receiver.req.times, receiver.req.timing
         total = (now - times.arrival) * 1000
         # Clocks of two hosts can't be compared, durations can: what neither side waited or computed was the hand-over.
         timing.queue_ms = (receiver.requested_at - times.arrival) * 1000 + there.queue_ms
         timing.prefill_ms = there.prefill_ms
         timing.transfer_ms = max(0.0, total - timing.queue_ms - timing.prefill_ms)
         timing.transfer_bytes = there.transfer_bytes
-        timing.timeline = _timeline(receiver, there.timeline or Timeline(), now)
-        self._scheduler.start_landed(req)
+        verified = now if receiver.there is not None else times.arrival
+        timing.timeline = _timeline(receiver, there.timeline or Timeline(), verified)
 
     def on_failed(self, peer: Peer, msg: TransferFailed) -> None:
         """The prefill gave the room up and will write no more."""
@@ -276,6 +297,12 @@ class KVReceivers:
             self._drained(receiver)
         else:
             receiver.state = ReceiverState.VERIFYING  # nothing can be written any more, so nothing needs draining
+            if msg.status == CLIENT_GONE and not receiver.begun and not receiver.req.is_ended:
+                # Whoever aborted it there meant the request; its own abort here is on its way, or was lost.
+                reason = shown(msg.reason, REASON_CHARS)
+                self._scheduler.end(receiver.req, ReqState.ABORTED, FinishReason(FinishType.ABORT, message=reason))
+                self._let_go(receiver, reason)
+                return
             self._fail(receiver, msg.status, shown(msg.reason, REASON_CHARS))
 
     def on_abort_ack(self, peer: Peer, msg: AbortAck) -> None:
@@ -437,8 +464,8 @@ class KVReceivers:
             self._scheduler.memory.unpin(receiver.hold)
 
 
-def _timeline(receiver: KVReceiver, there: Timeline, now: float) -> Timeline:
-    """What the prefill says ``there``, behind what came before it here."""
+def _timeline(receiver: KVReceiver, there: Timeline, verified: float) -> Timeline:
+    """What the prefill says ``there``, behind what came before it here. ``verified``: the arrival while it isn't."""
     arrival = receiver.req.times.arrival
     asked = (receiver.requested_at - arrival) * 1000
     pushed = there.last_byte > 0
@@ -449,7 +476,7 @@ def _timeline(receiver: KVReceiver, there: Timeline, now: float) -> Timeline:
         prefill=asked + max(0.0, there.prefill),
         first_byte=asked + max(0.0, there.first_byte) if pushed else 0.0,
         last_byte=asked + there.last_byte if pushed else 0.0,
-        verify=(now - arrival) * 1000,
+        verify=(verified - arrival) * 1000,
     )
 
 

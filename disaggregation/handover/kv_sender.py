@@ -29,7 +29,7 @@ from ...messages.base import REASON_CHARS, HandoverId, pack_i32, unpack_i32
 from ...messages.decode import shown
 from ...messages.handover import Abort, AbortAck, FirstToken, RoomQueued, TransferDone, TransferFailed, TransferRequest
 from ...messages.metrics import DirectionCounts
-from ...messages.outputs import FinishReason, FinishType, Timeline, TokenLogprob
+from ...messages.outputs import FinishReason, FinishType, Timeline, Timing, TokenLogprob
 from ...messages.worker import CancelSend, SendEnded, SendPages
 from ...scheduler.req import Req, ReqState
 from ...scheduler.scheduler import Scheduler
@@ -233,7 +233,8 @@ class KVSenders:
         assert peer is not None
         assert handover is not None
         sender.computed = True
-        peer.send(FirstToken(peer.epoch, handover, token, req.cached_tokens, logprob, req.input_logprobs))
+        timing = self._timing(req, None)
+        peer.send(FirstToken(peer.epoch, handover, token, req.cached_tokens, timing, logprob, req.input_logprobs))
         self._finish_if_whole(sender)
 
     def on_send_ended(self, event: SendEnded) -> None:
@@ -266,14 +267,18 @@ class KVSenders:
         assert handover is not None
         req.timing.transfer_bytes = sender.sent.nbytes
         req.timing.transfer_ms = sender.sent.seconds * 1000
-        # Waiting for the decode is the decode's own to count: here the queue begins when both ends were there.
-        begun = max(req.times.arrival, req.times.ready)
-        req.timing.queue_ms = max(0.0, (req.times.admitted - begun) * 1000)
-        timing = msgspec.structs.replace(req.timing, timeline=_timeline(req, sender.sent, begun))
+        timing = self._timing(req, sender.sent)
         peer.send(TransferDone(peer.epoch, handover, sender.sent.checksum, timing))
         self._close(sender)
         self.done += 1
         self._scheduler.end(req, ReqState.FINISHED, FinishReason(FinishType.LENGTH))
+
+    @staticmethod
+    def _timing(req: Req, sent: SendEnded | None) -> Timing:
+        # Waiting for the decode is the decode's own to count: here the queue begins when both ends were there.
+        begun = max(req.times.arrival, req.times.ready)
+        req.timing.queue_ms = max(0.0, (req.times.admitted - begun) * 1000)
+        return msgspec.structs.replace(req.timing, timeline=_timeline(req, sent, begun))
 
     # --- the ways out ---
 
@@ -409,9 +414,9 @@ class KVSenders:
             self._deny(peer, handover, status, reason)
 
 
-def _timeline(req: Req, sent: SendEnded, begun: float) -> Timeline:
-    """Since both ends were there."""
-    points = (req.times.admitted, req.times.first_token, sent.began, sent.ended)
+def _timeline(req: Req, sent: SendEnded | None, begun: float) -> Timeline:
+    """Since both ends were there; without what is ``sent`` yet."""
+    points = (req.times.admitted, req.times.first_token, *((sent.began, sent.ended) if sent else (begun, begun)))
     queue, prefill, first, last = (max(0.0, (when - begun) * 1000) for when in points)
     return Timeline(queue=queue, prefill=prefill, first_byte=first, last_byte=last)
 

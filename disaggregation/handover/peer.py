@@ -67,8 +67,8 @@ class Peer:
     ``host`` and ``port``: of the bootstrap server that it was found by; ``same_as``: the peer to use in its place,
     since another address led to the same instance before. ``connection``: in the control port. ``wanted_at``: since
     when its KV is, ``told_at``: when our worker, or it, was told of that last. ``pool``: the digest of what proves that
-    somebody is this instance. ``spare``: a connection that it made while we dial it, for the case that ours fails.
-    ``invitation``: how our worker reaches its pool.
+    somebody is this instance; ``registered``: a bootstrap server has it, too. ``spare``: a connection that it made
+    while we dial it, for the case that ours fails. ``invitation``: how our worker reaches its pool.
     """
 
     state: PeerState
@@ -81,6 +81,7 @@ class Peer:
     connection: int | None = None
     hello: Hello | None = None
     pool: str = ""
+    registered: bool = False
     spare: Spare | None = None
     invitation: bytes = b""
     heard_at: float = 0.0

@@ -129,13 +129,18 @@ class Peers:
             return
         known = self._known(epoch)
         if known is not None and known.pool != answer.registration.pool:
+            if known.registered or self._port.is_sealed:
+                # Any stranger may run a bootstrap server, and the registration of others is no secret.
+                self._gone(peer, f"the bootstrap server {host}:{port} names an instance that is connected as another")
+                return
             self._gone(known, "it said Hello in the name of an instance that it is not")
             known = None
         if known is not None:
+            known.registered = True
             peer.same_as = self._by_address[(host, port)] = known
             self._want(known, now)
             return
-        peer.epoch, peer.pool = epoch, answer.registration.pool
+        peer.epoch, peer.pool, peer.registered = epoch, answer.registration.pool, True
         self._dial(peer, answer, now)
 
     def poll(self, now: float) -> None:

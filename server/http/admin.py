@@ -28,7 +28,7 @@ async def health(request: Request) -> Response:
     """200 when every process of the instance answers and it takes requests, else 503 with the reason."""
     verdict = await HttpState.of(request).health.verdict()
     if not verdict.ready:
-        raise ApiError(503, verdict.reason)
+        raise ApiError(503, verdict.reason, code="hangs" if verdict.hangs else None)
     answer: dict[str, Any] = {"status": "ready"}
     if verdict.identity is not None:
         answer |= msgspec.structs.asdict(verdict.identity)

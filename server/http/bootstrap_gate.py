@@ -59,6 +59,10 @@ class BootstrapGate:
             or ""
         )
 
+    def vouched(self, fields: RequestFields) -> bool:
+        """Whether addresses that are followed are the cluster's: signed, or allowed. Nobody vouches for others."""
+        return self._signature is not None or self._addresses(fields) <= self._allowed
+
     def _addresses(self, fields: RequestFields) -> set[tuple[str, int]]:
         hosts, ports = fields.bootstrap_host, fields.bootstrap_port
         size = max(len(value) if isinstance(value, list) else 1 for value in (hosts, ports))

@@ -23,11 +23,15 @@ CACHE_SECONDS = 0.2
 
 
 class Verdict(NamedTuple):
-    """``reason`` says why not, or what somebody should look after. ``identity``: whose it is, as far as it is known."""
+    """``reason`` says why not, or what somebody should look after. ``identity``: whose it is, as far as it is known.
+
+    ``hangs``: processes of the instance don't answer, so that its requests won't end either.
+    """
 
     ready: bool
     reason: str = ""
     identity: Identity | None = None
+    hangs: bool = False
 
 
 class HealthCheck:
@@ -53,7 +57,9 @@ class HealthCheck:
             pong = await self._engine.ask(lambda id_: Ping(id=id_), Pong, SILENT_SECONDS)
             self._last = Verdict(pong.ready, pong.reason, pong.identity)
         except TimeoutError:
-            self._last = Verdict(False, f"no answer round the ring of processes within {SILENT_SECONDS:g} s")
+            self._last = Verdict(
+                False, f"no answer round the ring of processes within {SILENT_SECONDS:g} s", hangs=True
+            )
         except ApiError as e:
             self._last = Verdict(False, e.message)
         finally:

@@ -124,14 +124,17 @@ def name_requests(
         rooms: list[int | None] = [(fields.bootstrap_room + first) & INT64_MAX for first in firsts]
     else:
         rooms = per_prompt("bootstrap_room", fields.bootstrap_room, size, batch)
-    namings, refusal = [], gate.refusal(fields) if fields.bootstrap_host is not None else ""
+    named = fields.bootstrap_host is not None
+    namings, refusal, vouched = [], gate.refusal(fields) if named else "", named and gate.vouched(fields)
     for rid, key, host, port, room in zip(rids, keys, hosts, ports, rooms, strict=True):
         if (host is None) != (room is None):
             missing, given = (
                 ("bootstrap_room", "bootstrap_host") if room is None else ("bootstrap_host", "bootstrap_room")
             )
             raise bad_request(missing, f"is required with {given}")
-        bootstrap = None if host is None or room is None else Bootstrap(host, port or gate.default_port, room, refusal)
+        bootstrap = None
+        if host is not None and room is not None:
+            bootstrap = Bootstrap(host, port or gate.default_port, room, refusal, vouched)
         namings.append(Naming(rid, bootstrap, key or default_key or ""))
     return namings
 

@@ -29,7 +29,7 @@ from pdserve.messages.handover import (
     RoomQueued,
     Welcome,
 )
-from pdserve.messages.outputs import TokenLogprob
+from pdserve.messages.outputs import Timing, TokenLogprob
 from pdserve.messages.worker import DisconnectPeer, PeerConnected, PeerLinkDown
 
 
@@ -249,9 +249,9 @@ def test_an_answer_too_long_for_a_frame_is_told_to_its_owner(port, monkeypatch):
     honest = port.socket()
     connect(port, honest)
     (peer,) = port.peers._by_connection.values()
-    port.port._peers[peer.connection].sends = 200
-    long = FirstToken("D", named(7), 5, 0, input_logprobs=[TokenLogprob(1, -1.0)] * 100)
-    short = FirstToken("D", named(8), 5, 0)
+    port.port._peers[peer.connection].sends = 600
+    long = FirstToken("D", named(7), 5, 0, Timing(), input_logprobs=[TokenLogprob(1, -1.0)] * 100)
+    short = FirstToken("D", named(8), 5, 0, Timing())
     peer.send(long)
     peer.send(short)
     assert port.answer(honest) == [short]

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.handovers import named
-from support.sim import reference_output
+from support.sim import make_generate, reference_output
 from support.sim_pair import LIMITS, SimPair, make_peer
 
 from pdserve.disaggregation.handover import unclaimed_rooms
@@ -27,7 +28,7 @@ from pdserve.messages.handover import (
     TransferFailed,
     TransferRequest,
 )
-from pdserve.messages.outputs import FinishType, Timing
+from pdserve.messages.outputs import FinishType, Timing, TokenLogprob
 from pdserve.messages.requests import AbortReq
 from pdserve.messages.worker import ForwardStep, PagesVerified, SendEnded, StepResult, VerifyPages
 
@@ -549,7 +550,7 @@ def test_what_is_said_of_an_earlier_attempt_does_nothing_to_the_next():
     first, second = named(1, 1, "decode"), pair.decode.rooms.rooms[1].handover
     assert second == named(1, 2, "decode")
     receivers, senders = pair.decode.receivers, pair.prefill.senders
-    receivers.on_first_token(pair.link, FirstToken("decode", first, 5, 0), pair.now)
+    receivers.on_first_token(pair.link, FirstToken("decode", first, 5, 0, Timing()), pair.now)
     receivers.on_done(pair.link, TransferDone("decode", first, 1, Timing()))
     receivers.on_failed(pair.link, TransferFailed("decode", first, 503, "old"))
     receivers.on_abort_ack(pair.link, AbortAck("decode", first))
@@ -618,6 +619,59 @@ def test_a_request_that_its_first_token_ends_is_over_before_its_kv_has_landed():
     assert pair.decode.tokens["b"] == reference_output(range(30), 4)
     assert pair.decode.ends["b"].meta.timing.transfer_bytes < 8 * 4 * 8  # what landed for "a" was kept
     assert_all_returned(pair)
+
+
+@pytest.mark.parametrize(
+    ("asked", "field", "bad"),
+    [
+        (True, "logprob", TokenLogprob(-1, -0.5)),
+        (True, "logprob", TokenLogprob(1 << 20, -0.5)),
+        (True, "logprob", TokenLogprob(1, float("nan"))),
+        (True, "logprob", TokenLogprob(1, -0.5, [(-1, -0.5)])),
+        (True, "logprob", TokenLogprob(1, 99.0)),
+        (True, "input_logprobs", [TokenLogprob(1, None), TokenLogprob(-1 << 40, -0.5)]),
+        (True, "input_logprobs", [TokenLogprob(1, None)] * 10),
+        (False, "logprob", TokenLogprob(-1, -0.5)),
+        (False, "input_logprobs", [TokenLogprob(-1, -0.5)] * 10),
+    ],
+)
+def test_logprobs_that_are_none_fail_their_request_and_those_not_asked_for_go_nowhere(asked, field, bad):
+    pair, rng = SimPair(), random.Random(7)
+    pair.submit("a", range(9), 1, max_new_tokens=3, logprobs=(0, 1) if asked else None)
+    while not any(isinstance(m, FirstToken) for m in pair.to_decode):
+        rng.choice(pair.moves())()
+    message = next(m for m in pair.to_decode if isinstance(m, FirstToken))
+    setattr(message, field, bad)
+    run_until_idle(pair)
+    if asked:
+        assert pair.decode.ends["a"].status == 502
+    else:
+        assert pair.decode.tokens["a"] == reference_output(range(9), 3)
+    assert_all_returned(pair)
+
+
+def test_an_abort_that_the_prefill_hears_first_is_an_abort_here_too():
+    pair, rng = SimPair(), random.Random(3)
+    pair.submit("a", range(30), 1, max_new_tokens=4)
+    while not pair.pushes:
+        rng.choice(pair.moves())()
+    pair.prefill.scheduler.abort(AbortReq("a", "by the test"))
+    run_until_idle(pair)
+    assert pair.decode.ends["a"].finish.type is FinishType.ABORT
+    assert_all_returned(pair)
+
+
+def test_kv_of_a_source_that_nobody_vouches_for_is_for_its_own_requests_only():
+    pair = SimPair()
+    pair.submit("a", range(33), 1, max_new_tokens=4)
+    run_until_idle(pair)
+    memory = pair.decode.scheduler.memory
+    for rid, vouched, host, expected in (("b", False, "elsewhere", 0), ("c", True, "p", 0), ("d", False, "p", 32)):
+        msg = make_generate(rid, range(33), max_new_tokens=4, room=9)
+        where = msgspec.structs.replace(msg.bootstrap, host=host, vouched=vouched)
+        pair.decode.scheduler.admit_message(msgspec.structs.replace(msg, bootstrap=where), pair.now)
+        assert memory.prefix_len(pair.decode.scheduler.reqs[rid]) == expected, rid
+        pair.decode.scheduler.abort(AbortReq(rid))
 
 
 def test_open_handovers_are_told_with_where_they_stand():

@@ -116,6 +116,17 @@ def test_another_instance_at_the_control_port_is_not_taken_for_the_one_that_was_
     assert peer.status == 409
 
 
+def test_a_bootstrap_server_that_names_another_pool_of_a_connected_peer_fails_its_own_requests_only(sides):
+    a, b = sides
+    peer = a.ask_for(b)
+    until(sides, lambda: peer.readable)
+    liar = a.peers.peer_at("liar", 1, a.now)
+    a.peers.on_found("liar", 1, Reached(b.registration(pool="f" * 64), "127.0.0.1"), a.now)
+    assert (liar.gone, peer.gone) == (True, False)
+    assert "connected as another" in liar.reason
+    assert a.peers.peer_at("other", 1, a.now) is peer
+
+
 def test_a_bootstrap_server_without_a_registration_is_no_peer(sides):
     a, _ = sides
     peer = a.peers.peer_at("p", 1, a.now)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
+
+import orjson
 
 from pdserve.router.fleet import Fleet
 from pdserve.router.health import HealthMonitor
@@ -11,20 +14,36 @@ from pdserve.router.instance import HealthState
 from pdserve.router.options import RouterOptions
 from pdserve.runtime.web.client.client import HttpClient, Whole
 from pdserve.runtime.web.client.errors import CannotConnect
+from pdserve.runtime.web.errors import error_body
 
 LIMIT = 20.0
 REFUSED = -1
 BUSY = -2
 
 
-def states_after(answers: list[int | None]) -> list[HealthState]:
+def given_up(answers: list[int | None], code: str | None = None) -> list[str]:
+    """What the legs of an instance are told that was asked like this, after it has hung for so long."""
+    told: list[str] = []
+
+    class Waiting:
+        def give_up(self, since: float, reason: str) -> None:
+            assert since <= time.monotonic() - 0.001
+            told.append(reason)
+
+    states_after(answers, Waiting(), code)
+    return told
+
+
+def states_after(answers: list[int | None], leg: Any = None, code: str | None = None) -> list[HealthState]:
     """The states of an instance as it is asked and gives ``answers``: a status, None for no answer in time, ``BUSY``
     for none while a client's goes on, or ``REFUSED``."""
 
     async def run() -> list[HealthState]:
-        options = RouterOptions(worker=["http://127.0.0.1:1"], health_check_interval=0.01, health_check_timeout=0.05)
+        limits = {"health_check_interval": 0.01, "health_check_timeout": 0.05, "hang_timeout": 0.001}
+        options = RouterOptions(worker=["http://127.0.0.1:1"], **limits)
         fleet = Fleet(options)
         [instance] = fleet.instances
+        instance.legs |= {leg} if leg is not None else set()
         given, seen, done = iter(answers), [], asyncio.Event()
 
         class Client(HttpClient):
@@ -41,7 +60,7 @@ def states_after(answers: list[int | None]) -> list[HealthState]:
                     status = None
                 if not status:
                     await asyncio.Event().wait()
-                return Whole(status, [], b"")
+                return Whole(status, [], orjson.dumps(error_body(status, "why", code=code)) if code else b"")
 
         checks = asyncio.create_task(HealthMonitor(fleet, Client([], 1.0), options).run())
         async with asyncio.timeout(LIMIT):
@@ -74,3 +93,10 @@ def test_an_answer_that_says_no_counts_at_once_as_does_a_refused_connection():
 
 def test_who_is_down_stays_down_while_it_is_silent():
     assert states_after([503, None, None]) == [DOWN] * 3
+
+
+def test_requests_of_who_hangs_are_given_up_and_of_who_drains_are_not():
+    assert given_up([200, None, None, None, None])  # silent
+    assert given_up([503, 503], "hangs")
+    assert given_up([200, 503, 503, 200]) == given_up([REFUSED, REFUSED]) == given_up([503, 503], "overloaded") == []
+    assert given_up([200, None, None, BUSY, None, 200]) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,55 @@ class Client(HttpClient):
             raise self.outcome
         assert self.outcome is not None
         return self.outcome
+
+
+def give_up(since: float, *, leaves: bool = False, body: list[bytes | Exception] | None = None) -> Exception:
+    """What a leg ends with that waits for its answer, or for more of it, as its instance hangs."""
+
+    class Mute(Scripted):
+        async def read(self) -> bytes:
+            return await asyncio.Event().wait() or b""
+
+    async def run() -> Exception:
+        fleet = Fleet(RouterOptions(worker=["http://127.0.0.1:1"]))
+        [instance] = fleet.instances
+
+        async def ask() -> None:
+            async with Leg(Client(None if body is None else Mute(body)), fleet, instance, LegLimits(60.0, 7.0)) as leg:
+                await leg.open("POST", "/generate", b"{}", [])
+                await leg.next_events()
+
+        task = asyncio.create_task(ask())
+        await asyncio.sleep(0)
+        [leg] = instance.legs
+        leg.give_up(since, "no answer")
+        if leaves:
+            task.cancel()
+        _, waiting = await asyncio.wait([task], timeout=0.05)
+        if waiting:
+            task.cancel()
+        [result] = await asyncio.gather(task, return_exceptions=True)
+        assert instance.legs == set()
+        assert instance.in_flight == 0
+        return result
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("body", [None, []])
+def test_a_leg_of_an_instance_that_hangs_can_be_tried_elsewhere(body):
+    error = give_up(time.monotonic() + 1, body=body)
+    assert isinstance(error, InstanceGoneError)
+    assert "hangs: no answer" in str(error)
+    assert error.url == "http://127.0.0.1:1"
+
+
+def test_a_leg_that_has_been_told_something_since_goes_on():
+    assert isinstance(give_up(time.monotonic() - 1), asyncio.CancelledError)
+
+
+def test_a_client_that_leaves_as_its_instance_hangs_has_left():
+    assert isinstance(give_up(time.monotonic() + 1, leaves=True), asyncio.CancelledError)
 
 
 class Opened:

@@ -26,6 +26,27 @@ async def test_the_port_is_what_the_prefill_says(rig):
     assert await address(rig, PREFILL, ports=()) == ("127.0.0.1", 9444)
 
 
+@pytest.mark.parametrize(
+    ("role", "port", "fits"), [("unified", None, False), ("unified", 9000, True), ("", None, True)]
+)
+def test_who_exchanges_no_kv_is_no_half_of_a_pair(role, port, fits):
+    told = Told(epoch="e" if role else "", role=role, bootstrap_port=port)
+    for work in (Role.PREFILL, Role.DECODE):
+        problem = Instance("http://a:1", work).learn(told)
+        assert (problem is None) == fits
+        assert fits or "--handover on" in problem
+    assert Instance("http://a:1", Role.WORKER).learn(told) is None
+
+
+def test_a_bootstrap_port_that_the_prefill_does_not_know_is_said_once(caplog):
+    instance = Instance("http://a:1", Role.PREFILL, bootstrap_port=7000)
+    for port in (7000, 9000, 9000):
+        instance.learn(Told(epoch="e", role="prefill", bootstrap_port=port))
+    assert [r.getMessage() for r in caplog.records if "bootstrap port" in r.getMessage()] == [
+        "prefill http://a:1 says that its bootstrap port is 9000; --prefill says 7000, which decodes are told"
+    ]
+
+
 @scenario()
 async def test_an_instance_that_says_nothing_has_the_usual_port(rig):
     assert await address(rig, {"status": "ready"}, ports=()) == ("127.0.0.1", 8998)

@@ -109,7 +109,9 @@ def test_a_pair_counts_each_token_once(seed: int) -> None:
     assert decode.handovers is not None
     sent, received = prefill.handovers.sent, decode.handovers.received
     assert (sent.done, prefill.handovers.received.done) == (received.done, decode.handovers.sent.done) == (12, 0)
-    assert sent.nbytes == received.nbytes == sum(m.timing.transfer_bytes for m in metas(pair.decode))
+    assert sent.nbytes == received.nbytes
+    # Who is done with the first token is done before its KV has come.
+    assert received.nbytes >= sum(m.timing.transfer_bytes for m in metas(pair.decode)) > 0
 
 
 def test_reports_are_few_while_requests_run_and_prompt_when_the_last_one_ends() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import time
@@ -22,9 +23,9 @@ from pdserve.disaggregation.transfer.backends.base import (
     WriteState,
 )
 from pdserve.disaggregation.transfer.backends.fake import FakeBackend
-from pdserve.disaggregation.transfer.backends.handshake import LENGTH, Offer, OfferedGroup
+from pdserve.disaggregation.transfer.backends.handshake import LENGTH, Offer, OfferedGroup, Verdict, frame
 from pdserve.disaggregation.transfer.backends.registry import make_backend
-from pdserve.disaggregation.transfer.backends.shm import ShmBackend
+from pdserve.disaggregation.transfer.backends.shm import ShmBackend, host_id
 from pdserve.disaggregation.transfer.backends.tcp import BATCH, MAX_PAGES, TcpBackend, reachable_address
 from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import allocate_region
@@ -289,6 +290,31 @@ def test_shm_on_another_host_says_use_tcp(make_node):
     writer.backend.connect("D", msgspec.msgpack.encode(elsewhere))
     (event,) = writer.backend.progress(0)
     assert "--disaggregation-transfer-backend tcp" in event.error
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_shm_pool_that_may_shrink_is_not_mapped(make_node, sealed):
+    """Whoever touches what is no longer there is killed for it."""
+    writer = make_node("shm", "P")
+    fd = os.memfd_create("pool", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, PAGE * PAGES)
+    if sealed:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    place = f"test-{os.urandom(8).hex()}"
+    offer = Offer("shm", "D", b"s", [OfferedGroup(PAGES, PAGE, LAYERS)], place, host_id=host_id())
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{place}")
+        listener.listen()
+        writer.backend.connect("D", msgspec.msgpack.encode(offer))
+        accepted, _ = listener.accept()
+        with accepted:
+            socket.send_fds(accepted, [frame(Verdict())], [fd])
+            pump((writer,), lambda: writer.events)
+    os.close(fd)
+    if sealed:
+        assert writer.events == [LinkUp("D")]
+    else:
+        assert "may shrink" in writer.events[0].error
 
 
 def test_shm_needs_shared_memory():

@@ -125,6 +125,11 @@ class ControlPort:
         self._ended: list[Ended] = []
         self._last_identity = 0
 
+    @property
+    def is_sealed(self) -> bool:
+        """Whether who connects has the cluster's secret."""
+        return bool(self._keys)
+
     def fileno(self) -> int:
         """Readable while there is something to do."""
         return self._reactor.fileno()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import mmap
 import os
 import secrets
@@ -58,7 +59,8 @@ class ShmBackend(SocketBackend):
         sock.setblocking(False)
         try:
             sock.connect(f"\0{offer.place}")
-        except OSError:
+            check_user(sock)
+        except (OSError, LinkLost):
             sock.close()
             raise
         return _ShmWriter(_DescriptorStream(sock), offer, self.groups)
@@ -73,9 +75,7 @@ class ShmBackend(SocketBackend):
         return f"can't reach the KV pool of peer {offer.epoch}: {reason}; {why}"
 
     def _accepted(self, sock: socket.socket) -> IncomingLink:
-        uid = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))[1]
-        if uid != os.getuid():
-            raise LinkLost(f"user {uid} may not write the KV pool of user {os.getuid()}")
+        check_user(sock)
         return _ShmReader(Stream(sock))
 
     def _send_welcome(self, link: IncomingLink, data: bytes) -> None:
@@ -126,6 +126,9 @@ class _ShmWriter(OutgoingLink):
         try:
             for fd, group in zip(self.stream.descriptors, self.offer.groups, strict=True):
                 nbytes = group.num_pages * group.page_bytes
+                # A file that shrinks under a mapping kills who touches it.
+                if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                    raise LinkLost("the peer's pool may shrink")
                 if os.fstat(fd).st_size < nbytes:
                     raise LinkLost("the peer's pool is smaller than it said")
                 self._mappings.append(mmap.mmap(fd, nbytes))
@@ -159,6 +162,13 @@ class _ShmReader(IncomingLink):
         with contextlib.suppress(OSError):  # the writer may be gone already: its end is about to be read
             self.stream.sock.shutdown(socket.SHUT_WR)
         return False
+
+
+def check_user(sock: socket.socket) -> None:
+    """Raise ``LinkLost`` where the other end is another user's."""
+    uid = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))[1]
+    if uid != os.getuid():
+        raise LinkLost(f"user {uid} and user {os.getuid()} don't share KV pools")
 
 
 def expect_end(stream: Stream) -> None:

@@ -56,6 +56,8 @@ class Connection:
 class SimPort:
     """See the module. ``on_news``: something is there to be read; ``port`` and ``address`` are where it listens."""
 
+    is_sealed = False
+
     def __init__(self, world: World, address: str, on_news: Callable[[], None]) -> None:
         self.refusals = RefusalLog(log, "at the control port", logging.DEBUG, lambda: world.now)
         self.address = address
