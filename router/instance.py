@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -21,9 +21,6 @@ import msgspec
 from ..runtime.web.ports import is_loopback
 from .options import DEFAULT_BOOTSTRAP_PORT
 from .rest import Rest
-
-if TYPE_CHECKING:
-    from .leg import Leg
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +53,13 @@ class Told(msgspec.Struct):
     bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
 
 
+class Asked(Protocol):
+    """A request that the instance has; see ``Leg``."""
+
+    def give_up(self, since: float, reason: str) -> None:
+        """The instance hangs: fail, unless it has said something of this request since (monotonic)."""
+
+
 WRONG_ROLES = {Role.PREFILL: "decode", Role.DECODE: "prefill"}
 """What an instance can't be that is sent this work."""
 
@@ -80,7 +84,7 @@ class Instance:
     failures: int = 0
     heard_at: float = 0.0
     """When it last sent a part of an answer (``time.monotonic()``)."""
-    legs: set[Leg] = field(default_factory=set)
+    legs: set[Asked] = field(default_factory=set)
     """Requests that it has, as the router sees it."""
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
     rest: Rest = field(default_factory=Rest)
