@@ -18,6 +18,10 @@ class UnknownBackend(TransferError):
     """No transfer backend has this name."""
 
 
+class BackendUnavailable(TransferError):
+    """What the transfer backend needs is not installed here."""
+
+
 class BadMetadata(TransferError):
     """The peer's backend metadata is not of this backend, or not readable."""
 

@@ -74,7 +74,8 @@ class ServerOptions:
     advertise_host
         Name or address that other instances reach this one at, where that is not --host (0.0.0.0, or behind a NAT).
     disaggregation_transfer_backend
-        How KV pages move: tcp (any host), shm (same host, one copy), fake (moves nothing, for tests).
+        How KV pages move: tcp (any host), shm (same host, one copy), nixl and mooncake (by these libraries, any host),
+        fake (moves nothing, for tests).
     disaggregation_ib_device
         Accepted for SGLang's command lines; only an RDMA backend would use it.
     disaggregation_bootstrap_timeout
@@ -189,7 +190,7 @@ class ServerOptions:
     disaggregation_control_port: int = 0
     disaggregation_data_port: int = 0
     advertise_host: str | None = None
-    disaggregation_transfer_backend: Literal["tcp", "shm", "fake"] = "tcp"
+    disaggregation_transfer_backend: Literal["tcp", "shm", "nixl", "mooncake", "fake"] = "tcp"
     disaggregation_ib_device: str | None = None
     disaggregation_bootstrap_timeout: float = 30.0
     disaggregation_transfer_timeout: float = 120.0

@@ -42,7 +42,8 @@ class ClusterOptions(ServerOptions):
     max_restarts
         How often in a minute a process that died is started again; one more death ends the cluster.
     disaggregation_transfer_backend
-        How KV pages move: shm (same host, one copy), tcp (any host), fake (moves nothing, for tests).
+        How KV pages move: shm (same host, one copy), tcp (any host), nixl and mooncake (by these libraries,
+        any host), fake (moves nothing, for tests).
     mem_fraction_static
         Share of the device's memory for weights and KV pools of all instances together, split evenly;
         default 0.88 on cuda, 0.3 on cpu.
@@ -65,7 +66,7 @@ class ClusterOptions(ServerOptions):
     prefill_backlog: int | None = None
     log_dir: str | None = None
     max_restarts: int = 10
-    disaggregation_transfer_backend: Literal["tcp", "shm", "fake"] = "shm"
+    disaggregation_transfer_backend: Literal["tcp", "shm", "nixl", "mooncake", "fake"] = "shm"
     drain_timeout: float = 10.0
     disaggregation_mode: Annotated[DisaggregationMode, Parameter(parse=False)] = "unified"
     disaggregation_bootstrap_port: Annotated[int | None, Parameter(parse=False)] = None

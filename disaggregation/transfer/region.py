@@ -7,6 +7,7 @@ access into SIGBUS). A private region is anonymous memory. Both commit a page of
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -25,6 +26,16 @@ class KVRegion:
     buffer: mmap.mmap
     nbytes: int
     fd: int | None
+
+    @property
+    def address(self) -> int:
+        """Of byte 0 in this process, for libraries that take pointers. Valid until ``close``."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
+
+    @property
+    def device(self) -> str:
+        """Whose memory it is."""
+        return "cpu"
 
     def view(self) -> memoryview:
         """A writable view of all bytes; the memory can't be unmapped before it is released."""

@@ -116,3 +116,12 @@ def _advance(views: deque[memoryview], count: int) -> None:
             return
         count -= len(first)
         views.popleft()
+
+
+def expect_end(stream: Stream) -> None:
+    """Nothing more is said on this connection: wait for its end."""
+
+    def on_byte() -> None:
+        raise LinkLost("the peer sent what was not expected")
+
+    stream.read([memoryview(bytearray(1))], on_byte)

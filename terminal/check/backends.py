@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...disaggregation.transfer.backends.registry import BACKENDS, find_backend
-from .finding import Finding, ok, warning
+from ...disaggregation.errors import BackendUnavailable
+from ...disaggregation.transfer.backends.registry import BACKENDS, NEEDS, find_backend
+from .finding import Finding, ok
 
 
 def look_at_backends() -> Iterator[Finding]:
     """Imports each that is registered."""
-    usable = []
+    usable, missing = [], []
     for name in BACKENDS:
         try:
             find_backend(name)
-        except ImportError as e:
-            advice = "Install what it needs, or use another (--disaggregation-transfer-backend)."
-            yield warning("backends", f"{name} can't be loaded: {e}", advice)
+        except BackendUnavailable:
+            missing.append(f"{name}: {NEEDS[name]}")
         else:
             usable.append(name)
     yield ok("backends", f"{', '.join(usable)} can be loaded (--disaggregation-transfer-backend)")
+    for what in missing:
+        yield ok("backends", f"not installed: {what}")

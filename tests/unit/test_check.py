@@ -18,7 +18,7 @@ import msgspec._core
 import pytest
 from support.machine import limit
 
-from pdserve.disaggregation.errors import RegionError
+from pdserve.disaggregation.errors import BackendUnavailable, RegionError
 from pdserve.disaggregation.transfer.backends import registry
 from pdserve.model_runner.kernels import build
 from pdserve.model_runner.kernels.failed_build import FailedBuild
@@ -265,11 +265,21 @@ def test_kernels_on_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert only(look_at_backends()).text.startswith("tcp, shm, fake can be loaded")
-    monkeypatch.setitem(registry.BACKENDS, "nixl", ("no_such_module", "Backend"))
-    bad, good = look_at_backends()
-    assert (bad.level, good.level) == (Level.WARNING, Level.OK)
-    assert "nixl can't be loaded: No module named" in bad.text
+    for name in registry.NEEDS:
+        monkeypatch.setitem(registry.BACKENDS, name, ("no_such_module", "Backend"))
+    good, *missing = look_at_backends()
+    assert good.text.startswith("tcp, shm, fake can be loaded")
+    assert [finding.level for finding in missing] == [Level.OK, Level.OK]
+    assert [finding.text for finding in missing] == [
+        f"not installed: {name}: {how}" for name, how in registry.NEEDS.items()
+    ]
+
+
+@pytest.mark.parametrize("name", registry.NEEDS)
+def test_a_backend_that_is_not_installed_says_how_to_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.BACKENDS, name, ("no_such_module", "Backend"))
+    with pytest.raises(BackendUnavailable, match="pip install 'pdserve"):
+        registry.find_backend(name)
 
 
 def test_ports() -> None:

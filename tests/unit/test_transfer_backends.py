@@ -26,7 +26,8 @@ from pdserve.disaggregation.transfer.backends.fake import FakeBackend
 from pdserve.disaggregation.transfer.backends.handshake import LENGTH, Offer, OfferedGroup, Verdict, frame
 from pdserve.disaggregation.transfer.backends.registry import make_backend
 from pdserve.disaggregation.transfer.backends.shm import ShmBackend, host_id
-from pdserve.disaggregation.transfer.backends.tcp import BATCH, MAX_PAGES, TcpBackend, reachable_address
+from pdserve.disaggregation.transfer.backends.tcp import BATCH, MAX_PAGES, TcpBackend
+from pdserve.disaggregation.transfer.backends.tcp_place import reachable_address
 from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import allocate_region
 
@@ -451,5 +452,5 @@ def test_no_descriptor_is_left_behind(kind):
 def test_registry_names_the_backends():
     backend = make_backend("fake", "P", "127.0.0.1")
     assert isinstance(backend, FakeBackend)
-    with pytest.raises(UnknownBackend, match="tcp, shm, fake"):
+    with pytest.raises(UnknownBackend, match="tcp, shm, nixl, mooncake, fake"):
         make_backend("rdma", "P", "127.0.0.1")

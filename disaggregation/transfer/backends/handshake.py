@@ -19,6 +19,7 @@ from ...errors import BadMetadata, LinkLost
 
 WIRE_VERSION = 2
 MAX_BODY = 4096
+MAX_MEANS = 64 << 10
 LENGTH = struct.Struct("<I")
 EPOCH_CHARS = 128
 MAX_GROUPS = 64
@@ -57,9 +58,10 @@ class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The receiver's answer: welcome, unless ``error`` says why not."""
+    """The receiver's answer: welcome, unless ``error`` says why not. ``means``: what to write by, beside the link."""
 
     error: str = ""
+    means: Annotated[bytes, Meta(max_length=MAX_MEANS)] = b""
 
 
 _OFFER = msgspec.msgpack.Decoder(Offer)
@@ -105,10 +107,10 @@ def frame(message: Greeting | Verdict) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def body_length(prefix: bytearray) -> int:
+def body_length(prefix: bytearray, most: int = MAX_BODY) -> int:
     """Length of the body that follows; raises ``LinkLost`` where no honest peer sends that much."""
     length = int(LENGTH.unpack(prefix)[0])
-    if not 0 < length <= MAX_BODY:
+    if not 0 < length <= most:
         raise LinkLost("the handshake is malformed")
     return length
 
@@ -124,6 +126,6 @@ def decode_greeting(body: bytearray) -> Greeting:
 def decode_verdict(body: bytearray) -> Verdict:
     """Raises ``LinkLost`` for anything else."""
     try:
-        return decode(_VERDICT, body, MAX_BODY)
+        return decode(_VERDICT, body, MAX_BODY + MAX_MEANS)
     except UndeclaredMessage as e:
         raise LinkLost(f"the answer to the greeting is malformed: {e}") from e

@@ -1,6 +1,6 @@
 """One direction of a pair: the connection that gives a writer access to a pool, on either end.
 
-outgoing: DIALLING ─▶ GREETING ─▶ OPEN ─▶ CLOSED          incoming: GREETING ─▶ OPEN ─▶ CLOSED
+outgoing: DIALLING ─▶ GREETING ─▶ OPENING ─▶ OPEN ─▶ CLOSED          incoming: GREETING ─▶ OPEN ─▶ CLOSED
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ class LinkPhase(Enum):
 
     DIALLING = "dialling"
     GREETING = "greeting"
+    OPENING = "opening"
     OPEN = "open"
     CLOSED = "closed"
 
@@ -60,6 +61,13 @@ class OutgoingLink(Link, ABC):
         super().__init__(stream, offer.epoch, LinkPhase.DIALLING)
         self.offer = offer
 
+    def welcomed(self, means: bytes) -> None:
+        """The peer lets us in; ``means``: what to write by. Raises ``LinkLost`` where that is of no use."""
+
+    def is_ready(self) -> bool:
+        """Whether it can be written by now. Raises ``LinkLost`` where that will never be so."""
+        return True
+
     @abstractmethod
     def write(self, pages: PageWrite) -> WriteHandle:
         """As ``TransferBackend.write``, of pages that both pools have."""
@@ -70,6 +78,10 @@ class IncomingLink(Link):
 
     def __init__(self, stream: Stream) -> None:
         super().__init__(stream, "", LinkPhase.GREETING)
+
+    def welcome(self) -> bytes:
+        """Let the peer in; returns what it writes by, beside this connection. Raises ``LinkLost``."""
+        return b""
 
     def let_go(self) -> bool:
         """End the writer's access; False where only the writer can, and has been asked to. May be called again."""

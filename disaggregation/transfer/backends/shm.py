@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from ...errors import LinkLost, RegionError
 from ...wire.listener import BACKLOG
-from ...wire.stream import Stream
+from ...wire.stream import Stream, expect_end
 from ..pages import PageGroup, PageWrite, paired_spans
 from .base import Capabilities, Completion, WriteHandle, WriteState
 from .handshake import MAX_GROUPS, Offer
@@ -169,15 +169,6 @@ def check_user(sock: socket.socket) -> None:
     uid = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))[1]
     if uid != os.getuid():
         raise LinkLost(f"user {uid} and user {os.getuid()} don't share KV pools")
-
-
-def expect_end(stream: Stream) -> None:
-    """Nothing more is said on this connection: wait for its end."""
-
-    def on_byte() -> None:
-        raise LinkLost("the peer sent what was not expected")
-
-    stream.read([memoryview(bytearray(1))], on_byte)
 
 
 def host_id() -> str:

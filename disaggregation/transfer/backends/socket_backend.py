@@ -111,6 +111,9 @@ class SocketBackend(TransferBackend):
     def _accepted(self, sock: socket.socket) -> IncomingLink:
         """The link of an accepted connection; raises ``LinkLost`` for one that is not welcome."""
 
+    def _advance(self) -> None:
+        """What goes on without I/O of ours."""
+
     def _send_welcome(self, link: IncomingLink, data: bytes) -> None:
         link.stream.send([data])
 
@@ -205,6 +208,7 @@ class SocketBackend(TransferBackend):
                 self._serve(data, readable, writable)
             else:
                 self._accept()
+        self._advance()
         self._check_deadlines()
         events, self._events = self._events, []
         return events
@@ -277,15 +281,21 @@ class SocketBackend(TransferBackend):
         link.phase = LinkPhase.GREETING
         greeting = Greeting(handshake.WIRE_VERSION, self.epoch, link.offer.epoch, link.offer.secret)
         link.stream.send([handshake.frame(greeting)])
-        self._read_body(link, lambda body: self._on_verdict(link, body))
+        self._read_body(link, lambda body: self._on_verdict(link, body), handshake.MAX_BODY + handshake.MAX_MEANS)
 
     def _on_verdict(self, link: OutgoingLink, body: bytearray) -> None:
         verdict = handshake.decode_verdict(body)
         if verdict.error:
             raise LinkLost(f"peer {link.peer} refused the link: {verdict.error}")
         link.opened()
-        link.phase = LinkPhase.OPEN
-        self._events.append(LinkUp(link.peer))
+        link.welcomed(verdict.means)
+        link.phase = LinkPhase.OPENING
+        self._open_if_ready(link)
+
+    def _open_if_ready(self, link: OutgoingLink) -> None:
+        if link.is_ready():
+            link.phase = LinkPhase.OPEN
+            self._events.append(LinkUp(link.peer))
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -318,9 +328,10 @@ class SocketBackend(TransferBackend):
                 link.stream.sock.send(handshake.frame(Verdict(error)))
             raise LinkLost(f"refused {greeting.writer or 'a writer'}: {error}")
         link.peer = greeting.writer
+        means = link.welcome()
         link.phase = LinkPhase.OPEN
         self._peers.setdefault(link.peer, _Peer()).incoming = link
-        self._send_welcome(link, handshake.frame(Verdict()))
+        self._send_welcome(link, handshake.frame(Verdict(means=means)))
         link.opened()
 
     def _why_not(self, writer: str) -> str:
@@ -331,11 +342,11 @@ class SocketBackend(TransferBackend):
             self._lost(record.incoming, "the peer opened another link")
         return "its link went down; this instance has to register with it again" if writer in self._fenced else ""
 
-    def _read_body(self, link: Link, then: Callable[[bytearray], None]) -> None:
+    def _read_body(self, link: Link, then: Callable[[bytearray], None], most: int = handshake.MAX_BODY) -> None:
         prefix = bytearray(handshake.LENGTH.size)
 
         def on_prefix() -> None:
-            body = bytearray(handshake.body_length(prefix))
+            body = bytearray(handshake.body_length(prefix, most))
             link.stream.read([memoryview(body)], lambda: then(body))
 
         link.stream.read([memoryview(prefix)], on_prefix)

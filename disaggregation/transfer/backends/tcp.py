@@ -14,7 +14,6 @@ whose host vanished, by TCP keep-alive.
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import struct
 import time
@@ -27,12 +26,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ....messages.base import I32, HandoverId
-from ....runtime.web.ports import is_loopback
-from ...errors import BadMetadata, BadPages, LinkLost, RegionError
+from ...errors import BadPages, LinkLost
 from ...wire import tcp_socket
-from ...wire.listener import BACKLOG
 from ...wire.stream import Stream
 from ..pages import LayerRange, PageGroup, PageWrite, check_pages, paired_spans
+from . import tcp_place
 from .base import Capabilities, WriteHandle, WriteState
 from .grants import Grants, Writer
 from .handshake import Offer
@@ -57,40 +55,16 @@ class TcpBackend(SocketBackend):
     can = Capabilities(checks_grants=True)
 
     def _listen(self) -> tuple[socket.socket, Offer]:
-        family, _, _, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            # Connections of the last life that are still closing don't keep the port.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            set_buffers(sock)  # before connections exist: the window scale is fixed by the handshake
-            sock.bind(address)
-            sock.listen(BACKLOG)
-        except OSError:
-            sock.close()
-            raise
-        place, port = sock.getsockname()[:2]
-        if self.advertise_host is not None:
-            return sock, self._offer(advertised_address(self.advertise_host, sock), port)
-        return sock, self._offer(reachable_address(place), port)
+        # Buffers before connections exist: the window scale is fixed by the handshake.
+        sock, place, port = tcp_place.listen(self.host, self.port, self.advertise_host, set_buffers)
+        return sock, self._offer(place, port)
 
     def _dial(self, offer: Offer) -> OutgoingLink:
-        sock = socket.socket(address_family(offer), socket.SOCK_STREAM)
-        try:
-            set_buffers(sock)
-            self._tune(sock)
-            tcp_socket.start_connecting(sock, offer.place, offer.port)
-        except OSError:
-            sock.close()
-            raise
+        sock = tcp_place.dial(offer, self._tune)
         return _TcpWriter(Stream(sock), offer, self.groups, self.stall_seconds)
 
     def _unreachable(self, offer: Offer, reason: str) -> str:
-        hint = (
-            "it offers a loopback address: start it with a --host that this host can reach"
-            if ipaddress.ip_address(offer.place).is_loopback
-            else "check that it runs, and that its --host and firewall let this host in"
-        )
-        return f"can't reach the KV data port of peer {offer.epoch} at {offer.place}:{offer.port}: {reason}; {hint}"
+        return tcp_place.unreachable(offer, reason)
 
     def _accepted(self, sock: socket.socket) -> IncomingLink:
         self._tune(sock)
@@ -121,6 +95,7 @@ class TcpBackend(SocketBackend):
             pool.memory.release()
 
     def _tune(self, sock: socket.socket) -> None:
+        set_buffers(sock)
         tcp_socket.tune(sock, self.stall_seconds)
 
 
@@ -270,48 +245,6 @@ class _TcpReader(IncomingLink):
             raise LinkLost("the peer does not read its answers")
         self.stream.send([ANSWER.pack(number, landed)])
         self._read_header()
-
-
-def address_family(offer: Offer) -> socket.AddressFamily:
-    """Family of the offered address; raises ``BadMetadata`` for a name, whose look-up could block."""
-    try:
-        return tcp_socket.address_family(offer.place)
-    except ValueError as e:
-        raise BadMetadata(f"peer {offer.epoch} offers {offer.place!r}, which is no IP address") from e
-
-
-def reachable_address(bound: str) -> str:
-    """The address that peers can use for a socket bound to ``bound``, which may be "any"."""
-    address = ipaddress.ip_address(bound)
-    if not address.is_unspecified:
-        return bound
-    # Which of our addresses leads outwards? Connecting a UDP socket asks the routing table and sends nothing.
-    family, outside = (socket.AF_INET6, "2001:db8::1") if address.version == 6 else (socket.AF_INET, "192.0.2.1")
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect((outside, 9))
-        except OSError:
-            return "::1" if address.version == 6 else "127.0.0.1"  # no way out of this host
-        return str(sock.getsockname()[0])
-
-
-def advertised_address(name: str, listener: socket.socket) -> str:
-    """The address of ``name``, of the listener's family; looked up here, since who connects must not wait for that.
-
-    Raises ``RegionError`` where it is none, or one of this host alone.
-    """
-    try:
-        found = socket.getaddrinfo(name, None, family=listener.family, type=socket.SOCK_STREAM)
-    except OSError as e:
-        listener.close()
-        raise RegionError(f"--advertise-host {name}: {e.strerror}; give an address, or a name that has one") from e
-    address = str(found[0][4][0])
-    if is_loopback(address) and not is_loopback(str(listener.getsockname()[0])):
-        listener.close()
-        raise RegionError(
-            f"--advertise-host {name} is {address} here, which others don't reach: give the address itself"
-        )
-    return address
 
 
 def set_buffers(sock: socket.socket) -> None:

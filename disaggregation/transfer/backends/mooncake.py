@@ -1,0 +1,196 @@
+"""KV pages by Mooncake's transfer engine, over TCP.
+
+Its ways are those of ``leased_backend``; what else it asks for:
+
+- one engine a link, on either side: to end an engine is the only way to end a writer's access, to cancel, and to forget
+  a peer, and a frozen newcomer holds up the engine that greets it,
+- every run of pages submitted by itself: of a batch, a failure is told while the rest goes on,
+- the first contact in a thread of its own, as it may take as long as the peer likes.
+
+To end an engine holds up all Python threads of the process until its listener's ``accept`` returns: a second, unless
+that is given a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from ....messages.decode import UndeclaredMessage, decode
+from ...errors import LinkLost, RegionError
+from ..pages import PageGroup, PageWrite, paired_spans
+from .handshake import MAX_GROUPS, MAX_MEANS, Offer
+from .leased_backend import Courier, Door, LeasedBackend
+
+ACCEPT_SECONDS = 0.02
+FIRST_BYTES = 64
+FIRST_SECONDS = 0.001
+"""How often the first contact is asked whether it is made."""
+UNDER_WAY, LANDED = 0, 1
+SETTINGS = {
+    "MC_FORCE_TCP": "1",
+    # Without it, each page has a connection of its own.
+    "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_LOG_LEVEL": "ERROR",
+}
+HARMFUL = ("MC_LOG_DIR", "MC_TCP_PROTO")
+"""The first ends the process as the library is loaded, the second says of bytes that have not landed that they have."""
+
+
+def _load() -> Any:
+    """The library, which reads its settings as it is loaded. Raises ``ImportError``."""
+    for name in HARMFUL:
+        os.environ.pop(name, None)
+    os.environ.update(SETTINGS)
+    return import_module("mooncake.engine")
+
+
+_LIBRARY = _load()
+
+
+class _Means(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``session``: what the library calls the door. ``addresses``: of the pools in the owner's process."""
+
+    session: Annotated[str, Meta(max_length=128)]
+    addresses: Annotated[list[Annotated[int, Meta(ge=1, le=1 << 62)]], Meta(min_length=1, max_length=MAX_GROUPS)]
+
+
+_MEANS = msgspec.msgpack.Decoder(_Means)
+
+
+class MooncakeBackend(LeasedBackend):
+    """See the module."""
+
+    name = "mooncake"
+
+    def _listen(self) -> tuple[socket.socket, Offer]:
+        sock, offer = super()._listen()
+        if ipaddress.ip_address(self.place).version != 4:
+            sock.close()
+            raise RegionError(f"mooncake reaches IPv4 addresses only, not {self.place}: give another --host")
+        return sock, offer
+
+    def _door(self) -> Door:
+        return _MooncakeDoor(self.place, self.groups)
+
+    def _courier(self, offer: Offer, means: bytes) -> Courier:
+        try:
+            known = decode(_MEANS, means, MAX_MEANS)
+        except UndeclaredMessage as e:
+            raise LinkLost(f"the peer does not say how mooncake reaches it: {e}") from e
+        if len(known.addresses) != len(offer.groups):
+            raise LinkLost("the peer has other pools than it said")
+        return _MooncakeCourier(self.place, self.groups, known, self.wake)
+
+
+def _make_engine(place: str, groups: Sequence[PageGroup]) -> Any:
+    engine = _LIBRARY.TransferEngine()
+    code = engine.initialize(place, "P2PHANDSHAKE", "tcp", "")
+    for group in groups:
+        code = code or engine.register_memory(group.region.address, group.region.nbytes)
+    if code:
+        raise LinkLost(f"mooncake's transfer engine can't start on {place} (code {code}); its own messages are above")
+    _limit_accept(engine.get_rpc_port())
+    return engine
+
+
+def _limit_accept(port: int) -> None:
+    """Let the library's listener look up now and then, so that it can be ended."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as sock:
+                if sock.family == socket.AF_INET and sock.getsockname()[1] == port:
+                    limit = struct.pack("ll", 0, int(ACCEPT_SECONDS * 1e6))
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+class _MooncakeDoor(Door):
+    def __init__(self, place: str, groups: Sequence[PageGroup]) -> None:
+        self._engine = _make_engine(place, groups)
+        addresses = [group.region.address for group in groups]
+        self.means = msgspec.msgpack.encode(_Means(f"{place}:{self._engine.get_rpc_port()}", addresses))
+
+    def close(self) -> None:
+        # The last reference: its destructor waits for what is landing.
+        self._engine = None
+
+
+class _MooncakeCourier(Courier):
+    def __init__(self, place: str, groups: Sequence[PageGroup], means: _Means, wake: Callable[[], None]) -> None:
+        self._groups = groups
+        self._means = means
+        self._engine = _make_engine(place, groups)
+        self._contact = _Contact()
+        here, there = groups[0].region.address, means.addresses[0]
+        # Into page 0, which is padding. The thread has the engine while it waits, whatever becomes of the link.
+        args = (self._engine, means.session, here, there, self._contact, wake)
+        threading.Thread(target=_make_contact, args=args, name="mooncake-contact", daemon=True).start()
+
+    def is_ready(self) -> bool:
+        if self._contact.error:
+            raise LinkLost(self._contact.error)
+        return self._contact.made
+
+    def start(self, pages: PageWrite) -> list[int]:
+        here, there = self._groups[pages.group].region.address, self._means.addresses[pages.group]
+        local, remote = paired_spans(pages, self._groups[pages.group])
+        return [
+            self._submit(here + source, there + target, length)
+            for (source, length), (target, _) in zip(local.tolist(), remote.tolist(), strict=True)
+        ]
+
+    def _submit(self, here: int, there: int, length: int) -> int:
+        number = int(self._engine.transfer_submit_write(self._means.session, here, there, length))
+        if not number:
+            raise LinkLost("mooncake did not take a write")
+        return number
+
+    def has_landed(self, write: list[int]) -> bool:
+        # The library forgets a write that it has told the end of.
+        while write:
+            code = self._engine.transfer_check_status(write[-1])
+            if code == UNDER_WAY:
+                return False
+            if code != LANDED:
+                raise LinkLost(f"a write failed (mooncake's code {code})")
+            write.pop()
+        return True
+
+    def close(self) -> None:
+        self._engine = None
+
+
+class _Contact:
+    """What a thread says of the first contact."""
+
+    made = False
+    error = ""
+
+
+def _make_contact(
+    engine: Any, session: str, here: int, there: int, contact: _Contact, wake: Callable[[], None]
+) -> None:
+    number = engine.transfer_submit_write(session, here, there, FIRST_BYTES)
+    code = UNDER_WAY if number else -1
+    while code == UNDER_WAY:
+        time.sleep(FIRST_SECONDS)
+        code = engine.transfer_check_status(number)
+    contact.made = code == LANDED
+    contact.error = "" if contact.made else f"mooncake can't reach the peer at {session} (code {code})"
+    with contextlib.suppress(OSError, ValueError):  # the backend may be closed by now
+        wake()

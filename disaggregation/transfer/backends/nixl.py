@@ -1,0 +1,219 @@
+"""KV pages by NIXL, over UCX.
+
+Its ways are those of ``leased_backend``; what else it asks for:
+
+- one agent a link, on either side, with a name of its own: to end an agent is the only way to end a writer's access,
+  and removing a peer from one, to add it again, races,
+- memory registered before an agent's metadata is asked for; pages prepared once a link, as descriptor lists,
+- everything by one thread, which asks after each write, and lets each door take what has come: without being asked, an
+  agent would keep a thread busy that takes a twelfth of a core, also when there is nothing to do.
+
+UCX chooses TCP alone. Where it may let a writer copy by itself, into the memory of another process on the same host,
+no agent that ends can take that memory away. Who sets ``UCX_TLS`` (for RDMA, say) chooses otherwise.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from ....messages.decode import UndeclaredMessage, decode
+from ...errors import LinkLost
+from ..pages import PageGroup, PageWrite
+from .handshake import MAX_GROUPS, MAX_MEANS, Offer
+from .leased_backend import Courier, Door, LeasedBackend
+
+TRANSPORTS = "tcp"
+PLUGIN = "UCX"
+MEMORY = "DRAM"
+DONE, UNDER_WAY = "DONE", "PROC"
+FIRST_BYTES = 64
+SIOCGIFADDR = 0x8915
+"""linux/sockios.h: the IPv4 address of an interface."""
+Address = Annotated[int, Meta(ge=1, le=1 << 62)]
+
+
+class _Means(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``agent``: the door's own metadata. ``addresses``: of the pools in the owner's process."""
+
+    agent: Annotated[bytes, Meta(max_length=MAX_MEANS)]
+    addresses: Annotated[list[Address], Meta(min_length=1, max_length=MAX_GROUPS)]
+
+
+_MEANS = msgspec.msgpack.Decoder(_Means)
+
+
+def _load() -> tuple[Any, tuple[type[Exception], ...]]:
+    """The library and its errors. Raises ``ImportError``."""
+    os.environ.setdefault("UCX_TLS", TRANSPORTS)
+    library, bindings = import_module("nixl_cu12._api"), import_module("nixl_cu12._bindings")
+    logging.getLogger("nixl").setLevel(logging.ERROR)
+    errors = tuple(getattr(bindings, name) for name in dir(bindings) if name.endswith("Error"))
+    return library, errors
+
+
+_LIBRARY, _ERRORS = _load()
+
+
+class NixlBackend(LeasedBackend):
+    """See the module."""
+
+    name = "nixl"
+    asks_doors = True
+
+    def _listen(self) -> tuple[socket.socket, Offer]:
+        sock, offer = super()._listen()
+        device = interface_of(self.place)
+        if device:
+            # Read as the first agent is made. Without it, agents listen on every interface.
+            os.environ.setdefault("UCX_NET_DEVICES", device)
+        return sock, offer
+
+    def _door(self) -> Door:
+        return _NixlDoor(self.epoch, self.groups)
+
+    def _courier(self, offer: Offer, means: bytes) -> Courier:
+        try:
+            known = decode(_MEANS, means, MAX_MEANS)
+        except UndeclaredMessage as e:
+            raise LinkLost(f"the peer does not say how NIXL reaches it: {e}") from e
+        if len(known.addresses) != len(offer.groups):
+            raise LinkLost("the peer has other pools than it said")
+        return _NixlCourier(self.epoch, self.groups, known, offer)
+
+
+def _make_agent(epoch: str, groups: Sequence[PageGroup]) -> Any:
+    try:
+        name = f"{epoch}/{secrets.token_hex(8)}"
+        agent = _LIBRARY.nixl_agent(name, _LIBRARY.nixl_agent_config(backends=[], enable_prog_thread=False))
+        agent.create_backend(PLUGIN, {})
+        memory = [(group.region.address, group.region.nbytes, 0, "") for group in groups]
+        agent.register_memory(memory, MEMORY)
+    except _ERRORS as e:
+        raise LinkLost(f"NIXL can't start an agent: {e}") from e
+    return agent
+
+
+def _pages_at(address: int, num_pages: int, page_bytes: int) -> Any:
+    """[1, 5]: pages behind one another (address, bytes, device, stride, count)."""
+    return np.array([[address, page_bytes, 0, page_bytes, num_pages]], dtype=np.uint64)
+
+
+class _NixlDoor(Door):
+    def __init__(self, epoch: str, groups: Sequence[PageGroup]) -> None:
+        self._agent = _make_agent(epoch, groups)
+        addresses = [group.region.address for group in groups]
+        self.means = msgspec.msgpack.encode(_Means(self._agent.get_agent_metadata(), addresses))
+
+    def look(self) -> None:
+        try:
+            self._agent.get_new_notifs()
+        except _ERRORS as e:
+            raise LinkLost(f"NIXL can't take what the peer writes: {e}") from e
+
+    def close(self) -> None:
+        # The last reference: its destructor closes the endpoints that the peer writes by.
+        self._agent = None
+
+
+class _NixlCourier(Courier):
+    def __init__(self, epoch: str, groups: Sequence[PageGroup], means: _Means, offer: Offer) -> None:
+        self._groups = groups
+        self._means = means
+        self._agent = _make_agent(epoch, groups)
+        try:
+            self._peer = self._agent.add_remote_agent(means.agent)
+            self._lists = [
+                (
+                    self._agent.prep_xfer_dlist(
+                        "NIXL_INIT_AGENT", _pages_at(ours.region.address, ours.num_pages, ours.page_bytes), MEMORY
+                    ),
+                    self._agent.prep_xfer_dlist(
+                        self._peer, _pages_at(address, theirs.num_pages, theirs.page_bytes), MEMORY
+                    ),
+                )
+                for ours, theirs, address in zip(groups, offer.groups, means.addresses, strict=True)
+            ]
+            # Into page 0, which is padding.
+            self._first = self._post(
+                [(groups[0].region.address, FIRST_BYTES, 0)], [(means.addresses[0], FIRST_BYTES, 0)]
+            )
+        except _ERRORS as e:
+            raise LinkLost(f"NIXL can't reach the peer: {e}") from e
+        self._reached = False
+
+    def is_ready(self) -> bool:
+        self._reached = self._reached or self.has_landed(self._first)
+        return self._reached
+
+    def start(self, pages: PageWrite) -> Any:
+        try:
+            if pages.layers == self._groups[pages.group].whole():
+                here, there = self._lists[pages.group]
+                handle = self._agent.make_prepped_xfer("WRITE", here, pages.src, there, pages.dst)
+                self._agent.transfer(handle)
+                return handle
+            return self._post(*self._parts(pages))
+        except _ERRORS as e:
+            raise LinkLost(f"NIXL did not take a write: {e}") from e
+
+    def _parts(self, pages: PageWrite) -> tuple[Any, Any]:
+        """[N, 3] each: some layers of pages, here and there."""
+        group, sides = self._groups[pages.group], []
+        for address, numbers in (
+            (group.region.address, pages.src),
+            (self._means.addresses[pages.group], pages.dst),
+        ):
+            spans = group.spans(numbers, pages.layers)
+            device = np.zeros(len(spans), np.int64)
+            sides.append(np.stack((spans[:, 0] + address, spans[:, 1], device), axis=1).astype(np.uint64))
+        return sides[0], sides[1]
+
+    def _post(self, here: Any, there: Any) -> Any:
+        local = self._agent.get_xfer_descs(here, MEMORY)
+        remote = self._agent.get_xfer_descs(there, MEMORY)
+        handle = self._agent.initialize_xfer("WRITE", local, remote, self._peer)
+        self._agent.transfer(handle)
+        return handle
+
+    def has_landed(self, write: Any) -> bool:
+        try:
+            state = self._agent.check_xfer_state(write)
+            if state == UNDER_WAY:
+                return False
+            if state != DONE:
+                raise LinkLost(f"a write failed (NIXL says {state})")
+            self._agent.release_xfer_handle(write)
+        except _ERRORS as e:
+            raise LinkLost(f"a write failed: {e}") from e
+        return True
+
+    def close(self) -> None:
+        # Whatever refers to an agent keeps it alive.
+        self._first = None
+        self._lists.clear()
+        self._agent = None
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has this IPv4 address, "" where none has."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(sock, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # it has none
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return ""
