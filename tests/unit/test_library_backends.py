@@ -10,11 +10,10 @@ import time
 import numpy as np
 import pytest
 from support.handovers import named
+from support.libraries import is_missing
 from support.machine import limit
 from support.transfer_child import Child
 
-from pdserve.disaggregation.errors import BackendUnavailable
-from pdserve.disaggregation.transfer.backends.registry import find_backend
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
     AdmitPeer,
@@ -33,18 +32,6 @@ from pdserve.messages.worker import (
 PAGE, PAGES = 64 << 10, 513
 ALL = np.arange(1, PAGES, dtype=np.int32)
 QUIET_SECONDS = 0.5
-
-
-def is_missing(name: str) -> bool:
-    """Asked of a process of its own: what these libraries do to the process that loads them stays there."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            find_backend(name)
-        except BackendUnavailable:
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(pid, 0)[1] != 0
 
 
 @pytest.fixture(scope="module", params=["nixl", "mooncake"])

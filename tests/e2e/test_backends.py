@@ -1,0 +1,132 @@
+"""Every transfer backend between real instances: the tokens of one instance, and streams that outlive their prefill."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+
+import httpx
+import pytest
+from support.libraries import is_missing
+from support.machine import limit
+from support.processes import ONE_THREAD, launched, pd_pair, wait_until
+from support.scrape import Page
+
+KINDS = ("tcp", "nixl", "mooncake", "shm")
+QUICK = KINDS[:-1]
+"""Those of every change; shm has most of the other tests."""
+TOKENS = 24
+CHUNKED = ("--chunked-prefill-size", "64")
+SHARED = [(i * 7919) % 40000 + 100 for i in range(96)]
+FRESH = [(i * 13 + 11) % 40000 + 100 for i in range(96)]
+"""Of which nobody holds anything."""
+PROMPTS = {
+    "whole": [[5, 6, 7], SHARED[:33]],
+    "chunked": [[(i * 31 + 7) % 40000 + 100 for i in range(300)], [(i * 17 + 3) % 40000 + 100 for i in range(513)]],
+    "prefix held": [[*SHARED, 9, 8, 7], [*SHARED, 5]],
+}
+
+
+@pytest.fixture
+def kind(request):
+    if is_missing(request.param):
+        pytest.skip(f"{request.param} is not installed here")
+    return request.param
+
+
+def body(ids: list[int], tokens: int = TOKENS) -> dict:
+    return {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}}
+
+
+def answered(server, tokens: int = TOKENS) -> dict[str, list]:
+    """The output of each prompt, in order; the last ones find what the first of them left."""
+    return {what: [server.generate(**body(ids, tokens)) for ids in prompts] for what, prompts in PROMPTS.items()}
+
+
+def outputs(answers: dict[str, list]) -> dict[str, list]:
+    return {what: [answer["output_ids"] for answer in found] for what, found in answers.items()}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, tiny_args):
+    with launched(tmp_path_factory.mktemp("alone"), "alone", "server", *ONE_THREAD, *tiny_args) as server:
+        server.wait_healthy()
+        long = server.generate(**body(FRESH, 400))["output_ids"]
+        return outputs(answered(server)), long
+
+
+@pytest.mark.parametrize("kind", QUICK, indirect=True)
+def test_tokens_are_those_of_one_instance_and_streams_outlive_their_prefill(tmp_path, tiny_args, reference, kind):
+    expected, long = reference
+    with pd_pair(tmp_path, kind, *tiny_args, *CHUNKED) as pair:
+        found = answered(pair.router)
+        assert outputs(found) == expected
+        moved = {what: [a["meta_info"]["timing"]["transfer_bytes"] for a in found[what]] for what in found}
+        assert all(all(count) for count in moved.values())
+        assert moved["prefix held"][1] < moved["prefix held"][0] / 3
+        pair.assert_all_returned()
+        outlive(pair, long)
+
+
+def outlive(pair, expected: list[int]) -> None:
+    """Kill the prefill between the first token, which the client has, and its KV, which can't land."""
+    worker = pair.decode.family()["worker"]
+    worker.suspend()
+    with httpx.stream(
+        "POST",
+        pair.router.url + "/generate",
+        json={**body(SHARED[::-1] + SHARED, 1), "stream": True},
+        timeout=limit(30),
+    ) as one_token:
+        # It ends with its first token: that is all that it was asked for, and its KV is not waited for.
+        assert "[DONE]" in one_token.read().decode()
+    told: list[dict] = []
+    first = threading.Event()
+
+    def read() -> None:
+        asked = {**body(FRESH, 400), "stream": True}
+        with httpx.stream("POST", pair.router.url + "/generate", json=asked, timeout=limit(60)) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: {"):
+                    told.append(json.loads(line[6:]))
+                    first.set()
+
+    client = threading.Thread(target=read)
+    client.start()
+    try:
+        assert first.wait(limit(20))
+        assert len(told[0]["output_ids"]) == 1
+        pair.prefill.process.kill()
+        wait_until(lambda: " is gone: " in pair.decode.log(), 10, "the decode knows")
+    finally:
+        worker.resume()
+    client.join(limit(60))
+    assert told[-1]["output_ids"] == expected
+    page = Page(pair.decode.client.get(pair.decode.url + "/metrics").text)
+    assert page.total("pdserve_handovers_recomputed_total") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS, indirect=True)
+def test_every_shape_of_cluster_on_the_real_model(tmp_path, kind):
+    """Prefills × decodes, each prompt whole, in chunks and behind a prefix that the decode holds."""
+    real = ("--dtype", "float32")
+    with launched(tmp_path, "alone", "server", *ONE_THREAD, *real) as server:
+        server.wait_healthy()
+        expected = outputs(answered(server))
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    for prefills, decodes in itertools.product((1, 2), repeat=2):
+        shape = ("--prefill", str(prefills), "--decode", str(decodes), "--disaggregation-transfer-backend", kind)
+        args = ("up", *shape, "--threads", "1", *real, *CHUNKED, "--mem-fraction-static", "0.2")
+        with launched(tmp_path, f"{prefills}{decodes}", *args) as router:
+            router.wait_healthy()
+            wait_until(lambda r=router: all_there(r), 60, "all instances are there")
+            for _ in range(2):  # by turns, so that every pair serves
+                assert outputs(answered(router)) == expected, (cores, prefills, decodes)
+
+
+def all_there(router) -> bool:
+    return all(instance["state"] == "healthy" for instance in router.info()["instances"])
