@@ -74,13 +74,15 @@ class ReqTimes:
     """When nothing but memory and its turn kept the request waiting (a hand-over's peer has turned up)."""
     admitted: float = 0.0
     first_token: float = 0.0
+    landed: float = 0.0
+    """When the KV that a peer has computed was there and right."""
     last_token: float = 0.0
     """When the newest token that was generated here became known."""
 
     @property
     def decode_ms(self) -> float:
-        """From the first token to the newest."""
-        return (self.last_token - self.first_token) * 1000 if self.last_token else 0.0
+        """From the first token, or from when it could be followed, to the newest."""
+        return max(0.0, self.last_token - max(self.first_token, self.landed)) * 1000 if self.last_token else 0.0
 
 
 @dataclass(slots=True, eq=False)

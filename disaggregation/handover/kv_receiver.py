@@ -273,6 +273,7 @@ class KVReceivers:
         self.done += 1
         self.bytes_received += there.transfer_bytes
         if not req.is_ended:
+            req.times.landed = now
             self._take_times(receiver, there, now)
             self._scheduler.start_landed(req)
 

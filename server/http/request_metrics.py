@@ -95,7 +95,7 @@ class RequestMetrics:
         if item.finish.type is FinishType.ABORT or item.meta is None:
             return  # how long an answer took that was cut short is no latency
         timing, tokens = item.meta.timing, len(choice.token_ids) + count
-        to_first_token = (timing.queue_ms + timing.prefill_ms + timing.transfer_ms) / MS
+        to_first_token = (timing.queue_ms + timing.prefill_ms) / MS
         if choice.kind is Kind.WHOLE:
             # Nobody saw its first token come.
             choice.first_token_at = choice.arrival + to_first_token
@@ -109,7 +109,8 @@ class RequestMetrics:
         if choice.was_handed_over:
             self.transfer.observe(timing.transfer_ms / MS)
         if tokens > 1:
-            self.per_token.observe(timing.decode_ms / MS / (tokens - 1))
+            # KV that is under way keeps the second token waiting, not the first.
+            self.per_token.observe((timing.transfer_ms + timing.decode_ms) / MS / (tokens - 1))
 
     def _leg_ended(self, finish: FinishType, meta: ReqMeta | None) -> None:
         if finish is FinishType.ABORT or meta is None:
