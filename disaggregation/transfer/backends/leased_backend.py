@@ -17,24 +17,38 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from ....messages.base import I32, HandoverId
+from ....messages.decode import UndeclaredMessage, decode
 from ...errors import LinkLost
 from ...wire import tcp_socket
 from ...wire.stream import Stream, expect_end
 from ..pages import PageWrite
 from . import tcp_place
 from .base import Capabilities, Completion, WriteHandle, WriteState
-from .handshake import Offer
+from .handshake import MAX_GROUPS, MAX_MEANS, Offer
 from .link import IncomingLink, LinkPhase, OutgoingLink
 from .socket_backend import SocketBackend
 
 
-class Door(ABC):
-    """The library's end by which one peer writes our pools. ``means``: what that peer needs to know of it."""
+class Means(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``end``: how the library finds a door. ``addresses``: of the pools behind it, in the owner's process."""
 
-    means: bytes
+    end: Annotated[bytes, Meta(max_length=MAX_MEANS)]
+    addresses: Annotated[list[Annotated[int, Meta(ge=1, le=1 << 62)]], Meta(min_length=1, max_length=MAX_GROUPS)]
+
+
+_MEANS = msgspec.msgpack.Decoder(Means)
+
+
+class Door(ABC):
+    """The library's end by which one peer writes our pools. ``end``: how that peer's library finds it."""
+
+    end: bytes
 
     def look(self) -> None:  # noqa: B027
         """Let the library take what has come. Raises ``LinkLost``."""
@@ -84,12 +98,26 @@ class LeasedBackend(SocketBackend):
         self._granted.discard((peer, handover))
 
     @abstractmethod
-    def _door(self) -> Door:
+    def door(self) -> Door:
         """For one peer. Raises ``LinkLost``."""
 
     @abstractmethod
-    def _courier(self, offer: Offer, means: bytes) -> Courier:
+    def _courier(self, offer: Offer, means: Means) -> Courier:
         """To one peer. Raises ``LinkLost``."""
+
+    def means_of(self, door: Door) -> bytes:
+        """What a peer is told of its door."""
+        return msgspec.msgpack.encode(Means(door.end, [group.region.address for group in self.groups]))
+
+    def courier_to(self, offer: Offer, told: bytes) -> Courier:
+        """To the peer that has told this of its door. Raises ``LinkLost``."""
+        try:
+            means = decode(_MEANS, told, MAX_MEANS)
+        except UndeclaredMessage as e:
+            raise LinkLost(f"the peer does not say how {self.name} reaches it: {e}") from e
+        if len(means.addresses) != len(offer.groups):
+            raise LinkLost("the peer has other pools than it said")
+        return self._courier(offer, means)
 
     def _listen(self) -> tuple[socket.socket, Offer]:
         sock, self.place, port = tcp_place.listen(self.host, self.port, self.advertise_host)
@@ -152,8 +180,8 @@ class _LeaseReader(IncomingLink):
         self._door: Door | None = None
 
     def welcome(self) -> bytes:
-        self._door = self._backend._door()
-        return self._door.means
+        self._door = self._backend.door()
+        return self._backend.means_of(self._door)
 
     def opened(self) -> None:
         self.opened_at = time.monotonic()
@@ -181,7 +209,7 @@ class _LeaseWriter(OutgoingLink):
         expect_end(self.stream)
 
     def welcomed(self, means: bytes) -> None:
-        self._courier = self._backend._courier(self.offer, means)
+        self._courier = self._backend.courier_to(self.offer, means)
 
     def is_ready(self) -> bool:
         assert self._courier is not None

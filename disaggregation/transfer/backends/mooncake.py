@@ -23,16 +23,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
-from msgspec import Meta
-
-from ....messages.decode import UndeclaredMessage, decode
 from ...errors import LinkLost, RegionError
 from ..pages import PageGroup, PageWrite, paired_spans
-from .handshake import MAX_GROUPS, MAX_MEANS, Offer
-from .leased_backend import Courier, Door, LeasedBackend
+from .handshake import Offer
+from .leased_backend import Courier, Door, LeasedBackend, Means
 
 ACCEPT_SECONDS = 0.02
 FIRST_BYTES = 64
@@ -61,16 +57,6 @@ def _load() -> Any:
 _LIBRARY = _load()
 
 
-class _Means(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``session``: what the library calls the door. ``addresses``: of the pools in the owner's process."""
-
-    session: Annotated[str, Meta(max_length=128)]
-    addresses: Annotated[list[Annotated[int, Meta(ge=1, le=1 << 62)]], Meta(min_length=1, max_length=MAX_GROUPS)]
-
-
-_MEANS = msgspec.msgpack.Decoder(_Means)
-
-
 class MooncakeBackend(LeasedBackend):
     """See the module."""
 
@@ -83,17 +69,11 @@ class MooncakeBackend(LeasedBackend):
             raise RegionError(f"mooncake reaches IPv4 addresses only, not {self.place}: give another --host")
         return sock, offer
 
-    def _door(self) -> Door:
+    def door(self) -> Door:
         return _MooncakeDoor(self.place, self.groups)
 
-    def _courier(self, offer: Offer, means: bytes) -> Courier:
-        try:
-            known = decode(_MEANS, means, MAX_MEANS)
-        except UndeclaredMessage as e:
-            raise LinkLost(f"the peer does not say how mooncake reaches it: {e}") from e
-        if len(known.addresses) != len(offer.groups):
-            raise LinkLost("the peer has other pools than it said")
-        return _MooncakeCourier(self.place, self.groups, known, self.wake)
+    def _courier(self, offer: Offer, means: Means) -> Courier:
+        return _MooncakeCourier(self.place, self.groups, means, self.wake)
 
 
 def _make_engine(place: str, groups: Sequence[PageGroup]) -> Any:
@@ -122,8 +102,7 @@ def _limit_accept(port: int) -> None:
 class _MooncakeDoor(Door):
     def __init__(self, place: str, groups: Sequence[PageGroup]) -> None:
         self._engine = _make_engine(place, groups)
-        addresses = [group.region.address for group in groups]
-        self.means = msgspec.msgpack.encode(_Means(f"{place}:{self._engine.get_rpc_port()}", addresses))
+        self.end = f"{place}:{self._engine.get_rpc_port()}".encode()
 
     def close(self) -> None:
         # The last reference: its destructor waits for what is landing.
@@ -131,14 +110,15 @@ class _MooncakeDoor(Door):
 
 
 class _MooncakeCourier(Courier):
-    def __init__(self, place: str, groups: Sequence[PageGroup], means: _Means, wake: Callable[[], None]) -> None:
+    def __init__(self, place: str, groups: Sequence[PageGroup], means: Means, wake: Callable[[], None]) -> None:
         self._groups = groups
-        self._means = means
+        self._addresses = means.addresses
+        self._session = means.end.decode(errors="replace")
         self._engine = _make_engine(place, groups)
         self._contact = _Contact()
         here, there = groups[0].region.address, means.addresses[0]
         # Into page 0, which is padding. The thread has the engine while it waits, whatever becomes of the link.
-        args = (self._engine, means.session, here, there, self._contact, wake)
+        args = (self._engine, self._session, here, there, self._contact, wake)
         threading.Thread(target=_make_contact, args=args, name="mooncake-contact", daemon=True).start()
 
     def is_ready(self) -> bool:
@@ -147,7 +127,7 @@ class _MooncakeCourier(Courier):
         return self._contact.made
 
     def start(self, pages: PageWrite) -> list[int]:
-        here, there = self._groups[pages.group].region.address, self._means.addresses[pages.group]
+        here, there = self._groups[pages.group].region.address, self._addresses[pages.group]
         local, remote = paired_spans(pages, self._groups[pages.group])
         return [
             self._submit(here + source, there + target, length)
@@ -155,7 +135,7 @@ class _MooncakeCourier(Courier):
         ]
 
     def _submit(self, here: int, there: int, length: int) -> int:
-        number = int(self._engine.transfer_submit_write(self._means.session, here, there, length))
+        number = int(self._engine.transfer_submit_write(self._session, here, there, length))
         if not number:
             raise LinkLost("mooncake did not take a write")
         return number

@@ -24,15 +24,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
-import msgspec
 import numpy as np
 from msgspec import Meta
 
-from ....messages.decode import UndeclaredMessage, decode
 from ...errors import LinkLost
 from ..pages import PageGroup, PageWrite
-from .handshake import MAX_GROUPS, MAX_MEANS, Offer
-from .leased_backend import Courier, Door, LeasedBackend
+from .handshake import Offer
+from .leased_backend import Courier, Door, LeasedBackend, Means
 
 TRANSPORTS = "tcp"
 PLUGIN = "UCX"
@@ -42,16 +40,6 @@ FIRST_BYTES = 64
 SIOCGIFADDR = 0x8915
 """linux/sockios.h: the IPv4 address of an interface."""
 Address = Annotated[int, Meta(ge=1, le=1 << 62)]
-
-
-class _Means(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``agent``: the door's own metadata. ``addresses``: of the pools in the owner's process."""
-
-    agent: Annotated[bytes, Meta(max_length=MAX_MEANS)]
-    addresses: Annotated[list[Address], Meta(min_length=1, max_length=MAX_GROUPS)]
-
-
-_MEANS = msgspec.msgpack.Decoder(_Means)
 
 
 def _load() -> tuple[Any, tuple[type[Exception], ...]]:
@@ -80,17 +68,11 @@ class NixlBackend(LeasedBackend):
             os.environ.setdefault("UCX_NET_DEVICES", device)
         return sock, offer
 
-    def _door(self) -> Door:
+    def door(self) -> Door:
         return _NixlDoor(self.epoch, self.groups)
 
-    def _courier(self, offer: Offer, means: bytes) -> Courier:
-        try:
-            known = decode(_MEANS, means, MAX_MEANS)
-        except UndeclaredMessage as e:
-            raise LinkLost(f"the peer does not say how NIXL reaches it: {e}") from e
-        if len(known.addresses) != len(offer.groups):
-            raise LinkLost("the peer has other pools than it said")
-        return _NixlCourier(self.epoch, self.groups, known, offer)
+    def _courier(self, offer: Offer, means: Means) -> Courier:
+        return _NixlCourier(self.epoch, self.groups, means, offer)
 
 
 def _make_agent(epoch: str, groups: Sequence[PageGroup]) -> Any:
@@ -113,8 +95,7 @@ def _pages_at(address: int, num_pages: int, page_bytes: int) -> Any:
 class _NixlDoor(Door):
     def __init__(self, epoch: str, groups: Sequence[PageGroup]) -> None:
         self._agent = _make_agent(epoch, groups)
-        addresses = [group.region.address for group in groups]
-        self.means = msgspec.msgpack.encode(_Means(self._agent.get_agent_metadata(), addresses))
+        self.end: bytes = self._agent.get_agent_metadata()
 
     def look(self) -> None:
         try:
@@ -128,12 +109,12 @@ class _NixlDoor(Door):
 
 
 class _NixlCourier(Courier):
-    def __init__(self, epoch: str, groups: Sequence[PageGroup], means: _Means, offer: Offer) -> None:
+    def __init__(self, epoch: str, groups: Sequence[PageGroup], means: Means, offer: Offer) -> None:
         self._groups = groups
-        self._means = means
+        self._addresses = means.addresses
         self._agent = _make_agent(epoch, groups)
         try:
-            self._peer = self._agent.add_remote_agent(means.agent)
+            self._peer = self._agent.add_remote_agent(means.end)
             self._lists = [
                 (
                     self._agent.prep_xfer_dlist(
@@ -173,7 +154,7 @@ class _NixlCourier(Courier):
         group, sides = self._groups[pages.group], []
         for address, numbers in (
             (group.region.address, pages.src),
-            (self._means.addresses[pages.group], pages.dst),
+            (self._addresses[pages.group], pages.dst),
         ):
             spans = group.spans(numbers, pages.layers)
             device = np.zeros(len(spans), np.int64)
