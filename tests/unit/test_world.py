@@ -16,6 +16,9 @@ from support.world.two_rooms import FAULTS, TwoRooms
 
 HANDOVERS = int(os.environ.get("PDSERVE_SIMULATED_HANDOVERS", "100000"))
 SEARCH_SECONDS = 600.0
+RULES = {"tcp": {}, "shm": {"lets_go": True}, "hostile": {"hostile": True}}
+"""Of the links, see ``SimBackend``."""
+SHARES = 2 * len(RULES)
 WHOLE = ("none", "abort", "repeat", "corrupt")
 
 
@@ -30,19 +33,19 @@ def explored(seconds: float = SEARCH_SECONDS, **scene) -> Found:
     return explore(lambda: TwoRooms(**scene), seconds=seconds)
 
 
-@pytest.mark.parametrize("lets_go", [False, True], ids=["tcp", "shm"])
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
-def test_where_nothing_goes_wrong_nothing_fails(modes, lets_go) -> None:
-    campaign = Campaign(1, modes, lets_go=lets_go)
+def test_where_nothing_goes_wrong_nothing_fails(modes, rules) -> None:
+    campaign = Campaign(1, modes, **rules)
     campaign.run(200)
     assert campaign.outcomes["finished"] > 300
 
 
-@pytest.mark.parametrize("lets_go", [False, True], ids=["tcp", "shm"])
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_whatever_goes_wrong_nothing_is_lost(modes, lets_go, seed) -> None:
-    campaign = Campaign(seed, modes, faults=8, lets_go=lets_go)
+def test_whatever_goes_wrong_nothing_is_lost(modes, rules, seed) -> None:
+    campaign = Campaign(seed, modes, faults=8, **rules)
     campaign.run(200, rate=15.0)
     assert campaign.outcomes["finished"] > 80
     assert campaign.faults.total() > 5
@@ -50,19 +53,19 @@ def test_whatever_goes_wrong_nothing_is_lost(modes, lets_go, seed) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("lets_go", [False, True], ids=["tcp", "shm"])
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
-def test_a_hundred_thousand_hand_overs(modes, lets_go, capsys) -> None:
-    """A quarter of them here, in worlds of a thousand: an old world has little that is new."""
+def test_a_hundred_thousand_hand_overs(modes, rules, capsys) -> None:
+    """A share of them here, in worlds of a thousand: an old world has little that is new."""
     finished = faults = 0
-    for seed in range(100, 100 + max(1, HANDOVERS // 4000)):
-        campaign = Campaign(seed, modes, faults=seed % 5 * 2.0, lets_go=lets_go)
+    for seed in range(100, 100 - (-HANDOVERS // SHARES // 1000)):
+        campaign = Campaign(seed, modes, faults=seed % 5 * 2.0, **rules)
         campaign.run(1000, rate=20.0)
         finished += campaign.outcomes["finished"]
         faults += campaign.faults.total()
     with capsys.disabled():
-        print(f"\n{HANDOVERS // 4} hand-overs, {faults} faults: {finished} legs finished as they should")
-    assert finished > HANDOVERS // 4
+        print(f"\n{HANDOVERS // SHARES} hand-overs, {faults} faults: {finished} legs finished as they should")
+    assert finished > HANDOVERS // SHARES
 
 
 def test_every_order_of_two_rooms() -> None:

@@ -51,7 +51,9 @@ class Slot:
 class Campaign:
     """``modes``: one instance for each. ``faults``: how many, on average, for a hundred hand-overs."""
 
-    def __init__(self, seed: int, modes: tuple[str, ...], *, faults: float = 0.0, lets_go: bool = False) -> None:
+    def __init__(
+        self, seed: int, modes: tuple[str, ...], *, faults: float = 0.0, lets_go: bool = False, hostile: bool = False
+    ) -> None:
         self.rng = random.Random(seed)
         self.world = World()
         self.chance = Chance(self.world, self.rng)
@@ -61,7 +63,7 @@ class Campaign:
         self.submitted: dict[tuple[str, str], str] = {}
         """By instance and request: whether anything was done to it that may fail it."""
         self._fault_rate = faults / 100
-        self._lets_go = lets_go
+        self._lets_go, self._hostile = lets_go, hostile
         self._slots = [Slot(mode, 9000 + i) for i, mode in enumerate(modes)]
         self._rids = itertools.count()
         self._rooms: list[int] = []
@@ -90,7 +92,7 @@ class Campaign:
         slot.frozen_until.clear()
         options = make_options(**(OPTIONS | {"disaggregation_mode": slot.mode}))
         epoch = f"{slot.mode[0]}{slot.bootstrap_port - 9000}.{slot.lives}"
-        slot.node = Node(self.world, epoch, slot.bootstrap_port, options, lets_go=self._lets_go)
+        slot.node = Node(self.world, epoch, slot.bootstrap_port, options, lets_go=self._lets_go, hostile=self._hostile)
         self._beat(slot, slot.node)
         self._renew(slot, slot.node)
 
@@ -195,6 +197,8 @@ class Campaign:
 
     def _fault(self) -> None:
         faults = [self._crash, self._break_control, self._break_data, self._freeze, self._repeat, self._corrupt]
+        if self._hostile:
+            faults += [self._lose] * 3
         fault = self.rng.choice(faults)
         slot = self.rng.choice(self._slots)
         if slot.node is not None and fault(slot, slot.node):
@@ -265,6 +269,10 @@ class Campaign:
             node.backend.corrupts = False
 
         self.chance.after(0.1, mend)
+        return True
+
+    def _lose(self, slot: Slot, node: Node) -> bool:
+        node.backend.loses = True
         return True
 
     def _cut(self, channel: Channel) -> None:

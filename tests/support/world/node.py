@@ -112,7 +112,16 @@ class Pipe:
 class Node:
     """One life of an instance. Its mode is that of ``options``."""
 
-    def __init__(self, world: World, epoch: str, bootstrap_port: int, options: Any, *, lets_go: bool = False) -> None:
+    def __init__(
+        self,
+        world: World,
+        epoch: str,
+        bootstrap_port: int,
+        options: Any,
+        *,
+        lets_go: bool = False,
+        hostile: bool = False,
+    ) -> None:
         self.world = world
         self.epoch = epoch
         self.options = options
@@ -120,7 +129,7 @@ class Node:
         self.frozen = self.worker_frozen = False
         """Whether its scheduler, and its worker, hang."""
         self.sim_worker = SimWorker(options)
-        self.backend = SimBackend(world, epoch, self.work, lets_go=lets_go)
+        self.backend = SimBackend(world, epoch, self.work, lets_go=lets_go, hostile=hostile)
         page_bytes = options.page_size * 8
         region: Any = SimRegion(self.sim_worker.kv)
         said = make_worker_ready(options)

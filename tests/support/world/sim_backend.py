@@ -3,7 +3,9 @@
 The states of a pair are those of ``SocketBackend``: links fall together, who lost one is fenced until admitted. As with
 ``tcp``, an owner that closes a link takes nothing more from it, what was written before may still land until the end of
 the link is seen, and a page that was not granted waits. As with ``shm`` (``lets_go``), the writer alone can end its
-access, writes nothing after, and writes at once what it likes.
+access, writes nothing after, and writes at once what it likes. As the worst of libraries (``hostile``), pages land in
+any order, granted or not, also behind their writer's death or its word that it can't tell whether they will: until the
+owner has closed the link.
 
 Not here: the limits of time (5 s of a handshake, 10 s of a stall), and that a process that hangs welcomes nobody.
 """
@@ -62,19 +64,24 @@ class Record:
 class SimBackend(TransferBackend):
     """See the module. ``on_news``: there are events, or writes have ended."""
 
-    def __init__(self, world: World, epoch: str, on_news: Callable[[], None], *, lets_go: bool) -> None:
+    def __init__(
+        self, world: World, epoch: str, on_news: Callable[[], None], *, lets_go: bool, hostile: bool = False
+    ) -> None:
         self.epoch = epoch
         self.alive = True
         self.frozen = False
         self.corrupts = False
         """Whether what it writes arrives wrong."""
+        self.loses = False
+        """Whether nobody will know what becomes of its next write."""
         self.pool = memoryview(b"")
         self.page_bytes = 0
         self.granted: dict[int, tuple[str, HandoverId]] = {}
         self._world = world
         self._on_news = on_news
         self._lets_go = lets_go
-        self.can = Capabilities(revokes=not lets_go, checks_grants=not lets_go)
+        self._hostile = hostile
+        self.can = Capabilities(revokes=not lets_go, checks_grants=not lets_go and not hostile)
         self._peers: dict[str, Record] = {}
         self._fenced: set[str] = set()
         self._events: list[LinkEvent] = []
@@ -124,8 +131,12 @@ class SimBackend(TransferBackend):
         handle = WriteHandle()
         link.handles.append(handle)
         both = list(zip(pages.src.tolist(), pages.dst.tolist(), strict=True))
+        left = set(both)
         for here, there in both:
-            self._post_page(link, handle, pages.handover, here, there, last=(here, there) == both[-1])
+            self._post_page(link, handle, pages.handover, here, there, left)
+        if self.loses:
+            self.loses = False
+            handle.state, handle.error = WriteState.LOST, "nobody knows"
         return handle
 
     def poll(self, handle: WriteHandle) -> WriteState:
@@ -180,24 +191,29 @@ class SimBackend(TransferBackend):
                 self._post_end(link, "back", "the owner died")
 
     def _post_page(
-        self, link: Link, handle: WriteHandle, handover: HandoverId, here: int, there: int, *, last: bool
+        self, link: Link, handle: WriteHandle, handover: HandoverId, here: int, there: int, left: set[tuple[int, int]]
     ) -> None:
         def land() -> None:
-            self._land(link, handle, here, there, last=last)
+            self._land(link, handle, here, there, left)
 
         def ready() -> bool:
             owner = link.owner
             assert owner is not None
             if self._lets_go:
                 return not self.frozen
-            if owner.frozen:
+            if owner.frozen and owner.alive:
                 return False
-            return not owner.alive or not link.owned or owner.granted.get(there) == (self.epoch, handover)
+            return (
+                self._hostile or not owner.alive or not link.owned or owner.granted.get(there) == (self.epoch, handover)
+            )
 
         what = f"{self.epoch} writes page {there}"
-        self._world.post(link.channel("out"), what, land, b"%d %d" % (here, there), ready)
+        channel = link.channel(f"page {there}" if self._hostile else "out")
+        if self.loses:
+            channel = ("late", link.number, f"page {there}")
+        self._world.post(channel, what, land, b"%d %d" % (here, there), ready)
 
-    def _land(self, link: Link, handle: WriteHandle, here: int, there: int, *, last: bool) -> None:
+    def _land(self, link: Link, handle: WriteHandle, here: int, there: int, left: set[tuple[int, int]]) -> None:
         owner = link.owner
         assert owner is not None
         if not owner.alive or not link.owned or (self._lets_go and not link.written):
@@ -206,7 +222,8 @@ class SimBackend(TransferBackend):
         owner.pool[there * size : (there + 1) * size] = self.pool[here * size : (here + 1) * size]
         if self.corrupts:
             owner.pool[(there + 1) * size - 8] ^= 1  # of the last token, which the next one is computed from
-        if last and link.written and self.alive:
+        left.discard((here, there))
+        if not left and link.written and self.alive and handle.state is WriteState.PENDING:
             handle.state = WriteState.DONE
             link.handles.remove(handle)
             self._on_news()

@@ -16,6 +16,7 @@ MEAN_DELAYS = {
     "events": 0.0005,
     "control": 0.001,
     "data": 0.0005,
+    "late": 1.0,
     "find": 0.003,
 }
 """Seconds. Now and then, one takes fifty times as long."""
