@@ -12,7 +12,11 @@ import pytest
 from support.world.campaign import EQUALS, PAIR, Campaign
 from support.world.explorer import Found, explore
 from support.world.seeded import MISTAKES, QUICKLY_FOUND
+from support.world.sim_backend import SimBackend
 from support.world.two_rooms import FAULTS, TwoRooms
+from support.world.world import Violation
+
+from pdserve.disaggregation.transfer.backends.base import WriteState
 
 HANDOVERS = int(os.environ.get("PDSERVE_SIMULATED_HANDOVERS", "100000"))
 SEARCH_SECONDS = 600.0
@@ -112,3 +116,21 @@ def test_a_mistake_is_found(mistake, monkeypatch, capsys) -> None:
 def test_some_mistakes_are_found_at_once(mistake, monkeypatch) -> None:
     mistake(monkeypatch)
     assert explored(**MISTAKES[mistake]).violation is not None
+
+
+def test_a_lost_write_that_is_taken_for_a_failed_one_is_found(monkeypatch) -> None:
+    """Its pages would be given to others while it may still land."""
+    poll = SimBackend.poll
+
+    def sure(self, handle):
+        state = poll(self, handle)
+        return WriteState.FAILED if state is WriteState.LOST else state
+
+    monkeypatch.setattr(SimBackend, "poll", sure)
+
+    def many() -> None:
+        for seed in range(1, 20):
+            Campaign(seed, EQUALS, faults=60, hostile=True).run(1000, rate=20.0)
+
+    with pytest.raises(Violation, match="wrong KV was used"):
+        many()
