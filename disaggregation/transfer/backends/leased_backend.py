@@ -204,6 +204,7 @@ class _LeaseWriter(OutgoingLink):
         self._backend = backend
         self._courier: Courier | None = None
         self._under_way: deque[tuple[WriteHandle, Any]] = deque()
+        self._not_taken: list[WriteHandle] = []
 
     def opened(self) -> None:
         expect_end(self.stream)
@@ -225,6 +226,7 @@ class _LeaseWriter(OutgoingLink):
         except LinkLost as e:
             # The link has to go, but not within this call, whose caller has no handle yet.
             handle.state, handle.error = WriteState.LOST, str(e)
+            self._not_taken.append(handle)
         return handle
 
     def look(self) -> None:
@@ -243,9 +245,10 @@ class _LeaseWriter(OutgoingLink):
         return self.stream.last_progress + self._backend.stall_seconds if self._under_way else None
 
     def closed(self, reason: str) -> None:
-        for handle, _ in self._under_way:
-            handle.state, handle.error = WriteState.FAILED, reason
+        for handle in (*(handle for handle, _ in self._under_way), *self._not_taken):
+            handle.state, handle.error = WriteState.FAILED, handle.error or reason
         self._under_way.clear()
+        self._not_taken.clear()
         courier, self._courier = self._courier, None
         if courier is not None:
             courier.close()

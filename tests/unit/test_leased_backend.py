@@ -1,0 +1,179 @@
+"""What a library may do to a leased link, by one that does it on command."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+
+import numpy as np
+import pytest
+from support.handovers import named
+from support.machine import limit
+
+from pdserve.disaggregation.errors import LinkLost
+from pdserve.disaggregation.transfer.backends.leased_backend import Courier, Door, LeasedBackend
+from pdserve.disaggregation.transfer.engine import TransferEngine
+from pdserve.disaggregation.transfer.pages import paired_spans
+from pdserve.disaggregation.transfer.region import allocate_region
+from pdserve.messages.base import pack_i32
+from pdserve.messages.worker import (
+    AdmitPeer,
+    ConnectPeer,
+    PeerAdmitted,
+    PeerConnected,
+    PeerFailed,
+    PeerLinkDown,
+    SendEnded,
+    SendPages,
+)
+
+PAGE, PAGES = 4096, 9
+
+
+class CopyDoor(Door):
+    end = b"here"
+
+    def __init__(self, library):
+        self.library = library
+        library.doors += 1
+
+    def look(self):
+        if self.library.door_breaks:
+            raise LinkLost("the door broke")
+
+    def close(self):
+        self.library.doors -= 1
+
+
+class CopyCourier(Courier):
+    def __init__(self, library, group, means):
+        self.library, self.group, self.address = library, group, means.addresses[0]
+        library.couriers += 1
+
+    def is_ready(self):
+        if self.library.ready is None:
+            raise LinkLost("nobody there")
+        return self.library.ready
+
+    def start(self, pages):
+        if self.library.refuses:
+            raise LinkLost("not taken")
+        local, remote = paired_spans(pages, self.group)
+        for (source, size), (target, _) in zip(local.tolist(), remote.tolist(), strict=True):
+            ctypes.memmove(self.address + target, self.group.region.address + source, size)
+        return "ticket"
+
+    def has_landed(self, write):
+        assert write == "ticket"
+        if self.library.fails:
+            raise LinkLost("it failed")
+        return not self.library.holds
+
+    def close(self):
+        self.library.couriers -= 1
+
+
+class Library(LeasedBackend):
+    """``ready`` None: it never will be."""
+
+    name = "copy"
+
+    def __init__(self, epoch, **limits):
+        super().__init__(epoch, "127.0.0.1", **limits)
+        self.ready, self.refuses, self.fails, self.holds, self.door_breaks = True, False, False, False, False
+        self.doors = self.couriers = 0
+
+    def door(self):
+        return CopyDoor(self)
+
+    def _courier(self, offer, means):
+        return CopyCourier(self, self.groups[0], means)
+
+
+class Side:
+    def __init__(self, epoch, **limits):
+        self.library = Library(epoch, **limits)
+        region = allocate_region(PAGE * PAGES, shared=False)
+        self.pool = np.frombuffer(region.buffer, np.uint8).reshape(PAGES, PAGE)
+        self.events = queue.Queue()
+        self.engine = TransferEngine(self.library, region, PAGE, epoch, "127.0.0.1", self.events.put).start()
+
+    def next(self):
+        return self.events.get(timeout=limit(10))
+
+
+@pytest.fixture
+def start():
+    sides = []
+
+    def make(*args, **kwargs):
+        sides.append(Side(*args, **kwargs))
+        return sides[-1]
+
+    yield make
+    for side in sides:
+        side.engine.close()
+
+
+def dial(writer, owner):
+    owner.engine.submit(AdmitPeer("P", 1))
+    assert owner.next() == PeerAdmitted("P", 1)
+    writer.engine.submit(ConnectPeer("D", 1, owner.engine.metadata))
+
+
+@pytest.fixture
+def pair(start):
+    writer, owner = start("P", stall_seconds=0.3), start("D")
+    dial(writer, owner)
+    assert writer.next() == PeerConnected("D", 1)
+    assert (owner.library.doors, writer.library.couriers) == (1, 1)
+    writer.pool[:] = 7
+    return writer, owner
+
+
+def send(side, room=1):
+    side.engine.submit(SendPages(named(room), pack_i32([1, 2, 5]), pack_i32([3, 4, 8]), True))
+
+
+def test_pages_go_by_the_library(pair):
+    writer, owner = pair
+    send(writer)
+    assert writer.next().nbytes == 3 * PAGE
+    assert (owner.pool[[3, 4, 8]] == 7).all()
+    assert (np.delete(owner.pool, [3, 4, 8], axis=0) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("what", "why"), [("refuses", "not taken"), ("fails", "it failed"), ("holds", "does not answer")]
+)
+def test_a_write_that_fails_ends_the_link_on_both_sides_and_its_rooms(pair, what, why):
+    writer, owner = pair
+    setattr(writer.library, what, True)
+    send(writer)
+    assert writer.next() == PeerLinkDown("D", 1)  # first, so that whoever hears of the room knows
+    ended = writer.next()
+    assert isinstance(ended, SendEnded)
+    assert why in ended.error
+    assert owner.next() == PeerLinkDown("P", 1)
+    assert (owner.library.doors, writer.library.couriers) == (0, 0)
+
+
+def test_a_door_that_breaks_ends_the_link(pair):
+    writer, owner = pair
+    owner.library.door_breaks = True
+    owner.engine.submit(AdmitPeer("Q", 1))  # a turn
+    assert {type(owner.next()), type(owner.next())} == {PeerAdmitted, PeerLinkDown}
+    assert writer.next() == PeerLinkDown("D", 1)
+    assert (owner.library.doors, writer.library.couriers) == (0, 0)
+
+
+@pytest.mark.parametrize(("ready", "why"), [(None, "nobody there"), (False, "does not answer")])
+def test_a_peer_that_the_library_does_not_reach_fails_the_connect(start, ready, why):
+    writer, owner = start("P", handshake_seconds=0.3), start("D")
+    writer.library.ready = ready
+    dial(writer, owner)
+    failed = writer.next()
+    assert isinstance(failed, PeerFailed)
+    assert why in failed.error
+    assert owner.next() == PeerLinkDown("P", 1)
+    assert (owner.library.doors, writer.library.couriers) == (0, 0)
