@@ -14,6 +14,7 @@ from cyclopts import App, Parameter
 
 from ..benchmark.errors import BenchOptionsError
 from ..benchmark.options import BenchOptions
+from ..benchmark.transfer.options import TransferBenchOptions
 from ..router.options import RouterOptions, RouterOptionsError
 from ..runtime.config_file import apply_config
 from ..runtime.option_checks import OptionError, check_options
@@ -26,6 +27,7 @@ from .cluster_options import ClusterOptions, ClusterOptionsError
 EXIT_USAGE = 2
 SERVER_DEFAULTS, ROUTER_DEFAULTS, CLUSTER_DEFAULTS = ServerOptions(), RouterOptions(), ClusterOptions()
 BENCH_DEFAULTS, CHAT_DEFAULTS, CHECK_DEFAULTS = BenchOptions(), ChatOptions(), CheckOptions()
+TRANSFER_DEFAULTS = TransferBenchOptions()
 
 
 def _show_default(value: Any) -> Any:
@@ -113,7 +115,7 @@ def check(*, options: Annotated[CheckOptions, Parameter(name="*")] = CHECK_DEFAU
     return run_check(options)
 
 
-bench = App(name="bench", help="Measure a server: this one or another.")
+bench = App(name="bench", help="Measure a server, this one or another, or the parts of this one.")
 app.command(bench)
 
 
@@ -129,6 +131,23 @@ def bench_serve(
     from ..benchmark.serve import run_bench
 
     return run_bench(options)
+
+
+@bench.command(name="transfer")
+def bench_transfer(
+    *, options: Annotated[TransferBenchOptions, Parameter(name="*")] = TRANSFER_DEFAULTS, config: Config = None
+) -> int:
+    """Measure how fast each transfer backend moves KV pages between two processes of this host.
+
+    Beside it: memcpy of the same bytes, and NIXL and Mooncake alone.
+    """
+    try:
+        options.check()
+    except BenchOptionsError as e:
+        return _refuse("bench transfer", e)
+    from ..benchmark.transfer.run import run_transfer_bench
+
+    return run_transfer_bench(options)
 
 
 @app.command

@@ -1,0 +1,147 @@
+"""One side of a transfer, in a process of its own.
+
+    python -m pdserve.benchmark.transfer.child PARENT CONNECTION SOURCE DESTINATION
+
+The process to die with, and three descriptors: where commands come and answers go, and the pools.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import time
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from ...disaggregation.errors import BackendUnavailable
+from ...disaggregation.transfer.region import KVRegion
+from ...messages.base import unpack_i32
+from ...runtime.child import die_with_parent
+from .messages import (
+    COMMANDS,
+    Answer,
+    Begin,
+    Begun,
+    Command,
+    Connect,
+    Done,
+    Failed,
+    Grant,
+    How,
+    Move,
+    Moved,
+    NotInstalled,
+    Role,
+    Verified,
+    Verify,
+    encode,
+)
+from .sides import Owner, Pools, Side, SideFailed, Writer
+
+
+class Descriptors(NamedTuple):
+    """Of the pools."""
+
+    source: int
+    destination: int
+
+
+def make_side(begin: Begin, files: Descriptors) -> Side:
+    """Raises ``BackendUnavailable``, and whatever a library does."""
+    nbytes = begin.page_bytes * begin.num_pages
+    source, destination = (KVRegion(mmap.mmap(fd, nbytes), nbytes, fd) for fd in files)
+    pools = Pools(source, destination, begin.page_bytes, begin.num_pages)
+    is_owner = begin.role is Role.OWNER
+    if begin.how is How.ENGINE:
+        from .engine_sides import EngineOwner, EngineWriter
+
+        return EngineOwner(begin.backend, pools) if is_owner else EngineWriter(begin.backend, pools)
+    if begin.how is How.MEMCPY:
+        from .memcpy import MemcpyWriter
+
+        return MemcpyWriter(pools)
+    if begin.backend == "nixl":
+        from .raw_nixl import NixlOwner, NixlWriter
+
+        return NixlOwner(pools) if is_owner else NixlWriter(pools)
+    from .raw_mooncake import MooncakeOwner, MooncakeWriter
+
+    return MooncakeOwner(pools) if is_owner else MooncakeWriter(pools)
+
+
+def obey(side: Side, command: Command) -> Answer:
+    """Raises ``SideFailed``, and whatever a library does."""
+    match side, command:
+        case Writer(), Connect():
+            side.connect(command.means)
+            return Done()
+        case Writer(), Move():
+            return move(side, command)
+        case Owner(), Grant():
+            side.grant(unpack_i32(command.pages))
+            return Done()
+        case _, Verify():
+            return verify(side, command)
+        case _:
+            raise SideFailed(f"{type(command).__name__} is not for this side")
+
+
+def move(side: Writer, command: Move) -> Moved:
+    """Again and again, and once at least."""
+    src, dst, until = unpack_i32(command.src), unpack_i32(command.dst), time.perf_counter() + command.seconds
+    times: list[float] = []
+    while not times or time.perf_counter() < until:
+        moving = side.move(src, dst, hashed=command.hashed)
+        times.append(moving.seconds)
+    return Moved(times, moving.checksum)
+
+
+def verify(side: Side, command: Verify) -> Verified:
+    """Again and again, and once at least."""
+    pages, until = unpack_i32(command.pages), time.perf_counter() + command.seconds
+    times: list[float] = []
+    while not times or time.perf_counter() < until:
+        times.append(side.verify(pages, command.checksum))
+    return Verified(times)
+
+
+def serve(connection: Connection, files: Descriptors) -> None:
+    """Answer every command; ends by ``EOFError``."""
+    side: Side | None = None
+    while True:
+        while isinstance(side, Owner) and not connection.poll(side.look_seconds):
+            side.look()
+        command = COMMANDS.decode(connection.recv_bytes())
+        answer: Answer
+        try:
+            if isinstance(command, Begin):
+                side = make_side(command, files)
+                answer = Begun(side.means if isinstance(side, Owner) else b"")
+            elif side is None:
+                raise SideFailed("it has not begun")
+            else:
+                answer = obey(side, command)
+        except BackendUnavailable as e:
+            answer = NotInstalled(str(e))
+        except Exception as e:  # noqa: BLE001
+            # Whatever a library raises is to be told to who waits, and is told there.
+            answer = Failed(str(e) if isinstance(e, SideFailed) else f"{type(e).__name__}: {e}")
+        connection.send_bytes(encode(answer))
+
+
+def main() -> None:
+    """See the module."""
+    parent, number, source, destination = map(int, sys.argv[1:])
+    die_with_parent(parent)
+    # What libraries print is shown with errors.
+    os.dup2(2, 1)
+    try:
+        serve(Connection(number), Descriptors(source, destination))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        # Without the interpreter's own way out, in which NIXL crashes.
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

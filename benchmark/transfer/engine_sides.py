@@ -1,0 +1,114 @@
+"""Transfers as instances make them: a transfer engine on either side, told what to do by a scheduler's messages."""
+
+from __future__ import annotations
+
+import queue
+import time
+from typing import NamedTuple
+
+from ...disaggregation.transfer.backends.base import TransferBackend
+from ...disaggregation.transfer.backends.registry import make_backend
+from ...disaggregation.transfer.engine import TransferEngine
+from ...disaggregation.transfer.region import KVRegion
+from ...messages.base import I32, HandoverId, pack_i32
+from ...messages.worker import (
+    AdmitPeer,
+    ConnectPeer,
+    GrantPages,
+    PagesVerified,
+    PeerAdmitted,
+    PeerConnected,
+    RevokePages,
+    SendEnded,
+    SendPages,
+    TransferCommand,
+    TransferEvent,
+    VerifyPages,
+)
+from .sides import HOST, LIMIT_SECONDS, Moving, Owner, Pools, SideFailed, Writer
+
+WRITER, OWNER = "bench-writer", "bench-owner"
+LINK = 1
+HANDOVER = HandoverId(OWNER, 1, 1)
+"""One for all requests: they follow one another, and each is over before the next."""
+FENCE = HandoverId(OWNER, 2, 1)
+
+
+class _Answer(NamedTuple):
+    event: TransferEvent
+    seconds: float
+
+
+class _Driven:
+    """An engine, and the wait for what it answers."""
+
+    def __init__(self, backend: TransferBackend, region: KVRegion, page_bytes: int, epoch: str) -> None:
+        self._events: queue.SimpleQueue[tuple[float, TransferEvent]] = queue.SimpleQueue()
+        self._engine = TransferEngine(backend, region, page_bytes, epoch, HOST, self._emit).start()
+        self.metadata = self._engine.metadata
+
+    def _emit(self, event: TransferEvent) -> None:
+        # Here, where an instance's engine sends it: what this process does to hear of it is no part of the transfer.
+        self._events.put((time.perf_counter(), event))
+
+    def submit(self, command: TransferCommand) -> None:
+        self._engine.submit(command)
+
+    def ask(self, command: TransferCommand) -> _Answer:
+        """The answer, and the seconds until it was there. Raises ``SideFailed``."""
+        began = time.perf_counter()
+        self._engine.submit(command)
+        try:
+            ended, event = self._events.get(timeout=LIMIT_SECONDS)
+        except queue.Empty:
+            raise SideFailed(f"no answer to {type(command).__name__} within {LIMIT_SECONDS:g} s") from None
+        return _Answer(event, ended - began)
+
+
+class EngineOwner(Owner):
+    """See the module."""
+
+    def __init__(self, backend: str, pools: Pools) -> None:
+        self._driven = _Driven(make_backend(backend, OWNER, HOST), pools.destination, pools.page_bytes, OWNER)
+        self.means = self._driven.metadata
+        answer = self._driven.ask(AdmitPeer(WRITER, LINK))
+        if answer.event != PeerAdmitted(WRITER, LINK):
+            raise SideFailed(f"the writer was not admitted: {answer.event}")
+
+    def grant(self, pages: I32) -> None:
+        # One that has granted nothing leaves its library alone, and the processor to who has its turn.
+        self._driven.submit(RevokePages(HANDOVER))
+        if len(pages):
+            self._driven.submit(GrantPages(HANDOVER, WRITER, pack_i32(pages)))
+        # A grant is not answered. What is asked behind it is, and commands are obeyed in order.
+        self._driven.ask(VerifyPages(FENCE, pack_i32(pages[:1]), 0))
+
+    def verify(self, pages: I32, checksum: int) -> float:
+        answer = self._driven.ask(VerifyPages(HANDOVER, pack_i32(pages), checksum))
+        if answer.event != PagesVerified(HANDOVER, ok=True):
+            raise SideFailed(f"what landed is not what was sent: {answer.event}")
+        return answer.seconds
+
+
+class EngineWriter(Writer):
+    """See the module."""
+
+    def __init__(self, backend: str, pools: Pools) -> None:
+        self._backend = make_backend(backend, WRITER, HOST)
+        self._hashing = self._backend.can
+        self._plain = self._backend.can._replace(moves_data=False)
+        self._driven = _Driven(self._backend, pools.source, pools.page_bytes, WRITER)
+
+    def connect(self, means: bytes) -> None:
+        answer = self._driven.ask(ConnectPeer(OWNER, LINK, means))
+        if answer.event != PeerConnected(OWNER, LINK):
+            raise SideFailed(f"the owner was not reached: {answer.event}")
+
+    def move(self, src: I32, dst: I32, *, hashed: bool) -> Moving:
+        # A sender hashes for every backend but one that says it moves nothing; so the same engine can do without.
+        # Between two hand-overs it does not look.
+        self._backend.can = self._hashing if hashed else self._plain
+        answer = self._driven.ask(SendPages(HANDOVER, pack_i32(src), pack_i32(dst), last=True))
+        if not isinstance(answer.event, SendEnded) or answer.event.error is not None:
+            raise SideFailed(f"the hand-over failed: {answer.event}")
+        return Moving(answer.seconds, answer.event.checksum)

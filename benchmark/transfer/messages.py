@@ -1,0 +1,128 @@
+"""What the benchmark says to the processes that it measures, and what they answer: one answer to each command."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+import msgspec
+
+from ...messages.base import Message
+
+
+class How(Enum):
+    """By what bytes are moved. ``ENGINE``: a ``TransferEngine``, by one of its backends. ``RAW``: a library alone."""
+
+    ENGINE = "engine"
+    RAW = "raw"
+    MEMCPY = "memcpy"
+
+
+class Role(Enum):
+    """``OWNER``: whose pool is written; copying within one process needs none."""
+
+    WRITER = "writer"
+    OWNER = "owner"
+
+
+class Way(NamedTuple):
+    """A way to move bytes. ``backend``: which, or whose library; "" where bytes are just copied."""
+
+    how: How
+    backend: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name, for people."""
+        return {How.ENGINE: self.backend, How.RAW: f"raw {self.backend}", How.MEMCPY: "memcpy"}[self.how]
+
+
+MEMCPY = Way(How.MEMCPY)
+
+
+class Begin(Message):
+    """The first command. Answers: ``Begun``, ``NotInstalled``."""
+
+    how: How
+    backend: str
+    role: Role
+    page_bytes: int
+    num_pages: int
+
+
+class Begun(Message):
+    """``means``: what the writer has to know of the owner."""
+
+    means: bytes = b""
+
+
+class NotInstalled(Message):
+    """``error`` says how to install it."""
+
+    error: str
+
+
+class Connect(Message):
+    """To the writer: the owner is there. Answer: ``Done``."""
+
+    means: bytes
+
+
+class Grant(Message):
+    """To the owner: these pages (int32) are about to be written, and no others; without any, none are for now. Answer:
+    ``Done``.
+    """
+
+    pages: bytes
+
+
+class Done(Message):
+    """It is done."""
+
+
+class Move(Message):
+    """To the writer: move pages (int32), again and again for ``seconds``. Answer: ``Moved``.
+
+    ``hashed``: whether the sender computes its checksum meanwhile; only an engine does.
+    """
+
+    src: bytes
+    dst: bytes
+    seconds: float
+    hashed: bool
+
+
+class Moved(Message):
+    """``times``: seconds of each request; ``checksum``: the engine's."""
+
+    times: list[float]
+    checksum: int = 0
+
+
+class Verify(Message):
+    """To the owner, or to who copies: hold pages (int32) of the destination against a checksum, again and again for
+    ``seconds``. Answer: ``Verified``.
+    """
+
+    pages: bytes
+    checksum: int
+    seconds: float
+
+
+class Verified(Message):
+    """``times``: seconds of each time."""
+
+    times: list[float]
+
+
+class Failed(Message):
+    """Instead of any other answer."""
+
+    error: str
+
+
+Command = Begin | Connect | Grant | Move | Verify
+Answer = Begun | NotInstalled | Done | Moved | Verified | Failed
+COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+encode = msgspec.msgpack.encode

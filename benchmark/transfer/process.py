@@ -1,0 +1,80 @@
+"""The benchmark's end of a process that it measures (``child.py``): it is asked, waited for, and always ended."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from multiprocessing.connection import Connection
+from types import TracebackType
+
+from ..errors import BenchError
+from .messages import ANSWERS, Answer, Command, Failed, encode
+from .pools import SharedPools
+from .sides import LIMIT_SECONDS
+
+LAST_LINES = 5
+GRACE_SECONDS = 15.0
+"""What a process has beyond its own limit, so that it can say itself what hangs."""
+
+
+class SideError(BenchError):
+    """A process failed, died or hangs; the message says which, and at what."""
+
+
+class SideProcess:
+    """``name``: what errors call it. Use it as a context, at whose end the process is killed."""
+
+    def __init__(self, name: str, pools: SharedPools, limit_seconds: float = LIMIT_SECONDS + GRACE_SECONDS) -> None:
+        self.name = name
+        self._limit = limit_seconds
+        ours, theirs = multiprocessing.Pipe()
+        self._connection: Connection = ours
+        passed = (theirs.fileno(), *pools.descriptors)
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pdserve.benchmark.transfer.child", *map(str, (os.getpid(), *passed))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._said,
+            pass_fds=passed,
+            # Ctrl-C is for us alone, who end it.
+            start_new_session=True,
+        )
+        theirs.close()
+
+    def __enter__(self) -> SideProcess:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._connection.close()
+        self._said.close()
+
+    def ask(self, command: Command, seconds: float = 0.0) -> Answer:
+        """The answer to ``command``, which takes ``seconds`` on purpose. Raises ``SideError``."""
+        doing, limit = type(command).__name__, self._limit + seconds
+        try:
+            self._connection.send_bytes(encode(command))
+            if not self._connection.poll(limit):
+                raise SideError(f"{self.name} hangs: no answer to {doing} within {limit:g} s{self._last_words()}")
+            answer = ANSWERS.decode(self._connection.recv_bytes())
+        except (EOFError, ConnectionError) as e:
+            # It closes its end by ending, so this does not take long.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE_SECONDS)
+            ended = f"{self.name} ended with {self.process.returncode}"
+            raise SideError(f"{ended} instead of an answer to {doing}{self._last_words()}") from e
+        if isinstance(answer, Failed):
+            raise SideError(f"{self.name} failed at {doing}: {answer.error}{self._last_words()}")
+        return answer
+
+    def _last_words(self) -> str:
+        """What it, or a library in it, printed at last: shown with an error, and else in the way of the results."""
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        return "".join(f"\n    {line}" for line in lines)

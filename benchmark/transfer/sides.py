@@ -1,0 +1,69 @@
+"""The two sides of a transfer, as each way of moving bytes has them in a process of its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from ...disaggregation.transfer.region import KVRegion
+from ...messages.base import I32
+
+HOST = "127.0.0.1"
+LIMIT_SECONDS = 60.0
+"""How long one request may take, or an answer: beyond it, something hangs."""
+
+
+class Pools(NamedTuple):
+    """What every process maps: the writer's pool and the owner's, both of ``num_pages``."""
+
+    source: KVRegion
+    destination: KVRegion
+    page_bytes: int
+    num_pages: int
+
+
+class SideFailed(Exception):
+    """A side can't do what it is asked; the message says what happened."""
+
+
+class Moving(NamedTuple):
+    """One request: the seconds that it took, and the checksum where one was computed."""
+
+    seconds: float
+    checksum: int = 0
+
+
+class Side:
+    """Either of them. Every method may raise ``SideFailed``."""
+
+    def verify(self, pages: I32, checksum: int) -> float:
+        """Hold ``pages`` of the destination against ``checksum``; returns the seconds that it took."""
+        raise SideFailed("nothing is verified here")
+
+
+class Owner(Side):
+    """Whose pool is written.
+
+    ``means``: what the writer has to know. ``look_seconds``: how often its library wants to be looked after now, None
+    if not at all.
+    """
+
+    means: bytes
+    look_seconds: float | None = None
+
+    def look(self) -> None:
+        """Let the library take what has come."""
+
+    def grant(self, pages: I32) -> None:
+        """``pages`` are about to be written, and no others; without any, somebody else has its turn."""
+
+
+class Writer(Side, ABC):
+    """Who writes."""
+
+    def connect(self, means: bytes) -> None:
+        """Reach the owner."""
+
+    @abstractmethod
+    def move(self, src: I32, dst: I32, *, hashed: bool) -> Moving:
+        """Move pages ``src`` to ``dst``; every byte has landed when it returns."""
