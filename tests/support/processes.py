@@ -53,6 +53,7 @@ class Launched:
     """One ``pdserve`` command and its log.
 
     ``groups``: control groups that it runs in. ``python``: whose ``pdserve`` it is. ``env``: its whole environment.
+    ``host``: where it is asked. ``enter``: a command that becomes the one given after it, somewhere else.
     """
 
     args: list[str]
@@ -61,6 +62,8 @@ class Launched:
     groups: Sequence[Path] = ()
     python: str = sys.executable
     env: Mapping[str, str] | None = None
+    host: str = "127.0.0.1"
+    enter: Sequence[str] = ()
     process: subprocess.Popen[bytes] | None = None
     client: httpx.Client = field(
         default_factory=lambda: httpx.Client(timeout=limit(ANSWER_SECONDS), limits=NO_REUSE, trust_env=False)
@@ -69,12 +72,12 @@ class Launched:
     @property
     def url(self) -> str:
         """Base URL."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def start(self) -> None:
         """Launch; doesn't wait."""
         with self.log_path.open("ab") as log:
-            argv = [self.python, "-m", "pdserve.server.cli", *self.args]
+            argv = [*self.enter, self.python, "-m", "pdserve.server.cli", *self.args]
             if self.groups:
                 enter = "".join(f'echo $$ > "{group}/cgroup.procs" && ' for group in self.groups)
                 argv = ["sh", "-c", f'{enter} exec "$@"', "sh", *argv]

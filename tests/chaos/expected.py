@@ -1,0 +1,69 @@
+"""The model, the questions, and the only right answers to them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.processes import ONE_THREAD, launched
+
+MOST_TOKENS = 240
+PAGE = 16
+CHUNK = 64
+"""Prompts longer than this are computed, and sent, in pieces."""
+LENGTHS = (1, 3, PAGE, PAGE + 1, 40, CHUNK, CHUNK + 1, 150, 300, 513)
+PREFIXED = 12
+CONFIG = {
+    "vocab_size": 49152,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt and the tokens that follow it."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def model_args(folder: Path) -> list[str]:
+    """Flags that serve a tiny model with random weights and a real tokenizer."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(**CONFIG)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    args = ["--model-path", str(folder), "--load-format", "dummy", "--tokenizer-path", "smollm2", "--dtype", "float32"]
+    # A pool that is small for the load: pages are used again soon, by others, and prefixes are dropped and sent again.
+    return [*args, *ONE_THREAD, "--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "4096"]
+
+
+def prompts() -> list[list[int]]:
+    """Of every length that matters, several of each, and some with a beginning in common."""
+    rng = random.Random(0)
+    draw = lambda count: [rng.randrange(100, 40000) for _ in range(count)]  # noqa: E731
+    shared = draw(9 * PAGE)
+    alone = [draw(length) for length in LENGTHS for _ in range(3)]
+    return alone + [shared[: rng.choice((3, 9)) * PAGE] + draw(rng.randrange(1, 80)) for _ in range(PREFIXED)]
+
+
+def questions(tmp: Path, args: list[str]) -> list[Question]:
+    """Answered by one instance that hands nothing over."""
+    asked = prompts()
+    params = {"temperature": 0, "max_new_tokens": MOST_TOKENS, "ignore_eos": True}
+    with launched(tmp, "alone", "server", *args) as server:
+        server.wait_healthy()
+        answers = [server.generate(input_ids=ids, sampling_params=params)["output_ids"] for ids in asked]
+    # An answer that repeats itself would not tell a wrong token from a right one.
+    assert all(len(set(answer)) > MOST_TOKENS // 8 for answer in answers), [len(set(a)) for a in answers]
+    return [Question(ids, answer) for ids, answer in zip(asked, answers, strict=True)]
