@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo run test test-slow test-clients check lint types format bench-peers docs wheel clean
+.PHONY: help setup demo run test test-slow test-clients chaos check lint types format bench-peers docs wheel clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
@@ -62,6 +62,9 @@ test-clients: $(CLIENTS_STAMP) ## run client libraries, load generators, gateway
 $(CLIENTS_STAMP): tests/clients/install.sh $(wildcard tests/clients/*.txt tests/clients/*.json) $(STAMP)
 	@PYTHON="$(PYTHON)" tests/clients/install.sh .venv-clients
 	@touch $@
+
+chaos: $(STAMP) ## kill, freeze and cut off real instances under load, check every answer, and write docs/reliability.md
+	@$(QUIETLY) OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m chaos
 
 check: lint types test ## what must pass before a commit: format, lint, types, tests
 

@@ -16,8 +16,10 @@ from support.processes import wait_until
 from .cluster import Cluster, running
 from .expected import Question, model_args, questions
 from .faults import LINKS, Fault, Kind, drawn
+from .hosts import run
 from .judge import Episode, Verdict, judge
 from .load import Load
+from .strikes import strike
 
 RECOVERY_SECONDS = 15.0
 IDLE_SECONDS = 15.0
@@ -44,8 +46,6 @@ class Logs:
 
 def play(cluster: Cluster, fault: Fault, asked: list[Question], seed: int) -> Verdict:
     """One episode: the cluster is whole and idle before and after."""
-    from .strikes import strike
-
     before = cluster.recomputed()
     load = Load(cluster.url, asked, seed)
     problems: list[str] = []
@@ -113,8 +113,6 @@ def campaign(backend: str, count: int, seed: int, inside: bool, tmp: Path, resul
     """All of it; ``result`` gets a line of JSON for each fault."""
     args = model_args(tmp)
     if inside:
-        from .hosts import run
-
         run("ip", "link", "set", "lo", "up")
     asked = questions(tmp, args)
     with running(tmp, backend, args, inside) as cluster, result.open("a") as lines:

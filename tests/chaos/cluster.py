@@ -125,7 +125,7 @@ def _is_later(now: tuple[str, int], since: tuple[str, int] | None) -> bool:
 
 @contextmanager
 def running(tmp: Path, backend: str, args: Sequence[str], inside: bool) -> Iterator[Cluster]:
-    """A cluster that serves; ``inside``: this process has a network of its own. It is stopped as one does, with SIGTERM."""
+    """A cluster that serves, and is stopped with SIGTERM; ``inside``: this process has a network of its own."""
     secret = tmp / "secret"
     secret.touch(mode=0o600)
     secret.write_text(secrets.token_urlsafe(32))

@@ -12,8 +12,10 @@ MOST_TOKENS = 240
 PAGE = 16
 CHUNK = 64
 """Prompts longer than this are computed, and sent, in pieces."""
-LENGTHS = (1, 3, PAGE, PAGE + 1, 40, CHUNK, CHUNK + 1, 150, 300, 513)
-PREFIXED = 12
+LENGTHS = (1, 3, PAGE, PAGE + 1, 40, CHUNK, CHUNK + 1, 150, 300, 513, 1200)
+EACH = 6
+PREFIXED = 24
+BATCH = 16
 CONFIG = {
     "vocab_size": 49152,
     "hidden_size": 64,
@@ -45,7 +47,7 @@ def model_args(folder: Path) -> list[str]:
     config.save_pretrained(folder)
     args = ["--model-path", str(folder), "--load-format", "dummy", "--tokenizer-path", "smollm2", "--dtype", "float32"]
     # A pool that is small for the load: pages are used again soon, by others, and prefixes are dropped and sent again.
-    return [*args, *ONE_THREAD, "--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "4096"]
+    return [*args, *ONE_THREAD, "--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "6144"]
 
 
 def prompts() -> list[list[int]]:
@@ -53,7 +55,7 @@ def prompts() -> list[list[int]]:
     rng = random.Random(0)
     draw = lambda count: [rng.randrange(100, 40000) for _ in range(count)]  # noqa: E731
     shared = draw(9 * PAGE)
-    alone = [draw(length) for length in LENGTHS for _ in range(3)]
+    alone = [draw(length) for length in LENGTHS for _ in range(EACH)]
     return alone + [shared[: rng.choice((3, 9)) * PAGE] + draw(rng.randrange(1, 80)) for _ in range(PREFIXED)]
 
 
@@ -63,7 +65,10 @@ def questions(tmp: Path, args: list[str]) -> list[Question]:
     params = {"temperature": 0, "max_new_tokens": MOST_TOKENS, "ignore_eos": True}
     with launched(tmp, "alone", "server", *args) as server:
         server.wait_healthy()
-        answers = [server.generate(input_ids=ids, sampling_params=params)["output_ids"] for ids in asked]
+        answers = []
+        for i in range(0, len(asked), BATCH):
+            response = server.post("/generate", {"input_ids": asked[i : i + BATCH], "sampling_params": params})
+            answers += [answer["output_ids"] for answer in response.raise_for_status().json()]
     # An answer that repeats itself would not tell a wrong token from a right one.
     assert all(len(set(answer)) > MOST_TOKENS // 8 for answer in answers), [len(set(a)) for a in answers]
     return [Question(ids, answer) for ids, answer in zip(asked, answers, strict=True)]

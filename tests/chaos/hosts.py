@@ -1,8 +1,8 @@
 """Hosts of our own: network namespaces on a bridge, with cables that can be pulled.
 
-The campaign itself runs in a namespace of its own (``inside``), which holds the bridge and ends with it: nothing that is
-done here reaches the machine's network, and nothing of it is left behind, however the campaign ends. Only iproute2 and
-util-linux are needed; packets are lost by sending them to a card that nobody has, which needs no packet filter.
+The campaign itself runs in a namespace of its own (``inside``), which holds the bridge and ends with it: nothing that
+is done here reaches the machine's network, and nothing of it is left behind, however the campaign ends. Only iproute2
+and util-linux are needed; packets are lost by sending them to a card that nobody has, which needs no packet filter.
 """
 
 from __future__ import annotations

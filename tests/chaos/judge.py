@@ -14,7 +14,7 @@ from .load import Answer
 
 REQUEST_SECONDS = 10.0
 """A request that met a fault of a moment ends within this: the pieces are in docs/disaggregation.md (a second to
-connect, 1.5 s of silence, 1.5 s of trying elsewhere, twice), the rest is work on a machine that is being restarted on."""
+connect, 1.5 s of silence, 1.5 s of trying elsewhere, twice), the rest is work beside an instance that starts."""
 STALL_SECONDS = 5.0
 EXCUSED = (502, 503, 504)
 """What a fault may turn an answer into."""
@@ -88,7 +88,9 @@ def complaints(episode: Episode, answer: Answer) -> Iterator[str]:
     """What no fault excuses."""
     count = len(answer.tokens)
     if count > answer.wanted or answer.tokens != answer.question.answer[:count]:
-        right = next((i for i, (a, b) in enumerate(zip(answer.tokens, answer.question.answer, strict=False)) if a != b), count)
+        right = next(
+            (i for i, (a, b) in enumerate(zip(answer.tokens, answer.question.answer, strict=False)) if a != b), count
+        )
         yield f"{count} of {answer.wanted} tokens, the first {right} are right"
     if answer.error:
         yield from unexcused(episode, answer)
@@ -127,7 +129,9 @@ def delays(episode: Episode, answer: Answer) -> Iterator[str]:
 
 def told(episode: Episode, answer: Answer) -> str:
     """One answer for people."""
-    at = [f"{moment - episode.struck:+.2f}" for moment in (answer.asked, *answer.told[:1], *answer.told[-1:], answer.end)]
+    at = [
+        f"{moment - episode.struck:+.2f}" for moment in (answer.asked, *answer.told[:1], *answer.told[-1:], answer.end)
+    ]
     return (
         f"prompt {len(answer.question.prompt)}, {len(answer.tokens)} of {answer.wanted} tokens, "
         f"{'stream' if answer.streaming else 'whole'}, status {answer.status}, error {answer.error[:300]!r}; "
