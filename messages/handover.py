@@ -18,9 +18,9 @@ from msgspec import Meta
 
 from .base import Epoch, HandoverId, Message, Reason
 from .outputs import Timing, TokenLogprob
-from .worker import KVLayout
+from .worker import MAX_PAGES, KVLayout, SliceChecksum
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_METADATA_BYTES = 4096
 MAX_TOKENS = (1 << 31) - 1
 MAX_DURATION_MS = 1e9
@@ -34,8 +34,8 @@ Metadata = Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Checksum = Annotated[int, Meta(ge=0)]
 """xxh3_64; the wire format ends at 64 bits by itself."""
-MAX_PAGES = 1 << 18
-"""That one ``TransferRequest`` can name."""
+MAX_SLICES = 1 << 16
+"""Of one hand-over: as many writes of 2 MiB, or of a longer page, are 128 GiB."""
 PageNumbers = Annotated[bytes, Meta(max_length=4 * MAX_PAGES)]
 
 
@@ -97,7 +97,8 @@ class TransferRequest(Message):
     """Receiver → sender: send the KV of a hand-over from token ``decode_prefix_len`` on (page-aligned) to
     ``dst_pages``.
 
-    ``prompt_digest`` (xxh3_64 of the int32 prompt) guards against a room that means another prompt there.
+    ``prompt_digest`` (xxh3_64 of the int32 prompt) guards against a room that means another prompt there. ``checksum``:
+    whether ``TransferDone`` shall say what the pages have to be.
     """
 
     epoch: Epoch
@@ -106,6 +107,7 @@ class TransferRequest(Message):
     prompt_digest: Checksum
     decode_prefix_len: Tokens
     dst_pages: PageNumbers
+    checksum: bool = True
 
     def __post_init__(self) -> None:
         if len(self.dst_pages) % 4:
@@ -141,12 +143,12 @@ class FirstToken(Message):
 class TransferDone(Message):
     """Sender → receiver: every page has landed; nothing more will be written for this room. ``FirstToken`` came before.
 
-    ``timing``: where the time went there, all of it.
+    ``slices``: what the pages have to be, if that was asked for. ``timing``: where the time went there, all of it.
     """
 
     epoch: Epoch
     handover: HandoverId
-    checksum: Checksum
+    slices: Annotated[list[SliceChecksum], Meta(max_length=MAX_SLICES)]
     timing: Timing
 
     def __post_init__(self) -> None:

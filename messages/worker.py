@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from .base import HandoverId, Message
 from .outputs import TokenLogprob
+
+MAX_PAGES = 1 << 18
+"""Of one hand-over."""
+MAX_LAYERS = 1 << 12
 
 KVOrder = Literal["tokens", "blocks"]
 """How the elements of a layer's keys, or values, lie within a page.
@@ -27,7 +32,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_layers: int
     kv_heads: int
     head_dim: int
-    dtype: Annotated[str, msgspec.Meta(max_length=32)]
+    dtype: Annotated[str, Meta(max_length=32)]
     page_bytes: int
     order: KVOrder = "tokens"
 
@@ -135,6 +140,32 @@ class InputLogprobSpec(msgspec.Struct, array_like=True):
     top_num: int
 
 
+class SendPages(Message):
+    """In a ``ForwardStep``: push pages that are whole once it has run to the decode of ``handover`` (int32, here and
+    there, aligned).
+
+    ``last``: no more of the hand-over's will come. ``checksum``: whether what is pushed is summed up for the decode.
+    """
+
+    handover: HandoverId
+    src_pages: bytes
+    dst_pages: bytes
+    last: bool
+    checksum: bool = True
+
+
+class SliceChecksum(msgspec.Struct, frozen=True, array_like=True):
+    """xxh3_64 over a part of a hand-over that was written at once: of its pages ``first …`` (``count`` of them, as they
+    were handed in), layers ``begin`` to ``end``, page by page.
+    """
+
+    first: Annotated[int, Meta(ge=0, le=MAX_PAGES)]
+    count: Annotated[int, Meta(ge=1, le=MAX_PAGES)]
+    begin: Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
+    end: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+    checksum: Annotated[int, Meta(ge=0)]
+
+
 class ForwardStep(Message):
     """Scheduler → worker: one forward pass. Arrays are int32 bytes; ``B`` entries, ``T`` tokens in all.
 
@@ -143,7 +174,8 @@ class ForwardStep(Message):
     map to from then on. Prefill chunks and decode steps mix freely. Where ``use_last[b]`` is 1 (``q_lens[b]`` is 1
     then) the token is the row's last sampled one, which the scheduler may not know yet, and ``input_ids`` holds a
     0 in its place. Where ``sample[b]`` is 1 the worker samples the next token after the entry's last one.
-    Applied in order: ``new_rows``, ``slot_deltas``, the pass.
+    Applied in order: ``new_rows``, ``slot_deltas``, the pass. ``pushes``: what leaves for peers as it is computed, or
+    has been; the pages of one hand-over in the order of its steps.
     """
 
     step_id: int
@@ -157,6 +189,7 @@ class ForwardStep(Message):
     new_rows: list[RowInit] = []
     slot_deltas: list[SlotDelta] = []
     input_logprobs: list[InputLogprobSpec] = []
+    pushes: list[SendPages] = []
 
 
 class StepResult(Message):
@@ -234,19 +267,6 @@ class PeerLinkDown(Message):
     link: int
 
 
-class SendPages(Message):
-    """Scheduler → worker: push pages to the decode of ``handover`` (int32 page numbers, here and there, aligned).
-
-    Comes after the ``ForwardStep`` that computes them. Pages of a hand-over are pushed, and enter its checksum, in
-    order.
-    """
-
-    handover: HandoverId
-    src_pages: bytes
-    dst_pages: bytes
-    last: bool
-
-
 class CancelSend(Message):
     """Scheduler → worker: stop pushing. Always answered by one ``SendEnded``."""
 
@@ -256,13 +276,14 @@ class CancelSend(Message):
 class SendEnded(Message):
     """Worker → scheduler: nothing more will be read from or written to the pages of ``handover``.
 
-    ``error`` None and ``cancelled`` False mean that all pages arrived, ``last`` ones included. ``checksum`` is xxh3_64
-    over the pages' bytes in order (0 for a backend that moves nothing). ``seconds`` is time spent pushing, from
-    ``began`` to ``ended`` (``time.monotonic()``; 0 where there was nothing to push) and not always.
+    ``error`` None and ``cancelled`` False mean that all pages arrived, ``last`` ones included. ``slices`` are all of
+    them, summed up, in the order of their writes (none for a backend that moves nothing, or where nobody asked).
+    ``seconds`` is time spent pushing, from ``began`` to ``ended`` (``time.monotonic()``; 0 where there was nothing to
+    push) and not always.
     """
 
     handover: HandoverId
-    checksum: int = 0
+    slices: list[SliceChecksum] = []
     nbytes: int = 0
     seconds: float = 0.0
     cancelled: bool = False
@@ -286,15 +307,16 @@ class RevokePages(Message):
 
 
 class VerifyPages(Message):
-    """Scheduler → worker: have these pages of our pool (int32, in order) this checksum? Answer: ``PagesVerified``.
+    """Scheduler → worker: are these pages of our pool (int32, in the hand-over's order) wholly made up of ``slices``,
+    each with its checksum? Answer: ``PagesVerified``.
 
-    ``order``: in which they were sent, None for our own. Pages of another order are converted in place once the
-    checksum is found right, so nobody else may use them before the answer.
+    ``slices`` None: there is nothing to hold them against. ``order``: in which they were sent, None for our own. Pages
+    of another order are converted in place once they are found right, so nobody else may use them before the answer.
     """
 
     handover: HandoverId
     pages: bytes
-    checksum: int
+    slices: list[SliceChecksum] | None
     order: KVOrder | None = None
 
 
@@ -305,11 +327,11 @@ class PagesVerified(Message):
     ok: bool
 
 
-SendCommand = ConnectPeer | SendPages | CancelSend
-"""In one order with the steps: pages are pushed behind the step that computes them, and by no later link."""
+SendCommand = ConnectPeer | CancelSend
+"""In one order with the steps, and so with what they push: by no later link."""
 ReceiveCommand = AdmitPeer | DisconnectPeer | GrantPages | RevokePages | VerifyPages
 """These must not wait for a step: peers do, who are about to write, and requests whose KV has landed."""
-TransferCommand = SendCommand | ReceiveCommand
+TransferCommand = SendCommand | SendPages | ReceiveCommand
 PeerCommand = AdmitPeer | ConnectPeer | DisconnectPeer
 PeerEvent = PeerAdmitted | PeerConnected | PeerFailed | PeerLinkDown
 TransferEvent = PeerEvent | SendEnded | PagesVerified

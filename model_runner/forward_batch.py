@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..disaggregation.transfer.layers_done import LayersDone
+
 
 @dataclass(slots=True)
 class ForwardBatch:
@@ -35,6 +37,8 @@ class ForwardBatch:
     """[R, C] int32: row × position → slot. Never written by the model."""
     logit_indices: Tensor
     """[L] int64: indices into T of the tokens whose logits are wanted, in the order of the answer."""
+    done: LayersDone | None = None
+    """Counts the layers whose KV the pass has written, for who pushes it meanwhile; host memory only."""
 
     @property
     def num_tokens(self) -> int:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import msgspec
 
 from ..disaggregation.errors import TransferError
+from ..disaggregation.transfer.layers_done import LayersDone
 from ..messages.base import unpack_i32
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
 from ..messages.routes import ToTransfer, ToWorker
@@ -131,7 +132,7 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
         worker.prefault.advance()
     for command in commands:
         if isinstance(command, ForwardStep):
-            events.send(_run(worker.steps, command))
+            events.send(_run(worker, command))
             worker.prefault.used(int(unpack_i32(command.out_cache_loc).max(initial=0)))
         elif worker.engine is not None:
             worker.engine.submit(command)
@@ -158,8 +159,18 @@ def _obey_transfer(ctx: ChildContext, engine: TransferEngine) -> None:
         end_process(e)
 
 
-def _run(steps: StepRunner, step: ForwardStep) -> StepResult:
-    result = steps.run(step)
+def _run(worker: Worker, step: ForwardStep) -> StepResult:
+    if not step.pushes:
+        result = worker.steps.run(step)
+    elif worker.engine is None:
+        raise RuntimeError("an instance without hand-overs was asked to push pages")
+    else:
+        done = LayersDone()
+        for push in step.pushes:
+            worker.engine.push(push, done)
+        result = worker.steps.run(step, done)
+        done.finish()
+        worker.engine.wake()
     if result.bad_entries:
         log.error("step %d: entries %s gave logits that are not finite", step.step_id, result.bad_entries)
     return result

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..disaggregation.transfer.layers_done import LayersDone
 from ..messages.base import I32, pack_i32, unpack_i32
 from ..messages.outputs import TokenLogprob
 from ..messages.worker import ForwardStep, InputLogprobSpec, StepResult
@@ -85,8 +86,9 @@ class StepRunner:
             self._native = NativeSteps(model.engine, *tables, clear_begun=model.clears_begun_pages)
 
     @torch.inference_mode()
-    def run(self, step: ForwardStep) -> StepResult:
-        """Apply the step and compute it. ``forward_ms`` of the result is the time of this whole call.
+    def run(self, step: ForwardStep, done: LayersDone | None = None) -> StepResult:
+        """Apply the step and compute it, counting layers that are ``done``. ``forward_ms`` of the result is the time of
+        this whole call.
 
         Raises ``ValueError`` or ``IndexError`` where the step contradicts itself or the table: the scheduler's books
         are wrong then.
@@ -95,15 +97,16 @@ class StepRunner:
         if step.new_rows or step.slot_deltas:
             check_changes(step, self._limits)
             self._apply(step)
-        if self._native is not None and (chosen := self._native.run(step)) is not None:
+        if self._native is not None and (chosen := self._native.run(step, done)) is not None:
             bad_entries = [] if chosen.finite.all() else _sampled_entries(step)[~chosen.finite].tolist()
             forward_ms = (time.perf_counter() - begin) * 1e3
             return StepResult(step.step_id, chosen.tokens, forward_ms, bad_entries=bad_entries)
-        return self._run_generally(step, begin)
+        return self._run_generally(step, begin, done)
 
-    def _run_generally(self, step: ForwardStep, begin: float) -> StepResult:
+    def _run_generally(self, step: ForwardStep, begin: float, done: LayersDone | None) -> StepResult:
         check_entries(step, self._limits)
         plan = self._plan(step)
+        plan.batch.done = done
         logits_LV = self._model.forward(plan.batch)
         if self._device.type == "cuda":
             # Pages of this step may be pushed to a peer as soon as we return.

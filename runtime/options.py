@@ -88,6 +88,9 @@ class ServerOptions:
         Seconds between heartbeats of a prefill-decode pair.
     disaggregation_heartbeat_timeout
         Seconds of silence after which a peer counts as dead. A killed peer is noticed at once.
+    disable_handover_checksum
+        Take KV as it lands, without holding it against the sender's checksums: a page that a network, a library or a
+        fault of memory has changed goes into answers.
     page_size
         Tokens in a KV page.
     max_total_tokens
@@ -195,8 +198,9 @@ class ServerOptions:
     disaggregation_bootstrap_timeout: float = 30.0
     disaggregation_transfer_timeout: float = 120.0
     disaggregation_queue_timeout: float = 300.0
-    disaggregation_heartbeat_interval: float = 0.3
-    disaggregation_heartbeat_timeout: float = 1.5
+    disaggregation_heartbeat_interval: float = 0.2
+    disaggregation_heartbeat_timeout: float = 0.9
+    disable_handover_checksum: bool = False
     page_size: int = 16
     max_total_tokens: int | None = None
     mem_fraction_static: float | None = None

@@ -11,7 +11,7 @@ from ..mem_cache.base_prefix_cache import KVHold
 from ..messages.metrics import HandoverCounts
 from ..messages.outputs import TokenLogprob
 from ..messages.requests import Bootstrap
-from ..messages.worker import TransferEvent
+from ..messages.worker import SendPages, TransferEvent
 from .req import Req
 
 
@@ -44,8 +44,8 @@ class Handovers(Protocol):
     def cancel(self, req: Req, reason: str) -> None:
         """The request has ended here before its hand-over was complete; does nothing for one without."""
 
-    def chunk_planned(self, req: Req) -> None:
-        """A step that computes more of the request's prompt was sent to the worker."""
+    def chunk_planned(self, req: Req) -> SendPages | None:
+        """A step that computes more of the request's prompt is about to be sent: what the worker shall push of it."""
 
     def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
         """An outgoing request's prompt is computed."""

@@ -240,11 +240,11 @@ class Scheduler:
             if step is None:
                 self._end_stuck(now)
                 return
+            if self.handovers is not None:
+                pushes = [self.handovers.chunk_planned(req) for req in step.prefilled]
+                step.message.pushes = [push for push in pushes if push is not None]
             self.outbox.to_worker(step.message)
             self._in_flight.append(step.in_flight)
-            if self.handovers is not None:
-                for req in step.prefilled:
-                    self.handovers.chunk_planned(req)
 
     def _end_stuck(self, now: float) -> None:
         """Hand-overs end by themselves and give their memory back, but for those whose writer doesn't let go."""

@@ -94,7 +94,7 @@ def move(side: Writer, command: Move) -> Moved:
     while not times or time.perf_counter() < until:
         moving = side.move(src, dst, hashed=command.hashed)
         times.append(moving.seconds)
-    return Moved(times, moving.checksum)
+    return Moved(times, moving.slices)
 
 
 def verify(side: Side, command: Verify) -> Verified:
@@ -102,7 +102,7 @@ def verify(side: Side, command: Verify) -> Verified:
     pages, until = unpack_i32(command.pages), time.perf_counter() + command.seconds
     times: list[float] = []
     while not times or time.perf_counter() < until:
-        times.append(side.verify(pages, command.checksum))
+        times.append(side.verify(pages, command.slices))
     return Verified(times)
 
 

@@ -99,7 +99,7 @@ class Contestant:
         verified: list[float] = []
         if self.way.how is not How.RAW:
             side = self._owner or self._writer
-            verified = _expect(Verified, side.ask(Verify(there, moved.checksum, seconds), seconds)).times
+            verified = _expect(Verified, side.ask(Verify(there, moved.slices, seconds), seconds)).times
         return Round(median(moved.times), _median(unhashed), _median(verified))
 
     def _grant(self, pages: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...disaggregation.transfer.backends.base import TransferBackend
@@ -21,6 +22,7 @@ from ...messages.worker import (
     RevokePages,
     SendEnded,
     SendPages,
+    SliceChecksum,
     TransferCommand,
     TransferEvent,
     VerifyPages,
@@ -81,10 +83,10 @@ class EngineOwner(Owner):
         if len(pages):
             self._driven.submit(GrantPages(HANDOVER, WRITER, pack_i32(pages)))
         # A grant is not answered. What is asked behind it is, and commands are obeyed in order.
-        self._driven.ask(VerifyPages(FENCE, pack_i32(pages[:1]), 0))
+        self._driven.ask(VerifyPages(FENCE, b"", []))
 
-    def verify(self, pages: I32, checksum: int) -> float:
-        answer = self._driven.ask(VerifyPages(HANDOVER, pack_i32(pages), checksum))
+    def verify(self, pages: I32, slices: Sequence[SliceChecksum]) -> float:
+        answer = self._driven.ask(VerifyPages(HANDOVER, pack_i32(pages), list(slices)))
         if answer.event != PagesVerified(HANDOVER, ok=True):
             raise SideFailed(f"what landed is not what was sent: {answer.event}")
         return answer.seconds
@@ -94,10 +96,7 @@ class EngineWriter(Writer):
     """See the module."""
 
     def __init__(self, backend: str, pools: Pools) -> None:
-        self._backend = make_backend(backend, WRITER, HOST)
-        self._hashing = self._backend.can
-        self._plain = self._backend.can._replace(moves_data=False)
-        self._driven = _Driven(self._backend, pools.source, pools.page_bytes, WRITER)
+        self._driven = _Driven(make_backend(backend, WRITER, HOST), pools.source, pools.page_bytes, WRITER)
 
     def connect(self, means: bytes) -> None:
         answer = self._driven.ask(ConnectPeer(OWNER, LINK, means))
@@ -105,10 +104,7 @@ class EngineWriter(Writer):
             raise SideFailed(f"the owner was not reached: {answer.event}")
 
     def move(self, src: I32, dst: I32, *, hashed: bool) -> Moving:
-        # A sender hashes for every backend but one that says it moves nothing; so the same engine can do without.
-        # Between two hand-overs it does not look.
-        self._backend.can = self._hashing if hashed else self._plain
-        answer = self._driven.ask(SendPages(HANDOVER, pack_i32(src), pack_i32(dst), last=True))
+        answer = self._driven.ask(SendPages(HANDOVER, pack_i32(src), pack_i32(dst), last=True, checksum=hashed))
         if not isinstance(answer.event, SendEnded) or answer.event.error is not None:
             raise SideFailed(f"the hand-over failed: {answer.event}")
-        return Moving(answer.seconds, answer.event.checksum)
+        return Moving(answer.seconds, answer.event.slices)

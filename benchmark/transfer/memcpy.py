@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from ...disaggregation.transfer.engine import CHECK_BYTES
 from ...disaggregation.transfer.page_check import PageCheck
-from ...disaggregation.transfer.pages import neighbour_spans
+from ...disaggregation.transfer.pages import PageGroup, neighbour_spans
 from ...messages.base import I32
+from ...messages.worker import SliceChecksum
 from .engine_sides import HANDOVER
 from .sides import Moving, Pools, Writer
 
@@ -22,6 +24,7 @@ class MemcpyWriter(Writer):
         self._destination = np.frombuffer(pools.destination.buffer, np.uint8)
         self._view = pools.destination.view()
         self._page_bytes = pools.page_bytes
+        self._group = PageGroup(pools.destination, pools.page_bytes)
 
     def move(self, src: I32, dst: I32, *, hashed: bool) -> Moving:
         began = time.perf_counter()
@@ -30,9 +33,9 @@ class MemcpyWriter(Writer):
             self._destination[target : target + length] = self._source[source : source + length]
         return Moving(time.perf_counter() - began)
 
-    def verify(self, pages: I32, checksum: int) -> float:
+    def verify(self, pages: I32, slices: Sequence[SliceChecksum]) -> float:
         began = time.perf_counter()
-        check = PageCheck(HANDOVER, pages, checksum)
-        while check.step(self._view, self._page_bytes, CHECK_BYTES) is None:
+        check = PageCheck(HANDOVER, pages, [SliceChecksum(0, len(pages), 0, 1, 0)], self._group)
+        while check.step(self._view, CHECK_BYTES) is None:
             continue
         return time.perf_counter() - began

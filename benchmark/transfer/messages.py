@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
 import msgspec
 
 from ...messages.base import Message
+from ...messages.worker import SliceChecksum
 
 
 class How(Enum):
@@ -83,7 +85,7 @@ class Done(Message):
 class Move(Message):
     """To the writer: move pages (int32), again and again for ``seconds``. Answer: ``Moved``.
 
-    ``hashed``: whether the sender computes its checksum meanwhile; only an engine does.
+    ``hashed``: whether the sender computes checksums meanwhile; only an engine does.
     """
 
     src: bytes
@@ -93,19 +95,19 @@ class Move(Message):
 
 
 class Moved(Message):
-    """``times``: seconds of each request; ``checksum``: the engine's."""
+    """``times``: seconds of each request; ``slices``: the engine's checksums."""
 
     times: list[float]
-    checksum: int = 0
+    slices: Sequence[SliceChecksum] = ()
 
 
 class Verify(Message):
-    """To the owner, or to who copies: hold pages (int32) of the destination against a checksum, again and again for
+    """To the owner, or to who copies: hold pages (int32) of the destination against checksums, again and again for
     ``seconds``. Answer: ``Verified``.
     """
 
     pages: bytes
-    checksum: int
+    slices: Sequence[SliceChecksum]
     seconds: float
 
 

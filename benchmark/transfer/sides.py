@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...disaggregation.transfer.region import KVRegion
 from ...messages.base import I32
+from ...messages.worker import SliceChecksum
 
 HOST = "127.0.0.1"
 LIMIT_SECONDS = 60.0
@@ -27,17 +29,17 @@ class SideFailed(Exception):
 
 
 class Moving(NamedTuple):
-    """One request: the seconds that it took, and the checksum where one was computed."""
+    """One request: the seconds that it took, and the checksums where some were computed."""
 
     seconds: float
-    checksum: int = 0
+    slices: Sequence[SliceChecksum] = ()
 
 
 class Side:
     """Either of them. Every method may raise ``SideFailed``."""
 
-    def verify(self, pages: I32, checksum: int) -> float:
-        """Hold ``pages`` of the destination against ``checksum``; returns the seconds that it took."""
+    def verify(self, pages: I32, slices: Sequence[SliceChecksum]) -> float:
+        """Hold ``pages`` of the destination against ``slices``; returns the seconds that it took."""
         raise SideFailed("nothing is verified here")
 
 

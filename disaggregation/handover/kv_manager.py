@@ -15,7 +15,7 @@ from ...messages.handover import Abort, AbortAck, FirstToken, RoomQueued, Transf
 from ...messages.metrics import HandoverCounts
 from ...messages.outputs import TokenLogprob
 from ...messages.requests import Bootstrap
-from ...messages.worker import ConnectPeer, PagesVerified, PeerCommand, SendEnded, TransferEvent
+from ...messages.worker import ConnectPeer, PagesVerified, PeerCommand, SendEnded, SendPages, TransferEvent
 from ...runtime.web.ports import means_this_host
 from ...scheduler.req import Req, Route
 from ...scheduler.scheduler import Scheduler
@@ -111,9 +111,9 @@ class KVManager:
         self.senders.cancel(req, reason)
         self.receivers.cancel(req, reason)
 
-    def chunk_planned(self, req: Req) -> None:
+    def chunk_planned(self, req: Req) -> SendPages | None:
         """A step that computes more of the request's prompt was sent to the worker."""
-        self.senders.chunk_planned(req)
+        return self.senders.chunk_planned(req)
 
     def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
         """An outgoing request's prompt is computed."""

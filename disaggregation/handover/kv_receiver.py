@@ -29,7 +29,6 @@ from ...mem_cache.base_prefix_cache import KVHold
 from ...messages.base import REASON_CHARS, HandoverId, pack_i32
 from ...messages.decode import shown
 from ...messages.handover import (
-    MAX_PAGES,
     Abort,
     AbortAck,
     FirstToken,
@@ -40,7 +39,7 @@ from ...messages.handover import (
 )
 from ...messages.metrics import DirectionCounts
 from ...messages.outputs import FinishReason, FinishType, Timeline, Timing, TokenLogprob
-from ...messages.worker import GrantPages, PagesVerified, RevokePages, VerifyPages
+from ...messages.worker import MAX_PAGES, GrantPages, PagesVerified, RevokePages, VerifyPages
 from ...scheduler.req import Req, ReqState, Route
 from ...scheduler.scheduler import Scheduler
 from .kv_sender import prompt_digest
@@ -118,6 +117,7 @@ class KVReceivers:
         peer_at: Callable[[str, int, float], Peer],
     ) -> None:
         self._vocab_size = scheduler.worker.vocab_size
+        self._checksum = not scheduler.options.disable_handover_checksum
         self._scheduler = scheduler
         self._epoch = epoch
         self._limits = limits
@@ -204,6 +204,7 @@ class KVReceivers:
                 prompt_digest(req),
                 receiver.prefix_len,
                 receiver.pages,
+                self._checksum,
             )
         )
 
@@ -251,7 +252,8 @@ class KVReceivers:
         elif receiver.state is ReceiverState.TRANSFERRING:
             receiver.state, receiver.there, receiver.checking = ReceiverState.VERIFYING, msg.timing, True
             self._revoke(receiver)  # what changed while it is checked would never be noticed
-            self._scheduler.outbox.to_transfer(VerifyPages(receiver.handover, receiver.pages, msg.checksum, peer.order))
+            slices = msg.slices if self._checksum else None
+            self._scheduler.outbox.to_transfer(VerifyPages(receiver.handover, receiver.pages, slices, peer.order))
 
     def on_verified(self, event: PagesVerified, now: float) -> None:
         """The worker has checked the landed pages."""

@@ -202,11 +202,11 @@ class KVSenders:
 
     # --- the request computes ---
 
-    def chunk_planned(self, req: Req) -> None:
-        """A step that computes more of the prompt was sent to the worker: push what will be whole after it."""
+    def chunk_planned(self, req: Req) -> SendPages | None:
+        """A step that computes more of the prompt is about to be sent to the worker: what to push of it."""
         sender = self._of(req)
         if sender is None or sender.state is SenderState.DRAINING:
-            return
+            return None
         assert sender.request is not None
         assert sender.handover is not None
         if sender.state is SenderState.QUEUED:
@@ -215,14 +215,14 @@ class KVSenders:
         end = -(-req.prompt_len // self._page_size) if last else req.computed // self._page_size
         start = sender.next_page
         if end <= start and not last:
-            return
+            return None
         skipped = sender.request.decode_prefix_len // self._page_size
         src = self._scheduler.memory.pages(req, start * self._page_size, min(end * self._page_size, req.prompt_len))
         dst = unpack_i32(sender.request.dst_pages)[start - skipped : end - skipped]
         sender.next_page = max(start, end)
         if sender.hold is None:
             sender.hold = self._scheduler.memory.pin(req)
-        self._scheduler.outbox.to_worker(SendPages(sender.handover, pack_i32(src), pack_i32(dst), last))
+        return SendPages(sender.handover, pack_i32(src), pack_i32(dst), last, sender.request.checksum)
 
     def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
         """The prompt is computed; the decode goes on from this token, and its client need not wait for the KV."""
@@ -268,7 +268,7 @@ class KVSenders:
         req.timing.transfer_bytes = sender.sent.nbytes
         req.timing.transfer_ms = sender.sent.seconds * 1000
         timing = self._timing(req, sender.sent)
-        peer.send(TransferDone(peer.epoch, handover, sender.sent.checksum, timing))
+        peer.send(TransferDone(peer.epoch, handover, sender.sent.slices, timing))
         self._close(sender)
         self.done += 1
         self._scheduler.end(req, ReqState.FINISHED, FinishReason(FinishType.LENGTH))

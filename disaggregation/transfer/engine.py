@@ -1,11 +1,12 @@
 """Pushes KV pages to peers and checks those that landed, beside the model worker's forward passes.
 
-    SendPages … SendPages(last) ─▶ slices, round robin over hand-overs ─▶ all landed ─▶ SendEnded
+    push … push(last) ─▶ slices, round robin over hand-overs ─▶ all landed ─▶ SendEnded
     CancelSend ─▶ no new slice; those under way land ─▶ SendEnded(cancelled)
     the link goes down ─▶ PeerLinkDown ─▶ SendEnded(error) for each of the peer's hand-overs
 
 One thread (``start``) owns the transfer backend and all state, and sleeps while there is nothing to do. Chunks are cut
 into slices of a few MiB, so that small hand-overs pass between the slices of huge ones and a cancel waits for little.
+Long ones leave while they are computed, some layers ahead of the others.
 
 Where a link breaks under a hand-over's slices, some may still land after ``SendEnded(error)``: only the peer can know
 that nothing more will, by its own ``PeerLinkDown``. Ours comes first, so that whoever hears of the hand-overs knows
@@ -22,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...messages.base import HandoverId
 from ...messages.worker import (
@@ -48,6 +50,7 @@ from ...runtime.refusal_log import RefusalLog
 from ..errors import BadPages, TransferError
 from .backends.base import Admitted, Completion, ConnectFailed, LinkEvent, LinkUp, TransferBackend
 from .backends.registry import make_backend
+from .layers_done import LayersDone
 from .outgoing_pages import OutgoingPages
 from .page_check import PageCheck
 from .page_order import PageConverter
@@ -66,6 +69,8 @@ MAX_DOWN = 4096
 CLOSE_SECONDS = 5.0
 POLL_SECONDS = 0.0005
 """How long a write that nobody announces may have landed before that is noticed."""
+LAYER_POLL_SECONDS = 0.002
+"""How long a layer may have been computed before that is noticed."""
 
 
 def end_process(error: BaseException) -> None:
@@ -73,6 +78,13 @@ def end_process(error: BaseException) -> None:
     log.critical("the transfer engine failed; ending the process", exc_info=error)
     logging.shutdown()
     os._exit(1)  # sys.exit would end this thread only
+
+
+class _Push(NamedTuple):
+    """Pages that are being computed."""
+
+    command: SendPages
+    done: LayersDone
 
 
 @dataclass(slots=True)
@@ -133,7 +145,7 @@ class TransferEngine:
         # Who peers are is for the scheduler to judge, which any stranger may ask to connect to one: no line for each.
         self._refusals = RefusalLog(log, "connecting to peers")
         self._partings = RefusalLog(log, "parting from peers", logging.INFO)
-        self._commands: queue.SimpleQueue[TransferCommand | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[TransferCommand | _Push | None] = queue.SimpleQueue()
         self._outgoing: dict[HandoverId, OutgoingPages] = {}
         self._turns: deque[OutgoingPages] = deque()
         self._windows: dict[str, _Window] = {}
@@ -160,6 +172,15 @@ class TransferEngine:
     def submit(self, command: TransferCommand) -> None:
         """Hand a command over. Thread-safe, never waits."""
         self._commands.put(command)
+        self._backend.wake()
+
+    def push(self, command: SendPages, done: LayersDone) -> None:
+        """Push pages as their layers are ``done``. Thread-safe, never waits. ``wake`` when all are."""
+        self._commands.put(_Push(command, done))
+        self._backend.wake()
+
+    def wake(self) -> None:
+        """Look at once whether there is something to do. Thread-safe."""
         self._backend.wake()
 
     def close(self) -> None:
@@ -190,7 +211,10 @@ class TransferEngine:
     def _rest(self) -> float | None:
         """How long to wait for news at most."""
         polled = self._backend.can.completion is Completion.POLLED
-        return POLL_SECONDS if polled and any(o.landing for o in self._outgoing.values()) else None
+        if polled and any(o.landing for o in self._outgoing.values()):
+            return POLL_SECONDS
+        computing = any(o.pending and not o.ready for o in self._outgoing.values())
+        return LAYER_POLL_SECONDS if computing else None
 
     def _run(self) -> None:
         try:
@@ -211,7 +235,9 @@ class TransferEngine:
                 return True
             match command:
                 case SendPages():
-                    self._send(command)
+                    self._send(command, None)
+                case _Push():
+                    self._send(*command)
                 case CancelSend():
                     self._cancel(command.handover)
                 case VerifyPages():
@@ -262,7 +288,7 @@ class TransferEngine:
         if peer is not None:
             self._backend.revoke(peer, handover)
 
-    def _send(self, command: SendPages) -> None:
+    def _send(self, command: SendPages, done: LayersDone | None) -> None:
         handover = command.handover
         if handover in self._broken:
             if command.last:
@@ -270,7 +296,8 @@ class TransferEngine:
             return
         outgoing = self._outgoing.get(handover)
         if outgoing is None:
-            outgoing = self._outgoing[handover] = OutgoingPages(handover, self._pages, self._clock)
+            outgoing = OutgoingPages(handover, self._pages, self._clock, summed=command.checksum)
+            self._outgoing[handover] = outgoing
             if handover.epoch not in self._writing:
                 # Now, and not when its turn comes: by then there may be a link again, for other hand-overs.
                 outgoing.fail(f"peer {handover.epoch} is not connected")
@@ -285,7 +312,7 @@ class TransferEngine:
             outgoing.fail(str(e))
         else:
             if outgoing.error is None:
-                outgoing.add(src, dst)
+                outgoing.add(src, dst, done)
         if outgoing.pending and not waiting:
             self._turns.append(outgoing)
         self._end_if_over(outgoing)
@@ -305,7 +332,8 @@ class TransferEngine:
             return
         try:
             pages = unpack_pages(command.pages, self._pages.num_pages, "landed")
-            check = PageCheck(command.handover, pages, command.checksum, self._converter(command.order))
+            converter = self._converter(command.order)
+            check = PageCheck(command.handover, pages, command.slices, self._pages, converter)
         except (BadPages, ValueError) as e:
             log.error("can't verify room %d: %s", command.handover.room, e)
             self._emit(PagesVerified(command.handover, ok=False))
@@ -328,9 +356,9 @@ class TransferEngine:
         for _ in range(len(self._turns)):
             outgoing = self._turns.popleft()
             if not outgoing.pending:
-                continue
+                continue  # it failed, or was cancelled
             window = self._windows.setdefault(outgoing.handover.epoch, _Window())
-            if window.open:
+            if window.open and outgoing.ready:
                 try:
                     nbytes = outgoing.push_slice(self._backend, self._pool, SLICE_BYTES)
                 except TransferError as e:
@@ -350,7 +378,7 @@ class TransferEngine:
         """Hash, or convert, a part of the landed pages that wait for it; False when none is left."""
         if self._checks:
             check = self._checks.popleft()
-            ok = check.step(self._pool, self._pages.page_bytes, CHECK_BYTES)
+            ok = check.step(self._pool, CHECK_BYTES)
             if ok is None:
                 self._checks.append(check)
             else:
@@ -381,7 +409,7 @@ class TransferEngine:
             self._broken[outgoing.handover] = None
             if len(self._broken) > MAX_BROKEN:
                 del self._broken[next(iter(self._broken))]
-        self._emit(outgoing.ended(checksummed=self._backend.can.moves_data))
+        self._emit(outgoing.ended())
 
     def _on_link(self, event: LinkEvent) -> None:
         match event:

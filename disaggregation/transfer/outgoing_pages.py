@@ -4,16 +4,54 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import xxhash
 
 from ...messages.base import I32, HandoverId
-from ...messages.worker import SendEnded
+from ...messages.handover import MAX_SLICES
+from ...messages.worker import SendEnded, SliceChecksum
 from .backends.base import TransferBackend, WriteHandle, WriteState
-from .pages import PageGroup, PageWrite, neighbour_spans
+from .layers_done import LayersDone
+from .pages import LayerRange, PageGroup, PageWrite
 
 MAX_SLICE_PAGES = 1024
+MIN_GROUP_BYTES = 4 << 20
+"""Layers are pushed ahead of the others in groups that come to so much. Less is not worth writing a page in parts: its
+neighbours can't be written together with it then."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Pages that one step makes whole; ``first`` numbers them within the hand-over.
+
+    ``done`` counts the step's layers, None where all are there; ``group``: how many at least are pushed ahead of the
+    others. Being pushed are layers from ``begin`` on, ``at`` pages of them have been.
+    """
+
+    first: int
+    src: I32
+    dst: I32
+    done: LayersDone | None
+    group: int
+    begin: int = 0
+    at: int = 0
+    end: int = 0
+
+    def next_layers(self, num_layers: int) -> LayerRange | None:
+        """Which may be pushed now, None where none."""
+        if not self.at:
+            count = num_layers if self.done is None else min(self.done.count, num_layers)
+            # All that are there: a page is written in as few parts as may be.
+            self.end = count if count == num_layers or count >= self.begin + self.group else self.begin
+        return LayerRange(self.begin, self.end) if self.end > self.begin else None
+
+    def advance(self, pages: int) -> None:
+        """``pages`` more of them are under way."""
+        self.at += pages
+        if self.at == len(self.src):
+            self.begin, self.at = self.end, 0
 
 
 class _Landing(NamedTuple):
@@ -28,21 +66,23 @@ class OutgoingPages:
 
     It is over when it failed, was cancelled, or has its last pages and pushed all; it may end when nothing is under way
     any more. ``whole`` says that the last pages were handed in, ``lost`` that the end of a slice can't be known: then
-    it may end with its link.
+    it may end with its link. ``summed``: whether the slices are.
     """
 
-    def __init__(self, handover: HandoverId, group: PageGroup, clock: Callable[[], float]) -> None:
+    def __init__(self, handover: HandoverId, group: PageGroup, clock: Callable[[], float], *, summed: bool) -> None:
         self.handover = handover
         self.whole = False
         self.error: str | None = None
         self.cancelled = False
         self.lost = False
         self._group = group
-        self._slices = 0
+        self._summed = summed
+        self._pages = 0
+        self._writes = 0
         self._clock = clock
-        self._chunks: deque[tuple[I32, I32]] = deque()
+        self._chunks: deque[_Chunk] = deque()
         self._landing: deque[_Landing] = deque()
-        self._hasher = xxhash.xxh3_64()
+        self._slices: list[SliceChecksum] = []
         self._nbytes = 0
         self._seconds = 0.0
         self._busy_since: float | None = None
@@ -51,8 +91,13 @@ class OutgoingPages:
 
     @property
     def pending(self) -> bool:
-        """Whether a slice can be pushed."""
+        """Whether something is to be pushed, now or when it is computed."""
         return bool(self._chunks)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a slice can be pushed now."""
+        return bool(self._chunks) and self._chunks[0].next_layers(self._group.num_layers) is not None
 
     @property
     def landing(self) -> bool:
@@ -65,30 +110,47 @@ class OutgoingPages:
         ended = self.error is not None or self.cancelled or (self.whole and not self._chunks)
         return ended and not self._landing
 
-    def add(self, src: I32, dst: I32) -> None:
-        """Push ``src`` to ``dst`` after what was added before."""
+    def add(self, src: I32, dst: I32, done: LayersDone | None = None) -> None:
+        """Push ``src`` to ``dst`` after what was added before, as their layers are ``done``."""
         if len(src):
-            self._chunks.append((src, dst))
-            self._busy_since = self._busy_since or self._clock()
-            self._began = self._began or self._busy_since
+            nbytes, layers = len(src) * self._group.page_bytes, self._group.num_layers
+            group = min(layers, max(1, -(-MIN_GROUP_BYTES * layers // nbytes)))
+            self._chunks.append(_Chunk(self._pages, src, dst, done, group))
+            self._pages += len(src)
 
     def push_slice(self, backend: TransferBackend, pool: memoryview, slice_bytes: int) -> int:
-        """Start to write up to ``slice_bytes`` (one page at least); returns how many. Raises as ``backend.write``."""
-        src, dst = self._chunks[0]
-        page_bytes = self._group.page_bytes
-        count = min(max(1, slice_bytes // page_bytes), MAX_SLICE_PAGES, len(src))
-        write = PageWrite(self.handover, self._slices, src[:count], dst[:count], self._group.whole())
-        nbytes = count * page_bytes
-        self._landing.append(_Landing(backend.write(write), nbytes))
-        self._slices += 1
-        if count < len(src):
-            self._chunks[0] = src[count:], dst[count:]
-        else:
+        """Start to write up to ``slice_bytes`` (one page at least); returns how many. Raises as ``backend.write``.
+
+        Only while it is ``ready``.
+        """
+        chunk = self._chunks[0]
+        layers = chunk.next_layers(self._group.num_layers)
+        assert layers is not None
+        if self._busy_since is None:
+            self._busy_since = self._clock()
+            self._began = self._began or self._busy_since
+        piece_bytes = self._group.piece_bytes(layers)
+        at, first = chunk.at, chunk.first + chunk.at
+        count = min(max(1, slice_bytes // piece_bytes), MAX_SLICE_PAGES, len(chunk.src) - at)
+        src, dst = chunk.src[at : at + count], chunk.dst[at : at + count]
+        nbytes = count * piece_bytes
+        self._landing.append(_Landing(backend.write(PageWrite(self.handover, self._writes, src, dst, layers)), nbytes))
+        self._writes += 1
+        chunk.advance(count)
+        if chunk.begin == self._group.num_layers:
             self._chunks.popleft()
-        if backend.can.moves_data:
-            for offset, length in neighbour_spans(write.src, write.src, page_bytes)[0].tolist():
-                self._hasher.update(pool[offset : offset + length])
+        if self._summed and backend.can.moves_data:
+            self._sum_up(first, src, layers, pool)
         return nbytes
+
+    def _sum_up(self, first: int, src: I32, layers: LayerRange, pool: memoryview) -> None:
+        if len(self._slices) == MAX_SLICES:
+            self.fail(f"the prompt needs more than {MAX_SLICES} writes; use a larger --page-size")
+            return
+        hasher = xxhash.xxh3_64()
+        for offset, length in self._group.spans(src, layers).tolist():
+            hasher.update(pool[offset : offset + length])
+        self._slices.append(SliceChecksum(first, len(src), *layers, hasher.intdigest()))
 
     def reap(self, backend: TransferBackend) -> tuple[int, int]:
         """Take note of slices that have landed or failed; returns their number and bytes."""
@@ -122,12 +184,12 @@ class OutgoingPages:
         self.cancelled = True
         self._chunks.clear()
 
-    def ended(self, *, checksummed: bool) -> SendEnded:
+    def ended(self) -> SendEnded:
         """What to tell the scheduler."""
         self._rest()
         return SendEnded(
             self.handover,
-            self._hasher.intdigest() if checksummed else 0,
+            self._slices,
             self._nbytes,
             self._seconds,
             self.cancelled,

@@ -2,48 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 import xxhash
 
 from ...messages.base import I32, HandoverId
+from ...messages.worker import SliceChecksum
 from .page_order import PageConverter
-from .pages import neighbour_spans
+from .pages import LayerRange, PageGroup
+
+BATCH_BYTES = 1 << 20
+"""Hashed at a time: a peer may say that all it has sent was one slice."""
 
 
 class PageCheck:
-    """Hashes ``pages`` of a pool, then converts them: piece by piece, so that it does not hold up anything else.
+    """Hashes ``pages`` of a group, then converts them: piece by piece, so that it does not hold up anything else.
 
-    The checksum is that of the bytes as they were sent, so every page is hashed before the first one is converted.
+    The checksums are those of the bytes as they were sent, so every page is hashed before the first one is converted.
+    Without ``slices`` the pages are taken for right.
     """
 
-    def __init__(self, handover: HandoverId, pages: I32, checksum: int, converter: PageConverter | None = None) -> None:
+    def __init__(
+        self,
+        handover: HandoverId,
+        pages: I32,
+        slices: Sequence[SliceChecksum] | None,
+        group: PageGroup,
+        converter: PageConverter | None = None,
+    ) -> None:
         self.handover = handover
-        self._to_hash = pages
-        self._to_convert = pages if converter is not None else pages[:0]
+        self._pages = pages
+        self._slices = slices
+        self._group = group
         self._converter = converter
-        self._checksum = checksum
-        self._hasher = xxhash.xxh3_64()
-        self._right: bool | None = None
+        self._right = True
+        self._work: Iterator[int] | None = None
 
-    def step(self, pool: memoryview, page_bytes: int, budget: int) -> bool | None:
-        """Work on about ``budget`` bytes; returns whether the checksum is right once all is done, None before."""
-        count = max(1, budget // page_bytes)
-        if self._right is None:
-            self._hash(pool, page_bytes, count)
-        else:
-            self._convert(pool, page_bytes, count)
-        done = self._right is False or not len(self._to_convert)
-        return self._right if done else None
+    def step(self, pool: memoryview, budget: int) -> bool | None:
+        """Work on about ``budget`` bytes; returns whether the pages are right once all is done, None before."""
+        if self._work is None:
+            self._work = self._check(pool)
+        for nbytes in self._work:
+            budget -= nbytes
+            if budget <= 0:
+                return None
+        return self._right
 
-    def _hash(self, pool: memoryview, page_bytes: int, count: int) -> None:
-        batch, self._to_hash = self._to_hash[:count], self._to_hash[count:]
-        for offset, length in neighbour_spans(batch, batch, page_bytes)[0].tolist():
-            self._hasher.update(pool[offset : offset + length])
-        if not len(self._to_hash):
-            self._right = bool(self._hasher.intdigest() == self._checksum)
+    def _check(self, pool: memoryview) -> Iterator[int]:
+        """Everything there is to do; yields the bytes of each part of it."""
+        if self._slices is not None:
+            self._right = covers(self._slices, len(self._pages), self._group.num_layers)
+            for piece in self._slices if self._right else ():
+                yield from self._hash(pool, piece)
+                if not self._right:
+                    return
+        if self._right and self._converter is not None:
+            page_bytes = self._group.page_bytes
+            for page in self._pages.tolist():
+                self._converter.convert(
+                    np.frombuffer(pool[page * page_bytes : (page + 1) * page_bytes], dtype=np.uint8)
+                )
+                yield page_bytes
 
-    def _convert(self, pool: memoryview, page_bytes: int, count: int) -> None:
-        batch, self._to_convert = self._to_convert[:count], self._to_convert[count:]
-        assert self._converter is not None
-        for page in batch.tolist():
-            self._converter.convert(np.frombuffer(pool[page * page_bytes : (page + 1) * page_bytes], dtype=np.uint8))
+    def _hash(self, pool: memoryview, piece: SliceChecksum) -> Iterator[int]:
+        pages, layers = self._pages[piece.first : piece.first + piece.count], LayerRange(piece.begin, piece.end)
+        piece_bytes = self._group.piece_bytes(layers)
+        batch = max(1, BATCH_BYTES // piece_bytes)
+        hasher = xxhash.xxh3_64()
+        for at in range(0, len(pages), batch):
+            part = pages[at : at + batch]
+            for offset, length in self._group.spans(part, layers).tolist():
+                hasher.update(pool[offset : offset + length])
+            yield len(part) * piece_bytes
+        self._right = bool(hasher.intdigest() == piece.checksum)
+
+
+def covers(slices: Sequence[SliceChecksum], pages: int, layers: int) -> bool:
+    """Whether ``slices`` are every layer of every page, each once."""
+    there = np.zeros((pages, layers), dtype=np.bool_)
+    for piece in slices:
+        if piece.first + piece.count > pages or not piece.begin < piece.end <= layers:
+            return False
+        part = there[piece.first : piece.first + piece.count, piece.begin : piece.end]
+        if part.any():
+            return False
+        part[:] = True
+    return bool(there.all())

@@ -137,6 +137,7 @@ class CpuEngine:
             self._cos.data_ptr(),
             self._sin.data_ptr(),
             logits.data_ptr(),
+            None if batch.done is None else batch.done.address,
         )
         if self._library.pds_engine_forward(self.handle, args) != 0:
             raise MemoryError(f"no memory for a pass of {len(ids)} tokens")

@@ -70,7 +70,7 @@ class ForwardArgs(ctypes.Structure):
         *((name, c_void_p) for name in ("input_ids", "positions", "out_cache_loc", "logit_indices", "entry")),
         ("req_to_token", c_void_p),
         ("table_stride", c_int64),
-        *((name, c_void_p) for name in ("cos", "sin", "logits")),
+        *((name, c_void_p) for name in ("cos", "sin", "logits", "layers_done")),
     )
 
 
@@ -135,11 +135,11 @@ def _declare(library: ctypes.CDLL) -> None:
         ("pds_row_params_size", c_int64, ()),
         ("pds_stepper_new", c_void_p, (c_void_p, c_void_p, POINTER(StepTables))),
         ("pds_stepper_free", None, (c_void_p,)),
-        # Entries and tokens, seven int32 arrays as the bytes of a message, rotations, results.
+        # Entries and tokens, seven int32 arrays as the bytes of a message, rotations, results, layers done.
         (
             "pds_stepper_run",
             c_int64,
-            (c_void_p, c_int64, c_int64, *[c_char_p] * 7, c_void_p, c_void_p, c_int64, c_void_p, c_void_p),
+            (c_void_p, c_int64, c_int64, *[c_char_p] * 7, c_void_p, c_void_p, c_int64, *[c_void_p] * 3),
         ),
     ):
         function = getattr(library, name)

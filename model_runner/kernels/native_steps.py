@@ -12,6 +12,7 @@ from torch import Tensor
 from .library import StepTables, load_library
 
 if TYPE_CHECKING:
+    from ...disaggregation.transfer.layers_done import LayersDone
     from ...messages.worker import ForwardStep
     from ..rows import RowParams
     from .cpu_engine import CpuEngine
@@ -56,8 +57,8 @@ class NativeSteps:
         self._finite = np.empty(rows, dtype=np.bool_)
         self._results = (self._tokens.ctypes.data, self._finite.ctypes.data)
 
-    def run(self, step: ForwardStep) -> Chosen | None:
-        """Compute ``step``, whose ``new_rows`` and ``slot_deltas`` are applied already.
+    def run(self, step: ForwardStep, done: LayersDone | None = None) -> Chosen | None:
+        """Compute ``step``, whose ``new_rows`` and ``slot_deltas`` are applied already, counting layers ``done``.
 
         None, with nothing changed, for a step that asks for more than tokens or contradicts itself or the tables.
         """
@@ -69,7 +70,8 @@ class NativeSteps:
         if any(len(a) != 4 * entries for a in per_entry) or any(len(a) != 4 * tokens for a in per_token):
             return None
         rotations = self._engine.rotations
-        count = self._run(self._handle, entries, tokens, *per_entry, *per_token, *rotations, *self._results)
+        counter = None if done is None else done.address
+        count = self._run(self._handle, entries, tokens, *per_entry, *per_token, *rotations, *self._results, counter)
         if count == _LEFT:
             return None
         if count == _NO_MEMORY:

@@ -111,8 +111,10 @@ class LlamaForCausalLM:
         """Logits of ``batch.logit_indices``, [L, V] float32; ``attention`` has planned ``batch``."""
         x_TN = F.embedding(batch.input_ids, self.embed_tokens)
         rotation = self.rotary.forward(batch.positions)
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
             layer.forward(x_TN, rotation, attention)
+            if batch.done is not None and x_TN.device.type == "cpu":
+                batch.done.advance(i + 1)
         x_LN = self.norm.forward(x_TN.index_select(0, batch.logit_indices))
         return linear(x_LN, self.lm_head, None).float()
 

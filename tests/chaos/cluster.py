@@ -19,6 +19,7 @@ from .faults import DECODES, PREFILLS, ROUTER
 from .hosts import GATEWAY, Host, hosts, run
 
 LOOPBACK = "127.0.0.1"
+FAULTY = Path(__file__).parent / "faulty_writes"
 PORTS = 20000
 """On hosts of our own: below those that the system gives to connections, one of which could have a port meanwhile."""
 INSTANCES = (*PREFILLS, *DECODES)
@@ -28,11 +29,12 @@ HANDOVERS = {"prefill": "sent", "decode": "received"}
 
 @dataclass
 class Cluster:
-    """``hosts`` is empty where all of it is on one."""
+    """``hosts`` is empty where all of it is on one. ``writes``: where each prefill reads how its writes go wrong."""
 
     servers: dict[str, Launched]
     control_ports: dict[str, int]
     hosts: dict[str, Host]
+    writes: dict[str, Path]
 
     @property
     def url(self) -> str:
@@ -119,6 +121,12 @@ class Cluster:
         run("ss", "--kill", "state", "connected", "( dport = " + port + " or sport = " + port + " )")
 
 
+def faulty(told: Path) -> dict[str, str]:
+    """The environment of a prefill whose writes go wrong as ``told`` says."""
+    path = f"{FAULTY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+    return {**os.environ, "PYTHONPATH": path, "PDSERVE_CHAOS_WRITES": str(told)}
+
+
 def _is_later(now: tuple[str, int], since: tuple[str, int] | None) -> bool:
     return now[1] > (since[1] if since is not None and since[0] == now[0] else 0)
 
@@ -138,7 +146,7 @@ def running(tmp: Path, backend: str, args: Sequence[str], inside: bool) -> Itera
         ports = iter(range(PORTS, PORTS + 50)) if inside else iter(free_ports(20))
         common = ["--cluster-secret-file", str(secret)]
         instance_args = ["--disaggregation-transfer-backend", backend, *args, *common]
-        cluster = Cluster({}, {}, places)
+        cluster = Cluster({}, {}, places, {})
         route = [*common, "--policy", "random"]
         cores = sorted(os.sched_getaffinity(0))
         for i, name in enumerate(INSTANCES):
@@ -148,8 +156,13 @@ def running(tmp: Path, backend: str, args: Sequence[str], inside: bool) -> Itera
             own += ["--disaggregation-control-port", str(control), "--cpus", str(cores[i % len(cores)])]
             own += ["--disaggregation-data-port", str(data)] if backend != "shm" else []
             own += ["--disaggregation-bootstrap-port", str(bootstrap)] if name in PREFILLS else []
-            enter = places[name].enter if places else ()
-            cluster.servers[name] = Launched(["server", *own], port, tmp / f"{name}.log", host=host, enter=enter)
+            enter, env = places[name].enter if places else (), None
+            if name in PREFILLS:
+                cluster.writes[name] = tmp / f"{name}.writes"
+                cluster.writes[name].touch()
+                env = faulty(cluster.writes[name])
+            log = tmp / f"{name}.log"
+            cluster.servers[name] = Launched(["server", *own], port, log, host=host, enter=enter, env=env)
             cluster.control_ports[name] = control
             role = ["--prefill", cluster.servers[name].url, str(bootstrap)]
             route += role if name in PREFILLS else ["--decode", cluster.servers[name].url]

@@ -31,11 +31,17 @@ class Kind(Enum):
     RESET = "connections between two instances reset"
     LOSE = "packets between two instances lost"
     UNPLUG = "an instance's cable pulled"
+    SLOW = "an instance's cable slow and lossy"
+    WRITE_WRONG = "a prefill writes wrong pages"
+    WRITE_TWICE = "a prefill writes everything twice"
+    WRITE_LATE = "a prefill's writes are late"
 
 
-LINKS = frozenset({Kind.RESET, Kind.LOSE, Kind.UNPLUG})
+LINKS = frozenset({Kind.RESET, Kind.LOSE, Kind.UNPLUG, Kind.SLOW})
 """Those that need hosts of our own."""
-LASTING = frozenset({Kind.FREEZE, Kind.FREEZE_INSTANCE, Kind.FREEZE_ROUTER, Kind.LOSE, Kind.UNPLUG})
+WRITES = {Kind.WRITE_WRONG: "another page", Kind.WRITE_TWICE: "twice", Kind.WRITE_LATE: "told late"}
+"""What the prefill's backend is told."""
+LASTING = frozenset({Kind.FREEZE, Kind.FREEZE_INSTANCE, Kind.FREEZE_ROUTER, Kind.LOSE, Kind.UNPLUG, Kind.SLOW, *WRITES})
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ def _shuffled_for_ever(rng: random.Random) -> Iterator[tuple[Kind, str]]:
 def _drawn(rng: random.Random, kind: Kind, process: str) -> Fault:
     prefill, decode = rng.choice(PREFILLS), rng.choice(DECODES)
     victim, peer = rng.choice((prefill, decode)), ""
-    if process == BOOTSTRAP:
+    if process == BOOTSTRAP or kind in WRITES:
         victim = prefill
     if process == ROUTER or kind in (Kind.FREEZE_ROUTER, Kind.LEAVE, Kind.ABORT):
         victim = ROUTER

@@ -20,6 +20,8 @@ NETWORK = "10.77.0"
 GATEWAY = f"{NETWORK}.1"
 NOBODY = "02:00:00:00:00:fe"
 """A card's address that no card has."""
+SLOW = ("rate", "4mbit", "burst", "16kb", "latency", "100ms")
+"""A token bucket, which every kernel has (netem isn't in all): packets wait for up to 100 ms, or are lost."""
 
 
 def run(*argv: str) -> str:
@@ -37,6 +39,7 @@ def why_not() -> str | None:
     """Why there can be no hosts of our own here, None where there can."""
     try:
         bridge = "ip link add br0 type bridge && ip link add v0 type veth peer name v1 && ss -K dport = :1"
+        bridge += " && tc qdisc add dev v0 root tbf " + " ".join(SLOW)
         run(*inside(), "sh", "-c", bridge)
     except FileNotFoundError as e:
         return f"{e.filename} is missing"
@@ -64,6 +67,16 @@ class Host:
     def plug(self) -> None:
         """The opposite."""
         run("ip", "link", "set", self.cable, "up")
+
+    def slow_down(self) -> None:
+        """Both ways so many bytes a second pass as ``SLOW`` says; beyond a short queue, packets are lost."""
+        run("tc", "qdisc", "replace", "dev", self.cable, "root", "tbf", *SLOW)
+        self.run("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *SLOW)
+
+    def speed_up(self) -> None:
+        """The opposite."""
+        run("tc", "qdisc", "del", "dev", self.cable, "root")
+        self.run("tc", "qdisc", "del", "dev", "eth0", "root")
 
     def lose(self, other: Host) -> None:
         """What this host sends to ``other`` is lost."""

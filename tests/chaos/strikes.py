@@ -16,7 +16,7 @@ from support.machine import limit
 
 from .cluster import Cluster
 from .expected import MOST_TOKENS, Question
-from .faults import ROUTER, Fault, Kind
+from .faults import ROUTER, WRITES, Fault, Kind
 from .load import body
 
 LEAVING = 200
@@ -92,6 +92,25 @@ def unplug(cluster: Cluster, fault: Fault) -> None:
         time.sleep(fault.seconds)
 
 
+def slow_down(cluster: Cluster, fault: Fault) -> None:
+    """What the victim and the others tell each other passes slowly; what does not fit into the line is lost."""
+    host = cluster.hosts[fault.victim]
+    with ExitStack() as stack:
+        host.slow_down()
+        stack.callback(host.speed_up)
+        time.sleep(fault.seconds)
+
+
+def write_wrong(cluster: Cluster, fault: Fault) -> None:
+    """What the victim's backend writes is not what it is given."""
+    told = cluster.writes[fault.victim]
+    told.write_text(WRITES[fault.kind])
+    try:
+        time.sleep(fault.seconds)
+    finally:
+        told.write_text("")
+
+
 def storm(cluster: Cluster, fault: Fault, questions: Sequence[Question]) -> None:
     """Hundreds ask at once, and leave, or have their requests aborted; those must be answered, too."""
     leaving = fault.kind is Kind.LEAVE
@@ -141,4 +160,6 @@ STRIKES: dict[Kind, Callable[[Cluster, Fault], None]] = {
     Kind.RESET: reset,
     Kind.LOSE: lose,
     Kind.UNPLUG: unplug,
+    Kind.SLOW: slow_down,
+    **dict.fromkeys(WRITES, write_wrong),
 }

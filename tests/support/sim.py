@@ -198,6 +198,8 @@ class SimInstance:
         message = self.to_worker.messages.popleft()
         if isinstance(message, ForwardStep):
             self.scheduler.on_step_result(self.worker.run(message), self.now)
+            for push in message.pushes:
+                self.on_command(push)
         else:
             self.on_command(message)
         self.outbox.flush()

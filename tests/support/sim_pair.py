@@ -26,11 +26,13 @@ from pdserve.messages.metrics import HandoverCounts
 from pdserve.messages.worker import (
     CancelSend,
     DisconnectPeer,
+    ForwardStep,
     GrantPages,
     PagesVerified,
     RevokePages,
     SendEnded,
     SendPages,
+    SliceChecksum,
     VerifyPages,
 )
 from support.sim import SimInstance, make_options
@@ -44,7 +46,7 @@ class Push:
 
     pages: deque[tuple[int, int]] = field(default_factory=deque)
     whole: bool = False
-    checksum: int = 0
+    slices: list[SliceChecksum] = field(default_factory=list)
     nbytes: int = 0
 
 
@@ -80,9 +82,9 @@ class SimSide(SimInstance):
         """See ``KVManager``."""
         return self.senders.pinned() + self.receivers.pinned()
 
-    def chunk_planned(self, req) -> None:
+    def chunk_planned(self, req):
         """See ``KVManager``."""
-        self.senders.chunk_planned(req)
+        return self.senders.chunk_planned(req)
 
     def first_token(self, req, token, logprob) -> None:
         """See ``KVManager``."""
@@ -207,10 +209,9 @@ class SimPair:
             side.senders.on_send_ended(SendEnded(message.handover, cancelled=True))
         elif isinstance(message, VerifyPages):
             assert message.handover not in self.granted, "pages are checked that may still be written"
-            checksum = 0
-            for page in unpack_i32(message.pages):
-                checksum = hash((checksum, *self.page(self.decode, page)))
-            side.receivers.on_verified(PagesVerified(message.handover, checksum == message.checksum), self.now)
+            pages = unpack_i32(message.pages).tolist()
+            sums = [self.sum_up(number, self.page(self.decode, page)) for number, page in enumerate(pages)]
+            side.receivers.on_verified(PagesVerified(message.handover, sums == message.slices), self.now)
         elif isinstance(message, GrantPages):
             self.granted[message.handover] = set(unpack_i32(message.pages).tolist())
         elif isinstance(message, RevokePages):
@@ -226,13 +227,18 @@ class SimPair:
             src, dst = push.pages.popleft()
             assert dst in self.granted[handover], "a page is written that was not granted"
             values = self.page(self.prefill, src).copy()
-            push.checksum = hash((push.checksum, *values))
+            push.slices.append(self.sum_up(len(push.slices), values))
             push.nbytes += 8 * len(values)
             self.page(self.decode, dst)[:] = values + (1 if self.corrupt else 0)
         if not push.pages and push.whole:
             del self.pushes[handover]
-            self.prefill.senders.on_send_ended(SendEnded(handover, push.checksum, push.nbytes, 0.001))
+            self.prefill.senders.on_send_ended(SendEnded(handover, push.slices, push.nbytes, 0.001))
         self.collect()
+
+    @staticmethod
+    def sum_up(number: int, values) -> SliceChecksum:
+        """One page of a hand-over."""
+        return SliceChecksum(number, 1, 0, 1, hash(tuple(values)) % (1 << 64))
 
     def page(self, side: SimSide, page: int):
         """A page of a worker's KV."""
@@ -258,7 +264,8 @@ class SimPair:
 
         Pushes that the prefill's worker has yet to read find no connection: the next is made by a command behind them.
         """
-        self.stale += [m for m in self.prefill.to_worker.messages if isinstance(m, SendPages)]
+        steps = [m for m in self.prefill.to_worker.messages if isinstance(m, ForwardStep)]
+        self.stale += [push for step in steps for push in step.pushes]
         for handover in list(self.pushes):
             del self.pushes[handover]
             self.prefill.senders.on_send_ended(SendEnded(handover, error="link lost"))

@@ -30,7 +30,7 @@ from pdserve.messages.handover import (
     TransferRequest,
 )
 from pdserve.messages.outputs import Timing
-from pdserve.messages.worker import KVLayout
+from pdserve.messages.worker import KVLayout, SliceChecksum
 from pdserve.runtime import refusal_log
 from pdserve.runtime.refusal_log import RefusalLog
 
@@ -98,7 +98,7 @@ def changed(message, **fields):
     return msgspec.msgpack.encode([msgspec.to_builtins(message, builtin_types=(bytes,)) | fields])
 
 
-DONE = TransferDone("e", named(7), 1, Timing())
+DONE = TransferDone("e", named(7), [SliceChecksum(0, 1, 0, 1, 1)], Timing())
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,10 @@ DONE = TransferDone("e", named(7), 1, Timing())
         (FirstToken("e", named(7), 1, 0, Timing()), {"token": 1 << 31}),
         (FirstToken("e", named(7), 1, 0, Timing()), {"cached_tokens": -1}),
         (FirstToken("e", named(7), 1, 0, Timing()), {"handover": ["D", -1, 1]}),
-        (DONE, {"checksum": -1}),
+        (DONE, {"slices": [[0, 1, 0, 1, -1]]}),
+        (DONE, {"slices": [[0, 0, 0, 1, 1]]}),
+        (DONE, {"slices": [[0, 1, 0, 1 << 13, 1]]}),
+        (DONE, {"slices": [[0, 1, 0, 1]]}),
         (DONE, {"timing": {"queue_ms": float("nan")}}),
         (DONE, {"timing": {"transfer_bytes": 1 << 41}}),
         (DONE, {"timing": {"timeline": {"queue": float("nan")}}}),
@@ -195,7 +198,7 @@ def test_what_is_sent_stays_within_the_receivers_limits():
     longest = TransferRequest("e" * 128, LONGEST, (1 << 31) - 1, (1 << 64) - 1, (1 << 31) - 1, pages)
     (frame,), too_long = make_frames([longest], SHORT_FRAME_BYTES)
     assert codec.decode(frame) == [longest]
-    done = TransferDone("e", named(7), 1, Timing())
+    done = TransferDone("e", named(7), [SliceChecksum(0, 1, 0, 1, 1)], Timing())
     assert make_frames([done, done], 20) == ([], [done, done])
     assert make_frames([], 20) == ([], [])
 

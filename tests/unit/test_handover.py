@@ -506,7 +506,7 @@ def test_an_end_that_crosses_its_cancel_is_not_the_answer_to_it():
     pair.collect()
     until_delivered(pair)
     assert senders.rooms[1].failure is not None
-    senders.on_send_ended(SendEnded(name, checksum=1, nbytes=100))
+    senders.on_send_ended(SendEnded(name, nbytes=100))
     assert senders.rooms[1].hold is not None
     pair.check()
     run_until_idle(pair)
@@ -551,7 +551,7 @@ def test_what_is_said_of_an_earlier_attempt_does_nothing_to_the_next():
     assert second == named(1, 2, "decode")
     receivers, senders = pair.decode.receivers, pair.prefill.senders
     receivers.on_first_token(pair.link, FirstToken("decode", first, 5, 0, Timing()), pair.now)
-    receivers.on_done(pair.link, TransferDone("decode", first, 1, Timing()))
+    receivers.on_done(pair.link, TransferDone("decode", first, [], Timing()))
     receivers.on_failed(pair.link, TransferFailed("decode", first, 503, "old"))
     receivers.on_abort_ack(pair.link, AbortAck("decode", first))
     pair.decode.rooms.rooms[1].checking = True

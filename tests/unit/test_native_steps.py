@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from pdserve.disaggregation.transfer.layers_done import LayersDone
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec, RowInit
 from pdserve.model_runner.kernels.build import BuildError
@@ -157,3 +159,51 @@ def test_steps_that_make_no_sense_change_nothing(folder: Path, name: str) -> Non
     assert torch.equal(runner._req_to_token, table)
     assert torch.equal(model.pool.data, pool)
     assert runner._rows.last_tokens[:2].tolist() == [-1, -1]
+
+
+class Watched(LayersDone):
+    """Keeps what the pool has of the layers that are done, as soon as they are."""
+
+    def __init__(self, model: ModelRunner) -> None:
+        super().__init__()
+        self._pool = model.pool.data
+        self.seen: dict[int, torch.Tensor] = {}
+
+    def advance(self, count: int) -> None:
+        super().advance(count)
+        self.look()
+
+    def look(self) -> None:
+        count = self.count
+        if count not in self.seen:
+            self.seen[count] = self._pool[:, :count].clone()
+
+    def watch(self, over: threading.Event) -> None:
+        """While the kernels count; they call nobody."""
+        while not over.is_set():
+            self.look()
+
+
+@pytest.mark.parametrize("way", ["native", "general", "torch"])
+def test_layers_that_are_done_are_in_the_pool(folder: Path, way: str) -> None:
+    model = make_model(folder, dtype="float32", threads=1, attention_backend="torch" if way == "torch" else "cpu")
+    runner, layers = StepRunner(model, ROWS), model.config.num_layers
+    if way == "general":
+        runner._native = None
+    mid_way: set[int] = set()
+    for attempt in range(200):  # a pass is over in a moment
+        model.pool.data.zero_()
+        done, over = Watched(model), threading.Event()
+        observer = threading.Thread(target=done.watch, args=(over,))
+        observer.start()
+        length = min(CONTEXT - 1, 300)
+        runner.run(make_step([(0, 0, [(i + attempt) % VOCAB for i in range(length)], True)]), done)
+        over.set()
+        observer.join()
+        assert done.count == layers
+        for count, seen in done.seen.items():
+            assert torch.equal(seen, model.pool.data[:, :count]), count
+        mid_way |= set(done.seen) & set(range(1, layers))
+        if mid_way and attempt >= 5:
+            return
+    raise AssertionError("no layer was ever seen ahead of the others")

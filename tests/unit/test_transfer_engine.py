@@ -6,17 +6,21 @@ import contextlib
 import queue
 import threading
 
+import msgspec
 import numpy as np
 import pytest
-import xxhash
 from support.handovers import named
 from support.machine import limit
+from support.processes import wait_until
+from support.slices import assert_summed_up, summed_up
 
 from pdserve.disaggregation.errors import NotConnected
-from pdserve.disaggregation.transfer import engine
+from pdserve.disaggregation.transfer import engine, outgoing_pages
 from pdserve.disaggregation.transfer.backends.base import LinkDown, LinkUp, TransferBackend, WriteHandle, WriteState
 from pdserve.disaggregation.transfer.backends.registry import make_backend
 from pdserve.disaggregation.transfer.engine import TransferEngine
+from pdserve.disaggregation.transfer.layers_done import LayersDone
+from pdserve.disaggregation.transfer.page_check import covers
 from pdserve.disaggregation.transfer.page_order import PageConverter
 from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import allocate_region
@@ -35,6 +39,7 @@ from pdserve.messages.worker import (
     PeerLinkDown,
     SendEnded,
     SendPages,
+    SliceChecksum,
     VerifyPages,
 )
 
@@ -55,6 +60,7 @@ class Node:
         made = TransferEngine(backend, self.region, page, epoch, "127.0.0.1", self.events.put, layout=layout)
         self.engine = made.start()
         self.epoch = epoch
+        self.layers = 1 if layout is None else layout.num_layers
 
     def submit(self, *commands):
         for command in commands:
@@ -71,8 +77,8 @@ def send(room, src, dst, *, last=True, peer="D"):
     return SendPages(named(room, epoch=peer), pack_i32(src), pack_i32(dst), last)
 
 
-def digest(node, pages):
-    return xxhash.xxh3_64_intdigest(node.pool[pages].tobytes())
+def summed(node, pages, *bounds):
+    return summed_up(node.pool, pages, *bounds, num_layers=node.layers)
 
 
 @pytest.fixture
@@ -112,25 +118,25 @@ def test_pages_of_all_chunks_land_and_the_checksum_verifies(pair):
     writer.submit(*(send(5, src[a:b], dst[a:b], last=b == 300) for a, b in ((0, 1), (1, 200), (200, 300))))
     ended = writer.next()
     times = {"seconds": ended.seconds, "began": ended.began, "ended": ended.ended}
-    assert ended == SendEnded(named(5), digest(writer, src), 300 * PAGE, **times)
+    assert ended == SendEnded(named(5), summed(writer, src, 0, 1, 200, 300), 300 * PAGE, **times)
     assert 0 < ended.seconds < LIMIT
     assert 0 < ended.began < ended.ended
     assert np.array_equal(receiver.pool[dst], writer.pool[src])
     assert np.array_equal(receiver.pool[untouched], before)
 
-    receiver.submit(VerifyPages(named(5), pack_i32(dst), ended.checksum))
+    receiver.submit(VerifyPages(named(5), pack_i32(dst), ended.slices))
     assert receiver.next() == PagesVerified(named(5), True)
     receiver.pool[dst[150], 7] ^= 1
-    receiver.submit(VerifyPages(named(5), pack_i32(dst), ended.checksum))
+    receiver.submit(VerifyPages(named(5), pack_i32(dst), ended.slices))
     assert receiver.next() == PagesVerified(named(5), False)
 
 
 def test_a_room_may_end_without_a_page_in_its_last_chunk(pair):
     writer, _ = pair
     writer.submit(send(1, [], []), send(2, [3], [4], last=False), send(2, [], []))
-    assert writer.next() == SendEnded(named(1), xxhash.xxh3_64_intdigest(b""), 0, 0.0)
+    assert writer.next() == SendEnded(named(1))
     ended = writer.next()
-    assert (ended.handover.room, ended.checksum, ended.nbytes, ended.error) == (2, digest(writer, [3]), PAGE, None)
+    assert (ended.handover.room, ended.slices, ended.nbytes, ended.error) == (2, summed(writer, [3]), PAGE, None)
 
 
 def test_pages_of_another_order_are_ours_once_they_are_verified(make_node, monkeypatch):
@@ -144,8 +150,8 @@ def test_pages_of_another_order_are_ours_once_they_are_verified(make_node, monke
     converter = PageConverter(layout, "tokens")
     for page in pages:
         converter.convert(expected[page])
-    right = digest(node, pages)
-    node.submit(VerifyPages(named(1), pack_i32(pages), right ^ 1, "tokens"))
+    right = summed(node, pages)
+    node.submit(VerifyPages(named(1), pack_i32(pages), [right[0], right[0]], "tokens"))
     assert node.next() == PagesVerified(named(1), False)
     node.submit(VerifyPages(named(2), pack_i32(pages), right, "blocks"))
     assert node.next() == PagesVerified(named(2), True)
@@ -154,8 +160,100 @@ def test_pages_of_another_order_are_ours_once_they_are_verified(make_node, monke
     assert node.next() == PagesVerified(named(3), True)
     assert not np.array_equal(expected, before)
     assert np.array_equal(node.pool, expected)
-    blind.submit(VerifyPages(named(4), pack_i32([1]), digest(blind, [1]), "tokens"))
+    blind.submit(VerifyPages(named(4), pack_i32([1]), summed(blind, [1]), "tokens"))
     assert blind.next() == PagesVerified(named(4), False)
+
+
+LAYERS = 4
+LAYERED = KVLayout(8, LAYERS, 1, 8, "bfloat16", PAGE)
+SOME = np.arange(1, 101)
+
+
+@pytest.fixture
+def layered(make_node, kind, monkeypatch):
+    """A pair whose pages have layers, two of which are worth a write."""
+    monkeypatch.setattr(outgoing_pages, "MIN_GROUP_BYTES", len(SOME) * PAGE // 2)
+    writer, receiver = make_node(kind, "P", layout=LAYERED), make_node(kind, "D", layout=LAYERED)
+    receiver.submit(AdmitPeer("P", 1))
+    assert receiver.next() == PeerAdmitted("P", 1)
+    writer.submit(ConnectPeer("D", 1, receiver.engine.metadata))
+    assert writer.next() == PeerConnected("D", 1)
+    receiver.engine.submit(GrantPages(named(1), "P", pack_i32(SOME + 100)))
+    receiver.pool[:] = 0
+    return writer, receiver
+
+
+def test_layers_leave_while_the_others_are_computed(layered):
+    writer, receiver = layered
+    there, here = (node.pool.reshape(PAGES, LAYERS, -1) for node in (receiver, writer))
+    done = LayersDone()
+    writer.engine.push(send(1, SOME, SOME + 100), done)
+    done.advance(1)  # alone it is not worth a write
+    done.advance(2)
+    wait_until(lambda: (there[SOME + 100, :2] == here[SOME, :2]).all(), LIMIT, "the first half lands")
+    assert not there[:, 2:].any()
+    assert writer.events.empty()
+    here[SOME, 2:] ^= 255  # now they are computed
+    done.finish()
+    writer.engine.wake()
+    ended = writer.next()
+    assert (ended.error, ended.nbytes) == (None, len(SOME) * PAGE)
+    assert {(piece.begin, piece.end) for piece in ended.slices} == {(0, 2), (2, 4)}
+    assert_summed_up(writer.pool, SOME, ended.slices, LAYERS)
+    assert np.array_equal(receiver.pool[SOME + 100], writer.pool[SOME])
+    assert not receiver.pool[: SOME[0] + 100].any()
+    whole, wrong = ended.slices, [*ended.slices[:-1], msgspec.structs.replace(ended.slices[-1], checksum=1)]
+    for slices, ok in ((whole, True), (wrong, False), (whole[:-1], False), ([*whole, whole[0]], False)):
+        receiver.submit(VerifyPages(named(1), pack_i32(SOME + 100), slices))
+        assert receiver.next() == PagesVerified(named(1), ok)
+    receiver.pool[150, -1] ^= 1
+    receiver.submit(VerifyPages(named(1), pack_i32(SOME + 100), whole))
+    assert receiver.next() == PagesVerified(named(1), ok=False)
+
+
+def test_what_is_computed_already_leaves_by_whole_pages(layered):
+    writer, receiver = layered
+    done = LayersDone()
+    done.finish()
+    writer.engine.push(send(1, SOME, SOME + 100), done)
+    assert writer.next().slices == summed(writer, SOME)
+    assert np.array_equal(receiver.pool[SOME + 100], writer.pool[SOME])
+
+
+def test_pages_that_are_being_computed_wait_for_nobody_who_ends_them(layered):
+    writer, receiver = layered
+    done = LayersDone()
+    writer.engine.push(send(1, SOME, SOME + 100), done)
+    writer.submit(CancelSend(named(1)))
+    assert writer.next() == SendEnded(named(1), cancelled=True)
+    receiver.engine.submit(GrantPages(named(2), "P", pack_i32(SOME + 200)))
+    writer.engine.push(send(2, SOME, SOME + 200), done)
+    receiver.submit(DisconnectPeer("P", 1))
+    assert writer.next() == PeerLinkDown("D", 1)
+    ended = writer.next()
+    assert (ended.handover, ended.nbytes, ended.cancelled) == (named(2), 0, False)
+    assert ended.error
+    done.finish()
+    assert not receiver.pool.any()
+
+
+@pytest.mark.parametrize(
+    ("slices", "whole"),
+    [
+        ([(0, 3, 0, 2)], True),
+        ([(0, 1, 0, 2), (1, 2, 0, 1), (1, 2, 1, 2)], True),
+        ([], False),
+        ([(0, 3, 0, 1)], False),
+        ([(0, 2, 0, 2)], False),
+        ([(0, 3, 0, 2), (2, 1, 1, 2)], False),
+        ([(0, 4, 0, 2)], False),
+        ([(0, 3, 0, 3)], False),
+        ([(0, 3, 0, 2), (0, 1, 1, 1)], False),
+        ([(0, 3, 0, 2), (1, 1, 2, 1)], False),
+    ],
+)
+def test_slices_are_all_of_the_pages_or_nothing(slices, whole):
+    assert covers([SliceChecksum(*piece, 1) for piece in slices], 3, 2) is whole
 
 
 def test_verifying_more_than_one_slice_and_pages_that_cannot_be(pair, monkeypatch):
@@ -163,10 +261,10 @@ def test_verifying_more_than_one_slice_and_pages_that_cannot_be(pair, monkeypatc
     node = pair[1]
     pages = [*range(1, 12), 40, 30]
     node.submit(
-        VerifyPages(named(1), pack_i32(pages), digest(node, pages)),
-        VerifyPages(named(2), pack_i32([0]), digest(node, [0])),
-        VerifyPages(named(3), b"", xxhash.xxh3_64_intdigest(b"")),
-        VerifyPages(named(4), pack_i32([PAGES]), 0),
+        VerifyPages(named(1), pack_i32(pages), summed(node, pages)),
+        VerifyPages(named(2), pack_i32([0]), summed(node, [0])),
+        VerifyPages(named(3), b"", []),
+        VerifyPages(named(4), pack_i32([PAGES]), []),
     )
     answers = [node.next() for _ in range(4)]
     assert sorted((answer.handover.room, answer.ok) for answer in answers) == [
@@ -293,7 +391,7 @@ def test_a_later_attempt_at_a_broken_room_is_another_hand_over(pair):
     writer.submit(send(1, [3], [3]))  # the rest of the first crossed its end
     writer.submit(SendPages(again, pack_i32([7]), pack_i32([8]), last=True))
     ended = writer.next()
-    assert (ended.handover, ended.checksum, ended.nbytes) == (again, digest(writer, [5, 7]), 2 * PAGE)
+    assert (ended.handover, ended.slices, ended.nbytes) == (again, summed(writer, [5, 7], 0, 1, 2), 2 * PAGE)
     assert (ended.error, ended.cancelled) == (None, False)
     assert np.array_equal(receiver.pool[[6, 8]], writer.pool[[5, 7]])
 
@@ -373,7 +471,7 @@ def test_the_fake_backend_moves_nothing_and_is_always_right(make_node):
     events = [writer.next(), writer.next()]
     assert PeerConnected("D", 1) in events
     ended = next(event for event in events if isinstance(event, SendEnded))
-    assert (ended.checksum, ended.nbytes, ended.error) == (0, 2 * PAGE, None)
+    assert (ended.slices, ended.nbytes, ended.error) == ([], 2 * PAGE, None)
     receiver.submit(VerifyPages(named(1), pack_i32([3, 4]), 0))
     assert receiver.next() == PagesVerified(named(1), True)
     assert np.array_equal(receiver.pool, before)
@@ -486,7 +584,7 @@ def test_a_failed_write_ends_its_room_only(slow):
     land(slow)
     ended = {event.handover.room: event for event in (slow.next(), slow.next())}
     assert ended[1].error == "broken"
-    assert (ended[2].error, ended[2].checksum) == (None, digest(slow, [7]))
+    assert (ended[2].error, ended[2].slices) == (None, summed(slow, [7]))
 
 
 def test_a_write_whose_end_is_unknown_holds_its_room_until_the_link_is_down(slow):

@@ -190,6 +190,8 @@ class Engine final : public EngineBase {
     }
     if (index + 1 == c_.layers && w.args.wanted == 0) return;
     team_.barrier();
+    // Every thread has stored its part; another thread of the process, which is not of the team, may read it all now.
+    if (w.tid == 0 && w.args.layers_done) __atomic_store_n(w.args.layers_done, index + 1, __ATOMIC_RELEASE);
     attention_run(plan_, index, {qkv_, dtype_, qkv_stride_}, {att_, dtype_, att_stride_}, w.tid);
     team_.barrier();
   }

@@ -44,6 +44,7 @@ struct ForwardArgs {
   const float* cos;               // [positions, D / 2]
   const float* sin;
   float* logits;                  // [L, V]
+  int64_t* layers_done;           // or null: set to the number of layers whose keys and values are in the pool
 };
 
 enum class LinearKind : int32_t { kQKV = 0, kO = 1, kGateUp = 2, kDown = 3, kHead = 4 };

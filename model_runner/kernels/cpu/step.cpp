@@ -29,6 +29,7 @@ int64_t Stepper::run(const StepArgs& args) {
   forward.cos = args.cos;
   forward.sin = args.sin;
   forward.logits = logits_.data();
+  forward.layers_done = args.layers_done;
   engine_.forward(forward);
   choose(args);
   return wanted;

@@ -51,6 +51,7 @@ struct StepArgs {
   int64_t rotations;
   int32_t* next_tokens;  // [S] of at most B
   uint8_t* finite;       // [S] of at most B
+  int64_t* layers_done;  // see ForwardArgs
 };
 
 class Stepper {

@@ -19,10 +19,10 @@ PDS_API int64_t pds_stepper_run(void* stepper, int64_t entries, int64_t tokens, 
                                 const int32_t* starts, const int32_t* q_lens, const int32_t* use_last,
                                 const int32_t* sample, const int32_t* input_ids, const int32_t* out_cache_loc,
                                 const float* cos, const float* sin, int64_t rotations, int32_t* next_tokens,
-                                uint8_t* finite) {
+                                uint8_t* finite, int64_t* layers_done) {
   try {
     return static_cast<Stepper*>(stepper)->run({entries, tokens, rows, starts, q_lens, use_last, sample, input_ids,
-                                                out_cache_loc, cos, sin, rotations, next_tokens, finite});
+                                                out_cache_loc, cos, sin, rotations, next_tokens, finite, layers_done});
   } catch (const std::bad_alloc&) {
     return -2;
   }

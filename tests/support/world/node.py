@@ -197,6 +197,9 @@ class Node:
             return
         if isinstance(message, ForwardStep):
             self._emit(self.sim_worker.run(message))
+            for push in message.pushes:
+                self.engine.submit(push)
+            self.work()
         else:
             self.engine.submit(message)
             self.work()

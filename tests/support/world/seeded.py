@@ -16,7 +16,7 @@ from pdserve.disaggregation.handover.kv_sender import KVSenders
 from pdserve.disaggregation.handover.unclaimed_rooms import Tombstones
 from pdserve.disaggregation.transfer.backends.base import LinkDown
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.messages.worker import SendEnded, SendPages
+from pdserve.messages.worker import ForwardStep, SendEnded
 from pdserve.scheduler.kv_memory import KVMemory
 from pdserve.scheduler.outbox import Outbox
 
@@ -104,7 +104,7 @@ def done_before_it_has_landed(patch: Patch) -> None:
     original = KVSenders._finish_if_whole
 
     def finish(self: KVSenders, sender: Any) -> None:
-        if sender.first_token is not None and sender.sent is None and sender.handover is not None:
+        if sender.computed and sender.sent is None and sender.handover is not None:
             sender.sent = SendEnded(sender.handover)
         original(self, sender)
 
@@ -116,7 +116,9 @@ def pages_pushed_before_they_are_computed(patch: Patch) -> None:
     original = Outbox.to_worker
 
     def to_worker(self: Outbox, message: Any) -> None:
-        (self.to_transfer if isinstance(message, SendPages) else lambda m: original(self, m))(message)
+        for push in message.pushes if isinstance(message, ForwardStep) else ():
+            self.to_transfer(push)
+        original(self, msgspec.structs.replace(message, pushes=[]) if isinstance(message, ForwardStep) else message)
 
     patch.setattr(Outbox, "to_worker", to_worker)
 
