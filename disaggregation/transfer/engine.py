@@ -59,16 +59,22 @@ from .region import KVRegion
 
 log = logging.getLogger(__name__)
 
-SLICE_BYTES = 2 << 20
-WINDOW_BYTES = 8 << 20
+SLICE_BYTES = 4 << 20
+WINDOW_BYTES = 16 << 20
 """Bytes under way to a peer: enough to keep a fast link busy while the next slice is prepared."""
 WINDOW_SLICES = 64
 CHECK_BYTES = 4 << 20
 MAX_BROKEN = 4096
 MAX_DOWN = 4096
 CLOSE_SECONDS = 5.0
-POLL_SECONDS = 0.0005
-"""How long a write that nobody announces may have landed before that is noticed."""
+BRISK_SECONDS = 0.02
+"""For so long since the last one a slice is expected to land at any moment. Longer than one takes that moves at all; a
+peer that stands still shall not cost a core.
+"""
+NAP_SECONDS = 0.0001
+"""Until then, how long one that nobody announces may have landed before that is noticed; its library needs the core."""
+POLL_SECONDS = 0.001
+"""The same from then on; what the operating system waits for is not shorter."""
 LAYER_POLL_SECONDS = 0.002
 """How long a layer may have been computed before that is noticed."""
 
@@ -160,6 +166,8 @@ class TransferEngine:
         """Links that are going down on the scheduler's wish."""
         self._down: dict[str, int] = {}
         """The last link of each peer that is over."""
+        self._moved = 0.0
+        """When a slice was started, or was seen to have landed, last."""
         self.working = False
         self._thread: threading.Thread | None = None
 
@@ -203,16 +211,20 @@ class TransferEngine:
         pushed = self._push()
         checking = self._check()
         self.working = pushed or checking
-        for event in self._backend.progress(self._rest() if wait and not self.working else 0.0):
+        for event in self._backend.progress(self._pause() if wait and not self.working else 0.0):
             self._on_link(event)
         self._reap()
         return True
 
-    def _rest(self) -> float | None:
-        """How long to wait for news at most."""
-        polled = self._backend.can.completion is Completion.POLLED
-        if polled and any(o.landing for o in self._outgoing.values()):
-            return POLL_SECONDS
+    def _pause(self) -> float | None:
+        """How long to wait for news at most, behind a nap where that is less than can be waited for."""
+        completion = self._backend.can.completion
+        if completion in (Completion.POLLED, Completion.DRIVEN) and any(o.landing for o in self._outgoing.values()):
+            if self._clock() > self._moved + BRISK_SECONDS:
+                return POLL_SECONDS
+            if completion is Completion.POLLED:
+                time.sleep(NAP_SECONDS)
+            return 0.0
         computing = any(o.pending and not o.ready for o in self._outgoing.values())
         return LAYER_POLL_SECONDS if computing else None
 
@@ -365,6 +377,7 @@ class TransferEngine:
                     outgoing.fail(str(e))
                     self._end_if_over(outgoing)
                     continue
+                self._moved = self._clock()
                 window.slices += 1
                 window.nbytes += nbytes
                 pushed += nbytes
@@ -393,6 +406,7 @@ class TransferEngine:
     def _reap_one(self, outgoing: OutgoingPages) -> None:
         slices, nbytes = outgoing.reap(self._backend)
         if slices:
+            self._moved = self._clock()
             window = self._windows[outgoing.handover.epoch]
             window.slices -= slices
             window.nbytes -= nbytes

@@ -46,12 +46,14 @@ class Completion(Enum):
     """How the end of a write becomes known.
 
     ``AT_ONCE``: ``write`` returns behind it. ``SIGNALLED``: ``progress`` returns because of it. ``POLLED``: to nobody
-    but who asks, by ``progress``, while writes are under way.
+    but who asks, by ``progress``, while writes are under way. ``DRIVEN``: the same, and nothing moves but while
+    somebody asks.
     """
 
     AT_ONCE = "at once"
     SIGNALLED = "signalled"
     POLLED = "polled"
+    DRIVEN = "driven"
 
 
 class Capabilities(NamedTuple):

@@ -29,6 +29,7 @@ from msgspec import Meta
 
 from ...errors import LinkLost
 from ..pages import PageGroup, PageWrite
+from .base import Capabilities, Completion
 from .handshake import Offer
 from .leased_backend import Courier, Door, LeasedBackend, Means
 
@@ -58,6 +59,7 @@ class NixlBackend(LeasedBackend):
     """See the module."""
 
     name = "nixl"
+    can = Capabilities(completion=Completion.DRIVEN)
     asks_doors = True
 
     def _listen(self) -> tuple[socket.socket, Offer]:
