@@ -18,6 +18,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -142,7 +143,8 @@ class _ShmWriter(OutgoingLink):
         expect_end(self.stream)
 
     def write(self, pages: PageWrite) -> WriteHandle:
-        here, there = self._local[pages.group], self._remote[pages.group]
+        here: Any = self._local[pages.group]
+        there: Any = self._remote[pages.group]
         local, remote = paired_spans(pages, self._groups[pages.group])
         if len(local) and int(local[0, 1]) < SHORT_BYTES:
             here, there = here.data, there.data
