@@ -16,7 +16,8 @@ TINY = {
     "max_position_embeddings": 2048,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "tie_word_embeddings": True,
+    # With the embeddings as its head, a random model repeats the last token, whatever came before it.
+    "tie_word_embeddings": False,
 }
 
 

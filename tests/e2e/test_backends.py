@@ -19,6 +19,8 @@ QUICK = KINDS[:-1]
 """Those of every change; shm has most of the other tests."""
 TOKENS = 24
 CHUNKED = ("--chunked-prefill-size", "64")
+LAYERED = ("--chunked-prefill-size", "256")
+ONE_CHUNK = [(i * 23 + 5) % 40000 + 100 for i in range(250)]
 SHARED = [(i * 7919) % 40000 + 100 for i in range(96)]
 FRESH = [(i * 13 + 11) % 40000 + 100 for i in range(96)]
 """Of which nobody holds anything."""
@@ -54,6 +56,8 @@ def reference(tmp_path_factory, tiny_args):
     with launched(tmp_path_factory.mktemp("alone"), "alone", "server", *ONE_THREAD, *tiny_args) as server:
         server.wait_healthy()
         long = server.generate(**body(FRESH, 400))["output_ids"]
+        # Answers that don't hang on the prompt's KV would not tell wrong KV from right.
+        assert long != server.generate(**body([5, *FRESH[1:]], 400))["output_ids"]
         return outputs(answered(server)), long
 
 
@@ -112,7 +116,10 @@ def outlive(pair, expected: list[int]) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 def test_every_shape_of_cluster_on_the_real_model(tmp_path, kind):
-    """Prefills × decodes, each prompt whole, in chunks and behind a prefix that the decode holds."""
+    """Prefills × decodes, each prompt whole, in chunks and behind a prefix that the decode holds.
+
+    Chunks are large enough for their first layers to leave ahead of the others.
+    """
     real = ("--dtype", "float32")
     with launched(tmp_path, "alone", "server", *ONE_THREAD, *real) as server:
         server.wait_healthy()
@@ -120,12 +127,14 @@ def test_every_shape_of_cluster_on_the_real_model(tmp_path, kind):
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     for prefills, decodes in itertools.product((1, 2), repeat=2):
         shape = ("--prefill", str(prefills), "--decode", str(decodes), "--disaggregation-transfer-backend", kind)
-        args = ("up", *shape, "--threads", "1", *real, *CHUNKED, "--mem-fraction-static", "0.2")
+        args = ("up", *shape, "--threads", "1", *real, *LAYERED, "--mem-fraction-static", "0.2")
         with launched(tmp_path, f"{prefills}{decodes}", *args) as router:
             router.wait_healthy()
             wait_until(lambda r=router: all_there(r), 60, "all instances are there")
             for _ in range(2):  # by turns, so that every pair serves
                 assert outputs(answered(router)) == expected, (cores, prefills, decodes)
+            found = router.generate(**body(ONE_CHUNK, 2))["meta_info"]["timing"]["timeline"]
+            assert 0 < found["first_byte"] < found["prefill"], found
 
 
 def all_there(router) -> bool:

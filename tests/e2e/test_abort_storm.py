@@ -1,0 +1,138 @@
+"""A thousand requests that end early, in every state of their hand-over, cost a pair nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+
+import httpx
+import pytest
+from support.machine import limit
+from support.processes import NO_REUSE, Pair, pd_pair
+
+STORM, CLIENTS = 1000, 40
+"""How many, and how many at a time."""
+LONGEST_SECONDS = 0.6
+"""That one waits before it ends; it is drawn for each."""
+TOKENS = 200
+PROMPT = list(range(200, 500))
+STATES = {"queued", "pushing", "transferring", "draining"}
+"""States of a hand-over that last longer than between two looks; the others are passed through all the more."""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, tiny_args):
+    # A pool for few: the others wait for memory.
+    pools = ("--chunked-prefill-size", "64", "--max-total-tokens", "6144")
+    with pd_pair(tmp_path_factory.mktemp("storm"), "tcp", *tiny_args, *pools) as pair:
+        yield pair
+
+
+def body(prompt: list[int], tokens: int, **fields) -> dict:
+    return {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+    } | fields
+
+
+class Storm:
+    """Clients that ask and, after a while, hang up or have their request aborted by its name."""
+
+    def __init__(self, pair: Pair, seed: int) -> None:
+        self._url = pair.router.url
+        self._rng = random.Random(seed)
+        self.finished = 0
+
+    def plan(self) -> list[tuple[int, list[int], float, bool]]:
+        """Of each: number, prompt, seconds until its end, and whether that is by name."""
+        lengths = (3, 40, 150, 400, 900)
+        return [
+            (
+                number,
+                [self._rng.randrange(100, 40000) for _ in range(self._rng.choice(lengths))],
+                self._rng.uniform(0, LONGEST_SECONDS),
+                self._rng.random() < 0.5,
+            )
+            for number in range(STORM)
+        ]
+
+    def ask(self, number: int, prompt: list[int], seconds: float, by_name: bool) -> None:
+        """One of them."""
+        rid = f"storm-{number}"
+        asked = body(prompt, TOKENS, rid=rid, stream=True)
+        with httpx.Client(timeout=limit(30), limits=NO_REUSE, trust_env=False) as client:
+            ender = threading.Timer(seconds, self._abort, (rid,)) if by_name else None
+            if ender is not None:
+                ender.start()
+            # Who hangs up does so in the middle of whatever there is: before headers, or between two events.
+            waits = limit(30) if by_name else max(0.001, seconds)
+            with suppress(httpx.TimeoutException), self._stream(client, asked, waits) as lines:
+                hung_up_at = None if by_name else time.monotonic() + seconds
+                for line in lines:
+                    self.finished += line == "data: [DONE]"
+                    if hung_up_at is not None and time.monotonic() > hung_up_at:
+                        break
+            if ender is not None:
+                ender.join()
+
+    @contextmanager
+    def _stream(self, client: httpx.Client, asked: dict, seconds: float) -> Iterator[Iterator[str]]:
+        timeout = httpx.Timeout(limit(30), read=seconds)
+        with client.stream("POST", self._url + "/generate", json=asked, timeout=timeout) as response:
+            yield response.iter_lines()
+
+    def _abort(self, rid: str) -> None:
+        httpx.post(
+            self._url + "/abort_request", json={"rid": rid}, timeout=limit(30), trust_env=False
+        ).raise_for_status()
+
+
+class States:
+    """Those of the hand-overs of both instances, looked at again and again."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.seen: set[str] = set()
+        self._servers = (pair.prefill, pair.decode)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> States:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.01):
+            for server in self._servers:
+                told = json.loads(server.client.get(server.url + "/transfers").raise_for_status().text)
+                self.seen |= {transfer["state"] for transfer in told["transfers"]}
+
+
+def test_a_thousand_requests_that_end_early(pair):
+    answer = pair.router.generate(**body(PROMPT, TOKENS))["output_ids"]
+    before = processes(pair)
+    storm = Storm(pair, 1)
+    with States(pair) as states, ThreadPoolExecutor(CLIENTS) as clients:
+        for done in [clients.submit(storm.ask, *planned) for planned in storm.plan()]:
+            done.result()
+    assert states.seen >= STATES, states.seen
+    assert storm.finished < STORM / 2, "most were to end early"
+    pair.assert_all_returned()
+    assert processes(pair) == before
+    assert pair.router.generate(**body(PROMPT, TOKENS))["output_ids"] == answer
+    for server in (pair.prefill, pair.decode):
+        assert "Traceback" not in server.log()
+
+
+def processes(pair: Pair) -> list[int]:
+    """All of them that live."""
+    servers = (pair.prefill, pair.decode, pair.router)
+    return sorted(process.pid for server in servers for process in server.family().values())
