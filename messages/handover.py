@@ -35,7 +35,7 @@ Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Checksum = Annotated[int, Meta(ge=0)]
 """xxh3_64; the wire format ends at 64 bits by itself."""
 MAX_SLICES = 1 << 16
-"""Of one hand-over: as many writes of 2 MiB, or of a longer page, are 128 GiB."""
+"""Of one hand-over: as many writes of 4 MiB, or of a longer page, are 256 GiB."""
 PageNumbers = Annotated[bytes, Meta(max_length=4 * MAX_PAGES)]
 
 
@@ -98,7 +98,7 @@ class TransferRequest(Message):
     ``dst_pages``.
 
     ``prompt_digest`` (xxh3_64 of the int32 prompt) guards against a room that means another prompt there. ``checksum``:
-    whether ``TransferDone`` shall say what the pages have to be.
+    whether the slices of ``TransferDone`` shall have theirs.
     """
 
     epoch: Epoch
@@ -143,7 +143,7 @@ class FirstToken(Message):
 class TransferDone(Message):
     """Sender → receiver: every page has landed; nothing more will be written for this room. ``FirstToken`` came before.
 
-    ``slices``: what the pages have to be, if that was asked for. ``timing``: where the time went there, all of it.
+    ``slices``: what was written, with checksums where they were asked for. ``timing``: where the time went there.
     """
 
     epoch: Epoch

@@ -144,7 +144,7 @@ class SendPages(Message):
     """In a ``ForwardStep``: push pages that are whole once it has run to the decode of ``handover`` (int32, here and
     there, aligned).
 
-    ``last``: no more of the hand-over's will come. ``checksum``: whether what is pushed is summed up for the decode.
+    ``last``: no more of the hand-over's will come. ``checksum``: whether slices get theirs, or 0.
     """
 
     handover: HandoverId
@@ -154,7 +154,7 @@ class SendPages(Message):
     checksum: bool = True
 
 
-class SliceChecksum(msgspec.Struct, frozen=True, array_like=True):
+class SliceChecksum(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """xxh3_64 over a part of a hand-over that was written at once: of its pages ``first …`` (``count`` of them, as they
     were handed in), layers ``begin`` to ``end``, page by page.
     """
@@ -277,7 +277,7 @@ class SendEnded(Message):
     """Worker → scheduler: nothing more will be read from or written to the pages of ``handover``.
 
     ``error`` None and ``cancelled`` False mean that all pages arrived, ``last`` ones included. ``slices`` are all of
-    them, summed up, in the order of their writes (none for a backend that moves nothing, or where nobody asked).
+    them, in the order of their writes (none for a backend that moves nothing).
     ``seconds`` is time spent pushing, from ``began`` to ``ended`` (``time.monotonic()``; 0 where there was nothing to
     push) and not always.
     """
@@ -310,14 +310,15 @@ class VerifyPages(Message):
     """Scheduler → worker: are these pages of our pool (int32, in the hand-over's order) wholly made up of ``slices``,
     each with its checksum? Answer: ``PagesVerified``.
 
-    ``slices`` None: there is nothing to hold them against. ``order``: in which they were sent, None for our own. Pages
-    of another order are converted in place once they are found right, so nobody else may use them before the answer.
+    Without ``checksum`` it is enough that they are. ``order``: in which they were sent, None for our own. Pages of
+    another order are converted in place once they are found right, so nobody else may use them before the answer.
     """
 
     handover: HandoverId
     pages: bytes
-    slices: list[SliceChecksum] | None
+    slices: list[SliceChecksum]
     order: KVOrder | None = None
+    checksum: bool = True
 
 
 class PagesVerified(Message):

@@ -90,7 +90,7 @@ class ServerOptions:
         Seconds of silence after which a peer counts as dead. A killed peer is noticed at once.
     disable_handover_checksum
         Take KV as it lands, without holding it against the sender's checksums: a page that a network, a library or a
-        fault of memory has changed goes into answers.
+        fault of memory has changed goes into answers, and into the prefix cache, from which others get it.
     page_size
         Tokens in a KV page.
     max_total_tokens

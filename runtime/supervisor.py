@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -252,8 +253,10 @@ def remove_stale_run_dirs() -> None:
     """Run directories of supervisors that were killed too hard to remove their own."""
     for path in Path(tempfile.gettempdir()).glob(f"{RUN_DIR_PREFIX}*-*"):
         pid = path.name.removeprefix(RUN_DIR_PREFIX).split("-")[0]
-        if pid.isdecimal() and path.lstat().st_uid == os.getuid() and not Path("/proc", pid).exists():
-            shutil.rmtree(path, ignore_errors=True)
+        # Another one that starts at this moment may have removed it.
+        with suppress(FileNotFoundError):
+            if pid.isdecimal() and path.lstat().st_uid == os.getuid() and not Path("/proc", pid).exists():
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def describe_exit(code: int) -> str:

@@ -112,7 +112,7 @@ class KVManager:
         self.receivers.cancel(req, reason)
 
     def chunk_planned(self, req: Req) -> SendPages | None:
-        """A step that computes more of the request's prompt was sent to the worker."""
+        """See ``Handovers``."""
         return self.senders.chunk_planned(req)
 
     def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:

@@ -252,8 +252,8 @@ class KVReceivers:
         elif receiver.state is ReceiverState.TRANSFERRING:
             receiver.state, receiver.there, receiver.checking = ReceiverState.VERIFYING, msg.timing, True
             self._revoke(receiver)  # what changed while it is checked would never be noticed
-            slices = msg.slices if self._checksum else None
-            self._scheduler.outbox.to_transfer(VerifyPages(receiver.handover, receiver.pages, slices, peer.order))
+            check = VerifyPages(receiver.handover, receiver.pages, msg.slices, peer.order, self._checksum)
+            self._scheduler.outbox.to_transfer(check)
 
     def on_verified(self, event: PagesVerified, now: float) -> None:
         """The worker has checked the landed pages."""

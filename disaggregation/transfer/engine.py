@@ -166,6 +166,8 @@ class TransferEngine:
         """Links that are going down on the scheduler's wish."""
         self._down: dict[str, int] = {}
         """The last link of each peer that is over."""
+        self._computing = False
+        """Whether something waits for its layers, or did when it was looked at last."""
         self._moved = 0.0
         """When a slice was started, or was seen to have landed, last."""
         self.working = False
@@ -183,7 +185,11 @@ class TransferEngine:
         self._backend.wake()
 
     def push(self, command: SendPages, done: LayersDone) -> None:
-        """Push pages as their layers are ``done``. Thread-safe, never waits. ``wake`` when all are."""
+        """Push pages as their layers are ``done``. Thread-safe, never waits. ``wake`` when all are.
+
+        Only with the pages' ``layout``.
+        """
+        assert self._layout is not None
         self._commands.put(_Push(command, done))
         self._backend.wake()
 
@@ -225,8 +231,7 @@ class TransferEngine:
             if completion is Completion.POLLED:
                 time.sleep(NAP_SECONDS)
             return 0.0
-        computing = any(o.pending and not o.ready for o in self._outgoing.values())
-        return LAYER_POLL_SECONDS if computing else None
+        return LAYER_POLL_SECONDS if self._computing else None
 
     def _run(self) -> None:
         try:
@@ -345,7 +350,7 @@ class TransferEngine:
         try:
             pages = unpack_pages(command.pages, self._pages.num_pages, "landed")
             converter = self._converter(command.order)
-            check = PageCheck(command.handover, pages, command.slices, self._pages, converter)
+            check = PageCheck(command.handover, pages, command.slices, self._pages, converter, hashed=command.checksum)
         except (BadPages, ValueError) as e:
             log.error("can't verify room %d: %s", command.handover.room, e)
             self._emit(PagesVerified(command.handover, ok=False))
@@ -365,12 +370,15 @@ class TransferEngine:
     def _push(self) -> bool:
         """Start slices of as many hand-overs as make up one full slice, in turn; False when none could be started."""
         pushed = 0
+        self._computing = False
         for _ in range(len(self._turns)):
             outgoing = self._turns.popleft()
             if not outgoing.pending:
                 continue  # it failed, or was cancelled
             window = self._windows.setdefault(outgoing.handover.epoch, _Window())
-            if window.open and outgoing.ready:
+            ready = outgoing.ready
+            self._computing = self._computing or not ready
+            if window.open and ready:
                 try:
                     nbytes = outgoing.push_slice(self._backend, self._pool, SLICE_BYTES)
                 except TransferError as e:

@@ -66,7 +66,7 @@ class OutgoingPages:
 
     It is over when it failed, was cancelled, or has its last pages and pushed all; it may end when nothing is under way
     any more. ``whole`` says that the last pages were handed in, ``lost`` that the end of a slice can't be known: then
-    it may end with its link. ``summed``: whether the slices are.
+    it may end with its link. ``summed``: whether the slices have checksums.
     """
 
     def __init__(self, handover: HandoverId, group: PageGroup, clock: Callable[[], float], *, summed: bool) -> None:
@@ -139,18 +139,21 @@ class OutgoingPages:
         chunk.advance(count)
         if chunk.begin == self._group.num_layers:
             self._chunks.popleft()
-        if self._summed and backend.can.moves_data:
-            self._sum_up(first, src, layers, pool)
+        if backend.can.moves_data:
+            self._note_slice(first, src, layers, pool)
         return nbytes
 
-    def _sum_up(self, first: int, src: I32, layers: LayerRange, pool: memoryview) -> None:
+    def _note_slice(self, first: int, src: I32, layers: LayerRange, pool: memoryview) -> None:
         if len(self._slices) == MAX_SLICES:
             self.fail(f"the prompt needs more than {MAX_SLICES} writes; use a larger --page-size")
             return
-        hasher = xxhash.xxh3_64()
-        for offset, length in self._group.spans(src, layers).tolist():
-            hasher.update(pool[offset : offset + length])
-        self._slices.append(SliceChecksum(first, len(src), *layers, hasher.intdigest()))
+        checksum = 0
+        if self._summed:
+            hasher = xxhash.xxh3_64()
+            for offset, length in self._group.spans(src, layers).tolist():
+                hasher.update(pool[offset : offset + length])
+            checksum = hasher.intdigest()
+        self._slices.append(SliceChecksum(first, len(src), *layers, checksum))
 
     def reap(self, backend: TransferBackend) -> tuple[int, int]:
         """Take note of slices that have landed or failed; returns their number and bytes."""
@@ -170,8 +173,8 @@ class OutgoingPages:
                 self._nbytes += landing.nbytes
             else:
                 self.fail(landing.handle.error)
-        if not self._landing and not self._chunks:
-            self._rest()
+        if not self._landing and not self.ready:
+            self._rest()  # what is being computed is not being pushed
         return count, nbytes
 
     def fail(self, error: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import numpy as np
 import xxhash
@@ -14,28 +14,33 @@ from .pages import LayerRange, PageGroup
 
 BATCH_BYTES = 1 << 20
 """Hashed at a time: a peer may say that all it has sent was one slice."""
+SLICE_BYTES = 64 << 10
+"""What is hashed in the time that a slice takes by itself: a peer may name very many."""
 
 
 class PageCheck:
     """Hashes ``pages`` of a group, then converts them: piece by piece, so that it does not hold up anything else.
 
     The checksums are those of the bytes as they were sent, so every page is hashed before the first one is converted.
-    Without ``slices`` the pages are taken for right.
+    Where they are not ``hashed``, it is enough that ``slices`` are all of the pages.
     """
 
     def __init__(
         self,
         handover: HandoverId,
         pages: I32,
-        slices: Sequence[SliceChecksum] | None,
+        slices: Sequence[SliceChecksum],
         group: PageGroup,
         converter: PageConverter | None = None,
+        *,
+        hashed: bool = True,
     ) -> None:
         self.handover = handover
         self._pages = pages
         self._slices = slices
         self._group = group
         self._converter = converter
+        self._hashed = hashed
         self._right = True
         self._work: Iterator[int] | None = None
 
@@ -51,12 +56,11 @@ class PageCheck:
 
     def _check(self, pool: memoryview) -> Iterator[int]:
         """Everything there is to do; yields the bytes of each part of it."""
-        if self._slices is not None:
-            self._right = covers(self._slices, len(self._pages), self._group.num_layers)
-            for piece in self._slices if self._right else ():
-                yield from self._hash(pool, piece)
-                if not self._right:
-                    return
+        self._right = yield from covers(self._slices, len(self._pages), self._group.num_layers)
+        for piece in self._slices if self._right and self._hashed else ():
+            yield from self._hash(pool, piece)
+            if not self._right:
+                return
         if self._right and self._converter is not None:
             page_bytes = self._group.page_bytes
             for page in self._pages.tolist():
@@ -78,8 +82,8 @@ class PageCheck:
         self._right = bool(hasher.intdigest() == piece.checksum)
 
 
-def covers(slices: Sequence[SliceChecksum], pages: int, layers: int) -> bool:
-    """Whether ``slices`` are every layer of every page, each once."""
+def covers(slices: Sequence[SliceChecksum], pages: int, layers: int) -> Generator[int, None, bool]:
+    """Whether ``slices`` are every layer of every page, each once. Yields what that is worth, in bytes to hash."""
     there = np.zeros((pages, layers), dtype=np.bool_)
     for piece in slices:
         if piece.first + piece.count > pages or not piece.begin < piece.end <= layers:
@@ -88,4 +92,5 @@ def covers(slices: Sequence[SliceChecksum], pages: int, layers: int) -> bool:
         if part.any():
             return False
         part[:] = True
+        yield SLICE_BYTES
     return bool(there.all())

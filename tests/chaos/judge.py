@@ -14,7 +14,7 @@ from .load import Answer
 
 REQUEST_SECONDS = 10.0
 """A request that met a fault of a moment ends within this: the pieces are in docs/disaggregation.md (a second to
-connect, 1.5 s of silence, 1.5 s of trying elsewhere, twice), the rest is work beside an instance that starts."""
+connect, 0.9 s of silence, 1.5 s of trying elsewhere, twice), the rest is work beside an instance that starts."""
 STALL_SECONDS = 5.0
 EXCUSED = (502, 503, 504)
 """What a fault may turn an answer into."""

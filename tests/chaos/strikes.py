@@ -13,6 +13,7 @@ from contextlib import ExitStack
 
 import psutil
 from support.machine import limit
+from support.processes import wait_until
 
 from .cluster import Cluster
 from .expected import MOST_TOKENS, Question
@@ -104,8 +105,11 @@ def slow_down(cluster: Cluster, fault: Fault) -> None:
 def write_wrong(cluster: Cluster, fault: Fault) -> None:
     """What the victim's backend writes is not what it is given."""
     told = cluster.writes[fault.victim]
+    made = told.with_suffix(".made")
+    made.unlink(missing_ok=True)
     told.write_text(WRITES[fault.kind])
     try:
+        wait_until(made.exists, EXIT_SECONDS, "a write went wrong")
         time.sleep(fault.seconds)
     finally:
         told.write_text("")

@@ -134,7 +134,8 @@ def test_every_shape_of_cluster_on_the_real_model(tmp_path, kind):
             for _ in range(2):  # by turns, so that every pair serves
                 assert outputs(answered(router)) == expected, (cores, prefills, decodes)
             found = router.generate(**body(ONE_CHUNK, 2))["meta_info"]["timing"]["timeline"]
-            assert 0 < found["first_byte"] < found["prefill"], found
+            # Well before the pass is over: some layers ahead of the others.
+            assert 0 < found["first_byte"] - found["queue"] < 0.7 * (found["prefill"] - found["queue"]), found
 
 
 def all_there(router) -> bool:

@@ -756,3 +756,18 @@ def test_random_handovers(seed, pool, chunk, radix, faults, interval):
             assert got == tokens
     assert pair.decode.ends.keys() == pair.prefill.ends.keys() == expected.keys()
     assert_all_returned(pair)
+
+
+def test_pages_may_fail_to_leave_before_the_step_that_computes_them_is_done():
+    """They leave by layers: the link can break while the others are computed."""
+    pair, rng = SimPair(), random.Random(3)
+    pair.submit("a", range(13), 1, max_new_tokens=4)
+    while not any(step.pushes for step in pair.prefill.to_worker.messages if isinstance(step, ForwardStep)):
+        rng.choice([move for move in pair.moves() if move != pair.prefill.work])()
+    step = next(m for m in pair.prefill.to_worker.messages if isinstance(m, ForwardStep))
+    pair.prefill.senders.on_send_ended(SendEnded(step.pushes[0].handover, error="the link is down"))
+    step.pushes.clear()
+    pair.check()
+    run_until_idle(pair)
+    assert pair.prefill.ends["a"].status == pair.decode.ends["a"].status == 502
+    assert_all_returned(pair)

@@ -184,9 +184,17 @@ class Watched(LayersDone):
             self.look()
 
 
+@pytest.mark.parametrize("length", [20, 255], ids=["by columns", "by rows"])
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("way", ["native", "general", "torch"])
-def test_layers_that_are_done_are_in_the_pool(folder: Path, way: str) -> None:
-    model = make_model(folder, dtype="float32", threads=1, attention_backend="torch" if way == "torch" else "cpu")
+def test_layers_that_are_done_are_in_the_pool(folder: Path, way: str, threads: int, length: int) -> None:
+    backend = "torch" if way == "torch" else "cpu"
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        model = make_model(folder, dtype="float32", attention_backend=backend)
+    finally:
+        torch.set_num_threads(before)
     runner, layers = StepRunner(model, ROWS), model.config.num_layers
     if way == "general":
         runner._native = None
@@ -196,7 +204,6 @@ def test_layers_that_are_done_are_in_the_pool(folder: Path, way: str) -> None:
         done, over = Watched(model), threading.Event()
         observer = threading.Thread(target=done.watch, args=(over,))
         observer.start()
-        length = min(CONTEXT - 1, 300)
         runner.run(make_step([(0, 0, [(i + attempt) % VOCAB for i in range(length)], True)]), done)
         over.set()
         observer.join()

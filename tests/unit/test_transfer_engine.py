@@ -16,7 +16,15 @@ from support.slices import assert_summed_up, summed_up
 
 from pdserve.disaggregation.errors import NotConnected
 from pdserve.disaggregation.transfer import engine, outgoing_pages
-from pdserve.disaggregation.transfer.backends.base import LinkDown, LinkUp, TransferBackend, WriteHandle, WriteState
+from pdserve.disaggregation.transfer.backends.base import (
+    Capabilities,
+    Completion,
+    LinkDown,
+    LinkUp,
+    TransferBackend,
+    WriteHandle,
+    WriteState,
+)
 from pdserve.disaggregation.transfer.backends.registry import make_backend
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.layers_done import LayersDone
@@ -188,7 +196,10 @@ def test_layers_leave_while_the_others_are_computed(layered):
     there, here = (node.pool.reshape(PAGES, LAYERS, -1) for node in (receiver, writer))
     done = LayersDone()
     writer.engine.push(send(1, SOME, SOME + 100), done)
-    done.advance(1)  # alone it is not worth a write
+    done.advance(1)
+    writer.engine.submit(VerifyPages(named(9), b"", []))
+    assert writer.next() == PagesVerified(named(9), ok=True)  # it has looked at what there is to do
+    assert not receiver.pool.any()  # alone a layer is not worth a write
     done.advance(2)
     wait_until(lambda: (there[SOME + 100, :2] == here[SOME, :2]).all(), LIMIT, "the first half lands")
     assert not there[:, 2:].any()
@@ -253,7 +264,39 @@ def test_pages_that_are_being_computed_wait_for_nobody_who_ends_them(layered):
     ],
 )
 def test_slices_are_all_of_the_pages_or_nothing(slices, whole):
-    assert covers([SliceChecksum(*piece, 1) for piece in slices], 3, 2) is whole
+    def look():
+        found.append((yield from covers([SliceChecksum(*piece, 1) for piece in slices], 3, 2)))
+
+    found = []
+    list(look())
+    assert found == [whole]
+
+
+def test_without_checksums_slices_are_still_all_of_the_pages(pair):
+    writer, receiver = pair
+    writer.submit(msgspec.structs.replace(send(1, [1, 2], [3, 4]), checksum=False))
+    ended = writer.next()
+    assert [piece.checksum for piece in ended.slices] == [0]
+    receiver.pool[3] ^= 1
+    for slices, checksum, ok in ((ended.slices, False, True), ([], False, False), (ended.slices, True, False)):
+        receiver.submit(VerifyPages(named(1), pack_i32([3, 4]), slices, checksum=checksum))
+        assert receiver.next() == PagesVerified(named(1), ok)
+
+
+@pytest.mark.parametrize("completion", [Completion.POLLED, Completion.DRIVEN])
+def test_a_peer_that_stands_still_costs_no_core(completion):
+    """A write that nobody announces is asked for without a pause, as long as it may land at any moment."""
+    clock = [100.0]
+    backend = SlowBackend(completion)
+    region = allocate_region(PAGE * PAGES, shared=False)
+    made = TransferEngine(backend, region, PAGE, "P", "127.0.0.1", lambda event: None, clock=lambda: clock[0])
+    made._writing["D"] = 1
+    made.submit(send(1, [1], [2]))
+    made.turn(wait=False)
+    assert made._pause() == 0.0
+    clock[0] += engine.BRISK_SECONDS * 1.1
+    assert made._pause() == engine.POLL_SECONDS
+    made.close()
 
 
 def test_verifying_more_than_one_slice_and_pages_that_cannot_be(pair, monkeypatch):
@@ -482,7 +525,8 @@ def test_the_fake_backend_moves_nothing_and_is_always_right(make_node):
 class SlowBackend(TransferBackend):
     """Writes land only when the test says so."""
 
-    def __init__(self):
+    def __init__(self, completion=Completion.SIGNALLED):
+        self.can = Capabilities(completion=completion)
         self.writes = []
         self.up = []
         self.parted = []

@@ -7,6 +7,7 @@ scheduler and summed up as it should have been, what the library is given is som
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 
 ENGINE = "pdserve.disaggregation.transfer.engine"
+OUTGOING = "pdserve.disaggregation.transfer.outgoing_pages"
 HELD_SECONDS = 0.3
 
 
@@ -34,6 +36,8 @@ class Faulty:
     def write(self, pages):
         """One page is another one, everything is written twice, or later than is said."""
         mode = self._told.read_text()
+        if mode:
+            self._told.with_suffix(".made").touch()
         if mode == "another page":
             src = pages.src.copy()
             src[-1] = src[-1] - 1 if src[-1] > 1 else src[-1] + 1
@@ -78,6 +82,8 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module) -> None:
             run(module)
+            # Small as the model is, its pages leave by layers.
+            importlib.import_module(OUTGOING).MIN_GROUP_BYTES = 1
             make = module.make_backend
             module.make_backend = lambda *args: Faulty(make(*args), Path(os.environ["PDSERVE_CHAOS_WRITES"]))
 
