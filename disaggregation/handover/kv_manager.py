@@ -32,6 +32,8 @@ from .peers import Peers
 log = logging.getLogger(__name__)
 
 IDLE_TIMEOUT_MS = 1000
+LOOKS = 4
+"""From one heartbeat to the next: silence is noticed that much of one too late at most."""
 LEASE_SECONDS = 6.0
 
 
@@ -145,8 +147,10 @@ class KVManager:
         self._peers.flush()
 
     def timeout_ms(self) -> int:
-        """How long the loop may sleep: heartbeats while there are peers, deadlines while there are rooms."""
-        return self._interval_ms if self._peers.active else IDLE_TIMEOUT_MS
+        """How long the loop may sleep: a part of a heartbeat while there are peers, as their silence is to be noticed
+        soon; deadlines while there are rooms.
+        """
+        return max(1, self._interval_ms // LOOKS) if self._peers.active else IDLE_TIMEOUT_MS
 
     def info(self) -> dict[str, Any]:
         """For /server_info."""
