@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support.processes import ONE_THREAD, launched
+from support.tiny_model import tiny_args
 
 MOST_TOKENS = 240
 PAGE = 16
@@ -16,18 +17,6 @@ LENGTHS = (1, 3, PAGE, PAGE + 1, 40, CHUNK, CHUNK + 1, 150, 300, 513, 1200)
 EACH = 6
 PREFIXED = 24
 BATCH = 16
-CONFIG = {
-    "vocab_size": 49152,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
 
 
 @dataclass(frozen=True)
@@ -40,14 +29,8 @@ class Question:
 
 def model_args(folder: Path) -> list[str]:
     """Flags that serve a tiny model with random weights and a real tokenizer."""
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(**CONFIG)
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    args = ["--model-path", str(folder), "--load-format", "dummy", "--tokenizer-path", "smollm2", "--dtype", "float32"]
     # A pool that is small for the load: pages are used again soon, by others, and prefixes are dropped and sent again.
-    return [*args, *ONE_THREAD, "--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "6144"]
+    return [*tiny_args(folder), *ONE_THREAD, "--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "6144"]
 
 
 def prompts() -> list[list[int]]:
