@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..disaggregation.transfer.layers_done import LayersDone
+from ..runtime.layers_done import LayersDone
 
 
 @dataclass(slots=True)

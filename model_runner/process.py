@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import msgspec
 
 from ..disaggregation.errors import TransferError
-from ..disaggregation.transfer.layers_done import LayersDone
 from ..messages.base import unpack_i32
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
 from ..messages.routes import ToTransfer, ToWorker
@@ -37,6 +36,7 @@ from ..model_files.errors import ModelError, UnsupportedModel
 from ..runtime.child import ChildContext, start_child
 from ..runtime.collector import uncollected
 from ..runtime.cpu_list import PlacementError
+from ..runtime.layers_done import LayersDone
 from ..runtime.machine.memory import host_memory
 from ..runtime.machine.topology import read_machine
 from .placement import Placement, bind_compute_threads, confine, floating, machine_use, plan_placement, yield_cores

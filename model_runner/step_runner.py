@@ -21,10 +21,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..disaggregation.transfer.layers_done import LayersDone
 from ..messages.base import I32, pack_i32, unpack_i32
 from ..messages.outputs import TokenLogprob
 from ..messages.worker import ForwardStep, InputLogprobSpec, StepResult
+from ..runtime.layers_done import LayersDone
 from .forward_batch import ForwardBatch
 from .logprobs import score
 from .rows import NO_LOGPROBS, RowParams, RowStates

@@ -98,7 +98,7 @@ class RegistrationFinder:
                     raise InvalidRegistration(f"{host}:{port} is no address: {e}") from e
                 except (httpx.HTTPError, TimeoutError) as e:
                     limit = self._reach_seconds
-                    error = NotRegistered(f"it does not answer: {e or type(e).__name__}")
+                    error = NotRegistered(f"it does not answer: {str(e) or type(e).__name__}")
                 if time.monotonic() + pause - start > limit:
                     raise error
                 await asyncio.sleep(pause)

@@ -100,7 +100,7 @@ class LeaseKeeper:
         try:
             response = client.put(url, content=msgspec.json.encode(self._registration))
         except httpx.HTTPError as e:
-            return None, f"the bootstrap server {url} does not answer: {e or type(e).__name__}"
+            return None, f"the bootstrap server {url} does not answer: {str(e) or type(e).__name__}"
         if response.is_success:
             self._renewed_at = asked_at
             return response.status_code, ""

@@ -46,11 +46,11 @@ from ...messages.worker import (
     TransferEvent,
     VerifyPages,
 )
+from ...runtime.layers_done import LayersDone
 from ...runtime.refusal_log import RefusalLog
 from ..errors import BadPages, TransferError
 from .backends.base import Admitted, Completion, ConnectFailed, LinkEvent, LinkUp, TransferBackend
 from .backends.registry import make_backend
-from .layers_done import LayersDone
 from .outgoing_pages import OutgoingPages
 from .page_check import PageCheck
 from .page_order import PageConverter

@@ -12,8 +12,8 @@ import xxhash
 from ...messages.base import I32, HandoverId
 from ...messages.handover import MAX_SLICES
 from ...messages.worker import SendEnded, SliceChecksum
+from ...runtime.layers_done import LayersDone
 from .backends.base import TransferBackend, WriteHandle, WriteState
-from .layers_done import LayersDone
 from .pages import LayerRange, PageGroup, PageWrite
 
 MAX_SLICE_PAGES = 1024

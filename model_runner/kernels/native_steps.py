@@ -12,8 +12,8 @@ from torch import Tensor
 from .library import StepTables, load_library
 
 if TYPE_CHECKING:
-    from ...disaggregation.transfer.layers_done import LayersDone
     from ...messages.worker import ForwardStep
+    from ...runtime.layers_done import LayersDone
     from ..rows import RowParams
     from .cpu_engine import CpuEngine
 

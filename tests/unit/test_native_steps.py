@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.disaggregation.transfer.layers_done import LayersDone
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec, RowInit
 from pdserve.model_runner.kernels.build import BuildError
 from pdserve.model_runner.kernels.library import load_library
 from pdserve.model_runner.model_runner import ModelRunner
 from pdserve.model_runner.step_runner import StepRunner
+from pdserve.runtime.layers_done import LayersDone
 from pdserve.runtime.options import ServerOptions
 from tests.unit.test_kernels_engine import CONTEXT, VOCAB, save_model
 

@@ -27,7 +27,6 @@ from pdserve.disaggregation.transfer.backends.base import (
 )
 from pdserve.disaggregation.transfer.backends.registry import make_backend
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.disaggregation.transfer.layers_done import LayersDone
 from pdserve.disaggregation.transfer.page_check import covers
 from pdserve.disaggregation.transfer.page_order import PageConverter
 from pdserve.disaggregation.transfer.pages import PageGroup
@@ -50,6 +49,7 @@ from pdserve.messages.worker import (
     SliceChecksum,
     VerifyPages,
 )
+from pdserve.runtime.layers_done import LayersDone
 
 PAGE = 1024
 PAGES = 400
