@@ -58,7 +58,7 @@ async def serve(ctx: ChildContext, listener: socket.socket, model: ServedModel) 
     server = ChildServer(config, started)
 
     def stop() -> None:
-        engine.close("the server is shutting down; send the request to another instance")
+        engine.close("the instance stops, and this request with it; send it again, to another one where there is one")
         server.should_exit = True
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)

@@ -6,7 +6,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from ...messages.handover import PROTOCOL_VERSION, Hello
-from ...messages.worker import WorkerReady
+from ...messages.worker import KVLayout, WorkerReady
 from ..transfer.page_order import can_exchange
 
 
@@ -47,10 +47,26 @@ class Greeting(NamedTuple):
         if hello.sender == self.epoch:
             return "this instance has that epoch itself"
         if hello.backend != self.backend:
-            return f"transfer backend {hello.backend} there, {self.backend} here; start both with the same one"
+            return f"{self._two(hello, hello.backend, self.backend)} differ in their transfer backend; use the same one"
         if hello.fingerprint != worker.fingerprint:
-            return f"other model weights there ({hello.fingerprint}) than here ({worker.fingerprint})"
+            return (
+                f"{self._two(hello, hello.fingerprint, worker.fingerprint)} have other weights; "
+                "use equal --model-path, --dtype and --quantization"
+            )
         if not can_exchange(hello.layout, worker.layout):
             flags = "--page-size, --dtype and --kv-cache-dtype"
-            return f"KV layout {hello.layout} there, {worker.layout} here; use equal {flags}"
+            unlike = self._two(hello, *_unlike(hello.layout, worker.layout))
+            return f"{unlike} lay out their KV in different ways; use equal {flags}"
         return None
+
+    def _two(self, hello: Hello, theirs: str, ours: str) -> str:
+        """Both instances, each with what it has: who reads it may be the client of either."""
+        return f"instances {hello.sender} ({theirs}) and {self.epoch} ({ours})"
+
+
+def _unlike(theirs: KVLayout, ours: KVLayout) -> tuple[str, str]:
+    """What keeps two layouts apart, of each."""
+    fields = (name for name in KVLayout.__struct_fields__ if name != "order")
+    names = [name for name in fields if getattr(theirs, name) != getattr(ours, name)]
+    first, second = (", ".join(f"{name}={getattr(layout, name)}" for name in names) for layout in (theirs, ours))
+    return first, second

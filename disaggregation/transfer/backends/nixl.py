@@ -68,6 +68,12 @@ class NixlBackend(LeasedBackend):
         if device:
             # Read as the first agent is made. Without it, agents listen on every interface.
             os.environ.setdefault("UCX_NET_DEVICES", device)
+        # The first agent of a process takes half a second, others a thirtieth of that: no request shall wait for it.
+        try:
+            _make_agent(self.epoch, self.groups)
+        except LinkLost:
+            sock.close()
+            raise
         return sock, offer
 
     def door(self) -> Door:
