@@ -20,7 +20,7 @@ from .base import Epoch, HandoverId, Message, Reason
 from .outputs import Timing, TokenLogprob
 from .worker import MAX_PAGES, KVLayout, SliceChecksum
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_METADATA_BYTES = 4096
 MAX_TOKENS = (1 << 31) - 1
 MAX_DURATION_MS = 1e9
@@ -188,4 +188,4 @@ class Heartbeat(Message):
 ToSender = RoomQueued | TransferRequest | Abort
 ToReceiver = FirstToken | TransferDone | TransferFailed | AbortAck
 HandoverMessage = ToSender | ToReceiver
-PeerMessage = Hello | Invite | Welcome | Refused | Heartbeat | HandoverMessage
+LinkMessage = Hello | Invite | Welcome | Refused | Heartbeat

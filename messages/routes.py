@@ -21,19 +21,21 @@ from .control import (
     TransfersReq,
 )
 from .metrics import SchedulerMetrics
+from .moves import MigrateReq, MigrateResult, ReqArrived, ReqMoved
 from .outputs import ReqError, TextBatch, TokenBatch
 from .requests import AbortReq, GenerateReq, StopReq, TokenizeReq
 from .text import TextAnswer, TextQuestion
 from .worker import ReceiveCommand, WorkerCommand, WorkerEvent
 
-Question = Ping | FlushCacheReq | ServerInfoReq | TransfersReq
-Answer = Pong | FlushCacheResult | ServerInfo | Transfers
+Question = Ping | FlushCacheReq | ServerInfoReq | TransfersReq | MigrateReq
+Answer = Pong | FlushCacheResult | ServerInfo | Transfers | MigrateResult
+Moved = ReqMoved | ReqArrived
 
 ToTokenizer = TokenizeReq | AbortReq | Question | TextQuestion
 ToScheduler = GenerateReq | AbortReq | StopReq | Question | Drain
 ToWorker = WorkerCommand
 ToTransfer = ReceiveCommand
 ToSchedulerFromWorker = WorkerEvent
-ToDetokenizer = TokenBatch | ReqError | Answer | SchedulerMetrics | Drained
-ToHttp = TextBatch | ReqError | Answer | TextAnswer | SchedulerMetrics | Drained
+ToDetokenizer = TokenBatch | ReqError | Moved | Answer | SchedulerMetrics | Drained
+ToHttp = TextBatch | ReqError | Moved | Answer | TextAnswer | SchedulerMetrics | Drained
 ToSupervisor = Ready | Drained

@@ -142,7 +142,7 @@ class InputLogprobSpec(msgspec.Struct, array_like=True):
 
 class SendPages(Message):
     """In a ``ForwardStep``: push pages that are whole once it has run to the decode of ``handover`` (int32, here and
-    there, aligned).
+    there, aligned). By itself: push pages that the steps before it have made whole.
 
     ``last``: no more of the hand-over's will come. ``checksum``: whether slices get theirs, or 0.
     """
@@ -328,11 +328,11 @@ class PagesVerified(Message):
     ok: bool
 
 
-SendCommand = ConnectPeer | CancelSend
+SendCommand = ConnectPeer | SendPages | CancelSend
 """In one order with the steps, and so with what they push: by no later link."""
 ReceiveCommand = AdmitPeer | DisconnectPeer | GrantPages | RevokePages | VerifyPages
 """These must not wait for a step: peers do, who are about to write, and requests whose KV has landed."""
-TransferCommand = SendCommand | SendPages | ReceiveCommand
+TransferCommand = SendCommand | ReceiveCommand
 PeerCommand = AdmitPeer | ConnectPeer | DisconnectPeer
 PeerEvent = PeerAdmitted | PeerConnected | PeerFailed | PeerLinkDown
 TransferEvent = PeerEvent | SendEnded | PagesVerified

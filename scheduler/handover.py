@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ..mem_cache.base_prefix_cache import KVHold
 from ..messages.metrics import HandoverCounts
+from ..messages.moves import MigrateReq
 from ..messages.outputs import TokenLogprob
 from ..messages.requests import Bootstrap
 from ..messages.worker import SendPages, TransferEvent
@@ -43,6 +44,9 @@ class Handovers(Protocol):
 
     def cancel(self, req: Req, reason: str) -> None:
         """The request has ended here before its hand-over was complete; does nothing for one without."""
+
+    def migrate(self, ask: MigrateReq, now: float) -> None:
+        """Move a running request to another instance; the answer comes when that is over."""
 
     def chunk_planned(self, req: Req) -> SendPages | None:
         """A step that computes more of the request's prompt is about to be sent: what the worker shall push of it."""

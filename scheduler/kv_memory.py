@@ -95,6 +95,14 @@ class KVMemory:
             hold.kv_len += 1
         return slots
 
+    def extend(self, req: Req) -> bool:
+        """Slots for all of a request's tokens known by now; False, with nothing changed, where they are short."""
+        hold = self.hold_of(req)
+        if not self._make_room(self.pages_up(req.known_len) - self.pages_up(hold.kv_len)):
+            return False
+        self._extend(hold, req.known_len)
+        return True
+
     def slots(self, req: Req, start: int, end: int) -> I32:
         """The slots of positions ``[start, end)``."""
         return self._table.table[self.hold_of(req).row, start:end]

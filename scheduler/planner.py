@@ -110,15 +110,24 @@ class StepPlanner:
             self.stuck = Stuck(first, now)
 
     def start_landed(self, req: Req) -> None:
-        """An incoming request's KV has landed and its first token is known: it decodes from now on."""
-        req.computed = req.prompt_len
+        """The KV of an incoming request's first ``computed`` tokens has landed, and what follows is known: one token,
+        mostly, and it decodes from now on. A moved request first computes what it has written since.
+        """
         # Admitted on the peer; should it be retracted, its own count of cached tokens stands.
         req.times.admitted = req.times.arrival
-        self._take_row(req, req.prompt_len)
+        self._take_row(req, req.computed)
         self._share(req)
-        req.state = ReqState.RUNNING
+        req.state = ReqState.RUNNING if req.remaining <= 1 else ReqState.PREFILLING
         self.arriving.pop(req.rid, None)
         self.running[req.rid] = req
+
+    def hold_back(self, req: Req) -> None:
+        """Plan nothing more of the request until ``go_on``; it keeps what it has."""
+        self.forget(req.rid)
+
+    def go_on(self, req: Req) -> None:
+        """It stands where it stood."""
+        (self.waiting if req.hold is None else self.running)[req.rid] = req
 
     def count_lookup(self, req: Req) -> None:
         """The request has just got its memory for the first time, ``computed`` tokens of it from the prefix cache."""

@@ -31,6 +31,7 @@ from ..messages.control import (
     Transfers,
     TransfersReq,
 )
+from ..messages.moves import MigrateReq, MigrateResult
 from ..messages.outputs import ReqError
 from ..messages.requests import AbortReq, GenerateReq, StopReq
 from ..messages.routes import ToScheduler, ToSchedulerFromWorker
@@ -159,6 +160,8 @@ class SchedulerProcess:
                 self._outbox.answer(Transfers(message.id, 0, []))
             elif isinstance(message, FlushCacheReq):
                 self._outbox.answer(FlushCacheResult(message.id, False, message="the model is still loading"))
+            elif isinstance(message, MigrateReq):
+                self._outbox.answer(MigrateResult(message.id, moved=False, message="the model is still loading"))
         elif isinstance(message, GenerateReq):
             scheduler.admit_message(message, now)
         elif isinstance(message, AbortReq):
@@ -173,6 +176,11 @@ class SchedulerProcess:
             rooms = self._handovers.transfers(now) if self._handovers is not None else []
             rooms.sort(key=lambda room: -room["seconds"])
             self._outbox.answer(Transfers(message.id, len(rooms), rooms[:MAX_TRANSFERS]))
+        elif isinstance(message, MigrateReq) and self._handovers is not None:
+            self._handovers.migrate(message, now)
+        elif isinstance(message, MigrateReq):
+            text = "this instance exchanges no KV; start it with --handover on"
+            self._outbox.answer(MigrateResult(message.id, moved=False, message=text))
         elif isinstance(message, Drain):
             log.info("draining: %d requests are left", len(scheduler.reqs))
             scheduler.draining = True

@@ -7,7 +7,8 @@ Lifecycle (docs/architecture.md)::
     incoming:  BOOTSTRAPPING → PREALLOCATED → TRANSFERRING → RUNNING → FINISHED
 
 A retracted request goes back from RUNNING to WAITING with its output kept, and is from then on a local one: this
-instance computes prompt and output again. ``ABORTED`` and ``FAILED`` follow from any state.
+instance computes prompt and output again. ``ABORTED`` and ``FAILED`` follow from any state, ``MOVED`` from those of a
+request that waits or runs: it goes on elsewhere. There it comes in as an incoming one that has output already.
 
 Positions count from the prompt's first token. Of a request's ``total_len`` tokens, the first ``computed`` have their
 KV in the pool or written by a step that was already sent; ``pending`` tokens at the end were sampled by steps whose
@@ -39,11 +40,12 @@ class ReqState(StrEnum):
     SENDING = "sending"
     RUNNING = "running"
     FINISHED = "finished"
+    MOVED = "moved"
     ABORTED = "aborted"
     FAILED = "failed"
 
 
-ENDED = frozenset({ReqState.FINISHED, ReqState.ABORTED, ReqState.FAILED})
+ENDED = frozenset({ReqState.FINISHED, ReqState.MOVED, ReqState.ABORTED, ReqState.FAILED})
 
 
 class Route(StrEnum):
@@ -112,6 +114,8 @@ class Req:
     untold: list[int] = field(default_factory=list)
     """The newest output tokens, of which the detokenizer has not been told yet."""
     untold_logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of all output tokens, where they are wanted: who goes on elsewhere takes them along."""
     input_logprobs: list[TokenLogprob] | None = None
     timing: Timing = field(default_factory=Timing)
 
@@ -194,6 +198,11 @@ class Req:
         """The first ``length`` token ids, fewer where fewer are known."""
         return self.token_ids[: min(length, self.known_len)]
 
+    def extend(self, output: I32) -> None:
+        """Output that another instance has sampled."""
+        self.token_ids[self.known_len : self.known_len + len(output)] = output
+        self.known_len += len(output)
+
     def append(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """A sampled token has become known."""
         self.token_ids[self.known_len] = token_id
@@ -201,6 +210,7 @@ class Req:
         self.untold.append(token_id)
         if logprob is not None:
             self.untold_logprobs.append(logprob)
+            self.logprobs.append(logprob)
 
     def row_init(self, row: int) -> RowInit:
         """What the worker's sampler must know as the request takes ``row``."""

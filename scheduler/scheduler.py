@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..messages.base import unpack_i32
+from ..messages.base import I32, unpack_i32
+from ..messages.moves import ReqMoved
 from ..messages.outputs import FinishReason, FinishType, ReqError, ReqMeta, TokenLogprob
 from ..messages.requests import AbortReq, Bootstrap, GenerateReq, StopReq
 from ..messages.worker import StepResult, WorkerReady
@@ -331,8 +332,9 @@ class Scheduler:
         elif req.has_news:
             self._tell(req)
 
-    def admit_landing(self, req: Req, others: Iterable[Req]) -> bool:
-        """Take memory, not verified, for the whole prompt of an incoming request; False: not now.
+    def admit_landing(self, req: Req, others: Iterable[Req], length: int) -> bool:
+        """Take memory, not verified, for an incoming request, whose first ``length`` tokens come from a peer; False:
+        not now.
 
         ``others`` hold some for later output. A retracted request waits for memory longer than any newcomer: it goes
         first.
@@ -342,7 +344,7 @@ class Scheduler:
             return False
         busy = [*planner.running.values(), *others]
         reserve = planner.reserve.tokens([*busy, req]) if busy else 0
-        admitted = self.memory.admit(req, reserve, prefix_limit=req.prompt_len, verified=False)
+        admitted = self.memory.admit(req, reserve, prefix_limit=length, verified=False)
         if admitted:
             planner.count_lookup(req)
         return admitted
@@ -356,6 +358,7 @@ class Scheduler:
 
     def start_landed(self, req: Req) -> None:
         """An incoming request's KV has landed and was verified: decode from here on."""
+        req.computed = req.prompt_len
         self.planner.start_landed(req)
 
     def recompute(self, req: Req, now: float) -> None:
@@ -365,6 +368,52 @@ class Scheduler:
             self.memory.finish(req)
         req.route, req.computed = Route.LOCAL, 0
         self.enqueue(req, now)
+
+    # --- requests that move ---
+
+    def hold_back(self, req: Req) -> None:
+        """The request stands still as soon as the steps under way are done (``pending`` is 0 then)."""
+        self.planner.hold_back(req)
+
+    def go_on(self, req: Req) -> None:
+        """A request that was held back goes on here."""
+        if not req.is_ended:
+            self.planner.go_on(req)
+
+    def leave_moved(self, req: Req, where: ReqMoved) -> None:
+        """The request goes on elsewhere; its client is told where, behind all that it has been given here."""
+        self._tell(req)
+        self.leave(req, ReqState.MOVED)
+        self.outbox.answer(where)
+
+    def admit_moved(self, msg: GenerateReq, output: I32, max_new_tokens: int) -> Req | str:
+        """Take in a request that ran elsewhere and has ``output``; it waits for ``start_moved``. Or why not."""
+        prompt_len = len(msg.input_ids) // 4
+        refusal = self._refusal(msg)
+        if refusal is not None:
+            return refusal.message
+        limit = min(self.worker.context_length, self.memory.max_total_tokens)
+        if prompt_len + max_new_tokens > limit:
+            return f"it may grow to {prompt_len + max_new_tokens} tokens, there is room for {limit} here"
+        if len(output) >= max_new_tokens:
+            return "it has all of its output"
+        interval = news_interval(msg, self.options.stream_interval)
+        req = Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, max_new_tokens, interval)
+        req.extend(output)
+        self.reqs[req.rid] = req
+        self.planner.arriving[req.rid] = req
+        self.counters.requests += 1
+        return req
+
+    def start_moved(self, req: Req, now: float) -> None:
+        """Go on with a moved request: all of its output is known, and its KV is here as far as it was handed over."""
+        req.untold = req.token_ids[req.prompt_len : req.known_len].tolist()
+        req.untold_logprobs = list(req.logprobs)
+        if req.hold is not None and self.memory.extend(req):
+            self.planner.start_landed(req)
+        else:
+            self.recompute(req, now)
+        self._tell(req)
 
     def _tell(self, req: Req) -> None:
         """Pass on what is untold of a request, if anything is; its end is not known yet."""

@@ -91,7 +91,7 @@ class StepBuilder:
         self._input_ids.append(req.token_ids[start:end])
         self._slots.append(slots)
         self.shape = self.shape.with_piece(start, length)
-        if req.retractions:
+        if req.output_len:
             self._recomputed += length
         if end == req.known_len:
             self._sampled.append(len(self.entries))
@@ -101,7 +101,7 @@ class StepBuilder:
 
     def _score_prompt(self, req: Req, start: int, end: int) -> None:
         """Ask for the logprobs of prompt tokens that this chunk's logits score, unless an earlier pass brought them."""
-        if not req.wants_input_logprobs or req.retractions or start >= req.prompt_len - 1:
+        if not req.wants_input_logprobs or req.output_len or start >= req.prompt_len - 1:
             return
         first = max(0, req.logprob_start - 1 - start)
         targets = req.token_ids[start + first + 1 : min(end + 1, req.prompt_len)]

@@ -7,16 +7,19 @@ All of it runs inside the scheduler's loop: ``poll`` once a turn, never blocking
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from ...mem_cache.base_prefix_cache import KVHold
 from ...messages.base import Message
 from ...messages.handover import Abort, AbortAck, FirstToken, RoomQueued, TransferDone, TransferFailed, TransferRequest
 from ...messages.metrics import HandoverCounts
+from ...messages.moves import MigrateReq, MoveCommit, MoveOffer, MoveReady, MoveRefused, MoveTaken
 from ...messages.outputs import TokenLogprob
 from ...messages.requests import Bootstrap
 from ...messages.worker import ConnectPeer, PagesVerified, PeerCommand, SendEnded, SendPages, TransferEvent
-from ...runtime.web.ports import means_this_host
+from ...runtime.options import ServerOptions
+from ...runtime.web.ports import is_loopback, means_this_host
 from ...scheduler.req import Req, Route
 from ...scheduler.scheduler import Scheduler
 from ..bootstrap.registration import Registration
@@ -25,6 +28,8 @@ from .greeting import Greeting, digest
 from .kv_receiver import KVReceivers
 from .kv_sender import KVSenders
 from .limits import HandoverLimits
+from .moves.moves_in import MovesIn
+from .moves.moves_out import MovesOut
 from .network import Network
 from .peer import Peer
 from .peers import Peers
@@ -55,9 +60,13 @@ class KVManager:
             network.find,
             self._tell_worker,
             self,
+            takes_moves=network.port.is_sealed or asks_nobody(options),
         )
         self.senders = KVSenders(scheduler, options.page_size, limits)
         self.receivers = KVReceivers(scheduler, epoch, limits, self._peers.peer_at)
+        reach = partial(self._peers.peer_at, want=False)
+        self.moves_out = MovesOut(scheduler, limits, reach)
+        self.moves_in = MovesIn(scheduler, limits, self._peers, self.receivers, options.port)
 
     def start(self, now: float) -> None:
         """See ``Handovers``."""
@@ -110,8 +119,14 @@ class KVManager:
 
     def cancel(self, req: Req, reason: str) -> None:
         """The request has ended here before its hand-over was complete."""
+        self.moves_out.cancel(req, reason)
+        self.moves_in.cancel(req, reason)
         self.senders.cancel(req, reason)
         self.receivers.cancel(req, reason)
+
+    def migrate(self, ask: MigrateReq, now: float) -> None:
+        """See ``Handovers``."""
+        self.moves_out.migrate(ask, now)
 
     def chunk_planned(self, req: Req) -> SendPages | None:
         """See ``Handovers``."""
@@ -123,11 +138,13 @@ class KVManager:
 
     def pinned(self) -> list[KVHold]:
         """See ``Handovers``."""
-        return self.senders.pinned() + self.receivers.pinned()
+        return self.senders.pinned() + self.receivers.pinned() + self.moves_out.pinned()
 
     def on_transfer_event(self, event: TransferEvent, now: float) -> None:
         """News from the worker's transfer engine."""
-        if isinstance(event, SendEnded):
+        if isinstance(event, SendEnded) and self.moves_out.knows(event.handover):
+            self.moves_out.on_send_ended(event)
+        elif isinstance(event, SendEnded):
             self.senders.on_send_ended(event)
         elif isinstance(event, PagesVerified):
             self.receivers.on_verified(event, now)
@@ -141,6 +158,8 @@ class KVManager:
         self._peers.poll(now)
         self.senders.tick(now)
         self.receivers.advance(now)
+        self.moves_out.advance(now)
+        self.moves_in.advance(now)
 
     def flush(self) -> None:
         """Send what this turn has queued for peers."""
@@ -167,7 +186,8 @@ class KVManager:
 
     def transfers(self, now: float) -> list[dict[str, Any]]:
         """See ``Handovers``."""
-        return self.senders.info(now) + self.receivers.info(now)
+        sides = (self.senders, self.receivers, self.moves_out, self.moves_in)
+        return [room for side in sides for room in side.info(now)]
 
     def counts(self) -> HandoverCounts:
         """See ``Handovers``."""
@@ -188,6 +208,12 @@ class KVManager:
     def on_message(self, peer: Peer, message: Any, now: float) -> None:
         """See ``PeerOwner``."""
         match message:
+            case TransferRequest() if self.moves_out.knows(message.handover):
+                self.moves_out.on_request(peer, message)
+            case Abort() if self.moves_out.knows(message.handover):
+                self.moves_out.on_abort(peer, message)
+            case RoomQueued() if self.moves_out.knows(message.handover):
+                pass  # it has offered that itself
             case TransferRequest():
                 self.senders.on_request(peer, message, now)
             case RoomQueued():
@@ -202,9 +228,23 @@ class KVManager:
                 self.receivers.on_failed(peer, message)
             case AbortAck():
                 self.receivers.on_abort_ack(peer, message)
+            case MoveOffer():
+                self.moves_in.on_offer(peer, message, now)
+            case MoveCommit():
+                self.moves_in.on_commit(peer, message, now)
+            case MoveReady():
+                self.moves_out.on_ready(peer, message)
+            case MoveTaken():
+                self.moves_out.on_taken(peer, message, now)
+            case MoveRefused() if self.moves_out.knows(message.handover):
+                self.moves_out.on_refused(peer, message)
+            case MoveRefused():
+                self.moves_in.on_refused(peer, message)
 
     def on_gone(self, peer: Peer) -> None:
         """See ``PeerOwner``."""
+        self.moves_out.on_gone(peer)
+        self.moves_in.on_gone(peer)
         self.senders.on_gone(peer)
         self.receivers.on_gone(peer)
 
@@ -218,3 +258,8 @@ class KVManager:
         if isinstance(message, FirstToken):
             text = f"the prompt's logprobs are longer than {LONG_FRAME_BYTES >> 20} MiB; ask for fewer top_logprobs"
             self.senders.give_up(message.handover, 400, text)
+
+
+def asks_nobody(options: ServerOptions) -> bool:
+    """Whether everybody who reaches this instance may have it compute: then a peer that has no secret may, too."""
+    return is_loopback(options.host) and options.api_key is None and options.api_key_file is None

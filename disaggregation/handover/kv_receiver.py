@@ -21,8 +21,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 from ...mem_cache.base_prefix_cache import KVHold
@@ -42,7 +40,8 @@ from ...messages.outputs import FinishReason, FinishType, Timeline, Timing, Toke
 from ...messages.worker import MAX_PAGES, GrantPages, PagesVerified, RevokePages, VerifyPages
 from ...scheduler.req import Req, ReqState, Route
 from ...scheduler.scheduler import Scheduler
-from .kv_sender import prompt_digest
+from .kv_sender import digest_of
+from .landing import KVReceiver, Newcomer, ReceiverState, timeline, why
 from .limits import HandoverLimits
 from .peer import Peer
 
@@ -63,47 +62,6 @@ STUCK_SECONDS = 10.0
 
 MOST_OVERTAKEN = 4
 """How many that do not fit are passed over in one turn: each try costs a walk of the prefix tree."""
-
-
-class ReceiverState(Enum):
-    """Where a room stands; see the module."""
-
-    LINKING = auto()
-    QUEUED = auto()
-    PREALLOCATED = auto()
-    TRANSFERRING = auto()
-    VERIFYING = auto()
-    DRAINING = auto()
-
-
-@dataclass(slots=True, eq=False)
-class KVReceiver:
-    """One room.
-
-    ``fence``: the step that must be done before its pages are offered to the prefill. ``pages``: where its KV lands
-    (int32). ``granted``: the prefill may write them. ``begun``: the first token is here. ``there``: where the prefill's
-    time went. ``checking``: the worker has its pages, to check and perhaps to convert them. ``hold``: the request's
-    memory, pinned as long as anybody may write it.
-    """
-
-    handover: HandoverId
-    req: Req
-    peer: Peer
-    state: ReceiverState
-    since: float
-    deadline: float
-    queued_at: float = 0.0
-    allocated_at: float = 0.0
-    fence: int = 0
-    prefix_len: int = 0
-    requested_at: float = 0.0
-    pages: bytes = b""
-    draining_since: float = 0.0
-    begun: bool = False
-    there: Timing | None = None
-    granted: bool = False
-    checking: bool = False
-    hold: KVHold | None = None
 
 
 class KVReceivers:
@@ -141,7 +99,18 @@ class KVReceivers:
         peer = self._peer_at(where.host, where.port, now)
         deadline = now + self._limits.bootstrap
         handover = HandoverId(self._epoch, where.room, next(self._attempts))
-        self.rooms[where.room] = KVReceiver(handover, req, peer, ReceiverState.LINKING, now, deadline)
+        self.rooms[where.room] = KVReceiver(
+            handover, req, peer, ReceiverState.LINKING, now, deadline, length=req.prompt_len
+        )
+
+    def add_newcomer(
+        self, req: Req, peer: Peer, handover: HandoverId, length: int, newcomer: Newcomer, now: float
+    ) -> None:
+        """A request that ``peer`` computes and offers; the KV of its first ``length`` tokens is to be had there."""
+        receiver = KVReceiver(
+            handover, req, peer, ReceiverState.LINKING, now, now + self._limits.bootstrap, length, newcomer
+        )
+        self.rooms[handover.room] = receiver
 
     def advance(self, now: float) -> None:
         """Move every room on that can move; give up those that waited too long."""
@@ -161,7 +130,7 @@ class KVReceivers:
             receiver.peer = receiver.peer.same_as
         peer = receiver.peer
         if peer.gone:
-            self._fail(receiver, peer.status, _why(peer))
+            self._fail(receiver, peer.status, why(peer))
         elif peer.readable:
             receiver.state, receiver.queued_at = ReceiverState.QUEUED, now
             receiver.deadline = now + self._limits.queue
@@ -171,7 +140,7 @@ class KVReceivers:
         holders = [r.req for r in self.rooms.values() if r.req.hold is not None and not r.req.is_ended]
         misfits = 0
         for receiver in sorted(self._in(ReceiverState.QUEUED), key=lambda r: r.req.times.turn):
-            if self._scheduler.admit_landing(receiver.req, holders):
+            if self._scheduler.admit_landing(receiver.req, holders, receiver.length):
                 receiver.state, receiver.req.state = ReceiverState.PREALLOCATED, ReqState.PREALLOCATED
                 receiver.allocated_at = now
                 receiver.fence = self._scheduler.planner.last_step_id
@@ -187,9 +156,9 @@ class KVReceivers:
 
     def _request(self, receiver: KVReceiver, now: float) -> None:
         req, peer = receiver.req, receiver.peer
-        pages = self._scheduler.memory.pages(req, receiver.prefix_len, req.prompt_len)
+        pages = self._scheduler.memory.pages(req, receiver.prefix_len, receiver.length)
         if len(pages) > MAX_PAGES:
-            text = f"the prompt needs {len(pages)} KV pages, a hand-over can name {MAX_PAGES}; use a larger --page-size"
+            text = f"it needs {len(pages)} KV pages, a hand-over can name {MAX_PAGES}; use a larger --page-size"
             self._fail(receiver, 400, text)
             return
         receiver.state, req.state = ReceiverState.TRANSFERRING, ReqState.TRANSFERRING
@@ -200,8 +169,8 @@ class KVReceivers:
             TransferRequest(
                 peer.epoch,
                 receiver.handover,
-                req.prompt_len,
-                prompt_digest(req),
+                receiver.length,
+                digest_of(req, receiver.length),
                 receiver.prefix_len,
                 receiver.pages,
                 self._checksum,
@@ -215,6 +184,8 @@ class KVReceivers:
         receiver = self._known(peer, msg.handover)
         if receiver is None or receiver.state is not ReceiverState.TRANSFERRING or receiver.begun:
             return
+        if receiver.newcomer is not None:
+            return  # it has one
         req = receiver.req
         if not 0 <= msg.token < self._vocab_size:
             self._fail(receiver, 502, f"the prefill instance sent a first token that is none: {msg.token}")
@@ -225,7 +196,7 @@ class KVReceivers:
         if scores is not None and len(scores) > req.prompt_len:
             self._fail(receiver, 502, "the prefill instance sent more prompt logprobs than the prompt has tokens")
             return
-        if not all(self._is_sound(score) for score in [*(scores or ()), *([logprob] if logprob else [])]):
+        if not all(self.is_sound(score) for score in [*(scores or ()), *([logprob] if logprob else [])]):
             self._fail(receiver, 502, "the prefill instance sent logprobs that are none")
             return
         receiver.begun = True
@@ -234,7 +205,7 @@ class KVReceivers:
         req.cached_tokens, req.input_logprobs = min(msg.cached_tokens, req.prompt_len), scores
         self._scheduler.take_first_token(req, msg.token, logprob, now)
 
-    def _is_sound(self, score: TokenLogprob) -> bool:
+    def is_sound(self, score: TokenLogprob) -> bool:
         """Whether it is of tokens that there are, and a number; a little above 0 is rounding."""
         pairs = [(score.token_id, score.logprob), *score.top]
         return all(0 <= token < self._vocab_size and (p is None or p < ROUNDING) for token, p in pairs)
@@ -246,7 +217,7 @@ class KVReceivers:
             return
         if receiver.state is ReceiverState.DRAINING:
             self._drained(receiver)
-        elif receiver.state is ReceiverState.TRANSFERRING and not receiver.begun:
+        elif receiver.state is ReceiverState.TRANSFERRING and not receiver.begun and receiver.newcomer is None:
             receiver.state = ReceiverState.VERIFYING  # nothing can be written any more
             self._fail(receiver, 502, "the prefill instance sent the prompt's KV without a first token")
         elif receiver.state is ReceiverState.TRANSFERRING:
@@ -274,7 +245,10 @@ class KVReceivers:
         self._over(receiver)
         self.done += 1
         self.bytes_received += there.transfer_bytes
-        if not req.is_ended:
+        if not req.is_ended and receiver.newcomer is not None:
+            req.computed = receiver.length
+            receiver.newcomer.landed(req)
+        elif not req.is_ended:
             req.times.landed = now
             self._take_times(receiver, there, now)
             self._scheduler.start_landed(req)
@@ -289,7 +263,7 @@ class KVReceivers:
         timing.transfer_ms = max(0.0, total - timing.queue_ms - timing.prefill_ms)
         timing.transfer_bytes = there.transfer_bytes
         verified = now if receiver.there is not None else times.arrival
-        timing.timeline = _timeline(receiver, there.timeline or Timeline(), verified)
+        timing.timeline = timeline(receiver, there.timeline or Timeline(), verified)
 
     def on_failed(self, peer: Peer, msg: TransferFailed) -> None:
         """The prefill gave the room up and will write no more."""
@@ -300,7 +274,8 @@ class KVReceivers:
             self._drained(receiver)
         else:
             receiver.state = ReceiverState.VERIFYING  # nothing can be written any more, so nothing needs draining
-            if msg.status == CLIENT_GONE and not receiver.begun and not receiver.req.is_ended:
+            is_leg = not receiver.begun and receiver.newcomer is None
+            if msg.status == CLIENT_GONE and is_leg and not receiver.req.is_ended:
                 # Whoever aborted it there meant the request; its own abort here is on its way, or was lost.
                 reason = shown(msg.reason, REASON_CHARS)
                 self._scheduler.end(receiver.req, ReqState.ABORTED, FinishReason(FinishType.ABORT, message=reason))
@@ -330,7 +305,7 @@ class KVReceivers:
         for receiver in [r for r in self.rooms.values() if r.peer is peer]:
             if receiver.state is ReceiverState.VERIFYING:
                 continue  # all of it is here
-            self._give_up(receiver, peer.status, _why(peer))
+            self._give_up(receiver, peer.status, why(peer))
             if receiver.state in (ReceiverState.TRANSFERRING, ReceiverState.DRAINING) and not peer.down:
                 self._begin_draining(receiver)
             else:
@@ -351,7 +326,7 @@ class KVReceivers:
         stuck = [r for r in stuck if now - r.draining_since > STUCK_SECONDS]
         if not stuck:
             return None
-        tokens = sum(r.req.prompt_len - r.prefix_len for r in stuck)
+        tokens = sum(r.length - r.prefix_len for r in stuck)
         peers = ", ".join(sorted({r.peer.epoch for r in stuck}))
         return (
             f"the KV memory of {len(stuck)} hand-overs ({tokens} tokens) can't be used again before instance {peers} "
@@ -383,7 +358,7 @@ class KVReceivers:
 
     def _of(self, req: Req) -> KVReceiver | None:
         if req.msg.bootstrap is None:
-            return None
+            return next((r for r in self.rooms.values() if r.newcomer is not None and r.req is req), None)
         receiver = self.rooms.get(req.msg.bootstrap.room)
         return receiver if receiver is not None and receiver.req is req else None
 
@@ -397,12 +372,10 @@ class KVReceivers:
 
     def _time_out(self, receiver: KVReceiver) -> None:
         where = receiver.req.msg.bootstrap
-        assert where is not None
         if receiver.state is ReceiverState.LINKING:
+            name = f"behind {where.host}:{where.port}" if where is not None else receiver.peer.epoch
             waited = f"{self._limits.bootstrap:.0f} s: {receiver.peer.reason or 'no answer'}"
-            self._fail(
-                receiver, 504, f"the prefill instance behind {where.host}:{where.port} was not reached in {waited}"
-            )
+            self._fail(receiver, 504, f"the prefill instance {name} was not reached in {waited}")
         elif receiver.state is ReceiverState.QUEUED:
             text = f"{self._limits.queue:.0f} s were not enough for other requests to leave memory for the prompt"
             self._fail(receiver, 504, text)
@@ -420,7 +393,9 @@ class KVReceivers:
         req = receiver.req
         if req.is_ended or req.route is not Route.INCOMING:
             return
-        if receiver.begun:
+        if receiver.newcomer is not None:
+            receiver.newcomer.lost(req, reason)
+        elif receiver.begun:
             log.info("its prompt is computed here", extra={"rid": req.rid})
             self.recomputed += 1
             self._scheduler.recompute(req, self._now)
@@ -465,24 +440,3 @@ class KVReceivers:
         self._revoke(receiver)
         if receiver.hold is not None:
             self._scheduler.memory.unpin(receiver.hold)
-
-
-def _timeline(receiver: KVReceiver, there: Timeline, verified: float) -> Timeline:
-    """What the prefill says ``there``, behind what came before it here. ``verified``: the arrival while it isn't."""
-    arrival = receiver.req.times.arrival
-    asked = (receiver.requested_at - arrival) * 1000
-    pushed = there.last_byte > 0
-    return Timeline(
-        bootstrap=(receiver.queued_at - arrival) * 1000,
-        allocate=(receiver.allocated_at - arrival) * 1000,
-        queue=asked + max(0.0, there.queue),
-        prefill=asked + max(0.0, there.prefill),
-        first_byte=asked + max(0.0, there.first_byte) if pushed else 0.0,
-        last_byte=asked + there.last_byte if pushed else 0.0,
-        verify=(verified - arrival) * 1000,
-    )
-
-
-def _why(peer: Peer) -> str:
-    """For a client, what became of the prefill that was to serve it."""
-    return f"the prefill instance can't be used: {peer.reason}"

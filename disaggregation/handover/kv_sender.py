@@ -192,7 +192,7 @@ class KVSenders:
         self._scheduler.enqueue(req, now)
 
     def _mismatch(self, req: Req, request: TransferRequest) -> str | None:
-        if request.prompt_len != req.prompt_len or request.prompt_digest != prompt_digest(req):
+        if request.prompt_len != req.prompt_len or request.prompt_digest != digest_of(req, req.prompt_len):
             return f"bootstrap_room {request.handover.room} means another prompt on the decode instance"
         pages = -(-req.prompt_len // self._page_size) - request.decode_prefix_len // self._page_size
         bad_prefix = request.decode_prefix_len % self._page_size or not 0 <= request.decode_prefix_len <= req.prompt_len
@@ -421,6 +421,6 @@ def _timeline(req: Req, sent: SendEnded | None, begun: float) -> Timeline:
     return Timeline(queue=queue, prefill=prefill, first_byte=first, last_byte=last)
 
 
-def prompt_digest(req: Req) -> int:
-    """xxh3_64 of the prompt's token ids: do both legs mean the same request?"""
-    return xxhash.xxh3_64_intdigest(req.token_ids[: req.prompt_len].tobytes())
+def digest_of(req: Req, length: int) -> int:
+    """xxh3_64 of its first token ids: do both instances mean the same request?"""
+    return xxhash.xxh3_64_intdigest(req.token_ids[:length].tobytes())

@@ -34,6 +34,7 @@ from ...messages.handover import (
     TransferRequest,
     Welcome,
 )
+from ...messages.moves import MoveCommit, MoveOffer, MoveReady, MoveRefused, MoveTaken
 from ...messages.worker import (
     AdmitPeer,
     ConnectPeer,
@@ -90,7 +91,10 @@ class Peers:
         find: Callable[[str, int], None],
         to_worker: Callable[[PeerCommand], None],
         owner: PeerOwner,
+        *,
+        takes_moves: bool = True,
     ) -> None:
+        self._takes_moves = takes_moves
         self._greeting = greeting
         self._epoch = greeting.epoch
         self._interval, self._timeout = heartbeat
@@ -105,15 +109,23 @@ class Peers:
         self._beat_at = 0.0
         self._refusals = port.refusals
 
-    def peer_at(self, host: str, port: int, now: float) -> Peer:
-        """The instance behind this bootstrap address, whose KV is wanted; a new peer where none is known."""
+    def peer_at(self, host: str, port: int, now: float, *, want: bool = True) -> Peer:
+        """The instance behind this bootstrap address, whose KV is wanted, or which is only to be talked to; a new peer
+        where none is known.
+        """
         peer = self._by_address.get((host, port))
         if peer is None:
             peer = Peer(PeerState.FINDING, host=host, port=port)
             self._by_address[(host, port)] = peer
             self._find(host, port)
-        self._want(peer, now)
+        if want:
+            self.want(peer, now)
         return peer
+
+    def want(self, peer: Peer, now: float) -> None:
+        """Its KV shall come here."""
+        if peer.reading is Reading.CLOSED:
+            peer.reading, peer.wanted_at = Reading.WANTED, now
 
     def on_found(self, host: str, port: int, answer: Reached | str, now: float) -> None:
         """The bootstrap server's answer: a registration, or why there is none."""
@@ -138,7 +150,8 @@ class Peers:
         if known is not None:
             known.registered = True
             peer.same_as = self._by_address[(host, port)] = known
-            self._want(known, now)
+            if peer.reading is not Reading.CLOSED:
+                self.want(known, now)
             return
         peer.epoch, peer.pool, peer.registered = epoch, answer.registration.pool, True
         self._dial(peer, answer, now)
@@ -299,10 +312,6 @@ class Peers:
 
     # --- the directions of KV ---
 
-    def _want(self, peer: Peer, now: float) -> None:
-        if peer.reading is Reading.CLOSED:
-            peer.reading, peer.wanted_at = Reading.WANTED, now
-
     def _advance(self, peer: Peer, now: float) -> None:
         """Open what is wanted, as far as it goes now."""
         if peer.state is not PeerState.OPEN:
@@ -388,6 +397,12 @@ class Peers:
         """Whether ``message``, of a hand-over, is the peer's to send: the receiver's epoch names the hand-over."""
         if not hasattr(message, "handover"):
             return False
+        if isinstance(message, MoveOffer | MoveCommit):
+            return self._takes_moves and bool(message.handover.epoch == self._epoch)
+        if isinstance(message, MoveReady | MoveTaken):
+            return bool(message.handover.epoch == peer.epoch)
+        if isinstance(message, MoveRefused):
+            return True
         if isinstance(message, RoomQueued | TransferRequest | Abort):
             return peer.writable and bool(message.handover.epoch == peer.epoch)
         return peer.readable and bool(message.handover.epoch == self._epoch)

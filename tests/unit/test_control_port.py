@@ -24,12 +24,12 @@ from pdserve.messages.handover import (
     Heartbeat,
     Hello,
     Invite,
-    PeerMessage,
     Refused,
     RoomQueued,
     Welcome,
 )
 from pdserve.messages.outputs import Timing, TokenLogprob
+from pdserve.messages.peer import PeerMessage
 from pdserve.messages.worker import DisconnectPeer, PeerConnected, PeerLinkDown
 
 
@@ -344,7 +344,7 @@ def test_long_frames_are_taken_only_from_who_is_asked_for_kv(port):
         client.send([Hello("P", sender, 1, PROTOCOL_VERSION, "f", LAYOUT, "tcp", b"m")])
         port.until(lambda sender=sender, client=client: client.recv() or sender in epochs(port))
     peers = {peer.epoch: peer for peer in port.peers._by_connection.values()}
-    port.peers._want(peers["D"], port.now)
+    port.peers.want(peers["D"], port.now)
     port.turn()
     port.work()
     port.until(lambda: peers["D"].reading is Reading.INVITED)

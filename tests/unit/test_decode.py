@@ -23,13 +23,13 @@ from pdserve.messages.handover import (
     FirstToken,
     Heartbeat,
     Hello,
-    PeerMessage,
     RoomQueued,
     TransferDone,
     TransferFailed,
     TransferRequest,
 )
 from pdserve.messages.outputs import Timing
+from pdserve.messages.peer import PeerMessage
 from pdserve.messages.worker import KVLayout, SliceChecksum
 from pdserve.runtime import refusal_log
 from pdserve.runtime.refusal_log import RefusalLog

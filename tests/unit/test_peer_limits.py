@@ -7,7 +7,7 @@ from support.handovers import named
 from support.sim_pair import LIMITS, SimPair, make_peer
 
 from pdserve.disaggregation.handover import unclaimed_rooms
-from pdserve.disaggregation.handover.kv_sender import prompt_digest
+from pdserve.disaggregation.handover.kv_sender import digest_of
 from pdserve.disaggregation.handover.unclaimed_rooms import Tombstones, UnclaimedRooms
 from pdserve.messages.handover import Abort, AbortAck, RoomQueued, TransferFailed, TransferRequest
 
@@ -138,7 +138,7 @@ def test_a_request_that_does_not_fit_its_room_fails_it_and_writes_nothing(change
     pair = SimPair()
     pair.submit("a", range(30), 7, max_new_tokens=6, legs=["prefill"])
     req = pair.prefill.senders.rooms[7].req
-    fields = {"prompt_len": 30, "prompt_digest": prompt_digest(req), "decode_prefix_len": 0, "dst_pages": bytes(4 * 8)}
+    fields = {"prompt_len": 30, "prompt_digest": digest_of(req, 30), "decode_prefix_len": 0, "dst_pages": bytes(4 * 8)}
     pair.prefill.senders.on_request(
         pair.peer, TransferRequest("prefill", named(7, epoch="decode"), **(fields | change)), pair.now
     )

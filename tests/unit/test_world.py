@@ -23,6 +23,8 @@ SEARCH_SECONDS = 600.0
 RULES = {"tcp": {}, "shm": {"lets_go": True}, "hostile": {"hostile": True}}
 """Of the links, see ``SimBackend``."""
 SHARES = 2 * len(RULES)
+LONG = (1, 3, 12, 40, 80)
+"""Outputs, in tokens: long enough to be met while they grow."""
 WHOLE = ("none", "abort", "repeat", "corrupt")
 
 
@@ -52,6 +54,26 @@ def test_whatever_goes_wrong_nothing_is_lost(modes, rules, seed) -> None:
     campaign = Campaign(seed, modes, faults=8, **rules)
     campaign.run(200, rate=15.0)
     assert campaign.outcomes["finished"] > 80
+    assert campaign.faults.total() > 5
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
+def test_a_running_request_goes_on_elsewhere(modes, rules) -> None:
+    campaign = Campaign(3, modes, moves=100, outputs=LONG, **rules)
+    campaign.run(200, rate=20.0)
+    assert campaign.moves["moved"] > 20
+    assert campaign.outcomes["finished"] > 250
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
+@pytest.mark.parametrize("seed", [1, 3])
+def test_whatever_goes_wrong_a_request_is_not_lost_on_its_way(modes, rules, seed) -> None:
+    """It goes on where it was, or where it was to go to."""
+    campaign = Campaign(seed, modes, moves=100, faults=8, outputs=LONG, **rules)
+    campaign.run(200, rate=15.0)
+    assert campaign.moves["moved"] >= 3
     assert campaign.faults.total() > 5
 
 

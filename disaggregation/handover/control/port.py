@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from ....messages.base import Message
 from ....messages.decode import Codec
-from ....messages.handover import PeerMessage
+from ....messages.peer import PeerMessage
 from ....runtime.refusal_log import RefusalLog
 from ....runtime.web.ports import listen
 from ...errors import LinkLost, ProtocolBroken

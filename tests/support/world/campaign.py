@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+from pdserve.messages.moves import ReqMoved
 from pdserve.messages.outputs import FinishType, ReqError
 from support.sim import VOCAB, make_options, reference_output
 from support.world.node import Node
@@ -49,10 +50,20 @@ class Slot:
 
 
 class Campaign:
-    """``modes``: one instance for each. ``faults``: how many, on average, for a hundred hand-overs."""
+    """``modes``: one instance for each. ``faults``, and ``moves`` of running requests: how many, on average, for a
+    hundred hand-overs. ``outputs``: how many tokens are asked for.
+    """
 
     def __init__(
-        self, seed: int, modes: tuple[str, ...], *, faults: float = 0.0, lets_go: bool = False, hostile: bool = False
+        self,
+        seed: int,
+        modes: tuple[str, ...],
+        *,
+        faults: float = 0.0,
+        moves: float = 0.0,
+        outputs: tuple[int, ...] = (1, 2, 3, 6, 12),
+        lets_go: bool = False,
+        hostile: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self.world = World()
@@ -63,6 +74,10 @@ class Campaign:
         self.submitted: dict[tuple[str, str], str] = {}
         """By instance and request: whether anything was done to it that may fail it."""
         self._fault_rate = faults / 100
+        self._move_rate = moves / 100
+        self._outputs = outputs
+        self.moves: Counter[str] = Counter()
+        """How they went."""
         self._lets_go, self._hostile = lets_go, hostile
         self._slots = [Slot(mode, 9000 + i) for i, mode in enumerate(modes)]
         self._rids = itertools.count()
@@ -80,6 +95,8 @@ class Campaign:
             self._submit()
             if self.rng.random() < self._fault_rate:
                 self._fault()
+            if self.rng.random() < self._move_rate:
+                self._move()
             if i % 64 == 0:
                 for node in self._nodes():
                     node.check()
@@ -138,7 +155,7 @@ class Campaign:
         receiver = rng.choice(receivers)
         rid = f"r{next(self._rids)}"
         prompt = self._prompt()
-        max_new_tokens = rng.choice([1, 2, 3, 6, 12])
+        max_new_tokens = rng.choice(self._outputs)
         self.world.answers[rid] = reference_output(prompt, max_new_tokens)
         room = rng.getrandbits(63)
         fate = ""
@@ -192,6 +209,20 @@ class Campaign:
             self.world.post(("client", rid, node.epoch), f"{node.epoch} loses the client of {rid}", abort)
 
         self.chance.after(self.rng.expovariate(1 / 0.02), post)
+
+    def _move(self) -> None:
+        """One of the requests, wherever it stands, to any of the instances."""
+        busy = [node for node in self._nodes() if node.scheduler.reqs]
+        if not busy:
+            return
+        node, slot = self.rng.choice(busy), self.rng.choice(self._slots)
+        rid = self.rng.choice(list(node.scheduler.reqs))
+
+        def move() -> None:
+            if node.alive:
+                node.migrate(rid, slot.bootstrap_port)
+
+        self.world.post(("client", rid, node.epoch), f"{node.epoch} is to move {rid} to :{slot.bootstrap_port}", move)
 
     # --- faults ---
 
@@ -303,12 +334,16 @@ class Campaign:
     def _count(self) -> None:
         """How every leg ended, whose instance lived; raises where one did not, or failed without a reason."""
         alive = {node.epoch for node in self._nodes()}
+        for told in (told for node in self._nodes() for told in node.told):
+            self.moves[told.message or "moved"] += 1
         for (epoch, rid), fate in self.submitted.items():
             end = self.world.ends.get((epoch, rid))
             if end is None:
                 if epoch in alive:
                     raise Violation(f"{epoch}: {rid} never ended ({fate or 'nothing was done to it'})")
                 self.outcomes["died with its instance"] += 1
+            elif isinstance(end, ReqMoved):
+                self.outcomes["moved"] += 1
             elif isinstance(end, ReqError):
                 self.outcomes[f"error {end.status}"] += 1
                 if self._is_calm and not fate:

@@ -18,6 +18,7 @@ from pdserve.disaggregation.transfer import engine as engine_module
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.messages.base import Message
 from pdserve.messages.channel import encode
+from pdserve.messages.moves import MigrateReq, MigrateResult, ReqArrived, ReqMoved
 from pdserve.messages.outputs import FinishType, ReqError, ReqTokens, TokenBatch
 from pdserve.messages.requests import AbortReq, Bootstrap
 from pdserve.messages.worker import ForwardStep, StepResult, TransferEvent
@@ -149,6 +150,8 @@ class Node:
         self.manager = KVManager(epoch, self.scheduler, network)
         self.scheduler.handovers = self.manager
         self.tokens: dict[str, list[int]] = {}
+        self.told: list[MigrateResult] = []
+        """How moves that were asked for here went."""
         self.open: set[str] = set()
         """Requests that are to end yet."""
         self.manager.start(world.now)
@@ -172,6 +175,11 @@ class Node:
         msg = msgspec.structs.replace(msg, bootstrap=Bootstrap(HOST, bootstrap_port, room), arrival=self.world.now)
         self.open.add(rid)
         self.scheduler.admit_message(msg, self.world.now)
+        self.turn()
+
+    def migrate(self, rid: str, bootstrap_port: int) -> None:
+        """Somebody wants a request elsewhere."""
+        self.manager.migrate(MigrateReq(self.world.number(), rid, HOST, bootstrap_port), self.world.now)
         self.turn()
 
     def abort(self, rid: str) -> None:
@@ -234,6 +242,14 @@ class Node:
             message = self._told.messages.popleft()
             if isinstance(message, ReqError):
                 self._ended(message.rid, message)
+            elif isinstance(message, ReqMoved):
+                self._ended(message.rid, message)
+                self.tokens.pop(message.rid, None)
+            elif isinstance(message, ReqArrived):
+                self.open.add(message.rid)
+                self.world.answers[message.rid] = self.world.answers[message.rid.rpartition("@")[0]]
+            elif isinstance(message, MigrateResult):
+                self.told.append(message)
             elif isinstance(message, TokenBatch):
                 for item in message.items:
                     self._hear_tokens(item)

@@ -12,7 +12,8 @@ from pdserve.disaggregation.handover.control.port import Ended
 from pdserve.messages.base import Message
 from pdserve.messages.channel import encode
 from pdserve.messages.decode import Codec
-from pdserve.messages.handover import Heartbeat, PeerMessage
+from pdserve.messages.handover import Heartbeat
+from pdserve.messages.peer import PeerMessage
 from pdserve.runtime.refusal_log import RefusalLog
 from support.world.world import World
 

@@ -1,0 +1,88 @@
+"""One room of the decode's side: a request whose KV comes from another instance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
+
+from ...mem_cache.base_prefix_cache import KVHold
+from ...messages.base import HandoverId
+from ...messages.outputs import Timeline, Timing
+from ...scheduler.req import Req
+from .peer import Peer
+
+
+class Newcomer(Protocol):
+    """Who waits for the KV of a request that ran elsewhere. It has output already, so no first token comes."""
+
+    def landed(self, req: Req) -> None:
+        """The KV is here, and right."""
+
+    def lost(self, req: Req, reason: str) -> None:
+        """It won't come."""
+
+
+class ReceiverState(Enum):
+    """Where a room stands; see ``kv_receiver.py``."""
+
+    LINKING = auto()
+    QUEUED = auto()
+    PREALLOCATED = auto()
+    TRANSFERRING = auto()
+    VERIFYING = auto()
+    DRAINING = auto()
+
+
+@dataclass(slots=True, eq=False)
+class KVReceiver:
+    """One room.
+
+    ``fence``: the step that must be done before its pages are offered to the prefill. ``pages``: where its KV lands
+    (int32). ``granted``: the prefill may write them. ``begun``: the first token is here. ``there``: where the prefill's
+    time went. ``checking``: the worker has its pages, to check and perhaps to convert them. ``hold``: the request's
+    memory, pinned as long as anybody may write it. ``length``: of how many tokens the KV comes: the prompt's, or those
+    that a ``newcomer`` had when it was offered.
+    """
+
+    handover: HandoverId
+    req: Req
+    peer: Peer
+    state: ReceiverState
+    since: float
+    deadline: float
+    length: int
+    newcomer: Newcomer | None = None
+    queued_at: float = 0.0
+    allocated_at: float = 0.0
+    fence: int = 0
+    prefix_len: int = 0
+    requested_at: float = 0.0
+    pages: bytes = b""
+    draining_since: float = 0.0
+    begun: bool = False
+    there: Timing | None = None
+    granted: bool = False
+    checking: bool = False
+    hold: KVHold | None = None
+
+
+def timeline(receiver: KVReceiver, there: Timeline, verified: float) -> Timeline:
+    """What the prefill says ``there``, behind what came before it here. ``verified``: the arrival while it isn't."""
+    arrival = receiver.req.times.arrival
+    asked = (receiver.requested_at - arrival) * 1000
+    pushed = there.last_byte > 0
+    return Timeline(
+        bootstrap=(receiver.queued_at - arrival) * 1000,
+        allocate=(receiver.allocated_at - arrival) * 1000,
+        queue=asked + max(0.0, there.queue),
+        prefill=asked + max(0.0, there.prefill),
+        first_byte=asked + max(0.0, there.first_byte) if pushed else 0.0,
+        last_byte=asked + there.last_byte if pushed else 0.0,
+        verify=(verified - arrival) * 1000,
+    )
+
+
+def why(peer: Peer) -> str:
+    """For a client, what became of the prefill that was to serve it."""
+    return f"the prefill instance can't be used: {peer.reason}"

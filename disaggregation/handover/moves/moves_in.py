@@ -1,0 +1,241 @@
+"""Running requests that come from another instance: its ``MoveOffer`` to the moment when they go on here.
+
+    LANDING (its KV is on the way: ``kv_receiver.py``) → READY (the other was told) → (it runs)
+
+Nobody reads such a request's answer yet when it begins to run: HTTP keeps it for who brings the key.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ....messages.base import REASON_CHARS, HandoverId, unpack_i32
+from ....messages.decode import shown
+from ....messages.moves import (
+    MoveCommit,
+    MoveOffer,
+    MoveReady,
+    MoveRefused,
+    MoveTaken,
+    ReqArrived,
+    problem_of,
+    tokens_problem,
+)
+from ....scheduler.req import Req, ReqState
+from ....scheduler.scheduler import Scheduler
+from ..kv_receiver import KVReceivers
+from ..limits import HandoverLimits
+from ..peer import Peer
+from ..peers import Peers
+
+log = logging.getLogger(__name__)
+
+READY_SECONDS = 30.0
+"""For the other instance to let go of a request that is ready here."""
+MAX_ARRIVALS = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """One request. ``deadline``: of its commit, once it is ``ready``."""
+
+    req: Req
+    peer: Peer
+    handover: HandoverId
+    since: float
+    ready: bool = False
+    deadline: float = 0.0
+
+
+class MovesIn:
+    """Owner of all moves from others, until the request runs here."""
+
+    def __init__(
+        self, scheduler: Scheduler, limits: HandoverLimits, peers: Peers, receivers: KVReceivers, port: int
+    ) -> None:
+        self._scheduler = scheduler
+        self._page_size = scheduler.options.page_size
+        self._vocab_size = scheduler.worker.vocab_size
+        self._limits = limits
+        self._peers = peers
+        self._receivers = receivers
+        self._port = port
+        self._arrivals: dict[HandoverId, Arrival] = {}
+        self._now = 0.0
+        self.done = 0
+        self.failed = 0
+
+    def on_offer(self, peer: Peer, msg: MoveOffer, now: float) -> None:
+        """Another instance wants to be rid of a request."""
+        self._now = now
+        problem = self._problem(msg)
+        taken: Req | str = problem if problem is not None else self._admit(msg, now)
+        if isinstance(taken, str):
+            self._refuse(peer, msg.handover, taken)
+            return
+        arrival = self._arrivals[msg.handover] = Arrival(taken, peer, msg.handover, now)
+        log.info("instance %s offers it, after %d tokens", peer.epoch, taken.output_len, extra={"rid": taken.rid})
+        if msg.kv_len:
+            self._peers.want(peer, now)
+            self._receivers.add_newcomer(taken, peer, msg.handover, msg.kv_len, self, now)
+        else:
+            self._when_ready(arrival)
+
+    def _problem(self, msg: MoveOffer) -> str | None:
+        if msg.handover in self._arrivals or msg.handover.room in self._receivers.rooms:
+            return f"room {msg.handover.room} is in use"
+        if len(self._arrivals) >= MAX_ARRIVALS:
+            return f"{MAX_ARRIVALS} requests are on their way already"
+        problem = problem_of(msg.running, self._vocab_size)
+        if problem is not None:
+            return problem
+        known = (len(msg.running.request.input_ids) + len(msg.running.output)) // 4
+        if msg.kv_len % self._page_size or msg.kv_len > known:
+            return f"{msg.kv_len} tokens of KV are no whole pages of its {known} tokens"
+        return None
+
+    def _admit(self, msg: MoveOffer, now: float) -> Req | str:
+        running = msg.running
+        # The name that it has there may be taken here.
+        request = msgspec.structs.replace(
+            running.request,
+            rid=f"{running.request.rid}@{msg.handover.room:016x}",
+            arrival=now - running.age,
+            bootstrap=None,
+        )
+        return self._scheduler.admit_moved(request, unpack_i32(running.output), running.max_new_tokens)
+
+    # --- Newcomer ---
+
+    def landed(self, req: Req) -> None:
+        """See ``Newcomer``."""
+        arrival = self._by_req(req)
+        if arrival is not None:
+            self._when_ready(arrival)
+
+    def lost(self, req: Req, reason: str) -> None:
+        """See ``Newcomer``."""
+        arrival = self._by_req(req)
+        if arrival is not None:
+            self._forget(arrival, reason, tell=True)
+
+    def _when_ready(self, arrival: Arrival) -> None:
+        arrival.ready, arrival.deadline = True, self._now + READY_SECONDS
+        arrival.peer.send(MoveReady(arrival.peer.epoch, arrival.handover))
+
+    # --- the other instance goes on ---
+
+    def on_commit(self, peer: Peer, msg: MoveCommit, now: float) -> None:
+        """It stands still there, and this is all of it."""
+        self._now = now
+        arrival = self._of(peer, msg.handover)
+        if arrival is None or not arrival.ready:
+            self._refuse(peer, msg.handover, "it is not known here")
+            return
+        req = arrival.req
+        problem = self._commit_problem(req, msg)
+        if problem is not None:
+            self._drop(arrival, problem)
+            return
+        del self._arrivals[msg.handover]
+        self.done += 1
+        req.extend(unpack_i32(msg.output))
+        req.cached_tokens, req.retractions = min(msg.cached_tokens, req.prompt_len), msg.retractions
+        req.timing = msg.timing
+        if req.output_len:
+            req.times.first_token = now - msg.first_token_age
+            req.times.admitted = req.times.arrival
+        if req.msg.logprobs is not None:
+            req.logprobs = msg.logprobs
+        if req.wants_input_logprobs:
+            req.input_logprobs = msg.input_logprobs
+        key = secrets.token_hex(16)
+        self._scheduler.outbox.answer(ReqArrived(req.rid, key, req.times.arrival))
+        peer.send(MoveTaken(peer.epoch, msg.handover, key, self._port))
+        self._scheduler.start_moved(req, now)
+
+    def _commit_problem(self, req: Req, msg: MoveCommit) -> str | None:
+        if problem := tokens_problem("output", msg.output, self._vocab_size):
+            return problem
+        output_len = req.output_len + len(msg.output) // 4
+        if output_len >= req.max_new_tokens:
+            return "it has all of its output"
+        if len(msg.logprobs) != (output_len if req.msg.logprobs is not None else 0):
+            return "its logprobs are not those of its output"
+        scores = msg.input_logprobs or []
+        if len(scores) > req.prompt_len or not all(map(self._receivers.is_sound, [*scores, *msg.logprobs])):
+            return "its logprobs are none"
+        return None
+
+    # --- the ways out ---
+
+    def on_refused(self, peer: Peer, msg: MoveRefused) -> None:
+        """It stays there, or is over."""
+        arrival = self._of(peer, msg.handover)
+        if arrival is not None:
+            self._drop(arrival, shown(msg.reason, REASON_CHARS), tell=False)
+
+    def on_gone(self, peer: Peer) -> None:
+        """The other instance is over, and its requests with it."""
+        for arrival in [a for a in self._arrivals.values() if a.peer is peer]:
+            self._drop(arrival, f"the other instance is gone: {peer.reason}", tell=False)
+
+    def cancel(self, req: Req, reason: str) -> None:
+        """The request has ended here."""
+        arrival = self._by_req(req)
+        if arrival is not None:
+            self._drop(arrival, reason)
+
+    def advance(self, now: float) -> None:
+        """Give up what has waited too long."""
+        self._now = now
+        for arrival in [a for a in self._arrivals.values() if a.ready and now > a.deadline]:
+            self._drop(arrival, f"it was not let go of within {READY_SECONDS:.0f} s")
+
+    def _drop(self, arrival: Arrival, reason: str, *, tell: bool = True) -> None:
+        self._forget(arrival, reason, tell=tell)
+        self._receivers.cancel(arrival.req, reason)
+
+    def _forget(self, arrival: Arrival, reason: str, *, tell: bool) -> None:
+        """It does not go on here; nobody here has been told of it."""
+        del self._arrivals[arrival.handover]
+        self.failed += 1
+        req = arrival.req
+        log.info("it does not go on here: %s", reason, extra={"rid": req.rid})
+        if not req.is_ended:
+            self._scheduler.leave(req, ReqState.MOVED)
+        if tell:
+            self._refuse(arrival.peer, arrival.handover, reason)
+
+    @staticmethod
+    def _refuse(peer: Peer, handover: HandoverId, reason: str) -> None:
+        peer.send(MoveRefused(peer.epoch, handover, shown(reason, REASON_CHARS)))
+
+    def _of(self, peer: Peer, handover: HandoverId) -> Arrival | None:
+        arrival = self._arrivals.get(handover)
+        return arrival if arrival is not None and arrival.peer is peer else None
+
+    def _by_req(self, req: Req) -> Arrival | None:
+        return next((a for a in self._arrivals.values() if a.req is req), None)
+
+    def info(self, now: float) -> list[dict[str, Any]]:
+        """For /transfers: those whose KV is here, or was not asked for."""
+        return [
+            {
+                "direction": "arriving",
+                "room": arrival.handover.room,
+                "state": "ready",
+                "rid": arrival.req.rid,
+                "peer": arrival.peer.epoch or None,
+                "seconds": round(now - arrival.since, 3),
+                "prompt_tokens": arrival.req.prompt_len,
+                "reason": None,
+            }
+            for arrival in self._arrivals.values()
+            if arrival.ready
+        ]
