@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ..messages.base import Message
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
+from ..messages.moves import ReqMoved
 from ..messages.outputs import ReqError, TokenBatch
 from ..messages.requests import StopReq
 from ..messages.routes import ToDetokenizer
@@ -49,6 +50,8 @@ def route(detokenizer: Detokenizer, messages: Sequence[ToDetokenizer]) -> Routed
         if isinstance(message, ReqError):
             detokenizer.forget(message.rid)
             logger.debug("ends with %d", message.status, extra={"rid": message.rid})
+        elif isinstance(message, ReqMoved):
+            detokenizer.forget(message.rid)  # text that is held back comes from where it goes on
         routed.to_http.append(message)
     return routed
 

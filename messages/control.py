@@ -6,7 +6,7 @@ that every process on the ring is alive.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -95,7 +95,34 @@ class Ready(Message):
 
 
 class Drain(Message):
-    """Supervisor → scheduler: admit nothing more, finish what runs, then answer ``Drained``."""
+    """Supervisor → scheduler: admit nothing more, finish what runs, then answer ``Drained``.
+
+    ``to``: bootstrap addresses of instances that shall go on with it; without any, it is finished here.
+    """
+
+    to: list[tuple[str, int]] = []
+
+
+class StopAsked(Message):
+    """HTTP → supervisor: an admin wants the instance drained, as by SIGTERM. ``to``: as in ``Drain``."""
+
+    to: list[tuple[str, int]] = []
+
+
+class RoleReq(Message):
+    """HTTP → scheduler: what this instance is to be offered from now on."""
+
+    id: int
+    role: Literal["unified", "prefill", "decode"]
+
+
+class RoleResult(Message):
+    """The role from now on, and the one before; ``message`` where it can't be changed."""
+
+    id: int
+    role: str
+    before: str
+    message: str = ""
 
 
 class Drained(Message):

@@ -69,6 +69,20 @@ class DirectionCounts(msgspec.Struct, forbid_unknown_fields=True):
     recomputed: int = 0
 
 
+class MoveCounts(msgspec.Struct, forbid_unknown_fields=True):
+    """Running requests that went to other instances, or came from there; ``paused_seconds``: how long those that went
+    stood still, added up. ``returned``, ``kept``: KV of finished requests that was given back, or taken.
+    """
+
+    out: int = 0
+    out_failed: int = 0
+    in_: int = 0
+    in_failed: int = 0
+    paused_seconds: float = 0.0
+    returned: int = 0
+    kept: int = 0
+
+
 class HandoverCounts(msgspec.Struct, forbid_unknown_fields=True):
     """Hand-overs of an instance. ``peers``: instances that are connected now. ``refused``: frames and connections that
     strangers were denied.
@@ -78,6 +92,7 @@ class HandoverCounts(msgspec.Struct, forbid_unknown_fields=True):
     received: DirectionCounts
     peers: int
     refused: int
+    moves: MoveCounts = msgspec.field(default_factory=MoveCounts)
 
 
 class SchedulerMetrics(Message):
@@ -90,6 +105,7 @@ class SchedulerMetrics(Message):
     """
 
     draining: bool
+    role: str
     states: dict[str, int]
     pool: PoolUsage
     prompt_tokens: int

@@ -49,12 +49,16 @@ class RunningRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MoveOffer(Message):
-    """Take this request; the KV of its first ``kv_len`` tokens (whole pages; 0: none) can be asked for."""
+    """Take this request; the KV of its first ``kv_len`` tokens (whole pages; 0: none) can be asked for.
+
+    ``keep``: it is over; its KV is offered for who comes with the same tokens next, and nothing is to be computed.
+    """
 
     epoch: Epoch
     handover: HandoverId
     running: RunningRequest
     kv_len: Tokens
+    keep: bool = False
 
 
 class MoveReady(Message):
@@ -105,9 +109,12 @@ MoveMessage = MoveOffer | MoveReady | MoveCommit | MoveTaken | MoveRefused
 
 
 class ReqMoved(Message):
-    """Scheduler → detokenizer → HTTP: the rest of the request's answer is read at ``host`` and ``port``, by ``key``."""
+    """Scheduler → detokenizer → HTTP: the rest of the request's answer is read at ``host`` and ``port``, of instance
+    ``epoch``, by ``key``.
+    """
 
     rid: str
+    epoch: str
     host: str
     port: int
     key: str
@@ -116,12 +123,13 @@ class ReqMoved(Message):
 class ReqArrived(Message):
     """Scheduler → detokenizer → HTTP: a moved request goes on here; who has ``key`` may read its answer.
 
-    Its output follows, from the first token on.
+    Its output follows, from the first token on; ``output_tokens`` of it, which come first, are not this instance's.
     """
 
     rid: str
     key: str
     arrival: float
+    output_tokens: int
 
 
 class MigrateReq(Message):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -36,7 +36,8 @@ class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Names one hand-over: the prefill's bootstrap server and the room (63 bits) drawn for this request.
 
     ``refusal``: why that address is not to be asked, "" where it may be. ``vouched``: whether a router of this cluster,
-    or whoever started this instance, named it; else it may be anybody's.
+    or whoever started this instance, named it; else it may be anybody's. ``leg``: which one this instance is meant to
+    be, "" where nobody said.
     """
 
     host: str
@@ -44,6 +45,7 @@ class Bootstrap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     room: int
     refusal: str = ""
     vouched: bool = False
+    leg: Literal["", "prefill", "decode"] = ""
 
     @property
     def source(self) -> str:
@@ -66,7 +68,8 @@ class TokenizeReq(Message):
     """HTTP → tokenizer: one request, exactly one of ``text``, ``input_ids`` and ``chat`` set.
 
     ``arrival`` is ``time.monotonic()`` (one clock for all processes of a host) when HTTP accepted the request.
-    ``place``: how many prompts of the same batch come before this one.
+    ``place``: how many prompts of the same batch come before this one. ``fork_of``: the rid of another request with the
+    same prompt, sent before: the prompt is computed, and handed over, once.
     ``stream``: whether the client sees the output grow; otherwise nobody looks at it before the end.
     ``add_special_tokens``: whether the tokenizer puts its own around the text (a BOS, mostly); None: around a plain
     text, not around a conversation, whose template prints them. ``return_prompt``: the answer says what the prompt was.
@@ -85,6 +88,7 @@ class TokenizeReq(Message):
     stream: bool = False
     return_prompt: bool = False
     place: int = 0
+    fork_of: str = ""
 
 
 class GenerateReq(Message):
@@ -104,6 +108,7 @@ class GenerateReq(Message):
     stream: bool = False
     return_prompt: bool = False
     place: int = 0
+    fork_of: str = ""
 
 
 class AbortReq(Message):

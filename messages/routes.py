@@ -15,8 +15,11 @@ from .control import (
     Ping,
     Pong,
     Ready,
+    RoleReq,
+    RoleResult,
     ServerInfo,
     ServerInfoReq,
+    StopAsked,
     Transfers,
     TransfersReq,
 )
@@ -27,8 +30,8 @@ from .requests import AbortReq, GenerateReq, StopReq, TokenizeReq
 from .text import TextAnswer, TextQuestion
 from .worker import ReceiveCommand, WorkerCommand, WorkerEvent
 
-Question = Ping | FlushCacheReq | ServerInfoReq | TransfersReq | MigrateReq
-Answer = Pong | FlushCacheResult | ServerInfo | Transfers | MigrateResult
+Question = Ping | FlushCacheReq | ServerInfoReq | TransfersReq | MigrateReq | RoleReq
+Answer = Pong | FlushCacheResult | ServerInfo | Transfers | MigrateResult | RoleResult
 Moved = ReqMoved | ReqArrived
 
 ToTokenizer = TokenizeReq | AbortReq | Question | TextQuestion
@@ -38,4 +41,4 @@ ToTransfer = ReceiveCommand
 ToSchedulerFromWorker = WorkerEvent
 ToDetokenizer = TokenBatch | ReqError | Moved | Answer | SchedulerMetrics | Drained
 ToHttp = TextBatch | ReqError | Moved | Answer | TextAnswer | SchedulerMetrics | Drained
-ToSupervisor = Ready | Drained
+ToSupervisor = Ready | Drained | StopAsked

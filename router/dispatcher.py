@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from ..runtime.cluster_secret import BootstrapSignature, ClusterSecret
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.errors import error_status, without_frames
+from ..runtime.web.moved_answer import FOLLOW, MOVED_EVENT, MOVED_TYPE, TICKET, Ticket, read_ticket
 from .client_answer import ClientAnswer
-from .errors import InstanceAnsweredError, NoInstanceError, RouterError, parse_error
+from .errors import InstanceAnsweredError, MovedAwayError, NoInstanceError, RouterError, parse_error
 from .fleet import Fleet, Pair, Target
 from .headers import CONTENT_TYPE, Headers, passed_back
 from .instance import Instance
@@ -43,6 +44,7 @@ ERROR_EVENT = b'data: {"error"'
 EVENT_STREAM = b"text/event-stream"
 UNTYPED = (CONTENT_TYPE, b"application/octet-stream")
 UNCACHED = (b"cache-control", b"no-cache")
+CAN_FOLLOW = (FOLLOW, b"1")
 
 
 @dataclass(frozen=True)
@@ -176,28 +178,73 @@ class Dispatcher:
         answer: ClientAnswer,
         begun: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run the leg whose answer goes to the client; ``begun`` is called when it begins."""
+        """Run the leg whose answer goes to the client; ``begun`` is called when it begins.
+
+        Where the instance hands the request on in the middle of it, the rest comes from the one that it names.
+        """
+        headers = [*request.headers, CAN_FOLLOW]
+        ticket = await self._read_leg(instance, request.path, headers, body, answer, begun)
+        while ticket is not None:
+            follower = self._fleet.named(ticket.epoch, ticket.url)
+            if follower is None:
+                raise MovedAwayError(
+                    f"{instance} handed the request on to {ticket.url}, which this router does not know"
+                )
+            logger.debug("goes on at %s", follower)
+            instance = follower
+            ticketed = [*headers, (TICKET, ticket.dump())]
+            try:
+                ticket = await self._read_leg(instance, request.path, ticketed, request.body.raw, answer, begun)
+            except InstanceAnsweredError as e:
+                raise MovedAwayError(f"{instance}, which was to go on with the request, refused: {e.message}") from e
+            except RouterError as e:
+                e.blames_nobody = True  # health checks look at who is to blame
+                raise
+
+    async def _read_leg(
+        self,
+        instance: Instance,
+        path: str,
+        headers: Headers,
+        body: bytes,
+        answer: ClientAnswer,
+        begun: Callable[[], None],
+    ) -> Ticket | None:
+        """Pass an instance's answer on to its end; or up to where it says that it goes on elsewhere."""
         async with Leg(self._client, self._fleet, instance, self._limits) as leg:
-            head = await leg.open("POST", request.path, body, request.headers)
+            head = await leg.open("POST", path, body, headers)
             content_type = head.header(CONTENT_TYPE)
-            headers = [*([] if content_type else [UNTYPED]), *passed_back(head.headers)]
+            if content_type == MOVED_TYPE:
+                return ticket_in(await leg.read_all(), instance)
+            back = [*([] if content_type else [UNTYPED]), *passed_back(head.headers)]
             if content_type is None or not content_type.lower().startswith(EVENT_STREAM):
                 begun()
-                return await answer.whole(head.status, headers, await leg.read_all())
+                await answer.whole(head.status, back, await leg.read_all())
+                return None
             if head.header(b"cache-control") is None:
-                headers.append(UNCACHED)
+                back.append(UNCACHED)
+            ticket: Ticket | None = None
             while events := await leg.next_events():
+                if MOVED_EVENT in events:
+                    events, _, last = events.partition(MOVED_EVENT)
+                    ticket = ticket_in(last.strip(), instance)
+                    if not events:
+                        return ticket
                 if not answer.started:
                     if is_comment(events):
-                        await answer.keep_alive(head.status, headers, events)
+                        await answer.keep_alive(head.status, back, events)
                         continue
                     raise_first_error(events, instance)
                     begun()
-                    await answer.start(head.status, headers)
-                await answer.write(events)
+                    await answer.start(head.status, back)
+                if events:
+                    await answer.write(events)
+            if ticket is not None:
+                return ticket
             if not answer.started:
-                await answer.start(head.status, headers)
+                await answer.start(head.status, back)
             await answer.finish()
+            return None
 
     def _let_linger(self, prefill: asyncio.Task[None]) -> None:
         """Let a prefill's leg end by itself after the client has been served, so that its connection is kept."""
@@ -224,6 +271,8 @@ def legs(target: Target) -> tuple[Instance, ...]:
 
 def blamed(error: RouterError, target: Target) -> set[Instance]:
     """Which of the instances that an attempt went to are better avoided by the next one."""
+    if error.blames_nobody:
+        return set()
     at_fault = {instance for instance in legs(target) if instance.url == error.url}
     return at_fault if at_fault and not error.blames_peer else set(legs(target))
 
@@ -246,6 +295,14 @@ async def drop(*tasks: asyncio.Task[None]) -> None:
     for task in tasks:
         if not task.cancelled() and task.exception():
             logger.debug("what was dropped had failed: %s", task.exception())
+
+
+def ticket_in(said: bytes, instance: Instance) -> Ticket:
+    """What an instance says of where a request goes on; raises ``MovedAwayError`` where that is no sense."""
+    try:
+        return read_ticket(said)
+    except ValueError as e:
+        raise MovedAwayError(f"{instance} handed the request on, but does not say to whom: {e}") from None
 
 
 def raise_first_error(events: bytes, instance: Instance) -> None:

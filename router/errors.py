@@ -15,7 +15,8 @@ class RouterError(Exception):
 
     ``headers``: what goes with the answer, beside its content type. ``url``: of the instance whose leg failed.
     ``retry_after``: seconds for which that one wants to be left alone. ``blames_peer``: its peer may be the one at
-    fault. ``shows_health``: health checks see the cause as well.
+    fault. ``blames_nobody``: none of those that the attempt went to. ``shows_health``: health checks see the cause,
+    too.
     """
 
     status = 500
@@ -25,6 +26,7 @@ class RouterError(Exception):
     url = ""
     retry_after: float | None = None
     blames_peer = False
+    blames_nobody = False
     shows_health = False
 
     def __init__(self, message: str) -> None:
@@ -84,6 +86,14 @@ class InstanceSilentError(RouterError):
     status = 504
     kind = "timeout_error"
     blames_peer = True
+
+
+class MovedAwayError(RouterError):
+    """An instance handed the request on to one that can't be followed to."""
+
+    status = 502
+    retryable = True
+    blames_nobody = True
 
 
 class InstanceAnsweredError(RouterError):

@@ -76,6 +76,11 @@ class Fleet:
         fresh = {i.role for i in self.healthy() if i not in failed and not i.rest}
         return Role.WORKER in fresh or {Role.PREFILL, Role.DECODE} <= fresh
 
+    def named(self, epoch: str, url: str) -> Instance | None:
+        """The instance that says it has this epoch; or else is where ``url`` says. None of any other's."""
+        known = [i for i in self.instances if epoch and i.told.epoch == epoch]
+        return next(iter(known or [i for i in self.instances if i.url == url]), None)
+
     def undecided(self) -> bool:
         """Whether a check under way may still turn up an instance."""
         return any(i.state is HealthState.UNKNOWN for i in self.instances)
@@ -129,6 +134,11 @@ class Fleet:
             instance.rest.forget()
         instance.state = state
         instance.reason = reason
+
+    def role_changed(self) -> None:
+        """Some instance does other work now: wakes everyone in ``wait_change``."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def report_failure(self, instance: Instance, reason: str) -> None:
         """A request found the instance dead: send it nothing until a check, which starts at once, has passed."""

@@ -89,7 +89,11 @@ class HealthMonitor:
         except ClientError as exc:
             return f"can't be reached ({exc})", False
         if answer.status == HTTPStatus.OK:
-            return instance.learn(_told(answer.body)), False
+            role = instance.role
+            problem = instance.learn(_told(answer.body))
+            if instance.role is not role:
+                self._fleet.role_changed()
+            return problem, False
         error = parse_error(answer.body) or {}
         said = f": {error['message']}" if error else ""
         return f"/health says {answer.status}{said}", error.get("code") == HANGS

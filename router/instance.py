@@ -60,16 +60,17 @@ class Asked(Protocol):
         """The instance hangs: fail, unless it has said something of this request since (monotonic)."""
 
 
-WRONG_ROLES = {Role.PREFILL: "decode", Role.DECODE: "prefill"}
-"""What an instance can't be that is sent this work."""
+ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "unified": Role.WORKER}
+"""By what an instance says it is now."""
 
 
 @dataclass(eq=False)
 class Instance:
     """One instance and what the router counts about it. ``bootstrap_port``: of prefill instances, where it was given.
 
-    ``prompt_tokens``: of prompts that it was sent to compute and, as far as the router can see, has not done with.
-    ``told``: what it has said of itself last.
+    ``role``: as it was named, or, of an instance of pairs, what it says it is now. ``prompt_tokens``: of prompts that
+    it was sent to compute and, as far as the router can see, has not done with. ``told``: what it has said of itself
+    last.
     """
 
     url: str
@@ -88,6 +89,11 @@ class Instance:
     """Requests that it has, as the router sees it."""
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
     rest: Rest = field(default_factory=Rest)
+    named: Role = field(init=False)
+    """What the options call it."""
+
+    def __post_init__(self) -> None:
+        self.named = self.role
 
     def __str__(self) -> str:
         return f"{self.role} {self.url}"
@@ -119,12 +125,21 @@ class Instance:
                 "%s says that its bootstrap port is %s; --prefill says %s, which decodes are told",
                 *(self, told.bootstrap_port, self.bootstrap_port),
             )
-        self.told = told
+        before, self.told = self.told, told
+        self._take_role(before)
         if told.role == "unified" and told.bootstrap_port is None and self.role is not Role.WORKER:
             return "it exchanges no KV: start it with --handover on, or name it by --worker"
-        if told.role == WRONG_ROLES.get(self.role):
-            return f"it is a {told.role} instance: name it by --{told.role}, not by --{self.role}"
         return None
+
+    def _take_role(self, before: Told) -> None:
+        """It knows best what it is; but one that says it is unified does either leg's work where it was named for it,
+        unless it was something else before."""
+        role = ROLES.get(self.told.role, self.named)
+        if role is Role.WORKER and before.role not in ("prefill", "decode"):
+            role = self.role
+        if role is not self.role:
+            logger.info("%s says that it is %s", self, self.told.role)
+            self.role = role
 
     @contextmanager
     def computing(self, tokens: int) -> Iterator[Callable[[], None]]:

@@ -106,8 +106,10 @@ class RequestBody:
             patch["bootstrap_signature"] = signature.sign(*fields, time.time())
         if not self.has_rid:
             patch["rid"] = self.rid_prefix + draw_rid(self.request_id)
-        for_prefill = {"stream": False} | ({"stream_options": None} if self.has_stream_options else {})
-        return PairBodies(self._with(patch | for_prefill), self._with(patch))
+        for_prefill = {"stream": False, "bootstrap_leg": "prefill"} | (
+            {"stream_options": None} if self.has_stream_options else {}
+        )
+        return PairBodies(self._with(patch | for_prefill), self._with(patch | {"bootstrap_leg": "decode"}))
 
     def _with(self, patch: dict[str, Any]) -> bytes:
         """``raw`` with the fields of ``patch`` behind its own, which are not written again: of two fields of a name the

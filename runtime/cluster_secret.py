@@ -85,16 +85,16 @@ class BootstrapSignature:
         return None
 
 
-def allowed_addresses(text: str | None) -> set[tuple[str, int]]:
-    """Those that ``--allow-bootstrap`` names; raises ``ValueError`` for what is no HOST:PORT."""
-    addresses = set()
+def addresses(option: str, text: str | None) -> set[tuple[str, int]]:
+    """Those that ``option`` names; raises ``ValueError`` for what is no HOST:PORT."""
+    found = set()
     for item in filter(None, (part.strip() for part in (text or "").split(","))):
         host, separator, port = item.rpartition(":")
         is_port = port.isascii() and port.isdecimal() and 1 <= int(port) <= 65535
         if not (separator and host and is_port) or len(host.split()) > 1:
-            raise ValueError(f"--allow-bootstrap {item}: give HOST:PORT, several with commas in between")
-        addresses.add((host.strip("[]").lower(), int(port)))
-    return addresses
+            raise ValueError(f"{option} {item}: give HOST:PORT, several with commas in between")
+        found.add((host.strip("[]").lower(), int(port)))
+    return found
 
 
 def _signature(key: bytes, time: str, host: Any, port: Any, room: Any) -> str:

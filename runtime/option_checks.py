@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from .cluster_secret import ClusterSecret, allowed_addresses
+from .cluster_secret import ClusterSecret, addresses
 from .cpu_list import PlacementError, parse_cpus
 from .options import ServerOptions
 from .web.keys import KeyFileError, read_keys
@@ -123,10 +123,13 @@ def _ports(options: ServerOptions) -> Iterator[str]:
 def _cluster(options: ServerOptions) -> Iterator[str]:
     try:
         secret = ClusterSecret.read(options.cluster_secret_file)
-        allowed_addresses(options.allow_bootstrap)
+        addresses("--allow-bootstrap", options.allow_bootstrap)
+        addresses("--drain-to", options.drain_to)
     except ValueError as e:
         yield str(e)
         return
+    if options.return_kv and secret is None:
+        yield "--return-kv needs --cluster-secret-file: others share what is given back, so it must be known by whom"
     if options.hands_over and secret is None and not options.insecure_cluster and not is_loopback(options.host):
         yield (
             f"--host {options.host} lets others reach the ports by which instances exchange KV: give this one and its "

@@ -64,6 +64,13 @@ class ServerOptions:
     allow_bootstrap
         Bootstrap servers, as HOST:PORT with commas in between, that any request may name: for routers that don't know
         the secret. Without a secret, those on loopback addresses may be named by anybody.
+    drain_to
+        Bootstrap servers, as HOST:PORT with commas in between, of instances that go on with the running requests when
+        this one is told to stop (SIGTERM). Without it, they are finished here.
+    return_kv
+        Send the KV of what was generated here back to the prefill instance that the prompt came from, so that the next
+        turn of a conversation finds it in the prefix cache there. A hand-over more for each request; both instances
+        need the same cluster secret.
     disaggregation_bootstrap_port
         Port of this instance's bootstrap server, where others find it; default 8998 for a prefill, any free one for a
         unified instance. On a decode, whose own is always a free one: what a request means that names no port.
@@ -189,6 +196,8 @@ class ServerOptions:
     cluster_secret_file: str | None = None
     insecure_cluster: bool = False
     allow_bootstrap: str | None = None
+    drain_to: str | None = None
+    return_kv: bool = False
     disaggregation_bootstrap_port: int | None = None
     disaggregation_control_port: int = 0
     disaggregation_data_port: int = 0

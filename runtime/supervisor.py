@@ -33,9 +33,10 @@ import setproctitle
 import zmq
 
 from ..messages.channel import Receiver, Sender, UndeclaredMessage, ipc_address
-from ..messages.control import Drain, Drained, Ready
+from ..messages.control import Drain, Drained, Ready, StopAsked
 from ..messages.routes import ToSupervisor
 from .child import ChildSpec
+from .cluster_secret import addresses
 from .logs import configure_logging
 from .modules import process_modules
 from .options import ServerOptions
@@ -91,6 +92,7 @@ class Supervisor:
         self._selector.register(self._inbox.socket.getsockopt(zmq.FD), selectors.EVENT_READ, None)
         self._signalled: signal.Signals | None = None
         self._drained = False
+        self._drain_to = sorted(addresses("--drain-to", self.options.drain_to))
         self._signal_read, self._signal_write = socket.socketpair()
 
     def run(self) -> int:
@@ -183,7 +185,7 @@ class Supervisor:
     def _drain(self) -> None:
         scheduler = Sender(self._ctx, ipc_address(self.run_dir, "scheduler"))
         try:
-            scheduler.send(Drain())
+            scheduler.send(Drain(self._drain_to))
             deadline = time.monotonic() + self.options.drain_timeout
             log.info("draining (at most %.0f s; a second signal stops at once)", self.options.drain_timeout)
             while not self._drained and self._signalled is signal.SIGTERM and time.monotonic() < deadline:
@@ -218,6 +220,9 @@ class Supervisor:
             for message in messages:
                 if isinstance(message, Drained):
                     self._drained = True
+                elif isinstance(message, StopAsked):
+                    self._drain_to = message.to or self._drain_to
+                    self._signalled = self._signalled or signal.SIGTERM
                 elif isinstance(message, Ready):
                     self._on_ready(message)
 

@@ -39,6 +39,9 @@ class Handovers(Protocol):
     def names_here(self, where: Bootstrap) -> bool:
         """Whether a request's bootstrap address is this instance's own."""
 
+    def may_mean_here(self, where: Bootstrap) -> bool:
+        """Whether it may be, under a name of the host that isn't known here."""
+
     def add(self, req: Req, now: float) -> None:
         """Take over a request whose phases run on two instances."""
 
@@ -47,6 +50,15 @@ class Handovers(Protocol):
 
     def migrate(self, ask: MigrateReq, now: float) -> None:
         """Move a running request to another instance; the answer comes when that is over."""
+
+    def move_all(self, to: list[tuple[str, int]]) -> None:
+        """Let instances behind these bootstrap addresses go on with everything that runs here."""
+
+    def role_changed(self) -> None:
+        """The scheduler's role is another one: others shall know."""
+
+    def finished(self, req: Req) -> None:
+        """A request that runs here is about to be over, as it should, and still has its memory."""
 
     def chunk_planned(self, req: Req) -> SendPages | None:
         """A step that computes more of the request's prompt is about to be sent: what the worker shall push of it."""

@@ -109,7 +109,11 @@ class KVMemory:
 
     def pages(self, req: Req, start: int, end: int) -> I32:
         """The pages of positions ``[start, end)``; ``start`` is page-aligned."""
-        return self.slots(req, start, end)[:: self.page_size] // self.page_size
+        return self.pages_of(self.hold_of(req), start, end)
+
+    def pages_of(self, hold: KVHold, start: int, end: int) -> I32:
+        """The same of memory that is pinned, whether its request lives or not."""
+        return self._table.table[hold.row, start : end : self.page_size] // self.page_size
 
     def share(self, req: Req, computed: int) -> Rewrite | None:
         """Let others reuse the first ``computed`` tokens; returns the row positions whose slots changed thereby."""

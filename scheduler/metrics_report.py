@@ -46,6 +46,7 @@ def take_metrics(scheduler: Scheduler) -> SchedulerMetrics:
     usage, itl, handovers = scheduler.memory.usage(), planner.budget.itl, scheduler.handovers
     return SchedulerMetrics(
         draining=scheduler.draining,
+        role=scheduler.role,
         # A state that nobody is in is told as well, or its gauge would stay where it was.
         states={state.value: states[state] for state in LIVING},
         pool=PoolUsage(usage["total"], usage["free"], usage["cached"], usage["in_use"]),

@@ -8,6 +8,8 @@ slots the youngest running request is retracted.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..messages.base import pack_i32
@@ -21,6 +23,9 @@ from .req import Req, ReqState, Route
 from .step_budget import StepBudget, StepRoom
 from .step_builder import Foresight, InFlightStep, StepBuilder
 from .step_shape import StepShape
+
+MOST_BEFORE = 16
+"""How many that came before are counted: far more than get memory in one turn."""
 
 
 class PlannedStep:
@@ -145,8 +150,21 @@ class StepPlanner:
         return StepShape(len(decoding), sum(r.computed for r in decoding))
 
     def room_for(self, req: Req) -> int:
-        """Slots to keep back for running requests' output, and the request's own, when it is admitted."""
-        return self.reserve.tokens([*self.running.values(), req]) if self.running else 0
+        """Slots to keep back for running requests' output, and the request's own, when it is admitted; and for those
+        that came before it, whose KV is to come from elsewhere.
+        """
+        output = self.reserve.tokens([*self.running.values(), req]) if self.running else 0
+        # Nobody comes before one that was retracted: it has run already, and newcomers wait for it.
+        return output if req.retractions else output + self._needed_before(req, self.arriving.values())
+
+    def needed_before(self, req: Req) -> int:
+        """Slots that requests need which came before this one and wait to be computed here."""
+        return self._needed_before(req, self.waiting.values())
+
+    def _needed_before(self, req: Req, others: Iterable[Req]) -> int:
+        # Both kinds take memory as they came: else whichever is tried first would leave the other none.
+        earlier = (r for r in others if r.hold is None and r.times.ready and r.times.turn < req.times.turn)
+        return sum(self._memory.pages_up(r.known_len) for r in itertools.islice(earlier, MOST_BEFORE))
 
     def _plan_decodes(self, builder: StepBuilder) -> bool:
         """Returns whether a request that decodes can't, for want of memory."""

@@ -26,6 +26,8 @@ from ..messages.control import (
     Identity,
     Ping,
     Pong,
+    RoleReq,
+    RoleResult,
     ServerInfo,
     ServerInfoReq,
     Transfers,
@@ -162,6 +164,9 @@ class SchedulerProcess:
                 self._outbox.answer(FlushCacheResult(message.id, False, message="the model is still loading"))
             elif isinstance(message, MigrateReq):
                 self._outbox.answer(MigrateResult(message.id, moved=False, message="the model is still loading"))
+            elif isinstance(message, RoleReq):
+                role = self._ctx.options.disaggregation_mode
+                self._outbox.answer(RoleResult(message.id, role, role, "the model is still loading"))
         elif isinstance(message, GenerateReq):
             scheduler.admit_message(message, now)
         elif isinstance(message, AbortReq):
@@ -186,10 +191,23 @@ class SchedulerProcess:
             scheduler.draining = True
             if self._handovers is not None:
                 self._handovers.withdraw()
+                self._handovers.move_all(message.to)
+        elif isinstance(message, RoleReq):
+            self._outbox.answer(self._change_role(scheduler, message))
 
     def _server_info(self, scheduler: Scheduler, message: ServerInfoReq) -> ServerInfo:
         self._verdict = Verdict.of(scheduler, self._verdict)
         return ServerInfo(message.id, server_info(scheduler, self._ctx.epoch, self._verdict))
+
+    def _change_role(self, scheduler: Scheduler, message: RoleReq) -> RoleResult:
+        before = scheduler.role
+        if self._handovers is None:
+            text = "this instance exchanges no KV, so it can only be unified; start it with --handover on"
+            return RoleResult(message.id, before, before, text)
+        scheduler.planner.budget.role = message.role
+        self._handovers.role_changed()
+        log.info("its role is %s now, and was %s", message.role, before)
+        return RoleResult(message.id, message.role, before)
 
     def _flush_cache(self, scheduler: Scheduler, message: FlushCacheReq) -> FlushCacheResult:
         if scheduler.reqs:

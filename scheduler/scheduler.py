@@ -30,6 +30,7 @@ from ..messages.worker import StepResult, WorkerReady
 from ..runtime.options import DisaggregationMode, ServerOptions
 from .cost_model import CostModel
 from .counters import Counters
+from .forks import Forks
 from .handover import Handovers
 from .kv_memory import KVMemory
 from .outbox import Outbox, news_interval
@@ -76,6 +77,7 @@ class Scheduler:
         self.planner = StepPlanner(options, self.memory, worker.device, self.cost_model)
         self.outbox = outbox
         self.reqs: dict[str, Req] = {}
+        self.forks = Forks(self.reqs)
         self.counters = Counters()
         self.draining = False
         self.completed_step = 0
@@ -111,7 +113,9 @@ class Scheduler:
         self.reqs[req.rid] = req
         self.counters.requests += 1
         log.debug("%s request of %d prompt tokens", route, req.prompt_len, extra={"rid": req.rid})
-        if route is Route.LOCAL:
+        if msg.fork_of:
+            self._fork(req, now)
+        elif route is Route.LOCAL:
             self.enqueue(req, now)
         else:
             assert self.handovers is not None
@@ -120,10 +124,24 @@ class Scheduler:
                 self.planner.arriving[req.rid] = req
             self.handovers.add(req, now)
 
+    def _fork(self, req: Req, now: float) -> None:
+        """Another answer to a prompt. It needs no hand-over of its own; so where the first one is computed for another
+        instance there is nothing to do.
+        """
+        if req.route is Route.OUTGOING:
+            self.end(req, ReqState.FINISHED, FinishReason(FinishType.LENGTH))
+            return
+        req.route = Route.LOCAL
+        if not self.forks.add(req):
+            self.enqueue(req, now)
+
     def _route(self, where: Bootstrap) -> Route:
         """Which leg of a request that names a hand-over this is: the role says, or whose bootstrap address it names."""
         assert self.handovers is not None
-        is_sender = self.role == "prefill" or (self.role == "unified" and self.handovers.names_here(where))
+        # Whatever the role is now: it may have changed since the request was sent.
+        if where.leg:
+            return Route.OUTGOING if where.leg == "prefill" else Route.INCOMING
+        is_sender = self.handovers.names_here(where) or (self.role == "prefill" and self.handovers.may_mean_here(where))
         return Route.OUTGOING if is_sender else Route.INCOMING
 
     def _refusal(self, msg: GenerateReq) -> Refusal | None:
@@ -183,6 +201,8 @@ class Scheduler:
 
     def end(self, req: Req, state: ReqState, finish: FinishReason | None) -> None:
         """The request is over. ``finish`` is what the client is told; None where somebody else has told it."""
+        if state is ReqState.FINISHED and self.handovers is not None and req.route is not Route.OUTGOING:
+            self.handovers.finished(req)
         self.leave(req, state)
         if finish is not None:
             self.outbox.tokens(req, finish, self.meta(req))
@@ -234,6 +254,7 @@ class Scheduler:
 
     def run_steps(self, now: float) -> None:
         """Keep the worker supplied."""
+        self.forks.release(lambda req: self.enqueue(req, now))
         while len(self._in_flight) < self._max_in_flight:
             step = self.planner.plan(now)
             for req in self.planner.retracted:
@@ -332,7 +353,7 @@ class Scheduler:
         elif req.has_news:
             self._tell(req)
 
-    def admit_landing(self, req: Req, others: Iterable[Req], length: int) -> bool:
+    def admit_landing(self, req: Req, others: Iterable[Req], length: int, *, looked_up: bool = True) -> bool:
         """Take memory, not verified, for an incoming request, whose first ``length`` tokens come from a peer; False:
         not now.
 
@@ -343,9 +364,9 @@ class Scheduler:
         if any(r.retractions for r in planner.waiting.values()):
             return False
         busy = [*planner.running.values(), *others]
-        reserve = planner.reserve.tokens([*busy, req]) if busy else 0
+        reserve = (planner.reserve.tokens([*busy, req]) if busy else 0) + planner.needed_before(req)
         admitted = self.memory.admit(req, reserve, prefix_limit=length, verified=False)
-        if admitted:
+        if admitted and looked_up:
             planner.count_lookup(req)
         return admitted
 
@@ -373,6 +394,7 @@ class Scheduler:
 
     def hold_back(self, req: Req) -> None:
         """The request stands still as soon as the steps under way are done (``pending`` is 0 then)."""
+        self.forks.forget(req)
         self.planner.hold_back(req)
 
     def go_on(self, req: Req) -> None:
@@ -403,6 +425,14 @@ class Scheduler:
         self.reqs[req.rid] = req
         self.planner.arriving[req.rid] = req
         self.counters.requests += 1
+        return req
+
+    def admit_gift(self, msg: GenerateReq) -> Req | str:
+        """Make room for the KV of a prompt that ran elsewhere, or say why not; nothing is computed of it."""
+        refusal = self._refusal(msg)
+        if refusal is not None:
+            return refusal.message
+        req = self.reqs[msg.rid] = Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, 1, 1)
         return req
 
     def start_moved(self, req: Req, now: float) -> None:

@@ -128,6 +128,7 @@ class RequestTokenizer:
             stream=req.stream,
             return_prompt=req.return_prompt,
             place=req.place,
+            fork_of=req.fork_of,
         )
 
 

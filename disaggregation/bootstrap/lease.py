@@ -51,6 +51,10 @@ class LeaseKeeper:
         self._renewed_at = time.monotonic()
         self._thread.start()
 
+    def change(self, registration: Registration) -> None:
+        """Renew with this from now on, first within a third of the lease."""
+        self._registration = registration
+
     def withdraw(self) -> None:
         """Renew no more and take the registration out."""
         self._withdraw = True

@@ -13,7 +13,7 @@ from typing import Any
 from ...mem_cache.base_prefix_cache import KVHold
 from ...messages.base import Message
 from ...messages.handover import Abort, AbortAck, FirstToken, RoomQueued, TransferDone, TransferFailed, TransferRequest
-from ...messages.metrics import HandoverCounts
+from ...messages.metrics import HandoverCounts, MoveCounts
 from ...messages.moves import MigrateReq, MoveCommit, MoveOffer, MoveReady, MoveRefused, MoveTaken
 from ...messages.outputs import TokenLogprob
 from ...messages.requests import Bootstrap
@@ -66,10 +66,19 @@ class KVManager:
         self.receivers = KVReceivers(scheduler, epoch, limits, self._peers.peer_at)
         reach = partial(self._peers.peer_at, want=False)
         self.moves_out = MovesOut(scheduler, limits, reach)
-        self.moves_in = MovesIn(scheduler, limits, self._peers, self.receivers, options.port)
+        self.moves_in = MovesIn(
+            *(scheduler, limits, self._peers, self.receivers, options.port), knows_peers=network.port.is_sealed
+        )
 
     def start(self, now: float) -> None:
         """See ``Handovers``."""
+        self._register()
+
+    def role_changed(self) -> None:
+        """See ``Handovers``."""
+        self._register()
+
+    def _register(self) -> None:
         worker = self._scheduler.worker
         registration = Registration(
             epoch=self._epoch,
@@ -110,6 +119,10 @@ class KVManager:
             return False
         return where.host in (self._options.host, self._options.advertise_host) or means_this_host(where.host)
 
+    def may_mean_here(self, where: Bootstrap) -> bool:
+        """See ``Handovers``."""
+        return where.port == self._network.bootstrap_port
+
     def add(self, req: Req, now: float) -> None:
         """Take over a request whose phases run on two instances."""
         if req.route is Route.OUTGOING:
@@ -127,6 +140,15 @@ class KVManager:
     def migrate(self, ask: MigrateReq, now: float) -> None:
         """See ``Handovers``."""
         self.moves_out.migrate(ask, now)
+
+    def finished(self, req: Req) -> None:
+        """See ``Handovers``."""
+        if self._options.return_kv:
+            self.moves_out.give_back(req)
+
+    def move_all(self, to: list[tuple[str, int]]) -> None:
+        """See ``Handovers``."""
+        self.moves_out.move_all(to)
 
     def chunk_planned(self, req: Req) -> SendPages | None:
         """See ``Handovers``."""
@@ -196,6 +218,15 @@ class KVManager:
             received=self.receivers.counts(),
             peers=self._peers.connected,
             refused=self._peers.refused,
+            moves=MoveCounts(
+                out=self.moves_out.done,
+                out_failed=self.moves_out.failed,
+                in_=self.moves_in.done,
+                in_failed=self.moves_in.failed,
+                paused_seconds=self.moves_out.paused_seconds,
+                returned=self.moves_out.given,
+                kept=self.moves_in.kept,
+            ),
         )
 
     def _tell_worker(self, command: PeerCommand) -> None:
@@ -255,7 +286,9 @@ class KVManager:
     def on_too_long(self, peer: Peer, message: Message) -> None:
         """See ``PeerOwner``."""
         # Whatever else is sent has its limits.
-        if isinstance(message, FirstToken):
+        if isinstance(message, MoveOffer | MoveCommit):
+            self.moves_out.on_too_long(peer, message.handover)
+        elif isinstance(message, FirstToken):
             text = f"the prompt's logprobs are longer than {LONG_FRAME_BYTES >> 20} MiB; ask for fewer top_logprobs"
             self.senders.give_up(message.handover, 400, text)
 

@@ -133,6 +133,7 @@ class KVReceivers:
             self._fail(receiver, peer.status, why(peer))
         elif peer.readable:
             receiver.state, receiver.queued_at = ReceiverState.QUEUED, now
+            receiver.req.times.ready = now
             receiver.deadline = now + self._limits.queue
             peer.send(RoomQueued(peer.epoch, receiver.handover))
 
@@ -140,7 +141,9 @@ class KVReceivers:
         holders = [r.req for r in self.rooms.values() if r.req.hold is not None and not r.req.is_ended]
         misfits = 0
         for receiver in sorted(self._in(ReceiverState.QUEUED), key=lambda r: r.req.times.turn):
-            if self._scheduler.admit_landing(receiver.req, holders, receiver.length):
+            if self._scheduler.admit_landing(
+                receiver.req, holders, receiver.length, looked_up=receiver.newcomer is None
+            ):
                 receiver.state, receiver.req.state = ReceiverState.PREALLOCATED, ReqState.PREALLOCATED
                 receiver.allocated_at = now
                 receiver.fence = self._scheduler.planner.last_step_id
@@ -150,6 +153,8 @@ class KVReceivers:
                 receiver.deadline = now + self._limits.queue + self._limits.transfer
                 holders.append(receiver.req)
                 continue
+            if receiver.newcomer is not None:
+                continue  # it runs elsewhere meanwhile, or is over
             misfits += 1
             if misfits > MOST_OVERTAKEN or now - receiver.queued_at > OVERTAKING_SECONDS:
                 return

@@ -54,7 +54,12 @@ class Network:
         return self._bootstrap_port
 
     def register(self, registration: Registration) -> None:
-        """Become known to the own bootstrap server, by a lease that is renewed as long as this process lives."""
+        """Become known to the own bootstrap server, by a lease that is renewed as long as this process lives; or known
+        anew, as what has changed.
+        """
+        if self._lease is not None:
+            self._lease.change(registration)
+            return
         port = lambda: self.bootstrap_port  # noqa: E731
         self._lease = LeaseKeeper(registration, self._ctx.options.host, port, self._ctx.secret)
         self._lease.start()

@@ -57,6 +57,7 @@ log = logging.getLogger(__name__)
 
 MAX_PEERS = 256
 """That are connected, whoever dialled."""
+NO_MOVES = "it takes requests only from instances with the same --cluster-secret-file"
 WORKER_SECONDS = 30.0
 """For the worker to be ready for a peer; its own limits are shorter."""
 
@@ -375,6 +376,8 @@ class Peers:
             self._on_direction(peer, message, now)
         elif peer.state is PeerState.OPEN and self._may(peer, message):
             self._owner.on_message(peer, message, now)
+        elif peer.state is PeerState.OPEN and isinstance(message, MoveOffer) and not self._takes_moves:
+            peer.send(MoveRefused(peer.epoch, message.handover, NO_MOVES))
         else:
             self._refusals.add(f"dropped {type(message).__name__} of instance {peer.epoch}, which may not send it now")
 

@@ -319,6 +319,26 @@ class Aborted(Answer):
     instances: list[Told] = []
 
 
+class Migrated(Answer):
+    """``POST /migrate``: how many answers go on there, and for how long each stood still."""
+
+    moved: int
+    paused_ms: list[float]
+
+
+class Draining(Answer):
+    """``POST /drain``: how many requests are left."""
+
+    draining: int
+
+
+class RoleChanged(Answer):
+    """``POST /role``."""
+
+    role: str
+    before: str
+
+
 class Flushed(Answer):
     """``POST /flush_cache``; a router also says what each instance answered."""
 
@@ -330,7 +350,7 @@ class Flushed(Answer):
 class Transfer(Answer):
     """A hand-over that is open. ``peer``: the other instance's epoch. ``instance``: whose it is, from a router."""
 
-    direction: Literal["sending", "receiving"]
+    direction: Literal["sending", "receiving", "moving", "arriving"]
     room: int
     state: str
     rid: str | None

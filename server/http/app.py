@@ -38,14 +38,17 @@ from .answers import (
     ChatAnswer,
     ChatChunk,
     CompletionAnswer,
+    Draining,
     Flushed,
     GenerateAnswer,
     Generated,
     MetricsText,
+    Migrated,
     ModelCard,
     ModelInfo,
     ModelList,
     Ready,
+    RoleChanged,
     ServerInfoAnswer,
     Text,
     Tokens,
@@ -62,6 +65,8 @@ from .generate_schemas import GenerateBody
 from .health import HealthCheck
 from .instance_metrics import InstanceMetrics
 from .models import detokenize, get_model, list_models, tokenize
+from .moved_answers import PATH as MOVED_PATH
+from .moving import DrainBody, MigrateBody, RoleBody, drain, migrate, moved, role
 from .openai_schemas import ChatBody, CompletionBody
 from .openapi import Described, make_openapi
 from .parsing import MAX_BODY_BYTES, MAX_BODY_VALUES, MAX_UPLOADS
@@ -92,6 +97,9 @@ ORDERS: tuple[tuple[str, Endpoint, type[Body], type[BaseModel]], ...] = (
     ("/tokenize", tokenize, TokenizeBody, Tokens),
     ("/detokenize", detokenize, DetokenizeBody, Text),
     ("/abort_request", abort_request, AbortBody, Aborted),
+    ("/migrate", migrate, MigrateBody, Migrated),
+    ("/drain", drain, DrainBody, Draining),
+    ("/role", role, RoleBody, RoleChanged),
 )
 USERS_ORDERS = frozenset(
     {"/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_request"}
@@ -109,7 +117,7 @@ STREAMS: dict[str, type[BaseModel]] = {
 def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: ServedModel | None = None) -> ASGIApp:
     """The application in front of ``engine``; ``model`` None: what the options say of it, without its files."""
     app = FastAPI(title="pdserve", version=version("pdserve"))
-    paths = [*(path for path, _, _ in QUESTIONS), *(path for path, _, _, _ in ORDERS), "/flush_cache"]
+    paths = [*(path for path, _, _ in QUESTIONS), *(path for path, _, _, _ in ORDERS), "/flush_cache", MOVED_PATH]
     counts = VisitCounts()
     info = {"model": options.model_name, "version": version("pdserve"), "epoch": epoch}
     app.state.http = HttpState(
@@ -133,10 +141,13 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: Se
         app.add_api_route(path, endpoint, methods=["POST"])
         described[path] = Described(body, answer, STREAMS.get(path))
     app.add_api_route("/flush_cache", flush_cache, methods=["POST"])
+    # For instances: who has a ticket needs no other key.
+    app.add_api_route(MOVED_PATH, moved, methods=["POST"], include_in_schema=False)
     app.openapi = make_openapi(app, described)  # type: ignore[method-assign]
     install_error_handlers(app)
     keys = read_keys(options)
     users_paths = {path for path, _, _ in QUESTIONS} | USERS_ORDERS
-    checked = ApiKeyAuth(PlainPaths(app), keys, open_paths(metrics=options.metrics_without_key), users_paths)
+    open_to_all = open_paths(metrics=options.metrics_without_key) | {MOVED_PATH}
+    checked = ApiKeyAuth(PlainPaths(app), keys, open_to_all, users_paths)
     guarded = guard_sites(checked, options, has_keys=bool(keys.users))
     return VisitLog(guarded, paths, counts, access_log=not options.disable_access_log)

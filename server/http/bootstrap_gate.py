@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 
-from ...runtime.cluster_secret import BootstrapSignature, ClusterSecret, allowed_addresses
+from ...runtime.cluster_secret import BootstrapSignature, ClusterSecret, addresses
 from ...runtime.options import ServerOptions
 from ...runtime.web.ports import means_this_host
 from .request_fields import RequestFields
@@ -28,7 +28,7 @@ class BootstrapGate:
         secret = ClusterSecret.read(options.cluster_secret_file)
         self._signature = BootstrapSignature(secret) if secret is not None else None
         self._follows_all = options.insecure_cluster and secret is None
-        self._allowed = allowed_addresses(options.allow_bootstrap)
+        self._allowed = addresses("--allow-bootstrap", options.allow_bootstrap)
         self.default_port = options.default_bootstrap_port
 
     def refusal(self, fields: RequestFields) -> str:

@@ -21,6 +21,7 @@ from .plan import Prompt
 from .request_names import named
 from .state import HttpState
 from .submission import Choice, Delta
+from .tickets import ticket_of
 
 KIND = "chat.completion"
 CHUNK_KIND = "chat.completion.chunk"
@@ -38,7 +39,7 @@ async def chat_completions(request: Request) -> Response:
     logprobs = LogprobOptions(start_len=-1, top_num=body.top_logprobs) if body.logprobs else None
     plans = plan_openai(body, [Prompt(chat=chat_of(body))], False, max_tokens, logprobs, state)
     names = TokenNames(body.return_tokens_as_token_ids) if body.logprobs else None
-    renderer = ChatRenderer(Envelope.of(body, plans, state.model), names)
+    renderer = ChatRenderer(Envelope.of(body, plans, state.model, ticket_of(request.scope)), names)
     return EngineResponse(state.engine, plans, renderer, stream=body.stream)
 
 
@@ -58,6 +59,11 @@ class ChatRenderer:
     def __init__(self, envelope: Envelope, names: TokenNames | None) -> None:
         self._envelope = envelope
         self._names = names
+
+    @property
+    def created(self) -> int:
+        """Of the envelope."""
+        return self._envelope.created
 
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
         """A ``chat.completion`` object."""

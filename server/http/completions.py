@@ -19,6 +19,7 @@ from .plan import Prompt, make_prompts
 from .request_names import named
 from .state import HttpState
 from .submission import Choice, Delta
+from .tickets import ticket_of
 
 KIND = "text_completion"
 
@@ -36,7 +37,7 @@ async def completions(request: Request) -> Response:
     plans = plan_openai(body, prompts, batch, body.max_tokens, logprobs, state, echo=body.echo)
     names = TokenNames(body.return_tokens_as_token_ids) if wanted else None
     echoes = [prompt.text for prompt in prompts] if body.echo else None
-    renderer = CompletionRenderer(Envelope.of(body, plans, state.model), echoes, names)
+    renderer = CompletionRenderer(Envelope.of(body, plans, state.model, ticket_of(request.scope)), echoes, names)
     group = body.rid if isinstance(body.rid, str) else None
     return EngineResponse(state.engine, plans, renderer, stream=body.stream, group=group)
 
@@ -71,6 +72,11 @@ class CompletionRenderer:
         self._names = names
         self._offsets: dict[int, int] = {}
         """Where in each choice's text, prompt included, its next token begins."""
+
+    @property
+    def created(self) -> int:
+        """Of the envelope."""
+        return self._envelope.created
 
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
         """A ``text_completion`` object."""
@@ -125,7 +131,11 @@ class CompletionRenderer:
         echo = self._echo(choice)
         prompt = (choice.prompt.logprobs or []) if with_prompt and choice.prompt is not None else []
         offsets = _offsets(prompt, 0, len(echo))
-        start = self._offsets.get(choice.index, len(echo))
+        start = self._offsets.get(choice.index)
+        if start is None:
+            # What was told elsewhere, of an answer that goes on here, comes before.
+            before = choice.logprobs[: len(choice.logprobs) - len(entries)]
+            start = len(echo) + sum(entry.chars for entry in before)
         # Until the end, text may be held back that is longer than what is shown.
         end = start + sum(entry.chars for entry in entries) if choice.finish is None else len(echo) + len(choice.text)
         offsets += _offsets(entries, start, end)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import logging
 import time
@@ -18,21 +19,23 @@ import msgspec
 
 from ...messages.base import Message
 from ...messages.channel import IPC_FRAME_BYTES, AsyncReceiver, UndeclaredMessage
-from ...messages.control import Drained, FlushCacheResult, Pong, ServerInfo, Transfers
+from ...messages.control import Drained, FlushCacheResult, Pong, RoleResult, ServerInfo, StopAsked, Transfers
 from ...messages.metrics import SchedulerMetrics
+from ...messages.moves import MigrateResult, ReqArrived, ReqMoved
 from ...messages.outputs import ReqError, TextBatch
 from ...messages.requests import AbortReq, TokenizeReq
 from ...messages.routes import Question, ToHttp
 from ...messages.text import Decoded, Encoded, Limits, LimitsReq, TextQuestion
-from ...runtime.options import DisaggregationMode
 from ...runtime.web.keys import ANYBODY, Caller
-from .errors import ApiError, bad_request
+from ...runtime.web.moved_answer import Ticket
+from .errors import AnswerMoved, ApiError, bad_request
+from .moved_answers import MovedAnswers
 from .plan import PromptPlan
-from .request_metrics import CLIENT_GONE, ERROR, RequestMetrics
+from .request_metrics import CLIENT_GONE, ERROR, MOVED, RequestMetrics
 from .running_names import RunningNames
 from .submission import Choice, Kind, Submission
 
-A = TypeVar("A", Pong, FlushCacheResult, ServerInfo, Transfers, Encoded, Decoded, Limits)
+A = TypeVar("A", Pong, FlushCacheResult, ServerInfo, Transfers, MigrateResult, RoleResult, Encoded, Decoded, Limits)
 INT63 = 2**63
 ABORTED = "aborted by the client"
 MAX_CHARACTERS = IPC_FRAME_BYTES // 8
@@ -59,7 +62,7 @@ class EngineClient:
         self,
         tokenizer: MessageSink,
         supervisor: MessageSink | None = None,
-        mode: DisaggregationMode = "unified",
+        mode: str = "unified",
         *,
         cache_by_key: bool = False,
     ) -> None:
@@ -72,10 +75,16 @@ class EngineClient:
         self._live: dict[str, _Live | None] = {}
         self._cache_by_key = cache_by_key
         self._names = RunningNames()
+        self.moved = MovedAnswers()
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._limits: Limits | None = None
         self._ids = itertools.count(1)
         self._closed: str | None = None
+
+    @property
+    def role(self) -> str:
+        """What the instance is offered now, as far as is known."""
+        return self.scheduler_metrics.role if self.scheduler_metrics is not None else self._mode
 
     @property
     def live_requests(self) -> int:
@@ -89,9 +98,16 @@ class EngineClient:
     # --- requests ---
 
     def submit(
-        self, plans: Sequence[PromptPlan], *, streaming: bool, group: str | None = None, caller: Caller = ANYBODY
+        self,
+        plans: Sequence[PromptPlan],
+        *,
+        streaming: bool,
+        group: str | None = None,
+        caller: Caller = ANYBODY,
+        follows: bool = False,
     ) -> Submission:
         """Send one request a choice for ``caller``. ``group``: a name for all of them, beside those in ``plans``.
+        ``follows``: the client reads the rest of an answer elsewhere where it is told to.
 
         Raises ``ApiError`` where a name is in use, or after ``close``.
         """
@@ -112,7 +128,7 @@ class EngineClient:
                 wire_rids.add(wire_rid)
                 choice = self._choice(len(choices), prompt_index, (rid, wire_rid), plan, streaming, arrival)
                 choices.append(choice)
-                requests.append(_request(plan, i, choice, streaming))
+                requests.append(_request(plan, choices[-1 - i], choice, streaming))
                 for name in {rid, plan.rid, group or rid}:
                     named.setdefault(name, []).append(choice)
         taken = next((name for name in named if self.is_named(name, caller)), None)
@@ -120,7 +136,9 @@ class EngineClient:
             raise bad_request("rid", f'"{taken}" is in use by a running request; choose another')
         if len({choice.rid for choice in choices}) != len(choices):
             raise bad_request("rid", "two answers of the batch would share an id; choose others")
-        submission = Submission(choices, owner=caller.name, names=list(named), streaming=streaming)
+        submission = Submission(
+            choices, owner=caller.name, names=list(named), streaming=streaming, follows=follows and len(choices) == 1
+        )
         # Sent first: what can't be sent must leave no name behind. No answer can come before this turn ends.
         self._tokenizer.send(*requests)
         self._names.add(caller.name, named)
@@ -139,16 +157,39 @@ class EngineClient:
             wire_rid=rids[1],
             arrival=arrival,
             keep_output=plan.keep_output,
-            kind=Kind.LEG if in_pair and self._mode == "prefill" else kind,
-            was_handed_over=in_pair and self._mode == "decode",
+            kind=Kind.LEG if in_pair and self.role == "prefill" else kind,
+            was_handed_over=in_pair and self.role == "decode",
         )
+
+    async def adopt(
+        self,
+        ticket: Ticket,
+        plans: Sequence[PromptPlan],
+        *,
+        streaming: bool,
+        caller: Caller = ANYBODY,
+        follows: bool = False,
+    ) -> Submission:
+        """The answer that was begun elsewhere and goes on here. Raises ``ApiError`` where there is none."""
+        self._check_open()
+        if len(plans) != 1 or plans[0].n != 1:
+            raise bad_request(None, "a ticket is for one answer")
+        submission = await self.moved.take(ticket, plans[0], streaming=streaming)
+        choice, names = submission.choices[0], []
+        if not self.is_named(plans[0].rid, caller):
+            names = [plans[0].rid]
+            self._names.add(caller.name, {names[0]: [choice]})
+        submission.owner, submission.names, submission.follows = caller.name, names, follows
+        return submission
 
     def end(self, submission: Submission) -> None:
         """Forget a submission; whatever of it still runs is aborted."""
         self._names.remove(submission.owner, submission.names)
         why = CLIENT_GONE if submission.is_abandoned else ERROR
         for choice in submission.choices:
-            if self._live.get(choice.wire_rid) is not None:
+            if self.moved.leave(choice.wire_rid):
+                self._live.pop(choice.wire_rid, None)  # the engine has ended it already
+            elif self._live.get(choice.wire_rid) is not None:
                 self.metrics.dropped(choice, why)
         self._abort(submission.choices, "the client is gone")
         for choice in submission.choices:
@@ -163,11 +204,19 @@ class EngineClient:
         """End every running request, of ``caller``'s own unless it is the admin; returns how many there were."""
         if not caller.is_admin:
             return self._abort(self._names.owned(caller), ABORTED)
+        running = len(self._live)
+        self.moved.abort_all(ABORTED)
         self._tokenizer.send(AbortReq(rid=""))
-        return len(self._live)
+        return running
+
+    def running(self, rid: str, caller: Caller = ANYBODY) -> list[str]:
+        """The engine's names of the running requests that ``caller`` calls ``rid``."""
+        choices = self._names.find(caller, rid)
+        return [choice.wire_rid for choice in choices if self._live.get(choice.wire_rid) is not None]
 
     def _abort(self, choices: Iterable[Choice], reason: str) -> int:
         running = [choice for choice in choices if self._live.get(choice.wire_rid) is not None]
+        self.moved.abort(running, reason)
         self._tokenizer.send(*(AbortReq(choice.wire_rid, reason) for choice in running))
         return len(running)
 
@@ -232,14 +281,25 @@ class EngineClient:
                     live.owner.fail(_as_api_error(message, live))
             elif isinstance(message, SchedulerMetrics):
                 self.scheduler_metrics = message
+            elif isinstance(message, ReqArrived):
+                self._on_arrived(message)
+            elif isinstance(message, ReqMoved):
+                self._on_moved(message)
             elif isinstance(message, Drained):
-                # Every answer that came before it has been handed to its client's connection.
-                if self._supervisor is not None:
-                    self._supervisor.send(message)
+                # Every answer that came before it has been handed to its client's connection; but some go on elsewhere.
+                self.moved.when_quiet(functools.partial(self._report, message))
             else:
                 future = self._questions.get(message.id)
                 if future is not None and not future.done():
                     future.set_result(message)
+
+    def drain(self, to: list[tuple[str, int]]) -> None:
+        """Have the instance stopped as by SIGTERM; those behind these bootstrap addresses go on with what runs."""
+        self._report(StopAsked(to))
+
+    def _report(self, message: Drained | StopAsked) -> None:
+        if self._supervisor is not None:
+            self._supervisor.send(message)
 
     def _on_text(self, batch: TextBatch) -> None:
         now = time.monotonic()
@@ -247,9 +307,31 @@ class EngineClient:
             live = self._live.get(item.rid)
             if item.finish is not None:
                 self._live.pop(item.rid, None)
-            if live is not None:
+            if live is None:
+                continue
+            if live.choice.replay:
+                # Counted where it was generated; and the time to the next one is nobody's latency.
+                live.choice.replay = False
+                live.choice.first_token_at = live.choice.last_token_at = now
+            elif not self.moved.is_away(item.rid):  # that is counted where it goes on
                 self.metrics.on_text(live.choice, item, now)
-                live.owner.update(live.choice, item, now)
+            live.owner.update(live.choice, item, now)
+
+    def _on_arrived(self, message: ReqArrived) -> None:
+        submission = self.moved.park(message, self.end)
+        self._live[message.rid] = _Live(submission.choices[0], submission)
+
+    def _on_moved(self, message: ReqMoved) -> None:
+        live = self._live.get(message.rid)
+        if live is None:
+            self._live.pop(message.rid, None)  # nobody comes for it there
+            return
+        self.metrics.dropped(live.choice, MOVED)
+        if live.owner.follows:
+            self._live.pop(message.rid)
+            live.owner.fail(AnswerMoved(message.epoch, message.host, message.port, message.key))
+        else:
+            self.moved.relay(message, live.choice, live.owner, self._on_text)
 
     def close(self, reason: str) -> None:
         """Fail everything that waits, and all that comes later, with a 503."""
@@ -275,8 +357,9 @@ def _as_api_error(error: ReqError, live: _Live) -> ApiError:
     return api_error
 
 
-def _request(plan: PromptPlan, i: int, choice: Choice, streaming: bool) -> TokenizeReq:
+def _request(plan: PromptPlan, first: Choice, choice: Choice, streaming: bool) -> TokenizeReq:
     sampling, bootstrap = plan.sampling, plan.bootstrap
+    i = choice.index - first.index
     if i:
         # Choices of one prompt differ by their seed; the first one is what n = 1 gives.
         sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + i) % INT63)
@@ -296,4 +379,5 @@ def _request(plan: PromptPlan, i: int, choice: Choice, streaming: bool) -> Token
         add_special_tokens=plan.add_special_tokens,
         return_prompt=plan.return_prompt,
         place=choice.index,
+        fork_of=first.wire_rid if i else "",
     )

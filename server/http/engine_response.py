@@ -20,15 +20,18 @@ from starlette.types import Receive, Scope, Send
 
 from ...messages.outputs import FinishType
 from ...runtime.web.keys import Caller
+from ...runtime.web.moved_answer import MOVED_EVENT, MOVED_TYPE, Ticket
 from ...runtime.web.visits import Visit
 from .engine_client import EngineClient
-from .errors import ApiError, ClientGone
+from .errors import AnswerMoved, ApiError, ClientGone
 from .plan import PromptPlan
-from .request_metrics import CLIENT_GONE, ERROR, HANDED_OVER
+from .request_metrics import CLIENT_GONE, ERROR, HANDED_OVER, MOVED
 from .submission import Choice, Delta, Kind, Submission
+from .tickets import can_follow, ticket_of
 
 log = logging.getLogger(__name__)
 
+DATA_PREFIX, EVENT_END = b"data: ", b"\n\n"
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 KEEP_ALIVE_SECONDS = 15.0
@@ -46,6 +49,10 @@ class Renderer(Protocol):
 
     field_names: ClassVar[Mapping[str, str]]
 
+    @property
+    def created(self) -> int:
+        """What its answers say of when they were begun (Unix time), 0 where they don't."""
+
     def answer(self, choices: list[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
         """The plain answer, JSON-ready."""
 
@@ -58,14 +65,17 @@ class Renderer(Protocol):
 
 def event(content: Any) -> bytes:
     """One server-sent event."""
-    return b"data: " + orjson.dumps(content) + b"\n\n"
+    return DATA_PREFIX + orjson.dumps(content) + EVENT_END
 
 
 def summary(submission: Submission) -> dict[str, Any]:
     """What the access log says of an answer: tokens of all its choices, seconds to the first token, how they ended."""
     choices = submission.choices
     begun = [choice.first_token_at for choice in choices if choice.first_token_at]
-    ends = [CLIENT_GONE] if submission.is_abandoned else sorted({choice_end(choice) for choice in choices})
+    if submission.is_abandoned or submission.is_moved:
+        ends = [CLIENT_GONE if submission.is_abandoned else MOVED]
+    else:
+        ends = sorted({choice_end(choice) for choice in choices})
     return {
         "prompt": sum(choice.prompt_tokens or 0 for choice in choices),
         "cached": sum(choice.cached_tokens or 0 for choice in choices),
@@ -142,9 +152,7 @@ class EngineResponse(Response):
         """Raises ``ApiError`` while nothing has been sent; afterwards an error is an event."""
         visit = Visit.of(scope)
         visit.name(self._group or self._plans[0].rid)
-        submission = self._engine.submit(
-            self._plans, streaming=self._is_stream, group=self._group, caller=Caller.of(scope)
-        )
+        submission = await self._submission(scope)
         log.debug("%d answers are asked for", len(submission.choices))
         try:
             async with watch_disconnect(receive, submission):
@@ -161,10 +169,37 @@ class EngineResponse(Response):
             self._engine.end(submission)
             submission.close()
 
+    async def _submission(self, scope: Scope) -> Submission:
+        """What is asked of the engine; or, of an answer that was begun elsewhere, the rest."""
+        caller, ticket, follows = Caller.of(scope), ticket_of(scope), can_follow(scope)
+        if ticket is not None:
+            return await self._engine.adopt(
+                ticket, self._plans, streaming=self._is_stream, caller=caller, follows=follows
+            )
+        return self._engine.submit(
+            self._plans, streaming=self._is_stream, group=self._group, caller=caller, follows=follows
+        )
+
     async def _send_answer(self, submission: Submission, scope: Scope, receive: Receive, send: Send) -> None:
-        choices = await submission.finished()
+        try:
+            choices = await submission.finished()
+        except AnswerMoved as e:
+            await self._send_ticket(submission, e, send)
+            return
         body = orjson.dumps(self._renderer.answer(choices))
         await Response(body, media_type="application/json")(scope, receive, send)
+
+    async def _send_ticket(self, submission: Submission, moved: AnswerMoved, send: Send) -> None:
+        """In the place of an answer of which nothing has been sent."""
+        headers = [(b"content-type", MOVED_TYPE)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": self._ticket(submission, moved), "more_body": False})
+
+    def _ticket(self, submission: Submission, moved: AnswerMoved) -> bytes:
+        (choice,) = submission.choices
+        name = self._group or self._plans[0].rid
+        told = (choice.told_chars, choice.told_tokens, choice.opened)
+        return Ticket(moved.epoch, moved.host, moved.port, moved.key, *told, name, self._renderer.created).dump()
 
     async def _send_stream(self, submission: Submission, send: Send) -> None:
         started = False
@@ -185,4 +220,11 @@ class EngineResponse(Response):
             if not started:
                 raise
             events = event(e.renamed(self._renderer.field_names).body())
+        except AnswerMoved as e:
+            if not started:
+                await self._send_ticket(submission, e, send)
+                return
+            events = MOVED_EVENT + self._ticket(submission, e) + EVENT_END
+            await send({"type": "http.response.body", "body": events, "more_body": False})
+            return
         await send({"type": "http.response.body", "body": events + DONE, "more_body": False})

@@ -21,6 +21,17 @@ class ClientGone(Exception):
     """The client closed its connection: nobody is left to answer."""
 
 
+class AnswerMoved(Exception):
+    """The rest of the answer is had from another instance, by ``key``; the client can follow."""
+
+    def __init__(self, epoch: str, host: str, port: int, key: str) -> None:
+        super().__init__(f"it goes on at {host}:{port}")
+        self.epoch = epoch
+        self.host = host
+        self.port = port
+        self.key = key
+
+
 class ApiError(Exception):
     """An answer other than 200. ``param`` names the offending field; the message says what to do.
 

@@ -109,6 +109,11 @@ class NativeRenderer:
         self._prompt_lens = [None if p.prompt.input_ids is None else len(p.prompt.input_ids) for p in plans]
         self._as_list = as_list
 
+    @property
+    def created(self) -> int:
+        """Its objects have no time."""
+        return 0
+
     def answer(self, choices: list[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
         """One object, or a list where the body held a list or asked for several choices."""
         answers = [self._render(choice, None) for choice in choices]

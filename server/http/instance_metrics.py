@@ -35,7 +35,7 @@ class InstanceMetrics:
 
     def families(self) -> Iterable[Metric]:
         """All of them, the aliases last."""
-        families = Families({"role": self._options.disaggregation_mode})
+        families = Families({"role": self._engine.role})
         families.gauge(
             "pdserve_instance_info",
             "Always 1; says which instance this is.",
@@ -198,6 +198,30 @@ def add_handovers(families: Families, counts: SchedulerMetrics) -> None:
         "pdserve_handovers_recomputed_total",
         "Hand-overs that failed behind their first token, so that the prompt was computed here.",
         handovers.received.recomputed,
+    )
+    moves = handovers.moves
+    families.counter(
+        "pdserve_requests_moved_total",
+        "Running requests that were to go on at another instance, or came from one.",
+        {
+            ("out", "done"): moves.out,
+            ("out", "failed"): moves.out_failed,
+            ("in", "done"): moves.in_,
+            ("in", "failed"): moves.in_failed,
+        },
+        "direction",
+        "outcome",
+    )
+    families.counter(
+        "pdserve_moved_pause_seconds_total",
+        "Time that requests which left stood still on the way.",
+        moves.paused_seconds,
+    )
+    families.counter(
+        "pdserve_kv_returned_total",
+        "Finished requests whose KV was given back to a prefill, or was taken from a decode.",
+        {("out",): moves.returned, ("in",): moves.kept},
+        "direction",
     )
     families.gauge("pdserve_handover_peers", "Instances that are connected to exchange KV.", handovers.peers)
     families.counter(

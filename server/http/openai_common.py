@@ -10,6 +10,7 @@ from typing import Any
 from ...messages.decode import shown
 from ...messages.outputs import FinishReason, NamedLogprob
 from ...messages.requests import LogprobOptions
+from ...runtime.web.moved_answer import Ticket
 from .engine_response import event
 from .errors import ApiError
 from .openai_schemas import OpenAIBody
@@ -71,8 +72,10 @@ class Envelope:
     created: int
 
     @staticmethod
-    def of(body: OpenAIBody, plans: Sequence[PromptPlan], model: ServedModel) -> Envelope:
-        """The envelope of one request; a batch goes by the client's rid or the first prompt's."""
+    def of(body: OpenAIBody, plans: Sequence[PromptPlan], model: ServedModel, ticket: Ticket | None = None) -> Envelope:
+        """The envelope of one request; a batch goes by the client's rid or the first prompt's. ``ticket``: of one that
+        was begun elsewhere.
+        """
         stream_options = body.stream_options
         return Envelope(
             id=body.rid if isinstance(body.rid, str) else plans[0].rid,
@@ -80,7 +83,7 @@ class Envelope:
             include_usage=stream_options is not None and stream_options.include_usage,
             continuous_usage=stream_options is not None and stream_options.continuous_usage_stats,
             token_ids=body.return_token_ids,
-            created=int(time.time()),
+            created=ticket.created if ticket is not None else int(time.time()),
         )
 
     def wrap(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -134,7 +134,8 @@ def name_requests(
             raise bad_request(missing, f"is required with {given}")
         bootstrap = None
         if host is not None and room is not None:
-            bootstrap = Bootstrap(host, port or gate.default_port, room, refusal, vouched)
+            leg = fields.bootstrap_leg or ""
+            bootstrap = Bootstrap(host, port or gate.default_port, room, refusal, vouched, leg)
         namings.append(Naming(rid, bootstrap, key or default_key or ""))
     return namings
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -62,8 +62,8 @@ class SamplingFields(Body):
 class RequestFields(Body):
     """Fields that name a request and its hand-over; in the native and the OpenAI bodies alike.
 
-    Lists go with a batch, one entry a prompt. ``bootstrap_signature`` is a router's. ``extra_key`` keeps cached
-    prefixes of different tenants apart.
+    Lists go with a batch, one entry a prompt. ``bootstrap_signature`` and ``bootstrap_leg`` are a router's.
+    ``extra_key`` keeps cached prefixes of different tenants apart.
     """
 
     rid: OneOrMany[Rid] | None = None
@@ -71,4 +71,5 @@ class RequestFields(Body):
     bootstrap_port: OneOrMany[Annotated[int, Field(ge=1, le=65535)] | None] | None = None
     bootstrap_room: OneOrMany[Annotated[int, Field(ge=0, le=INT64_MAX)]] | None = None
     bootstrap_signature: Annotated[str, Field(pattern=r"^[0-9]{1,12}\.[0-9a-f]{64}$")] | None = None
+    bootstrap_leg: Literal["prefill", "decode"] | None = None
     extra_key: OneOrMany[Annotated[str, Field(max_length=1024)]] | None = None

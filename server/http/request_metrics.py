@@ -28,10 +28,10 @@ TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 """1, 2, 5, 10, … 500,000."""
 MS = 1000
 
-ERROR, CLIENT_GONE, HANDED_OVER = "error", "client_gone", "handed_over"
+ERROR, CLIENT_GONE, HANDED_OVER, MOVED = "error", "client_gone", "handed_over", "moved"
 ERROR_TYPES = ("invalid_request_error", "overloaded_error", "timeout_error", "transfer_error", "server_error")
 """Shown from the start: a series that begins with its first error has no rate to be alarmed by."""
-REASONS = (*(finish.value for finish in FinishType), ERROR, CLIENT_GONE)
+REASONS = (*(finish.value for finish in FinishType), ERROR, CLIENT_GONE, MOVED)
 LEG_OUTCOMES = (HANDED_OVER, FinishType.ABORT.value, ERROR, CLIENT_GONE)
 
 
@@ -128,5 +128,5 @@ class RequestMetrics:
         self.dropped(choice, ERROR)
 
     def dropped(self, choice: Choice, why: str) -> None:
-        """A request ended without an answer of the engine's: ``ERROR``, or ``CLIENT_GONE``."""
+        """A request ended without an answer of the engine's: ``ERROR``, ``CLIENT_GONE`` or ``MOVED``."""
         (self.legs if choice.kind is Kind.LEG else self.finished)[why] += 1

@@ -11,6 +11,7 @@ from ...runtime.web.keys import Caller
 from ...runtime.web.visits import Visit
 from .request_fields import RequestFields
 from .state import HttpState
+from .tickets import ticket_of
 
 B = TypeVar("B", bound=RequestFields)
 
@@ -18,11 +19,15 @@ B = TypeVar("B", bound=RequestFields)
 def named(request: Request, body: B, prefix: str = "") -> B:
     """``body`` with a ``rid``: its own, else ``prefix`` and the request's ``x-request-id``.
 
-    A ``rid`` in use is its client's error; an ``x-request-id`` may come twice at once, from whoever tries again, so it
-    gets eight digits more then. Submit before anything is awaited, or the name may be taken meanwhile.
+    What goes on here was named where it began. A ``rid`` in use is its client's error; an ``x-request-id`` may come
+    twice at once, from whoever tries again, so it gets eight digits more then. Submit before anything is awaited, or
+    the name may be taken meanwhile.
     """
     if body.rid is not None:
         return body
+    ticket = ticket_of(request.scope)
+    if ticket is not None:
+        return body.model_copy(update={"rid": ticket.rid})
     rid = prefix + Visit.of(request.scope).request_id
     if HttpState.of(request).engine.is_named(rid, Caller.of(request.scope)):
         rid = f"{rid}-{secrets.token_hex(4)}"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ...messages.outputs import FinishReason, NamedLogprob, PromptText, ReqMeta, ReqText
 from ...runtime.web.errors import without_frames
-from .errors import ApiError, ClientGone
+from .errors import AnswerMoved, ApiError, ClientGone
 
 
 class Kind(Enum):
@@ -33,7 +33,8 @@ class Choice:
     """One sequence that the engine generates. Times are ``time.monotonic()`` seconds, 0 for what has not happened.
 
     ``wire_rid`` is its id inside the instance. ``was_handed_over``: its prompt is computed on another instance.
-    ``opened``: there was a delta. ``told_chars`` and ``told_tokens``: what deltas have told.
+    ``opened``: there was a delta. ``told_chars`` and ``told_tokens``: what deltas have told. ``replay``: its next
+    tokens were another instance's, before it came here.
     """
 
     index: int
@@ -58,6 +59,7 @@ class Choice:
     opened: bool = False
     told_chars: int = 0
     told_tokens: int = 0
+    replay: bool = False
 
     def goes_by(self, route: str) -> None:
         """The scheduler says which leg it is: what the instance's mode let expect may not be."""
@@ -94,7 +96,9 @@ class Choice:
             finish=self.finish,
         )
         self.opened = True
-        self.told_chars, self.told_tokens = len(self.text), len(self.token_ids)
+        # Of a moved answer more may have been told elsewhere than has come here yet.
+        self.told_chars = max(self.told_chars, len(self.text))
+        self.told_tokens = max(self.told_tokens, len(self.token_ids))
         return delta
 
 
@@ -113,14 +117,18 @@ class Delta(NamedTuple):
 class Submission:
     """The choices of one HTTP request, the names that its owner has for it, and the way to wait for it. One waiter."""
 
-    def __init__(self, choices: list[Choice], *, owner: str = "", names: list[str], streaming: bool) -> None:
+    def __init__(
+        self, choices: list[Choice], *, owner: str = "", names: list[str], streaming: bool, follows: bool = False
+    ) -> None:
+        self.follows = follows
+        """Whether its client reads the rest elsewhere where it is told to."""
         self.choices = choices
         self.owner = owner
         self.names = names
         self._streaming = streaming
         self._running = len(choices)
         self._changed: dict[int, Choice] = {}
-        self._failure: ApiError | ClientGone | None = None
+        self._failure: ApiError | ClientGone | AnswerMoved | None = None
         self._told = False
         self._quiet = True
         self._nudged = False
@@ -130,6 +138,11 @@ class Submission:
     def is_abandoned(self) -> bool:
         """Whether the client has gone."""
         return isinstance(self._failure, ClientGone)
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether its client reads the rest elsewhere."""
+        return isinstance(self._failure, AnswerMoved)
 
     @property
     def done(self) -> bool:
@@ -146,7 +159,7 @@ class Submission:
         elif not self._running:
             self._wakeup.set()
 
-    def fail(self, failure: ApiError | ClientGone) -> None:
+    def fail(self, failure: ApiError | ClientGone | AnswerMoved) -> None:
         """Nothing more will come. The first reason counts; a client that has gone needs no other."""
         if self._failure is None or isinstance(failure, ClientGone):
             self._failure = failure
@@ -180,7 +193,7 @@ class Submission:
         return deltas
 
     async def finished(self) -> list[Choice]:
-        """Every choice, once all have finished; raises ``ApiError`` or ``ClientGone``."""
+        """Every choice, once all have finished; raises ``ApiError``, ``ClientGone`` or ``AnswerMoved``."""
         while self._running or self._failure is not None:
             await self._wait()
         return self.choices

@@ -12,6 +12,7 @@ import pytest
 from support.libraries import is_missing
 from support.machine import limit
 from support.processes import ONE_THREAD, launched, pd_pair, wait_until
+from support.reader import Reader
 from support.scrape import Page
 
 KINDS = ("tcp", "nixl", "mooncake", "shm")
@@ -22,6 +23,7 @@ CHUNKED = ("--chunked-prefill-size", "64")
 LAYERED = ("--chunked-prefill-size", "256")
 ONE_CHUNK = [(i * 23 + 5) % 40000 + 100 for i in range(250)]
 SHARED = [(i * 7919) % 40000 + 100 for i in range(96)]
+FOUR = [(i * 37 + 3) % 40000 + 100 for i in range(150)]
 FRESH = [(i * 13 + 11) % 40000 + 100 for i in range(96)]
 """Of which nobody holds anything."""
 PROMPTS = {
@@ -44,7 +46,15 @@ def body(ids: list[int], tokens: int = TOKENS) -> dict:
 
 def answered(server, tokens: int = TOKENS) -> dict[str, list]:
     """The output of each prompt, in order; the last ones find what the first of them left."""
-    return {what: [server.generate(**body(ids, tokens)) for ids in prompts] for what, prompts in PROMPTS.items()}
+    found = {what: [server.generate(**body(ids, tokens)) for ids in prompts] for what, prompts in PROMPTS.items()}
+    return found | {"four answers": server.generate(**four(tokens))}
+
+
+def four(tokens: int) -> dict:
+    """Several answers to one prompt that nobody has seen."""
+    asked = body(FOUR, tokens)
+    asked["sampling_params"] |= {"n": 4, "temperature": 0.8, "sampling_seed": 11}
+    return asked
 
 
 def outputs(answers: dict[str, list]) -> dict[str, list]:
@@ -68,6 +78,7 @@ def test_tokens_are_those_of_one_instance_and_streams_outlive_their_prefill(tmp_
         found = answered(pair.router)
         assert outputs(found) == expected
         moved = {what: [a["meta_info"]["timing"]["transfer_bytes"] for a in found[what]] for what in found}
+        assert [bool(count) for count in moved.pop("four answers")] == [True, False, False, False]
         assert all(all(count) for count in moved.values())
         assert moved["prefix held"][1] < moved["prefix held"][0] / 3
         pair.assert_all_returned()
@@ -124,6 +135,7 @@ def test_every_shape_of_cluster_on_the_real_model(tmp_path, kind):
     with launched(tmp_path, "alone", "server", *ONE_THREAD, *real) as server:
         server.wait_healthy()
         expected = outputs(answered(server))
+        stays = server.generate(**body(FRESH, 120))["output_ids"]
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     for prefills, decodes in itertools.product((1, 2), repeat=2):
         shape = ("--prefill", str(prefills), "--decode", str(decodes), "--disaggregation-transfer-backend", kind)
@@ -133,9 +145,32 @@ def test_every_shape_of_cluster_on_the_real_model(tmp_path, kind):
             wait_until(lambda r=router: all_there(r), 60, "all instances are there")
             for _ in range(2):  # by turns, so that every pair serves
                 assert outputs(answered(router)) == expected, (cores, prefills, decodes)
+            if decodes > 1:
+                assert moved_stream(router) == stays
             found = router.generate(**body(ONE_CHUNK, 2))["meta_info"]["timing"]["timeline"]
             # Well before the pass is over: some layers ahead of the others.
             assert 0 < found["first_byte"] - found["queue"] < 0.7 * (found["prefill"] - found["queue"]), found
+
+
+def moved_stream(router) -> list[int]:
+    """What a stream tells that goes from one decode to the other while it is read."""
+    asked = {**body(FRESH, 120), "rid": "moves", "stream": True}
+    reader = Reader(router.url, "/generate", asked)
+    reader.start()
+    reader.met(3)
+    decodes = [i["url"] for i in router.info()["instances"] if i["role"] == "decode"]
+    told = [httpx.get(url + "/health").json() for url in decodes]
+    answers = [
+        httpx.post(
+            url + "/migrate",
+            json={"rid": "moves", "bootstrap_host": "127.0.0.1", "bootstrap_port": other["bootstrap_port"]},
+            timeout=limit(30),
+        )
+        for url, other in zip(decodes, reversed(told), strict=True)
+    ]
+    # One of them has it, or both have had it, if the second was asked when it had just come.
+    assert 200 in {answer.status_code for answer in answers}, [answer.text for answer in answers]
+    return reader.ended()[-1]["output_ids"]
 
 
 def all_there(router) -> bool:

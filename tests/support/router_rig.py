@@ -42,6 +42,7 @@ class FakeInstance:
         self.port = 0
         self.refuses = False
         self.flooded = 0
+        self.follower = None
         self._writers = set()
 
     @property
@@ -119,6 +120,31 @@ class FakeInstance:
             await writer.drain()
             self.flooded += 1
         self.chunk(writer, b"")
+
+    async def do_move(self, seen, reader, writer):
+        """Begins, and hands the request on to ``follower``; who brings the ticket gets the rest there."""
+        ticket = {
+            "epoch": "",
+            "host": "127.0.0.1",
+            "port": self.follower.port,
+            "key": "k" * 32,
+            "chars": 1,
+            "tokens": 1,
+        }
+        ticket |= {"opened": True, "rid": "x", "created": 0}
+        if not seen.body.get("stream"):
+            body = json.dumps(ticket).encode()
+            kind = "application/x-pdserve-moved+json"
+            head = f"HTTP/1.1 200 X\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+            return
+        self.begin_stream(writer)
+        self.chunk(writer, EVENT)
+        await writer.drain()
+        last = b"event: moved\ndata: " + json.dumps(ticket).encode() + b"\n\n"
+        for data in (last[:20], last[20:], b""):
+            self.chunk(writer, data)
+            await writer.drain()
 
     async def do_bad_request(self, seen, reader, writer):
         self.reply(writer, 400, {"error": {"message": "temperature: too hot", "type": "invalid_request_error"}})

@@ -43,6 +43,7 @@ def scheduler_metrics(**changes) -> SchedulerMetrics:
     steps.observe(0.05, 8)
     said = {
         "draining": False,
+        "role": "unified",
         "states": {"waiting": 1, "prefilling": 2, "running": 3, "bootstrapping": 4, "sending": 5},
         "pool": PoolUsage(total=100, free=50, cached=30, in_use=20),
         "prompt_tokens": 70,

@@ -96,6 +96,7 @@ def make_generate(
     stream=True,
     return_prompt=False,
     place=0,
+    fork_of="",
     **sampling,
 ) -> GenerateReq:
     """A request as the tokenizer sends it. It streams, so that with the default interval each token is told at once."""
@@ -110,6 +111,7 @@ def make_generate(
         stream=stream,
         return_prompt=return_prompt,
         place=place,
+        fork_of=fork_of,
     )
 
 

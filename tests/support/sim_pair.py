@@ -70,6 +70,13 @@ class SimSide(SimInstance):
         """Those of the direction that this side is for."""
         return self.senders if self.scheduler.role == "prefill" else self.receivers
 
+    def names_here(self, where) -> bool:
+        """See ``KVManager``: by their role alone."""
+        return self.scheduler.role == "prefill"
+
+    def finished(self, req) -> None:
+        """See ``KVManager``: nothing is given back."""
+
     def add(self, req, now) -> None:
         """See ``KVManager``."""
         self.rooms.add(req, now)

@@ -9,7 +9,7 @@ from pdserve.runtime.cluster_secret import (
     BootstrapSignature,
     ClusterSecret,
     ClusterSecretError,
-    allowed_addresses,
+    addresses,
 )
 from pdserve.runtime.option_checks import OptionError, check_options
 from pdserve.runtime.options import ServerOptions
@@ -123,7 +123,7 @@ def test_who_wants_no_secret_follows_anybody(tmp_path):
 @pytest.mark.parametrize("text", ["10.0.0.1", ":8998", "h:0", "h:x", "h:70000", "h:1 h:2"])
 def test_what_is_no_address_is_not_allowed(text):
     with pytest.raises(ValueError, match="give HOST:PORT"):
-        allowed_addresses(text)
+        addresses("--allow-bootstrap", text)
     with pytest.raises(OptionError, match="--allow-bootstrap"):
         check_options(ServerOptions(allow_bootstrap=text))
 

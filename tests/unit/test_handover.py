@@ -4,6 +4,7 @@ written late.
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import msgspec
@@ -770,4 +771,69 @@ def test_pages_may_fail_to_leave_before_the_step_that_computes_them_is_done():
     pair.check()
     run_until_idle(pair)
     assert pair.prefill.ends["a"].status == pair.decode.ends["a"].status == 502
+    assert_all_returned(pair)
+
+
+def test_several_answers_are_one_hand_over():
+    pair = SimPair()
+    for i in range(4):
+        pair.submit(f"a-{i}", range(30), 7 + i, max_new_tokens=6, fork_of="a-0" if i else "")
+    run_until_idle(pair, random.Random(3))
+    expected = reference_output(range(30), 6)
+    assert all(pair.decode.tokens[f"a-{i}"] == expected for i in range(4))
+    assert pair.decode.receivers.counts().done == pair.prefill.senders.counts().done == 1
+    assert pair.prefill.scheduler.counters.prompt_tokens == 30
+    assert pair.decode.scheduler.counters.prompt_tokens == 3 * 2  # behind the last whole page
+    assert_all_returned(pair)
+
+
+def test_where_the_one_hand_over_fails_the_other_answers_are_computed_here():
+    pair = SimPair()
+    pair.corrupt = True
+    for i in range(3):
+        pair.submit(f"a-{i}", range(30), 7 + i, max_new_tokens=6, fork_of="a-0" if i else "")
+    run_until_idle(pair, random.Random(4))
+    assert all(pair.decode.tokens[f"a-{i}"] == reference_output(range(30), 6) for i in range(3))
+    assert_all_returned(pair)
+
+
+@pytest.mark.parametrize("first", ["local", "incoming"])
+def test_local_and_incoming_requests_share_memory_as_they_came(first):
+    pair = SimPair(max_total_tokens=48)
+    for i in range(12):
+        is_local = (i % 2 == 0) == (first == "local")
+        prompt = [i * 3 + j for j in range(30)]
+        if is_local:
+            pair.decode.submit(f"local-{i}", prompt, max_new_tokens=4, place=i)
+        else:
+            pair.submit(f"incoming-{i}", prompt, i, max_new_tokens=4, place=i)
+    while not pair.is_idle:
+        # As the loop has it: hand-overs first, which so had all memory that became free.
+        pair.advance()
+        for move in [m for m in pair.moves() if m not in (pair.decode.plan, pair.prefill.plan, pair.advance)]:
+            with contextlib.suppress(KeyError, IndexError):
+                move()
+        pair.prefill.plan()
+        pair.decode.plan()
+    order = [rid.partition("-")[0] for rid in pair.decode.ends]
+    assert all({"local", "incoming"} == set(order[at : at + 4]) for at in range(0, 12, 4)), order
+    assert_all_returned(pair)
+
+
+def test_one_that_was_retracted_and_one_that_came_before_it_dont_wait_for_each_other():
+    """The one takes no newcomer before it; the other, with its KV elsewhere, came first."""
+    pair = SimPair(max_total_tokens=64, schedule_conservativeness=0.01)
+    for i in range(2):
+        pair.decode.submit(f"local-{i}", range(50 + i * 30, 70 + i * 30), max_new_tokens=30, place=1 + i)
+    for _ in range(200):
+        pair.decode.plan()
+        pair.decode.work()
+        if pair.decode.scheduler.planner.retractions:
+            break
+    assert pair.decode.scheduler.planner.retractions
+    pair.submit("early", range(36), 1, max_new_tokens=4, place=0)
+    run_until_idle(pair, random.Random(3))
+    for i in range(2):
+        assert pair.decode.tokens[f"local-{i}"] == reference_output(range(50 + i * 30, 70 + i * 30), 30)
+    assert pair.decode.tokens["early"] == reference_output(range(36), 4)
     assert_all_returned(pair)

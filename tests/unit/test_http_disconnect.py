@@ -3,34 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
 import pytest
-import uvicorn
 from support.fake_engine import FakeEngine
+from support.served_app import serving
 
 from pdserve.messages.outputs import FinishType, TextBatch
-from pdserve.runtime.web.ports import listen
-from pdserve.runtime.web.server import ChildServer
-
-
-@asynccontextmanager
-async def serving(engine: FakeEngine) -> AsyncIterator[int]:
-    """The engine's app on a free port."""
-    listener = listen("127.0.0.1", 0, 16)
-    port = listener.getsockname()[1]
-    started = asyncio.Event()
-    server = ChildServer(uvicorn.Config(engine.app, http="httptools", log_config=None, log_level="error"), started.set)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    await started.wait()
-    try:
-        yield port
-    finally:
-        server.should_exit = True
-        await task
 
 
 async def send(port: int, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

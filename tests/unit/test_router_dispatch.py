@@ -14,6 +14,7 @@ async def test_both_legs_get_the_same_room_and_rid(rig):
     again = (await generate(client)).json()
     sent_p, sent_d = p.requests[0].body, d.requests[0].body
     assert answer == {"text": "ab", "seen": sent_d}
+    assert (sent_p.pop("bootstrap_leg"), sent_d.pop("bootstrap_leg")) == ("prefill", "decode")
     assert (
         sent_p
         == sent_d

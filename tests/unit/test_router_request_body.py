@@ -32,7 +32,8 @@ def legs(**fields):
 )
 def test_a_batch_gets_a_room_for_each_prompt_and_a_name(fields, size):
     prefill, decode = legs(**fields)
-    assert prefill == {**decode, "stream": False}
+    assert prefill == {**decode, "stream": False, "bootstrap_leg": "prefill"}
+    assert decode["bootstrap_leg"] == "decode"
     assert isinstance(decode["rid"], str)
     if size is None:
         assert (decode["bootstrap_host"], decode["bootstrap_port"]) == ("::1", 9000)
@@ -94,6 +95,7 @@ def test_a_clients_bootstrap_fields_reach_nobody(body):
             "bootstrap_host",
             "bootstrap_port",
             "bootstrap_room",
+            "bootstrap_leg",
         }
 
 

@@ -79,16 +79,28 @@ def test_what_the_options_say_goes_before_but_for_loopback(url, port, expected):
 
 
 @scenario()
-async def test_who_is_named_by_the_wrong_option_is_not_used(rig):
+async def test_an_instance_does_what_it_says_it_is_whatever_it_is_named_by(rig):
     p, d = await rig.instance(), await rig.instance()
     p.told, d.told = {**PREFILL, "role": "decode"}, {**PREFILL, "role": "prefill"}
-    client = await rig.route([p], [d], states=["unhealthy", "unhealthy"])
-    reasons = [i["reason"] for i in (await client.get("/server_info")).json()["instances"]]
-    assert reasons == [
-        "it is a decode instance: name it by --decode, not by --prefill",
-        "it is a prefill instance: name it by --prefill, not by --decode",
-    ]
-    assert (await generate(client)).status_code == 503
+    client = await rig.route([p], [d])
+    roles = [i["role"] for i in (await client.get("/server_info")).json()["instances"]]
+    assert roles == ["decode", "prefill"]
+    assert (await generate(client)).status_code == 200
+    assert [len(p.requests), len(d.requests)] == [1, 1]
+    assert p.requests[0].body["bootstrap_port"] == PREFILL["bootstrap_port"]
+
+
+def test_who_becomes_unified_takes_whole_requests():
+    instance = Instance("http://10.0.0.9:30000", Role.PREFILL)
+    for role, expected in (
+        ("unified", Role.PREFILL),
+        ("decode", Role.DECODE),
+        ("unified", Role.WORKER),
+        ("unified", Role.WORKER),
+        ("prefill", Role.PREFILL),
+    ):
+        assert instance.learn(Told("one", role, "", 9444)) is None
+        assert instance.role is expected
 
 
 @scenario()

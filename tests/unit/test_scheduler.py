@@ -340,3 +340,65 @@ def test_scheduler_process_imports_no_torch():
     code = "import sys, pdserve.scheduler.process; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=limit(60))
     assert out.stdout.strip() == "[]"
+
+
+def test_several_answers_compute_their_prompt_once():
+    sim = SimInstance(make_options(chunked_prefill_size=8, max_total_tokens=512))
+    for i in range(4):
+        sim.submit(f"a-{i}", range(50), max_new_tokens=6, fork_of="a-0" if i else "")
+    sim.run_until_idle()
+    expected = reference_output(range(50), 6)
+    assert all(sim.tokens[f"a-{i}"] == expected for i in range(4))
+    assert [end_of(sim, f"a-{i}").meta.cached_tokens for i in range(4)] == [0, 48, 48, 48]
+    # All of it once, and what is behind the last whole page for each of the others.
+    assert sim.scheduler.counters.prompt_tokens == 50 + 3 * 2
+    assert_all_returned(sim)
+
+
+@pytest.mark.parametrize("when", [0, 3, 12])
+def test_forks_go_on_when_the_first_is_aborted(when: int):
+    sim = SimInstance(make_options(chunked_prefill_size=8, max_total_tokens=512))
+    for i in range(3):
+        sim.submit(f"a-{i}", range(50), max_new_tokens=30, fork_of="a-0" if i else "")
+    for _ in range(when):
+        sim.plan()
+        sim.work()
+    sim.scheduler.abort(AbortReq("a-0"))
+    sim.scheduler.abort(AbortReq("a-1"))
+    sim.run_until_idle()
+    assert sim.tokens["a-2"] == reference_output(range(50), 30)
+    assert end_of(sim, "a-1").finish.type is FinishType.ABORT
+    assert_all_returned(sim)
+
+
+def test_a_fork_of_one_that_is_over_begins_at_once():
+    sim = SimInstance()
+    sim.submit("a-1", range(10), max_new_tokens=3, fork_of="a-0")
+    sim.run_until_idle()
+    assert sim.tokens["a-1"] == reference_output(range(10), 3)
+
+
+def test_a_fork_that_is_held_back_is_not_given_on_by_the_one_that_it_waits_for():
+    sim = SimInstance(make_options(chunked_prefill_size=8, max_total_tokens=512))
+    for i in range(2):
+        sim.submit(f"a-{i}", range(50), max_new_tokens=6, fork_of="a-0" if i else "")
+    fork = sim.scheduler.reqs["a-1"]
+    sim.plan()
+    sim.scheduler.hold_back(fork)
+    while "a-0" not in sim.ends:
+        sim.plan()
+        sim.work()
+    assert "a-1" not in sim.tokens
+    sim.scheduler.go_on(fork)
+    sim.run_until_idle()
+    assert sim.tokens["a-1"] == reference_output(range(50), 6)
+
+
+def test_forks_of_one_that_ends_with_its_first_token_compute_the_prompt_one_after_the_other():
+    sim = SimInstance(make_options(chunked_prefill_size=8, max_total_tokens=512))
+    for i in range(3):
+        sim.submit(f"a-{i}", range(50), max_new_tokens=1, fork_of="a-0" if i else "")
+    sim.run_until_idle()
+    assert all(sim.tokens[f"a-{i}"] == reference_output(range(50), 1) for i in range(3))
+    assert sim.scheduler.counters.prompt_tokens == 50 + 2 * 2
+    assert_all_returned(sim)

@@ -73,8 +73,16 @@ def test_whatever_goes_wrong_a_request_is_not_lost_on_its_way(modes, rules, seed
     """It goes on where it was, or where it was to go to."""
     campaign = Campaign(seed, modes, moves=100, faults=8, outputs=LONG, **rules)
     campaign.run(200, rate=15.0)
-    assert campaign.moves["moved"] >= 3
+    assert campaign.outcomes["moved"] >= 3
     assert campaign.faults.total() > 5
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("faults", [0, 8])
+def test_kv_that_is_given_back_is_right_or_not_there(faults, rules) -> None:
+    campaign = Campaign(5, PAIR, faults=faults, moves=30, outputs=LONG, return_kv=True, **rules)
+    campaign.run(200, rate=15.0)
+    assert campaign.kept() > (0 if faults else 50)  # of the latest lives only
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ Nobody reads such a request's answer yet when it begins to run: HTTP keeps it fo
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,8 @@ from ..peers import Peers
 
 log = logging.getLogger(__name__)
 
+SUFFIX = re.compile(r"@[0-9a-f]{16}$")
+"""Of the names of requests that have moved before."""
 READY_SECONDS = 30.0
 """For the other instance to let go of a request that is ready here."""
 MAX_ARRIVALS = 4096
@@ -42,12 +45,13 @@ MAX_ARRIVALS = 4096
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """One request. ``deadline``: of its commit, once it is ``ready``."""
+    """One request. ``deadline``: of its commit, once it is ``ready``. ``keep``: it is over, its KV is for others."""
 
     req: Req
     peer: Peer
     handover: HandoverId
     since: float
+    keep: bool = False
     ready: bool = False
     deadline: float = 0.0
 
@@ -56,8 +60,16 @@ class MovesIn:
     """Owner of all moves from others, until the request runs here."""
 
     def __init__(
-        self, scheduler: Scheduler, limits: HandoverLimits, peers: Peers, receivers: KVReceivers, port: int
+        self,
+        scheduler: Scheduler,
+        limits: HandoverLimits,
+        peers: Peers,
+        receivers: KVReceivers,
+        port: int,
+        *,
+        knows_peers: bool,
     ) -> None:
+        self._knows_peers = knows_peers
         self._scheduler = scheduler
         self._page_size = scheduler.options.page_size
         self._vocab_size = scheduler.worker.vocab_size
@@ -69,17 +81,19 @@ class MovesIn:
         self._now = 0.0
         self.done = 0
         self.failed = 0
+        self.kept = 0
 
     def on_offer(self, peer: Peer, msg: MoveOffer, now: float) -> None:
         """Another instance wants to be rid of a request."""
         self._now = now
         problem = self._problem(msg)
-        taken: Req | str = problem if problem is not None else self._admit(msg, now)
+        taken: Req | str = problem if problem is not None else self._admit(peer, msg, now)
         if isinstance(taken, str):
             self._refuse(peer, msg.handover, taken)
             return
-        arrival = self._arrivals[msg.handover] = Arrival(taken, peer, msg.handover, now)
-        log.info("instance %s offers it, after %d tokens", peer.epoch, taken.output_len, extra={"rid": taken.rid})
+        arrival = self._arrivals[msg.handover] = Arrival(taken, peer, msg.handover, now, msg.keep)
+        level = logging.DEBUG if msg.keep else logging.INFO
+        log.log(level, "instance %s offers it, after %d tokens", peer.epoch, taken.output_len, extra={"rid": taken.rid})
         if msg.kv_len:
             self._peers.want(peer, now)
             self._receivers.add_newcomer(taken, peer, msg.handover, msg.kv_len, self, now)
@@ -95,19 +109,29 @@ class MovesIn:
         if problem is not None:
             return problem
         known = (len(msg.running.request.input_ids) + len(msg.running.output)) // 4
+        if msg.keep and not self._knows_peers:
+            return "KV is kept for others only of instances with the same cluster secret"
+        if msg.keep and (msg.kv_len != known or msg.running.output):
+            return "it is over, and has more tokens than KV"
         if msg.kv_len % self._page_size or msg.kv_len > known:
             return f"{msg.kv_len} tokens of KV are no whole pages of its {known} tokens"
         return None
 
-    def _admit(self, msg: MoveOffer, now: float) -> Req | str:
+    def _admit(self, peer: Peer, msg: MoveOffer, now: float) -> Req | str:
         running = msg.running
-        # The name that it has there may be taken here.
+        # KV that is what its sender sent need not be right: where anybody may be a peer, others don't share it.
+        source = "" if self._knows_peers else f"\0{peer.epoch}"
         request = msgspec.structs.replace(
             running.request,
-            rid=f"{running.request.rid}@{msg.handover.room:016x}",
+            # The name that it has there may be taken here.
+            rid=f"{SUFFIX.sub('', running.request.rid)}@{msg.handover.room:016x}",
+            place=0,
+            extra_key=running.request.extra_key + source,
             arrival=now - running.age,
             bootstrap=None,
         )
+        if msg.keep:
+            return self._scheduler.admit_gift(request)
         return self._scheduler.admit_moved(request, unpack_i32(running.output), running.max_new_tokens)
 
     # --- Newcomer ---
@@ -115,8 +139,14 @@ class MovesIn:
     def landed(self, req: Req) -> None:
         """See ``Newcomer``."""
         arrival = self._by_req(req)
-        if arrival is not None:
+        if arrival is None:
+            return
+        if not arrival.keep:
             self._when_ready(arrival)
+            return
+        del self._arrivals[arrival.handover]
+        self.kept += 1
+        self._scheduler.leave(req, ReqState.MOVED)
 
     def lost(self, req: Req, reason: str) -> None:
         """See ``Newcomer``."""
@@ -152,10 +182,10 @@ class MovesIn:
             req.times.admitted = req.times.arrival
         if req.msg.logprobs is not None:
             req.logprobs = msg.logprobs
-        if req.wants_input_logprobs:
+        if req.wants_input_logprobs and req.output_len:
             req.input_logprobs = msg.input_logprobs
         key = secrets.token_hex(16)
-        self._scheduler.outbox.answer(ReqArrived(req.rid, key, req.times.arrival))
+        self._scheduler.outbox.answer(ReqArrived(req.rid, key, req.times.arrival, req.output_len))
         peer.send(MoveTaken(peer.epoch, msg.handover, key, self._port))
         self._scheduler.start_moved(req, now)
 
@@ -163,6 +193,8 @@ class MovesIn:
         if problem := tokens_problem("output", msg.output, self._vocab_size):
             return problem
         output_len = req.output_len + len(msg.output) // 4
+        if req.hold is not None and req.prompt_len + output_len <= req.computed:
+            return "nothing of it is left to compute"
         if output_len >= req.max_new_tokens:
             return "it has all of its output"
         if len(msg.logprobs) != (output_len if req.msg.logprobs is not None else 0):
@@ -204,9 +236,10 @@ class MovesIn:
     def _forget(self, arrival: Arrival, reason: str, *, tell: bool) -> None:
         """It does not go on here; nobody here has been told of it."""
         del self._arrivals[arrival.handover]
-        self.failed += 1
+        self.failed += not arrival.keep
         req = arrival.req
-        log.info("it does not go on here: %s", reason, extra={"rid": req.rid})
+        level = logging.DEBUG if arrival.keep else logging.INFO
+        log.log(level, "it does not go on here: %s", reason, extra={"rid": req.rid})
         if not req.is_ended:
             self._scheduler.leave(req, ReqState.MOVED)
         if tell:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -51,6 +52,21 @@ COMMIT_SECONDS = 10.0
 """For the other instance to say that it goes on there: it has all it needs, and the client waits."""
 
 
+OFFER_SECONDS = 100.0
+"""For memory there."""
+AGAIN_SECONDS = 1.0
+"""Before a request that could not go is to try the next instance."""
+
+
+GIFT_SECONDS = 10.0
+"""For KV that nobody waits for to be taken; it is pinned here meanwhile."""
+MAX_GIFTS = 256
+ROWS_A_GIFT = 8
+"""Of so many rows, one may be a gift's."""
+SPARE_PAGES = 4
+"""For each running request, below which no gift is kept."""
+
+
 class MoveState(Enum):
     """Where a move stands; see the module."""
 
@@ -67,12 +83,13 @@ class MoveState(Enum):
 class Move:
     """One request on its way to ``peer``, which is found at ``host`` and ``port``.
 
-    ``question``: who asked for it. ``kv_len``: of how many tokens the KV goes ahead. ``offered``: how many tokens were
-    known then. ``frozen_at``: since when the request stands still, 0 while it doesn't. ``hold``: its memory, pinned
-    while it is pushed. ``abort_asked``: the peer waits to hear that nothing more will be written.
+    ``question``: who asked for it, None where everything is to go. ``kv_len``: of how many tokens the KV goes ahead.
+    ``offered``: how many tokens were known then. ``frozen_at``: since when the request stands still, 0 while it
+    doesn't. ``hold``: its memory, pinned while it is pushed. ``abort_asked``: the peer waits to hear that nothing more
+    will be written. ``gift``: the request is over, and only its KV goes.
     """
 
-    question: int
+    question: int | None
     req: Req
     host: str
     port: int
@@ -87,6 +104,7 @@ class Move:
     frozen_at: float = 0.0
     abort_asked: bool = False
     reason: str = ""
+    gift: bool = False
 
 
 class MovesOut:
@@ -102,10 +120,71 @@ class MovesOut:
         self._rooms: dict[int, Move] = {}
         """All that the peer has heard of."""
         self._now = 0.0
+        self._targets: deque[tuple[str, int]] = deque()
+        """Where everything is to go, in turns; none: it stays."""
+        self._again_at: dict[str, float] = {}
+        """When to try next with requests that could not go."""
+        self._gifts: list[Move] = []
+        self._max_gifts = min(MAX_GIFTS, scheduler.options.max_running_requests // ROWS_A_GIFT)
         self.done = 0
         self.failed = 0
+        self.given = 0
+        self.paused_seconds = 0.0
 
     # --- asked for ---
+
+    def give_back(self, req: Req) -> None:
+        """Offer the KV of a request that is about to be over to the prefill that its prompt came from."""
+        where, hold = req.msg.bootstrap, req.hold
+        computed = min(req.computed, req.known_len) // self._page_size * self._page_size
+        is_known = where is not None and not where.source  # else nobody there finds it
+        if (
+            hold is None
+            or not hold.verified
+            or not is_known
+            or computed <= req.prompt_len // self._page_size * self._page_size
+        ):
+            return
+        if len(self._gifts) >= self._max_gifts or self._scheduler.draining or self._memory_is_wanted():
+            return
+        assert where is not None
+        peer = self._reach(where.host, where.port, self._now)
+        deadline = self._now + GIFT_SECONDS
+        move = Move(None, req, where.host, where.port, peer, self._now, deadline, kv_len=computed, gift=True)
+        # Into the prefix cache here at once, and not only when the gift is over.
+        self._scheduler.memory.share(req, computed)
+        move.hold = self._scheduler.memory.pin(req)
+        self._gifts.append(move)
+
+    def _memory_is_wanted(self) -> bool:
+        """Whether a request waits for memory here, or one that runs may lack it soon: gifts give way to them."""
+        planner, memory = self._scheduler.planner, self._scheduler.memory
+        waits = any(
+            req.hold is None and req.times.ready for req in (*planner.waiting.values(), *planner.arriving.values())
+        )
+        return waits or memory.obtainable < SPARE_PAGES * self._page_size * max(1, len(planner.running))
+
+    def _offer_gift(self, move: Move) -> None:
+        req, peer = move.req, move.peer
+        move.handover = HandoverId(peer.epoch, secrets.randbits(63), 0)
+        move.state = MoveState.OFFERED
+        self._rooms[move.handover.room] = move
+        sampling = msgspec.structs.replace(req.msg.sampling, max_new_tokens=1, min_new_tokens=0)
+        tokens = req.token_ids[: move.kv_len].tobytes()
+        request = msgspec.structs.replace(req.msg, input_ids=tokens, sampling=sampling, logprobs=None, bootstrap=None)
+        peer.send(MoveOffer(peer.epoch, move.handover, RunningRequest(request, b"", 1, 0.0), move.kv_len, keep=True))
+
+    def move_all(self, to: Iterable[tuple[str, int]]) -> None:
+        """Everything that runs here is to go to the instances behind these bootstrap addresses, as soon as it can."""
+        self._targets = deque(to)
+
+    def _move_more(self, now: float) -> None:
+        for req in list(self._scheduler.reqs.values()):
+            is_here = req.route is not Route.OUTGOING and req.rid not in self._moves
+            if is_here and self._can_leave(req) and now >= self._again_at.get(req.rid, 0.0):
+                self._targets.rotate(-1)
+                host, port = self._targets[-1]
+                self._begin(None, req, host, port, now)
 
     def migrate(self, ask: MigrateReq, now: float) -> None:
         """Move a request; the answer comes when it has, or can't be."""
@@ -119,18 +198,25 @@ class MovesOut:
         elif req.route is Route.OUTGOING:
             problem = f"request {ask.rid!r} is computed for another instance, and ends here by itself"
         if problem is not None:
-            self._answer(MigrateResult(ask.id, moved=False, message=problem))
+            self._scheduler.outbox.answer(MigrateResult(ask.id, moved=False, message=problem))
             return
         assert req is not None
-        peer = self._reach(ask.host, ask.port, now)
-        deadline = now + self._limits.bootstrap
-        self._moves[req.rid] = Move(ask.id, req, ask.host, ask.port, peer, now, deadline)
+        self._begin(ask.id, req, ask.host, ask.port, now)
+
+    def _begin(self, question: int | None, req: Req, host: str, port: int, now: float) -> None:
+        peer = self._reach(host, port, now)
+        self._moves[req.rid] = Move(question, req, host, port, peer, now, now + self._limits.bootstrap)
 
     def advance(self, now: float) -> None:
         """Move on what can move; give up what has waited too long."""
         self._now = now
-        for move in list(self._moves.values()):
-            if move.req.is_ended:
+        if self._targets:
+            self._move_more(now)
+        if self._gifts and self._memory_is_wanted():
+            for gift in [gift for gift in self._gifts if gift.state in (MoveState.REACHING, MoveState.OFFERED)]:
+                self._fail(gift, "others need the memory")
+        for move in [*self._moves.values(), *self._gifts]:
+            if move.req.is_ended and not move.gift:
                 self._fail(move, "the request has ended")
             elif move.state is MoveState.REACHING:
                 self._when_reached(move, now)
@@ -144,6 +230,8 @@ class MovesOut:
             move.peer = move.peer.same_as
         if move.peer.gone:
             self._fail(move, f"the instance can't be used: {move.peer.reason}")
+        elif move.peer.state is PeerState.OPEN and move.gift:
+            self._offer_gift(move)
         elif move.peer.state is PeerState.OPEN and self._can_leave(move.req):
             self._offer(move, now)
 
@@ -161,10 +249,11 @@ class MovesOut:
         move.kv_len = computed // self._page_size * self._page_size
         move.offered = req.known_len
         move.state = MoveState.OFFERED
-        move.deadline = now + self._limits.bootstrap + self._limits.queue
+        # Where everything is to go, another one is tried rather than waited for.
+        move.deadline = now + min(OFFER_SECONDS, self._limits.bootstrap if move.question is None else OFFER_SECONDS)
         self._rooms[move.handover.room] = move
-        # It names a hand-over of its own, if it came by one; that is over.
-        request = msgspec.structs.replace(req.msg, bootstrap=None)
+        # The hand-over that it came by, and whose prompt it shares, are over, or stay.
+        request = msgspec.structs.replace(req.msg, bootstrap=None, fork_of="")
         output = req.token_ids[req.prompt_len : req.known_len].tobytes()
         running = RunningRequest(request, output, req.max_new_tokens, max(0.0, now - req.times.arrival))
         peer.send(MoveOffer(peer.epoch, move.handover, running, move.kv_len))
@@ -188,15 +277,16 @@ class MovesOut:
             return
         memory = self._scheduler.memory
         move.state, move.deadline = MoveState.PUSHING, self._now + self._limits.transfer
-        move.hold = memory.pin(move.req)
-        src = memory.pages(move.req, msg.decode_prefix_len, move.kv_len)
+        if move.hold is None:
+            move.hold = memory.pin(move.req)
+        src = memory.pages_of(move.hold, msg.decode_prefix_len, move.kv_len)
         # In the order of the steps, so that those which compute these pages come before.
         push = SendPages(msg.handover, pack_i32(src), msg.dst_pages, last=True, checksum=msg.checksum)
         self._scheduler.outbox.to_worker(push)
 
     def _mismatch(self, move: Move, msg: TransferRequest) -> str | None:
         req, skipped = move.req, msg.decode_prefix_len
-        if req.hold is None or req.computed < move.kv_len:
+        if not move.gift and (req.hold is None or req.computed < move.kv_len):
             return "its memory was taken meanwhile, for other requests"
         if msg.prompt_len != move.kv_len or msg.prompt_digest != digest_of(req, move.kv_len):
             return "the other instance means another request"
@@ -224,11 +314,16 @@ class MovesOut:
             move.state = MoveState.LANDING
             timing = Timing(transfer_ms=event.seconds * 1000, transfer_bytes=event.nbytes)
             move.peer.send(TransferDone(move.peer.epoch, event.handover, event.slices, timing))
+            if move.gift:
+                self.given += 1
+                self._forget(move)
 
     def on_ready(self, peer: Peer, msg: MoveReady) -> None:
         """It can go on there: let it stand still here."""
         move = self._of(peer, msg.handover)
         if move is None:
+            return
+        if move.gift:
             return
         if move.state is MoveState.LANDING or (move.state is MoveState.OFFERED and not move.kv_len):
             move.state, move.frozen_at = MoveState.FREEZING, self._now
@@ -260,10 +355,11 @@ class MovesOut:
         req = move.req
         self._forget(move)
         self.done += 1
+        self.paused_seconds += now - move.frozen_at
         paused_ms = (now - move.frozen_at) * 1000
         log.info("it goes on at %s:%d", move.host, msg.port, extra={"rid": req.rid})
-        self._scheduler.leave_moved(req, ReqMoved(req.rid, move.host, msg.port, msg.key))
-        self._answer(MigrateResult(move.question, moved=True, paused_ms=paused_ms))
+        self._scheduler.leave_moved(req, ReqMoved(req.rid, peer.epoch, move.host, msg.port, msg.key))
+        self._answer(move, moved=True, paused_ms=paused_ms)
 
     # --- the ways out ---
 
@@ -272,6 +368,12 @@ class MovesOut:
         move = self._of(peer, msg.handover)
         if move is not None and move.state is not MoveState.DRAINING:
             self._fail(move, f"the other instance does not take it: {shown(msg.reason, REASON_CHARS)}", tell=False)
+
+    def on_too_long(self, peer: Peer, handover: HandoverId) -> None:
+        """What was to be said of a move is more than the peer takes."""
+        move = self._of(peer, handover)
+        if move is not None:
+            self._fail(move, "its tokens or logprobs are more than one message may hold")
 
     def on_abort(self, peer: Peer, msg: Abort) -> None:
         """The other instance does not want the KV any more."""
@@ -285,7 +387,7 @@ class MovesOut:
 
     def on_gone(self, peer: Peer) -> None:
         """The other instance died or fell silent."""
-        for move in {id(m): m for m in [*self._moves.values(), *self._rooms.values()] if m.peer is peer}.values():
+        for move in [move for move in self._all() if move.peer is peer]:
             self._fail(move, f"the other instance is gone: {peer.reason}")
 
     def cancel(self, req: Req, reason: str) -> None:
@@ -296,7 +398,10 @@ class MovesOut:
 
     def pinned(self) -> list[KVHold]:
         """Memory that the worker may still read."""
-        return [m.hold for m in self._rooms.values() if m.hold is not None]
+        return [m.hold for m in self._all() if m.hold is not None]
+
+    def _all(self) -> Iterable[Move]:
+        return {id(m): m for m in (*self._moves.values(), *self._gifts, *self._rooms.values())}.values()
 
     def info(self, now: float) -> list[dict[str, Any]]:
         """For /transfers."""
@@ -311,29 +416,38 @@ class MovesOut:
                 "prompt_tokens": move.req.prompt_len,
                 "reason": move.reason or None,
             }
-            for move in {id(m): m for m in [*self._moves.values(), *self._rooms.values()]}.values()
+            for move in self._all()
         ]
 
     def _of(self, peer: Peer, handover: HandoverId) -> Move | None:
         move = self._rooms.get(handover.room)
         return move if move is not None and move.handover == handover and move.peer is peer else None
 
-    def _answer(self, result: MigrateResult) -> None:
-        self._scheduler.outbox.answer(result)
+    def _answer(self, move: Move, *, moved: bool, message: str = "", paused_ms: float = 0.0) -> None:
+        if move.question is not None:
+            self._scheduler.outbox.answer(MigrateResult(move.question, moved, message, paused_ms))
 
     def _fail(self, move: Move, reason: str, *, tell: bool = True) -> None:
         """It does not move; where it stood still it goes on here."""
         if move.state is MoveState.DRAINING:
             return
         state, move.state, move.reason = move.state, MoveState.DRAINING, reason
-        del self._moves[move.req.rid]
-        self.failed += 1
-        log.info("it is not moved: %s", reason, extra={"rid": move.req.rid})
+        if move.gift:
+            log.debug("its KV is not given back: %s", reason, extra={"rid": move.req.rid})
+        else:
+            del self._moves[move.req.rid]
+            self.failed += 1
+            log.info("it is not moved: %s", reason, extra={"rid": move.req.rid})
         if state in (MoveState.FREEZING, MoveState.COMMITTED):
             self._scheduler.go_on(move.req)
         if tell and move.handover is not None:
             move.peer.send(MoveRefused(move.peer.epoch, move.handover, shown(reason, REASON_CHARS)))
-        self._answer(MigrateResult(move.question, moved=False, message=reason))
+        self._answer(move, moved=False, message=reason)
+        if self._targets and not move.req.is_ended:
+            self._again_at[move.req.rid] = self._now + AGAIN_SECONDS
+        if move.hold is not None and state is not MoveState.PUSHING:
+            self._scheduler.memory.unpin(move.hold)  # nobody reads it yet
+            move.hold = None
         if move.hold is None:
             self._forget(move)
         else:
@@ -343,6 +457,8 @@ class MovesOut:
     def _forget(self, move: Move) -> None:
         if self._moves.get(move.req.rid) is move:
             del self._moves[move.req.rid]
+        if move.gift:
+            self._gifts.remove(move)
         if move.handover is not None:
             self._rooms.pop(move.handover.room, None)
             if move.abort_asked:

@@ -51,7 +51,8 @@ class Slot:
 
 class Campaign:
     """``modes``: one instance for each. ``faults``, and ``moves`` of running requests: how many, on average, for a
-    hundred hand-overs. ``outputs``: how many tokens are asked for.
+    hundred hand-overs. ``outputs``: how many tokens are asked for. ``options``: of all
+    instances, beyond ``OPTIONS``.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Campaign:
         outputs: tuple[int, ...] = (1, 2, 3, 6, 12),
         lets_go: bool = False,
         hostile: bool = False,
+        **options: object,
     ) -> None:
         self.rng = random.Random(seed)
         self.world = World()
@@ -76,6 +78,7 @@ class Campaign:
         self._fault_rate = faults / 100
         self._move_rate = moves / 100
         self._outputs = outputs
+        self._options = options
         self.moves: Counter[str] = Counter()
         """How they went."""
         self._lets_go, self._hostile = lets_go, hostile
@@ -102,14 +105,20 @@ class Campaign:
                     node.check()
         self._settle()
 
+    def kept(self) -> int:
+        """KV of finished requests that living prefills have taken."""
+        return sum(node.manager.moves_in.kept for node in self._nodes())
+
     # --- instances ---
 
     def _start(self, slot: Slot) -> None:
         slot.lives += 1
         slot.frozen_until.clear()
-        options = make_options(**(OPTIONS | {"disaggregation_mode": slot.mode}))
+        options = make_options(**(OPTIONS | self._options | {"disaggregation_mode": slot.mode}))
         epoch = f"{slot.mode[0]}{slot.bootstrap_port - 9000}.{slot.lives}"
-        slot.node = Node(self.world, epoch, slot.bootstrap_port, options, lets_go=self._lets_go, hostile=self._hostile)
+        sealed = bool(self._options.get("return_kv"))
+        rules = {"lets_go": self._lets_go, "hostile": self._hostile, "sealed": sealed}
+        slot.node = Node(self.world, epoch, slot.bootstrap_port, options, **rules)
         self._beat(slot, slot.node)
         self._renew(slot, slot.node)
 

@@ -122,6 +122,7 @@ class Node:
         *,
         lets_go: bool = False,
         hostile: bool = False,
+        sealed: bool = False,
     ) -> None:
         self.world = world
         self.epoch = epoch
@@ -146,6 +147,7 @@ class Node:
         with patch.object(scheduler_module, "make_cost_model", lambda worker: COST_MODEL):
             self.scheduler = Scheduler(options, ready, outbox)
         self.network = SimNetwork(world, self, bootstrap_port)
+        self.network.port.is_sealed = self.sealed = sealed
         network: Any = self.network
         self.manager = KVManager(epoch, self.scheduler, network)
         self.scheduler.handovers = self.manager
@@ -172,7 +174,9 @@ class Node:
     def submit(self, rid: str, prompt: list[int], room: int, bootstrap_port: int, **kwargs: Any) -> None:
         """A client's leg, whose prefill is behind that bootstrap server."""
         msg = make_generate(rid, prompt, room=room, **kwargs)
-        msg = msgspec.structs.replace(msg, bootstrap=Bootstrap(HOST, bootstrap_port, room), arrival=self.world.now)
+        msg = msgspec.structs.replace(
+            msg, bootstrap=Bootstrap(HOST, bootstrap_port, room, vouched=self.sealed), arrival=self.world.now
+        )
         self.open.add(rid)
         self.scheduler.admit_message(msg, self.world.now)
         self.turn()
@@ -218,9 +222,11 @@ class Node:
             return
         # A page at a time, so that there is something between two of them.
         with patch.multiple(engine_module, SLICE_BYTES=1, WINDOW_SLICES=2, CHECK_BYTES=1):
-            self.engine.turn(wait=False)
-            while self.engine.working or self.backend.has_news:
+            # What a turn finds landed makes room for what only the next one can push.
+            idle = 0
+            while idle < 2:
                 self.engine.turn(wait=False)
+                idle = 0 if self.engine.working or self.backend.has_news else idle + 1
 
     def _emit(self, event: Any) -> None:
         what = f"{self.epoch} hears {type(event).__name__}"

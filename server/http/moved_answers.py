@@ -1,0 +1,193 @@
+"""Answers that begin at one instance and end at another.
+
+Here are those that go on at this instance, until somebody reads them; and those of this instance's own clients that go
+on elsewhere, where a client can't follow: they are read there, and told here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+
+from ...messages.moves import ReqArrived, ReqMoved
+from ...messages.outputs import FinishReason, FinishType, ReqText, TextBatch
+from ...runtime.web.client.client import HttpClient
+from ...runtime.web.client.errors import ClientError
+from ...runtime.web.moved_answer import TICKET, Ticket
+from .errors import ApiError
+from .plan import PromptPlan
+from .submission import Choice, Kind, Submission
+
+log = logging.getLogger(__name__)
+
+ARRIVAL_SECONDS = 5.0
+"""A ticket may be here before its answer: the schedulers say it to each other, and the detokenizer is slower."""
+UNREAD_SECONDS = 30.0
+"""An answer that nobody has come for by then ends."""
+CONNECT_SECONDS = 5.0
+SILENCE_SECONDS = 60.0
+"""Streams say something every 15 s."""
+PATH = "/moved"
+EVENT_END = b"\n\n"
+DATA = b"data: "
+DONE = b"[DONE]"
+ERROR = b'{"error"'
+
+OnText = Callable[[TextBatch], None]
+_ITEM = msgspec.json.Decoder(ReqText)
+_ERROR = msgspec.json.Decoder(dict[str, dict[str, object]])
+
+
+class _Parked(NamedTuple):
+    submission: Submission
+    timer: asyncio.TimerHandle
+
+
+class _Relay(NamedTuple):
+    task: asyncio.Task[None]
+    choice: Choice
+    on_text: OnText
+
+
+class MovedAnswers:
+    """Event-loop thread only."""
+
+    def __init__(self) -> None:
+        self._parked: dict[str, _Parked] = {}
+        self._awaited: dict[str, asyncio.Event] = {}
+        self._relays: dict[str, _Relay] = {}
+        self._away: set[str] = set()
+        """Names of the requests that ended here, though their answers are not complete."""
+        self._client = HttpClient((), CONNECT_SECONDS)
+        self._when_quiet: Callable[[], None] | None = None
+
+    # --- that go on here ---
+
+    def park(self, arrived: ReqArrived, give_up: Callable[[Submission], None]) -> Submission:
+        """Keep an answer for who brings its key; ``give_up`` where nobody does."""
+        choice = Choice(0, 0, arrived.rid, arrived.rid, arrived.arrival, kind=Kind.STREAM)
+        choice.replay = arrived.output_tokens > 0
+        submission = Submission([choice], names=[], streaming=True)
+
+        def late() -> None:
+            if self._parked.pop(arrived.key, None) is not None:
+                log.warning("nobody came for its answer in %.0f s", UNREAD_SECONDS, extra={"rid": arrived.rid})
+                give_up(submission)
+                self._look()
+
+        timer = asyncio.get_running_loop().call_later(UNREAD_SECONDS, late)
+        self._parked[arrived.key] = _Parked(submission, timer)
+        if (awaited := self._awaited.pop(arrived.key, None)) is not None:
+            awaited.set()
+        return submission
+
+    async def take(self, ticket: Ticket, plan: PromptPlan, *, streaming: bool) -> Submission:
+        """The answer that a ticket is for, less what its client has been told. Raises ``ApiError`` 404."""
+        if ticket.key not in self._parked:
+            awaited = self._awaited.setdefault(ticket.key, asyncio.Event())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ARRIVAL_SECONDS):
+                    await awaited.wait()
+            self._awaited.pop(ticket.key, None)
+        parked = self._parked.pop(ticket.key, None)
+        self._look()
+        if parked is None:
+            raise ApiError(404, "there is no moved answer for this ticket: it was read, or nobody came for it in time")
+        parked.timer.cancel()
+        (choice,) = parked.submission.choices
+        choice.rid, choice.keep_output = plan.rid, plan.keep_output
+        choice.kind = Kind.STREAM if streaming else Kind.WHOLE
+        choice.opened, choice.told_chars, choice.told_tokens = ticket.opened, ticket.chars, ticket.tokens
+        return parked.submission
+
+    # --- that go on elsewhere ---
+
+    def relay(self, moved: ReqMoved, choice: Choice, owner: Submission, on_text: OnText) -> None:
+        """Read the rest of ``choice`` there, for a client that can't."""
+        told = (len(choice.text), len(choice.token_ids), choice.opened)
+        ticket = Ticket(moved.epoch, moved.host, moved.port, moved.key, *told, choice.rid, 0)
+        self._away.add(moved.rid)
+        task = asyncio.get_running_loop().create_task(self._read(ticket, choice, owner, on_text))
+        self._relays[moved.rid] = _Relay(task, choice, on_text)
+        task.add_done_callback(lambda _: self._ended(moved.rid))
+
+    async def _read(self, ticket: Ticket, choice: Choice, owner: Submission, on_text: OnText) -> None:
+        try:
+            answer = await self._client.send(
+                "POST", ticket.url, PATH, b"", [(TICKET, ticket.dump())], silence=SILENCE_SECONDS
+            )
+            try:
+                if answer.status != 200:
+                    raise ApiError(502, f"{ticket.url} does not go on with this answer (it said {answer.status})")
+                part = b""
+                while data := await answer.read():
+                    *events, part = (part + data).split(EVENT_END)
+                    for event in events:
+                        self._take(event, choice.wire_rid, on_text)
+            finally:
+                answer.close()
+            if choice.finish is None:
+                raise ApiError(502, f"{ticket.url} ended this answer, which it went on with, too early")
+        except ApiError as e:
+            owner.fail(e)
+        except (ClientError, TimeoutError, msgspec.MsgspecError) as e:
+            reason = str(e) or type(e).__name__
+            owner.fail(ApiError(502, f"{ticket.url}, where this answer goes on, is gone: {reason}"))
+
+    @staticmethod
+    def _take(event: bytes, rid: str, on_text: OnText) -> None:
+        if not event.startswith(DATA) or event == DATA + DONE:
+            return
+        content = event.removeprefix(DATA)
+        if content.startswith(ERROR):
+            said = _ERROR.decode(content)["error"]
+            status = said.get("status")
+            raise ApiError(status if isinstance(status, int) else 502, str(said.get("message", "")))
+        item = _ITEM.decode(content)
+        item.rid = rid
+        on_text(TextBatch([item]))
+
+    def abort(self, choices: Iterable[Choice], reason: str) -> None:
+        """End those that go on elsewhere; their clients hear so."""
+        for choice in choices:
+            relay = self._relays.pop(choice.wire_rid, None)
+            if relay is not None:
+                relay.task.cancel()
+                finish = FinishReason(FinishType.ABORT, message=reason)
+                relay.on_text(TextBatch([ReqText(choice.wire_rid, "", [], finish, choice.meta)]))
+
+    def is_away(self, rid: str) -> bool:
+        """Whether a request has ended here, and its answer goes on elsewhere."""
+        return rid in self._away
+
+    def leave(self, rid: str) -> bool:
+        """Nobody waits for this answer any more. Whether it was one that goes on elsewhere, or did."""
+        relay = self._relays.pop(rid, None)
+        if relay is not None:
+            relay.task.cancel()
+        was_away = rid in self._away
+        self._away.discard(rid)
+        return was_away
+
+    def abort_all(self, reason: str) -> None:
+        """End all that go on elsewhere."""
+        self.abort([relay.choice for relay in self._relays.values()], reason)
+
+    def when_quiet(self, call: Callable[[], None]) -> None:
+        """``call`` as soon as no answer waits to be read here, nor a client for one that goes on elsewhere."""
+        self._when_quiet = call
+        self._look()
+
+    def _ended(self, rid: str) -> None:
+        self._relays.pop(rid, None)
+        self._look()
+
+    def _look(self) -> None:
+        if self._when_quiet is not None and not self._relays and not self._parked:
+            call, self._when_quiet = self._when_quiet, None
+            call()

@@ -1,0 +1,134 @@
+"""Orders that change what an instance does, and for whom: ``POST /migrate``, ``/drain`` and ``/role`` are an admin's,
+``POST /moved`` another instance's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...messages.control import RoleReq, RoleResult
+from ...messages.moves import MigrateReq, MigrateResult
+from ...messages.outputs import ReqText
+from ...messages.sampling import SamplingParams
+from ...runtime.cluster_secret import addresses
+from ...runtime.web.keys import Caller
+from .engine_response import DATA_PREFIX, EVENT_END, EngineResponse
+from .errors import ApiError, bad_request, json_response
+from .fields import Body
+from .parsing import parse_body
+from .plan import Prompt, PromptPlan
+from .state import HttpState
+from .submission import Choice, Delta
+from .tickets import ticket_of
+
+ROLE_SECONDS = 5.0
+MOVE_SECONDS = 120.0
+"""A request that waits for memory there runs on here."""
+
+
+class MigrateBody(Body):
+    """``POST /migrate``: which request, and the bootstrap address of the instance that shall go on with it."""
+
+    rid: Annotated[str, Field(min_length=1)]
+    bootstrap_host: Annotated[str, Field(min_length=1)]
+    bootstrap_port: Annotated[int, Field(ge=1, le=65535)]
+
+
+async def migrate(request: Request) -> Response:
+    """Let a running request go on at another instance; 409 with the reason where it stays."""
+    state, body = HttpState.of(request), await parse_body(request, MigrateBody)
+    rids = state.engine.running(body.rid, Caller.of(request.scope))
+    if not rids:
+        raise ApiError(404, f'rid: no request "{body.rid}" is running here', param="rid")
+
+    def ask(rid: str) -> Any:
+        make = lambda id_: MigrateReq(id_, rid, body.bootstrap_host, body.bootstrap_port)  # noqa: E731
+        return state.engine.ask(make, MigrateResult, MOVE_SECONDS)
+
+    try:
+        results: list[MigrateResult] = await asyncio.gather(*map(ask, rids))
+    except TimeoutError:
+        raise ApiError(503, f"it was not moved within {MOVE_SECONDS:g} s, and may yet be") from None
+    failed = [result.message for result in results if not result.moved]
+    if failed:
+        raise ApiError(409, f"{len(failed)} of {len(results)} answers stay here: {failed[0]}")
+    return json_response({"moved": len(results), "paused_ms": [round(result.paused_ms, 3) for result in results]})
+
+
+class DrainBody(Body):
+    """``POST /drain``: who goes on with what runs, as HOST:PORT of bootstrap servers; nobody: it is finished here."""
+
+    to: list[str] = Field(default_factory=list)
+
+
+async def drain(request: Request) -> Response:
+    """Stop admitting, hand over what runs, and exit when nothing is left; answers at once."""
+    engine, body = HttpState.of(request).engine, await parse_body(request, DrainBody)
+    try:
+        to = sorted(addresses("to", ",".join(body.to)))
+    except ValueError as e:
+        raise bad_request("to", str(e).removeprefix("to ")) from None
+    if to and not HttpState.of(request).options.hands_over:
+        raise bad_request("to", "this instance exchanges no KV; start it with --handover on, or leave this out")
+    engine.drain(to)
+    return json_response({"draining": engine.live_requests})
+
+
+class RoleBody(Body):
+    """``POST /role``: what the instance is to be offered from now on."""
+
+    role: Literal["unified", "prefill", "decode"]
+
+
+async def role(request: Request) -> Response:
+    """Change the role, without a restart; what runs goes on, what is cached stays."""
+    engine, body = HttpState.of(request).engine, await parse_body(request, RoleBody)
+    try:
+        result = await engine.ask(lambda id_: RoleReq(id_, body.role), RoleResult, ROLE_SECONDS)
+    except TimeoutError:
+        raise ApiError(503, f"the scheduler did not answer within {ROLE_SECONDS:g} s") from None
+    if result.message:
+        raise ApiError(409, result.message)
+    return json_response({"role": result.role, "before": result.before})
+
+
+async def moved(request: Request) -> Response:
+    """The rest of an answer that goes on here, as the instance reads it that has its client."""
+    ticket = ticket_of(request.scope)
+    if ticket is None:
+        raise bad_request(None, "this path is for instances, which send a ticket")
+    plan = PromptPlan(Prompt(), SamplingParams(seed=0), 1, ticket.rid, True, None, None, "")
+    return EngineResponse(HttpState.of(request).engine, [plan], ItemRenderer(), stream=True)
+
+
+class ItemRenderer:
+    """What the engine says, as it is."""
+
+    field_names: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def created(self) -> int:
+        """It is not told here."""
+        return 0
+
+    def answer(self, choices: list[Choice]) -> dict[str, Any]:
+        """It is always a stream."""
+        raise NotImplementedError
+
+    def events(self, delta: Delta) -> bytes:
+        """One ``ReqText``."""
+        choice = delta.choice
+        prompt, logprobs = choice.prompt if delta.is_first else None, delta.logprobs or None
+        item = ReqText("", delta.text, delta.token_ids, delta.finish, choice.meta, logprobs, prompt)
+        return DATA_PREFIX + msgspec.json.encode(item) + EVENT_END
+
+    def last_events(self, choices: list[Choice]) -> bytes:
+        """Nothing is left to say."""
+        return b""

@@ -1,0 +1,181 @@
+"""A stream moves between two instances while it is read: the tokens, text and logprobs of one that stayed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import pytest
+from support.machine import limit
+from support.processes import ONE_THREAD, Launched, free_ports, launched, wait_until
+from support.reader import Reader
+
+LONG = 600
+"""Tokens: a stream that can be met in the middle."""
+PROMPT = [(i * 13 + 11) % 40000 + 100 for i in range(200)]
+GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+
+
+class Two:
+    """Two equal instances, and a router before them."""
+
+    def __init__(self, instances: list[Launched], bootstraps: list[int], router: Launched) -> None:
+        self.instances, self.bootstraps, self.router = instances, bootstraps, router
+
+    def holder(self, rid: str) -> int:
+        """Which of them has a request."""
+        for i, instance in enumerate(self.instances):
+            if instance.info()["requests"]["total"]:
+                return i
+        raise AssertionError(f"nobody has {rid}")
+
+    def migrate(self, rid: str, source: int) -> httpx.Response:
+        """From ``source`` to the other one."""
+        to = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstraps[1 - source]}
+        return self.instances[source].post("/migrate", {"rid": rid, **to})
+
+    def assert_all_returned(self) -> None:
+        """Nothing in use, and their own checks agree."""
+        for instance in self.instances:
+            wait_until(
+                lambda i=instance: (i.info()["requests"]["total"], i.info()["pool"]["in_use"]) == (0, 0), 15, "idle"
+            )
+            wait_until(lambda i=instance: i.info()["invariants_steps_ago"] == 0, 15, "checked")
+            assert instance.info()["invariants"] == "ok"
+
+
+@contextmanager
+def two(tmp_path, backend: str, *args: str):
+    bootstraps = free_ports(2)
+    cores = sorted(os.sched_getaffinity(0))
+    with ExitStack() as stack:
+        instances = []
+        for i, port in enumerate(bootstraps):
+            own = ["--handover", "on", "--disaggregation-bootstrap-port", str(port), *ONE_THREAD]
+            own += ["--disaggregation-transfer-backend", backend, "--cpus", str(cores[i % len(cores)])]
+            instances.append(stack.enter_context(launched(tmp_path, f"i{i}", "server", *own, *args)))
+        workers = [word for instance in instances for word in ("--worker", instance.url)]
+        router = stack.enter_context(launched(tmp_path, "router", "router", *workers))
+        for server in (*instances, router):
+            server.wait_healthy()
+        yield Two(instances, bootstraps, router)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, tiny_args):
+    with two(tmp_path_factory.mktemp("two"), "shm", *tiny_args) as found:
+        yield found
+
+
+def body(rid: str, **more) -> dict:
+    params = {"temperature": 0.8, "sampling_seed": 7, "max_new_tokens": LONG, "ignore_eos": True}
+    return {"rid": rid, "input_ids": PROMPT, "sampling_params": params, "stream": True, **more}
+
+
+def whole(pair: Two, asked: dict) -> dict:
+    """The answer of one that stays."""
+    return pair.instances[0].generate(**asked | {"stream": False, "rid": asked["rid"] + "-stays"})
+
+
+@pytest.mark.parametrize("way", ["direct", "router"])
+def test_a_moved_stream_has_the_tokens_of_one_that_stays(pair, way):
+    asked = body(f"moves-{way}", return_logprob=True, top_logprobs_num=2)
+    expected = whole(pair, asked)
+    reader = Reader((pair.router if way == "router" else pair.instances[0]).url, GENERATE, asked)
+    reader.start()
+    reader.met(20)
+    source = pair.holder(asked["rid"])
+    answer = pair.migrate(asked["rid"], source)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["moved"] == 1
+    last = reader.ended()[-1]
+    assert len(last["output_ids"]) == LONG
+    assert last["output_ids"] == expected["output_ids"]
+    assert last["text"] == expected["text"]
+    names = ("id", "finish_reason", "prompt_tokens", "completion_tokens")
+    assert {n: last["meta_info"][n] for n in names[1:]} == {n: expected["meta_info"][n] for n in names[1:]}
+    assert last["meta_info"]["id"] == asked["rid"]
+    scores, right = (answer["meta_info"]["output_token_logprobs"] for answer in (last, expected))
+    assert [token for _, token, _ in scores] == last["output_ids"]
+    assert [score for score, _, _ in scores] == pytest.approx([score for score, _, _ in right], abs=1e-4)
+    told = [len(event["output_ids"]) for event in reader.events]
+    assert told == sorted(told)
+    pair.assert_all_returned()
+
+
+@pytest.mark.parametrize("way", ["direct", "router"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_an_openai_stream_moves_as_if_it_had_not(pair, way, path):
+    rid = f"openai-{way}-{path[-1]}"
+    asked = {"rid": rid, "seed": 3, "max_tokens": LONG, "ignore_eos": True, "stream": True, "temperature": 0.7}
+    asked |= {"stream_options": {"include_usage": True}, "logprobs": True if path == CHAT else 1}
+    asked |= {"messages": [{"role": "user", "content": "Hello"}]} if path == CHAT else {"prompt": PROMPT}
+    stays = Reader(pair.instances[0].url, path, asked | {"rid": rid + "-stays"})
+    stays.start()
+    expected = stays.ended()
+    reader = Reader((pair.router if way == "router" else pair.instances[0]).url, path, asked)
+    reader.start()
+    reader.met(30)
+    answer = pair.migrate(rid, pair.holder(rid))
+    assert answer.status_code == 200, answer.text
+    events = reader.ended()
+    assert {event["id"] for event in events} == {rid}
+    assert len({event["created"] for event in events}) == 1
+    assert said(events) == said(expected)
+    assert [e["usage"]["completion_tokens"] for e in events if e.get("usage")] == [LONG]
+    assert sum("role" in c.get("delta", {}) for e in events for c in e["choices"]) == (path == CHAT)
+    pair.assert_all_returned()
+
+
+def said(events: list[dict]) -> tuple[str, str | None, int]:
+    """An OpenAI stream's text, how it ended, and how many tokens it scored."""
+    choices = [choice for event in events for choice in event["choices"]]
+    text = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+    lists = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    scored = sum(len(entry.get("tokens") or entry.get("content") or ()) for entry in lists)
+    return text, choices[-1]["finish_reason"], scored
+
+
+@pytest.mark.parametrize("way", ["direct", "router"])
+def test_an_answer_that_is_not_streamed_moves_too(pair, way):
+    asked = body(f"whole-{way}", stream=False)
+    expected = whole(pair, asked)
+    got: list[dict] = []
+    url = (pair.router if way == "router" else pair.instances[0]).url
+    client = threading.Thread(
+        target=lambda: got.append(httpx.post(url + GENERATE, json=asked, timeout=limit(120)).json())
+    )
+    client.start()
+    wait_until(lambda: any(i.info()["requests"].get("running") for i in pair.instances), 30, "it runs")
+    answer = pair.migrate(asked["rid"], pair.holder(asked["rid"]))
+    assert answer.status_code == 200, answer.text
+    client.join(limit(120))
+    assert got[0]["output_ids"] == expected["output_ids"]
+    assert got[0]["text"] == expected["text"]
+    assert got[0]["meta_info"]["id"] == asked["rid"]
+    pair.assert_all_returned()
+
+
+def test_what_cant_be_moved_stays_and_says_why(pair):
+    # Somebody answers there at once, who is no bootstrap server; the stream goes on meanwhile.
+    source, nowhere = pair.instances[0], pair.instances[1].port
+    to = {"bootstrap_host": "127.0.0.1", "bootstrap_port": nowhere}
+    assert source.post("/migrate", {"rid": "nobody", **to}).status_code == 404
+    asked = body("stays")
+    asked["sampling_params"]["max_new_tokens"] = (
+        1700  # an address where nobody answers is tried for a second and a half
+    )
+    expected = whole(pair, asked)
+    reader = Reader(source.url, GENERATE, asked)
+    reader.start()
+    reader.met(5)
+    own = source.post("/migrate", {"rid": "stays", **to, "bootstrap_port": pair.bootstraps[0]})
+    assert own.status_code == 409
+    assert "own" in own.text
+    away = source.post("/migrate", {"rid": "stays", **to})
+    assert away.status_code == 409
+    assert "bootstrap server" in away.text
+    assert reader.ended()[-1]["output_ids"] == expected["output_ids"]
+    pair.assert_all_returned()

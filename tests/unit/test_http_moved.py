@@ -1,0 +1,330 @@
+"""Answers that begin at one instance and end at another: two HTTP apps, each before a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+import pytest
+from support.fake_engine import FakeEngine
+from support.served_app import serving
+
+from pdserve.messages.control import Drained
+from pdserve.messages.moves import ReqArrived, ReqMoved
+from pdserve.messages.outputs import FinishType, TextBatch
+from pdserve.runtime.web.moved_answer import FOLLOW, MOVED_TYPE, TICKET
+from pdserve.server.http import moved_answers
+
+KEY = "k" * 32
+FOLLOWS = {FOLLOW.decode(): "1"}
+GENERATE, COMPLETIONS = "/generate", "/v1/completions"
+
+
+class Two:
+    """``old`` has the client; ``new`` goes on."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+        self.old, self.new = FakeEngine(hold=True), FakeEngine(hold=True)
+        self.ports: list[int] = []
+        self.client = httpx.AsyncClient(timeout=10)
+
+    async def start(self) -> Two:
+        for engine in (self.old, self.new):
+            self.ports.append(await self._stack.enter_async_context(serving(engine)))
+        await self._stack.enter_async_context(self.client)
+        return self
+
+    def ask(
+        self, path: str, body: dict[str, Any], headers: dict[str, str], at: int = 0
+    ) -> asyncio.Task[httpx.Response]:
+        url = f"http://127.0.0.1:{self.ports[at]}{path}"
+        return asyncio.create_task(self.client.post(url, json=body, headers=headers))
+
+    def say(self, engine: FakeEngine, rid: str, first: int, last: int, *, ends: bool = False) -> None:
+        """Output tokens ``first`` to ``last``, of the one request there is."""
+        text = "".join(f"w{i} " for i in range(first, last))
+        item = engine.text(self.old.requests[0], text, list(range(first, last)), FinishType.LENGTH if ends else None)
+        item.rid = rid
+        engine.client.dispatch([TextBatch([item])])
+
+    def move(self, told: int = 3) -> None:
+        """The request goes on there, after ``told`` tokens."""
+        rid = self.old.requests[0].rid
+        self.new.client.dispatch([ReqArrived(rid + "@1", KEY, 1.0, told)])
+        self.say(self.new, rid + "@1", 0, told)
+        self.old.client.dispatch([ReqMoved(rid, "epoch", "127.0.0.1", self.ports[1], KEY)])
+
+
+def scene(check):
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            await check(await Two(stack).start())
+
+    return lambda: asyncio.run(run())
+
+
+def texts(answer: str, path: str) -> list[str]:
+    found = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+    return [
+        e["text"] if path == GENERATE else e["choices"][0]["text"] for e in found if path == GENERATE or e["choices"]
+    ]
+
+
+BODIES = {
+    GENERATE: {"text": "hi", "rid": "x", "stream": True},
+    COMPLETIONS: {"prompt": "hi", "rid": "x", "stream": True},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_client_that_can_follow_is_told_where_and_gets_the_rest_there(path):
+    @scene
+    async def run(two: Two) -> None:
+        asked = two.ask(path, BODIES[path], FOLLOWS)
+        await two.old.wait_for(lambda: bool(two.old.requests))
+        two.say(two.old, "x", 0, 2)
+        await asyncio.sleep(0)  # let it be read
+        two.move()
+        answer = (await asked).text
+        assert "[DONE]" not in answer
+        head, _, ticket = answer.rpartition("event: moved\ndata: ")
+        told = json.loads(ticket)
+        assert (told["key"], told["port"], told["rid"]) == (KEY, two.ports[1], "x")
+        rest = two.ask(path, BODIES[path], {TICKET.decode(): ticket.strip()}, at=1)
+        two.say(two.new, "x@1", 3, 5, ends=True)
+        answer = (await rest).text
+        assert answer.endswith("data: [DONE]\n\n")
+        whole = "w0 w1 w2 w3 w4 "
+        if path == GENERATE:  # everything so far, each time
+            assert texts(answer, path)[-1] == whole
+        else:
+            assert "".join(texts(head, path) + texts(answer, path)) == whole
+            assert {json.loads(line[6:])["id"] for line in answer.splitlines() if line.startswith("data: {")} == {"x"}
+        assert two.old.aborts == two.new.aborts == []
+        assert two.old.client.live_requests == two.new.client.live_requests == 0
+        assert two.old.client.metrics.finished["moved"] == 1
+        assert two.new.client.metrics.generation_tokens == 2  # the others are the old one's
+
+    run()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_for_one_that_cant_it_is_read_there(stream):
+    @scene
+    async def run(two: Two) -> None:
+        asked = two.ask(GENERATE, BODIES[GENERATE] | {"stream": stream}, {})
+        await two.old.wait_for(lambda: bool(two.old.requests))
+        two.say(two.old, "x", 0, 2)
+        two.move()
+        drained: list[Any] = []
+        two.old.client._supervisor = type("Supervisor", (), {"send": lambda _, message: drained.append(message)})()
+        two.old.client.dispatch([Drained()])
+        await asyncio.sleep(0)
+        assert drained == []  # its client still reads
+        two.say(two.new, "x@1", 3, 5, ends=True)
+        answer = await asked
+        text = texts(answer.text, GENERATE)[-1] if stream else answer.json()["text"]
+        assert text == "w0 w1 w2 w3 w4 "
+        while not drained:
+            await asyncio.sleep(0)
+        assert two.old.client.live_requests == two.new.client.live_requests == 0
+
+    run()
+
+
+def test_an_answer_of_which_nothing_was_sent_is_had_whole_there():
+    @scene
+    async def run(two: Two) -> None:
+        body = BODIES[GENERATE] | {"stream": False}
+        asked = two.ask(GENERATE, body, FOLLOWS)
+        await two.old.wait_for(lambda: bool(two.old.requests))
+        two.say(two.old, "x", 0, 2)
+        two.move()
+        answer = await asked
+        assert answer.headers["content-type"] == MOVED_TYPE.decode()
+        rest = two.ask(GENERATE, body, {TICKET.decode(): answer.text}, at=1)
+        two.say(two.new, "x@1", 3, 5, ends=True)
+        assert (await rest).json()["text"] == "w0 w1 w2 w3 w4 "
+
+    run()
+
+
+def test_a_ticket_may_be_there_before_its_answer():
+    @scene
+    async def run(two: Two) -> None:
+        asked = two.ask(GENERATE, BODIES[GENERATE], FOLLOWS)
+        await two.old.wait_for(lambda: bool(two.old.requests))
+        two.old.client.dispatch([ReqMoved("x", "epoch", "127.0.0.1", two.ports[1], KEY)])
+        rest = two.ask(GENERATE, BODIES[GENERATE], {TICKET.decode(): (await asked).text}, at=1)
+        while not two.new.client.moved._awaited:
+            await asyncio.sleep(0)
+        two.new.client.dispatch([ReqArrived("x@1", KEY, 1.0, 3)])
+        two.say(two.new, "x@1", 0, 3)
+        two.say(two.new, "x@1", 3, 5, ends=True)
+        assert texts((await rest).text, GENERATE)[-1] == "w0 w1 w2 w3 w4 "
+
+    run()
+
+
+def test_a_ticket_is_good_once_and_a_wrong_one_never(monkeypatch):
+    monkeypatch.setattr(moved_answers, "ARRIVAL_SECONDS", 0.05)
+
+    @scene
+    async def run(two: Two) -> None:
+        asked = two.ask(GENERATE, BODIES[GENERATE], FOLLOWS)
+        await two.old.wait_for(lambda: bool(two.old.requests))
+        two.move()
+        ticket = (await asked).text
+        for wrong in ("{}", "x", ticket.replace(KEY, "other" * 8), ticket.replace('"chars": 0', '"chars": -1')):
+            answer = await two.ask(GENERATE, BODIES[GENERATE], {TICKET.decode(): wrong}, at=1)
+            assert answer.status_code in (400, 404), answer.text
+        rest = two.ask(GENERATE, BODIES[GENERATE], {TICKET.decode(): ticket}, at=1)
+        while two.new.client.moved._parked:
+            await asyncio.sleep(0)
+        again = await two.ask(GENERATE, BODIES[GENERATE], {TICKET.decode(): ticket}, at=1)
+        assert again.status_code == 404
+        two.say(two.new, "x@1", 3, 5, ends=True)
+        assert (await rest).text.endswith("data: [DONE]\n\n")
+
+    run()
+
+
+def test_who_nobody_comes_for_ends(monkeypatch):
+    monkeypatch.setattr(moved_answers, "UNREAD_SECONDS", 0.05)
+
+    @scene
+    async def run(two: Two) -> None:
+        two.new.client.dispatch([ReqArrived("x@1", KEY, 1.0, 0)])
+        await two.new.wait_for(lambda: bool(two.new.aborts))
+        assert two.new.aborts[0].rid == "x@1"
+
+    run()
+
+
+def test_a_client_that_leaves_ends_it_where_it_goes_on():
+    @scene
+    async def run(two: Two) -> None:
+        asked = two.ask(GENERATE, BODIES[GENERATE], {})
+        await two.old.wait_for(lambda: bool(two.old.requests))
+        two.say(two.old, "x", 0, 2)
+        two.move()
+        while two.new.client.moved._parked:
+            await asyncio.sleep(0)
+        asked.cancel()
+        await two.new.wait_for(lambda: bool(two.new.aborts))
+        while two.old.client.live_requests:
+            await asyncio.sleep(0)
+
+    run()
+
+
+def test_an_abort_by_name_ends_the_answer_of_a_client_that_cant_follow():
+    @scene
+    async def run(two: Two) -> None:
+        asked = two.ask(GENERATE, BODIES[GENERATE] | {"stream": False}, {})
+        await two.old.wait_for(lambda: bool(two.old.requests))
+        two.say(two.old, "x", 0, 2)
+        two.move()
+        while two.new.client.moved._parked:
+            await asyncio.sleep(0)
+        assert (await two.ask("/abort_request", {"rid": "x"}, {})).json() == {"aborted": 1}
+        answer = (await asked).json()
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+        assert answer["text"] == "w0 w1 w2 "
+        await two.new.wait_for(lambda: bool(two.new.aborts))
+
+    run()
+
+
+def test_an_instance_that_dies_with_the_rest_is_an_error():
+    @scene
+    async def run(two: Two) -> None:
+        asked = two.ask(GENERATE, BODIES[GENERATE], {})
+        await two.old.wait_for(lambda: bool(two.old.requests))
+        two.say(two.old, "x", 0, 2)
+        two.old.client.dispatch([ReqMoved("x", "epoch", "127.0.0.1", 1, KEY)])
+        answer = (await asked).text
+        assert "goes on, is gone" in answer
+        assert answer.endswith("data: [DONE]\n\n")
+
+    run()
+
+
+@pytest.mark.parametrize("first_ends", [True, False])
+def test_several_answers_are_read_there_each_to_its_end(first_ends):
+    @scene
+    async def run(two: Two) -> None:
+        asked = two.ask(GENERATE, {"text": "hi", "rid": "x", "sampling_params": {"n": 2}}, {})
+        await two.old.wait_for(lambda: len(two.old.requests) == 2)
+        for i in range(2):
+            rid, key = f"x-{i}", f"{i}" * 32
+            two.new.client.dispatch([ReqArrived(rid + "@1", key, 1.0, 0)])
+            two.old.client.dispatch([ReqMoved(rid, "epoch", "127.0.0.1", two.ports[1], key)])
+        while two.new.client.moved._parked:
+            await asyncio.sleep(0)
+        order = ["x-0@1", "x-1@1"] if first_ends else ["x-1@1", "x-0@1"]
+        two.say(two.new, order[0], 0, 2, ends=True)
+        while len(two.old.client.moved._relays) == 2:
+            await asyncio.sleep(0)
+        two.say(two.new, order[1], 0, 3, ends=True)
+        answer = await asked
+        assert answer.status_code == 200, answer.text
+        expected = ["w0 w1 ", "w0 w1 w2 "]
+        assert [a["text"] for a in answer.json()] == (expected if first_ends else expected[::-1])
+        assert two.old.client.live_requests == two.new.client.live_requests == 0
+
+    run()
+
+
+def test_what_was_counted_elsewhere_is_not_counted_again():
+    @scene
+    async def run(two: Two) -> None:
+        asked = two.ask(GENERATE, BODIES[GENERATE], {})
+        await two.old.wait_for(lambda: bool(two.old.requests))
+        two.say(two.old, "x", 0, 2)
+        two.move()
+        two.say(two.new, "x@1", 3, 5, ends=True)
+        assert (await asked).status_code == 200
+        old, new = two.old.client.metrics, two.new.client.metrics
+        assert (old.generation_tokens, new.generation_tokens) == (2, 2)
+        assert (sum(old.ttft.counts), sum(new.ttft.counts)) == (1, 0)
+        assert (dict(old.finished), dict(new.finished)) == ({"moved": 1}, {"length": 1})
+
+    run()
+
+
+def test_who_moves_on_is_followed_again():
+    @scene
+    async def run(two: Two) -> None:
+        asked = two.ask(GENERATE, BODIES[GENERATE], FOLLOWS)
+        await two.old.wait_for(lambda: bool(two.old.requests))
+        two.move()
+        rest = two.ask(GENERATE, BODIES[GENERATE], FOLLOWS | {TICKET.decode(): (await asked).text}, at=1)
+        while two.new.client.moved._parked:
+            await asyncio.sleep(0)
+        two.new.client.dispatch([ReqMoved("x@1", "third", "127.0.0.1", 1, KEY)])
+        assert '"epoch": "third"' in (await rest).text
+
+    run()
+
+
+def test_who_has_an_answer_that_nobody_has_come_for_waits_before_it_is_drained():
+    @scene
+    async def run(two: Two) -> None:
+        asked = two.ask(GENERATE, BODIES[GENERATE], FOLLOWS)
+        await two.old.wait_for(lambda: bool(two.old.requests))
+        two.move()
+        two.say(two.new, "x@1", 3, 5, ends=True)
+        drained: list[Any] = []
+        two.new.client._supervisor = type("Supervisor", (), {"send": lambda _, message: drained.append(message)})()
+        two.new.client.dispatch([Drained()])
+        assert drained == []
+        rest = await two.ask(GENERATE, BODIES[GENERATE], {TICKET.decode(): (await asked).text}, at=1)
+        assert texts(rest.text, GENERATE)[-1] == "w0 w1 w2 w3 w4 "
+        assert len(drained) == 1
+
+    run()
