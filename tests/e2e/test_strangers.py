@@ -30,11 +30,11 @@ from pdserve.messages.handover import (
     Heartbeat,
     Hello,
     Invite,
-    PeerMessage,
     RoomQueued,
     TransferRequest,
     Welcome,
 )
+from pdserve.messages.peer import PeerMessage
 
 PROMPTS = [[50 + i, 900, 77 * i + 5, 4000, *range(100 + i, 140 + 3 * i)] for i in range(4)]
 FRAMES_A_ROUND = 250
