@@ -357,7 +357,9 @@ class MovesOut:
         self.done += 1
         self.paused_seconds += now - move.frozen_at
         paused_ms = (now - move.frozen_at) * 1000
-        log.info("it goes on at %s:%d", move.host, msg.port, extra={"rid": req.rid})
+        log.info(
+            "it goes on at %s:%d, and stood still for %.1f ms", move.host, msg.port, paused_ms, extra={"rid": req.rid}
+        )
         self._scheduler.leave_moved(req, ReqMoved(req.rid, peer.epoch, move.host, msg.port, msg.key))
         self._answer(move, moved=True, paused_ms=paused_ms)
 
