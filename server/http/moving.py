@@ -119,8 +119,8 @@ class ItemRenderer:
         return 0
 
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
-        """It is always a stream."""
-        raise NotImplementedError
+        """Not asked for: who reads here always reads a stream."""
+        raise AssertionError("a moved answer is read as a stream")
 
     def events(self, delta: Delta) -> bytes:
         """One ``ReqText``."""

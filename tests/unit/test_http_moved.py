@@ -218,6 +218,7 @@ def test_a_client_that_leaves_ends_it_where_it_goes_on():
         await two.new.wait_for(lambda: bool(two.new.aborts))
         while two.old.client.live_requests:
             await asyncio.sleep(0)
+        assert [abort.rid for abort in two.new.aborts] == ["x@1"]
 
     run()
 
