@@ -230,11 +230,10 @@ class StepPlanner:
         del self.waiting[req.rid]
         req.state = ReqState.PREFILLING
         self.running[req.rid] = req
+        # What a request finds that had its turn before is its own.
         if not req.times.admitted:
             req.times.admitted = now
             req.cached_tokens = req.computed
-        # What a retracted request finds is its own.
-        if not req.retractions:
             self.cached_tokens += req.computed
             self.count_lookup(req)
         self._take_row(req, req.computed)

@@ -4,6 +4,8 @@ Lifecycle (docs/architecture.md)::
 
     local:     WAITING → PREFILLING → RUNNING → FINISHED
     outgoing:  BOOTSTRAPPING → WAITING → PREFILLING → SENDING → FINISHED
+                     ▲                                  │ computed before anybody asked for it
+                     └──────────────────────────────────┘
     incoming:  BOOTSTRAPPING → PREALLOCATED → TRANSFERRING → RUNNING → FINISHED
 
 A retracted request goes back from RUNNING to WAITING with its output kept, and is from then on a local one: this
@@ -211,6 +213,13 @@ class Req:
         if logprob is not None:
             self.untold_logprobs.append(logprob)
             self.logprobs.append(logprob)
+
+    def start_over(self) -> None:
+        """Forget that anything was computed. Of a request whose output nobody knows yet."""
+        self.state = ReqState.BOOTSTRAPPING
+        self.known_len, self.computed = self.prompt_len, 0
+        self.untold, self.untold_logprobs, self.logprobs = [], [], []
+        self.times.first_token = 0.0
 
     def row_init(self, row: int) -> RowInit:
         """What the worker's sampler must know as the request takes ``row``."""

@@ -178,6 +178,19 @@ class Scheduler:
         req.times.ready = now
         self.planner.waiting[req.rid] = req
 
+    def may_compute_ahead(self, req: Req) -> bool:
+        """Whether a request that is to be handed over may begin before anybody has asked for it: nobody waits then,
+        and should it have to begin again, its prompt will be cached.
+        """
+        busy = self.planner.waiting or self.planner.running
+        return not (busy or self.options.disable_radix_cache or req.wants_input_logprobs)
+
+    def start_over(self, req: Req) -> None:
+        """As if the request had not had its turn yet; what it computed of its prompt is cached."""
+        self.planner.forget(req.rid)
+        self.memory.finish(req)
+        req.start_over()
+
     def abort(self, msg: AbortReq) -> None:
         """End a request (or all) on a client's wish. An unknown rid has ended already: nothing to do."""
         for rid in [msg.rid] if msg.rid else list(self.reqs):

@@ -6,6 +6,9 @@ A ``KVSender`` is one room. It begins with whichever comes first, the client's r
     request + TransferRequest → enqueued → chunk_planned* pushes pages → first_token → FirstToken
                                                               └─ SendEnded, and the first token → TransferDone
 
+An instance that has nothing else to compute does not wait for the decode: it begins with the request alone, and pushes
+what it has when it is asked. Whoever is done before that has its prompt cached, and holds no memory until then.
+
 Off that path the room *drains*: the worker is told to cancel, and only its ``SendEnded`` (nothing more is read here or
 written there) frees the pages and lets the decode know, by ``TransferFailed`` or ``AbortAck``. A request that ends
 early leaves a tombstone for a while, so that the other leg, arriving late, is told at once instead of waiting.
@@ -45,11 +48,13 @@ MAX_OVER = 1 << 14
 class SenderState(Enum):
     """Where a room stands.
 
-    BOOTSTRAPPING: the client's request or the decode's is missing. QUEUED: for its turn to be computed. PUSHING: from
-    the first computed piece of the prompt on. DRAINING: it failed, and the worker may still read or write for it.
+    BOOTSTRAPPING: the client's request or the decode's is missing. AHEAD: the decode's is, and the prompt is computed
+    meanwhile. QUEUED: for its turn to be computed. PUSHING: from the first computed piece of the prompt on. DRAINING:
+    it failed, and the worker may still read or write for it.
     """
 
     BOOTSTRAPPING = auto()
+    AHEAD = auto()
     QUEUED = auto()
     PUSHING = auto()
     DRAINING = auto()
@@ -181,15 +186,28 @@ class KVSenders:
 
     def _try_start(self, sender: KVSender, now: float) -> None:
         req, request = sender.req, sender.request
-        if req is None or request is None:
+        if req is None:
+            return
+        if request is None:
+            if self._scheduler.may_compute_ahead(req):
+                sender.state = SenderState.AHEAD
+                self._scheduler.enqueue(req, now)
             return
         problem = self._mismatch(req, request)
         if problem is not None:
             self._drain(sender, 409, problem)
             return
         sender.next_page = request.decode_prefix_len // self._page_size
+        ahead = sender.state is SenderState.AHEAD
         sender.state, sender.deadline = SenderState.QUEUED, now + self._limits.queue
-        self._scheduler.enqueue(req, now)
+        if not ahead:
+            self._scheduler.enqueue(req, now)
+            return
+        req.times.ready = now
+        push = self.chunk_planned(req) if req.hold is not None else None
+        if push is not None:
+            # In the order of the steps, so that those which compute these pages come before.
+            self._scheduler.outbox.to_worker(push)
 
     def _mismatch(self, req: Req, request: TransferRequest) -> str | None:
         if request.prompt_len != req.prompt_len or request.prompt_digest != digest_of(req, req.prompt_len):
@@ -205,7 +223,7 @@ class KVSenders:
     def chunk_planned(self, req: Req) -> SendPages | None:
         """A step that computes more of the prompt is about to be sent to the worker: what to push of it."""
         sender = self._of(req)
-        if sender is None or sender.state is SenderState.DRAINING:
+        if sender is None or sender.state in (SenderState.AHEAD, SenderState.DRAINING):
             return None
         assert sender.request is not None
         assert sender.handover is not None
@@ -228,6 +246,11 @@ class KVSenders:
         """The prompt is computed; the decode goes on from this token, and its client need not wait for the KV."""
         sender = self._of(req)
         if sender is None or sender.state is SenderState.DRAINING:
+            return
+        if sender.state is SenderState.AHEAD:
+            # Memory that waits for a decode, which may wait for another's memory, would be a deadlock.
+            sender.state = SenderState.BOOTSTRAPPING
+            self._scheduler.start_over(req)
             return
         peer, handover = sender.peer, sender.handover
         assert peer is not None
@@ -278,6 +301,7 @@ class KVSenders:
         # Waiting for the decode is the decode's own to count: here the queue begins when both ends were there.
         begun = max(req.times.arrival, req.times.ready)
         req.timing.queue_ms = max(0.0, (req.times.admitted - begun) * 1000)
+        req.timing.prefill_ms = max(0.0, (req.times.first_token - max(req.times.admitted, begun)) * 1000)
         return msgspec.structs.replace(req.timing, timeline=_timeline(req, sent, begun))
 
     # --- the ways out ---

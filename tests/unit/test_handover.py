@@ -446,7 +446,7 @@ def test_what_was_refused_once_is_over_whatever_comes_behind(why, monkeypatch):
     pair.peer.unsent.clear()
     pair.submit("b", range(9), 1, legs=("prefill",))
     senders.on_abort(pair.peer, Abort("prefill", name, "late"), pair.now)
-    assert senders.rooms[1].state is SenderState.BOOTSTRAPPING
+    assert senders.rooms[1].state is SenderState.AHEAD  # it has nothing else to compute
     assert senders.rooms[1].request is None
 
 
@@ -654,7 +654,7 @@ def test_logprobs_that_are_none_fail_their_request_and_those_not_asked_for_go_no
 def test_an_abort_that_the_prefill_hears_first_is_an_abort_here_too():
     pair, rng = SimPair(), random.Random(3)
     pair.submit("a", range(30), 1, max_new_tokens=4)
-    while not pair.pushes:
+    while pair.prefill.senders.rooms[1].request is None:
         rng.choice(pair.moves())()
     pair.prefill.scheduler.abort(AbortReq("a", "by the test"))
     run_until_idle(pair)
@@ -687,6 +687,7 @@ def test_open_handovers_are_told_with_where_they_stand():
             assert (room["room"], room["seconds"] >= 0) == (7, True)
         return seen
 
+    pair.prefill.submit("busy", range(50, 60), max_new_tokens=100)
     pair.submit("a", range(30), 7, legs=("prefill",), max_new_tokens=2)
     look()
     pair.submit("a", range(30), 7, legs=("decode",), max_new_tokens=2)
@@ -761,7 +762,7 @@ def test_random_handovers(seed, pool, chunk, radix, faults, interval):
 
 def test_pages_may_fail_to_leave_before_the_step_that_computes_them_is_done():
     """They leave by layers: the link can break while the others are computed."""
-    pair, rng = SimPair(), random.Random(3)
+    pair, rng = SimPair(disable_radix_cache=True), random.Random(3)  # it waits to be asked
     pair.submit("a", range(13), 1, max_new_tokens=4)
     while not any(step.pushes for step in pair.prefill.to_worker.messages if isinstance(step, ForwardStep)):
         rng.choice([move for move in pair.moves() if move != pair.prefill.work])()
@@ -771,6 +772,68 @@ def test_pages_may_fail_to_leave_before_the_step_that_computes_them_is_done():
     pair.check()
     run_until_idle(pair)
     assert pair.prefill.ends["a"].status == pair.decode.ends["a"].status == 502
+    assert_all_returned(pair)
+
+
+def plan_and_work(side) -> None:
+    """One step of an instance, planned and done."""
+    side.plan()
+    side.outbox.flush()
+    side.work()
+
+
+@pytest.mark.parametrize("steps_before", [0, 1, 2, 3])
+def test_an_idle_prefill_begins_before_it_is_asked(steps_before):
+    """And computes nothing twice, however far it is when the decode asks, but what the last token needs."""
+    pair = SimPair(chunked_prefill_size=8, disable_overlap_schedule=True)
+    pair.submit("a", range(22), 1, legs=("prefill",))
+    sender = pair.prefill.senders.rooms[1]
+    for _ in range(steps_before):
+        plan_and_work(pair.prefill)
+    done = steps_before == 3
+    assert sender.state is (SenderState.BOOTSTRAPPING if done else SenderState.AHEAD)
+    assert pair.prefill.scheduler.counters.prompt_tokens == min(22, 8 * steps_before)
+    # No decode needs to come for others to have the memory.
+    assert not done or pair.prefill.scheduler.memory.usage()["in_use"] == 0
+    pair.submit("a", range(22), 1, legs=("decode",), max_new_tokens=5)
+    run_until_idle(pair, random.Random(2))
+    assert pair.decode.tokens["a"] == reference_output(range(22), 5)
+    page = pair.prefill.options.page_size
+    assert pair.prefill.scheduler.counters.prompt_tokens == 22 + (22 % page or page) * done
+    assert pair.decode.ends["a"].meta.cached_tokens == 0
+    assert_all_returned(pair)
+
+
+@pytest.mark.parametrize("why", ["busy", "prompt logprobs", "no cache"])
+def test_who_is_not_idle_or_could_not_keep_it_waits_to_be_asked(why):
+    pair = SimPair(disable_radix_cache=why == "no cache")
+    if why == "busy":
+        pair.prefill.submit("b", range(50, 60), max_new_tokens=3)
+    scores = (0, 0) if why == "prompt logprobs" else None
+    pair.submit("a", range(22), 1, logprobs=scores)
+    assert pair.prefill.senders.rooms[1].state is SenderState.BOOTSTRAPPING
+    run_until_idle(pair, random.Random(2))
+    assert_all_returned(pair)
+
+
+@pytest.mark.parametrize("end", ["aborted", "nobody asks", "another prompt"])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_request_that_began_before_it_was_asked_for_may_end_then(end, steps):
+    pair = SimPair(chunked_prefill_size=8)
+    pair.submit("a", range(22), 1, legs=("prefill",))
+    for _ in range(steps):
+        plan_and_work(pair.prefill)
+    if end == "aborted":
+        pair.prefill.scheduler.abort(AbortReq("a"))
+    elif end == "nobody asks":
+        pair.now += 6
+        pair.advance()
+        assert pair.prefill.ends["a"].status == 504
+    else:
+        pair.submit("a", range(30), 1, legs=("decode",))
+    run_until_idle(pair, random.Random(2))
+    if end == "another prompt":
+        assert pair.prefill.ends["a"].status == pair.decode.ends["a"].status == 409
     assert_all_returned(pair)
 
 

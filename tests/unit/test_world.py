@@ -159,8 +159,8 @@ def test_a_lost_write_that_is_taken_for_a_failed_one_is_found(monkeypatch) -> No
     monkeypatch.setattr(SimBackend, "poll", sure)
 
     def many() -> None:
-        for seed in range(1, 20):
-            Campaign(seed, EQUALS, faults=60, hostile=True).run(1000, rate=20.0)
+        for seed in range(1, 40):
+            Campaign(seed, EQUALS, faults=60, hostile=True).run(1000, rate=40.0)
 
     with pytest.raises(Violation, match="wrong KV was used"):
         many()
