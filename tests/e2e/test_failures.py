@@ -98,9 +98,16 @@ def kill_under_load(pair: Pair, victim_name: str, child: str) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("victim", ["prefill", "decode"])
-def test_kill_each_process_in_turn(tmp_path, tiny_args, victim):
-    children = [*CHILDREN, "bootstrap"] if victim == "prefill" else CHILDREN
+@pytest.mark.parametrize(
+    ("victim", "children"),
+    [
+        pytest.param("prefill", ["worker", "scheduler", "bootstrap"], id="prefill"),
+        pytest.param("decode", CHILDREN, id="decode"),
+        # Which of the pair they belong to is all the same to these, so every change does with the decode's.
+        pytest.param("prefill", ["tokenizer", "detokenizer", "http", "supervisor"], id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_kill_each_process_in_turn(tmp_path, tiny_args, victim, children):
     with pd_pair(tmp_path, "tcp" if victim == "prefill" else "shm", *tiny_args) as pair:
         for child in children:
             kill_under_load(pair, victim, child)
