@@ -109,6 +109,8 @@ class Req:
     hold: KVHold | None = None
     cached_tokens: int = 0
     retractions: int = 0
+    started_over: bool = False
+    """Whether its whole prompt was computed before, and then let go of."""
     announced: bool = False
     """Whether the detokenizer has been told of this request."""
     news_interval: int = 1
@@ -220,6 +222,7 @@ class Req:
         self.known_len, self.computed = self.prompt_len, 0
         self.untold, self.untold_logprobs, self.logprobs = [], [], []
         self.times.first_token = 0.0
+        self.started_over = True
 
     def row_init(self, row: int) -> RowInit:
         """What the worker's sampler must know as the request takes ``row``."""

@@ -185,6 +185,12 @@ class Scheduler:
         busy = self.planner.waiting or self.planner.running
         return not (busy or self.options.disable_radix_cache or req.wants_input_logprobs)
 
+    def lacks_memory(self, now: float) -> bool:
+        """Whether a request has been waiting for some since before this turn, as far as one can tell."""
+        planner = self.planner
+        waiting = [*planner.waiting.values(), *(r for r in planner.arriving.values() if r.hold is None)]
+        return planner.stuck is not None or any(0 < r.times.ready < now for r in waiting)
+
     def start_over(self, req: Req) -> None:
         """As if the request had not had its turn yet; what it computed of its prompt is cached."""
         self.planner.forget(req.rid)

@@ -26,7 +26,7 @@ class Foresight(NamedTuple):
 class InFlightStep:
     """What the scheduler remembers of a step that it sent: its requests by entry, and which entries sampled.
 
-    ``recomputed``: of its prompt tokens, those that a retraction makes it compute again.
+    ``recomputed``: of its prompt tokens, those that it had computed before (a retraction, ``Req.start_over``).
     """
 
     step_id: int
@@ -91,7 +91,7 @@ class StepBuilder:
         self._input_ids.append(req.token_ids[start:end])
         self._slots.append(slots)
         self.shape = self.shape.with_piece(start, length)
-        if req.output_len:
+        if req.output_len or req.started_over:
             self._recomputed += length
         if end == req.known_len:
             self._sampled.append(len(self.entries))

@@ -7,7 +7,8 @@ A ``KVSender`` is one room. It begins with whichever comes first, the client's r
                                                               └─ SendEnded, and the first token → TransferDone
 
 An instance that has nothing else to compute does not wait for the decode: it begins with the request alone, and pushes
-what it has when it is asked. Whoever is done before that has its prompt cached, and holds no memory until then.
+what it has when it is asked. What is done before that keeps its memory until another request waits for some: two
+instances would wait for each other's else.
 
 Off that path the room *drains*: the worker is told to cancel, and only its ``SendEnded`` (nothing more is read here or
 written there) frees the pages and lets the decode know, by ``TransferFailed`` or ``AbortAck``. A request that ends
@@ -63,7 +64,8 @@ class SenderState(Enum):
 @dataclass(slots=True)
 class KVSender:
     """One room. ``next_page`` counts the prompt's pages; ``computed``: all of them are, and the peer was told what
-    follows. ``failure`` says why the room drains.
+    follows. ``first``: what follows a prompt that is done and that nobody has asked for. ``failure`` says why the room
+    drains.
 
     ``hold``: the request's memory, pinned from its first push to the worker's ``SendEnded``.
     """
@@ -79,6 +81,7 @@ class KVSender:
     next_page: int = 0
     hold: KVHold | None = None
     computed: bool = False
+    first: tuple[int, TokenLogprob | None] | None = None
     sent: SendEnded | None = None
     failure: tuple[int, str] | None = None
     abort_asked: bool = False
@@ -208,6 +211,8 @@ class KVSenders:
         if push is not None:
             # In the order of the steps, so that those which compute these pages come before.
             self._scheduler.outbox.to_worker(push)
+        if sender.first is not None:
+            self.first_token(req, *sender.first)
 
     def _mismatch(self, req: Req, request: TransferRequest) -> str | None:
         if request.prompt_len != req.prompt_len or request.prompt_digest != digest_of(req, req.prompt_len):
@@ -248,9 +253,7 @@ class KVSenders:
         if sender is None or sender.state is SenderState.DRAINING:
             return
         if sender.state is SenderState.AHEAD:
-            # Memory that waits for a decode, which may wait for another's memory, would be a deadlock.
-            sender.state = SenderState.BOOTSTRAPPING
-            self._scheduler.start_over(req)
+            sender.first = token, logprob
             return
         peer, handover = sender.peer, sender.handover
         assert peer is not None
@@ -344,6 +347,8 @@ class KVSenders:
     def tick(self, now: float) -> None:
         """Give up what has waited too long."""
         self._now = now
+        if self._scheduler.lacks_memory(now):
+            self._make_room()
         for sender in list(self.rooms.values()):
             if now < sender.deadline or sender.state is SenderState.DRAINING:
                 continue
@@ -360,6 +365,14 @@ class KVSenders:
                 self._drain(sender, 504, text)
         self._given_up.expire(now)
         self._left.expire(now)
+
+    def _make_room(self) -> None:
+        """Let go of the memory that nobody has asked for yet."""
+        for sender in self.rooms.values():
+            if sender.state is SenderState.AHEAD and sender.first is not None:
+                assert sender.req is not None
+                sender.state, sender.first = SenderState.BOOTSTRAPPING, None
+                self._scheduler.start_over(sender.req)
 
     def counts(self) -> DirectionCounts:
         """Of hand-overs to others."""

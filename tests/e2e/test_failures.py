@@ -104,7 +104,9 @@ def kill_under_load(pair: Pair, victim_name: str, child: str) -> None:
         pytest.param("prefill", ["worker", "scheduler", "bootstrap"], id="prefill"),
         pytest.param("decode", CHILDREN, id="decode"),
         # Which of the pair they belong to is all the same to these, so every change does with the decode's.
-        pytest.param("prefill", ["tokenizer", "detokenizer", "http", "supervisor"], id="others", marks=pytest.mark.slow),
+        pytest.param(
+            "prefill", ["tokenizer", "detokenizer", "http", "supervisor"], id="others", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_kill_each_process_in_turn(tmp_path, tiny_args, victim, children):

@@ -775,6 +775,15 @@ def test_pages_may_fail_to_leave_before_the_step_that_computes_them_is_done():
     assert_all_returned(pair)
 
 
+def run_until(pair: SimPair, done) -> None:
+    rng = random.Random(0)
+    for _ in range(20_000):
+        if done():
+            return
+        rng.choice(pair.moves())()
+    raise AssertionError("not done")
+
+
 def plan_and_work(side) -> None:
     """One step of an instance, planned and done."""
     side.plan()
@@ -784,22 +793,37 @@ def plan_and_work(side) -> None:
 
 @pytest.mark.parametrize("steps_before", [0, 1, 2, 3])
 def test_an_idle_prefill_begins_before_it_is_asked(steps_before):
-    """And computes nothing twice, however far it is when the decode asks, but what the last token needs."""
+    """And computes nothing twice, however far it is when the decode asks."""
     pair = SimPair(chunked_prefill_size=8, disable_overlap_schedule=True)
     pair.submit("a", range(22), 1, legs=("prefill",))
     sender = pair.prefill.senders.rooms[1]
     for _ in range(steps_before):
         plan_and_work(pair.prefill)
-    done = steps_before == 3
-    assert sender.state is (SenderState.BOOTSTRAPPING if done else SenderState.AHEAD)
+    assert (sender.state, sender.first is not None) == (SenderState.AHEAD, steps_before == 3)
     assert pair.prefill.scheduler.counters.prompt_tokens == min(22, 8 * steps_before)
-    # No decode needs to come for others to have the memory.
-    assert not done or pair.prefill.scheduler.memory.usage()["in_use"] == 0
     pair.submit("a", range(22), 1, legs=("decode",), max_new_tokens=5)
     run_until_idle(pair, random.Random(2))
     assert pair.decode.tokens["a"] == reference_output(range(22), 5)
-    page = pair.prefill.options.page_size
-    assert pair.prefill.scheduler.counters.prompt_tokens == 22 + (22 % page or page) * done
+    assert pair.prefill.scheduler.counters.prompt_tokens == 22
+    assert pair.decode.ends["a"].meta.cached_tokens == 0
+    assert_all_returned(pair)
+
+
+def test_memory_that_nobody_has_asked_for_is_given_to_who_waits_for_it():
+    pair = SimPair(max_total_tokens=64)
+    pair.submit("a", range(30), 1, legs=("prefill",))
+    while pair.prefill.senders.rooms[1].first is None:
+        plan_and_work(pair.prefill)
+    assert pair.prefill.scheduler.memory.usage()["in_use"] > 0
+    pair.prefill.submit("b", range(50, 98), max_new_tokens=3)
+    run_until(pair, lambda: "b" in pair.prefill.ends)
+    assert pair.prefill.tokens["b"] == reference_output(range(50, 98), 3)
+    assert pair.prefill.senders.rooms[1].state is SenderState.BOOTSTRAPPING
+    pair.submit("a", range(30), 1, legs=("decode",), max_new_tokens=5)
+    run_until_idle(pair, random.Random(2))
+    assert pair.decode.tokens["a"] == reference_output(range(30), 5)
+    counters = pair.prefill.scheduler.counters
+    assert (counters.prompt_tokens, counters.recomputed_tokens > 0) == (30 + 48, True)
     assert pair.decode.ends["a"].meta.cached_tokens == 0
     assert_all_returned(pair)
 

@@ -80,7 +80,7 @@ def test_whatever_goes_wrong_a_request_is_not_lost_on_its_way(modes, rules, seed
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("faults", [0, 8])
 def test_kv_that_is_given_back_is_right_or_not_there(faults, rules) -> None:
-    campaign = Campaign(5, PAIR, faults=faults, moves=30, outputs=LONG, return_kv=True, **rules)
+    campaign = Campaign(2, PAIR, faults=faults, moves=30, outputs=LONG, return_kv=True, **rules)
     campaign.run(200, rate=15.0)
     assert campaign.kept() > (0 if faults else 50)  # of the latest lives only
 
@@ -159,8 +159,8 @@ def test_a_lost_write_that_is_taken_for_a_failed_one_is_found(monkeypatch) -> No
     monkeypatch.setattr(SimBackend, "poll", sure)
 
     def many() -> None:
-        for seed in range(1, 40):
-            Campaign(seed, EQUALS, faults=60, hostile=True).run(1000, rate=40.0)
+        for seed in range(1, 60):
+            Campaign(seed, EQUALS, faults=60, hostile=True).run(1000, rate=60.0)
 
     with pytest.raises(Violation, match="wrong KV was used"):
         many()
