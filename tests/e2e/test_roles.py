@@ -177,6 +177,8 @@ def test_roles_change_and_instances_leave_under_streams(tmp_path, tiny_args, sce
                 cluster.flip(roles.index("prefill"))
                 roles[roles.index("prefill")] = "decode"
             leaves = rng.choice([i for i in range(3) if roles[i] == "decode"])
+            running = lambda i=leaves: cluster.instances[i].info()["queues"]["running"]  # noqa: E731
+            wait_until(lambda: running() > 1, 10, "streams run where they have to leave")
             cluster.drain(leaves, [i for i in range(3) if i != leaves and roles[i] == roles[leaves]])
             load.until(STREAMS // 2, "streams end after a drain")
         load.finish()
