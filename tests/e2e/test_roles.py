@@ -59,6 +59,10 @@ class Cluster:
         pool = self.instances[i].info()["pool"]
         return pool["cached"] + pool["in_use"]
 
+    def running(self, i: int) -> int:
+        """Requests that it decodes."""
+        return self.instances[i].info()["queues"]["running"]
+
     def flip(self, i: int) -> None:
         to = ROLES[self.role(i)]
         answer = self.instances[i].post("/role", {"role": to})
@@ -125,6 +129,15 @@ class Load:
 
         wait_until(reached, 180, what, every=0.05)
 
+    def until_running(self, cluster: Cluster, i: int) -> None:
+        """Go on until streams run on one of the instances."""
+
+        def reached() -> bool:
+            self.more()
+            return cluster.running(i) > 1
+
+        wait_until(reached, 20, f"streams run on instance {i}")
+
     def finish(self) -> None:
         for pair in self.running:
             self.check(*pair)
@@ -177,8 +190,7 @@ def test_roles_change_and_instances_leave_under_streams(tmp_path, tiny_args, sce
                 cluster.flip(roles.index("prefill"))
                 roles[roles.index("prefill")] = "decode"
             leaves = rng.choice([i for i in range(3) if roles[i] == "decode"])
-            running = lambda i=leaves: cluster.instances[i].info()["queues"]["running"]  # noqa: E731
-            wait_until(lambda: running() > 1, 10, "streams run where they have to leave")
+            load.until_running(cluster, leaves)
             cluster.drain(leaves, [i for i in range(3) if i != leaves and roles[i] == roles[leaves]])
             load.until(STREAMS // 2, "streams end after a drain")
         load.finish()
