@@ -6,9 +6,9 @@ A ``KVSender`` is one room. It begins with whichever comes first, the client's r
     request + TransferRequest → enqueued → chunk_planned* pushes pages → first_token → FirstToken
                                                               └─ SendEnded, and the first token → TransferDone
 
-An instance that has nothing else to compute does not wait for the decode: it begins with the request alone, and pushes
-what it has when it is asked. What is done before that keeps its memory until another request waits for some: two
-instances would wait for each other's else.
+An instance that has nothing else to compute does not wait for the decode with a short prompt: it begins with the
+request alone, and pushes what it has when it is asked. What is done before that keeps its memory until another request
+waits for some: two instances would wait for each other's else.
 
 Off that path the room *drains*: the worker is told to cancel, and only its ``SendEnded`` (nothing more is read here or
 written there) frees the pages and lets the decode know, by ``TransferFailed`` or ``AbortAck``. A request that ends
@@ -37,6 +37,7 @@ from ...messages.outputs import FinishReason, FinishType, Timeline, Timing, Toke
 from ...messages.worker import CancelSend, SendEnded, SendPages
 from ...scheduler.req import Req, ReqState
 from ...scheduler.scheduler import Scheduler
+from ..transfer.outgoing_pages import MIN_GROUP_BYTES
 from .limits import HandoverLimits
 from .peer import Peer
 from .unclaimed_rooms import Tombstones, UnclaimedRooms
@@ -192,7 +193,7 @@ class KVSenders:
         if req is None:
             return
         if request is None:
-            if self._scheduler.may_compute_ahead(req):
+            if self._leaves_whole(req) and self._scheduler.may_compute_ahead(req):
                 sender.state = SenderState.AHEAD
                 self._scheduler.enqueue(req, now)
             return
@@ -213,6 +214,13 @@ class KVSenders:
             self._scheduler.outbox.to_worker(push)
         if sender.first is not None:
             self.first_token(req, *sender.first)
+
+    def _leaves_whole(self, req: Req) -> bool:
+        """Whether its KV is too little to be pushed by layers: that takes being asked before the step begins, and is
+        worth more to a long prompt than an early beginning.
+        """
+        pages = -(-req.prompt_len // self._page_size)
+        return pages * self._scheduler.worker.layout.page_bytes <= MIN_GROUP_BYTES
 
     def _mismatch(self, req: Req, request: TransferRequest) -> str | None:
         if request.prompt_len != req.prompt_len or request.prompt_digest != digest_of(req, req.prompt_len):

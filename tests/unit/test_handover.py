@@ -15,7 +15,7 @@ from support.handovers import named
 from support.sim import make_generate, reference_output
 from support.sim_pair import LIMITS, SimPair, make_peer
 
-from pdserve.disaggregation.handover import unclaimed_rooms
+from pdserve.disaggregation.handover import kv_sender, unclaimed_rooms
 from pdserve.disaggregation.handover.kv_receiver import STUCK_SECONDS, ReceiverState
 from pdserve.disaggregation.handover.kv_sender import SenderState
 from pdserve.disaggregation.handover.peer import PeerState, Writing
@@ -828,8 +828,10 @@ def test_memory_that_nobody_has_asked_for_is_given_to_who_waits_for_it():
     assert_all_returned(pair)
 
 
-@pytest.mark.parametrize("why", ["busy", "prompt logprobs", "no cache"])
-def test_who_is_not_idle_or_could_not_keep_it_waits_to_be_asked(why):
+@pytest.mark.parametrize("why", ["busy", "prompt logprobs", "no cache", "long"])
+def test_who_is_not_idle_or_could_not_keep_it_or_sends_by_layers_waits_to_be_asked(why, monkeypatch):
+    if why == "long":
+        monkeypatch.setattr(kv_sender, "MIN_GROUP_BYTES", 8 * 22 - 1)
     pair = SimPair(disable_radix_cache=why == "no cache")
     if why == "busy":
         pair.prefill.submit("b", range(50, 60), max_new_tokens=3)
