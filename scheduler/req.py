@@ -4,7 +4,7 @@ Lifecycle (docs/architecture.md)::
 
     local:     WAITING → PREFILLING → RUNNING → FINISHED
     outgoing:  BOOTSTRAPPING → WAITING → PREFILLING → SENDING → FINISHED
-                     ▲                                  │ computed before anybody asked for it
+                     ▲                                  │ its memory was wanted before anybody asked for it
                      └──────────────────────────────────┘
     incoming:  BOOTSTRAPPING → PREALLOCATED → TRANSFERRING → RUNNING → FINISHED
 

@@ -355,8 +355,7 @@ class KVSenders:
     def tick(self, now: float) -> None:
         """Give up what has waited too long."""
         self._now = now
-        if self._scheduler.lacks_memory(now):
-            self._make_room()
+        self._make_room(now)
         for sender in list(self.rooms.values()):
             if now < sender.deadline or sender.state is SenderState.DRAINING:
                 continue
@@ -374,13 +373,13 @@ class KVSenders:
         self._given_up.expire(now)
         self._left.expire(now)
 
-    def _make_room(self) -> None:
-        """Let go of the memory that nobody has asked for yet."""
-        for sender in self.rooms.values():
-            if sender.state is SenderState.AHEAD and sender.first is not None:
-                assert sender.req is not None
-                sender.state, sender.first = SenderState.BOOTSTRAPPING, None
-                self._scheduler.start_over(sender.req)
+    def _make_room(self, now: float) -> None:
+        """Let go of memory that nobody has asked for yet, where somebody waits for some."""
+        done = [s for s in self.rooms.values() if s.state is SenderState.AHEAD and s.first is not None]
+        for sender in done if done and self._scheduler.lacks_memory(now) else ():
+            assert sender.req is not None
+            sender.state, sender.first = SenderState.BOOTSTRAPPING, None
+            self._scheduler.start_over(sender.req)
 
     def counts(self) -> DirectionCounts:
         """Of hand-overs to others."""
