@@ -21,7 +21,7 @@ from pdserve.messages.channel import encode
 from pdserve.messages.moves import MigrateReq, MigrateResult, ReqArrived, ReqMoved
 from pdserve.messages.outputs import FinishType, ReqError, ReqTokens, TokenBatch
 from pdserve.messages.requests import AbortReq, Bootstrap
-from pdserve.messages.worker import ForwardStep, StepResult, TransferEvent
+from pdserve.messages.worker import ForwardStep, PagesVerified, StepResult, TransferEvent
 from pdserve.scheduler import scheduler as scheduler_module
 from pdserve.scheduler.cost_model import CostModel
 from pdserve.scheduler.outbox import Outbox
@@ -151,6 +151,8 @@ class Node:
         network: Any = self.network
         self.manager = KVManager(epoch, self.scheduler, network)
         self.scheduler.handovers = self.manager
+        self.mismatches = 0
+        """Hand-overs whose KV was not what had been sent."""
         self.tokens: dict[str, list[int]] = {}
         self.told: list[MigrateResult] = []
         """How moves that were asked for here went."""
@@ -198,6 +200,7 @@ class Node:
         if isinstance(event, StepResult):
             self.scheduler.on_step_result(event, self.world.now)
         else:
+            self.mismatches += isinstance(event, PagesVerified) and not event.ok
             self.manager.on_transfer_event(event, self.world.now)
         self.turn()
 
