@@ -20,7 +20,7 @@ from .base import Epoch, HandoverId, Message, Reason
 from .outputs import Timing, TokenLogprob
 from .worker import MAX_PAGES, KVLayout, SliceChecksum
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_METADATA_BYTES = 4096
 MAX_TOKENS = (1 << 31) - 1
 MAX_DURATION_MS = 1e9
@@ -115,7 +115,31 @@ class TransferRequest(Message):
 
 
 class RoomQueued(Message):
-    """Receiver → sender: I know of this room and ask for it when I have memory; don't give up on it while I live."""
+    """Receiver → sender: I know of this room and ask for it when I have memory; don't give up on it while I live.
+
+    ``asks``: tell me by a ``Forecast`` how long it would take; I may compute the prompt myself.
+    """
+
+    epoch: Epoch
+    handover: HandoverId
+    asks: bool = False
+
+
+class Forecast(Message):
+    """Sender → receiver: so long the prompt would take here from now on, behind what is to be computed before it."""
+
+    epoch: Epoch
+    handover: HandoverId
+    ms: float
+
+    def __post_init__(self) -> None:
+        # What is no number is not within either.
+        if not 0 <= self.ms <= MAX_DURATION_MS:
+            raise ValueError("ms is no duration")
+
+
+class Declined(Message):
+    """Receiver → sender: I compute the prompt myself; nothing was asked for in this room, nor will be."""
 
     epoch: Epoch
     handover: HandoverId
@@ -185,7 +209,7 @@ class Heartbeat(Message):
     epoch: Epoch
 
 
-ToSender = RoomQueued | TransferRequest | Abort
-ToReceiver = FirstToken | TransferDone | TransferFailed | AbortAck
+ToSender = RoomQueued | TransferRequest | Abort | Declined
+ToReceiver = Forecast | FirstToken | TransferDone | TransferFailed | AbortAck
 HandoverMessage = ToSender | ToReceiver
 LinkMessage = Hello | Invite | Welcome | Refused | Heartbeat

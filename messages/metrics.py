@@ -83,6 +83,23 @@ class MoveCounts(msgspec.Struct, forbid_unknown_fields=True):
     kept: int = 0
 
 
+class PlaceCounts(msgspec.Struct, forbid_unknown_fields=True):
+    """Prompts that might have been computed elsewhere, and were not. ``predicted_seconds`` and ``actual_seconds``: from
+    the decision to the first token, of those whose first token came.
+    """
+
+    prompts: int = 0
+    predicted_seconds: float = 0.0
+    actual_seconds: float = 0.0
+
+
+class ChoiceCounts(msgspec.Struct, forbid_unknown_fields=True):
+    """What a decode decided (``--disaggregation-threshold``): to compute prompts itself, or to have them computed."""
+
+    here: PlaceCounts = msgspec.field(default_factory=PlaceCounts)
+    there: PlaceCounts = msgspec.field(default_factory=PlaceCounts)
+
+
 class HandoverCounts(msgspec.Struct, forbid_unknown_fields=True):
     """Hand-overs of an instance. ``peers``: instances that are connected now. ``refused``: frames and connections that
     strangers were denied.
@@ -93,6 +110,7 @@ class HandoverCounts(msgspec.Struct, forbid_unknown_fields=True):
     peers: int
     refused: int
     moves: MoveCounts = msgspec.field(default_factory=MoveCounts)
+    choices: ChoiceCounts = msgspec.field(default_factory=ChoiceCounts)
 
 
 class SchedulerMetrics(Message):

@@ -4,8 +4,8 @@ The rule: a pair where a healthy prefill and a healthy decode exist, or a health
 needs both of its legs, so an unhealthy prefill also keeps work from the decodes, and the other way round. Instances
 that rest come last, and on a retry those that the request has already failed on.
 
-With ``--prefill-backlog`` a decode serves a request alone while its pair's prefill is that far behind (conditional
-disaggregation, as in Dynamo): one burst of long prompts may be more than the prefills are sized for.
+Whether the prefill of a pair computes the prompt, or its decode after all, is for the decode to say, which asks the
+prefill (``disaggregation/handover/choice.py``): the router knows neither's cache, nor how fast they are just now.
 """
 
 from __future__ import annotations
@@ -25,10 +25,6 @@ from .request_body import RequestBody
 logger = logging.getLogger(__name__)
 
 PICK_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-LOCAL_PREFILL_COST = 2.5
-"""How much longer a decode takes over a prompt than a prefill: it computes it in small pieces between its streams'
-tokens, which wait for them (measured on a CPU: 16 tokens every 20 ms beside eight streams, where a prefill does 1,500
-a second)."""
 
 
 class Pair(NamedTuple):
@@ -56,7 +52,6 @@ class Fleet:
         workers = [Instance(check_url(url), Role.WORKER) for url in options.worker]
         self.instances: tuple[Instance, ...] = (*prefills, *decodes, *workers)
         self._policies = {role: POLICIES[options.policy]() for role in Role}
-        self._prefill_backlog = options.prefill_backlog
         self._changed = asyncio.Event()
         self.pick_seconds = Histogram(PICK_SECONDS)
         """How long requests waited to be given somebody who serves them."""
@@ -110,18 +105,9 @@ class Fleet:
             return self._pair(fresh_prefills or prefills, fresh_decodes or decodes, request)
         return self._policies[Role.WORKER].choose(workers, request) if workers else None
 
-    def _pair(self, prefills: Sequence[Instance], decodes: Sequence[Instance], request: RequestBody) -> Target:
+    def _pair(self, prefills: Sequence[Instance], decodes: Sequence[Instance], request: RequestBody) -> Pair:
         prefill = self._policies[Role.PREFILL].choose(prefills, request)
-        decode = self._policies[Role.DECODE].choose(decodes, request)
-        return decode if self._overflows(prefill, decode, request) else Pair(prefill, decode)
-
-    def _overflows(self, prefill: Instance, decode: Instance, request: RequestBody) -> bool:
-        """Whether the prompt of ``request`` is done sooner on the decode alone, with its prefill behind enough."""
-        least = self._prefill_backlog
-        if least is None or prefill.prompt_tokens < least:
-            return False
-        tokens = request.prompt_tokens
-        return prefill.prompt_tokens + tokens > LOCAL_PREFILL_COST * (decode.prompt_tokens + tokens)
+        return Pair(prefill, self._policies[Role.DECODE].choose(decodes, request))
 
     def set_state(self, instance: Instance, state: HealthState, reason: str) -> None:
         """Record what was learned about an instance; wakes everyone in ``wait_change``."""

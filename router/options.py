@@ -36,9 +36,6 @@ class RouterOptions:
         Port of the router's HTTP API.
     policy
         How an instance is chosen among the healthy ones, for prefill, decode and unified alike.
-    prefill_backlog
-        Prompt tokens waiting at a prefill instance from which on a decode instance computes a prompt itself, in small
-        pieces between its streams' tokens, where that is sooner; default: never.
     api_key
         When set, every request but /health needs "Authorization: Bearer KEY". Every user of the host can read
         arguments: better in the variable PDSERVE_API_KEY, or in a file.
@@ -92,7 +89,6 @@ class RouterOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     policy: Literal["random", "round_robin"] = "round_robin"
-    prefill_backlog: int | None = None
     api_key: str | None = None
     api_key_file: str | None = None
     admin_key_file: str | None = None
@@ -124,8 +120,6 @@ class RouterOptions:
             raise RouterOptionsError(f"{given} is of no use without {missing}: give at least one URL of each")
         if not self.prefill and not self.worker:
             raise RouterOptionsError("nothing to route to: give --prefill and --decode, or --worker")
-        if self.prefill_backlog is not None and self.prefill_backlog < 0:
-            raise RouterOptionsError("--prefill-backlog must be 0 or more")
         try:
             read_keys(self)
         except KeyFileError as exc:

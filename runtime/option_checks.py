@@ -113,6 +113,9 @@ def _ports(options: ServerOptions) -> Iterator[str]:
         for port in sorted({p for p in ports.values() if p}):
             if len(flags := [flag for flag, given in ports.items() if given == port]) > 1:
                 yield f"{' and '.join(flags)} are both {port}: an instance listens on each, so give them different ones"
+    threshold = options.disaggregation_threshold
+    if threshold not in ("auto", "always", "never") and not (threshold.isascii() and threshold.isdigit()):
+        yield f"--disaggregation-threshold is {threshold}: it must be auto, always, never or a number of tokens"
     if options.disaggregation_heartbeat_timeout <= options.disaggregation_heartbeat_interval:
         yield (
             f"--disaggregation-heartbeat-timeout {options.disaggregation_heartbeat_timeout} must be longer than "

@@ -83,6 +83,10 @@ class ServerOptions:
     disaggregation_transfer_backend
         How KV pages move: tcp (any host), shm (same host, one copy), nixl and mooncake (by these libraries, any host),
         fake (moves nothing, for tests).
+    disaggregation_threshold
+        What a decode instance does with a prompt whose request names a prefill: auto has it computed where its first
+        token comes sooner, as both foresee it; a number has it computed here where fewer tokens than that are not
+        cached; always is the prefill, never this instance.
     disaggregation_ib_device
         Accepted for SGLang's command lines; only an RDMA backend would use it.
     disaggregation_bootstrap_timeout
@@ -203,6 +207,7 @@ class ServerOptions:
     disaggregation_data_port: int = 0
     advertise_host: str | None = None
     disaggregation_transfer_backend: Literal["tcp", "shm", "nixl", "mooncake", "fake"] = "tcp"
+    disaggregation_threshold: str = "auto"
     disaggregation_ib_device: str | None = None
     disaggregation_bootstrap_timeout: float = 30.0
     disaggregation_transfer_timeout: float = 120.0

@@ -66,6 +66,9 @@ class Handovers(Protocol):
     def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
         """An outgoing request's prompt is computed."""
 
+    def came_true(self, req: Req, now: float) -> None:
+        """The first token is known of a request for which it was foreseen."""
+
     def pinned(self) -> list[KVHold]:
         """Memory that transfers may touch, whether its request has ended or not."""
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -89,6 +90,17 @@ class ReqTimes:
         return max(0.0, self.last_token - max(self.first_token, self.landed)) * 1000 if self.last_token else 0.0
 
 
+class Foreseen(NamedTuple):
+    """When the first token was foreseen, by whom computes the prompt ``here`` or elsewhere: ``ms`` behind ``at``
+    (``time.monotonic()``), ``raw_ms`` before it was corrected.
+    """
+
+    here: bool
+    ms: float
+    raw_ms: float
+    at: float
+
+
 @dataclass(slots=True, eq=False)
 class Req:
     """See the module. ``hold`` is the memory that the request has, None while it has none."""
@@ -122,6 +134,8 @@ class Req:
     """Of all output tokens, where they are wanted: who goes on elsewhere takes them along."""
     input_logprobs: list[TokenLogprob] | None = None
     timing: Timing = field(default_factory=Timing)
+    foreseen: Foreseen | None = None
+    """Until the first token is known."""
 
     @staticmethod
     def create(msg: GenerateReq, route: Route, state: ReqState, max_new_tokens: int, news_interval: int) -> Req:

@@ -30,6 +30,7 @@ from ..messages.worker import StepResult, WorkerReady
 from ..runtime.options import DisaggregationMode, ServerOptions
 from .cost_model import CostModel
 from .counters import Counters
+from .forecast import PromptForecast
 from .forks import Forks
 from .handover import Handovers
 from .kv_memory import KVMemory
@@ -75,6 +76,7 @@ class Scheduler:
         self.memory = KVMemory(options, worker.max_total_tokens, worker.context_length)
         self.cost_model = make_cost_model(worker)
         self.planner = StepPlanner(options, self.memory, worker.device, self.cost_model)
+        self.forecast = PromptForecast(self.planner, self.memory, self.cost_model)
         self.outbox = outbox
         self.reqs: dict[str, Req] = {}
         self.forks = Forks(self.reqs)
@@ -362,6 +364,8 @@ class Scheduler:
         """``token``, just appended, came from here or from the peer: tell it when its time has come, or end there."""
         req.times.last_token = now
         self.counters.generation_tokens += 1
+        if req.foreseen is not None and self.handovers is not None:
+            self.handovers.came_true(req, now)
         finish = None
         if token in req.stop_ids:
             finish = FinishReason(FinishType.STOP, matched=token)
@@ -402,7 +406,7 @@ class Scheduler:
         self.planner.start_landed(req)
 
     def recompute(self, req: Req, now: float) -> None:
-        """An incoming request's KV won't come, but its first token is known: what follows is computed here."""
+        """An incoming request's KV won't come: what is not known of it is computed here."""
         self.planner.arriving.pop(req.rid, None)
         if req.hold is not None:
             self.memory.finish(req)

@@ -34,9 +34,6 @@ class ClusterOptions(ServerOptions):
         Port of the router's HTTP API; 0 takes a free one.
     policy
         How the router chooses an instance.
-    prefill_backlog
-        Prompt tokens waiting at a prefill instance from which on a decode instance computes a prompt itself, in small
-        pieces between its streams' tokens, where that is sooner; default: never.
     log_dir
         Folder for one log file a process; default: all to stderr, each line after its process's name.
     max_restarts
@@ -63,7 +60,6 @@ class ClusterOptions(ServerOptions):
     unified: int = 0
     port: int = 8000
     policy: Literal["random", "round_robin"] = "round_robin"
-    prefill_backlog: int | None = None
     log_dir: str | None = None
     max_restarts: int = 10
     disaggregation_transfer_backend: Literal["tcp", "shm", "nixl", "mooncake", "fake"] = "shm"

@@ -106,7 +106,6 @@ def plan_router(options: ClusterOptions, targets: dict[DisaggregationMode, list[
         host=options.host,
         port=port,
         policy=options.policy,
-        prefill_backlog=options.prefill_backlog,
         api_key=options.api_key,
         api_key_file=options.api_key_file,
         admin_key_file=options.admin_key_file,

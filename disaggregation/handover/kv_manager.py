@@ -12,7 +12,17 @@ from typing import Any
 
 from ...mem_cache.base_prefix_cache import KVHold
 from ...messages.base import Message
-from ...messages.handover import Abort, AbortAck, FirstToken, RoomQueued, TransferDone, TransferFailed, TransferRequest
+from ...messages.handover import (
+    Abort,
+    AbortAck,
+    Declined,
+    FirstToken,
+    Forecast,
+    RoomQueued,
+    TransferDone,
+    TransferFailed,
+    TransferRequest,
+)
 from ...messages.metrics import HandoverCounts, MoveCounts
 from ...messages.moves import MigrateReq, MoveCommit, MoveOffer, MoveReady, MoveRefused, MoveTaken
 from ...messages.outputs import TokenLogprob
@@ -23,6 +33,7 @@ from ...runtime.web.ports import is_loopback, means_this_host
 from ...scheduler.req import Req, Route
 from ...scheduler.scheduler import Scheduler
 from ..bootstrap.registration import Registration
+from .choice import Choice
 from .control.frames import LONG_FRAME_BYTES
 from .greeting import Greeting, digest
 from .kv_receiver import KVReceivers
@@ -63,7 +74,8 @@ class KVManager:
             takes_moves=network.port.is_sealed or asks_nobody(options),
         )
         self.senders = KVSenders(scheduler, options.page_size, limits)
-        self.receivers = KVReceivers(scheduler, epoch, limits, self._peers.peer_at)
+        self._choice = Choice(options.disaggregation_threshold, scheduler.forecast)
+        self.receivers = KVReceivers(scheduler, epoch, limits, self._peers.peer_at, self._choice)
         reach = partial(self._peers.peer_at, want=False)
         self.moves_out = MovesOut(scheduler, limits, reach)
         self.moves_in = MovesIn(
@@ -158,6 +170,10 @@ class KVManager:
         """An outgoing request's prompt is computed."""
         self.senders.first_token(req, token, logprob)
 
+    def came_true(self, req: Req, now: float) -> None:
+        """See ``Handovers``."""
+        self._choice.learn(req, now)
+
     def pinned(self) -> list[KVHold]:
         """See ``Handovers``."""
         return self.senders.pinned() + self.receivers.pinned() + self.moves_out.pinned()
@@ -204,6 +220,7 @@ class KVManager:
             | {"bytes": received.nbytes},
             "peers": self._peers.info(),
             "refused": self._peers.refused,
+            "choices": self._choice.info(),
         }
 
     def transfers(self, now: float) -> list[dict[str, Any]]:
@@ -227,6 +244,7 @@ class KVManager:
                 returned=self.moves_out.given,
                 kept=self.moves_in.kept,
             ),
+            choices=self._choice.counts(),
         )
 
     def _tell_worker(self, command: PeerCommand) -> None:
@@ -251,6 +269,10 @@ class KVManager:
                 self.senders.on_queued(peer, message, now)
             case Abort():
                 self.senders.on_abort(peer, message, now)
+            case Declined():
+                self.senders.on_declined(peer, message, now)
+            case Forecast():
+                self.receivers.on_forecast(peer, message, now)
             case FirstToken():
                 self.receivers.on_first_token(peer, message, now)
             case TransferDone():

@@ -3,13 +3,16 @@
 A ``KVReceiver`` is one room::
 
     LINKING → QUEUED → PREALLOCATED → TRANSFERRING → VERIFYING → (the request runs)
-                                          └──────────────┴──▶ DRAINING → (memory freed)
+       └────────┴───────────┤             └──────────────┴──▶ DRAINING → (memory freed)
+                            └──▶ DECLINED (the prompt is computed here)
 
 LINKING waits for the prefill instance to be connected, QUEUED for memory, PREALLOCATED for the steps that were under
 way when its pages were taken: they may still write to them (see ``scheduler/kv_memory.py``), and a remote writer must
-come after. DRAINING is a room that ended while the prefill may still write: its pages are freed only when the prefill
-has said that it will not, or its link is down for good. While our own worker checks what landed, which may rewrite it
-in our order, only the worker's answer frees them. Bad KV (checksum, room, epoch) never reaches the model.
+come after; and, where it depends (``choice.py``), for the prefill's forecast. DECLINED is a room whose prompt is
+computed here, until the prefill has been told. DRAINING is a room that ended while the prefill may still write: its
+pages are freed only when the prefill has said that it will not, or its link is down for good. While our own worker
+checks what landed, which may rewrite it in our order, only the worker's answer frees them. Bad KV (checksum, room,
+epoch) never reaches the model.
 
 The first token is ahead of the KV, in TRANSFERRING, and goes to the client at once. So a request may be over before
 its KV has landed, which is kept for others then; and where a room fails behind its first token, the prompt is computed
@@ -29,7 +32,9 @@ from ...messages.decode import shown
 from ...messages.handover import (
     Abort,
     AbortAck,
+    Declined,
     FirstToken,
+    Forecast,
     RoomQueued,
     TransferDone,
     TransferFailed,
@@ -40,10 +45,11 @@ from ...messages.outputs import FinishReason, FinishType, Timeline, Timing, Toke
 from ...messages.worker import MAX_PAGES, GrantPages, PagesVerified, RevokePages, VerifyPages
 from ...scheduler.req import Req, ReqState, Route
 from ...scheduler.scheduler import Scheduler
-from .kv_sender import digest_of
+from .choice import Choice
 from .landing import KVReceiver, Newcomer, ReceiverState, timeline, why
 from .limits import HandoverLimits
 from .peer import Peer
+from .sending import digest_of
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +79,7 @@ class KVReceivers:
         epoch: str,
         limits: HandoverLimits,
         peer_at: Callable[[str, int, float], Peer],
+        choice: Choice,
     ) -> None:
         self._vocab_size = scheduler.worker.vocab_size
         self._checksum = not scheduler.options.disable_handover_checksum
@@ -80,6 +87,7 @@ class KVReceivers:
         self._epoch = epoch
         self._limits = limits
         self._peer_at = peer_at
+        self._choice = choice
         self._attempts = itertools.count(1)
         self._now = 0.0
         self.rooms: dict[int, KVReceiver] = {}
@@ -99,9 +107,11 @@ class KVReceivers:
         peer = self._peer_at(where.host, where.port, now)
         deadline = now + self._limits.bootstrap
         handover = HandoverId(self._epoch, where.room, next(self._attempts))
-        self.rooms[where.room] = KVReceiver(
-            handover, req, peer, ReceiverState.LINKING, now, deadline, length=req.prompt_len
-        )
+        receiver = KVReceiver(handover, req, peer, ReceiverState.LINKING, now, deadline, length=req.prompt_len)
+        self.rooms[where.room] = receiver
+        receiver.decided = not self._choice.asks
+        if self._choice.is_short(req):
+            self._compute_here(receiver, now)
 
     def add_newcomer(
         self, req: Req, peer: Peer, handover: HandoverId, length: int, newcomer: Newcomer, now: float
@@ -118,12 +128,48 @@ class KVReceivers:
         for receiver in list(self.rooms.values()):
             if receiver.state is ReceiverState.LINKING:
                 self._when_linked(receiver, now)
-            if receiver.state is not ReceiverState.DRAINING and now > receiver.deadline:
+            elif receiver.state is ReceiverState.DECLINED:
+                self._tell_declined(receiver, now)
+            if receiver.state not in (ReceiverState.DRAINING, ReceiverState.DECLINED) and now > receiver.deadline:
                 self._time_out(receiver)
         self._preallocate(now)
         for receiver in self._in(ReceiverState.PREALLOCATED):
-            if self._scheduler.completed_step >= receiver.fence:
+            if receiver.decided and self._scheduler.completed_step >= receiver.fence:
                 self._request(receiver, now)
+
+    # --- here or there ---
+
+    def on_forecast(self, peer: Peer, msg: Forecast, now: float) -> None:
+        """So long it would take there, says the prefill."""
+        receiver = self._known(peer, msg.handover)
+        if receiver is None or receiver.decided or receiver.state is ReceiverState.DECLINED:
+            return
+        receiver.decided = True
+        memory = self._scheduler.memory
+        pages = memory.pages_up(self._scheduler.forecast.uncached(receiver.req)) // memory.page_size
+        if self._choice.is_here(receiver.req, msg.ms, pages, now):
+            self._compute_here(receiver, now)
+            self._tell_declined(receiver, now)
+
+    def _compute_here(self, receiver: KVReceiver, now: float) -> None:
+        """Nothing of it has been asked for."""
+        receiver.state, receiver.decided = ReceiverState.DECLINED, True
+        receiver.deadline = now + self._limits.bootstrap
+        if receiver.hold is not None:
+            self._scheduler.memory.unpin(receiver.hold)
+            receiver.hold = None
+        self._scheduler.recompute(receiver.req, now)
+
+    def _tell_declined(self, receiver: KVReceiver, now: float) -> None:
+        """The prefill shall not wait. Where it can't be told, it has a limit of its own."""
+        if receiver.peer.same_as is not None:
+            receiver.peer = receiver.peer.same_as
+        peer = receiver.peer
+        if peer.readable:
+            peer.send(Declined(peer.epoch, receiver.handover))
+        elif not peer.gone and now <= receiver.deadline:
+            return
+        del self.rooms[receiver.handover.room]
 
     def _when_linked(self, receiver: KVReceiver, now: float) -> None:
         if receiver.peer.same_as is not None:
@@ -135,7 +181,7 @@ class KVReceivers:
             receiver.state, receiver.queued_at = ReceiverState.QUEUED, now
             receiver.req.times.ready = now
             receiver.deadline = now + self._limits.queue
-            peer.send(RoomQueued(peer.epoch, receiver.handover))
+            peer.send(RoomQueued(peer.epoch, receiver.handover, asks=not receiver.decided))
 
     def _preallocate(self, now: float) -> None:
         holders = [r.req for r in self.rooms.values() if r.req.hold is not None and not r.req.is_ended]
@@ -245,6 +291,8 @@ class KVReceivers:
             return
         req, there = receiver.req, receiver.there
         assert there is not None
+        if receiver.begun and not req.is_ended:
+            self._choice.learn_lag(len(receiver.pages) // 4, now - req.times.first_token)
         assert receiver.hold is not None
         receiver.hold.verified = True
         self._over(receiver)
@@ -273,7 +321,7 @@ class KVReceivers:
     def on_failed(self, peer: Peer, msg: TransferFailed) -> None:
         """The prefill gave the room up and will write no more."""
         receiver = self._known(peer, msg.handover)
-        if receiver is None:
+        if receiver is None or receiver.state is ReceiverState.DECLINED:
             return
         if receiver.state is ReceiverState.DRAINING:
             self._drained(receiver)
@@ -308,8 +356,8 @@ class KVReceivers:
         Pages that it may still write wait for ``on_down``.
         """
         for receiver in [r for r in self.rooms.values() if r.peer is peer]:
-            if receiver.state is ReceiverState.VERIFYING:
-                continue  # all of it is here
+            if receiver.state in (ReceiverState.VERIFYING, ReceiverState.DECLINED):
+                continue  # all of it is here, or computed here
             self._give_up(receiver, peer.status, why(peer))
             if receiver.state in (ReceiverState.TRANSFERRING, ReceiverState.DRAINING) and not peer.down:
                 self._begin_draining(receiver)
@@ -409,7 +457,7 @@ class KVReceivers:
 
     def _let_go(self, receiver: KVReceiver, reason: str) -> None:
         peer, state = receiver.peer, receiver.state
-        if state is ReceiverState.DRAINING:
+        if state in (ReceiverState.DRAINING, ReceiverState.DECLINED):
             return
         if peer.readable and state in (
             ReceiverState.QUEUED,

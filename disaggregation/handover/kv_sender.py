@@ -21,71 +21,39 @@ attempt of that decode (``HandoverId``), and nothing that is said or done for an
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 import msgspec
-import xxhash
 
 from ...mem_cache.base_prefix_cache import KVHold
 from ...messages.base import REASON_CHARS, HandoverId, pack_i32, unpack_i32
 from ...messages.decode import shown
-from ...messages.handover import Abort, AbortAck, FirstToken, RoomQueued, TransferDone, TransferFailed, TransferRequest
+from ...messages.handover import (
+    MAX_DURATION_MS,
+    Abort,
+    AbortAck,
+    Declined,
+    FirstToken,
+    Forecast,
+    RoomQueued,
+    TransferDone,
+    TransferFailed,
+    TransferRequest,
+)
 from ...messages.metrics import DirectionCounts
-from ...messages.outputs import FinishReason, FinishType, Timeline, Timing, TokenLogprob
+from ...messages.outputs import FinishReason, FinishType, Timing, TokenLogprob
 from ...messages.worker import CancelSend, SendEnded, SendPages
 from ...scheduler.req import Req, ReqState
 from ...scheduler.scheduler import Scheduler
 from ..transfer.outgoing_pages import MIN_GROUP_BYTES
 from .limits import HandoverLimits
 from .peer import Peer
+from .sending import KVSender, SenderState, digest_of, timeline_of
 from .unclaimed_rooms import Tombstones, UnclaimedRooms
 
 log = logging.getLogger(__name__)
 
 MAX_OVER = 1 << 14
-
-
-class SenderState(Enum):
-    """Where a room stands.
-
-    BOOTSTRAPPING: the client's request or the decode's is missing. AHEAD: the decode's is, and the prompt is computed
-    meanwhile. QUEUED: for its turn to be computed. PUSHING: from the first computed piece of the prompt on. DRAINING:
-    it failed, and the worker may still read or write for it.
-    """
-
-    BOOTSTRAPPING = auto()
-    AHEAD = auto()
-    QUEUED = auto()
-    PUSHING = auto()
-    DRAINING = auto()
-
-
-@dataclass(slots=True)
-class KVSender:
-    """One room. ``next_page`` counts the prompt's pages; ``computed``: all of them are, and the peer was told what
-    follows. ``first``: what follows a prompt that is done and that nobody has asked for. ``failure`` says why the room
-    drains.
-
-    ``hold``: the request's memory, pinned from its first push to the worker's ``SendEnded``.
-    """
-
-    room: int
-    since: float
-    deadline: float
-    state: SenderState = SenderState.BOOTSTRAPPING
-    req: Req | None = None
-    peer: Peer | None = None
-    handover: HandoverId | None = None
-    request: TransferRequest | None = None
-    next_page: int = 0
-    hold: KVHold | None = None
-    computed: bool = False
-    first: tuple[int, TokenLogprob | None] | None = None
-    sent: SendEnded | None = None
-    failure: tuple[int, str] | None = None
-    abort_asked: bool = False
 
 
 class KVSenders:
@@ -106,6 +74,8 @@ class KVSenders:
         """Rooms that a decode gave up before the request came."""
         self._left = Tombstones()
         """Rooms whose request ended before a decode came."""
+        self._declined = Tombstones()
+        """Rooms whose decode computes the prompt itself, before the request came."""
         self._over: dict[HandoverId, None] = {}
         """The latest that ended here, or were refused: news of them may still come, and opens nothing."""
         self._now = 0.0
@@ -122,6 +92,9 @@ class KVSenders:
         room = req.msg.bootstrap.room
         self._now = now
         self._left.take(room)  # said of an earlier request
+        if self._declined.take(room) is not None:
+            self._end_declined(req)
+            return
         over = self._given_up.take(room)
         if over is not None:
             self._scheduler.fail(req, 503, f"the decode instance gave the hand-over up: {over}")
@@ -137,10 +110,48 @@ class KVSenders:
         sender.req = req
         self._unclaimed.drop(sender.peer, room)
         self._try_start(sender, now)
+        self._foretell(sender)
 
     def on_queued(self, peer: Peer, msg: RoomQueued, now: float) -> None:
         """A decode will ask for this room when it has memory: how long that may take is for the decode to say."""
-        self._opened(peer, msg.handover, 0, now)
+        sender = self._opened(peer, msg.handover, 0, now)
+        if sender is not None and msg.asks:
+            sender.asks = True
+            self._foretell(sender)
+
+    def _foretell(self, sender: KVSender) -> None:
+        """Answer the decode that asks how long the prompt would take, once both legs are here."""
+        req, peer, handover = sender.req, sender.peer, sender.handover
+        if sender.asks and req is not None and peer is not None and handover is not None and not req.is_ended:
+            sender.asks = False
+            ms = 0.0 if sender.first is not None else self._scheduler.forecast.ms(req)
+            peer.send(Forecast(peer.epoch, handover, min(ms, MAX_DURATION_MS)))
+
+    def on_declined(self, peer: Peer, msg: Declined, now: float) -> None:
+        """The decode computes a room's prompt itself: that is the end of this leg, and no failure."""
+        handover = msg.handover
+        self._now = now
+        sender = self.rooms.get(handover.room)
+        if handover in self._over or (sender is not None and sender.handover not in (None, handover)):
+            return
+        if sender is not None and sender.request is not None:
+            self._drain(sender, 409, "the decode instance declined what it had asked for")
+            return
+        req = sender.req if sender is not None else None
+        if sender is not None:
+            self._unclaimed.drop(sender.peer, sender.room)
+            sender.handover = handover
+            self._close(sender)
+        else:
+            self._note_over(handover)
+        if req is None:
+            self._declined.add(handover.room, "declined", now)
+        elif not req.is_ended:
+            self._end_declined(req)
+
+    def _end_declined(self, req: Req) -> None:
+        text = "the decode instance computes the prompt itself"
+        self._scheduler.end(req, ReqState.MOVED, FinishReason(FinishType.ABORT, message=text))
 
     def _opened(self, peer: Peer, handover: HandoverId, nbytes: int, now: float) -> KVSender | None:
         """The room, ``peer``'s from now on, which brings ``nbytes`` of page numbers; a new one where there is none.
@@ -313,7 +324,7 @@ class KVSenders:
         begun = max(req.times.arrival, req.times.ready)
         req.timing.queue_ms = max(0.0, (req.times.admitted - begun) * 1000)
         req.timing.prefill_ms = max(0.0, (req.times.first_token - max(req.times.admitted, begun)) * 1000)
-        return msgspec.structs.replace(req.timing, timeline=_timeline(req, sent, begun))
+        return msgspec.structs.replace(req.timing, timeline=timeline_of(req, sent, begun))
 
     # --- the ways out ---
 
@@ -372,6 +383,7 @@ class KVSenders:
                 self._drain(sender, 504, text)
         self._given_up.expire(now)
         self._left.expire(now)
+        self._declined.expire(now)
 
     def _make_room(self, now: float) -> None:
         """Let go of memory that nobody has asked for yet, where somebody waits for some."""
@@ -456,15 +468,3 @@ class KVSenders:
             peer.send(AbortAck(peer.epoch, handover))
         else:
             self._deny(peer, handover, status, reason)
-
-
-def _timeline(req: Req, sent: SendEnded | None, begun: float) -> Timeline:
-    """Since both ends were there; without what is ``sent`` yet."""
-    points = (req.times.admitted, req.times.first_token, *((sent.began, sent.ended) if sent else (begun, begun)))
-    queue, prefill, first, last = (max(0.0, (when - begun) * 1000) for when in points)
-    return Timeline(queue=queue, prefill=prefill, first_byte=first, last_byte=last)
-
-
-def digest_of(req: Req, length: int) -> int:
-    """xxh3_64 of its first token ids: do both instances mean the same request?"""
-    return xxhash.xxh3_64_intdigest(req.token_ids[:length].tobytes())

@@ -26,6 +26,7 @@ from ...messages.base import REASON_CHARS, Message
 from ...messages.decode import UndeclaredMessage, shown
 from ...messages.handover import (
     Abort,
+    Declined,
     Heartbeat,
     Hello,
     Invite,
@@ -406,7 +407,7 @@ class Peers:
             return bool(message.handover.epoch == peer.epoch)
         if isinstance(message, MoveRefused):
             return True
-        if isinstance(message, RoomQueued | TransferRequest | Abort):
+        if isinstance(message, RoomQueued | TransferRequest | Abort | Declined):
             return peer.writable and bool(message.handover.epoch == peer.epoch)
         return peer.readable and bool(message.handover.epoch == self._epoch)
 

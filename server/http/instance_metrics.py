@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import Metric
 
-from ...messages.metrics import DirectionCounts, SchedulerMetrics
+from ...messages.metrics import ChoiceCounts, DirectionCounts, SchedulerMetrics
 from ...runtime.options import ServerOptions
 from ...runtime.web.exposition import Families
 from ...runtime.web.visits import VisitCounts
@@ -223,9 +223,33 @@ def add_handovers(families: Families, counts: SchedulerMetrics) -> None:
         {("out",): moves.returned, ("in",): moves.kept},
         "direction",
     )
+    _add_choices(families, handovers.choices)
     families.gauge("pdserve_handover_peers", "Instances that are connected to exchange KV.", handovers.peers)
     families.counter(
         "pdserve_control_refusals_total", "Frames and connections that the control plane refused.", handovers.refused
+    )
+
+
+def _add_choices(families: Families, choices: ChoiceCounts) -> None:
+    """Where prompts were computed, of those that either of two instances could."""
+    here, there = choices.here, choices.there
+    families.counter(
+        "pdserve_prompt_places_total",
+        "Prompts by who was to compute them: this decode itself (here), or its prefill (there).",
+        {("here",): here.prompts, ("there",): there.prompts},
+        "place",
+    )
+    families.counter(
+        "pdserve_first_token_foreseen_seconds_total",
+        "Time to their first tokens, as it was foreseen when that was decided.",
+        {("here",): here.predicted_seconds, ("there",): there.predicted_seconds},
+        "place",
+    )
+    families.counter(
+        "pdserve_first_token_came_seconds_total",
+        "Time to these first tokens, as it was.",
+        {("here",): here.actual_seconds, ("there",): there.actual_seconds},
+        "place",
     )
 
 

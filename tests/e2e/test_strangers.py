@@ -275,30 +275,14 @@ def test_a_bootstrap_host_from_a_client_is_not_followed_through_the_router(pair)
         trap.assert_unseen()
 
 
-def test_nor_where_a_decode_serves_alone(tmp_path, tiny_args):
-    """A prompt that occupies the prefill for seconds makes the router send the next one to the decode alone."""
-    with (
-        pd_pair(tmp_path, "tcp", *tiny_args, router_args=("--prefill-backlog", "1")) as pair,
-        contextlib.ExitStack() as stack,
-    ):
+def test_nor_where_a_decode_computes_the_prompt(tmp_path, tiny_args):
+    never = ("--disaggregation-threshold", "never")
+    with pd_pair(tmp_path, "tcp", *tiny_args, *never) as pair, contextlib.ExitStack() as stack:
         trap = Trap(stack)
         params = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
-        worker = pair.prefill.family()["worker"]
-        worker.suspend()
-        try:
-            long = {"input_ids": [7] * 1500, "sampling_params": params}
-            behind = threading.Thread(target=pair.router.post, args=("/generate", long))
-            behind.start()
-            wait_until(lambda: pair.decode.info()["requests"]["total"] == 1, 10, "the long prompt is at both instances")
-            before = pair.prefill.info()["counters"]["requests"]
-            with httpx.Client(trust_env=False, timeout=30) as client:
-                body = {"input_ids": PROMPTS[0], "sampling_params": params, **trap.named}
-                answer = client.post(pair.router.url + "/generate", json=body)
-            assert answer.status_code == 200, answer.text
-            assert pair.prefill.info()["counters"]["requests"] == before  # the decode alone
-            trap.assert_unseen()
-        finally:
-            worker.resume()
-        behind.join(60)
-        assert not behind.is_alive()
+        body = {"input_ids": PROMPTS[0], "sampling_params": params, **trap.named}
+        answer = pair.router.post("/generate", body)
+        assert answer.status_code == 200, answer.text
+        trap.assert_unseen()
         pair.assert_all_returned()
+        assert pair.prefill.info()["counters"]["prompt_tokens"] == 0

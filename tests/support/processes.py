@@ -143,6 +143,9 @@ class Launched:
 def launched(tmp: Path, name: str, *args: str, port: int | None = None, **surroundings) -> Iterator[Launched]:
     """Run ``pdserve ARGS --port …`` for the duration of the block; ``surroundings``: see ``Launched``."""
     port = port or free_ports(1)[0]
+    if args[0] in ("server", "up") and "--disaggregation-threshold" not in args:
+        # Tests of hand-overs want them, however soon a decode would have been done itself.
+        args += ("--disaggregation-threshold", "always")
     server = Launched([*args, "--port", str(port)], port, tmp / f"{name}.log", **surroundings)
     server.start()
     try:

@@ -63,6 +63,7 @@ def reference_output(prompt, max_new_tokens: int, stop_ids=()) -> list[int]:
 def make_options(**changes) -> ServerOptions:
     """Small pools, so that everything that can run short does."""
     defaults = {"page_size": 4, "max_total_tokens": 256, "max_running_requests": 8, "chunked_prefill_size": 16}
+    defaults |= {"disaggregation_threshold": "always"}
     return ServerOptions(**(defaults | changes))
 
 

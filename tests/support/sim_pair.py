@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from pdserve.disaggregation.handover.choice import Choice
 from pdserve.disaggregation.handover.kv_receiver import KVReceivers
 from pdserve.disaggregation.handover.kv_sender import KVSenders
 from pdserve.disaggregation.handover.limits import HandoverLimits
@@ -16,7 +17,9 @@ from pdserve.messages.base import HandoverId, Message, unpack_i32
 from pdserve.messages.handover import (
     Abort,
     AbortAck,
+    Declined,
     FirstToken,
+    Forecast,
     RoomQueued,
     TransferDone,
     TransferFailed,
@@ -62,7 +65,9 @@ class SimSide(SimInstance):
         super().__init__(make_options(disaggregation_mode=mode, **changes))
         self.pair = pair
         self.senders = KVSenders(self.scheduler, self.options.page_size, LIMITS)
-        self.receivers = KVReceivers(self.scheduler, mode, LIMITS, lambda host, port, now: pair.open_link())
+        self.choice = Choice(self.options.disaggregation_threshold, self.scheduler.forecast)
+        reach = lambda host, port, now: pair.open_link()  # noqa: E731
+        self.receivers = KVReceivers(self.scheduler, mode, LIMITS, reach, self.choice)
         self.scheduler.handovers = self
 
     @property
@@ -84,6 +89,10 @@ class SimSide(SimInstance):
     def cancel(self, req, reason) -> None:
         """See ``KVManager``."""
         self.rooms.cancel(req, reason)
+
+    def came_true(self, req, now) -> None:
+        """See ``KVManager``."""
+        self.choice.learn(req, now)
 
     def pinned(self):
         """See ``KVManager``."""
@@ -188,6 +197,8 @@ class SimPair:
             senders.on_queued(self.peer, message, self.now)
         elif isinstance(message, Abort):
             senders.on_abort(self.peer, message, self.now)
+        elif isinstance(message, Declined):
+            senders.on_declined(self.peer, message, self.now)
         self.collect()
 
     def deliver_to_decode(self) -> None:
@@ -201,6 +212,8 @@ class SimPair:
             receivers.on_failed(self.link, message)
         elif isinstance(message, AbortAck):
             receivers.on_abort_ack(self.link, message)
+        elif isinstance(message, Forecast):
+            receivers.on_forecast(self.link, message, self.now)
         self.collect()
 
     def engine(self, side: SimSide, message: Message) -> None:

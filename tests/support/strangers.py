@@ -23,6 +23,8 @@ from pdserve.messages.channel import encode
 from pdserve.messages.handover import (
     Abort,
     AbortAck,
+    Declined,
+    Forecast,
     Heartbeat,
     Hello,
     Invite,
@@ -167,7 +169,9 @@ class Stranger:
                 Invite(epoch, rng.randbytes(30)),
                 Welcome(epoch),
                 AbortAck(epoch, handover),
-                RoomQueued(epoch, handover),
+                RoomQueued(epoch, handover, asks=rng.random() < 0.5),
+                Forecast(epoch, handover, rng.choice([0.0, 1e-300, 1e9])),
+                Declined(epoch, handover),
                 Abort(epoch, handover, rng.choice(["", "no\nnew [forged] line", "x" * 2048])),
                 TransferRequest(
                     epoch, handover, rng.randrange(1 << 31), rng.getrandbits(64), rng.randrange(4096), pages

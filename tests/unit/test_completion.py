@@ -39,7 +39,7 @@ def bash_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
         (["server", "--it"], {"--itl-budget-ms"}),
         (["ch"], {"chat", "check"}),
         ([""], COMMANDS),
-        (["up", "--compute-nice", "5", "--pref"], {"--prefill", "--prefill-backlog"}),
+        (["up", "--compute-nice", "5", "--pref"], {"--prefill"}),
         (["server", "--dtype", "bf"], {"bfloat16"}),
         (["chat", "--te"], {"--temperature"}),
         (["completion", "z"], {"zsh"}),

@@ -20,7 +20,9 @@ from pdserve.messages.control import Drain
 from pdserve.messages.decode import SHOWN_CHARS, Codec, UndeclaredMessage, decode, shown
 from pdserve.messages.handover import (
     Abort,
+    Declined,
     FirstToken,
+    Forecast,
     Heartbeat,
     Hello,
     RoomQueued,
@@ -39,7 +41,9 @@ REQUEST = TransferRequest("e", named(7), 30, 1 << 63, 16, b"\1\0\0\0")
 LONGEST = named((1 << 63) - 1, (1 << 63) - 1, "D" * 128)
 HONEST = [
     Hello("e", "d", 1, 1, "f", LAYOUT, "tcp", b"m"),
-    RoomQueued("e", named(7)),
+    RoomQueued("e", named(7), asks=True),
+    Forecast("e", named(7), 12.5),
+    Declined("e", named(7)),
     REQUEST,
     Abort("e", named(7), "why"),
     Heartbeat("e"),

@@ -17,8 +17,8 @@ from support.sim_pair import LIMITS, SimPair, make_peer
 
 from pdserve.disaggregation.handover import kv_sender, unclaimed_rooms
 from pdserve.disaggregation.handover.kv_receiver import STUCK_SECONDS, ReceiverState
-from pdserve.disaggregation.handover.kv_sender import SenderState
 from pdserve.disaggregation.handover.peer import PeerState, Writing
+from pdserve.disaggregation.handover.sending import SenderState
 from pdserve.messages.base import unpack_i32
 from pdserve.messages.handover import (
     Abort,

@@ -101,26 +101,6 @@ def test_a_failure_takes_an_instance_out_until_the_next_check():
     assert fleet.instances[0].check_now.is_set()
 
 
-@pytest.mark.parametrize(
-    ("least", "at_prefill", "at_decode", "tokens", "expected"),
-    [
-        (None, 10**6, 0, 64, ("prefill0", "decode0")),
-        (512, 511, 0, 64, ("prefill0", "decode0")),
-        (512, 512, 0, 64, "decode0"),
-        # The decode is the slower one: a long prompt must have much before it, or wait.
-        (512, 1500, 0, 1500, ("prefill0", "decode0")),
-        (512, 3000, 0, 1500, "decode0"),
-        (512, 3000, 1500, 64, ("prefill0", "decode0")),
-        (0, 0, 0, 64, ("prefill0", "decode0")),
-    ],
-)
-def test_a_prompt_goes_to_the_decode_alone_when_its_prefill_is_behind(least, at_prefill, at_decode, tokens, expected):
-    fleet = make_fleet(prefill_backlog=least)
-    prefill, decode = fleet.instances
-    prefill.prompt_tokens, decode.prompt_tokens = at_prefill, at_decode
-    assert chosen(fleet, body=RequestBody(b"{}", prompt_tokens=tokens)) == expected
-
-
 def test_a_prompt_counts_until_it_is_computed():
     prefill, decode = make_fleet().instances
     with prefill.computing(30), decode.computing(40) as done:

@@ -42,9 +42,9 @@ from ....messages.outputs import Timing
 from ....messages.worker import CancelSend, SendEnded, SendPages
 from ....scheduler.req import Req, ReqState, Route
 from ....scheduler.scheduler import Scheduler
-from ..kv_sender import digest_of
 from ..limits import HandoverLimits
 from ..peer import Peer, PeerState
+from ..sending import digest_of
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,70 @@
+"""One room of the prefill's side: a request whose KV goes to another instance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import xxhash
+
+from ...mem_cache.base_prefix_cache import KVHold
+from ...messages.base import HandoverId
+from ...messages.handover import TransferRequest
+from ...messages.outputs import Timeline, TokenLogprob
+from ...messages.worker import SendEnded
+from ...scheduler.req import Req
+from .peer import Peer
+
+
+class SenderState(Enum):
+    """Where a room stands.
+
+    BOOTSTRAPPING: the client's request or the decode's is missing. AHEAD: the decode's is, and the prompt is computed
+    meanwhile. QUEUED: for its turn to be computed. PUSHING: from the first computed piece of the prompt on. DRAINING:
+    it failed, and the worker may still read or write for it.
+    """
+
+    BOOTSTRAPPING = auto()
+    AHEAD = auto()
+    QUEUED = auto()
+    PUSHING = auto()
+    DRAINING = auto()
+
+
+@dataclass(slots=True)
+class KVSender:
+    """One room. ``next_page`` counts the prompt's pages; ``computed``: all of them are, and the peer was told what
+    follows. ``first``: what follows a prompt that is done and that nobody has asked for. ``asks``: the decode waits
+    for a forecast. ``failure`` says why the room drains.
+
+    ``hold``: the request's memory, pinned from its first push to the worker's ``SendEnded``.
+    """
+
+    room: int
+    since: float
+    deadline: float
+    state: SenderState = SenderState.BOOTSTRAPPING
+    req: Req | None = None
+    peer: Peer | None = None
+    handover: HandoverId | None = None
+    request: TransferRequest | None = None
+    next_page: int = 0
+    hold: KVHold | None = None
+    computed: bool = False
+    first: tuple[int, TokenLogprob | None] | None = None
+    asks: bool = False
+    sent: SendEnded | None = None
+    failure: tuple[int, str] | None = None
+    abort_asked: bool = False
+
+
+def timeline_of(req: Req, sent: SendEnded | None, begun: float) -> Timeline:
+    """Since both ends were there; without what is ``sent`` yet."""
+    points = (req.times.admitted, req.times.first_token, *((sent.began, sent.ended) if sent else (begun, begun)))
+    queue, prefill, first, last = (max(0.0, (when - begun) * 1000) for when in points)
+    return Timeline(queue=queue, prefill=prefill, first_byte=first, last_byte=last)
+
+
+def digest_of(req: Req, length: int) -> int:
+    """xxh3_64 of its first token ids: do both instances mean the same request?"""
+    return xxhash.xxh3_64_intdigest(req.token_ids[:length].tobytes())
