@@ -86,7 +86,7 @@ class ServerOptions:
     disaggregation_threshold
         What a decode instance does with a prompt whose request names a prefill: auto has it computed where its first
         token comes sooner, as both foresee it; a number has it computed here where fewer tokens than that are not
-        cached; always is the prefill, never this instance.
+        cached; always means the prefill, never this instance.
     disaggregation_ib_device
         Accepted for SGLang's command lines; only an RDMA backend would use it.
     disaggregation_bootstrap_timeout

@@ -15,8 +15,6 @@ from .layout import PeerSetup
 
 HOST = "127.0.0.1"
 CONTEXT = 8192
-# The mixed load's prompts are more than one core can compute: the decode takes some of what waits.
-PD_FLAGS = ("--prefill-backlog", "1024")
 # llama-server divides its context evenly between its slots: room for the long prompts in each.
 LLAMA_SLOTS = 16
 LLAMA_SLOT_CONTEXT = 4608
@@ -109,7 +107,7 @@ class PdservePd(Engine):
     def launches(self, setup: PeerSetup, ports: Sequence[int]) -> list[Launch]:
         cluster = ("--prefill", "1", "--decode", "1", "--cpus", ",".join(map(str, setup.cores)))
         model = ("--model-path", str(setup.hf_folder), "--dtype", "bfloat16", "--port", str(ports[0]))
-        argv = (sys.executable, "-m", "pdserve.server.cli", "up", *cluster, *model, *PD_FLAGS)
+        argv = (sys.executable, "-m", "pdserve.server.cli", "up", *cluster, *model)
         return [Launch(self.name, argv, f"http://{HOST}:{ports[0]}/health")]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from string import Template
 
 from .cases import CASES, MIXED, MIXED_SLO, Case, Metric
-from .engines import ENGINES, PD_FLAGS
+from .engines import ENGINES
 from .install import LLAMA_CPP, NIXL, VLLM
 from .results import Results
 
@@ -54,7 +54,6 @@ def write_index(page: Path) -> None:
         vllm=VLLM,
         nixl=NIXL,
         llama=LLAMA_CPP,
-        pd_flags=" ".join(PD_FLAGS),
         slo=", ".join(f"{name} ≤ {int(limit):,} ms" for name, limit in MIXED_SLO.items()),
     )
 

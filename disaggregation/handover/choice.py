@@ -68,8 +68,8 @@ class Choice:
     def is_short(self, req: Req) -> bool:
         """Whether so little of its prompt is to be computed that no other instance is asked."""
         here = self._least > 0 and self._forecast.uncached(req) < self._least
-        if here:
-            self._here.counts.prompts += 1
+        if here or not self.asks:
+            (self._here if here else self._there).counts.prompts += 1
         return here
 
     def is_here(self, req: Req, there_ms: float, pages: int, now: float) -> bool:

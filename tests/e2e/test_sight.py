@@ -51,7 +51,7 @@ def load(pair: Pair) -> Counter[str]:
     body = {"prompt": [5] * 40, "max_tokens": 9, "ignore_eos": True, "stream_options": {"include_usage": True}}
     usage = stream(pair.router, "/v1/completions", body)[-1]["usage"]
     add(usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"])
-    # A decode that serves alone, as a router with --prefill-backlog has it.
+    # A decode that a client asks directly, with no prefill named.
     add_meta(pair.decode.generate(input_ids=[3] * 50, sampling_params=greedy))
     return told
 

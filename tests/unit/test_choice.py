@@ -76,7 +76,8 @@ def prompts_computed(pair: SimPair) -> tuple[int, int]:
 def test_a_threshold_is_a_number_of_tokens_to_be_computed_here(threshold, uncached, short):
     choice = Choice(threshold, Fixed(uncached=uncached))
     assert choice.is_short(a_req()) is short
-    assert choice.counts().here.prompts == short
+    counts = choice.counts()
+    assert (counts.here.prompts, counts.there.prompts) == (short, not short and threshold != "auto")
     assert choice.asks == (threshold == "auto")
 
 

@@ -102,10 +102,27 @@ def test_a_hundred_thousand_hand_overs(modes, rules, capsys) -> None:
     assert finished > HANDOVERS // SHARES
 
 
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
+@pytest.mark.parametrize("threshold", ["auto", "12"])
+@pytest.mark.parametrize("faults", [0, 8])
+def test_nothing_is_lost_whoever_computes(modes, rules, threshold, faults) -> None:
+    campaign = Campaign(4, modes, faults=faults, moves=20, disaggregation_threshold=threshold, **rules)
+    campaign.run(150, rate=20.0)
+    assert campaign.outcomes["finished"] > (60 if faults else 120)
+    assert min(campaign.places()) > (0 if faults else 20)
+
+
 def test_every_order_of_two_rooms() -> None:
     found = explored(seconds=60)
     assert found.violation is None, found
     assert found.complete
+
+
+@pytest.mark.parametrize("here", [(), ("r0",), ("r1",)], ids=["there", "the first here", "the second here"])
+def test_every_order_of_two_rooms_that_ask_where(here) -> None:
+    found = explored(seconds=60, here=frozenset(here), cached=True)
+    assert found.violation is None, found
 
 
 @pytest.mark.slow

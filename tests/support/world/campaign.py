@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -109,6 +110,11 @@ class Campaign:
         """KV of finished requests that living prefills have taken."""
         return sum(node.manager.moves_in.kept for node in self._nodes())
 
+    def places(self) -> tuple[int, int]:
+        """Prompts that living instances decided to compute themselves, and those that they left to others."""
+        counts = [node.manager.counts().choices for node in self._nodes()]
+        return sum(c.here.prompts for c in counts), sum(c.there.prompts for c in counts)
+
     # --- instances ---
 
     def _start(self, slot: Slot) -> None:
@@ -118,7 +124,8 @@ class Campaign:
         epoch = f"{slot.mode[0]}{slot.bootstrap_port - 9000}.{slot.lives}"
         sealed = bool(self._options.get("return_kv"))
         rules = {"lets_go": self._lets_go, "hostile": self._hostile, "sealed": sealed}
-        slot.node = Node(self.world, epoch, slot.bootstrap_port, options, **rules)
+        whim = lambda req: zlib.crc32(f"{epoch} {req.rid}".encode()) / 1e8  # noqa: E731
+        slot.node = Node(self.world, epoch, slot.bootstrap_port, options, foresees=whim, **rules)
         self._beat(slot, slot.node)
         self._renew(slot, slot.node)
 

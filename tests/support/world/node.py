@@ -5,6 +5,7 @@ model, with simulated sockets.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +25,9 @@ from pdserve.messages.requests import AbortReq, Bootstrap
 from pdserve.messages.worker import ForwardStep, PagesVerified, StepResult, TransferEvent
 from pdserve.scheduler import scheduler as scheduler_module
 from pdserve.scheduler.cost_model import CostModel
+from pdserve.scheduler.forecast import PromptForecast
 from pdserve.scheduler.outbox import Outbox
+from pdserve.scheduler.req import Req
 from pdserve.scheduler.scheduler import Scheduler
 from support.sim import Sent, SimWorker, make_generate, make_worker_ready
 from support.world.sim_backend import SimBackend, SimRegion
@@ -93,6 +96,18 @@ class SimNetwork:
         self._node.turn()
 
 
+class Whim(PromptForecast):
+    """Foresees whatever ``foresees`` says."""
+
+    def __init__(self, scheduler: Scheduler, foresees: Callable[[Req], float]) -> None:
+        super().__init__(scheduler.planner, scheduler.memory, COST_MODEL)
+        self._foresees = foresees
+
+    def ms(self, req: Req) -> float:
+        """See ``PromptForecast``."""
+        return self._foresees(req)
+
+
 class Pipe:
     """A channel between two processes of an instance: each message arrives by itself."""
 
@@ -111,7 +126,10 @@ class Pipe:
 
 
 class Node:
-    """One life of an instance. Its mode is that of ``options``."""
+    """One life of an instance. Its mode is that of ``options``.
+
+    ``foresees``: how many milliseconds a prompt will take here, None: always none.
+    """
 
     def __init__(
         self,
@@ -123,6 +141,7 @@ class Node:
         lets_go: bool = False,
         hostile: bool = False,
         sealed: bool = False,
+        foresees: Callable[[Req], float] | None = None,
     ) -> None:
         self.world = world
         self.epoch = epoch
@@ -146,6 +165,8 @@ class Node:
         # Nothing is foreseen here, and its first fit takes longer than most worlds.
         with patch.object(scheduler_module, "make_cost_model", lambda worker: COST_MODEL):
             self.scheduler = Scheduler(options, ready, outbox)
+        if foresees is not None:
+            self.scheduler.forecast = Whim(self.scheduler, foresees)
         self.network = SimNetwork(world, self, bootstrap_port)
         self.network.port.is_sealed = self.sealed = sealed
         network: Any = self.network

@@ -83,6 +83,8 @@ SKIPPED = frozenset(
         "invitation",
         "token_ids",
         "stop_ids",
+        "_choice",
+        "foreseen",
     ]
 )
 """Attributes that say when, how much or to whom."""

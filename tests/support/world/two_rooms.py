@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 
 from pdserve.messages.outputs import ReqError
+from pdserve.scheduler.req import Req, Route
 from support.sim import make_options, reference_output
 from support.world.node import HOST, Node
 from support.world.signature import signature
@@ -44,7 +45,8 @@ class TwoRooms:
 
     ``equals``: see the module.
     ``pool``: tokens that the decode has memory for. ``same``: both rooms are called the same. ``lets_go``: see
-    ``SimBackend``.
+    ``SimBackend``. ``cached``: with a prefix cache; an idle prefill begins before it is asked then. ``here``: requests
+    that are done sooner where they decode, None: nobody asks.
     """
 
     def __init__(
@@ -55,8 +57,14 @@ class TwoRooms:
         pool: int = 4,
         same: bool = False,
         lets_go: bool = False,
+        cached: bool = False,
+        here: frozenset[str] | None = None,
     ) -> None:
         self.world = World()
+        self._options = OPTIONS | {"disable_radix_cache": not cached}
+        self._here = here or frozenset()
+        if here is not None:
+            self._options |= {"disaggregation_threshold": "auto"}
         self.prefill = self._node("p", "unified" if equals else "prefill", PORT, 8, lets_go=lets_go)
         self.decode = self._node("d", "unified" if equals else "decode", PORT + 1, pool, lets_go=lets_go)
         self._fault: str | None = fault
@@ -108,8 +116,14 @@ class TwoRooms:
     # --- what it is made of ---
 
     def _node(self, epoch: str, mode: str, port: int, pool: int, *, lets_go: bool) -> Node:
-        options = make_options(**(OPTIONS | {"disaggregation_mode": mode, "max_total_tokens": pool}))
-        return Node(self.world, epoch, port, options, lets_go=lets_go)
+        options = make_options(**(self._options | {"disaggregation_mode": mode, "max_total_tokens": pool}))
+        node = Node(self.world, epoch, port, options, lets_go=lets_go, foresees=self._foresee)
+        node.manager.came_true = lambda req, now: None  # type: ignore[method-assign]  # what is learned decides nothing
+        return node
+
+    def _foresee(self, req: Req) -> float:
+        is_decode = req.route is not Route.OUTGOING
+        return 1.0 if not is_decode else 0.0 if req.rid in self._here else 2.0
 
     def _submit(self, rid: str, prompt: list[int], room: int, port: int) -> None:
         self._rids.append(rid)

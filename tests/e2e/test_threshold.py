@@ -1,0 +1,100 @@
+"""Who computes a prompt, as ``--disaggregation-threshold`` has it: the answers are the same, and the books say where."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.processes import ONE_THREAD, Launched, launched, pd_pair, wait_until
+from support.scrape import Page
+
+SHORT, LONG = 24, 1400
+SLOW_BESIDE_STREAMS = ("--itl-budget-ms", "0", "--mixed-chunk-size", "16")
+"""Beside a stream, a decode computes so few tokens a step that a long prompt is sooner done elsewhere."""
+
+
+def body(ids: list[int], tokens: int = 6) -> dict:
+    return {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}}
+
+
+def prompt(number: int, length: int) -> list[int]:
+    return [(number * 7919 + i * 31) % 40000 + 100 for i in range(length)]
+
+
+def places(decode: Launched) -> tuple[float, float]:
+    page = Page(decode.client.get(decode.url + "/metrics").text)
+    return tuple(page.total("pdserve_prompt_places_total", place=place) for place in ("here", "there"))
+
+
+def computed(server: Launched) -> int:
+    return server.info()["counters"]["prompt_tokens"]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory, tiny_args) -> dict[tuple[int, ...], list[int]]:
+    prompts = [prompt(i, length) for i in range(8) for length in (SHORT, LONG)]
+    with launched(tmp_path_factory.mktemp("alone"), "alone", "server", *ONE_THREAD, *tiny_args) as alone:
+        alone.wait_healthy()
+        return {tuple(ids): alone.generate(**body(ids))["output_ids"] for ids in prompts}
+
+
+def test_a_number_of_tokens_is_the_border(tmp_path, tiny_args, expected):
+    with pd_pair(tmp_path, "shm", *tiny_args, "--disaggregation-threshold", "100") as pair:
+        for ids in (prompt(0, SHORT), prompt(0, LONG), prompt(1, SHORT), prompt(1, LONG)):
+            assert pair.router.generate(**body(ids))["output_ids"] == expected[tuple(ids)]
+        assert computed(pair.prefill) == 2 * LONG
+        assert computed(pair.decode) == 2 * SHORT
+        # All but the last tokens of it are cached there: too little is left to be computed elsewhere.
+        again = prompt(1, LONG)
+        assert pair.router.generate(**body(again))["output_ids"] == expected[tuple(again)]
+        assert computed(pair.prefill) == 2 * LONG
+        assert pair.decode.info()["disaggregation"]["choices"]["here"]["prompts"] == 3
+        pair.assert_all_returned()
+
+
+def test_by_itself_it_is_here_or_there_by_who_is_busy(tmp_path, tiny_args, expected):
+    auto = ("--disaggregation-threshold", "auto")
+    with (
+        pd_pair(tmp_path, "tcp", *tiny_args, *auto, decode_args=SLOW_BESIDE_STREAMS) as pair,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        streams = [pool.submit(pair.decode.generate, **body(prompt(9 + i, SHORT), 900)) for i in range(4)]
+        wait_until(lambda: pair.decode.info()["requests"].get("running") == len(streams), 10, "the streams run")
+        ids = prompt(2, LONG)
+        assert pair.router.generate(**body(ids))["output_ids"] == expected[tuple(ids)]
+        assert places(pair.decode) == (0, 1)
+        for stream in streams:
+            stream.result(60)
+        # The prefill has prompts to compute and does not get on: what comes now is sooner done by the idle decode.
+        worker = pair.prefill.family()["worker"]
+        worker.suspend()
+        try:
+            behind = [pool.submit(pair.prefill.generate, **body(prompt(3 + i, LONG), 1)) for i in range(4)]
+            wait_until(lambda: pair.prefill.info()["requests"]["total"] == len(behind), 10, "the prompts wait")
+            ids = prompt(3, SHORT)
+            assert pair.router.generate(**body(ids))["output_ids"] == expected[tuple(ids)]
+            assert places(pair.decode) == (1, 1)
+        finally:
+            worker.resume()
+        for answer in behind:
+            answer.result(60)
+        page = Page(pair.decode.client.get(pair.decode.url + "/metrics").text)
+        for place in ("here", "there"):
+            assert page.total("pdserve_first_token_foreseen_seconds_total", place=place) > 0
+            assert page.total("pdserve_first_token_came_seconds_total", place=place) > 0
+        pair.assert_all_returned()
+
+
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
+def test_whoever_computes_under_load_the_answers_are_the_same(tmp_path, tiny_args, expected, backend):
+    auto = ("--disaggregation-threshold", "auto")
+    with (
+        pd_pair(tmp_path, backend, *tiny_args, *auto, decode_args=SLOW_BESIDE_STREAMS) as pair,
+        ThreadPoolExecutor(12) as pool,
+    ):
+        prompts = [list(ids) for ids in expected] * 4
+        answers = list(pool.map(lambda ids: pair.router.generate(**body(ids)), prompts))
+        wrong = [len(ids) for ids, a in zip(prompts, answers, strict=True) if a["output_ids"] != expected[tuple(ids)]]
+        assert not wrong
+        assert sum(places(pair.decode)) == len(prompts)
+        pair.assert_all_returned()
