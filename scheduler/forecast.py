@@ -22,11 +22,13 @@ class PromptForecast:
         self._memory = memory
         self._model = model
 
-    def ms(self, req: Req) -> float:
-        """From now to the request's first token, if its prompt is computed here, behind those that came before it."""
+    def ms(self, req: Req, expected: int = 0) -> float:
+        """From now to the request's first token, if its prompt is computed here, behind those that came before it, and
+        ``expected`` tokens that may come yet.
+        """
         begun = req.hold is not None and req.state is ReqState.PREFILLING
         start = req.computed if begun else self._memory.prefix_len(req)
-        return self._steps_ms(self._ahead_of(req) + req.known_len - start, start)
+        return self._steps_ms(expected + self._ahead_of(req) + req.known_len - start, start)
 
     def uncached(self, req: Req) -> int:
         """Tokens of its prompt that would have to be computed here."""

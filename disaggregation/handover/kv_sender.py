@@ -76,6 +76,8 @@ class KVSenders:
         """Rooms whose request ended before a decode came."""
         self._declined = Tombstones()
         """Rooms whose decode computes the prompt itself, before the request came."""
+        self._foretold = 0
+        """Tokens of prompts whose decodes know how long they would take here, and may decline them yet."""
         self._over: dict[HandoverId, None] = {}
         """The latest that ended here, or were refused: news of them may still come, and opens nothing."""
         self._now = 0.0
@@ -122,10 +124,22 @@ class KVSenders:
     def _foretell(self, sender: KVSender) -> None:
         """Answer the decode that asks how long the prompt would take, once both legs are here."""
         req, peer, handover = sender.req, sender.peer, sender.handover
-        if sender.asks and req is not None and peer is not None and handover is not None and not req.is_ended:
-            sender.asks = False
-            ms = 0.0 if sender.first is not None else self._scheduler.forecast.ms(req)
-            peer.send(Forecast(peer.epoch, handover, min(ms, MAX_DURATION_MS)))
+        if not sender.asks or req is None or peer is None or handover is None or req.is_ended:
+            return
+        sender.asks = False
+        forecast = self._scheduler.forecast
+        if sender.state is SenderState.AHEAD:
+            ms = 0.0 if sender.first is not None else forecast.ms(req)
+        else:
+            # Else all that come at once would be told that nobody is before them.
+            ms = forecast.ms(req, self._foretold)
+            sender.foretold = forecast.uncached(req)
+            self._foretold += sender.foretold
+        peer.send(Forecast(peer.epoch, handover, min(ms, MAX_DURATION_MS)))
+
+    def _is_decided(self, sender: KVSender) -> None:
+        self._foretold -= sender.foretold
+        sender.foretold = 0
 
     def on_declined(self, peer: Peer, msg: Declined, now: float) -> None:
         """The decode computes a room's prompt itself: that is the end of this leg, and no failure."""
@@ -197,6 +211,7 @@ class KVSenders:
         if sender is None:
             return
         sender.request = msg
+        self._is_decided(sender)
         self._try_start(sender, now)
 
     def _try_start(self, sender: KVSender, now: float) -> None:
@@ -437,6 +452,7 @@ class KVSenders:
 
     def _close(self, sender: KVSender) -> None:
         del self.rooms[sender.room]
+        self._is_decided(sender)
         if sender.handover is not None:
             self._note_over(sender.handover)
 

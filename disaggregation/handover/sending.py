@@ -35,7 +35,7 @@ class SenderState(Enum):
 class KVSender:
     """One room. ``next_page`` counts the prompt's pages; ``computed``: all of them are, and the peer was told what
     follows. ``first``: what follows a prompt that is done and that nobody has asked for. ``asks``: the decode waits
-    for a forecast. ``failure`` says why the room drains.
+    for a forecast. ``foretold``: tokens that it may still want, since it got one. ``failure`` says why the room drains.
 
     ``hold``: the request's memory, pinned from its first push to the worker's ``SendEnded``.
     """
@@ -53,6 +53,7 @@ class KVSender:
     computed: bool = False
     first: tuple[int, TokenLogprob | None] | None = None
     asks: bool = False
+    foretold: int = 0
     sent: SendEnded | None = None
     failure: tuple[int, str] | None = None
     abort_asked: bool = False

@@ -1,4 +1,4 @@
-"""Who computes a prompt, as ``--disaggregation-threshold`` has it: the answers are the same, and the books say where."""
+"""Who computes a prompt, as ``--disaggregation-threshold`` has it: the answers are the same, and the books say who."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import msgspec
@@ -26,7 +27,7 @@ class Fixed:
     def __init__(self, ms: float = 0.0, uncached: int = 0) -> None:
         self.here_ms, self.tokens = ms, uncached
 
-    def ms(self, req: Req) -> float:
+    def ms(self, req: Req, expected: int = 0) -> float:
         return self.here_ms
 
     def uncached(self, req: Req) -> int:
@@ -133,6 +134,30 @@ def test_an_idle_prefill_computes_and_one_that_is_behind_does_not():
     assert pair.decode.ends["b"].meta.route == "local"
     assert pair.prefill.ends["b"].finish.message.startswith("the decode instance computes")
     assert pair.decode.choice.counts().here.prompts >= 1
+    assert_all_returned(pair)
+
+
+def test_of_many_that_ask_at_once_each_is_told_of_those_before():
+    """Though none of them waits here yet; and no longer of those that have declined."""
+    pair = SimPair(disable_radix_cache=True)
+    senders = pair.prefill.senders
+
+    def ask(number: int) -> float:
+        pair.submit(f"r{number}", range(100 * number, 100 * number + 40), number, legs=("prefill",))
+        senders.on_queued(pair.peer, RoomQueued("prefill", named(number, 1, "decode"), asks=True), pair.now)
+        (forecast,) = pair.peer.unsent
+        pair.peer.unsent.clear()
+        return forecast.ms
+
+    told = [ask(number) for number in range(1, 6)]
+    assert all(later > earlier for earlier, later in itertools.pairwise(told))
+    for number in range(2, 6):
+        senders.on_declined(pair.peer, Declined("prefill", named(number, 1, "decode")), pair.now)
+    assert ask(6) == pytest.approx(told[1])
+    for number in (1, 6):
+        senders.on_declined(pair.peer, Declined("prefill", named(number, 1, "decode")), pair.now)
+    assert senders._foretold == 0
+    run_until_idle(pair)
     assert_all_returned(pair)
 
 

@@ -103,7 +103,7 @@ class Whim(PromptForecast):
         super().__init__(scheduler.planner, scheduler.memory, COST_MODEL)
         self._foresees = foresees
 
-    def ms(self, req: Req) -> float:
+    def ms(self, req: Req, expected: int = 0) -> float:
         """See ``PromptForecast``."""
         return self._foresees(req)
 
