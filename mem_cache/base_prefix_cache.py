@@ -83,6 +83,10 @@ class BasePrefixCache(ABC):
         """
 
     @abstractmethod
+    def peek(self, tokens: I32, extra_key: str = "") -> int:
+        """The length of what ``match_prefix`` would find. Changes nothing, and does not count as a use."""
+
+    @abstractmethod
     def insert(self, tokens: I32, slots: I32, extra_key: str = "") -> int:
         """Offer ``slots`` [N], which hold the KV of ``tokens`` [N]; N is a whole number of pages.
 

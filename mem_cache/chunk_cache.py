@@ -23,6 +23,9 @@ class ChunkCache(BasePrefixCache):
     def match_prefix(self, tokens: I32, extra_key: str = "") -> PrefixMatch:
         return PrefixMatch(NO_SLOTS, self._root)
 
+    def peek(self, tokens: I32, extra_key: str = "") -> int:
+        return 0
+
     def insert(self, tokens: I32, slots: I32, extra_key: str = "") -> int:
         return len(tokens)
 

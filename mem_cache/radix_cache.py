@@ -55,6 +55,19 @@ class RadixCache(BasePrefixCache):
         self._touch(path.nodes)
         return PrefixMatch(path.slots, path.nodes[-1] if path.nodes else self._root)
 
+    def peek(self, tokens: I32, extra_key: str = "") -> int:
+        node, key, pos = self._root, self._key(tokens), 0
+        while pos < len(key):
+            child = node.children.get(self._edge(node, key, pos, extra_key))
+            if child is None:
+                break
+            if not key.startswith(child.key, pos):
+                pos += self._common_bytes(child.key, key, pos)
+                break
+            node = child
+            pos += len(node.key)
+        return pos // TOKEN_BYTES
+
     def insert(self, tokens: I32, slots: I32, extra_key: str = "") -> int:
         if len(tokens) % self.page_size or len(tokens) != len(slots):
             raise UnalignedLength(f"{len(tokens)} tokens in {len(slots)} slots, pages of {self.page_size}")

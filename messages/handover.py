@@ -115,18 +115,24 @@ class TransferRequest(Message):
 
 
 class RoomQueued(Message):
-    """Receiver → sender: I know of this room and ask for it when I have memory; don't give up on it while I live.
-
-    ``asks``: tell me by a ``Forecast`` how long it would take; I may compute the prompt myself.
-    """
+    """Receiver → sender: I know of this room and ask for it when I have memory; don't give up on it while I live."""
 
     epoch: Epoch
     handover: HandoverId
-    asks: bool = False
+
+
+class ForecastRequest(Message):
+    """Receiver → sender: I have memory for this room. How long would it take? I may compute the prompt myself."""
+
+    epoch: Epoch
+    handover: HandoverId
 
 
 class Forecast(Message):
-    """Sender → receiver: so long the prompt would take here from now on, behind what is to be computed before it."""
+    """Sender → receiver: so long the prompt would take here from now on, behind what is to be computed before it.
+
+    Given once for a room.
+    """
 
     epoch: Epoch
     handover: HandoverId
@@ -209,7 +215,7 @@ class Heartbeat(Message):
     epoch: Epoch
 
 
-ToSender = RoomQueued | TransferRequest | Abort | Declined
+ToSender = RoomQueued | ForecastRequest | TransferRequest | Abort | Declined
 ToReceiver = Forecast | FirstToken | TransferDone | TransferFailed | AbortAck
 HandoverMessage = ToSender | ToReceiver
 LinkMessage = Hello | Invite | Welcome | Refused | Heartbeat

@@ -3,57 +3,99 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .cost_model import CostModel
 from .kv_memory import KVMemory
 from .planner import StepPlanner
 from .req import Req, ReqState
 from .step_budget import LEAST_PIECE, PATIENCE
+from .step_builder import InFlightStep
 
 MOST_AHEAD = 256
-"""So many that wait are counted; the others are taken to be like them."""
+"""So many that wait are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Prompts to be computed, and the tokens of them that are."""
+
+    prompts: int = 0
+    tokens: int = 0
+
+    def __add__(self, other: Load) -> Load:
+        return Load(self.prompts + other.prompts, self.tokens + other.tokens)
+
+    def __sub__(self, other: Load) -> Load:
+        return Load(self.prompts - other.prompts, self.tokens - other.tokens)
+
+
+NOTHING = Load()
 
 
 class PromptForecast:
     """Foresees by the plan of the steps (``planner.py``) and their cost, as they would be if nobody else came."""
 
-    def __init__(self, planner: StepPlanner, memory: KVMemory, model: CostModel) -> None:
+    def __init__(
+        self, planner: StepPlanner, memory: KVMemory, model: CostModel, in_flight: Sequence[InFlightStep]
+    ) -> None:
         self._planner = planner
         self._memory = memory
         self._model = model
+        self._in_flight = in_flight
 
-    def ms(self, req: Req, expected: int = 0) -> float:
-        """From now to the request's first token, if its prompt is computed here, behind those that came before it, and
-        ``expected`` tokens that may come yet.
+    def ms(self, req: Req, uncached: int, now: float, expected: Load = NOTHING) -> float:
+        """From ``now`` to the request's first token, if its prompt is computed here, ``uncached`` tokens of it, behind
+        those that came before it, and those ``expected`` that may come yet.
         """
-        begun = req.hold is not None and req.state is ReqState.PREFILLING
-        start = req.computed if begun else self._memory.prefix_len(req)
-        return self._steps_ms(expected + self._ahead_of(req) + req.known_len - start, start)
+        if req.hold is not None and req.state is ReqState.PREFILLING:
+            uncached = req.remaining
+        own = self._pieces_ms(req, uncached, req.known_len - uncached / 2)
+        ahead = self._ahead_of(req) + expected
+        # Each begins at its own beginning: half of one is how deep a piece is on average.
+        before = self._pieces_ms(req, ahead.tokens, ahead.tokens / max(ahead.prompts, 1) / 2)
+        return self._under_way_ms(now) + before + own
 
     def uncached(self, req: Req) -> int:
         """Tokens of its prompt that would have to be computed here."""
         return req.prompt_len - self._memory.prefix_len(req)
 
-    def _ahead_of(self, req: Req) -> int:
-        """Tokens to be computed before its own."""
+    def _ahead_of(self, req: Req) -> Load:
         planner = self._planner
-        begun = sum(r.remaining for r in planner.running.values() if r.state is ReqState.PREFILLING and r is not req)
-        others = [r for r in itertools.islice(planner.waiting.values(), MOST_AHEAD) if r.times.turn < req.times.turn]
-        waiting = sum(r.known_len for r in others if r is not req)
-        return begun + waiting * max(len(planner.waiting), MOST_AHEAD) // MOST_AHEAD
+        begun = [r.remaining for r in planner.running.values() if r.state is ReqState.PREFILLING and r is not req]
+        looked_at = list(itertools.islice(planner.waiting.values(), MOST_AHEAD))
+        earlier = [r.uncached or r.known_len for r in looked_at if r is not req and r.times.turn < req.times.turn]
+        waiting = Load(len(earlier), sum(earlier))
+        if len(earlier) == MOST_AHEAD:  # then the others are as well, most likely, and like them
+            more = len(planner.waiting) - MOST_AHEAD
+            waiting += Load(more, waiting.tokens * more // MOST_AHEAD)
+        return waiting + Load(len(begun), sum(begun))
 
-    def _steps_ms(self, tokens: int, start: int) -> float:
-        """``tokens`` of prompts, in the pieces that there is room for beside the requests that decode now."""
+    def _under_way_ms(self, now: float) -> float:
+        """Until the steps that the worker has are done."""
+        if not self._in_flight:
+            return 0.0
+        first, *others = (step.foresight.estimate_ms + self._model.overhead_ms for step in self._in_flight)
+        elapsed = (now - self._in_flight[0].sent_at) * 1000
+        return max(0.0, first - elapsed) + sum(others)
+
+    def _pieces_ms(self, req: Req, tokens: int, depth: float) -> float:
+        """``tokens`` of prompts, on average ``depth`` tokens behind their beginning, in the pieces that there is room
+        for beside the requests that decode now.
+        """
         if tokens <= 0:
             return 0.0
-        planner = self._planner
+        planner, budget = self._planner, self._planner.budget
         decodes = planner.decodes_now()
-        room = planner.budget.room(decodes, awaited=bool(planner.arriving))
-        piece = planner.budget.fitting(room, decodes, start, tokens)
+        awaited = len(planner.arriving) > (req.rid in planner.arriving)
+        start = int(depth)
         patience = 1
-        if piece <= 0:
-            piece, patience = LEAST_PIECE, PATIENCE
-        middle = start + max(0, tokens - piece) // 2
-        step = self._model.estimate(decodes.with_piece(middle, piece)) + self._model.overhead_ms
+        piece = budget.fitting(budget.room(decodes, awaited=awaited, refused=0), decodes, start, tokens)
+        if piece <= 0:  # only every so many steps
+            patience = PATIENCE
+            room = budget.room(decodes, awaited=awaited, refused=PATIENCE - 1)
+            piece = max(budget.fitting(room, decodes, start, tokens), LEAST_PIECE)
+        step = self._model.estimate(decodes.with_piece(max(0, int(depth - piece / 2)), piece)) + self._model.overhead_ms
         others = (patience - 1) * (self._model.estimate(decodes) + self._model.overhead_ms)
         return tokens / piece * (step + others)

@@ -50,8 +50,8 @@ class KVMemory:
         return -(-tokens // self.page_size) * self.page_size
 
     def prefix_len(self, req: Req) -> int:
-        """How much of the request is cached now (tokens). Takes nothing."""
-        return len(self._cache.match_prefix(req.token_ids[: req.longest_reusable_prefix], req.msg.extra_key).slots)
+        """How much of the request is cached now (tokens). Takes nothing, and is no use of it."""
+        return self._cache.peek(req.token_ids[: req.longest_reusable_prefix], req.msg.extra_key)
 
     def admit(self, req: Req, reserve: int, *, prefix_limit: int, verified: bool = True) -> bool:
         """Take a row, the cached prefix (at most ``prefix_limit`` tokens) and slots for the rest of the known tokens.

@@ -126,6 +126,16 @@ class StepPlanner:
         self.arriving.pop(req.rid, None)
         self.running[req.rid] = req
 
+    def begin(self, req: Req, now: float) -> None:
+        """The request has its memory, for KV that does not come: its prompt is computed here."""
+        self.arriving.pop(req.rid, None)
+        req.state = ReqState.PREFILLING
+        self.running[req.rid] = req
+        req.times.admitted = now
+        req.cached_tokens = req.computed
+        self.cached_tokens += req.computed
+        self._take_row(req, req.computed)
+
     def hold_back(self, req: Req) -> None:
         """Plan nothing more of the request until ``go_on``; it keeps what it has."""
         self.forget(req.rid)

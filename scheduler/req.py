@@ -91,11 +91,12 @@ class ReqTimes:
 
 
 class Foreseen(NamedTuple):
-    """When the first token was foreseen, by whom computes the prompt ``here`` or elsewhere: ``ms`` behind ``at``
-    (``time.monotonic()``), ``raw_ms`` before it was corrected.
+    """When the first token was foreseen: ``ms`` behind ``at`` (``time.monotonic()``), ``raw_ms`` before corrections.
+
+    ``prefill``: the epoch of the instance that computes the prompt, None: this one.
     """
 
-    here: bool
+    prefill: str | None
     ms: float
     raw_ms: float
     at: float
@@ -134,6 +135,8 @@ class Req:
     """Of all output tokens, where they are wanted: who goes on elsewhere takes them along."""
     input_logprobs: list[TokenLogprob] | None = None
     timing: Timing = field(default_factory=Timing)
+    uncached: int = 0
+    """Tokens to be computed, as it seemed when the request began to wait for that."""
     foreseen: Foreseen | None = None
     """Until the first token is known."""
 

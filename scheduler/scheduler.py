@@ -76,7 +76,6 @@ class Scheduler:
         self.memory = KVMemory(options, worker.max_total_tokens, worker.context_length)
         self.cost_model = make_cost_model(worker)
         self.planner = StepPlanner(options, self.memory, worker.device, self.cost_model)
-        self.forecast = PromptForecast(self.planner, self.memory, self.cost_model)
         self.outbox = outbox
         self.reqs: dict[str, Req] = {}
         self.forks = Forks(self.reqs)
@@ -85,6 +84,7 @@ class Scheduler:
         self.completed_step = 0
         self.handovers: Handovers | None = None
         self._in_flight: deque[InFlightStep] = deque()
+        self.forecast = PromptForecast(self.planner, self.memory, self.cost_model, self._in_flight)
         self._last_result_at = 0.0
         self._max_in_flight = 1 if options.disable_overlap_schedule else 2
 
@@ -178,6 +178,7 @@ class Scheduler:
         """The request waits for its turn to compute here."""
         req.state = ReqState.WAITING
         req.times.ready = now
+        req.uncached = req.known_len - self.memory.prefix_len(req)
         self.planner.waiting[req.rid] = req
 
     def may_compute_ahead(self, req: Req) -> bool:
@@ -412,6 +413,12 @@ class Scheduler:
             self.memory.finish(req)
         req.route, req.computed = Route.LOCAL, 0
         self.enqueue(req, now)
+
+    def compute_here(self, req: Req, now: float) -> None:
+        """An incoming request is computed here after all, in the memory that was taken for its KV."""
+        req.route = Route.LOCAL
+        req.times.ready = now
+        self.planner.begin(req, now)
 
     # --- requests that move ---
 

@@ -97,14 +97,18 @@ class StepBudget:
         by_role = {r: min(mixed or _fixed_mixed_chunk(r, options.page_size), chunk, most) for r in ROLES}
         return cls(model, min(chunk, most), by_role, role, may_cut=True, itl_ms=itl_ms)
 
-    def room(self, decodes: StepShape, *, awaited: bool) -> StepRoom:
-        """For a step that has these ``decodes`` so far. ``awaited``: others than those wait for it, too."""
+    def room(self, decodes: StepShape, *, awaited: bool, refused: int | None = None) -> StepRoom:
+        """For a step that has these ``decodes`` so far. ``awaited``: others than those wait for it, too.
+
+        ``refused``: so many steps before it had no room for prompts, None: as many as there were.
+        """
+        refused = self._refused if refused is None else refused
         tokens = self._mixed[self.role] if decodes.decodes else self._alone
         if self.itl is None or not (decodes.decodes or awaited):
             return StepRoom(tokens)
         limit_ms = self.itl.limit_ms(decodes)
         # Without decodes there is nothing else to do, and no gap has begun that scatter could stretch.
-        if decodes.decodes and self._refused < PATIENCE - 1:
+        if decodes.decodes and refused < PATIENCE - 1:
             return StepRoom(tokens, limit_ms, self.itl.forward_ms(limit_ms))
         return StepRoom(tokens, limit_ms, limit_ms - self._model.overhead_ms, LEAST_PIECE)
 

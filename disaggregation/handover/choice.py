@@ -1,10 +1,10 @@
 """Here or there: whether a decode has a prompt computed by its prefill, or computes it itself.
 
 ``--disaggregation-threshold`` says which: ``always`` there, ``never``, from a number of tokens on that are not cached
-here, or, by default, where the first token comes sooner. For that the prefill is asked when both legs of a request have
-met: it foresees its own part (``scheduler/forecast.py``), with its queue and what it has cached, as this instance does
-its own. To a prefill's forecast belongs the time that the KV needs behind the first token, as the second one waits for
-it. Both are corrected by how such forecasts came out lately.
+here, or, by default, where the first token comes sooner. For that the prefill is asked when the decode has memory for
+the prompt: it foresees its own part (``scheduler/forecast.py``), with its queue and what it has cached, as this
+instance does its own. To a prefill's forecast belongs the time that the KV needs behind the first token, as the second
+one waits for it. All are corrected by how such forecasts came out lately, each prefill's by its own.
 """
 
 from __future__ import annotations
@@ -16,40 +16,37 @@ from typing import Any
 from ...messages.metrics import ChoiceCounts, PlaceCounts
 from ...scheduler.forecast import PromptForecast
 from ...scheduler.req import Foreseen, Req
+from .outcomes import Line
 
 FIXED = {"auto": 0.0, "always": 0.0, "never": math.inf}
-GAIN = 1 / 8
-"""Of the newest outcome in what is learned."""
-MOST_OFF = 4.0
-"""A forecast is corrected by this factor at most, either way."""
 RECENT = 256
-MIN_MS = 0.1
+MOST_PEERS = 256
+
+
+class _Prefill:
+    """What was learned of one: its first tokens by its forecasts, and its KV behind them by pages, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.first_token = Line(1.0)
+        self.lag = Line(0.0)
 
 
 class _Place:
-    """One of the two: its books, and by what factor its forecasts were wrong lately."""
+    """The books on one of the two."""
 
     def __init__(self) -> None:
         self.counts = PlaceCounts()
-        self._factor = 1.0
         self._errors: deque[float] = deque(maxlen=RECENT)
 
-    def corrected(self, ms: float) -> float:
-        return ms * self._factor
-
-    def learn(self, foreseen: Foreseen, ms: float) -> None:
-        self.counts.predicted_seconds += foreseen.ms / 1000
+    def came_out(self, foreseen_ms: float, ms: float) -> None:
+        self.counts.predicted_seconds += foreseen_ms / 1000
         self.counts.actual_seconds += ms / 1000
-        self._errors.append(abs(ms / max(foreseen.ms, MIN_MS) - 1))
-        outcome = min(max(max(ms, MIN_MS) / max(foreseen.raw_ms, MIN_MS), 1 / MOST_OFF), MOST_OFF)
-        # Of factors the middle is the geometric one: half and twice are equally wrong.
-        self._factor *= (outcome / self._factor) ** GAIN
+        self._errors.append(abs(ms - foreseen_ms) / max(foreseen_ms, ms, 1e-3))
 
     def info(self) -> dict[str, Any]:
         errors = sorted(self._errors)
         return {
             "prompts": self.counts.prompts,
-            "correction": round(self._factor, 3),
             "median_error": round(errors[len(errors) // 2], 4) if errors else None,
         }
 
@@ -62,8 +59,8 @@ class Choice:
         self._least = FIXED[threshold] if threshold in FIXED else int(threshold)
         self._forecast = forecast
         self._here, self._there = _Place(), _Place()
-        self._lag_ms = 0.0
-        """Of a page's KV, behind the first token."""
+        self._own = Line(1.0)
+        self._prefills: dict[str, _Prefill] = {}
 
     def is_short(self, req: Req) -> bool:
         """Whether so little of its prompt is to be computed that no other instance is asked."""
@@ -72,31 +69,58 @@ class Choice:
             (self._here if here else self._there).counts.prompts += 1
         return here
 
-    def is_here(self, req: Req, there_ms: float, pages: int, now: float) -> bool:
-        """Whether to compute it here, where the prefill foresees ``there_ms`` and would send so many pages."""
-        here_ms = self._forecast.ms(req)
-        here, there = self._here.corrected(here_ms), self._there.corrected(there_ms)
-        is_here = here < there + pages * self._lag_ms
-        place = self._here if is_here else self._there
-        place.counts.prompts += 1
-        req.foreseen = Foreseen(is_here, here if is_here else there, here_ms if is_here else there_ms, now)
+    def would_decline(self, req: Req) -> bool:
+        """Whether a decode of the same threshold would compute the prompt itself, as far as one can tell elsewhere."""
+        return req.prompt_len < self._least
+
+    def is_here(self, req: Req, prefill: str, there_ms: float, computed: int, pages: int, now: float) -> bool:
+        """Whether to compute it here, where ``computed`` tokens of it are cached already, while the prefill of that
+        epoch foresees ``there_ms`` and would send so many pages.
+        """
+        learned = self._learned(prefill)
+        here_ms = self._forecast.ms(req, req.prompt_len - computed, now)
+        here, there = self._own.at(here_ms, now), learned.first_token.at(there_ms, now)
+        is_here = here < there + learned.lag.at(pages, now)
+        (self._here if is_here else self._there).counts.prompts += 1
+        ms, raw_ms = (here, here_ms) if is_here else (there, there_ms)
+        req.foreseen = Foreseen(None if is_here else prefill, ms, raw_ms, now)
         return is_here
 
     def learn(self, req: Req, now: float) -> None:
         """The first token of a request is known."""
         foreseen, req.foreseen = req.foreseen, None
-        if foreseen is not None:
-            (self._here if foreseen.here else self._there).learn(foreseen, (now - foreseen.at) * 1000)
+        if foreseen is None:
+            return
+        ms = (now - foreseen.at) * 1000
+        here = foreseen.prefill is None
+        (self._here if here else self._there).came_out(foreseen.ms, ms)
+        line = self._own if foreseen.prefill is None else self._learned(foreseen.prefill).first_token
+        line.learn(foreseen.raw_ms, ms, now)
 
-    def learn_lag(self, pages: int, seconds: float) -> None:
+    def learn_lag(self, prefill: str, pages: int, seconds: float, now: float) -> None:
         """So long behind its first token the KV of a prompt was there."""
-        if pages:
-            self._lag_ms += (seconds * 1000 / pages - self._lag_ms) * GAIN
+        self._learned(prefill).lag.learn(pages, seconds * 1000, now)
 
     def counts(self) -> ChoiceCounts:
         """Decisions since the start."""
         return ChoiceCounts(self._here.counts, self._there.counts)
 
     def info(self) -> dict[str, Any]:
-        """JSON-ready: decisions since the start, and how far forecasts were off lately."""
-        return {"here": self._here.info(), "there": self._there.info(), "kv_ms_per_page": round(self._lag_ms, 4)}
+        """JSON-ready: decisions since the start, how far forecasts were off lately, and by what they are corrected."""
+
+        def line(of: Line) -> list[float]:
+            return [round(term, 4) for term in of.fit()]
+
+        prefills = {
+            epoch: {"first_token": line(p.first_token), "kv_by_pages": line(p.lag)}
+            for epoch, p in self._prefills.items()
+        }
+        corrections = {"here": line(self._own), "there": prefills}
+        return {"here": self._here.info(), "there": self._there.info(), "corrections": corrections}
+
+    def _learned(self, prefill: str) -> _Prefill:
+        learned = self._prefills.pop(prefill, None) or _Prefill()
+        self._prefills[prefill] = learned  # the latest is the last
+        if len(self._prefills) > MOST_PEERS:
+            del self._prefills[next(iter(self._prefills))]
+        return learned

@@ -18,6 +18,7 @@ from ...messages.handover import (
     Declined,
     FirstToken,
     Forecast,
+    ForecastRequest,
     RoomQueued,
     TransferDone,
     TransferFailed,
@@ -73,8 +74,8 @@ class KVManager:
             self,
             takes_moves=network.port.is_sealed or asks_nobody(options),
         )
-        self.senders = KVSenders(scheduler, options.page_size, limits)
         self._choice = Choice(options.disaggregation_threshold, scheduler.forecast)
+        self.senders = KVSenders(scheduler, options.page_size, limits, self._choice)
         self.receivers = KVReceivers(scheduler, epoch, limits, self._peers.peer_at, self._choice)
         reach = partial(self._peers.peer_at, want=False)
         self.moves_out = MovesOut(scheduler, limits, reach)
@@ -269,6 +270,8 @@ class KVManager:
                 self.senders.on_queued(peer, message, now)
             case Abort():
                 self.senders.on_abort(peer, message, now)
+            case ForecastRequest():
+                self.senders.on_forecast_request(peer, message, now)
             case Declined():
                 self.senders.on_declined(peer, message, now)
             case Forecast():

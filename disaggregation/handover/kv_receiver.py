@@ -8,11 +8,11 @@ A ``KVReceiver`` is one room::
 
 LINKING waits for the prefill instance to be connected, QUEUED for memory, PREALLOCATED for the steps that were under
 way when its pages were taken: they may still write to them (see ``scheduler/kv_memory.py``), and a remote writer must
-come after; and, where it depends (``choice.py``), for the prefill's forecast. DECLINED is a room whose prompt is
-computed here, until the prefill has been told. DRAINING is a room that ended while the prefill may still write: its
-pages are freed only when the prefill has said that it will not, or its link is down for good. While our own worker
-checks what landed, which may rewrite it in our order, only the worker's answer frees them. Bad KV (checksum, room,
-epoch) never reaches the model.
+come after; and, where it depends (``choice.py``), for the prefill's forecast: only with memory is the choice one
+between two that can begin. DECLINED is a room whose prompt is computed here, until the prefill has been told. DRAINING
+is a room that ended while the prefill may still write: its pages are freed only when the prefill has said that it will
+not, or its link is down for good. While our own worker checks what landed, which may rewrite it in our order, only the
+worker's answer frees them. Bad KV (checksum, room, epoch) never reaches the model.
 
 The first token is ahead of the KV, in TRANSFERRING, and goes to the client at once. So a request may be over before
 its KV has landed, which is kept for others then; and where a room fails behind its first token, the prompt is computed
@@ -35,6 +35,7 @@ from ...messages.handover import (
     Declined,
     FirstToken,
     Forecast,
+    ForecastRequest,
     RoomQueued,
     TransferDone,
     TransferFailed,
@@ -64,6 +65,11 @@ ROUNDING = 0.5
 
 STUCK_SECONDS = 10.0
 """After so long, memory that a peer holds is somebody's to look after."""
+
+
+MOST_UNTOLD = 1024
+"""Rooms, with others, of which one is kept whose prefill can't be told yet that the prompt is computed here: beyond
+that it finds out by its own limit."""
 
 
 MOST_OVERTAKEN = 4
@@ -134,7 +140,10 @@ class KVReceivers:
                 self._time_out(receiver)
         self._preallocate(now)
         for receiver in self._in(ReceiverState.PREALLOCATED):
-            if receiver.decided and self._scheduler.completed_step >= receiver.fence:
+            if not receiver.decided and not receiver.asked:
+                receiver.asked = True
+                receiver.peer.send(ForecastRequest(receiver.peer.epoch, receiver.handover))
+            elif receiver.decided and self._scheduler.completed_step >= receiver.fence:
                 self._request(receiver, now)
 
     # --- here or there ---
@@ -142,23 +151,26 @@ class KVReceivers:
     def on_forecast(self, peer: Peer, msg: Forecast, now: float) -> None:
         """So long it would take there, says the prefill."""
         receiver = self._known(peer, msg.handover)
-        if receiver is None or receiver.decided or receiver.state is ReceiverState.DECLINED:
+        if receiver is None or receiver.decided or receiver.state is not ReceiverState.PREALLOCATED:
             return
         receiver.decided = True
-        memory = self._scheduler.memory
-        pages = memory.pages_up(self._scheduler.forecast.uncached(receiver.req)) // memory.page_size
-        if self._choice.is_here(receiver.req, msg.ms, pages, now):
+        req, memory = receiver.req, self._scheduler.memory
+        pages = memory.pages_up(req.prompt_len - receiver.prefix_len) // memory.page_size
+        if self._choice.is_here(req, peer.epoch, msg.ms, receiver.prefix_len, pages, now):
             self._compute_here(receiver, now)
             self._tell_declined(receiver, now)
 
     def _compute_here(self, receiver: KVReceiver, now: float) -> None:
-        """Nothing of it has been asked for."""
+        """Nothing of it has been asked for, and nobody was let in to its memory."""
         receiver.state, receiver.decided = ReceiverState.DECLINED, True
         receiver.deadline = now + self._limits.bootstrap
-        if receiver.hold is not None:
-            self._scheduler.memory.unpin(receiver.hold)
-            receiver.hold = None
-        self._scheduler.recompute(receiver.req, now)
+        if receiver.hold is None:
+            self._scheduler.recompute(receiver.req, now)
+            return
+        receiver.hold.verified = True
+        self._scheduler.memory.unpin(receiver.hold)
+        receiver.hold = None
+        self._scheduler.compute_here(receiver.req, now)
 
     def _tell_declined(self, receiver: KVReceiver, now: float) -> None:
         """The prefill shall not wait. Where it can't be told, it has a limit of its own."""
@@ -167,7 +179,10 @@ class KVReceivers:
         peer = receiver.peer
         if peer.readable:
             peer.send(Declined(peer.epoch, receiver.handover))
-        elif not peer.gone and now <= receiver.deadline:
+        elif now <= receiver.deadline and len(self.rooms) <= MOST_UNTOLD:
+            where = receiver.req.msg.bootstrap
+            if peer.gone and where is not None:
+                receiver.peer = self._peer_at(where.host, where.port, now)
             return
         del self.rooms[receiver.handover.room]
 
@@ -181,10 +196,14 @@ class KVReceivers:
             receiver.state, receiver.queued_at = ReceiverState.QUEUED, now
             receiver.req.times.ready = now
             receiver.deadline = now + self._limits.queue
-            peer.send(RoomQueued(peer.epoch, receiver.handover, asks=not receiver.decided))
+            peer.send(RoomQueued(peer.epoch, receiver.handover))
 
     def _preallocate(self, now: float) -> None:
-        holders = [r.req for r in self.rooms.values() if r.req.hold is not None and not r.req.is_ended]
+        holders = [
+            r.req
+            for r in self.rooms.values()
+            if r.req.hold is not None and not r.req.is_ended and r.state is not ReceiverState.DECLINED
+        ]
         misfits = 0
         for receiver in sorted(self._in(ReceiverState.QUEUED), key=lambda r: r.req.times.turn):
             if self._scheduler.admit_landing(
@@ -292,7 +311,7 @@ class KVReceivers:
         req, there = receiver.req, receiver.there
         assert there is not None
         if receiver.begun and not req.is_ended:
-            self._choice.learn_lag(len(receiver.pages) // 4, now - req.times.first_token)
+            self._choice.learn_lag(receiver.peer.epoch, len(receiver.pages) // 4, now - req.times.first_token, now)
         assert receiver.hold is not None
         receiver.hold.verified = True
         self._over(receiver)

@@ -35,6 +35,7 @@ from ...messages.handover import (
     Declined,
     FirstToken,
     Forecast,
+    ForecastRequest,
     RoomQueued,
     TransferDone,
     TransferFailed,
@@ -43,9 +44,11 @@ from ...messages.handover import (
 from ...messages.metrics import DirectionCounts
 from ...messages.outputs import FinishReason, FinishType, Timing, TokenLogprob
 from ...messages.worker import CancelSend, SendEnded, SendPages
+from ...scheduler.forecast import NOTHING, Load
 from ...scheduler.req import Req, ReqState
 from ...scheduler.scheduler import Scheduler
 from ..transfer.outgoing_pages import MIN_GROUP_BYTES
+from .choice import Choice
 from .limits import HandoverLimits
 from .peer import Peer
 from .sending import KVSender, SenderState, digest_of, timeline_of
@@ -64,8 +67,10 @@ class KVSenders:
         scheduler: Scheduler,
         page_size: int,
         limits: HandoverLimits,
+        choice: Choice,
     ) -> None:
         self._scheduler = scheduler
+        self._choice = choice
         self._page_size = page_size
         self._limits = limits
         self.rooms: dict[int, KVSender] = {}
@@ -76,8 +81,8 @@ class KVSenders:
         """Rooms whose request ended before a decode came."""
         self._declined = Tombstones()
         """Rooms whose decode computes the prompt itself, before the request came."""
-        self._foretold = 0
-        """Tokens of prompts whose decodes know how long they would take here, and may decline them yet."""
+        self._foretold = NOTHING
+        """Of prompts whose decodes know how long they would take here, and may decline them yet."""
         self._over: dict[HandoverId, None] = {}
         """The latest that ended here, or were refused: news of them may still come, and opens nothing."""
         self._now = 0.0
@@ -112,34 +117,41 @@ class KVSenders:
         sender.req = req
         self._unclaimed.drop(sender.peer, room)
         self._try_start(sender, now)
-        self._foretell(sender)
+        self._foretell(sender, now)
 
     def on_queued(self, peer: Peer, msg: RoomQueued, now: float) -> None:
         """A decode will ask for this room when it has memory: how long that may take is for the decode to say."""
-        sender = self._opened(peer, msg.handover, 0, now)
-        if sender is not None and msg.asks:
-            sender.asks = True
-            self._foretell(sender)
+        self._opened(peer, msg.handover, 0, now)
 
-    def _foretell(self, sender: KVSender) -> None:
+    def on_forecast_request(self, peer: Peer, msg: ForecastRequest, now: float) -> None:
+        """A decode has memory for this room, and decides by our forecast."""
+        sender = self._opened(peer, msg.handover, 0, now)
+        if sender is not None and sender.asks is None and sender.request is None:
+            sender.asks = True
+            self._foretell(sender, now)
+
+    def _foretell(self, sender: KVSender, now: float) -> None:
         """Answer the decode that asks how long the prompt would take, once both legs are here."""
         req, peer, handover = sender.req, sender.peer, sender.handover
         if not sender.asks or req is None or peer is None or handover is None or req.is_ended:
             return
         sender.asks = False
         forecast = self._scheduler.forecast
-        if sender.state is SenderState.AHEAD:
-            ms = 0.0 if sender.first is not None else forecast.ms(req)
+        if sender.first is not None:
+            ms = 0.0
+        elif sender.state is SenderState.AHEAD:
+            ms = forecast.ms(req, req.uncached, now)
         else:
             # Else all that come at once would be told that nobody is before them.
-            ms = forecast.ms(req, self._foretold)
-            sender.foretold = forecast.uncached(req)
+            uncached = forecast.uncached(req)
+            ms = forecast.ms(req, uncached, now, self._foretold)
+            sender.foretold = Load(1, uncached)
             self._foretold += sender.foretold
         peer.send(Forecast(peer.epoch, handover, min(ms, MAX_DURATION_MS)))
 
     def _is_decided(self, sender: KVSender) -> None:
         self._foretold -= sender.foretold
-        sender.foretold = 0
+        sender.foretold = NOTHING
 
     def on_declined(self, peer: Peer, msg: Declined, now: float) -> None:
         """The decode computes a room's prompt itself: that is the end of this leg, and no failure."""
@@ -158,9 +170,10 @@ class KVSenders:
             self._close(sender)
         else:
             self._note_over(handover)
-        if req is None:
+            self._given_up.take(handover.room)  # said of an earlier attempt
+        if req is None and self._left.take(handover.room) is None:
             self._declined.add(handover.room, "declined", now)
-        elif not req.is_ended:
+        elif req is not None and not req.is_ended:
             self._end_declined(req)
 
     def _end_declined(self, req: Req) -> None:
@@ -183,6 +196,7 @@ class KVSenders:
             return None
         if sender is None:
             self._given_up.take(room)  # said of an earlier attempt
+            self._declined.take(room)
             over = self._left.take(room)
             if over is not None:
                 self._deny(peer, handover, 503, f"the prefill instance gave up: {over}")
@@ -219,7 +233,8 @@ class KVSenders:
         if req is None:
             return
         if request is None:
-            if self._leaves_whole(req) and self._scheduler.may_compute_ahead(req):
+            may_be_wanted = self._leaves_whole(req) and not self._choice.would_decline(req)
+            if may_be_wanted and self._scheduler.may_compute_ahead(req):
                 sender.state = SenderState.AHEAD
                 self._scheduler.enqueue(req, now)
             return

@@ -41,10 +41,10 @@ class KVReceiver:
 
     ``fence``: the step that must be done before its pages are offered to the prefill. ``pages``: where its KV lands
     (int32). ``granted``: the prefill may write them. ``begun``: the first token is here. ``there``: where the prefill's
-    time went. ``checking``: the worker has its pages, to check and perhaps to convert them. ``decided``: that the
-    prefill computes the prompt, and not this instance. ``hold``: the request's memory, pinned as long as anybody may
-    write it. ``length``: of how many tokens the KV comes: the prompt's, or those that a ``newcomer`` had when it was
-    offered.
+    time went. ``checking``: the worker has its pages, to check and perhaps to convert them. ``asked``: the prefill
+    for its forecast. ``decided``: who computes the prompt. ``hold``: the request's memory, pinned as long as anybody
+    may write it. ``length``: of how many tokens the KV comes: the prompt's, or those that a ``newcomer`` had when it
+    was offered.
     """
 
     handover: HandoverId
@@ -66,6 +66,7 @@ class KVReceiver:
     there: Timing | None = None
     granted: bool = False
     checking: bool = False
+    asked: bool = False
     decided: bool = True
     hold: KVHold | None = None
 

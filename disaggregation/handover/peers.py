@@ -27,6 +27,7 @@ from ...messages.decode import UndeclaredMessage, shown
 from ...messages.handover import (
     Abort,
     Declined,
+    ForecastRequest,
     Heartbeat,
     Hello,
     Invite,
@@ -407,7 +408,7 @@ class Peers:
             return bool(message.handover.epoch == peer.epoch)
         if isinstance(message, MoveRefused):
             return True
-        if isinstance(message, RoomQueued | TransferRequest | Abort | Declined):
+        if isinstance(message, RoomQueued | ForecastRequest | TransferRequest | Abort | Declined):
             return peer.writable and bool(message.handover.epoch == peer.epoch)
         return peer.readable and bool(message.handover.epoch == self._epoch)
 

@@ -12,6 +12,7 @@ from ...messages.base import HandoverId
 from ...messages.handover import TransferRequest
 from ...messages.outputs import Timeline, TokenLogprob
 from ...messages.worker import SendEnded
+from ...scheduler.forecast import NOTHING, Load
 from ...scheduler.req import Req
 from .peer import Peer
 
@@ -35,7 +36,8 @@ class SenderState(Enum):
 class KVSender:
     """One room. ``next_page`` counts the prompt's pages; ``computed``: all of them are, and the peer was told what
     follows. ``first``: what follows a prompt that is done and that nobody has asked for. ``asks``: the decode waits
-    for a forecast. ``foretold``: tokens that it may still want, since it got one. ``failure`` says why the room drains.
+    for a forecast, which it gets once. ``foretold``: what it may still want, since it got it. ``failure`` says why the
+    room drains.
 
     ``hold``: the request's memory, pinned from its first push to the worker's ``SendEnded``.
     """
@@ -52,8 +54,8 @@ class KVSender:
     hold: KVHold | None = None
     computed: bool = False
     first: tuple[int, TokenLogprob | None] | None = None
-    asks: bool = False
-    foretold: int = 0
+    asks: bool | None = None
+    foretold: Load = NOTHING
     sent: SendEnded | None = None
     failure: tuple[int, str] | None = None
     abort_asked: bool = False

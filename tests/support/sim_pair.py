@@ -20,6 +20,7 @@ from pdserve.messages.handover import (
     Declined,
     FirstToken,
     Forecast,
+    ForecastRequest,
     RoomQueued,
     TransferDone,
     TransferFailed,
@@ -64,9 +65,9 @@ class SimSide(SimInstance):
     def __init__(self, pair: SimPair, mode: str, **changes) -> None:
         super().__init__(make_options(disaggregation_mode=mode, **changes))
         self.pair = pair
-        self.senders = KVSenders(self.scheduler, self.options.page_size, LIMITS)
         self.choice = Choice(self.options.disaggregation_threshold, self.scheduler.forecast)
-        reach = lambda host, port, now: pair.open_link()  # noqa: E731
+        self.senders = KVSenders(self.scheduler, self.options.page_size, LIMITS, self.choice)
+        reach = lambda host, port, now: pair.link if pair.is_closing else pair.open_link()  # noqa: E731
         self.receivers = KVReceivers(self.scheduler, mode, LIMITS, reach, self.choice)
         self.scheduler.handovers = self
 
@@ -141,6 +142,11 @@ class SimPair:
         self.links = 0
         self.open_link()
 
+    @property
+    def is_closing(self) -> bool:
+        """The one link is gone, and not down."""
+        return self.link is not None and self.link.gone and not self.link.down
+
     def open_link(self) -> Peer:
         """The one link; a fresh one after the last has gone."""
         if self.link is None or self.link.gone:
@@ -197,6 +203,8 @@ class SimPair:
             senders.on_queued(self.peer, message, self.now)
         elif isinstance(message, Abort):
             senders.on_abort(self.peer, message, self.now)
+        elif isinstance(message, ForecastRequest):
+            senders.on_forecast_request(self.peer, message, self.now)
         elif isinstance(message, Declined):
             senders.on_declined(self.peer, message, self.now)
         self.collect()

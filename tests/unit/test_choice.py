@@ -11,11 +11,13 @@ from support.handovers import named
 from support.sim import SimInstance, make_options, reference_output
 from support.sim_pair import SimPair
 
-from pdserve.disaggregation.handover.choice import GAIN, MOST_OFF, Choice
-from pdserve.messages.handover import Declined, Forecast, RoomQueued, TransferRequest
+from pdserve.disaggregation.handover.choice import Choice
+from pdserve.disaggregation.handover.outcomes import HALF_LIFE, Line
+from pdserve.messages.handover import Declined, Forecast, ForecastRequest, RoomQueued, TransferRequest
 from pdserve.messages.requests import AbortReq
 from pdserve.runtime.option_checks import OptionError, check_options
 from pdserve.runtime.options import ServerOptions
+from pdserve.scheduler.forecast import NOTHING, Load
 from pdserve.scheduler.req import Req
 
 FAR = 1e6
@@ -27,7 +29,7 @@ class Fixed:
     def __init__(self, ms: float = 0.0, uncached: int = 0) -> None:
         self.here_ms, self.tokens = ms, uncached
 
-    def ms(self, req: Req, expected: int = 0) -> float:
+    def ms(self, req: Req, uncached: int, now: float, expected: Load = NOTHING) -> float:
         return self.here_ms
 
     def uncached(self, req: Req) -> int:
@@ -89,39 +91,77 @@ def test_what_is_no_threshold_is_refused(threshold):
 
 
 def test_the_sooner_one_is_taken_with_the_time_that_kv_needs():
-    forecast = Fixed(ms=100.0)
-    choice, req = Choice("auto", forecast), a_req()
-    assert not choice.is_here(req, 90.0, 10, now=1.0)
-    assert choice.is_here(req, 110.0, 10, now=1.0)
-    for _ in range(100):
-        choice.learn_lag(10, 0.02)
-    assert choice.is_here(req, 90.0, 10, now=1.0)
-    assert not choice.is_here(req, 90.0, 2, now=1.0)
-    assert (choice.counts().here.prompts, choice.counts().there.prompts) == (2, 2)
+    choice, req = Choice("auto", Fixed(ms=100.0)), a_req()
+
+    def is_here(there_ms: float, pages: int, prefill: str = "p") -> bool:
+        return choice.is_here(req, prefill, there_ms, 0, pages, now=1.0)
+
+    assert not is_here(90.0, 10)
+    assert is_here(110.0, 10)
+    for pages in [10, 20] * 50:
+        choice.learn_lag("p", pages, 0.002 * pages, now=1.0)
+    assert is_here(90.0, 10)
+    assert not is_here(90.0, 2)
+    assert not is_here(90.0, 10, "another prefill")
+    assert (choice.counts().here.prompts, choice.counts().there.prompts) == (2, 3)
 
 
 def test_forecasts_are_corrected_by_how_they_came_out():
     choice, req = Choice("auto", Fixed(ms=100.0)), a_req()
     for _ in range(60):
-        choice.is_here(req, 80.0, 0, now=1.0)
-        assert req.foreseen is not None
+        here = choice.is_here(req, "p", 80.0, 0, 0, now=1.0)
         # Whatever is said, there it takes twice as long.
-        choice.learn(req, 1.0 + (0.1 if req.foreseen.here else 0.16))
+        choice.learn(req, 1.0 + (0.1 if here else 0.16))
         assert req.foreseen is None
-    assert choice.is_here(req, 80.0, 0, now=1.0)
-    there = choice.info()["there"]
-    assert 1.2 < there["correction"] <= 2.0
-    assert choice.counts().there.actual_seconds == pytest.approx(0.16 * choice.counts().there.prompts)
+    assert choice.is_here(req, "p", 80.0, 0, 0, now=1.0)
+    assert not choice.is_here(req, "another", 80.0, 0, 0, now=1.0)
+    assert choice.counts().there.actual_seconds == pytest.approx(0.16 * (choice.counts().there.prompts - 1))
+
+
+def test_what_was_learned_of_short_prompts_is_not_said_of_long_ones():
+    """What is added to each is no factor."""
+    line = Line(1.0)
+    for i in range(40):
+        line.learn(i % 3, 8.0 + i % 3, now=1.0)
+    assert line.at(0, 1.0) == pytest.approx(8.0, rel=0.15)
+    assert line.at(1000, 1.0) == pytest.approx(1008.0, rel=0.25)
+    for x in (200, 1000) * 20:
+        line.learn(x, 8.0 + 1.5 * x, now=1.0)
+    assert line.at(1000, 1.0) == pytest.approx(1508.0, rel=0.05)
 
 
 def test_one_outcome_that_means_nothing_does_little():
-    choice, req = Choice("auto", Fixed(ms=100.0)), a_req()
-    choice.is_here(req, 80.0, 0, now=1.0)
-    choice.learn(req, 1e6)
-    assert choice.info()["there"]["correction"] == pytest.approx(MOST_OFF**GAIN, abs=1e-3)
+    line = Line(1.0)
+    for _ in range(10):
+        line.learn(100.0, 100.0, now=1.0)
+    line.learn(100.0, 1e9, now=1.0)
+    assert line.at(100.0, 1.0) < 135.0
+    lag = Line(0.0)
+    lag.learn(1, 60_000.0, now=1.0)
+    assert lag.at(1000, 1.0) < 1000.0
 
 
-def test_an_idle_prefill_computes_and_one_that_is_behind_does_not():
+def test_what_was_learned_is_forgotten():
+    line = Line(1.0)
+    for _ in range(40):
+        line.learn(100.0, 400.0, now=1.0)
+    assert line.at(100.0, 1.0) > 300.0
+    assert line.at(100.0, 1.0 + 10 * HALF_LIFE) == pytest.approx(100.0, rel=0.1)
+
+
+@pytest.mark.parametrize("slope", [0.0, 1.0])
+def test_no_line_foresees_less_than_nothing(slope):
+    rng = random.Random(7)
+    for _ in range(300):
+        line = Line(slope)
+        for _ in range(rng.randint(0, 12)):
+            line.learn(rng.expovariate(0.01), rng.choice([0.0, rng.expovariate(0.01)]), now=1.0)
+        a, b = line.fit(1.0)
+        assert a >= 0
+        assert 0 <= b <= 4
+
+
+def test_a_prefill_that_is_behind_is_not_waited_for():
     pair = SimPair(disaggregation_threshold="auto", disable_radix_cache=True)
     pair.submit("a", range(30), 1, max_new_tokens=4)
     pair.decode.submit("streams", range(60, 70), max_new_tokens=150)
@@ -144,7 +184,9 @@ def test_of_many_that_ask_at_once_each_is_told_of_those_before():
 
     def ask(number: int) -> float:
         pair.submit(f"r{number}", range(100 * number, 100 * number + 40), number, legs=("prefill",))
-        senders.on_queued(pair.peer, RoomQueued("prefill", named(number, 1, "decode"), asks=True), pair.now)
+        senders.on_queued(pair.peer, RoomQueued("prefill", named(number, 1, "decode")), pair.now)
+        for _ in range(3):  # however often it is asked
+            senders.on_forecast_request(pair.peer, ForecastRequest("prefill", named(number, 1, "decode")), pair.now)
         (forecast,) = pair.peer.unsent
         pair.peer.unsent.clear()
         return forecast.ms
@@ -156,7 +198,7 @@ def test_of_many_that_ask_at_once_each_is_told_of_those_before():
     assert ask(6) == pytest.approx(told[1])
     for number in (1, 6):
         senders.on_declined(pair.peer, Declined("prefill", named(number, 1, "decode")), pair.now)
-    assert senders._foretold == 0
+    assert senders._foretold == NOTHING
     run_until_idle(pair)
     assert_all_returned(pair)
 
@@ -189,13 +231,15 @@ def test_nothing_is_lost_whoever_computes(threshold, seed):
 def test_the_prefill_s_leg_ends_well_also_where_it_comes_late(late):
     pair = SimPair(disaggregation_threshold="never")
     pair.submit("a", range(9), 1, legs=("decode",) if late else ("prefill", "decode"), max_new_tokens=3)
+    rng = random.Random(1)
     for _ in range(200):
-        random.Random(1).choice(pair.moves())()
+        rng.choice(pair.moves())()
         pair.advance()
     while pair.to_prefill:
         pair.deliver_to_prefill()
     if late:
         pair.submit("a", range(9), 1, legs=("prefill",))
+    pair.prefill.plan()
     run_until_idle(pair)
     assert pair.decode.tokens["a"] == reference_output(range(9), 3)
     assert pair.prefill.ends["a"].finish.type == "abort"
@@ -221,7 +265,7 @@ def test_a_room_that_was_declined_is_over():
     pair = SimPair()
     senders, name = pair.prefill.senders, named(1, 1, "decode")
     pair.submit("a", range(9), 1, legs=("prefill",))
-    senders.on_queued(pair.peer, RoomQueued("prefill", name, asks=True), pair.now)
+    senders.on_forecast_request(pair.peer, ForecastRequest("prefill", name), pair.now)
     (forecast,) = pair.peer.unsent
     assert isinstance(forecast, Forecast)
     senders.on_declined(pair.peer, Declined("prefill", name), pair.now)
@@ -252,10 +296,12 @@ def test_an_instance_foresees_what_it_then_takes():
     sim.submit("b", range(300, 364))
     a, b = sim.scheduler.reqs["a"], sim.scheduler.reqs["b"]
     assert forecast.uncached(b) == 64
-    assert forecast.ms(b) > forecast.ms(a) > 0
+    now = sim.now
+    assert forecast.ms(b, 64, now) > forecast.ms(a, 32, now) > 0
+    assert forecast.ms(b, 16, now) < forecast.ms(b, 64, now) < forecast.ms(b, 64, now, Load(2, 80))
     sim.plan()
     sim.work()
-    sooner = forecast.ms(b)
+    sooner = forecast.ms(b, 64, now)
     sim.plan()
     sim.work()
-    assert forecast.ms(b) < sooner
+    assert forecast.ms(b, 64, now) < sooner

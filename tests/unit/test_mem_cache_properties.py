@@ -149,7 +149,9 @@ class MemCacheMachine(RuleBasedStateMachine):
         return multiple() if req is None else req
 
     def admit_req(self, tokens, extra_key, chunk):
+        seen = self.cache.peek(i32(tokens[:-1]), extra_key)
         match = self.cache.match_prefix(i32(tokens[:-1]), extra_key)
+        assert len(match.slots) == seen
         known = self.aligned_prefixes(tokens[:-1], extra_key) & self.cached
         assert len(match.slots) == max((len(prefix) for _, prefix in known), default=0)
         for i, slot in enumerate(match.slots.tolist()):

@@ -110,7 +110,7 @@ def test_nothing_is_lost_whoever_computes(modes, rules, threshold, faults) -> No
     campaign = Campaign(4, modes, faults=faults, moves=20, disaggregation_threshold=threshold, **rules)
     campaign.run(150, rate=20.0)
     assert campaign.outcomes["finished"] > (60 if faults else 120)
-    assert min(campaign.places()) > (0 if faults else 20)
+    assert faults or min(campaign.places()) > 20  # of the latest lives only
 
 
 def test_every_order_of_two_rooms() -> None:

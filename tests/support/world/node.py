@@ -25,7 +25,7 @@ from pdserve.messages.requests import AbortReq, Bootstrap
 from pdserve.messages.worker import ForwardStep, PagesVerified, StepResult, TransferEvent
 from pdserve.scheduler import scheduler as scheduler_module
 from pdserve.scheduler.cost_model import CostModel
-from pdserve.scheduler.forecast import PromptForecast
+from pdserve.scheduler.forecast import NOTHING, Load, PromptForecast
 from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.req import Req
 from pdserve.scheduler.scheduler import Scheduler
@@ -100,10 +100,10 @@ class Whim(PromptForecast):
     """Foresees whatever ``foresees`` says."""
 
     def __init__(self, scheduler: Scheduler, foresees: Callable[[Req], float]) -> None:
-        super().__init__(scheduler.planner, scheduler.memory, COST_MODEL)
+        super().__init__(scheduler.planner, scheduler.memory, COST_MODEL, ())
         self._foresees = foresees
 
-    def ms(self, req: Req, expected: int = 0) -> float:
+    def ms(self, req: Req, uncached: int, now: float, expected: Load = NOTHING) -> float:
         """See ``PromptForecast``."""
         return self._foresees(req)
 
