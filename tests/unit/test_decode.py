@@ -23,6 +23,7 @@ from pdserve.messages.handover import (
     Declined,
     FirstToken,
     Forecast,
+    ForecastRequest,
     Heartbeat,
     Hello,
     RoomQueued,
@@ -41,7 +42,8 @@ REQUEST = TransferRequest("e", named(7), 30, 1 << 63, 16, b"\1\0\0\0")
 LONGEST = named((1 << 63) - 1, (1 << 63) - 1, "D" * 128)
 HONEST = [
     Hello("e", "d", 1, 1, "f", LAYOUT, "tcp", b"m"),
-    RoomQueued("e", named(7), asks=True),
+    RoomQueued("e", named(7)),
+    ForecastRequest("e", named(7)),
     Forecast("e", named(7), 12.5),
     Declined("e", named(7)),
     REQUEST,
