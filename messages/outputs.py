@@ -10,11 +10,12 @@ from .base import Message
 
 
 class FinishType(StrEnum):
-    """Why a request ended."""
+    """Why a request ended. DECLINED: a prefill's leg whose prompt the decode computes itself."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    DECLINED = "declined"
 
 
 class FinishReason(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

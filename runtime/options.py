@@ -84,9 +84,9 @@ class ServerOptions:
         How KV pages move: tcp (any host), shm (same host, one copy), nixl and mooncake (by these libraries, any host),
         fake (moves nothing, for tests).
     disaggregation_threshold
-        What a decode instance does with a prompt whose request names a prefill: auto has it computed where its first
-        token comes sooner, as both foresee it; a number has it computed here where fewer tokens than that are not
-        cached; always means the prefill, never this instance.
+        Who computes a prompt whose request names a prefill, as its decode instance decides it: auto, the one of the two
+        whose first token comes sooner, as both foresee it; a number, the decode where fewer tokens than that are not
+        in its cache; always, the prefill; never, the decode.
     disaggregation_ib_device
         Accepted for SGLang's command lines; only an RDMA backend would use it.
     disaggregation_bootstrap_timeout

@@ -8,9 +8,11 @@ Lifecycle (docs/architecture.md)::
                      └──────────────────────────────────┘
     incoming:  BOOTSTRAPPING → PREALLOCATED → TRANSFERRING → RUNNING → FINISHED
 
-A retracted request goes back from RUNNING to WAITING with its output kept, and is from then on a local one: this
-instance computes prompt and output again. ``ABORTED`` and ``FAILED`` follow from any state, ``MOVED`` from those of a
-request that waits or runs: it goes on elsewhere. There it comes in as an incoming one that has output already.
+An incoming request whose prompt is computed here after all, by choice (from PREALLOCATED, or before) or because its KV
+won't come, goes on as a local one. A retracted request goes back from RUNNING to WAITING with its output kept, and is
+from then on a local one: this instance computes prompt and output again. ``ABORTED`` and ``FAILED`` follow from any
+state. ``MOVED``, it goes on elsewhere, follows from those of a request that waits or runs, where it comes in as an
+incoming one that has output already; and from those of an outgoing one whose prompt the decode computes itself.
 
 Positions count from the prompt's first token. Of a request's ``total_len`` tokens, the first ``computed`` have their
 KV in the pool or written by a step that was already sent; ``pending`` tokens at the end were sampled by steps whose

@@ -42,12 +42,12 @@ from ...messages.handover import (
     TransferRequest,
 )
 from ...messages.metrics import DirectionCounts
-from ...messages.outputs import FinishReason, FinishType, Timeline, Timing, TokenLogprob
+from ...messages.outputs import FinishReason, FinishType, TokenLogprob
 from ...messages.worker import MAX_PAGES, GrantPages, PagesVerified, RevokePages, VerifyPages
 from ...scheduler.req import Req, ReqState, Route
 from ...scheduler.scheduler import Scheduler
 from .choice import Choice
-from .landing import KVReceiver, Newcomer, ReceiverState, timeline, why
+from .landing import KVReceiver, Newcomer, ReceiverState, take_times, why
 from .limits import HandoverLimits
 from .peer import Peer
 from .sending import digest_of
@@ -62,15 +62,12 @@ CLIENT_GONE = 499
 ROUNDING = 0.5
 """A logprob may be above 0 by less."""
 
-
 STUCK_SECONDS = 10.0
 """After so long, memory that a peer holds is somebody's to look after."""
-
 
 MOST_UNTOLD = 1024
 """Rooms, with others, of which one is kept whose prefill can't be told yet that the prompt is computed here: beyond
 that it finds out by its own limit."""
-
 
 MOST_OVERTAKEN = 4
 """How many that do not fit are passed over in one turn: each try costs a walk of the prefix tree."""
@@ -271,7 +268,7 @@ class KVReceivers:
             return
         receiver.begun = True
         req.times.first_token = now
-        self._take_times(receiver, msg.timing, now)
+        take_times(receiver, msg.timing, now)
         req.cached_tokens, req.input_logprobs = min(msg.cached_tokens, req.prompt_len), scores
         self._scheduler.take_first_token(req, msg.token, logprob, now)
 
@@ -322,20 +319,8 @@ class KVReceivers:
             receiver.newcomer.landed(req)
         elif not req.is_ended:
             req.times.landed = now
-            self._take_times(receiver, there, now)
+            take_times(receiver, there, now)
             self._scheduler.start_landed(req)
-
-    def _take_times(self, receiver: KVReceiver, there: Timing, now: float) -> None:
-        """Where the time went, up to now."""
-        times, timing = receiver.req.times, receiver.req.timing
-        total = (now - times.arrival) * 1000
-        # Clocks of two hosts can't be compared, durations can: what neither side waited or computed was the hand-over.
-        timing.queue_ms = (receiver.requested_at - times.arrival) * 1000 + there.queue_ms
-        timing.prefill_ms = there.prefill_ms
-        timing.transfer_ms = max(0.0, total - timing.queue_ms - timing.prefill_ms)
-        timing.transfer_bytes = there.transfer_bytes
-        verified = now if receiver.there is not None else times.arrival
-        timing.timeline = timeline(receiver, there.timeline or Timeline(), verified)
 
     def on_failed(self, peer: Peer, msg: TransferFailed) -> None:
         """The prefill gave the room up and will write no more."""

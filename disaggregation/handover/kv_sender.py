@@ -29,12 +29,10 @@ from ...mem_cache.base_prefix_cache import KVHold
 from ...messages.base import REASON_CHARS, HandoverId, pack_i32, unpack_i32
 from ...messages.decode import shown
 from ...messages.handover import (
-    MAX_DURATION_MS,
     Abort,
     AbortAck,
     Declined,
     FirstToken,
-    Forecast,
     ForecastRequest,
     RoomQueued,
     TransferDone,
@@ -44,11 +42,11 @@ from ...messages.handover import (
 from ...messages.metrics import DirectionCounts
 from ...messages.outputs import FinishReason, FinishType, Timing, TokenLogprob
 from ...messages.worker import CancelSend, SendEnded, SendPages
-from ...scheduler.forecast import NOTHING, Load
 from ...scheduler.req import Req, ReqState
 from ...scheduler.scheduler import Scheduler
 from ..transfer.outgoing_pages import MIN_GROUP_BYTES
 from .choice import Choice
+from .foretelling import Foretelling
 from .limits import HandoverLimits
 from .peer import Peer
 from .sending import KVSender, SenderState, digest_of, timeline_of
@@ -81,8 +79,7 @@ class KVSenders:
         """Rooms whose request ended before a decode came."""
         self._declined = Tombstones()
         """Rooms whose decode computes the prompt itself, before the request came."""
-        self._foretold = NOTHING
-        """Of prompts whose decodes know how long they would take here, and may decline them yet."""
+        self.foretelling = Foretelling(scheduler.forecast)
         self._over: dict[HandoverId, None] = {}
         """The latest that ended here, or were refused: news of them may still come, and opens nothing."""
         self._now = 0.0
@@ -117,7 +114,7 @@ class KVSenders:
         sender.req = req
         self._unclaimed.drop(sender.peer, room)
         self._try_start(sender, now)
-        self._foretell(sender, now)
+        self.foretelling.tell(sender, now)
 
     def on_queued(self, peer: Peer, msg: RoomQueued, now: float) -> None:
         """A decode will ask for this room when it has memory: how long that may take is for the decode to say."""
@@ -128,30 +125,7 @@ class KVSenders:
         sender = self._opened(peer, msg.handover, 0, now)
         if sender is not None and sender.asks is None and sender.request is None:
             sender.asks = True
-            self._foretell(sender, now)
-
-    def _foretell(self, sender: KVSender, now: float) -> None:
-        """Answer the decode that asks how long the prompt would take, once both legs are here."""
-        req, peer, handover = sender.req, sender.peer, sender.handover
-        if not sender.asks or req is None or peer is None or handover is None or req.is_ended:
-            return
-        sender.asks = False
-        forecast = self._scheduler.forecast
-        if sender.first is not None:
-            ms = 0.0
-        elif sender.state is SenderState.AHEAD:
-            ms = forecast.ms(req, req.uncached, now)
-        else:
-            # Else all that come at once would be told that nobody is before them.
-            uncached = forecast.uncached(req)
-            ms = forecast.ms(req, uncached, now, self._foretold)
-            sender.foretold = Load(1, uncached)
-            self._foretold += sender.foretold
-        peer.send(Forecast(peer.epoch, handover, min(ms, MAX_DURATION_MS)))
-
-    def _is_decided(self, sender: KVSender) -> None:
-        self._foretold -= sender.foretold
-        sender.foretold = NOTHING
+            self.foretelling.tell(sender, now)
 
     def on_declined(self, peer: Peer, msg: Declined, now: float) -> None:
         """The decode computes a room's prompt itself: that is the end of this leg, and no failure."""
@@ -178,7 +152,7 @@ class KVSenders:
 
     def _end_declined(self, req: Req) -> None:
         text = "the decode instance computes the prompt itself"
-        self._scheduler.end(req, ReqState.MOVED, FinishReason(FinishType.ABORT, message=text))
+        self._scheduler.end(req, ReqState.MOVED, FinishReason(FinishType.DECLINED, message=text))
 
     def _opened(self, peer: Peer, handover: HandoverId, nbytes: int, now: float) -> KVSender | None:
         """The room, ``peer``'s from now on, which brings ``nbytes`` of page numbers; a new one where there is none.
@@ -225,7 +199,7 @@ class KVSenders:
         if sender is None:
             return
         sender.request = msg
-        self._is_decided(sender)
+        self.foretelling.is_decided(sender)
         self._try_start(sender, now)
 
     def _try_start(self, sender: KVSender, now: float) -> None:
@@ -467,7 +441,7 @@ class KVSenders:
 
     def _close(self, sender: KVSender) -> None:
         del self.rooms[sender.room]
-        self._is_decided(sender)
+        self.foretelling.is_decided(sender)
         if sender.handover is not None:
             self._note_over(sender.handover)
 

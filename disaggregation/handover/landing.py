@@ -71,6 +71,19 @@ class KVReceiver:
     hold: KVHold | None = None
 
 
+def take_times(receiver: KVReceiver, there: Timing, now: float) -> None:
+    """Where a request's time went, up to now; ``there``: on the prefill."""
+    times, timing = receiver.req.times, receiver.req.timing
+    total = (now - times.arrival) * 1000
+    # Clocks of two hosts can't be compared, durations can: what neither side waited or computed was the hand-over.
+    timing.queue_ms = (receiver.requested_at - times.arrival) * 1000 + there.queue_ms
+    timing.prefill_ms = there.prefill_ms
+    timing.transfer_ms = max(0.0, total - timing.queue_ms - timing.prefill_ms)
+    timing.transfer_bytes = there.transfer_bytes
+    verified = now if receiver.there is not None else times.arrival
+    timing.timeline = timeline(receiver, there.timeline or Timeline(), verified)
+
+
 def timeline(receiver: KVReceiver, there: Timeline, verified: float) -> Timeline:
     """What the prefill says ``there``, behind what came before it here. ``verified``: the arrival while it isn't."""
     arrival = receiver.req.times.arrival

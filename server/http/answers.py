@@ -38,7 +38,7 @@ class ErrorAnswer(Answer):
 class FinishReasonAnswer(Answer):
     """Why an answer ended."""
 
-    type: Literal["stop", "length", "abort"]
+    type: Literal["stop", "length", "abort", "declined"]
     matched: int | str | None = None
     length: int | None = None
     message: str | None = None
@@ -121,7 +121,7 @@ class Usage(Answer):
     prompt_tokens_details: PromptTokensDetails
 
 
-FinishName = Literal["stop", "length", "abort"]
+FinishName = Literal["stop", "length", "abort", "declined"]
 
 
 class Envelope(Answer):

@@ -158,7 +158,6 @@ class EngineClient:
             arrival=arrival,
             keep_output=plan.keep_output,
             kind=Kind.LEG if in_pair and self.role == "prefill" else kind,
-            was_handed_over=in_pair and self.role == "decode",
         )
 
     async def adopt(

@@ -161,11 +161,11 @@ class NativeRenderer:
 
 
 def finish_reason(finish: FinishReason | None, completion_tokens: int) -> dict[str, Any] | None:
-    """SGLang's shape: ``type`` ("stop", "length" or "abort"), and with it ``matched``, ``length`` or ``message``."""
+    """SGLang's shape: ``type``, and with it ``matched`` ("stop"), ``length`` or ``message`` ("abort", "declined")."""
     if finish is None:
         return None
     if finish.type is FinishType.STOP:
         return {"type": "stop", "matched": finish.matched}
     if finish.type is FinishType.LENGTH:
         return {"type": "length", "length": completion_tokens}
-    return {"type": "abort", "message": finish.message}
+    return {"type": finish.type.value, "message": finish.message}

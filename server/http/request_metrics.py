@@ -31,8 +31,8 @@ MS = 1000
 ERROR, CLIENT_GONE, HANDED_OVER, MOVED = "error", "client_gone", "handed_over", "moved"
 ERROR_TYPES = ("invalid_request_error", "overloaded_error", "timeout_error", "transfer_error", "server_error")
 """Shown from the start: a series that begins with its first error has no rate to be alarmed by."""
-REASONS = (*(finish.value for finish in FinishType), ERROR, CLIENT_GONE, MOVED)
-LEG_OUTCOMES = (HANDED_OVER, FinishType.ABORT.value, ERROR, CLIENT_GONE)
+REASONS = (*(finish.value for finish in FinishType if finish is not FinishType.DECLINED), ERROR, CLIENT_GONE, MOVED)
+LEG_OUTCOMES = (HANDED_OVER, FinishType.DECLINED.value, FinishType.ABORT.value, ERROR, CLIENT_GONE)
 
 
 class RequestMetrics:
@@ -106,15 +106,15 @@ class RequestMetrics:
         self.queue.observe(timing.queue_ms / MS)
         self.prefill.observe(timing.prefill_ms / MS)
         self.decode.observe(timing.decode_ms / MS)
-        if choice.was_handed_over:
+        if item.meta.route == "incoming":
             self.transfer.observe(timing.transfer_ms / MS)
         if tokens > 1:
             # KV that is under way keeps the second token waiting, not the first.
             self.per_token.observe((timing.transfer_ms + timing.decode_ms) / MS / (tokens - 1))
 
     def _leg_ended(self, finish: FinishType, meta: ReqMeta | None) -> None:
-        if finish is FinishType.ABORT or meta is None:
-            self.legs[FinishType.ABORT.value] += 1
+        if finish is not FinishType.LENGTH or meta is None:
+            self.legs[finish.value] += 1
             return
         self.legs[HANDED_OVER] += 1
         self.leg_queue.observe(meta.timing.queue_ms / MS)

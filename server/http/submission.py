@@ -32,9 +32,8 @@ class Kind(Enum):
 class Choice:
     """One sequence that the engine generates. Times are ``time.monotonic()`` seconds, 0 for what has not happened.
 
-    ``wire_rid`` is its id inside the instance. ``was_handed_over``: its prompt is computed on another instance.
-    ``opened``: there was a delta. ``told_chars`` and ``told_tokens``: what deltas have told. ``replay``: its next
-    tokens were another instance's, before it came here.
+    ``wire_rid`` is its id inside the instance. ``opened``: there was a delta. ``told_chars`` and ``told_tokens``: what
+    deltas have told. ``replay``: its next tokens were another instance's, before it came here.
     """
 
     index: int
@@ -44,7 +43,6 @@ class Choice:
     arrival: float
     keep_output: bool = True
     kind: Kind = Kind.WHOLE
-    was_handed_over: bool = False
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     text: str = ""
@@ -65,7 +63,6 @@ class Choice:
         """The scheduler says which leg it is: what the instance's mode let expect may not be."""
         if route == "outgoing":
             self.kind = Kind.LEG
-        self.was_handed_over = self.was_handed_over or route == "incoming"
 
     def add(self, item: ReqText, now: float) -> None:
         """Take in what the engine says."""

@@ -84,6 +84,7 @@ SKIPPED = frozenset(
         "token_ids",
         "stop_ids",
         "_choice",
+        "_forecast",
         "foreseen",
     ]
 )
