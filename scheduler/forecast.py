@@ -49,8 +49,8 @@ class PromptForecast:
         """From ``now`` to the request's first token, if its prompt is computed here, ``uncached`` tokens of it, behind
         those that came before it, and those ``expected`` that may come yet.
         """
-        if req.hold is not None and req.state is ReqState.PREFILLING:
-            uncached = req.remaining
+        if req.state in (ReqState.PREFILLING, ReqState.SENDING):
+            uncached = req.remaining if req.state is ReqState.PREFILLING else 0  # what isn't left is under way
         own = self._pieces_ms(req, uncached, req.known_len - uncached / 2)
         ahead = self._ahead_of(req) + expected
         # Each begins at its own beginning: half of one is how deep a piece is on average.
@@ -64,13 +64,14 @@ class PromptForecast:
     def _ahead_of(self, req: Req) -> Load:
         planner = self._planner
         begun = [r.remaining for r in planner.running.values() if r.state is ReqState.PREFILLING and r is not req]
+        running = Load(len(begun), sum(begun))
+        if req.hold is not None:
+            return running  # who has memory comes before all that wait for some
         looked_at = list(itertools.islice(planner.waiting.values(), MOST_AHEAD))
         earlier = [r.uncached or r.known_len for r in looked_at if r is not req and r.times.turn < req.times.turn]
-        waiting = Load(len(earlier), sum(earlier))
-        if len(earlier) == MOST_AHEAD:  # then the others are as well, most likely, and like them
-            more = len(planner.waiting) - MOST_AHEAD
-            waiting += Load(more, waiting.tokens * more // MOST_AHEAD)
-        return waiting + Load(len(begun), sum(begun))
+        others = len(planner.waiting) - len(looked_at)  # like these, most likely
+        share = 1 + others / max(1, len(looked_at))
+        return running + Load(int(len(earlier) * share), int(sum(earlier) * share))
 
     def _under_way_ms(self, now: float) -> float:
         """Until the steps that the worker has are done."""
@@ -78,7 +79,8 @@ class PromptForecast:
             return 0.0
         first, *others = (step.foresight.estimate_ms + self._model.overhead_ms for step in self._in_flight)
         elapsed = (now - self._in_flight[0].sent_at) * 1000
-        return max(0.0, first - elapsed) + sum(others)
+        # One that is overdue may take as long again.
+        return abs(first - elapsed) + sum(others)
 
     def _pieces_ms(self, req: Req, tokens: int, depth: float) -> float:
         """``tokens`` of prompts, on average ``depth`` tokens behind their beginning, in the pieces that there is room

@@ -21,6 +21,7 @@ from .outcomes import Line
 FIXED = {"auto": 0.0, "always": 0.0, "never": math.inf}
 RECENT = 256
 MOST_PEERS = 256
+MOST_MS_A_PAGE = 1000.0
 
 
 class _Prefill:
@@ -28,7 +29,7 @@ class _Prefill:
 
     def __init__(self) -> None:
         self.first_token = Line(1.0)
-        self.lag = Line(0.0)
+        self.lag = Line(0.0, steepest=MOST_MS_A_PAGE)
 
 
 class _Place:
@@ -94,8 +95,15 @@ class Choice:
         ms = (now - foreseen.at) * 1000
         here = foreseen.prefill is None
         (self._here if here else self._there).came_out(foreseen.ms, ms)
-        line = self._own if foreseen.prefill is None else self._learned(foreseen.prefill).first_token
-        line.learn(foreseen.raw_ms, ms, now)
+        self._line_of(foreseen).learn(foreseen.raw_ms, ms, now)
+
+    def never_came(self, req: Req, now: float) -> None:
+        """The request has ended without a first token. One that was overdue is worth learning from: an instance that
+        hangs would be thought fast for as long as it does.
+        """
+        foreseen, req.foreseen = req.foreseen, None
+        if foreseen is not None and (ms := (now - foreseen.at) * 1000) > foreseen.ms:
+            self._line_of(foreseen).learn(foreseen.raw_ms, ms, now)
 
     def learn_lag(self, prefill: str, pages: int, seconds: float, now: float) -> None:
         """So long behind its first token the KV of a prompt was there."""
@@ -117,6 +125,9 @@ class Choice:
         }
         corrections = {"here": line(self._own), "there": prefills}
         return {"here": self._here.info(), "there": self._there.info(), "corrections": corrections}
+
+    def _line_of(self, foreseen: Foreseen) -> Line:
+        return self._own if foreseen.prefill is None else self._learned(foreseen.prefill).first_token
 
     def _learned(self, prefill: str) -> _Prefill:
         learned = self._prefills.pop(prefill, None) or _Prefill()

@@ -64,6 +64,7 @@ class KVManager:
         self._options = options
         self._scheduler = scheduler
         self._network = network
+        self._now = 0.0
         self._interval_ms = int(options.disaggregation_heartbeat_interval * 1000)
         self._peers = Peers(
             Greeting(epoch, scheduler.worker, options.disaggregation_transfer_backend),
@@ -145,6 +146,7 @@ class KVManager:
 
     def cancel(self, req: Req, reason: str) -> None:
         """The request has ended here before its hand-over was complete."""
+        self._choice.never_came(req, self._now)
         self.moves_out.cancel(req, reason)
         self.moves_in.cancel(req, reason)
         self.senders.cancel(req, reason)
@@ -192,6 +194,7 @@ class KVManager:
 
     def poll(self, now: float) -> None:
         """One turn: read peers, move rooms on, keep deadlines."""
+        self._now = now
         for host, port, answer in self._network.take_found():
             self._peers.on_found(host, port, answer, now)
         self._peers.poll(now)

@@ -57,7 +57,6 @@ log = logging.getLogger(__name__)
 OVERTAKING_SECONDS = 2.0
 """How long a big prompt that does not fit lets smaller ones pass it."""
 
-
 CLIENT_GONE = 499
 ROUNDING = 0.5
 """A logprob may be above 0 by less."""
@@ -66,8 +65,7 @@ STUCK_SECONDS = 10.0
 """After so long, memory that a peer holds is somebody's to look after."""
 
 MOST_UNTOLD = 1024
-"""Rooms, with others, of which one is kept whose prefill can't be told yet that the prompt is computed here: beyond
-that it finds out by its own limit."""
+"""Rooms whose prefill can't be told yet that the prompt is computed here: others find out by their own limit."""
 
 MOST_OVERTAKEN = 4
 """How many that do not fit are passed over in one turn: each try costs a walk of the prefix tree."""
@@ -176,11 +174,14 @@ class KVReceivers:
         peer = receiver.peer
         if peer.readable:
             peer.send(Declined(peer.epoch, receiver.handover))
-        elif now <= receiver.deadline and len(self.rooms) <= MOST_UNTOLD:
+        elif now <= receiver.deadline and len(self._in(ReceiverState.DECLINED)) <= MOST_UNTOLD:
             where = receiver.req.msg.bootstrap
-            if peer.gone and where is not None:
+            if not peer.gone:
+                return
+            if where is not None and not receiver.tried_again:
+                receiver.tried_again = True
                 receiver.peer = self._peer_at(where.host, where.port, now)
-            return
+                return
         del self.rooms[receiver.handover.room]
 
     def _when_linked(self, receiver: KVReceiver, now: float) -> None:
@@ -203,9 +204,9 @@ class KVReceivers:
         ]
         misfits = 0
         for receiver in sorted(self._in(ReceiverState.QUEUED), key=lambda r: r.req.times.turn):
-            if self._scheduler.admit_landing(
-                receiver.req, holders, receiver.length, looked_up=receiver.newcomer is None
-            ):
+            # What may be computed here must leave something to be computed.
+            most = receiver.length if receiver.decided else min(receiver.length, receiver.req.longest_reusable_prefix)
+            if self._scheduler.admit_landing(receiver.req, holders, most, looked_up=receiver.newcomer is None):
                 receiver.state, receiver.req.state = ReceiverState.PREALLOCATED, ReqState.PREALLOCATED
                 receiver.allocated_at = now
                 receiver.fence = self._scheduler.planner.last_step_id
@@ -379,8 +380,7 @@ class KVReceivers:
 
     def warning(self, now: float) -> str | None:
         """What somebody should look after: memory that a peer neither lets go of nor dies with."""
-        stuck = [r for r in self.rooms.values() if r.state is ReceiverState.DRAINING]
-        stuck = [r for r in stuck if now - r.draining_since > STUCK_SECONDS]
+        stuck = [r for r in self._in(ReceiverState.DRAINING) if now - r.draining_since > STUCK_SECONDS]
         if not stuck:
             return None
         tokens = sum(r.length - r.prefix_len for r in stuck)
@@ -450,6 +450,7 @@ class KVReceivers:
         req = receiver.req
         if req.is_ended or req.route is not Route.INCOMING:
             return
+        self._choice.never_came(req, self._now)
         if receiver.newcomer is not None:
             receiver.newcomer.lost(req, reason)
         elif receiver.begun:

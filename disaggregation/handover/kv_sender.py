@@ -98,6 +98,7 @@ class KVSenders:
         self._left.take(room)  # said of an earlier request
         if self._declined.take(room) is not None:
             self._end_declined(req)
+            self._left.add(room, "declined", now)  # it may have been meant for an earlier request
             return
         over = self._given_up.take(room)
         if over is not None:
@@ -152,6 +153,7 @@ class KVSenders:
 
     def _end_declined(self, req: Req) -> None:
         text = "the decode instance computes the prompt itself"
+        req.untold, req.untold_logprobs = [], []  # the decode's own is the first
         self._scheduler.end(req, ReqState.MOVED, FinishReason(FinishType.DECLINED, message=text))
 
     def _opened(self, peer: Peer, handover: HandoverId, nbytes: int, now: float) -> KVSender | None:

@@ -42,9 +42,9 @@ class KVReceiver:
     ``fence``: the step that must be done before its pages are offered to the prefill. ``pages``: where its KV lands
     (int32). ``granted``: the prefill may write them. ``begun``: the first token is here. ``there``: where the prefill's
     time went. ``checking``: the worker has its pages, to check and perhaps to convert them. ``asked``: the prefill
-    for its forecast. ``decided``: who computes the prompt. ``hold``: the request's memory, pinned as long as anybody
-    may write it. ``length``: of how many tokens the KV comes: the prompt's, or those that a ``newcomer`` had when it
-    was offered.
+    for its forecast. ``decided``: who computes the prompt. ``tried_again``: to reach a prefill that is to be told of
+    that. ``hold``: the request's memory, pinned as long as anybody may write it. ``length``: of how many tokens the KV
+    comes: the prompt's, or those that a ``newcomer`` had when it was offered.
     """
 
     handover: HandoverId
@@ -68,6 +68,7 @@ class KVReceiver:
     checking: bool = False
     asked: bool = False
     decided: bool = True
+    tried_again: bool = False
     hold: KVHold | None = None
 
 

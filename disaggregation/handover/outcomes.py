@@ -8,18 +8,20 @@ LEAST = 5.0
 """Below it an error counts as it is, above it by its share of what was foreseen."""
 PRIOR = 4.0
 """As many outcomes as foreseen are taken for granted."""
-STEEPEST = 4.0
+SURPRISE = 4.0
 
 
 class Line:
     """``y = a + b x``, both 0 or more, by least squares of relative errors (weights ``1 / (x + LEAST)²``), with a ridge
     that holds it at ``y = slope · x`` until it has learned, and draws it back there when there is no news.
 
-    One outcome that means nothing does little: none counts for more than ``STEEPEST`` times what was foreseen.
+    One outcome that means nothing does little: none counts for more than ``SURPRISE`` times what was foreseen.
+    ``steepest``: the most that ``b`` can be.
     """
 
-    def __init__(self, slope: float) -> None:
+    def __init__(self, slope: float, steepest: float = 4.0) -> None:
         self._slope = slope
+        self._steepest = steepest
         self._sums = [0.0] * 5
         """Of w, w x, w x², w y and w x y."""
         self._at = 0.0
@@ -40,14 +42,14 @@ class Line:
         a, b = (wxx * wy - wx * wxy) / det, (w * wxy - wx * wy) / det
         if a < 0:
             a, b = 0.0, wxy / wxx
-        if not 0 <= b <= STEEPEST:
-            b = min(max(b, 0.0), STEEPEST)
+        if not 0 <= b <= self._steepest:
+            b = min(max(b, 0.0), self._steepest)
             a = max(0.0, (wy - b * wx) / w)
         return a, b
 
     def learn(self, x: float, y: float, now: float) -> None:
         """``x`` came out as ``y``."""
-        y = min(y, STEEPEST * (self.at(x, now) + LEAST))
+        y = min(y, SURPRISE * (self.at(x, now) + LEAST))
         w = 1 / (x + LEAST) ** 2
         for i, term in enumerate((w, w * x, w * x * x, w * y, w * x * y)):
             self._sums[i] += term

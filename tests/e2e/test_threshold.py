@@ -61,7 +61,9 @@ def test_a_number_of_tokens_is_the_border(tmp_path, tiny_args, expected):
         assert places(pair.decode) == (3, 2)
         pair.assert_all_returned()
         legs = Page(pair.prefill.client.get(pair.prefill.url + "/metrics").text)
-        outcomes = {o: legs.total("pdserve_prefill_legs_finished_total", outcome=o) for o in ("handed_over", "declined")}
+        outcomes = {
+            o: legs.total("pdserve_prefill_legs_finished_total", outcome=o) for o in ("handed_over", "declined")
+        }
         assert outcomes == {"handed_over": 2, "declined": 3}
         answers = Page(pair.decode.client.get(pair.decode.url + "/metrics").text)
         assert answers.total("pdserve_request_transfer_seconds_count") == 2

@@ -128,7 +128,9 @@ class FakeEngine:
         meta = None
         if finish is not None:
             timing = Timing(queue_ms=1.23456, transfer_bytes=4096)
-            meta = ReqMeta(PROMPT_TOKENS, 0, CACHED_TOKENS, timing)
+            legs = {"prefill": "outgoing", "decode": "incoming"}
+            route = legs.get(self.client.role, "local") if request.bootstrap is not None else "local"
+            meta = ReqMeta(PROMPT_TOKENS, 0, CACHED_TOKENS, timing, route=route)
         reason = None if finish is None else FinishReason(finish, matched)
         return ReqText(request.rid, text, token_ids, reason, meta, logprobs, prompt)
 

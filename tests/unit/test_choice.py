@@ -18,7 +18,7 @@ from pdserve.messages.requests import AbortReq
 from pdserve.runtime.option_checks import OptionError, check_options
 from pdserve.runtime.options import ServerOptions
 from pdserve.scheduler.forecast import NOTHING, Load
-from pdserve.scheduler.req import Req
+from pdserve.scheduler.req import Req, ReqState
 
 FAR = 1e6
 
@@ -141,6 +141,28 @@ def test_one_outcome_that_means_nothing_does_little():
     assert lag.at(1000, 1.0) < 1000.0
 
 
+def test_who_hangs_is_not_thought_fast():
+    choice, req = Choice("auto", Fixed(ms=100.0)), a_req()
+    for _ in range(20):
+        choice.is_here(req, "p", 50.0, 0, 0, now=1.0)
+        choice.never_came(req, 1.04)  # its client left early: that says nothing
+    assert not choice.is_here(req, "p", 50.0, 0, 0, now=1.0)
+    tries = 0
+    while not choice.is_here(req, "p", 50.0, 0, 0, now=1.0):
+        choice.never_came(req, 9.0)
+        assert req.foreseen is None
+        tries += 1
+    assert 0 < tries < 10
+    assert choice.counts().there.actual_seconds == 0
+
+
+def test_slow_links_are_learned():
+    lag = Choice("auto", Fixed())._learned("p").lag
+    for pages in (4, 40, 400) * 100:
+        lag.learn(pages, 16.0 * pages, now=1.0)
+    assert lag.at(400, 1.0) == pytest.approx(6400.0, rel=0.1)
+
+
 def test_what_was_learned_is_forgotten():
     line = Line(1.0)
     for _ in range(40):
@@ -203,6 +225,24 @@ def test_of_many_that_ask_at_once_each_is_told_of_those_before():
     assert_all_returned(pair)
 
 
+@pytest.mark.parametrize("logprobs", [None, (0, 0)])
+def test_what_is_cached_as_a_whole_leaves_something_to_be_computed(logprobs):
+    """One token, to sample; or all that are to be scored."""
+    pair = SimPair(disaggregation_threshold="auto")
+    prompt = range(8)  # whole pages
+    pair.submit("a", prompt, 1, max_new_tokens=4)
+    run_until_idle(pair)
+    pair.decode.choice = pair.decode.receivers._choice = Choice("auto", Fixed(ms=-1.0))  # sooner than anywhere
+    pair.submit("b", prompt, 2, max_new_tokens=4, logprobs=logprobs)
+    run_until_idle(pair)
+    assert pair.decode.ends["b"].meta.route == "local"
+    assert pair.decode.tokens["b"] == reference_output(prompt, 4)
+    if logprobs is not None:
+        (scores,) = [item.prompt.logprobs for item in pair.decode.items["b"] if item.prompt is not None]
+        assert len(scores) == len(prompt)
+    assert_all_returned(pair)
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("threshold", ["never", "12", "auto"])
 def test_nothing_is_lost_whoever_computes(threshold, seed):
@@ -242,7 +282,7 @@ def test_the_prefill_s_leg_ends_well_also_where_it_comes_late(late):
     pair.prefill.plan()
     run_until_idle(pair)
     assert pair.decode.tokens["a"] == reference_output(range(9), 3)
-    assert pair.prefill.ends["a"].finish.type == "abort"
+    assert pair.prefill.ends["a"].finish.type == "declined"
     assert pair.prefill.senders.counts().failed == pair.decode.receivers.counts().failed == 0
     assert_all_returned(pair)
 
@@ -305,3 +345,38 @@ def test_an_instance_foresees_what_it_then_takes():
     sim.plan()
     sim.work()
     assert forecast.ms(b, 64, now) < sooner
+
+
+def test_what_the_worker_computes_already_is_not_computed_again():
+    sim = SimInstance(make_options(chunked_prefill_size=64, max_total_tokens=512))
+    for step in range(40):
+        sim.submit(f"warm{step}", range(step, step + 8), max_new_tokens=1)
+    sim.run_until_idle()
+    sim.submit("a", range(200, 232))
+    req, forecast = sim.scheduler.reqs["a"], sim.scheduler.forecast
+    waiting = forecast.ms(req, 32, sim.now)
+    sim.plan()
+    req.state = ReqState.SENDING  # as one that is computed for another instance
+    assert 0 < forecast.ms(req, 32, sim.now) < 1.5 * waiting
+    assert forecast._pieces_ms(req, 32, 16) == pytest.approx(waiting)
+
+
+def test_of_thousands_that_wait_all_count():
+    sim = SimInstance(make_options(max_running_requests=1, max_queued_requests=4000, max_total_tokens=4096))
+    sim.submit("runs", range(9), max_new_tokens=400)
+    sim.plan()
+
+    def behind(number: int) -> Load:
+        for i in range(number - len(sim.scheduler.planner.waiting)):
+            sim.submit(f"w{number}.{i}", range(50, 60))
+        sim.submit("last", range(8), max_new_tokens=1, place=number)  # behind them all
+        req = sim.scheduler.reqs["last"]
+        next(iter(sim.scheduler.planner.waiting.values())).times.turn = req.times.turn + 60  # one of them comes later
+        load = sim.scheduler.forecast._ahead_of(req)
+        sim.scheduler.abort(AbortReq("last"))
+        return load
+
+    assert behind(200).prompts == 199
+    many = behind(2000)
+    assert many.prompts == pytest.approx(1999, abs=10)
+    assert many.tokens == pytest.approx(19990, rel=0.01)
