@@ -125,6 +125,14 @@ def test_every_order_of_two_rooms_that_ask_where(here) -> None:
     assert found.violation is None, found
 
 
+@pytest.mark.parametrize("fault", ["none", pytest.param("abort", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("here", [None, frozenset({"r0"})], ids=["there", "the first here"])
+def test_every_order_of_two_rooms_of_one_name(fault, here) -> None:
+    found = explored(seconds=60, fault=fault, same=True, here=here)
+    assert found.violation is None, found
+    assert found.complete
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_every_order_of_two_equals_that_dial_each_other(capsys) -> None:

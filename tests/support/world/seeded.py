@@ -140,7 +140,7 @@ MISTAKES: dict[Callable[[Patch], None], dict[str, Any]] = {
     sender_lets_go_too_soon: {"fault": "abort"},
     a_room_in_use_is_opened_again: {"same": True},
     hand_overs_outlive_their_link: {"fault": "data"},
-    what_was_refused_is_taken: {"fault": "abort", "same": True},
+    what_was_refused_is_taken: {"fault": "abort"},
     pages_offered_before_steps_are_done: {"fault": "abort"},
     checksum_is_not_looked_at: {"fault": "corrupt"},
     late_legs_are_not_told: {"fault": "abort"},

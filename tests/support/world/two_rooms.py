@@ -144,7 +144,7 @@ class TwoRooms:
             self.world.step(ready[0])
 
     def _check_end(self, node: Node) -> None:
-        if self._times_out and node.open:
+        if self._times_out and (node.open or node.manager.transfers(self.world.now)):
             self.world.now += 2e6
             node.turn()
             self._drain()
