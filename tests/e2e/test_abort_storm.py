@@ -26,6 +26,8 @@ TOKENS = 1000
 PROMPT = list(range(200, 500))
 STATES = {"queued", "pushing", "transferring", "draining"}
 """States of a hand-over that last longer than between two looks; the others are passed through all the more."""
+MOST_STORMS = 4
+"""Until all of them were seen: where a machine is fast just then, none may drain for that long."""
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +58,7 @@ class Storm:
 
     def __init__(self, pair: Pair, seed: int) -> None:
         self._url = pair.router.url
+        self._seed = seed
         self._rng = random.Random(seed)
         self.ends: Counter[str] = Counter()
         self.refused: list[str] = []
@@ -75,7 +78,7 @@ class Storm:
 
     def ask(self, number: int, prompt: list[int], seconds: float, by_name: bool) -> None:
         """One of them."""
-        rid = f"storm-{number}"
+        rid = f"storm-{self._seed}-{number}"
         asked = body(prompt, TOKENS, rid=rid, stream=True)
         with httpx.Client(timeout=limit(30), limits=NO_REUSE, trust_env=False) as client:
             ender = threading.Timer(seconds, self._abort, (rid,)) if by_name else None
@@ -136,14 +139,17 @@ class States:
 def test_requests_that_end_early(pair):
     answer = pair.router.generate(**body(PROMPT, TOKENS))["output_ids"]
     before = processes(pair)
-    storm = Storm(pair, 1)
+    storms: list[Storm] = []
     with States(pair) as states, ThreadPoolExecutor(CLIENTS) as clients:
-        for done in [clients.submit(storm.ask, *planned) for planned in storm.plan()]:
-            done.result()
+        while not storms or (not states.seen >= STATES and len(storms) < MOST_STORMS):
+            storms.append(storm := Storm(pair, len(storms) + 1))
+            for done in [clients.submit(storm.ask, *planned) for planned in storm.plan()]:
+                done.result()
     assert states.seen >= STATES, states.seen
-    assert storm.refused == []
-    assert storm.ends["abort"] > STORM / 4, "half were to be aborted by name, some of which were refused"
-    assert storm.ends["length"] < STORM / 20, "hardly any was to get to its end"
+    for storm in storms:
+        assert storm.refused == []
+        assert storm.ends["abort"] > STORM / 4, "half were to be aborted by name, some of which were refused"
+        assert storm.ends["length"] < STORM / 20, "hardly any was to get to its end"
     pair.assert_all_returned()
     assert processes(pair) == before
     assert pair.router.generate(**body(PROMPT, TOKENS))["output_ids"] == answer
