@@ -5,6 +5,7 @@ interleaving is reachable.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -314,3 +315,24 @@ class SimPair:
             s.scheduler.is_idle and not s.rooms.rooms and not s.to_worker.messages and not s.to_transfer.messages
             for s in sides
         )
+
+
+def run_until_idle(pair: SimPair, rng: random.Random | None = None, moves: int = 20_000) -> None:
+    """Whatever may move does, as chance has it, until nothing can."""
+    rng = rng or random.Random(0)
+    for i in range(moves):
+        rng.choice(pair.moves())()
+        if i % 8 == 0:
+            pair.check()
+        if pair.is_idle:
+            return
+    raise AssertionError(f"not idle: {pair.prefill.rooms.rooms} {pair.decode.rooms.rooms}")
+
+
+def assert_all_returned(pair: SimPair) -> None:
+    """Neither side holds memory, and nobody may write any."""
+    for side in (pair.prefill, pair.decode):
+        usage = side.scheduler.memory.usage()
+        assert (usage["in_use"], usage["rows_in_use"]) == (0, 0)
+    assert pair.granted == {}
+    pair.check()

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from support.handovers import named
 from support.sim import SimInstance, make_options, reference_output
-from support.sim_pair import SimPair
+from support.sim_pair import SimPair, assert_all_returned, run_until_idle
 
 from pdserve.disaggregation.handover.choice import Choice
 from pdserve.disaggregation.handover.outcomes import HALF_LIFE, Line
@@ -40,29 +40,6 @@ def a_req() -> Req:
     sim = SimInstance()
     sim.submit("a", range(9))
     return sim.scheduler.reqs["a"]
-
-
-def run_until_idle(pair: SimPair, seed: int = 0) -> None:
-    rng = random.Random(seed)
-    for i in range(20_000):
-        rng.choice(pair.moves())()
-        if i % 8 == 0:
-            pair.check()
-        if pair.is_idle:
-            return
-    raise AssertionError(f"not idle: {pair.prefill.rooms.rooms} {pair.decode.rooms.rooms}")
-
-
-def assert_all_returned(pair: SimPair) -> None:
-    for side in (pair.prefill, pair.decode):
-        usage = side.scheduler.memory.usage()
-        assert (usage["in_use"], usage["rows_in_use"]) == (0, 0)
-    assert pair.granted == {}
-    pair.check()
-
-
-def prompts_computed(pair: SimPair) -> tuple[int, int]:
-    return tuple(side.scheduler.counters.prompt_tokens for side in (pair.prefill, pair.decode))
 
 
 @pytest.mark.parametrize(
@@ -254,7 +231,7 @@ def test_nothing_is_lost_whoever_computes(threshold, seed):
         pair.submit(f"r{i}", prompts[f"r{i}"], i + 1, max_new_tokens=rng.randint(1, 6))
         for _ in range(rng.randint(0, 120)):
             rng.choice(pair.moves())()
-    run_until_idle(pair, seed)
+    run_until_idle(pair, random.Random(seed))
     for rid, prompt in prompts.items():
         assert pair.decode.tokens[rid] == reference_output(prompt, len(pair.decode.tokens[rid])), rid
         assert pair.decode.ends[rid].finish.type == "length"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.handovers import named
 from support.sim import make_generate, reference_output
-from support.sim_pair import LIMITS, SimPair, make_peer
+from support.sim_pair import LIMITS, SimPair, assert_all_returned, make_peer, run_until_idle
 
 from pdserve.disaggregation.handover import kv_sender, unclaimed_rooms
 from pdserve.disaggregation.handover.kv_receiver import STUCK_SECONDS, ReceiverState
@@ -32,25 +32,6 @@ from pdserve.messages.handover import (
 from pdserve.messages.outputs import FinishType, Timing, TokenLogprob
 from pdserve.messages.requests import AbortReq
 from pdserve.messages.worker import ForwardStep, PagesVerified, SendEnded, StepResult, VerifyPages
-
-
-def run_until_idle(pair: SimPair, rng: random.Random | None = None, moves: int = 20_000) -> None:
-    rng = rng or random.Random(0)
-    for i in range(moves):
-        rng.choice(pair.moves())()
-        if i % 8 == 0:
-            pair.check()
-        if pair.is_idle:
-            return
-    raise AssertionError(f"not idle: {pair.prefill.rooms.rooms} {pair.decode.rooms.rooms}")
-
-
-def assert_all_returned(pair: SimPair) -> None:
-    for side in (pair.prefill, pair.decode):
-        usage = side.scheduler.memory.usage()
-        assert (usage["in_use"], usage["rows_in_use"]) == (0, 0)
-    assert pair.granted == {}
-    pair.check()
 
 
 def test_one_request_goes_through_with_the_tokens_of_one_instance():
