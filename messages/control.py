@@ -34,15 +34,28 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bootstrap_port: int | None = None
 
 
+class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How fast one more request would decode here: ``token_ms`` from one of its tokens to the next, as far as it can be
+    foreseen, prompts that are computed here between them included; and ``stream_ms`` more for each that comes with it.
+    ``budget_ms``: what is promised for that time, 0 where nothing is.
+    """
+
+    token_ms: float
+    stream_ms: float
+    budget_ms: float
+
+
 class Pong(Message):
     """``ready`` False comes with the reason (loading, draining, the worker is stuck), True with what somebody should
-    look after, if there is anything. ``identity``: None before the scheduler has begun.
+    look after, if there is anything. ``identity``: None before the scheduler has begun. ``pace``: None where requests
+    shall stay where their sender put them.
     """
 
     id: int
     ready: bool
     reason: str = ""
     identity: Identity | None = None
+    pace: Pace | None = None
 
 
 class FlushCacheReq(Message):

@@ -28,7 +28,7 @@ from .client_answer import ClientAnswer
 from .errors import InstanceAnsweredError, MovedAwayError, NoInstanceError, RouterError, parse_error
 from .fleet import Fleet, Pair, Target
 from .headers import CONTENT_TYPE, Headers, passed_back
-from .instance import Instance
+from .instance import Answering, Instance
 from .leg import Leg, LegLimits, is_comment
 from .options import RouterOptions
 from .request_body import RequestBody
@@ -89,10 +89,12 @@ class Dispatcher:
             self._fleet.pick_seconds.observe(time.monotonic() - asked_at)
             logger.debug("goes to %s", " and ".join(map(str, legs(target))))
             try:
-                if isinstance(target, Pair):
-                    await self._serve_by_pair(target, request, answer)
-                else:
-                    await self._serve_alone(target, request, answer)
+                # Counted before anything is awaited: the next one to choose shall see it.
+                with Answering(target.decode if isinstance(target, Pair) else target) as place:
+                    if isinstance(target, Pair):
+                        await self._serve_by_pair(target.prefill, place, request, answer)
+                    else:
+                        await self._serve_alone(place, request, answer)
             except RouterError as exc:
                 at_fault = blamed(exc, target)
                 charge(exc, at_fault, asked_at)
@@ -144,10 +146,12 @@ class Dispatcher:
             raise NoInstanceError("no instance can serve at the moment: no healthy prefill-decode pair and no worker")
         return target
 
-    async def _serve_by_pair(self, pair: Pair, request: RoutedRequest, answer: ClientAnswer) -> None:
-        bodies = request.body.for_pair(pair.prefill, self._signature)
-        prefill = asyncio.create_task(self._watch_prefill(pair.prefill, request, bodies.prefill))
-        decode = asyncio.create_task(self._answer_from(pair.decode, request, bodies.decode, answer))
+    async def _serve_by_pair(
+        self, instance: Instance, place: Answering, request: RoutedRequest, answer: ClientAnswer
+    ) -> None:
+        bodies = request.body.for_pair(instance, self._signature)
+        prefill = asyncio.create_task(self._watch_prefill(instance, request, bodies.prefill))
+        decode = asyncio.create_task(self._answer_from(place, request, bodies.decode, answer))
         try:
             await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
             if prefill.done() and not answer.started and not decode.done():
@@ -164,39 +168,39 @@ class Dispatcher:
                 await leg.open("POST", request.path, body, request.headers)
                 await leg.discard()
 
-    async def _serve_alone(self, instance: Instance, request: RoutedRequest, answer: ClientAnswer) -> None:
+    async def _serve_alone(self, place: Answering, request: RoutedRequest, answer: ClientAnswer) -> None:
         """One instance computes the prompt and the answer."""
-        with instance.computing(request.body.prompt_tokens) as computed:
+        with place.instance.computing(request.body.prompt_tokens) as computed:
             # The prompt is done with when the answer begins; of an answer that doesn't stream, only its end is seen.
-            await self._answer_from(instance, request, request.body.raw, answer, computed)
+            await self._answer_from(place, request, request.body.raw, answer, computed)
 
     async def _answer_from(
         self,
-        instance: Instance,
+        place: Answering,
         request: RoutedRequest,
         body: bytes,
         answer: ClientAnswer,
         begun: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run the leg whose answer goes to the client; ``begun`` is called when it begins.
+        """Run the leg whose answer goes to the client, at ``place``; ``begun`` is called when it begins.
 
         Where the instance hands the request on in the middle of it, the rest comes from the one that it names.
         """
         headers = [*request.headers, CAN_FOLLOW]
-        ticket = await self._read_leg(instance, request.path, headers, body, answer, begun)
+        ticket = await self._read_leg(place.instance, request.path, headers, body, answer, begun)
         while ticket is not None:
             follower = self._fleet.named(ticket.epoch, ticket.url)
             if follower is None:
                 raise MovedAwayError(
-                    f"{instance} handed the request on to {ticket.url}, which this router does not know"
+                    f"{place.instance} handed the request on to {ticket.url}, which this router does not know"
                 )
             logger.debug("goes on at %s", follower)
-            instance = follower
+            place.move(follower)
             ticketed = [*headers, (TICKET, ticket.dump())]
             try:
-                ticket = await self._read_leg(instance, request.path, ticketed, request.body.raw, answer, begun)
+                ticket = await self._read_leg(follower, request.path, ticketed, request.body.raw, answer, begun)
             except InstanceAnsweredError as e:
-                raise MovedAwayError(f"{instance}, which was to go on with the request, refused: {e.message}") from e
+                raise MovedAwayError(f"{follower}, which was to go on with the request, refused: {e.message}") from e
             except RouterError as e:
                 e.blames_nobody = True  # health checks look at who is to blame
                 raise

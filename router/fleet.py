@@ -5,7 +5,9 @@ needs both of its legs, so an unhealthy prefill also keeps work from the decodes
 that rest come last, and on a retry those that the request has already failed on.
 
 Whether the prefill of a pair computes the prompt, or its decode after all, is for the decode to say, which asks the
-prefill (``disaggregation/handover/choice.py``): the router knows neither's cache, nor how fast they are just now.
+prefill (``disaggregation/handover/choice.py``): the router knows neither's cache. But where a decode hardly keeps its
+ITL budget, and an answer would come faster from the prefill, by the pace that both tell in ``/health``, the prefill
+gets the whole request. Instances whose ``--disaggregation-threshold`` is not ``auto`` tell none.
 """
 
 from __future__ import annotations
@@ -41,6 +43,14 @@ def _queued(target: Target) -> tuple[int, int]:
     """What a request would wait for there: prompt tokens to be computed before its own, and answers beside it."""
     prefill, decode = target if isinstance(target, Pair) else (target, target)
     return prefill.prompt_tokens, decode.in_flight
+
+
+def _spares_its_decode(pair: Pair) -> bool:
+    """Whether the decode of a pair has too much to do, and the prefill so little that it would decode faster."""
+    prefill_ms, decode_ms = pair.prefill.token_ms, pair.decode.token_ms
+    if prefill_ms is None or decode_ms is None or pair.decode.keeps_pace:
+        return False
+    return prefill_ms < decode_ms
 
 
 class Fleet:
@@ -98,7 +108,9 @@ class Fleet:
         if fresh_prefills and fresh_decodes:
             pair = self._pair(fresh_prefills, fresh_decodes, request)
             worker = self._policies[Role.WORKER].choose(fresh_workers, request) if fresh_workers else None
-            return worker if worker is not None and _queued(worker) < _queued(pair) else pair
+            if worker is not None and _queued(worker) < _queued(pair):
+                return worker
+            return pair.prefill if _spares_its_decode(pair) else pair
         if fresh_workers:
             return self._policies[Role.WORKER].choose(fresh_workers, request)
         if prefills and decodes:

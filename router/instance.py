@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, Self
 from urllib.parse import urlsplit
 
 import msgspec
@@ -41,7 +42,17 @@ class HealthState(StrEnum):
     UNHEALTHY = "unhealthy"
 
 
+WELL_WITHIN = 0.75
+"""Of an ITL budget: behind it the estimate is too close to the promise."""
 Name = Annotated[str, msgspec.Meta(max_length=255)]
+
+
+class Pace(msgspec.Struct):
+    """What one more request that decodes there could expect, in milliseconds; as in ``messages/control.py``."""
+
+    token_ms: Annotated[float, msgspec.Meta(ge=0)]
+    stream_ms: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    budget_ms: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
 
 class Told(msgspec.Struct):
@@ -51,6 +62,7 @@ class Told(msgspec.Struct):
     role: Name = ""
     bootstrap_host: Name = ""
     bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+    pace: Pace | None = None
 
 
 class Asked(Protocol):
@@ -69,8 +81,8 @@ class Instance:
     """One instance and what the router counts about it. ``bootstrap_port``: of prefill instances, where it was given.
 
     ``role``: as it was named, or, of an instance of pairs, what it says it is now. ``prompt_tokens``: of prompts that
-    it was sent to compute and, as far as the router can see, has not done with. ``told``: what it has said of itself
-    last.
+    it was sent to compute and, as far as the router can see, has not done with. ``answers``: requests that it was sent
+    for their whole answer, or for what comes behind the first token. ``told``: what it has said of itself last.
     """
 
     url: str
@@ -81,6 +93,7 @@ class Instance:
     reason: str = "not checked yet"
     in_flight: int = 0
     prompt_tokens: int = 0
+    answers: int = 0
     requests: int = 0
     failures: int = 0
     heard_at: float = 0.0
@@ -91,6 +104,8 @@ class Instance:
     rest: Rest = field(default_factory=Rest)
     named: Role = field(init=False)
     """What the options call it."""
+    _answers_told: int = 0
+    """As many answers its pace reckons with."""
 
     def __post_init__(self) -> None:
         self.named = self.role
@@ -115,17 +130,33 @@ class Instance:
         host = (told.bootstrap_host if knows_better else "") or self.host
         return host, self.bootstrap_port or told.bootstrap_port or DEFAULT_BOOTSTRAP_PORT
 
+    @property
+    def token_ms(self) -> float | None:
+        """From token to token of one more request there, by its word, and what it was sent since; None: not known."""
+        pace = self.told.pace
+        if pace is None:
+            return None
+        return pace.token_ms + pace.stream_ms * (self.answers - self._answers_told)
+
+    @property
+    def keeps_pace(self) -> bool:
+        """Whether one more request there would have its tokens well within what is promised."""
+        pace, token_ms = self.told.pace, self.token_ms
+        return pace is None or token_ms is None or token_ms <= WELL_WITHIN * (pace.budget_ms or math.inf)
+
     def learn(self, told: Told) -> str | None:
         """Take note of what it says of itself; returns why it can't do what it is here for, None where it can."""
         if told.epoch and self.told.epoch and told.epoch != self.told.epoch:
             logger.info("%s has been started anew", self)
             self.rest.forget()
-        if told != self.told and self.bootstrap_port and told.bootstrap_port not in (None, self.bootstrap_port):
+        is_news = told.bootstrap_port != self.told.bootstrap_port
+        if is_news and self.bootstrap_port and told.bootstrap_port not in (None, self.bootstrap_port):
             logger.warning(
                 "%s says that its bootstrap port is %s; --prefill says %s, which decodes are told",
                 *(self, told.bootstrap_port, self.bootstrap_port),
             )
         before, self.told = self.told, told
+        self._answers_told = self.answers
         self._take_role(before)
         if told.role == "unified" and told.bootstrap_port is None and self.role is not Role.WORKER:
             return "it exchanges no KV: start it with --handover on, or name it by --worker"
@@ -168,7 +199,28 @@ class Instance:
             "reason": self.reason,
             "in_flight": self.in_flight,
             "prompt_tokens": self.prompt_tokens,
+            "token_ms": self.token_ms if self.token_ms is None else round(self.token_ms, 3),
             "requests": self.requests,
             "failures": self.failures,
             "resting_seconds": round(self.rest.seconds_left, 3),
         }
+
+
+class Answering:
+    """Counts one request as decoding at an instance until the block ends, or at the one that it has moved to."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+
+    def __enter__(self) -> Self:
+        self.instance.answers += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.instance.answers -= 1
+
+    def move(self, to: Instance) -> None:
+        """It goes on there."""
+        self.instance.answers -= 1
+        to.answers += 1
+        self.instance = to

@@ -27,6 +27,8 @@ class Counters:
         self.requests = 0
         self.finished = 0
         self.handed_over = 0
+        self.declined = 0
+        self.moved = 0
         self.aborted = 0
         self.failed = 0
         self.prompt_tokens = 0
@@ -49,6 +51,9 @@ class Counters:
         """The request is over, its state says how. A hand-over is the end of one leg, and no client's."""
         self.finished += req.state is ReqState.FINISHED and req.route is not Route.OUTGOING
         self.handed_over += req.state is ReqState.FINISHED and req.route is Route.OUTGOING
+        # Over here, and going on elsewhere: a leg whose decode computes the prompt, or a running request.
+        self.declined += req.state is ReqState.MOVED and req.route is Route.OUTGOING
+        self.moved += req.state is ReqState.MOVED and req.route is not Route.OUTGOING
         self.aborted += req.state is ReqState.ABORTED
         self.failed += req.state is ReqState.FAILED
 

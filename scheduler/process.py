@@ -223,7 +223,10 @@ class SchedulerProcess:
         warning = handovers.warning(now) if handovers is not None else None
         host, port = (handovers.found_at() if handovers is not None else None) or ("", None)
         identity = Identity(self._ctx.epoch, scheduler.role, host, port)
-        return Pong(ping.id, problem is None, problem or warning or "", identity)
+        # Only who is free to choose may be chosen for what it was not named for.
+        is_free = handovers is not None and scheduler.options.disaggregation_threshold == "auto"
+        pace = scheduler.pace.pace(now) if is_free else None
+        return Pong(ping.id, problem is None, problem or warning or "", identity, pace)
 
     def _problem(self, scheduler: Scheduler, now: float) -> str | None:
         if scheduler.draining:

@@ -35,6 +35,7 @@ from .forks import Forks
 from .handover import Handovers
 from .kv_memory import KVMemory
 from .outbox import Outbox, news_interval
+from .pace import PaceMeter
 from .planner import StepPlanner
 from .req import Req, ReqState, Route
 from .step_builder import InFlightStep
@@ -85,6 +86,7 @@ class Scheduler:
         self.handovers: Handovers | None = None
         self._in_flight: deque[InFlightStep] = deque()
         self.forecast = PromptForecast(self.planner, self.memory, self.cost_model, self._in_flight)
+        self.pace = PaceMeter(self.planner, self.cost_model)
         self._last_result_at = 0.0
         self._max_in_flight = 1 if options.disable_overlap_schedule else 2
 
@@ -306,6 +308,7 @@ class Scheduler:
         self.completed_step = step.step_id
         self.counters.step_done(step, result.forward_ms)
         self._learn(step, result.forward_ms, now)
+        self.pace.step_done(step.foresight, result.forward_ms, now)
         for req, scores in zip(step.input_logprobs, result.input_logprobs, strict=True):
             if req.input_logprobs is not None:
                 req.input_logprobs += scores

@@ -32,6 +32,8 @@ async def health(request: Request) -> Response:
     answer: dict[str, Any] = {"status": "ready"}
     if verdict.identity is not None:
         answer |= msgspec.structs.asdict(verdict.identity)
+    if verdict.pace is not None:
+        answer["pace"] = msgspec.structs.asdict(verdict.pace)
     return json_response(answer | ({"warning": verdict.reason} if verdict.reason else {}))
 
 

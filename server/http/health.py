@@ -11,7 +11,7 @@ import asyncio
 import time
 from typing import NamedTuple
 
-from ...messages.control import Identity, Ping, Pong
+from ...messages.control import Identity, Pace, Ping, Pong
 from .engine_client import EngineClient
 from .errors import ApiError
 
@@ -32,6 +32,7 @@ class Verdict(NamedTuple):
     reason: str = ""
     identity: Identity | None = None
     hangs: bool = False
+    pace: Pace | None = None
 
 
 class HealthCheck:
@@ -55,7 +56,7 @@ class HealthCheck:
     async def _ask(self) -> None:
         try:
             pong = await self._engine.ask(lambda id_: Ping(id=id_), Pong, SILENT_SECONDS)
-            self._last = Verdict(pong.ready, pong.reason, pong.identity)
+            self._last = Verdict(pong.ready, pong.reason, pong.identity, pace=pong.pace)
         except TimeoutError:
             self._last = Verdict(
                 False, f"no answer round the ring of processes within {SILENT_SECONDS:g} s", hangs=True
