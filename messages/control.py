@@ -36,13 +36,16 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How fast one more request would decode here: ``token_ms`` from one of its tokens to the next, as far as it can be
-    foreseen, prompts that are computed here between them included; and ``stream_ms`` more for each that comes with it.
-    ``budget_ms``: what is promised for that time, 0 where nothing is.
+    foreseen, prompts that are computed here between them included, ``decode_ms`` without those, and ``stream_ms`` more
+    for each that comes with it. ``budget_ms``: what is promised for that time, 0 where nothing is. ``max_tokens``: how
+    long it may become at most.
     """
 
     token_ms: float
+    decode_ms: float
     stream_ms: float
     budget_ms: float
+    max_tokens: int
 
 
 class Pong(Message):

@@ -90,7 +90,8 @@ class Dispatcher:
             logger.debug("goes to %s", " and ".join(map(str, legs(target))))
             try:
                 # Counted before anything is awaited: the next one to choose shall see it.
-                with Answering(target.decode if isinstance(target, Pair) else target) as place:
+                decodes = target.decode if isinstance(target, Pair) else target
+                with Answering(decodes, request.body.batch_size or 1) as place:
                     if isinstance(target, Pair):
                         await self._serve_by_pair(target.prefill, place, request, answer)
                     else:
@@ -163,7 +164,7 @@ class Dispatcher:
 
     async def _watch_prefill(self, instance: Instance, request: RoutedRequest, body: bytes) -> None:
         """Run a prefill's leg to its end; what it says is of no interest, only whether it fails."""
-        with instance.computing(request.body.prompt_tokens):
+        with instance.computing(request.body.prompt_tokens, for_decode=True):
             async with Leg(self._client, self._fleet, instance, self._limits) as leg:
                 await leg.open("POST", request.path, body, request.headers)
                 await leg.discard()

@@ -147,7 +147,8 @@ class ControlEndpoints:
         told = await self._ask_all(request, await self._bodies.read(request))
         if refused := refusal(told):
             return refused
-        aborted = sum(said.count("aborted") for said in told if said.instance.role is not Role.PREFILL)
+        # A prefill serves whole requests as well; legs are those that another instance answers.
+        aborted = sum(said.count("aborted") - said.count("legs") for said in told)
         return json_response({"aborted": aborted, "instances": [said.report() for said in told]})
 
     async def flush_cache(self, request: Request) -> Response:

@@ -26,6 +26,8 @@ from .request_body import RequestBody
 
 logger = logging.getLogger(__name__)
 
+MOST_WAITING = 512
+"""Prompt tokens for decodes at a prefill, beside which it decodes: about a step of them."""
 PICK_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
@@ -47,10 +49,12 @@ def _queued(target: Target) -> tuple[int, int]:
 
 def _spares_its_decode(pair: Pair) -> bool:
     """Whether the decode of a pair has too much to do, and the prefill so little that it would decode faster."""
-    prefill_ms, decode_ms = pair.prefill.token_ms, pair.decode.token_ms
-    if prefill_ms is None or decode_ms is None or pair.decode.keeps_pace:
+    prefill, decode = pair
+    if prefill.token_ms is None or decode.token_ms is None or decode.keeps_pace:
         return False
-    return prefill_ms < decode_ms
+    if prefill.handed_over_tokens > MOST_WAITING or not prefill.has_room_of(decode):
+        return False
+    return prefill.token_ms < decode.token_ms
 
 
 class Fleet:
@@ -107,10 +111,9 @@ class Fleet:
         )
         if fresh_prefills and fresh_decodes:
             pair = self._pair(fresh_prefills, fresh_decodes, request)
+            target = pair.prefill if _spares_its_decode(pair) else pair
             worker = self._policies[Role.WORKER].choose(fresh_workers, request) if fresh_workers else None
-            if worker is not None and _queued(worker) < _queued(pair):
-                return worker
-            return pair.prefill if _spares_its_decode(pair) else pair
+            return worker if worker is not None and _queued(worker) < _queued(target) else target
         if fresh_workers:
             return self._policies[Role.WORKER].choose(fresh_workers, request)
         if prefills and decodes:

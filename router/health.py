@@ -18,7 +18,7 @@ from ..runtime.web.client.client import HttpClient
 from ..runtime.web.client.errors import ClientError
 from .errors import parse_error
 from .fleet import Fleet
-from .instance import HealthState, Instance, Told
+from .instance import HealthState, Identity, Instance, Told
 from .options import RouterOptions
 
 DOWN_FACTOR = 4
@@ -83,6 +83,7 @@ class HealthMonitor:
 
         Raises ``TimeoutError`` for no answer in time.
         """
+        answers = instance.answers
         try:
             async with asyncio.timeout(self._timeout):
                 answer = await self._client.fetch("GET", instance.url, "/health")
@@ -90,7 +91,7 @@ class HealthMonitor:
             return f"can't be reached ({exc})", False
         if answer.status == HTTPStatus.OK:
             role = instance.role
-            problem = instance.learn(_told(answer.body))
+            problem = instance.learn(_told(answer.body), answers)
             if instance.role is not role:
                 self._fleet.role_changed()
             return problem, False
@@ -100,11 +101,16 @@ class HealthMonitor:
 
 
 def _told(body: bytes) -> Told:
-    """What an instance says of itself; nothing where it is no pdserve of today."""
+    """What an instance says of itself; nothing where it is no pdserve of today. A pace that makes no sense is none."""
     try:
         return decode(_TOLD, body, MAX_TOLD_BYTES)
+    except UndeclaredMessage:
+        pass
+    try:
+        return Told(**msgspec.structs.asdict(decode(_IDENTITY, body, MAX_TOLD_BYTES)))
     except UndeclaredMessage:
         return Told()
 
 
 _TOLD = msgspec.json.Decoder(Told)
+_IDENTITY = msgspec.json.Decoder(Identity)

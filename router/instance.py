@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,21 +46,31 @@ WELL_WITHIN = 0.75
 Name = Annotated[str, msgspec.Meta(max_length=255)]
 
 
+Millis = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+
+
 class Pace(msgspec.Struct):
     """What one more request that decodes there could expect, in milliseconds; as in ``messages/control.py``."""
 
-    token_ms: Annotated[float, msgspec.Meta(ge=0)]
-    stream_ms: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    budget_ms: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    token_ms: Millis
+    decode_ms: Millis
+    stream_ms: Millis
+    budget_ms: Millis
+    max_tokens: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Told(msgspec.Struct):
-    """What an instance's ``/health`` says of it; see ``Identity``."""
+class Identity(msgspec.Struct):
+    """Which instance it is, as its ``/health`` says; see ``messages/control.py``."""
 
     epoch: Name = ""
     role: Name = ""
     bootstrap_host: Name = ""
     bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+
+
+class Told(Identity):
+    """What an instance's ``/health`` says of it."""
+
     pace: Pace | None = None
 
 
@@ -81,7 +90,8 @@ class Instance:
     """One instance and what the router counts about it. ``bootstrap_port``: of prefill instances, where it was given.
 
     ``role``: as it was named, or, of an instance of pairs, what it says it is now. ``prompt_tokens``: of prompts that
-    it was sent to compute and, as far as the router can see, has not done with. ``answers``: requests that it was sent
+    it was sent to compute and, as far as the router can see, has not done with; ``handed_over_tokens``: of those for
+    decodes. ``answers``: requests that it was sent
     for their whole answer, or for what comes behind the first token. ``told``: what it has said of itself last.
     """
 
@@ -93,6 +103,7 @@ class Instance:
     reason: str = "not checked yet"
     in_flight: int = 0
     prompt_tokens: int = 0
+    handed_over_tokens: int = 0
     answers: int = 0
     requests: int = 0
     failures: int = 0
@@ -136,16 +147,26 @@ class Instance:
         pace = self.told.pace
         if pace is None:
             return None
-        return pace.token_ms + pace.stream_ms * (self.answers - self._answers_told)
+        return max(0.0, pace.token_ms + pace.stream_ms * (self.answers - self._answers_told))
+
+    def has_room_of(self, other: Instance) -> bool:
+        """Whether a request may become as long here as there."""
+        mine, others = self.told.pace, other.told.pace
+        return mine is not None and others is not None and mine.max_tokens >= others.max_tokens
 
     @property
     def keeps_pace(self) -> bool:
-        """Whether one more request there would have its tokens well within what is promised."""
-        pace, token_ms = self.told.pace, self.token_ms
-        return pace is None or token_ms is None or token_ms <= WELL_WITHIN * (pace.budget_ms or math.inf)
+        """Whether one more request there would have its tokens well within what is promised, but for prompts."""
+        pace = self.told.pace
+        if pace is None or not pace.budget_ms:
+            return True
+        return pace.decode_ms + pace.stream_ms * (self.answers - self._answers_told) <= WELL_WITHIN * pace.budget_ms
 
-    def learn(self, told: Told) -> str | None:
-        """Take note of what it says of itself; returns why it can't do what it is here for, None where it can."""
+    def learn(self, told: Told, answers: int | None = None) -> str | None:
+        """Take note of what it says of itself; returns why it can't do what it is here for, None where it can.
+
+        ``answers``: as many as it had when it was asked; None: as it has now.
+        """
         if told.epoch and self.told.epoch and told.epoch != self.told.epoch:
             logger.info("%s has been started anew", self)
             self.rest.forget()
@@ -156,7 +177,7 @@ class Instance:
                 *(self, told.bootstrap_port, self.bootstrap_port),
             )
         before, self.told = self.told, told
-        self._answers_told = self.answers
+        self._answers_told = self.answers if answers is None else answers
         self._take_role(before)
         if told.role == "unified" and told.bootstrap_port is None and self.role is not Role.WORKER:
             return "it exchanges no KV: start it with --handover on, or name it by --worker"
@@ -173,16 +194,18 @@ class Instance:
             self.role = role
 
     @contextmanager
-    def computing(self, tokens: int) -> Iterator[Callable[[], None]]:
+    def computing(self, tokens: int, *, for_decode: bool = False) -> Iterator[Callable[[], None]]:
         """Count a prompt as waiting here until the block ends, or the function that it gives is called."""
         waiting = tokens
 
         def done() -> None:
             nonlocal waiting
             self.prompt_tokens -= waiting
+            self.handed_over_tokens -= waiting * for_decode
             waiting = 0
 
         self.prompt_tokens += tokens
+        self.handed_over_tokens += tokens * for_decode
         try:
             yield done
         finally:
@@ -207,20 +230,22 @@ class Instance:
 
 
 class Answering:
-    """Counts one request as decoding at an instance until the block ends, or at the one that it has moved to."""
+    """Counts ``count`` requests as decoding at an instance until the block ends, or at the one that they move to."""
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: Instance, count: int = 1) -> None:
         self.instance = instance
+        self._count = count
 
     def __enter__(self) -> Self:
-        self.instance.answers += 1
+        self.instance.answers += self._count
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.instance.answers -= 1
+        self.instance.answers -= self._count
+        self._count = 0
 
     def move(self, to: Instance) -> None:
-        """It goes on there."""
-        self.instance.answers -= 1
-        to.answers += 1
+        """They go on there."""
+        self.instance.answers -= self._count
+        to.answers += self._count
         self.instance = to

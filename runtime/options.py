@@ -86,7 +86,8 @@ class ServerOptions:
     disaggregation_threshold
         Who computes a prompt whose request names a prefill, as its decode instance decides it: auto, the one of the two
         whose first token comes sooner, as both foresee it; a number, the decode where fewer tokens than that are not
-        in its cache; always, the prefill; never, the decode.
+        in its cache; always, the prefill; never, the decode. With auto on both, a prefill with little to do serves
+        whole requests where its decode hardly keeps its ITL budget.
     disaggregation_ib_device
         Accepted for SGLang's command lines; only an RDMA backend would use it.
     disaggregation_bootstrap_timeout

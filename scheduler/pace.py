@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from ..messages.control import Pace
 from .cost_model import CostModel
 from .planner import StepPlanner
+from .req import Req, Route
 from .step_builder import Foresight
 from .step_shape import StepShape
 
@@ -15,14 +17,21 @@ MEMORY_SECONDS = 10.0
 MOST_SHARE = 0.9
 MORE = 8
 """So many more requests at once show what each costs."""
+PIECE = 256
+"""Prompt tokens that wait are foreseen in pieces of so many."""
 
 
 class PaceMeter:
-    """Watches which share of the time goes into prompts, and foresees the steps of what decodes here."""
+    """Watches which share of the time goes into prompts, and foresees the steps of what decodes here.
 
-    def __init__(self, planner: StepPlanner, model: CostModel) -> None:
+    ``reqs``: all that live. ``max_tokens``: how long one of them may become.
+    """
+
+    def __init__(self, planner: StepPlanner, model: CostModel, reqs: Mapping[str, Req], max_tokens: int) -> None:
         self._planner = planner
         self._model = model
+        self._reqs = reqs
+        self._max_tokens = max_tokens
         self._share = 0.0
         self._at = 0.0
 
@@ -32,21 +41,39 @@ class PaceMeter:
         if not shape.prompt_tokens:
             return
         alone_ms = self._model.estimate(shape.decodes_alone) if shape.decodes else 0.0
-        self._share = self._share_at(now) + max(0.0, forward_ms - alone_ms) / 1000 / MEMORY_SECONDS
+        of_prompts = max(0.0, 1 - alone_ms / max(forward_ms, 1e-3))
+        kept = math.exp(-forward_ms / 1000 / MEMORY_SECONDS)
+        self._share = self._share_at(now - forward_ms / 1000) * kept + (1 - kept) * of_prompts
         self._at = now
 
     def pace(self, now: float) -> Pace:
-        """As of ``now``, if prompts go on to come as they did."""
-        decodes, streams = self._planner.decodes_now(), self._planner.streams()
+        """As of ``now``, if prompts go on to come as they did, and those that wait are computed."""
+        decodes, itl = self._planner.decodes_now(), self._planner.budget.itl
+        streams = sum(req.route is not Route.OUTGOING for req in self._reqs.values())
         context = decodes.kv_tokens / decodes.decodes if decodes.decodes else 0.0
+        share = min(self._share_at(now) + self._waiting_seconds() / MEMORY_SECONDS, MOST_SHARE)
 
-        def token_ms(count: int) -> float:
-            shape = StepShape(count, int(count * context))
-            return (self._model.estimate(shape) + self._model.overhead_ms) / (1 - min(self._share_at(now), MOST_SHARE))
+        def decode_ms(count: int) -> float:
+            return self._model.estimate(StepShape(count, int(count * context))) + self._model.overhead_ms
 
-        first = token_ms(streams + 1)
-        slope, itl = (token_ms(streams + 1 + MORE) - first) / MORE, self._planner.budget.itl
-        return Pace(round(first, 3), round(slope, 4), itl.budget_ms if itl is not None else 0.0)
+        alone = StepShape(streams + 1, int((streams + 1) * context))
+        decode, more = decode_ms(streams + 1), decode_ms(streams + 1 + MORE)
+        token = decode / (1 - share)
+        if itl is not None:  # prompts leave room for streams
+            token = min(token, itl.limit_ms(alone))
+        return Pace(
+            token_ms=round(token, 3),
+            decode_ms=round(decode, 3),
+            stream_ms=round(max(0.0, more - decode) / MORE, 4),
+            budget_ms=itl.budget_ms if itl is not None else 0.0,
+            max_tokens=self._max_tokens,
+        )
+
+    def _waiting_seconds(self) -> float:
+        """What the prompts take that are not computed yet, others' too."""
+        tokens = sum(r.remaining for r in self._planner.running.values() if r.remaining > 1)
+        tokens += sum(r.uncached or r.known_len for r in self._planner.waiting.values())
+        return tokens / PIECE * self._model.estimate(StepShape().with_piece(0, PIECE)) / 1000
 
     def _share_at(self, now: float) -> float:
-        return self._share * math.exp((self._at - now) / MEMORY_SECONDS)
+        return self._share * math.exp(min(0.0, self._at - now) / MEMORY_SECONDS)

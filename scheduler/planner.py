@@ -159,11 +159,6 @@ class StepPlanner:
         decoding = [r for r in self.running.values() if r.state is ReqState.RUNNING]
         return StepShape(len(decoding), sum(r.computed for r in decoding))
 
-    def streams(self) -> int:
-        """How many requests decode here, or are going to."""
-        queues = (self.running, self.waiting, self.arriving)
-        return sum(r.route is not Route.OUTGOING for queue in queues for r in queue.values())
-
     def room_for(self, req: Req) -> int:
         """Slots to keep back for running requests' output, and the request's own, when it is admitted; and for those
         that came before it, whose KV is to come from elsewhere.

@@ -86,7 +86,8 @@ class Scheduler:
         self.handovers: Handovers | None = None
         self._in_flight: deque[InFlightStep] = deque()
         self.forecast = PromptForecast(self.planner, self.memory, self.cost_model, self._in_flight)
-        self.pace = PaceMeter(self.planner, self.cost_model)
+        longest = min(worker.context_length, self.memory.max_total_tokens)
+        self.pace = PaceMeter(self.planner, self.cost_model, self.reqs, longest)
         self._last_result_at = 0.0
         self._max_in_flight = 1 if options.disable_overlap_schedule else 2
 

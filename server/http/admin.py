@@ -126,4 +126,5 @@ async def abort_request(request: Request) -> Response:
     """
     engine, caller = HttpState.of(request).engine, Caller.of(request.scope)
     body = await parse_body(request, AbortBody)
-    return json_response({"aborted": engine.abort_all(caller) if body.abort_all else engine.abort(body.rid, caller)})
+    count = engine.abort_all(caller) if body.abort_all else engine.abort(body.rid, caller)
+    return json_response(count._asdict())

@@ -313,9 +313,11 @@ class Told(Answer):
 
 
 class Aborted(Answer):
-    """``POST /abort_request``; a router also says what each instance answered."""
+    """``POST /abort_request``: how many were running, and how many of them were prefills' legs of requests that other
+    instances answer. A router counts answers alone, and also says what each instance answered."""
 
     aborted: int
+    legs: int = 0
     instances: list[Told] = []
 
 

@@ -50,6 +50,13 @@ class MessageSink(Protocol):
         """Send the messages as one frame; never blocks."""
 
 
+class AbortCount(NamedTuple):
+    """``aborted``: requests that were running; ``legs``: those of them that other instances answer."""
+
+    aborted: int
+    legs: int
+
+
 class _Live(NamedTuple):
     choice: Choice
     owner: Submission
@@ -195,15 +202,16 @@ class EngineClient:
             if choice.wire_rid in self._live:
                 self._live[choice.wire_rid] = None
 
-    def abort(self, rid: str, caller: Caller = ANYBODY) -> int:
-        """End the running requests that ``caller`` calls ``rid`` (every choice of it); returns how many there were."""
+    def abort(self, rid: str, caller: Caller = ANYBODY) -> AbortCount:
+        """End the running requests that ``caller`` calls ``rid`` (every choice of it)."""
         return self._abort(self._names.find(caller, rid), ABORTED)
 
-    def abort_all(self, caller: Caller = ANYBODY) -> int:
-        """End every running request, of ``caller``'s own unless it is the admin; returns how many there were."""
+    def abort_all(self, caller: Caller = ANYBODY) -> AbortCount:
+        """End every running request, of ``caller``'s own unless it is the admin."""
         if not caller.is_admin:
             return self._abort(self._names.owned(caller), ABORTED)
-        running = len(self._live)
+        legs = sum(live is not None and live.choice.kind is Kind.LEG for live in self._live.values())
+        running = AbortCount(len(self._live), legs)
         self.moved.abort_all(ABORTED)
         self._tokenizer.send(AbortReq(rid=""))
         return running
@@ -213,11 +221,11 @@ class EngineClient:
         choices = self._names.find(caller, rid)
         return [choice.wire_rid for choice in choices if self._live.get(choice.wire_rid) is not None]
 
-    def _abort(self, choices: Iterable[Choice], reason: str) -> int:
+    def _abort(self, choices: Iterable[Choice], reason: str) -> AbortCount:
         running = [choice for choice in choices if self._live.get(choice.wire_rid) is not None]
         self.moved.abort(running, reason)
         self._tokenizer.send(*(AbortReq(choice.wire_rid, reason) for choice in running))
-        return len(running)
+        return AbortCount(len(running), sum(choice.kind is Kind.LEG for choice in running))
 
     def _wire_rid(self, rid: str, taken: Container[str]) -> str:
         """``rid``, or that with a number behind it: another caller's request may have the name, or one whose client has

@@ -42,6 +42,7 @@ class FakeInstance:
         self.port = 0
         self.refuses = False
         self.flooded = 0
+        self.legs = 0
         self.follower = None
         self._writers = set()
 
@@ -83,7 +84,8 @@ class FakeInstance:
             await getattr(self, "do_" + self.script)(seen, reader, writer)
         else:
             self.questions.append((method, path, body))
-            answer = {"from": self.port, "flushed": 3, "aborted": 1, "open": 2, "transfers": [{"room": self.port}]}
+            answer = {"from": self.port, "flushed": 3, "aborted": 1, "legs": self.legs}
+            answer |= {"open": 2, "transfers": [{"room": self.port}]}
             self.reply(writer, *((400, {"error": {"message": "busy"}}) if self.refuses else (200, answer)))
         await writer.drain()
         return not writer.is_closing()

@@ -260,6 +260,8 @@ def test_the_prefill_s_leg_ends_well_also_where_it_comes_late(late):
     run_until_idle(pair)
     assert pair.decode.tokens["a"] == reference_output(range(9), 3)
     assert pair.prefill.ends["a"].finish.type == "declined"
+    counters = pair.prefill.scheduler.counters
+    assert (counters.declined, counters.moved, counters.handed_over) == (1, 0, 0)
     assert pair.prefill.senders.counts().failed == pair.decode.receivers.counts().failed == 0
     assert_all_returned(pair)
 

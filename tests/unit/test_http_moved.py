@@ -232,7 +232,7 @@ def test_an_abort_by_name_ends_the_answer_of_a_client_that_cant_follow():
         two.move()
         while two.new.client.moved._parked:
             await asyncio.sleep(0)
-        assert (await two.ask("/abort_request", {"rid": "x"}, {})).json() == {"aborted": 1}
+        assert (await two.ask("/abort_request", {"rid": "x"}, {})).json() == {"aborted": 1, "legs": 0}
         answer = (await asked).json()
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
         assert answer["text"] == "w0 w1 w2 "

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from support.router_rig import TIME_LIMIT, generate, scenario
 from support.sim import SimInstance
 
 from pdserve.messages.worker import MeasuredStep
-from pdserve.router.fleet import Fleet, Pair
-from pdserve.router.instance import Answering, HealthState, Pace, Told
+from pdserve.router.fleet import MOST_WAITING, Fleet, Pair
+from pdserve.router.health import _told
+from pdserve.router.instance import Answering, HealthState, Instance, Pace, Role, Told
 from pdserve.router.options import RouterOptions
 from pdserve.router.request_body import RequestBody
 from pdserve.scheduler.pace import MEMORY_SECONDS
@@ -20,10 +22,14 @@ from pdserve.scheduler.step_shape import StepShape
 BODY = RequestBody.parse(b"{}")
 
 
-def make_fleet(prefill: Pace | None, decode: Pace | None) -> Fleet:
-    fleet = Fleet(RouterOptions(prefill=["http://p"], decode=["http://d"]))
-    for instance, pace in zip(fleet.instances, (prefill, decode), strict=True):
-        instance.learn(Told(pace=pace))
+def pace(token_ms: float, stream_ms: float, budget_ms: float, decode_ms: float | None = None, room: int = 999) -> Pace:
+    return Pace(token_ms, token_ms if decode_ms is None else decode_ms, stream_ms, budget_ms, room)
+
+
+def make_fleet(prefill: Pace | None, decode: Pace | None, worker=()) -> Fleet:
+    fleet = Fleet(RouterOptions(prefill=["http://p"], decode=["http://d"], worker=list(worker)))
+    for instance, told in zip(fleet.instances, (prefill, decode, *[None] * len(worker)), strict=True):
+        instance.learn(Told(pace=told))
         fleet.set_state(instance, HealthState.HEALTHY, "test")
     return fleet
 
@@ -31,12 +37,14 @@ def make_fleet(prefill: Pace | None, decode: Pace | None) -> Fleet:
 @pytest.mark.parametrize(
     ("prefill", "decode", "alone"),
     [
-        (Pace(10, 1, 40), Pace(35, 1, 40), True),
-        (Pace(10, 1, 40), Pace(29, 1, 40), False),  # well within what is promised
-        (Pace(36, 1, 40), Pace(35, 1, 40), False),  # the prefill has as much to do
-        (Pace(10, 1, 0), Pace(35, 1, 0), False),  # nothing is promised
-        (None, Pace(35, 1, 40), False),
-        (Pace(10, 1, 40), None, False),
+        (pace(10, 1, 40), pace(35, 1, 40), True),
+        (pace(10, 1, 40), pace(29, 1, 40), False),  # well within what is promised
+        (pace(36, 1, 40), pace(35, 1, 40), False),  # the prefill has as much to do
+        (pace(10, 1, 0), pace(35, 1, 0), False),  # nothing is promised
+        (pace(10, 1, 40), pace(38, 1, 40, decode_ms=15), False),  # prompts take its time, not streams
+        (pace(10, 1, 40, room=99), pace(35, 1, 40, room=100), False),  # an answer may end sooner there
+        (None, pace(35, 1, 40), False),
+        (pace(10, 1, 40), None, False),
     ],
 )
 def test_a_prefill_decodes_where_its_decode_can_t_keep_pace(prefill, decode, alone):
@@ -46,7 +54,7 @@ def test_a_prefill_decodes_where_its_decode_can_t_keep_pace(prefill, decode, alo
 
 
 def test_what_was_sent_since_counts():
-    fleet = make_fleet(Pace(10, 2, 40), Pace(28, 2, 40))
+    fleet = make_fleet(pace(10, 2, 40), pace(28, 2, 40))
     prefill, decode = fleet.instances
     places = []
     for _ in range(16):
@@ -58,8 +66,43 @@ def test_what_was_sent_since_counts():
     assert places[:2] == [decode] * 2
     assert set(places[2:13]) == {prefill}
     assert decode in places[13:]
-    decode.learn(Told(pace=Pace(28, 2, 40)))  # a newer word has them in it
+    decode.learn(Told(pace=pace(28, 2, 40)))  # a newer word has them in it
     assert decode.token_ms == 28
+
+
+def test_a_prefill_with_prompts_to_compute_is_left_to_them():
+    fleet = make_fleet(pace(10, 1, 40), pace(35, 1, 40))
+    prefill = fleet.instances[0]
+    with prefill.computing(MOST_WAITING, for_decode=True), prefill.computing(10**5):
+        assert fleet.pick(BODY) is prefill
+        with prefill.computing(1, for_decode=True):
+            assert isinstance(fleet.pick(BODY), Pair)
+    assert prefill.handed_over_tokens == prefill.prompt_tokens == 0
+
+
+def test_a_worker_is_compared_with_who_would_serve():
+    fleet = make_fleet(pace(10, 1, 40), pace(35, 1, 40), worker=["http://w"])
+    prefill, decode, worker = fleet.instances
+    decode.in_flight, worker.in_flight = 30, 20
+    assert fleet.pick(BODY) is prefill
+
+
+def test_what_came_while_it_was_asked_counts():
+    instance = Instance("http://d", Role.DECODE, answers=9)
+    instance.learn(Told(pace=pace(20, 2, 40)), answers=5)
+    assert instance.token_ms == 28
+    instance.answers = 0
+    assert instance.token_ms == 10
+    instance.learn(Told(pace=pace(20, 9, 40)), answers=50)
+    assert instance.token_ms == 0  # no less than nothing
+
+
+@pytest.mark.parametrize("token_ms", ["null", "-1", "1e7", '"1"', "1e400"])
+def test_a_pace_that_makes_no_sense_is_none_and_the_rest_is_heard(token_ms):
+    numbers = f'"decode_ms": 1, "stream_ms": 1, "budget_ms": 1, "max_tokens": 1, "token_ms": {token_ms}'
+    told = _told(b'{"epoch": "e", "role": "decode", "bootstrap_port": 9000, "pace": {%s}}' % numbers.encode())
+    assert (told.epoch, told.role, told.bootstrap_port, told.pace) == ("e", "decode", 9000, None)
+    assert _told(b"[]") == Told()
 
 
 def test_a_request_that_moves_counts_where_it_is():
@@ -74,15 +117,15 @@ def test_a_request_that_moves_counts_where_it_is():
 @scenario()
 async def test_a_busy_decode_s_prefill_gets_the_whole_request(rig):
     p, d = await rig.instance(), await rig.instance()
-    p.told = {"status": "ready", "pace": {"token_ms": 10, "stream_ms": 1, "budget_ms": 40}}
-    d.told = {"status": "ready", "pace": {"token_ms": 90, "stream_ms": 1, "budget_ms": 40}}
+    p.told = {"status": "ready", "pace": msgspec.structs.asdict(pace(10, 1, 40))}
+    d.told = {"status": "ready", "pace": msgspec.structs.asdict(pace(90, 1, 40))}
     client = await rig.route([p], [d])
     assert (await generate(client)).status_code == 200
     assert "bootstrap_room" not in p.requests[0].body
     assert not d.requests
     info = await rig.until_states("healthy", "healthy")
     assert [i["token_ms"] for i in info["instances"]] == [10, 90]
-    d.told["pace"]["token_ms"] = 20
+    d.told["pace"]["decode_ms"] = 20
     async with asyncio.timeout(TIME_LIMIT):
         while not d.requests:
             await generate(client)
@@ -100,21 +143,41 @@ def test_more_requests_are_slower():
     for count in range(3):
         paces.append(sim.scheduler.pace.pace(sim.now))
         sim.submit(f"r{count}", range(8), max_new_tokens=40)
-    first, second, third = (pace.token_ms for pace in paces)
+    first, second, third = (told.decode_ms for told in paces)
     assert first < second < third
     assert 10 < first < 13
-    assert all(0.5 < pace.stream_ms < 1.5 for pace in paces)
+    assert all(0.5 < told.stream_ms < 1.5 for told in paces)
 
 
 def test_prompts_that_are_computed_meanwhile_count_and_are_forgotten():
     sim = instance_of(dict.fromkeys((1, 8), 10.0))
     meter = sim.scheduler.pace
-    quiet = meter.pace(100.0).token_ms
-    for i in range(1, 100):  # 50 of each 100 ms
-        meter.step_done(Foresight(StepShape(0, 0, 64, 0.0), 50.0, None), 50.0, 100.0 + i / 10)
-    share = meter.pace(110.0).token_ms / quiet
-    assert 1.2 < share < 2.0
-    assert meter.pace(110.0 + 10 * MEMORY_SECONDS).token_ms == pytest.approx(quiet, rel=0.01)
+    quiet = meter.pace(100.0)
+    for i in range(1, 100):  # 30 of each 100 ms
+        meter.step_done(Foresight(StepShape(0, 0, 64, 0.0), 30.0, None), 30.0, 100.0 + i / 10)
+    busy = meter.pace(110.0)
+    assert 1.15 < busy.token_ms / quiet.token_ms < 1.45
+    assert busy.decode_ms == quiet.decode_ms
+    assert meter.pace(110.0 + 10 * MEMORY_SECONDS).token_ms == pytest.approx(quiet.token_ms, rel=0.01)
+
+
+def test_prompts_leave_streams_what_is_promised():
+    sim = instance_of(dict.fromkeys((1, 8), 10.0))
+    meter = sim.scheduler.pace
+    for i in range(1, 50):  # all the time
+        meter.step_done(Foresight(StepShape(0, 0, 512, 0.0), 500.0, None), 500.0, 100.0 + i / 2)
+    assert meter.pace(124.5).token_ms == 40.0
+    meter.step_done(Foresight(StepShape(0, 0, 512, 0.0), 500.0, None), 60_000.0, 200.0)
+    assert meter._share_at(200.0) <= 1
+
+
+def test_prompts_that_wait_count():
+    sim = instance_of(dict.fromkeys((1, 8), 10.0))
+    quiet = sim.scheduler.pace.pace(sim.now)
+    for number in range(8):
+        sim.submit(f"r{number}", range(100), max_new_tokens=1)
+    loaded = sim.scheduler.pace.pace(sim.now)
+    assert loaded.token_ms > loaded.decode_ms > quiet.decode_ms * 0.99
 
 
 def test_what_decodes_alone_take_is_no_prompt_s_time():

@@ -75,7 +75,10 @@ async def test_the_cache_is_not_flushed_by_a_get_nor_by_a_page(rig):
 async def test_orders_reach_every_instance_and_their_answers_are_added_up(rig):
     p, d, w = await rig.instance(), await rig.instance(), await rig.instance()
     client = await rig.route([p], [d], [w])
+    p.legs = 1
     assert (await client.post("/abort_request", json={"rid": "r"})).json()["aborted"] == 2
+    p.legs = 0  # it serves the request alone
+    assert (await client.post("/abort_request", json={"rid": "r"})).json()["aborted"] == 3
     assert (await client.post("/flush_cache")).json()["flushed"] == 9
     for instance in (p, d, w):
         assert ("POST", "/abort_request", b'{"rid":"r"}') in instance.questions
