@@ -2,9 +2,9 @@
 
 Life: channels open → threads placed → model loads → warm-up → steps timed → ``WorkerReady`` → steps and what is to be
 sent of them, in the order they come, until the process is ended. With nothing to do it commits KV memory ahead and then
-sleeps in its channel. A step's result is sent before the next message is looked at; transfers run in the engine's own
-thread, which reports through a channel end of its own. What concerns KV that others send comes by another channel, and
-waits for no step.
+sleeps in its channel. A step's result is sent as soon as it is known (``step_queue.py``); transfers run in the engine's
+own thread, which reports through a channel end of its own. What concerns KV that others send comes by another channel,
+and waits for no step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from ..model_files.errors import ModelError, UnsupportedModel
 from ..runtime.child import ChildContext, start_child
 from ..runtime.collector import uncollected
 from ..runtime.cpu_list import PlacementError
-from ..runtime.layers_done import LayersDone
 from ..runtime.machine.memory import host_memory
 from ..runtime.machine.topology import read_machine
 from .placement import Placement, bind_compute_threads, confine, floating, machine_use, plan_placement, yield_cores
@@ -45,7 +44,7 @@ from .prefault import MARGIN_BYTES, MARGIN_SHARE, PoolPrefault
 if TYPE_CHECKING:
     from ..disaggregation.transfer.engine import TransferEngine
     from .model_runner import ModelRunner
-    from .step_runner import StepRunner
+    from .step_queue import StepQueue
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class Worker(NamedTuple):
     """A loaded worker; ``engine`` None on an instance that hands nothing over."""
 
     model: ModelRunner
-    steps: StepRunner
+    steps: StepQueue
     engine: TransferEngine | None
     prefault: PoolPrefault
     machine: MachineUse
@@ -94,6 +93,7 @@ def load(ctx: ChildContext) -> Worker:
         from .kernels.build import choose_level
         from .measure_steps import measure_steps
         from .model_runner import ModelRunner
+        from .step_queue import StepQueue
         from .step_runner import StepRunner
         from .warm_up import warm_up
 
@@ -118,21 +118,29 @@ def load(ctx: ChildContext) -> Worker:
     seconds = {"imports": imported - begin, **model.load_seconds, "warm_up": time.monotonic() - loaded}
     margin = min(MARGIN_BYTES, host_memory().free // MARGIN_SHARE)
     prefault = PoolPrefault(model.kv_region, model.layout.page_bytes // options.page_size, host_memory, margin)
-    return Worker(model, steps, engine, prefault, machine, seconds, measured)
+    queue = StepQueue(steps, engine, ahead=0 if model.device.type == "cpu" else 1)
+    return Worker(model, queue, engine, prefault, machine, seconds, measured)
 
 
 def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worker) -> None:
-    """Wait for the next frame and do what its messages say, in order; while there is none, prepare KV memory."""
+    """Wait for the next frame and do what its messages say, in order; while there is none, tell the results of steps
+    that are open, and with nothing open, prepare KV memory.
+    """
+    steps = worker.steps
     try:
-        commands = receiver.recv(worker.prefault.wait_ms)
+        commands = receiver.recv(0 if len(steps) else worker.prefault.wait_ms)
     except UndeclaredMessage as e:
         log.error("%s", e)
         return
-    if not commands:
+    if not commands and len(steps):
+        events.send(_result(worker))
+    elif not commands:
         worker.prefault.advance()
     for command in commands:
         if isinstance(command, ForwardStep):
-            events.send(_run(worker, command))
+            steps.launch(command)
+            if steps.is_full:
+                events.send(_result(worker))
             worker.prefault.used(int(unpack_i32(command.out_cache_loc).max(initial=0)))
         elif worker.engine is not None:
             worker.engine.submit(command)
@@ -159,20 +167,10 @@ def _obey_transfer(ctx: ChildContext, engine: TransferEngine) -> None:
         end_process(e)
 
 
-def _run(worker: Worker, step: ForwardStep) -> StepResult:
-    if not step.pushes:
-        result = worker.steps.run(step)
-    elif worker.engine is None:
-        raise RuntimeError("an instance without hand-overs was asked to push pages")
-    else:
-        done = LayersDone()
-        for push in step.pushes:
-            worker.engine.push(push, done)
-        result = worker.steps.run(step, done)
-        done.finish()
-        worker.engine.wake()
+def _result(worker: Worker) -> StepResult:
+    result = worker.steps.collect()
     if result.bad_entries:
-        log.error("step %d: entries %s gave logits that are not finite", step.step_id, result.bad_entries)
+        log.error("step %d: entries %s gave logits that are not finite", result.step_id, result.bad_entries)
     return result
 
 

@@ -99,10 +99,10 @@ class RowStates:
             biases=[self._biases[row] for row in row_list],
         )
 
-    def record(self, rows: I64, params: RowParams, tokens: Tensor, host_tokens: I64) -> None:
-        """Remember what was sampled: ``tokens`` ([N] int64, on the device) and the same on the host."""
-        self.last_tokens[torch.from_numpy(rows).to(tokens.device)] = tokens
-        for i in np.flatnonzero(params["penalised"]).tolist():
-            history = self._histories[int(rows[i])]
-            if history is not None:
-                history.append(int(host_tokens[i]))
+    def histories(self, rows: I64, params: RowParams) -> list[tuple[int, TokenHistory]]:
+        """Those of the rows [N] that have one, each with its place among them: who is to be told of their tokens, when
+        they are known, whoever has the row by then.
+        """
+        penalised = np.flatnonzero(params["penalised"]).tolist()
+        found = [(i, self._histories[int(rows[i])]) for i in penalised]
+        return [(i, history) for i, history in found if history is not None]

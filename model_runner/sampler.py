@@ -40,10 +40,11 @@ CHUNK_LOGITS = 1 << 20
 
 
 class Sampled(NamedTuple):
-    """``tokens``: [N] int64 on the logits' device. ``finite``: [N]; False where logits held NaN, +inf or only -inf."""
+    """On the logits' device. ``tokens``: [N] int64. ``finite``: [N] bool; False where logits held NaN, +inf or only
+    -inf."""
 
     tokens: Tensor
-    finite: npt.NDArray[np.bool_]
+    finite: Tensor
 
 
 def sample(
@@ -60,10 +61,10 @@ def sample(
     """
     if kernel is not None:
         tokens, finite = kernel.sample(_edited(logits_NV, params, edits), params, positions)
-        return Sampled(torch.from_numpy(tokens), finite)
+        return Sampled(torch.from_numpy(tokens), torch.from_numpy(finite))
     if edits is None and params["greedy"].all():
         tokens_N, max_N = _best(logits_NV)
-        return Sampled(tokens_N, torch.isfinite(max_N).cpu().numpy())
+        return Sampled(tokens_N, torch.isfinite(max_N))
     count, vocab = logits_NV.shape
     size = max(1, CHUNK_LOGITS // vocab) if logits_NV.device.type == "cpu" else count
     parts = []
@@ -71,18 +72,18 @@ def sample(
         part = slice(begin, begin + size)
         part_edits = None if edits is None else edits.of(part)
         parts.append(_sample_chunk(logits_NV[part], params[part], positions[part], part_edits))
-    return Sampled(torch.cat([part.tokens for part in parts]), np.concatenate([part.finite for part in parts]))
+    return Sampled(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
 def _sample_chunk(logits_NV: Tensor, params: RowParams, positions: I64, edits: LogitEdits | None) -> Sampled:
     logits_NV = _edited(logits_NV, params, edits)
     tokens_N, max_N = _best(logits_NV)
-    finite = torch.isfinite(max_N).cpu().numpy()
-    drawn = np.flatnonzero(~params["greedy"] & finite)
+    finite_N = torch.isfinite(max_N)
+    drawn = np.flatnonzero(~params["greedy"] & finite_N.cpu().numpy())
     if len(drawn):
         rows = _Rows.of(logits_NV, max_N, params, positions).take(drawn)
         tokens_N[torch.from_numpy(drawn).to(tokens_N.device)] = _draw(rows)
-    return Sampled(tokens_N, finite)
+    return Sampled(tokens_N, finite_N)
 
 
 def _edited(logits_NV: Tensor, params: RowParams, edits: LogitEdits | None) -> Tensor:

@@ -4,8 +4,14 @@ A step is applied in the order that ``ForwardStep`` fixes: rows that begin, slot
 this pass, the pass; then the sampled tokens enter the rows' state, where the next step's ``use_last`` finds them. The
 scheduler may therefore send a step before it has the result of the one before.
 
+    launch: plan → arrays to the device → table → pass → tokens chosen, into the rows' state   (nobody waits)
+    collect: tokens, log-probabilities to the host → histories of penalties → result           (waits for the device)
+
+Steps are collected in the order they were launched. What of a launch does wait for the step before: the choice for rows
+whose penalties count that step's tokens, which the host does; and draws by the torch sampler on an accelerator.
+
 On the CPU kernels the common step, which wants tokens and nothing else, is one call of theirs. What else there is goes
-the general way: each part a call of its own, on any device.
+the general way: each part a call of its own, on any device. On a CPU all is done when ``launch`` returns.
 
 Shapes: T tokens, B entries, S sampled entries, L wanted rows of logits, R rows and C columns of the request table.
 """
@@ -14,29 +20,31 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..messages.base import I32, pack_i32, unpack_i32
+from ..messages.base import pack_i32, unpack_i32
 from ..messages.outputs import TokenLogprob
 from ..messages.worker import ForwardStep, InputLogprobSpec, StepResult
 from ..runtime.layers_done import LayersDone
 from .forward_batch import ForwardBatch
 from .logprobs import score
+from .penalties import TokenHistory
 from .rows import NO_LOGPROBS, RowParams, RowStates
-from .sampler import sample
+from .sampler import Sampled, sample
+from .step_arrays import StepArrays
 from .step_check import StepLimits, check_changes, check_entries
+from .step_plan import I64, StepPlan, plan_step, sampled_entries
 
 if TYPE_CHECKING:
     from .kernels.cpu_engine import CpuEngine
     from .kernels.native_steps import NativeSteps
     from .kernels.sampling import NativeSampler
 
-I64 = npt.NDArray[np.int64]
 log = logging.getLogger(__name__)
 
 
@@ -56,16 +64,28 @@ class Model(Protocol):
         ...
 
 
-class _Plan(NamedTuple):
-    """A step, unpacked. Sampled entries' logits come first, then those of each ``InputLogprobSpec``."""
+@dataclass(slots=True, eq=False)
+class PendingStep:
+    """A step that the device has. ``tokens`` ([S] int64) and ``finite`` ([S] bool: the logits were) lie there."""
 
-    batch: ForwardBatch
-    sampled: I64
-    """[S]: entries that sample."""
-    rows: I64
-    """[S]: their rows."""
-    positions: I64
-    """[S]: positions of the tokens to be sampled."""
+    step: ForwardStep
+    begin: float
+    """When it was launched (``time.perf_counter()``)."""
+    plan: StepPlan
+    params: RowParams
+    """[S]: of the rows that sample, as they were."""
+    tokens: Tensor
+    finite: Tensor
+    histories: list[tuple[int, TokenHistory]]
+    """Who counts the tokens, and which of them."""
+    logits: Tensor | None
+    """[L, V]; kept where log-probabilities are wanted."""
+    host_tokens: I64 | None = None
+    """[S], once somebody has waited for them."""
+
+
+Launched = PendingStep | StepResult
+"""The CPU kernels are through with a step when they return."""
 
 
 class StepRunner:
@@ -77,6 +97,10 @@ class StepRunner:
         self._rows = rows = RowStates(max_reqs, model.vocab_size, model.device)
         self._req_to_token = torch.zeros((max_reqs, model.context_length), dtype=torch.int32, device=model.device)
         self._limits = StepLimits(max_reqs, model.context_length, model.num_slots)
+        self._arrays = StepArrays(model.device, max_reqs)
+        self._open: list[PendingStep] = []
+        """Launched and not fetched, in order."""
+        self._ended_at = 0.0
         self._native: NativeSteps | None = None
         if model.engine is not None:
             # Imported here: it loads the compiled kernels.
@@ -85,10 +109,13 @@ class StepRunner:
             tables = (self._req_to_token, rows.last_tokens, rows.table)
             self._native = NativeSteps(model.engine, *tables, clear_begun=model.clears_begun_pages)
 
-    @torch.inference_mode()
     def run(self, step: ForwardStep, done: LayersDone | None = None) -> StepResult:
-        """Apply the step and compute it, counting layers that are ``done``. ``forward_ms`` of the result is the time of
-        this whole call.
+        """Launch the step and wait for it."""
+        return self.collect(self.launch(step, done))
+
+    @torch.inference_mode()
+    def launch(self, step: ForwardStep, done: LayersDone | None = None) -> Launched:
+        """Apply the step and have it computed, counting layers that are ``done``.
 
         Raises ``ValueError`` or ``IndexError`` where the step contradicts itself or the table: the scheduler's books
         are wrong then.
@@ -98,31 +125,83 @@ class StepRunner:
             check_changes(step, self._limits)
             self._apply(step)
         if self._native is not None and (chosen := self._native.run(step, done)) is not None:
-            bad_entries = [] if chosen.finite.all() else _sampled_entries(step)[~chosen.finite].tolist()
+            bad_entries = [] if chosen.finite.all() else sampled_entries(step)[~chosen.finite].tolist()
             forward_ms = (time.perf_counter() - begin) * 1e3
             return StepResult(step.step_id, chosen.tokens, forward_ms, bad_entries=bad_entries)
-        return self._run_generally(step, begin, done)
-
-    def _run_generally(self, step: ForwardStep, begin: float, done: LayersDone | None) -> StepResult:
         check_entries(step, self._limits)
-        plan = self._plan(step)
-        plan.batch.done = done
-        logits_LV = self._model.forward(plan.batch)
+        pending = self._launch_generally(step, begin, done)
+        self._open.append(pending)
+        return pending
+
+    @torch.inference_mode()
+    def collect(self, launched: Launched) -> StepResult:
+        """The step's result; waits for the device. ``forward_ms`` is the time from its launch, or from the end of the
+        step before, to its end.
+        """
+        if isinstance(launched, StepResult):
+            return launched
+        tokens = self._fetch(launched)
         if self._device.type == "cuda":
-            # Pages of this step may be pushed to a peer as soon as we return.
+            # Pages of this step may be pushed to a peer as soon as we return, also where it samples nothing.
             torch.cuda.synchronize(self._device)
-        count = len(plan.sampled)
-        bad: set[int] = set()
-        tokens, logprobs = self._sample(logits_LV[:count], plan, bad)
-        input_logprobs = _input_logprobs(logits_LV[count:], step.input_logprobs, bad)
+        bad = set(launched.plan.sampled[~launched.finite.cpu().numpy()].tolist())
+        logprobs, input_logprobs = None, list[list[TokenLogprob]]()
+        if launched.logits is not None:
+            logprobs = _sampled_logprobs(launched.logits[: len(tokens)], launched.params, tokens)
+            input_logprobs = _input_logprobs(launched.logits[len(tokens) :], launched.step.input_logprobs, bad)
+        end = time.perf_counter()
+        forward_ms, self._ended_at = (end - max(launched.begin, self._ended_at)) * 1e3, end
         return StepResult(
-            step_id=step.step_id,
+            step_id=launched.step.step_id,
             next_tokens=pack_i32(tokens),
-            forward_ms=(time.perf_counter() - begin) * 1e3,
+            forward_ms=forward_ms,
             logprobs=logprobs,
             input_logprobs=input_logprobs,
             bad_entries=sorted(bad),
         )
+
+    def _launch_generally(self, step: ForwardStep, begin: float, done: LayersDone | None) -> PendingStep:
+        plan = plan_step(step)
+        there = self._arrays.load(plan)
+        there.input_ids[there.last_at] = self._rows.last_tokens[there.last_rows]
+        self._req_to_token[there.token_rows, there.positions] = there.out_cache_loc.to(torch.int32)
+        batch = ForwardBatch(
+            input_ids=there.input_ids,
+            positions=there.positions,
+            out_cache_loc=there.out_cache_loc,
+            rows=there.rows,
+            starts=plan.starts.tolist(),
+            q_lens=plan.q_lens.tolist(),
+            req_to_token=self._req_to_token,
+            logit_indices=there.logit_indices,
+            done=done,
+        )
+        logits_LV = self._model.forward(batch)
+        params = self._rows.params(plan.sampled_rows)
+        chosen = self._choose(logits_LV[: len(plan.sampled)], plan, params)
+        self._rows.last_tokens[there.sampled_rows] = chosen.tokens
+        wants_logits = step.input_logprobs or (params["logprobs"] != NO_LOGPROBS).any()
+        histories = self._rows.histories(plan.sampled_rows, params)
+        return PendingStep(step, begin, plan, params, *chosen, histories, logits_LV if wants_logits else None)
+
+    def _choose(self, logits_SV: Tensor, plan: StepPlan, params: RowParams) -> Sampled:
+        if not len(params):
+            nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+            return Sampled(nothing, nothing.bool())
+        if params["penalised"].any():
+            for earlier in list(self._open):
+                self._fetch(earlier)
+        edits = self._rows.edits(plan.sampled_rows, params, plan.sampled_positions)
+        return sample(logits_SV, params, plan.sampled_positions, edits, self._model.sampler)
+
+    def _fetch(self, pending: PendingStep) -> I64:
+        """[S]: the step's tokens, on the host; waits for them. The first time, histories are told."""
+        if pending.host_tokens is None:
+            self._open.remove(pending)
+            pending.host_tokens = pending.tokens.cpu().numpy()
+            for i, history in pending.histories:
+                history.append(int(pending.host_tokens[i]))
+        return pending.host_tokens
 
     def _apply(self, step: ForwardStep) -> None:
         for init in step.new_rows:
@@ -132,61 +211,6 @@ class StepRunner:
             # A copy, because torch wants writable memory.
             slots = torch.from_numpy(unpack_i32(delta.slots).copy())
             self._req_to_token[delta.row, delta.start : delta.start + len(slots)] = slots.to(self._device)
-
-    def _plan(self, step: ForwardStep) -> _Plan:
-        rows, starts, q_lens = _i64(step.rows), _i64(step.starts), _i64(step.q_lens)
-        ends = np.cumsum(q_lens)
-        first_tokens = ends - q_lens
-        num_tokens = int(q_lens.sum())
-        positions = np.arange(num_tokens) + np.repeat(starts - first_tokens, q_lens)
-        input_ids = self._to_device(_i64(step.input_ids))
-        out_cache_loc = self._to_device(_i64(step.out_cache_loc))
-        rows_B = self._to_device(rows)
-        positions_T = self._to_device(positions)
-        use_last = np.flatnonzero(unpack_i32(step.use_last))
-        if len(use_last):
-            input_ids[self._to_device(first_tokens[use_last])] = self._rows.last_tokens[self._to_device(rows[use_last])]
-        token_rows_T = rows_B if num_tokens == len(rows) else self._to_device(np.repeat(rows, q_lens))
-        self._req_to_token[token_rows_T, positions_T] = out_cache_loc.to(torch.int32)
-        sampled = _sampled_entries(step)
-        wanted = [ends[sampled] - 1]
-        for spec in step.input_logprobs:
-            first = first_tokens[spec.entry] + spec.first
-            wanted.append(np.arange(first, first + len(spec.targets) // 4))
-        batch = ForwardBatch(
-            input_ids=input_ids,
-            positions=positions_T,
-            out_cache_loc=out_cache_loc,
-            rows=rows_B,
-            starts=starts.tolist(),
-            q_lens=q_lens.tolist(),
-            req_to_token=self._req_to_token,
-            logit_indices=self._to_device(np.concatenate(wanted)),
-        )
-        return _Plan(batch, sampled, rows[sampled], starts[sampled] + q_lens[sampled])
-
-    def _sample(self, logits_SV: Tensor, plan: _Plan, bad: set[int]) -> tuple[I32, list[TokenLogprob | None] | None]:
-        if not len(plan.sampled):
-            return np.empty(0, dtype=np.int32), None
-        params = self._rows.params(plan.rows)
-        edits = self._rows.edits(plan.rows, params, plan.positions)
-        chosen = sample(logits_SV, params, plan.positions, edits, self._model.sampler)
-        tokens = chosen.tokens.cpu().numpy()
-        self._rows.record(plan.rows, params, chosen.tokens, tokens)
-        bad.update(plan.sampled[~chosen.finite].tolist())
-        return tokens.astype(np.int32), _sampled_logprobs(logits_SV, params, tokens)
-
-    def _to_device(self, array: I64) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
-
-
-def _sampled_entries(step: ForwardStep) -> I64:
-    return np.flatnonzero(unpack_i32(step.sample))
-
-
-def _i64(data: bytes) -> I64:
-    """A writable copy: torch indexes with int64 and wants memory that it may write."""
-    return unpack_i32(data).astype(np.int64)
 
 
 def _sampled_logprobs(logits_SV: Tensor, params: RowParams, tokens: I64) -> list[TokenLogprob | None] | None:

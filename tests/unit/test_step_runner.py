@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -31,7 +34,9 @@ class FakeModel:
         self.bad_tokens: set[int] = set()
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        self.batches.append(batch)
+        # The arrays are the next step's as soon as that begins.
+        tensors = ("input_ids", "positions", "out_cache_loc", "rows", "logit_indices")
+        self.batches.append(dataclasses.replace(batch, **{name: getattr(batch, name).clone() for name in tensors}))
         self.tables.append(batch.req_to_token.clone())
         ids, positions = batch.input_ids[batch.logit_indices], batch.positions[batch.logit_indices]
         logits = torch.zeros(len(ids), VOCAB)
@@ -265,3 +270,57 @@ def test_bad_entries_are_errors_before_anything_is_written(runner, model, change
         runner.run(bad)
     assert torch.equal(runner._req_to_token, table)
     assert not model.batches
+
+
+def random_steps(seed: int) -> list[ForwardStep]:
+    """Requests with penalties, log-probabilities and neither, whose rows are taken by others now and then."""
+    rng = random.Random(seed)
+    lens: dict[int, int] = {}
+    steps = []
+    for step_id in range(40):
+        entries, new = [], []
+        for row in rng.sample(range(4), rng.randint(1, 4)):
+            if row not in lens or lens[row] > 40 or rng.random() < 0.15:
+                prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
+                extra = rng.choice([{}, {"frequency_penalty": 6.0, "history": pack_i32(prompt)}, {"logprobs": 2}])
+                new.append(make_row(row, prompt_len=len(prompt), temperature=rng.choice([0.0, 1.0]), **extra))
+                entries.append((row, 0, prompt, True))
+                lens[row] = len(prompt)
+            else:
+                entries.append((row, lens[row], None, True))
+                lens[row] += 1
+        steps.append(make_step(*entries, step_id=step_id, new_rows=new))
+    return steps
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5])
+def test_steps_that_are_launched_ahead_come_to_the_same(ahead: int) -> None:
+    steps, ours, theirs = random_steps(ahead), FakeModel(), FakeModel()
+    runner, plain = StepRunner(ours, max_reqs=4), StepRunner(theirs, max_reqs=4)
+    results, open_ = [], []
+    for step in steps:
+        open_.append(runner.launch(step))
+        if len(open_) > ahead:
+            results.append(runner.collect(open_.pop(0)))
+    results += [runner.collect(launched) for launched in open_]
+    expected = [plain.run(step) for step in steps]
+    assert [r.step_id for r in results] == [r.step_id for r in expected]
+    assert [next_tokens(r) for r in results] == [next_tokens(r) for r in expected]
+    assert [r.logprobs for r in results] == [r.logprobs for r in expected]
+    assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(ours.batches, theirs.batches, strict=True))
+
+
+def test_small_steps_find_their_arrays_where_they_were(model: FakeModel) -> None:
+    seen: list[int] = []
+    forward = model.forward
+
+    def looked_at(batch: ForwardBatch) -> torch.Tensor:
+        seen.append(batch.input_ids.data_ptr())
+        return forward(batch)
+
+    model.forward = looked_at
+    runner = StepRunner(model, max_reqs=4)
+    runner.run(make_step((0, 0, [1], True), new_rows=[make_row(0)]))
+    runner.run(make_step((1, 0, list(range(30)), True), new_rows=[make_row(1)]))
+    runner.run(make_step((0, 1, None, True), (1, 30, None, True)))
+    assert seen[0] == seen[2] != seen[1]

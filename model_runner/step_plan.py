@@ -1,0 +1,131 @@
+"""What a step computes, as arrays: pure functions of the message, the same for every device and tested without one.
+
+Nothing here knows a token that an earlier step has yet to choose: a step is planned while the device is still busy with
+the one before. Where such a token goes, ``last_at`` says, and the device puts it there.
+
+Shapes: T tokens, B entries, S sampled entries, L wanted rows of logits, N pages of all entries.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from ..messages.base import I32, unpack_i32
+from ..messages.worker import ForwardStep
+
+I64 = npt.NDArray[np.int64]
+
+
+class StepPlan(NamedTuple):
+    """A step, unpacked. Sampled entries' logits come first, then those of each ``InputLogprobSpec``."""
+
+    input_ids: I64
+    """[T]; 0 where the row's last token goes."""
+    positions: I64
+    """[T]"""
+    out_cache_loc: I64
+    """[T]: slots that the pass writes."""
+    token_rows: I64
+    """[T]: rows of the request table."""
+    rows: I64
+    """[B]"""
+    starts: I64
+    """[B]"""
+    q_lens: I64
+    """[B]"""
+    last_at: I64
+    """Places among the tokens where a row's last token goes."""
+    last_rows: I64
+    """Whose."""
+    logit_indices: I64
+    """[L]: tokens whose logits are wanted."""
+    sampled: I64
+    """[S]: entries that sample."""
+
+    @property
+    def sampled_rows(self) -> I64:
+        """[S]"""
+        return self.rows[self.sampled]
+
+    @property
+    def sampled_positions(self) -> I64:
+        """[S]: positions of the tokens to be sampled."""
+        return (self.starts + self.q_lens)[self.sampled]
+
+
+def plan_step(step: ForwardStep) -> StepPlan:
+    """The arrays of a step that ``step_check.py`` has found to be in order."""
+    rows, starts, q_lens = _i64(step.rows), _i64(step.starts), _i64(step.q_lens)
+    ends = np.cumsum(q_lens)
+    firsts = ends - q_lens
+    input_ids = _i64(step.input_ids)
+    use_last = np.flatnonzero(unpack_i32(step.use_last))
+    input_ids[firsts[use_last]] = 0
+    sampled = sampled_entries(step)
+    wanted = [ends[sampled] - 1]
+    for spec in step.input_logprobs:
+        first = firsts[spec.entry] + spec.first
+        wanted.append(np.arange(first, first + len(spec.targets) // 4))
+    return StepPlan(
+        input_ids=input_ids,
+        positions=np.arange(len(input_ids)) + np.repeat(starts - firsts, q_lens),
+        out_cache_loc=_i64(step.out_cache_loc),
+        token_rows=np.repeat(rows, q_lens),
+        rows=rows,
+        starts=starts,
+        q_lens=q_lens,
+        last_at=firsts[use_last],
+        last_rows=rows[use_last],
+        logit_indices=np.concatenate(wanted),
+        sampled=sampled,
+    )
+
+
+def sampled_entries(step: ForwardStep) -> I64:
+    """[S]"""
+    return np.flatnonzero(unpack_i32(step.sample))
+
+
+class PagedIndices(NamedTuple):
+    """Where entries' keys and values lie, as paged attention kernels are told (FlashInfer's form; ours is the same).
+
+    Entry ``b`` reads pages ``[kv_indptr[b], kv_indptr[b + 1])`` of ``kv_indices``, of the last one ``last_page_len[b]``
+    tokens. The pages themselves stand in the request table, on the device: ``rows`` and ``columns`` say where, and
+    ``kv_indices`` fetches them without anyone waiting.
+    """
+
+    kv_indptr: I32
+    """[B + 1]"""
+    last_page_len: I32
+    """[B]"""
+    rows: I64
+    """[N]: of the request table."""
+    columns: I64
+    """[N]: of the request table, in tokens."""
+
+
+def paged_indices(rows: I64, kv_lens: I64, page_size: int) -> PagedIndices:
+    """For entries of these rows ([B]) that see so many tokens each ([B], at least 1), their own included."""
+    pages = -(-kv_lens // page_size)
+    indptr = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(pages)))
+    ordinals = np.arange(indptr[-1]) - np.repeat(indptr[:-1], pages)
+    return PagedIndices(
+        kv_indptr=indptr.astype(np.int32),
+        last_page_len=((kv_lens - 1) % page_size + 1).astype(np.int32),
+        rows=np.repeat(rows, pages),
+        columns=ordinals * page_size,
+    )
+
+
+def kv_indices(req_to_token: Tensor, rows: Tensor, columns: Tensor, page_size: int) -> Tensor:
+    """[N] int32, on the table's device: the pages. ``rows`` and ``columns`` are those of ``PagedIndices``, there."""
+    return req_to_token[rows, columns] // page_size
+
+
+def _i64(data: bytes) -> I64:
+    """A writable copy: torch indexes with int64 and wants memory that it may write."""
+    return unpack_i32(data).astype(np.int64)

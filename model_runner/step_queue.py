@@ -1,0 +1,66 @@
+"""Steps between their launch and their result.
+
+A processor that computes steps itself is through with one when its launch returns, and tells the result at once. A
+device that computes beside the worker is given one step more before the worker waits for it, so that it never runs out
+of work while the host packs a result, or plans.
+
+Pages that a step pushes to a peer may go layer by layer while it is computed, on a CPU; all of it is there when the
+result is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..messages.worker import ForwardStep, StepResult
+from ..runtime.layers_done import LayersDone
+
+if TYPE_CHECKING:
+    from ..disaggregation.transfer.engine import TransferEngine
+    from .step_runner import Launched, StepRunner
+
+
+class _Open(NamedTuple):
+    launched: Launched
+    done: LayersDone | None
+
+
+class StepQueue:
+    """``ahead``: so many steps may be open while another is launched. ``engine``: pushes pages; None: nobody does."""
+
+    def __init__(self, steps: StepRunner, engine: TransferEngine | None, ahead: int) -> None:
+        self._steps = steps
+        self._engine = engine
+        self._ahead = ahead
+        self._open: deque[_Open] = deque()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the oldest result should be waited for before anything else is launched."""
+        return len(self._open) > self._ahead
+
+    def launch(self, step: ForwardStep) -> None:
+        """Have the step computed."""
+        done = self._push(step) if step.pushes else None
+        self._open.append(_Open(self._steps.launch(step, done), done))
+
+    def collect(self) -> StepResult:
+        """The oldest step's result; waits for it. There is one."""
+        launched, done = self._open.popleft()
+        result = self._steps.collect(launched)
+        if done is not None and self._engine is not None:
+            done.finish()
+            self._engine.wake()
+        return result
+
+    def _push(self, step: ForwardStep) -> LayersDone:
+        if self._engine is None:
+            raise RuntimeError("an instance without hand-overs was asked to push pages")
+        done = LayersDone()
+        for push in step.pushes:
+            self._engine.push(push, done)
+        return done
