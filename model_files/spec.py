@@ -46,8 +46,10 @@ class Pairing(StrEnum):
 class RopeSpec:
     """Rotary embedding of the first ``rotary_dim`` elements of each head: frequencies, and the stretch of the context.
 
-    ``freq_factors`` (rotary_dim / 2 values, or none) divide the frequencies one by one: how a GGUF spells llama3 and
-    longrope. ``attention_factor`` (None: what the type has by itself) multiplies cosines and sines.
+    ``freq_factors`` (rotary_dim / 2 values, or none) divide the frequencies one by one: longrope, and how a GGUF spells
+    llama3. ``long_factors`` are to take their place where more than ``original_context`` tokens are served: engines see
+    the outcome in ``freq_factors`` (``context_length.py``), as cached keys must not depend on how long a text becomes.
+    ``attention_factor`` (None: what the type has by itself) multiplies cosines and sines.
     """
 
     rotary_dim: int
@@ -63,6 +65,16 @@ class RopeSpec:
     truncate: bool = True
     attention_factor: float | None = None
     freq_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for factors in (self.freq_factors, self.long_factors):
+            if len(factors) not in (0, self.rotary_dim // 2):
+                raise UnsupportedModel(
+                    f"{len(factors)} factors of frequencies for {self.rotary_dim // 2} pairs of a head"
+                )
+        if self.type == RopeType.LONGROPE and not self.freq_factors:
+            raise UnsupportedModel("longrope without short factors is not supported")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +151,8 @@ class LayerSpec:
 class ModelSpec:
     """A model. ``context_length`` is the longest sequence, in tokens.
 
-    logits = logit_cap(logit_scale · head(final_norm(x))), from x = embedding_scale · embedding(token).
+    logits = logit_cap(logit_scale · head(final_norm(x))), from x = embedding_scale · embedding(token). That scale is
+    first rounded to the type of the embedding, as in training.
     ``tensors``: by the names that the checkpoint gives to a layer's tensors, without "weight" and "bias", which of ours
     (``model_files/tensor_names.py``) lie in each, one below the other.
     """
@@ -155,7 +168,6 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    eos_token_ids: tuple[int, ...] = ()
     tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
