@@ -19,7 +19,7 @@ ACTIVATIONS = {
 }
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_qk_norm", "qk_layernorm", "is_encoder_decoder"), (None, False)),
-    **dict.fromkeys(("use_bidirectional_attention", "use_mup", "use_sliding_window"), (None, False)),
+    **dict.fromkeys(("use_bidirectional_attention", "rope_interleaved", "lm_head_bias"), (None, False)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "sliding_window"), (None,)),
     **dict.fromkeys(("attention_chunk_size", "layer_types", "no_rope_layers", "query_pre_attn_scalar"), (None,)),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank"), (None, 0)),
@@ -54,7 +54,7 @@ class HFConfig(HFValues):
         )
 
     def mlp(self, activation: str = "hidden_act") -> MLPSpec:
-        """Of a layer; ``activation``: the key that names it."""
+        """Of a layer; ``activation``: the key that names it, silu where there is none."""
         name = self.get(activation) or "silu"
         if name not in ACTIVATIONS:
             raise UnsupportedModel(f"activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
@@ -66,15 +66,20 @@ class HFConfig(HFValues):
         """The model's only rope; see ``read_rope``."""
         return read_rope(self, **changes)
 
-    def windows(self, slides: Sequence[bool]) -> list[int | None]:
-        """Each layer's window: ``layer_types`` says which layers slide one, or ``slides`` where that key is missing."""
-        window, types = self.get("sliding_window"), self.get("layer_types")
-        if types is not None:
-            unknown = set(types) - {"full_attention", "sliding_attention"}
-            if unknown or len(types) < self.num_layers:
-                raise UnsupportedModel(f"layer_types {sorted(unknown) or 'shorter than the model'} is not supported")
-            slides = [name == "sliding_attention" for name in types[: self.num_layers]]
-        return [int(window) if window and is_sliding else None for is_sliding in slides]
+    def slides(self, default: Sequence[bool]) -> list[bool]:
+        """Which layers slide a window: ``layer_types`` says so, or ``default`` where that key is missing."""
+        types = self.get("layer_types")
+        if types is None:
+            return list(default)
+        unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+        if unknown or len(types) < self.num_layers:
+            raise UnsupportedModel(f"layer_types {', '.join(unknown) or 'of fewer layers'} are not supported")
+        return [name == "sliding_attention" for name in types[: self.num_layers]]
+
+    def windows(self, default: Sequence[bool]) -> list[int | None]:
+        """Each layer's window; ``default``: see ``slides``."""
+        window = self.get("sliding_window")
+        return [int(window) if window and slides else None for slides in self.slides(default)]
 
     def model(self, layers: Sequence[LayerSpec], *ropes: RopeSpec, **fields: Any) -> ModelSpec:
         """The model of ``layers``; ``fields``: what it has besides, ``tensors`` at least.
