@@ -169,10 +169,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_reference(name: str, **changes: Any) -> torch.nn.Module:
-    """The model of transformers, every parameter drawn. Its attention is the plain one: the only one that caps."""
+def make_config(name: str, **changes: Any) -> Any:
+    """The config of transformers."""
     family, fields = FAMILIES[name]
     text = "Text" if family == "Gemma3" else ""
     config: Callable[..., Any] = getattr(transformers, f"{family}{text}Config")
-    model: Callable[..., torch.nn.Module] = getattr(transformers, f"{family}ForCausalLM")
-    return draw_weights(model(config(**fields | changes, attn_implementation="eager")))
+    # The plain attention: the only one that caps.
+    return config(**fields | changes, attn_implementation="eager")
+
+
+def make_reference(name: str, **changes: Any) -> torch.nn.Module:
+    """The model of transformers, every parameter drawn."""
+    model: Callable[..., torch.nn.Module] = getattr(transformers, f"{FAMILIES[name][0]}ForCausalLM")
+    return draw_weights(model(make_config(name, **changes)))
