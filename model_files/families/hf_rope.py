@@ -75,9 +75,10 @@ def _rotary_dim(config: HFValues, params: Mapping[str, Any], partial: float | No
         if said not in (None, 1.0):
             raise UnsupportedModel(f"partial_rotary_factor {said} is not supported for a {config.family!r} model")
         return config.head_dim
-    if said is None:
-        said = config.get("partial_rotary_factor")
-    size = int(config.head_dim * (partial if said is None else said))
+    # Some files have it in both places; the newer one counts.
+    older = config.get("partial_rotary_factor")
+    share = next(value for value in (said, older, partial) if value is not None)
+    size = int(config.head_dim * share)
     if size % 2 or not 0 < size <= config.head_dim:
         raise UnsupportedModel(f"{size} of {config.head_dim} elements of a head can't be rotated in pairs")
     return size
