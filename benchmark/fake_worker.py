@@ -20,9 +20,9 @@ import zmq
 from ..messages.channel import Receiver, Sender
 from ..messages.routes import ToWorker
 from ..messages.worker import ForwardStep, KVLayout, StepResult, WorkerCommand, WorkerReady
-from ..model_files.config import choose_context_length
-from ..model_files.config_reader import read_config
+from ..model_files.context_length import choose_context_length
 from ..model_files.model_path import resolve_model
+from ..model_files.spec_reader import read_spec
 from ..runtime.child import ChildContext, start_child
 from ..runtime.options import ServerOptions
 
@@ -116,16 +116,14 @@ def answer_questions(ctx: ChildContext, model: FakeModel) -> NoReturn:
 
 def ready_message(options: ServerOptions) -> WorkerReady:
     """A pool that never runs short, for the model that the options name; raises ``ModelError``."""
-    config = read_config(resolve_model(options.model_path, weights=False))
-    page_bytes = config.num_layers * 2 * options.page_size * config.num_kv_heads * config.head_dim * 4
+    spec = read_spec(resolve_model(options.model_path, weights=False))
+    page_bytes = spec.num_layers * 2 * options.page_size * spec.num_kv_heads * spec.head_dim * 4
     return WorkerReady(
         fingerprint="fake",
-        vocab_size=config.vocab_size,
-        context_length=choose_context_length(config, options.context_length),
+        vocab_size=spec.vocab_size,
+        context_length=choose_context_length(spec, options.context_length),
         max_total_tokens=options.max_total_tokens or POOL_TOKENS,
-        layout=KVLayout(
-            options.page_size, config.num_layers, config.num_kv_heads, config.head_dim, "float32", page_bytes
-        ),
+        layout=KVLayout(options.page_size, spec.num_layers, spec.num_kv_heads, spec.head_dim, "float32", page_bytes),
         device="cpu",
         attention_backend="fake",
         weights_dtype="float32",

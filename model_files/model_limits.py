@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .config import choose_context_length
-from .config_reader import read_config
+from .context_length import choose_context_length
 from .model_path import ModelSource
+from .spec_reader import read_spec
 
 
 class ModelLimits(NamedTuple):
@@ -18,5 +18,5 @@ class ModelLimits(NamedTuple):
 
 def read_limits(source: ModelSource, context_length: int | None) -> ModelLimits:
     """The model's limits; ``context_length`` may set a shorter one. Raises ``ModelError``."""
-    config = read_config(source)
-    return ModelLimits(choose_context_length(config, context_length), config.vocab_size)
+    spec = read_spec(source)
+    return ModelLimits(choose_context_length(spec, context_length), spec.vocab_size)

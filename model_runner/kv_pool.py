@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from ..messages.worker import KVLayout, KVOrder
-from ..model_files.config import ModelConfig
+from ..model_files.spec import ModelSpec
 from .kernels.reference import store_kv
 
 KEYS, VALUES = 0, 1
 
 
-def make_layout(config: ModelConfig, page_size: int, dtype: torch.dtype, order: KVOrder = "tokens") -> KVLayout:
-    """The layout of ``config``'s pages."""
-    values = config.num_layers * 2 * page_size * config.num_kv_heads * config.head_dim
+def make_layout(spec: ModelSpec, page_size: int, dtype: torch.dtype, order: KVOrder = "tokens") -> KVLayout:
+    """The layout of ``spec``'s pages."""
+    values = spec.num_layers * 2 * page_size * spec.num_kv_heads * spec.head_dim
     return KVLayout(
         page_size=page_size,
-        num_layers=config.num_layers,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_layers=spec.num_layers,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
         dtype=str(dtype).removeprefix("torch."),
         page_bytes=values * dtype.itemsize,
         order=order,

@@ -1,8 +1,8 @@
-"""One model on one device: config, weights, KV pool and attention backend, ready to run forward passes.
+"""One model on one device: description, weights, KV pool and attention backend, ready to run forward passes.
 
-Built once, in this order: config → device and types → weights → attention backend → KV pool → engine. Then ``forward``
-any number of times, from one thread; only the pool changes. The attention backend "cpu" stands for a whole engine,
-which runs passes in the model's place, with weights of its own.
+Built once, in this order: description → device and types → weights → attention backend → KV pool → engine. Then
+``forward`` any number of times, from one thread; only the pool changes. The attention backend "cpu" stands for a whole
+engine, which runs passes in the model's place, with weights of its own.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..disaggregation.transfer.region import KVRegion, allocate_region
 from ..messages.worker import KVOrder
-from ..model_files.config import choose_context_length
-from ..model_files.config_reader import read_config
+from ..model_files.context_length import choose_context_length, with_context, without_idle_windows
 from ..model_files.errors import UnsupportedModel
 from ..model_files.model_path import ModelSource, resolve_model
+from ..model_files.spec_reader import read_spec
 from ..runtime.options import ServerOptions
 from .attention.registry import choose_attention_backend, make_attention_backend
 from .device import choose_device, choose_dtype, device_memory
@@ -30,8 +30,7 @@ from .kv_pool import MHATokenToKVPool, make_layout
 from .loader.load import fingerprint, load_model_weights
 from .loader.open_blocks import open_blocks
 from .loader.quantized_blocks import BlockSource
-from .models.llama import LlamaForCausalLM
-from .models.registry import make_model
+from .models.decoder import Decoder
 from .placement import SPIN_US
 from .pool_size import PoolRequest, choose_max_total_tokens
 
@@ -45,7 +44,7 @@ log = logging.getLogger(__name__)
 class ModelRunner:
     """Computes logits. Raises ``ModelError`` from its constructor where the model can't be served as asked.
 
-    Attributes: ``config``, ``context_length`` and ``vocab_size`` (tokens), ``device``, ``dtype`` (weights and
+    Attributes: ``spec``, ``context_length`` and ``vocab_size`` (tokens), ``device``, ``dtype`` (weights and
     activations), ``quantization`` (what "auto" came to), ``layout``, ``max_total_tokens`` (slots to hand out, page 0
     excluded), ``num_slots`` (all of them), ``pool``, ``kv_region`` (the pool's memory as one buffer; None on an
     accelerator), ``fingerprint``, ``attention_backend`` (its name), ``engine`` and ``sampler`` (what computes passes
@@ -60,15 +59,18 @@ class ModelRunner:
         self.load_seconds: dict[str, float] = {}
         with self._timed("config"):
             source = resolve_model(options.model_path, weights=options.load_format != "dummy")
-            self.config = read_config(source)
-            self.context_length = choose_context_length(self.config, options.context_length)
-            self.vocab_size = self.config.vocab_size
+            described = read_spec(source)
+            self.context_length = choose_context_length(described, options.context_length)
+            # What tells instances apart; a window that no sequence outgrows is no difference to this one alone.
+            self._identity = with_context(described, self.context_length)
+            self.spec = without_idle_windows(self._identity)
+            self.vocab_size = self.spec.vocab_size
             self.device = choose_device(options.device)
             self.dtype = choose_dtype(options.dtype, self.device)
         kv_dtype = self.dtype if options.kv_cache_dtype == "auto" else choose_dtype(options.kv_cache_dtype, self.device)
         with self._timed("kernels"):
             backend = self.attention_backend = choose_attention_backend(
-                options.attention_backend, self.config, self.device, self.dtype, kv_dtype
+                options.attention_backend, self.spec, self.device, self.dtype, kv_dtype
             )
         with self._timed("weights"):
             blocks = self._open_blocks(options, source)
@@ -88,11 +90,11 @@ class ModelRunner:
         with torch.inference_mode():
             return self._run(batch)
 
-    def _load(self, options: ServerOptions, source: ModelSource, blocks: BlockSource | None) -> LlamaForCausalLM:
-        model = make_model(self.config, self.dtype, self.device)
+    def _load(self, options: ServerOptions, source: ModelSource, blocks: BlockSource | None) -> Decoder:
+        model = Decoder(self.spec, self.dtype, self.device)
         weights = model.weights()
-        load_model_weights(weights, source, self.config, options.load_format, options.random_seed, blocks)
-        self.fingerprint = fingerprint(self.config, weights, self.quantization, blocks)
+        load_model_weights(weights, source, self.spec, options.load_format, options.random_seed, blocks)
+        self.fingerprint = fingerprint(self._identity, weights, self.quantization, blocks)
         self._weight_bytes = sum(view.nbytes for view in weights.values())
         if blocks is not None:
             self._weight_bytes += blocks.nbytes - sum(weights[name].nbytes for name in blocks.left_out)
@@ -106,7 +108,7 @@ class ModelRunner:
             raise UnsupportedModel(
                 f"--quantization {options.quantization} needs the CPU kernels, which can't be used here"
             )
-        return open_blocks(self.quantization, source, self.config, self.dtype)
+        return open_blocks(self.quantization, source, self.spec, self.dtype)
 
     def _choose_quantization(
         self, options: ServerOptions, source: ModelSource
@@ -121,8 +123,8 @@ class ModelRunner:
         log.warning("the GGUF's own blocks need the CPU kernels; it is served dequantised, in %s", self.dtype)
         return "none"
 
-    def _torch_pass(self, model: LlamaForCausalLM) -> Callable[[ForwardBatch], Tensor]:
-        attention = make_attention_backend(self.attention_backend, self.pool, self.config.num_heads, self.dtype)
+    def _torch_pass(self, model: Decoder) -> Callable[[ForwardBatch], Tensor]:
+        attention = make_attention_backend(self.attention_backend, self.pool, self.dtype)
 
         def run(batch: ForwardBatch) -> Tensor:
             self._clear_begun_pages(batch)
@@ -131,7 +133,7 @@ class ModelRunner:
 
         return run
 
-    def _native_pass(self, model: LlamaForCausalLM, blocks: BlockSource | None) -> Callable[[ForwardBatch], Tensor]:
+    def _native_pass(self, model: Decoder, blocks: BlockSource | None) -> Callable[[ForwardBatch], Tensor]:
         # Imported here: it loads the compiled kernels.
         from .kernels.cpu_engine import CpuEngine
         from .kernels.sampling import NativeSampler
@@ -152,7 +154,7 @@ class ModelRunner:
 
     def _allocate_pool(self, options: ServerOptions, dtype: torch.dtype) -> None:
         order: KVOrder = "blocks" if self.attention_backend == "cpu" else "tokens"
-        self.layout = make_layout(self.config, options.page_size, dtype, order)
+        self.layout = make_layout(self.spec, options.page_size, dtype, order)
         request = PoolRequest(
             options.max_total_tokens,
             options.mem_fraction_static,

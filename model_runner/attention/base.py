@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from ...model_files.spec import AttentionSpec
 from ..forward_batch import ForwardBatch
 
 
@@ -17,8 +18,9 @@ class AttentionBackend(ABC):
         """Prepare the pass ``batch``: everything that its layers share. Reads the request table, does not keep it."""
 
     @abstractmethod
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Store ``k`` and ``v`` [T, KV heads, head_dim] into the pool, then attend with ``q`` [T, heads, head_dim].
 
-        Each token sees its row's KV up to and including its own position. Returns [T, heads * head_dim].
+        Each token sees its row's KV up to and including its own position, within the window of the layer's ``spec``.
+        Returns [T, heads * head_dim].
         """

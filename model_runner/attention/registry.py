@@ -6,8 +6,8 @@ import logging
 
 import torch
 
-from ...model_files.config import ModelConfig
 from ...model_files.errors import UnsupportedModel
+from ...model_files.spec import ModelSpec
 from ..kv_pool import MHATokenToKVPool
 from .base import AttentionBackend
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def choose_attention_backend(
-    name: str, config: ModelConfig, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+    name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> str:
     """What ``name`` stands for: "auto" is "cpu", the whole engine of ``kernels``, wherever that runs, else "torch".
 
@@ -23,7 +23,7 @@ def choose_attention_backend(
     """
     if name not in ("auto", "cpu"):
         return name
-    reason = _refusal(config, device, dtype, kv_dtype)
+    reason = _refusal(spec, device, dtype, kv_dtype)
     if reason is None:
         return "cpu"
     if name == "cpu":
@@ -33,7 +33,7 @@ def choose_attention_backend(
     return "torch"
 
 
-def _refusal(config: ModelConfig, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+def _refusal(spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
     """Why the CPU kernels can't be used, or None. Builds them, if nobody has."""
     if device.type != "cpu":
         return f"the CPU kernels do not run on {device.type}"
@@ -41,7 +41,7 @@ def _refusal(config: ModelConfig, device: torch.device, dtype: torch.dtype, kv_d
     from ..kernels.cpu_engine import refusal
     from ..kernels.library import load_library
 
-    reason = refusal(config, dtype, kv_dtype)
+    reason = refusal(spec, dtype, kv_dtype)
     if reason is None:
         try:
             load_library()
@@ -50,10 +50,10 @@ def _refusal(config: ModelConfig, device: torch.device, dtype: torch.dtype, kv_d
     return reason
 
 
-def make_attention_backend(name: str, pool: MHATokenToKVPool, num_heads: int, dtype: torch.dtype) -> AttentionBackend:
+def make_attention_backend(name: str, pool: MHATokenToKVPool, dtype: torch.dtype) -> AttentionBackend:
     """The backend ``name`` over ``pool``; ``dtype`` is that of the queries. Raises ``ValueError`` for unknown names."""
     if name == "torch":
         from .torch_backend import TorchAttention
 
-        return TorchAttention(pool, num_heads, dtype)
+        return TorchAttention(pool, dtype)
     raise ValueError(f"there is no attention backend {name!r}; there is torch")

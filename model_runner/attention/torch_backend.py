@@ -6,6 +6,9 @@ never repeated. Longer entries run one by one, in blocks of queries that see no 
 
 Shapes: T tokens of the pass, B entries of one token, S gathered lanes (whole pages), H heads, K KV heads, G = H / K,
 D head_dim.
+
+What differs from layer to layer comes with each call: a window is a mask of its own, made when its first layer asks for
+it; a soft cap needs the scores themselves, so such layers multiply them out instead of calling torch's own attention.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...model_files.spec import AttentionSpec
 from ..forward_batch import ForwardBatch
 from ..kv_pool import MHATokenToKVPool
 from .base import AttentionBackend
@@ -24,11 +28,11 @@ QUERY_BLOCK = 128
 
 
 class DecodePlan(NamedTuple):
-    """Entries of one token. ``tokens``: [B] indices into T; ``pages``: [B * S / page_size]; ``mask``: [B, 1, 1, S]."""
+    """Entries of one token. ``tokens``: [B] indices into T; ``pages``: [B * S / page_size]; ``kv_lens``: [B]."""
 
     tokens: Tensor
     pages: Tensor
-    mask: Tensor
+    kv_lens: Tensor
 
 
 class ExtendPlan(NamedTuple):
@@ -43,17 +47,17 @@ class ExtendPlan(NamedTuple):
 class TorchAttention(AttentionBackend):
     """The reference backend."""
 
-    def __init__(self, pool: MHATokenToKVPool, num_heads: int, dtype: torch.dtype) -> None:
+    def __init__(self, pool: MHATokenToKVPool, dtype: torch.dtype) -> None:
         if pool.layout.order != "tokens":
             raise ValueError(f"the torch backend reads KV in token order, not in {pool.layout.order!r}")
         self._pool = pool
         self._page_size = pool.layout.page_size
-        self._num_heads = num_heads
         self._dtype = dtype
         self._token_rows = torch.empty(0)
         self._decode: DecodePlan | None = None
         self._extends: list[ExtendPlan] = []
-        self._causal_mask = torch.empty(0)
+        self._decode_masks: dict[int | None, Tensor] = {}
+        self._extend_masks: dict[int | None, Tensor] = {}
 
     def plan(self, batch: ForwardBatch) -> None:
         """See the base class."""
@@ -64,21 +68,21 @@ class TorchAttention(AttentionBackend):
         short = [b for b, q_len in enumerate(batch.q_lens) if q_len == 1]
         self._decode = self._plan_decode(batch, short, [firsts[b] for b in short]) if short else None
         self._extends = [self._plan_extend(batch, b, firsts[b]) for b, q_len in enumerate(batch.q_lens) if q_len > 1]
-        longest = max((entry.kv_len for entry in self._extends), default=0)
-        self._causal_mask = _causal_mask(longest, self._dtype, batch.input_ids.device)
+        self._decode_masks.clear()
+        self._extend_masks.clear()
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """See the base class."""
         self._pool.store(layer, self._token_rows, k, v)
         if self._decode is not None and not self._extends:
-            return self._run_decode(layer, self._decode, q).flatten(1)
+            return self._run_decode(layer, self._decode, q, spec).flatten(1)
         out_THD = torch.empty_like(q, memory_format=torch.contiguous_format)
         if self._decode is not None:
             tokens = self._decode.tokens
-            out_THD[tokens] = self._run_decode(layer, self._decode, q[tokens])
+            out_THD[tokens] = self._run_decode(layer, self._decode, q[tokens], spec)
         for entry in self._extends:
             span = slice(entry.first, entry.first + entry.q_len)
-            self._run_extend(layer, entry, q[span], out_THD[span])
+            self._run_extend(layer, entry, q[span], out_THD[span], spec)
         return out_THD.flatten(1)
 
     def _plan_decode(self, batch: ForwardBatch, entries: list[int], tokens: list[int]) -> DecodePlan:
@@ -91,10 +95,7 @@ class TorchAttention(AttentionBackend):
         first_lane = torch.arange(num_pages, device=device) * self._page_size
         # Beyond a row's end the table holds anything: such lanes read page 0.
         pages = torch.where(first_lane < kv_lens[:, None], table // self._page_size, 0).to(torch.int64)
-        lanes = torch.arange(num_pages * self._page_size, device=device)
-        mask = torch.zeros(len(entries), lanes.shape[0], dtype=self._dtype, device=device)
-        mask.masked_fill_(lanes >= kv_lens[:, None], float("-inf"))
-        return DecodePlan(index, pages.flatten(), mask[:, None, None])
+        return DecodePlan(index, pages.flatten(), kv_lens)
 
     def _plan_extend(self, batch: ForwardBatch, entry: int, first: int) -> ExtendPlan:
         kv_len = batch.starts[entry] + batch.q_lens[entry]
@@ -105,43 +106,74 @@ class TorchAttention(AttentionBackend):
         k, v = self._pool.gather(layer, pages)
         return k.to(self._dtype), v.to(self._dtype)
 
-    def _run_decode(self, layer: int, plan: DecodePlan, q_BHD: Tensor) -> Tensor:
+    def _run_decode(self, layer: int, plan: DecodePlan, q_BHD: Tensor, spec: AttentionSpec) -> Tensor:
         """Attend from one token of each entry: [B, H, D]."""
         batch, heads, dim = q_BHD.shape
-        kv_heads = self._pool.layout.kv_heads
         k, v = self._gather(layer, plan.pages)
-        k_BKSD = k.view(batch, -1, kv_heads, dim).transpose(1, 2)
-        v_BKSD = v.view(batch, -1, kv_heads, dim).transpose(1, 2)
-        q_BKGD = q_BHD.reshape(batch, kv_heads, heads // kv_heads, dim)
-        out = F.scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=plan.mask)
-        return out.reshape(batch, heads, dim)
+        k_BKSD = k.view(batch, -1, spec.kv_heads, dim).transpose(1, 2)
+        v_BKSD = v.view(batch, -1, spec.kv_heads, dim).transpose(1, 2)
+        q_BKGD = q_BHD.reshape(batch, spec.kv_heads, heads // spec.kv_heads, dim)
+        mask = self._decode_mask(plan, k_BKSD.shape[2], spec.window)
+        return _attend(q_BKGD, k_BKSD, v_BKSD, mask, spec).reshape(batch, heads, dim)
 
-    def _run_extend(self, layer: int, entry: ExtendPlan, q_THD: Tensor, out_THD: Tensor) -> None:
+    def _run_extend(self, layer: int, entry: ExtendPlan, q_THD: Tensor, out_THD: Tensor, spec: AttentionSpec) -> None:
         """Attend from all tokens of one entry, into ``out_THD``."""
         k, v = self._gather(layer, entry.pages)
         k_KSD, v_KSD = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
         q_HTD = q_THD.transpose(0, 1)[None]
-        width = self._causal_mask.shape[1]
+        causal = self._extend_mask(spec.window, q_THD.device)
+        width = causal.shape[1]
         for begin in range(0, entry.q_len, QUERY_BLOCK):
             end = min(begin + QUERY_BLOCK, entry.q_len)
             seen = entry.kv_len - entry.q_len + end
-            mask = self._causal_mask[QUERY_BLOCK - (end - begin) :, width - seen :]
-            out = F.scaled_dot_product_attention(
-                q_HTD[:, :, begin:end], k_KSD[:, :, :seen], v_KSD[:, :, :seen], attn_mask=mask, enable_gqa=True
-            )
+            mask = causal[QUERY_BLOCK - (end - begin) :, width - seen :]
+            out = _attend(q_HTD[:, :, begin:end], k_KSD[:, :, :seen], v_KSD[:, :, :seen], mask, spec)
             out_THD[begin:end] = out[0].transpose(0, 1)
 
+    def _decode_mask(self, plan: DecodePlan, lanes: int, window: int | None) -> Tensor:
+        """[B, 1, 1, S]."""
+        if window not in self._decode_masks:
+            lane = torch.arange(lanes, device=plan.kv_lens.device)
+            hidden = lane >= plan.kv_lens[:, None]
+            if window is not None:
+                hidden |= lane < plan.kv_lens[:, None] - window
+            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
+            self._decode_masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        return self._decode_masks[window]
 
-def _causal_mask(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[QUERY_BLOCK, width] whose last query sees every key and each one before sees one key less.
+    def _extend_mask(self, window: int | None, device: torch.device) -> Tensor:
+        if window not in self._extend_masks:
+            longest = max(entry.kv_len for entry in self._extends)
+            self._extend_masks[window] = _causal_mask(longest, window, self._dtype, device)
+        return self._extend_masks[window]
+
+
+def _attend(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
+    """[B, H, T, D]; ``mask`` is added to the scores and fits [B, 1, T, S]."""
+    if spec.softcap is None:
+        grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
+        return F.scaled_dot_product_attention(
+            q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, scale=spec.scale, enable_gqa=grouped
+        )
+    batch, heads, tokens, dim = q_BHTD.shape
+    kv_heads = k_BKSD.shape[1]
+    q_BKGTD = q_BHTD.reshape(batch, kv_heads, heads // kv_heads, tokens, dim)
+    scores = q_BKGTD @ k_BKSD[:, :, None].transpose(-1, -2) * spec.scale
+    scores = scores.float().div_(spec.softcap).tanh_().mul_(spec.softcap)
+    weights = (scores + (mask if mask.dim() == 2 else mask[:, None])).softmax(-1).to(v_BKSD.dtype)
+    return (weights @ v_BKSD[:, :, None]).reshape(batch, heads, tokens, dim)
+
+
+def _causal_mask(width: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[QUERY_BLOCK, width] whose last query sees every key of its window, and each one before one key less.
 
     Its lower right corner of any size masks a block of that many queries over that many keys, whatever came before.
     """
     width = max(width, QUERY_BLOCK)
-    mask = torch.zeros(QUERY_BLOCK, width, dtype=dtype, device=device)
-    later = torch.ones(QUERY_BLOCK, QUERY_BLOCK, dtype=torch.bool, device=device).triu_(1)
-    mask[:, width - QUERY_BLOCK :].masked_fill_(later, float("-inf"))
-    return mask
+    hidden = torch.ones(QUERY_BLOCK, width, dtype=torch.bool, device=device).triu_(width - QUERY_BLOCK + 1)
+    if window is not None:
+        hidden |= torch.ones_like(hidden).tril_(width - QUERY_BLOCK - window)
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -118,13 +118,14 @@ def _bytes_read(model: ModelRunner, batch: ForwardBatch) -> float:
 
 def _operations(model: ModelRunner, batch: ForwardBatch) -> float:
     """Of the linear layers for every token, the head for the last of each row, and attention below the diagonal."""
-    config = model.config
-    width = config.num_heads * config.head_dim
-    weights = 2 * width + 2 * config.num_kv_heads * config.head_dim + 3 * config.intermediate_size
-    layers = batch.num_tokens * config.num_layers * weights * config.hidden_size
-    head = len(batch.q_lens) * config.vocab_size * config.hidden_size
+    spec = model.spec
+    width = sum(layer.attention.heads * layer.attention.head_dim for layer in spec.layers)
+    inner = sum(layer.mlp.inner for layer in spec.layers)
+    weights = 2 * width + 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim + 3 * inner
+    layers = batch.num_tokens * weights * spec.hidden_size
+    head = len(batch.q_lens) * spec.vocab_size * spec.hidden_size
     pairs = sum(count * (2 * start + count + 1) / 2 for start, count in zip(batch.starts, batch.q_lens, strict=True))
-    return 2.0 * (layers + head) + 4.0 * config.num_layers * width * pairs
+    return 2.0 * (layers + head) + 4.0 * width * pairs
 
 
 def make_batch(table: torch.Tensor, starts: list[int], q_lens: list[int], vocab_size: int) -> ForwardBatch:

@@ -1,4 +1,4 @@
-"""A Llama-family model on the CPU kernels: packed weights, and a whole forward pass in one call.
+"""A model on the CPU kernels: packed weights, and a whole forward pass in one call.
 
 Made from a loaded model, whose own weights may be dropped afterwards, but for the embedding table.
 """
@@ -15,14 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...model_files.config import ModelConfig
+from ...model_files.spec import Activation, ModelSpec, NormSpec, QKNorm
 from ...runtime.progress import ProgressLog
 from ..forward_batch import ForwardBatch
 from ..kv_pool import MHATokenToKVPool
 from ..layers.linear import Linear
+from ..layers.rms_norm import RMSNorm
 from ..layers.rotary import RotaryEmbedding
 from ..loader.quantized_blocks import HEAD_NAMES, BlockSource
-from ..models.llama import LlamaForCausalLM
+from ..models.decoder import Decoder
 from .attention import pool_view
 from .library import NATIVE_DTYPES, EngineConfig, ForwardArgs, WeightPart, load_library
 from .team import Team
@@ -55,15 +56,43 @@ class NormKind(IntEnum):
     FINAL = 4
 
 
-def refusal(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+def refusal(spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
     """Why the kernels can't run this model; None if they can."""
     if dtype not in NATIVE_DTYPES or kv_dtype not in NATIVE_DTYPES:
         return f"they compute in bfloat16 and float32, not in {dtype} over a KV pool of {kv_dtype}"
-    if config.head_dim % 16:
-        return f"they need a head_dim that is a multiple of 16, not {config.head_dim}"
-    if config.hidden_size % 2 or config.intermediate_size % 2:
+    if spec.head_dim % 16:
+        return f"they need a head_dim that is a multiple of 16, not {spec.head_dim}"
+    if spec.hidden_size % 2 or spec.layers[0].mlp.inner % 2:
         return "they need even hidden and intermediate sizes"
-    return None
+    lacking = _lacking(spec)
+    return f"they lack {', '.join(lacking)}" if lacking else None
+
+
+def _lacking(spec: ModelSpec) -> list[str]:
+    """What ``spec`` has that the kernels don't."""
+    layer = spec.layers[0]
+    attention, mlp = layer.attention, layer.mlp
+    norms: list[NormSpec | None] = [layer.before_attention, layer.before_mlp, spec.final_norm]
+    if attention.qk_norm is not None:
+        norms.append(attention.qk_norm_spec)
+    features = {
+        "layers that differ": any(other != layer for other in spec.layers),
+        "layers without norms before them": layer.before_attention is None or layer.before_mlp is None,
+        "post norms": layer.after_attention is not None or layer.after_mlp is not None,
+        "norms of different eps": len({norm.eps for norm in norms if norm is not None}) > 1,
+        f"the activation {mlp.activation}": mlp.activation != Activation.SILU,
+        "windows": attention.window is not None,
+        "soft caps of attention": attention.softcap is not None,
+        f"an attention scale of {attention.scale}": attention.scale != attention.head_dim**-0.5,
+        "norms of all heads of q and k together": attention.qk_norm == QKNorm.ALL,
+        "layers without positions": attention.rope is None,
+        "several ropes": len(spec.ropes) != 1,
+        "a residual scale": layer.residual_scale != 1.0,
+        "an embedding scale": spec.embedding_scale != 1.0,
+        "a logit scale": spec.logit_scale != 1.0,
+        "soft caps of logits": spec.logit_softcap is not None,
+    }
+    return [name for name, is_there in features.items() if is_there]
 
 
 class CpuEngine:
@@ -72,30 +101,30 @@ class CpuEngine:
     Linear layers take their weights from ``blocks`` where it has them, and from the model elsewhere.
     """
 
-    def __init__(
-        self, model: LlamaForCausalLM, pool: MHATokenToKVPool, team: Team, blocks: BlockSource | None = None
-    ) -> None:
+    def __init__(self, model: Decoder, pool: MHATokenToKVPool, team: Team, blocks: BlockSource | None = None) -> None:
         self._blocks = blocks
         self.weight_bytes = 0
         """What the linear layers' weights take, as a decode step reads them."""
         self._library = load_library()
-        self._config = config = model.config
+        self._spec = spec = model.spec
+        # All layers are alike, or refusal() would have said so.
+        attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
         self.pool, self.team = pool, team
         self._embedding = model.embed_tokens
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, dtype=torch.float32, device=torch.device("cpu"))
-        self._cos = self._sin = torch.empty(0, config.head_dim // 2)
+        self._rotary = RotaryEmbedding(spec.ropes[0], spec.head_dim, dtype=torch.float32, device=torch.device("cpu"))
+        self._cos = self._sin = torch.empty(0, spec.head_dim // 2)
         self.rotations: tuple[int, int, int] = (0, 0, 0)
         """Addresses of the cosines and sines, and how many positions they reach."""
         native = EngineConfig(
-            config.num_layers,
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.intermediate_size,
-            config.vocab_size,
-            config.rms_norm_eps,
-            config.qk_norm,
+            spec.num_layers,
+            spec.hidden_size,
+            attention.heads,
+            attention.kv_heads,
+            attention.head_dim,
+            mlp.inner,
+            spec.vocab_size,
+            spec.final_norm.eps,
+            attention.qk_norm is not None,
             pool_view(pool),
         )
         handle = self._library.pds_engine_new(native, NATIVE_DTYPES[self._embedding.dtype], team.handle)
@@ -113,7 +142,7 @@ class CpuEngine:
         Raises ``IndexError`` for a token that is not in the vocabulary.
         """
         ids, positions = batch.input_ids.numpy(), batch.positions.numpy()
-        if not 0 <= ids.min() <= ids.max() < self._config.vocab_size:
+        if not 0 <= ids.min() <= ids.max() < self._spec.vocab_size:
             raise IndexError(f"token ids reach from {ids.min()} to {ids.max()}")
         self.reserve_rotations(int(positions.max()) + 1)
         entries = np.empty((len(batch.q_lens), 4), dtype=np.int32)
@@ -122,7 +151,7 @@ class CpuEngine:
         entries[:, 2] = batch.q_lens
         entries[:, 3] = np.cumsum(entries[:, 2]) - entries[:, 2]
         wanted = batch.logit_indices.shape[0]
-        logits = torch.empty(wanted, self._config.vocab_size)
+        logits = torch.empty(wanted, self._spec.vocab_size)
         args = ForwardArgs(
             len(ids),
             len(entries),
@@ -156,34 +185,32 @@ class CpuEngine:
             return
         more = torch.arange(have, -(-positions // ROTATIONS) * ROTATIONS)
         rotation = self._rotary.forward(more)
-        half = self._config.head_dim // 2
+        half = self._spec.head_dim // 2
         # The second halves: those of the sines are not negated.
         self._cos = torch.cat((self._cos, rotation.cos[:, 0, half:]))
         self._sin = torch.cat((self._sin, rotation.sin[:, 0, half:]))
         self.rotations = (self._cos.data_ptr(), self._sin.data_ptr(), len(self._cos))
 
-    def _pack(self, model: LlamaForCausalLM) -> None:
+    def _pack(self, model: Decoder) -> None:
         # The head counts as a layer.
         progress = ProgressLog(log, "packing the weights", len(model.layers) + 1)
         for i, layer in enumerate(model.layers):
-            attention, mlp, prefix = layer.attention, layer.mlp, f"model.layers.{i}"
-            qkv = [f"{prefix}.self_attn.{name}_proj.weight" for name in "qkv"]
-            self._set_linear(LinearKind.QKV, i, attention.qkv_proj, qkv)
-            self._set_linear(LinearKind.O, i, attention.o_proj, [f"{prefix}.self_attn.o_proj.weight"])
-            gate_up = [f"{prefix}.mlp.{name}_proj.weight" for name in ("gate", "up")]
-            self._set_linear(LinearKind.GATE_UP, i, mlp.gate_up_proj, gate_up)
-            self._set_linear(LinearKind.DOWN, i, mlp.down_proj, [f"{prefix}.mlp.down_proj.weight"])
-            self._set_norm(NormKind.ATTENTION, i, layer.attention_norm.weight)
-            self._set_norm(NormKind.MLP, i, layer.mlp_norm.weight)
-            if attention.q_norm is not None and attention.k_norm is not None:
-                self._set_norm(NormKind.Q, i, attention.q_norm.weight)
-                self._set_norm(NormKind.K, i, attention.k_norm.weight)
+            attention, mlp = layer.attention, layer.mlp
+            self._set_linear(LinearKind.QKV, i, attention.qkv_proj, "q_proj", "k_proj", "v_proj")
+            self._set_linear(LinearKind.O, i, attention.o_proj, "o_proj")
+            self._set_linear(LinearKind.GATE_UP, i, mlp.gate_up_proj, "gate_proj", "up_proj")
+            self._set_linear(LinearKind.DOWN, i, mlp.down_proj, "down_proj")
+            self._set_norm(NormKind.ATTENTION, i, layer.before_attention)
+            self._set_norm(NormKind.MLP, i, layer.before_mlp)
+            self._set_norm(NormKind.Q, i, attention.q_norm)
+            self._set_norm(NormKind.K, i, attention.k_norm)
             progress.advance(1)
-        self._set_norm(NormKind.FINAL, 0, model.norm.weight)
+        self._set_norm(NormKind.FINAL, 0, model.norm)
         self._set_weight(LinearKind.HEAD, 0, model.lm_head, None, HEAD_NAMES[:1])
         self._library.pds_engine_set_embedding(self.handle, self._embedding.data_ptr())
 
-    def _set_linear(self, kind: LinearKind, layer: int, linear: Linear, names: Sequence[str]) -> None:
+    def _set_linear(self, kind: LinearKind, layer: int, linear: Linear, *parts: str) -> None:
+        names = [f"layers.{layer}.{part}.weight" for part in parts]
         self._set_weight(kind, layer, linear.weight, linear.bias, names)
 
     def _set_weight(
@@ -205,7 +232,9 @@ class CpuEngine:
         if answer > 0:
             raise ValueError(f"{', '.join(names)} can't be multiplied with together")
 
-    def _set_norm(self, kind: NormKind, layer: int, weight: Tensor) -> None:
-        floats = weight.float().contiguous()
+    def _set_norm(self, kind: NormKind, layer: int, norm: RMSNorm | None) -> None:
+        if norm is None:
+            return
+        floats = norm.scale.contiguous()
         if self._library.pds_engine_set_norm(self.handle, kind, layer, floats.data_ptr()) != 0:
             raise MemoryError("no memory for the packed weights")

@@ -25,14 +25,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ...model_files.config_reader import read_config
+from ...model_files.families.registry import spec_from_hf
 from ...model_files.model_path import ModelSource, resolve_model
+from ...model_files.rope_order import row_order
+from ...model_files.spec_reader import read_spec
+from ...model_files.tensor_names import HEAD, find_parts
 from ...model_files.text.load import load_tokenizer
 from ...runtime.options import ServerOptions
 from ..forward_batch import ForwardBatch
 from ..loader.load import load_model_weights
 from ..model_runner import ModelRunner
-from ..models.registry import make_model
+from ..models.decoder import Decoder
 
 REFERENCE = "transformers float32"
 ROWS = 64
@@ -102,15 +105,15 @@ def make_ways(model_path: str, window: int) -> Iterator[tuple[str, Way]]:
 
 
 def dequantised(source: ModelSource) -> dict[str, Tensor]:
-    """The weights as pdserve's own loader reads them, in float32, by their Hugging Face names."""
-    config = read_config(source)
-    weights = make_model(config, torch.float32, torch.device("cpu")).weights()
-    load_model_weights(weights, source, config, "auto", 0)
+    """The weights as pdserve's own loader reads them, in float32, by our names."""
+    spec = read_spec(source)
+    weights = Decoder(spec, torch.float32, torch.device("cpu")).weights()
+    load_model_weights(weights, source, spec, "auto", 0)
     return weights
 
 
 def transformers_model(source: ModelSource, weights: dict[str, Tensor]) -> Any:
-    """The model of transformers in float32, with ``weights``.
+    """The model of transformers in float32, with ``weights`` (by our names).
 
     Its config is what transformers itself reads in the files, so that a mistake in our own reading shows.
     """
@@ -122,11 +125,28 @@ def transformers_model(source: ModelSource, weights: dict[str, Tensor]) -> Any:
     else:
         config = AutoConfig.from_pretrained(source.path)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    missing, unexpected = model.load_state_dict(weights, strict=False)
+    theirs = as_theirs(config.to_dict(), list(model.state_dict()), weights)
+    missing, unexpected = model.load_state_dict(theirs, strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:
         raise ValueError(f"transformers has other weights: {missing} are missing, {unexpected} are too many")
     model.tie_weights()
     return model
+
+
+def as_theirs(config: dict[str, Any], names: Sequence[str], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our ``weights`` as the tensors ``names`` of a Hugging Face model; one whose parts we don't have is left out."""
+    spec = spec_from_hf(config)
+    theirs = {}
+    for name in names:
+        parts = [part.name for part in find_parts(spec, name)]
+        if not parts or (parts == [HEAD] and HEAD not in weights):
+            continue
+        rows = []
+        for part in parts:
+            order = row_order(spec, part)
+            rows.append(weights[part] if order is None else weights[part][torch.from_numpy(order.argsort())])
+        theirs[name] = torch.cat(rows)
+    return theirs
 
 
 def in_bfloat16(model: Any) -> Any:

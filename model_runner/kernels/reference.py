@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...model_files.spec import Activation
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x`` [T, in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [T, out]."""
@@ -28,10 +30,16 @@ def rope(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     return torch.addcmul(x_THD * cos_TD, x_THD.roll(x_THD.shape[-1] // 2, -1), sin_TD)
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """``silu(gate) * up`` for ``x`` = [gate, up] of shape [T, 2 I]: [T, I]."""
+def gate_and_mul(x: Tensor, activation: Activation) -> Tensor:
+    """``activation(gate) * up`` for ``x`` = [gate, up] of shape [T, 2 I]: [T, I]."""
     gate, up = x.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    match activation:
+        case Activation.SILU:
+            return F.silu(gate).mul_(up)
+        case Activation.GELU:
+            return F.gelu(gate).mul_(up)
+        case Activation.GELU_TANH:
+            return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def store_kv(pool_rows: Tensor, key_rows: Tensor, value_rows: Tensor, k: Tensor, v: Tensor) -> None:

@@ -6,15 +6,16 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from ...model_files.errors import InvalidWeights
+from ...model_files.rope_order import row_order
+from ...model_files.spec import ModelSpec
+from ...model_files.tensor_names import HEAD, find_parts, is_not_needed
 from ...runtime.progress import ProgressLog
 
 log = logging.getLogger(__name__)
-
-# What checkpoints may carry and the model computes or shares itself.
-NOT_NEEDED = ("rotary_emb.inv_freq", "lm_head.weight")
 
 
 class WeightSource(ABC):
@@ -22,7 +23,30 @@ class WeightSource(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor once, by its Hugging Face name, in that layout, on the CPU, of any float type."""
+        """Every tensor once, by our name, its rows in our order, on the CPU, of any float type.
+
+        One whose name is not known comes as it is, for the loader to refuse.
+        """
+
+
+def as_ours(spec: ModelSpec, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The checkpoint's tensor ``name`` as ours: cut where several lie in it, the rows of q and k in our order.
+
+    Raises ``InvalidWeights`` where it has another number of rows than those in it together.
+    """
+    parts = find_parts(spec, name)
+    if not parts:
+        yield name, tensor
+        return
+    rows = sum(part.rows or 0 for part in parts)
+    if len(parts) > 1 and tensor.shape[0] != rows:
+        raise InvalidWeights(f"{name!r} has {tensor.shape[0]} rows, the config means {rows}")
+    for part in parts:
+        values = tensor if part.rows is None else tensor[part.first : part.first + part.rows]
+        order = row_order(spec, part.name)
+        if order is not None and len(order) == values.shape[0]:
+            values = values[torch.from_numpy(order)]
+        yield part.name, values
 
 
 def load_weights(weights: dict[str, Tensor], source: WeightSource) -> None:
@@ -32,7 +56,8 @@ def load_weights(weights: dict[str, Tensor], source: WeightSource) -> None:
     for name, tensor in source.tensors():
         target = missing.pop(name, None)
         if target is None:
-            if name.endswith(NOT_NEEDED):
+            # A head that is tied to the embedding may lie in the file all the same.
+            if is_not_needed(name) or name == HEAD:
                 continue
             raise InvalidWeights(f"the checkpoint holds {name!r}, which its config does not account for")
         if target.shape != tensor.shape:

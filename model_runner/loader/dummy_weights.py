@@ -23,7 +23,7 @@ class DummyWeights(WeightSource):
         """See the base class."""
         generator = torch.Generator().manual_seed(self._seed)
         for name, shape in self._shapes.items():
-            if name.endswith("norm.weight"):
+            if len(shape) == 1 and name.endswith(".weight"):
                 yield name, torch.ones(shape)
             else:
                 yield name, torch.empty(shape).normal_(0.0, STD, generator=generator)

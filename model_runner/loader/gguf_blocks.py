@@ -12,8 +12,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ...model_files.config import ModelConfig
 from ...model_files.errors import InvalidWeights
+from ...model_files.spec import ModelSpec
 from .gguf_weights import GGUFMatrix, GGUFWeights
 from .quantized_blocks import FORMATS, HEAD_NAMES, BlockSource, BlockWeight
 from .samples import spread
@@ -28,9 +28,9 @@ PANEL = 32
 class GGUFBlocks(BlockSource):
     """The matrices of a file whose kinds the kernels know. The file stays open as long as this lives."""
 
-    def __init__(self, path: Path, config: ModelConfig) -> None:
-        self._matrices = GGUFWeights(path, config).matrices()
-        self._served = {group: self._can_serve(group) for group in linear_layers(config)}
+    def __init__(self, path: Path, spec: ModelSpec) -> None:
+        self._matrices = GGUFWeights(path, spec).matrices()
+        self._served = {group: self._can_serve(group) for group in linear_layers(spec)}
         names = {name for group, served in self._served.items() if served for name in group}
         # A tied head is multiplied with as blocks, but the table of embeddings beside it is read by the row.
         self.left_out = frozenset(names & self._matrices.keys() - {HEAD_NAMES[1]})
@@ -41,7 +41,7 @@ class GGUFBlocks(BlockSource):
         if not self._served[tuple(names)]:
             return None
         matrices = [self._matrix(name) for name in names]
-        return [BlockWeight(FORMATS[m.kind], np.ascontiguousarray(m.order(m.rows))) for m in matrices]
+        return [BlockWeight(FORMATS[m.kind], np.ascontiguousarray(m.ordered_rows)) for m in matrices]
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
         """See the base class."""
@@ -97,12 +97,11 @@ class GGUFBlocks(BlockSource):
         return not mixed or (len(group) == 3 and all(matrix.shape[0] % PANEL == 0 for matrix in matrices))
 
 
-def linear_layers(config: ModelConfig) -> Iterator[tuple[str, ...]]:
+def linear_layers(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
     """The names of the weights that are multiplied with together, for each linear layer of the engine."""
-    for i in range(config.num_layers):
-        prefix = f"model.layers.{i}"
-        q, k, v, o = (f"{prefix}.self_attn.{name}_proj.weight" for name in "qkvo")
-        gate, up, down = (f"{prefix}.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+    for i in range(spec.num_layers):
+        q, k, v, o = (f"layers.{i}.{name}_proj.weight" for name in "qkvo")
+        gate, up, down = (f"layers.{i}.{name}_proj.weight" for name in ("gate", "up", "down"))
         yield from ((q, k, v), (o,), (gate, up), (down,))
     yield HEAD_NAMES[:1]
 

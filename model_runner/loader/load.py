@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Literal
 
 import msgspec
@@ -10,8 +10,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ...model_files.config import ModelConfig
 from ...model_files.model_path import ModelSource
+from ...model_files.spec import ModelSpec
 from .base import WeightSource, load_weights
 from .dummy_weights import DummyWeights
 from .quantized_blocks import BlockSource
@@ -21,7 +21,7 @@ from .samples import spread
 def load_model_weights(
     weights: dict[str, Tensor],
     source: ModelSource,
-    config: ModelConfig,
+    spec: ModelSpec,
     load_format: Literal["auto", "dummy"],
     seed: int,
     blocks: BlockSource | None = None,
@@ -36,13 +36,13 @@ def load_model_weights(
         left_out = blocks.left_out
     wanted = {name: view for name, view in weights.items() if name not in left_out}
     with torch.inference_mode():
-        load_weights(wanted, _open_source(wanted, source, config, load_format, seed, left_out))
+        load_weights(wanted, _open_source(wanted, source, spec, load_format, seed, left_out))
 
 
 def _open_source(
     weights: dict[str, Tensor],
     source: ModelSource,
-    config: ModelConfig,
+    spec: ModelSpec,
     load_format: str,
     seed: int,
     left_out: frozenset[str],
@@ -52,22 +52,24 @@ def _open_source(
     if source.kind == "gguf":
         from .gguf_weights import GGUFWeights
 
-        return GGUFWeights(source.path, config, left_out)
+        return GGUFWeights(source.path, spec, left_out)
     from .safetensors_weights import SafetensorsWeights
 
-    return SafetensorsWeights(source.path)
+    return SafetensorsWeights(source.path, spec)
 
 
 def fingerprint(
-    config: ModelConfig, weights: dict[str, Tensor], quantization: str = "none", blocks: BlockSource | None = None
+    spec: ModelSpec, weights: dict[str, Tensor], quantization: str = "none", blocks: BlockSource | None = None
 ) -> str:
     """16 hex digits that two instances share if they serve the same weights in the same type, rounded alike.
 
     ``weights`` that ``blocks`` has in the place of floats count as those blocks.
 
-    Hashes the config and ``SAMPLES`` values spread over each tensor: enough to tell checkpoints apart, in milliseconds.
+    Hashes the model and ``SAMPLES`` values spread over each tensor: enough to tell checkpoints apart, in milliseconds.
+    How long a sequence is served does not count, but what follows from it does (longrope's factors), and neither do the
+    names of the tensors in the files.
     """
-    digest = xxhash.xxh3_64(msgspec.json.encode(asdict(config)))
+    digest = xxhash.xxh3_64(msgspec.json.encode(asdict(replace(spec, context_length=0, tensors={}))))
     if quantization != "none":
         digest.update(quantization.encode())
     for name in sorted(weights):

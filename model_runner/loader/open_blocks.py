@@ -6,15 +6,15 @@ from typing import Literal
 
 import torch
 
-from ...model_files.config import ModelConfig
 from ...model_files.errors import UnsupportedModel
 from ...model_files.model_path import ModelSource
+from ...model_files.spec import ModelSpec
 from .gguf_blocks import GGUFBlocks
 from .quantized_blocks import BlockSource, RoundedBlocks
 
 
 def open_blocks(
-    quantization: Literal["gguf", "int8", "int4"], source: ModelSource, config: ModelConfig, dtype: torch.dtype
+    quantization: Literal["gguf", "int8", "int4"], source: ModelSource, spec: ModelSpec, dtype: torch.dtype
 ) -> BlockSource:
     """What ``--quantization`` means for the model at ``source``; raises ``UnsupportedModel``.
 
@@ -26,6 +26,6 @@ def open_blocks(
         return RoundedBlocks(4)
     if source.kind != "gguf":
         raise UnsupportedModel("--quantization gguf serves the blocks of a .gguf file; use int8 or int4 for this model")
-    blocks = GGUFBlocks(source.path, config)
+    blocks = GGUFBlocks(source.path, spec)
     blocks.log_summary(dtype)
     return blocks

@@ -18,8 +18,10 @@ import xxhash
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
+from ...model_files.tensor_names import EMBEDDING, HEAD
+
 BLOCK = 32
-HEAD_NAMES = ("lm_head.weight", "model.embed_tokens.weight")
+HEAD_NAMES = (HEAD, EMBEDDING)
 
 
 class BlockFormat(IntEnum):

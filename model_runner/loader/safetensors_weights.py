@@ -10,13 +10,15 @@ from torch import Tensor
 
 from ...model_files.checkpoint import checkpoint_files
 from ...model_files.errors import InvalidWeights
-from .base import WeightSource
+from ...model_files.spec import ModelSpec
+from .base import WeightSource, as_ours
 
 
 class SafetensorsWeights(WeightSource):
     """The tensors of a folder's checkpoint, memory-mapped."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, spec: ModelSpec) -> None:
+        self._spec = spec
         self._files = checkpoint_files(folder)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -25,6 +27,6 @@ class SafetensorsWeights(WeightSource):
             try:
                 with safe_open(file, framework="pt") as tensors:
                     for name in tensors.keys():  # noqa: SIM118 - not a dict
-                        yield name, tensors.get_tensor(name)
+                        yield from as_ours(self._spec, name, tensors.get_tensor(name))
             except (SafetensorError, OSError) as e:
                 raise InvalidWeights(f"{file} can't be read: {e}") from e

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...model_files.checkpoint import TensorSize, tensor_sizes
-from ...model_files.config import ModelConfig
-from ...model_files.config_reader import read_config
 from ...model_files.errors import InvalidWeights, ModelError, ModelNotFound, NotDownloaded, UnsupportedModel
 from ...model_files.model_path import ModelSource, resolve_model
+from ...model_files.spec import ModelSpec
+from ...model_files.spec_reader import read_spec
 from ...model_files.text.errors import TokenizerLoadError
 from ...model_files.text.load import load_chat_template, load_tokenizer
 from ...model_runner.errors import NotEnoughMemory
@@ -34,7 +34,7 @@ def look_at_model(path: str, has_kernels: bool) -> Iterator[Finding]:
     """The model that ``path`` names. ``has_kernels``: whether a GGUF's blocks can be served as they are."""
     try:
         source = resolve_model(path, download=False)
-        config = read_config(source)
+        spec = read_spec(source)
         tensors = tensor_sizes(source)
     except NotDownloaded as e:
         yield warning(TOPIC, str(e), "pdserve server downloads it at its first start; that needs the network.")
@@ -45,11 +45,11 @@ def look_at_model(path: str, has_kernels: bool) -> Iterator[Finding]:
     values = sum(tensor.values for tensor in tensors)
     yield ok(
         TOPIC,
-        f"{source.path}: {config.model_type} with {config.num_layers} layers, {values / 1e9:.2f} billion weights, "
-        f"a context of {config.context_length} tokens",
+        f"{source.path}: {spec.family} with {spec.num_layers} layers, {values / 1e9:.2f} billion weights, "
+        f"a context of {spec.context_length} tokens",
     )
     as_blocks = source.kind == "gguf" and has_kernels
-    yield fit(config, weight_bytes(tensors, as_blocks), has_kernels and not as_blocks, host_memory())
+    yield fit(spec, weight_bytes(tensors, as_blocks), has_kernels and not as_blocks, host_memory())
     # The path that was found: a name would be looked up on the network again.
     yield from _texts(ServerOptions(model_path=str(source.path)), source)
 
@@ -66,20 +66,20 @@ def weight_bytes(tensors: Sequence[TensorSize], as_blocks: bool) -> int:
     return total
 
 
-def page_bytes(config: ModelConfig, page_size: int) -> int:
+def page_bytes(spec: ModelSpec, page_size: int) -> int:
     """Of a KV page."""
-    return config.num_layers * 2 * page_size * config.num_kv_heads * config.head_dim * VALUE_BYTES
+    return spec.num_layers * 2 * page_size * spec.num_kv_heads * spec.head_dim * VALUE_BYTES
 
 
-def fit(config: ModelConfig, weights: int, are_packed: bool, memory: Memory) -> Finding:
+def fit(spec: ModelSpec, weights: int, are_packed: bool, memory: Memory) -> Finding:
     """Whether ``weights`` (bytes) and a KV pool fit into the host's ``memory``, by the rule of the model worker.
 
     ``are_packed``: the kernels make a copy in their own order, and there are two until the last layer has one.
     """
     options = ServerOptions()
-    most = options.max_running_requests * (config.context_length + options.page_size - 1)
+    most = options.max_running_requests * (spec.context_length + options.page_size - 1)
     request = PoolRequest(options.max_total_tokens, options.mem_fraction_static, options.page_size, most)
-    page = page_bytes(config, options.page_size)
+    page = page_bytes(spec, options.page_size)
     needs = f"about {weights / GIB:.2f} GiB of weights{' (twice that while they are packed)' if are_packed else ''}"
     if weights * (1 + are_packed) >= memory.free:
         return problem(
@@ -94,7 +94,7 @@ def fit(config: ModelConfig, weights: int, are_packed: bool, memory: Memory) -> 
         return problem("fit", str(e))
     pool = f"a KV pool of {tokens} tokens ({(tokens // options.page_size + 1) * page / GIB:.2f} GiB)"
     text = f"{needs} and {pool} on the processor; {memory.free / GIB:.2f} GiB of memory are free"
-    if tokens < config.context_length:
+    if tokens < spec.context_length:
         return warning("fit", text, "The pool holds less than one full context; raise --mem-fraction-static.")
     return ok("fit", text)
 

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from pdserve.messages.worker import KVLayout
+from pdserve.model_files.spec import AttentionSpec
 from pdserve.model_runner.attention.registry import make_attention_backend
 from pdserve.model_runner.forward_batch import ForwardBatch
 from pdserve.model_runner.kv_pool import MHATokenToKVPool
 
 BACKENDS = ["torch"]
 HEADS, KV_HEADS, DIM, LAYERS, PAGES = 6, 2, 16, 2, 700
+PLAIN = AttentionSpec(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, scale=DIM**-0.5)
+SPECS = {
+    "plain": PLAIN,
+    "scaled": replace(PLAIN, scale=0.4),
+    "window": replace(PLAIN, window=37),
+    "window of one": replace(PLAIN, window=1),
+    "capped": replace(PLAIN, scale=0.5, softcap=1.5),
+    "capped window": replace(PLAIN, window=5, softcap=2.0),
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -48,15 +59,21 @@ def make_batch(starts: list[int], q_lens: list[int], page_size: int) -> ForwardB
     )
 
 
-def attend_in_float64(batch: ForwardBatch, data: torch.Tensor, layer: int, q: torch.Tensor) -> torch.Tensor:
+def attend_in_float64(
+    batch: ForwardBatch, data: torch.Tensor, layer: int, q: torch.Tensor, spec: AttentionSpec
+) -> torch.Tensor:
     """``data`` is the pool with this pass's KV stored."""
     page_size, out, first = data.shape[3], [], 0
     for row, start, q_len in zip(batch.rows.tolist(), batch.starts, batch.q_lens, strict=True):
         for i in range(q_len):
-            slots = batch.req_to_token[row, : start + i + 1].long()
+            begin = 0 if spec.window is None else max(0, start + i + 1 - spec.window)
+            slots = batch.req_to_token[row, begin : start + i + 1].long()
             kv = data[slots // page_size, layer, :, slots % page_size].double()
             k, v = (kv[:, part].repeat_interleave(HEADS // KV_HEADS, 1) for part in (0, 1))
-            weights = torch.einsum("hd,shd->hs", q[first + i].double(), k).mul(DIM**-0.5).softmax(-1)
+            scores = torch.einsum("hd,shd->hs", q[first + i].double(), k) * spec.scale
+            if spec.softcap is not None:
+                scores = spec.softcap * (scores / spec.softcap).tanh()
+            weights = scores.softmax(-1)
             out.append(torch.einsum("hs,shd->hd", weights, v).flatten())
         first += q_len
     return torch.stack(out)
@@ -75,25 +92,34 @@ def attend_in_float64(batch: ForwardBatch, data: torch.Tensor, layer: int, q: to
     ids=["first token", "decodes", "long chunks", "mixed"],
 )
 @pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("specs", [("plain", "scaled"), ("window", "window of one"), ("capped", "capped window")])
 def test_equals_float64(
-    backend: str, dtype: torch.dtype, tolerance: float, starts: list[int], q_lens: list[int], page_size: int
+    backend: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    starts: list[int],
+    q_lens: list[int],
+    page_size: int,
+    specs: tuple[str, str],
 ) -> None:
+    """Each layer has a spec of its own."""
     torch.manual_seed(11)
     layout = KVLayout(page_size, LAYERS, KV_HEADS, DIM, str(dtype).removeprefix("torch."), 0)
     pool = MHATokenToKVPool(layout, PAGES, torch.device("cpu"))
     pool.data[1:] = torch.randn_like(pool.data[1:])
     batch = make_batch(starts, q_lens, page_size)
-    attention = make_attention_backend(backend, pool, HEADS, dtype)
+    attention = make_attention_backend(backend, pool, dtype)
     attention.plan(batch)
     total = sum(q_lens)
     for layer in range(LAYERS):
         q, k, v = (torch.randn(total, heads, DIM).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
         before = pool.data.clone()
-        out = attention.forward(layer, q, k, v)
+        spec = SPECS[specs[layer]]
+        out = attention.forward(layer, q, k, v, spec)
         pages, offsets = batch.out_cache_loc // page_size, batch.out_cache_loc % page_size
         before[pages, layer, 0, offsets], before[pages, layer, 1, offsets] = k, v
         assert torch.equal(pool.data, before), "exactly this pass's slots are written"
-        expected = attend_in_float64(batch, pool.data, layer, q)
+        expected = attend_in_float64(batch, pool.data, layer, q, spec)
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
         assert out.shape == (total, HEADS * DIM)
 
@@ -102,4 +128,4 @@ def test_unknown_backend_is_named() -> None:
     layout = KVLayout(4, 1, 1, 2, "float32", 0)
     pool = MHATokenToKVPool(layout, 2, torch.device("cpu"))
     with pytest.raises(ValueError, match="no attention backend 'magic'; there is torch"):
-        make_attention_backend("magic", pool, 1, torch.float32)
+        make_attention_backend("magic", pool, torch.float32)

@@ -12,8 +12,8 @@ import torch
 from safetensors.numpy import save_file
 
 from pdserve.model_files.checkpoint import TensorSize
-from pdserve.model_files.config_reader import read_config
 from pdserve.model_files.model_path import resolve_model
+from pdserve.model_files.spec_reader import read_spec
 from pdserve.model_runner.kv_pool import make_layout
 from pdserve.runtime.machine.memory import Memory
 from pdserve.terminal.check.finding import Finding, Level
@@ -88,18 +88,18 @@ def test_a_model_that_is_not_here_is_not_fetched(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_pool_is_counted_as_the_worker_counts_it(tmp_path: Path) -> None:
-    config = read_config(resolve_model(str(make_model(tmp_path / "m"))))
-    assert page_bytes(config, 32) == make_layout(config, 32, torch.bfloat16).page_bytes
+    spec = read_spec(resolve_model(str(make_model(tmp_path / "m"))))
+    assert page_bytes(spec, 32) == make_layout(spec, 32, torch.bfloat16).page_bytes
 
 
 def test_what_does_not_fit(tmp_path: Path) -> None:
-    config = read_config(resolve_model(str(make_model(tmp_path / "m"))))
-    assert fit(config, GIB, False, Memory(64 * GIB, 2 * GIB)).level is Level.OK
+    spec = read_spec(resolve_model(str(make_model(tmp_path / "m"))))
+    assert fit(spec, GIB, False, Memory(64 * GIB, 2 * GIB)).level is Level.OK
     # Two copies while they are packed.
-    assert fit(config, GIB, True, Memory(64 * GIB, 2 * GIB)).level is Level.PROBLEM
-    assert fit(config, GIB, True, Memory(64 * GIB, 2 * GIB + 1)).level is Level.OK
+    assert fit(spec, GIB, True, Memory(64 * GIB, 2 * GIB)).level is Level.PROBLEM
+    assert fit(spec, GIB, True, Memory(64 * GIB, 2 * GIB + 1)).level is Level.OK
     # A third of the memory is for weights and pool together.
-    finding = fit(config, 4 * GIB, False, Memory(12 * GIB, 12 * GIB))
+    finding = fit(spec, 4 * GIB, False, Memory(12 * GIB, 12 * GIB))
     assert finding.level is Level.PROBLEM
     assert "--mem-fraction-static" in finding.text
 

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GlmConfig,
+    GlmForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_runner.forward_batch import ForwardBatch
@@ -51,6 +60,8 @@ def save_model(folder: Path, name: str) -> Path:
         "biased": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, head_dim=32, attention_bias=True, mlp_bias=True)),
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE | {"tie_word_embeddings": False})),
         "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32)),
+        # Neighbours in a half of each head, and fused projections.
+        "glm": lambda: GlmForCausalLM(GlmConfig(**SHAPE, head_dim=32, pad_token_id=0)),
     }[name]()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1)
@@ -102,7 +113,7 @@ def run_all(runner: ModelRunner) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
-@pytest.mark.parametrize("name", ["heads-64", "heads-16", "biased", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["heads-64", "heads-16", "biased", "qwen2", "qwen3", "glm"])
 def test_float32_is_the_torch_model(tmp_path: Path, name: str, threads: int) -> None:
     folder = save_model(tmp_path, name)
     runner = make_runner(folder, "cpu")

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdserve.model_runner.kernels.reference import linear, rms_norm, rope, silu_and_mul, store_kv
+from pdserve.model_files.spec import Activation
+from pdserve.model_runner.kernels.reference import gate_and_mul, linear, rms_norm, rope, store_kv
 
 STEP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 # Below the normal numbers, which float16 gets to easily, steps do not shrink any more.
@@ -82,7 +83,7 @@ def test_silu_and_mul(make: Make, rows: int, inner: int) -> None:
     exact = gate * gate.sigmoid() * up
     # silu and the product are both rounded, and either may be too small to be normal.
     smallest = SMALLEST[x.dtype] * (1 + up.abs())
-    close(silu_and_mul(x), exact, (1.05 * STEP[x.dtype] + FEW_OPERATIONS) * exact.abs() + smallest)
+    close(gate_and_mul(x, Activation.SILU), exact, (1.05 * STEP[x.dtype] + FEW_OPERATIONS) * exact.abs() + smallest)
     assert torch.equal(x, before)
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.model_files.config import ModelConfig, RopeConfig, RopeType, choose_context_length
-from pdserve.model_files.config_hf import read_hf_config
+from pdserve.model_files.context_length import choose_context_length, with_context, without_idle_windows
 from pdserve.model_files.errors import UnsupportedModel
+from pdserve.model_files.model_path import ModelSource
+from pdserve.model_files.spec import ModelSpec, QKNorm, RopeSpec, RopeType
+from pdserve.model_files.spec_reader import read_spec
 
 BASE = {
     "model_type": "llama",
@@ -23,9 +25,9 @@ BASE = {
 }
 
 
-def read(folder: Path, **fields: object) -> ModelConfig:
+def read(folder: Path, **fields: object) -> ModelSpec:
     (folder / "config.json").write_text(json.dumps(BASE | fields))
-    return read_hf_config(folder)
+    return read_spec(ModelSource("hf", folder))
 
 
 def test_older_and_newer_rope_spellings_agree(tmp_path: Path) -> None:
@@ -33,7 +35,9 @@ def test_older_and_newer_rope_spellings_agree(tmp_path: Path) -> None:
     older = read(tmp_path, rope_theta=500000.0, rope_scaling={"type": "llama3", **scaling})
     newer = read(tmp_path, rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, **scaling})
     assert older == newer
-    assert older.rope == RopeConfig(theta=500000.0, type=RopeType.LLAMA3, factor=8.0, original_context=1024)
+    assert older.ropes == (
+        RopeSpec(rotary_dim=16, theta=500000.0, type=RopeType.LLAMA3, factor=8.0, original_context=1024),
+    )
 
 
 def test_yarn_stretches_the_context(tmp_path: Path) -> None:
@@ -42,35 +46,65 @@ def test_yarn_stretches_the_context(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "context"),
+    ("fields", "windows"),
     [
-        ({"model_type": "mistral", "sliding_window": 1024}, 1024),
-        ({"model_type": "mistral", "sliding_window": None}, 4096),
-        ({"model_type": "qwen2", "sliding_window": 1024}, 4096),
-        ({"model_type": "qwen2", "sliding_window": 1024, "use_sliding_window": True}, 1024),
+        ({"model_type": "mistral", "sliding_window": 1024}, (1024, 1024)),
+        ({"model_type": "mistral", "sliding_window": None}, (None, None)),
+        ({"model_type": "qwen2", "sliding_window": 1024, "max_window_layers": 1}, (None, None)),
+        (
+            {"model_type": "qwen2", "sliding_window": 1024, "max_window_layers": 1, "use_sliding_window": True},
+            (None, 1024),
+        ),
     ],
 )
-def test_a_sliding_window_limits_the_context(tmp_path: Path, fields: dict[str, object], context: int) -> None:
-    assert read(tmp_path, **fields).context_length == context
+def test_a_sliding_window_is_the_layers_own(tmp_path: Path, fields: dict[str, object], windows: object) -> None:
+    spec = read(tmp_path, **fields)
+    assert tuple(layer.attention.window for layer in spec.layers) == windows
+    assert spec.context_length == 4096
+
+
+def test_a_window_that_no_sequence_outgrows_is_none(tmp_path: Path) -> None:
+    spec = read(tmp_path, model_type="mistral", sliding_window=1024)
+    assert without_idle_windows(with_context(spec, 1025)).layers == spec.layers
+    assert without_idle_windows(with_context(spec, 1024)).layers[0].attention.window is None
+
+
+def test_longrope_is_chosen_by_the_served_context(tmp_path: Path) -> None:
+    scaling = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    spec = read(tmp_path, rope_scaling={**scaling, "original_max_position_embeddings": 1024})
+    short, long = with_context(spec, 1024).ropes[0], with_context(spec, 1025).ropes[0]
+    assert (short.freq_factors, long.freq_factors) == ((1.0,) * 8, (4.0,) * 8)
+    assert not short.long_factors
+    assert short.attention_factor == long.attention_factor == pytest.approx((1 + 2 / 10) ** 0.5)
 
 
 def test_families_set_biases_and_norms(tmp_path: Path) -> None:
-    llama = read(tmp_path, attention_bias=True)
-    assert (llama.qkv_bias, llama.o_bias, llama.qk_norm) == (True, True, False)
-    qwen2 = read(tmp_path, model_type="qwen2")
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
-    qwen3 = read(tmp_path, model_type="qwen3")
-    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm) == (False, False, True)
+    llama = read(tmp_path, attention_bias=True).layers[0].attention
+    assert (llama.qkv_bias, llama.o_bias, llama.qk_norm) == (True, True, None)
+    qwen2 = read(tmp_path, model_type="qwen2").layers[0].attention
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, None)
+    qwen3 = read(tmp_path, model_type="qwen3").layers[0].attention
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm) == (False, False, QKNorm.HEAD)
 
 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({"model_type": "gpt2"}, "'gpt2' is not supported; supported are llama, mistral, qwen2, qwen3"),
-        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"hidden_act": "relu2"}, "activation 'relu2'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised safetensors"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported"),
-        ({"partial_rotary_factor": 0.5}, "a part of each head"),
+        ({"rope_scaling": {"rope_type": "mrope"}}, "'mrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "cached keys would have to change"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 3}},
+            "3 factors of frequencies",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "apart for each type of layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
+        ({"sliding_window": 512}, "sliding_window 512 is not supported for a 'llama' model"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
+        ({"model_type": "mistral", "layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ({"num_key_value_heads": 3}, "4 heads can't share 3"),
         ({"vocab_size": None}, "no usable model config"),
     ],
@@ -81,8 +115,8 @@ def test_refusals_name_the_reason(tmp_path: Path, fields: dict[str, object], say
 
 
 def test_context_length_option(tmp_path: Path) -> None:
-    config = read(tmp_path)
-    assert choose_context_length(config, None) == 4096
-    assert choose_context_length(config, 100) == 100
+    spec = read(tmp_path)
+    assert choose_context_length(spec, None) == 4096
+    assert choose_context_length(spec, 100) == 100
     with pytest.raises(UnsupportedModel, match="--context-length 5000 is not within"):
-        choose_context_length(config, 5000)
+        choose_context_length(spec, 5000)

@@ -1,4 +1,4 @@
-"""The native model, the KV pool and the torch attention backend together, against transformers in float32."""
+"""The native model, the KV pool and the torch attention backend together: batches, prefixes, types and pages."""
 
 from __future__ import annotations
 
@@ -7,23 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from support.model_harness import CONTEXT, PAGE, VOCAB, Harness, close, draw, draw_weights, reference_logits
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from pdserve.model_runner.forward_batch import ForwardBatch
-from pdserve.model_runner.model_runner import ModelRunner
-from pdserve.runtime.options import ServerOptions
-
-PAGE = 4
-VOCAB = 97
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -31,18 +17,8 @@ SHAPE = {
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": CONTEXT,
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
-LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -54,101 +30,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make_reference(name: str) -> torch.nn.Module:
-    """A tiny random model of transformers; every parameter is drawn, biases and norms included."""
-    torch.manual_seed(7)
-    model = {
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)),
-        "llama-biased": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True)),
-        "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3)),
-        "linear": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LINEAR)),
-        "yarn": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=YARN)),
-        "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None, head_dim=16)),
-        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)),
-    }[name]()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
-    return model.eval()
-
-
-class Harness:
-    """A runner over a tiny model, and rows whose pages are scattered over the pool."""
-
-    def __init__(self, folder: Path, **options: object) -> None:
-        defaults = {"dtype": "float32", "device": "cpu", "page_size": PAGE, "max_total_tokens": 96 * PAGE}
-        self.runner = ModelRunner(ServerOptions(model_path=str(folder), **(defaults | options)))
-        self.table = torch.full((8, 256), 10**9, dtype=torch.int32)  # what no row has mapped yet must not matter
-        order = torch.randperm(96, generator=torch.Generator().manual_seed(1)) + 1
-        self._free_pages = order.tolist()
-        self._lens = [0] * 8
-
-    def share(self, source: int, row: int, length: int) -> None:
-        """Map the first ``length`` positions (whole pages) of ``row`` to the slots of row ``source``."""
-        self.table[row, :length] = self.table[source, :length]
-        self._lens[row] = length
-
-    def forward(self, *entries: tuple[int, list[int]], logits_at: list[int] | None = None) -> torch.Tensor:
-        """Compute ``(row, tokens)`` entries, each behind what its row holds; logits of all tokens, or of some."""
-        starts = [self._lens[row] for row, _ in entries]
-        for row, tokens in entries:
-            for _ in tokens:
-                self._append(row)
-        spans = [torch.arange(s, s + len(t)) for s, (_, t) in zip(starts, entries, strict=True)]
-        slots = [self.table[row, span] for span, (row, _) in zip(spans, entries, strict=True)]
-        input_ids = torch.tensor([token for _, tokens in entries for token in tokens])
-        wanted = range(len(input_ids)) if logits_at is None else logits_at
-        return self.runner.forward(
-            ForwardBatch(
-                input_ids=input_ids,
-                positions=torch.cat(spans),
-                out_cache_loc=torch.cat(slots).long(),
-                rows=torch.tensor([row for row, _ in entries]),
-                starts=starts,
-                q_lens=[len(tokens) for _, tokens in entries],
-                req_to_token=self.table,
-                logit_indices=torch.tensor(list(wanted), dtype=torch.int64),
-            )
-        )
-
-    def _append(self, row: int) -> None:
-        position = self._lens[row]
-        first = position % PAGE == 0
-        slot = self._free_pages.pop() * PAGE if first else int(self.table[row, position - 1]) + 1
-        self.table[row, position] = slot
-        self._lens[row] += 1
-
-
-def reference_logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(torch.tensor([tokens])).logits[0]
-
-
-def draw(length: int, seed: int) -> list[int]:
-    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
-
-
 @pytest.fixture
 def llama(tmp_path: Path) -> tuple[torch.nn.Module, Path]:
-    model = make_reference("llama")
+    model = draw_weights(LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)))
     model.save_pretrained(tmp_path)
     return model, tmp_path
-
-
-@pytest.mark.parametrize("name", ["llama", "llama-biased", "llama3", "linear", "yarn", "mistral", "qwen2", "qwen3"])
-def test_every_family_equals_transformers(name: str, tmp_path: Path) -> None:
-    model = make_reference(name)
-    model.save_pretrained(tmp_path)
-    harness, tokens = Harness(tmp_path), draw(150, 3)
-    expected = reference_logits(model, tokens)
-    assert expected.std() > 0.3
-    close(harness.forward((0, tokens[:141])), expected[:141])
-    for position in range(141, 150):
-        close(harness.forward((0, tokens[position : position + 1])), expected[position : position + 1])
 
 
 def test_mixed_batches_of_chunks_and_decodes(llama: tuple[torch.nn.Module, Path]) -> None:

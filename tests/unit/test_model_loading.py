@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -11,13 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from pdserve.model_files.config import ModelConfig
-from pdserve.model_files.config_reader import read_config
 from pdserve.model_files.errors import InvalidWeights
 from pdserve.model_files.model_path import ModelSource
+from pdserve.model_files.spec import ModelSpec, RopeType
+from pdserve.model_files.spec_reader import read_spec
+from pdserve.model_files.tensor_names import GGUF_LAYER
 from pdserve.model_runner.layers.rotary import inverse_frequencies
 from pdserve.model_runner.loader.load import fingerprint, load_model_weights
-from pdserve.model_runner.models.registry import make_model
+from pdserve.model_runner.models.decoder import Decoder
 
 SHAPE = {
     "vocab_size": 1500,
@@ -36,26 +38,19 @@ MODELS = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32)),
 }
-PARTS = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+GLOBAL = {
+    "embed_tokens.weight": "token_embd.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
 }
+PARTS = {ours[0]: theirs for theirs, ours in GGUF_LAYER.items() if len(ours) == 1}
 
 
-def load(source: ModelSource, load_format: str = "auto", seed: int = 0) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    config = read_config(source)
-    weights = make_model(config, torch.float32, torch.device("cpu")).weights()
-    load_model_weights(weights, source, config, load_format, seed)
-    return config, weights
+def load(source: ModelSource, load_format: str = "auto", seed: int = 0) -> tuple[ModelSpec, dict[str, torch.Tensor]]:
+    spec = read_spec(source)
+    weights = Decoder(spec, torch.float32, torch.device("cpu")).weights()
+    load_model_weights(weights, source, spec, load_format, seed)
+    return spec, weights
 
 
 def save_hf(name: str, folder: Path) -> ModelSource:
@@ -68,11 +63,9 @@ def save_hf(name: str, folder: Path) -> ModelSource:
 
 
 def gguf_name(name: str) -> str:
-    names = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-    if not name.startswith("model.layers."):
-        return names.get(name, "output.weight")
-    layer, part = name.removeprefix("model.layers.").split(".", 1)
-    part, kind = part.rsplit(".", 1)
+    if name in GLOBAL:
+        return GLOBAL[name]
+    _, layer, part, kind = name.split(".")
     return f"blk.{layer}.{PARTS[part]}.{kind}"
 
 
@@ -86,30 +79,31 @@ def to_llama_cpp_order(rows: np.ndarray, heads: int) -> np.ndarray:
     return out
 
 
-def save_gguf(name: str, config: ModelConfig, weights: dict[str, torch.Tensor], path: Path) -> ModelSource:
+def save_gguf(name: str, spec: ModelSpec, weights: dict[str, torch.Tensor], path: Path) -> ModelSource:
     writer = gguf.GGUFWriter(path, name)
+    attention, rope = spec.layers[0].attention, spec.ropes[0]
     # Long arrays come first, so that a wrong step over them derails everything behind.
-    writer.add_token_list([f"token{i}" * (i % 5) for i in range(config.vocab_size)])
-    writer.add_token_types([1] * config.vocab_size)
-    writer.add_context_length(config.context_length)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_block_count(config.num_layers)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope.theta)
-    for hf_name, tensor in weights.items():
-        data, heads = tensor.numpy(), {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-        part = hf_name.split(".")[-2]
+    writer.add_token_list([f"token{i}" * (i % 5) for i in range(spec.vocab_size)])
+    writer.add_token_types([1] * spec.vocab_size)
+    writer.add_context_length(spec.context_length)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_feed_forward_length(spec.layers[0].mlp.inner)
+    writer.add_block_count(spec.num_layers)
+    writer.add_head_count(attention.heads)
+    writer.add_head_count_kv(attention.kv_heads)
+    writer.add_key_length(attention.head_dim)
+    writer.add_value_length(attention.head_dim)
+    writer.add_layer_norm_rms_eps(spec.final_norm.eps)
+    writer.add_rope_freq_base(rope.theta)
+    for ours, tensor in weights.items():
+        data, heads = tensor.numpy(), {"q_proj": attention.heads, "k_proj": attention.kv_heads}
+        part = ours.split(".")[-2]
         if name == "llama" and part in heads:
             data = to_llama_cpp_order(data, heads[part])
-        writer.add_tensor(gguf_name(hf_name), data)
+        writer.add_tensor(gguf_name(ours), data)
     if name == "llama":
-        plain = 1.0 / config.rope.theta ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
-        writer.add_tensor("rope_freqs.weight", (plain / inverse_frequencies(config.rope, config.head_dim)).numpy())
+        plain = inverse_frequencies(replace(rope, type=RopeType.DEFAULT))
+        writer.add_tensor("rope_freqs.weight", (plain / inverse_frequencies(rope)).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -119,26 +113,20 @@ def save_gguf(name: str, config: ModelConfig, weights: dict[str, torch.Tensor], 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_gguf_equals_safetensors(name: str, tmp_path: Path) -> None:
-    hf_config, hf_weights = load(save_hf(name, tmp_path))
-    config, weights = load(save_gguf(name, hf_config, hf_weights, tmp_path / "m.gguf"))
+    hf_spec, hf_weights = load(save_hf(name, tmp_path))
+    spec, weights = load(save_gguf(name, hf_spec, hf_weights, tmp_path / "m.gguf"))
     assert weights.keys() == hf_weights.keys()
     for key, tensor in weights.items():
         assert torch.equal(tensor, hf_weights[key]), key
-    torch.testing.assert_close(
-        inverse_frequencies(config.rope, config.head_dim), inverse_frequencies(hf_config.rope, hf_config.head_dim)
-    )
-    same = (
-        "num_layers",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "vocab_size",
-        "tie_word_embeddings",
-        "qkv_bias",
-        "qk_norm",
-    )
-    assert [getattr(config, field) for field in same] == [getattr(hf_config, field) for field in same]
-    assert config.rms_norm_eps == pytest.approx(hf_config.rms_norm_eps)
+    torch.testing.assert_close(inverse_frequencies(spec.ropes[0]), inverse_frequencies(hf_spec.ropes[0]))
+    eps = pytest.approx(hf_spec.final_norm.eps)
+    assert spec.final_norm.eps == eps
+    assert (spec.vocab_size, spec.tied_head) == (hf_spec.vocab_size, hf_spec.tied_head)
+    for layer, hf_layer in zip(spec.layers, hf_spec.layers, strict=True):
+        norm = layer.attention.qk_norm_spec
+        assert replace(layer.attention, qk_norm_spec=None) == replace(hf_layer.attention, qk_norm_spec=None)
+        assert norm is None or norm.eps == eps
+        assert layer.mlp == hf_layer.mlp
 
 
 def test_checkpoint_and_config_must_match(tmp_path: Path) -> None:
@@ -147,7 +135,7 @@ def test_checkpoint_and_config_must_match(tmp_path: Path) -> None:
     tensors = load_file(file)
     key = "model.layers.1.self_attn.q_proj.bias"
     for broken, says in (
-        ({k: v for k, v in tensors.items() if k != key}, f"lacks 1 tensors, '{key}'"),
+        ({k: v for k, v in tensors.items() if k != key}, "lacks 1 tensors, 'layers.1.q_proj.bias'"),
         (tensors | {"model.layers.0.extra.weight": torch.ones(2)}, "holds 'model.layers.0.extra.weight'"),
         (tensors | {key: torch.ones(7)}, r"has shape \[7\], the config means \[64\]"),
     ):
@@ -168,20 +156,20 @@ def test_checkpoint_and_config_must_match(tmp_path: Path) -> None:
 def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
     source = save_hf("qwen3", tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    config, first = load(source, "dummy", seed=1)
-    prints = [fingerprint(config, load(source, "dummy", seed)[1]) for seed in (1, 2)]
-    assert prints[0] == fingerprint(config, first)
+    spec, first = load(source, "dummy", seed=1)
+    prints = [fingerprint(spec, load(source, "dummy", seed)[1]) for seed in (1, 2)]
+    assert prints[0] == fingerprint(spec, first)
     assert prints[0] != prints[1]
-    assert 0.015 < first["model.layers.0.mlp.up_proj.weight"].std() < 0.025
-    assert torch.equal(first["model.norm.weight"], torch.ones(64))
+    assert 0.015 < first["layers.0.up_proj.weight"].std() < 0.025
+    assert torch.equal(first["norm.weight"], torch.ones(64))
 
 
 def test_fingerprint_follows_every_tensor_the_type_and_the_config(tmp_path: Path) -> None:
-    config, weights = load(save_hf("qwen2", tmp_path))
-    base = fingerprint(config, weights)
+    spec, weights = load(save_hf("qwen2", tmp_path))
+    base = fingerprint(spec, weights)
     assert len(base) == 16
     for key in weights:
         changed = weights | {key: weights[key] + 1e-3}
-        assert fingerprint(config, changed) != base, key
-    assert fingerprint(config, {key: tensor.bfloat16() for key, tensor in weights.items()}) != base
-    assert fingerprint(read_config(save_hf("qwen3", tmp_path)), weights) != base
+        assert fingerprint(spec, changed) != base, key
+    assert fingerprint(spec, {key: tensor.bfloat16() for key, tensor in weights.items()}) != base
+    assert fingerprint(read_spec(save_hf("qwen3", tmp_path)), weights) != base

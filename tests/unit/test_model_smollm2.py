@@ -11,8 +11,8 @@ from support.quick_gguf import quick_gguf
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from pdserve.model_files.config import ModelConfig, RopeConfig
 from pdserve.model_files.model_path import resolve_model
+from pdserve.model_files.spec import ModelSpec, Pairing, RopeSpec
 from pdserve.model_runner.forward_batch import ForwardBatch
 from pdserve.model_runner.model_runner import ModelRunner
 from pdserve.runtime.options import ServerOptions
@@ -36,17 +36,18 @@ def runner() -> ModelRunner:
     return ModelRunner(ServerOptions(dtype="float32", device="cpu", max_total_tokens=1024))
 
 
-def make_reference(config: ModelConfig) -> LlamaForCausalLM:
+def make_reference(spec: ModelSpec) -> LlamaForCausalLM:
+    attention = spec.layers[0].attention
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+            vocab_size=spec.vocab_size,
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.layers[0].mlp.inner,
+            num_hidden_layers=spec.num_layers,
+            num_attention_heads=attention.heads,
+            num_key_value_heads=attention.kv_heads,
+            rms_norm_eps=spec.final_norm.eps,
+            rope_parameters={"rope_type": "default", "rope_theta": spec.ropes[0].theta},
             tie_word_embeddings=True,
         )
     ).eval()
@@ -76,27 +77,23 @@ def run(runner: ModelRunner, tokens: list[int], start: int) -> torch.Tensor:
     )
 
 
-def test_config(runner: ModelRunner) -> None:
-    assert runner.config == ModelConfig(
-        model_type="llama",
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        rms_norm_eps=pytest.approx(1e-5),
-        context_length=8192,
-        rope=RopeConfig(theta=100000.0, original_context=8192),
-        tie_word_embeddings=True,
-    )
+def test_spec(runner: ModelRunner) -> None:
+    spec = runner.spec
+    assert (spec.family, spec.vocab_size, spec.hidden_size, spec.num_layers) == ("llama", 49152, 576, 30)
+    assert (spec.context_length, spec.tied_head) == (8192, True)
+    assert spec.final_norm.eps == pytest.approx(1e-5)
+    assert set(spec.layers) == {spec.layers[0]}
+    attention, mlp = spec.layers[0].attention, spec.layers[0].mlp
+    assert (attention.heads, attention.kv_heads, attention.head_dim, mlp.inner) == (9, 3, 64, 1536)
+    # As llama.cpp orders the rows; this file's keys are the same as those of safetensors once they are loaded.
+    rope = RopeSpec(rotary_dim=64, theta=100000.0, original_context=8192, pairing=Pairing.NEIGHBOURS)
+    assert spec.ropes == (rope,)
     assert runner.max_total_tokens == 1024
     assert set(runner.load_seconds) == {"config", "weights", "kv_pool", "kernels"}
 
 
 def test_logits_equal_transformers(runner: ModelRunner) -> None:
-    reference = make_reference(runner.config)
+    reference = make_reference(runner.spec)
     tokens = torch.randint(0, 49152, (70,), generator=torch.Generator().manual_seed(4)).tolist()
     with torch.inference_mode():
         expected = reference(torch.tensor([tokens])).logits[0]

@@ -198,7 +198,7 @@ def test_layers_that_are_done_are_in_the_pool(folder: Path, way: str, threads: i
         model = make_model(folder, dtype="float32", attention_backend=backend)
     finally:
         torch.set_num_threads(before)
-    runner, layers = StepRunner(model, ROWS), model.config.num_layers
+    runner, layers = StepRunner(model, ROWS), model.spec.num_layers
     if way == "general":
         runner._native = None
     mid_way: set[int] = set()

@@ -1,0 +1,46 @@
+"""How long a sequence is served, and what of a model follows from that alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .errors import UnsupportedModel
+from .spec import LayerSpec, ModelSpec, RopeSpec
+
+
+def choose_context_length(spec: ModelSpec, wanted: int | None) -> int:
+    """Longest sequence to serve, in tokens: ``wanted`` if the model can; raises ``UnsupportedModel``."""
+    if wanted is None:
+        return spec.context_length
+    if not 0 < wanted <= spec.context_length:
+        raise UnsupportedModel(
+            f"--context-length {wanted} is not within the model's own limit, {spec.context_length} tokens"
+        )
+    return wanted
+
+
+def with_context(spec: ModelSpec, length: int) -> ModelSpec:
+    """``spec`` as it is computed where sequences of ``length`` tokens are served: longrope's factors are chosen.
+
+    All instances that hand over to each other must choose alike; the fingerprint tells them apart where they don't.
+    """
+    ropes = tuple(_with_factors(rope, length) for rope in spec.ropes)
+    return replace(spec, ropes=ropes, context_length=length)
+
+
+def without_idle_windows(spec: ModelSpec) -> ModelSpec:
+    """``spec`` without the windows that no sequence outgrows: more engines can compute it."""
+    return replace(spec, layers=tuple(_without_window(layer, spec.context_length) for layer in spec.layers))
+
+
+def _with_factors(rope: RopeSpec, length: int) -> RopeSpec:
+    if not rope.long_factors:
+        return rope
+    factors = rope.long_factors if length > rope.original_context else rope.freq_factors
+    return replace(rope, freq_factors=factors, long_factors=())
+
+
+def _without_window(layer: LayerSpec, length: int) -> LayerSpec:
+    if layer.attention.window is None or layer.attention.window < length:
+        return layer
+    return replace(layer, attention=replace(layer.attention, window=None))

@@ -1,0 +1,148 @@
+"""Gemma 2 and 3: norms on both sides of attention and network, windows in most layers, scaled embeddings.
+
+Norms multiply by their weight plus one; a GGUF has the one in its weights. Gemma 2 caps scores and logits, Gemma 3
+normalises heads instead and gives the layers with a window a rope of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..spec import Activation, AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, QKNorm, RopeSpec
+from ..tensor_names import HF_LINEAR
+
+if TYPE_CHECKING:
+    from .gguf_config import GGUFConfig
+    from .hf_config import HFConfig
+
+HF_TENSORS = HF_LINEAR | {
+    "input_layernorm": ("before_attention",),
+    "post_attention_layernorm": ("after_attention",),
+    "pre_feedforward_layernorm": ("before_mlp",),
+    "post_feedforward_layernorm": ("after_mlp",),
+}
+GEMMA2_DEFAULTS = {
+    "vocab_size": 256000,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "tie_word_embeddings": True,
+}
+GEMMA3_DEFAULTS = {
+    **GEMMA2_DEFAULTS,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "sliding_window_pattern": 6,
+}
+LARGEST = {"gemma2": 46, "gemma3": 62}
+"""Layers of the family's 27B model, whose scores are scaled by another size than head_dim; a GGUF does not say so."""
+PATTERNS = {"gemma2": 2, "gemma3": 6}
+"""In a GGUF, where only the last of so many layers sees the whole context."""
+LOCAL_THETA = 10000.0
+
+
+def gemma2_from_hf(config: HFConfig) -> ModelSpec:
+    """Gemma 2: every other layer slides a window, the first one does."""
+    windows = config.windows([i % 2 == 0 for i in range(config.num_layers)])
+    attention = replace(_attention_from_hf(config), softcap=config.cap("attn_logit_softcapping"))
+    return _from_hf(config, [replace(attention, window=window) for window in windows], config.rope())
+
+
+def gemma3_from_hf(config: HFConfig) -> ModelSpec:
+    """Gemma 3's text model."""
+    norm = config.norm(offset=1.0)
+    attention = replace(_attention_from_hf(config), qk_norm=QKNorm.HEAD, qk_norm_spec=norm)
+    pattern = config.integer("sliding_window_pattern")
+    slides = config.slides([(i + 1) % pattern != 0 for i in range(config.num_layers)])
+    local_theta = config.number("rope_local_base_freq", LOCAL_THETA)
+    ropes = (
+        config.rope(layer_type="full_attention", theta=1e6),
+        config.rope(layer_type="sliding_attention", theta=local_theta),
+    )
+    attentions = _sliding(attention, slides, config.integer("sliding_window"))
+    return _from_hf(config, attentions, *ropes)
+
+
+def gemma2_from_gguf(config: GGUFConfig) -> ModelSpec:
+    """Gemma 2."""
+    attention = replace(_attention_from_gguf(config), softcap=config.number("attn_logit_softcapping", 50.0) or None)
+    window = config.integer("attention.sliding_window")
+    attentions = [replace(attention, window=window if slides else None) for slides in _gguf_slides(config)]
+    return _from_gguf(config, attentions, 30.0, config.rope())
+
+
+def gemma3_from_gguf(config: GGUFConfig) -> ModelSpec:
+    """Gemma 3's text model."""
+    attention = replace(_attention_from_gguf(config), qk_norm=QKNorm.HEAD, qk_norm_spec=config.norm())
+    attentions = _sliding(attention, _gguf_slides(config), config.integer("attention.sliding_window"))
+    rope = config.rope()
+    local = RopeSpec(rotary_dim=rope.rotary_dim, theta=config.number("rope.freq_base_swa", LOCAL_THETA))
+    return _from_gguf(config, attentions, 0.0, rope, local)
+
+
+def _sliding(attention: AttentionSpec, slides: Sequence[bool], window: int) -> list[AttentionSpec]:
+    """Layers with a window turn by the second rope."""
+    local = replace(attention, window=window, rope=1)
+    return [local if is_sliding else attention for is_sliding in slides]
+
+
+def _layers(attentions: Sequence[AttentionSpec], mlp: MLPSpec, norm: NormSpec) -> list[LayerSpec]:
+    return [
+        LayerSpec(
+            attention=attention,
+            mlp=mlp,
+            before_attention=norm,
+            after_attention=norm,
+            before_mlp=norm,
+            after_mlp=norm,
+        )
+        for attention in attentions
+    ]
+
+
+def _attention_from_hf(config: HFConfig) -> AttentionSpec:
+    return replace(config.attention(), scale=config.number("query_pre_attn_scalar", config.head_dim) ** -0.5)
+
+
+def _from_hf(config: HFConfig, attentions: Sequence[AttentionSpec], *ropes: RopeSpec) -> ModelSpec:
+    norm = config.norm(offset=1.0)
+    return config.model(
+        _layers(attentions, config.mlp("hidden_activation"), norm),
+        *ropes,
+        tensors=HF_TENSORS,
+        final_norm=norm,
+        embedding_scale=config.integer("hidden_size") ** 0.5,
+        logit_softcap=config.cap("final_logit_softcapping"),
+    )
+
+
+def _gguf_slides(config: GGUFConfig) -> list[bool]:
+    pattern = PATTERNS[config.family]
+    return [(i + 1) % pattern != 0 for i in range(config.num_layers)]
+
+
+def _attention_from_gguf(config: GGUFConfig) -> AttentionSpec:
+    attention = config.attention()
+    if config.num_layers != LARGEST[config.family]:
+        return attention
+    return replace(attention, scale=(config.integer("embedding_length") / config.heads) ** -0.5)
+
+
+def _from_gguf(config: GGUFConfig, attentions: Sequence[AttentionSpec], softcap: float, *ropes: RopeSpec) -> ModelSpec:
+    mlp = replace(config.mlp(), activation=Activation.GELU_TANH)
+    return config.model(
+        _layers(attentions, mlp, config.norm()),
+        *ropes,
+        embedding_scale=config.integer("embedding_length") ** 0.5,
+        logit_softcap=config.number("final_logit_softcapping", softcap) or None,
+    )

@@ -1,0 +1,169 @@
+"""The metadata of a GGUF file, as the families read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gguf
+
+from ..errors import UnsupportedModel
+from ..gguf_reader import GGUFFile
+from ..spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, Pairing, RopeSpec, RopeType
+from ..tensor_names import GGUF_LAYER
+
+ROPE_TYPES = {
+    "none": RopeType.DEFAULT,
+    "linear": RopeType.LINEAR,
+    "yarn": RopeType.YARN,
+    "longrope": RopeType.LONGROPE,
+}
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("expert_count", "attention.clamp_kqv", "attention.max_alibi_bias", "rope.scaling.alpha"), (0,)),
+    **dict.fromkeys(("nextn_predict_layers", "attention.kv_lora_rank", "rope.scaling.yarn_log_multiplier"), (0,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window"), (0,)),
+    **dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale", "attention.scale"), (0, 1)),
+    **dict.fromkeys(("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"), (1,)),
+    "attention.causal": (True,),
+}
+"""Keys that change what is computed, and what they say where they change nothing."""
+
+
+class GGUFConfig:
+    """The values of the file's architecture by key. What is asked for is remembered, like in ``HFConfig``.
+
+    Methods raise ``UnsupportedModel`` or, for a key that must be there, ``KeyError``.
+    """
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._file = file
+        self.family = str(file.metadata.get("general.architecture"))
+        start = f"{self.family}."
+        self._meta = {k.removeprefix(start): v for k, v in file.metadata.items() if k.startswith(start)}
+        self._read: set[str] = set()
+
+    def get(self, key: str) -> Any:
+        """What ``key`` says; None where it isn't there."""
+        self._read.add(key)
+        return self._meta.get(key)
+
+    def integer(self, key: str) -> int:
+        """A key that must be there, of one value for all layers."""
+        self._read.add(key)
+        value = self._meta[key]
+        if isinstance(value, Sequence):
+            if len(set(value)) != 1:
+                raise UnsupportedModel(f"{key} that differs from layer to layer is not supported")
+            value = value[0]
+        return int(value)
+
+    def number(self, key: str, default: float) -> float:
+        """A key that may be missing."""
+        value = self.get(key)
+        return default if value is None else float(value)
+
+    def has(self, name: str) -> bool:
+        """Whether the file has the tensor ``name``."""
+        return name in self._file.tensors
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return self.integer("block_count")
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a layer."""
+        return self.integer("attention.head_count")
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        head_dim = int(self.get("attention.key_length") or self.integer("embedding_length") // self.heads)
+        if (self.get("attention.value_length") or head_dim) != head_dim:
+            raise UnsupportedModel("keys and values of different sizes are not supported")
+        return head_dim
+
+    def norm(self) -> NormSpec:
+        """Every norm of the model; a file's weights have the family's offset in them already."""
+        return NormSpec(eps=float(self.number("attention.layer_norm_rms_epsilon", 1e-6)))
+
+    def attention(self) -> AttentionSpec:
+        """Of a layer, plain: everything in the same rope, no window; the file's first layer says what has a bias."""
+        kv_heads = self.integer("attention.head_count_kv") if self.get("attention.head_count_kv") else self.heads
+        return AttentionSpec(
+            heads=self.heads,
+            kv_heads=kv_heads,
+            head_dim=self.head_dim,
+            scale=float(self.head_dim**-0.5),
+            qkv_bias=self.has("blk.0.attn_q.bias") or self.has("blk.0.attn_qkv.bias"),
+            o_bias=self.has("blk.0.attn_output.bias"),
+        )
+
+    def mlp(self) -> MLPSpec:
+        """Of a layer."""
+        return MLPSpec(inner=self.integer("feed_forward_length"), bias=self.has("blk.0.ffn_up.bias"))
+
+    def rope(self, pairing: Pairing = Pairing.HALVES) -> RopeSpec:
+        """The rope of the layers that see the whole context."""
+        context = self.integer("context_length")
+        name = str(self.get("rope.scaling.type") or "none")
+        if name not in ROPE_TYPES:
+            raise UnsupportedModel(f"rotary scaling {name!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+        short, long = self._factors("rope_factors_short.weight"), self._factors("rope_factors_long.weight")
+        # Files of longrope tell it by their tensors alone.
+        kind = RopeType.LONGROPE if short or long else ROPE_TYPES[name]
+        return RopeSpec(
+            rotary_dim=int(self.get("rope.dimension_count") or self.head_dim),
+            theta=self.number("rope.freq_base", 10000.0),
+            pairing=pairing,
+            type=kind,
+            factor=self.number("rope.scaling.factor", 1.0),
+            original_context=int(self.number("rope.scaling.original_context_length", context)),
+            beta_fast=self.number("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=self.number("rope.scaling.yarn_beta_slow", 1.0),
+            attention_factor=self._attention_factor(kind),
+            freq_factors=short or self._factors("rope_freqs.weight"),
+            long_factors=long,
+        )
+
+    def model(
+        self,
+        layers: Sequence[LayerSpec],
+        *ropes: RopeSpec,
+        tensors: Mapping[str, tuple[str, ...]] = GGUF_LAYER,
+        **fields: Any,
+    ) -> ModelSpec:
+        """The model of ``layers``; ``fields``: what it has besides.
+
+        Raises ``UnsupportedModel`` for whatever the metadata say that nobody asked for.
+        """
+        spec = ModelSpec(
+            family=self.family,
+            # The embedding is the truth: it may be padded beyond the vocabulary.
+            vocab_size=int(self._file.tensors["token_embd.weight"].shape[1]),
+            hidden_size=self.integer("embedding_length"),
+            layers=tuple(layers),
+            final_norm=self.norm(),
+            ropes=ropes,
+            context_length=self.integer("context_length"),
+            tied_head=not self.has("output.weight"),
+            tensors=tensors,
+            **fields,
+        )
+        for key, neutral in NEUTRAL.items():
+            if key not in self._read and key in self._meta and self._meta[key] not in neutral:
+                raise UnsupportedModel(f"{self.family}.{key} {self._meta[key]!r} is not supported for this family")
+        return spec
+
+    def _factors(self, name: str) -> tuple[float, ...]:
+        tensor = self._file.tensors.get(name)
+        if tensor is None:
+            return ()
+        return tuple(gguf.dequantize(tensor.data, tensor.tensor_type).ravel().tolist())
+
+    def _attention_factor(self, kind: RopeType) -> float | None:
+        said = self.get("rope.scaling.attn_factor")
+        if said is not None and kind not in (RopeType.LONGROPE, RopeType.DEFAULT) and said != 1:
+            raise UnsupportedModel(f"rope.scaling.attn_factor {said} with {kind} scaling is not supported")
+        return float(said) if said is not None and kind == RopeType.LONGROPE else None

@@ -1,0 +1,112 @@
+"""A Hugging Face config.json, as the families read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import UnsupportedModel
+from ..spec import Activation, AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
+from .hf_rope import read_rope, stretched_context
+from .hf_values import HFValues
+
+ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_new": Activation.GELU_TANH,
+}
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("attention_bias", "mlp_bias", "use_qk_norm", "qk_layernorm", "is_encoder_decoder"), (None, False)),
+    **dict.fromkeys(("use_bidirectional_attention", "rope_interleaved", "lm_head_bias"), (None, False)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "sliding_window"), (None,)),
+    **dict.fromkeys(("attention_chunk_size", "layer_types", "no_rope_layers", "query_pre_attn_scalar"), (None,)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank"), (None, 0)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), (None, 1.0)),
+    **dict.fromkeys(("logits_scaling", "logit_scale", "partial_rotary_factor", "rotary_pct"), (None, 1.0)),
+    "is_causal": (None, True),
+    "quantization_config": (None, {}),
+}
+"""Keys that change what is computed, and what they say where they change nothing."""
+
+
+class HFConfig(HFValues):
+    """The parts of a plain decoder as the config has them; a family changes what is different.
+
+    Methods raise ``UnsupportedModel``, or for a broken config what ``HFValues`` raises.
+    """
+
+    def norm(self, offset: float = 0.0) -> NormSpec:
+        """Every norm of the model."""
+        return NormSpec(eps=self.number("rms_norm_eps", 1e-6), offset=offset)
+
+    def attention(self) -> AttentionSpec:
+        """Of a layer, plain: everything in the same rope, no window; ``attention_bias`` is for all projections."""
+        bias = bool(self.get("attention_bias"))
+        return AttentionSpec(
+            heads=self.heads,
+            kv_heads=int(self.get("num_key_value_heads") or self.heads),
+            head_dim=self.head_dim,
+            scale=float(self.head_dim**-0.5),
+            qkv_bias=bias,
+            o_bias=bias,
+        )
+
+    def mlp(self, activation: str = "hidden_act") -> MLPSpec:
+        """Of a layer; ``activation``: the key that names it, silu where there is none."""
+        name = self.get(activation) or "silu"
+        if name not in ACTIVATIONS:
+            raise UnsupportedModel(f"activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
+        return MLPSpec(
+            inner=self.integer("intermediate_size"), activation=ACTIVATIONS[name], bias=bool(self.get("mlp_bias"))
+        )
+
+    def rope(self, **changes: Any) -> RopeSpec:
+        """The model's only rope; see ``read_rope``."""
+        return read_rope(self, **changes)
+
+    def slides(self, default: Sequence[bool]) -> list[bool]:
+        """Which layers slide a window: ``layer_types`` says so, or ``default`` where that key is missing."""
+        types = self.get("layer_types")
+        if types is None:
+            return list(default)
+        unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+        if unknown or len(types) < self.num_layers:
+            raise UnsupportedModel(f"layer_types {', '.join(unknown) or 'of fewer layers'} are not supported")
+        return [name == "sliding_attention" for name in types[: self.num_layers]]
+
+    def windows(self, default: Sequence[bool]) -> list[int | None]:
+        """Each layer's window; ``default``: see ``slides``."""
+        window = self.get("sliding_window")
+        return [int(window) if window and slides else None for slides in self.slides(default)]
+
+    def model(self, layers: Sequence[LayerSpec], *ropes: RopeSpec, **fields: Any) -> ModelSpec:
+        """The model of ``layers``; ``fields``: what it has besides, ``tensors`` at least.
+
+        Raises ``UnsupportedModel`` for whatever the config says that nobody asked for.
+        """
+        spec = ModelSpec(
+            family=self.family,
+            vocab_size=self.integer("vocab_size"),
+            hidden_size=self.integer("hidden_size"),
+            layers=tuple(layers),
+            ropes=ropes,
+            context_length=stretched_context(self.integer("max_position_embeddings"), ropes),
+            tied_head=bool(self.get("tie_word_embeddings")),
+            **{"final_norm": self.norm(), **fields},
+        )
+        self._refuse_unread()
+        return spec
+
+    def _refuse_unread(self) -> None:
+        if self.raw.get("quantization_config"):
+            raise UnsupportedModel("quantised safetensors are not supported; take the plain model, or a GGUF of it")
+        for key, neutral in NEUTRAL.items():
+            value = self.raw.get(key)
+            if key not in self.read and value not in neutral and not _is_all_full(value):
+                raise UnsupportedModel(f"{key} {value!r} is not supported for a {self.family!r} model")
+
+
+def _is_all_full(value: object) -> bool:
+    return isinstance(value, list) and set(value) == {"full_attention"}

@@ -1,0 +1,127 @@
+"""Reads the rotary embedding of a Hugging Face config, in its older and its newer spelling.
+
+Older files have ``rope_theta`` and ``rope_scaling`` beside each other, newer ones all in ``rope_parameters``: for the
+model, or for each type of its layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..errors import UnsupportedModel
+from ..spec import Pairing, RopeSpec, RopeType
+from .hf_values import HFValues
+
+ALIASES = {"su": "longrope"}
+DYNAMIC = "dynamic"
+
+
+def read_rope(
+    config: HFValues,
+    *,
+    layer_type: str | None = None,
+    theta: float = 10000.0,
+    partial: float | None = None,
+    pairing: Pairing = Pairing.HALVES,
+    aliases: Mapping[str, str] = ALIASES,
+) -> RopeSpec:
+    """The rope, of layers of ``layer_type`` where the types have different ones.
+
+    ``theta``, ``partial`` (the share of a head that is rotated): where the file says nothing; a family whose
+    ``partial`` is None rotates whole heads, and a file that says otherwise is refused.
+    """
+    params = _parameters(config, layer_type)
+    name = str(params.get("rope_type") or params.get("type") or "default")
+    kind = aliases.get(name, name)
+    if kind == DYNAMIC:
+        raise UnsupportedModel(
+            "rotary scaling 'dynamic' is not supported: cached keys would have to change as their text grows"
+        )
+    if kind not in list(RopeType):
+        raise UnsupportedModel(f"rotary scaling {name!r} is not supported; supported are {', '.join(RopeType)}")
+    rotary_dim = _rotary_dim(config, params, partial)
+    base = params.get("rope_theta") or (config.get("rope_theta") if layer_type in (None, "full_attention") else None)
+    rope = RopeSpec(rotary_dim=rotary_dim, theta=float(base or theta), pairing=pairing)
+    return rope if kind == RopeType.DEFAULT else _scaled(config, params, rope, RopeType(kind))
+
+
+def stretched_context(context: int, ropes: Iterable[RopeSpec]) -> int:
+    """Files that ask for yarn state the trained length; the stretched one is what they mean to serve."""
+    stretched = [int(r.original_context * r.factor) for r in ropes if r.type == RopeType.YARN]
+    return max(context, *stretched) if stretched else context
+
+
+def _parameters(config: HFValues, layer_type: str | None) -> dict[str, Any]:
+    params = config.get("rope_parameters")
+    if params is None:
+        # The older spelling stretches the layers that see the whole context alone.
+        params = config.get("rope_scaling") if layer_type in (None, "full_attention") else None
+        return dict(params or {})
+    is_nested = any(isinstance(value, dict) for value in params.values())
+    if params and is_nested != (layer_type is not None):
+        kinds = "apart for each type of layers" if is_nested else "for all layers together"
+        raise UnsupportedModel(f"rope_parameters {kinds} are not supported for a {config.family!r} model")
+    if layer_type is not None:
+        params = params.get(layer_type) or {}
+    return dict(params)
+
+
+def _rotary_dim(config: HFValues, params: Mapping[str, Any], partial: float | None) -> int:
+    said = params.get("partial_rotary_factor")
+    if partial is None:
+        if said not in (None, 1.0):
+            raise UnsupportedModel(f"partial_rotary_factor {said} is not supported for a {config.family!r} model")
+        return config.head_dim
+    # Some files have it in both places; the newer one counts.
+    older = config.get("partial_rotary_factor")
+    share = next(value for value in (said, older, partial) if value is not None)
+    size = int(config.head_dim * share)
+    if size % 2 or not 0 < size <= config.head_dim:
+        raise UnsupportedModel(f"{size} of {config.head_dim} elements of a head can't be rotated in pairs")
+    return size
+
+
+def _scaled(config: HFValues, params: Mapping[str, Any], plain: RopeSpec, kind: RopeType) -> RopeSpec:
+    context = config.integer("max_position_embeddings")
+    original = int(
+        config.get("original_max_position_embeddings") or params.get("original_max_position_embeddings") or context
+    )
+    factor = params.get("factor")
+    if factor is None and kind in (RopeType.YARN, RopeType.LONGROPE):
+        factor = context / original
+    return replace(
+        plain,
+        type=kind,
+        factor=float(factor if factor is not None else 1.0),
+        original_context=original,
+        low_freq_factor=float(params.get("low_freq_factor") or 1.0),
+        high_freq_factor=float(params.get("high_freq_factor") or 4.0),
+        beta_fast=float(params.get("beta_fast") or 32.0),
+        beta_slow=float(params.get("beta_slow") or 1.0),
+        truncate=bool(params.get("truncate", True)),
+        attention_factor=_attention_factor(params, kind, float(factor or 1.0), original),
+        freq_factors=tuple(float(f) for f in params.get("short_factor") or ()),
+        long_factors=tuple(float(f) for f in params.get("long_factor") or ()),
+    )
+
+
+def _attention_factor(params: Mapping[str, Any], kind: RopeType, factor: float, original: int) -> float | None:
+    if kind not in (RopeType.YARN, RopeType.LONGROPE):
+        return None
+    said = params.get("attention_factor")
+    if said is not None:
+        return float(said)
+    if kind == RopeType.LONGROPE:
+        return longrope_attention_factor(factor, original)
+    mscale, all_dim = params.get("mscale"), params.get("mscale_all_dim")
+    if mscale and all_dim and factor > 1:
+        return float((0.1 * mscale * math.log(factor) + 1.0) / (0.1 * all_dim * math.log(factor) + 1.0))
+    return None
+
+
+def longrope_attention_factor(factor: float, original: int) -> float:
+    """What LongRoPE (Ding et al., 2024) multiplies cosines and sines by, for a context ``factor`` times as long."""
+    return 1.0 if factor <= 1.0 else math.sqrt(1.0 + math.log(factor) / math.log(original))

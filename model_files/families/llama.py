@@ -1,0 +1,39 @@
+"""Llama 2 and 3, Mistral, SmolLM and SmolLM2, and the many that are made like them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, Pairing
+from ..tensor_names import HF_LLAMA
+
+if TYPE_CHECKING:
+    from .gguf_config import GGUFConfig
+    from .hf_config import HFConfig
+
+
+def pre_normed(attentions: Sequence[AttentionSpec], mlp: MLPSpec, norm: NormSpec) -> list[LayerSpec]:
+    """Layers that normalise what goes into attention and into the network, and nothing else."""
+    return [LayerSpec(attention=a, mlp=mlp, before_attention=norm, before_mlp=norm) for a in attentions]
+
+
+def from_hf(config: HFConfig) -> ModelSpec:
+    """Llama."""
+    attentions = [config.attention()] * config.num_layers
+    return config.model(pre_normed(attentions, config.mlp(), config.norm()), config.rope(), tensors=HF_LLAMA)
+
+
+def mistral_from_hf(config: HFConfig) -> ModelSpec:
+    """Mistral: no biases, and one window over all layers unless ``layer_types`` says otherwise."""
+    windows = config.windows([True] * config.num_layers)
+    attentions = [replace(config.attention(), window=window) for window in windows]
+    return config.model(pre_normed(attentions, config.mlp(), config.norm()), config.rope(), tensors=HF_LLAMA)
+
+
+def from_gguf(config: GGUFConfig) -> ModelSpec:
+    """All of them; their rows of q and k are written such that neighbours rotate together."""
+    window = int(config.number("attention.sliding_window", 0)) or None
+    attentions = [replace(config.attention(), window=window)] * config.num_layers
+    return config.model(pre_normed(attentions, config.mlp(), config.norm()), config.rope(Pairing.NEIGHBOURS))

@@ -1,0 +1,76 @@
+"""The model families that can be served, by the names that files have for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..errors import UnsupportedModel
+from ..spec import ModelSpec
+from . import gemma, glm, granite, llama, olmo, phi, qwen, smollm3
+from .hf_config import HFConfig
+
+if TYPE_CHECKING:
+    from .gguf_config import GGUFConfig
+
+
+class HFFamily(NamedTuple):
+    """``defaults``: what a config means that does not have a key."""
+
+    read: Callable[[HFConfig], ModelSpec]
+    defaults: Mapping[str, Any]
+
+
+HF = {
+    "llama": HFFamily(llama.from_hf, {}),
+    "mistral": HFFamily(llama.mistral_from_hf, {"sliding_window": 4096}),
+    "qwen2": HFFamily(qwen.qwen2_from_hf, qwen.QWEN2_DEFAULTS),
+    "qwen3": HFFamily(qwen.qwen3_from_hf, qwen.QWEN3_DEFAULTS),
+    "smollm3": HFFamily(smollm3.from_hf, smollm3.DEFAULTS),
+    "gemma2": HFFamily(gemma.gemma2_from_hf, gemma.GEMMA2_DEFAULTS),
+    "gemma3_text": HFFamily(gemma.gemma3_from_hf, gemma.GEMMA3_DEFAULTS),
+    "phi3": HFFamily(phi.from_hf, phi.DEFAULTS),
+    "olmo2": HFFamily(olmo.from_hf, {"rms_norm_eps": 1e-5}),
+    "granite": HFFamily(granite.from_hf, {}),
+    "glm": HFFamily(glm.glm_from_hf, glm.DEFAULTS),
+    "glm4": HFFamily(glm.glm4_from_hf, glm.DEFAULTS),
+}
+"""By ``model_type`` of config.json."""
+TEXT_OF = {"gemma3": "gemma3_text"}
+"""Models of texts and images, and the family of their ``text_config``: the text's part of them is served."""
+GGUF: dict[str, Callable[[GGUFConfig], ModelSpec]] = {
+    "llama": llama.from_gguf,
+    "qwen2": qwen.qwen2_from_gguf,
+    "qwen3": qwen.qwen3_from_gguf,
+    "smollm3": smollm3.from_gguf,
+    "gemma2": gemma.gemma2_from_gguf,
+    "gemma3": gemma.gemma3_from_gguf,
+    "phi3": phi.from_gguf,
+    "olmo2": olmo.from_gguf,
+    "granite": granite.from_gguf,
+    "chatglm": glm.from_gguf,
+    "glm4": glm.from_gguf,
+}
+"""By ``general.architecture``."""
+
+
+def spec_from_hf(raw: Mapping[str, Any]) -> ModelSpec:
+    """What a config.json means; raises ``UnsupportedModel``, or for a broken one ``KeyError`` and the like."""
+    name = str(raw.get("model_type", "(none)"))
+    if name in TEXT_OF:
+        name = TEXT_OF[name]
+        raw = {"quantization_config": raw.get("quantization_config"), **raw["text_config"], "model_type": name}
+    if name not in HF:
+        raise _unknown(name, [*HF, *TEXT_OF])
+    return HF[name].read(HFConfig(raw, HF[name].defaults))
+
+
+def spec_from_gguf(config: GGUFConfig) -> ModelSpec:
+    """What a file's metadata mean; raises ``UnsupportedModel`` or ``KeyError``."""
+    if config.family not in GGUF:
+        raise _unknown(config.family, GGUF)
+    return GGUF[config.family](config)
+
+
+def _unknown(name: str, known: Iterable[str]) -> UnsupportedModel:
+    return UnsupportedModel(f"architecture {name!r} is not supported; supported are {', '.join(known)}")

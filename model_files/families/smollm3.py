@@ -1,0 +1,42 @@
+"""SmolLM3: a Llama in which every fourth layer does not know positions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..errors import UnsupportedModel
+from ..spec import ModelSpec, Pairing
+from ..tensor_names import HF_LLAMA
+from .llama import pre_normed
+
+if TYPE_CHECKING:
+    from .gguf_config import GGUFConfig
+    from .hf_config import HFConfig
+
+DEFAULTS = {"no_rope_layer_interval": 4, "tie_word_embeddings": True}
+INTERVAL = 4
+
+
+def from_hf(config: HFConfig) -> ModelSpec:
+    """A window, where it is meant, is over the layers without positions unless ``layer_types`` says otherwise."""
+    interval, ropes = config.integer("no_rope_layer_interval"), config.get("no_rope_layers")
+    if ropes is None:
+        ropes = [(i + 1) % interval != 0 for i in range(config.num_layers)]
+    if len(ropes) < config.num_layers:
+        raise UnsupportedModel(f"no_rope_layers names {len(ropes)} of {config.num_layers} layers")
+    windows = config.windows([not has_rope for has_rope in ropes])
+    if not config.get("use_sliding_window"):
+        windows = [None] * config.num_layers
+    attentions = [
+        replace(config.attention(), rope=0 if has_rope else None, window=window)
+        for has_rope, window in zip(ropes, windows, strict=False)
+    ]
+    layers = pre_normed(attentions, config.mlp(), config.norm())
+    return config.model(layers, config.rope(theta=2e6), tensors=HF_LLAMA)
+
+
+def from_gguf(config: GGUFConfig) -> ModelSpec:
+    """The same; a file does not say which layers know no positions."""
+    attentions = [replace(config.attention(), rope=0 if (i + 1) % INTERVAL else None) for i in range(config.num_layers)]
+    return config.model(pre_normed(attentions, config.mlp(), config.norm()), config.rope(Pairing.NEIGHBOURS))

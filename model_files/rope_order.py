@@ -1,0 +1,44 @@
+"""The order of a head's elements in which every engine rotates: pair ``i`` lies at ``i`` and ``head_dim / 2 + i``.
+
+Checkpoints pair other elements, or rotate a part of each head only. The elements of q and k can be put in any order, as
+long as it is the same for both: their product is the same sum. So loaders bring rows into this one, and the elements
+that are not rotated fill the rest, pairs that turn by an angle of 0. Values keep their order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .spec import ModelSpec, Pairing, QKNorm, RopeSpec
+
+Order = npt.NDArray[np.int64]
+
+
+def head_order(rope: RopeSpec, head_dim: int) -> Order:
+    """[head_dim]: which of the checkpoint's elements comes where in ours."""
+    half = rope.rotary_dim // 2
+    pairs = np.arange(half)
+    if rope.pairing == Pairing.NEIGHBOURS:
+        first, second = 2 * pairs, 2 * pairs + 1
+    else:
+        first, second = pairs, pairs + half
+    unrotated = np.arange(rope.rotary_dim, head_dim)
+    fill = head_dim // 2 - half
+    return np.concatenate((first, unrotated[:fill], second, unrotated[fill:]))
+
+
+def row_order(spec: ModelSpec, name: str) -> Order | None:
+    """Which of the checkpoint's rows comes where in our tensor ``name``; None where they stay as they are."""
+    part = name.split(".")
+    if part[0] != "layers" or part[2] not in ("q_proj", "k_proj", "q_norm", "k_norm"):
+        return None
+    attention = spec.layers[int(part[1])].attention
+    # A layer that knows no positions has no order of its own; files put its rows like those of the others.
+    order = head_order(spec.ropes[attention.rope or 0], attention.head_dim)
+    if np.array_equal(order, np.arange(attention.head_dim)):
+        return None
+    heads = attention.heads if part[2].startswith("q") else attention.kv_heads
+    if part[2].endswith("norm") and attention.qk_norm == QKNorm.HEAD:
+        heads = 1
+    return (np.arange(heads)[:, None] * attention.head_dim + order).ravel()

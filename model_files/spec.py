@@ -1,0 +1,198 @@
+"""What a model is, whichever file said it: the one description that every engine reads.
+
+A decoder: the embedding, layers, a last norm and the head. Of a layer, with ``x`` the residual:
+
+    a = attention(before_attention(x));  x += residual_scale · after_attention(a)
+    m = mlp(before_mlp(x));              x += residual_scale · after_mlp(m)
+
+A norm that a family does not have is None, and stands for no change. A family (``families/``) makes a ``ModelSpec`` of
+its config; engines know fields, and no families. What an engine can't compute it refuses by the field's name.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from .errors import UnsupportedModel
+
+
+class RopeType(StrEnum):
+    """How rotary frequencies depart from the plain ones."""
+
+    DEFAULT = "default"
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+    YARN = "yarn"
+    LONGROPE = "longrope"
+
+
+class Pairing(StrEnum):
+    """Which elements of a head a checkpoint rotates together.
+
+    Engines know the first alone, over whole heads: loaders put the rows of q and k in that order (``rope_order.py``).
+    """
+
+    HALVES = "halves"
+    """``i`` and ``i + rotary_dim / 2``."""
+    NEIGHBOURS = "neighbours"
+    """``2 i`` and ``2 i + 1``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """Rotary embedding of the first ``rotary_dim`` elements of each head: frequencies, and the stretch of the context.
+
+    ``freq_factors`` (rotary_dim / 2 values, or none) divide the frequencies one by one: longrope, and how a GGUF spells
+    llama3. ``long_factors`` are to take their place where more than ``original_context`` tokens are served: engines see
+    the outcome in ``freq_factors`` (``context_length.py``), as cached keys must not depend on how long a text becomes.
+    ``attention_factor`` (None: what the type has by itself) multiplies cosines and sines.
+    """
+
+    rotary_dim: int
+    theta: float = 10000.0
+    pairing: Pairing = Pairing.HALVES
+    type: RopeType = RopeType.DEFAULT
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    freq_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for factors in (self.freq_factors, self.long_factors):
+            if len(factors) not in (0, self.rotary_dim // 2):
+                raise UnsupportedModel(
+                    f"{len(factors)} factors of frequencies for {self.rotary_dim // 2} pairs of a head"
+                )
+        if self.type == RopeType.LONGROPE and not self.freq_factors:
+            raise UnsupportedModel("longrope without short factors is not supported")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """Root-mean-square norm: ``x / rms(x) * (weight + offset)``, in float32."""
+
+    eps: float
+    offset: float = 0.0
+
+
+class QKNorm(StrEnum):
+    """What of q and k is normalised before it is rotated."""
+
+    HEAD = "head"
+    """Each head by itself, with one weight [head_dim] for all."""
+    ALL = "all"
+    """All heads together, with a weight of their size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Grouped-query attention: softmax(cap(scale · q kᵀ)) v over the tokens up to one's own.
+
+    ``rope``: index into ``ModelSpec.ropes``; None: the layer does not know positions. ``window``: a token sees itself
+    and the ``window - 1`` before it; None: all. ``softcap``: cap(s) = softcap · tanh(s / softcap); None: s.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    rope: int | None = 0
+    window: int | None = None
+    softcap: float | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: QKNorm | None = None
+    qk_norm_spec: NormSpec | None = None
+
+
+class Activation(StrEnum):
+    """Of the gate of a feed-forward network."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    """By the error function."""
+    GELU_TANH = "gelu_tanh"
+    """By the approximation with tanh."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPSpec:
+    """Gated feed-forward network: ``down(activation(gate(x)) * up(x))``."""
+
+    inner: int
+    activation: Activation = Activation.SILU
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One layer; see the module."""
+
+    attention: AttentionSpec
+    mlp: MLPSpec
+    before_attention: NormSpec | None
+    before_mlp: NormSpec | None
+    after_attention: NormSpec | None = None
+    after_mlp: NormSpec | None = None
+    residual_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model. ``context_length`` is the longest sequence, in tokens.
+
+    logits = logit_cap(logit_scale · head(final_norm(x))), from x = embedding_scale · embedding(token). That scale is
+    first rounded to the type of the embedding, as in training.
+    ``tensors``: by the names that the checkpoint gives to a layer's tensors, without "weight" and "bias", which of ours
+    (``model_files/tensor_names.py``) lie in each, one below the other.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec
+    ropes: tuple[RopeSpec, ...]
+    context_length: int
+    tied_head: bool
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for layer in self.layers:
+            attention = layer.attention
+            if attention.heads % attention.kv_heads or attention.head_dim % 2:
+                raise UnsupportedModel(
+                    f"{attention.heads} heads can't share {attention.kv_heads} KV heads, "
+                    f"or head_dim {attention.head_dim} is odd"
+                )
+        shapes = {(layer.attention.kv_heads, layer.attention.head_dim) for layer in self.layers}
+        if len(shapes) != 1:
+            raise UnsupportedModel("layers whose keys and values have different shapes are not supported")
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers there are."""
+        return len(self.layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of every layer."""
+        return self.layers[0].attention.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Of every layer."""
+        return self.layers[0].attention.head_dim

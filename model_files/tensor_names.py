@@ -1,0 +1,109 @@
+"""Our names of a model's tensors, and which of them lie in a checkpoint's.
+
+Ours are ``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight``, and of a layer ``layers.3.q_proj.weight``: the
+linear layers q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj, some with a ``.bias``, and the norms
+q_norm, k_norm, before_attention, after_attention, before_mlp and after_mlp. Checkpoints have other names for them, and
+some lay several in one tensor, one below the other: ``ModelSpec.tensors`` says which.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from .spec import LayerSpec, ModelSpec
+
+EMBEDDING = "embed_tokens.weight"
+NORM = "norm.weight"
+HEAD = "lm_head.weight"
+
+HF_LINEAR = {
+    "self_attn.q_proj": ("q_proj",),
+    "self_attn.k_proj": ("k_proj",),
+    "self_attn.v_proj": ("v_proj",),
+    "self_attn.o_proj": ("o_proj",),
+    "self_attn.q_norm": ("q_norm",),
+    "self_attn.k_norm": ("k_norm",),
+    "mlp.gate_proj": ("gate_proj",),
+    "mlp.up_proj": ("up_proj",),
+    "mlp.down_proj": ("down_proj",),
+}
+"""Of a Hugging Face layer, what all families call alike."""
+HF_FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
+HF_LLAMA = HF_LINEAR | {"input_layernorm": ("before_attention",), "post_attention_layernorm": ("before_mlp",)}
+
+GGUF_LAYER = {
+    "attn_q": ("q_proj",),
+    "attn_k": ("k_proj",),
+    "attn_v": ("v_proj",),
+    "attn_qkv": ("q_proj", "k_proj", "v_proj"),
+    "attn_output": ("o_proj",),
+    "attn_q_norm": ("q_norm",),
+    "attn_k_norm": ("k_norm",),
+    "ffn_gate": ("gate_proj",),
+    "ffn_up": ("up_proj",),
+    "ffn_down": ("down_proj",),
+    "attn_norm": ("before_attention",),
+    "post_attention_norm": ("after_attention",),
+    "ffn_norm": ("before_mlp",),
+    "post_ffw_norm": ("after_mlp",),
+}
+GGUF_FUSED_UP = GGUF_LAYER | {"ffn_up": ("gate_proj", "up_proj")}
+
+_GLOBAL = {
+    "embed_tokens.weight": EMBEDDING,
+    "norm.weight": NORM,
+    "lm_head.weight": HEAD,
+    "token_embd.weight": EMBEDDING,
+    "output_norm.weight": NORM,
+    "output.weight": HEAD,
+}
+# Around the text's part of a model of several kinds of input, there is one more name.
+_PREFIX = re.compile(r"^(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)")
+_LAYER = re.compile(r"(?:layers|blk)\.(\d+)\.(.+)\.(weight|bias)")
+_NOT_READ = re.compile(r"rotary_emb\.inv_freq$|^rope_(freqs|factors_long|factors_short)\.weight$")
+_NOT_TEXT = re.compile(r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
+
+
+class Part(NamedTuple):
+    """Our tensor ``name`` is the rows from ``first`` on of a checkpoint's: ``rows`` of them; None: all."""
+
+    name: str
+    first: int = 0
+    rows: int | None = None
+
+
+def find_parts(spec: ModelSpec, name: str) -> tuple[Part, ...]:
+    """What lies in the checkpoint's tensor ``name``, from top to bottom; nothing where its name is not known."""
+    bare = _PREFIX.sub("", name)
+    if bare in _GLOBAL:
+        return (Part(_GLOBAL[bare]),)
+    found = _LAYER.fullmatch(bare)
+    if found is None or int(found[1]) >= spec.num_layers:
+        return ()
+    layer, ours, kind = found[1], spec.tensors.get(found[2], ()), found[3]
+    if len(ours) == 1:
+        return (Part(f"layers.{layer}.{ours[0]}.{kind}"),)
+    sizes = _sizes(spec.layers[int(layer)])
+    parts, first = [], 0
+    for part in ours:
+        parts.append(Part(f"layers.{layer}.{part}.{kind}", first, sizes[part]))
+        first += sizes[part]
+    return tuple(parts)
+
+
+def is_not_needed(name: str) -> bool:
+    """Whether a checkpoint's tensor is one that the config says already, or that only other inputs than texts need."""
+    return bool(_NOT_READ.search(name) or _NOT_TEXT.match(name))
+
+
+def _sizes(layer: LayerSpec) -> dict[str, int]:
+    attention = layer.attention
+    kv_size = attention.kv_heads * attention.head_dim
+    return {
+        "q_proj": attention.heads * attention.head_dim,
+        "k_proj": kv_size,
+        "v_proj": kv_size,
+        "gate_proj": layer.mlp.inner,
+        "up_proj": layer.mlp.inner,
+    }

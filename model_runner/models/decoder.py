@@ -1,0 +1,161 @@
+"""The torch model: computes whatever a ``ModelSpec`` says, in the order that ``model_files/spec.py`` gives.
+
+Shapes: T tokens, H query heads, K KV heads, D head_dim, N hidden size, V vocabulary, L wanted rows of logits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...model_files.spec import AttentionSpec, MLPSpec, ModelSpec, NormSpec, QKNorm
+from ...model_files.tensor_names import EMBEDDING, HEAD, NORM
+from ..attention.base import AttentionBackend
+from ..forward_batch import ForwardBatch
+from ..kernels.reference import gate_and_mul, linear, rope
+from ..layers.linear import Linear
+from ..layers.rms_norm import RMSNorm
+from ..layers.rotary import RotaryEmbedding, Rotation
+
+
+class Attention:
+    """Grouped-query attention of one layer."""
+
+    def __init__(
+        self, spec: AttentionSpec, layer: int, hidden: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.spec = spec
+        self._layer = layer
+        q_size, kv_size = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        self.qkv_proj = Linear(hidden, (q_size, kv_size, kv_size), bias=spec.qkv_bias, dtype=dtype, device=device)
+        self.o_proj = Linear(q_size, (hidden,), bias=spec.o_bias, dtype=dtype, device=device)
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm is not None and spec.qk_norm_spec is not None:
+            q_size, kv_size = (q_size, kv_size) if spec.qk_norm == QKNorm.ALL else (spec.head_dim, spec.head_dim)
+            self.q_norm = RMSNorm(q_size, spec.qk_norm_spec, device=device)
+            self.k_norm = RMSNorm(kv_size, spec.qk_norm_spec, device=device)
+
+    def forward(self, x_TN: Tensor, rotation: Rotation | None, attention: AttentionBackend) -> Tensor:
+        """[T, N]; ``rotation`` None: the layer does not know positions."""
+        heads, kv_heads = self.spec.heads, self.spec.kv_heads
+        qkv = self.qkv_proj.forward(x_TN).view(x_TN.shape[0], -1, self.spec.head_dim)
+        q_THD, k_TKD, v_TKD = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD, k_TKD = self._normalise(q_THD, self.q_norm), self._normalise(k_TKD, self.k_norm)
+        if rotation is not None:
+            q_THD, k_TKD = rope(q_THD, *rotation), rope(k_TKD, *rotation)
+        return self.o_proj.forward(attention.forward(self._layer, q_THD, k_TKD, v_TKD, self.spec))
+
+    def weights(self, prefix: str) -> dict[str, Tensor]:
+        """The views that take the layer's tensors, by our names."""
+        views = self.qkv_proj.weights(f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")
+        views |= self.o_proj.weights(f"{prefix}.o_proj")
+        if self.q_norm is not None and self.k_norm is not None:
+            views |= {f"{prefix}.q_norm.weight": self.q_norm.weight, f"{prefix}.k_norm.weight": self.k_norm.weight}
+        return views
+
+    def _normalise(self, x_THD: Tensor, norm: RMSNorm) -> Tensor:
+        if self.spec.qk_norm == QKNorm.HEAD:
+            return norm.forward(x_THD)
+        return norm.forward(x_THD.flatten(1)).view(x_THD.shape)
+
+
+class MLP:
+    """Gated feed-forward network of one layer."""
+
+    def __init__(self, spec: MLPSpec, hidden: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._activation = spec.activation
+        self.gate_up_proj = Linear(hidden, (spec.inner, spec.inner), bias=spec.bias, dtype=dtype, device=device)
+        self.down_proj = Linear(spec.inner, (hidden,), bias=spec.bias, dtype=dtype, device=device)
+
+    def forward(self, x_TN: Tensor) -> Tensor:
+        """[T, N]."""
+        return self.down_proj.forward(gate_and_mul(self.gate_up_proj.forward(x_TN), self._activation))
+
+    def weights(self, prefix: str) -> dict[str, Tensor]:
+        """The views that take the layer's tensors, by our names."""
+        views = self.gate_up_proj.weights(f"{prefix}.gate_proj", f"{prefix}.up_proj")
+        return views | self.down_proj.weights(f"{prefix}.down_proj")
+
+
+class Layer:
+    """One decoder layer. Its norms are None where the family has none."""
+
+    def __init__(self, model: ModelSpec, layer: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        spec, hidden = model.layers[layer], model.hidden_size
+
+        def norm(norm_spec: NormSpec | None) -> RMSNorm | None:
+            return None if norm_spec is None else RMSNorm(hidden, norm_spec, device=device)
+
+        self.spec = spec
+        self.before_attention, self.after_attention = norm(spec.before_attention), norm(spec.after_attention)
+        self.before_mlp, self.after_mlp = norm(spec.before_mlp), norm(spec.after_mlp)
+        self.attention = Attention(spec.attention, layer, hidden, dtype=dtype, device=device)
+        self.mlp = MLP(spec.mlp, hidden, dtype=dtype, device=device)
+
+    def forward(self, x_TN: Tensor, rotation: Rotation | None, attention: AttentionBackend) -> None:
+        """Apply the layer to ``x_TN`` in place."""
+        attended = self.attention.forward(_normalised(self.before_attention, x_TN), rotation, attention)
+        x_TN.add_(_normalised(self.after_attention, attended), alpha=self.spec.residual_scale)
+        more = self.mlp.forward(_normalised(self.before_mlp, x_TN))
+        x_TN.add_(_normalised(self.after_mlp, more), alpha=self.spec.residual_scale)
+
+    def weights(self, prefix: str) -> dict[str, Tensor]:
+        """The views that take the layer's tensors, by our names."""
+        norms = {
+            "before_attention": self.before_attention,
+            "after_attention": self.after_attention,
+            "before_mlp": self.before_mlp,
+            "after_mlp": self.after_mlp,
+        }
+        return {
+            **{f"{prefix}.{name}.weight": norm.weight for name, norm in norms.items() if norm is not None},
+            **self.attention.weights(prefix),
+            **self.mlp.weights(prefix),
+        }
+
+
+class Decoder:
+    """The model. Its weights are uninitialised until a loader has filled ``weights()``."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        self.embed_tokens = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+        self.layers = [Layer(spec, i, dtype=dtype, device=device) for i in range(spec.num_layers)]
+        self.norm = RMSNorm(spec.hidden_size, spec.final_norm, device=device)
+        self.lm_head = self.embed_tokens if spec.tied_head else torch.empty_like(self.embed_tokens)
+        self._rotaries = [RotaryEmbedding(r, spec.head_dim, dtype=dtype, device=device) for r in spec.ropes]
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
+
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
+        """Logits of ``batch.logit_indices``, [L, V] float32; ``attention`` has planned ``batch``."""
+        x_TN = F.embedding(batch.input_ids, self.embed_tokens)
+        if self._embedding_scale != 1.0:
+            x_TN.mul_(self._embedding_scale)
+        rotations = [rotary.forward(batch.positions) for rotary in self._rotaries]
+        for i, layer in enumerate(self.layers):
+            index = layer.spec.attention.rope
+            layer.forward(x_TN, None if index is None else rotations[index], attention)
+            if batch.done is not None and x_TN.device.type == "cpu":
+                batch.done.advance(i + 1)
+        x_LN = self.norm.forward(x_TN.index_select(0, batch.logit_indices))
+        logits = linear(x_LN, self.lm_head, None).float()
+        if self.spec.logit_scale != 1.0:
+            logits.mul_(self.spec.logit_scale)
+        if self.spec.logit_softcap is not None:
+            logits.div_(self.spec.logit_softcap).tanh_().mul_(self.spec.logit_softcap)
+        return logits
+
+    def weights(self) -> dict[str, Tensor]:
+        """The views that take the model's tensors, by our names."""
+        views = {EMBEDDING: self.embed_tokens, NORM: self.norm.weight}
+        for i, layer in enumerate(self.layers):
+            views |= layer.weights(f"layers.{i}")
+        if not self.spec.tied_head:
+            views[HEAD] = self.lm_head
+        return views
+
+
+def _normalised(norm: RMSNorm | None, x_TN: Tensor) -> Tensor:
+    return x_TN if norm is None else norm.forward(x_TN)

@@ -1,0 +1,144 @@
+"""Writes a model of transformers as a GGUF file, by the conventions of llama.cpp's converter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+
+ARCHS = {"mistral": "llama", "gemma3_text": "gemma3", "glm": "chatglm"}
+"""By ``model_type``, where the file's architecture has another name."""
+PERMUTED = ("llama", "granite", "smollm3")
+
+
+def write_gguf(
+    model: Any,
+    path: Path,
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    *,
+    fuse_qkv: bool = False,
+    more: Mapping[str, Any] | None = None,
+) -> Path:
+    """Matrices are of ``kind``; ``fuse_qkv``: q, k and v in one tensor, as in files of ChatGLM; ``more`` metadata."""
+    config = model.config
+    arch = ARCHS.get(config.model_type, config.model_type)
+    writer = GGUFWriter(path, arch)
+    _add_metadata(writer, config, arch)
+    _add_rope(writer, config, arch)
+    for key, value in (more or {}).items():
+        kinds = {str: GGUFValueType.STRING, bool: GGUFValueType.BOOL, float: GGUFValueType.FLOAT32}
+        writer.add_key_value(f"{arch}.{key}", value, kinds.get(type(value), GGUFValueType.UINT32))
+    archs = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    # The table of ChatGLM knows only the names of its own checkpoints.
+    names = gguf.get_tensor_name_map(archs["llama" if arch == "chatglm" else arch], config.num_hidden_layers)
+    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight")
+    if fuse_qkv:
+        _fuse_qkv(state)
+    for name, values in state.items():
+        theirs = _name(names, name)
+        values = _converted(name, values, config, arch)
+        if values.ndim == 2 and kind != GGMLQuantizationType.F32:
+            writer.add_tensor(theirs, gguf.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(theirs, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _name(names: gguf.TensorNameMap, name: str) -> str:
+    found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    if found is None:
+        bare, suffix = name.rsplit(".", 1)
+        layer, part = bare.removeprefix("model.layers.").split(".", 1)
+        parts = {"mlp.gate_up_proj": "ffn_up", "self_attn.qkv_proj": "attn_qkv"}
+        found = f"blk.{layer}.{parts[part]}.{suffix}"
+    return found
+
+
+def _converted(name: str, values: np.ndarray, config: Any, arch: str) -> np.ndarray:
+    if arch.startswith("gemma") and name.endswith("norm.weight"):
+        return values + 1.0
+    part = name.split(".")[-2]
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    if arch in PERMUTED and part in heads:
+        by_half = values.reshape(heads[part], 2, -1, *values.shape[1:])
+        return np.ascontiguousarray(by_half.swapaxes(1, 2).reshape(values.shape))
+    return values
+
+
+def _fuse_qkv(state: dict[str, np.ndarray]) -> None:
+    for name in [name for name in state if ".q_proj." in name]:
+        parts = [state.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+        state[name.replace("q_proj", "qkv_proj")] = np.concatenate(parts)
+
+
+def _add_metadata(writer: GGUFWriter, config: Any, arch: str) -> None:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    if head_dim * config.num_attention_heads != config.hidden_size:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if arch in ("gemma2", "gemma3", "phi3"):
+        writer.add_sliding_window(config.sliding_window or 0)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if arch == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+
+
+def _add_rope(writer: GGUFWriter, config: Any, arch: str) -> None:
+    rope = config.rope_parameters
+    if "full_attention" in rope:
+        # The other layers' base is what llama.cpp takes it for.
+        assert rope["sliding_attention"] == {"rope_type": "default", "rope_theta": 10000.0}
+        rope = rope["full_attention"]
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(size)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    kind = rope["rope_type"]
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind == "longrope":
+        original = rope["original_max_position_embeddings"]
+        scale = config.max_position_embeddings / original
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+        for length in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32))
+    if kind == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, size))
+
+
+def _llama3_factors(rope: dict[str, float], size: int) -> np.ndarray:
+    """What each frequency is divided by."""
+    wave = 2 * math.pi * rope["rope_theta"] ** (torch.arange(0, size, 2).double() / size)
+    original, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = (original / wave - low) / (high - low)
+    between = 1 / ((1 - smooth) / rope["factor"] + smooth)
+    factors = torch.where(wave < original / high, 1.0, torch.where(wave > original / low, rope["factor"], between))
+    return factors.float().numpy()

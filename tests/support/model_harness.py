@@ -1,0 +1,86 @@
+"""A model runner over a tiny random model of transformers, and transformers' own answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pdserve.model_runner.forward_batch import ForwardBatch
+from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.runtime.options import ServerOptions
+
+PAGE = 4
+VOCAB = 97
+CONTEXT = 256
+
+
+def draw_weights(model: torch.nn.Module) -> torch.nn.Module:
+    """Draw every parameter, biases and norms included, and save nothing."""
+    torch.manual_seed(7)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    return model.eval()
+
+
+class Harness:
+    """A runner over a tiny model, and rows whose pages are scattered over the pool."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        defaults = {"dtype": "float32", "device": "cpu", "page_size": PAGE, "max_total_tokens": 96 * PAGE}
+        self.runner = ModelRunner(ServerOptions(model_path=str(folder), **(defaults | options)))
+        self.table = torch.full((8, CONTEXT), 10**9, dtype=torch.int32)  # what no row has mapped yet must not matter
+        order = torch.randperm(96, generator=torch.Generator().manual_seed(1)) + 1
+        self._free_pages = order.tolist()
+        self._lens = [0] * 8
+
+    def share(self, source: int, row: int, length: int) -> None:
+        """Map the first ``length`` positions (whole pages) of ``row`` to the slots of row ``source``."""
+        self.table[row, :length] = self.table[source, :length]
+        self._lens[row] = length
+
+    def forward(self, *entries: tuple[int, list[int]], logits_at: list[int] | None = None) -> torch.Tensor:
+        """Compute ``(row, tokens)`` entries, each behind what its row holds; logits of all tokens, or of some."""
+        starts = [self._lens[row] for row, _ in entries]
+        for row, tokens in entries:
+            for _ in tokens:
+                self._append(row)
+        spans = [torch.arange(s, s + len(t)) for s, (_, t) in zip(starts, entries, strict=True)]
+        slots = [self.table[row, span] for span, (row, _) in zip(spans, entries, strict=True)]
+        input_ids = torch.tensor([token for _, tokens in entries for token in tokens])
+        wanted = range(len(input_ids)) if logits_at is None else logits_at
+        return self.runner.forward(
+            ForwardBatch(
+                input_ids=input_ids,
+                positions=torch.cat(spans),
+                out_cache_loc=torch.cat(slots).long(),
+                rows=torch.tensor([row for row, _ in entries]),
+                starts=starts,
+                q_lens=[len(tokens) for _, tokens in entries],
+                req_to_token=self.table,
+                logit_indices=torch.tensor(list(wanted), dtype=torch.int64),
+            )
+        )
+
+    def _append(self, row: int) -> None:
+        position = self._lens[row]
+        first = position % PAGE == 0
+        slot = self._free_pages.pop() * PAGE if first else int(self.table[row, position - 1]) + 1
+        self.table[row, position] = slot
+        self._lens[row] += 1
+
+
+def reference_logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
+    """Of all tokens."""
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0]
+
+
+def draw(length: int, seed: int) -> list[int]:
+    """Random tokens."""
+    return torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Up to the order of sums in float32."""
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)

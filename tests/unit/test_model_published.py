@@ -1,0 +1,247 @@
+"""Configs as models on the hub have them, older spellings and keys left out, read as transformers reads them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.families import make_reference
+from support.model_harness import Harness, close, draw, reference_logits
+from transformers import AutoConfig
+
+from pdserve.model_files.context_length import with_context, without_idle_windows
+from pdserve.model_files.errors import UnsupportedModel
+from pdserve.model_files.families.registry import spec_from_hf
+from pdserve.model_files.spec import ModelSpec
+from pdserve.model_runner.layers.rotary import attention_factor, inverse_frequencies
+
+
+def sizes(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, context: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": context,
+        "vocab_size": 1000,
+    }
+
+
+LLAMA3 = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+FACTORS = {"short_factor": [1.0 + i / 50 for i in range(48)], "long_factor": [1.0 + i for i in range(48)]}
+GEMMA3_4B = {
+    "model_type": "gemma3_text",
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 34,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window": 1024,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Llama 2": {"model_type": "llama", **sizes(4096, 11008, 32, 32, 32, 4096), "pretraining_tp": 1},
+    "Llama 3.2": {
+        "model_type": "llama",
+        **sizes(2048, 8192, 16, 32, 8, 131072),
+        "head_dim": 64,
+        "rope_scaling": LLAMA3,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
+    "SmolLM2": {
+        "model_type": "llama",
+        **sizes(576, 1536, 30, 9, 3, 8192),
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 100000,
+    },
+    "SmolLM3": {
+        "model_type": "smollm3",
+        **sizes(2048, 11008, 36, 16, 4, 65536),
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "no_rope_layer_interval": 4,
+        "layer_types": ["full_attention"] * 36,
+        "max_window_layers": 28,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "rope_theta": 5000000.0,
+    },
+    "Mistral 0.1": {"model_type": "mistral", **sizes(4096, 14336, 32, 32, 8, 32768), "sliding_window": 4096},
+    "Qwen2.5": {
+        "model_type": "qwen2",
+        **sizes(896, 4864, 24, 14, 2, 32768),
+        "max_window_layers": 24,
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+        "rope_theta": 1000000.0,
+    },
+    "Qwen2.5 stretched": {
+        "model_type": "qwen2",
+        **sizes(896, 4864, 24, 14, 2, 32768),
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        "rope_theta": 1000000.0,
+    },
+    "Qwen3": {
+        "model_type": "qwen3",
+        **sizes(1024, 3072, 28, 16, 8, 40960),
+        "head_dim": 128,
+        "max_window_layers": 28,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "rope_theta": 1000000,
+    },
+    "Gemma 2 2B": {
+        "model_type": "gemma2",
+        **sizes(2304, 9216, 26, 8, 4, 8192),
+        "attn_logit_softcapping": 50.0,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+    },
+    "Gemma 3 1B": {
+        "model_type": "gemma3_text",
+        **sizes(1152, 6912, 26, 4, 1, 32768),
+        "attn_logit_softcapping": None,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+    },
+    "Gemma 3 4B": GEMMA3_4B,
+    "Phi-3 4k": {"model_type": "phi3", **sizes(3072, 8192, 32, 32, 32, 4096), "sliding_window": 2047},
+    "Phi-3 128k": {
+        "model_type": "phi3",
+        **sizes(3072, 8192, 32, 32, 32, 131072),
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {"type": "longrope", **FACTORS},
+        "sliding_window": 262144,
+    },
+    "Phi-4 mini": {
+        "model_type": "phi3",
+        **sizes(3072, 8192, 32, 24, 8, 131072),
+        "attention_bias": False,
+        "full_attn_mod": 1,
+        "lm_head_bias": False,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {"type": "longrope", **FACTORS},
+        "sliding_window": 262144,
+        "tie_word_embeddings": True,
+    },
+    "OLMo 2": {"model_type": "olmo2", **sizes(2048, 8192, 16, 16, 16, 4096), "rope_theta": 500000},
+    "Granite 3.1": {
+        "model_type": "granite",
+        **sizes(2048, 8192, 40, 32, 8, 131072),
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0,
+        "residual_multiplier": 0.22,
+        "rope_theta": 5000000.0,
+    },
+    "GLM-4": {
+        "model_type": "glm4",
+        **sizes(4096, 13696, 40, 32, 2, 32768),
+        "attention_bias": False,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+    },
+    "GLM-4 of 2024": {"model_type": "glm", **sizes(4096, 13696, 40, 32, 2, 131072), "head_dim": 128},
+}
+
+
+def frequencies(raw: dict[str, Any]) -> list[tuple[torch.Tensor, float]]:
+    """Of each rope: what transformers has, of the short context where there are two."""
+    package = raw["model_type"].removesuffix("_text")
+    module = import_module(f"transformers.models.{package}.modeling_{package}")
+    [name] = [name for name in vars(module) if name.endswith("RotaryEmbedding")]
+    rotary = getattr(module, name)(AutoConfig.for_model(**copy.deepcopy(raw)))
+    if package == "gemma3":
+        return [(getattr(rotary, f"{t}_attention_inv_freq"), 1.0) for t in ("full", "sliding")]
+    return [(rotary.inv_freq, rotary.attention_scaling)]
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_ropes_and_windows_are_those_of_transformers(name: str) -> None:
+    raw = CONFIGS[name]
+    spec, config = spec_from_hf(raw), AutoConfig.for_model(**copy.deepcopy(raw))
+    short = with_context(spec, min(spec.ropes[0].original_context or spec.context_length, spec.context_length))
+    for rope, (inv_freq, scaling) in zip(short.ropes, frequencies(raw), strict=True):
+        torch.testing.assert_close(inverse_frequencies(rope), inv_freq)
+        assert attention_factor(rope) == pytest.approx(scaling)
+    window = config.sliding_window if hasattr(config, "sliding_window") else None
+    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * 99
+    expected = [window if kind == "sliding_attention" else None for kind in types[: spec.num_layers]]
+    assert [layer.attention.window for layer in spec.layers] == expected
+    attention = spec.layers[0].attention
+    assert (attention.heads, attention.kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
+    assert spec.final_norm.eps == config.rms_norm_eps
+    assert (spec.tied_head, spec.vocab_size) == (config.tie_word_embeddings, config.vocab_size)
+
+
+def test_a_former_name_of_longrope() -> None:
+    raw = CONFIGS["Phi-3 128k"]
+    assert spec_from_hf(raw | {"rope_scaling": {"type": "su", **FACTORS}}) == spec_from_hf(raw)
+
+
+def test_what_a_wide_window_leaves_is_plain() -> None:
+    spec = spec_from_hf(CONFIGS["Phi-4 mini"])
+    assert without_idle_windows(spec).layers[0].attention.window is None
+
+
+def test_the_text_of_a_model_of_texts_and_images(tmp_path: Path) -> None:
+    """Under both of the prefixes that such files have had."""
+    model, tokens = make_reference("gemma3"), draw(60, 3)
+    expected = reference_logits(model, tokens)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    config = {"model_type": "gemma3", "text_config": model.config.to_dict(), "vision_config": {}}
+    for text, vision in (("language_model.model.", ""), ("model.language_model.", "model.")):
+        folder = tmp_path / text
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        named = {name.replace("model.", text, 1): tensor.clone() for name, tensor in state.items()}
+        named |= {f"{vision}vision_tower.a.weight": torch.ones(2), f"{vision}multi_modal_projector.b": torch.ones(2)}
+        save_file(named, folder / "model.safetensors")
+        close(Harness(folder).forward((0, tokens)), expected)
+
+
+def test_a_wrapper_that_is_not_known_is_named() -> None:
+    with pytest.raises(UnsupportedModel, match="architecture 'llava' is not supported"):
+        spec_from_hf({"model_type": "llava", "text_config": CONFIGS["Llama 2"]})
+    quantised = {"model_type": "gemma3", "text_config": GEMMA3_4B, "quantization_config": {"quant_method": "awq"}}
+    with pytest.raises(UnsupportedModel, match="quantised safetensors"):
+        spec_from_hf(quantised)
+
+
+def test_older_and_newer_spelling_of_two_ropes() -> None:
+    def read(**fields: object) -> ModelSpec:
+        return spec_from_hf({"rope_scaling": None, **GEMMA3_4B, **fields})
+
+    older = read(rope_theta=700.0, rope_local_base_freq=90.0)
+    full, local = older.ropes
+    assert (full.theta, full.factor, local.theta, local.factor) == (700.0, 8.0, 90.0, 1.0)
+    linear = {"rope_type": "linear", "factor": 8.0, "rope_theta": 700.0}
+    newer = {"full_attention": linear, "sliding_attention": {"rope_type": "default", "rope_theta": 90.0}}
+    assert read(rope_scaling=None, rope_parameters=newer) == older
+    with pytest.raises(UnsupportedModel, match="for all layers together are not supported"):
+        read(rope_scaling=None, rope_parameters=linear)
