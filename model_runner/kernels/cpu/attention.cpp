@@ -116,7 +116,7 @@ class AttentionWorker {
   }
 
   int blocks_of(const TilePlace& place) const {
-    return static_cast<int>((place.count + block_slots_ - 1) / block_slots_);
+    return static_cast<int>(ceil_div(place.count, block_slots_));
   }
 
   template <class Element>
@@ -295,39 +295,6 @@ void attention_run(AttentionPlan& plan, int64_t layer, const TokenRows& q, const
   } else {
     worker.run<PairWords>();
   }
-}
-
-namespace {
-
-template <class Pool, class Rows>
-void store_rows(const KVPoolView& pool, int64_t layer, const int64_t* slots, const TokenRows& k, const TokenRows& v,
-                int64_t begin, int64_t end) {
-  const int64_t dim = pool.head_dim, width = pool.kv_heads * dim;
-  for (int64_t token = begin; token < end; ++token) {
-    const SlotPlace place = find_slot(pool, layer, slots[token]);
-    const Rows* key = static_cast<const Rows*>(k.data) + token * k.stride;
-    const Rows* value = static_cast<const Rows*>(v.data) + token * v.stride;
-    for (int64_t at = 0; at < width; at += kLanes) {
-      Pool* block = static_cast<Pool*>(pool.data) + place.block + at / dim * head_stride(pool);
-      store_key_block(block, place, at % dim, load(key + at));
-      store_value_block(block + values_offset(pool), place, dim, at % dim, load(value + at));
-    }
-  }
-}
-
-template <class Pool>
-void store_rows(const KVPoolView& pool, int64_t layer, const int64_t* slots, const TokenRows& k, const TokenRows& v,
-                int64_t begin, int64_t end) {
-  const auto store_them = k.dtype == DType::kFloat32 ? store_rows<Pool, float> : store_rows<Pool, bf16>;
-  store_them(pool, layer, slots, k, v, begin, end);
-}
-
-}  // namespace
-
-void store_kv(const KVPoolView& pool, int64_t layer, const int64_t* slots, const TokenRows& k, const TokenRows& v,
-              int64_t begin, int64_t end) {
-  const auto store_them = pool.dtype == DType::kFloat32 ? store_rows<float> : store_rows<bf16>;
-  store_them(pool, layer, slots, k, v, begin, end);
 }
 
 }  // namespace pdserve

@@ -1,7 +1,7 @@
 // Paged attention over the page-first KV pool, for any mix of decode tokens and prefill chunks.
 //
 // Once a pass, on one thread: AttentionPlan::prepare. Then once a layer, on every thread of the team, between barriers:
-//   store_kv (all tokens of the pass) | barrier | attention_run | barrier
+//   keys and values to the pool (kv_writer.h) | barrier | attention_run | barrier
 // attention_run needs no barrier of its own: the last thread to finish a part of a long context joins the parts.
 //
 // A token's result depends on its query and on the keys and values it sees, and on nothing else, to the last bit: not
@@ -123,10 +123,6 @@ class AttentionPlan {
   std::unique_ptr<std::atomic<int32_t>[]> counters_;
   int64_t counters_size_ = 0;
 };
-
-// Writes k and v (K heads a token, of one type) of tokens [begin, end) to `slots` ([T] int64) of `layer`.
-void store_kv(const KVPoolView& pool, int64_t layer, const int64_t* slots, const TokenRows& k, const TokenRows& v,
-              int64_t begin, int64_t end);
 
 // out[t] = softmax(scale · q[t] Kᵀ) V over the keys up to t's own position: this thread's share of it.
 void attention_run(AttentionPlan& plan, int64_t layer, const TokenRows& q, const TokenRows& out, int tid);

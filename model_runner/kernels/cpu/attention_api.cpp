@@ -1,8 +1,10 @@
 // Attention by itself, for tests and measurements; the engine calls attention.h directly.
 #include <new>
+#include <vector>
 
 #include "api.h"
 #include "attention.h"
+#include "kv_writer.h"
 #include "team.h"
 
 using namespace pdserve;
@@ -35,7 +37,14 @@ PDS_API void pds_attention_run(void* plan, void* team, int64_t begin, int64_t en
   });
 }
 
-PDS_API void pds_store_kv(const KVPoolView* pool, int64_t layer, const int64_t* slots, const TokenRows* k,
-                          const TokenRows* v, int64_t num_tokens) {
-  store_kv(*pool, layer, slots, *k, *v, 0, num_tokens);
+PDS_API int32_t pds_store_kv(const KVPoolView* pool, int64_t layer, const int64_t* slots, const TokenRows* k,
+                             const TokenRows* v, int64_t num_tokens) {
+  try {
+    std::vector<SlotPlace> places(num_tokens);
+    for (int64_t t = 0; t < num_tokens; ++t) places[t] = find_slot(*pool, slots[t]);
+    store_kv(*pool, layer, places.data(), *k, *v, 0, num_tokens);
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+  return 0;
 }

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "attention_tile.h"
+#include "sizes.h"
 
 namespace pdserve {
 namespace {
@@ -19,8 +20,6 @@ constexpr int64_t kKeyCost = 8;
 // A context is split if it is more than one part in so many of a thread's work.
 constexpr int64_t kLargeShare = 4;
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 }  // namespace
 
 void AlignedFloats::Free::operator()(float* data) const { std::free(data); }
@@ -28,7 +27,7 @@ void AlignedFloats::Free::operator()(float* data) const { std::free(data); }
 void AlignedFloats::reserve(int64_t size) {
   if (size <= size_) return;
   size_ = 0;
-  const int64_t rounded = ceil_div(size, 16) * 16;
+  const int64_t rounded = round_up(size, 16);
   data_.reset(static_cast<float*>(std::aligned_alloc(64, rounded * sizeof(float))));
   if (!data_) throw std::bad_alloc();
   size_ = rounded;

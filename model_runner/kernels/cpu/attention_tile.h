@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "isa/words.h"
+#include "sizes.h"
 
 namespace pdserve {
 
@@ -61,7 +62,7 @@ struct AttentionScratch {
   AttentionScratch(float* memory, int64_t rows, int64_t dim) {
     const auto take = [&memory](int64_t size) {
       float* part = memory;
-      memory += round_up(size);
+      memory += whole_lines(size);
       return part;
     };
     queries = take(rows * dim);
@@ -73,12 +74,12 @@ struct AttentionScratch {
   }
 
   static int64_t size(int64_t rows, int64_t dim) {
-    return round_up(rows * dim) + 2 * (round_up(rows) + round_up(rows * kLanes) + round_up(rows * dim)) +
-           2 * round_up(kTile * dim) + 2 * kBlockRows * kTile;
+    return whole_lines(rows * dim) + 2 * (whole_lines(rows) + whole_lines(rows * kLanes) + whole_lines(rows * dim)) +
+           2 * whole_lines(kTile * dim) + 2 * kBlockRows * kTile;
   }
 
  private:
-  static int64_t round_up(int64_t size) { return (size + 15) / 16 * 16; }
+  static int64_t whole_lines(int64_t size) { return round_up(size, kLanes); }
 };
 
 // One row's scores become weights. Keys from `visible` on are masked; the first `vecs` vectors hold every key that any
