@@ -1,73 +1,35 @@
-"""A Llama-family model on the CPU kernels: packed weights, and a whole forward pass in one call.
-
-Made from a loaded model, whose own weights may be dropped afterwards, but for the embedding table.
-"""
+"""A loaded model on the CPU kernels: its weights, packed. It may be dropped then, but for the embedding table."""
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Sequence
-from ctypes import c_int64
-from enum import IntEnum
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...model_files.config import ModelConfig
+from ...model_files.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, QKNorm, RopeSpec
 from ...runtime.progress import ProgressLog
-from ..forward_batch import ForwardBatch
 from ..kv_pool import MHATokenToKVPool
 from ..layers.linear import Linear
 from ..layers.rotary import RotaryEmbedding
 from ..loader.quantized_blocks import HEAD_NAMES, BlockSource
-from ..models.llama import LlamaForCausalLM
-from .attention import pool_view
-from .library import NATIVE_DTYPES, EngineConfig, ForwardArgs, WeightPart, load_library
+from ..models.llama import LlamaForCausalLM, LlamaLayer
+from . import lowering
+from .native_engine import LinearKind, NativeEngine, NormKind
+from .rope_tables import RopeTables
+from .structs import WeightPart
 from .team import Team
 
 log = logging.getLogger(__name__)
 
 DENSE = 0
 """``Format::kDense`` of linear.h."""
-ROTATIONS = 1024
-"""Positions that the table of rotations grows by."""
 
 
-class LinearKind(IntEnum):
-    """``LinearKind`` of engine.h."""
-
-    QKV = 0
-    O = 1  # noqa: E741 - the layer's name
-    GATE_UP = 2
-    DOWN = 3
-    HEAD = 4
-
-
-class NormKind(IntEnum):
-    """``NormKind`` of engine.h."""
-
-    ATTENTION = 0
-    MLP = 1
-    Q = 2
-    K = 3
-    FINAL = 4
-
-
-def refusal(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
-    """Why the kernels can't run this model; None if they can."""
-    if dtype not in NATIVE_DTYPES or kv_dtype not in NATIVE_DTYPES:
-        return f"they compute in bfloat16 and float32, not in {dtype} over a KV pool of {kv_dtype}"
-    if config.head_dim % 16:
-        return f"they need a head_dim that is a multiple of 16, not {config.head_dim}"
-    if config.hidden_size % 2 or config.intermediate_size % 2:
-        return "they need even hidden and intermediate sizes"
-    return None
-
-
-class CpuEngine:
-    """Computes passes over ``pool``. Raises ``BuildError`` where the kernels can't be had.
+class CpuEngine(NativeEngine):
+    """The engine of ``model``, over ``pool``. Raises ``BuildError`` where the kernels can't be had.
 
     Linear layers take their weights from ``blocks`` where it has them, and from the model elsewhere.
     """
@@ -75,92 +37,13 @@ class CpuEngine:
     def __init__(
         self, model: LlamaForCausalLM, pool: MHATokenToKVPool, team: Team, blocks: BlockSource | None = None
     ) -> None:
+        super().__init__(_spec_of(model.config), model.embed_tokens.dtype, _ropes_of(model.config), pool, team)
         self._blocks = blocks
         self.weight_bytes = 0
         """What the linear layers' weights take, as a decode step reads them."""
-        self._library = load_library()
-        self._config = config = model.config
-        self.pool, self.team = pool, team
-        self._embedding = model.embed_tokens
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, dtype=torch.float32, device=torch.device("cpu"))
-        self._cos = self._sin = torch.empty(0, config.head_dim // 2)
-        self.rotations: tuple[int, int, int] = (0, 0, 0)
-        """Addresses of the cosines and sines, and how many positions they reach."""
-        native = EngineConfig(
-            config.num_layers,
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.intermediate_size,
-            config.vocab_size,
-            config.rms_norm_eps,
-            config.qk_norm,
-            pool_view(pool),
-        )
-        handle = self._library.pds_engine_new(native, NATIVE_DTYPES[self._embedding.dtype], team.handle)
-        if handle is None:
-            raise MemoryError("no memory for the engine's activations")
-        self.handle = handle
-        self.close = weakref.finalize(self, self._library.pds_engine_free, handle)
         self._pack(model)
         # The blocks are packed; the source may hold a whole file.
         self._blocks = None
-
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Logits of ``batch.logit_indices``, [L, V] float32; writes the pass's KV to the pool.
-
-        Raises ``IndexError`` for a token that is not in the vocabulary.
-        """
-        ids, positions = batch.input_ids.numpy(), batch.positions.numpy()
-        if not 0 <= ids.min() <= ids.max() < self._config.vocab_size:
-            raise IndexError(f"token ids reach from {ids.min()} to {ids.max()}")
-        self.reserve_rotations(int(positions.max()) + 1)
-        entries = np.empty((len(batch.q_lens), 4), dtype=np.int32)
-        entries[:, 0] = batch.rows.numpy()
-        entries[:, 1] = batch.starts
-        entries[:, 2] = batch.q_lens
-        entries[:, 3] = np.cumsum(entries[:, 2]) - entries[:, 2]
-        wanted = batch.logit_indices.shape[0]
-        logits = torch.empty(wanted, self._config.vocab_size)
-        args = ForwardArgs(
-            len(ids),
-            len(entries),
-            wanted,
-            batch.input_ids.data_ptr(),
-            batch.positions.data_ptr(),
-            batch.out_cache_loc.data_ptr(),
-            batch.logit_indices.data_ptr(),
-            entries.ctypes.data,
-            batch.req_to_token.data_ptr(),
-            batch.req_to_token.stride(0),
-            self._cos.data_ptr(),
-            self._sin.data_ptr(),
-            logits.data_ptr(),
-            None if batch.done is None else batch.done.address,
-        )
-        if self._library.pds_engine_forward(self.handle, args) != 0:
-            raise MemoryError(f"no memory for a pass of {len(ids)} tokens")
-        return logits
-
-    def weight_bytes_read(self) -> dict[LinearKind, int]:
-        """Bytes of weights that all threads together read in the last pass."""
-        counted = (c_int64 * len(LinearKind))()
-        self._library.pds_engine_weight_bytes(self.handle, counted)
-        return {kind: counted[kind] for kind in LinearKind}
-
-    def reserve_rotations(self, positions: int) -> None:
-        """Extend the table of rotations to ``positions``."""
-        have = self._cos.shape[0]
-        if positions <= have:
-            return
-        more = torch.arange(have, -(-positions // ROTATIONS) * ROTATIONS)
-        rotation = self._rotary.forward(more)
-        half = self._config.head_dim // 2
-        # The second halves: those of the sines are not negated.
-        self._cos = torch.cat((self._cos, rotation.cos[:, 0, half:]))
-        self._sin = torch.cat((self._sin, rotation.sin[:, 0, half:]))
-        self.rotations = (self._cos.data_ptr(), self._sin.data_ptr(), len(self._cos))
 
     def _pack(self, model: LlamaForCausalLM) -> None:
         # The head counts as a layer.
@@ -168,28 +51,25 @@ class CpuEngine:
         for i, layer in enumerate(model.layers):
             attention, mlp, prefix = layer.attention, layer.mlp, f"model.layers.{i}"
             qkv = [f"{prefix}.self_attn.{name}_proj.weight" for name in "qkv"]
-            self._set_linear(LinearKind.QKV, i, attention.qkv_proj, qkv)
-            self._set_linear(LinearKind.O, i, attention.o_proj, [f"{prefix}.self_attn.o_proj.weight"])
+            self._pack_linear(LinearKind.QKV, i, attention.qkv_proj, qkv)
+            self._pack_linear(LinearKind.O, i, attention.o_proj, [f"{prefix}.self_attn.o_proj.weight"])
             gate_up = [f"{prefix}.mlp.{name}_proj.weight" for name in ("gate", "up")]
-            self._set_linear(LinearKind.GATE_UP, i, mlp.gate_up_proj, gate_up)
-            self._set_linear(LinearKind.DOWN, i, mlp.down_proj, [f"{prefix}.mlp.down_proj.weight"])
-            self._set_norm(NormKind.ATTENTION, i, layer.attention_norm.weight)
-            self._set_norm(NormKind.MLP, i, layer.mlp_norm.weight)
-            if attention.q_norm is not None and attention.k_norm is not None:
-                self._set_norm(NormKind.Q, i, attention.q_norm.weight)
-                self._set_norm(NormKind.K, i, attention.k_norm.weight)
+            self._pack_linear(LinearKind.GATE_UP, i, mlp.gate_up_proj, gate_up)
+            self._pack_linear(LinearKind.DOWN, i, mlp.down_proj, [f"{prefix}.mlp.down_proj.weight"])
+            for kind, weight in _norms_of(layer).items():
+                self.set_norm(kind, i, weight)
             progress.advance(1)
-        self._set_norm(NormKind.FINAL, 0, model.norm.weight)
-        self._set_weight(LinearKind.HEAD, 0, model.lm_head, None, HEAD_NAMES[:1])
-        self._library.pds_engine_set_embedding(self.handle, self._embedding.data_ptr())
+        self.set_norm(NormKind.FINAL, 0, model.norm.weight)
+        self._pack_weight(LinearKind.HEAD, 0, model.lm_head, None, HEAD_NAMES[:1])
+        self.set_embedding(model.embed_tokens)
 
-    def _set_linear(self, kind: LinearKind, layer: int, linear: Linear, names: Sequence[str]) -> None:
-        self._set_weight(kind, layer, linear.weight, linear.bias, names)
+    def _pack_linear(self, kind: LinearKind, layer: int, linear: Linear, names: Sequence[str]) -> None:
+        self._pack_weight(kind, layer, linear.weight, linear.bias, names)
 
-    def _set_weight(
+    def _pack_weight(
         self, kind: LinearKind, layer: int, weight: Tensor, bias: Tensor | None, names: Sequence[str]
     ) -> None:
-        rows, floats = weight.contiguous(), None if bias is None else bias.float().contiguous()
+        rows = weight.contiguous()
         found = None if self._blocks is None else self._blocks.find(names, weight)
         if found is None:
             parts = [WeightPart(rows.data_ptr(), rows.shape[0], DENSE)]
@@ -198,14 +78,54 @@ class CpuEngine:
         wide = int(weight.dtype == torch.bfloat16)
         for part in parts:
             self.weight_bytes += self._library.pds_packed_bytes(wide, part.format, part.rows, rows.shape[1])
-        bias_pointer, array = None if floats is None else floats.data_ptr(), (WeightPart * len(parts))(*parts)
-        answer = self._library.pds_engine_set_linear(self.handle, kind, layer, len(parts), array, bias_pointer)
-        if answer < 0:
-            raise MemoryError("no memory for the packed weights")
-        if answer > 0:
+        if not self.set_linear(kind, layer, parts, bias):
             raise ValueError(f"{', '.join(names)} can't be multiplied with together")
 
-    def _set_norm(self, kind: NormKind, layer: int, weight: Tensor) -> None:
-        floats = weight.float().contiguous()
-        if self._library.pds_engine_set_norm(self.handle, kind, layer, floats.data_ptr()) != 0:
-            raise MemoryError("no memory for the packed weights")
+
+# --- until models are made of a ModelSpec, what stands for theirs ---
+
+
+def refusal(config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+    """Why the kernels can't run this model; None if they can."""
+    return lowering.refusal(_spec_of(config), dtype, kv_dtype)
+
+
+def _spec_of(config: ModelConfig) -> ModelSpec:
+    norm = NormSpec(eps=config.rms_norm_eps)
+    attention = AttentionSpec(
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.head_dim**-0.5,
+        qkv_bias=config.qkv_bias,
+        o_bias=config.o_bias,
+        qk_norm=QKNorm.HEAD if config.qk_norm else None,
+        qk_norm_spec=norm if config.qk_norm else None,
+    )
+    mlp = MLPSpec(inner=config.intermediate_size, bias=config.mlp_bias)
+    layer = LayerSpec(attention=attention, mlp=mlp, before_attention=norm, before_mlp=norm)
+    return ModelSpec(
+        family=config.model_type,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        layers=(layer,) * config.num_layers,
+        final_norm=norm,
+        ropes=(RopeSpec(rotary_dim=config.head_dim),),
+        context_length=config.context_length,
+        tied_head=config.tie_word_embeddings,
+    )
+
+
+def _ropes_of(config: ModelConfig) -> RopeTables:
+    rope = RotaryEmbedding(config.rope, config.head_dim, dtype=torch.float32, device=torch.device("cpu"))
+    return RopeTables([rope], config.head_dim)
+
+
+def _norms_of(layer: LlamaLayer) -> dict[NormKind, Tensor]:
+    norms = {
+        NormKind.BEFORE_ATTENTION: layer.attention_norm,
+        NormKind.BEFORE_MLP: layer.mlp_norm,
+        NormKind.Q: layer.attention.q_norm,
+        NormKind.K: layer.attention.k_norm,
+    }
+    return {kind: norm.weight for kind, norm in norms.items() if norm is not None}

@@ -17,7 +17,7 @@ struct Strides {
   explicit Strides(const EngineConfig& c)
       : x(round_up(c.hidden, kPanel)),
         qkv(round_up((c.heads + 2 * c.kv_heads) * c.head_dim, kPanel)),
-        inner(round_up(c.inner, kLanes)),
+        inner(round_up(c.widest_inner(), kLanes)),
         att(c.heads * c.head_dim),
         normed(c.hidden) {}
 
@@ -36,6 +36,7 @@ class Activations {
   }
 
   float* x = nullptr;           // [T, x]: the residual
+  float* sums = nullptr;        // [T, x]: products that are normalised before they join it
   T* qkv = nullptr;             // [T, qkv]: queries; and keys and values unless they go to the pool at once
   T* att = nullptr;             // [T, att]
   T* normed = nullptr;          // [T, normed]
@@ -50,6 +51,7 @@ class Activations {
   void allocate(int64_t tokens) {
     arena_ = std::make_unique<Arena>();
     x = arena_->template allocate<float>(tokens * strides_.x);
+    sums = arena_->template allocate<float>(tokens * strides_.x);
     qkv = arena_->template allocate<T>(tokens * strides_.qkv);
     att = arena_->template allocate<T>(tokens * strides_.att);
     normed = arena_->template allocate<T>(tokens * strides_.normed);

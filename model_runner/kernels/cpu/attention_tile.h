@@ -82,16 +82,22 @@ struct AttentionScratch {
   static int64_t whole_lines(int64_t size) { return round_up(size, kLanes); }
 };
 
-// One row's scores become weights. Keys from `visible` on are masked; the first `vecs` vectors hold every key that any
-// row of the block sees. Returns what the row's older sums must be multiplied by. `scale` includes log2 e.
-template <class Element>
-float softmax_row(const float* scores, int vecs, int visible, float scale, float* row_largest, float* row_sums,
-                  Element* weights) {
+// Which keys of a tile a row sees.
+struct SeenKeys {
+  int begin, end;
+};
+
+// One row's scores become weights. Keys that it does not see are masked; the first `vecs` vectors hold every key that any
+// row of the block sees. Returns what the row's older sums must be multiplied by. `score` includes log2 e.
+template <class Element, class Score>
+float softmax_row(const float* scores, int vecs, SeenKeys seen, const Score& score, float* row_largest,
+                  float* row_sums, Element* weights) {
   Vec scaled[kTile / kLanes];
   Vec top = broadcast(kNothing);
   for (int v = 0; v < vecs; ++v) {
-    scaled[v] = load(scores + v * kLanes) * broadcast(scale);
-    if ((v + 1) * kLanes > visible) scaled[v] = mask_keys(scaled[v], v * kLanes, visible);
+    scaled[v] = score(load(scores + v * kLanes));
+    if ((v + 1) * kLanes > seen.end) scaled[v] = mask_keys(scaled[v], v * kLanes, seen.end);
+    if (v * kLanes < seen.begin) scaled[v] = mask_older_keys(scaled[v], v * kLanes, seen.begin);
     top = max(top, scaled[v]);
   }
   const float next = std::max(*row_largest, largest(top));

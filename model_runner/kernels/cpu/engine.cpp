@@ -2,7 +2,6 @@
 #include "engine.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "layer_pass.h"
 
@@ -34,11 +33,8 @@ class Engine final : public EngineBase {
   }
 
   void forward(const ForwardArgs& args) override {
-    const EngineConfig& c = state_.c;
     state_.activations.reserve(std::max(args.tokens, args.wanted));
-    const float scale = 1.0f / std::sqrt(static_cast<float>(c.head_dim));
-    state_.plan.prepare(c.pool, c.heads, scale, args.entry, args.entries, args.req_to_token, args.table_stride,
-                        state_.team.size());
+    state_.plans.prepare(state_.c, args.entry, args.entries, args.req_to_token, args.table_stride, state_.team.size());
     for (auto& own : state_.own) std::fill_n(own.linear.weight_bytes, kProducts, 0);
     const Division all = divide(args.tokens), wanted = divide(args.wanted);
     state_.team.run([&](int tid, int size) { pass(args, tid, size, all, wanted); });
@@ -74,10 +70,11 @@ class Engine final : public EngineBase {
   void embed(const ForwardArgs& args, Range tokens) {
     Activations<T>& a = state_.activations;
     const int64_t hidden = state_.c.hidden;
+    const float scale = state_.c.embedding_scale;
     for (int64_t t = tokens.begin; t < tokens.end; ++t) {
       const T* row = state_.weights.embedding() + args.input_ids[t] * hidden;
       float* x = a.x + t * state_.strides.x;
-      for (int64_t i = 0; i < hidden; ++i) x[i] = to_float(row[i]);
+      for (int64_t i = 0; i < hidden; ++i) x[i] = scale * to_float(row[i]);
       a.places[t] = find_slot(state_.c.pool, args.out_cache_loc[t]);
     }
   }

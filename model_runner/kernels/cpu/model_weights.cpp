@@ -7,10 +7,11 @@
 namespace pdserve {
 
 template <class T>
-ModelWeights<T>::ModelWeights(const EngineConfig& config, bool fused)
-    : c_(config), fused_(fused), layers_(config.layers) {
+ModelWeights<T>::ModelWeights(const EngineConfig& config) : c_(config), layers_(config.layers) {
+  const bool whole_panels = config.head_dim % kPanel == 0 && config.pool.dtype == dtype_of<T>();
   for (size_t i = 0; i < layers_.size(); ++i) {
     LayerWeights& layer = layers_[i];
+    layer.fused = whole_panels && config.ops[i].qkv.qk_norm == QKNorm::kNone;
     layer.qkv.next = &layer.o;
     layer.o.next = &layer.gate_up;
     layer.gate_up.next = &layer.down;
@@ -23,16 +24,20 @@ bool ModelWeights<T>::set_linear(LinearKind kind, int64_t layer, const std::vect
                                  const float* bias, Team& team) {
   PackedLinear& packed = linear(kind, layer);
   packed.product = static_cast<int>(kind);
-  return pack_linear<T>(linear_shape(c_, kind, fused_), parts, bias, arena_, team, packed);
+  const bool fused = kind == LinearKind::kQKV && layers_[layer].fused;
+  return pack_linear<T>(linear_shape(c_, kind, layer, fused), parts, bias, arena_, team, packed);
 }
 
 template <class T>
 void ModelWeights<T>::set_norm(NormKind kind, int64_t layer, const float* weight) {
-  const bool of_head = kind == NormKind::kQ || kind == NormKind::kK;
-  const int64_t size = of_head ? c_.head_dim : c_.hidden;
+  int64_t size = c_.hidden;
+  if (kind == NormKind::kQ || kind == NormKind::kK) {
+    const int64_t heads = kind == NormKind::kQ ? c_.heads : c_.kv_heads;
+    size = c_.head_dim * (c_.ops[layer].qkv.qk_norm == QKNorm::kAll ? heads : 1);
+  }
   float* copy = arena_.allocate<float>(size);
   std::copy_n(weight, size, copy);
-  norm(kind, layer) = copy;
+  (kind == NormKind::kFinal ? final_norm_ : layers_[layer].norms[static_cast<int>(kind)]) = copy;
 }
 
 template <class T>
@@ -45,18 +50,6 @@ PackedLinear& ModelWeights<T>::linear(LinearKind kind, int64_t layer) {
     case LinearKind::kHead: break;
   }
   return head_;
-}
-
-template <class T>
-const float*& ModelWeights<T>::norm(NormKind kind, int64_t layer) {
-  switch (kind) {
-    case NormKind::kAttention: return layers_[layer].attention_norm;
-    case NormKind::kMlp: return layers_[layer].mlp_norm;
-    case NormKind::kQ: return layers_[layer].q_norm;
-    case NormKind::kK: return layers_[layer].k_norm;
-    case NormKind::kFinal: break;
-  }
-  return final_norm_;
 }
 
 template class ModelWeights<bf16>;

@@ -12,17 +12,16 @@ namespace pdserve {
 
 struct LayerWeights {
   PackedLinear qkv, o, gate_up, down;
-  const float* attention_norm = nullptr;
-  const float* mlp_norm = nullptr;
-  const float* q_norm = nullptr;
-  const float* k_norm = nullptr;
+  bool fused = false;  // rotation and the store to the pool happen as qkv is computed
+  const float* norms[kLayerNorms] = {};
+
+  const float* norm(NormKind kind) const { return norms[static_cast<int>(kind)]; }
 };
 
 template <class T>
 class ModelWeights {
  public:
-  // `fused`: see linear_shape.
-  ModelWeights(const EngineConfig& config, bool fused);
+  explicit ModelWeights(const EngineConfig& config);
 
   // As in EngineBase.
   bool set_linear(LinearKind kind, int64_t layer, const std::vector<WeightPart>& parts, const float* bias, Team& team);
@@ -36,10 +35,8 @@ class ModelWeights {
 
  private:
   PackedLinear& linear(LinearKind kind, int64_t layer);
-  const float*& norm(NormKind kind, int64_t layer);
 
-  const EngineConfig c_;
-  const bool fused_;
+  const EngineConfig& c_;
   Arena arena_;
   std::vector<LayerWeights> layers_;
   PackedLinear head_;
