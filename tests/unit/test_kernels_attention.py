@@ -234,14 +234,17 @@ def test_nan_in_a_query_stays_in_its_row_and_scores_may_be_huge() -> None:
 @pytest.mark.parametrize("threads", [2, 3, 5])
 @pytest.mark.parametrize("group", [13, 16, 24, 32])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_few_tokens_of_large_groups_on_a_long_context(dtype: torch.dtype, group: int, threads: int) -> None:
+@pytest.mark.parametrize("rule", [PLAIN, Rule(window=300)])
+def test_few_tokens_of_large_groups_on_a_long_context(dtype: torch.dtype, group: int, threads: int, rule: Rule) -> None:
     """A context that is split along its keys, of an entry whose queries come in several blocks too."""
     torch.manual_seed(4)
     case = make_case((2 * group, 2, 32), dtype, 16, [600, 3, 300], [8, 1, 5])
-    expected = attend(case)
-    torch.testing.assert_close(expected.double(), attend_in_float64(case), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    expected = attend(case, rule=rule)
+    torch.testing.assert_close(
+        expected.double(), attend_in_float64(case, rule=rule), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
     for _ in range(3):
-        assert torch.equal(attend(case, threads=threads, passes=3), expected)
+        assert torch.equal(attend(case, threads=threads, passes=3, rule=rule), expected)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

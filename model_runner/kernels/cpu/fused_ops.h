@@ -142,8 +142,10 @@ class FusedOps {
   // Logits; `a`: of the cell's first row.
   void project_head(const PassRows<T>& pass, const T* a, const Cell& cell) {
     const Vec scale = broadcast(c_.logit_scale);
+    const float softcap = c_.logit_softcap;
     multiply(state_.weights.head(), pass, a, c_.hidden, cell, [&](int64_t t, int64_t panel, Columns y) {
-      y = {cap(y.left * scale), cap(y.right * scale)};
+      y = {y.left * scale, y.right * scale};
+      if (softcap != 0.0f) y = {cap(y.left, softcap), cap(y.right, softcap)};
       float* out = args_.logits + t * c_.vocab + panel * kPanel;
       if ((panel + 1) * kPanel <= c_.vocab) {
         store(out, y.left);
@@ -158,9 +160,8 @@ class FusedOps {
   }
 
  private:
-  Vec cap(Vec logits) const {
-    if (c_.logit_softcap == 0.0f) return logits;
-    return broadcast(c_.logit_softcap) * tanh(logits / broadcast(c_.logit_softcap));
+  static Vec cap(Vec logits, float softcap) {
+    return broadcast(softcap) * tanh(logits / broadcast(softcap));
   }
 
   RopeTable table_of(const ProjectQKV& op) const { return op.rope < 0 ? RopeTable{} : args_.ropes[op.rope]; }
