@@ -38,8 +38,8 @@ def _refusal(spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype
     if device.type != "cpu":
         return f"the CPU kernels do not run on {device.type}"
     from ..kernels.build import BuildError
-    from ..kernels.cpu_engine import refusal
     from ..kernels.library import load_library
+    from ..kernels.lowering import refusal
 
     reason = refusal(spec, dtype, kv_dtype)
     if reason is None:

@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_int32, c_int64, c_void_p
 
 import numpy as np
 from torch import Tensor
 
 from ..forward_batch import ForwardBatch
 from ..kv_pool import MHATokenToKVPool
-from .library import NATIVE_DTYPES, KVPoolView, load_library
+from .library import NATIVE_DTYPES, load_library
+from .structs import KVPoolView, Scoring, TokenRows
 from .team import Team
 
 HEAD_DIM_MULTIPLE = 16
 BLOCK_SLOTS = 16
 """``kBlockSlots`` of kv_blocks.h: a page is made of whole blocks, or is a part of one."""
-
-
-class TokenRows(ctypes.Structure):
-    """``TokenRows`` of attention.h."""
-
-    _fields_ = (("data", c_void_p), ("dtype", c_int32), ("stride", c_int64))
 
 
 def pool_view(pool: MHATokenToKVPool) -> KVPoolView:
@@ -60,9 +55,21 @@ def pass_entries(batch: ForwardBatch) -> np.ndarray[tuple[int, ...], np.dtype[np
 class PagedAttention:
     """Causal attention over ``pool`` on a team's threads: ``plan`` once a pass, then ``run`` for each layer."""
 
-    def __init__(self, pool: MHATokenToKVPool, num_heads: int, team: Team) -> None:
+    def __init__(
+        self,
+        pool: MHATokenToKVPool,
+        num_heads: int,
+        team: Team,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        """As ``AttentionSpec`` has them; without ``scale``, head_dim to the power of -1/2."""
         self._library = _declared(load_library())
         self._pool, self._view, self._team, self._num_heads = pool, pool_view(pool), team, num_heads
+        self._window = window or 0
+        self._scoring = Scoring(pool.layout.head_dim**-0.5 if scale is None else scale, softcap or 0.0)
         self._plan = self._library.pds_attention_plan_new()
         if self._plan is None:
             raise MemoryError
@@ -75,7 +82,7 @@ class PagedAttention:
             self._plan,
             self._view,
             self._num_heads,
-            self._pool.layout.head_dim**-0.5,
+            self._window,
             entries.ctypes.data,
             len(entries),
             table.data_ptr(),
@@ -88,11 +95,13 @@ class PagedAttention:
     def run(self, layer: int, q_THD: Tensor, out_THD: Tensor, layers: int = 1) -> None:
         """Attend in ``layer`` (and the ones after it, for measurements): writes ``out_THD``."""
         q, out = _rows(q_THD), _rows(out_THD)
-        self._library.pds_attention_run(self._plan, self._team.handle, layer, layer + layers, q, out)
+        self._library.pds_attention_run(self._plan, self._team.handle, layer, layer + layers, self._scoring, q, out)
 
     def store(self, layer: int, slots: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Write keys and values of ``layer``, of one type, to ``slots`` (int64 [T])."""
-        self._library.pds_store_kv(self._view, layer, slots.data_ptr(), _rows(k_TKD), _rows(v_TKD), len(slots))
+        k, v = _rows(k_TKD), _rows(v_TKD)
+        if self._library.pds_store_kv(self._view, layer, slots.data_ptr(), k, v, len(slots)) != 0:
+            raise MemoryError
 
 
 def _rows(x_THD: Tensor) -> TokenRows:
@@ -107,9 +116,9 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, result, arguments in (
         ("pds_attention_plan_new", c_void_p, ()),
         ("pds_attention_plan_free", None, (c_void_p,)),
-        ("pds_attention_prepare", c_int32, (c_void_p, pool, c_int64, c_float, *entries, c_int32)),
-        ("pds_attention_run", None, (c_void_p, c_void_p, c_int64, c_int64, rows, rows)),
-        ("pds_store_kv", None, (pool, c_int64, c_void_p, rows, rows, c_int64)),
+        ("pds_attention_prepare", c_int32, (c_void_p, pool, c_int64, c_int64, *entries, c_int32)),
+        ("pds_attention_run", None, (c_void_p, c_void_p, c_int64, c_int64, POINTER(Scoring), rows, rows)),
+        ("pds_store_kv", c_int32, (pool, c_int64, c_void_p, rows, rows, c_int64)),
     ):
         function = getattr(library, name)
         function.restype = result

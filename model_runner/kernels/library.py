@@ -1,16 +1,27 @@
-"""Loads the compiled CPU kernels and mirrors their structs."""
+"""Loads the compiled CPU kernels."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from functools import cache
 
 import torch
 
 from .build import BuildError, build, choose_level
+from .structs import (
+    MIRRORED,
+    ForwardArgs,
+    KVPoolView,
+    LayerOps,
+    ModelOps,
+    Product,
+    RopeTable,
+    StepTables,
+    WeightPart,
+)
 
 log = logging.getLogger(__name__)
 
@@ -32,68 +43,6 @@ class FetchHint(IntEnum):
 NATIVE_DTYPES = {torch.float32: NativeDType.FLOAT32, torch.bfloat16: NativeDType.BFLOAT16}
 
 
-class KVPoolView(ctypes.Structure):
-    """``KVPoolView`` of attention.h."""
-
-    _fields_ = (
-        ("data", c_void_p),
-        ("dtype", c_int32),
-        ("num_layers", c_int64),
-        ("page_size", c_int64),
-        ("kv_heads", c_int64),
-        ("head_dim", c_int64),
-    )
-
-
-class EngineConfig(ctypes.Structure):
-    """``EngineConfig`` of engine.h."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")),
-        ("eps", c_float),
-        ("qk_norm", c_int32),
-        ("pool", KVPoolView),
-    )
-
-
-class WeightPart(ctypes.Structure):
-    """``WeightPart`` of engine.h."""
-
-    _fields_ = (("data", c_void_p), ("rows", c_int64), ("format", c_int32))
-
-
-class ForwardArgs(ctypes.Structure):
-    """``ForwardArgs`` of engine.h."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("tokens", "entries", "wanted")),
-        *((name, c_void_p) for name in ("input_ids", "positions", "out_cache_loc", "logit_indices", "entry")),
-        ("req_to_token", c_void_p),
-        ("table_stride", c_int64),
-        *((name, c_void_p) for name in ("cos", "sin", "logits", "layers_done")),
-    )
-
-
-class Product(ctypes.Structure):
-    """``Product`` of work_grid.h."""
-
-    _fields_ = (*((name, c_int64) for name in ("rows", "panels", "k", "panel_bytes")), ("effort", c_double))
-
-
-class StepTables(ctypes.Structure):
-    """``StepTables`` of step.h."""
-
-    _fields_ = (
-        ("req_to_token", c_void_p),
-        ("rows", c_int64),
-        ("columns", c_int64),
-        ("last_tokens", c_void_p),
-        ("params", c_void_p),
-        ("slots", c_int64),
-        ("clear_begun", c_int32),
-    )
-
-
 @cache
 def load_library() -> ctypes.CDLL:
     """The kernels for this processor, built now if ``make setup`` has not. Raises ``BuildError``."""
@@ -103,7 +52,16 @@ def load_library() -> ctypes.CDLL:
     except OSError as e:
         raise BuildError(f"{path} can't be loaded: {e}") from e
     _declare(library)
+    for struct in MIRRORED:
+        check_size(library, struct.__name__, ctypes.sizeof(struct))
     return library
+
+
+def check_size(library: ctypes.CDLL, struct: str, size: int) -> None:
+    """Raise ``BuildError`` where the kernels' ``struct`` does not have the size of what mirrors it."""
+    theirs = library.pds_struct_size(struct.encode())
+    if theirs != size:
+        raise BuildError(f"{struct} has {theirs} bytes in the CPU kernels, and {size} where Python fills it")
 
 
 def fetch_hint() -> FetchHint:
@@ -122,7 +80,11 @@ def _declare(library: ctypes.CDLL) -> None:
         ("pds_set_fetch_hint", None, (c_int32,)),
         ("pds_team_new", c_void_p, (c_int32, POINTER(c_int32), c_int32)),
         ("pds_team_free", None, (c_void_p,)),
-        ("pds_engine_new", c_void_p, (POINTER(EngineConfig), c_int32, c_void_p)),
+        (
+            "pds_engine_new",
+            c_void_p,
+            (POINTER(ModelOps), POINTER(LayerOps), POINTER(KVPoolView), c_int32, c_void_p),
+        ),
         ("pds_engine_free", None, (c_void_p,)),
         ("pds_engine_set_linear", c_int32, (c_void_p, c_int32, c_int64, c_int64, POINTER(WeightPart), c_void_p)),
         ("pds_packed_bytes", c_int64, (c_int32, c_int32, c_int64, c_int64)),
@@ -132,14 +94,14 @@ def _declare(library: ctypes.CDLL) -> None:
         ("pds_engine_weight_bytes", None, (c_void_p, POINTER(c_int64))),
         ("pds_choose_grid", c_int64, (POINTER(Product), c_int64, POINTER(c_int64))),
         ("pds_choose_by_rows", c_int32, (POINTER(Product), c_int64)),
-        ("pds_row_params_size", c_int64, ()),
+        ("pds_struct_size", c_int64, (c_char_p,)),
         ("pds_stepper_new", c_void_p, (c_void_p, c_void_p, POINTER(StepTables))),
         ("pds_stepper_free", None, (c_void_p,)),
-        # Entries and tokens, seven int32 arrays as the bytes of a message, rotations, results, layers done.
+        # Entries and tokens, seven int32 arrays as the bytes of a message, ropes, results, layers done.
         (
             "pds_stepper_run",
             c_int64,
-            (c_void_p, c_int64, c_int64, *[c_char_p] * 7, c_void_p, c_void_p, c_int64, *[c_void_p] * 3),
+            (c_void_p, c_int64, c_int64, *[c_char_p] * 7, POINTER(RopeTable), c_int64, *[c_void_p] * 3),
         ),
     ):
         function = getattr(library, name)

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from .library import StepTables, load_library
+from .library import check_size, load_library
+from .structs import StepTables
 
 if TYPE_CHECKING:
     from ...messages.worker import ForwardStep
@@ -35,8 +36,7 @@ class NativeSteps:
     ) -> None:
         """``clear_begun``: zero the pages that a pass begins and does not fill (a peer may read them whole)."""
         library = load_library()
-        if library.pds_row_params_size() != params.itemsize:
-            raise TypeError("rows.py and step.h don't agree on a row's parameters")
+        check_size(library, "RowParams", params.itemsize)
         self._engine, self._kept = engine, (req_to_token, last_tokens, params)
         rows, columns = req_to_token.shape
         tables = StepTables(
@@ -69,9 +69,19 @@ class NativeSteps:
             return None
         if any(len(a) != 4 * entries for a in per_entry) or any(len(a) != 4 * tokens for a in per_token):
             return None
-        rotations = self._engine.rotations
+        ropes = self._engine.ropes
         counter = None if done is None else done.address
-        count = self._run(self._handle, entries, tokens, *per_entry, *per_token, *rotations, *self._results, counter)
+        count = self._run(
+            self._handle,
+            entries,
+            tokens,
+            *per_entry,
+            *per_token,
+            ropes.tables,
+            ropes.positions,
+            *self._results,
+            counter,
+        )
         if count == _LEFT:
             return None
         if count == _NO_MEMORY:

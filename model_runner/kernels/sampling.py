@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from .library import load_library
+from .library import check_size, load_library
 from .team import Team
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class NativeSampler:
         """Raises ``BuildError`` where the kernels can't be had."""
         self._team = team
         library = load_library()
+        check_size(library, "SampleParams", SAMPLE_PARAMS.itemsize)
         self._sample = library.pds_sample
         self._sample.restype = c_int32
         self._sample.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p)

@@ -6,6 +6,7 @@ Shapes: M rows of activations, N outputs, K inputs, H heads, D head_dim.
 from __future__ import annotations
 
 import ctypes
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -81,10 +82,19 @@ def rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def silu(x: Tensor) -> Tensor:
+class Function(IntEnum):
+    """What ``apply`` computes: the activations of layer_ops.h, and what caps are made of."""
+
+    SILU = 0
+    GELU = 1
+    GELU_TANH = 2
+    TANH = 3
+
+
+def apply(function: Function, x: Tensor) -> Tensor:
     """``x`` float32 of a multiple of 16 elements."""
     out = torch.empty_like(x)
-    load_library().pds_silu(_pointer(x), ctypes.c_int64(x.numel()), _pointer(out))
+    load_library().pds_activate(int(function), _pointer(x), ctypes.c_int64(x.numel()), _pointer(out))
     return out
 
 

@@ -77,12 +77,25 @@ def spread(rows: Tensor, gap: int) -> Tensor:
     return wide[:, gap:].unflatten(1, rows.shape[1:])
 
 
-def attend(case: Case, layer: int = 1, threads: int = 1, passes: int = 1, out_gap: int = 0) -> Tensor:
+class Rule(NamedTuple):
+    """What a layer's attention may differ in; see ``AttentionSpec``."""
+
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+
+PLAIN = Rule()
+
+
+def attend(
+    case: Case, layer: int = 1, threads: int = 1, passes: int = 1, out_gap: int = 0, rule: Rule = PLAIN
+) -> Tensor:
     """The kernel's answer, [T, H, D]."""
     from pdserve.model_runner.kernels.attention import PagedAttention
 
     pool = in_order(case.pool, "blocks")
-    attention = PagedAttention(pool, case.q_THD.shape[1], Team(threads))
+    attention = PagedAttention(pool, case.q_THD.shape[1], Team(threads), **rule._asdict())
     out_THD = spread(torch.full_like(case.q_THD, float("nan")), out_gap)
     for _ in range(passes):
         attention.plan(case.batch)
@@ -91,16 +104,19 @@ def attend(case: Case, layer: int = 1, threads: int = 1, passes: int = 1, out_ga
     return out_THD
 
 
-def attend_in_float64(case: Case, layer: int = 1) -> Tensor:
+def attend_in_float64(case: Case, layer: int = 1, rule: Rule = PLAIN) -> Tensor:
     data, batch, q_THD = case.pool.data, case.batch, case.q_THD.double()
     page_size, group, first, outs = data.shape[3], q_THD.shape[1] // data.shape[4], 0, []
     for row, start, q_len in zip(batch.rows.tolist(), batch.starts, batch.q_lens, strict=True):
         slots = batch.req_to_token[row, : start + q_len].long()
         kv = data[slots // page_size, layer, :, slots % page_size].double()
         k, v = (kv[:, part].repeat_interleave(group, 1) for part in (0, 1))
-        scores = torch.einsum("thd,shd->hts", q_THD[first : first + q_len], k) * q_THD.shape[2] ** -0.5
-        later = torch.arange(start + q_len) > torch.arange(start, start + q_len)[:, None]
-        outs.append(torch.einsum("hts,shd->thd", scores.masked_fill(later, -torch.inf).softmax(-1), v))
+        scores = torch.einsum("thd,shd->hts", q_THD[first : first + q_len], k) * (rule.scale or q_THD.shape[2] ** -0.5)
+        if rule.softcap is not None:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        age = torch.arange(start, start + q_len)[:, None] - torch.arange(start + q_len)
+        unseen = (age < 0) | (age >= (rule.window or start + q_len))
+        outs.append(torch.einsum("hts,shd->thd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v))
         first += q_len
     return torch.cat(outs)
 
@@ -129,8 +145,14 @@ def test_equals_float64_whatever_the_number_of_threads(
     st.lists(st.tuples(st.integers(0, 400), st.sampled_from([1, 1, 1, 2, 7, 64, 90])), min_size=1, max_size=6),
     st.tuples(st.integers(0, 40), st.integers(0, 40)),
     st.integers(1, 3),
+    st.builds(
+        Rule,
+        st.none() | st.integers(1, 600),
+        st.none() | st.floats(0.01, 0.5),
+        st.none() | st.floats(0.5, 50.0),
+    ),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_equals_float64_for_random_sizes_and_strides(
     seed: int,
     dtype: torch.dtype,
@@ -140,6 +162,7 @@ def test_equals_float64_for_random_sizes_and_strides(
     spans: list[tuple[int, int]],
     gaps: tuple[int, int],
     threads: int,
+    rule: Rule,
 ) -> None:
     """Queries and answers in wider buffers; types of the pool and of the activations that may differ."""
     torch.manual_seed(seed)
@@ -147,17 +170,41 @@ def test_equals_float64_for_random_sizes_and_strides(
     starts, q_lens = (list(column) for column in zip(*spans, strict=True))
     case = make_case((group * kv_heads, kv_heads, dim), pool_dtype, page_size, starts, q_lens)
     case = case._replace(q_THD=spread(case.q_THD.to(dtype), gaps[0]))
-    out_THD = attend(case, threads=threads, out_gap=gaps[1])
+    out_THD = attend(case, threads=threads, out_gap=gaps[1], rule=rule)
     tolerance = max(TOLERANCE[dtype], TOLERANCE[pool_dtype])
-    torch.testing.assert_close(out_THD.double(), attend_in_float64(case), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out_THD.double(), attend_in_float64(case, rule=rule), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("window", [1, 2, 16, 127, 128, 129, 256, 257, 300, 10**6])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_token_is_the_same_to_the_last_bit_however_its_prompt_is_cut(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", PASSES)
+def test_a_window_whatever_the_number_of_threads(name: str, dtype: torch.dtype, window: int) -> None:
+    torch.manual_seed(3)
+    case, rule = make_case((14, 2, 48), dtype, 16, *PASSES[name]), Rule(window=window)
+    out_THD, exact = attend(case, rule=rule), attend_in_float64(case, rule=rule)
+    torch.testing.assert_close(out_THD.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    for threads in (2, 3):
+        assert torch.equal(attend(case, threads=threads, passes=2, rule=rule), out_THD)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_keys_far_behind_the_window_are_not_read(dtype: torch.dtype, threads: int) -> None:
+    case, rule = make_case((6, 2, 16), dtype, 16, [1500], [4]), Rule(window=300)
+    expected = attend(case, threads=threads, rule=rule)
+    # Tiles are of 128 keys, and the first query sees those from 1201 on.
+    slots = case.batch.req_to_token[1, :1152].long()
+    case.pool.data[slots // 16, :, :, slots % 16] = float("nan")
+    assert torch.equal(attend(case, threads=threads, rule=rule), expected)
+
+
+@pytest.mark.parametrize("rule", [PLAIN, Rule(window=200, softcap=3.0)])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_token_is_the_same_to_the_last_bit_however_its_prompt_is_cut(dtype: torch.dtype, rule: Rule) -> None:
     """In one chunk, in many, or alone as a decode step, in a batch or not."""
     torch.manual_seed(5)
     length, (pool, batch, q_THD) = 700, make_case((9, 3, 64), dtype, 16, [0], [700])
-    whole = attend(Case(pool, batch, q_THD))
+    whole = attend(Case(pool, batch, q_THD), rule=rule)
     cuts = [0, *sorted(random.Random(1).sample(range(1, length), 12)), length]
     row = int(batch.rows[0])
     starts = cuts[:-1]
@@ -165,10 +212,10 @@ def test_a_token_is_the_same_to_the_last_bit_however_its_prompt_is_cut(dtype: to
     rows = torch.full((len(starts),), row)
     empty = torch.empty(0, dtype=torch.int64)
     chunks = ForwardBatch(empty, empty, empty, rows, starts, q_lens, batch.req_to_token, empty)
-    assert torch.equal(attend(Case(pool, chunks, q_THD), threads=2), whole)
+    assert torch.equal(attend(Case(pool, chunks, q_THD), threads=2, rule=rule), whole)
     for position in (0, 63, 64, 255, 256, 257, 511, 699):
         step = ForwardBatch(empty, empty, empty, rows[:1], [position], [1], batch.req_to_token, empty)
-        alone = attend(Case(pool, step, q_THD[position : position + 1]), threads=2)
+        alone = attend(Case(pool, step, q_THD[position : position + 1]), threads=2, rule=rule)
         assert torch.equal(alone[0], whole[position]), position
 
 
@@ -187,14 +234,17 @@ def test_nan_in_a_query_stays_in_its_row_and_scores_may_be_huge() -> None:
 @pytest.mark.parametrize("threads", [2, 3, 5])
 @pytest.mark.parametrize("group", [13, 16, 24, 32])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_few_tokens_of_large_groups_on_a_long_context(dtype: torch.dtype, group: int, threads: int) -> None:
+@pytest.mark.parametrize("rule", [PLAIN, Rule(window=300)])
+def test_few_tokens_of_large_groups_on_a_long_context(dtype: torch.dtype, group: int, threads: int, rule: Rule) -> None:
     """A context that is split along its keys, of an entry whose queries come in several blocks too."""
     torch.manual_seed(4)
     case = make_case((2 * group, 2, 32), dtype, 16, [600, 3, 300], [8, 1, 5])
-    expected = attend(case)
-    torch.testing.assert_close(expected.double(), attend_in_float64(case), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    expected = attend(case, rule=rule)
+    torch.testing.assert_close(
+        expected.double(), attend_in_float64(case, rule=rule), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
     for _ in range(3):
-        assert torch.equal(attend(case, threads=threads, passes=3), expected)
+        assert torch.equal(attend(case, threads=threads, passes=3, rule=rule), expected)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

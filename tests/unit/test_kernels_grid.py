@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.model_runner.kernels.build import BuildError, choose_level
-from pdserve.model_runner.kernels.cpu_engine import CpuEngine, LinearKind
-from pdserve.model_runner.kernels.library import Product, load_library
+from pdserve.model_runner.kernels.cpu_engine import CpuEngine
+from pdserve.model_runner.kernels.library import load_library
+from pdserve.model_runner.kernels.native_engine import LinearKind
+from pdserve.model_runner.kernels.structs import Product
 
 from .test_kernels_engine import make_batch, make_runner, request_table, save_model
 

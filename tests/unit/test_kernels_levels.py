@@ -22,7 +22,7 @@ from pdserve.model_runner.kernels.build import ISA_VARIABLE, LEVELS, BuildError,
 
 BF16, VNNI, AVX512, AVX2 = LEVELS
 HERE = Path(__file__).parent
-TESTS = ("linear", "grid", "attention", "sampling", "engine")
+TESTS = ("linear", "grid", "attention", "sampling", "engine", "layers")
 # Runs the tests and then says which of our libraries this process has loaded.
 CHILD = """
 import sys, pytest

@@ -1,11 +1,12 @@
-"""Single CPU kernels against float64: dense and quantised products, norms, rotation, silu.
+"""Single CPU kernels against float64: dense and quantised products, norms, rotation, activations.
 
 Each is tested on chosen sizes around the widths of its blocks, and then on random sizes, values and strides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gguf
@@ -15,10 +16,11 @@ import torch
 from gguf import GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from pdserve.model_runner.kernels.build import BuildError
 from pdserve.model_runner.kernels.library import FetchHint, fetch_hint, load_library, set_fetch_hint
-from pdserve.model_runner.kernels.single_kernels import PackedWeight, rms_norm, rope, silu
+from pdserve.model_runner.kernels.single_kernels import Function, PackedWeight, apply, rms_norm, rope
 from pdserve.model_runner.loader.quantized_blocks import FORMATS
 from pdserve.model_runner.loader.random_blocks import HALVES, random_blocks
 
@@ -288,15 +290,37 @@ def test_rope_of_random_sizes_at_any_place(seed: int, dtype: torch.dtype, half: 
     assert ((rope(x, cos, sin).double() - exact).abs() <= 1.01 * step * exact.abs() + 2e-7 * magnitude).all()
 
 
+# Each in float64, without differences of near numbers, and how far float32 may be from it: what the argument of a power
+# loses by its rounding, the power multiplies.
+FUNCTIONS: dict[Function, tuple[Callable[[Tensor], Tensor], float]] = {
+    Function.SILU: (lambda x: x * torch.sigmoid(x), 1e-6),
+    Function.GELU: (lambda x: x / 2 * torch.special.erfc(-x / math.sqrt(2)), 1e-6),
+    Function.GELU_TANH: (lambda x: x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)), 1e-6),
+    Function.TANH: (torch.tanh, 1e-6),
+}
+
+
+def assert_exact(function: Function, x: Tensor) -> None:
+    exact_of, near = FUNCTIONS[function]
+    exact = exact_of(x.double())
+    power = 1 + x.double().abs() ** 3 / 8 if function == Function.GELU_TANH else 1
+    assert ((apply(function, x).double() - exact).abs() <= near * power * exact.abs() + 1e-35).all()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 @given(st.integers(0, 2**32), st.integers(1, 300), st.integers(0, 20), st.sampled_from([1e-20, 1e-3, 1.0, 30.0]))
 @settings(max_examples=60, deadline=None)
-def test_silu_of_random_sizes_at_any_place(seed: int, vectors: int, gap: int, scale: float) -> None:
-    x = random_rows(seed, 1, 16 * vectors, gap, torch.float32)[0].clamp(-30, 30) * scale
-    exact = x.double() * torch.sigmoid(x.double())
-    assert ((silu(x).double() - exact).abs() <= 1e-6 * exact.abs() + 1e-35).all()
+def test_functions_of_random_sizes_at_any_place(
+    function: Function, seed: int, vectors: int, gap: int, scale: float
+) -> None:
+    assert_exact(function, random_rows(seed, 1, 16 * vectors, gap, torch.float32)[0].clamp(-30, 30) * scale)
 
 
-def test_silu() -> None:
-    x = torch.cat((torch.linspace(-120, 120, 4000), torch.randn(96)))
-    exact = x.double() * torch.sigmoid(x.double())
-    assert ((silu(x).double() - exact).abs() <= 1e-6 * exact.abs() + 1e-35).all()
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_functions(function: Function) -> None:
+    assert_exact(function, torch.cat((torch.linspace(-120, 120, 4000), torch.linspace(-9, 9, 4000), torch.randn(96))))
+    ends = torch.tensor([0.0, -0.0, 1e4, -1e4, 1e30, -1e30, *[0.0] * 10])
+    torch.testing.assert_close(
+        apply(function, ends), FUNCTIONS[function][0](ends.double()).float(), atol=1e-8, rtol=1e-6
+    )
+    assert apply(function, torch.full((16,), torch.nan)).isnan().all()

@@ -56,8 +56,9 @@ class AttentionWorker {
     base_ = static_cast<const char*>(pool.data) + layer * 2 * values_offset_;
   }
 
-  template <class Words>
-  void run() {
+  // `score` makes scores of sixteen products of queries and keys, times log2 e.
+  template <class Words, class Score>
+  void run(const Score& score) {
     if (items_.empty()) return;
     TilePlace places[2];
     int now = 0;
@@ -75,7 +76,7 @@ class AttentionWorker {
         } else if (i + 1 < items_.size()) {
           locate(items_[i + 1], items_[i + 1].key_begin, next);
         }
-        run_tile<Words>(item, key, places[now], next, scratch);
+        run_tile<Words>(item, key, places[now], next, scratch, score);
       }
       if (plan_.splits_[item.entry].num_chunks != 0) {
         leave_part(item, scratch);
@@ -116,7 +117,7 @@ class AttentionWorker {
   }
 
   int blocks_of(const TilePlace& place) const {
-    return static_cast<int>((place.count + block_slots_ - 1) / block_slots_);
+    return static_cast<int>(ceil_div(place.count, block_slots_));
   }
 
   template <class Element>
@@ -129,13 +130,13 @@ class AttentionWorker {
     }
   }
 
-  template <class Words>
+  template <class Words, class Score>
   void run_tile(const AttentionItem& item, int32_t key, const TilePlace& place, const TilePlace& next,
-                const AttentionScratch& scratch) const {
+                const AttentionScratch& scratch, const Score& score) const {
     const int rows = rows_of(item);
-    const bool first_chunk = key - item.key_begin < kChunk;
+    const bool first_chunk = key / kChunk == item.key_begin / kChunk;
     const SoftmaxRows& state = first_chunk ? scratch.total : scratch.chunk;
-    if (key % kChunk == 0) reset(state, rows * heads_of(item), dim_);
+    if (key % kChunk == 0 || key == item.key_begin) reset(state, rows * heads_of(item), dim_);
     const auto* queries = reinterpret_cast<const typename Words::Element*>(scratch.queries);
     TileFetch ahead;
     ahead.begin(base_ + item.head_begin * head_bytes_, next.offsets, rows <= kFetchRows ? blocks_of(next) : 0,
@@ -145,7 +146,7 @@ class AttentionWorker {
       const BlockTile<Words> tile = find_tile<Words>(base_ + head * head_bytes_, place, scratch, ahead);
       for (int r = 0; r < rows; r += kBlockRows) {
         run_block<Words>(item, key, place.count, r, std::min(kBlockRows, rows - r), queries + (row + r) * dim_,
-                         at(state, row + r), scratch, tile);
+                         at(state, row + r), scratch, tile, score);
       }
     }
     const bool chunk_ends = (key + kTile) % kChunk == 0 || key + kTile >= item.key_end;
@@ -193,23 +194,26 @@ class AttentionWorker {
   }
 
   // Rows [r, r + count) of the item's head over one tile.
-  template <class Words>
+  template <class Words, class Score>
   void run_block(const AttentionItem& item, int32_t key, int tile_keys, int r, int count,
                  const typename Words::Element* queries, const SoftmaxRows& state,
-                 const AttentionScratch& scratch, const BlockTile<Words>& tile) const {
+                 const AttentionScratch& scratch, const BlockTile<Words>& tile, const Score& score) const {
     using Element = typename Words::Element;
-    // Row r sees the keys of the tile below `visible(r)`.
+    // Row r sees the keys of the tile from `hidden(r)` on, below `visible(r)`. Where that is none of them, as it may be
+    // for some rows of the block, what is computed leaves the row as it was, to the last bit.
     const int64_t first = plan_.entries_[item.entry].start + item.q_begin + 1 - key;
     const auto visible = [&](int row) { return std::min<int64_t>(tile_keys, first + row / group_); };
+    const auto hidden = [&](int row) { return std::max<int64_t>(0, first + row / group_ - plan_.window_); };
     const int64_t most = visible(r + count - 1);
-    if (most <= 0) return;
+    if (most <= 0 || hidden(r) >= tile_keys) return;
     const int vecs = static_cast<int>((most + kLanes - 1) / kLanes);
     tile.score(count, reinterpret_cast<const uint32_t*>(queries), vecs, scratch.scores);
     auto* weights = reinterpret_cast<Element*>(scratch.weights);
     float factors[kBlockRows];
     for (int i = 0; i < count; ++i) {
       const int seen = static_cast<int>(std::max<int64_t>(0, visible(r + i)));
-      factors[i] = softmax_row(scratch.scores + i * kTile, vecs, seen, plan_.scale_ * kLog2E, state.largest + i,
+      const int unseen = static_cast<int>(std::min<int64_t>(hidden(r + i), tile_keys));
+      factors[i] = softmax_row(scratch.scores + i * kTile, vecs, {unseen, seen}, score, state.largest + i,
                                state.sums + i * kLanes, weights + i * kTile);
     }
     tile.weigh(count, reinterpret_cast<const uint32_t*>(weights), most, state.values, factors);
@@ -260,7 +264,7 @@ class AttentionWorker {
     const int64_t first_counter = split.first_counter + item.q_begin / plan_.query_step() * kv_heads;
     for (int32_t head = item.head_begin; head < item.head_end; ++head) {
       const int64_t row = (head - item.head_begin) * rows;
-      copy(part(item.key_begin / kChunk, head), at(scratch.total, row));
+      copy(part(item.key_begin / kChunk - split.first_chunk, head), at(scratch.total, row));
       std::atomic<int32_t>& done = plan_.counters_[first_counter + head];
       if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < split.num_chunks) continue;
       // The next layer counts anew; a barrier lies between.
@@ -287,47 +291,30 @@ class AttentionWorker {
   const char* base_;
 };
 
-void attention_run(AttentionPlan& plan, int64_t layer, const TokenRows& q, const TokenRows& out, int tid) {
-  const FlushDenormals flush;
-  AttentionWorker worker(plan, layer, q, out, tid);
-  if (plan.pool_dtype() == DType::kFloat32) {
-    worker.run<FloatWords>();
-  } else {
-    worker.run<PairWords>();
-  }
-}
-
 namespace {
 
-template <class Pool, class Rows>
-void store_rows(const KVPoolView& pool, int64_t layer, const int64_t* slots, const TokenRows& k, const TokenRows& v,
-                int64_t begin, int64_t end) {
-  const int64_t dim = pool.head_dim, width = pool.kv_heads * dim;
-  for (int64_t token = begin; token < end; ++token) {
-    const SlotPlace place = find_slot(pool, layer, slots[token]);
-    const Rows* key = static_cast<const Rows*>(k.data) + token * k.stride;
-    const Rows* value = static_cast<const Rows*>(v.data) + token * v.stride;
-    for (int64_t at = 0; at < width; at += kLanes) {
-      Pool* block = static_cast<Pool*>(pool.data) + place.block + at / dim * head_stride(pool);
-      store_key_block(block, place, at % dim, load(key + at));
-      store_value_block(block + values_offset(pool), place, dim, at % dim, load(value + at));
-    }
+template <class Score>
+void run(AttentionWorker& worker, DType pool, const Score& score) {
+  if (pool == DType::kFloat32) {
+    worker.run<FloatWords>(score);
+  } else {
+    worker.run<PairWords>(score);
   }
-}
-
-template <class Pool>
-void store_rows(const KVPoolView& pool, int64_t layer, const int64_t* slots, const TokenRows& k, const TokenRows& v,
-                int64_t begin, int64_t end) {
-  const auto store_them = k.dtype == DType::kFloat32 ? store_rows<Pool, float> : store_rows<Pool, bf16>;
-  store_them(pool, layer, slots, k, v, begin, end);
 }
 
 }  // namespace
 
-void store_kv(const KVPoolView& pool, int64_t layer, const int64_t* slots, const TokenRows& k, const TokenRows& v,
-              int64_t begin, int64_t end) {
-  const auto store_them = pool.dtype == DType::kFloat32 ? store_rows<float> : store_rows<bf16>;
-  store_them(pool, layer, slots, k, v, begin, end);
+void attention_run(AttentionPlan& plan, int64_t layer, const Scoring& scoring, const TokenRows& q, const TokenRows& out,
+                   int tid) {
+  const FlushDenormals flush;
+  AttentionWorker worker(plan, layer, q, out, tid);
+  const float scale = scoring.scale, cap = scoring.softcap;
+  if (cap == 0.0f) {
+    run(worker, plan.pool_dtype(), [=](Vec x) { return x * broadcast(scale * kLog2E); });
+  } else {
+    run(worker, plan.pool_dtype(),
+        [=](Vec x) { return broadcast(cap * kLog2E) * tanh(x * broadcast(scale / cap)); });
+  }
 }
 
 }  // namespace pdserve

@@ -1,7 +1,7 @@
 // Paged attention over the page-first KV pool, for any mix of decode tokens and prefill chunks.
 //
 // Once a pass, on one thread: AttentionPlan::prepare. Then once a layer, on every thread of the team, between barriers:
-//   store_kv (all tokens of the pass) | barrier | attention_run | barrier
+//   keys and values to the pool (kv_writer.h) | barrier | attention_run | barrier
 // attention_run needs no barrier of its own: the last thread to finish a part of a long context joins the parts.
 //
 // A token's result depends on its query and on the keys and values it sees, and on nothing else, to the last bit: not
@@ -24,6 +24,11 @@ namespace pdserve {
 
 // Element types of rows and pool, chosen at run time; the values are part of the interface to Python.
 enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+
+template <class T>
+constexpr DType dtype_of() {
+  return sizeof(T) == 2 ? DType::kBFloat16 : DType::kFloat32;
+}
 
 inline int64_t size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
@@ -84,8 +89,9 @@ constexpr int kChunk = 256;  // keys of a chunk, a multiple of kTile
 class AttentionPlan {
  public:
   // Reads the entries' rows of the request table ([R, table_stride] int32 slots, which must map this pass's tokens
-  // already) and keeps none of the pointers. H is a multiple of K. `scale` multiplies q·k (D^-0.5, usually).
-  void prepare(const KVPoolView& pool, int64_t num_heads, float scale, const AttentionEntry* entries,
+  // already) and keeps none of the pointers. H is a multiple of K. A token sees itself and the `window` - 1 before it;
+  // 0: all.
+  void prepare(const KVPoolView& pool, int64_t num_heads, int64_t window, const AttentionEntry* entries,
                int64_t num_entries, const int32_t* req_to_token, int64_t table_stride, int nthreads);
 
   DType pool_dtype() const { return pool_.dtype; }
@@ -96,6 +102,7 @@ class AttentionPlan {
   // Where the parts of a split context leave their results.
   struct Split {
     int32_t num_chunks = 0;     // 0: not split
+    int32_t first_chunk = 0;    // that any of its queries sees
     int64_t first_partial = 0;  // in floats, among the partial results
     int64_t first_counter = 0;  // one a KV head and block of queries: chunks that are done
   };
@@ -105,13 +112,15 @@ class AttentionPlan {
   void share_out(int nthreads);
   void reserve(int nthreads);
   int64_t keys_of(const AttentionEntry& entry) const { return entry.start + entry.q_len; }
+  // Of the first tile that query `q` of the entry sees.
+  int32_t first_key(const AttentionEntry& entry, int32_t q) const;
   int64_t group() const { return num_heads_ / pool_.kv_heads; }
   // Tokens of an entry that one item takes at most; a part of a context is that of such a block of queries.
   int32_t query_step() const;
 
   KVPoolView pool_{};
   int64_t num_heads_ = 0;
-  float scale_ = 0;
+  int64_t window_ = 0;
   std::vector<AttentionEntry> entries_;
   std::vector<int64_t> first_page_;    // [B]: where the entry's pages begin in page_offsets_
   std::vector<int64_t> page_offsets_;  // bytes from the pool's begin to each page
@@ -124,11 +133,15 @@ class AttentionPlan {
   int64_t counters_size_ = 0;
 };
 
-// Writes k and v (K heads a token, of one type) of tokens [begin, end) to `slots` ([T] int64) of `layer`.
-void store_kv(const KVPoolView& pool, int64_t layer, const int64_t* slots, const TokenRows& k, const TokenRows& v,
-              int64_t begin, int64_t end);
+// What becomes of a product of query and key: cap(scale · q·k), cap(s) = softcap · tanh(s / softcap); softcap 0: s.
+struct Scoring {
+  float scale;
+  float softcap;
+};
 
-// out[t] = softmax(scale · q[t] Kᵀ) V over the keys up to t's own position: this thread's share of it.
-void attention_run(AttentionPlan& plan, int64_t layer, const TokenRows& q, const TokenRows& out, int tid);
+// out[t] = softmax(cap(scale · q[t] Kᵀ)) V over the keys up to t's own position, and in the plan's window: this thread's
+// share of it.
+void attention_run(AttentionPlan& plan, int64_t layer, const Scoring& scoring, const TokenRows& q, const TokenRows& out,
+                   int tid);
 
 }  // namespace pdserve

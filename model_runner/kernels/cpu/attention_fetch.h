@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "attention_tile.h"
+#include "sizes.h"
 
 namespace pdserve {
 
@@ -37,7 +38,7 @@ class TileFetch {
       const char* next = runs_[at_].next;
       const char* end = runs_[at_].end;
       const char* stop = next + lines * kLine < end ? next + lines * kLine : end;
-      lines -= (stop - next + kLine - 1) / kLine;
+      lines -= ceil_div(stop - next, kLine);
       // The built-in has no effect that the compiler knows of: it drops calls of functions that do nothing else.
       for (; next < stop; next += kLine) asm volatile("prefetcht0 %0" ::"m"(*next));
       runs_[at_].next = next;
@@ -46,8 +47,6 @@ class TileFetch {
   }
 
  private:
-  static constexpr int64_t kLine = 64;
-
   struct Run {
     const char* next;
     const char* end;

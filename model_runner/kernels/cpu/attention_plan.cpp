@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "attention_tile.h"
+#include "sizes.h"
 
 namespace pdserve {
 namespace {
@@ -18,8 +19,8 @@ constexpr int32_t kSplitTokens = 8;
 constexpr int64_t kKeyCost = 8;
 // A context is split if it is more than one part in so many of a thread's work.
 constexpr int64_t kLargeShare = 4;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Longer than any context.
+constexpr int64_t kNoWindow = int64_t{1} << 40;
 
 }  // namespace
 
@@ -28,17 +29,17 @@ void AlignedFloats::Free::operator()(float* data) const { std::free(data); }
 void AlignedFloats::reserve(int64_t size) {
   if (size <= size_) return;
   size_ = 0;
-  const int64_t rounded = ceil_div(size, 16) * 16;
+  const int64_t rounded = round_up(size, 16);
   data_.reset(static_cast<float*>(std::aligned_alloc(64, rounded * sizeof(float))));
   if (!data_) throw std::bad_alloc();
   size_ = rounded;
 }
 
-void AttentionPlan::prepare(const KVPoolView& pool, int64_t num_heads, float scale, const AttentionEntry* entries,
+void AttentionPlan::prepare(const KVPoolView& pool, int64_t num_heads, int64_t window, const AttentionEntry* entries,
                             int64_t num_entries, const int32_t* req_to_token, int64_t table_stride, int nthreads) {
   pool_ = pool;
   num_heads_ = num_heads;
-  scale_ = scale;
+  window_ = window == 0 ? kNoWindow : window;
   entries_.assign(entries, entries + num_entries);
   find_pages(req_to_token, table_stride);
   make_items(nthreads);
@@ -62,13 +63,17 @@ int32_t AttentionPlan::query_step() const {
   return static_cast<int32_t>(std::max<int64_t>(1, kQueryRows / group()));
 }
 
+int32_t AttentionPlan::first_key(const AttentionEntry& entry, int32_t q) const {
+  return static_cast<int32_t>(std::max<int64_t>(0, entry.start + q + 1 - window_) / kTile * kTile);
+}
+
 void AttentionPlan::make_items(int nthreads) {
   const auto heads = static_cast<int32_t>(pool_.kv_heads);
   const auto cost = [&](int64_t keys, int64_t tokens) { return keys * (kKeyCost + tokens * group()); };
   int64_t total = 0, units = 0;
   for (const AttentionEntry& entry : entries_) {
-    total += cost(keys_of(entry), entry.q_len);
-    units += ceil_div(keys_of(entry), kChunk);
+    total += cost(keys_of(entry) - first_key(entry, 0), entry.q_len);
+    units += ceil_div(keys_of(entry), kChunk) - first_key(entry, 0) / kChunk;
   }
   const int32_t step = query_step();
   // Neighbouring heads lie side by side in memory, so one unit takes all of them where there are units enough.
@@ -79,22 +84,28 @@ void AttentionPlan::make_items(int nthreads) {
   for (size_t b = 0; b < entries_.size(); ++b) {
     const AttentionEntry& entry = entries_[b];
     const auto keys = static_cast<int32_t>(keys_of(entry));
+    const int32_t first = first_key(entry, 0), chunks = ceil_div(keys, kChunk) - first / kChunk;
     const bool decode = entry.q_len <= kSplitTokens;
-    const bool large = cost(keys, entry.q_len) * kLargeShare * nthreads > total;
-    const bool split = decode && large && keys > kChunk && nthreads > 1;
+    const bool large = cost(keys - first, entry.q_len) * kLargeShare * nthreads > total;
+    const bool split = decode && large && chunks > 1 && nthreads > 1;
     if (split) {
-      splits_[b] = {static_cast<int32_t>(ceil_div(keys, kChunk)), partial_size, num_counters};
+      splits_[b] = {chunks, first / kChunk, partial_size, num_counters};
       partial_size += splits_[b].num_chunks * heads * entry.q_len * group() * (1 + kLanes + pool_.head_dim);
       num_counters += heads * ceil_div(entry.q_len, step);
     }
-    const int32_t key_step = split ? kChunk : keys, head_step = decode ? together : 1;
-    for (int32_t key = 0; key < keys; key += key_step) {
+    const int32_t head_step = decode ? together : 1;
+    // The parts end where chunks do, wherever the first one begins.
+    for (int32_t key = first, end = 0; key < keys; key = end) {
+      end = split ? std::min((key / kChunk + 1) * kChunk, keys) : keys;
       for (int32_t head = 0; head < heads; head += head_step) {
         for (int32_t q = 0; q < entry.q_len; q += step) {
           AttentionItem item{static_cast<int32_t>(b), q, std::min(q + step, entry.q_len), head, head + head_step,
-                             key, 0, 0};
-          item.key_end = split ? std::min(key + key_step, keys) : entry.start + item.q_end;
-          item.cost = cost(item.key_end - key, item.q_end - q) * head_step;
+                             key, end, 0};
+          if (!split) {
+            item.key_begin = first_key(entry, q);
+            item.key_end = entry.start + item.q_end;
+          }
+          item.cost = cost(item.key_end - item.key_begin, item.q_end - q) * head_step;
           items_.push_back(item);
         }
       }

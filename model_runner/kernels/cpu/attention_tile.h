@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "isa/words.h"
+#include "sizes.h"
 
 namespace pdserve {
 
@@ -61,7 +62,7 @@ struct AttentionScratch {
   AttentionScratch(float* memory, int64_t rows, int64_t dim) {
     const auto take = [&memory](int64_t size) {
       float* part = memory;
-      memory += round_up(size);
+      memory += whole_lines(size);
       return part;
     };
     queries = take(rows * dim);
@@ -73,24 +74,30 @@ struct AttentionScratch {
   }
 
   static int64_t size(int64_t rows, int64_t dim) {
-    return round_up(rows * dim) + 2 * (round_up(rows) + round_up(rows * kLanes) + round_up(rows * dim)) +
-           2 * round_up(kTile * dim) + 2 * kBlockRows * kTile;
+    return whole_lines(rows * dim) + 2 * (whole_lines(rows) + whole_lines(rows * kLanes) + whole_lines(rows * dim)) +
+           2 * whole_lines(kTile * dim) + 2 * kBlockRows * kTile;
   }
 
  private:
-  static int64_t round_up(int64_t size) { return (size + 15) / 16 * 16; }
+  static int64_t whole_lines(int64_t size) { return round_up(size, kLanes); }
 };
 
-// One row's scores become weights. Keys from `visible` on are masked; the first `vecs` vectors hold every key that any
-// row of the block sees. Returns what the row's older sums must be multiplied by. `scale` includes log2 e.
-template <class Element>
-float softmax_row(const float* scores, int vecs, int visible, float scale, float* row_largest, float* row_sums,
-                  Element* weights) {
+// Which keys of a tile a row sees.
+struct SeenKeys {
+  int begin, end;
+};
+
+// One row's scores become weights. Keys that it does not see are masked; the first `vecs` vectors hold every key that any
+// row of the block sees. Returns what the row's older sums must be multiplied by. `score` includes log2 e.
+template <class Element, class Score>
+float softmax_row(const float* scores, int vecs, SeenKeys seen, const Score& score, float* row_largest,
+                  float* row_sums, Element* weights) {
   Vec scaled[kTile / kLanes];
   Vec top = broadcast(kNothing);
   for (int v = 0; v < vecs; ++v) {
-    scaled[v] = load(scores + v * kLanes) * broadcast(scale);
-    if ((v + 1) * kLanes > visible) scaled[v] = mask_keys(scaled[v], v * kLanes, visible);
+    scaled[v] = score(load(scores + v * kLanes));
+    if ((v + 1) * kLanes > seen.end) scaled[v] = mask_keys(scaled[v], v * kLanes, seen.end);
+    if (v * kLanes < seen.begin) scaled[v] = mask_older_keys(scaled[v], v * kLanes, seen.begin);
     top = max(top, scaled[v]);
   }
   const float next = std::max(*row_largest, largest(top));

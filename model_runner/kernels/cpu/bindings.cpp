@@ -17,9 +17,12 @@ PDS_API void* pds_team_new(int32_t size, const int32_t* cpus, int32_t spin_us) {
 
 PDS_API void pds_team_free(void* team) { delete static_cast<Team*>(team); }
 
-PDS_API void* pds_engine_new(const EngineConfig* config, int32_t dtype, void* team) {
+// `layers`: model->layers of them.
+PDS_API void* pds_engine_new(const ModelOps* model, const LayerOps* layers, const KVPoolView* pool, int32_t dtype,
+                             void* team) {
   try {
-    return make_engine(*config, static_cast<DType>(dtype), *static_cast<Team*>(team)).release();
+    const EngineConfig config{*model, {layers, layers + model->layers}, *pool};
+    return make_engine(config, static_cast<DType>(dtype), *static_cast<Team*>(team)).release();
   } catch (const std::bad_alloc&) {
     return nullptr;
   }

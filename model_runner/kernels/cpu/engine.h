@@ -1,35 +1,34 @@
-// A whole forward pass of a Llama-family model in one call, on a team of threads.
+// A whole forward pass of a model in one call, on a team of threads.
 //
 // Life: constructed -> every weight set -> any number of forward passes, one at a time.
 //
 // A pass of few tokens (decode) is bound by memory: the threads divide each product among themselves (work_grid.h), so
 // that weights are read once or little more, and meet at a barrier after each:
-//   norm + qkv + rope + KV store | attention | o_proj + residual | norm + gate_up + silu | down + residual
+//   norm + qkv + rope + KV store | attention | o_proj + residual | norm + gate_up + activation | down + residual
+// (layer_ops.h says what varies). Where a norm comes between a product and the residual they meet twice: it needs the
+// whole row. So it is with norms of q and k, which keep the rotation out of the product's finish.
 // A pass of many tokens for each thread (prefill) is bound by arithmetic: each thread takes its own tokens through the
 // products in blocks whose activations stay in its cache, and only attention needs the others: two barriers a layer.
 // Both compute every element in the same order, so that they agree to the last bit.
 //
-// Shapes: T tokens, L wanted rows of logits, N hidden size, H query heads, K KV heads, D head_dim, I inner size,
-// V vocabulary.
+// Shapes: T tokens, L wanted rows of logits, N hidden size, H query heads, K KV heads, D head_dim, V vocabulary.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <vector>
 
-#include "arena.h"
 #include "attention.h"
+#include "layer_ops.h"
 #include "linear.h"
 #include "team.h"
 
 namespace pdserve {
 
-// Mirrored by ctypes in library.py.
-struct EngineConfig {
-  int64_t layers, hidden, heads, kv_heads, head_dim, inner, vocab;
-  float eps;
-  int32_t qk_norm;
-  KVPoolView pool;
+// The rotation of each position: element i of a head turns with i + D / 2.
+struct RopeTable {
+  const float* cos;  // [positions, D / 2]
+  const float* sin;
 };
 
 struct ForwardArgs {
@@ -41,21 +40,29 @@ struct ForwardArgs {
   const AttentionEntry* entry;    // [B]
   const int32_t* req_to_token;    // [R, table_stride]
   int64_t table_stride;
-  const float* cos;               // [positions, D / 2]
-  const float* sin;
+  const RopeTable* ropes;         // those that layers name (ProjectQKV::rope)
   float* logits;                  // [L, V]
   int64_t* layers_done;           // or null: set to the number of layers whose keys and values are in the pool
 };
 
 enum class LinearKind : int32_t { kQKV = 0, kO = 1, kGateUp = 2, kDown = 3, kHead = 4 };
-// Some of a weight's rows [rows, k], in the engine's own type or in blocks of `format`. Mirrored in library.py.
+// Some of a weight's rows [rows, k], in the engine's own type or in blocks of `format`.
 struct WeightPart {
   const void* data;
   int64_t rows;
   Format format;
 };
 
-enum class NormKind : int32_t { kAttention = 0, kMlp = 1, kQ = 2, kK = 3, kFinal = 4 };
+enum class NormKind : int32_t {
+  kBeforeAttention = 0,
+  kAfterAttention = 1,
+  kBeforeMlp = 2,
+  kAfterMlp = 3,
+  kQ = 4,
+  kK = 5,
+  kFinal = 6,
+};
+constexpr int kLayerNorms = 6;  // those before the final one
 
 class EngineBase {
  public:
@@ -63,6 +70,7 @@ class EngineBase {
   // Packs a weight [N, k], whose parts lie below each other; `bias` is [N] float32 or null. False, and nothing done,
   // where a panel would hold columns of two formats, or some panels would be dense and others not.
   virtual bool set_linear(LinearKind kind, int64_t layer, const std::vector<WeightPart>& parts, const float* bias) = 0;
+  // Float32, of the size of what it normalises; whatever a family adds to it is added already.
   virtual void set_norm(NormKind kind, int64_t layer, const float* weight) = 0;
   // [V, N] in the engine's own type; kept by reference.
   virtual void set_embedding(const void* table) = 0;

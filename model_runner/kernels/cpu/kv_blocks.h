@@ -20,7 +20,7 @@ namespace pdserve {
 
 constexpr int kBlockSlots = 16;
 
-// A slot's keys in a layer: where the first head's block begins, in elements, the slots of a block, and which of them it
+// A slot's keys: from a layer's begin in the first page on, where the first head's block begins, in elements, the slots of a block, and which of them it
 // is.
 struct SlotPlace {
   int64_t block;
@@ -28,9 +28,9 @@ struct SlotPlace {
   int32_t slot;
 };
 
-inline SlotPlace find_slot(const KVPoolView& pool, int64_t layer, int64_t slot) {
+inline SlotPlace find_slot(const KVPoolView& pool, int64_t slot) {
   const int64_t size = pool.page_size, offset = slot % size, slots = std::min<int64_t>(size, kBlockSlots);
-  const int64_t head = (slot / size * pool.num_layers + layer) * 2 * pool.kv_heads * size;
+  const int64_t head = slot / size * pool.num_layers * 2 * pool.kv_heads * size;
   return {(head + offset / slots * slots) * pool.head_dim, static_cast<int32_t>(slots),
           static_cast<int32_t>(offset % slots)};
 }

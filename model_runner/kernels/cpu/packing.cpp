@@ -10,10 +10,10 @@
 namespace pdserve {
 namespace {
 
-int64_t input_size(const EngineConfig& c, LinearKind kind) {
+int64_t input_size(const EngineConfig& c, LinearKind kind, int64_t layer) {
   switch (kind) {
     case LinearKind::kO: return c.heads * c.head_dim;
-    case LinearKind::kDown: return c.inner;
+    case LinearKind::kDown: return c.ops[layer].gate_up.inner;
     default: return c.hidden;
   }
 }
@@ -44,10 +44,10 @@ void order_qkv(const EngineConfig& c, bool fused, Order& order) {
 }
 
 // A gate and its product lie in one panel, so that its finish can multiply them.
-void order_gate_up(const EngineConfig& c, Order& order) {
-  for (int64_t i = 0; i < c.inner; i += kLanes) {
-    for (int64_t first : {int64_t{0}, c.inner}) {
-      order.run(first + i, std::min<int64_t>(kLanes, c.inner - i));
+void order_gate_up(int64_t inner, Order& order) {
+  for (int64_t i = 0; i < inner; i += kLanes) {
+    for (int64_t first : {int64_t{0}, inner}) {
+      order.run(first + i, std::min<int64_t>(kLanes, inner - i));
       order.pad(kLanes);
     }
   }
@@ -55,16 +55,16 @@ void order_gate_up(const EngineConfig& c, Order& order) {
 
 }  // namespace
 
-LinearShape linear_shape(const EngineConfig& c, LinearKind kind, bool fused) {
+LinearShape linear_shape(const EngineConfig& c, LinearKind kind, int64_t layer, bool fused) {
   Order order;
   switch (kind) {
     case LinearKind::kQKV: order_qkv(c, fused, order); break;
-    case LinearKind::kGateUp: order_gate_up(c, order); break;
+    case LinearKind::kGateUp: order_gate_up(c.ops[layer].gate_up.inner, order); break;
     case LinearKind::kHead: order.run(0, c.vocab); break;
     default: order.run(0, c.hidden); break;
   }
   order.pad(kPanel);
-  return {input_size(c, kind), order.take()};
+  return {input_size(c, kind, layer), order.take()};
 }
 
 template <class T>

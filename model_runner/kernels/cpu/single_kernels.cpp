@@ -105,9 +105,10 @@ PDS_API void pds_rope(int32_t bf16_activations, void* heads, const float* cos, c
   }
 }
 
-// out[i] = silu(x[i]); n is a multiple of kLanes.
-PDS_API void pds_silu(const float* x, int64_t n, float* out) {
-  for (int64_t i = 0; i < n; i += kLanes) store(out + i, silu(load(x + i)));
+// out[i] = f(x[i]), by `kind`: 0 to 2 those of Activation, 3 tanh; n is a multiple of kLanes.
+PDS_API void pds_activate(int32_t kind, const float* x, int64_t n, float* out) {
+  constexpr Vec (*functions[])(Vec) = {silu, gelu, gelu_tanh, tanh};
+  for (int64_t i = 0; i < n; i += kLanes) store(out + i, functions[kind](load(x + i)));
 }
 
 }  // namespace pdserve

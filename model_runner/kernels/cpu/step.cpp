@@ -26,8 +26,7 @@ int64_t Stepper::run(const StepArgs& args) {
   forward.entry = batch_.data();
   forward.req_to_token = tables_.req_to_token;
   forward.table_stride = tables_.columns;
-  forward.cos = args.cos;
-  forward.sin = args.sin;
+  forward.ropes = args.ropes;
   forward.logits = logits_.data();
   forward.layers_done = args.layers_done;
   engine_.forward(forward);

@@ -32,7 +32,7 @@ struct RowParams {
   int32_t logprobs;  // negative: none wanted
 };
 
-// What outlives a step; owned by Python. Mirrored by ctypes in library.py.
+// What outlives a step; owned by Python. Mirrored in structs.py.
 struct StepTables {
   int32_t* req_to_token;    // [R, C]: row and position -> slot
   int64_t rows, columns;
@@ -47,8 +47,8 @@ struct StepArgs {
   int64_t entries, tokens;
   const int32_t *rows, *starts, *q_lens, *use_last, *sample;  // [B]
   const int32_t *input_ids, *out_cache_loc;                   // [T]
-  const float *cos, *sin;                                     // [rotations, D / 2]
-  int64_t rotations;
+  const RopeTable* ropes;                                     // see ForwardArgs
+  int64_t rotations;                                          // positions that they reach
   int32_t* next_tokens;  // [S] of at most B
   uint8_t* finite;       // [S] of at most B
   int64_t* layers_done;  // see ForwardArgs

@@ -6,8 +6,6 @@
 
 using namespace pdserve;
 
-PDS_API int64_t pds_row_params_size() { return sizeof(RowParams); }
-
 PDS_API void* pds_stepper_new(void* engine, void* team, const StepTables* tables) {
   return new (std::nothrow) Stepper(*static_cast<EngineBase*>(engine), *static_cast<Team*>(team), *tables);
 }
@@ -18,11 +16,11 @@ PDS_API void pds_stepper_free(void* stepper) { delete static_cast<Stepper*>(step
 PDS_API int64_t pds_stepper_run(void* stepper, int64_t entries, int64_t tokens, const int32_t* rows,
                                 const int32_t* starts, const int32_t* q_lens, const int32_t* use_last,
                                 const int32_t* sample, const int32_t* input_ids, const int32_t* out_cache_loc,
-                                const float* cos, const float* sin, int64_t rotations, int32_t* next_tokens,
+                                const RopeTable* ropes, int64_t rotations, int32_t* next_tokens,
                                 uint8_t* finite, int64_t* layers_done) {
   try {
     return static_cast<Stepper*>(stepper)->run({entries, tokens, rows, starts, q_lens, use_last, sample, input_ids,
-                                                out_cache_loc, cos, sin, rotations, next_tokens, finite, layers_done});
+                                                out_cache_loc, ropes, rotations, next_tokens, finite, layers_done});
   } catch (const std::bad_alloc&) {
     return -2;
   }

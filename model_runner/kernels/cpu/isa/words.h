@@ -7,6 +7,7 @@
 //   store_every_second(out, x)   sixteen lanes, rounded, to every second place from `out` on; what lies between is left
 //                       alone, also while another thread writes it
 //   mask_keys(scores, key, visible)   lanes whose key is not below `visible` become minus infinity; the first lane's is `key`
+//   mask_older_keys(scores, key, first)   the same of lanes whose key is below `first`
 //   first_lane(x)
 #pragma once
 

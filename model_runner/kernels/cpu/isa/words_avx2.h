@@ -39,6 +39,14 @@ inline Vec mask_keys(Vec scores, int key, int visible) {
   return load(lane);
 }
 
+inline Vec mask_older_keys(Vec scores, int key, int first) {
+  const int lanes = std::clamp(first - key, 0, kLanes);
+  float lane[kLanes];
+  store(lane, scores);
+  std::fill(lane, lane + lanes, -std::numeric_limits<float>::infinity());
+  return load(lane);
+}
+
 inline float first_lane(Vec x) { return _mm256_cvtss_f32(x.a); }
 
 }  // namespace pdserve

@@ -34,6 +34,12 @@ inline Vec mask_keys(Vec scores, int key, int visible) {
   return {_mm512_mask_blend_ps(static_cast<__mmask16>((1u << lanes) - 1), nothing, scores.v)};
 }
 
+inline Vec mask_older_keys(Vec scores, int key, int first) {
+  const int lanes = std::clamp(first - key, 0, kLanes);
+  const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  return {_mm512_mask_blend_ps(static_cast<__mmask16>((1u << lanes) - 1), scores.v, nothing)};
+}
+
 inline float first_lane(Vec x) { return _mm512_cvtss_f32(x.v); }
 
 }  // namespace pdserve

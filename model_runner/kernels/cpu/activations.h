@@ -1,0 +1,84 @@
+// Where a pass keeps what lies between its products.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+
+#include "arena.h"
+#include "engine.h"
+#include "kv_blocks.h"
+#include "linear_pass.h"
+#include "sizes.h"
+
+namespace pdserve {
+
+// Elements from one token to the next.
+struct Strides {
+  explicit Strides(const EngineConfig& c)
+      : x(round_up(c.hidden, kPanel)),
+        qkv(round_up((c.heads + 2 * c.kv_heads) * c.head_dim, kPanel)),
+        inner(round_up(c.widest_inner(), kLanes)),
+        att(c.heads * c.head_dim),
+        normed(c.hidden) {}
+
+  const int64_t x, qkv, inner, att, normed;
+};
+
+// Of all tokens; every thread reads them, and writes its part.
+template <class T>
+class Activations {
+ public:
+  explicit Activations(const Strides& strides) : strides_(strides) { allocate(kFirstTokens); }
+
+  // Makes room for `tokens` tokens; what was there is forgotten.
+  void reserve(int64_t tokens) {
+    if (tokens > room_) allocate(std::max(tokens, 2 * room_));
+  }
+
+  float* x = nullptr;           // [T, x]: the residual
+  float* sums = nullptr;        // [T, x]: products that are normalised before they join it
+  T* qkv = nullptr;             // [T, qkv]: queries; and keys and values unless they go to the pool at once
+  T* att = nullptr;             // [T, att]
+  T* normed = nullptr;          // [T, normed]
+  T* inner = nullptr;           // [T, inner]
+  SlotPlace* places = nullptr;  // [T]: where the token's keys lie in the pool
+  float* wanted_x = nullptr;    // [T, x]
+  T* wanted_att = nullptr;      // [T, att]
+
+ private:
+  static constexpr int64_t kFirstTokens = 512;
+
+  void allocate(int64_t tokens) {
+    arena_ = std::make_unique<Arena>();
+    x = arena_->template allocate<float>(tokens * strides_.x);
+    sums = arena_->template allocate<float>(tokens * strides_.x);
+    qkv = arena_->template allocate<T>(tokens * strides_.qkv);
+    att = arena_->template allocate<T>(tokens * strides_.att);
+    normed = arena_->template allocate<T>(tokens * strides_.normed);
+    inner = arena_->template allocate<T>(tokens * strides_.inner);
+    places = arena_->template allocate<SlotPlace>(tokens);
+    wanted_x = arena_->template allocate<float>(tokens * strides_.x);
+    wanted_att = arena_->template allocate<T>(tokens * strides_.att);
+    room_ = tokens;
+  }
+
+  const Strides strides_;
+  std::unique_ptr<Arena> arena_;
+  int64_t room_ = 0;
+};
+
+// What one thread works in while it walks blocks of tokens.
+template <class T>
+struct ThreadActivations {
+  T* normed = nullptr;  // [kTileRows, normed]
+  T* inner = nullptr;   // [kTileRows, inner]
+  LinearThread linear;
+
+  void allocate(Arena& arena, const Strides& strides) {
+    normed = arena.allocate<T>(kTileRows * strides.normed);
+    inner = arena.allocate<T>(kTileRows * strides.inner);
+    linear.reserve(arena, std::max({strides.normed, strides.att, strides.inner}));
+  }
+};
+
+}  // namespace pdserve

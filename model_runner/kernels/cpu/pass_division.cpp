@@ -1,0 +1,26 @@
+#include "pass_division.h"
+
+#include <algorithm>
+
+namespace pdserve {
+
+Cell Division::cell_of(const PackedLinear& weight, int64_t tokens, int tid) const {
+  // Cells do not depend on what a product costs.
+  const Product product{tokens, weight.panels, weight.k, 0, 0};
+  return pdserve::cell_of(product, grid[weight.product], tid);
+}
+
+Division divide(const LayerWeights& layer, const PackedLinear& head, int64_t tokens, int threads) {
+  const auto product = [&](const PackedLinear& weight) {
+    // Segments differ little: the mean is near enough to divide work by.
+    const int64_t panel_bytes = weight.bytes(0, weight.panels) / std::max<int64_t>(1, weight.panels);
+    return Product{tokens, weight.panels, weight.k, panel_bytes, weight.effort};
+  };
+  const Product products[] = {product(layer.qkv), product(layer.o), product(layer.gate_up), product(layer.down)};
+  Division result{choose_by_rows(products, threads), {}};
+  for (int i = 0; i < kLayerProducts; ++i) result.grid[i] = choose_grid(products[i], threads);
+  result.grid[head.product] = choose_grid(product(head), threads);
+  return result;
+}
+
+}  // namespace pdserve
