@@ -23,8 +23,11 @@ BLOCK_SLOTS = 16
 """``kBlockSlots`` of kv_blocks.h: a page is made of whole blocks, or is a part of one."""
 
 
-def pool_view(pool: MHATokenToKVPool) -> KVPoolView:
-    """The pool as the kernels see it; the caller keeps ``pool`` alive. Raises ``ValueError`` where they can't."""
+def pool_view(pool: MHATokenToKVPool, heads: tuple[int, int] | None = None) -> KVPoolView:
+    """The pool as the kernels see it, or ``[begin, end)`` of its heads; the caller keeps ``pool`` alive.
+
+    Raises ``ValueError`` where they can't.
+    """
     layout = pool.layout
     if layout.head_dim % HEAD_DIM_MULTIPLE or pool.dtype not in NATIVE_DTYPES or pool.data.device.type != "cpu":
         raise ValueError(
@@ -35,13 +38,15 @@ def pool_view(pool: MHATokenToKVPool) -> KVPoolView:
         raise ValueError(f"the CPU attention kernel reads KV in blocks, not in the order {layout.order!r}")
     if layout.page_size % BLOCK_SLOTS and BLOCK_SLOTS % layout.page_size:
         raise ValueError(f"pages of {layout.page_size} slots can't be made of blocks of {BLOCK_SLOTS} or fewer")
+    begin, end = heads or (0, layout.kv_heads)
     return KVPoolView(
-        pool.data.data_ptr(),
+        pool.data.data_ptr() + begin * layout.page_size * layout.head_dim * pool.dtype.itemsize,
         NATIVE_DTYPES[pool.dtype],
         layout.num_layers,
         layout.page_size,
-        layout.kv_heads,
+        end - begin,
         layout.head_dim,
+        layout.kv_heads,
     )
 
 

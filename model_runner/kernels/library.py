@@ -83,8 +83,11 @@ def _declare(library: ctypes.CDLL) -> None:
         (
             "pds_engine_new",
             c_void_p,
-            (POINTER(ModelOps), POINTER(LayerOps), POINTER(KVPoolView), c_int32, c_void_p),
+            (POINTER(ModelOps), POINTER(LayerOps), POINTER(KVPoolView), c_int32, c_void_p, c_void_p),
         ),
+        ("pds_ranks_bytes", c_int64, (c_int32, c_int64, c_int64)),
+        ("pds_ranks_new", c_void_p, (c_void_p, c_int32, c_int32, c_int64)),
+        ("pds_ranks_free", None, (c_void_p,)),
         ("pds_engine_free", None, (c_void_p,)),
         ("pds_engine_set_linear", c_int32, (c_void_p, c_int32, c_int64, c_int64, POINTER(WeightPart), c_void_p)),
         ("pds_packed_bytes", c_int64, (c_int32, c_int32, c_int64, c_int64)),

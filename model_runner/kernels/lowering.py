@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...model_files.sharding import Slice
 from ...model_files.spec import (
     Activation,
     AttentionSpec,
@@ -91,8 +92,11 @@ def refusal(spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str |
     return None if lacking is None else f"they do not compute {lacking}"
 
 
-def lower(spec: ModelSpec, dtype: torch.dtype) -> Lowered:
-    """The operations of ``spec``, which ``refusal`` has let pass, over activations of ``dtype``."""
+def lower(spec: ModelSpec, dtype: torch.dtype, head: Slice | None = None) -> Lowered:
+    """The operations of ``spec``, which ``refusal`` has let pass, over activations of ``dtype``.
+
+    ``head``: the rows of the head that this rank has; None: all.
+    """
     attention = spec.layers[0].attention
     model = ModelOps(
         spec.num_layers,
@@ -101,6 +105,8 @@ def lower(spec: ModelSpec, dtype: torch.dtype) -> Lowered:
         attention.kv_heads,
         attention.head_dim,
         spec.vocab_size,
+        0 if head is None else head.begin,
+        spec.vocab_size if head is None else head.size,
         _norm(spec.final_norm),
         torch.tensor(spec.embedding_scale, dtype=dtype).item(),
         spec.logit_scale,

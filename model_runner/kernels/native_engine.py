@@ -9,16 +9,19 @@ import weakref
 from collections.abc import Sequence
 from ctypes import c_int64
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...model_files.sharding import Shard
 from ...model_files.spec import ModelSpec
 from ..forward_batch import ForwardBatch
 from ..kv_pool import MHATokenToKVPool
 from .attention import pass_entries, pool_view
 from .library import NATIVE_DTYPES, load_library
 from .lowering import lower
+from .ranks import NativeRanks
 from .rope_tables import RopeTables
 from .structs import ForwardArgs, WeightPart
 from .team import Team
@@ -46,6 +49,13 @@ class NormKind(IntEnum):
     FINAL = 6
 
 
+class Ranks(NamedTuple):
+    """The part of a model that a tensor-parallel rank computes, and what it shares with the others."""
+
+    shard: Shard
+    group: NativeRanks
+
+
 class NativeEngine:
     """Computes passes of the model ``spec``, which ``refusal`` lets pass, over ``pool``, on activations of ``dtype``.
 
@@ -53,14 +63,24 @@ class NativeEngine:
     """
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, ropes: RopeTables, pool: MHATokenToKVPool, team: Team
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        ropes: RopeTables,
+        pool: MHATokenToKVPool,
+        team: Team,
+        ranks: Ranks | None = None,
     ) -> None:
+        """``ranks``: whom it computes the model with, of which ``spec`` is its own part; ``pool`` is one for all."""
         self._library = load_library()
+        self._ranks = ranks
         self._vocab_size = spec.vocab_size
         self.ropes, self.pool, self.team = ropes, pool, team
-        lowered = lower(spec, dtype)
+        lowered = lower(spec, dtype, None if ranks is None else ranks.shard.vocab)
+        view = pool_view(pool, None if ranks is None else ranks.shard.kv_heads())
+        group = None if ranks is None else ranks.group.handle
         handle = self._library.pds_engine_new(
-            lowered.model, lowered.layers, pool_view(pool), NATIVE_DTYPES[dtype], team.handle
+            lowered.model, lowered.layers, view, NATIVE_DTYPES[dtype], team.handle, group
         )
         if handle is None:
             raise MemoryError("no memory for the engine's activations")
@@ -75,6 +95,8 @@ class NativeEngine:
         ids, positions = batch.input_ids.numpy(), batch.positions.numpy()
         if not 0 <= ids.min() <= ids.max() < self._vocab_size:
             raise IndexError(f"token ids reach from {ids.min()} to {ids.max()}")
+        if self._ranks is not None and len(ids) > self._ranks.group.tokens:
+            raise MemoryError(f"a pass of {len(ids)} tokens, the ranks have room for {self._ranks.group.tokens}")
         self.ropes.reserve(int(positions.max()) + 1)
         entries = pass_entries(batch)
         wanted = batch.logit_indices.shape[0]

@@ -19,6 +19,7 @@ class KVPoolView(ctypes.Structure):
         ("page_size", c_int64),
         ("kv_heads", c_int64),
         ("head_dim", c_int64),
+        ("pool_heads", c_int64),
     )
 
 
@@ -74,7 +75,8 @@ class ModelOps(ctypes.Structure):
     """``ModelOps`` of layer_ops.h."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab")),
+        *((name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim")),
+        *((name, c_int64) for name in ("vocab", "head_begin", "head_rows")),
         ("final_norm", NormOp),
         *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
     )

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -33,7 +35,7 @@ from pdserve.model_runner.forward_batch import ForwardBatch
 from pdserve.model_runner.kernels.build import BuildError
 from pdserve.model_runner.kernels.library import load_library
 from pdserve.model_runner.kernels.lowering import refusal
-from pdserve.model_runner.kernels.native_engine import LinearKind, NativeEngine, NormKind
+from pdserve.model_runner.kernels.native_engine import LinearKind, NativeEngine, NormKind, Ranks
 from pdserve.model_runner.kernels.rope_tables import RopeTables
 from pdserve.model_runner.kernels.structs import WeightPart
 from pdserve.model_runner.kernels.team import Team
@@ -290,22 +292,35 @@ class PlainRope:
 class Engine:
     """The engine of ``model``, rows on scattered pages, and ids that position and row determine."""
 
-    def __init__(self, model: Model, threads: int) -> None:
-        spec, dtype = model.spec, model.embedding.dtype
+    @staticmethod
+    def make_pool(spec: ModelSpec, dtype: torch.dtype, file: Path | None = None) -> MHATokenToKVPool:
         layout = make_pool_layout(PAGE, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, "blocks")
-        pool = MHATokenToKVPool(layout, ROWS * CONTEXT // PAGE + 1, torch.device("cpu"))
+        buffer = None
+        if file is not None:
+            with file.open("r+b") as opened:
+                buffer = mmap.mmap(opened.fileno(), 0)
+        return MHATokenToKVPool(layout, ROWS * CONTEXT // PAGE + 1, torch.device("cpu"), buffer)
+
+    def __init__(
+        self, model: Model, threads: int, pool: MHATokenToKVPool | None = None, ranks: Ranks | None = None
+    ) -> None:
+        spec, dtype = model.spec, model.embedding.dtype
+        pool = pool or self.make_pool(spec, dtype)
         pages = torch.randperm(ROWS * CONTEXT // PAGE, generator=torch.Generator().manual_seed(1)) + 1
         self._table = (pages[:, None] * PAGE + torch.arange(PAGE)).view(ROWS, CONTEXT).int()
         ropes = RopeTables([PlainRope(rope, spec.head_dim) for rope in spec.ropes], spec.head_dim)
         self._vocab = spec.vocab_size
-        self._engine = NativeEngine(spec, dtype, ropes, pool, Team(threads))
+        self._engine = NativeEngine(spec, dtype, ropes, pool, Team(threads), ranks)
         for i, layer in enumerate(model.layers):
             for kind, (weight, bias) in layer.linears.items():
                 assert self._engine.set_linear(kind, i, [WeightPart(weight.data_ptr(), len(weight), 0)], bias)
             for norm, weight in layer.norms.items():
                 self._engine.set_norm(norm, i, weight)
         self._engine.set_norm(NormKind.FINAL, 0, model.final_norm)
-        head = [WeightPart(model.embedding.data_ptr(), len(model.embedding), 0)]
+        rows = model.embedding
+        if ranks is not None:
+            rows = rows[ranks.shard.vocab.begin : ranks.shard.vocab.end]
+        head = [WeightPart(rows.data_ptr(), len(rows), 0)]
         assert self._engine.set_linear(LinearKind.HEAD, 0, head, None)
         self._engine.set_embedding(model.embedding)
 

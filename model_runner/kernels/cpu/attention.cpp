@@ -52,7 +52,7 @@ class AttentionWorker {
     block_slots_ = std::min<int64_t>(pool.page_size, kBlockSlots);
     slot_bytes_ = dim_ * size_of(pool.dtype);
     head_bytes_ = pool.page_size * slot_bytes_;
-    values_offset_ = pool.kv_heads * head_bytes_;
+    values_offset_ = pool.pool_heads * head_bytes_;
     base_ = static_cast<const char*>(pool.data) + layer * 2 * values_offset_;
   }
 

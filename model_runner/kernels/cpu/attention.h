@@ -41,6 +41,11 @@ struct KVPoolView {
   int64_t page_size;
   int64_t kv_heads;
   int64_t head_dim;
+  // Heads of the pool, of which these are some, one after another: those of a tensor-parallel rank. `data` points to
+  // the first of these in page 0.
+  int64_t pool_heads;
+
+  int64_t page_bytes() const { return num_layers * 2 * page_size * pool_heads * head_dim * size_of(dtype); }
 };
 
 // Entry of a pass: tokens [first_token, first_token + q_len) of T are positions [start, start + q_len) of the row.

@@ -49,7 +49,7 @@ void AttentionPlan::prepare(const KVPoolView& pool, int64_t num_heads, int64_t w
 
 void AttentionPlan::find_pages(const int32_t* req_to_token, int64_t table_stride) {
   const int64_t size = pool_.page_size;
-  const int64_t page_bytes = pool_.num_layers * 2 * size * pool_.kv_heads * pool_.head_dim * size_of(pool_.dtype);
+  const int64_t page_bytes = pool_.page_bytes();
   first_page_.clear();
   page_offsets_.clear();
   for (const AttentionEntry& entry : entries_) {

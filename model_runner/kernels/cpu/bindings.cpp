@@ -17,12 +17,24 @@ PDS_API void* pds_team_new(int32_t size, const int32_t* cpus, int32_t spin_us) {
 
 PDS_API void pds_team_free(void* team) { delete static_cast<Team*>(team); }
 
+PDS_API int64_t pds_ranks_bytes(int32_t size, int64_t part_floats, int64_t logits_floats) {
+  return static_cast<int64_t>(RankGroup::bytes(size, part_floats, logits_floats));
+}
+
+// `memory`: zeroed, shared by all ranks.
+PDS_API void* pds_ranks_new(void* memory, int32_t rank, int32_t size, int64_t part_floats) {
+  return new (std::nothrow) RankGroup(memory, rank, size, part_floats);
+}
+
+PDS_API void pds_ranks_free(void* ranks) { delete static_cast<RankGroup*>(ranks); }
+
 // `layers`: model->layers of them.
 PDS_API void* pds_engine_new(const ModelOps* model, const LayerOps* layers, const KVPoolView* pool, int32_t dtype,
-                             void* team) {
+                             void* team, void* ranks) {
   try {
     const EngineConfig config{*model, {layers, layers + model->layers}, *pool};
-    return make_engine(config, static_cast<DType>(dtype), *static_cast<Team*>(team)).release();
+    return make_engine(config, static_cast<DType>(dtype), *static_cast<Team*>(team), static_cast<RankGroup*>(ranks))
+        .release();
   } catch (const std::bad_alloc&) {
     return nullptr;
   }

@@ -11,7 +11,7 @@ namespace {
 template <class T>
 class Engine final : public EngineBase {
  public:
-  Engine(const EngineConfig& config, Team& team) : state_(config, team) {}
+  Engine(const EngineConfig& config, Team& team, RankGroup* ranks) : state_(config, team, ranks) {}
 
   bool set_linear(LinearKind kind, int64_t layer, const std::vector<WeightPart>& parts, const float* bias) override {
     return state_.weights.set_linear(kind, layer, parts, bias, state_.team);
@@ -37,7 +37,12 @@ class Engine final : public EngineBase {
     state_.plans.prepare(state_.c, args.entry, args.entries, args.req_to_token, args.table_stride, state_.team.size());
     for (auto& own : state_.own) std::fill_n(own.linear.weight_bytes, kProducts, 0);
     const Division all = divide(args.tokens), wanted = divide(args.wanted);
-    state_.team.run([&](int tid, int size) { pass(args, tid, size, all, wanted); });
+    uint32_t exchanges = state_.exchanges;
+    state_.team.run([&](int tid, int size) {
+      const uint32_t reached = pass(args, tid, size, all, wanted);
+      if (tid == 0) exchanges = reached;
+    });
+    state_.exchanges = exchanges;
   }
 
  private:
@@ -45,7 +50,8 @@ class Engine final : public EngineBase {
     return pdserve::divide(state_.weights.layer(0), state_.weights.head(), tokens, state_.team.size());
   }
 
-  void pass(const ForwardArgs& args, int tid, int size, const Division& all, const Division& few) {
+  // Returns the number of exchanges with other ranks, this pass's included.
+  uint32_t pass(const ForwardArgs& args, int tid, int size, const Division& all, const Division& few) {
     Activations<T>& a = state_.activations;
     const PassRows<T> rows{all, args.tokens, a.x, a.att};
     const int64_t last = state_.c.layers - 1;
@@ -58,13 +64,17 @@ class Engine final : public EngineBase {
     }
     layers.fill_attention(last, rows);
     // Of the last layer's results only those that become logits are ever read; of the others, their keys and values.
-    if (args.wanted == 0) return;
+    if (args.wanted == 0) {
+      layers.end_without_logits();
+      return layers.exchanges();
+    }
     gather_wanted(args, share(args.wanted, tid, size));
     state_.team.barrier();
     const PassRows<T> wanted{few, args.wanted, a.wanted_x, a.wanted_att};
     layers.finish_layer(last, wanted);
     state_.team.barrier();
     layers.run_head(wanted);
+    return layers.exchanges();
   }
 
   void embed(const ForwardArgs& args, Range tokens) {
@@ -95,9 +105,9 @@ class Engine final : public EngineBase {
 
 }  // namespace
 
-std::unique_ptr<EngineBase> make_engine(const EngineConfig& config, DType dtype, Team& team) {
-  if (dtype == DType::kBFloat16) return std::make_unique<Engine<bf16>>(config, team);
-  return std::make_unique<Engine<float>>(config, team);
+std::unique_ptr<EngineBase> make_engine(const EngineConfig& config, DType dtype, Team& team, RankGroup* ranks) {
+  if (dtype == DType::kBFloat16) return std::make_unique<Engine<bf16>>(config, team, ranks);
+  return std::make_unique<Engine<float>>(config, team, ranks);
 }
 
 }  // namespace pdserve

@@ -21,6 +21,7 @@
 #include "attention.h"
 #include "layer_ops.h"
 #include "linear.h"
+#include "rank_group.h"
 #include "team.h"
 
 namespace pdserve {
@@ -80,6 +81,8 @@ class EngineBase {
   virtual void weight_bytes(int64_t* bytes) const = 0;
 };
 
-std::unique_ptr<EngineBase> make_engine(const EngineConfig& config, DType dtype, Team& team);
+// `ranks`: whom it computes the model with, as `config` says what of it; null: alone. Then a pass of more tokens than
+// RankGroup has room for must not be asked for.
+std::unique_ptr<EngineBase> make_engine(const EngineConfig& config, DType dtype, Team& team, RankGroup* ranks);
 
 }  // namespace pdserve

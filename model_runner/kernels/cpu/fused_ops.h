@@ -12,16 +12,18 @@
 #include "linear_pass.h"
 #include "model_weights.h"
 #include "pass_division.h"
+#include "rank_group.h"
 
 namespace pdserve {
 
 // What the threads of a pass share.
 template <class T>
 struct EngineState {
-  EngineState(const EngineConfig& config, Team& team)
+  EngineState(const EngineConfig& config, Team& team, RankGroup* ranks)
       : c(config),
         strides(config),
         team(team),
+        ranks(ranks),
         weights(c),
         activations(strides),
         own(team.size()),
@@ -32,6 +34,8 @@ struct EngineState {
   const EngineConfig c;
   const Strides strides;
   Team& team;
+  RankGroup* const ranks;  // null: this is the only one
+  uint32_t exchanges = 0;  // with the other ranks, up to the last pass
   ModelWeights<T> weights;
   Activations<T> activations;
   Arena arena;
@@ -98,14 +102,15 @@ class FusedOps {
              rows.begin, rows.end);
   }
 
-  // x += scale · product, unless a norm comes between: then the sums wait for add_normed. `a`: of the cell's first row.
+  // x += scale · product; but where a norm comes between, or other ranks have parts of the sums, these wait in `sums`,
+  // [T, x], for add_normed or add_parts. `a`: of the cell's first row.
   void add_product(const AddProduct& op, const PackedLinear& weight, const PassRows<T>& pass, const T* a,
-                   int64_t stride, const Cell& cell) {
-    if (op.after.used) {
+                   int64_t stride, const Cell& cell, float* sums) {
+    if (sums != nullptr) {
       multiply(weight, pass, a, stride, cell, [&](int64_t t, int64_t panel, Columns y) {
-        float* sums = activations_.sums + t * state_.strides.x + panel * kPanel;
-        store(sums, y.left);
-        store(sums + kLanes, y.right);
+        float* out = sums + t * state_.strides.x + panel * kPanel;
+        store(out, y.left);
+        store(out + kLanes, y.right);
       });
       return;
     }
@@ -115,6 +120,21 @@ class FusedOps {
       store(x, fma(y.left, scale, load(x)));
       store(x + kLanes, fma(y.right, scale, load(x + kLanes)));
     });
+  }
+
+  // The sums of all ranks' parts, in the ranks' order: x += scale · sum, or to where add_normed looks for them.
+  void add_parts(const AddProduct& op, const PassRows<T>& pass, uint32_t exchange, Range rows) const {
+    const RankGroup& ranks = *state_.ranks;
+    const Vec scale = broadcast(op.scale);
+    for (int64_t i = rows.begin * state_.strides.x; i < rows.end * state_.strides.x; i += kLanes) {
+      Vec sum = load(ranks.part(exchange, 0) + i);
+      for (int rank = 1; rank < ranks.size(); ++rank) sum = sum + load(ranks.part(exchange, rank) + i);
+      if (op.after.used) {
+        store(activations_.sums + i, sum);
+      } else {
+        store(pass.x + i, fma(sum, scale, load(pass.x + i)));
+      }
+    }
   }
 
   void add_normed(const AddProduct& op, const float* weight, const PassRows<T>& pass, Range rows) const {
@@ -139,22 +159,22 @@ class FusedOps {
     }
   }
 
-  // Logits; `a`: of the cell's first row.
-  void project_head(const PassRows<T>& pass, const T* a, const Cell& cell) {
+  // Logits of this rank's rows of the head, into `logits` [L, V]; `a`: of the cell's first row.
+  void project_head(const PassRows<T>& pass, const T* a, const Cell& cell, float* logits) {
     const Vec scale = broadcast(c_.logit_scale);
     const float softcap = c_.logit_softcap;
     multiply(state_.weights.head(), pass, a, c_.hidden, cell, [&](int64_t t, int64_t panel, Columns y) {
       y = {y.left * scale, y.right * scale};
       if (softcap != 0.0f) y = {cap(y.left, softcap), cap(y.right, softcap)};
-      float* out = args_.logits + t * c_.vocab + panel * kPanel;
-      if ((panel + 1) * kPanel <= c_.vocab) {
+      float* out = logits + t * c_.vocab + c_.head_begin + panel * kPanel;
+      if ((panel + 1) * kPanel <= c_.head_rows) {
         store(out, y.left);
         store(out + kLanes, y.right);
       } else {
         float both[kPanel];
         store(both, y.left);
         store(both + kLanes, y.right);
-        std::copy_n(both, c_.vocab - panel * kPanel, out);
+        std::copy_n(both, c_.head_rows - panel * kPanel, out);
       }
     });
   }

@@ -64,8 +64,9 @@ struct LayerOps {
 
 // What all layers share, and what is done before and after them:
 // x = embedding_scale · embedding(token), logits = cap(logit_scale · head(final_norm(x))).
+// Heads and inner columns are those of this rank, and so are `head_rows` rows of the head, from `head_begin` on.
 struct ModelOps {
-  int64_t layers, hidden, heads, kv_heads, head_dim, vocab;
+  int64_t layers, hidden, heads, kv_heads, head_dim, vocab, head_begin, head_rows;
   NormOp final_norm;
   float embedding_scale, logit_scale;
   float logit_softcap;  // 0: none

@@ -13,7 +13,10 @@ template <class T>
 class LayerPass {
  public:
   LayerPass(EngineState<T>& state, const ForwardArgs& args, int tid)
-      : state_(state), args_(args), tid_(tid), ops_(state, args, tid) {}
+      : state_(state), args_(args), tid_(tid), exchange_(state.exchanges), ops_(state, args, tid) {}
+
+  // So many exchanges with other ranks there have been, this pass's included.
+  uint32_t exchanges() const { return exchange_; }
 
   // What the first half of a layer leaves: keys and values in the pool, and att. By columns, x must be complete.
   void fill_attention(int64_t index, const PassRows<T>& pass) {
@@ -37,8 +40,8 @@ class LayerPass {
     }
     if (index + 1 == state_.c.layers && args_.wanted == 0) return;
     state_.team.barrier();
-    // Every thread has stored its part; another thread of the process, which is not of the team, may read it all now.
-    if (tid_ == 0 && args_.layers_done) __atomic_store_n(args_.layers_done, index + 1, __ATOMIC_RELEASE);
+    // Every thread has stored its part; but other ranks may not have.
+    if (state_.ranks == nullptr) tell_stored(index);
     const Activations<T>& all = state_.activations;
     const Attend& attend = state_.c.ops[index].attend;
     attention_run(state_.plans.of_layer(index), index, {attend.scale, attend.softcap},
@@ -51,20 +54,26 @@ class LayerPass {
     const LayerOps& ops = state_.c.ops[index];
     const LayerWeights& layer = state_.weights.layer(index);
     if (pass.division.by_rows) {
-      for_blocks(pass, [&](Range rows) { finish_block(ops, layer, pass, rows); });
+      if (state_.ranks == nullptr) {
+        for_blocks(pass, [&](Range rows) { finish_block(ops, layer, pass, rows); });
+      } else {
+        finish_rows_with_ranks(index, pass);
+      }
       return;
     }
     const Strides& strides = state_.strides;
     Cell cell = cell_of(layer.o, pass);
-    ops_.add_product(ops.o, layer.o, pass, pass.att + cell.rows.begin * strides.att, strides.att, cell);
+    ops_.add_product(ops.o, layer.o, pass, pass.att + cell.rows.begin * strides.att, strides.att, cell, sums(ops.o));
     complete(ops.o, layer.norm(NormKind::kAfterAttention), pass);
+    if (state_.ranks != nullptr) tell_stored(index);
     const T* normed = normalise_all(ops.gate_up.before, layer.norm(NormKind::kBeforeMlp), pass);
     cell = cell_of(layer.gate_up, pass);
     T* inner = state_.activations.inner;
     ops_.gate_up(ops.gate_up, layer.gate_up, pass, normed + cell.rows.begin * strides.normed, cell, inner);
     state_.team.barrier();
     cell = cell_of(layer.down, pass);
-    ops_.add_product(ops.down, layer.down, pass, inner + cell.rows.begin * strides.inner, strides.inner, cell);
+    ops_.add_product(ops.down, layer.down, pass, inner + cell.rows.begin * strides.inner, strides.inner, cell,
+                     sums(ops.down));
     complete(ops.down, layer.norm(NormKind::kAfterMlp), pass);
   }
 
@@ -76,26 +85,83 @@ class LayerPass {
     ops_.normalise(state_.c.final_norm, state_.weights.final_norm(), pass, own, normed + own.begin * stride);
     state_.team.barrier();
     const Cell cell = cell_of(state_.weights.head(), pass);
-    ops_.project_head(pass, normed + cell.rows.begin * stride, cell);
+    RankGroup* ranks = state_.ranks;
+    float* logits = ranks == nullptr ? args_.logits : ranks->logits();
+    ops_.project_head(pass, normed + cell.rows.begin * stride, cell, logits);
+    if (ranks == nullptr) return;
+    meet();
+    const int64_t vocab = state_.c.vocab;
+    std::copy(logits + own.begin * vocab, logits + own.end * vocab, args_.logits + own.begin * vocab);
+  }
+
+  // At the end of a pass that wants no logits: its keys and values are in the pool, those of the other ranks too.
+  void end_without_logits() {
+    if (state_.ranks == nullptr) return;
+    meet();
+    tell_stored(state_.c.layers - 1);
   }
 
  private:
+  // Another thread of the process, which is not of the team, may read the layer's keys and values now.
+  void tell_stored(int64_t layer) const {
+    if (tid_ == 0 && args_.layers_done) __atomic_store_n(args_.layers_done, layer + 1, __ATOMIC_RELEASE);
+  }
+
+  // All threads of all ranks.
+  void meet() {
+    state_.team.barrier();
+    if (tid_ == 0) state_.ranks->meet(state_.team.barrier_spin());
+    state_.team.barrier();
+  }
+
+  // Where add_product leaves sums that are not added at once.
+  float* sums(const AddProduct& op) const {
+    if (state_.ranks != nullptr) return state_.ranks->part(exchange_, state_.ranks->rank());
+    return op.after.used ? state_.activations.sums : nullptr;
+  }
+
+  // As finish_block for all of the thread's blocks, but that the ranks meet twice: each has a part of the sums.
+  void finish_rows_with_ranks(int64_t index, const PassRows<T>& pass) {
+    const LayerOps& ops = state_.c.ops[index];
+    const LayerWeights& layer = state_.weights.layer(index);
+    const Strides& strides = state_.strides;
+    for_blocks(pass, [&](Range rows) {
+      const Cell o{rows, {0, layer.o.panels}};
+      ops_.add_product(ops.o, layer.o, pass, pass.att + rows.begin * strides.att, strides.att, o, sums(ops.o));
+    });
+    complete(ops.o, layer.norm(NormKind::kAfterAttention), pass);
+    tell_stored(index);
+    for_blocks(pass, [&](Range rows) {
+      ops_.normalise(ops.gate_up.before, layer.norm(NormKind::kBeforeMlp), pass, rows, own_.normed);
+      const Cell gate_up{{0, rows.size()}, {0, layer.gate_up.panels}}, down{rows, {0, layer.down.panels}};
+      ops_.gate_up(ops.gate_up, layer.gate_up, pass, own_.normed, gate_up, own_.inner);
+      ops_.add_product(ops.down, layer.down, pass, own_.inner, strides.inner, down, sums(ops.down));
+    });
+    complete(ops.down, layer.norm(NormKind::kAfterMlp), pass);
+  }
+
   void finish_block(const LayerOps& ops, const LayerWeights& layer, const PassRows<T>& pass, Range rows) {
     const Strides& strides = state_.strides;
     const Cell o{rows, {0, layer.o.panels}}, down{rows, {0, layer.down.panels}};
-    ops_.add_product(ops.o, layer.o, pass, pass.att + rows.begin * strides.att, strides.att, o);
+    ops_.add_product(ops.o, layer.o, pass, pass.att + rows.begin * strides.att, strides.att, o, sums(ops.o));
     if (ops.o.after.used) ops_.add_normed(ops.o, layer.norm(NormKind::kAfterAttention), pass, rows);
     ops_.normalise(ops.gate_up.before, layer.norm(NormKind::kBeforeMlp), pass, rows, own_.normed);
     const Cell gate_up{{0, rows.size()}, {0, layer.gate_up.panels}};
     ops_.gate_up(ops.gate_up, layer.gate_up, pass, own_.normed, gate_up, own_.inner);
-    ops_.add_product(ops.down, layer.down, pass, own_.inner, strides.inner, down);
+    ops_.add_product(ops.down, layer.down, pass, own_.inner, strides.inner, down, sums(ops.down));
     if (ops.down.after.used) ops_.add_normed(ops.down, layer.norm(NormKind::kAfterMlp), pass, rows);
   }
 
-  // By columns: what the threads added, or left to be normalised, is in x afterwards.
+  // What the threads, and ranks, added or left to be added is in x afterwards.
   void complete(const AddProduct& op, const float* norm, const PassRows<T>& pass) {
-    state_.team.barrier();
-    if (!op.after.used) return;
+    if (state_.ranks == nullptr) {
+      state_.team.barrier();
+      if (!op.after.used) return;
+    } else {
+      meet();
+      ops_.add_parts(op, pass, exchange_++, own_rows(pass));
+      if (!op.after.used) return state_.team.barrier();
+    }
     ops_.add_normed(op, norm, pass, own_rows(pass));
     state_.team.barrier();
   }
@@ -133,6 +199,7 @@ class LayerPass {
   EngineState<T>& state_;
   const ForwardArgs& args_;
   const int tid_;
+  uint32_t exchange_;
   ThreadActivations<T>& own_ = state_.own[tid_];
   FusedOps<T> ops_;
 };

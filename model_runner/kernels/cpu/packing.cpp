@@ -60,7 +60,7 @@ LinearShape linear_shape(const EngineConfig& c, LinearKind kind, int64_t layer, 
   switch (kind) {
     case LinearKind::kQKV: order_qkv(c, fused, order); break;
     case LinearKind::kGateUp: order_gate_up(c.ops[layer].gate_up.inner, order); break;
-    case LinearKind::kHead: order.run(0, c.vocab); break;
+    case LinearKind::kHead: order.run(0, c.head_rows); break;
     default: order.run(0, c.hidden); break;
   }
   order.pad(kPanel);

@@ -78,12 +78,15 @@ bool Stepper::plan_entry(const StepArgs& args, int64_t b, int64_t first_token) {
 
 void Stepper::clear_begun_pages(const StepArgs& args) {
   const KVPoolView& pool = engine_.config().pool;
-  const int64_t page_bytes = pool.num_layers * 2 * pool.page_size * pool.kv_heads * pool.head_dim * size_of(pool.dtype);
+  const int64_t element = size_of(pool.dtype), of_heads = pool.kv_heads * pool.page_size * pool.head_dim * element;
   for (const AttentionEntry& entry : batch_) {
     const int64_t used = (entry.start + entry.q_len) % pool.page_size;
     if (used == 0 || used > entry.q_len) continue;
     const int64_t page = args.out_cache_loc[entry.first_token + entry.q_len - 1] / pool.page_size;
-    std::memset(static_cast<char*>(pool.data) + page * page_bytes, 0, page_bytes);
+    char* own = static_cast<char*>(pool.data) + page * pool.page_bytes();
+    // Other ranks may have begun to fill their heads.
+    const int64_t all_heads = of_heads / pool.kv_heads * pool.pool_heads;
+    for (int64_t i = 0; i < 2 * pool.num_layers; ++i) std::memset(own + i * all_heads, 0, of_heads);
   }
 }
 

@@ -1,0 +1,137 @@
+"""One model on several tensor-parallel ranks (Megatron-LM, Shoeybi et al., 2019): what each computes and reads of it.
+
+Query heads, and with them their KV heads, the inner rows of the MLP and the vocabulary of the head are divided; the
+embedding, the norms and the residual are on every rank. A layer's two products that lead back to the residual (o_proj,
+down_proj) have their columns divided, so that each rank gets a part of a sum; who adds the parts up does so in the
+order of the ranks. Their biases belong to rank 0.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from .errors import UnsupportedModel
+from .spec import LayerSpec, ModelSpec, QKNorm
+
+
+class Axis(IntEnum):
+    """Along which a tensor [rows, columns] is divided."""
+
+    ROWS = 0
+    COLUMNS = 1
+
+
+@dataclass(frozen=True)
+class Slice:
+    """``[begin, end)`` of a tensor along ``axis``."""
+
+    axis: Axis
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Rows, or columns."""
+        return self.end - self.begin
+
+
+NOTHING = Slice(Axis.ROWS, 0, 0)
+"""A tensor that this rank has no part in."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rank ``rank`` of ``size``, with the model that it is to compute. ``vocab``: its rows of the head."""
+
+    rank: int
+    size: int
+    whole: ModelSpec
+    spec: ModelSpec
+    vocab: Slice
+
+    def slice_of(self, name: str) -> Slice | None:
+        """What this rank reads of our tensor ``name`` (``tensor_names.py``); None: all of it."""
+        if name == "lm_head.weight":
+            return self.vocab
+        parts = name.split(".")
+        if parts[0] != "layers" or self.size == 1:
+            return None
+        layer, what, kind = self.whole.layers[int(parts[1])], parts[2], parts[3]
+        if what in ("o_proj", "down_proj") and kind == "bias":
+            return None if self.rank == 0 else NOTHING
+        return self._of_layer(layer, what)
+
+    def kv_heads(self) -> tuple[int, int]:
+        """``[begin, end)`` of the model's KV heads that are on this rank. Where there are fewer of them than ranks,
+        some ranks have the same one.
+        """
+        return _kv_heads(self.whole.num_kv_heads, self.rank, self.size)
+
+    def _of_layer(self, layer: LayerSpec, what: str) -> Slice | None:
+        attention, dim = layer.attention, layer.attention.head_dim
+        heads = _share(attention.heads, self.rank, self.size)
+        kv_heads = _kv_heads(attention.kv_heads, self.rank, self.size)
+        inner = _share(layer.mlp.inner, self.rank, self.size)
+        match what:
+            case "q_proj":
+                return Slice(Axis.ROWS, heads[0] * dim, heads[1] * dim)
+            case "k_proj" | "v_proj":
+                return Slice(Axis.ROWS, kv_heads[0] * dim, kv_heads[1] * dim)
+            case "o_proj":
+                return Slice(Axis.COLUMNS, heads[0] * dim, heads[1] * dim)
+            case "gate_proj" | "up_proj":
+                return Slice(Axis.ROWS, *inner)
+            case "down_proj":
+                return Slice(Axis.COLUMNS, *inner)
+        return None
+
+
+def shard(spec: ModelSpec, rank: int, size: int) -> Shard:
+    """``rank``'s part of the model; raises ``UnsupportedModel`` where it can't be divided by ``size``."""
+    for layer in spec.layers:
+        _check(layer, size)
+    layers = tuple(
+        replace(
+            layer,
+            attention=replace(
+                layer.attention,
+                heads=layer.attention.heads // size,
+                kv_heads=max(1, layer.attention.kv_heads // size),
+            ),
+            mlp=replace(layer.mlp, inner=layer.mlp.inner // size),
+        )
+        for layer in spec.layers
+    )
+    # The vocabulary need not divide: the last ranks may have a row less.
+    vocab = Slice(Axis.ROWS, spec.vocab_size * rank // size, spec.vocab_size * (rank + 1) // size)
+    return Shard(rank, size, spec, replace(spec, layers=layers), vocab)
+
+
+def _check(layer: LayerSpec, size: int) -> None:
+    attention = layer.attention
+    if size < 1:
+        raise UnsupportedModel(f"--tp-size {size}: at least one rank computes")
+    if attention.heads % size:
+        raise UnsupportedModel(f"--tp-size {size} does not divide the model's {attention.heads} query heads")
+    if attention.kv_heads % size and size % attention.kv_heads:
+        raise UnsupportedModel(
+            f"--tp-size {size} and the model's {attention.kv_heads} KV heads don't divide each other"
+        )
+    if layer.mlp.inner % size:
+        raise UnsupportedModel(f"--tp-size {size} does not divide the {layer.mlp.inner} inner elements of the MLP")
+    if attention.qk_norm is QKNorm.ALL and size > 1:
+        raise UnsupportedModel(f"--tp-size {size}: this model normalises all of its query heads together")
+
+
+def _share(total: int, rank: int, size: int) -> tuple[int, int]:
+    return total * rank // size, total * (rank + 1) // size
+
+
+def _kv_heads(total: int, rank: int, size: int) -> tuple[int, int]:
+    if total >= size:
+        return _share(total, rank, size)
+    head = rank * total // size
+    return head, head + 1

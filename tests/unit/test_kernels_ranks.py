@@ -1,0 +1,195 @@
+"""The CPU engine on several tensor-parallel ranks, against itself on one: threads of this process, and processes.
+
+Shapes: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.model_files.sharding import Shard, Slice, shard
+from pdserve.model_files.spec import AttentionSpec, ModelSpec, QKNorm
+from pdserve.model_runner.kernels.build import BuildError
+from pdserve.model_runner.kernels.library import load_library
+from pdserve.model_runner.kernels.native_engine import LinearKind, Ranks
+from pdserve.model_runner.kernels.ranks import NativeRanks
+from tests.unit.test_kernels_layers import PASSES, SPECS, Engine, LayerTensors, Model, make_model
+
+try:
+    load_library()
+except BuildError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+TOKENS = 512
+
+
+def divisible(spec: ModelSpec, heads: int = 8, kv_heads: int = 4) -> ModelSpec:
+    """The same with sizes that four ranks can share."""
+    layers = tuple(
+        replace(
+            layer,
+            attention=replace(layer.attention, heads=heads, kv_heads=kv_heads),
+            mlp=replace(layer.mlp, inner=-(-layer.mlp.inner // 8) * 8),
+        )
+        for layer in spec.layers
+    )
+    return replace(spec, layers=layers)
+
+
+def can_be_shared(spec: ModelSpec) -> bool:
+    return all(layer.attention.qk_norm is not QKNorm.ALL for layer in spec.layers)
+
+
+SHARED = {name: divisible(spec) for name, spec in SPECS.items() if can_be_shared(spec)}
+
+
+def taken(whole: Tensor, part: Slice | None) -> Tensor:
+    return whole if part is None else whole.narrow(part.axis, part.begin, part.size).contiguous()
+
+
+def part_of(model: Model, own: Shard) -> Model:
+    """What a loader would give this rank."""
+
+    def stacked(layer: int, kind: LinearKind, names: tuple[str, ...], sizes: list[int]) -> tuple[Tensor, Tensor | None]:
+        weight, bias = model.layers[layer].linears[kind]
+        weights = [
+            taken(part, own.slice_of(f"layers.{layer}.{name}.weight"))
+            for name, part in zip(names, weight.split(sizes), strict=True)
+        ]
+        if bias is None:
+            return torch.cat(weights), None
+        biases = []
+        for name, part in zip(names, bias.split(sizes), strict=True):
+            found = own.slice_of(f"layers.{layer}.{name}.bias")
+            lost = found is not None and not found.size
+            biases.append(torch.zeros_like(part) if lost else taken(part, found))
+        return torch.cat(weights), torch.cat(biases)
+
+    def of_layer(i: int) -> LayerTensors:
+        attention: AttentionSpec = model.spec.layers[i].attention
+        q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+        hidden, inner = model.spec.hidden_size, model.spec.layers[i].mlp.inner
+        linears = {
+            LinearKind.QKV: stacked(i, LinearKind.QKV, ("q_proj", "k_proj", "v_proj"), [q, kv, kv]),
+            LinearKind.O: stacked(i, LinearKind.O, ("o_proj",), [hidden]),
+            LinearKind.GATE_UP: stacked(i, LinearKind.GATE_UP, ("gate_proj", "up_proj"), [inner, inner]),
+            LinearKind.DOWN: stacked(i, LinearKind.DOWN, ("down_proj",), [hidden]),
+        }
+        return LayerTensors(linears, model.layers[i].norms)
+
+    layers = [of_layer(i) for i in range(model.spec.num_layers)]
+    return Model(own.spec, model.embedding, layers, model.final_norm)
+
+
+def make_ranks(model: Model, size: int, threads: int = 1) -> list[Engine]:
+    spec = model.spec
+    shards = [shard(spec, rank, size) for rank in range(size)]
+    sizes = (size, TOKENS, spec.hidden_size, spec.vocab_size)
+    first = NativeRanks(0, *sizes)
+    groups = [first, *(NativeRanks(rank, *sizes, fd=os.dup(first.fd)) for rank in range(1, size))]
+    pool = Engine.make_pool(spec, model.embedding.dtype)
+    return [
+        Engine(part_of(model, own), threads, pool=pool, ranks=Ranks(own, group))
+        for own, group in zip(shards, groups, strict=True)
+    ]
+
+
+def run_all(ranks: list[Engine], entries: list[tuple[int, int, int]]) -> dict[tuple[int, int], Tensor]:
+    """Logits of rank 0, which every other one has as well."""
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        results = list(threads.map(lambda engine: engine.run(entries), ranks))
+    for result in results[1:]:
+        assert all(torch.equal(result[place], logits) for place, logits in results[0].items())
+    return results[0]
+
+
+def assert_same(found: dict[tuple[int, int], Tensor], expected: dict[tuple[int, int], Tensor], off: float) -> None:
+    for place, logits in expected.items():
+        torch.testing.assert_close(found[place], logits, atol=off, rtol=off)
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(("size", "threads"), [(2, 1), (4, 1), (2, 2)])
+def test_ranks_compute_what_one_computes(name: str, size: int, threads: int) -> None:
+    model = make_model(SHARED[name], torch.float32)
+    alone, ranks = Engine(model, 1), make_ranks(model, size, threads)
+    for entries in PASSES:
+        assert_same(run_all(ranks, entries), alone.run(entries), 2e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 1, 2), (8, 2, 4), (6, 2, 2)])
+def test_fewer_kv_heads_than_ranks(heads: int, kv_heads: int, size: int) -> None:
+    model = make_model(divisible(SPECS["plain"], heads, kv_heads), torch.float32)
+    alone, ranks = Engine(model, 1), make_ranks(model, size)
+    for entries in PASSES:
+        assert_same(run_all(ranks, entries), alone.run(entries), 2e-5)
+
+
+def test_bfloat16_differs_by_rounding_alone() -> None:
+    model = make_model(SHARED["plain"], torch.bfloat16)
+    alone, ranks = Engine(model, 1), make_ranks(model, 2)
+    for entries in PASSES:
+        assert_same(run_all(ranks, entries), alone.run(entries), 6e-2)
+
+
+def test_a_pass_is_the_same_bits_each_time() -> None:
+    model = make_model(SHARED["norms on both sides"], torch.float32)
+    runs = [[run_all(ranks, entries) for entries in PASSES] for ranks in (make_ranks(model, 4) for _ in range(3))]
+    for other in runs[1:]:
+        for one, two in zip(runs[0], other, strict=True):
+            assert all(torch.equal(one[place], two[place]) for place in one)
+
+
+def test_a_pass_that_is_too_long_is_refused() -> None:
+    ranks = make_ranks(make_model(SHARED["plain"], torch.float32), 2)
+    with pytest.raises(MemoryError, match="room for 512"):
+        ranks[0].run([(0, 0, 300), (1, 0, 300)])
+
+
+def test_ranks_are_processes(tmp_path: Path) -> None:
+    """The proof that came first: rank 1 is another process, which maps what rank 0 has made."""
+    model = make_model(SHARED["plain"], torch.float32)
+    alone, spec = Engine(model, 1), model.spec
+    group = NativeRanks(0, 2, TOKENS, spec.hidden_size, spec.vocab_size)
+    pool_file = tmp_path / "pool"
+    nbytes = Engine.make_pool(spec, torch.float32).data.nbytes
+    pool_file.write_bytes(bytes(nbytes))
+    call = f"from tests.unit.test_kernels_ranks import follow; follow({str(pool_file)!r}, {group.fd})"
+    code = f"import sys; sys.path[:0] = {sys.path!r}; {call}"
+    follower = subprocess.Popen([sys.executable, "-c", code], pass_fds=[group.fd], stdout=subprocess.PIPE)
+    try:
+        assert follower.stdout is not None
+        assert follower.stdout.readline() == b"ready\n"
+        own = shard(spec, 0, 2)
+        pool = Engine.make_pool(spec, torch.float32, pool_file)
+        leader = Engine(part_of(model, own), 1, pool=pool, ranks=Ranks(own, group))
+        for entries in PASSES:
+            assert_same(leader.run(entries), alone.run(entries), 2e-5)
+        assert follower.wait(20) == 0
+    finally:
+        if follower.poll() is None:
+            follower.send_signal(signal.SIGKILL)
+        follower.wait()
+        follower.stdout.close()
+
+
+def follow(pool_file: str, fd: int) -> None:
+    """Rank 1 of the test above."""
+    model = make_model(SHARED["plain"], torch.float32)
+    own = shard(model.spec, 1, 2)
+    group = NativeRanks(1, 2, TOKENS, model.spec.hidden_size, model.spec.vocab_size, fd)
+    pool = Engine.make_pool(model.spec, torch.float32, Path(pool_file))
+    engine = Engine(part_of(model, own), 1, pool=pool, ranks=Ranks(own, group))
+    print("ready", flush=True)
+    for entries in PASSES:
+        engine.run(entries)
