@@ -111,6 +111,8 @@ class GGUFConfig:
         if name not in ROPE_TYPES:
             raise UnsupportedModel(f"rotary scaling {name!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
         short, long = self._factors("rope_factors_short.weight"), self._factors("rope_factors_long.weight")
+        if bool(short) != bool(long):
+            raise UnsupportedModel("rope_factors of short contexts alone, or of long ones, are not supported")
         # Files of longrope tell it by their tensors alone.
         kind = RopeType.LONGROPE if short or long else ROPE_TYPES[name]
         return RopeSpec(

@@ -90,21 +90,24 @@ def _scaled(config: HFValues, params: Mapping[str, Any], plain: RopeSpec, kind: 
         config.get("original_max_position_embeddings") or params.get("original_max_position_embeddings") or context
     )
     factor = params.get("factor")
-    if factor is None and kind in (RopeType.YARN, RopeType.LONGROPE):
+    if factor is None:
+        if kind in (RopeType.LINEAR, RopeType.LLAMA3):
+            raise UnsupportedModel(f"rotary scaling {kind} without a factor is not supported")
         factor = context / original
+    short, long = ((), ()) if kind != RopeType.LONGROPE else (params["short_factor"], params["long_factor"])
     return replace(
         plain,
         type=kind,
-        factor=float(factor if factor is not None else 1.0),
+        factor=float(factor),
         original_context=original,
         low_freq_factor=float(params.get("low_freq_factor") or 1.0),
         high_freq_factor=float(params.get("high_freq_factor") or 4.0),
         beta_fast=float(params.get("beta_fast") or 32.0),
         beta_slow=float(params.get("beta_slow") or 1.0),
         truncate=bool(params.get("truncate", True)),
-        attention_factor=_attention_factor(params, kind, float(factor or 1.0), original),
-        freq_factors=tuple(float(f) for f in params.get("short_factor") or ()),
-        long_factors=tuple(float(f) for f in params.get("long_factor") or ()),
+        attention_factor=_attention_factor(params, kind, float(factor), original),
+        freq_factors=tuple(map(float, short)),
+        long_factors=tuple(map(float, long)),
     )
 
 

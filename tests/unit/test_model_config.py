@@ -96,9 +96,11 @@ def test_families_set_biases_and_norms(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "mrope"}}, "'mrope' is not supported"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "cached keys would have to change"),
         (
-            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 3}},
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 8}},
             "3 factors of frequencies",
         ),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8}}, "KeyError: 'long_factor'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "linear without a factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "apart for each type of layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
