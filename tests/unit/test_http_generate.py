@@ -201,7 +201,7 @@ def test_abort_by_name_answers_what_there_is(name: str) -> None:
         await engine.wait_for(lambda: len(engine.requests) == 2)
         engine.client.dispatch([TextBatch([engine.text(engine.requests[1], "w0 ", [0])])])
         aborted = await engine.post("/abort_request", {"rid": name})
-        assert aborted.json() == {"aborted": 2 if name == "r" else 1}
+        assert aborted.json() == {"aborted": 2 if name == "r" else 1, "legs": 0}
         await engine.post("/abort_request", {"abort_all": True})
         return await task, engine
 

@@ -148,7 +148,8 @@ def test_equals_float64_whatever_the_number_of_threads(
     st.builds(
         Rule,
         st.none() | st.integers(1, 600),
-        st.none() | st.floats(0.01, 0.5),
+        # Times head_dim ** -0.5. Scores that are much larger than usual make of float32's rounding more than the limit.
+        st.none() | st.floats(0.01, 2.0),
         st.none() | st.floats(0.5, 50.0),
     ),
 )
@@ -167,6 +168,7 @@ def test_equals_float64_for_random_sizes_and_strides(
     """Queries and answers in wider buffers; types of the pool and of the activations that may differ."""
     torch.manual_seed(seed)
     group, kv_heads, dim = sizes
+    rule = rule._replace(scale=None if rule.scale is None else rule.scale * dim**-0.5)
     starts, q_lens = (list(column) for column in zip(*spans, strict=True))
     case = make_case((group * kv_heads, kv_heads, dim), pool_dtype, page_size, starts, q_lens)
     case = case._replace(q_THD=spread(case.q_THD.to(dtype), gaps[0]))
