@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Quantization = Literal["none", "gguf", "int8", "int4"]
+
 
 class TorchModel(Protocol):
     """A model that runs on an attention backend."""
@@ -76,6 +78,7 @@ class ModelRunner:
             self.dtype = choose_dtype(options.dtype, self.device)
         kv_dtype = self.dtype if options.kv_cache_dtype == "auto" else choose_dtype(options.kv_cache_dtype, self.device)
         self.spec: ModelSpec | None = None
+        self.quantization: Quantization = "none"
         self.sampler: NativeSampler | None = None
         self.engine: CpuEngine | None = None
         # The engine reads nothing beyond a row's end, but the peer that gets a page may run on the torch backend.
@@ -118,7 +121,8 @@ class ModelRunner:
             described = read_foreign(source)
             self.context_length = choose_context_length(described, options.context_length)
             self.vocab_size = described.vocab_size
-            self.attention_backend, self.quantization = choose_for_transformers(options)
+            refuse_for_transformers(options)
+            self.attention_backend = "torch"
         with self._timed("imports"):
             # Imported here: it takes seconds, and native models need none of it.
             from .transformers_model.loading import Loading, load_transformers_model
@@ -135,7 +139,8 @@ class ModelRunner:
                 )
             )
             self.fingerprint = foreign_fingerprint(loaded.config, loaded.weights)
-            self._weight_bytes = self.step_weight_bytes = sum(tensor.nbytes for tensor in loaded.weights.values())
+            self._weight_bytes = sum(tensor.nbytes for tensor in loaded.weights.values())
+            self.step_weight_bytes = self._weight_bytes
         with self._timed("kv_pool"):
             self._allocate_pool(options, loaded.shape, kv_dtype)
         self._run = self._torch_pass(loaded.model)
@@ -167,9 +172,7 @@ class ModelRunner:
             )
         return open_blocks(self.quantization, source, spec, self.dtype)
 
-    def _choose_quantization(
-        self, options: ServerOptions, source: ModelSource
-    ) -> Literal["none", "gguf", "int8", "int4"]:
+    def _choose_quantization(self, options: ServerOptions, source: ModelSource) -> Quantization:
         if options.quantization != "auto":
             return options.quantization
         if source.kind != "gguf" or options.dtype != "auto" or options.load_format == "dummy":
@@ -259,8 +262,8 @@ class ModelRunner:
         self.load_seconds[what] = self.load_seconds.get(what, 0.0) + time.monotonic() - begin
 
 
-def choose_for_transformers(options: ServerOptions) -> tuple[str, Literal["none"]]:
-    """Attention backend and quantization of a model by transformers' own class; raises ``UnsupportedModel``."""
+def refuse_for_transformers(options: ServerOptions) -> None:
+    """Raise ``UnsupportedModel`` for what a model by transformers' own class can't have."""
     if options.attention_backend == "cpu":
         raise UnsupportedModel(
             "--attention-backend cpu: the CPU kernels can't run a model by transformers' own class (--model-impl)"
@@ -269,4 +272,3 @@ def choose_for_transformers(options: ServerOptions) -> tuple[str, Literal["none"
         raise UnsupportedModel(
             f"--quantization {options.quantization} can't be had for a model by transformers' own class (--model-impl)"
         )
-    return "torch", "none"

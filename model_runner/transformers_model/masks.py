@@ -23,6 +23,8 @@ def trial_mask(*args: Any, mask_function: MaskFunction, **more: Any) -> Tensor:
     """Transformers' mask for eager attention, which carries ``mask_function``."""
     from transformers.masking_utils import eager_mask
 
+    # Or there is none where all tokens see each other.
+    more["allow_is_bidirectional_skip"] = False
     mask: Tensor = eager_mask(*args, mask_function=mask_function, **more)
     setattr(mask, _ATTRIBUTE, mask_function)
     return mask

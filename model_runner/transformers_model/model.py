@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...model_files.spec import AttentionSpec
@@ -75,11 +76,10 @@ class TransformersModel:
 
     def __init__(self, model: Any, layers: Sequence[AttentionLayer]) -> None:
         self._model = model
-        self._layers = len(layers)
+        self._modules = [layer.module for layer in layers]
         self._paged = PagedPass()
         self._keeps_rows = WANTED in inspect.signature(model.forward).parameters
-        for i, layer in enumerate(layers):
-            set_attention([layer.module], LayerAttention(i, layer.spec, self._paged))
+        self._attentions = [LayerAttention(i, layer.spec, self._paged) for i, layer in enumerate(layers)]
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
         """Logits of ``batch.logit_indices``, [L, V] float32; ``attention`` has planned ``batch``."""
@@ -90,7 +90,7 @@ class TransformersModel:
         self._paged.begin(batch, attention)
         wanted = {WANTED: batch.logit_indices} if self._keeps_rows else {}
         out = self._model(input_ids=batch.input_ids[None], position_ids=positions[None], use_cache=False, **wanted)
-        self._paged.end(self._layers)
+        self._paged.end(len(self._modules))
         logits: Tensor = out.logits[0]
         if not self._keeps_rows:
             logits = logits.index_select(0, batch.logit_indices)
@@ -98,11 +98,28 @@ class TransformersModel:
 
     def use_pool(self) -> None:
         """From here on attention is that of the KV pool."""
+        for module, attention in zip(self._modules, self._attentions, strict=True):
+            set_attention([module], attention)
         self._model.set_attn_implementation(PAGED)
 
     def eager(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Logits of ``tokens`` [T] as transformers computes them by itself, [T, V] float32; ends ``use_pool``."""
         self._model.set_attn_implementation("eager")
+        return self._logits(tokens, positions)
+
+    def without_attention(self, tokens: Tensor) -> Tensor:
+        """Logits of ``tokens`` [T] where all attention gives zeros, [T, V] float32; ends ``use_pool``."""
+        set_attention(self._modules, _no_attention)
+        self._model.set_attn_implementation(PAGED)
+        return self._logits(tokens, torch.arange(len(tokens), device=tokens.device))
+
+    def _logits(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         more = {} if positions is None else {"position_ids": positions[None]}
         logits: Tensor = self._model(input_ids=tokens[None], use_cache=False, **more).logits
         return logits[0].float()
+
+
+def _no_attention(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arguments: dict[str, Any]
+) -> Tensor:
+    return torch.zeros_like(q).transpose(1, 2)

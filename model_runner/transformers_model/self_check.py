@@ -1,8 +1,9 @@
 """A model of transformers is right or refused: passes through a small KV pool against its own attention, at load.
 
-Two rows are computed in pieces that share passes, then a row near the end of the context beside one at its beginning;
-each is compared with the whole row by itself, as transformers computes it. That tells whether attention is the model's
-own, whether pieces and other rows leave a token's logits alone, and whether positions mean what they do by default.
+First what must hold in every type, rounding or not: positions that are given mean what they do by default, and without
+attention a token's logits are those of the token, whatever stands beside it. Then two rows are computed in pieces that
+share passes, and a row near the end of the context beside one at its beginning; each is compared with the whole row by
+itself, as transformers computes it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ STEPS = (((0, 9),), ((0, 7), (1, 6)), ((0, 1), (1, 1)), ((1, 4), (0, 1)), ((0, 3
 """Passes, of entries (row, tokens)."""
 NEAR, FAR = 2, 3
 FAR_TOKENS = 5
+EXACT = 1e-3
+"""The same operations on the same values; experts may take their rows in another order."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Of a token's logits: the root mean square of the difference, as a share of their standard deviation."""
 AGREE = {torch.float32: 1.0}
@@ -60,6 +63,8 @@ class _Check:
     def run(self) -> None:
         """See ``check_against_eager``."""
         with torch.inference_mode():
+            self._check_positions()
+            self._check_tokens()
             self._model.use_pool()
             pieces = [self._forward(step) for step in STEPS]
             start = max(0, self._context_length - FAR_TOKENS)
@@ -72,6 +77,20 @@ class _Check:
             self._compare(mixed[NEAR], self._model.eager(self._tokens[NEAR, :FAR_TOKENS]), reason)
             expected = self._model.eager(self._tokens[FAR, : len(far)], far)
             self._compare(mixed[FAR], expected, " at the end of the context")
+
+    def _check_positions(self) -> None:
+        row = self._tokens[0]
+        given = self._model.eager(row, torch.arange(ROW, device=self._device))
+        if _error(given, self._model.eager(row)).max() > EXACT:
+            raise UnsupportedModel("its positions are not those of the tokens in their row, from 0 on")
+
+    def _check_tokens(self) -> None:
+        row, other = self._tokens[0], self._tokens[1].clone()
+        kept = torch.arange(2, ROW, 5, device=self._device)
+        other[kept] = row[kept]
+        alone, beside = self._model.without_attention(row)[kept], self._model.without_attention(other)[kept]
+        if _error(alone, beside).max() > EXACT:
+            raise UnsupportedModel("tokens act on others by more than attention")
 
     def _forward(self, step: tuple[tuple[int, int], ...], far: Tensor | None = None) -> dict[int, Tensor]:
         """Each row's new logits; ``far``: the positions that row ``FAR`` has for all but attention."""
@@ -100,15 +119,20 @@ class _Check:
             raise UnsupportedModel(
                 f"its logits are {list(logits.shape)} where {[sum(counts), self._vocab_size]} were asked for"
             )
-        return dict(zip([row for row, _ in step], logits.flip(0).split(counts), strict=True))
+        return dict(zip([row for row, _ in step], torch.split(logits.flip(0), counts), strict=True))
 
     def _compare(self, got: Tensor, expected: Tensor, where: str) -> None:
         """A row's logits [T, V] with those of transformers' own pass."""
-        size = expected.std(-1).clamp_min(torch.finfo(torch.float32).tiny)
-        error = (got - expected).pow(2).mean(-1).sqrt() / size
+        error = _error(got, expected)
         agree = (error <= TOLERANCE[self._dtype]).float().mean()
         if not agree >= AGREE.get(self._dtype, 0.8):
             raise UnsupportedModel(
                 f"its logits with attention on the KV pool differ from transformers' own{where}, by up to "
                 f"{float(error.max()):.2g} of their standard deviation"
             )
+
+
+def _error(got: Tensor, expected: Tensor) -> Tensor:
+    """[T] of logits [T, V]: how far each token's are off, as a share of their standard deviation."""
+    size = expected.std(-1).clamp_min(torch.finfo(torch.float32).tiny)
+    return (got - expected).pow(2).mean(-1).sqrt() / size
