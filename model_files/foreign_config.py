@@ -56,7 +56,7 @@ def layer_types_refusal(types: object) -> str | None:
     unknown = sorted({str(name) for name in types} - ATTENTION_TYPES) if isinstance(types, list | tuple) else []
     if not unknown:
         return None
-    return f"layers of the types {', '.join(unknown)} are not supported, which don't keep keys and values of all tokens"
+    return f"layers of the types {', '.join(unknown)} are not supported, only full and sliding attention are"
 
 
 def _refusal(raw: Mapping[str, Any]) -> str | None:

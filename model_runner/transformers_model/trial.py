@@ -37,6 +37,7 @@ class Recorder:
     def __init__(self, context_length: int) -> None:
         self._context_length = context_length
         self.layers: list[AttentionLayer] = []
+        self._windows: list[tuple[Tensor, int | None]] = []
 
     def __call__(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arguments: dict[str, Any]
@@ -44,11 +45,21 @@ class Recorder:
         """See ``Attend``; raises ``UnsupportedModel`` for attention that can't be served."""
         if any(layer.module is module for layer in self.layers):
             raise UnsupportedModel("a layer attends twice in a pass")
-        spec = _describe(q, k, v, arguments, window_of(mask, self._context_length))
+        spec = _describe(q, k, v, arguments, self._window_of(mask))
         self.layers.append(AttentionLayer(module, spec))
         groups = spec.heads // spec.kv_heads
         k, v = k.repeat_interleave(groups, 1).to(q.dtype), v.repeat_interleave(groups, 1).to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scale).transpose(1, 2)
+
+    def _window_of(self, mask: Tensor | None) -> int | None:
+        """Layers share a mask or two, and a long context takes a while to ask for."""
+        for known, window in self._windows:
+            if known is mask:
+                return window
+        window = window_of(mask, self._context_length)
+        if mask is not None:
+            self._windows.append((mask, window))
+        return window
 
 
 def find_attention(model: Any, tokens: Tensor, context_length: int) -> list[AttentionLayer]:
