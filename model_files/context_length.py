@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 from .errors import UnsupportedModel
 from .spec import LayerSpec, ModelSpec, RopeSpec
 
 
-def choose_context_length(spec: ModelSpec, wanted: int | None) -> int:
+class Described(Protocol):
+    """Any description of a model."""
+
+    @property
+    def context_length(self) -> int:
+        """The longest sequence, in tokens."""
+
+
+def choose_context_length(model: Described, wanted: int | None) -> int:
     """Longest sequence to serve, in tokens: ``wanted`` if the model can; raises ``UnsupportedModel``."""
     if wanted is None:
-        return spec.context_length
-    if not 0 < wanted <= spec.context_length:
+        return model.context_length
+    if not 0 < wanted <= model.context_length:
         raise UnsupportedModel(
-            f"--context-length {wanted} is not within the model's own limit, {spec.context_length} tokens"
+            f"--context-length {wanted} is not within the model's own limit, {model.context_length} tokens"
         )
     return wanted
 

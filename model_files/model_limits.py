@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .context_length import choose_context_length
+from .foreign_config import read_foreign
+from .model_impl import ModelImpl, Wanted, choose_model_impl
 from .model_path import ModelSource
 from .spec_reader import read_spec
 
@@ -16,7 +18,8 @@ class ModelLimits(NamedTuple):
     vocab_size: int
 
 
-def read_limits(source: ModelSource, context_length: int | None) -> ModelLimits:
+def read_limits(source: ModelSource, context_length: int | None, model_impl: Wanted = "auto") -> ModelLimits:
     """The model's limits; ``context_length`` may set a shorter one. Raises ``ModelError``."""
-    spec = read_spec(source)
-    return ModelLimits(choose_context_length(spec, context_length), spec.vocab_size)
+    is_native = choose_model_impl(model_impl, source) is ModelImpl.NATIVE
+    model = read_spec(source) if is_native else read_foreign(source)
+    return ModelLimits(choose_context_length(model, context_length), model.vocab_size)

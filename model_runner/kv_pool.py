@@ -10,18 +10,42 @@ rows of one token's heads, and rows of one layer's page of keys or values. In th
 from __future__ import annotations
 
 import mmap
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..messages.worker import KVLayout, KVOrder
-from ..model_files.spec import ModelSpec
 from .kernels.reference import store_kv
 
 KEYS, VALUES = 0, 1
 
 
-def make_layout(spec: ModelSpec, page_size: int, dtype: torch.dtype, order: KVOrder = "tokens") -> KVLayout:
+class HasKV(Protocol):
+    """What keeps keys and values: a ``ModelSpec``, or a ``KVShape``."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that keep any."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of every layer."""
+
+    @property
+    def head_dim(self) -> int:
+        """Of keys and of values."""
+
+
+class KVShape(NamedTuple):
+    """The sizes by themselves; see ``HasKV``."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def make_layout(spec: HasKV, page_size: int, dtype: torch.dtype, order: KVOrder = "tokens") -> KVLayout:
     """The layout of ``spec``'s pages."""
     values = spec.num_layers * 2 * page_size * spec.num_kv_heads * spec.head_dim
     return KVLayout(

@@ -2,7 +2,8 @@
 
 Built once, in this order: description → device and types → weights → attention backend → KV pool → engine. Then
 ``forward`` any number of times, from one thread; only the pool changes. The attention backend "cpu" stands for a whole
-engine, which runs passes in the model's place, with weights of its own.
+engine, which runs passes in the model's place, with weights of its own. A model that transformers' own class computes
+(``--model-impl``) is described by a pass of itself, once it has its weights.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -20,14 +21,18 @@ from ..disaggregation.transfer.region import KVRegion, allocate_region
 from ..messages.worker import KVOrder
 from ..model_files.context_length import choose_context_length, with_context, without_idle_windows
 from ..model_files.errors import UnsupportedModel
+from ..model_files.foreign_config import read_foreign
+from ..model_files.model_impl import ModelImpl, choose_model_impl
 from ..model_files.model_path import ModelSource, resolve_model
+from ..model_files.spec import ModelSpec
 from ..model_files.spec_reader import read_spec
 from ..runtime.options import ServerOptions
+from .attention.base import AttentionBackend
 from .attention.registry import choose_attention_backend, make_attention_backend
 from .device import choose_device, choose_dtype, device_memory
 from .forward_batch import ForwardBatch
-from .kv_pool import MHATokenToKVPool, make_layout
-from .loader.load import fingerprint, load_model_weights
+from .kv_pool import HasKV, MHATokenToKVPool, make_layout
+from .loader.load import fingerprint, foreign_fingerprint, load_model_weights
 from .loader.open_blocks import open_blocks
 from .loader.quantized_blocks import BlockSource
 from .models.decoder import Decoder
@@ -40,16 +45,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Quantization = Literal["none", "gguf", "int8", "int4"]
+
+
+class TorchModel(Protocol):
+    """A model that runs on an attention backend."""
+
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
+        """Logits of ``batch.logit_indices``, [L, V] float32; ``attention`` has planned ``batch``."""
+
 
 class ModelRunner:
     """Computes logits. Raises ``ModelError`` from its constructor where the model can't be served as asked.
 
-    Attributes: ``spec``, ``context_length`` and ``vocab_size`` (tokens), ``device``, ``dtype`` (weights and
-    activations), ``quantization`` (what "auto" came to), ``layout``, ``max_total_tokens`` (slots to hand out, page 0
-    excluded), ``num_slots`` (all of them), ``pool``, ``kv_region`` (the pool's memory as one buffer; None on an
-    accelerator), ``fingerprint``, ``attention_backend`` (its name), ``engine`` and ``sampler`` (what computes passes
-    and chooses tokens, where the CPU kernels run), ``step_weight_bytes`` (what a decode step reads of weights),
-    ``clears_begun_pages``, ``load_seconds``.
+    Attributes: ``implementation``, ``spec`` (None where transformers' own class computes), ``context_length`` and
+    ``vocab_size`` (tokens), ``device``, ``dtype`` (weights and activations), ``quantization`` (what "auto" came to),
+    ``layout``, ``max_total_tokens`` (slots to hand out, page 0 excluded), ``num_slots`` (all of them), ``pool``,
+    ``kv_region`` (the pool's memory as one buffer; None on an accelerator), ``fingerprint``, ``attention_backend`` (its
+    name), ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU kernels run),
+    ``step_weight_bytes`` (what a decode step reads of weights), ``clears_begun_pages``, ``load_seconds``.
     """
 
     def __init__(self, options: ServerOptions, spin_us: int = SPIN_US, cpus: tuple[int, ...] | None = None) -> None:
@@ -59,48 +73,96 @@ class ModelRunner:
         self.load_seconds: dict[str, float] = {}
         with self._timed("config"):
             source = resolve_model(options.model_path, weights=options.load_format != "dummy")
-            described = read_spec(source)
-            self.context_length = choose_context_length(described, options.context_length)
-            # What tells instances apart; a window that no sequence outgrows is no difference to this one alone.
-            self._identity = with_context(described, self.context_length)
-            self.spec = without_idle_windows(self._identity)
-            self.vocab_size = self.spec.vocab_size
+            self.implementation = choose_model_impl(options.model_impl, source)
             self.device = choose_device(options.device)
             self.dtype = choose_dtype(options.dtype, self.device)
         kv_dtype = self.dtype if options.kv_cache_dtype == "auto" else choose_dtype(options.kv_cache_dtype, self.device)
-        with self._timed("kernels"):
-            backend = self.attention_backend = choose_attention_backend(
-                options.attention_backend, self.spec, self.device, self.dtype, kv_dtype
-            )
-        with self._timed("weights"):
-            blocks = self._open_blocks(options, source)
-            model = self._load(options, source, blocks)
-        with self._timed("kv_pool"):
-            self._allocate_pool(options, kv_dtype)
+        self.spec: ModelSpec | None = None
+        self.quantization: Quantization = "none"
         self.sampler: NativeSampler | None = None
         self.engine: CpuEngine | None = None
         # The engine reads nothing beyond a row's end, but the peer that gets a page may run on the torch backend.
         self.clears_begun_pages = options.hands_over
-        self.step_weight_bytes = self._weight_bytes
-        with self._timed("kernels"):
-            self._run = self._native_pass(model, blocks) if backend == "cpu" else self._torch_pass(model)
+        if self.implementation is ModelImpl.TRANSFORMERS:
+            self._start_transformers(options, source, kv_dtype)
+        else:
+            self._start_native(options, source, kv_dtype)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits of ``batch.logit_indices``, [L, V] float32; writes the pass's KV to the pool."""
         with torch.inference_mode():
             return self._run(batch)
 
-    def _load(self, options: ServerOptions, source: ModelSource, blocks: BlockSource | None) -> Decoder:
-        model = Decoder(self.spec, self.dtype, self.device)
+    def _start_native(self, options: ServerOptions, source: ModelSource, kv_dtype: torch.dtype) -> None:
+        with self._timed("config"):
+            described = read_spec(source)
+            self.context_length = choose_context_length(described, options.context_length)
+            # What tells instances apart; a window that no sequence outgrows is no difference to this one alone.
+            identity = with_context(described, self.context_length)
+            spec = self.spec = without_idle_windows(identity)
+            self.vocab_size = spec.vocab_size
+        with self._timed("kernels"):
+            self.attention_backend = choose_attention_backend(
+                options.attention_backend, spec, self.device, self.dtype, kv_dtype
+            )
+        log.info("model implementation: native, family %s", spec.family)
+        with self._timed("weights"):
+            blocks = self._open_blocks(options, source, spec)
+            model = self._load(options, source, spec, identity, blocks)
+        with self._timed("kv_pool"):
+            self._allocate_pool(options, spec, kv_dtype)
+        self.step_weight_bytes = self._weight_bytes
+        with self._timed("kernels"):
+            on_kernels = self.attention_backend == "cpu"
+            self._run = self._native_pass(model, blocks) if on_kernels else self._torch_pass(model)
+
+    def _start_transformers(self, options: ServerOptions, source: ModelSource, kv_dtype: torch.dtype) -> None:
+        with self._timed("config"):
+            described = read_foreign(source)
+            self.context_length = choose_context_length(described, options.context_length)
+            self.vocab_size = described.vocab_size
+            refuse_for_transformers(options)
+            self.attention_backend = "torch"
+        with self._timed("imports"):
+            # Imported here: it takes seconds, and native models need none of it.
+            from .transformers_model.loading import Loading, load_transformers_model
+        with self._timed("weights"):
+            loaded = load_transformers_model(
+                Loading(
+                    source.path,
+                    described,
+                    self.context_length,
+                    self.dtype,
+                    self.device,
+                    options.load_format,
+                    options.random_seed,
+                )
+            )
+            self.fingerprint = foreign_fingerprint(loaded.config, loaded.weights)
+            self._weight_bytes = sum(tensor.nbytes for tensor in loaded.weights.values())
+            self.step_weight_bytes = self._weight_bytes
+        with self._timed("kv_pool"):
+            self._allocate_pool(options, loaded.shape, kv_dtype)
+        self._run = self._torch_pass(loaded.model)
+
+    def _load(
+        self,
+        options: ServerOptions,
+        source: ModelSource,
+        spec: ModelSpec,
+        identity: ModelSpec,
+        blocks: BlockSource | None,
+    ) -> Decoder:
+        model = Decoder(spec, self.dtype, self.device)
         weights = model.weights()
-        load_model_weights(weights, source, self.spec, options.load_format, options.random_seed, blocks)
-        self.fingerprint = fingerprint(self._identity, weights, self.quantization, blocks)
+        load_model_weights(weights, source, spec, options.load_format, options.random_seed, blocks)
+        self.fingerprint = fingerprint(identity, weights, self.quantization, blocks)
         self._weight_bytes = sum(view.nbytes for view in weights.values())
         if blocks is not None:
             self._weight_bytes += blocks.nbytes - sum(weights[name].nbytes for name in blocks.left_out)
         return model
 
-    def _open_blocks(self, options: ServerOptions, source: ModelSource) -> BlockSource | None:
+    def _open_blocks(self, options: ServerOptions, source: ModelSource, spec: ModelSpec) -> BlockSource | None:
         self.quantization = self._choose_quantization(options, source)
         if self.quantization == "none":
             return None
@@ -108,11 +170,9 @@ class ModelRunner:
             raise UnsupportedModel(
                 f"--quantization {options.quantization} needs the CPU kernels, which can't be used here"
             )
-        return open_blocks(self.quantization, source, self.spec, self.dtype)
+        return open_blocks(self.quantization, source, spec, self.dtype)
 
-    def _choose_quantization(
-        self, options: ServerOptions, source: ModelSource
-    ) -> Literal["none", "gguf", "int8", "int4"]:
+    def _choose_quantization(self, options: ServerOptions, source: ModelSource) -> Quantization:
         if options.quantization != "auto":
             return options.quantization
         if source.kind != "gguf" or options.dtype != "auto" or options.load_format == "dummy":
@@ -123,7 +183,7 @@ class ModelRunner:
         log.warning("the GGUF's own blocks need the CPU kernels; it is served dequantised, in %s", self.dtype)
         return "none"
 
-    def _torch_pass(self, model: Decoder) -> Callable[[ForwardBatch], Tensor]:
+    def _torch_pass(self, model: TorchModel) -> Callable[[ForwardBatch], Tensor]:
         attention = make_attention_backend(self.attention_backend, self.pool, self.dtype)
 
         def run(batch: ForwardBatch) -> Tensor:
@@ -152,9 +212,9 @@ class ModelRunner:
 
         return run
 
-    def _allocate_pool(self, options: ServerOptions, dtype: torch.dtype) -> None:
+    def _allocate_pool(self, options: ServerOptions, kept: HasKV, dtype: torch.dtype) -> None:
         order: KVOrder = "blocks" if self.attention_backend == "cpu" else "tokens"
-        self.layout = make_layout(self.spec, options.page_size, dtype, order)
+        self.layout = make_layout(kept, options.page_size, dtype, order)
         request = PoolRequest(
             options.max_total_tokens,
             options.mem_fraction_static,
@@ -200,3 +260,15 @@ class ModelRunner:
         begin = time.monotonic()
         yield
         self.load_seconds[what] = self.load_seconds.get(what, 0.0) + time.monotonic() - begin
+
+
+def refuse_for_transformers(options: ServerOptions) -> None:
+    """Raise ``UnsupportedModel`` for what a model by transformers' own class can't have."""
+    if options.attention_backend == "cpu":
+        raise UnsupportedModel(
+            "--attention-backend cpu: the CPU kernels can't run a model by transformers' own class (--model-impl)"
+        )
+    if options.quantization not in ("auto", "none"):
+        raise UnsupportedModel(
+            f"--quantization {options.quantization} can't be had for a model by transformers' own class (--model-impl)"
+        )

@@ -22,6 +22,9 @@ class ServerOptions:
         Folder, .gguf file or hub name of the tokenizer; default: the model's own.
     load_format
         Where weights come from: "auto" finds out, "dummy" draws random weights for the model's config.
+    model_impl
+        What computes the model: native (pdserve itself, for the families that it knows), transformers (any causal LM,
+        by its own class in transformers with attention on the KV pool here; slower); auto takes native where it can.
     served_model_name
         Name that the API answers to, or several with commas in between, of which answers say the first; default: the
         model path.
@@ -184,6 +187,7 @@ class ServerOptions:
     model_path: str = "smollm2"
     tokenizer_path: str | None = None
     load_format: Literal["auto", "dummy"] = "auto"
+    model_impl: Literal["auto", "native", "transformers"] = "auto"
     served_model_name: str | None = None
     sampling_defaults: Literal["model", "none"] = "model"
     chat_template: str | None = None

@@ -43,7 +43,8 @@ class Routed(NamedTuple):
 
 def load_request_tokenizer(options: ServerOptions) -> RequestTokenizer:
     """Load all that requests need, the vocabulary included; raises ``TokenizerLoadError`` or ``ModelError``."""
-    limits = read_limits(resolve_model(options.model_path, weights=False), options.context_length)
+    source = resolve_model(options.model_path, weights=False)
+    limits = read_limits(source, options.context_length, options.model_impl)
     tokenizer = load_tokenizer(options)
     tokenizer.encode_batch(["a"], add_special_tokens=True)  # what is loaded on first use is loaded now
     return RequestTokenizer(tokenizer, load_chat_template(options, tokenizer), limits)

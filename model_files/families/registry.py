@@ -54,6 +54,11 @@ GGUF: dict[str, Callable[[GGUFConfig], ModelSpec]] = {
 """By ``general.architecture``."""
 
 
+def is_known(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a family here."""
+    return raw.get("model_type") in (HF.keys() | TEXT_OF.keys())
+
+
 def spec_from_hf(raw: Mapping[str, Any]) -> ModelSpec:
     """What a config.json means; raises ``UnsupportedModel``, or for a broken one ``KeyError`` and the like."""
     name = str(raw.get("model_type", "(none)"))
@@ -61,7 +66,7 @@ def spec_from_hf(raw: Mapping[str, Any]) -> ModelSpec:
         name = TEXT_OF[name]
         raw = {"quantization_config": raw.get("quantization_config"), **raw["text_config"], "model_type": name}
     if name not in HF:
-        raise _unknown(name, [*HF, *TEXT_OF])
+        raise _unknown(name, [*HF, *TEXT_OF], "; --model-impl transformers runs others, by transformers' own classes")
     return HF[name].read(HFConfig(raw, HF[name].defaults))
 
 
@@ -72,5 +77,5 @@ def spec_from_gguf(config: GGUFConfig) -> ModelSpec:
     return GGUF[config.family](config)
 
 
-def _unknown(name: str, known: Iterable[str]) -> UnsupportedModel:
-    return UnsupportedModel(f"architecture {name!r} is not supported; supported are {', '.join(known)}")
+def _unknown(name: str, known: Iterable[str], advice: str = "") -> UnsupportedModel:
+    return UnsupportedModel(f"architecture {name!r} is not supported; supported are {', '.join(known)}{advice}")

@@ -119,6 +119,8 @@ def _bytes_read(model: ModelRunner, batch: ForwardBatch) -> float:
 def _operations(model: ModelRunner, batch: ForwardBatch) -> float:
     """Of the linear layers for every token, the head for the last of each row, and attention below the diagonal."""
     spec = model.spec
+    if spec is None:
+        raise ValueError("the operations of a model by transformers' own class are not known")
     width = sum(layer.attention.heads * layer.attention.head_dim for layer in spec.layers)
     inner = sum(layer.mlp.inner for layer in spec.layers)
     weights = 2 * width + 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim + 3 * inner

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -76,10 +78,27 @@ def fingerprint(
         if blocks is not None and name in blocks.left_out:
             digest.update(name.encode())
             blocks.sample(name, digest)
-            continue
-        view = weights[name]
-        rows = spread(view.shape[0])
-        sample = view[rows] if view.dim() == 1 else view[rows, spread(view.shape[1])]
-        digest.update(f"{name}{list(view.shape)}{view.dtype}".encode())
-        digest.update(sample.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        else:
+            _sample(name, weights[name], digest)
     return str(digest.hexdigest())
+
+
+def foreign_fingerprint(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
+    """``fingerprint`` of a model by transformers' own class: of its config there and all its tensors.
+
+    Its keys may be those of a native model's, but nothing here knows that they are.
+    """
+    digest = xxhash.xxh3_64(b"transformers" + json.dumps(config, sort_keys=True, default=str).encode())
+    for name in sorted(weights):
+        _sample(name, weights[name], digest)
+    return str(digest.hexdigest())
+
+
+def _sample(name: str, tensor: Tensor, digest: xxhash.xxh3_64) -> None:
+    digest.update(f"{name}{list(tensor.shape)}{tensor.dtype}".encode())
+    if tensor.numel() == 0:
+        return
+    view = tensor.reshape(-1) if tensor.dim() < 2 else tensor.flatten(0, -2)
+    rows = spread(view.shape[0])
+    sample = view[rows] if view.dim() == 1 else view[rows, spread(view.shape[1])]
+    digest.update(sample.contiguous().view(torch.uint8).cpu().numpy().tobytes())

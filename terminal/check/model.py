@@ -1,4 +1,7 @@
-"""Whether a model can be served here: found, of a known family, complete, with a tokenizer, and not too big."""
+"""Whether a model can be served here: found, of a known family, complete, with a tokenizer, and not too big.
+
+Of a model that transformers' own class would compute, only its start can tell.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from ...model_files.checkpoint import TensorSize, tensor_sizes
 from ...model_files.errors import InvalidWeights, ModelError, ModelNotFound, NotDownloaded, UnsupportedModel
+from ...model_files.foreign_config import ForeignModel, read_foreign
+from ...model_files.model_impl import ModelImpl, choose_model_impl
 from ...model_files.model_path import ModelSource, resolve_model
 from ...model_files.spec import ModelSpec
 from ...model_files.spec_reader import read_spec
@@ -34,7 +39,8 @@ def look_at_model(path: str, has_kernels: bool) -> Iterator[Finding]:
     """The model that ``path`` names. ``has_kernels``: whether a GGUF's blocks can be served as they are."""
     try:
         source = resolve_model(path, download=False)
-        spec = read_spec(source)
+        is_native = choose_model_impl("auto", source) is ModelImpl.NATIVE
+        model = read_spec(source) if is_native else read_foreign(source)
         tensors = tensor_sizes(source)
     except NotDownloaded as e:
         yield warning(TOPIC, str(e), "pdserve server downloads it at its first start; that needs the network.")
@@ -43,13 +49,16 @@ def look_at_model(path: str, has_kernels: bool) -> Iterator[Finding]:
         yield problem(TOPIC, str(e), ADVICE.get(type(e), ""))
         return
     values = sum(tensor.values for tensor in tensors)
-    yield ok(
-        TOPIC,
-        f"{source.path}: {spec.family} with {spec.num_layers} layers, {values / 1e9:.2f} billion weights, "
-        f"a context of {spec.context_length} tokens",
-    )
-    as_blocks = source.kind == "gguf" and has_kernels
-    yield fit(spec, weight_bytes(tensors, as_blocks), has_kernels and not as_blocks, host_memory())
+    sizes = f"{values / 1e9:.2f} billion weights, a context of {model.context_length} tokens"
+    if isinstance(model, ForeignModel):
+        text = f"{source.path}: {model.family} with {sizes}; it would run by its own class in transformers"
+        yield warning(
+            TOPIC, text, "pdserve server tries at its start whether that computes right, and refuses it if not."
+        )
+    else:
+        yield ok(TOPIC, f"{source.path}: {model.family} with {model.num_layers} layers, {sizes}")
+        as_blocks = source.kind == "gguf" and has_kernels
+        yield fit(model, weight_bytes(tensors, as_blocks), has_kernels and not as_blocks, host_memory())
     # The path that was found: a name would be looked up on the network again.
     yield from _texts(ServerOptions(model_path=str(source.path)), source)
 

@@ -59,7 +59,7 @@ def test_the_default_model() -> None:
     ("damage", "says"),
     [
         (lambda f: (f / "config.json").unlink(), "neither a config.json nor a .gguf"),
-        (lambda f: make_model(f, model_type="mamba"), "architecture 'mamba' is not supported"),
+        (lambda f: make_model(f, model_type="t5", is_encoder_decoder=True), "encoder-decoder models are not supported"),
         (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors"),
         (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-1]), "can't be read"),
     ],
@@ -71,6 +71,12 @@ def test_a_model_that_can_not_be_served(tmp_path: Path, damage: Callable[[Path],
     assert finding.level is Level.PROBLEM
     assert says in finding.text
     assert finding.advice
+
+
+def test_a_model_that_transformers_would_run(tmp_path: Path) -> None:
+    found = list(look_at_model(str(make_model(tmp_path / "m", model_type="stablelm")), True))
+    assert [(f.topic, f.level) for f in found] == [("model", Level.WARNING), ("tokenizer", Level.PROBLEM)]
+    assert "stablelm with 0.00 billion weights, a context of 128 tokens; it would run by its own class" in found[0].text
 
 
 def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:

@@ -1,0 +1,32 @@
+"""Who computes a model: pdserve by its own description of the family, or transformers by its own class."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+from .families.registry import is_known
+from .foreign_config import read_hf_config
+from .model_path import ModelSource
+
+Wanted = Literal["auto", "native", "transformers"]
+"""What ``--model-impl`` can say."""
+
+
+class ModelImpl(StrEnum):
+    """See the module."""
+
+    NATIVE = "native"
+    TRANSFORMERS = "transformers"
+
+
+def choose_model_impl(wanted: Wanted, source: ModelSource) -> ModelImpl:
+    """What ``wanted`` means for the model at ``source``: "auto" is native for every family that pdserve knows.
+
+    GGUF files are native: transformers would have to dequantise them. Raises ``UnsupportedModel`` without a config.
+    """
+    if wanted != "auto":
+        return ModelImpl(wanted)
+    if source.kind == "gguf" or is_known(read_hf_config(source.path)):
+        return ModelImpl.NATIVE
+    return ModelImpl.TRANSFORMERS
