@@ -17,6 +17,7 @@ from ...model_files.errors import InvalidWeights, UnsupportedModel
 from ...model_files.foreign_config import ForeignModel, layer_types_refusal
 from ...model_files.tensor_names import is_not_needed
 from ..kv_pool import KVShape
+from .attention_check import check_modules
 from .interface import register
 from .model import TransformersModel
 from .self_check import check_against_eager
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 OLDEST = 5
 """Of transformers' versions that have the interface as it is used here."""
-TRIAL_TOKENS = 8
+TRIAL_TOKENS, CHECK_TOKENS = 8, 40
 
 
 class Loaded(NamedTuple):
@@ -144,6 +145,8 @@ def _make_ready(how: Loading, model: Any) -> Loaded:
     spec = layers[0].spec
     shape = KVShape(len(layers), spec.kv_heads, spec.head_dim)
     ours = TransformersModel(model, layers)
+    with torch.inference_mode():
+        check_modules(model, layers, torch.arange(CHECK_TOKENS, device=how.device) * 7919 % how.described.vocab_size)
     like = torch.empty(0, dtype=how.dtype, device=how.device)
     check_against_eager(ours, shape, how.described.vocab_size, how.context_length, like)
     ours.use_pool()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,12 +71,33 @@ class LayerAttention:
         return out.view(1, *q_THD.shape).to(q.dtype)
 
 
+class Bare(NamedTuple):
+    """A pass without attention. ``logits``: [T, V] float32. ``attended``: each layer's queries, keys and values."""
+
+    logits: Tensor
+    attended: list[Tensor]
+
+
+class NoAttention:
+    """Gives zeros, and keeps what it was given; see ``Bare``."""
+
+    def __init__(self) -> None:
+        self.attended: list[Tensor] = []
+
+    def __call__(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arguments: dict[str, Any]
+    ) -> Tensor:
+        """See ``Attend``."""
+        self.attended.append(torch.cat([x[0].transpose(0, 1).flatten(1) for x in (q, k, v)], 1).float())
+        return torch.zeros_like(q).transpose(1, 2)
+
+
 class TransformersModel:
     """Computes passes by ``model``, a causal LM of transformers, whose attention layers are ``layers``."""
 
     def __init__(self, model: Any, layers: Sequence[AttentionLayer]) -> None:
         self._model = model
-        self._modules = [layer.module for layer in layers]
+        self.modules = [layer.module for layer in layers]
         self._paged = PagedPass()
         self._keeps_rows = WANTED in inspect.signature(model.forward).parameters
         self._attentions = [LayerAttention(i, layer.spec, self._paged) for i, layer in enumerate(layers)]
@@ -90,7 +111,7 @@ class TransformersModel:
         self._paged.begin(batch, attention)
         wanted = {WANTED: batch.logit_indices} if self._keeps_rows else {}
         out = self._model(input_ids=batch.input_ids[None], position_ids=positions[None], use_cache=False, **wanted)
-        self._paged.end(len(self._modules))
+        self._paged.end(len(self.modules))
         logits: Tensor = out.logits[0]
         if not self._keeps_rows:
             logits = logits.index_select(0, batch.logit_indices)
@@ -98,7 +119,7 @@ class TransformersModel:
 
     def use_pool(self) -> None:
         """From here on attention is that of the KV pool."""
-        for module, attention in zip(self._modules, self._attentions, strict=True):
+        for module, attention in zip(self.modules, self._attentions, strict=True):
             set_attention([module], attention)
         self._model.set_attn_implementation(PAGED)
 
@@ -107,19 +128,14 @@ class TransformersModel:
         self._model.set_attn_implementation("eager")
         return self._logits(tokens, positions)
 
-    def without_attention(self, tokens: Tensor) -> Tensor:
-        """Logits of ``tokens`` [T] where all attention gives zeros, [T, V] float32; ends ``use_pool``."""
-        set_attention(self._modules, _no_attention)
+    def without_attention(self, tokens: Tensor, positions: Tensor) -> Bare:
+        """What ``tokens`` [T] at ``positions`` [T] compute where all attention gives zeros; ends ``use_pool``."""
+        none = NoAttention()
+        set_attention(self.modules, none)
         self._model.set_attn_implementation(PAGED)
-        return self._logits(tokens, torch.arange(len(tokens), device=tokens.device))
+        return Bare(self._logits(tokens, positions), none.attended)
 
     def _logits(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         more = {} if positions is None else {"position_ids": positions[None]}
         logits: Tensor = self._model(input_ids=tokens[None], use_cache=False, **more).logits
         return logits[0].float()
-
-
-def _no_attention(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, arguments: dict[str, Any]
-) -> Tensor:
-    return torch.zeros_like(q).transpose(1, 2)

@@ -1,9 +1,10 @@
 """A model of transformers is right or refused: passes through a small KV pool against its own attention, at load.
 
 First what must hold in every type, rounding or not: positions that are given mean what they do by default, and without
-attention a token's logits are those of the token, whatever stands beside it. Then two rows are computed in pieces that
-share passes, and a row near the end of the context beside one at its beginning; each is compared with the whole row by
-itself, as transformers computes it.
+attention a token's logits, queries, keys and values are those of the token and its position, whatever stands beside it.
+Then two rows are computed in pieces that share passes, and a row near the end of the context beside one at its
+beginning; each is compared with the whole row by itself, as transformers computes it. What each layer's attention is,
+``attention_check.py`` has compared before.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ...model_files.errors import UnsupportedModel
 from ..attention.registry import make_attention_backend
 from ..forward_batch import ForwardBatch
 from ..kv_pool import KVShape, MHATokenToKVPool, make_layout
-from .model import TransformersModel
+from .model import Bare, TransformersModel
 
 PAGE = 4
 ROW = 32
@@ -25,12 +26,12 @@ STEPS = (((0, 9),), ((0, 7), (1, 6)), ((0, 1), (1, 1)), ((1, 4), (0, 1)), ((0, 3
 """Passes, of entries (row, tokens)."""
 NEAR, FAR = 2, 3
 FAR_TOKENS = 5
-EXACT = 1e-3
-"""The same operations on the same values; experts may take their rows in another order."""
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Of a token's logits: the root mean square of the difference, as a share of their standard deviation."""
-AGREE = {torch.float32: 1.0}
-"""Share of the tokens that must be within it; 0.8 in shorter types, where rounding can choose another expert."""
+EXACT, REGROUPED = 1e-3, 0.02
+"""The same operations on the same values; with other tokens beside them, an expert's share is computed in another size,
+and rounds otherwise in types of 16 bits."""
+TOLERANCE, ROUNDED = 1e-3, 0.3
+"""Of a token's logits: the root mean square of the difference, as a share of their standard deviation. In float32 for
+all tokens; in shorter types, where it grows with the depth and rounding can choose another expert, for half of them."""
 
 
 def check_against_eager(
@@ -64,7 +65,8 @@ class _Check:
         """See ``check_against_eager``."""
         with torch.inference_mode():
             self._check_positions()
-            self._check_tokens()
+            self._check_neighbours()
+            self._check_far_neighbours()
             self._model.use_pool()
             pieces = [self._forward(step) for step in STEPS]
             start = max(0, self._context_length - FAR_TOKENS)
@@ -73,8 +75,7 @@ class _Check:
             for row in (0, 1):
                 got = torch.cat([piece[row] for piece in pieces if row in piece])
                 self._compare(got, self._model.eager(self._tokens[row, : len(got)]), "")
-            reason = ", once another request is as long as the context"
-            self._compare(mixed[NEAR], self._model.eager(self._tokens[NEAR, :FAR_TOKENS]), reason)
+            self._compare(mixed[NEAR], self._model.eager(self._tokens[NEAR, :FAR_TOKENS]), " beside a long row")
             expected = self._model.eager(self._tokens[FAR, : len(far)], far)
             self._compare(mixed[FAR], expected, " at the end of the context")
 
@@ -84,13 +85,26 @@ class _Check:
         if _error(given, self._model.eager(row)).max() > EXACT:
             raise UnsupportedModel("its positions are not those of the tokens in their row, from 0 on")
 
-    def _check_tokens(self) -> None:
+    def _check_neighbours(self) -> None:
         row, other = self._tokens[0], self._tokens[1].clone()
         kept = torch.arange(2, ROW, 5, device=self._device)
         other[kept] = row[kept]
-        alone, beside = self._model.without_attention(row)[kept], self._model.without_attention(other)[kept]
-        if _error(alone, beside).max() > EXACT:
+        positions = torch.arange(ROW, device=self._device)
+        alone, beside = (self._model.without_attention(tokens, positions) for tokens in (row, other))
+        if _difference(alone, beside, kept) > (EXACT if self._dtype == torch.float32 else REGROUPED):
             raise UnsupportedModel("tokens act on others by more than attention")
+
+    def _check_far_neighbours(self) -> None:
+        row = self._tokens[0]
+        positions = torch.arange(ROW, device=self._device)
+        mixed = positions.clone()
+        mixed[ROW // 2 :] += max(0, self._context_length - ROW)
+        alone, beside = (self._model.without_attention(row, where) for where in (positions, mixed))
+        if _difference(alone, beside, positions[: ROW // 2]) > EXACT:
+            raise UnsupportedModel(
+                "what a token computes depends on how far others are: its rotary frequencies change with the longest "
+                "request; a shorter --context-length may do without"
+            )
 
     def _forward(self, step: tuple[tuple[int, int], ...], far: Tensor | None = None) -> dict[int, Tensor]:
         """Each row's new logits; ``far``: the positions that row ``FAR`` has for all but attention."""
@@ -124,8 +138,8 @@ class _Check:
     def _compare(self, got: Tensor, expected: Tensor, where: str) -> None:
         """A row's logits [T, V] with those of transformers' own pass."""
         error = _error(got, expected)
-        agree = (error <= TOLERANCE[self._dtype]).float().mean()
-        if not agree >= AGREE.get(self._dtype, 0.8):
+        is_right = error.max() <= TOLERANCE if self._dtype == torch.float32 else error.median() <= ROUNDED
+        if not is_right:
             raise UnsupportedModel(
                 f"its logits with attention on the KV pool differ from transformers' own{where}, by up to "
                 f"{float(error.max()):.2g} of their standard deviation"
@@ -136,3 +150,9 @@ def _error(got: Tensor, expected: Tensor) -> Tensor:
     """[T] of logits [T, V]: how far each token's are off, as a share of their standard deviation."""
     size = expected.std(-1).clamp_min(torch.finfo(torch.float32).tiny)
     return (got - expected).pow(2).mean(-1).sqrt() / size
+
+
+def _difference(one: Bare, other: Bare, tokens: Tensor) -> float:
+    """By how much ``tokens`` (indices into T), in the middle of them, have other logits, queries, keys or values."""
+    pairs = [(one.logits, other.logits), *zip(one.attended, other.attended, strict=True)]
+    return max(float(_error(a[tokens], b[tokens]).median()) for a, b in pairs)

@@ -20,6 +20,7 @@ from pdserve.model_files.model_limits import ModelLimits, read_limits
 from pdserve.model_files.model_path import ModelSource, resolve_model
 
 LENGTH = 90
+STABLELM = "transformers.models.stablelm.modeling_stablelm"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -188,26 +189,45 @@ def attention_with(change: str) -> Any:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         if change == "sharper":
-            scaling *= 1.2
+            scaling *= 1.05
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
         return out.transpose(1, 2), None
 
     return eager
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("change", ["none", "sharper"])
 def test_attention_that_the_interface_does_not_tell(
-    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path)
-    monkeypatch.setattr(
-        "transformers.models.stablelm.modeling_stablelm.eager_attention_forward", attention_with(change)
-    )
+    monkeypatch.setattr(f"{STABLELM}.eager_attention_forward", attention_with(change))
     if change == "none":
-        Harness(tmp_path)
+        Harness(tmp_path, dtype=dtype)
         return
-    with pytest.raises(UnsupportedModel, match="its logits with attention on the KV pool differ"):
-        Harness(tmp_path)
+    with pytest.raises(UnsupportedModel, match="attention of layer 0 is not what its arguments say"):
+        Harness(tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_that_act_on_their_neighbours(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(module: Any, x: torch.Tensor) -> torch.Tensor:
+        before = F.pad(x[:, :-1], (0, 0, 1, 0))
+        return module.down_proj(module.act_fn(module.gate_proj(x + 0.3 * before)) * module.up_proj(x))
+
+    save(tmp_path)
+    monkeypatch.setattr(f"{STABLELM}.StableLmMLP.forward", shifted)
+    with pytest.raises(UnsupportedModel, match="tokens act on others by more than attention"):
+        Harness(tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_positions_that_begin_elsewhere(dtype: str, tmp_path: Path) -> None:
+    config = {"model_type": "roberta", "is_decoder": True, "type_vocab_size": 1} | SHAPE
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT + 2}))
+    with pytest.raises(UnsupportedModel, match="its positions are not those of the tokens"):
+        Harness(tmp_path, load_format="dummy", dtype=dtype, context_length=CONTEXT)
 
 
 def test_frequencies_that_depend_on_other_requests(tmp_path: Path) -> None:
@@ -221,6 +241,6 @@ def test_frequencies_that_depend_on_other_requests(tmp_path: Path) -> None:
         "partial_rotary_factor": 0.25,
     }
     save(tmp_path, rope_parameters=rope)
-    with pytest.raises(UnsupportedModel, match="once another request is as long as the context"):
+    with pytest.raises(UnsupportedModel, match=r"depends on how far others are.* a shorter --context-length"):
         Harness(tmp_path)
     Harness(tmp_path, context_length=64)
