@@ -43,6 +43,8 @@ class HealthState(StrEnum):
 
 WELL_WITHIN = 0.75
 """Of an ITL budget: behind it the estimate is too close to the promise."""
+SMALLER_PART = 0.5
+"""Of an ITL budget."""
 Name = Annotated[str, msgspec.Meta(max_length=255)]
 
 
@@ -156,11 +158,15 @@ class Instance:
 
     @property
     def keeps_pace(self) -> bool:
-        """Whether one more request there would have its tokens well within what is promised, but for prompts."""
-        pace = self.told.pace
-        if pace is None or not pace.budget_ms:
+        """Whether one more request there would have its tokens well within what is promised.
+
+        It does as well where streams take the smaller part of that: then prompts take its time, and would elsewhere.
+        """
+        pace, token_ms = self.told.pace, self.token_ms
+        if pace is None or token_ms is None or not pace.budget_ms:
             return True
-        return pace.decode_ms + pace.stream_ms * (self.answers - self._answers_told) <= WELL_WITHIN * pace.budget_ms
+        decode_ms = pace.decode_ms + pace.stream_ms * (self.answers - self._answers_told)
+        return token_ms <= WELL_WITHIN * pace.budget_ms or decode_ms <= SMALLER_PART * pace.budget_ms
 
     def learn(self, told: Told, answers: int | None = None) -> str | None:
         """Take note of what it says of itself; returns why it can't do what it is here for, None where it can.

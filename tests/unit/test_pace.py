@@ -41,7 +41,9 @@ def make_fleet(prefill: Pace | None, decode: Pace | None, worker=()) -> Fleet:
         (pace(10, 1, 40), pace(29, 1, 40), False),  # well within what is promised
         (pace(36, 1, 40), pace(35, 1, 40), False),  # the prefill has as much to do
         (pace(10, 1, 0), pace(35, 1, 0), False),  # nothing is promised
-        (pace(10, 1, 40), pace(38, 1, 40, decode_ms=15), False),  # prompts take its time, not streams
+        (pace(10, 1, 40), pace(38, 1, 40, decode_ms=20), False),  # prompts take its time, not streams
+        (pace(10, 1, 40), pace(38, 1, 40, decode_ms=21), True),
+        (pace(10, 1, 40), pace(30, 1, 40, decode_ms=21), False),
         (pace(10, 1, 40, room=99), pace(35, 1, 40, room=100), False),  # an answer may end sooner there
         (None, pace(35, 1, 40), False),
         (pace(10, 1, 40), None, False),
@@ -125,7 +127,7 @@ async def test_a_busy_decode_s_prefill_gets_the_whole_request(rig):
     assert not d.requests
     info = await rig.until_states("healthy", "healthy")
     assert [i["token_ms"] for i in info["instances"]] == [10, 90]
-    d.told["pace"]["decode_ms"] = 20
+    d.told["pace"] |= {"token_ms": 20, "decode_ms": 20}
     async with asyncio.timeout(TIME_LIMIT):
         while not d.requests:
             await generate(client)
