@@ -58,7 +58,7 @@ QK_NORMS = {None: NativeQKNorm.NONE, QKNorm.HEAD: NativeQKNorm.HEAD, QKNorm.ALL:
 COMPUTED: dict[type, tuple[str, ...]] = {
     ModelSpec: (
         *("family", "vocab_size", "hidden_size", "layers", "final_norm", "ropes", "context_length", "tied_head"),
-        *("embedding_scale", "logit_scale", "logit_softcap", "eos_token_ids", "tensors"),
+        *("embedding_scale", "logit_scale", "logit_softcap", "tensors"),
     ),
     LayerSpec: (
         *("attention", "mlp", "before_attention", "before_mlp", "after_attention", "after_mlp"),
