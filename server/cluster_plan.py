@@ -191,7 +191,7 @@ def prefill_nice(options: ClusterOptions) -> int | None:
     """Niceness of the prefills' compute threads.
 
     All processes of the cluster, and its clients, want a core for a moment at each token. A prefill's steps take long
-    and hold up no stream: it is there that others are to run, and not on the cores of a decode.
+    and hold up few streams, mostly none: it is there that others are to run, and not on the cores of a decode.
     """
     if options.compute_nice is not None or not options.decode or _on_gpu(options):
         return options.compute_nice
