@@ -3,6 +3,7 @@
 HTTP ─▶ tokenizer ─▶ scheduler ─▶ worker, transfer   scheduler ─▶ detokenizer ─▶ http
                          ▲  ▲───── worker_events      ▲ tokenizer errors ─────▲
                          └──────── StopReq from the detokenizer
+                                                       worker ─▶ worker-1 … (other tensor-parallel ranks)
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .moves import MigrateReq, MigrateResult, ReqArrived, ReqMoved
 from .outputs import ReqError, TextBatch, TokenBatch
 from .requests import AbortReq, GenerateReq, StopReq, TokenizeReq
 from .text import TextAnswer, TextQuestion
-from .worker import ReceiveCommand, WorkerCommand, WorkerEvent
+from .worker import FollowerCommand, ReceiveCommand, WorkerCommand, WorkerEvent
 
 Question = Ping | FlushCacheReq | ServerInfoReq | TransfersReq | MigrateReq | RoleReq
 Answer = Pong | FlushCacheResult | ServerInfo | Transfers | MigrateResult | RoleResult
@@ -38,6 +39,7 @@ ToTokenizer = TokenizeReq | AbortReq | Question | TextQuestion
 ToScheduler = GenerateReq | AbortReq | StopReq | Question | Drain
 ToWorker = WorkerCommand
 ToTransfer = ReceiveCommand
+ToFollower = FollowerCommand
 ToSchedulerFromWorker = WorkerEvent
 ToDetokenizer = TokenBatch | ReqError | Moved | Answer | SchedulerMetrics | Drained
 ToHttp = TextBatch | ReqError | Moved | Answer | TextAnswer | SchedulerMetrics | Drained

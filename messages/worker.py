@@ -208,6 +208,19 @@ class StepResult(Message):
     bad_entries: list[int] = []
 
 
+class RankSetup(Message):
+    """Lead → the other ranks of its host: memory that they share, by descriptors of process ``pid``.
+
+    ``pool``: KV pages of all the host's ranks, ``num_pages`` with page 0. ``exchange``: what they add up sums in, None
+    where nothing of theirs does.
+    """
+
+    pid: int
+    pool: int
+    num_pages: int
+    exchange: int | None
+
+
 class AdmitPeer(Message):
     """Scheduler → worker: let ``peer`` (an epoch) write into our pool. Answered by ``PeerAdmitted`` or ``PeerFailed``.
 
@@ -338,3 +351,4 @@ PeerEvent = PeerAdmitted | PeerConnected | PeerFailed | PeerLinkDown
 TransferEvent = PeerEvent | SendEnded | PagesVerified
 WorkerCommand = ForwardStep | SendCommand
 WorkerEvent = WorkerReady | StepResult | TransferEvent
+FollowerCommand = RankSetup | ForwardStep

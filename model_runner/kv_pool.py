@@ -60,23 +60,35 @@ def make_layout(spec: HasKV, page_size: int, dtype: torch.dtype, order: KVOrder 
 
 
 class MHATokenToKVPool:
-    """Keys and values of all slots. Page 0 is never handed out and stays zero: padded lanes read it."""
+    """Keys and values of all slots. Page 0 is never handed out and stays zero: padded lanes read it.
 
-    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device, buffer: mmap.mmap | None = None) -> None:
+    Ranks of a host may share one: each has, as ``heads``, those that it reads, writes and clears.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_pages: int,
+        device: torch.device,
+        buffer: mmap.mmap | None = None,
+        heads: tuple[int, int] | None = None,
+    ) -> None:
         """Lay the pool over ``buffer`` (zeroed, on the CPU), or over memory of its own.
 
-        ``num_pages`` counts page 0.
+        ``num_pages`` counts page 0. ``heads``: ``[begin, end)`` of the pool's; None: all.
         """
         self.layout = layout
         self.dtype: torch.dtype = getattr(torch, layout.dtype)
-        size, heads, dim = layout.page_size, layout.kv_heads, layout.head_dim
-        of_layer = (size, heads, dim) if layout.order == "tokens" else (heads, size * dim)
+        size, all_heads, dim = layout.page_size, layout.kv_heads, layout.head_dim
+        of_layer = (size, all_heads, dim) if layout.order == "tokens" else (all_heads, size * dim)
         shape = (num_pages, layout.num_layers, 2, *of_layer)
         if buffer is None:
             self.data = torch.zeros(shape, dtype=self.dtype, device=device)
         else:
             self.data = torch.frombuffer(buffer, dtype=self.dtype).view(shape)
-        self._token_rows = self.data.view(-1, layout.kv_heads * layout.head_dim)
+        begin, end = self.heads = heads or (0, all_heads)
+        self._own = self.data[..., begin:end, :]
+        self._token_rows = self.data.view(-1, all_heads * dim)[:, begin * dim : end * dim]
         self._page_rows = self.data.view(num_pages * layout.num_layers * 2, -1)
 
     def token_rows(self, slots: Tensor) -> Tensor:
@@ -92,11 +104,11 @@ class MHATokenToKVPool:
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of ``layer`` in ``pages`` (int64 [N]): two copies [N * page_size, H, D]."""
         rows = pages * (self.layout.num_layers * 2) + layer * 2
-        shape = (-1, self.layout.kv_heads, self.layout.head_dim)
+        shape, (begin, end) = (-1, self.layout.kv_heads, self.layout.head_dim), self.heads
         keys = self._page_rows.index_select(0, rows + KEYS)
         values = self._page_rows.index_select(0, rows + VALUES)
-        return keys.view(shape), values.view(shape)
+        return keys.view(shape)[:, begin:end], values.view(shape)[:, begin:end]
 
     def clear(self, pages: Tensor) -> None:
         """Zero ``pages`` (int64) in all layers."""
-        self.data.index_fill_(0, pages, 0)
+        self._own.index_fill_(0, pages, 0)

@@ -24,6 +24,7 @@ from ..model_files.errors import UnsupportedModel
 from ..model_files.foreign_config import read_foreign
 from ..model_files.model_impl import ModelImpl, choose_model_impl
 from ..model_files.model_path import ModelSource, resolve_model
+from ..model_files.sharding import Shard
 from ..model_files.spec import ModelSpec
 from ..model_files.spec_reader import read_spec
 from ..runtime.options import ServerOptions
@@ -31,21 +32,26 @@ from .attention.base import AttentionBackend
 from .attention.registry import choose_attention_backend, make_attention_backend
 from .device import choose_device, choose_dtype, device_memory
 from .forward_batch import ForwardBatch
-from .kv_pool import HasKV, MHATokenToKVPool, make_layout
+from .kv_pool import HasKV, KVShape, MHATokenToKVPool, make_layout
 from .loader.load import fingerprint, foreign_fingerprint, load_model_weights
 from .loader.open_blocks import open_blocks
 from .loader.quantized_blocks import BlockSource
 from .models.decoder import Decoder
 from .placement import SPIN_US
 from .pool_size import PoolRequest, choose_max_total_tokens
+from .tensor_parallel.group import alone
 
 if TYPE_CHECKING:
     from .kernels.cpu_engine import CpuEngine
+    from .kernels.ranks import ExchangeRoom, NativeRanks
     from .kernels.sampling import NativeSampler
+    from .tensor_parallel.host_ranks import HostRanks
 
 log = logging.getLogger(__name__)
 
 Quantization = Literal["none", "gguf", "int8", "int4"]
+LEAST_ROOM = 4096
+"""Tokens that ranks can compute at once, whatever the options: what start-up measures with is as long."""
 
 
 class TorchModel(Protocol):
@@ -63,13 +69,24 @@ class ModelRunner:
     ``layout``, ``max_total_tokens`` (slots to hand out, page 0 excluded), ``num_slots`` (all of them), ``pool``,
     ``kv_region`` (the pool's memory as one buffer; None on an accelerator), ``fingerprint``, ``attention_backend`` (its
     name), ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU kernels run),
-    ``step_weight_bytes`` (what a decode step reads of weights), ``clears_begun_pages``, ``load_seconds``.
+    ``step_weight_bytes`` (what a decode step reads of weights), ``clears_begun_pages``, ``load_seconds``. Of a rank,
+    the description, ``layout`` and ``fingerprint`` are of the whole model on its host, the weights its own.
     """
 
-    def __init__(self, options: ServerOptions, spin_us: int = SPIN_US, cpus: tuple[int, ...] | None = None) -> None:
-        """``spin_us``, ``cpus``: see ``Placement``; with ``cpus`` the calling thread is bound to the first already."""
+    def __init__(
+        self,
+        options: ServerOptions,
+        spin_us: int = SPIN_US,
+        cpus: tuple[int, ...] | None = None,
+        ranks: HostRanks | None = None,
+    ) -> None:
+        """``spin_us``, ``cpus``: see ``Placement``; with ``cpus`` the calling thread is bound to the first already.
+
+        ``ranks``: the tensor-parallel rank that this is, None for the only one.
+        """
         self._spin_us = spin_us
         self._cpus = cpus
+        self._ranks = ranks
         self.load_seconds: dict[str, float] = {}
         with self._timed("config"):
             source = resolve_model(options.model_path, weights=options.load_format != "dummy")
@@ -101,20 +118,28 @@ class ModelRunner:
             identity = with_context(described, self.context_length)
             spec = self.spec = without_idle_windows(identity)
             self.vocab_size = spec.vocab_size
+        shard = self._shard(spec)
         with self._timed("kernels"):
             self.attention_backend = choose_attention_backend(
-                options.attention_backend, spec, self.device, self.dtype, kv_dtype
+                options.attention_backend, spec if shard is None else shard.spec, self.device, self.dtype, kv_dtype
             )
         log.info("model implementation: native, family %s", spec.family)
         with self._timed("weights"):
-            blocks = self._open_blocks(options, source, spec)
-            model = self._load(options, source, spec, identity, blocks)
+            blocks = self._open_blocks(options, source, spec, shard)
+            model = self._load(options, source, spec, identity, blocks, shard)
         with self._timed("kv_pool"):
-            self._allocate_pool(options, spec, kv_dtype)
+            self._allocate_pool(options, _kept(spec, self._ranks), kv_dtype, shard)
         self.step_weight_bytes = self._weight_bytes
         with self._timed("kernels"):
             on_kernels = self.attention_backend == "cpu"
-            self._run = self._native_pass(model, blocks) if on_kernels else self._torch_pass(model)
+            self._run = self._native_pass(model, blocks, shard) if on_kernels else self._torch_pass(model)
+
+    def _shard(self, spec: ModelSpec) -> Shard | None:
+        if self._ranks is None:
+            return None
+        if self.device.type != "cpu":
+            raise UnsupportedModel(f"--tp-size on {self.device.type} is not there yet; use --device cpu")
+        return self._ranks.shard(spec)
 
     def _start_transformers(self, options: ServerOptions, source: ModelSource, kv_dtype: torch.dtype) -> None:
         with self._timed("config"):
@@ -152,17 +177,24 @@ class ModelRunner:
         spec: ModelSpec,
         identity: ModelSpec,
         blocks: BlockSource | None,
+        shard: Shard | None,
     ) -> Decoder:
-        model = Decoder(spec, self.dtype, self.device)
+        if shard is None or self._ranks is None:
+            model = Decoder(spec, self.dtype, self.device)
+        else:
+            group = alone if self.attention_backend == "cpu" else self._ranks.world.torch_ranks(spec.vocab_size)
+            model = Decoder(shard.spec, self.dtype, self.device, shard.vocab, group)
         weights = model.weights()
-        load_model_weights(weights, source, spec, options.load_format, options.random_seed, blocks)
-        self.fingerprint = fingerprint(identity, weights, self.quantization, blocks)
+        samples = load_model_weights(weights, source, spec, options.load_format, options.random_seed, blocks, shard)
+        self.fingerprint = fingerprint(identity, samples, self.quantization, blocks)
         self._weight_bytes = sum(view.nbytes for view in weights.values())
         if blocks is not None:
             self._weight_bytes += blocks.nbytes - sum(weights[name].nbytes for name in blocks.left_out)
         return model
 
-    def _open_blocks(self, options: ServerOptions, source: ModelSource, spec: ModelSpec) -> BlockSource | None:
+    def _open_blocks(
+        self, options: ServerOptions, source: ModelSource, spec: ModelSpec, shard: Shard | None
+    ) -> BlockSource | None:
         self.quantization = self._choose_quantization(options, source)
         if self.quantization == "none":
             return None
@@ -170,7 +202,7 @@ class ModelRunner:
             raise UnsupportedModel(
                 f"--quantization {options.quantization} needs the CPU kernels, which can't be used here"
             )
-        return open_blocks(self.quantization, source, spec, self.dtype)
+        return open_blocks(self.quantization, source, spec, self.dtype, shard)
 
     def _choose_quantization(self, options: ServerOptions, source: ModelSource) -> Quantization:
         if options.quantization != "auto":
@@ -193,15 +225,19 @@ class ModelRunner:
 
         return run
 
-    def _native_pass(self, model: Decoder, blocks: BlockSource | None) -> Callable[[ForwardBatch], Tensor]:
+    def _native_pass(
+        self, model: Decoder, blocks: BlockSource | None, shard: Shard | None
+    ) -> Callable[[ForwardBatch], Tensor]:
         # Imported here: it loads the compiled kernels.
         from .kernels.cpu_engine import CpuEngine
+        from .kernels.native_engine import Ranks
         from .kernels.sampling import NativeSampler
         from .kernels.team import Team
 
+        ranks = None if shard is None or self._exchange is None else Ranks(shard, self._exchange)
         team = Team(torch.get_num_threads(), self._cpus, self._spin_us)
         self.sampler = NativeSampler(team)
-        engine = self.engine = CpuEngine(model, self.pool, team, blocks)
+        engine = self.engine = CpuEngine(model, self.pool, team, blocks, ranks)
         self.step_weight_bytes = engine.weight_bytes
         if not self.clears_begun_pages:
             return engine.forward
@@ -212,33 +248,67 @@ class ModelRunner:
 
         return run
 
-    def _allocate_pool(self, options: ServerOptions, kept: HasKV, dtype: torch.dtype) -> None:
+    def _allocate_pool(
+        self, options: ServerOptions, kept: HasKV, dtype: torch.dtype, shard: Shard | None = None
+    ) -> None:
         order: KVOrder = "blocks" if self.attention_backend == "cpu" else "tokens"
-        self.layout = make_layout(kept, options.page_size, dtype, order)
+        self.layout = layout = make_layout(kept, options.page_size, dtype, order)
+        self.kv_region: KVRegion | None = None
+        self._exchange: NativeRanks | None = None
+        heads = None
+        if shard is not None and self._ranks is not None:
+            heads = self._ranks.own_heads(shard.whole)
+            shared = self._ranks.share(
+                lambda: self._choose_pages(options), layout.page_bytes, self._room(options), self._identity(options)
+            )
+            num_pages, self.kv_region, self._exchange = shared
+        else:
+            num_pages = self._choose_pages(options)
+            if self.device.type == "cpu":
+                is_shared = options.disaggregation_transfer_backend == "shm"
+                self.kv_region = allocate_region(num_pages * layout.page_bytes, shared=is_shared)
+        buffer = None if self.kv_region is None else self.kv_region.buffer
+        self.pool = MHATokenToKVPool(layout, num_pages, self.device, buffer, heads)
+        self.max_total_tokens, self.num_slots = (num_pages - 1) * options.page_size, num_pages * options.page_size
+        log.info(
+            "%s: %.2f GiB of weights%s, KV pool of %d tokens (%.2f GiB)",
+            options.model_path,
+            self._weight_bytes / 2**30,
+            "" if self._ranks is None else " on this rank",
+            self.max_total_tokens,
+            num_pages * layout.page_bytes / 2**30,
+        )
+
+    def _choose_pages(self, options: ServerOptions) -> int:
+        """With page 0."""
         request = PoolRequest(
             options.max_total_tokens,
             options.mem_fraction_static,
             options.page_size,
             options.max_running_requests * (self.context_length + options.page_size - 1),
         )
-        self.max_total_tokens = choose_max_total_tokens(
-            request, self.layout.page_bytes, self._weight_bytes, device_memory(self.device), self.device.type
-        )
-        num_pages = self.max_total_tokens // options.page_size + 1
-        self.kv_region: KVRegion | None = None
-        if self.device.type == "cpu":
-            shared = options.disaggregation_transfer_backend == "shm"
-            self.kv_region = allocate_region(num_pages * self.layout.page_bytes, shared=shared)
-        buffer = None if self.kv_region is None else self.kv_region.buffer
-        self.pool = MHATokenToKVPool(self.layout, num_pages, self.device, buffer)
-        self.num_slots = num_pages * options.page_size
-        log.info(
-            "%s: %.2f GiB of weights, KV pool of %d tokens (%.2f GiB)",
-            options.model_path,
-            self._weight_bytes / 2**30,
-            self.max_total_tokens,
-            num_pages * self.layout.page_bytes / 2**30,
-        )
+        memory, weights = device_memory(self.device), self._weight_bytes
+        if self._ranks is not None:
+            # The host's other ranks may not have loaded theirs yet.
+            more = weights * (self._ranks.place.local_size - 1)
+            memory, weights = memory._replace(free=max(memory.free - more, 0)), weights + more
+        tokens = choose_max_total_tokens(request, self.layout.page_bytes, weights, memory, self.device.type)
+        return tokens // options.page_size + 1
+
+    def _room(self, options: ServerOptions) -> ExchangeRoom | None:
+        """For the longest pass there can be."""
+        if self.attention_backend != "cpu" or self.spec is None:
+            return None
+        from .kernels.ranks import ExchangeRoom
+
+        uncut = self.context_length if options.chunked_prefill_size == -1 else 0
+        prompts = max(options.max_prefill_tokens, uncut, LEAST_ROOM)
+        return ExchangeRoom(prompts + options.max_running_requests, self.spec.hidden_size, self.vocab_size)
+
+    def _identity(self, options: ServerOptions) -> str:
+        """What ranks on several hosts must have in common."""
+        served = (self.fingerprint, self.attention_backend, self.dtype, self.layout, self.context_length)
+        return repr((*served, options.max_running_requests, options.max_prefill_tokens, options.chunked_prefill_size))
 
     def _clear_begun_pages(self, batch: ForwardBatch) -> None:
         """Zero the pages that this pass begins and does not fill.
@@ -262,11 +332,22 @@ class ModelRunner:
         self.load_seconds[what] = self.load_seconds.get(what, 0.0) + time.monotonic() - begin
 
 
+def _kept(spec: ModelSpec, ranks: HostRanks | None) -> HasKV:
+    if ranks is None:
+        return spec
+    begin, end = ranks.pool_heads(spec)
+    return KVShape(spec.num_layers, end - begin, spec.head_dim)
+
+
 def refuse_for_transformers(options: ServerOptions) -> None:
     """Raise ``UnsupportedModel`` for what a model by transformers' own class can't have."""
     if options.attention_backend == "cpu":
         raise UnsupportedModel(
             "--attention-backend cpu: the CPU kernels can't run a model by transformers' own class (--model-impl)"
+        )
+    if options.tp_size > 1:
+        raise UnsupportedModel(
+            f"--tp-size {options.tp_size}: a model by transformers' own class (--model-impl) can't be divided"
         )
     if options.quantization not in ("auto", "none"):
         raise UnsupportedModel(

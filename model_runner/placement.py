@@ -52,7 +52,8 @@ class Placement(NamedTuple):
     """``cpus``: the core of each of the ``threads`` compute threads, None for no binding. ``allowed``: all cores.
 
     ``home``: the cores that the compute threads stay on. ``node``: the NUMA node of all of these, None where there is
-    one node or they lie on several. ``reason``: why so, for people.
+    one node or they lie on several. ``reason``: why so, for people. ``sharers``: processes that compute on these cores
+    at once, with as many threads each.
     """
 
     threads: int
@@ -62,11 +63,12 @@ class Placement(NamedTuple):
     node: int | None
     quota: float | None
     reason: str
+    sharers: int = 1
 
     @property
     def is_crowded(self) -> bool:
         """Whether the compute threads can't all run at once."""
-        return self.threads > len(self.home) or (self.quota is not None and self.threads > self.quota)
+        return self.threads * self.sharers > len(self.home) or (self.quota is not None and self.threads > self.quota)
 
     @property
     def spin_us(self) -> int:

@@ -1,22 +1,23 @@
 """The model worker process: owns the device, runs the scheduler's steps, moves KV pages.
 
-Life: channels open → threads placed → model loads → warm-up → steps timed → ``WorkerReady`` → steps and what is to be
-sent of them, in the order they come, until the process is ended. With nothing to do it commits KV memory ahead and then
-sleeps in its channel. A step's result is sent as soon as it is known (``step_queue.py``); transfers run in the engine's
-own thread, which reports through a channel end of its own. What concerns KV that others send comes by another channel,
-and waits for no step.
+Life: channels open → model loads (``start_model.py``) → warm-up → steps timed → ``WorkerReady`` → steps and what is to
+be sent of them, in the order they come, until the process is ended. With nothing to do it commits KV memory ahead and
+then sleeps in its channel. A step's result is sent as soon as it is known (``step_queue.py``); transfers run in the
+engine's own thread, which reports through a channel end of its own. What concerns KV that others send comes by another
+channel, and waits for no step.
+
+Of several tensor-parallel ranks this is the first. The others run ``tensor_parallel/process.py``; it tells them each
+step, and knows the scheduler alone.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
-
-import msgspec
 
 from ..disaggregation.errors import TransferError
 from ..messages.base import unpack_i32
@@ -34,12 +35,11 @@ from ..messages.worker import (
 )
 from ..model_files.errors import ModelError, UnsupportedModel
 from ..runtime.child import ChildContext, start_child
-from ..runtime.collector import uncollected
 from ..runtime.cpu_list import PlacementError
 from ..runtime.machine.memory import host_memory
-from ..runtime.machine.topology import read_machine
-from .placement import Placement, bind_compute_threads, confine, floating, machine_use, plan_placement, yield_cores
+from .placement import Placement, floating
 from .prefault import MARGIN_BYTES, MARGIN_SHARE, PoolPrefault
+from .start_model import RankChannels, freeze, open_followers, start_model
 
 if TYPE_CHECKING:
     from ..disaggregation.transfer.engine import TransferEngine
@@ -68,7 +68,7 @@ def main() -> NoReturn:
     receiver: Receiver[WorkerCommand] = Receiver(ctx.zmq_ctx, ctx.address("worker"), ToWorker)
     events = Sender(ctx.zmq_ctx, ctx.address("worker_events"))
     try:
-        worker = load(ctx)
+        worker = load(ctx, open_followers(ctx))
     except (ModelError, PlacementError, TransferError) as e:
         sys.exit(f"model worker: {e}")
     events.send(_ready_message(worker))
@@ -77,49 +77,29 @@ def main() -> NoReturn:
         serve_frame(receiver, events, worker)
 
 
-def load(ctx: ChildContext) -> Worker:
-    """Place the threads, load the model, warm it up; raises ``ModelError`` or ``PlacementError``."""
+def load(ctx: ChildContext, followers: Sequence[Sender] = ()) -> Worker:
+    """Load the model, warm it up; raises ``ModelError``, ``PlacementError`` or ``TransferError``.
+
+    ``followers``: channels of the other tensor-parallel ranks on this host.
+    """
     options = ctx.options
-    begin = time.monotonic()
-    placement = plan_placement(options.threads, options.cpus, read_machine())
-    machine = machine_use(placement, host_memory())
-    log.info("%s", machine.reason)
-    confine(placement)
-    yield_cores(options.compute_nice or 0)
-    # torch comes in here and not before, since OpenMP settles on its cores when it is loaded.
-    with uncollected():
-        import torch
+    started = start_model(ctx, RankChannels(followers))
+    from .measure_steps import measure_steps
+    from .step_queue import StepQueue
+    from .warm_up import warm_up
 
-        from .kernels.build import choose_level
-        from .measure_steps import measure_steps
-        from .model_runner import ModelRunner
-        from .step_queue import StepQueue
-        from .step_runner import StepRunner
-        from .warm_up import warm_up
-
-    bind_compute_threads(placement)
-    imported = time.monotonic()
-    model = ModelRunner(options, placement.spin_us, placement.cpus)
-    if model.attention_backend == "cpu":
-        # The kernels have threads of their own. Torch's would spin on the same cores after each of the few small
-        # operations that are left to it.
-        torch.set_num_threads(1)
-        machine = msgspec.structs.replace(machine, kernel_level=choose_level().name)
-    steps = StepRunner(model, options.max_running_requests)
-    engine = _start_engine(ctx, model, placement)
+    model, steps = started.model, started.steps
+    engine = _start_engine(ctx, model, started.placement)
     loaded = time.monotonic()
     warm_up(steps, options.max_running_requests, model.context_length, options.page_size)
-    # What lives now lives as long as the process. Frozen, it is never walked again, which keeps the collector's pauses
-    # to microseconds: a full collection over torch's and the model's objects takes tens of milliseconds, in mid-stream.
-    gc.collect()
-    gc.freeze()
+    freeze()
     # Behind the freeze, as the steps of requests will be.
     measured = measure_steps(steps, options.max_running_requests, model.context_length, options.page_size)
-    seconds = {"imports": imported - begin, **model.load_seconds, "warm_up": time.monotonic() - loaded}
+    seconds = {**started.seconds, "warm_up": time.monotonic() - loaded}
     margin = min(MARGIN_BYTES, host_memory().free // MARGIN_SHARE)
     prefault = PoolPrefault(model.kv_region, model.layout.page_bytes // options.page_size, host_memory, margin)
     queue = StepQueue(steps, engine, ahead=0 if model.device.type == "cpu" else 1)
-    return Worker(model, queue, engine, prefault, machine, seconds, measured)
+    return Worker(model, queue, engine, prefault, started.machine, seconds, measured)
 
 
 def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worker) -> None:

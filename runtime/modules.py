@@ -6,12 +6,20 @@ Names alone: the supervisor starts modules and imports none of them.
 from __future__ import annotations
 
 from .options import ServerOptions
+from .ranks import WORKER, places
 
 
 def process_modules(options: ServerOptions) -> dict[str, str]:
     """The module of each process of an instance with these options, by the process's name, in the order of starting."""
+    workers = {
+        name: "pdserve.model_runner.process" if name == WORKER else "pdserve.model_runner.tensor_parallel.process"
+        for name in places(options)
+    }
+    if options.node_rank:
+        # The first host has everything that requests go through.
+        return workers
     modules = {
-        "worker": "pdserve.model_runner.process",
+        **workers,
         "tokenizer": "pdserve.server.tokenizer_process",
         "scheduler": "pdserve.disaggregation.handover.process" if options.hands_over else "pdserve.scheduler.process",
         "detokenizer": "pdserve.detokenizer.process",

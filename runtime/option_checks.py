@@ -21,6 +21,8 @@ AT_LEAST_ONE = (
     "stream_interval",
     "threads",
     "context_length",
+    "tp_size",
+    "nnodes",
 )
 ABOVE_ZERO = (
     "schedule_conservativeness",
@@ -48,6 +50,7 @@ def check_options(options: ServerOptions) -> None:
         *_cluster(options),
         *_memory(options),
         *_schedule(options),
+        *_ranks(options),
     ]
     if complaints:
         raise OptionError("\n".join(complaints))
@@ -177,3 +180,32 @@ def _schedule(options: ServerOptions) -> Iterator[str]:
             "--schedule-policy lpm orders requests by their cached prefix, and --disable-radix-cache keeps none: "
             "drop one of the two"
         )
+
+
+def _ranks(options: ServerOptions) -> Iterator[str]:
+    size, nodes, node, address = options.tp_size, options.nnodes, options.node_rank, options.dist_init_addr
+    if options.pp_size != 1:
+        yield (
+            f"--pp-size {options.pp_size}: there is no pipeline parallelism here: prefill and decode instances already "
+            "work on different requests at once, and --tp-size divides a model that is too large for one host"
+        )
+    if size < 1 or nodes < 1:
+        return
+    if size % nodes:
+        yield f"--tp-size {size} does not divide among --nnodes {nodes}: every host has as many ranks"
+    if not 0 <= node < nodes:
+        yield f"--node-rank is {node}: it must be 0 to {nodes - 1}, as --nnodes is {nodes}"
+    if nodes > 1 and address is None:
+        yield "--nnodes above 1 needs --dist-init-addr HOST:PORT, an address of the first host that the others reach"
+    try:
+        if len(addresses("--dist-init-addr", address)) > 1:
+            yield f"--dist-init-addr is {address}: it is one HOST:PORT"
+    except ValueError as e:
+        yield str(e)
+    if nodes > 1 and options.hands_over:
+        yield (
+            "--nnodes above 1 leaves each host a part of the KV, and a hand-over takes it from one place: give an "
+            "instance that exchanges KV all of its ranks on one host (--nnodes 1)"
+        )
+    if options.threads is not None and options.threads % max(size // nodes, 1):
+        yield f"--threads {options.threads} does not divide among the {size // nodes} ranks of a host"

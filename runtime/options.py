@@ -159,6 +159,19 @@ class ServerOptions:
     cpus
         Cores that the model worker's threads are bound to, like "0,2-3"; default: bound to none, they float over those
         that --threads counts.
+    tp_size
+        Tensor-parallel ranks, each a process with a part of every layer; --threads and --cpus are of all on this host,
+        and divided among them. Where the host has as many NUMA nodes, each rank takes one.
+    nnodes
+        Hosts that the ranks are on, as many on each. Every host runs this command with a --node-rank of its own; the
+        first one answers.
+    node_rank
+        Which of them this is, from 0.
+    dist_init_addr
+        HOST:PORT on the first of several hosts, where the others meet it. Nothing there is encrypted or asks for a
+        secret, and they open other ports as well: a network between them that nobody else is in.
+    pp_size
+        Accepted for SGLang's command lines, as 1: pipeline parallelism is not there.
     compute_nice
         Niceness of the model worker's compute threads, 0 to 19: the higher, the sooner other processes get their cores.
         Default: 0, and 10 for a prefill that `pdserve up` starts beside decodes on a CPU.
@@ -242,6 +255,11 @@ class ServerOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     cpus: str | None = None
+    tp_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str | None = None
+    pp_size: int = 1
     compute_nice: int | None = None
     attention_backend: Literal["auto", "cpu", "torch"] = "auto"
     random_seed: int = 0

@@ -40,6 +40,7 @@ from .cluster_secret import addresses
 from .logs import configure_logging
 from .modules import process_modules
 from .options import ServerOptions
+from .ranks import is_worker
 from .web.ports import check_port_free
 
 log = logging.getLogger(__name__)
@@ -100,12 +101,13 @@ class Supervisor:
         self._install_signals()
         failure, code, grace = "", 0, STOP_GRACE
         try:
-            check_address(self.options.host, self.options.port, "--port")
+            if self._answers:
+                check_address(self.options.host, self.options.port, "--port")
             self._start_children()
             self._wait_until_ready()
             if self._signalled is None:
                 self._watch()
-            if self._signalled is signal.SIGTERM and all(c.ready for c in self.children):
+            if self._signalled is signal.SIGTERM and self._answers and all(c.ready for c in self.children):
                 self._drain()
         except InstanceFailed as e:
             failure, code, grace = str(e), 1, FAILURE_GRACE
@@ -121,6 +123,11 @@ class Supervisor:
         else:
             log.info("stopped")
         return code
+
+    @property
+    def _answers(self) -> bool:
+        """Of an instance on several hosts, the first does."""
+        return not self.options.node_rank
 
     def _install_signals(self) -> None:
         self._signal_write.setblocking(False)
@@ -149,7 +156,7 @@ class Supervisor:
     def _environment(self, name: str) -> dict[str, str]:
         """OpenMP reads its settings from the environment, before any code of ours runs in the child."""
         env = dict(os.environ)
-        if name == "worker":
+        if is_worker(name):
             # Idle team threads soon sleep instead of spinning on cores that others need; a short spin bridges the gap
             # between two layers, where waking a sleeping thread would cost more than it saves.
             env.update({"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "OPENBLAS_NUM_THREADS": "1"})
@@ -169,14 +176,23 @@ class Supervisor:
                     f"not ready after {limit:.0f} s: {missing}; raise --startup-timeout if loading takes long"
                 )
             self._turn(deadline - time.monotonic())
-        log.info(
-            "ready after %.1f s: %s instance on http://%s:%d serves %s",
-            time.monotonic() - self.started,
-            self.options.disaggregation_mode,
-            self.options.host,
-            self.options.port,
-            self.options.model_name,
-        )
+        options, seconds = self.options, time.monotonic() - self.started
+        if self._answers:
+            log.info(
+                "ready after %.1f s: %s instance on http://%s:%d serves %s",
+                seconds,
+                options.disaggregation_mode,
+                options.host,
+                options.port,
+                options.model_name,
+            )
+        else:
+            log.info(
+                "ready after %.1f s: computes a part of %s, with %s",
+                seconds,
+                options.model_name,
+                options.dist_init_addr,
+            )
 
     def _watch(self) -> None:
         while self._signalled is None:

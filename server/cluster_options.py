@@ -69,6 +69,9 @@ class ClusterOptions(ServerOptions):
     disaggregation_control_port: Annotated[int, Parameter(parse=False)] = 0
     disaggregation_data_port: Annotated[int, Parameter(parse=False)] = 0
     advertise_host: Annotated[str | None, Parameter(parse=False)] = None
+    nnodes: Annotated[int, Parameter(parse=False)] = 1
+    node_rank: Annotated[int, Parameter(parse=False)] = 0
+    dist_init_addr: Annotated[str | None, Parameter(parse=False)] = None
 
     def check(self) -> None:
         """Raise ``ClusterOptionsError`` when this cluster can't work."""

@@ -161,7 +161,9 @@ def share_cores(options: ClusterOptions, machine: Machine, instances: int) -> tu
         why = ", ".join(choice.notes)
     fed: list[int | None] = [None] * instances
     if quota is not None and quota < sum(map(len, nodes)):
-        fed = [max(1, threads) for threads in split_evenly(int(quota), instances)]
+        # As many for each rank.
+        ranks = options.tp_size
+        fed = [max(1, threads // ranks) * ranks for threads in split_evenly(int(quota), instances)]
         why += f", {quota_note(quota)} divided"
         if options.cpus is None:
             # A quota is what a host's guests have that don't own its cores: each guest that bound its threads would
@@ -169,9 +171,10 @@ def share_cores(options: ClusterOptions, machine: Machine, instances: int) -> tu
             return [CoreShare(None, options.threads or threads) for threads in fed], why
     shares = []
     for cores, most in zip(split_nodes(nodes, instances), fed, strict=True):
-        threads = options.threads or (most and min(most, len(cores)))
+        threads = options.threads or (most and max(min(most, len(cores)), options.tp_size))
         # More threads than cores of its own: the instance floats over all of them.
-        shares.append(CoreShare(format_cores(cores) if (threads or 1) <= len(cores) else None, threads))
+        fits = (threads or options.tp_size) <= len(cores)
+        shares.append(CoreShare(format_cores(cores) if fits else None, threads))
     return shares, why
 
 

@@ -95,3 +95,11 @@ def _allocate_shared(nbytes: int) -> KVRegion:
         os.close(fd)
         raise
     return KVRegion(buffer, nbytes, fd)
+
+
+def map_region(fd: int, nbytes: int) -> KVRegion:
+    """A shared region that another process of this host has reserved; ``fd`` is ours. Raises ``RegionError``."""
+    try:
+        return KVRegion(mmap.mmap(fd, nbytes), nbytes, fd)
+    except (OSError, ValueError) as e:
+        raise RegionError(f"the KV pool of {nbytes / 2**30:.2f} GiB can't be mapped: {e}") from e

@@ -23,8 +23,8 @@ BLOCK_SLOTS = 16
 """``kBlockSlots`` of kv_blocks.h: a page is made of whole blocks, or is a part of one."""
 
 
-def pool_view(pool: MHATokenToKVPool, heads: tuple[int, int] | None = None) -> KVPoolView:
-    """The pool as the kernels see it, or ``[begin, end)`` of its heads; the caller keeps ``pool`` alive.
+def pool_view(pool: MHATokenToKVPool) -> KVPoolView:
+    """The pool as the kernels see it; the caller keeps ``pool`` alive.
 
     Raises ``ValueError`` where they can't.
     """
@@ -38,7 +38,7 @@ def pool_view(pool: MHATokenToKVPool, heads: tuple[int, int] | None = None) -> K
         raise ValueError(f"the CPU attention kernel reads KV in blocks, not in the order {layout.order!r}")
     if layout.page_size % BLOCK_SLOTS and BLOCK_SLOTS % layout.page_size:
         raise ValueError(f"pages of {layout.page_size} slots can't be made of blocks of {BLOCK_SLOTS} or fewer")
-    begin, end = heads or (0, layout.kv_heads)
+    begin, end = pool.heads
     return KVPoolView(
         pool.data.data_ptr() + begin * layout.page_size * layout.head_dim * pool.dtype.itemsize,
         NATIVE_DTYPES[pool.dtype],

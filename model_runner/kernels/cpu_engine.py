@@ -17,7 +17,7 @@ from ..layers.linear import Linear
 from ..layers.rotary import RotaryEmbedding
 from ..loader.quantized_blocks import HEAD_NAMES, BlockSource
 from ..models.decoder import Decoder, Layer
-from .native_engine import LinearKind, NativeEngine, NormKind
+from .native_engine import LinearKind, NativeEngine, NormKind, Ranks
 from .rope_tables import RopeTables
 from .structs import WeightPart
 from .team import Team
@@ -34,10 +34,18 @@ class CpuEngine(NativeEngine):
     Linear layers take their weights from ``blocks`` where it has them, and from the model elsewhere.
     """
 
-    def __init__(self, model: Decoder, pool: MHATokenToKVPool, team: Team, blocks: BlockSource | None = None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        pool: MHATokenToKVPool,
+        team: Team,
+        blocks: BlockSource | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """``ranks``: whom it computes the model with, of which ``model``, ``pool`` and ``blocks`` are its own part."""
         spec, cpu = model.spec, torch.device("cpu")
         ropes = [RotaryEmbedding(rope, spec.head_dim, dtype=torch.float32, device=cpu) for rope in spec.ropes]
-        super().__init__(spec, model.embed_tokens.dtype, RopeTables(ropes, spec.head_dim), pool, team)
+        super().__init__(spec, model.embed_tokens.dtype, RopeTables(ropes, spec.head_dim), pool, team, ranks)
         self._blocks = blocks
         self.weight_bytes = 0
         """What the linear layers' weights take, as a decode step reads them."""

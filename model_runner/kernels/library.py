@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_int32, c_int64, c_uint32, c_void_p
 from enum import IntEnum
 from functools import cache
 
@@ -86,7 +86,9 @@ def _declare(library: ctypes.CDLL) -> None:
             (POINTER(ModelOps), POINTER(LayerOps), POINTER(KVPoolView), c_int32, c_void_p, c_void_p),
         ),
         ("pds_ranks_bytes", c_int64, (c_int32, c_int64, c_int64)),
-        ("pds_ranks_new", c_void_p, (c_void_p, c_int32, c_int32, c_int64)),
+        ("pds_ranks_new", c_void_p, (c_void_p, c_int32, c_int32, c_int64, c_int32, c_void_p)),
+        ("pds_ranks_part", c_void_p, (c_void_p, c_uint32, c_int32)),
+        ("pds_ranks_logits", c_void_p, (c_void_p,)),
         ("pds_ranks_free", None, (c_void_p,)),
         ("pds_engine_free", None, (c_void_p,)),
         ("pds_engine_set_linear", c_int32, (c_void_p, c_int32, c_int64, c_int64, POINTER(WeightPart), c_void_p)),

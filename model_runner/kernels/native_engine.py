@@ -71,13 +71,13 @@ class NativeEngine:
         team: Team,
         ranks: Ranks | None = None,
     ) -> None:
-        """``ranks``: whom it computes the model with, of which ``spec`` is its own part; ``pool`` is one for all."""
+        """``ranks``: whom it computes the model with, of which ``spec`` and ``pool`` are its own part."""
         self._library = load_library()
         self._ranks = ranks
         self._vocab_size = spec.vocab_size
         self.ropes, self.pool, self.team = ropes, pool, team
         lowered = lower(spec, dtype, None if ranks is None else ranks.shard.vocab)
-        view = pool_view(pool, None if ranks is None else ranks.shard.kv_heads())
+        view = pool_view(pool)
         group = None if ranks is None else ranks.group.handle
         handle = self._library.pds_engine_new(
             lowered.model, lowered.layers, view, NATIVE_DTYPES[dtype], team.handle, group
@@ -85,6 +85,8 @@ class NativeEngine:
         if handle is None:
             raise MemoryError("no memory for the engine's activations")
         self.handle = handle
+        self.most_tokens = None if ranks is None else ranks.group.room.tokens
+        """Of a pass, None for any number."""
         self.close = weakref.finalize(self, self._library.pds_engine_free, handle)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -95,8 +97,7 @@ class NativeEngine:
         ids, positions = batch.input_ids.numpy(), batch.positions.numpy()
         if not 0 <= ids.min() <= ids.max() < self._vocab_size:
             raise IndexError(f"token ids reach from {ids.min()} to {ids.max()}")
-        if self._ranks is not None and len(ids) > self._ranks.group.tokens:
-            raise MemoryError(f"a pass of {len(ids)} tokens, the ranks have room for {self._ranks.group.tokens}")
+        self.check_size(len(ids))
         self.ropes.reserve(int(positions.max()) + 1)
         entries = pass_entries(batch)
         wanted = batch.logit_indices.shape[0]
@@ -119,6 +120,11 @@ class NativeEngine:
         if self._library.pds_engine_forward(self.handle, args) != 0:
             raise MemoryError(f"no memory for a pass of {len(ids)} tokens")
         return logits
+
+    def check_size(self, tokens: int) -> None:
+        """Raise ``MemoryError`` for a pass that the ranks have no room for."""
+        if self.most_tokens is not None and tokens > self.most_tokens:
+            raise MemoryError(f"a pass of {tokens} tokens, the ranks have room for {self.most_tokens}")
 
     def weight_bytes_read(self) -> dict[LinearKind, int]:
         """Bytes of weights that all threads together read in the last pass."""

@@ -69,6 +69,7 @@ class NativeSteps:
             return None
         if any(len(a) != 4 * entries for a in per_entry) or any(len(a) != 4 * tokens for a in per_token):
             return None
+        self._engine.check_size(tokens)
         ropes = self._engine.ropes
         counter = None if done is None else done.address
         count = self._run(

@@ -1,7 +1,9 @@
 """What the tensor-parallel ranks of a host share: the memory in which the CPU engines add up their parts of a sum.
 
-Rank 0 makes it, and the others map it by its descriptor. It is a memfd: it has no name, and is gone with the last rank.
-Room for the longest pass is reserved, and memory is taken as passes first need it.
+The host's lead makes it, and its other ranks map it by its descriptor. It is a memfd: it has no name, and is gone with
+the last rank. Room for the longest pass is reserved, and memory is taken as passes first need it.
+
+Shapes: R ranks, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -10,30 +12,82 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections.abc import Callable
+from ctypes import CFUNCTYPE, c_int32, c_int64, c_uint32
+from enum import IntEnum
+from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from ...runtime.ranks import RankPlace
 from .library import load_library
 
 PANEL = 32
 """``kPanel`` of linear.h: rows of the residual are padded to it."""
+FLOAT_BYTES = 4
+
+
+class Exchange(IntEnum):
+    """``Exchange`` of rank_group.h, but for what is not carried between hosts."""
+
+    PARTS = 0
+    LOGITS = 1
+
+
+class ExchangeRoom(NamedTuple):
+    """Passes have up to ``tokens`` tokens, of ``hidden`` and ``vocab`` elements."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+
+    @property
+    def part_floats(self) -> int:
+        """Of one rank's part of a sum."""
+        return self.tokens * (-(-self.hidden // PANEL) * PANEL)
+
+
+Carry = Callable[[Exchange, int, int], None]
+"""Brings what this host's ranks have written to the others, and theirs here: what, the number of the exchange, and the
+floats of a part or the rows of logits. It must not raise."""
+_CARRY = CFUNCTYPE(None, c_int32, c_uint32, c_int64)
 
 
 class NativeRanks:
-    """Rank ``rank`` of ``size``; passes have up to ``tokens`` tokens, of ``hidden`` and ``vocab`` elements.
+    """What the rank at ``place`` has of it.
 
-    ``fd``: of memory that rank 0 has made, whose own is None. Raises ``OSError`` where there is no memory.
+    ``fd``: of memory that the lead has made, whose own is None. ``carry``: the lead's, where there are other hosts.
+    Raises ``OSError`` where there is no memory.
     """
 
-    def __init__(self, rank: int, size: int, tokens: int, hidden: int, vocab: int, fd: int | None = None) -> None:
-        library = load_library()
-        self.rank, self.size, self.tokens = rank, size, tokens
-        part_floats = tokens * (-(-hidden // PANEL) * PANEL)
-        nbytes = library.pds_ranks_bytes(size, part_floats, tokens * vocab)
+    def __init__(self, place: RankPlace, room: ExchangeRoom, fd: int | None = None, carry: Carry | None = None) -> None:
+        self._library = library = load_library()
+        self.place, self.room = place, room
+        nbytes = library.pds_ranks_bytes(place.size, room.part_floats, room.tokens * room.vocab)
         self.fd = os.memfd_create("pdserve-ranks", os.MFD_CLOEXEC) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, nbytes)
         self._memory = mmap.mmap(self.fd, nbytes)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self.handle: int | None = library.pds_ranks_new(address, rank, size, part_floats)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._carry = _CARRY() if carry is None else _CARRY(lambda what, *rest: carry(Exchange(what), *rest))
+        self.handle: int | None = library.pds_ranks_new(
+            self._address, place.rank, place.size, room.part_floats, place.local_size, self._carry
+        )
         if self.handle is None:
             raise MemoryError
         self.close = weakref.finalize(self, library.pds_ranks_free, self.handle)
+
+    def parts(self, exchange: int, count: int) -> Tensor:
+        """All ranks' parts in an exchange, of so many floats each: [R, count] float32."""
+        first, second = (self._library.pds_ranks_part(self.handle, exchange, rank) for rank in (0, 1))
+        stride = (second - first) // FLOAT_BYTES
+        return self._floats(first, self.place.size * stride).view(self.place.size, stride)[:, :count]
+
+    def logits(self, rows: int) -> Tensor:
+        """[rows, V] float32."""
+        begin = self._library.pds_ranks_logits(self.handle)
+        return self._floats(begin, rows * self.room.vocab).view(rows, self.room.vocab)
+
+    def _floats(self, address: int, count: int) -> Tensor:
+        return torch.frombuffer(self._memory, dtype=torch.float32, count=count, offset=address - self._address)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...model_files.errors import InvalidWeights
 from ...model_files.rope_order import row_order
+from ...model_files.sharding import Slice
 from ...model_files.spec import ModelSpec
 from ...model_files.tensor_names import HEAD, find_parts, is_not_needed
 from ...runtime.progress import ProgressLog
+from .samples import sample
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +52,31 @@ def as_ours(spec: ModelSpec, name: str, tensor: Tensor) -> Iterator[tuple[str, T
         yield part.name, values
 
 
-def load_weights(weights: dict[str, Tensor], source: WeightSource) -> None:
-    """Copy ``source`` into ``weights`` (name → view), casting; raises ``InvalidWeights`` unless they match exactly."""
-    missing = dict(weights)
-    progress = ProgressLog(log, "loading the weights", sum(view.nbytes for view in weights.values()))
+class Target(NamedTuple):
+    """What takes a tensor: ``view``, all of it or ``part``, of the ``shape`` that the checkpoint should have."""
+
+    view: Tensor
+    shape: torch.Size
+    part: Slice | None = None
+
+    def take(self, tensor: Tensor) -> None:
+        """Copy it, or the part, casting. Rows that are not taken are never read from a file that is mapped."""
+        if self.part is None:
+            self.view.copy_(tensor)
+        elif self.part.size:
+            self.view.copy_(tensor.narrow(self.part.axis, self.part.begin, self.part.size))
+        else:
+            self.view.zero_()
+
+
+def load_weights(targets: Mapping[str, Target], source: WeightSource) -> dict[str, bytes]:
+    """Fill ``targets`` (by name) from ``source``; raises ``InvalidWeights`` unless they match exactly.
+
+    Returns what tells each tensor from others, whatever part of it was taken; see ``samples.py``.
+    """
+    missing = dict(targets)
+    samples = {}
+    progress = ProgressLog(log, "loading the weights", sum(target.view.nbytes for target in targets.values()))
     for name, tensor in source.tensors():
         target = missing.pop(name, None)
         if target is None:
@@ -62,7 +86,9 @@ def load_weights(weights: dict[str, Tensor], source: WeightSource) -> None:
             raise InvalidWeights(f"the checkpoint holds {name!r}, which its config does not account for")
         if target.shape != tensor.shape:
             raise InvalidWeights(f"{name!r} has shape {list(tensor.shape)}, the config means {list(target.shape)}")
-        target.copy_(tensor)
-        progress.advance(target.nbytes)
+        target.take(tensor)
+        samples[name] = sample(name, tensor, target.view.dtype)
+        progress.advance(target.view.nbytes)
     if missing:
         raise InvalidWeights(f"the checkpoint lacks {len(missing)} tensors, {next(iter(missing))!r} among them")
+    return samples

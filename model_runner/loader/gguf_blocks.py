@@ -5,14 +5,19 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
+from gguf import GGML_QUANT_SIZES
 from torch import Tensor
 
 from ...model_files.errors import InvalidWeights
+from ...model_files.sharding import Axis, Shard, Slice
 from ...model_files.spec import ModelSpec
 from .gguf_weights import GGUFMatrix, GGUFWeights
 from .quantized_blocks import FORMATS, HEAD_NAMES, BlockSource, BlockWeight
@@ -28,20 +33,22 @@ PANEL = 32
 class GGUFBlocks(BlockSource):
     """The matrices of a file whose kinds the kernels know. The file stays open as long as this lives."""
 
-    def __init__(self, path: Path, spec: ModelSpec) -> None:
+    def __init__(self, path: Path, spec: ModelSpec, shard: Shard | None = None) -> None:
+        """``shard``: of which rank; the blocks are its part of the model ``spec``."""
+        self._shard = shard
         self._matrices = GGUFWeights(path, spec).matrices()
         self._served = {group: self._can_serve(group) for group in linear_layers(spec)}
         names = {name for group, served in self._served.items() if served for name in group}
         # A tied head is multiplied with as blocks, but the table of embeddings beside it is read by the row.
         self.left_out = frozenset(names & self._matrices.keys() - {HEAD_NAMES[1]})
-        self.nbytes = sum(self._matrices[name].rows.nbytes for name in self.left_out)
+        self.nbytes = sum(self._nbytes(name, self._matrices[name]) for name in self.left_out)
 
     def find(self, names: Sequence[str], weight: Tensor) -> list[BlockWeight] | None:
         """See the base class; a tied head is found under the embedding's name."""
         if not self._served[tuple(names)]:
             return None
-        matrices = [self._matrix(name) for name in names]
-        return [BlockWeight(FORMATS[m.kind], np.ascontiguousarray(m.ordered_rows)) for m in matrices]
+        matrices = [(name, self._matrix(name)) for name in names]
+        return [BlockWeight(FORMATS[m.kind], np.ascontiguousarray(self._part(name, m))) for name, m in matrices]
 
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
         """See the base class."""
@@ -64,20 +71,21 @@ class GGUFBlocks(BlockSource):
         served, others = Counter[str](), Counter[str]()
         nbytes = cost = 0
         for group, is_served in self._served.items():
-            for matrix in map(self._matrix, filter(self._has, group)):
+            for name, matrix in ((name, self._matrix(name)) for name in filter(self._has, group)):
                 if is_served:
                     served[matrix.kind.name] += 1
-                    nbytes += matrix.rows.nbytes
+                    nbytes += self._nbytes(name, matrix)
                 elif matrix.kind.name not in UNQUANTISED:
                     others[matrix.kind.name] += 1
-                    cost += matrix.shape[0] * matrix.shape[1] * dtype.itemsize - matrix.rows.nbytes
-        name, table = str(dtype).removeprefix("torch."), self._matrices[HEAD_NAMES[1]]
+                    as_floats = matrix.shape[0] * matrix.shape[1] * dtype.itemsize
+                    cost += int((as_floats - matrix.rows.nbytes) * self._share(name, matrix))
+        floats, table = str(dtype).removeprefix("torch."), self._matrices[HEAD_NAMES[1]]
         line = (
             f"linear layers as the file's own blocks: {_listing(served)}, {nbytes / 2**20:.1f} MiB; the table of "
-            f"embeddings in {name}: {table.shape[0] * table.shape[1] * dtype.itemsize / 2**20:.1f} MiB"
+            f"embeddings in {floats}: {table.shape[0] * table.shape[1] * dtype.itemsize / 2**20:.1f} MiB"
         )
         if others:
-            line += f"; dequantised to {name}: {_listing(others)}, {cost / 2**20:.1f} MiB more than as blocks"
+            line += f"; dequantised to {floats}: {_listing(others)}, {cost / 2**20:.1f} MiB more than as blocks"
         log.log(logging.WARNING if others else logging.INFO, "%s", line)
 
     def _matrix(self, name: str) -> GGUFMatrix:
@@ -92,9 +100,38 @@ class GGUFBlocks(BlockSource):
         matrices = [self._matrix(name) for name in group]
         if any(matrix.kind not in FORMATS for matrix in matrices):
             return False
+        if any(not self._is_whole(name, matrix) for name, matrix in zip(group, matrices, strict=True)):
+            return False
         # Queries, keys and values have panels of their own; a gate's output shares one with what it is multiplied by.
         mixed = len({matrix.kind for matrix in matrices}) > 1
-        return not mixed or (len(group) == 3 and all(matrix.shape[0] % PANEL == 0 for matrix in matrices))
+        rows = [matrix.shape[0] * self._share(name, matrix) for name, matrix in zip(group, matrices, strict=True)]
+        return not mixed or (len(group) == 3 and all(count % PANEL == 0 for count in rows))
+
+    def _slice(self, name: str) -> Slice | None:
+        return None if self._shard is None else self._shard.slice_of(name)
+
+    def _share(self, name: str, matrix: GGUFMatrix) -> Fraction:
+        """This rank's of the matrix."""
+        part = self._slice(name)
+        return Fraction(1) if part is None else Fraction(part.size, matrix.shape[part.axis])
+
+    def _nbytes(self, name: str, matrix: GGUFMatrix) -> int:
+        return int(matrix.rows.nbytes * self._share(name, matrix))
+
+    def _is_whole(self, name: str, matrix: GGUFMatrix) -> bool:
+        """Whether this rank's part of the columns begins and ends between blocks."""
+        part, block = self._slice(name), GGML_QUANT_SIZES[matrix.kind][0]
+        return part is None or part.axis is Axis.ROWS or part.begin % block == part.end % block == 0
+
+    def _part(self, name: str, matrix: GGUFMatrix) -> npt.NDArray[Any]:
+        """This rank's rows, or its blocks of each."""
+        part, rows = self._slice(name), matrix.ordered_rows
+        if part is None:
+            return rows
+        if part.axis is Axis.ROWS:
+            return rows[part.begin : part.end]
+        block, nbytes = GGML_QUANT_SIZES[matrix.kind]
+        return rows[:, part.begin // block * nbytes : part.end // block * nbytes]
 
 
 def linear_layers(spec: ModelSpec) -> Iterator[tuple[str, ...]]:

@@ -13,36 +13,50 @@ import xxhash
 from torch import Tensor
 
 from ...model_files.model_path import ModelSource
+from ...model_files.sharding import Shard
 from ...model_files.spec import ModelSpec
-from .base import WeightSource, load_weights
+from ..models.decoder import Decoder
+from .base import Target, WeightSource, load_weights
 from .dummy_weights import DummyWeights
 from .quantized_blocks import BlockSource
-from .samples import spread
+from .samples import sample
 
 
 def load_model_weights(
-    weights: dict[str, Tensor],
+    weights: Mapping[str, Tensor],
     source: ModelSource,
     spec: ModelSpec,
     load_format: Literal["auto", "dummy"],
     seed: int,
     blocks: BlockSource | None = None,
-) -> None:
+    shard: Shard | None = None,
+) -> dict[str, bytes]:
     """Fill ``weights`` (name → view) from ``source``, or at random; raises ``InvalidWeights``, ``UnsupportedModel``.
 
     What ``blocks`` has in the place of floats is checked and left as it is: memory that was never written takes none.
+    ``shard``: whose part of the model ``spec`` the weights are. Returns the tensors' samples, for ``fingerprint``.
     """
+    shapes = {name: view.shape for name, view in _whole(weights, spec, shard).items()}
     left_out: frozenset[str] = frozenset()
     if blocks is not None:
-        blocks.check({name: view.shape for name, view in weights.items()})
+        blocks.check(shapes)
         left_out = blocks.left_out
-    wanted = {name: view for name, view in weights.items() if name not in left_out}
+    targets = {
+        name: Target(view, shapes[name], None if shard is None else shard.slice_of(name))
+        for name, view in weights.items()
+        if name not in left_out
+    }
     with torch.inference_mode():
-        load_weights(wanted, _open_source(wanted, source, spec, load_format, seed, left_out))
+        return load_weights(targets, _open_source(targets, source, spec, load_format, seed, left_out))
+
+
+def _whole(weights: Mapping[str, Tensor], spec: ModelSpec, shard: Shard | None) -> Mapping[str, Tensor]:
+    """The tensors of all ranks together, by name: without values."""
+    return weights if shard is None else Decoder(spec, torch.float32, torch.device("meta")).weights()
 
 
 def _open_source(
-    weights: dict[str, Tensor],
+    targets: Mapping[str, Target],
     source: ModelSource,
     spec: ModelSpec,
     load_format: str,
@@ -50,7 +64,7 @@ def _open_source(
     left_out: frozenset[str],
 ) -> WeightSource:
     if load_format == "dummy":
-        return DummyWeights({name: view.shape for name, view in weights.items()}, seed)
+        return DummyWeights({name: target.shape for name, target in targets.items()}, seed)
     if source.kind == "gguf":
         from .gguf_weights import GGUFWeights
 
@@ -61,25 +75,26 @@ def _open_source(
 
 
 def fingerprint(
-    spec: ModelSpec, weights: dict[str, Tensor], quantization: str = "none", blocks: BlockSource | None = None
+    spec: ModelSpec, samples: Mapping[str, bytes], quantization: str = "none", blocks: BlockSource | None = None
 ) -> str:
     """16 hex digits that two instances share if they serve the same weights in the same type, rounded alike.
 
-    ``weights`` that ``blocks`` has in the place of floats count as those blocks.
+    ``samples``: of the tensors (``load_model_weights``), but for those that ``blocks`` has in the place of floats.
 
     Hashes the model and ``SAMPLES`` values spread over each tensor: enough to tell checkpoints apart, in milliseconds.
     How long a sequence is served does not count, but what follows from it does (longrope's factors), and neither do the
-    names of the tensors in the files.
+    names of the tensors in the files, or how many ranks share them.
     """
     digest = xxhash.xxh3_64(msgspec.json.encode(asdict(replace(spec, context_length=0, tensors={}))))
     if quantization != "none":
         digest.update(quantization.encode())
-    for name in sorted(weights):
-        if blocks is not None and name in blocks.left_out:
+    as_blocks = frozenset[str]() if blocks is None else blocks.left_out
+    for name in sorted(samples.keys() | as_blocks):
+        if blocks is not None and name in as_blocks:
             digest.update(name.encode())
             blocks.sample(name, digest)
         else:
-            _sample(name, weights[name], digest)
+            digest.update(samples[name])
     return str(digest.hexdigest())
 
 
@@ -90,15 +105,5 @@ def foreign_fingerprint(config: Mapping[str, Any], weights: Mapping[str, Tensor]
     """
     digest = xxhash.xxh3_64(b"transformers" + json.dumps(config, sort_keys=True, default=str).encode())
     for name in sorted(weights):
-        _sample(name, weights[name], digest)
+        digest.update(sample(name, weights[name], weights[name].dtype))
     return str(digest.hexdigest())
-
-
-def _sample(name: str, tensor: Tensor, digest: xxhash.xxh3_64) -> None:
-    digest.update(f"{name}{list(tensor.shape)}{tensor.dtype}".encode())
-    if tensor.numel() == 0:
-        return
-    view = tensor.reshape(-1) if tensor.dim() < 2 else tensor.flatten(0, -2)
-    rows = spread(view.shape[0])
-    sample = view[rows] if view.dim() == 1 else view[rows, spread(view.shape[1])]
-    digest.update(sample.contiguous().view(torch.uint8).cpu().numpy().tobytes())

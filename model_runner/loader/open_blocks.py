@@ -8,17 +8,22 @@ import torch
 
 from ...model_files.errors import UnsupportedModel
 from ...model_files.model_path import ModelSource
+from ...model_files.sharding import Shard
 from ...model_files.spec import ModelSpec
 from .gguf_blocks import GGUFBlocks
 from .quantized_blocks import BlockSource, RoundedBlocks
 
 
 def open_blocks(
-    quantization: Literal["gguf", "int8", "int4"], source: ModelSource, spec: ModelSpec, dtype: torch.dtype
+    quantization: Literal["gguf", "int8", "int4"],
+    source: ModelSource,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    shard: Shard | None = None,
 ) -> BlockSource:
     """What ``--quantization`` means for the model at ``source``; raises ``UnsupportedModel``.
 
-    ``dtype``: what dense weights have.
+    ``dtype``: what dense weights have. ``shard``: of which rank, where the model is shared by several.
     """
     if quantization == "int8":
         return RoundedBlocks(8)
@@ -26,6 +31,6 @@ def open_blocks(
         return RoundedBlocks(4)
     if source.kind != "gguf":
         raise UnsupportedModel("--quantization gguf serves the blocks of a .gguf file; use int8 or int4 for this model")
-    blocks = GGUFBlocks(source.path, spec)
+    blocks = GGUFBlocks(source.path, spec, shard)
     blocks.log_summary(dtype)
     return blocks

@@ -12,3 +12,14 @@ SAMPLES = 64
 def spread(size: int) -> Tensor:
     """``SAMPLES`` indices over ``size``, by a prime step, so that rows and columns don't move in lockstep."""
     return torch.from_numpy(np.arange(SAMPLES, dtype=np.int64) * 7919 % size)
+
+
+def sample(name: str, tensor: Tensor, dtype: torch.dtype) -> bytes:
+    """What tells ``tensor``, as ``dtype``, from others of its name."""
+    told = f"{name}{list(tensor.shape)}{dtype}".encode()
+    if tensor.numel() == 0:
+        return told
+    view = tensor.reshape(-1) if tensor.dim() < 2 else tensor.flatten(0, -2)
+    rows = spread(view.shape[0])
+    found = view[rows] if view.dim() == 1 else view[rows, spread(view.shape[1])]
+    return told + found.to(dtype).contiguous().view(torch.uint8).cpu().numpy().tobytes()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...model_files.sharding import Slice
 from ...model_files.spec import AttentionSpec, MLPSpec, ModelSpec, NormSpec, QKNorm
 from ...model_files.tensor_names import EMBEDDING, HEAD, NORM
 from ..attention.base import AttentionBackend
@@ -17,6 +18,7 @@ from ..kernels.reference import gate_and_mul, linear, rope
 from ..layers.linear import Linear
 from ..layers.rms_norm import RMSNorm
 from ..layers.rotary import RotaryEmbedding, Rotation
+from ..tensor_parallel.group import RankGroup, alone
 
 
 class Attention:
@@ -82,13 +84,16 @@ class MLP:
 class Layer:
     """One decoder layer. Its norms are None where the family has none."""
 
-    def __init__(self, model: ModelSpec, layer: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, model: ModelSpec, layer: int, ranks: RankGroup, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         spec, hidden = model.layers[layer], model.hidden_size
 
         def norm(norm_spec: NormSpec | None) -> RMSNorm | None:
             return None if norm_spec is None else RMSNorm(hidden, norm_spec, device=device)
 
         self.spec = spec
+        self._ranks = ranks
         self.before_attention, self.after_attention = norm(spec.before_attention), norm(spec.after_attention)
         self.before_mlp, self.after_mlp = norm(spec.before_mlp), norm(spec.after_mlp)
         self.attention = Attention(spec.attention, layer, hidden, dtype=dtype, device=device)
@@ -96,9 +101,10 @@ class Layer:
 
     def forward(self, x_TN: Tensor, rotation: Rotation | None, attention: AttentionBackend) -> None:
         """Apply the layer to ``x_TN`` in place."""
-        attended = self.attention.forward(_normalised(self.before_attention, x_TN), rotation, attention)
+        part = self.attention.forward(_normalised(self.before_attention, x_TN), rotation, attention)
+        attended = self._ranks.sum(part)
         x_TN.add_(_normalised(self.after_attention, attended), alpha=self.spec.residual_scale)
-        more = self.mlp.forward(_normalised(self.before_mlp, x_TN))
+        more = self._ranks.sum(self.mlp.forward(_normalised(self.before_mlp, x_TN)))
         x_TN.add_(_normalised(self.after_mlp, more), alpha=self.spec.residual_scale)
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
@@ -119,12 +125,22 @@ class Layer:
 class Decoder:
     """The model. Its weights are uninitialised until a loader has filled ``weights()``."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        vocab: Slice | None = None,
+        ranks: RankGroup = alone,
+    ) -> None:
+        """``vocab``: a rank's rows of the head; ``ranks``: whom it adds its parts up with (``spec`` is its own)."""
         self.spec = spec
+        self.ranks = ranks
         self.embed_tokens = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
-        self.layers = [Layer(spec, i, dtype=dtype, device=device) for i in range(spec.num_layers)]
+        self.layers = [Layer(spec, i, ranks, dtype=dtype, device=device) for i in range(spec.num_layers)]
         self.norm = RMSNorm(spec.hidden_size, spec.final_norm, device=device)
-        self.lm_head = self.embed_tokens if spec.tied_head else torch.empty_like(self.embed_tokens)
+        table = self.embed_tokens if spec.tied_head else torch.empty_like(self.embed_tokens)
+        self.lm_head = table if vocab is None else table[vocab.begin : vocab.end]
         self._rotaries = [RotaryEmbedding(r, spec.head_dim, dtype=dtype, device=device) for r in spec.ropes]
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
@@ -140,7 +156,7 @@ class Decoder:
             if batch.done is not None and x_TN.device.type == "cpu":
                 batch.done.advance(i + 1)
         x_LN = self.norm.forward(x_TN.index_select(0, batch.logit_indices))
-        logits = linear(x_LN, self.lm_head, None).float()
+        logits = self.ranks.join(linear(x_LN, self.lm_head, None).float())
         if self.spec.logit_scale != 1.0:
             logits.mul_(self.spec.logit_scale)
         if self.spec.logit_softcap is not None:

@@ -203,9 +203,11 @@ def pd_pair(
         servers = []
         for i, mode in enumerate(("prefill", "decode")):
             own = ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", backend]
-            own += ["--disaggregation-bootstrap-port", str(bootstrap), *ONE_THREAD]
-            own += ["--cpus", str(cores[i % len(cores)])]
-            own += prefill_args if mode == "prefill" else decode_args
+            own += ["--disaggregation-bootstrap-port", str(bootstrap)]
+            more = prefill_args if mode == "prefill" else decode_args
+            if "--tp-size" not in more:
+                own += [*ONE_THREAD, "--cpus", str(cores[i % len(cores)])]
+            own += more
             env = {**os.environ, **prefill_env} if prefill_env and mode == "prefill" else None
             servers.append(stack.enter_context(launched(tmp, mode, "server", *own, *args, env=env)))
         prefill, decode = servers

@@ -174,6 +174,17 @@ def test_a_bad_command_line_is_refused(argv: list[str], says: str, capsys: pytes
         ({"api_key": ""}, "--api-key is empty"),
         ({"chat_template": "/nowhere.jinja"}, "no such file"),
         ({"random_seed": -1}, "--random-seed"),
+        ({"tp_size": 0}, "--tp-size is 0"),
+        ({"tp_size": 2, "threads": 3}, "--threads 3 does not divide among the 2 ranks"),
+        ({"tp_size": 3, "nnodes": 2, "dist_init_addr": "a:1"}, "--tp-size 3 does not divide among --nnodes 2"),
+        ({"tp_size": 2, "nnodes": 2}, "needs --dist-init-addr"),
+        ({"tp_size": 2, "nnodes": 2, "node_rank": 2, "dist_init_addr": "a:1"}, "it must be 0 to 1"),
+        ({"dist_init_addr": "a"}, "--dist-init-addr a: give HOST:PORT"),
+        (
+            {"tp_size": 2, "nnodes": 2, "dist_init_addr": "a:1", "disaggregation_mode": "decode"},
+            "leaves each host a part of the KV",
+        ),
+        ({"pp_size": 2}, "no pipeline parallelism"),
     ],
 )
 def test_options_that_cannot_work_are_refused_with_what_to_do(changes: dict[str, Any], says: str) -> None:
@@ -185,6 +196,7 @@ def test_options_that_cannot_work_are_refused_with_what_to_do(changes: dict[str,
 def test_defaults_and_usual_combinations_pass() -> None:
     check_options(ServerOptions())
     check_options(ServerOptions(port=8998, cpus="0,2-3", mem_fraction_static=0.5, max_total_tokens=16))
+    check_options(ServerOptions(tp_size=4, nnodes=2, node_rank=1, dist_init_addr="[::1]:29500", threads=4))
 
 
 @pytest.mark.parametrize("command", RUNNERS)

@@ -57,6 +57,13 @@ def test_a_quota_divides_named_cores_no_further():
     assert shares(ClusterOptions(), machine(2, quota=2.0))[0] == [("0", None), ("1", None)]
 
 
+def test_ranks_of_an_instance_share_its_cores():
+    assert shares(ClusterOptions(tp_size=2), machine(8))[0] == [("0-3", None), ("4-7", None)]
+    assert shares(ClusterOptions(tp_size=2), machine(2))[0] == [(None, None), (None, None)]
+    assert shares(ClusterOptions(tp_size=2), machine(8, quota=6.0))[0] == [(None, 2), (None, 2)]
+    assert shares(ClusterOptions(tp_size=2, threads=2), machine(8))[0] == [("0-3", 2), ("4-7", 2)]
+
+
 def test_nodes_without_a_guest_are_left_out():
     assert split_nodes([[0, 1], [2, 3, 4]], 1) == [[2, 3, 4]]
     assert split_nodes([[0], [1]], 3) == [[0], [0], [1]]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from support.rank_threads import make_ranks, together
 
 from pdserve.benchmark.random_gguf import Size, kinds_of, write_random_gguf
 from pdserve.model_files.errors import InvalidWeights
@@ -106,6 +107,21 @@ def test_each_kind_is_near_the_dequantised_torch_model(tmp_path: Path, kind: Kin
     path = write(tmp_path / "m.gguf", kinds_of(kind.name, SIZE.layers))
     exact = run(make_runner(path, dtype="float32", attention_backend="torch"))
     assert noise(run(make_runner(path, dtype="float32", quantization="gguf")), exact) < 0.03
+
+
+@pytest.mark.parametrize("mix", list(MIXES))
+def test_ranks_have_blocks_where_they_can_be_divided(tmp_path: Path, mix: str) -> None:
+    """Of 256 weights each: half of down_proj's columns are whole blocks, half of o_proj's aren't."""
+    path = write(tmp_path / "m.gguf", MIXES[mix])
+    exact = run(make_runner(path, dtype="float32", attention_backend="torch"))
+    options = {"device": "cpu", "max_total_tokens": 256, "dtype": "float32", "quantization": "gguf"}
+    ranks = make_ranks(2, ServerOptions(model_path=str(path), **options))
+    assert 1e-4 < noise(together(ranks, run), exact) < 0.03
+    whole = make_runner(path, dtype="float32", quantization="gguf")
+    served = sum(runner.step_weight_bytes for runner in ranks)
+    dense_o = SIZE.layers * SIZE.hidden**2 * torch.float32.itemsize
+    assert whole.step_weight_bytes < served < whole.step_weight_bytes + dense_o
+    assert len({runner.fingerprint for runner in ranks}) == 1
 
 
 def test_blocks_are_the_default_and_a_dtype_dequantises(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,9 @@ from pdserve.model_files.spec import AttentionSpec, ModelSpec, QKNorm
 from pdserve.model_runner.kernels.build import BuildError
 from pdserve.model_runner.kernels.library import load_library
 from pdserve.model_runner.kernels.native_engine import LinearKind, Ranks
-from pdserve.model_runner.kernels.ranks import NativeRanks
+from pdserve.model_runner.kernels.ranks import Exchange, ExchangeRoom, NativeRanks
+from pdserve.model_runner.kv_pool import MHATokenToKVPool
+from pdserve.runtime.ranks import RankPlace
 from tests.unit.test_kernels_layers import PASSES, SPECS, Engine, LayerTensors, Model, make_model
 
 try:
@@ -91,15 +94,25 @@ def part_of(model: Model, own: Shard) -> Model:
     return Model(own.spec, model.embedding, layers, model.final_norm)
 
 
+def room(spec: ModelSpec) -> ExchangeRoom:
+    return ExchangeRoom(TOKENS, spec.hidden_size, spec.vocab_size)
+
+
+def of_heads(whole: MHATokenToKVPool, own: Shard) -> MHATokenToKVPool:
+    """The same memory, as a rank has it."""
+    pool = MHATokenToKVPool(whole.layout, len(whole.data), whole.data.device, heads=own.kv_heads())
+    pool.data = whole.data
+    return pool
+
+
 def make_ranks(model: Model, size: int, threads: int = 1) -> list[Engine]:
     spec = model.spec
     shards = [shard(spec, rank, size) for rank in range(size)]
-    sizes = (size, TOKENS, spec.hidden_size, spec.vocab_size)
-    first = NativeRanks(0, *sizes)
-    groups = [first, *(NativeRanks(rank, *sizes, fd=os.dup(first.fd)) for rank in range(1, size))]
-    pool = Engine.make_pool(spec, model.embedding.dtype)
+    first = NativeRanks(RankPlace(0, size), room(spec))
+    groups = [first, *(NativeRanks(RankPlace(rank, size), room(spec), os.dup(first.fd)) for rank in range(1, size))]
+    whole = Engine.make_pool(spec, model.embedding.dtype)
     return [
-        Engine(part_of(model, own), threads, pool=pool, ranks=Ranks(own, group))
+        Engine(part_of(model, own), threads, pool=of_heads(whole, own), ranks=Ranks(own, group))
         for own, group in zip(shards, groups, strict=True)
     ]
 
@@ -150,6 +163,50 @@ def test_a_pass_is_the_same_bits_each_time() -> None:
             assert all(torch.equal(one[place], two[place]) for place in one)
 
 
+class Cable:
+    """Carries between two hosts whose leads are threads of this process, as gloo would."""
+
+    def __init__(self) -> None:
+        self.groups: list[NativeRanks] = []
+        self.carried: set[Exchange] = set()
+        self._both = threading.Barrier(2)
+
+    def carry(self, what: Exchange, exchange: int, count: int) -> None:
+        """Of the lead that comes last: both have written then."""
+        self.carried.add(what)
+        if self._both.wait() == 0:
+            first, second = self.groups
+            if what is Exchange.PARTS:
+                one, two = first.parts(exchange, count), second.parts(exchange, count)
+                one[2:], two[:2] = two[2:], one[:2]
+            else:
+                half = first.room.vocab // 2
+                one, two = first.logits(count), second.logits(count)
+                one[:, half:], two[:, :half] = two[:, half:], one[:, :half]
+        self._both.wait()
+
+
+@pytest.mark.parametrize("name", ["plain", "norms on both sides"])
+def test_ranks_of_two_hosts_give_the_bits_of_one(name: str) -> None:
+    model, cable = make_model(SHARED[name], torch.float32), Cable()
+    spec = model.spec
+    engines = []
+    for rank in range(4):
+        place = RankPlace(rank, 4, nodes=2)
+        fd = os.dup(cable.groups[-1].fd) if place.local else None
+        group = NativeRanks(place, room(spec), fd, None if place.local else cable.carry)
+        if not place.local:
+            cable.groups.append(group)
+            whole = Engine.make_pool(spec, torch.float32)
+        own = shard(spec, rank, 4)
+        engines.append(Engine(part_of(model, own), 1, pool=of_heads(whole, own), ranks=Ranks(own, group)))
+    together = make_ranks(model, 4)
+    for entries in PASSES:
+        found, expected = run_all(engines, entries), run_all(together, entries)
+        assert all(torch.equal(found[place], logits) for place, logits in expected.items())
+    assert cable.carried == {Exchange.PARTS, Exchange.LOGITS}
+
+
 def test_a_pass_that_is_too_long_is_refused() -> None:
     ranks = make_ranks(make_model(SHARED["plain"], torch.float32), 2)
     with pytest.raises(MemoryError, match="room for 512"):
@@ -160,7 +217,7 @@ def test_ranks_are_processes(tmp_path: Path) -> None:
     """The proof that came first: rank 1 is another process, which maps what rank 0 has made."""
     model = make_model(SHARED["plain"], torch.float32)
     alone, spec = Engine(model, 1), model.spec
-    group = NativeRanks(0, 2, TOKENS, spec.hidden_size, spec.vocab_size)
+    group = NativeRanks(RankPlace(0, 2), room(spec))
     pool_file = tmp_path / "pool"
     nbytes = Engine.make_pool(spec, torch.float32).data.nbytes
     pool_file.write_bytes(bytes(nbytes))
@@ -172,7 +229,7 @@ def test_ranks_are_processes(tmp_path: Path) -> None:
         assert follower.stdout.readline() == b"ready\n"
         own = shard(spec, 0, 2)
         pool = Engine.make_pool(spec, torch.float32, pool_file)
-        leader = Engine(part_of(model, own), 1, pool=pool, ranks=Ranks(own, group))
+        leader = Engine(part_of(model, own), 1, pool=of_heads(pool, own), ranks=Ranks(own, group))
         for entries in PASSES:
             assert_same(leader.run(entries), alone.run(entries), 2e-5)
         assert follower.wait(20) == 0
@@ -187,9 +244,9 @@ def follow(pool_file: str, fd: int) -> None:
     """Rank 1 of the test above."""
     model = make_model(SHARED["plain"], torch.float32)
     own = shard(model.spec, 1, 2)
-    group = NativeRanks(1, 2, TOKENS, model.spec.hidden_size, model.spec.vocab_size, fd)
+    group = NativeRanks(RankPlace(1, 2), room(model.spec), fd)
     pool = Engine.make_pool(model.spec, torch.float32, Path(pool_file))
-    engine = Engine(part_of(model, own), 1, pool=pool, ranks=Ranks(own, group))
+    engine = Engine(part_of(model, own), 1, pool=of_heads(pool, own), ranks=Ranks(own, group))
     print("ready", flush=True)
     for entries in PASSES:
         engine.run(entries)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import gguf
 import numpy as np
@@ -14,11 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from pdserve.model_files.errors import InvalidWeights
 from pdserve.model_files.model_path import ModelSource
+from pdserve.model_files.sharding import shard
 from pdserve.model_files.spec import ModelSpec, RopeType
 from pdserve.model_files.spec_reader import read_spec
 from pdserve.model_files.tensor_names import GGUF_LAYER
 from pdserve.model_runner.layers.rotary import inverse_frequencies
 from pdserve.model_runner.loader.load import fingerprint, load_model_weights
+from pdserve.model_runner.loader.samples import sample
 from pdserve.model_runner.models.decoder import Decoder
 
 SHAPE = {
@@ -46,7 +49,9 @@ GLOBAL = {
 PARTS = {ours[0]: theirs for theirs, ours in GGUF_LAYER.items() if len(ours) == 1}
 
 
-def load(source: ModelSource, load_format: str = "auto", seed: int = 0) -> tuple[ModelSpec, dict[str, torch.Tensor]]:
+def load(
+    source: ModelSource, load_format: Literal["auto", "dummy"] = "auto", seed: int = 0
+) -> tuple[ModelSpec, dict[str, torch.Tensor]]:
     spec = read_spec(source)
     weights = Decoder(spec, torch.float32, torch.device("cpu")).weights()
     load_model_weights(weights, source, spec, load_format, seed)
@@ -157,8 +162,8 @@ def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
     source = save_hf("qwen3", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     spec, first = load(source, "dummy", seed=1)
-    prints = [fingerprint(spec, load(source, "dummy", seed)[1]) for seed in (1, 2)]
-    assert prints[0] == fingerprint(spec, first)
+    prints = [printed(spec, load(source, "dummy", seed)[1]) for seed in (1, 2)]
+    assert prints[0] == printed(spec, first)
     assert prints[0] != prints[1]
     assert 0.015 < first["layers.0.up_proj.weight"].std() < 0.025
     assert torch.equal(first["norm.weight"], torch.ones(64))
@@ -166,10 +171,30 @@ def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
 
 def test_fingerprint_follows_every_tensor_the_type_and_the_config(tmp_path: Path) -> None:
     spec, weights = load(save_hf("qwen2", tmp_path))
-    base = fingerprint(spec, weights)
+    base = printed(spec, weights)
     assert len(base) == 16
     for key in weights:
         changed = weights | {key: weights[key] + 1e-3}
-        assert fingerprint(spec, changed) != base, key
-    assert fingerprint(spec, {key: tensor.bfloat16() for key, tensor in weights.items()}) != base
-    assert fingerprint(read_spec(save_hf("qwen3", tmp_path)), weights) != base
+        assert printed(spec, changed) != base, key
+    assert printed(spec, {key: tensor.bfloat16() for key, tensor in weights.items()}) != base
+    assert printed(read_spec(save_hf("qwen3", tmp_path)), weights) != base
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_ranks_load_their_parts_and_know_the_whole(load_format: Literal["auto", "dummy"], tmp_path: Path) -> None:
+    source = save_hf("qwen2", tmp_path)
+    spec, whole = load(source, load_format)
+    for rank in range(2):
+        own = shard(spec, rank, 2)
+        weights = Decoder(own.spec, torch.float32, torch.device("cpu"), own.vocab).weights()
+        samples = load_model_weights(weights, source, spec, load_format, 0, shard=own)
+        assert fingerprint(spec, samples) == printed(spec, whole)
+        for name, tensor in weights.items():
+            part = own.slice_of(name)
+            expected = whole[name] if part is None else whole[name].narrow(part.axis, part.begin, part.size)
+            assert torch.equal(tensor, expected), name
+    assert any(own.slice_of(name) is not None for name in whole)
+
+
+def printed(spec: ModelSpec, weights: dict[str, torch.Tensor]) -> str:
+    return fingerprint(spec, {name: sample(name, tensor, tensor.dtype) for name, tensor in weights.items()})

@@ -11,8 +11,10 @@ import pytest
 from support.machine import limit
 
 from pdserve.model_runner.placement import CROWDED_SPIN_US, SPIN_US, plan_placement
+from pdserve.model_runner.tensor_parallel.rank_placement import plan_rank_placement
 from pdserve.runtime.cpu_list import PlacementError, format_cores, parse_cpus, parse_kernel_list
 from pdserve.runtime.machine.topology import Machine
+from pdserve.runtime.ranks import RankPlace
 
 FOUR = frozenset(range(4))
 
@@ -117,6 +119,39 @@ def test_who_has_too_few_cores_does_not_spin(threads, cpus, quota, crowded) -> N
     placement = plan_placement(threads, cpus, machine(quota=quota))
     assert placement.is_crowded == crowded
     assert placement.spin_us == (CROWDED_SPIN_US if crowded else SPIN_US)
+
+
+@pytest.mark.parametrize(
+    ("box", "threads", "cpus", "ranks", "threads_each", "homes"),
+    [
+        # A node each where there are as many, else as many cores each, wherever they are.
+        (machine(8, nodes=2), None, None, 2, 4, [{0, 1, 2, 3}, {4, 5, 6, 7}]),
+        (machine(4), None, None, 2, 2, [{0, 1}, {2, 3}]),
+        (machine(8, smt=2), None, None, 2, 2, [{0, 2}, {4, 6}]),
+        (machine(5), None, None, 2, 2, [{0, 1}, {2, 3}]),
+        (machine(4), 2, None, 2, 1, [{0, 1}, {2, 3}]),
+        (machine(8), None, "1-4", 2, 2, [{1, 2}, {3, 4}]),
+        (machine(4, quota=2.0), None, None, 2, 1, [{0, 1}, {2, 3}]),
+        (machine(8, nodes=2), None, None, 4, 2, [{0, 1}, {2, 3}, {4, 5}, {6, 7}]),
+    ],
+)
+def test_ranks_of_a_host_have_cores_of_their_own(box, threads, cpus, ranks, threads_each, homes) -> None:
+    placements = [plan_rank_placement(threads, cpus, box, RankPlace(rank, ranks)) for rank in range(ranks)]
+    assert [placement.home for placement in placements] == homes
+    assert {placement.threads for placement in placements} == {threads_each}
+    assert {placement.allowed for placement in placements} == {box.allowed}
+    assert not any(placement.is_crowded for placement in placements)
+    # Those of the second host are placed as those of the first.
+    assert plan_rank_placement(threads, cpus, box, RankPlace(ranks, 2 * ranks, nodes=2)) == placements[0]
+
+
+def test_more_ranks_than_cores_take_turns() -> None:
+    placements = [plan_rank_placement(None, None, machine(2), RankPlace(rank, 3)) for rank in range(3)]
+    assert {(p.threads, p.home, p.cpus, p.spin_us) for p in placements} == {(1, frozenset({0, 1}), None, 1)}
+    with pytest.raises(PlacementError, match="too few for 3 ranks"):
+        plan_rank_placement(None, "0-1", machine(2), RankPlace(0, 3))
+    with pytest.raises(PlacementError, match="each of 3 ranks needs one"):
+        plan_rank_placement(1, None, machine(2), RankPlace(0, 3))
 
 
 def test_a_quota_bounds_the_default_on_named_cores() -> None:

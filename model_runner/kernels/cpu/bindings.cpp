@@ -21,10 +21,17 @@ PDS_API int64_t pds_ranks_bytes(int32_t size, int64_t part_floats, int64_t logit
   return static_cast<int64_t>(RankGroup::bytes(size, part_floats, logits_floats));
 }
 
-// `memory`: zeroed, shared by all ranks.
-PDS_API void* pds_ranks_new(void* memory, int32_t rank, int32_t size, int64_t part_floats) {
-  return new (std::nothrow) RankGroup(memory, rank, size, part_floats);
+// `memory`: zeroed, shared by the `local` ranks of a host; `carry`: see rank_group.h.
+PDS_API void* pds_ranks_new(void* memory, int32_t rank, int32_t size, int64_t part_floats, int32_t local,
+                            Carry carry) {
+  return new (std::nothrow) RankGroup(memory, rank, size, part_floats, {local, carry});
 }
+
+PDS_API void* pds_ranks_part(void* ranks, uint32_t exchange, int32_t rank) {
+  return static_cast<RankGroup*>(ranks)->part(exchange, rank);
+}
+
+PDS_API void* pds_ranks_logits(void* ranks) { return static_cast<RankGroup*>(ranks)->logits(); }
 
 PDS_API void pds_ranks_free(void* ranks) { delete static_cast<RankGroup*>(ranks); }
 

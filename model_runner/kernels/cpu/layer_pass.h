@@ -89,7 +89,7 @@ class LayerPass {
     float* logits = ranks == nullptr ? args_.logits : ranks->logits();
     ops_.project_head(pass, normed + cell.rows.begin * stride, cell, logits);
     if (ranks == nullptr) return;
-    meet();
+    meet(Exchange::kLogits, pass.tokens);
     const int64_t vocab = state_.c.vocab;
     std::copy(logits + own.begin * vocab, logits + own.end * vocab, args_.logits + own.begin * vocab);
   }
@@ -97,7 +97,7 @@ class LayerPass {
   // At the end of a pass that wants no logits: its keys and values are in the pool, those of the other ranks too.
   void end_without_logits() {
     if (state_.ranks == nullptr) return;
-    meet();
+    meet(Exchange::kStored, 0);
     tell_stored(state_.c.layers - 1);
   }
 
@@ -108,9 +108,9 @@ class LayerPass {
   }
 
   // All threads of all ranks.
-  void meet() {
+  void meet(Exchange what, int64_t count) {
     state_.team.barrier();
-    if (tid_ == 0) state_.ranks->meet(state_.team.barrier_spin());
+    if (tid_ == 0) state_.ranks->meet(state_.team.barrier_spin(), what, exchange_, count);
     state_.team.barrier();
   }
 
@@ -158,7 +158,7 @@ class LayerPass {
       state_.team.barrier();
       if (!op.after.used) return;
     } else {
-      meet();
+      meet(Exchange::kParts, pass.tokens * state_.strides.x);
       ops_.add_parts(op, pass, exchange_++, own_rows(pass));
       if (!op.after.used) return state_.team.barrier();
     }

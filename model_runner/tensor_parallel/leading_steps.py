@@ -1,0 +1,44 @@
+"""Runs steps on this rank, and has the ranks that it leads run them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ...messages.channel import encode
+from ...messages.worker import ForwardStep
+from ...runtime.layers_done import LayersDone
+from ..step_runner import Launched, Model, StepRunner
+from .host_ranks import Lead
+from .watch import end_process
+from .world import World
+
+
+class LeadingSteps(StepRunner):
+    """A ``StepRunner`` that tells every step first: the other ranks compute it at the same time, and as they choose the
+    same tokens they need no answer.
+
+    Rank 0 tells its host and the leads of the others, and those their hosts. Also the steps of the start-up, which goes
+    by the clock of rank 0.
+    """
+
+    def __init__(self, model: Model, max_reqs: int, lead: Lead) -> None:
+        super().__init__(model, max_reqs)
+        self._lead = lead
+        place = lead.place
+        self._world = lead.world if place.rank == 0 and place.nodes > 1 else None
+
+    def launch(self, step: ForwardStep, done: LayersDone | None = None) -> Launched:
+        """See the base class."""
+        # Pages are pushed by rank 0, which sees every rank's heads.
+        told = msgspec.structs.replace(step, pushes=[]) if step.pushes else step
+        for follower in self._lead.followers:
+            follower.send(told)
+        if self._world is not None:
+            self._send(self._world, told)
+        return super().launch(step, done)
+
+    def _send(self, world: World, step: ForwardStep) -> None:
+        try:
+            world.send_frame(encode([step]))
+        except RuntimeError as e:
+            end_process("a step could not be sent to the other hosts: --node-rank 1 or another is gone", e)

@@ -1,0 +1,120 @@
+"""The ranks of several hosts, or of a torch model, as a world of torch.distributed, by gloo.
+
+What it opens asks nobody who they are: on one host it stays on the loopback interface; between hosts it takes the
+interface by which ``--dist-init-addr`` is reached.
+
+Each kind of talk has connections of its own, and threads don't share any:
+
+    model    sums of the torch model, every rank                    in the order of the passes
+    leads    what the hosts' leads carry over in a pass, and steps   in the order of the passes
+    watch    a word every few seconds between rank 0 and each lead   so that a death is noticed also while nothing runs
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...model_files.errors import UnsupportedModel
+from ...runtime.ranks import RankPlace
+from .torch_ranks import TorchRanks
+
+FOR_EVER = timedelta(days=100)
+"""An idle instance has no step for as long; that the other side lives, ``watch`` knows."""
+WATCH_SECONDS = 30.0
+"""Without a word for so long, a host is gone that no longer answers at all."""
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+class World:
+    """This rank's membership. Raises ``UnsupportedModel`` where the ranks don't find each other in time."""
+
+    def __init__(self, place: RankPlace, address: str | None, run_dir: Path, seconds: float) -> None:
+        """``address``: where several hosts meet; ``run_dir``: where the processes of one do."""
+        self.place = place
+        meeting = f"file://{run_dir}/ranks" if address is None else f"tcp://{address}"
+        os.environ.setdefault(_INTERFACE, _interface(address))
+        try:
+            dist.init_process_group("gloo", meeting, timedelta(seconds=seconds), world_size=place.size, rank=place.rank)
+            leads = [node * place.local_size for node in range(place.nodes)]
+            self.model = _made(dist.new_group(timeout=FOR_EVER))
+            self.leads = dist.new_group(leads, timeout=FOR_EVER)
+            self.watch = dist.new_group(leads, timeout=timedelta(seconds=WATCH_SECONDS))
+        except (RuntimeError, ValueError) as e:
+            raise UnsupportedModel(
+                f"rank {place.rank} of {place.size} did not meet the others at {address or 'this host'} within "
+                f"{seconds:.0f} s: start all {place.nodes} hosts with the same --tp-size, --nnodes and "
+                f"--dist-init-addr, one with each --node-rank ({_first_line(e)})"
+            ) from e
+
+    def torch_ranks(self, vocab: int) -> TorchRanks:
+        """For a torch model."""
+        return TorchRanks(self.model, vocab)
+
+    def gather(self, own: Tensor) -> list[Tensor]:
+        """What each host's lead gives, by its leads alone: of one size."""
+        parts = [torch.empty_like(own) for _ in range(self.place.nodes)]
+        dist.all_gather(parts, own, group=self.leads)
+        return parts
+
+    def broadcast(self, tensor: Tensor, node: int) -> None:
+        """From a host's lead to all others', in place."""
+        dist.broadcast(tensor, node * self.place.local_size, group=self.leads)
+
+    def send_frame(self, frame: bytes) -> None:
+        """From rank 0 to the leads of the other hosts."""
+        self.broadcast(torch.tensor([len(frame)]), 0)
+        self.broadcast(torch.frombuffer(bytearray(frame), dtype=torch.uint8), 0)
+
+    def recv_frame(self) -> bytes:
+        """What rank 0 sent; waits for it."""
+        size = torch.zeros(1, dtype=torch.int64)
+        self.broadcast(size, 0)
+        frame = torch.empty(int(size), dtype=torch.uint8)
+        self.broadcast(frame, 0)
+        return frame.numpy().tobytes()
+
+
+def _made(group: dist.ProcessGroup | object) -> dist.ProcessGroup:
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _interface(address: str | None) -> str:
+    """The name of the interface that leads to ``address``, HOST:PORT; None: to ourselves."""
+    if address is None:
+        return _named("127.0.0.1")
+    host, _, port = address.rpartition(":")
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            # Of a datagram socket: nothing is sent.
+            probe.connect(where)
+            return _named(probe.getsockname()[0])
+    except OSError as e:
+        raise UnsupportedModel(f"--dist-init-addr {address} can't be reached: {e.strerror}") from e
+
+
+def _named(address: str) -> str:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address.split("%")[0] == address for found in addresses):
+            return name
+    raise UnsupportedModel(f"no network interface has the address {address}; name one in {_INTERFACE}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]
+
+
+def leave() -> None:
+    """Part from the others in good order."""
+    with suppress(RuntimeError):
+        dist.destroy_process_group()

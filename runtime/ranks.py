@@ -1,0 +1,64 @@
+"""Which tensor-parallel ranks there are, where they run, and what their processes are called.
+
+Ranks are numbered over all hosts, as many on each. The first rank of a host is its lead: it has the memory that the
+host's ranks share, and passes them what is to be computed. Rank 0 leads the first host, and answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .options import ServerOptions
+
+WORKER = "worker"
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Rank ``rank`` of ``size``, on ``nodes`` hosts."""
+
+    rank: int = 0
+    size: int = 1
+    nodes: int = 1
+
+    @property
+    def local_size(self) -> int:
+        """Ranks on this host."""
+        return self.size // self.nodes
+
+    @property
+    def node(self) -> int:
+        """Which host this is."""
+        return self.rank // self.local_size
+
+    @property
+    def local(self) -> int:
+        """Which of the host's ranks this is."""
+        return self.rank % self.local_size
+
+    @property
+    def first(self) -> int:
+        """The host's lead."""
+        return self.node * self.local_size
+
+    @property
+    def followers(self) -> range:
+        """The host's other ranks."""
+        return range(self.first + 1, self.first + self.local_size)
+
+
+def places(options: ServerOptions) -> dict[str, RankPlace]:
+    """The ranks that an instance has on this host, by the names of their processes; the lead comes first."""
+    lead = RankPlace(options.node_rank * (options.tp_size // options.nnodes), options.tp_size, options.nnodes)
+    ranks = range(lead.first, lead.first + lead.local_size)
+    return {worker_name(rank): RankPlace(rank, options.tp_size, options.nnodes) for rank in ranks}
+
+
+def worker_name(rank: int) -> str:
+    """What the process of ``rank`` is called."""
+    return f"{WORKER}-{rank}" if rank else WORKER
+
+
+def is_worker(name: str) -> bool:
+    """Whether a process of this name computes."""
+    return name.split("-")[0] == WORKER

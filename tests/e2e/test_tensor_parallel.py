@@ -1,0 +1,136 @@
+"""Instances of several tensor-parallel ranks: the same answers as one rank's, also across a hand-over between unlike
+sizes, and one death for all.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.processes import ONE_THREAD, Launched, launched, pd_pair, wait_until
+from support.prompts import FOX, FRANCE, STACK
+from support.tiny_model import tiny_args
+
+TOKENS = 24
+TWO = ("--tp-size", "2")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "random": {"temperature": 0.9, "top_p": 0.95, "sampling_seed": 5},
+    "penalised": {"temperature": 0, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
+    "scored": {"temperature": 0, "logprobs": 2},
+}
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return tiny_args(tmp_path_factory.mktemp("model"))
+
+
+def prompts() -> list[list[int]]:
+    """Of very different lengths: less than a page, a few, and several chunks."""
+    return [[(7 * i * i + 13 * i + n) % 40000 + 10 for i in range(length)] for n, length in enumerate((5, 33, 90, 700))]
+
+
+def body(ids: list[int], setting: str) -> dict[str, Any]:
+    asked = dict(SETTINGS[setting])
+    more: dict[str, Any] = {}
+    if logprobs := asked.pop("logprobs", None):
+        more = {"return_logprob": True, "top_logprobs_num": logprobs, "logprob_start_len": 0}
+    return {"input_ids": ids, "sampling_params": asked | {"max_new_tokens": TOKENS, "ignore_eos": True}, **more}
+
+
+def answers(server: Launched) -> list[list[int]]:
+    """Of every prompt in every setting, all at once."""
+    asked = [body(ids, setting) for setting in SETTINGS for ids in prompts()]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        return [answer["output_ids"] for answer in pool.map(lambda b: server.generate(**b), asked)]
+
+
+@pytest.fixture(scope="module")
+def expected(model: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[int]]]:
+    with launched(tmp_path_factory.mktemp("alone"), "alone", "server", *model, *ONE_THREAD) as server:
+        server.wait_healthy()
+        found = answers(server)
+        assert len({tuple(ids) for ids in found}) > len(prompts())
+        yield found
+
+
+@pytest.mark.parametrize("engine", ["cpu", "torch"])
+def test_two_ranks_answer_as_one(engine: str, model: list[str], expected: list[list[int]], tmp_path: Path) -> None:
+    with launched(tmp_path, "two", "server", *model, *TWO, "--attention-backend", engine) as server:
+        server.wait_healthy()
+        assert {"worker", "worker-1"} <= server.family().keys()
+        assert answers(server) == expected
+        # And again, from the prefix cache.
+        assert answers(server) == expected
+        wait_until(lambda: server.info()["pool"]["in_use"] == 0, 10, "no slot in use")
+        assert server.info()["invariants"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("backend", "prefill", "decode"), [("tcp", (), TWO), ("shm", TWO, ()), ("tcp", TWO, ("--tp-size", "4"))]
+)
+def test_pairs_of_unlike_sizes(
+    backend: str, prefill: tuple[str, ...], decode: tuple[str, ...], model: list[str], expected: Any, tmp_path: Path
+) -> None:
+    with pd_pair(tmp_path, backend, *model, prefill_args=prefill, decode_args=decode) as pair:
+        assert answers(pair.router) == expected
+        # All of it was computed there, and came as pages.
+        assert pair.decode.info()["counters"]["prompt_tokens"] == 0
+        pair.assert_all_returned()
+
+
+def test_three_ranks_of_a_published_model(tmp_path: Path) -> None:
+    """SmolLM2 has nine heads, and three that keep KV. The file's own blocks are divided as well."""
+    asked = [
+        {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": TOKENS}} for text in (FRANCE, STACK, FOX)
+    ]
+    found = []
+    for name, args in (("one", ("--tp-size", "1", *ONE_THREAD)), ("three", ("--tp-size", "3"))):
+        with launched(tmp_path, name, "server", *args, "--dtype", "float32") as server:
+            server.wait_healthy()
+            found.append([server.generate(**b)["output_ids"] for b in asked])
+            fingerprint = server.info()["fingerprint"]
+    assert found[0] == found[1]
+    with launched(tmp_path, "blocks", "server", "--tp-size", "3") as server:
+        server.wait_healthy()
+        assert "Paris" in server.generate(**asked[0])["text"]
+        assert server.info()["fingerprint"] != fingerprint
+
+
+@pytest.mark.parametrize("victim", ["worker", "worker-1"])
+def test_the_death_of_a_rank_is_the_instances(victim: str, model: list[str], tmp_path: Path) -> None:
+    with launched(tmp_path, "two", "server", *model, *TWO) as server:
+        server.wait_healthy()
+        family = server.family()
+        family[victim].send_signal(signal.SIGKILL)
+        assert server.process is not None
+        wait_until(lambda: server.process is not None and server.process.poll() is not None, 5, "the instance ends")
+        assert server.process.returncode == 1
+        assert f"process {victim} was killed by SIGKILL; the instance stops" in server.log().splitlines()[-1]
+        assert not [process for process in family.values() if process.is_running() and not is_zombie(process)]
+
+
+def is_zombie(process: psutil.Process) -> bool:
+    return process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--tp-size", "3"), "--tp-size 3 does not divide the model's 4 query heads"),
+        (("--tp-size", "2", "--model-impl", "transformers"), "can't be divided"),
+    ],
+)
+def test_what_cant_be_divided_is_refused(args: tuple[str, ...], says: str, model: list[str], tmp_path: Path) -> None:
+    with launched(tmp_path, "refused", "server", *model, *args) as server:
+        assert server.process is not None
+        assert server.process.wait(60) == 1
+        assert says in server.log()

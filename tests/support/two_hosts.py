@@ -1,0 +1,101 @@
+"""One instance on two hosts of our own, against the same one on a single host: run inside a new network namespace.
+
+``python -m support.two_hosts MODEL ENGINE FOLDER``: MODEL are the arguments of ``tiny_args``, with commas in between.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from chaos.hosts import Host, hosts
+
+from support.processes import Launched, free_ports, wait_until
+
+PROMPTS = [[(7 * i * i + 13 * i + n) % 40000 + 10 for i in range(length)] for n, length in enumerate((5, 33, 300))]
+SAMPLINGS = ({"temperature": 0}, {"temperature": 0.9, "sampling_seed": 3})
+MEETING_PORT = 29500
+# Each has two ranks where there are two cores for both hosts.
+SIZE = 4
+
+
+def start(host: Host, node: int, lead: Host, args: list[str], folder: Path, nodes: int = 2) -> Launched:
+    """One host's part of the instance."""
+    port = free_ports(1)[0]
+    own = ["server", *args, "--host", host.address, "--port", str(port), "--tp-size", str(SIZE)]
+    if nodes > 1:
+        own += ["--nnodes", str(nodes), "--node-rank", str(node)]
+        own += ["--dist-init-addr", f"{lead.address}:{MEETING_PORT}"]
+    server = Launched(own, port, folder / f"host{node}-{nodes}.log", host=host.address, enter=host.enter)
+    server.start()
+    return server
+
+
+def ended(server: Launched) -> bool:
+    """Whether it has."""
+    return server.process is not None and server.process.poll() is not None
+
+
+def answers(server: Launched) -> list[list[int]]:
+    """Of every prompt."""
+    return [
+        server.generate(input_ids=ids, sampling_params=sampling | {"max_new_tokens": 16, "ignore_eos": True})[
+            "output_ids"
+        ]
+        for sampling in SAMPLINGS
+        for ids in PROMPTS
+    ]
+
+
+def main() -> None:
+    """See the module; ends with a traceback where anything is not as it should be."""
+    model, engine, folder = sys.argv[1].split(","), sys.argv[2], Path(sys.argv[3])
+    args = [*model, "--attention-backend", engine]
+    with ExitStack() as stack:
+        first, second = stack.enter_context(hosts(["first", "second"])).values()
+
+        both = list(enumerate((first, second)))
+
+        def together() -> tuple[Launched, Launched]:
+            servers = tuple(start(host, node, first, args, folder) for node, host in both)
+            for server in servers:
+                stack.callback(end, server)
+            servers[0].wait_healthy()
+            return servers[0], servers[1]
+
+        alone = start(first, 0, first, args, folder, nodes=1)
+        stack.callback(end, alone)
+        alone.wait_healthy()
+        expected = answers(alone)
+        end(alone)
+        lead, other = together()
+        assert answers(lead) == expected
+        # A rank of the other host: its own instance ends by name, and so does the first host's, though nothing runs.
+        other.family()["worker-3"].send_signal(signal.SIGKILL)
+        wait_until(lambda: ended(other) and ended(lead), 10, "both hosts end")
+        assert "process worker-3 was killed by SIGKILL" in other.log(), other.log()
+        assert "--node-rank 1 of the instance is gone" in lead.log(), lead.log()
+        lead, other = together()
+        lead.family()["worker-1"].send_signal(signal.SIGKILL)
+        wait_until(lambda: ended(other) and ended(lead), 10, "both hosts end")
+        assert "process worker-1 was killed by SIGKILL" in lead.log(), lead.log()
+        assert "--node-rank 0 of the instance is gone" in other.log(), other.log()
+        unlike = [start(host, node, first, [*args, "--page-size", str(16 << node)], folder) for node, host in both]
+        for server in unlike:
+            stack.callback(end, server)
+        wait_until(lambda: all(map(ended, unlike)), 60, "hosts that serve different things end")
+        for server in unlike:
+            assert "--node-rank 1 serves something else than --node-rank 0" in server.log(), server.log()
+    print("all as expected")
+
+
+def end(server: Launched) -> None:
+    """Stop it, if it has not ended."""
+    if not ended(server):
+        server.stop(signal.SIGINT)
+
+
+if __name__ == "__main__":
+    main()
