@@ -22,7 +22,7 @@ from support.web_server import Connection, web_server
 from pdserve.model_files import download_log
 from pdserve.model_files.download_log import DownloadLog
 from pdserve.model_runner.kernels import build
-from pdserve.model_runner.loader.base import WeightSource, load_weights
+from pdserve.model_runner.loader.base import Target, WeightSource, load_weights
 from pdserve.runtime import progress
 from pdserve.runtime.progress import ProgressLog
 
@@ -68,7 +68,8 @@ def test_loading_counts_bytes(said: Callable[[], list[str]]) -> None:
             yield "small", torch.ones(10)
             yield "big", torch.ones(30)
 
-    load_weights({"big": torch.empty(30), "small": torch.empty(10)}, Source())
+    sizes = {"big": torch.empty(30), "small": torch.empty(10)}
+    load_weights({name: Target(tensor, tensor.shape) for name, tensor in sizes.items()}, Source())
     assert said() == ["loading the weights: 25 % after 0 s"]
 
 
