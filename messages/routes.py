@@ -3,7 +3,7 @@
 HTTP ─▶ tokenizer ─▶ scheduler ─▶ worker, transfer   scheduler ─▶ detokenizer ─▶ http
                          ▲  ▲───── worker_events      ▲ tokenizer errors ─────▲
                          └──────── StopReq from the detokenizer
-                                                       worker ─▶ worker-1 … (other tensor-parallel ranks)
+                                                       worker ─▶ worker-1 … (other tensor-parallel ranks) ─▶ lead
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .moves import MigrateReq, MigrateResult, ReqArrived, ReqMoved
 from .outputs import ReqError, TextBatch, TokenBatch
 from .requests import AbortReq, GenerateReq, StopReq, TokenizeReq
 from .text import TextAnswer, TextQuestion
-from .worker import FollowerCommand, ReceiveCommand, WorkerCommand, WorkerEvent
+from .worker import FollowerCommand, RankLoaded, ReceiveCommand, WorkerCommand, WorkerEvent
 
 Question = Ping | FlushCacheReq | ServerInfoReq | TransfersReq | MigrateReq | RoleReq
 Answer = Pong | FlushCacheResult | ServerInfo | Transfers | MigrateResult | RoleResult
@@ -40,6 +40,7 @@ ToScheduler = GenerateReq | AbortReq | StopReq | Question | Drain
 ToWorker = WorkerCommand
 ToTransfer = ReceiveCommand
 ToFollower = FollowerCommand
+ToLead = RankLoaded
 ToSchedulerFromWorker = WorkerEvent
 ToDetokenizer = TokenBatch | ReqError | Moved | Answer | SchedulerMetrics | Drained
 ToHttp = TextBatch | ReqError | Moved | Answer | TextAnswer | SchedulerMetrics | Drained

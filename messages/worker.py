@@ -208,6 +208,13 @@ class StepResult(Message):
     bad_entries: list[int] = []
 
 
+class RankLoaded(Message):
+    """Another rank → the lead of its host: its weights are loaded, and take so many bytes."""
+
+    rank: int
+    weight_bytes: int
+
+
 class RankSetup(Message):
     """Lead → the other ranks of its host: memory that they share, by descriptors of process ``pid``.
 

@@ -70,6 +70,11 @@ class Shard:
         """
         return _kv_heads(self.whole.num_kv_heads, self.rank, self.size)
 
+    @property
+    def shares_kv_heads(self) -> bool:
+        """Whether several ranks have the same KV head."""
+        return self.whole.num_kv_heads < self.size
+
     def _of_layer(self, layer: LayerSpec, what: str) -> Slice | None:
         attention, dim = layer.attention, layer.attention.head_dim
         heads = _share(attention.heads, self.rank, self.size)

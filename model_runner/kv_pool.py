@@ -9,14 +9,16 @@ rows of one token's heads, and rows of one layer's page of keys or values. In th
 
 from __future__ import annotations
 
-import mmap
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..messages.worker import KVLayout, KVOrder
 from .kernels.reference import store_kv
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 KEYS, VALUES = 0, 1
 
@@ -70,7 +72,7 @@ class MHATokenToKVPool:
         layout: KVLayout,
         num_pages: int,
         device: torch.device,
-        buffer: mmap.mmap | None = None,
+        buffer: Buffer | None = None,
         heads: tuple[int, int] | None = None,
     ) -> None:
         """Lay the pool over ``buffer`` (zeroed, on the CPU), or over memory of its own.

@@ -35,7 +35,7 @@ from .forward_batch import ForwardBatch
 from .kv_pool import HasKV, KVShape, MHATokenToKVPool, make_layout
 from .loader.load import fingerprint, foreign_fingerprint, load_model_weights
 from .loader.open_blocks import open_blocks
-from .loader.quantized_blocks import BlockSource
+from .loader.quantized_blocks import BlockSource, has_whole_blocks
 from .models.decoder import Decoder
 from .placement import SPIN_US
 from .pool_size import PoolRequest, choose_max_total_tokens
@@ -98,6 +98,7 @@ class ModelRunner:
         self.quantization: Quantization = "none"
         self.sampler: NativeSampler | None = None
         self.engine: CpuEngine | None = None
+        self._meet: Callable[[], None] | None = None
         # The engine reads nothing beyond a row's end, but the peer that gets a page may run on the torch backend.
         self.clears_begun_pages = options.hands_over
         if self.implementation is ModelImpl.TRANSFORMERS:
@@ -132,7 +133,7 @@ class ModelRunner:
         self.step_weight_bytes = self._weight_bytes
         with self._timed("kernels"):
             on_kernels = self.attention_backend == "cpu"
-            self._run = self._native_pass(model, blocks, shard) if on_kernels else self._torch_pass(model)
+            self._run = self._native_pass(model, blocks, shard) if on_kernels else self._torch_pass(model, shard)
 
     def _shard(self, spec: ModelSpec) -> Shard | None:
         if self._ranks is None:
@@ -182,11 +183,16 @@ class ModelRunner:
         if shard is None or self._ranks is None:
             model = Decoder(spec, self.dtype, self.device)
         else:
-            group = alone if self.attention_backend == "cpu" else self._ranks.world.torch_ranks(spec.vocab_size)
+            group = alone if self.attention_backend == "cpu" else self._ranks.join().torch_ranks(spec.vocab_size)
             model = Decoder(shard.spec, self.dtype, self.device, shard.vocab, group)
         weights = model.weights()
         samples = load_model_weights(weights, source, spec, options.load_format, options.random_seed, blocks, shard)
-        self.fingerprint = fingerprint(identity, samples, self.quantization, blocks)
+        rounding: str = self.quantization
+        if self.quantization in ("int8", "int4") and shard is not None and not has_whole_blocks(shard.spec):
+            # Those layers stay as they are: another model than where they are rounded.
+            log.warning("--tp-size %d: rows that are no whole blocks on a rank are not rounded", shard.size)
+            rounding = f"{rounding} on {shard.size} ranks"
+        self.fingerprint = fingerprint(identity, samples, rounding, blocks)
         self._weight_bytes = sum(view.nbytes for view in weights.values())
         if blocks is not None:
             self._weight_bytes += blocks.nbytes - sum(weights[name].nbytes for name in blocks.left_out)
@@ -215,8 +221,10 @@ class ModelRunner:
         log.warning("the GGUF's own blocks need the CPU kernels; it is served dequantised, in %s", self.dtype)
         return "none"
 
-    def _torch_pass(self, model: TorchModel) -> Callable[[ForwardBatch], Tensor]:
+    def _torch_pass(self, model: TorchModel, shard: Shard | None = None) -> Callable[[ForwardBatch], Tensor]:
         attention = make_attention_backend(self.attention_backend, self.pool, self.dtype)
+        if shard is not None and shard.shares_kv_heads and isinstance(model, Decoder):
+            self._meet = model.ranks.meet
 
         def run(batch: ForwardBatch) -> Tensor:
             self._clear_begun_pages(batch)
@@ -239,6 +247,8 @@ class ModelRunner:
         self.sampler = NativeSampler(team)
         engine = self.engine = CpuEngine(model, self.pool, team, blocks, ranks)
         self.step_weight_bytes = engine.weight_bytes
+        if engine.shares_heads:
+            self._meet = engine.meet
         if not self.clears_begun_pages:
             return engine.forward
 
@@ -258,12 +268,18 @@ class ModelRunner:
         heads = None
         if shard is not None and self._ranks is not None:
             heads = self._ranks.own_heads(shard.whole)
-            shared = self._ranks.share(
-                lambda: self._choose_pages(options), layout.page_bytes, self._room(options), self._identity(options)
+            from .tensor_parallel.host_ranks import Own
+
+            own = Own(
+                self._weight_bytes,
+                layout.page_bytes,
+                lambda weight_bytes: self._choose_pages(options, weight_bytes),
+                self._room(options),
+                self._identity(options),
             )
-            num_pages, self.kv_region, self._exchange = shared
+            num_pages, self.kv_region, self._exchange = self._ranks.share(own)
         else:
-            num_pages = self._choose_pages(options)
+            num_pages = self._choose_pages(options, self._weight_bytes)
             if self.device.type == "cpu":
                 is_shared = options.disaggregation_transfer_backend == "shm"
                 self.kv_region = allocate_region(num_pages * layout.page_bytes, shared=is_shared)
@@ -279,20 +295,16 @@ class ModelRunner:
             num_pages * layout.page_bytes / 2**30,
         )
 
-    def _choose_pages(self, options: ServerOptions) -> int:
-        """With page 0."""
+    def _choose_pages(self, options: ServerOptions, weight_bytes: int) -> int:
+        """With page 0, beside weights that are loaded."""
         request = PoolRequest(
             options.max_total_tokens,
             options.mem_fraction_static,
             options.page_size,
             options.max_running_requests * (self.context_length + options.page_size - 1),
         )
-        memory, weights = device_memory(self.device), self._weight_bytes
-        if self._ranks is not None:
-            # The host's other ranks may not have loaded theirs yet.
-            more = weights * (self._ranks.place.local_size - 1)
-            memory, weights = memory._replace(free=max(memory.free - more, 0)), weights + more
-        tokens = choose_max_total_tokens(request, self.layout.page_bytes, weights, memory, self.device.type)
+        memory = device_memory(self.device)
+        tokens = choose_max_total_tokens(request, self.layout.page_bytes, weight_bytes, memory, self.device.type)
         return tokens // options.page_size + 1
 
     def _room(self, options: ServerOptions) -> ExchangeRoom | None:
@@ -307,8 +319,14 @@ class ModelRunner:
 
     def _identity(self, options: ServerOptions) -> str:
         """What ranks on several hosts must have in common."""
-        served = (self.fingerprint, self.attention_backend, self.dtype, self.layout, self.context_length)
-        return repr((*served, options.max_running_requests, options.max_prefill_tokens, options.chunked_prefill_size))
+        level = ""
+        if self.attention_backend == "cpu":
+            from .kernels.build import choose_level
+
+            level = choose_level().name
+        served = (self.fingerprint, self.attention_backend, level, self.dtype, self.layout.dtype, self.context_length)
+        sizes = (options.page_size, options.max_running_requests, options.max_prefill_tokens)
+        return repr((*served, *sizes, options.chunked_prefill_size))
 
     def _clear_begun_pages(self, batch: ForwardBatch) -> None:
         """Zero the pages that this pass begins and does not fill.
@@ -322,8 +340,12 @@ class ModelRunner:
             used = (start + q_len) % size
             if 0 < used <= q_len:
                 tokens.append(end - 1)
-        if tokens:
-            self.pool.clear(batch.out_cache_loc[torch.tensor(tokens, device=self.device)] // size)
+        if not tokens:
+            return
+        self.pool.clear(batch.out_cache_loc[torch.tensor(tokens, device=self.device)] // size)
+        if self._meet is not None:
+            # Who is late must not clear what another rank has written.
+            self._meet()
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

@@ -16,10 +16,12 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..runtime.machine.memory import Memory
+from ..messages.base import unpack_i32
+from ..runtime.machine.memory import Memory, host_memory
 
 if TYPE_CHECKING:
     from ..disaggregation.transfer.region import KVRegion
+    from ..messages.worker import ForwardStep, KVLayout
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,12 @@ class PoolPrefault:
         self._end = 0
         self._is_idle = False
         self._target = 0 if region is None else min(margin_bytes, region.nbytes)
+
+    @classmethod
+    def of(cls, region: KVRegion | None, layout: KVLayout) -> PoolPrefault:
+        """For this host as it is now."""
+        margin = min(MARGIN_BYTES, host_memory().free // MARGIN_SHARE)
+        return cls(region, layout.page_bytes // layout.page_size, host_memory, margin)
 
     @property
     def committed(self) -> int:
@@ -93,3 +101,8 @@ class PoolPrefault:
             self._target = 0
             return
         self._end = end
+
+
+def highest_slot(step: ForwardStep) -> int:
+    """That the step writes."""
+    return int(unpack_i32(step.out_cache_loc).max(initial=0))

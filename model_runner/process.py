@@ -16,11 +16,9 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ..disaggregation.errors import TransferError
-from ..messages.base import unpack_i32
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
 from ..messages.routes import ToTransfer, ToWorker
 from ..messages.worker import (
@@ -36,10 +34,9 @@ from ..messages.worker import (
 from ..model_files.errors import ModelError, UnsupportedModel
 from ..runtime.child import ChildContext, start_child
 from ..runtime.cpu_list import PlacementError
-from ..runtime.machine.memory import host_memory
 from .placement import Placement, floating
-from .prefault import MARGIN_BYTES, MARGIN_SHARE, PoolPrefault
-from .start_model import RankChannels, freeze, open_followers, start_model
+from .prefault import PoolPrefault, highest_slot
+from .start_model import RankChannels, freeze, open_channels, start_model
 
 if TYPE_CHECKING:
     from ..disaggregation.transfer.engine import TransferEngine
@@ -67,8 +64,9 @@ def main() -> NoReturn:
     # The first socket starts ZMQ's I/O thread, which must not inherit the compute threads' cores.
     receiver: Receiver[WorkerCommand] = Receiver(ctx.zmq_ctx, ctx.address("worker"), ToWorker)
     events = Sender(ctx.zmq_ctx, ctx.address("worker_events"))
+    channels = open_channels(ctx)
     try:
-        worker = load(ctx, open_followers(ctx))
+        worker = load(ctx, channels)
     except (ModelError, PlacementError, TransferError) as e:
         sys.exit(f"model worker: {e}")
     events.send(_ready_message(worker))
@@ -77,13 +75,13 @@ def main() -> NoReturn:
         serve_frame(receiver, events, worker)
 
 
-def load(ctx: ChildContext, followers: Sequence[Sender] = ()) -> Worker:
+def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     """Load the model, warm it up; raises ``ModelError``, ``PlacementError`` or ``TransferError``.
 
-    ``followers``: channels of the other tensor-parallel ranks on this host.
+    ``channels``: to the other tensor-parallel ranks.
     """
     options = ctx.options
-    started = start_model(ctx, RankChannels(followers))
+    started = start_model(ctx, channels)
     from .measure_steps import measure_steps
     from .step_queue import StepQueue
     from .warm_up import warm_up
@@ -96,8 +94,7 @@ def load(ctx: ChildContext, followers: Sequence[Sender] = ()) -> Worker:
     # Behind the freeze, as the steps of requests will be.
     measured = measure_steps(steps, options.max_running_requests, model.context_length, options.page_size)
     seconds = {**started.seconds, "warm_up": time.monotonic() - loaded}
-    margin = min(MARGIN_BYTES, host_memory().free // MARGIN_SHARE)
-    prefault = PoolPrefault(model.kv_region, model.layout.page_bytes // options.page_size, host_memory, margin)
+    prefault = PoolPrefault.of(model.kv_region, model.layout)
     queue = StepQueue(steps, engine, ahead=0 if model.device.type == "cpu" else 1)
     return Worker(model, queue, engine, prefault, started.machine, seconds, measured)
 
@@ -121,7 +118,7 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
             steps.launch(command)
             if steps.is_full:
                 events.send(_result(worker))
-            worker.prefault.used(int(unpack_i32(command.out_cache_loc).max(initial=0)))
+            worker.prefault.used(highest_slot(command))
         elif worker.engine is not None:
             worker.engine.submit(command)
         else:

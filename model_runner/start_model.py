@@ -9,12 +9,13 @@ import gc
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from ..messages.channel import Receiver, Sender
-from ..messages.worker import FollowerCommand, MachineUse
+from ..messages.routes import ToFollower, ToLead
+from ..messages.worker import FollowerCommand, MachineUse, RankLoaded
 from ..runtime.child import ChildContext
 from ..runtime.collector import uncollected
 from ..runtime.machine.memory import host_memory
@@ -31,11 +32,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class RankChannels(NamedTuple):
-    """Opened before any thread is placed. ``followers``: a lead's; ``commands``: of a rank that is none."""
+class LeadChannels(NamedTuple):
+    """A lead's to ``followers``, the other ranks of its host, and theirs to it; None where there are none."""
 
-    followers: Sequence[Sender] = ()
-    commands: Receiver[FollowerCommand] | None = None
+    followers: Sequence[Sender]
+    loaded: Receiver[RankLoaded] | None
+
+
+class FollowerChannels(NamedTuple):
+    """From and to the lead."""
+
+    commands: Receiver[FollowerCommand]
+    lead: Sender
+
+
+RankChannels = LeadChannels | FollowerChannels
 
 
 class Started(NamedTuple):
@@ -49,9 +60,16 @@ class Started(NamedTuple):
     seconds: dict[str, float]
 
 
-def open_followers(ctx: ChildContext) -> list[Sender]:
-    """The channels of the other ranks of this lead's host."""
-    return [Sender(ctx.zmq_ctx, ctx.address(worker_name(rank))) for rank in own_place(ctx).followers]
+def open_channels(ctx: ChildContext) -> RankChannels:
+    """To be opened before any thread is placed: the first socket starts ZMQ's I/O thread, which must not inherit the
+    compute threads' cores.
+    """
+    place = own_place(ctx)
+    if place.local:
+        commands: Receiver[FollowerCommand] = Receiver(ctx.zmq_ctx, ctx.address(ctx.name), ToFollower)
+        return FollowerChannels(commands, Sender(ctx.zmq_ctx, ctx.address("lead")))
+    followers = [Sender(ctx.zmq_ctx, ctx.address(worker_name(rank))) for rank in place.followers]
+    return LeadChannels(followers, Receiver(ctx.zmq_ctx, ctx.address("lead"), ToLead) if followers else None)
 
 
 def own_place(ctx: ChildContext) -> RankPlace:
@@ -78,14 +96,14 @@ def start_model(ctx: ChildContext, channels: RankChannels) -> Started:
 
     bind_compute_threads(placement)
     imported = time.monotonic()
-    ranks = None if place.size == 1 else _make_ranks(ctx, place, placement, channels)
+    ranks = None if place.size == 1 else _make_ranks(ctx, begin, place, placement, channels)
     model = ModelRunner(options, placement.spin_us, placement.cpus, ranks)
     if model.attention_backend == "cpu":
         # The kernels have threads of their own. Torch's would spin on the same cores after each of the few small
         # operations that are left to it.
         torch.set_num_threads(1)
         machine = msgspec.structs.replace(machine, kernel_level=choose_level().name)
-    steps = _make_steps(model, options.max_running_requests, place, ranks)
+    steps = _make_steps(model, options.max_running_requests, ranks)
     seconds = {"imports": imported - begin, **model.load_seconds}
     return Started(model, steps, placement, machine, ranks, seconds)
 
@@ -98,21 +116,25 @@ def freeze() -> None:
     gc.freeze()
 
 
-def _make_ranks(ctx: ChildContext, place: RankPlace, placement: Placement, channels: RankChannels) -> HostRanks:
+def _make_ranks(
+    ctx: ChildContext, begin: float, place: RankPlace, placement: Placement, channels: RankChannels
+) -> HostRanks:
     from .tensor_parallel.host_ranks import Follower, Lead, Meeting
 
     options = ctx.options
-    meeting = Meeting(options.dist_init_addr, ctx.run_dir, options.startup_timeout, lambda: floating(placement))
-    if channels.commands is not None:
-        return Follower(place, meeting, channels.commands)
-    return Lead(place, meeting, channels.followers)
+    address = options.dist_init_addr if place.nodes > 1 else None
+    meeting = Meeting(address, ctx.run_dir, begin + options.startup_timeout, lambda: floating(placement))
+    if isinstance(channels, FollowerChannels):
+        return Follower(place, meeting, *channels)
+    return Lead(place, meeting, *channels)
 
 
-def _make_steps(model: ModelRunner, max_reqs: int, place: RankPlace, ranks: Any) -> StepRunner:
+def _make_steps(model: ModelRunner, max_reqs: int, ranks: HostRanks | None) -> StepRunner:
     from .step_runner import StepRunner
 
-    if ranks is None or place.local:
+    if ranks is None:
         return StepRunner(model, max_reqs)
+    from .tensor_parallel.host_ranks import Lead
     from .tensor_parallel.leading_steps import LeadingSteps
 
-    return LeadingSteps(model, max_reqs, ranks)
+    return LeadingSteps(model, max_reqs, ranks) if isinstance(ranks, Lead) else StepRunner(model, max_reqs)

@@ -133,6 +133,11 @@ class StepRunner:
         self._open.append(pending)
         return pending
 
+    def follow(self, step: ForwardStep) -> None:
+        """Compute a step whose result another rank tells: nothing is scored or packed."""
+        if isinstance(launched := self.launch(step), PendingStep):
+            self._fetch(launched)
+
     @torch.inference_mode()
     def collect(self, launched: Launched) -> StepResult:
         """The step's result; waits for the device. ``forward_ms`` is the time from its launch, or from the end of the

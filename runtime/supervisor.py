@@ -107,8 +107,8 @@ class Supervisor:
             self._wait_until_ready()
             if self._signalled is None:
                 self._watch()
-            if self._signalled is signal.SIGTERM and self._answers and all(c.ready for c in self.children):
-                self._drain()
+            if self._signalled is signal.SIGTERM and all(c.ready for c in self.children):
+                self._drain() if self._answers else self._wait_for_the_first_host()
         except InstanceFailed as e:
             failure, code, grace = str(e), 1, FAILURE_GRACE
         finally:
@@ -211,6 +211,16 @@ class Supervisor:
         log.log(
             logging.INFO if self._drained else logging.WARNING, "drained" if self._drained else "requests are cut off"
         )
+
+    def _wait_for_the_first_host(self) -> None:
+        """Requests are still answered there, with what is computed here; it ends when they are."""
+        deadline = time.monotonic() + self.options.drain_timeout
+        log.info("the first host may drain (at most %.0f s; a second signal stops at once)", self.options.drain_timeout)
+        try:
+            while self._signalled is signal.SIGTERM and time.monotonic() < deadline:
+                self._turn(min(DRAIN_LOOK_SECONDS, deadline - time.monotonic()))
+        except InstanceFailed as e:
+            log.info("%s", e)
 
     def _turn(self, timeout: float | None) -> None:
         """Wait for something to happen, and take it in; raises ``InstanceFailed`` when a child died."""

@@ -90,6 +90,7 @@ def _declare(library: ctypes.CDLL) -> None:
         ("pds_ranks_part", c_void_p, (c_void_p, c_uint32, c_int32)),
         ("pds_ranks_logits", c_void_p, (c_void_p,)),
         ("pds_ranks_free", None, (c_void_p,)),
+        ("pds_engine_meet", None, (c_void_p,)),
         ("pds_engine_free", None, (c_void_p,)),
         ("pds_engine_set_linear", c_int32, (c_void_p, c_int32, c_int64, c_int64, POINTER(WeightPart), c_void_p)),
         ("pds_packed_bytes", c_int64, (c_int32, c_int32, c_int64, c_int64)),

@@ -87,6 +87,8 @@ class NativeEngine:
         self.handle = handle
         self.most_tokens = None if ranks is None else ranks.group.room.tokens
         """Of a pass, None for any number."""
+        self.shares_heads = ranks is not None and ranks.shard.shares_kv_heads
+        """Whether other ranks write the same keys and values."""
         self.close = weakref.finalize(self, self._library.pds_engine_free, handle)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -125,6 +127,10 @@ class NativeEngine:
         """Raise ``MemoryError`` for a pass that the ranks have no room for."""
         if self.most_tokens is not None and tokens > self.most_tokens:
             raise MemoryError(f"a pass of {tokens} tokens, the ranks have room for {self.most_tokens}")
+
+    def meet(self) -> None:
+        """Return when all ranks of this host have come."""
+        self._library.pds_engine_meet(self.handle)
 
     def weight_bytes_read(self) -> dict[LinearKind, int]:
         """Bytes of weights that all threads together read in the last pass."""

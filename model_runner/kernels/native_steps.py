@@ -47,6 +47,7 @@ class NativeSteps:
             params.ctypes.data,
             engine.pool.data.shape[0] * engine.pool.layout.page_size,
             clear_begun,
+            engine.shares_heads,
         )
         self._handle = library.pds_stepper_new(engine.handle, engine.team.handle, tables)
         if self._handle is None:

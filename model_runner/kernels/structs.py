@@ -125,6 +125,7 @@ class StepTables(ctypes.Structure):
         ("params", c_void_p),
         ("slots", c_int64),
         ("clear_begun", c_int32),
+        ("shared_heads", c_int32),
     )
 
 

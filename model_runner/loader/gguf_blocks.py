@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,11 @@ class GGUFBlocks(BlockSource):
         """``shard``: of which rank; the blocks are its part of the model ``spec``."""
         self._shard = shard
         self._matrices = GGUFWeights(path, spec).matrices()
-        self._served = {group: self._can_serve(group) for group in linear_layers(spec)}
-        names = {name for group, served in self._served.items() if served for name in group}
-        # A tied head is multiplied with as blocks, but the table of embeddings beside it is read by the row.
-        self.left_out = frozenset(names & self._matrices.keys() - {HEAD_NAMES[1]})
+        known = [group for group in linear_layers(spec) if self._is_known(group)]
+        self._served = {group: group in known and self._can_divide(group) for group in linear_layers(spec)}
+        self.left_out = self._names([group for group in known if self._served[group]])
+        # Where a rank's part is no whole blocks, it is the same weights all the same.
+        self.identifying = self._names(known)
         self.nbytes = sum(self._nbytes(name, self._matrices[name]) for name in self.left_out)
 
     def find(self, names: Sequence[str], weight: Tensor) -> list[BlockWeight] | None:
@@ -94,18 +95,29 @@ class GGUFBlocks(BlockSource):
     def _has(self, name: str) -> bool:
         return name in self._matrices or (name == HEAD_NAMES[0] and HEAD_NAMES[1] in self._matrices)
 
-    def _can_serve(self, group: tuple[str, ...]) -> bool:
+    def _names(self, groups: Iterable[tuple[str, ...]]) -> frozenset[str]:
+        # A tied head is multiplied with as blocks, but the table of embeddings beside it is read by the row.
+        return frozenset({name for group in groups for name in group} & self._matrices.keys() - {HEAD_NAMES[1]})
+
+    def _is_known(self, group: tuple[str, ...]) -> bool:
         if not all(self._has(name) for name in group):
             return False  # for the loader to refuse
         matrices = [self._matrix(name) for name in group]
         if any(matrix.kind not in FORMATS for matrix in matrices):
             return False
-        if any(not self._is_whole(name, matrix) for name, matrix in zip(group, matrices, strict=True)):
-            return False
         # Queries, keys and values have panels of their own; a gate's output shares one with what it is multiplied by.
-        mixed = len({matrix.kind for matrix in matrices}) > 1
-        rows = [matrix.shape[0] * self._share(name, matrix) for name, matrix in zip(group, matrices, strict=True)]
-        return not mixed or (len(group) == 3 and all(count % PANEL == 0 for count in rows))
+        return not self._is_mixed(group) or (len(group) == 3 and all(m.shape[0] % PANEL == 0 for m in matrices))
+
+    def _is_mixed(self, group: tuple[str, ...]) -> bool:
+        return len({self._matrix(name).kind for name in group}) > 1
+
+    def _can_divide(self, group: tuple[str, ...]) -> bool:
+        """Whether this rank's part of ``group``, which is known, is whole blocks, and whole panels of each kind."""
+        parts = [(name, self._matrix(name)) for name in group]
+        if not all(self._is_whole(name, matrix) for name, matrix in parts):
+            return False
+        rows = [matrix.shape[0] * self._share(name, matrix) for name, matrix in parts]
+        return not self._is_mixed(group) or all(count % PANEL == 0 for count in rows)
 
     def _slice(self, name: str) -> Slice | None:
         return None if self._shard is None else self._shard.slice_of(name)

@@ -79,7 +79,7 @@ def fingerprint(
 ) -> str:
     """16 hex digits that two instances share if they serve the same weights in the same type, rounded alike.
 
-    ``samples``: of the tensors (``load_model_weights``), but for those that ``blocks`` has in the place of floats.
+    ``samples``: of the tensors (``load_model_weights``), but for those that ``blocks`` identifies.
 
     Hashes the model and ``SAMPLES`` values spread over each tensor: enough to tell checkpoints apart, in milliseconds.
     How long a sequence is served does not count, but what follows from it does (longrope's factors), and neither do the
@@ -88,7 +88,7 @@ def fingerprint(
     digest = xxhash.xxh3_64(msgspec.json.encode(asdict(replace(spec, context_length=0, tensors={}))))
     if quantization != "none":
         digest.update(quantization.encode())
-    as_blocks = frozenset[str]() if blocks is None else blocks.left_out
+    as_blocks = frozenset[str]() if blocks is None else blocks.identifying
     for name in sorted(samples.keys() | as_blocks):
         if blocks is not None and name in as_blocks:
             digest.update(name.encode())

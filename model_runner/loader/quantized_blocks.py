@@ -18,6 +18,7 @@ import xxhash
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
+from ...model_files.spec import ModelSpec
 from ...model_files.tensor_names import EMBEDDING, HEAD
 
 BLOCK = 32
@@ -53,6 +54,8 @@ class BlockSource(ABC):
 
     left_out: frozenset[str] = frozenset()
     """Weights that need not be loaded as floats: the source has them, and nobody else reads them."""
+    identifying: frozenset[str] = frozenset()
+    """Weights that ``sample`` tells from others: those, and what other ranks have left out."""
     nbytes = 0
     """What is served in their place."""
 
@@ -68,8 +71,15 @@ class BlockSource(ABC):
         assert not self.left_out
 
     def sample(self, name: str, digest: xxhash.xxh3_64) -> None:
-        """Add to ``digest`` what tells the weight ``name``, which is ``left_out``, from others."""
+        """Add to ``digest`` what tells the weight ``name``, which is ``identifying``, from others."""
         raise NotImplementedError
+
+
+def has_whole_blocks(spec: ModelSpec) -> bool:
+    """Whether every row that is divided among ranks is made of whole blocks, in ``spec``, a rank's part."""
+    inner = {layer.mlp.inner for layer in spec.layers}
+    attended = {layer.attention.heads * layer.attention.head_dim for layer in spec.layers}
+    return not any(columns % BLOCK for columns in inner | attended)
 
 
 class RoundedBlocks(BlockSource):

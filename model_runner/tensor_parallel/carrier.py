@@ -7,7 +7,7 @@ import xxhash
 
 from ...model_files.errors import UnsupportedModel
 from ..kernels.ranks import Exchange, NativeRanks
-from .watch import end_process
+from .watch import end_after_watch
 from .world import World
 
 
@@ -43,7 +43,7 @@ class Carrier:
                 self._carry_logits(count)
         except BaseException as e:  # noqa: BLE001
             # An exception would be lost in the engine, and every rank would wait for ever.
-            end_process("what was to be summed up over all hosts did not come", e)
+            end_after_watch("what was to be summed up over all hosts did not come", e)
 
     def _carry_parts(self, exchange: int, count: int) -> None:
         place, parts = self._world.place, self._exchange.parts(exchange, count)

@@ -24,6 +24,10 @@ class RankGroup(Protocol):
         """[L, V] of each rank's [L, columns], which are V / R, rounded up or down."""
         ...
 
+    def meet(self) -> None:
+        """Return when all ranks have come."""
+        ...
+
 
 class _Alone:
     def sum(self, part_TN: Tensor) -> Tensor:
@@ -31,6 +35,9 @@ class _Alone:
 
     def join(self, columns: Tensor) -> Tensor:
         return columns
+
+    def meet(self) -> None:
+        pass
 
 
 alone: RankGroup = _Alone()

@@ -6,18 +6,17 @@ ones, and instances of unlike sizes exchange them as any two do. The lead makes 
 
 from __future__ import annotations
 
-import logging
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from ...disaggregation.transfer.region import KVRegion, allocate_region, map_region
-from ...messages.channel import Receiver, Sender, UndeclaredMessage
-from ...messages.worker import FollowerCommand, ForwardStep, RankSetup
+from ...messages.channel import Receiver, Sender
+from ...messages.worker import FollowerCommand, ForwardStep, RankLoaded, RankSetup
 from ...model_files.sharding import Shard, shard
 from ...model_files.spec import ModelSpec
 from ...runtime.ranks import RankPlace
@@ -26,7 +25,7 @@ from .carrier import Carrier
 from .watch import end_process, gone, start_watch
 from .world import World
 
-log = logging.getLogger(__name__)
+SPARE_SECONDS = 5.0
 
 
 class Shared(NamedTuple):
@@ -38,15 +37,29 @@ class Shared(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Where the ranks of several hosts, or of a torch model, find each other, and how long they look (seconds).
+    """Where the ranks of several hosts, or of a torch model, find each other.
 
-    ``outside``: what threads that don't compute are started in.
+    ``deadline``: by ``time.monotonic()``. ``outside``: what threads that don't compute are started in.
     """
 
     address: str | None
     run_dir: Path
-    seconds: float
+    deadline: float
     outside: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+class Own(NamedTuple):
+    """What a rank knows before it shares memory.
+
+    ``choose_pages``: how many there may be here, with page 0, beside so many bytes of weights. ``room``: None for a
+    torch model. ``identity``: what all ranks must agree on.
+    """
+
+    weight_bytes: int
+    page_bytes: int
+    choose_pages: Callable[[int], int]
+    room: ExchangeRoom | None
+    identity: str
 
 
 class HostRanks(ABC):
@@ -55,13 +68,17 @@ class HostRanks(ABC):
     def __init__(self, place: RankPlace, meeting: Meeting) -> None:
         self.place = place
         self._meeting = meeting
+        self._world: World | None = None
 
-    @cached_property
-    def world(self) -> World:
-        """All ranks; waits for them the first time. Raises ``UnsupportedModel``."""
-        address, run_dir, seconds, outside = self._meeting
-        with outside():
-            return World(self.place, address, run_dir, seconds)
+    def join(self) -> World:
+        """Meet the others, the first time; all ranks do, or none. Raises ``UnsupportedModel``."""
+        if self._world is None:
+            address, run_dir, deadline, outside = self._meeting
+            # Before the supervisor, which knows less of the reason, gives up.
+            seconds = max(deadline - time.monotonic() - SPARE_SECONDS, SPARE_SECONDS)
+            with outside():
+                self._world = World(self.place, address, run_dir, seconds)
+        return self._world
 
     def shard(self, spec: ModelSpec) -> Shard:
         """This rank's part of a model; raises ``UnsupportedModel`` where it can't be divided."""
@@ -79,36 +96,32 @@ class HostRanks(ABC):
         return begin - first, end - first
 
     @abstractmethod
-    def share(
-        self, choose_pages: Callable[[], int], page_bytes: int, room: ExchangeRoom | None, identity: str
-    ) -> Shared:
-        """The memory that this host's ranks share. ``choose_pages``: how many there may be here, with page 0.
-
-        ``identity``: what all ranks must agree on. Raises ``ModelError``, ``RegionError`` and ``OSError``.
-        """
+    def share(self, own: Own) -> Shared:
+        """The memory that this host's ranks share. Raises ``ModelError``, ``RegionError`` and ``OSError``."""
 
 
 class Lead(HostRanks):
     """The first rank of a host, which tells ``followers``, the others there."""
 
-    def __init__(self, place: RankPlace, meeting: Meeting, followers: Sequence[Sender]) -> None:
+    def __init__(
+        self, place: RankPlace, meeting: Meeting, followers: Sequence[Sender], loaded: Receiver[RankLoaded] | None
+    ) -> None:
         super().__init__(place, meeting)
         self.followers = followers
+        self._loaded = loaded
 
-    def share(
-        self, choose_pages: Callable[[], int], page_bytes: int, room: ExchangeRoom | None, identity: str
-    ) -> Shared:
+    def share(self, own: Own) -> Shared:
         """See the base class."""
-        pages, carrier = choose_pages(), None
+        pages, carrier = own.choose_pages(self._host_bytes(own.weight_bytes)), None
         if self.place.nodes > 1:
-            carrier = Carrier(self.world)
-            pages = carrier.agree(pages, identity)
+            carrier = Carrier(self.join())
+            pages = carrier.agree(pages, own.identity)
             with self._meeting.outside():
-                start_watch(self.world)
-        region = allocate_region(pages * page_bytes, shared=True)
+                start_watch(self.join())
+        region = allocate_region(pages * own.page_bytes, shared=True)
         exchange = None
-        if room is not None:
-            exchange = NativeRanks(self.place, room, carry=None if carrier is None else carrier.carry)
+        if own.room is not None:
+            exchange = NativeRanks(self.place, own.room, carry=None if carrier is None else carrier.carry)
             if carrier is not None:
                 carrier.exchange = exchange
         assert region.fd is not None
@@ -120,49 +133,52 @@ class Lead(HostRanks):
     def next_frame(self) -> bytes:
         """The step that rank 0, on another host, computes now; waits for it. Ends the process where that is gone."""
         try:
-            return self.world.recv_frame()
+            return self.join().recv_frame()
         except RuntimeError as e:
             end_process(gone(0, 0), e)
-            raise
+
+    def _host_bytes(self, weight_bytes: int) -> int:
+        """What the weights of all ranks on this host take; waits until they are loaded."""
+        told = [weight_bytes]
+        while self._loaded is not None and len(told) < self.place.local_size:
+            told += [loaded.weight_bytes for loaded in self._loaded.recv(-1)]
+        return sum(told)
 
 
 class Follower(HostRanks):
     """Another rank of a host, which its lead tells by ``commands``."""
 
-    def __init__(self, place: RankPlace, meeting: Meeting, commands: Receiver[FollowerCommand]) -> None:
+    def __init__(self, place: RankPlace, meeting: Meeting, commands: Receiver[FollowerCommand], lead: Sender) -> None:
         super().__init__(place, meeting)
         self._commands = commands
+        self._lead = lead
 
-    def share(
-        self, choose_pages: Callable[[], int], page_bytes: int, room: ExchangeRoom | None, identity: str
-    ) -> Shared:
+    def share(self, own: Own) -> Shared:
         """See the base class."""
+        self._lead.send(RankLoaded(self.place.rank, own.weight_bytes))
         if self.place.nodes > 1:
-            # Its groups are made by all ranks, or by none.
-            assert self.world is not None
-        setup = self._next()
+            self.join()
+        [setup] = self._commands.recv(-1)
         if not isinstance(setup, RankSetup):
             raise RuntimeError(f"rank {self.place.rank} was sent {type(setup).__name__} before its setup")
-        region = map_region(_opened(setup.pid, setup.pool), setup.num_pages * page_bytes)
+        region = map_region(_opened(setup.pid, setup.pool), setup.num_pages * own.page_bytes)
         exchange = None
-        if room is not None and setup.exchange is not None:
-            exchange = NativeRanks(self.place, room, _opened(setup.pid, setup.exchange))
+        if own.room is not None and setup.exchange is not None:
+            exchange = NativeRanks(self.place, own.room, _opened(setup.pid, setup.exchange))
         return Shared(setup.num_pages, region, exchange)
 
-    def next_step(self) -> ForwardStep:
-        """What the lead computes now; waits for it."""
-        step = self._next()
+    def next_step(self, timeout_ms: int) -> ForwardStep | None:
+        """What the lead computes now; None where nothing comes for so long (-1: waits for ever).
+
+        Raises ``UndeclaredMessage`` and ``RuntimeError`` for anything else: a step that one rank skips hangs them all.
+        """
+        commands = self._commands.recv(timeout_ms)
+        if not commands:
+            return None
+        [step] = commands
         if not isinstance(step, ForwardStep):
             raise RuntimeError(f"rank {self.place.rank} was set up twice")
         return step
-
-    def _next(self) -> FollowerCommand:
-        while True:
-            try:
-                if commands := self._commands.recv(-1):
-                    return commands[0]
-            except UndeclaredMessage as e:
-                log.error("%s", e)
 
 
 def _opened(pid: int, fd: int) -> int:

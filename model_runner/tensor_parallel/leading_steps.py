@@ -9,7 +9,7 @@ from ...messages.worker import ForwardStep
 from ...runtime.layers_done import LayersDone
 from ..step_runner import Launched, Model, StepRunner
 from .host_ranks import Lead
-from .watch import end_process
+from .watch import end_after_watch
 from .world import World
 
 
@@ -25,7 +25,7 @@ class LeadingSteps(StepRunner):
         super().__init__(model, max_reqs)
         self._lead = lead
         place = lead.place
-        self._world = lead.world if place.rank == 0 and place.nodes > 1 else None
+        self._world = lead.join() if place.rank == 0 and place.nodes > 1 else None
 
     def launch(self, step: ForwardStep, done: LayersDone | None = None) -> Launched:
         """See the base class."""
@@ -41,4 +41,4 @@ class LeadingSteps(StepRunner):
         try:
             world.send_frame(encode([step]))
         except RuntimeError as e:
-            end_process("a step could not be sent to the other hosts: --node-rank 1 or another is gone", e)
+            end_after_watch("a step could not be sent to the other hosts", e)

@@ -6,38 +6,28 @@ lead of its host. Rank 0 (``model_runner/process.py``) alone knows the scheduler
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import NoReturn
 
 import msgspec
 
 from ...disaggregation.errors import TransferError
-from ...messages.channel import Receiver
-from ...messages.routes import ToFollower
-from ...messages.worker import FollowerCommand, ForwardStep
+from ...messages.worker import ForwardStep
 from ...model_files.errors import ModelError
 from ...runtime.child import start_child
 from ...runtime.cpu_list import PlacementError
-from ..start_model import RankChannels, Started, freeze, open_followers, own_place, start_model
-
-log = logging.getLogger(__name__)
+from ..prefault import PoolPrefault, highest_slot
+from ..start_model import Started, freeze, open_channels, own_place, start_model
 
 
 def main() -> NoReturn:
     """Entry point of the process."""
     ctx = start_child(sys.argv)
-    place = own_place(ctx)
-    # The first socket starts ZMQ's I/O thread, which must not inherit the compute threads' cores.
-    if place.local:
-        commands: Receiver[FollowerCommand] = Receiver(ctx.zmq_ctx, ctx.address(ctx.name), ToFollower)
-        channels = RankChannels(commands=commands)
-    else:
-        channels = RankChannels(open_followers(ctx))
+    channels = open_channels(ctx)
     try:
         started = start_model(ctx, channels)
     except (ModelError, PlacementError, TransferError) as e:
-        sys.exit(f"rank {place.rank}: {e}")
+        sys.exit(f"rank {own_place(ctx).rank}: {e}")
     freeze()
     ctx.report_ready(started.seconds)
     _serve(started)
@@ -46,15 +36,22 @@ def main() -> NoReturn:
 def _serve(started: Started) -> NoReturn:
     from .host_ranks import Follower, Lead
 
-    ranks, steps = started.ranks, started.steps
+    ranks, steps, model = started.ranks, started.steps, started.model
     if isinstance(ranks, Follower):
+        # Of memory that the lead has committed, this process still lacks the page tables.
+        prefault = PoolPrefault.of(model.kv_region, model.layout)
         while True:
-            steps.run(ranks.next_step())
+            step = ranks.next_step(prefault.wait_ms)
+            if step is None:
+                prefault.advance()
+                continue
+            steps.follow(step)
+            prefault.used(highest_slot(step))
     assert isinstance(ranks, Lead)
     decode = msgspec.msgpack.Decoder(list[ForwardStep]).decode
     while True:
         for step in decode(ranks.next_frame()):
-            steps.run(step)
+            steps.follow(step)
 
 
 if __name__ == "__main__":

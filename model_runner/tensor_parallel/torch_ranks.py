@@ -31,6 +31,10 @@ class TorchRanks:
         parts = self._gather(padded)
         return torch.cat([part[:, :width] for part, width in zip(parts, self._columns, strict=True)], 1)
 
+    def meet(self) -> None:
+        """See the protocol."""
+        self._gather(torch.zeros(1))
+
     def _gather(self, part: Tensor) -> list[Tensor]:
         own = part.contiguous()
         parts = [torch.empty_like(own) for _ in range(self._size)]

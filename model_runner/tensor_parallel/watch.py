@@ -1,7 +1,8 @@
 """Notices that another host's ranks are gone, also while nothing is computed: a rank's death is the instance's.
 
-Rank 0 and the lead of each other host exchange a word every few seconds, in a thread of their own. A process that ends
-closes its connections, which ends the wait at once; a host that falls silent, after ``WATCH_SECONDS``.
+Rank 0 and the lead of each other host tell each other a word every few seconds, and wait for the other's in a thread of
+their own. A process that ends closes its connections, which ends the wait at once; a host that falls silent, after
+``WATCH_SECONDS``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import os
 import threading
 import time
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,32 +28,43 @@ def start_watch(world: World) -> None:
     place = world.place
     others = range(1, place.nodes) if place.rank == 0 else range(1)
     for node in others:
-        threading.Thread(target=_watch, args=(world, node), name=f"watch-node-{node}", daemon=True).start()
+        for work in (_tell, _listen):
+            threading.Thread(target=work, args=(world, node), name=f"watch-node-{node}", daemon=True).start()
 
 
-def end_process(what: str, error: BaseException | None = None) -> None:
+def end_process(what: str, error: BaseException) -> NoReturn:
     """End this process, and with it the instance here."""
-    log.critical("%s; ending the process%s", what, "" if error is None else f" ({error})")
+    log.critical("%s; ending the process (%s)", what, error)
     logging.shutdown()
     os._exit(1)  # sys.exit would end this thread only
 
 
-def _watch(world: World, node: int) -> None:
-    place, word = world.place, torch.zeros(1, dtype=torch.uint8)
-    other = node * place.local_size
+def end_after_watch(what: str, error: BaseException) -> NoReturn:
+    """End this process as what it waited for did not come: who is gone, the watch may say first."""
+    time.sleep(1)
+    end_process(what, error)
+
+
+def _tell(world: World, node: int) -> None:
+    word, other = torch.zeros(1, dtype=torch.uint8), node * world.place.local_size
+    while True:
+        try:
+            dist.send(word, other, group=world.watch)
+        except RuntimeError:
+            # Who listens says it.
+            return
+        time.sleep(WORD_SECONDS)
+
+
+def _listen(world: World, node: int) -> None:
+    word, other = torch.zeros(1, dtype=torch.uint8), node * world.place.local_size
     try:
         while True:
-            if place.rank:
-                dist.send(word, other, group=world.watch)
             dist.recv(word, other, group=world.watch)
-            if place.rank:
-                time.sleep(WORD_SECONDS)
-            else:
-                dist.send(word, other, group=world.watch)
     except RuntimeError as e:
         end_process(gone(node, other), e)
 
 
 def gone(node: int, rank: int) -> str:
     """What is said of a host whose ranks no longer answer."""
-    return f"--node-rank {node} of the instance is gone: the connection with rank {rank} ended"
+    return f"--node-rank {node} of the instance is gone: rank {rank} has ended, or was silent for {WATCH_SECONDS:.0f} s"

@@ -1,7 +1,7 @@
 """The ranks of several hosts, or of a torch model, as a world of torch.distributed, by gloo.
 
-What it opens asks nobody who they are: on one host it stays on the loopback interface; between hosts it takes the
-interface by which ``--dist-init-addr`` is reached.
+What it opens asks nobody who they are: on one host it stays on the loopback interface; between hosts it listens at
+``--dist-init-addr`` and on the interface by which that is reached.
 
 Each kind of talk has connections of its own, and threads don't share any:
 
@@ -12,9 +12,9 @@ Each kind of talk has connections of its own, and threads don't share any:
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,9 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# As torch.distributed has them, whose stubs don't say so.
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
+
 from ...model_files.errors import UnsupportedModel
+from ...runtime.cluster_secret import addresses
 from ...runtime.ranks import RankPlace
+from ...runtime.web.ports import listen
 from .torch_ranks import TorchRanks
+
+log = logging.getLogger(__name__)
 
 FOR_EVER = timedelta(days=100)
 """An idle instance has no step for as long; that the other side lives, ``watch`` knows."""
@@ -40,10 +47,15 @@ class World:
     def __init__(self, place: RankPlace, address: str | None, run_dir: Path, seconds: float) -> None:
         """``address``: where several hosts meet; ``run_dir``: where the processes of one do."""
         self.place = place
-        meeting = f"file://{run_dir}/ranks" if address is None else f"tcp://{address}"
-        os.environ.setdefault(_INTERFACE, _interface(address))
+        limit = timedelta(seconds=seconds)
+        if address is None:
+            os.environ[_INTERFACE] = _named("127.0.0.1")
+        else:
+            os.environ.setdefault(_INTERFACE, _interface(*_split(address)))
+            log.info("rank %d of %d waits for the others at %s, for %.0f s", place.rank, place.size, address, seconds)
         try:
-            dist.init_process_group("gloo", meeting, timedelta(seconds=seconds), world_size=place.size, rank=place.rank)
+            store = FileStore(f"{run_dir}/ranks", place.size) if address is None else _store(place, address, limit)
+            dist.init_process_group("gloo", timeout=limit, world_size=place.size, rank=place.rank, store=store)
             leads = [node * place.local_size for node in range(place.nodes)]
             self.model = _made(dist.new_group(timeout=FOR_EVER))
             self.leads = dist.new_group(leads, timeout=FOR_EVER)
@@ -88,33 +100,43 @@ def _made(group: dist.ProcessGroup | object) -> dist.ProcessGroup:
     return group
 
 
-def _interface(address: str | None) -> str:
-    """The name of the interface that leads to ``address``, HOST:PORT; None: to ourselves."""
-    if address is None:
-        return _named("127.0.0.1")
-    host, _, port = address.rpartition(":")
+def _store(place: RankPlace, address: str, limit: timedelta) -> Store:
+    """Where ranks tell each other their addresses; rank 0 has it, at this address alone."""
+    host, port = _split(address)
+    if place.rank:
+        return TCPStore(host, port, place.size, False, limit)
     try:
-        family, kind, proto, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        listener = listen(host, port, place.size)
+    except OSError as e:
+        raise UnsupportedModel(
+            f"can't listen on {address} ({e.strerror}); --dist-init-addr is an address of the first host"
+        ) from e
+    return TCPStore(host, port, place.size, True, limit, master_listen_fd=listener.detach())
+
+
+def _split(address: str) -> tuple[str, int]:
+    [(host, port)] = addresses("--dist-init-addr", address)
+    return host, port
+
+
+def _interface(host: str, port: int) -> str:
+    """The name of the interface that leads there."""
+    try:
+        family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, proto) as probe:
             # Of a datagram socket: nothing is sent.
             probe.connect(where)
             return _named(probe.getsockname()[0])
     except OSError as e:
-        raise UnsupportedModel(f"--dist-init-addr {address} can't be reached: {e.strerror}") from e
+        raise UnsupportedModel(f"--dist-init-addr {host}:{port} can't be reached: {e.strerror}") from e
 
 
 def _named(address: str) -> str:
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address.split("%")[0] == address for found in addresses):
+    for name, its_addresses in psutil.net_if_addrs().items():
+        if any(found.address.split("%")[0] == address for found in its_addresses):
             return name
     raise UnsupportedModel(f"no network interface has the address {address}; name one in {_INTERFACE}")
 
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0]
-
-
-def leave() -> None:
-    """Part from the others in good order."""
-    with suppress(RuntimeError):
-        dist.destroy_process_group()

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pdserve.disaggregation.transfer.region import allocate_region, map_region
-from pdserve.model_runner.kernels.ranks import ExchangeRoom, NativeRanks
+from pdserve.model_runner.kernels.ranks import NativeRanks
 from pdserve.model_runner.model_runner import ModelRunner
-from pdserve.model_runner.tensor_parallel.host_ranks import HostRanks, Meeting, Shared
+from pdserve.model_runner.tensor_parallel.host_ranks import HostRanks, Meeting, Own, Shared
 from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.ranks import RankPlace
 from support.machine import limit
@@ -48,6 +48,10 @@ class ThreadGroup:
         """See the protocol."""
         return torch.cat(self._exchange(columns), 1)
 
+    def meet(self) -> None:
+        """See the protocol."""
+        self._table.all_here.wait(limit(20))
+
     def _exchange(self, own: Tensor) -> list[Tensor]:
         self._table.all_here.wait(limit(20))
         self._table.parts[self._rank] = own
@@ -62,23 +66,20 @@ class ThreadRank(HostRanks):
         super().__init__(RankPlace(rank, size), NOWHERE)
         self._table = table
 
-    @property
-    def world(self) -> Any:
-        """What a torch model asks of it."""
+    def join(self) -> Any:
+        """What a torch model asks of a world."""
         return self
 
     def torch_ranks(self, vocab: int) -> ThreadGroup:
         """See ``World``."""
         return ThreadGroup(self._table, self.place.rank)
 
-    def share(
-        self, choose_pages: Callable[[], int], page_bytes: int, room: ExchangeRoom | None, identity: str
-    ) -> Shared:
+    def share(self, own: Own) -> Shared:
         """See the base class."""
-        lead = self._table.shared
+        lead, room = self._table.shared, own.room
         if lead is None:
-            pages = choose_pages()
-            region = allocate_region(pages * page_bytes, shared=True)
+            pages = own.choose_pages(own.weight_bytes)
+            region = allocate_region(pages * own.page_bytes, shared=True)
             self._table.shared = Shared(pages, region, None if room is None else NativeRanks(self.place, room))
             return self._table.shared
         assert lead.region.fd is not None

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,6 +19,10 @@ from support.processes import Launched, free_ports, wait_until
 
 PROMPTS = [[(7 * i * i + 13 * i + n) % 40000 + 10 for i in range(length)] for n, length in enumerate((5, 33, 300))]
 SAMPLINGS = ({"temperature": 0}, {"temperature": 0.9, "sampling_seed": 3})
+ENDLESS = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
+SOON_OVER = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
+HASTY = {"RES_OPTIONS": "timeout:1 attempts:1"}
+"""Nobody in here knows names, and torch asks for those of its peers."""
 MEETING_PORT = 29500
 # Each has two ranks where there are two cores for both hosts.
 SIZE = 4
@@ -28,7 +35,8 @@ def start(host: Host, node: int, lead: Host, args: list[str], folder: Path, node
     if nodes > 1:
         own += ["--nnodes", str(nodes), "--node-rank", str(node)]
         own += ["--dist-init-addr", f"{lead.address}:{MEETING_PORT}"]
-    server = Launched(own, port, folder / f"host{node}-{nodes}.log", host=host.address, enter=host.enter)
+    log = folder / f"host{node}-{nodes}.log"
+    server = Launched(own, port, log, host=host.address, enter=host.enter, env=os.environ | HASTY)
     server.start()
     return server
 
@@ -72,23 +80,51 @@ def main() -> None:
         end(alone)
         lead, other = together()
         assert answers(lead) == expected
-        # A rank of the other host: its own instance ends by name, and so does the first host's, though nothing runs.
-        other.family()["worker-3"].send_signal(signal.SIGKILL)
-        wait_until(lambda: ended(other) and ended(lead), 10, "both hosts end")
-        assert "process worker-3 was killed by SIGKILL" in other.log(), other.log()
-        assert "--node-rank 1 of the instance is gone" in lead.log(), lead.log()
-        lead, other = together()
+        if engine == "cpu":
+            how_they_end(together, lead, other)
+            refused(both, [args, [*args, "--page-size", "32"]], first, folder, stack)
+    print("all as expected")
+
+
+def how_they_end(together: Callable[[], tuple[Launched, Launched]], lead: Launched, other: Launched) -> None:
+    """The death of any rank, on either host, ends both by name; a stop of the first host ends both in good order."""
+    # While nothing runs.
+    other.family()["worker-3"].send_signal(signal.SIGKILL)
+    wait_until(lambda: ended(other) and ended(lead), 10, "both hosts end")
+    assert "process worker-3 was killed by SIGKILL" in other.log(), other.log()
+    assert "--node-rank 1 of the instance is gone" in lead.log(), lead.log()
+    lead, other = together()
+    # While something does.
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lead.post, "/generate", {"input_ids": PROMPTS[2], "sampling_params": ENDLESS})
+        wait_until(lambda: lead.info()["counters"]["decode_tokens"] > 5, 20, "a stream runs")
         lead.family()["worker-1"].send_signal(signal.SIGKILL)
         wait_until(lambda: ended(other) and ended(lead), 10, "both hosts end")
-        assert "process worker-1 was killed by SIGKILL" in lead.log(), lead.log()
-        assert "--node-rank 0 of the instance is gone" in other.log(), other.log()
-        unlike = [start(host, node, first, [*args, "--page-size", str(16 << node)], folder) for node, host in both]
-        for server in unlike:
-            stack.callback(end, server)
-        wait_until(lambda: all(map(ended, unlike)), 60, "hosts that serve different things end")
-        for server in unlike:
-            assert "--node-rank 1 serves something else than --node-rank 0" in server.log(), server.log()
-    print("all as expected")
+        assert answer.result().status_code == 503
+    assert "process worker-1 was killed by SIGKILL" in lead.log(), lead.log()
+    assert "--node-rank 0 of the instance is gone" in other.log(), other.log()
+    lead, other = together()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lead.post, "/generate", {"input_ids": PROMPTS[2], "sampling_params": SOON_OVER})
+        wait_until(lambda: lead.info()["counters"]["decode_tokens"] > 5, 20, "a stream runs")
+        for server in (other, lead):
+            assert server.process is not None
+            server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: ended(other) and ended(lead), 30, "both hosts end")
+        assert answer.result().status_code == 200
+    assert lead.process is not None
+    assert other.process is not None
+    assert (lead.process.returncode, other.process.returncode) == (0, 0), other.log()
+
+
+def refused(hosts: list[tuple[int, Host]], args: list[list[str]], first: Host, folder: Path, stack: ExitStack) -> None:
+    """Hosts that serve different things end, and say so."""
+    unlike = [start(host, node, first, args[node], folder) for node, host in hosts]
+    for server in unlike:
+        stack.callback(end, server)
+    wait_until(lambda: all(map(ended, unlike)), 60, "hosts that serve different things end")
+    for server in unlike:
+        assert "--node-rank 1 serves something else than --node-rank 0" in server.log(), server.log()
 
 
 def end(server: Launched) -> None:

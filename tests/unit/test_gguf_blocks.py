@@ -121,7 +121,20 @@ def test_ranks_have_blocks_where_they_can_be_divided(tmp_path: Path, mix: str) -
     served = sum(runner.step_weight_bytes for runner in ranks)
     dense_o = SIZE.layers * SIZE.hidden**2 * torch.float32.itemsize
     assert whole.step_weight_bytes < served < whole.step_weight_bytes + dense_o
-    assert len({runner.fingerprint for runner in ranks}) == 1
+    assert {runner.fingerprint for runner in ranks} == {whole.fingerprint}
+
+
+def test_rows_that_a_rank_cannot_round_are_another_model(tmp_path: Path) -> None:
+    """Of 96 inner columns half are no whole blocks; of 128, they are."""
+    prints = {}
+    for inner in (96, 128):
+        size = Size(hidden=64, inner=inner, layers=1, heads=2, kv_heads=2, vocab=64)
+        path = write(tmp_path / f"{inner}.gguf", kinds_of("Q8_0", 1), size)
+        options = {"device": "cpu", "max_total_tokens": 256, "dtype": "float32", "quantization": "int8"}
+        [first, _] = make_ranks(2, ServerOptions(model_path=str(path), **options))
+        whole = make_runner(path, dtype="float32", quantization="int8")
+        prints[inner] = first.fingerprint == whole.fingerprint
+    assert prints == {96: False, 128: True}
 
 
 def test_blocks_are_the_default_and_a_dtype_dequantises(tmp_path: Path) -> None:

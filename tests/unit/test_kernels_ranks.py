@@ -100,9 +100,8 @@ def room(spec: ModelSpec) -> ExchangeRoom:
 
 def of_heads(whole: MHATokenToKVPool, own: Shard) -> MHATokenToKVPool:
     """The same memory, as a rank has it."""
-    pool = MHATokenToKVPool(whole.layout, len(whole.data), whole.data.device, heads=own.kv_heads())
-    pool.data = whole.data
-    return pool
+    memory = whole.data.view(torch.uint8).numpy()
+    return MHATokenToKVPool(whole.layout, len(whole.data), whole.data.device, memory, own.kv_heads())
 
 
 def make_ranks(model: Model, size: int, threads: int = 1) -> list[Engine]:

@@ -47,6 +47,8 @@ PDS_API void* pds_engine_new(const ModelOps* model, const LayerOps* layers, cons
   }
 }
 
+PDS_API void pds_engine_meet(void* engine) { static_cast<EngineBase*>(engine)->meet(); }
+
 PDS_API void pds_engine_free(void* engine) { delete static_cast<EngineBase*>(engine); }
 
 // 1 where the parts can't be put together.

@@ -45,6 +45,10 @@ class Engine final : public EngineBase {
     state_.exchanges = exchanges;
   }
 
+  void meet() override {
+    if (state_.ranks) state_.ranks->meet(state_.team.barrier_spin(), Exchange::kStored, state_.exchanges, 0);
+  }
+
  private:
   Division divide(int64_t tokens) const {
     return pdserve::divide(state_.weights.layer(0), state_.weights.head(), tokens, state_.team.size());

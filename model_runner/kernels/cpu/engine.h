@@ -76,6 +76,8 @@ class EngineBase {
   // [V, N] in the engine's own type; kept by reference.
   virtual void set_embedding(const void* table) = 0;
   virtual void forward(const ForwardArgs& args) = 0;
+  // Returns when all ranks of this host have come; at once where there is one.
+  virtual void meet() = 0;
   virtual const EngineConfig& config() const = 0;
   // Bytes of weights that all threads read in the last pass, for each kind of linear layer: bytes[kProducts].
   virtual void weight_bytes(int64_t* bytes) const = 0;

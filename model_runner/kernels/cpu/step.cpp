@@ -14,7 +14,8 @@ int64_t Stepper::run(const StepArgs& args) {
     int32_t* row = tables_.req_to_token + entry.row * tables_.columns + entry.start;
     std::copy_n(args.out_cache_loc + entry.first_token, entry.q_len, row);
   }
-  if (tables_.clear_begun) clear_begun_pages(args);
+  // Who is late must not clear what another rank has written.
+  if (tables_.clear_begun && clear_begun_pages(args) && tables_.shared_heads) engine_.meet();
   ForwardArgs forward{};
   forward.tokens = args.tokens;
   forward.entries = args.entries;
@@ -76,18 +77,22 @@ bool Stepper::plan_entry(const StepArgs& args, int64_t b, int64_t first_token) {
   return true;
 }
 
-void Stepper::clear_begun_pages(const StepArgs& args) {
+// Whether there are any.
+bool Stepper::clear_begun_pages(const StepArgs& args) {
+  bool any = false;
   const KVPoolView& pool = engine_.config().pool;
   const int64_t element = size_of(pool.dtype), of_heads = pool.kv_heads * pool.page_size * pool.head_dim * element;
   for (const AttentionEntry& entry : batch_) {
     const int64_t used = (entry.start + entry.q_len) % pool.page_size;
     if (used == 0 || used > entry.q_len) continue;
+    any = true;
     const int64_t page = args.out_cache_loc[entry.first_token + entry.q_len - 1] / pool.page_size;
     char* own = static_cast<char*>(pool.data) + page * pool.page_bytes();
     // Other ranks may have begun to fill their heads.
     const int64_t all_heads = of_heads / pool.kv_heads * pool.pool_heads;
     for (int64_t i = 0; i < 2 * pool.num_layers; ++i) std::memset(own + i * all_heads, 0, of_heads);
   }
+  return any;
 }
 
 void Stepper::choose(const StepArgs& args) {

@@ -40,6 +40,7 @@ struct StepTables {
   const RowParams* params;  // [R]
   int64_t slots;            // of the pool
   int32_t clear_begun;      // zero the pages that a pass begins and does not fill
+  int32_t shared_heads;     // other ranks write the same heads of them
 };
 
 // The arrays of a ForwardStep, and where the answer goes. Mirrored by the signature in library.py.
@@ -65,7 +66,7 @@ class Stepper {
  private:
   bool plan(const StepArgs& args);
   bool plan_entry(const StepArgs& args, int64_t entry, int64_t first_token);
-  void clear_begun_pages(const StepArgs& args);
+  bool clear_begun_pages(const StepArgs& args);
   void choose(const StepArgs& args);
 
   EngineBase& engine_;

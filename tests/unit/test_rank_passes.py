@@ -1,0 +1,116 @@
+"""What the ranks of a model compute, as threads: on both engines, with what is peculiar to a shared pool."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.machine import limit
+from support.rank_threads import make_ranks, together
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pdserve.model_runner.forward_batch import ForwardBatch
+from pdserve.model_runner.kernels.build import BuildError
+from pdserve.model_runner.kernels.library import load_library
+from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.runtime.options import ServerOptions
+
+try:
+    load_library()
+except BuildError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+PAGE, LENGTH = 16, 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of one KV head, which every rank has."""
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=1))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.2)
+    model.save_pretrained(path)
+    return path
+
+
+def options(folder: Path, engine: str) -> ServerOptions:
+    return ServerOptions(
+        model_path=str(folder),
+        device="cpu",
+        dtype="float32",
+        page_size=PAGE,
+        max_total_tokens=256,
+        handover="on",
+        attention_backend="cpu" if engine == "cpu" else "torch",
+    )
+
+
+def run(runner: ModelRunner) -> torch.Tensor:
+    """All logits of a prompt, whose last page is begun and not filled."""
+    table = torch.arange(64, dtype=torch.int32)[None] + PAGE
+    positions = torch.arange(LENGTH)
+    return runner.forward(
+        ForwardBatch(
+            input_ids=positions * 37 % 101,
+            positions=positions,
+            out_cache_loc=table[0, :LENGTH].long(),
+            rows=torch.zeros(1, dtype=torch.int64),
+            starts=[0],
+            q_lens=[LENGTH],
+            req_to_token=table,
+            logit_indices=positions,
+        )
+    )
+
+
+@pytest.mark.parametrize("engine", ["cpu", "torch"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_compute_what_one_does(engine: str, size: int, folder: Path) -> None:
+    expected = run(ModelRunner(options(folder, engine)))
+    torch.testing.assert_close(together(make_ranks(size, options(folder, engine)), run), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "torch"])
+def test_who_is_late_clears_nothing_that_another_has_written(engine: str, folder: Path) -> None:
+    """Both ranks write the same head of a page that they begin. The first may not until the second has cleared it."""
+    expected = run(ModelRunner(options(folder, engine)))
+    first, second = make_ranks(2, options(folder, engine))
+    is_waiting, may_clear = threading.Event(), threading.Event()
+    clear, written = second.pool.clear, []
+
+    def late(pages: torch.Tensor) -> None:
+        is_waiting.set()
+        assert may_clear.wait(limit(20))
+        clear(pages)
+
+    second.pool.clear = late  # type: ignore[method-assign]
+
+    def watch() -> None:
+        assert is_waiting.wait(limit(20))
+        # The first has all the time that it needs to write, were it not to wait.
+        written.append(wait_for_keys(first, 0.3))
+        may_clear.set()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    found = together([first, second], run)
+    watcher.join(limit(20))
+    assert written == [False]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def wait_for_keys(runner: ModelRunner, seconds: float) -> bool:
+    """Whether anything is written to the pool within this time."""
+    end = threading.Event()
+    timer = threading.Timer(seconds, end.set)
+    timer.start()
+    while not end.is_set():
+        if bool(runner.pool.data[1:].any()):
+            return True
+    return False
