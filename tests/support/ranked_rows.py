@@ -53,9 +53,10 @@ def ranked_rows(folder: Path, size: int) -> Rows:
         _RankEngine(_part(weights, own), pool, Ranks(own, group)) for own, group in zip(shards, groups, strict=True)
     ]
 
+    threads = ThreadPoolExecutor(size)
+
     def compute(batch: ForwardBatch) -> Tensor:
-        with ThreadPoolExecutor(size) as threads:
-            first, *others = threads.map(lambda engine: engine.forward(batch), engines)
+        first, *others = threads.map(lambda engine: engine.forward(batch), engines)
         assert all(torch.equal(first, other) for other in others)
         return first
 
