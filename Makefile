@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo run test test-slow test-clients chaos check lint types format bench-peers docs wheel clean
+.PHONY: help setup demo run test test-slow test-clients chaos check lint types format bench-peers docs models wheel clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
@@ -84,6 +84,9 @@ bench-peers: $(STAMP) ## measure against vLLM and llama.cpp, in environments of 
 
 docs: $(STAMP) ## write docs/flags.md anew, from the options' declarations
 	@$(BIN)/python docs/generate_flags.py
+
+models: $(STAMP) ## measure every model config against transformers and write docs/models.md; CONFIGS="a b": those alone
+	@$(QUIETLY) PYTHONPATH=tests $(BIN)/python -m support.models_page $(CONFIGS)
 
 wheel: $(STAMP) ## build a wheel into dist/, with the CPU kernels for all processors: who installs it needs no compiler
 	@rm -rf build

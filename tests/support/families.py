@@ -1,9 +1,14 @@
-"""Tiny random models of every family, of odd sizes, with every feature that the family has."""
+"""Tiny random models of every family, of odd sizes, with every feature that the family has: the rows of docs/models.md.
+
+A family of the product has two configs here at least, one of them of sizes that every engine can compute and two ranks
+can share.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -13,15 +18,24 @@ from .model_harness import CONTEXT, VOCAB, draw_weights
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
-    "intermediate_size": 82,
+    "intermediate_size": 84,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": CONTEXT,
     "pad_token_id": 0,
 }
-WIDE = SHAPE | {"hidden_size": 40, "intermediate_size": 54, "num_attention_heads": 4, "num_key_value_heads": 1}
-"""Of another head_dim where one is given, as hidden_size / heads is 10."""
+"""Sizes of which none is a power of two, and two ranks can share each; heads are hidden_size / heads, 8."""
+NARROW = SHAPE | {"head_dim": 16}
+"""Heads that the C++ engine can compute."""
+WIDE = SHAPE | {
+    "hidden_size": 40,
+    "intermediate_size": 60,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 48,
+}
+"""Heads that are wider together than the residual, and fewer KV heads than ranks."""
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -33,7 +47,8 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
 PLAIN = {"rope_type": "default", "rope_theta": 500.0}
-TWO_ROPES = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}
+LOCAL = {"rope_type": "default", "rope_theta": 10000.0}
+"""The only rope of layers with a window that a GGUF can mean."""
 
 
 def longrope(pairs: int, **more: Any) -> dict[str, Any]:
@@ -54,45 +69,63 @@ GRANITE = {
     "residual_multiplier": 0.4,
     "logits_scaling": 0.7,
 }
-GEMMA2 = {"query_pre_attn_scalar": 30, "sliding_window": 21, "attn_logit_softcapping": 5.0}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", SHAPE | {"tie_word_embeddings": True}),
-    "llama-biased": ("Llama", WIDE | {"head_dim": 14, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
-    "llama-llama3": ("Llama", SHAPE | {"rope_parameters": LLAMA3}),
-    "llama-linear": ("Llama", SHAPE | {"rope_parameters": LINEAR}),
-    "llama-yarn": ("Llama", SHAPE | {"rope_parameters": YARN}),
-    "llama-yarn-mscale": (
+GEMMA2 = {"query_pre_attn_scalar": 16, "sliding_window": 21, "attn_logit_softcapping": 5.0}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+TIED = {"tie_word_embeddings": True}
+
+
+class Config(NamedTuple):
+    """``prefix``: of transformers' classes. ``not_in_gguf``: what of it llama.cpp's converter does not write."""
+
+    prefix: str
+    fields: dict[str, Any]
+    not_in_gguf: str = ""
+
+
+FAMILIES: dict[str, Config] = {
+    "llama": Config("Llama", NARROW | TIED),
+    "llama-biased": Config("Llama", WIDE | BIASES),
+    "llama-odd": Config("Llama", WIDE | {"head_dim": 14, "intermediate_size": 55, "hidden_act": "gelu"}, "gelu"),
+    "llama-llama3": Config("Llama", NARROW | {"rope_parameters": LLAMA3}),
+    "llama-linear": Config("Llama", NARROW | {"rope_parameters": LINEAR}),
+    "llama-yarn": Config("Llama", NARROW | {"rope_parameters": YARN}),
+    "llama-yarn-mscale": Config(
         "Llama",
-        SHAPE | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False, "beta_fast": 8}},
+        NARROW | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False, "beta_fast": 8}},
+        "mscale of a Llama",
     ),
-    "llama-yarn-factor": ("Llama", SHAPE | {"rope_parameters": YARN | {"attention_factor": 1.3}}),
-    "llama-longrope": ("Llama", SHAPE | {"rope_parameters": longrope(4, factor=4.0)}),
-    "mistral": ("Mistral", SHAPE | {"sliding_window": None, "head_dim": 16}),
-    "mistral-window": ("Mistral", WIDE | {"sliding_window": 37, "head_dim": 14, "rope_parameters": PLAIN}),
-    "smollm3": ("SmolLM3", SHAPE | {"num_hidden_layers": 5, "tie_word_embeddings": True}),
-    "smollm3-window": (
+    "llama-yarn-factor": Config(
+        "Llama", NARROW | {"rope_parameters": YARN | {"attention_factor": 1.3}}, "attention_factor of a Llama"
+    ),
+    "llama-longrope": Config("Llama", NARROW | {"rope_parameters": longrope(8, factor=4.0)}, "longrope of a Llama"),
+    "mistral": Config("Mistral", NARROW | {"sliding_window": None}),
+    "mistral-window": Config(
+        "Mistral", WIDE | {"sliding_window": 37, "rope_parameters": PLAIN}, "the window of a Mistral"
+    ),
+    "smollm3": Config("SmolLM3", NARROW | BIASES | TIED | {"num_hidden_layers": 5}),
+    "smollm3-window": Config(
         "SmolLM3",
         WIDE
         | {
             "no_rope_layers": [0, 1, 1],
             "use_sliding_window": True,
             "sliding_window": 19,
-            "attention_bias": True,
-            "mlp_bias": True,
             "rope_parameters": YARN,
+            "tie_word_embeddings": False,
         },
+        "which layers of a SmolLM3 know positions, and its window",
     ),
-    "qwen2": ("Qwen2", SHAPE),
-    "qwen2-window": (
+    "qwen2": Config("Qwen2", NARROW),
+    "qwen2-window": Config(
         "Qwen2",
-        WIDE | {"use_sliding_window": True, "sliding_window": 23, "max_window_layers": 1, "tie_word_embeddings": True},
+        WIDE | TIED | {"use_sliding_window": True, "sliding_window": 23, "max_window_layers": 1},
+        "the window of a Qwen",
     ),
-    "qwen3": ("Qwen3", SHAPE | {"head_dim": 16}),
-    "qwen3-window": (
+    "qwen3": Config("Qwen3", NARROW),
+    "qwen3-window": Config(
         "Qwen3",
         WIDE
         | {
-            "head_dim": 18,
             "use_sliding_window": True,
             "sliding_window": 11,
             "max_window_layers": 0,
@@ -100,85 +133,83 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
             "rope_parameters": YARN,
         },
+        "the window of a Qwen",
     ),
-    "gemma2": ("Gemma2", SHAPE | GEMMA2 | {"head_dim": 16, "final_logit_softcapping": 3.0}),
-    "gemma2-uncapped": (
+    "gemma2": Config("Gemma2", NARROW | GEMMA2 | TIED | {"final_logit_softcapping": 3.0}),
+    "gemma2-uncapped": Config(
         "Gemma2",
         WIDE
         | {
-            "head_dim": 14,
-            "query_pre_attn_scalar": 9,
+            "query_pre_attn_scalar": 60,
             "sliding_window": 70,
             "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
             "attention_bias": True,
             "tie_word_embeddings": False,
         },
+        "the scale of a Gemma's scores, or that it caps nothing",
     ),
-    "gemma3": (
+    "gemma3": Config(
         "Gemma3",
-        SHAPE
+        NARROW
         | {
             "num_hidden_layers": 7,
-            "head_dim": 16,
-            "query_pre_attn_scalar": 24,
+            "query_pre_attn_scalar": 16,
             "sliding_window": 21,
-            "rope_parameters": TWO_ROPES,
+            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL},
         },
     ),
-    "gemma3-few": (
+    "gemma3-few": Config(
         "Gemma3",
         WIDE
         | {
-            "head_dim": 14,
-            "query_pre_attn_scalar": 14,
+            "query_pre_attn_scalar": 70,
             "sliding_window": 40,
             "sliding_window_pattern": 2,
             "final_logit_softcapping": 4.0,
+            "rope_parameters": {"full_attention": PLAIN, "sliding_attention": LOCAL | {"rope_theta": 50.0}},
         },
+        "which layers of a Gemma 3 have a window",
     ),
-    "phi3": ("Phi3", SHAPE | {"rope_parameters": PLAIN, "sliding_window": 33}),
-    "phi3-long": (
+    "phi3": Config("Phi3", NARROW | {"rope_parameters": PLAIN, "sliding_window": 33}),
+    "phi3-long": Config(
         "Phi3",
-        SHAPE
+        NARROW
+        | TIED
         | {
             "num_attention_heads": 3,
             "num_key_value_heads": 3,
             "original_max_position_embeddings": 64,
             "rope_parameters": longrope(6, partial_rotary_factor=0.75),
-            "tie_word_embeddings": True,
         },
     ),
-    "olmo2": ("Olmo2", SHAPE | {"rope_parameters": PLAIN}),
-    "olmo2-biased": (
+    "olmo2": Config("Olmo2", NARROW | TIED | {"rope_parameters": YARN}),
+    "olmo2-biased": Config(
         "Olmo2",
-        WIDE | {"num_key_value_heads": 4, "attention_bias": True, "rope_parameters": YARN, "tie_word_embeddings": True},
+        WIDE | {"num_key_value_heads": 4, "attention_bias": True, "rope_parameters": PLAIN},
+        "biases of an OLMo 2",
     ),
-    "granite": ("Granite", SHAPE | GRANITE),
-    "granite-biased": (
-        "Granite",
-        WIDE | GRANITE | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "granite": Config("Granite", NARROW | GRANITE),
+    "granite-biased": Config("Granite", WIDE | GRANITE | BIASES | TIED),
+    "glm4": Config("Glm4", NARROW | {"partial_rotary_factor": 0.5}),
+    "glm4-odd": Config(
+        "Glm4", WIDE | {"attention_bias": False, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.3}}
     ),
-    "glm4": ("Glm4", SHAPE | {"head_dim": 16, "partial_rotary_factor": 0.5}),
-    "glm4-odd": (
-        "Glm4",
-        WIDE | {"head_dim": 14, "attention_bias": False, "rope_parameters": PLAIN | {"partial_rotary_factor": 0.3}},
-    ),
-    "glm": ("Glm", SHAPE | {"head_dim": 20, "partial_rotary_factor": 0.5}),
-    "glm-whole": ("Glm", WIDE | {"head_dim": 10, "partial_rotary_factor": 1.0, "tie_word_embeddings": True}),
+    "glm": Config("Glm", NARROW | {"head_dim": 32, "partial_rotary_factor": 0.5}),
+    "glm-whole": Config("Glm", WIDE | TIED | {"partial_rotary_factor": 1.0}),
 }
 
 
 def make_config(name: str, **changes: Any) -> Any:
     """The config of transformers."""
-    family, fields = FAMILIES[name]
+    family, fields, _ = FAMILIES[name]
     text = "Text" if family == "Gemma3" else ""
     config: Callable[..., Any] = getattr(transformers, f"{family}{text}Config")
-    # The plain attention: the only one that caps.
-    return config(**fields | changes, attn_implementation="eager")
+    # A copy: transformers writes into dictionaries that it is given. The plain attention: the only one that caps.
+    return config(**copy.deepcopy(fields | changes), attn_implementation="eager")
 
 
 def make_reference(name: str, **changes: Any) -> torch.nn.Module:
     """The model of transformers, every parameter drawn."""
-    model: Callable[..., torch.nn.Module] = getattr(transformers, f"{FAMILIES[name][0]}ForCausalLM")
+    model: Callable[..., torch.nn.Module] = getattr(transformers, f"{FAMILIES[name].prefix}ForCausalLM")
     return draw_weights(model(make_config(name, **changes)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -27,6 +28,6 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_foreign(name: str, fields: dict[str, Any]) -> torch.nn.Module:
     """The model ``nameForCausalLM`` of transformers, every parameter drawn."""
-    config = getattr(transformers, f"{name}Config")(**fields, attn_implementation="eager")
+    config = getattr(transformers, f"{name}Config")(**copy.deepcopy(fields), attn_implementation="eager")
     suffix = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     return draw_weights(getattr(transformers, f"{name}{suffix}")(config))

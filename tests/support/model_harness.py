@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from pdserve.disaggregation.transfer.page_order import PageConverter, can_exchange
+from pdserve.messages.worker import KVLayout
 from pdserve.model_runner.forward_batch import ForwardBatch
 from pdserve.model_runner.model_runner import ModelRunner
 from pdserve.runtime.options import ServerOptions
 
 PAGE = 4
+PAGES = 96
 VOCAB = 97
 CONTEXT = 256
 
@@ -23,14 +30,13 @@ def draw_weights(model: torch.nn.Module) -> torch.nn.Module:
     return model.eval()
 
 
-class Harness:
-    """A runner over a tiny model, and rows whose pages are scattered over the pool."""
+class Rows:
+    """Rows of tokens, their pages scattered over a pool, and passes over them by ``compute``."""
 
-    def __init__(self, folder: Path, **options: object) -> None:
-        defaults = {"dtype": "float32", "device": "cpu", "page_size": PAGE, "max_total_tokens": 96 * PAGE}
-        self.runner = ModelRunner(ServerOptions(model_path=str(folder), **(defaults | options)))
+    def __init__(self, compute: Callable[[ForwardBatch], torch.Tensor]) -> None:
+        self._compute = compute
         self.table = torch.full((8, CONTEXT), 10**9, dtype=torch.int32)  # what no row has mapped yet must not matter
-        order = torch.randperm(96, generator=torch.Generator().manual_seed(1)) + 1
+        order = torch.randperm(PAGES, generator=torch.Generator().manual_seed(1)) + 1
         self._free_pages = order.tolist()
         self._lens = [0] * 8
 
@@ -49,7 +55,7 @@ class Harness:
         slots = [self.table[row, span] for span, (row, _) in zip(spans, entries, strict=True)]
         input_ids = torch.tensor([token for _, tokens in entries for token in tokens])
         wanted = range(len(input_ids)) if logits_at is None else logits_at
-        return self.runner.forward(
+        return self._compute(
             ForwardBatch(
                 input_ids=input_ids,
                 positions=torch.cat(spans),
@@ -68,6 +74,51 @@ class Harness:
         slot = self._free_pages.pop() * PAGE if first else int(self.table[row, position - 1]) + 1
         self.table[row, position] = slot
         self._lens[row] += 1
+
+
+class Handed(NamedTuple):
+    """The KV of ``tokens`` tokens as it leaves for another instance, whole pages: [N, page_bytes]."""
+
+    fingerprint: str
+    layout: KVLayout
+    tokens: int
+    pages: npt.NDArray[np.uint8]
+
+
+class Harness(Rows):
+    """A runner over a tiny model."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        defaults = {"dtype": "float32", "device": "cpu", "page_size": PAGE, "max_total_tokens": PAGES * PAGE}
+        self.runner = ModelRunner(ServerOptions(model_path=str(folder), **(defaults | options)))
+        super().__init__(self.runner.forward)
+
+    def hand_over(self, row: int) -> Handed:
+        """A copy of the row's pages, as they are now."""
+        tokens = self._lens[row]
+        pages = self.table[row, :tokens:PAGE].numpy() // PAGE
+        return Handed(self.runner.fingerprint, self.runner.layout, tokens, self._pool_bytes()[pages])
+
+    def take_over(self, row: int, handed: Handed) -> None:
+        """Put pages of another runner behind ``row``, as a decode instance does with what it receives."""
+        layout = self.runner.layout
+        if handed.fingerprint != self.runner.fingerprint or not can_exchange(handed.layout, layout):
+            raise ValueError(
+                f"{handed.fingerprint}, {handed.layout} can't go on as {self.runner.fingerprint}, {layout}"
+            )
+        pool = self._pool_bytes()
+        for i, page in enumerate(handed.pages):
+            target = self._free_pages.pop()
+            pool[target] = page
+            if handed.layout.order != layout.order:
+                PageConverter(layout, handed.layout.order).convert(pool[target])
+            self.table[row, i * PAGE : (i + 1) * PAGE] = torch.arange(PAGE) + target * PAGE
+        self._lens[row] = handed.tokens
+
+    def _pool_bytes(self) -> npt.NDArray[np.uint8]:
+        data = self.runner.pool.data
+        pages: npt.NDArray[np.uint8] = data.view(torch.uint8).view(len(data), -1).numpy()
+        return pages
 
 
 def reference_logits(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:

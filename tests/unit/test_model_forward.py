@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.families import make_reference
 from support.model_harness import CONTEXT, PAGE, VOCAB, Harness, close, draw, draw_weights, reference_logits
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -103,6 +104,16 @@ def test_short_types_stay_near_float32(llama: tuple[torch.nn.Module, Path], dtyp
     error = (logits - expected).square().mean().sqrt() / expected.std()
     assert 0 < error < 0.03
     assert harness.runner.layout.dtype == {"auto": dtype}.get(kv_cache_dtype, kv_cache_dtype)
+
+
+def test_longrope_of_a_short_context(tmp_path: Path) -> None:
+    model = make_reference("phi3-long")
+    model.save_pretrained(tmp_path)
+    short, long, tokens = Harness(tmp_path, context_length=64), Harness(tmp_path), draw(64, 3)
+    expected = reference_logits(model, tokens)
+    close(torch.cat((short.forward((0, tokens[:40])), short.forward((0, tokens[40:])))), expected)
+    assert (long.forward((0, tokens)) - expected).abs().max() > 0.1
+    assert short.runner.fingerprint != long.runner.fingerprint
 
 
 def test_pages_are_contiguous_spans_of_the_region(llama: tuple[torch.nn.Module, Path]) -> None:

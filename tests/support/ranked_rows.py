@@ -1,0 +1,36 @@
+"""Rows of a model that tensor-parallel ranks compute together, as threads of this process."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pdserve.model_runner.forward_batch import ForwardBatch
+from pdserve.runtime.options import ServerOptions
+
+from .model_harness import PAGE, PAGES, Rows
+from .rank_threads import make_ranks
+
+
+def ranked_rows(folder: Path, size: int, backend: str) -> Rows:
+    """Rows of the model in ``folder`` in float32 on ``size`` ranks; ``UnsupportedModel`` where it can't be divided."""
+    options = ServerOptions(
+        model_path=str(folder),
+        dtype="float32",
+        device="cpu",
+        page_size=PAGE,
+        max_total_tokens=PAGES * PAGE,
+        attention_backend="cpu" if backend == "cpu" else "torch",
+    )
+    runners = make_ranks(size, options)
+    threads = ThreadPoolExecutor(size)
+
+    def compute(batch: ForwardBatch) -> Tensor:
+        first, *others = threads.map(lambda runner: runner.forward(batch), runners)
+        assert all(torch.equal(first, other) for other in others)
+        return first
+
+    return Rows(compute)
