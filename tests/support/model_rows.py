@@ -127,8 +127,7 @@ def make_texts(model: torch.nn.Module) -> tuple[Text, Text]:
     first = draw(PROMPT, 3)
     prompts = torch.tensor([first, first[:PREFIX] + draw(PROMPT - PREFIX, 4)])
     tokens, chosen = torch.empty(0), torch.zeros(2, GREEDY, dtype=torch.int64)
-    # Any tokens at first, then what is chosen behind those: each pass makes at least one more of them the right one, and
-    # mostly several.
+    # Any tokens at first, then what is chosen behind those: each pass makes one more of them right, and mostly several.
     while not torch.equal(tokens[..., PROMPT:], chosen):
         tokens = torch.cat((prompts, chosen), 1)
         with torch.inference_mode():
