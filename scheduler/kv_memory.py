@@ -7,8 +7,8 @@ Cached prefixes that no request uses are evicted when slots run short.
 
 Pages are freed as soon as the scheduler plans without them, while steps that were already sent may still touch them.
 That is sound because the worker runs steps in order: whoever gets the page next writes it in a later step. A *remote*
-writer is not in that order, so ``disaggregation/handover/kv_receiver.py`` waits for those steps before it offers fresh
-pages to a peer.
+writer is not in that order, so ``disaggregation/handover/kv_receiver.py`` waits for the steps up to ``let_go_step``
+before it offers fresh pages to a peer: steps that were sent since touch nothing but what is still in use.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ class KVMemory:
         self._table = ReqToTokenPool(options.max_running_requests, context_length + 2)
         self._cache = make_prefix_cache(options, self._allocator, self._table)
         self._holds: set[KVHold] = set()
+        self.newest_step = 0
+        """The newest step that was planned: it and those before it may touch all that is in use now."""
+        self.let_go_step = 0
+        """The newest one when somebody last let go of memory: later ones touch none that can be had now."""
 
     @property
     def obtainable(self) -> int:
@@ -117,7 +121,10 @@ class KVMemory:
 
     def share(self, req: Req, computed: int) -> Rewrite | None:
         """Let others reuse the first ``computed`` tokens; returns the row positions whose slots changed thereby."""
-        return self._cache.cache_unfinished_req(self.hold_of(req), req.known_tokens(computed))
+        rewrite = self._cache.cache_unfinished_req(self.hold_of(req), req.known_tokens(computed))
+        if rewrite is not None:
+            self.let_go_step = self.newest_step
+        return rewrite
 
     def finish(self, req: Req) -> None:
         """The request lets go of its memory. What it computed stays cached once nobody else uses the memory either."""
@@ -141,6 +148,7 @@ class KVMemory:
         if hold.left is None:
             raise AssertionError(f"the memory in row {hold.row} was let go of while its request lives")
         self._holds.remove(hold)
+        self.let_go_step = self.newest_step
         self._cache.cache_finished_req(hold, hold.left)
 
     def condemn(self, req: Req) -> None:

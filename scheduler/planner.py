@@ -73,11 +73,6 @@ class StepPlanner:
         self._slot_deltas: list[SlotDelta] = []
         self._step_id = 0
 
-    @property
-    def last_step_id(self) -> int:
-        """Id of the newest planned step."""
-        return self._step_id
-
     def plan(self, now: float) -> PlannedStep | None:
         """The next step, None where nothing can be computed now."""
         builder = StepBuilder()
@@ -89,6 +84,7 @@ class StepPlanner:
         if not len(builder):
             return None
         self._step_id += 1
+        self._memory.newest_step = self._step_id
         estimate_ms = self._model.estimate(builder.shape)
         promise = None
         if prefilled and room.is_timed and self.budget.itl is not None:

@@ -209,7 +209,7 @@ class KVReceivers:
             if self._scheduler.admit_landing(receiver.req, holders, most, looked_up=receiver.newcomer is None):
                 receiver.state, receiver.req.state = ReceiverState.PREALLOCATED, ReqState.PREALLOCATED
                 receiver.allocated_at = now
-                receiver.fence = self._scheduler.planner.last_step_id
+                receiver.fence = self._scheduler.memory.let_go_step
                 receiver.hold = self._scheduler.memory.pin(receiver.req)
                 receiver.prefix_len = receiver.req.computed
                 # The prefill's queue, too, is between here and the last page.

@@ -907,3 +907,51 @@ def test_one_that_was_retracted_and_one_that_came_before_it_dont_wait_for_each_o
         assert pair.decode.tokens[f"local-{i}"] == reference_output(range(50 + i * 30, 70 + i * 30), 30)
     assert pair.decode.tokens["early"] == reference_output(range(36), 4)
     assert_all_returned(pair)
+
+
+def ask_if_it_may(pair: SimPair) -> bool:
+    """Whether the decode asks for the KV of what waits, while its worker computes and answers nothing."""
+    for _ in range(50):
+        for side in (pair.decode, pair.prefill):
+            side.plan()
+            if side.to_transfer.messages:
+                side.transfer()
+        pair.advance()
+        while pair.to_decode:
+            pair.deliver_to_decode()
+        if any(isinstance(m, TransferRequest) for m in pair.to_prefill):
+            return True
+        while pair.to_prefill:
+            pair.deliver_to_prefill()
+    return False
+
+
+def test_pages_that_no_step_under_way_touches_are_offered_at_once():
+    """A prompt that the decode computes itself keeps nobody waiting: its steps touch what it has, and nothing else."""
+    pair = SimPair(chunked_prefill_size=8)
+    pair.decode.submit("local", range(50, 90), max_new_tokens=3)
+    pair.decode.plan()
+    assert pair.decode.scheduler.in_flight_since is not None
+    pair.submit("a", range(9), 1, max_new_tokens=3)
+    assert ask_if_it_may(pair)
+    assert pair.decode.scheduler.completed_step == 0
+    run_until_idle(pair)
+    assert pair.decode.tokens["a"] == reference_output(range(9), 3)
+    assert_all_returned(pair)
+
+
+def test_pages_let_go_of_are_offered_when_steps_are_done_that_may_touch_them():
+    pair = SimPair(chunked_prefill_size=8)
+    pair.decode.submit("local", range(50, 60), max_new_tokens=200)
+    pair.decode.plan()
+    pair.decode.scheduler.abort(AbortReq("local"))
+    under_way = pair.decode.scheduler.memory.newest_step
+    assert under_way > pair.decode.scheduler.completed_step
+    pair.submit("a", range(9), 1, max_new_tokens=3)
+    assert not ask_if_it_may(pair)
+    while pair.decode.work():
+        pass
+    assert pair.decode.scheduler.completed_step == under_way
+    assert ask_if_it_may(pair)
+    run_until_idle(pair)
+    assert pair.decode.tokens["a"] == reference_output(range(9), 3)
