@@ -69,7 +69,7 @@ def gemma3_from_hf(config: HFConfig) -> ModelSpec:
         config.rope(layer_type="full_attention", theta=1e6),
         config.rope(layer_type="sliding_attention", theta=local_theta),
     )
-    attentions = _sliding(attention, slides, config.integer("sliding_window"))
+    attentions = sliding(attention, slides, config.integer("sliding_window"))
     return _from_hf(config, attentions, *ropes)
 
 
@@ -84,13 +84,13 @@ def gemma2_from_gguf(config: GGUFConfig) -> ModelSpec:
 def gemma3_from_gguf(config: GGUFConfig) -> ModelSpec:
     """Gemma 3's text model."""
     attention = replace(_attention_from_gguf(config), qk_norm=QKNorm.HEAD, qk_norm_spec=config.norm())
-    attentions = _sliding(attention, _gguf_slides(config), config.integer("attention.sliding_window"))
+    attentions = sliding(attention, _gguf_slides(config), config.integer("attention.sliding_window"))
     rope = config.rope()
     local = RopeSpec(rotary_dim=rope.rotary_dim, theta=config.number("rope.freq_base_swa", LOCAL_THETA))
     return _from_gguf(config, attentions, 0.0, rope, local)
 
 
-def _sliding(attention: AttentionSpec, slides: Sequence[bool], window: int) -> list[AttentionSpec]:
+def sliding(attention: AttentionSpec, slides: Sequence[bool], window: int) -> list[AttentionSpec]:
     """Layers with a window turn by the second rope."""
     local = replace(attention, window=window, rope=1)
     return [local if is_sliding else attention for is_sliding in slides]

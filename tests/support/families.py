@@ -189,6 +189,26 @@ FAMILIES: dict[str, Config] = {
         WIDE | {"num_key_value_heads": 4, "attention_bias": True, "rope_parameters": PLAIN},
         "biases of an OLMo 2",
     ),
+    "olmo3": Config(
+        "Olmo3",
+        NARROW
+        | {
+            "num_hidden_layers": 5,
+            "sliding_window": 21,
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN},
+        },
+    ),
+    "olmo3-few": Config(
+        "Olmo3",
+        WIDE
+        | TIED
+        | {
+            "sliding_window": 40,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL | {"rope_theta": 50.0}},
+        },
+    ),
     "granite": Config("Granite", NARROW | GRANITE),
     "granite-biased": Config("Granite", WIDE | GRANITE | BIASES | TIED),
     "glm4": Config("Glm4", NARROW | {"partial_rotary_factor": 0.5}),

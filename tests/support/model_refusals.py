@@ -165,7 +165,7 @@ BY_RANKS: dict[str, Ask] = {
     "query heads": on_ranks(2, "phi3-long"),
     "KV heads": on_ranks(2, num_key_value_heads=3),
     "inner elements of the MLP": on_ranks(2, intermediate_size=55),
-    "a norm over all heads (OLMo 2)": on_ranks(2, "olmo2"),
+    "a norm over all heads (OLMo 2 and 3)": on_ranks(2, "olmo2"),
 }
 REFUSED: dict[str, dict[str, Ask]] = {
     "By a family, in config.json": BY_FAMILY,

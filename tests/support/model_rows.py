@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from pdserve.model_files.errors import UnsupportedModel
+from pdserve.model_files.families import registry
 
-from .families import FAMILIES, make_reference
+from .families import FAMILIES, make_config, make_reference
 from .foreign import SERVED, make_foreign
-from .gguf_export import write_gguf
+from .gguf_export import ARCHS, write_gguf
 from .model_harness import PAGE, Handed, Harness, Rows, draw
 from .ranked_rows import ranked_rows
 
@@ -100,7 +101,7 @@ def measure(name: str, engines: Collection[str] = tuple(ENGINES)) -> dict[str, R
         folder = Path(temporary)
         model.save_pretrained(folder)
         file = folder / "m.gguf"
-        if not FAMILIES[name].not_in_gguf:
+        if not _why_no_gguf(name):
             write_gguf(model, file, fuse_qkv=model.config.model_type == "glm")
         begun = {engine: _begin(folder, texts, ENGINES[engine]) for engine in engines}
         return {engine: _row(engine, name, folder, texts, begun) for engine in engines}
@@ -221,10 +222,19 @@ def _on_ranks(folder: Path, texts: tuple[Text, Text], backend: str) -> tuple[Tal
 
 
 def _from_gguf(name: str, file: Path, texts: tuple[Text, Text], backend: str) -> tuple[Tally, ...] | Absent:
-    lacking = FAMILIES[name].not_in_gguf
-    if lacking:
-        return Absent("none", f"llama.cpp's converter does not write {lacking}")
+    why = _why_no_gguf(name)
+    if why:
+        return Absent("none", why)
     return _whole_run(Harness(file, attention_backend=backend), texts)
+
+
+def _why_no_gguf(name: str) -> str:
+    """Empty where there is a file to read."""
+    kind = make_config(name).model_type
+    if ARCHS.get(kind, kind) not in registry.GGUF:
+        return f"a GGUF of {kind} is not read"
+    lacking = FAMILIES[name].not_in_gguf
+    return f"llama.cpp's converter does not write {lacking}" if lacking else ""
 
 
 def _whole_run(rows: Rows, texts: tuple[Text, Text]) -> tuple[Tally, ...]:

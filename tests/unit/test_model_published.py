@@ -150,6 +150,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "OLMo 2": {"model_type": "olmo2", **sizes(2048, 8192, 16, 16, 16, 4096), "rope_theta": 500000},
+    "OLMo 3": {
+        "model_type": "olmo3",
+        **sizes(4096, 11008, 32, 32, 32, 65536),
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+        "rope_theta": 500000,
+        "sliding_window": 4096,
+    },
+    "OLMo 3 by defaults": {"model_type": "olmo3", **sizes(4096, 11008, 32, 32, 32, 2048)},
     "Granite 3.1": {
         "model_type": "granite",
         **sizes(2048, 8192, 40, 32, 8, 131072),
@@ -176,8 +192,9 @@ def frequencies(raw: dict[str, Any]) -> list[tuple[torch.Tensor, float]]:
     module = import_module(f"transformers.models.{package}.modeling_{package}")
     [name] = [name for name in vars(module) if name.endswith("RotaryEmbedding")]
     rotary = getattr(module, name)(AutoConfig.for_model(**copy.deepcopy(raw)))
-    if package == "gemma3":
-        return [(getattr(rotary, f"{t}_attention_inv_freq"), 1.0) for t in ("full", "sliding")]
+    if hasattr(rotary, "sliding_attention_inv_freq"):
+        kinds = ("full_attention", "sliding_attention")
+        return [(getattr(rotary, f"{kind}_inv_freq"), getattr(rotary, f"{kind}_attention_scaling")) for kind in kinds]
     return [(rotary.inv_freq, rotary.attention_scaling)]
 
 
