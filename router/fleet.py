@@ -92,7 +92,7 @@ class Fleet:
 
     def undecided(self) -> bool:
         """Whether a check under way may still turn up an instance."""
-        return any(i.state is HealthState.UNKNOWN for i in self.instances)
+        return any(i.state is HealthState.UNKNOWN or i.asked_again for i in self.instances)
 
     def pick(
         self, request: RequestBody, failed: Collection[Instance] = (), tried: Collection[Instance] = ()
@@ -131,10 +131,24 @@ class Fleet:
             logger.log(level, "%s is %s: %s", instance, state, reason)
             self._changed.set()
             self._changed = asyncio.Event()
+        if state is HealthState.UNHEALTHY and instance.state is HealthState.HEALTHY:
+            self._ask_others(instance)
         if state is HealthState.HEALTHY and instance.state is HealthState.UNHEALTHY:
             instance.rest.forget()
         instance.state = state
         instance.reason = reason
+
+    def _ask_others(self, gone: Instance) -> None:
+        """One of them may have taken over its role since it was asked last."""
+        for other in self.instances:
+            if other is not gone and other.state is HealthState.HEALTHY:
+                other.asked_again = True
+                other.check_now.set()
+
+    def answered_again(self, instance: Instance) -> None:
+        """A check has ended that began after it was to be asked again: wakes everyone in ``wait_change``."""
+        instance.asked_again = False
+        self.role_changed()
 
     def role_changed(self) -> None:
         """Some instance does other work now: wakes everyone in ``wait_change``."""

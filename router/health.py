@@ -54,6 +54,7 @@ class HealthMonitor:
         while True:
             # Cleared before the check: a failure reported during it asks for another.
             instance.check_now.clear()
+            is_again = instance.asked_again
             asked_at = time.monotonic()
             try:
                 problem, hangs = await self._check(instance)
@@ -73,6 +74,8 @@ class HealthMonitor:
                     leg.give_up(hung_since, problem or "")
             state = HealthState.UNHEALTHY if problem else HealthState.HEALTHY
             self._fleet.set_state(instance, state, problem or "answers /health")
+            if is_again:
+                self._fleet.answered_again(instance)
             delay = self._interval / DOWN_FACTOR if problem else self._interval
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay):

@@ -114,6 +114,8 @@ class Instance:
     legs: set[Asked] = field(default_factory=set)
     """Requests that it has, as the router sees it."""
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
+    asked_again: bool = False
+    """Another has left: what this one is now is not known before its next answer."""
     rest: Rest = field(default_factory=Rest)
     named: Role = field(init=False)
     """What the options call it."""

@@ -108,3 +108,17 @@ def test_a_prompt_counts_until_it_is_computed():
         done()
         assert (prefill.prompt_tokens, decode.prompt_tokens) == (30, 0)
     assert (prefill.prompt_tokens, decode.prompt_tokens) == (0, 0)
+
+
+def test_who_is_left_is_asked_again_before_anybody_is_refused():
+    """The prefill may be a decode by now, which the router was not told yet."""
+    fleet = make_fleet(prefill=2, decode=1)
+    *others, gone = fleet.instances
+    assert not fleet.undecided()
+    fleet.set_state(gone, HealthState.UNHEALTHY, "it drains")
+    assert chosen(fleet) is None
+    assert all(other.check_now.is_set() for other in others)
+    for other in others:
+        assert fleet.undecided()
+        fleet.answered_again(other)
+    assert not fleet.undecided()

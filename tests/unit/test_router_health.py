@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from typing import Any
 
@@ -100,3 +101,35 @@ def test_requests_of_who_hangs_are_given_up_and_of_who_drains_are_not():
     assert given_up([503, 503], "hangs")
     assert given_up([200, 503, 503, 200]) == given_up([REFUSED, REFUSED]) == given_up([503, 503], "overloaded") == []
     assert given_up([200, None, None, BUSY, None, 200]) == []
+
+
+def test_others_are_asked_again_when_one_leaves() -> None:
+    """At once, and not when their turn comes; whoever waits for it goes on with the answer."""
+
+    async def run() -> None:
+        options = RouterOptions(prefill=["http://127.0.0.1:1"], decode=["http://127.0.0.1:2"])
+        options = dataclasses.replace(options, health_check_interval=LIMIT, health_check_timeout=LIMIT)
+        fleet = Fleet(options)
+        stays, leaves = fleet.instances
+        asked = dict.fromkeys((stays.url, leaves.url), 0)
+
+        class Client(HttpClient):
+            async def fetch(self, method: str, url: str, path: str, *args: object) -> Whole:
+                asked[url] += 1
+                status = 503 if url == leaves.url and asked[url] > 1 else 200
+                return Whole(status, [], b"{}")
+
+        task = asyncio.create_task(HealthMonitor(fleet, Client([], 1.0), options).run())
+        async with asyncio.timeout(LIMIT):
+            while fleet.undecided():
+                await fleet.wait_change()
+            leaves.check_now.set()
+            while leaves.state is HealthState.HEALTHY:
+                await fleet.wait_change()
+            assert fleet.undecided()
+            while fleet.undecided():
+                await fleet.wait_change()
+        assert asked == {stays.url: 2, leaves.url: 2}
+        task.cancel()
+
+    asyncio.run(run())
