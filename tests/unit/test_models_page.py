@@ -7,7 +7,6 @@ and two, from safetensors and from GGUF (``support/model_rows.py``).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -39,13 +38,7 @@ PAGE = models_page.read(TEXT)
 ADVICE = "run make models, and look at what it changes"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other on busy cores would make these tests many times slower."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
