@@ -155,8 +155,8 @@ class ExpertsSpec:
     """Mixture of experts: each token goes through ``chosen`` of ``count`` gated networks, whose outputs are added up.
 
     scores = scoring(router(x)), in float32. Chosen are the largest scores (with the ``choice_bias`` added, which counts
-    for nothing else), among the ``groups_chosen`` best of ``groups`` equal groups. Their weights are the scores, divided
-    by their sum where ``normalised``, times ``weight_scale``. (A softmax over the chosen alone is the normalised one.)
+    for nothing else), among the ``groups_chosen`` best of ``groups`` equal groups. Their weights are the scores, over
+    their sum where ``normalised``, times ``weight_scale``. (A softmax over the chosen alone is the normalised one.)
     ``limit``: GPT-OSS's network, ``(up' + 1) * gate' * sigmoid(1.702 gate')`` with ``gate' = min(gate, limit)`` and
     ``up'`` within ±limit; None: ``MLPSpec``'s. ``shared`` is a network for every token, its output times
     ``sigmoid(shared_gate · x)`` where ``shared_gate``.
