@@ -19,7 +19,7 @@ import zmq
 
 from ..messages.channel import Receiver, Sender
 from ..messages.routes import ToWorker
-from ..messages.worker import ForwardStep, KVLayout, StepResult, WorkerCommand, WorkerReady
+from ..messages.worker import ForwardStep, KVGroup, KVLayout, StepResult, WorkerCommand, WorkerReady
 from ..model_files.context_length import choose_context_length
 from ..model_files.model_path import resolve_model
 from ..model_files.spec_reader import read_spec
@@ -117,13 +117,15 @@ def answer_questions(ctx: ChildContext, model: FakeModel) -> NoReturn:
 def ready_message(options: ServerOptions) -> WorkerReady:
     """A pool that never runs short, for the model that the options name; raises ``ModelError``."""
     spec = read_spec(resolve_model(options.model_path, weights=False))
-    page_bytes = spec.num_layers * 2 * options.page_size * spec.num_kv_heads * spec.head_dim * 4
+    layers, size = tuple(range(spec.num_layers)), options.page_size
+    page_bytes = spec.num_layers * 2 * size * spec.num_kv_heads * spec.head_dim * 4
+    group = KVGroup(layers, "mha", spec.num_kv_heads, spec.head_dim, "float32", page_bytes)
     return WorkerReady(
         fingerprint="fake",
         vocab_size=spec.vocab_size,
         context_length=choose_context_length(spec, options.context_length),
         max_total_tokens=options.max_total_tokens or POOL_TOKENS,
-        layout=KVLayout(options.page_size, spec.num_layers, spec.num_kv_heads, spec.head_dim, "float32", page_bytes),
+        layout=KVLayout(size, (group,)),
         device="cpu",
         attention_backend="fake",
         weights_dtype="float32",

@@ -20,7 +20,7 @@ from .base import Epoch, HandoverId, Message, Reason
 from .outputs import Timing, TokenLogprob
 from .worker import MAX_PAGES, KVLayout, SliceChecksum
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_METADATA_BYTES = 4096
 MAX_TOKENS = (1 << 31) - 1
 MAX_DURATION_MS = 1e9

@@ -13,6 +13,8 @@ from .outputs import TokenLogprob
 MAX_PAGES = 1 << 18
 """Of one hand-over."""
 MAX_LAYERS = 1 << 12
+MAX_GROUPS = 8
+"""Of pages; see ``KVGroup``."""
 
 KVOrder = Literal["tokens", "blocks"]
 """How the elements of a layer's keys, or values, lie within a page.
@@ -22,19 +24,41 @@ the CPU kernels multiply them (``kernels/cpu/kv_blocks.h``), the same on every p
 """
 
 
-class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How KV pages look. Two instances can exchange pages if their layouts differ in ``order`` at most.
+KVKind = Literal["mha"]
+"""What a layer keeps of a token. "mha": the keys and the values of its KV heads, ``head_dim`` elements each."""
 
-    A page is one contiguous span ``[num_layers, 2, page_size * kv_heads * head_dim]`` of ``dtype``.
+
+class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Layers that keep the same of a token, for as long, and so share pages.
+
+    A page is one contiguous span: for each of ``layers`` (by their numbers in the model, in that order) equally many
+    bytes. Of kind "mha": ``[2, page_size * kv_heads * head_dim]`` of ``dtype``, keys, then values.
     """
 
-    page_size: int
-    num_layers: int
+    layers: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_LAYERS)], ...], Meta(min_length=1, max_length=MAX_LAYERS)]
+    kind: KVKind
     kv_heads: int
     head_dim: int
     dtype: Annotated[str, Meta(max_length=32)]
     page_bytes: int
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers share the pages."""
+        return len(self.layers)
+
+
+class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How KV pages look. Two instances can exchange pages if their layouts differ in ``order`` at most."""
+
+    page_size: int
+    groups: Annotated[tuple[KVGroup, ...], Meta(min_length=1, max_length=MAX_GROUPS)]
     order: KVOrder = "tokens"
+
+    @property
+    def page_bytes(self) -> int:
+        """What a page of each group takes together."""
+        return sum(group.page_bytes for group in self.groups)
 
 
 class MeasuredStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

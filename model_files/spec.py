@@ -134,12 +134,58 @@ class MLPSpec:
     bias: bool = False
 
 
+class ExpertScoring(StrEnum):
+    """What becomes of a router's logits, over all experts."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+class GroupScore(StrEnum):
+    """By what groups of experts are compared."""
+
+    LARGEST = "largest"
+    """The largest score in it."""
+    TWO_LARGEST = "two_largest"
+    """The sum of the two largest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """Mixture of experts: each token goes through ``chosen`` of ``count`` gated networks, whose outputs are added up.
+
+    scores = scoring(router(x)), in float32. Chosen are the largest scores (with the ``choice_bias`` added, which counts
+    for nothing else), among the ``groups_chosen`` best of ``groups`` equal groups. Their weights are the scores, over
+    their sum where ``normalised``, times ``weight_scale``. (A softmax over the chosen alone is the normalised one.)
+    ``limit``: GPT-OSS's network, ``(up' + 1) * gate' * sigmoid(1.702 gate')`` with ``gate' = min(gate, limit)`` and
+    ``up'`` within ±limit; None: ``MLPSpec``'s. ``shared`` is a network for every token, its output times
+    ``sigmoid(shared_gate · x)`` where ``shared_gate``.
+    """
+
+    count: int
+    chosen: int
+    inner: int
+    activation: Activation = Activation.SILU
+    bias: bool = False
+    limit: float | None = None
+    scoring: ExpertScoring = ExpertScoring.SOFTMAX
+    normalised: bool = True
+    weight_scale: float = 1.0
+    router_bias: bool = False
+    choice_bias: bool = False
+    groups: int = 1
+    groups_chosen: int = 1
+    group_score: GroupScore = GroupScore.LARGEST
+    shared: MLPSpec | None = None
+    shared_gate: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """One layer; see the module."""
 
     attention: AttentionSpec
-    mlp: MLPSpec
+    mlp: MLPSpec | ExpertsSpec
     before_attention: NormSpec | None
     before_mlp: NormSpec | None
     after_attention: NormSpec | None = None

@@ -1,6 +1,7 @@
 """The tensors behind the slots.
 
-The pool is page-first: page ``p`` is the bytes ``[p * page_bytes, (p + 1) * page_bytes)``. In the order "tokens" it is
+Each group of layers (``KVGroup``) has a pool of its own, which is page-first: page ``p`` is the bytes
+``[p * page_bytes, (p + 1) * page_bytes)``. In the order "tokens" it is
 ``[P, L, 2, page_size, H, D]`` (P pages with page 0, L layers, keys then values, H KV heads, D head_dim), so that a slot
 ``s = page * page_size + offset`` is ``pool[page, layer, k/v, offset]``; two flat views of it do all of torch's work:
 rows of one token's heads, and rows of one layer's page of keys or values. In the order "blocks" it is
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..messages.worker import KVLayout, KVOrder
+from ..messages.worker import KVGroup, KVLayout, KVOrder
 from .kernels.reference import store_kv
 
 if TYPE_CHECKING:
@@ -50,19 +51,20 @@ class KVShape(NamedTuple):
 def make_layout(spec: HasKV, page_size: int, dtype: torch.dtype, order: KVOrder = "tokens") -> KVLayout:
     """The layout of ``spec``'s pages."""
     values = spec.num_layers * 2 * page_size * spec.num_kv_heads * spec.head_dim
-    return KVLayout(
-        page_size=page_size,
-        num_layers=spec.num_layers,
+    group = KVGroup(
+        layers=tuple(range(spec.num_layers)),
+        kind="mha",
         kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=str(dtype).removeprefix("torch."),
         page_bytes=values * dtype.itemsize,
-        order=order,
     )
+    return KVLayout(page_size, (group,), order)
 
 
 class MHATokenToKVPool:
-    """Keys and values of all slots. Page 0 is never handed out and stays zero: padded lanes read it.
+    """Keys and values of all slots, of one group of layers. Page 0 is never handed out and stays zero: padded lanes
+    read it.
 
     Ranks of a host may share one: each has, as ``heads``, those that it reads, writes and clears.
     """
@@ -74,16 +76,19 @@ class MHATokenToKVPool:
         device: torch.device,
         buffer: Buffer | None = None,
         heads: tuple[int, int] | None = None,
+        group: int = 0,
     ) -> None:
         """Lay the pool over ``buffer`` (zeroed, on the CPU), or over memory of its own.
 
-        ``num_pages`` counts page 0. ``heads``: ``[begin, end)`` of the pool's; None: all.
+        ``num_pages`` counts page 0. ``heads``: ``[begin, end)`` of the pool's; None: all. ``group``: of the layout's.
         """
         self.layout = layout
-        self.dtype: torch.dtype = getattr(torch, layout.dtype)
-        size, all_heads, dim = layout.page_size, layout.kv_heads, layout.head_dim
+        self.group = kept = layout.groups[group]
+        self.dtype: torch.dtype = getattr(torch, kept.dtype)
+        self._index = {layer: i for i, layer in enumerate(kept.layers)}
+        size, all_heads, dim = layout.page_size, kept.kv_heads, kept.head_dim
         of_layer = (size, all_heads, dim) if layout.order == "tokens" else (all_heads, size * dim)
-        shape = (num_pages, layout.num_layers, 2, *of_layer)
+        shape = (num_pages, kept.num_layers, 2, *of_layer)
         if buffer is None:
             self.data = torch.zeros(shape, dtype=self.dtype, device=device)
         else:
@@ -91,22 +96,22 @@ class MHATokenToKVPool:
         begin, end = self.heads = heads or (0, all_heads)
         self._own = self.data[..., begin:end, :]
         self._token_rows = self.data.view(-1, all_heads * dim)[:, begin * dim : end * dim]
-        self._page_rows = self.data.view(num_pages * layout.num_layers * 2, -1)
+        self._page_rows = self.data.view(num_pages * kept.num_layers * 2, -1)
 
     def token_rows(self, slots: Tensor) -> Tensor:
-        """Where layer 0's keys of ``slots`` (int64) lie among the token rows; the argument of ``store``."""
+        """Where the first layer's keys of ``slots`` (int64) lie among the token rows; the argument of ``store``."""
         size = self.layout.page_size
-        return slots // size * (self.layout.num_layers * 2 * size) + slots % size
+        return slots // size * (self.group.num_layers * 2 * size) + slots % size
 
     def store(self, layer: int, token_rows: Tensor, k: Tensor, v: Tensor) -> None:
         """Write ``k`` and ``v`` [T, H, D] of ``layer`` to the slots behind ``token_rows`` [T]."""
-        key_rows = token_rows + layer * 2 * self.layout.page_size
+        key_rows = token_rows + self._index[layer] * 2 * self.layout.page_size
         store_kv(self._token_rows, key_rows, key_rows + self.layout.page_size, k, v)
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of ``layer`` in ``pages`` (int64 [N]): two copies [N * page_size, H, D]."""
-        rows = pages * (self.layout.num_layers * 2) + layer * 2
-        shape, (begin, end) = (-1, self.layout.kv_heads, self.layout.head_dim), self.heads
+        rows = pages * (self.group.num_layers * 2) + self._index[layer] * 2
+        shape, (begin, end) = (-1, self.group.kv_heads, self.group.head_dim), self.heads
         keys = self._page_rows.index_select(0, rows + KEYS)
         values = self._page_rows.index_select(0, rows + VALUES)
         return keys.view(shape)[:, begin:end], values.view(shape)[:, begin:end]

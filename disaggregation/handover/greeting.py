@@ -6,7 +6,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from ...messages.handover import PROTOCOL_VERSION, Hello
-from ...messages.worker import KVLayout, WorkerReady
+from ...messages.worker import KVGroup, KVLayout, WorkerReady
 from ..transfer.page_order import can_exchange
 
 
@@ -66,7 +66,11 @@ class Greeting(NamedTuple):
 
 def _unlike(theirs: KVLayout, ours: KVLayout) -> tuple[str, str]:
     """What keeps two layouts apart, of each."""
-    fields = (name for name in KVLayout.__struct_fields__ if name != "order")
-    names = [name for name in fields if getattr(theirs, name) != getattr(ours, name)]
-    first, second = (", ".join(f"{name}={getattr(layout, name)}" for name in names) for layout in (theirs, ours))
+    if len(theirs.groups) != len(ours.groups):
+        return f"{len(theirs.groups)} groups of pages", f"{len(ours.groups)} groups of pages"
+    told = [("page_size", theirs.page_size, ours.page_size)]
+    for one, other in zip(theirs.groups, ours.groups, strict=True):
+        told += [(name, getattr(one, name), getattr(other, name)) for name in KVGroup.__struct_fields__]
+    unlike = [(f"{name}={a}", f"{name}={b}") for name, a, b in told if a != b]
+    first, second = (", ".join(texts) for texts in zip(*unlike, strict=True))
     return first, second

@@ -141,7 +141,7 @@ class TransferEngine:
         self._backend = (
             make_backend(backend, epoch, host, port, advertise_host) if isinstance(backend, str) else backend
         )
-        self._pages = PageGroup(region, page_bytes, 1 if layout is None else layout.num_layers)
+        self._pages = PageGroup(region, page_bytes, 1 if layout is None else layout.groups[0].num_layers)
         self.metadata = self._backend.register([self._pages])
         self._layout = layout
         self._pool = region.view()

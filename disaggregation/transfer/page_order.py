@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ...messages.worker import KVLayout, KVOrder
+from ...messages.worker import KVGroup, KVLayout, KVOrder
 
 BLOCK_SLOTS = 16
 """``kBlockSlots`` of kv_blocks.h."""
@@ -35,48 +35,50 @@ def can_exchange(ours: KVLayout, theirs: KVLayout) -> bool:
 
 
 def _is_convertible(layout: KVLayout) -> bool:
-    size, item = layout.page_size, _ITEM_BYTES.get(layout.dtype, 0)
+    size = layout.page_size
     blocks = size % BLOCK_SLOTS == 0 or BLOCK_SLOTS % size == 0
-    return bool(item) and blocks and layout.head_dim * item % _WORD_BYTES == 0
+    items = [_ITEM_BYTES.get(group.dtype, 0) for group in layout.groups]
+    whole = all(group.head_dim * item % _WORD_BYTES == 0 for group, item in zip(layout.groups, items, strict=True))
+    return blocks and whole and all(items)
 
 
 class PageConverter:
-    """Brings pages of ``layout`` that lie in the order ``source`` into the layout's own order, in place.
+    """Brings pages of a group of ``layout`` that lie in the order ``source`` into the layout's own order, in place.
 
     Takes the memory of one page. Raises ``ValueError`` for a layout whose pages it doesn't know.
     """
 
-    def __init__(self, layout: KVLayout, source: KVOrder) -> None:
+    def __init__(self, layout: KVLayout, source: KVOrder, group: int = 0) -> None:
         if not _is_convertible(layout):
             raise ValueError(f"pages of {layout} have one order only")
-        self._layout = layout
-        self._copy = np.empty(layout.page_bytes, dtype=np.uint8)
-        self._from = _views(self._copy, layout, source)
+        self._group, self._page_size, self._order = layout.groups[group], layout.page_size, layout.order
+        self._copy = np.empty(self._group.page_bytes, dtype=np.uint8)
+        self._from = _views(self._copy, self._group, self._page_size, source)
 
     def convert(self, page: Page) -> None:
         """Convert one page, ``page_bytes`` contiguous bytes."""
         self._copy[:] = page
-        for to, source in zip(_views(page, self._layout, self._layout.order), self._from, strict=True):
+        for to, source in zip(_views(page, self._group, self._page_size, self._order), self._from, strict=True):
             np.copyto(to, source)
 
 
-def _views(page: Page, layout: KVLayout, order: KVOrder) -> _Views:
+def _views(page: Page, group: KVGroup, size: int, order: KVOrder) -> _Views:
     """A page's keys as words, and its values as elements, with their axes as "blocks" has them.
 
     Values come as one view for each slot of a row: their last axis is of two elements, and numpy is slow at copying so
     few at a time.
     """
-    layers, size, heads, dim = layout.num_layers, layout.page_size, layout.kv_heads, layout.head_dim
-    item = _ITEM_BYTES[layout.dtype]
-    group, slots = _WORD_BYTES // item, min(size, BLOCK_SLOTS)
+    layers, heads, dim = group.num_layers, group.kv_heads, group.head_dim
+    item = _ITEM_BYTES[group.dtype]
+    together, slots = _WORD_BYTES // item, min(size, BLOCK_SLOTS)
     count, words, elements = size // slots, page.view(np.uint32), page.view(f"u{item}")
     # A block of fewer slots than a word has elements: rows are of slots then, not of groups of them.
-    group_of_slots = min(group, slots)
+    group_of_slots = min(together, slots)
     rows = slots // group_of_slots
     if order == "blocks":
-        keys = words.reshape(layers, 2, heads, count, dim // group, slots)[:, 0]
+        keys = words.reshape(layers, 2, heads, count, dim // together, slots)[:, 0]
         values = elements.reshape(layers, 2, heads, count, rows, dim, group_of_slots)[:, 1]
         return [keys, *np.moveaxis(values, -1, 0)]
-    keys = words.reshape(layers, 2, count, slots, heads, dim // group)[:, 0].transpose(0, 3, 1, 4, 2)
+    keys = words.reshape(layers, 2, count, slots, heads, dim // together)[:, 0].transpose(0, 3, 1, 4, 2)
     values = elements.reshape(layers, 2, count, rows, group_of_slots, heads, dim)[:, 1].transpose(0, 4, 1, 2, 5, 3)
     return [keys, *np.moveaxis(values, -1, 0)]

@@ -28,11 +28,11 @@ def pool_view(pool: MHATokenToKVPool) -> KVPoolView:
 
     Raises ``ValueError`` where they can't.
     """
-    layout = pool.layout
-    if layout.head_dim % HEAD_DIM_MULTIPLE or pool.dtype not in NATIVE_DTYPES or pool.data.device.type != "cpu":
+    layout, group = pool.layout, pool.group
+    if group.head_dim % HEAD_DIM_MULTIPLE or pool.dtype not in NATIVE_DTYPES or pool.data.device.type != "cpu":
         raise ValueError(
             f"the CPU attention kernel takes float32 and bfloat16 heads of a multiple of {HEAD_DIM_MULTIPLE}, "
-            f"not {layout.dtype} heads of {layout.head_dim} on {pool.data.device}"
+            f"not {group.dtype} heads of {group.head_dim} on {pool.data.device}"
         )
     if layout.order != "blocks":
         raise ValueError(f"the CPU attention kernel reads KV in blocks, not in the order {layout.order!r}")
@@ -40,13 +40,13 @@ def pool_view(pool: MHATokenToKVPool) -> KVPoolView:
         raise ValueError(f"pages of {layout.page_size} slots can't be made of blocks of {BLOCK_SLOTS} or fewer")
     begin, end = pool.heads
     return KVPoolView(
-        pool.data.data_ptr() + begin * layout.page_size * layout.head_dim * pool.dtype.itemsize,
+        pool.data.data_ptr() + begin * layout.page_size * group.head_dim * pool.dtype.itemsize,
         NATIVE_DTYPES[pool.dtype],
-        layout.num_layers,
+        group.num_layers,
         layout.page_size,
         end - begin,
-        layout.head_dim,
-        layout.kv_heads,
+        group.head_dim,
+        group.kv_heads,
     )
 
 
@@ -74,7 +74,7 @@ class PagedAttention:
         self._library = _declared(load_library())
         self._pool, self._view, self._team, self._num_heads = pool, pool_view(pool), team, num_heads
         self._window = window or 0
-        self._scoring = Scoring(pool.layout.head_dim**-0.5 if scale is None else scale, softcap or 0.0)
+        self._scoring = Scoring(pool.group.head_dim**-0.5 if scale is None else scale, softcap or 0.0)
         self._plan = self._library.pds_attention_plan_new()
         if self._plan is None:
             raise MemoryError

@@ -192,7 +192,7 @@ class Insider:
         region = allocate_region(8 * layout.page_bytes, shared=False)
         stack.callback(region.close)
         self.backend = TcpBackend(self.epoch, "127.0.0.1")
-        self.metadata = self.backend.register([PageGroup(region, layout.page_bytes, layout.num_layers)])
+        self.metadata = self.backend.register([PageGroup(region, layout.page_bytes, layout.groups[0].num_layers)])
         self._over = False
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()

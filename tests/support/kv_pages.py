@@ -9,13 +9,15 @@ from pdserve.disaggregation.transfer.page_order import PageConverter
 from pdserve.messages.worker import KVLayout, KVOrder
 from pdserve.model_runner.kv_pool import MHATokenToKVPool
 
+from .layouts import uniform_layout
+
 
 def make_pool_layout(
     page_size: int, layers: int, kv_heads: int, dim: int, dtype: torch.dtype, order: KVOrder = "tokens"
 ) -> KVLayout:
     """A layout whose ``page_bytes`` are right."""
     nbytes = layers * 2 * page_size * kv_heads * dim * dtype.itemsize
-    return KVLayout(page_size, layers, kv_heads, dim, str(dtype).removeprefix("torch."), nbytes, order)
+    return uniform_layout(page_size, layers, kv_heads, dim, str(dtype).removeprefix("torch."), nbytes, order)
 
 
 def in_order(pool: MHATokenToKVPool, order: KVOrder) -> MHATokenToKVPool:

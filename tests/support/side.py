@@ -15,15 +15,15 @@ from pdserve.messages.worker import (
     AdmitPeer,
     ConnectPeer,
     DisconnectPeer,
-    KVLayout,
     PeerAdmitted,
     PeerConnected,
     PeerLinkDown,
     WorkerReady,
 )
+from support.layouts import uniform_layout
 from support.processes import wait_until
 
-LAYOUT = KVLayout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
+LAYOUT = uniform_layout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
 LIMIT = 10.0
 
 

@@ -15,10 +15,12 @@ from pdserve.messages.base import Message, pack_i32, unpack_i32
 from pdserve.messages.outputs import ReqError, ReqTokens, TokenBatch, TokenLogprob
 from pdserve.messages.requests import Bootstrap, GenerateReq, LogprobOptions
 from pdserve.messages.sampling import SamplingParams
-from pdserve.messages.worker import ForwardStep, KVLayout, SlotDelta, StepResult, WorkerReady
+from pdserve.messages.worker import ForwardStep, SlotDelta, StepResult, WorkerReady
 from pdserve.runtime.options import ServerOptions
 from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.scheduler import Scheduler
+
+from .layouts import uniform_layout
 
 VOCAB = 97
 MASK = (1 << 61) - 1
@@ -69,7 +71,7 @@ def make_options(**changes) -> ServerOptions:
 
 def make_worker_ready(options: ServerOptions, context_length: int = 512, measured=()) -> WorkerReady:
     """What a worker of the simulated model says of itself."""
-    layout = KVLayout(options.page_size, 1, 1, 1, "int64", options.page_size * 8)
+    layout = uniform_layout(options.page_size, 1, 1, 1, "int64", options.page_size * 8)
     return WorkerReady(
         fingerprint="sim",
         vocab_size=VOCAB,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.layouts import uniform_layout
 
-from pdserve.messages.worker import KVLayout
 from pdserve.model_files.spec import AttentionSpec
 from pdserve.model_runner.attention.registry import make_attention_backend
 from pdserve.model_runner.forward_batch import ForwardBatch
@@ -97,7 +97,7 @@ def test_equals_float64(
 ) -> None:
     """Each layer has a spec of its own."""
     torch.manual_seed(11)
-    layout = KVLayout(page_size, LAYERS, KV_HEADS, DIM, str(dtype).removeprefix("torch."), 0)
+    layout = uniform_layout(page_size, LAYERS, KV_HEADS, DIM, str(dtype).removeprefix("torch."), 0)
     pool = MHATokenToKVPool(layout, PAGES, torch.device("cpu"))
     pool.data[1:] = torch.randn_like(pool.data[1:])
     batch = make_batch(starts, q_lens, page_size)
@@ -118,7 +118,7 @@ def test_equals_float64(
 
 
 def test_unknown_backend_is_named() -> None:
-    layout = KVLayout(4, 1, 1, 2, "float32", 0)
+    layout = uniform_layout(4, 1, 1, 2, "float32", 0)
     pool = MHATokenToKVPool(layout, 2, torch.device("cpu"))
     with pytest.raises(ValueError, match="no attention backend 'magic'; there is torch"):
         make_attention_backend("magic", pool, torch.float32)

@@ -18,6 +18,7 @@ import httpx
 import msgspec
 import pytest
 import zmq
+from support.layouts import uniform_layout
 from support.machine import limit
 
 from pdserve.disaggregation.bootstrap.finder import RegistrationFinder
@@ -25,12 +26,11 @@ from pdserve.disaggregation.bootstrap.lease import LeaseKeeper
 from pdserve.disaggregation.bootstrap.registration import MAX_REGISTRATION_BYTES, Reached, Registration
 from pdserve.messages.channel import Receiver, ipc_address
 from pdserve.messages.control import Ready
-from pdserve.messages.worker import KVLayout
 from pdserve.runtime.child import ChildSpec
 from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.web.bounded_protocol import MAX_CONNECTIONS
 
-LAYOUT = KVLayout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
+LAYOUT = uniform_layout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
 LIMIT = limit(20.0)
 SECRET = "told to this instance only"
 OWN = {"Authorization": f"Bearer {SECRET}"}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from support.layouts import uniform_layout
 
 from pdserve.disaggregation.bootstrap.registration import Registration, decode_registration, registration_url
 from pdserve.disaggregation.bootstrap.registry import Registry
 from pdserve.disaggregation.errors import InvalidRegistration, NotRegistered, RegistrationConflict
-from pdserve.messages.worker import KVLayout
 
-LAYOUT = KVLayout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
+LAYOUT = uniform_layout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
 
 
 def make_registration(epoch, ttl=6.0):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.handovers import named
+from support.layouts import uniform_layout
 from support.strangers import huge_length, junk, nested, spoil
 
 from pdserve.disaggregation.handover.control.frames import FRAME_MESSAGES, SHORT_FRAME_BYTES, make_frames
@@ -37,7 +38,7 @@ from pdserve.messages.worker import KVLayout, SliceChecksum
 from pdserve.runtime import refusal_log
 from pdserve.runtime.refusal_log import RefusalLog
 
-LAYOUT = KVLayout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
+LAYOUT = uniform_layout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
 REQUEST = TransferRequest("e", named(7), 30, 1 << 63, 16, b"\1\0\0\0")
 LONGEST = named((1 << 63) - 1, (1 << 63) - 1, "D" * 128)
 HONEST = [

@@ -96,7 +96,7 @@ def test_short_types_stay_near_float32(llama: tuple[torch.nn.Module, Path], dtyp
     logits = torch.cat((harness.forward((0, tokens[:39])), harness.forward((0, tokens[39:]))))
     error = (logits - expected).square().mean().sqrt() / expected.std()
     assert 0 < error < 0.03
-    assert harness.runner.layout.dtype == {"auto": dtype}.get(kv_cache_dtype, kv_cache_dtype)
+    assert harness.runner.pool.group.dtype == {"auto": dtype}.get(kv_cache_dtype, kv_cache_dtype)
 
 
 def test_longrope_of_a_short_context(tmp_path: Path) -> None:

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.layouts import uniform_layout
 
 from pdserve.disaggregation.transfer.page_order import PageConverter, can_exchange
-from pdserve.messages.worker import KVLayout, KVOrder
+from pdserve.messages.worker import KVGroup, KVLayout, KVOrder
 
 PAGE_SIZES = [1, 2, 4, 8, 16, 32, 48, 64]
 ITEM = {"float32": 4, "bfloat16": 2}
 
 layouts = st.builds(
-    lambda size, layers, heads, dim, dtype, order: KVLayout(
+    lambda size, layers, heads, dim, dtype, order: uniform_layout(
         size, layers, heads, dim, dtype, layers * 2 * size * heads * dim * ITEM[dtype], order
     ),
     st.sampled_from(PAGE_SIZES),
@@ -31,7 +32,7 @@ layouts = st.builds(
 
 
 def elements(page: np.ndarray[Any, Any], layout: KVLayout) -> np.ndarray[Any, Any]:
-    return page.view(f"u{ITEM[layout.dtype]}")
+    return page.view(f"u{ITEM[layout.groups[0].dtype]}")
 
 
 def random_page(layout: KVLayout, seed: int) -> np.ndarray[Any, Any]:
@@ -45,9 +46,9 @@ def other(order: KVOrder) -> KVOrder:
 
 def place_in_blocks(layout: KVLayout, part: int, slot: int, head: int, d: int) -> int:
     """Where kv_blocks.h puts an element of a layer, counted from the layer's begin."""
-    size, dim = layout.page_size, layout.head_dim
-    slots, group = min(size, 16), 4 // ITEM[layout.dtype]
-    block = ((part * layout.kv_heads + head) * size + slot // slots * slots) * dim
+    size, dim = layout.page_size, layout.groups[0].head_dim
+    slots, group = min(size, 16), 4 // ITEM[layout.groups[0].dtype]
+    block = ((part * layout.groups[0].kv_heads + head) * size + slot // slots * slots) * dim
     s = slot % slots
     if part == 0:
         return block + (d // group * slots + s) * group + d % group
@@ -64,8 +65,8 @@ def test_every_element_comes_to_its_place(layout: KVLayout, seed: int) -> None:
     tokens, blocks = elements(before, layout), elements(page, layout)
     if layout.order == "tokens":
         tokens, blocks = blocks, tokens
-    shape = (layout.num_layers, 2, layout.page_size, layout.kv_heads, layout.head_dim)
-    per_layer = blocks.reshape(layout.num_layers, -1)
+    shape = (layout.groups[0].num_layers, 2, layout.page_size, layout.groups[0].kv_heads, layout.groups[0].head_dim)
+    per_layer = blocks.reshape(layout.groups[0].num_layers, -1)
     for part, slot, head, d in itertools.product(*map(range, shape[1:])):
         at = place_in_blocks(layout, part, slot, head, d)
         assert np.array_equal(tokens.reshape(shape)[:, part, slot, head, d], per_layer[:, at])
@@ -87,20 +88,26 @@ def test_a_range_of_heads_lies_in_one_piece_in_blocks(layout: KVLayout, seed: in
     """What two heads of a layer's keys become depends on those heads, and is where they were dealt out to."""
     layout = msgspec.structs.replace(layout, order="blocks")
     page, changed = random_page(layout, seed), random_page(layout, seed)
-    shape = (layout.num_layers, 2, layout.page_size, layout.kv_heads, -1)
-    head = seed % layout.kv_heads
+    shape = (layout.groups[0].num_layers, 2, layout.page_size, layout.groups[0].kv_heads, -1)
+    head = seed % layout.groups[0].kv_heads
     changed.reshape(shape)[:, :, :, head] ^= 0xFF
     for each in (page, changed):
         PageConverter(layout, "tokens").convert(each)
-    by_head = (layout.num_layers, 2, layout.kv_heads, -1)
+    by_head = (layout.groups[0].num_layers, 2, layout.groups[0].kv_heads, -1)
     differs = (page != changed).reshape(by_head)
     assert differs[:, :, head].all()
     assert not np.delete(differs, head, axis=2).any()
 
 
+def change(layout: KVLayout, **fields: Any) -> KVLayout:
+    """Another one, which differs in these of the layout's fields, or of its groups'."""
+    group = {name: fields.pop(name) for name in list(fields) if name in KVGroup.__struct_fields__}
+    groups = tuple(msgspec.structs.replace(old, **group) for old in layout.groups)
+    return msgspec.structs.replace(layout, groups=groups, **fields)
+
+
 def test_which_layouts_can_be_exchanged() -> None:
-    layout = KVLayout(16, 2, 2, 16, "bfloat16", 4096)
-    change = msgspec.structs.replace
+    layout = uniform_layout(16, 2, 2, 16, "bfloat16", 4096)
     blocks = change(layout, order="blocks")
     assert can_exchange(layout, layout)
     assert can_exchange(layout, blocks)

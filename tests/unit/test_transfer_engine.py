@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.handovers import named
+from support.layouts import uniform_layout
 from support.machine import limit
 from support.processes import wait_until
 from support.slices import assert_summed_up, summed_up
@@ -38,7 +39,6 @@ from pdserve.messages.worker import (
     ConnectPeer,
     DisconnectPeer,
     GrantPages,
-    KVLayout,
     PagesVerified,
     PeerAdmitted,
     PeerConnected,
@@ -68,7 +68,7 @@ class Node:
         made = TransferEngine(backend, self.region, page, epoch, "127.0.0.1", self.events.put, layout=layout)
         self.engine = made.start()
         self.epoch = epoch
-        self.layers = 1 if layout is None else layout.num_layers
+        self.layers = 1 if layout is None else layout.groups[0].num_layers
 
     def submit(self, *commands):
         for command in commands:
@@ -150,7 +150,7 @@ def test_a_room_may_end_without_a_page_in_its_last_chunk(pair):
 def test_pages_of_another_order_are_ours_once_they_are_verified(make_node, monkeypatch):
     """More than one slice; what has the wrong checksum, or an order that can't be made ours, stays as it landed."""
     monkeypatch.setattr(engine, "CHECK_BYTES", 3 * PAGE)
-    layout = KVLayout(8, 2, 1, 16, "bfloat16", PAGE, "blocks")
+    layout = uniform_layout(8, 2, 1, 16, "bfloat16", PAGE, "blocks")
     node, blind = make_node("tcp", "D", layout=layout), make_node("tcp", "E")
     pages = [*range(1, 12), 40, 30]
     before = node.pool.copy()
@@ -173,7 +173,7 @@ def test_pages_of_another_order_are_ours_once_they_are_verified(make_node, monke
 
 
 LAYERS = 4
-LAYERED = KVLayout(8, LAYERS, 1, 8, "bfloat16", PAGE)
+LAYERED = uniform_layout(8, LAYERS, 1, 8, "bfloat16", PAGE)
 SOME = np.arange(1, 101)
 
 

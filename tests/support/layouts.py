@@ -1,0 +1,19 @@
+"""KV layouts for tests."""
+
+from __future__ import annotations
+
+from pdserve.messages.worker import KVGroup, KVLayout, KVOrder
+
+
+def uniform_layout(
+    page_size: int,
+    num_layers: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    page_bytes: int,
+    order: KVOrder = "tokens",
+) -> KVLayout:
+    """All layers alike, in one group of pages."""
+    group = KVGroup(tuple(range(num_layers)), "mha", kv_heads, head_dim, dtype, page_bytes)
+    return KVLayout(page_size, (group,), order)
