@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from .errors import UnsupportedModel
-from .spec import LayerSpec, ModelSpec, QKNorm
+from .spec import AttentionSpec, LayerSpec, MLASpec, ModelSpec, QKNorm
 
 
 class Axis(IntEnum):
@@ -77,6 +77,8 @@ class Shard:
 
     def _of_layer(self, layer: LayerSpec, what: str) -> Slice | None:
         attention, dim = layer.attention, layer.attention.head_dim
+        if isinstance(attention, MLASpec) and (found := self._of_latent(attention, what)) is not None:
+            return found
         heads = _share(attention.heads, self.rank, self.size)
         kv_heads = _kv_heads(attention.kv_heads, self.rank, self.size)
         inner = _share(layer.mlp.inner, self.rank, self.size)
@@ -93,6 +95,27 @@ class Shard:
                 return Slice(Axis.COLUMNS, *inner)
         return None
 
+    def _of_latent(self, attention: MLASpec, what: str) -> Slice | None:
+        """Of what a head has to itself: what leads to the latents is on every rank, as they are."""
+        size = {
+            "q_proj": attention.qk_head_dim,
+            "q_b_proj": attention.qk_head_dim,
+            "k_b_proj": attention.kv_lora_rank,
+            "v_b_proj": attention.v_head_dim,
+            "o_proj": attention.v_head_dim,
+        }.get(what)
+        if size is None:
+            return None
+        begin, end = _share(attention.heads, self.rank, self.size)
+        return Slice(Axis.COLUMNS if what == "o_proj" else Axis.ROWS, begin * size, end * size)
+
+
+def _own_heads(attention: AttentionSpec | MLASpec, size: int) -> AttentionSpec | MLASpec:
+    heads = attention.heads // size
+    if isinstance(attention, MLASpec):
+        return replace(attention, heads=heads)
+    return replace(attention, heads=heads, kv_heads=max(1, attention.kv_heads // size))
+
 
 def shard(spec: ModelSpec, rank: int, size: int) -> Shard:
     """``rank``'s part of the model; raises ``UnsupportedModel`` where it can't be divided by ``size``."""
@@ -101,11 +124,7 @@ def shard(spec: ModelSpec, rank: int, size: int) -> Shard:
     layers = tuple(
         replace(
             layer,
-            attention=replace(
-                layer.attention,
-                heads=layer.attention.heads // size,
-                kv_heads=max(1, layer.attention.kv_heads // size),
-            ),
+            attention=_own_heads(layer.attention, size),
             mlp=replace(layer.mlp, inner=layer.mlp.inner // size),
         )
         for layer in spec.layers
@@ -127,7 +146,7 @@ def _check(layer: LayerSpec, size: int) -> None:
         )
     if layer.mlp.inner % size:
         raise UnsupportedModel(f"--tp-size {size} does not divide the {layer.mlp.inner} inner elements of the MLP")
-    if attention.qk_norm is QKNorm.ALL and size > 1:
+    if isinstance(attention, AttentionSpec) and attention.qk_norm is QKNorm.ALL and size > 1:
         raise UnsupportedModel(f"--tp-size {size}: this model normalises all of its query heads together")
 
 

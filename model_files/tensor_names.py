@@ -2,7 +2,8 @@
 
 Ours are ``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight``, and of a layer ``layers.3.q_proj.weight``: the
 linear layers q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj, some with a ``.bias``, and the norms
-q_norm, k_norm, before_attention, after_attention, before_mlp and after_mlp. Checkpoints have other names for them, and
+q_norm, k_norm, before_attention, after_attention, before_mlp and after_mlp. Latent attention has q_a_proj, q_b_proj (or
+q_proj alone), kv_a_proj, k_b_proj and v_b_proj, and the norms q_a_norm and kv_a_norm. Checkpoints have other names for them, and
 some lay several in one tensor, one below the other: ``ModelSpec.tensors`` says which.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from .spec import LayerSpec, ModelSpec
+from .spec import LayerSpec, MLASpec, ModelSpec
 
 EMBEDDING = "embed_tokens.weight"
 NORM = "norm.weight"
@@ -30,6 +31,15 @@ HF_LINEAR = {
 }
 """Of a Hugging Face layer, what all families call alike."""
 HF_FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
+HF_LATENT = {
+    "self_attn.q_a_proj": ("q_a_proj",),
+    "self_attn.q_a_layernorm": ("q_a_norm",),
+    "self_attn.q_b_proj": ("q_b_proj",),
+    "self_attn.kv_a_proj_with_mqa": ("kv_a_proj",),
+    "self_attn.kv_a_layernorm": ("kv_a_norm",),
+    "self_attn.kv_b_proj": ("k_b_proj", "v_b_proj"),
+}
+"""Of latent attention; see ``model_runner/loader/latent.py`` for the last."""
 HF_LLAMA = HF_LINEAR | {"input_layernorm": ("before_attention",), "post_attention_layernorm": ("before_mlp",)}
 
 GGUF_LAYER = {
@@ -47,6 +57,16 @@ GGUF_LAYER = {
     "post_attention_norm": ("after_attention",),
     "ffn_norm": ("before_mlp",),
     "post_ffw_norm": ("after_mlp",),
+}
+GGUF_LATENT = {
+    "attn_q_a": ("q_a_proj",),
+    "attn_q_a_norm": ("q_a_norm",),
+    "attn_q_b": ("q_b_proj",),
+    "attn_kv_a_mqa": ("kv_a_proj",),
+    "attn_kv_a_norm": ("kv_a_norm",),
+    "attn_kv_b": ("k_b_proj", "v_b_proj"),
+    "attn_k_b": ("k_b_proj",),
+    "attn_v_b": ("v_b_proj",),
 }
 GGUF_FUSED_UP = GGUF_LAYER | {"ffn_up": ("gate_proj", "up_proj")}
 
@@ -92,6 +112,12 @@ def find_parts(spec: ModelSpec, name: str) -> tuple[Part, ...]:
     return tuple(parts)
 
 
+def is_draft(spec: ModelSpec, name: str) -> bool:
+    """Whether the tensor is of a layer behind the last that predicts tokens further ahead."""
+    found = _LAYER.fullmatch(_PREFIX.sub("", name))
+    return found is not None and 0 <= int(found[1]) - spec.num_layers < spec.draft_layers
+
+
 def is_not_needed(name: str) -> bool:
     """Whether a checkpoint's tensor is one that the config says already, or that only other inputs than texts need."""
     return bool(_NOT_READ.search(name) or _NOT_TEXT.match(name))
@@ -99,6 +125,9 @@ def is_not_needed(name: str) -> bool:
 
 def _sizes(layer: LayerSpec) -> dict[str, int]:
     attention = layer.attention
+    if isinstance(attention, MLASpec):
+        heads = attention.heads
+        return {"k_b_proj": heads * attention.qk_nope_head_dim, "v_b_proj": heads * attention.v_head_dim}
     kv_size = attention.kv_heads * attention.head_dim
     return {
         "q_proj": attention.heads * attention.head_dim,

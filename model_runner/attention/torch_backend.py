@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...model_files.spec import AttentionSpec
+from ...model_files.spec import AttentionSpec, MLASpec
 from ..forward_batch import ForwardBatch
-from ..kv_pool import MHATokenToKVPool
+from ..kv_pool import KVPool
 from .base import AttentionBackend
 
 QUERY_BLOCK = 128
@@ -47,7 +47,7 @@ class ExtendPlan(NamedTuple):
 class TorchAttention(AttentionBackend):
     """The reference backend."""
 
-    def __init__(self, pool: MHATokenToKVPool, dtype: torch.dtype) -> None:
+    def __init__(self, pool: KVPool, dtype: torch.dtype) -> None:
         if pool.layout.order != "tokens":
             raise ValueError(f"the torch backend reads KV in token order, not in {pool.layout.order!r}")
         self._pool = pool
@@ -71,12 +71,12 @@ class TorchAttention(AttentionBackend):
         self._decode_masks.clear()
         self._extend_masks.clear()
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec | MLASpec) -> Tensor:
         """See the base class."""
         self._pool.store(layer, self._token_rows, k, v)
         if self._decode is not None and not self._extends:
             return self._run_decode(layer, self._decode, q, spec).flatten(1)
-        out_THD = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out_THD = q.new_empty((*q.shape[:2], v.shape[2]))
         if self._decode is not None:
             tokens = self._decode.tokens
             out_THD[tokens] = self._run_decode(layer, self._decode, q[tokens], spec)
@@ -106,22 +106,22 @@ class TorchAttention(AttentionBackend):
         k, v = self._pool.gather(layer, pages)
         return k.to(self._dtype), v.to(self._dtype)
 
-    def _run_decode(self, layer: int, plan: DecodePlan, q_BHD: Tensor, spec: AttentionSpec) -> Tensor:
+    def _run_decode(self, layer: int, plan: DecodePlan, q_BHD: Tensor, spec: AttentionSpec | MLASpec) -> Tensor:
         """Attend from one token of each entry: [B, H, D]."""
         batch, heads, dim = q_BHD.shape
-        k, v = self._gather(layer, plan.pages)
-        k_BKSD = k.view(batch, -1, spec.kv_heads, dim).transpose(1, 2)
-        v_BKSD = v.view(batch, -1, spec.kv_heads, dim).transpose(1, 2)
+        k_BKSD, v_BKSD = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in self._gather(layer, plan.pages))
         q_BKGD = q_BHD.reshape(batch, spec.kv_heads, heads // spec.kv_heads, dim)
-        mask = self._decode_mask(plan, k_BKSD.shape[2], spec.window)
-        return _attend(q_BKGD, k_BKSD, v_BKSD, mask, spec).reshape(batch, heads, dim)
+        mask = self._decode_mask(plan, k_BKSD.shape[2], _window(spec))
+        return _attend(q_BKGD, k_BKSD, v_BKSD, mask, spec).reshape(batch, heads, -1)
 
-    def _run_extend(self, layer: int, entry: ExtendPlan, q_THD: Tensor, out_THD: Tensor, spec: AttentionSpec) -> None:
+    def _run_extend(
+        self, layer: int, entry: ExtendPlan, q_THD: Tensor, out_THD: Tensor, spec: AttentionSpec | MLASpec
+    ) -> None:
         """Attend from all tokens of one entry, into ``out_THD``."""
         k, v = self._gather(layer, entry.pages)
         k_KSD, v_KSD = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
         q_HTD = q_THD.transpose(0, 1)[None]
-        causal = self._extend_mask(spec.window, q_THD.device)
+        causal = self._extend_mask(_window(spec), q_THD.device)
         width = causal.shape[1]
         for begin in range(0, entry.q_len, QUERY_BLOCK):
             end = min(begin + QUERY_BLOCK, entry.q_len)
@@ -148,9 +148,13 @@ class TorchAttention(AttentionBackend):
         return self._extend_masks[window]
 
 
-def _attend(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
+def _window(spec: AttentionSpec | MLASpec) -> int | None:
+    return None if isinstance(spec, MLASpec) else spec.window
+
+
+def _attend(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor, spec: AttentionSpec | MLASpec) -> Tensor:
     """[B, H, T, D]; ``mask`` is added to the scores and fits [B, 1, T, S]."""
-    if spec.softcap is None:
+    if isinstance(spec, MLASpec) or spec.softcap is None:
         grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
         return F.scaled_dot_product_attention(
             q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, scale=spec.scale, enable_gqa=grouped

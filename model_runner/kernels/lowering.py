@@ -58,7 +58,7 @@ QK_NORMS = {None: NativeQKNorm.NONE, QKNorm.HEAD: NativeQKNorm.HEAD, QKNorm.ALL:
 COMPUTED: dict[type, tuple[str, ...]] = {
     ModelSpec: (
         *("family", "vocab_size", "hidden_size", "layers", "final_norm", "ropes", "context_length", "tied_head"),
-        *("embedding_scale", "logit_scale", "logit_softcap", "tensors"),
+        *("embedding_scale", "logit_scale", "logit_softcap", "tensors", "draft_layers"),
     ),
     LayerSpec: (
         *("attention", "mlp", "before_attention", "before_mlp", "after_attention", "after_mlp"),
@@ -84,6 +84,8 @@ def refusal(spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str |
     """Why the kernels can't run this model; None if they can."""
     if dtype not in NATIVE_DTYPES or kv_dtype not in NATIVE_DTYPES:
         return f"they compute in bfloat16 and float32, not in {dtype} over a KV pool of {kv_dtype}"
+    if spec.latent_dim is not None:
+        return "they do not compute latent attention (MLA)"
     if spec.head_dim % HEAD_DIM_MULTIPLE:
         return f"they need a head_dim that is a multiple of {HEAD_DIM_MULTIPLE}, not {spec.head_dim}"
     if spec.hidden_size % 2 or any(getattr(layer.mlp, "inner", 0) % 2 for layer in spec.layers):

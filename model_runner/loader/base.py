@@ -13,9 +13,10 @@ from torch import Tensor
 from ...model_files.errors import InvalidWeights
 from ...model_files.rope_order import row_order
 from ...model_files.sharding import Slice
-from ...model_files.spec import ModelSpec
-from ...model_files.tensor_names import HEAD, find_parts, is_not_needed
+from ...model_files.spec import MLASpec, ModelSpec
+from ...model_files.tensor_names import HEAD, find_parts, is_draft, is_not_needed
 from ...runtime.progress import ProgressLog
+from .latent import by_head, is_by_head
 from .samples import sample
 
 log = logging.getLogger(__name__)
@@ -39,11 +40,16 @@ def as_ours(spec: ModelSpec, name: str, tensor: Tensor) -> Iterator[tuple[str, T
     """
     parts = find_parts(spec, name)
     if not parts:
-        yield name, tensor
+        if not is_draft(spec, name):
+            yield name, tensor
         return
     rows = sum(part.rows or 0 for part in parts)
     if len(parts) > 1 and tensor.shape[0] != rows:
         raise InvalidWeights(f"{name!r} has {tensor.shape[0]} rows, the config means {rows}")
+    attention = spec.layers[int(parts[0].name.split(".")[1])].attention if is_by_head(parts) else None
+    if isinstance(attention, MLASpec):
+        yield from by_head(attention, parts, tensor)
+        return
     for part in parts:
         values = tensor if part.rows is None else tensor[part.first : part.first + part.rows]
         order = row_order(spec, part.name)

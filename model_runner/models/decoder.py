@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...model_files.sharding import Slice
-from ...model_files.spec import AttentionSpec, MLPSpec, ModelSpec, NormSpec, QKNorm
+from ...model_files.spec import AttentionSpec, MLASpec, MLPSpec, ModelSpec, NormSpec, QKNorm
 from ...model_files.tensor_names import EMBEDDING, HEAD, NORM
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
@@ -19,6 +19,7 @@ from ..layers.linear import Linear
 from ..layers.rms_norm import RMSNorm
 from ..layers.rotary import RotaryEmbedding, Rotation
 from ..tensor_parallel.group import RankGroup, alone
+from .latent_attention import LatentAttention
 
 
 class Attention:
@@ -96,7 +97,11 @@ class Layer:
         self._ranks = ranks
         self.before_attention, self.after_attention = norm(spec.before_attention), norm(spec.after_attention)
         self.before_mlp, self.after_mlp = norm(spec.before_mlp), norm(spec.after_mlp)
-        self.attention = Attention(spec.attention, layer, hidden, dtype=dtype, device=device)
+        self.attention: Attention | LatentAttention
+        if isinstance(spec.attention, MLASpec):
+            self.attention = LatentAttention(spec.attention, layer, hidden, dtype=dtype, device=device)
+        else:
+            self.attention = Attention(spec.attention, layer, hidden, dtype=dtype, device=device)
         self.mlp = MLP(spec.mlp, hidden, dtype=dtype, device=device)
 
     def forward(self, x_TN: Tensor, rotation: Rotation | None, attention: AttentionBackend) -> None:
@@ -141,7 +146,7 @@ class Decoder:
         self.norm = RMSNorm(spec.hidden_size, spec.final_norm, device=device)
         table = self.embed_tokens if spec.tied_head else torch.empty_like(self.embed_tokens)
         self.lm_head = table if vocab is None else table[vocab.begin : vocab.end]
-        self._rotaries = [RotaryEmbedding(r, spec.head_dim, dtype=dtype, device=device) for r in spec.ropes]
+        self._rotaries = [RotaryEmbedding(r, spec.rotated_dim, dtype=dtype, device=device) for r in spec.ropes]
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
