@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.progress import ProgressLog
-from ..kv_pool import MHATokenToKVPool
+from ..kv_pool import KVPool
 from ..layers.linear import Linear
 from ..layers.rotary import RotaryEmbedding
 from ..loader.quantized_blocks import HEAD_NAMES, BlockSource
@@ -37,7 +37,7 @@ class CpuEngine(NativeEngine):
     def __init__(
         self,
         model: Decoder,
-        pool: MHATokenToKVPool,
+        pool: KVPool,
         team: Team,
         blocks: BlockSource | None = None,
         ranks: Ranks | None = None,

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...model_files.sharding import Shard
 from ...model_files.spec import ModelSpec
 from ..forward_batch import ForwardBatch
-from ..kv_pool import MHATokenToKVPool
+from ..kv_pool import KVPool
 from .attention import pass_entries, pool_view
 from .library import NATIVE_DTYPES, load_library
 from .lowering import lower
@@ -67,7 +67,7 @@ class NativeEngine:
         spec: ModelSpec,
         dtype: torch.dtype,
         ropes: RopeTables,
-        pool: MHATokenToKVPool,
+        pool: KVPool,
         team: Team,
         ranks: Ranks | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class NativeEngine:
         self._vocab_size = spec.vocab_size
         self.ropes, self.pool, self.team = ropes, pool, team
         lowered = lower(spec, dtype, None if ranks is None else ranks.shard.vocab)
-        view = pool_view(pool)
+        view = pool_view(pool, spec.layers[0].attention.heads)
         group = None if ranks is None else ranks.group.handle
         handle = self._library.pds_engine_new(
             lowered.model, lowered.layers, view, NATIVE_DTYPES[dtype], team.handle, group

@@ -20,6 +20,7 @@ class KVPoolView(ctypes.Structure):
         ("kv_heads", c_int64),
         ("head_dim", c_int64),
         ("pool_heads", c_int64),
+        ("value_dim", c_int64),
     )
 
 
