@@ -99,7 +99,8 @@ class AttentionSpec:
     """Grouped-query attention: softmax(cap(scale · q kᵀ)) v over the tokens up to one's own.
 
     ``rope``: index into ``ModelSpec.ropes``; None: the layer does not know positions. ``window``: a token sees itself
-    and the ``window - 1`` before it; None: all. ``softcap``: cap(s) = softcap · tanh(s / softcap); None: s.
+    and the ``window - 1`` before it; None: all. ``softcap``: cap(s) = softcap · tanh(s / softcap); None: s. ``sinks``:
+    each head has a learned score of nothing, which takes its share of the softmax and is neither scaled nor capped.
     """
 
     heads: int
@@ -113,6 +114,7 @@ class AttentionSpec:
     o_bias: bool = False
     qk_norm: QKNorm | None = None
     qk_norm_spec: NormSpec | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
