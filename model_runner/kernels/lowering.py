@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from ctypes import Array
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, replace
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -22,13 +22,14 @@ from ...model_files.spec import (
     ExpertsSpec,
     GroupScore,
     LayerSpec,
+    MLASpec,
     MLPSpec,
     ModelSpec,
     NormSpec,
     QKNorm,
 )
 from .library import NATIVE_DTYPES
-from .structs import AddProduct, Attend, ExpertsOp, GateUp, LayerOps, ModelOps, NormOp, ProjectQKV
+from .structs import AddProduct, Attend, ExpertsOp, GateUp, LatentOp, LayerOps, ModelOps, NormOp, ProjectQKV
 
 HEAD_DIM_MULTIPLE = 16
 LARGEST = 2**31 - 1
@@ -87,6 +88,10 @@ COMPUTED: dict[type, tuple[str, ...]] = {
         *("heads", "kv_heads", "head_dim", "scale", "rope", "window", "softcap", "qkv_bias", "o_bias"),
         *("qk_norm", "qk_norm_spec", "sinks"),
     ),
+    MLASpec: (
+        *("heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "scale"),
+        *("norm", "rope", "a_bias", "o_bias"),
+    ),
     MLPSpec: ("inner", "activation", "bias"),
     ExpertsSpec: (
         *("count", "chosen", "inner", "activation", "bias", "limit", "scoring", "normalised", "weight_scale"),
@@ -107,8 +112,14 @@ def refusal(spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str |
     """Why the kernels can't run this model; None if they can."""
     if dtype not in NATIVE_DTYPES or kv_dtype not in NATIVE_DTYPES:
         return f"they compute in bfloat16 and float32, not in {dtype} over a KV pool of {kv_dtype}"
-    if spec.latent_dim is not None:
-        return "they do not compute latent attention (MLA)"
+    latent = spec.layers[0].attention
+    if isinstance(latent, MLASpec) and (latent.kv_lora_rank % HEAD_DIM_MULTIPLE or latent.qk_nope_head_dim % 2):
+        return (
+            f"they need a kv_lora_rank that is a multiple of {HEAD_DIM_MULTIPLE} and an even qk_nope_head_dim, "
+            f"not {latent.kv_lora_rank} and {latent.qk_nope_head_dim}"
+        )
+    if isinstance(latent, MLASpec) and ((latent.q_lora_rank or 0) % 2 or latent.heads * latent.v_head_dim % 2):
+        return "they need an even q_lora_rank and even outputs of all heads together"
     if spec.head_dim % HEAD_DIM_MULTIPLE:
         return f"they need a head_dim that is a multiple of {HEAD_DIM_MULTIPLE}, not {spec.head_dim}"
     if spec.hidden_size % 2 or any(size % 2 for layer in spec.layers for size in _inner_sizes(layer)):
@@ -136,21 +147,43 @@ def lower(spec: ModelSpec, dtype: torch.dtype, head: Slice | None = None) -> Low
         torch.tensor(spec.embedding_scale, dtype=dtype).item(),
         spec.logit_scale,
         spec.logit_softcap or 0.0,
+        lower_latent(attention) if isinstance(attention, MLASpec) else LatentOp(),
     )
     return Lowered(model, (LayerOps * spec.num_layers)(*map(_layer, spec.layers)))
 
 
 def _layer(spec: LayerSpec) -> LayerOps:
     attention = spec.attention
+    if isinstance(attention, MLASpec):
+        project = ProjectQKV(_norm(spec.before_attention), NativeQKNorm.NONE, 0.0, attention.rope)
+        return _with_network(spec, project, Attend(attention.scale, 0.0, 0))
     eps = 0.0 if attention.qk_norm_spec is None else attention.qk_norm_spec.eps
     rope = -1 if attention.rope is None else attention.rope
+    project = ProjectQKV(_norm(spec.before_attention), QK_NORMS[attention.qk_norm], eps, rope)
+    attend = Attend(attention.scale, attention.softcap or 0.0, min(attention.window or 0, LARGEST))
+    return _with_network(spec, project, attend)
+
+
+def _with_network(spec: LayerSpec, project: ProjectQKV, attend: Attend) -> LayerOps:
     return LayerOps(
-        ProjectQKV(_norm(spec.before_attention), QK_NORMS[attention.qk_norm], eps, rope),
-        Attend(attention.scale, attention.softcap or 0.0, min(attention.window or 0, LARGEST)),
+        project,
+        attend,
         AddProduct(_norm(spec.after_attention), spec.residual_scale),
         GateUp(_norm(spec.before_mlp), ACTIVATIONS[spec.mlp.activation], spec.mlp.inner),
         AddProduct(_norm(spec.after_mlp), spec.residual_scale),
         lower_experts(spec.mlp) if isinstance(spec.mlp, ExpertsSpec) else ExpertsOp(),
+    )
+
+
+def lower_latent(spec: MLASpec) -> LatentOp:
+    """What latent attention has beside the weights."""
+    return LatentOp(
+        spec.kv_lora_rank,
+        spec.q_lora_rank or 0,
+        spec.qk_nope_head_dim,
+        spec.qk_rope_head_dim,
+        spec.v_head_dim,
+        spec.norm.eps,
     )
 
 
@@ -191,6 +224,9 @@ def _lacking(spec: ModelSpec) -> Iterator[str]:
         yield from (
             _lacking_experts(f"{path}mlp.", mlp) if isinstance(mlp, ExpertsSpec) else _lacking_mlp(f"{path}mlp.", mlp)
         )
+        if isinstance(attention, MLASpec):
+            yield from _lacking_latent(f"{path}attention.", attention, first, len(spec.ropes))
+            continue
         yield from _unknown(f"{path}attention.", attention, AttentionSpec)
         if attention.heads != first.heads:
             yield f"{path}attention.heads: {attention.heads} beside {first.heads} in other layers"
@@ -203,6 +239,16 @@ def _lacking(spec: ModelSpec) -> Iterator[str]:
                 yield from _unknown(f"{path}attention.qk_norm_spec.", attention.qk_norm_spec, NormSpec)
         if attention.rope is not None and not 0 <= attention.rope < len(spec.ropes):
             yield f"{path}attention.rope: {attention.rope} of {len(spec.ropes)}"
+
+
+def _lacking_latent(path: str, spec: MLASpec, first: object, ropes: int) -> Iterator[str]:
+    yield from _unknown(path, spec, MLASpec)
+    yield from _unknown(f"{path}norm.", spec.norm, NormSpec)
+    # The engine keeps these sizes once, for all layers.
+    if not isinstance(first, MLASpec) or replace(first, scale=spec.scale, rope=spec.rope) != spec:
+        yield f"{path.removesuffix('.')}: of other sizes than in other layers"
+    if not 0 <= spec.rope < ropes:
+        yield f"{path}rope: {spec.rope} of {ropes}"
 
 
 def _lacking_mlp(path: str, spec: MLPSpec) -> Iterator[str]:

@@ -36,6 +36,9 @@ class LinearKind(IntEnum):
     DOWN = 3
     HEAD = 4
     ROUTER = 5
+    QB = 6
+    KB = 7
+    VB = 8
 
 
 class NormKind(IntEnum):

@@ -54,6 +54,15 @@ class Attend(ctypes.Structure):
     _fields_ = (("scale", c_float), ("softcap", c_float), ("window", c_int32))
 
 
+class LatentOp(ctypes.Structure):
+    """``LatentOp`` of layer_ops.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("kv_rank", "q_rank", "nope_dim", "rope_dim", "value_dim")),
+        ("eps", c_float),
+    )
+
+
 class AddProduct(ctypes.Structure):
     """``AddProduct`` of layer_ops.h."""
 
@@ -94,6 +103,7 @@ class ModelOps(ctypes.Structure):
         *((name, c_int64) for name in ("vocab", "head_begin", "head_rows")),
         ("final_norm", NormOp),
         *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
+        ("latent", LatentOp),
     )
 
 
@@ -151,6 +161,7 @@ MIRRORED = (
     NormOp,
     ProjectQKV,
     Attend,
+    LatentOp,
     AddProduct,
     GateUp,
     ExpertsOp,

@@ -47,8 +47,10 @@ struct ForwardArgs {
   int64_t* layers_done;           // or null: set to the number of layers whose keys and values are in the pool
 };
 
-enum class LinearKind : int32_t { kQKV = 0, kO = 1, kGateUp = 2, kDown = 3, kHead = 4, kRouter = 5 };
+enum class LinearKind : int32_t { kQKV = 0, kO = 1, kGateUp = 2, kDown = 3, kHead = 4, kRouter = 5, kQB = 6, kKB = 7, kVB = 8 };
 
+// Of latent attention kQKV is all that the hidden state is multiplied with: q_a, or q where there is none, and kv_a; kQB is
+// q_b, kKB [R, Q] and kVB [V, R] are k_b, transposed, and v_b of each head, whose number is in the place of an expert's.
 // A weight's place. Of a layer with experts, kGateUp and kDown are those of each `expert`; of the shared one, whose number
 // is behind the others'.
 struct LinearPlace {

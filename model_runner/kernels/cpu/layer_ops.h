@@ -43,6 +43,19 @@ struct Attend {
   int32_t window;  // a token sees itself and the window - 1 before it; 0: all
 };
 
+// Latent attention, in the place of what ProjectQKV and Attend say, but for `before`, `rope` and `scale`: MLASpec of
+// model_files/spec.py in its absorbed form. With normed = before(x),
+//   latent, row = normed · W;  q, q' = norm(latent) · q_b, by head;  c, k = row
+//   the pool keeps [norm(c), rope(k)];  att = softmax(scale · [k_bᵀ q, rope(q')] [c, k]ᵀ) c;  the heads' outputs are v_b att
+struct LatentOp {
+  int32_t kv_rank;  // 0: there is none
+  int32_t q_rank;   // 0: queries are projected from the hidden state
+  int32_t nope_dim, rope_dim, value_dim;
+  float eps;
+
+  int64_t qk_dim() const { return nope_dim + rope_dim; }
+};
+
 struct AddProduct {
   NormOp after;
   float scale;
@@ -97,11 +110,16 @@ struct ModelOps {
   NormOp final_norm;
   float embedding_scale, logit_scale;
   float logit_softcap;  // 0: none
+  LatentOp latent;      // of every layer: then head_dim is that of a row
 };
 
 struct EngineConfig : ModelOps {
   std::vector<LayerOps> ops;  // by layer
   KVPoolView pool;
+
+  bool is_latent() const { return latent.kv_rank != 0; }
+  // Of the heads' outputs, all together.
+  int64_t attended() const { return heads * (is_latent() ? latent.value_dim : head_dim); }
 
   // Of ordinary networks.
   int64_t widest_inner() const {

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "experts_pass.h"
 #include "fused_ops.h"
+#include "latent_ops.h"
 
 namespace pdserve {
 
@@ -21,7 +22,9 @@ class LayerPass {
     const ProjectQKV& op = state_.c.ops[index].qkv;
     const LayerWeights& layer = state_.weights.layer(index);
     const float* norm = layer.norm(NormKind::kBeforeAttention);
-    if (pass.division.by_rows) {
+    if (state_.c.is_latent()) {
+      fill_latent(index, pass);
+    } else if (pass.division.by_rows) {
       for_blocks(pass, [&](Range rows) {
         ops_.normalise(op.before, norm, pass, rows, own_.normed);
         ops_.project_qkv(index, pass, own_.normed, {rows, {0, layer.qkv.panels}});
@@ -52,6 +55,7 @@ class LayerPass {
   void finish_layer(int64_t index, const PassRows<T>& pass) {
     const LayerOps& ops = state_.c.ops[index];
     const LayerWeights& layer = state_.weights.layer(index);
+    if (state_.c.is_latent()) expand_latent(index, pass);
     if (ops.experts.count != 0) return finish_with_experts(index, pass);
     if (pass.division.by_rows) {
       if (state_.ranks == nullptr) {
@@ -117,14 +121,66 @@ class LayerPass {
     return op.after.used ? state_.activations.sums : nullptr;
   }
 
+  // The first half of a layer with latent attention, up to what attention reads.
+  void fill_latent(int64_t index, const PassRows<T>& pass) {
+    const ProjectQKV& op = state_.c.ops[index].qkv;
+    const LayerWeights& layer = state_.weights.layer(index);
+    const float* norm = layer.norm(NormKind::kBeforeAttention);
+    const bool has_q_latent = state_.c.latent.q_rank != 0;
+    LatentOps<T> latent(state_, args_, index, tid_);
+    const Range heads{0, latent.panels(layer.k_b)};
+    if (pass.division.by_rows) {
+      for_blocks(pass, [&](Range rows) {
+        ops_.normalise(op.before, norm, pass, rows, own_.normed);
+        latent.project(own_.normed, {rows, {0, layer.qkv.panels}});
+        latent.finish_rows(rows);
+        if (has_q_latent) latent.project_queries({rows, {0, layer.q_b.panels}});
+        latent.absorb(rows, heads);
+        latent.rotate_queries(rows);
+      });
+      return;
+    }
+    const T* normed = normalise_all(op.before, norm, pass);
+    const Cell cell = cell_of(layer.qkv, pass);
+    latent.project(normed + cell.rows.begin * state_.strides.normed, cell);
+    ops_.fetch_next(layer.qkv, pass);
+    state_.team.barrier();
+    latent.finish_rows(own_rows(pass));
+    if (has_q_latent) {
+      state_.team.barrier();
+      latent.project_queries(cell_of(layer.q_b, pass));
+      state_.team.barrier();
+    }
+    latent.absorb({0, pass.tokens}, share(heads.end, tid_, state_.team.size()));
+    latent.rotate_queries(own_rows(pass));
+    ops_.fetch_next(layer.q_b, pass);
+  }
+
+  // From what attention leaves to the heads' outputs. By columns, these are complete afterwards.
+  void expand_latent(int64_t index, const PassRows<T>& pass) {
+    LatentOps<T> latent(state_, args_, index, tid_);
+    const int64_t panels = latent.panels(state_.weights.layer(index).v_b);
+    if (pass.division.by_rows) {
+      for_blocks(pass, [&](Range rows) { latent.expand(pass.att, rows, {0, panels}); });
+    } else {
+      latent.expand(pass.att, {0, pass.tokens}, share(panels, tid_, state_.team.size()));
+      state_.team.barrier();
+    }
+  }
+
+  // The heads' outputs.
+  const T* attended(const PassRows<T>& pass) const {
+    return state_.c.is_latent() ? state_.activations.expanded : pass.att;
+  }
+
   // What attention leaves joins the residual. By columns, or where there are ranks, x is complete afterwards.
   void add_attention(int64_t index, const PassRows<T>& pass) {
     const AddProduct& op = state_.c.ops[index].o;
     const LayerWeights& layer = state_.weights.layer(index);
     const float* norm = layer.norm(NormKind::kAfterAttention);
-    const int64_t stride = state_.strides.att;
+    const int64_t stride = state_.strides.o;
     const auto add = [&](const Cell& cell) {
-      ops_.add_product(op, layer.o, pass, pass.att + cell.rows.begin * stride, stride, cell, sums(op));
+      ops_.add_product(op, layer.o, pass, attended(pass) + cell.rows.begin * stride, stride, cell, sums(op));
     };
     if (!pass.division.by_rows) {
       add(cell_of(layer.o, pass));
@@ -208,7 +264,7 @@ class LayerPass {
   void finish_block(const LayerOps& ops, const LayerWeights& layer, const PassRows<T>& pass, Range rows) {
     const Strides& strides = state_.strides;
     const Cell o{rows, {0, layer.o.panels}}, down{rows, {0, layer.down.panels}};
-    ops_.add_product(ops.o, layer.o, pass, pass.att + rows.begin * strides.att, strides.att, o, sums(ops.o));
+    ops_.add_product(ops.o, layer.o, pass, attended(pass) + rows.begin * strides.o, strides.o, o, sums(ops.o));
     if (ops.o.after.used) ops_.add_normed(ops.o, layer.norm(NormKind::kAfterAttention), pass, rows);
     ops_.normalise(ops.gate_up.before, layer.norm(NormKind::kBeforeMlp), pass, rows, own_.normed);
     const Cell gate_up{{0, rows.size()}, {0, layer.gate_up.panels}};

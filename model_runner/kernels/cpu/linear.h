@@ -21,7 +21,7 @@ namespace pdserve {
 
 constexpr int kPanel = 32;     // columns of a panel
 constexpr int kMaxRows = 12;   // rows of a block of a quantised product
-constexpr int kProducts = 6;   // kinds of products in a pass
+constexpr int kProducts = 9;   // kinds of products in a pass
 constexpr int kTileRows = 96;  // rows that a thread takes past a panel before it goes on to the next
 
 // How the weights of a linear layer are stored; part of the interface to Python.

@@ -11,8 +11,13 @@ ModelWeights<T>::ModelWeights(const EngineConfig& config) : c_(config), layers_(
   const bool whole_panels = config.head_dim % kPanel == 0 && config.pool.dtype == dtype_of<T>();
   for (size_t i = 0; i < layers_.size(); ++i) {
     LayerWeights& layer = layers_[i];
-    layer.fused = whole_panels && config.ops[i].qkv.qk_norm == QKNorm::kNone;
-    layer.qkv.next = &layer.o;
+    layer.fused = !config.is_latent() && whole_panels && config.ops[i].qkv.qk_norm == QKNorm::kNone;
+    layer.qkv.next = config.latent.q_rank != 0 ? &layer.q_b : &layer.o;
+    layer.q_b.next = &layer.o;
+    if (config.is_latent()) {
+      layer.k_b.resize(config.heads);
+      layer.v_b.resize(config.heads);
+    }
     const ExpertsOp& experts = config.ops[i].experts;
     layer.experts.resize(experts.count == 0 ? 0 : experts.count + (experts.shared_inner != 0));
     layer.o.next = layer.experts.empty() ? &layer.gate_up : &layer.router;
@@ -38,6 +43,7 @@ void ModelWeights<T>::set_norm(NormKind kind, int64_t layer, const float* weight
   if (kind == NormKind::kQ || kind == NormKind::kK) {
     const int64_t heads = kind == NormKind::kQ ? c_.heads : c_.kv_heads;
     size = c_.head_dim * (c_.ops[layer].qkv.qk_norm == QKNorm::kAll ? heads : 1);
+    if (c_.is_latent()) size = kind == NormKind::kQ ? c_.latent.q_rank : c_.latent.kv_rank;
   }
   const float* copy = keep(weight, size);
   (kind == NormKind::kFinal ? final_norm_ : layers_[layer].norms[static_cast<int>(kind)]) = copy;
@@ -60,6 +66,9 @@ template <class T>
 PackedLinear& ModelWeights<T>::linear(const LinearPlace& place) {
   if (place.kind == LinearKind::kHead) return head_;
   LayerWeights& layer = layers_[place.layer];
+  if (place.kind == LinearKind::kQB) return layer.q_b;
+  if (place.kind == LinearKind::kKB) return layer.k_b[place.expert];
+  if (place.kind == LinearKind::kVB) return layer.v_b[place.expert];
   ExpertWeights* expert = layer.experts.empty() ? nullptr : &layer.experts[place.expert];
   switch (place.kind) {
     case LinearKind::kQKV: return layer.qkv;

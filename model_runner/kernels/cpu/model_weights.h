@@ -16,6 +16,8 @@ struct ExpertWeights {
 
 struct LayerWeights {
   PackedLinear qkv, o, gate_up, down;
+  PackedLinear q_b;                    // of latent attention
+  std::vector<PackedLinear> k_b, v_b;  // by head
   PackedLinear router;                 // float32, whatever the rest is
   std::vector<ExpertWeights> experts;  // in the place of gate_up and down, the shared one last
   bool fused = false;                  // rotation and the store to the pool happen as qkv is computed

@@ -25,6 +25,7 @@ Division divide(const std::vector<LayerWeights>& layers, const PackedLinear& hea
                               product(first(&LayerWeights::gate_up)), product(first(&LayerWeights::down))};
   Division result{choose_by_rows(products, threads), {}};
   for (int i = 0; i < kLayerProducts; ++i) result.grid[i] = choose_grid(products[i], threads);
+  result.grid[static_cast<int>(LinearKind::kQB)] = choose_grid(product(first(&LayerWeights::q_b)), threads);
   result.grid[static_cast<int>(LinearKind::kHead)] = choose_grid(product(head), threads);
   result.grid[static_cast<int>(LinearKind::kRouter)] = choose_grid(product(first(&LayerWeights::router)), threads);
   return result;
