@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...model_files.errors import InvalidWeights
 from ...model_files.sharding import Axis, Shard, Slice
-from ...model_files.spec import ModelSpec
+from ...model_files.spec import ExpertsSpec, MLPSpec, ModelSpec
 from .gguf_weights import GGUFMatrix, GGUFWeights
 from .quantized_blocks import FORMATS, HEAD_NAMES, BlockSource, BlockWeight
 from .samples import spread
@@ -148,11 +148,20 @@ class GGUFBlocks(BlockSource):
 
 def linear_layers(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
     """The names of the weights that are multiplied with together, for each linear layer of the engine."""
-    for i in range(spec.num_layers):
+    for i, layer in enumerate(spec.layers):
         q, k, v, o = (f"layers.{i}.{name}_proj.weight" for name in "qkvo")
-        gate, up, down = (f"layers.{i}.{name}_proj.weight" for name in ("gate", "up", "down"))
-        yield from ((q, k, v), (o,), (gate, up), (down,))
+        yield from ((q, k, v), (o,))
+        for network in _networks(layer.mlp):
+            gate, up, down = (f"layers.{i}.{network}{name}_proj.weight" for name in ("gate", "up", "down"))
+            yield from ((gate, up), (down,))
     yield HEAD_NAMES[:1]
+
+
+def _networks(mlp: MLPSpec | ExpertsSpec) -> list[str]:
+    """What the names of a layer's networks begin with."""
+    if isinstance(mlp, MLPSpec):
+        return [""]
+    return [f"experts.{i}." for i in range(mlp.count)] + (["shared."] if mlp.shared is not None else [])
 
 
 def _listing(kinds: Counter[str]) -> str:
