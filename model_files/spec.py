@@ -116,6 +116,11 @@ class AttentionSpec:
     qk_norm_spec: NormSpec | None = None
     sinks: bool = False
 
+    @property
+    def attended_dim(self) -> int:
+        """Elements of a head's output."""
+        return self.head_dim
+
 
 @dataclass(frozen=True, kw_only=True)
 class MLASpec:
@@ -155,6 +160,11 @@ class MLASpec:
     def head_dim(self) -> int:
         """Elements of the row."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def attended_dim(self) -> int:
+        """Elements of a head's output."""
+        return self.v_head_dim
 
 
 class Activation(StrEnum):
@@ -197,8 +207,9 @@ class ExpertsSpec:
     """Mixture of experts: each token goes through ``chosen`` of ``count`` gated networks, whose outputs are added up.
 
     scores = scoring(router(x)), in float32. Chosen are the largest scores (with the ``choice_bias`` added, which counts
-    for nothing else), among the ``groups_chosen`` best of ``groups`` equal groups. Their weights are the scores, over
-    their sum where ``normalised``, times ``weight_scale``. (A softmax over the chosen alone is the normalised one.)
+    for nothing else), among the ``groups_chosen`` best of ``groups`` equal groups; of equal ones the first. Their
+    weights are the scores, divided by their sum where ``normalised``, times ``weight_scale``. (A softmax over the
+    chosen alone is the normalised one.)
     ``limit``: GPT-OSS's network, ``(up' + 1) * gate' * sigmoid(1.702 gate')`` with ``gate' = min(gate, limit)`` and
     ``up'`` within ±limit; None: ``MLPSpec``'s. ``shared`` is a network for every token, its output times
     ``sigmoid(shared_gate · x)`` where ``shared_gate``.
@@ -235,14 +246,28 @@ class LayerSpec:
     residual_scale: float = 1.0
 
 
+@dataclass(frozen=True)
+class Stack:
+    """A checkpoint's tensor that holds something of all experts of a layer, one after another.
+
+    ``parts``: what of an expert ("gate_proj.weight"), all of one size, below each other or ``interleaved``, row by row.
+    ``transposed``: what are rows here are its columns.
+    """
+
+    parts: tuple[str, ...]
+    interleaved: bool = False
+    transposed: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model. ``context_length`` is the longest sequence, in tokens.
 
     logits = logit_cap(logit_scale · head(final_norm(x))), from x = embedding_scale · embedding(token). That scale is
     first rounded to the type of the embedding, as in training.
-    ``tensors``: by the names that the checkpoint gives to a layer's tensors, without "weight" and "bias", which of ours
-    (``model_files/tensor_names.py``) lie in each, one below the other.
+    ``tensors``: by the names that the checkpoint gives to a layer's tensors, which of ours
+    (``model_files/tensor_names.py``) lie in each, one below the other. Both are without "weight" and "bias", or both
+    whole; an expert's number is a ``*``.
     """
 
     family: str
@@ -256,7 +281,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tensors: Mapping[str, tuple[str, ...] | Stack] = field(default_factory=dict)
     draft_layers: int = 0
     """How many more the checkpoint has behind the last, to predict tokens further ahead: they are not read."""
 

@@ -130,7 +130,7 @@ class ModelRunner:
             model = self._load(options, source, spec, identity, blocks, shard)
         with self._timed("kv_pool"):
             self._allocate_pool(options, _kept(spec, self._ranks), kv_dtype, shard)
-        self.step_weight_bytes = self._weight_bytes
+        self.step_weight_bytes = self._weight_bytes - model.idle_bytes
         with self._timed("kernels"):
             on_kernels = self.attention_backend == "cpu"
             self._run = self._native_pass(model, blocks, shard) if on_kernels else self._torch_pass(model, shard)

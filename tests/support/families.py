@@ -70,6 +70,7 @@ GRANITE = {
     "logits_scaling": 0.7,
 }
 GEMMA2 = {"query_pre_attn_scalar": 16, "sliding_window": 21, "attn_logit_softcapping": 5.0}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 TIED = {"tie_word_embeddings": True}
 
@@ -217,6 +218,75 @@ FAMILIES: dict[str, Config] = {
     ),
     "glm": Config("Glm", NARROW | {"head_dim": 32, "partial_rotary_factor": 0.5}),
     "glm-whole": Config("Glm", WIDE | TIED | {"partial_rotary_factor": 1.0}),
+    "mixtral": Config("Mixtral", NARROW | {"num_local_experts": 5, "intermediate_size": 44}),
+    "mixtral-window": Config(
+        "Mixtral",
+        WIDE
+        | TIED
+        | {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 29, "rope_parameters": PLAIN},
+        "the window of a Mixtral",
+    ),
+    "qwen2-moe": Config("Qwen2Moe", NARROW | EXPERTS | {"shared_expert_intermediate_size": 52}),
+    "qwen2-moe-window": Config(
+        "Qwen2Moe",
+        WIDE
+        | TIED
+        | EXPERTS
+        | {
+            "num_experts_per_tok": 5,
+            "shared_expert_intermediate_size": 20,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 31,
+        },
+        "that weights of a Qwen2-MoE are normalised, or which of its layers have experts",
+    ),
+    "qwen3-moe": Config("Qwen3Moe", NARROW | EXPERTS | {"norm_topk_prob": True}),
+    "qwen3-moe-sparse": Config(
+        "Qwen3Moe",
+        WIDE
+        | TIED
+        | EXPERTS
+        | {
+            "num_hidden_layers": 5,
+            "num_experts_per_tok": 3,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 17,
+            "rope_parameters": YARN,
+        },
+        "that weights of a Qwen3-MoE are not normalised, or which of its layers have experts",
+    ),
+    "gpt-oss": Config(
+        "GptOss",
+        NARROW
+        | {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 44,
+            "sliding_window": 21,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
+    "gpt-oss-clamped": Config(
+        "GptOss",
+        WIDE
+        | TIED
+        | {
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "sliding_window": 40,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": False,
+            "swiglu_limit": 0.7,
+            "rope_parameters": PLAIN,
+        },
+        "which layers of a GPT-OSS have a window, or its limit",
+    ),
 }
 
 

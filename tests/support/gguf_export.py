@@ -12,7 +12,15 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
-ARCHS = {"mistral": "llama", "gemma3_text": "gemma3", "glm": "chatglm"}
+ARCHS = {
+    "mistral": "llama",
+    "gemma3_text": "gemma3",
+    "glm": "chatglm",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+}
 """By ``model_type``, where the file's architecture has another name."""
 PERMUTED = ("llama", "granite", "smollm3")
 
@@ -37,7 +45,7 @@ def write_gguf(
     archs = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     # The table of ChatGLM knows only the names of its own checkpoints.
     names = gguf.get_tensor_name_map(archs["llama" if arch == "chatglm" else arch], config.num_hidden_layers)
-    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    state = _split_experts({name: tensor.numpy() for name, tensor in model.state_dict().items()}, arch)
     if config.tie_word_embeddings:
         state.pop("lm_head.weight")
     if fuse_qkv:
@@ -45,7 +53,8 @@ def write_gguf(
     for name, values in state.items():
         theirs = _name(names, name)
         values = _converted(name, values, config, arch)
-        if values.ndim == 2 and kind != GGMLQuantizationType.F32:
+        is_matrix = values.ndim >= 2 and theirs.endswith(".weight") and "ffn_gate_inp" not in theirs
+        if is_matrix and kind != GGMLQuantizationType.F32:
             writer.add_tensor(theirs, gguf.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(theirs, values)
@@ -77,6 +86,26 @@ def _converted(name: str, values: np.ndarray, config: Any, arch: str) -> np.ndar
     return values
 
 
+def _split_experts(state: dict[str, np.ndarray], arch: str) -> dict[str, np.ndarray]:
+    """What transformers has of all experts in one tensor, with gate and up apart."""
+    split: dict[str, np.ndarray] = {}
+    for name, values in state.items():
+        if ".mlp.experts." not in name:
+            split[name if not name.endswith("sinks") else f"{name}.weight"] = values
+            continue
+        start, _, part = name.rpartition(".")
+        kind = "bias" if part.endswith("_bias") else "weight"
+        rows = values.swapaxes(1, 2) if arch == "gpt-oss" and kind == "weight" else values
+        if not part.startswith("gate_up"):
+            split[f"{start}.down_proj.{kind}"] = np.ascontiguousarray(rows)
+            continue
+        half = rows.shape[1] // 2
+        gate, up = (rows[:, ::2], rows[:, 1::2]) if arch == "gpt-oss" else (rows[:, :half], rows[:, half:])
+        split[f"{start}.gate_proj.{kind}"] = np.ascontiguousarray(gate)
+        split[f"{start}.up_proj.{kind}"] = np.ascontiguousarray(up)
+    return split
+
+
 def _fuse_qkv(state: dict[str, np.ndarray]) -> None:
     for name in [name for name in state if ".q_proj." in name]:
         parts = [state.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
@@ -91,12 +120,13 @@ def _add_metadata(writer: GGUFWriter, config: Any, arch: str) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
+    _add_experts(writer, config, arch)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     if head_dim * config.num_attention_heads != config.hidden_size:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if arch in ("gemma2", "gemma3", "phi3"):
+    if arch in ("gemma2", "gemma3", "phi3", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window or 0)
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -106,6 +136,18 @@ def _add_metadata(writer: GGUFWriter, config: Any, arch: str) -> None:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+
+
+def _add_experts(writer: GGUFWriter, config: Any, arch: str) -> None:
+    count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if not count:
+        return
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if arch != "llama":
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    if arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
 def _add_rope(writer: GGUFWriter, config: Any, arch: str) -> None:

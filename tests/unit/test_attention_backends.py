@@ -23,6 +23,8 @@ SPECS = {
     "window of one": replace(PLAIN, window=1),
     "capped": replace(PLAIN, scale=0.5, softcap=1.5),
     "capped window": replace(PLAIN, window=5, softcap=2.0),
+    "sinks": replace(PLAIN, sinks=True),
+    "capped sinks in a window": replace(PLAIN, window=20, softcap=2.0, sinks=True),
 }
 
 
@@ -53,7 +55,12 @@ def make_batch(starts: list[int], q_lens: list[int], page_size: int) -> ForwardB
 
 
 def attend_in_float64(
-    batch: ForwardBatch, data: torch.Tensor, layer: int, q: torch.Tensor, spec: AttentionSpec
+    batch: ForwardBatch,
+    data: torch.Tensor,
+    layer: int,
+    q: torch.Tensor,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """``data`` is the pool with this pass's KV stored."""
     page_size, out, first = data.shape[3], [], 0
@@ -66,7 +73,9 @@ def attend_in_float64(
             scores = torch.einsum("hd,shd->hs", q[first + i].double(), k) * spec.scale
             if spec.softcap is not None:
                 scores = spec.softcap * (scores / spec.softcap).tanh()
-            weights = scores.softmax(-1)
+            shares = scores.exp()
+            everything = shares.sum(-1, keepdim=True) + (0 if sinks is None else sinks.double().exp()[:, None])
+            weights = shares / everything
             out.append(torch.einsum("hs,shd->hd", weights, v).flatten())
         first += q_len
     return torch.stack(out)
@@ -85,7 +94,15 @@ def attend_in_float64(
     ids=["first token", "decodes", "long chunks", "mixed"],
 )
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("specs", [("plain", "scaled"), ("window", "window of one"), ("capped", "capped window")])
+@pytest.mark.parametrize(
+    "specs",
+    [
+        ("plain", "scaled"),
+        ("window", "window of one"),
+        ("capped", "capped window"),
+        ("sinks", "capped sinks in a window"),
+    ],
+)
 def test_equals_float64(
     backend: str,
     dtype: torch.dtype,
@@ -108,11 +125,12 @@ def test_equals_float64(
         q, k, v = (torch.randn(total, heads, DIM).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
         before = pool.data.clone()
         spec = SPECS[specs[layer]]
-        out = attention.forward(layer, q, k, v, spec)
+        sinks = torch.randn(HEADS) + 1 if spec.sinks else None
+        out = attention.forward(layer, q, k, v, spec, sinks)
         pages, offsets = batch.out_cache_loc // page_size, batch.out_cache_loc % page_size
         before[pages, layer, 0, offsets], before[pages, layer, 1, offsets] = k, v
         assert torch.equal(pool.data, before), "exactly this pass's slots are written"
-        expected = attend_in_float64(batch, pool.data, layer, q, spec)
+        expected = attend_in_float64(batch, pool.data, layer, q, spec, sinks)
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
         assert out.shape == (total, HEADS * DIM)
 
