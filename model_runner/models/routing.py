@@ -27,7 +27,7 @@ def choose_experts(spec: ExpertsSpec, logits_TE: Tensor, choice_bias_E: Tensor |
     if spec.groups > 1:
         wanted = _within_groups(spec, wanted)
     # Sorted and not by topk, which leaves open which of equal ones it takes.
-    experts = wanted.sort(-1, descending=True, stable=True).indices[:, : spec.chosen]
+    experts = wanted.sort(dim=-1, descending=True, stable=True).indices[:, : spec.chosen]
     weights = scores.gather(-1, experts)
     if spec.normalised:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -39,6 +39,6 @@ def _within_groups(spec: ExpertsSpec, wanted_TE: Tensor) -> Tensor:
     by_group_TGE = wanted_TE.unflatten(-1, (spec.groups, -1))
     best = 1 if spec.group_score is GroupScore.LARGEST else 2
     of_group_TG = by_group_TGE.topk(best, -1).values.sum(-1)
-    chosen = of_group_TG.sort(-1, descending=True, stable=True).indices[:, : spec.groups_chosen]
+    chosen = of_group_TG.sort(dim=-1, descending=True, stable=True).indices[:, : spec.groups_chosen]
     is_out_TG = torch.ones_like(of_group_TG, dtype=torch.bool).scatter_(-1, chosen, False)
     return by_group_TGE.masked_fill(is_out_TG[..., None], float("-inf")).flatten(-2)
