@@ -74,6 +74,34 @@ EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 
 BIASES = {"attention_bias": True, "mlp_bias": True}
 TIED = {"tie_word_embeddings": True}
 
+LATENT = SHAPE | {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 13,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 20,
+}
+"""Latent attention and experts, of sizes that the C++ engine can compute."""
+LATENT_WIDE = LATENT | {
+    "hidden_size": 40,
+    "intermediate_size": 60,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "q_lora_rank": None,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 40,
+}
+"""More heads than read a row together, and their queries projected at once."""
+
 
 class Config(NamedTuple):
     """``prefix``: of transformers' classes. ``not_in_gguf``: what of it llama.cpp's converter does not write."""
@@ -286,6 +314,50 @@ FAMILIES: dict[str, Config] = {
             "rope_parameters": PLAIN,
         },
         "which layers of a GPT-OSS have a window, or its limit",
+    ),
+    "deepseek-v2": Config(
+        "DeepseekV2",
+        LATENT
+        | {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.8},
+        },
+    ),
+    "deepseek-v2-lite": Config(
+        "DeepseekV2",
+        LATENT_WIDE
+        | TIED
+        | BIASES
+        | {
+            "topk_method": "greedy",
+            "n_shared_experts": 2,
+            "rope_parameters": YARN | {"mscale": 0.6, "mscale_all_dim": 0.9},
+        },
+        "biases of a DeepSeek, or unequal mscales",
+    ),
+    "deepseek-v3": Config(
+        "DeepseekV3",
+        LATENT | {"n_group": 4, "topk_group": 2, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "deepseek-v3-plain": Config(
+        "DeepseekV3",
+        LATENT_WIDE
+        | {
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "attention_bias": True,
+        },
+        "biases of a DeepSeek, or halves that rotate together",
+    ),
+    "deepseek-v3-odd": Config(
+        "DeepseekV3",
+        LATENT | {"kv_lora_rank": 22, "qk_rope_head_dim": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2},
     ),
 }
 
