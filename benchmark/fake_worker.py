@@ -118,8 +118,10 @@ def ready_message(options: ServerOptions) -> WorkerReady:
     """A pool that never runs short, for the model that the options name; raises ``ModelError``."""
     spec = read_spec(resolve_model(options.model_path, weights=False))
     layers, size = tuple(range(spec.num_layers)), options.page_size
-    page_bytes = spec.num_layers * 2 * size * spec.num_kv_heads * spec.head_dim * 4
-    group = KVGroup(layers, "mha", spec.num_kv_heads, spec.head_dim, "float32", page_bytes)
+    page_bytes = spec.num_layers * size * spec.kv_elements * 4
+    group = KVGroup(
+        layers, "mha" if spec.latent_dim is None else "mla", spec.num_kv_heads, spec.head_dim, "float32", page_bytes
+    )
     return WorkerReady(
         fingerprint="fake",
         vocab_size=spec.vocab_size,

@@ -24,15 +24,18 @@ the CPU kernels multiply them (``kernels/cpu/kv_blocks.h``), the same on every p
 """
 
 
-KVKind = Literal["mha"]
-"""What a layer keeps of a token. "mha": the keys and the values of its KV heads, ``head_dim`` elements each."""
+KVKind = Literal["mha", "mla"]
+"""What a layer keeps of a token. "mha": the keys and the values of its KV heads, ``head_dim`` elements each. "mla": one
+latent row of ``head_dim`` elements, a key of which the first ``value_dim`` are the value, too.
+"""
 
 
 class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layers that keep the same of a token, for as long, and so share pages.
 
     A page is one contiguous span: for each of ``layers`` (by their numbers in the model, in that order) equally many
-    bytes. Of kind "mha": ``[2, page_size * kv_heads * head_dim]`` of ``dtype``, keys, then values.
+    bytes. Of kind "mha": ``[2, page_size * kv_heads * head_dim]`` of ``dtype``, keys, then values. Of kind "mla":
+    ``[page_size * head_dim]``, rows in the place of keys, and ``kv_heads`` is 1.
     """
 
     layers: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_LAYERS)], ...], Meta(min_length=1, max_length=MAX_LAYERS)]
@@ -41,6 +44,7 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: int
     dtype: Annotated[str, Meta(max_length=32)]
     page_bytes: int
+    value_dim: int = 0
 
     @property
     def num_layers(self) -> int:

@@ -57,6 +57,9 @@ def _safetensors_sizes(folder: Path) -> Iterator[TensorSize]:
         try:
             with safe_open(file, framework="numpy") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
-                    yield TensorSize(name, math.prod(tensors.get_slice(name).get_shape()))
+                    values = math.prod(tensors.get_slice(name).get_shape())
+                    # MXFP4, as GPT-OSS has it: two weights a byte, beside what scales them.
+                    weights = {"blocks": 2 * values, "scales": 0}.get(name.rpartition("_")[2], values)
+                    yield TensorSize(name, weights)
         except (SafetensorError, OSError) as e:
             raise InvalidWeights(f"{file} can't be read: {e}") from e

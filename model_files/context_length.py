@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from .errors import UnsupportedModel
-from .spec import LayerSpec, ModelSpec, RopeSpec
+from .spec import LayerSpec, MLASpec, ModelSpec, RopeSpec
 
 
 class Described(Protocol):
@@ -50,6 +50,7 @@ def _with_factors(rope: RopeSpec, length: int) -> RopeSpec:
 
 
 def _without_window(layer: LayerSpec, length: int) -> LayerSpec:
-    if layer.attention.window is None or layer.attention.window < length:
+    attention = layer.attention
+    if isinstance(attention, MLASpec) or attention.window is None or attention.window < length:
         return layer
-    return replace(layer, attention=replace(layer.attention, window=None))
+    return replace(layer, attention=replace(attention, window=None))

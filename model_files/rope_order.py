@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .spec import ModelSpec, Pairing, QKNorm, RopeSpec
+from .spec import MLASpec, ModelSpec, Pairing, QKNorm, RopeSpec
 
 Order = npt.NDArray[np.int64]
 
@@ -28,12 +28,30 @@ def head_order(rope: RopeSpec, head_dim: int) -> Order:
     return np.concatenate((first, unrotated[:fill], second, unrotated[fill:]))
 
 
+def latent_order(spec: ModelSpec, attention: MLASpec, what: str) -> Order | None:
+    """``row_order`` of a projection of latent attention: what is rotated lies behind what is not."""
+    heads, still = attention.heads, attention.qk_nope_head_dim
+    if what == "kv_a_proj":
+        heads, still = 1, attention.kv_lora_rank
+    elif what != ("q_proj" if attention.q_lora_rank is None else "q_b_proj"):
+        return None
+    turned = head_order(spec.ropes[attention.rope], attention.qk_rope_head_dim)
+    if np.array_equal(turned, np.arange(len(turned))):
+        return None
+    order = np.concatenate((np.arange(still), still + turned))
+    return (np.arange(heads)[:, None] * len(order) + order).ravel()
+
+
 def row_order(spec: ModelSpec, name: str) -> Order | None:
     """Which of the checkpoint's rows comes where in our tensor ``name``; None where they stay as they are."""
     part = name.split(".")
-    if part[0] != "layers" or part[2] not in ("q_proj", "k_proj", "q_norm", "k_norm"):
+    if part[0] != "layers":
         return None
     attention = spec.layers[int(part[1])].attention
+    if isinstance(attention, MLASpec):
+        return latent_order(spec, attention, part[2])
+    if part[2] not in ("q_proj", "k_proj", "q_norm", "k_norm"):
+        return None
     # A layer that knows no positions has no order of its own; files put its rows like those of the others.
     order = head_order(spec.ropes[attention.rope or 0], attention.head_dim)
     if np.array_equal(order, np.arange(attention.head_dim)):

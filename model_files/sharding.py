@@ -5,6 +5,9 @@ embedding, the norms and the residual are on every rank. A layer's two products 
 down_proj) have their columns divided, so that each rank gets a part of a sum; who adds the parts up does so in the
 order of the ranks. Their biases belong to rank 0.
 
+Experts are divided like an MLP, each of them: every rank has the router, chooses the same, and computes its part of
+what was chosen. Whole experts on some ranks would leave the others idle where a few tokens choose.
+
 Does not import torch.
 """
 
@@ -14,7 +17,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from .errors import UnsupportedModel
-from .spec import LayerSpec, ModelSpec, QKNorm
+from .spec import AttentionSpec, ExpertsSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, QKNorm
 
 
 class Axis(IntEnum):
@@ -59,10 +62,10 @@ class Shard:
         parts = name.split(".")
         if parts[0] != "layers" or self.size == 1:
             return None
-        layer, what, kind = self.whole.layers[int(parts[1])], parts[2], parts[3]
-        if what in ("o_proj", "down_proj") and kind == "bias":
+        layer, path = self.whole.layers[int(parts[1])], parts[2:]
+        if path[-2:] in (["o_proj", "bias"], ["down_proj", "bias"]):
             return None if self.rank == 0 else NOTHING
-        return self._of_layer(layer, what)
+        return self._of_attention(layer.attention, path[0]) or self._of_mlp(layer.mlp, path)
 
     def kv_heads(self) -> tuple[int, int]:
         """``[begin, end)`` of the model's KV heads that are on this rank. Where there are fewer of them than ranks,
@@ -75,11 +78,11 @@ class Shard:
         """Whether several ranks have the same KV head."""
         return self.whole.num_kv_heads < self.size
 
-    def _of_layer(self, layer: LayerSpec, what: str) -> Slice | None:
-        attention, dim = layer.attention, layer.attention.head_dim
-        heads = _share(attention.heads, self.rank, self.size)
+    def _of_attention(self, attention: AttentionSpec | MLASpec, what: str) -> Slice | None:
+        if isinstance(attention, MLASpec):
+            return self._of_latent(attention, what)
+        heads, dim = _share(attention.heads, self.rank, self.size), attention.head_dim
         kv_heads = _kv_heads(attention.kv_heads, self.rank, self.size)
-        inner = _share(layer.mlp.inner, self.rank, self.size)
         match what:
             case "q_proj":
                 return Slice(Axis.ROWS, heads[0] * dim, heads[1] * dim)
@@ -87,11 +90,43 @@ class Shard:
                 return Slice(Axis.ROWS, kv_heads[0] * dim, kv_heads[1] * dim)
             case "o_proj":
                 return Slice(Axis.COLUMNS, heads[0] * dim, heads[1] * dim)
+            case "sinks":
+                return Slice(Axis.ROWS, *heads)
+        return None
+
+    def _of_mlp(self, mlp: MLPSpec | ExpertsSpec, path: list[str]) -> Slice | None:
+        """``path``: the dotted name within a layer."""
+        network = mlp.shared if isinstance(mlp, ExpertsSpec) and path[0] == "shared" else mlp
+        if network is None or len(path) < 2:
+            return None
+        inner = _share(network.inner, self.rank, self.size)
+        match path[-2]:
             case "gate_proj" | "up_proj":
                 return Slice(Axis.ROWS, *inner)
             case "down_proj":
                 return Slice(Axis.COLUMNS, *inner)
         return None
+
+    def _of_latent(self, attention: MLASpec, what: str) -> Slice | None:
+        """Of what a head has to itself: what leads to the latents is on every rank, as they are."""
+        size = {
+            "q_proj": attention.qk_head_dim,
+            "q_b_proj": attention.qk_head_dim,
+            "k_b_proj": attention.kv_lora_rank,
+            "v_b_proj": attention.v_head_dim,
+            "o_proj": attention.v_head_dim,
+        }.get(what)
+        if size is None:
+            return None
+        begin, end = _share(attention.heads, self.rank, self.size)
+        return Slice(Axis.COLUMNS if what == "o_proj" else Axis.ROWS, begin * size, end * size)
+
+
+def _own_heads(attention: AttentionSpec | MLASpec, size: int) -> AttentionSpec | MLASpec:
+    heads = attention.heads // size
+    if isinstance(attention, MLASpec):
+        return replace(attention, heads=heads)
+    return replace(attention, heads=heads, kv_heads=max(1, attention.kv_heads // size))
 
 
 def shard(spec: ModelSpec, rank: int, size: int) -> Shard:
@@ -101,12 +136,8 @@ def shard(spec: ModelSpec, rank: int, size: int) -> Shard:
     layers = tuple(
         replace(
             layer,
-            attention=replace(
-                layer.attention,
-                heads=layer.attention.heads // size,
-                kv_heads=max(1, layer.attention.kv_heads // size),
-            ),
-            mlp=replace(layer.mlp, inner=layer.mlp.inner // size),
+            attention=_own_heads(layer.attention, size),
+            mlp=_divided(layer.mlp, size),
         )
         for layer in spec.layers
     )
@@ -125,10 +156,26 @@ def _check(layer: LayerSpec, size: int) -> None:
         raise UnsupportedModel(
             f"--tp-size {size} and the model's {attention.kv_heads} KV heads don't divide each other"
         )
-    if layer.mlp.inner % size:
-        raise UnsupportedModel(f"--tp-size {size} does not divide the {layer.mlp.inner} inner elements of the MLP")
-    if attention.qk_norm is QKNorm.ALL and size > 1:
+    if isinstance(layer.mlp, ExpertsSpec):
+        _check_inner(layer.mlp.inner, "an expert", size)
+        _check_inner(0 if layer.mlp.shared is None else layer.mlp.shared.inner, "the shared expert", size)
+    else:
+        _check_inner(layer.mlp.inner, "the MLP", size)
+    if isinstance(attention, AttentionSpec) and attention.qk_norm is QKNorm.ALL and size > 1:
         raise UnsupportedModel(f"--tp-size {size}: this model normalises all of its query heads together")
+
+
+def _check_inner(inner: int, whose: str, size: int) -> None:
+    if inner % size:
+        raise UnsupportedModel(f"--tp-size {size} does not divide the {inner} inner elements of {whose}")
+
+
+def _divided(mlp: MLPSpec | ExpertsSpec, size: int) -> MLPSpec | ExpertsSpec:
+    inner = mlp.inner // size
+    if isinstance(mlp, MLPSpec):
+        return replace(mlp, inner=inner)
+    shared = None if mlp.shared is None else replace(mlp.shared, inner=mlp.shared.inner // size)
+    return replace(mlp, inner=inner, shared=shared)
 
 
 def _share(total: int, rank: int, size: int) -> tuple[int, int]:

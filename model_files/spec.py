@@ -99,7 +99,8 @@ class AttentionSpec:
     """Grouped-query attention: softmax(cap(scale · q kᵀ)) v over the tokens up to one's own.
 
     ``rope``: index into ``ModelSpec.ropes``; None: the layer does not know positions. ``window``: a token sees itself
-    and the ``window - 1`` before it; None: all. ``softcap``: cap(s) = softcap · tanh(s / softcap); None: s.
+    and the ``window - 1`` before it; None: all. ``softcap``: cap(s) = softcap · tanh(s / softcap); None: s. ``sinks``:
+    each head has a learned score of nothing, which takes its share of the softmax and is neither scaled nor capped.
     """
 
     heads: int
@@ -113,6 +114,57 @@ class AttentionSpec:
     o_bias: bool = False
     qk_norm: QKNorm | None = None
     qk_norm_spec: NormSpec | None = None
+    sinks: bool = False
+
+    @property
+    def attended_dim(self) -> int:
+        """Elements of a head's output."""
+        return self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLASpec:
+    """Multi-head latent attention (DeepSeek-V2, 2024): a token keeps one latent row for all heads.
+
+    The row is [kv_norm(c), rope(k)] with c, k = kv_a(x), of ``kv_lora_rank`` and ``qk_rope_head_dim`` elements. A head's
+    query is [q, rope(q')] with q, q' = q_b(q_norm(q_a(x))) of ``qk_nope_head_dim`` and ``qk_rope_head_dim`` elements, or
+    a plain projection of x where ``q_lora_rank`` is None. Of each row a head makes a key [k_b c, rope(k)] and a value
+    v_b c of ``v_head_dim`` elements, as in ``AttentionSpec``; engines apply k_bᵀ to the query and v_b to the sum of the
+    rows instead. ``a_bias``: q_a and kv_a have biases.
+    """
+
+    heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    scale: float
+    norm: NormSpec
+    """Of both latents."""
+    rope: int = 0
+    a_bias: bool = False
+    o_bias: bool = False
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Elements of a query before the latent."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        """All heads read the same row."""
+        return 1
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of the row."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def attended_dim(self) -> int:
+        """Elements of a head's output."""
+        return self.v_head_dim
 
 
 class Activation(StrEnum):
@@ -155,8 +207,9 @@ class ExpertsSpec:
     """Mixture of experts: each token goes through ``chosen`` of ``count`` gated networks, whose outputs are added up.
 
     scores = scoring(router(x)), in float32. Chosen are the largest scores (with the ``choice_bias`` added, which counts
-    for nothing else), among the ``groups_chosen`` best of ``groups`` equal groups. Their weights are the scores, over
-    their sum where ``normalised``, times ``weight_scale``. (A softmax over the chosen alone is the normalised one.)
+    for nothing else), among the ``groups_chosen`` best of ``groups`` equal groups; of equal ones the first. Their
+    weights are the scores, divided by their sum where ``normalised``, times ``weight_scale``. (A softmax over the
+    chosen alone is the normalised one.)
     ``limit``: GPT-OSS's network, ``(up' + 1) * gate' * sigmoid(1.702 gate')`` with ``gate' = min(gate, limit)`` and
     ``up'`` within ±limit; None: ``MLPSpec``'s. ``shared`` is a network for every token, its output times
     ``sigmoid(shared_gate · x)`` where ``shared_gate``.
@@ -184,7 +237,7 @@ class ExpertsSpec:
 class LayerSpec:
     """One layer; see the module."""
 
-    attention: AttentionSpec
+    attention: AttentionSpec | MLASpec
     mlp: MLPSpec | ExpertsSpec
     before_attention: NormSpec | None
     before_mlp: NormSpec | None
@@ -193,14 +246,28 @@ class LayerSpec:
     residual_scale: float = 1.0
 
 
+@dataclass(frozen=True)
+class Stack:
+    """A checkpoint's tensor that holds something of all experts of a layer, one after another.
+
+    ``parts``: what of an expert ("gate_proj.weight"), all of one size, below each other or ``interleaved``, row by row.
+    ``transposed``: what are rows here are its columns.
+    """
+
+    parts: tuple[str, ...]
+    interleaved: bool = False
+    transposed: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model. ``context_length`` is the longest sequence, in tokens.
 
     logits = logit_cap(logit_scale · head(final_norm(x))), from x = embedding_scale · embedding(token). That scale is
     first rounded to the type of the embedding, as in training.
-    ``tensors``: by the names that the checkpoint gives to a layer's tensors, without "weight" and "bias", which of ours
-    (``model_files/tensor_names.py``) lie in each, one below the other.
+    ``tensors``: by the names that the checkpoint gives to a layer's tensors, which of ours
+    (``model_files/tensor_names.py``) lie in each, one below the other. Both are without "weight" and "bias", or both
+    whole; an expert's number is a ``*``.
     """
 
     family: str
@@ -214,17 +281,21 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tensors: Mapping[str, tuple[str, ...] | Stack] = field(default_factory=dict)
+    draft_layers: int = 0
+    """How many more the checkpoint has behind the last, to predict tokens further ahead: they are not read."""
 
     def __post_init__(self) -> None:
         for layer in self.layers:
             attention = layer.attention
+            if isinstance(attention, MLASpec) and attention.qk_rope_head_dim % 2:
+                raise UnsupportedModel(f"{attention.qk_rope_head_dim} rotated elements are no pairs")
             if attention.heads % attention.kv_heads or attention.head_dim % 2:
                 raise UnsupportedModel(
                     f"{attention.heads} heads can't share {attention.kv_heads} KV heads, "
                     f"or head_dim {attention.head_dim} is odd"
                 )
-        shapes = {(layer.attention.kv_heads, layer.attention.head_dim) for layer in self.layers}
+        shapes = {(type(a), a.kv_heads, a.head_dim, _rotated(a)) for a in (layer.attention for layer in self.layers)}
         if len(shapes) != 1:
             raise UnsupportedModel("layers whose keys and values have different shapes are not supported")
 
@@ -240,5 +311,25 @@ class ModelSpec:
 
     @property
     def head_dim(self) -> int:
-        """Of every layer."""
+        """Of every layer: elements of what is kept of a token, by KV head."""
         return self.layers[0].attention.head_dim
+
+    @property
+    def rotated_dim(self) -> int:
+        """Elements of a head that a layer's rotations reach, turned or not (``rope_order.py``)."""
+        return _rotated(self.layers[0].attention)
+
+    @property
+    def latent_dim(self) -> int | None:
+        """Where a token keeps a latent row: its elements that are the value, too. None: keys and values by head."""
+        attention = self.layers[0].attention
+        return attention.kv_lora_rank if isinstance(attention, MLASpec) else None
+
+    @property
+    def kv_elements(self) -> int:
+        """What every layer keeps of a token."""
+        return self.num_kv_heads * self.head_dim * (2 if self.latent_dim is None else 1)
+
+
+def _rotated(attention: AttentionSpec | MLASpec) -> int:
+    return attention.qk_rope_head_dim if isinstance(attention, MLASpec) else attention.head_dim

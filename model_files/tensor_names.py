@@ -2,8 +2,15 @@
 
 Ours are ``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight``, and of a layer ``layers.3.q_proj.weight``: the
 linear layers q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj, some with a ``.bias``, and the norms
-q_norm, k_norm, before_attention, after_attention, before_mlp and after_mlp. Checkpoints have other names for them, and
-some lay several in one tensor, one below the other: ``ModelSpec.tensors`` says which.
+q_norm, k_norm, before_attention, after_attention, before_mlp and after_mlp; and ``layers.3.sinks``, a score a head. Latent
+attention has q_a_proj and q_b_proj (or q_proj alone), kv_a_proj, k_b_proj and v_b_proj, and the norms q_a_norm and
+kv_a_norm.
+
+In the place of an MLP's, a layer with experts has a router, some a ``router.choice_bias``, ``experts.7.gate_proj`` and
+the like, and where there is a shared expert ``shared.gate_proj`` and the like, some with a shared_gate.
+
+Checkpoints have other names for them, and some lay several in one tensor, one below the other or expert by expert:
+``ModelSpec.tensors`` says which.
 """
 
 from __future__ import annotations
@@ -11,13 +18,13 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from .spec import LayerSpec, ModelSpec
+from .spec import ExpertsSpec, LayerSpec, MLASpec, ModelSpec, Stack
 
 EMBEDDING = "embed_tokens.weight"
 NORM = "norm.weight"
 HEAD = "lm_head.weight"
 
-HF_LINEAR = {
+HF_LINEAR: dict[str, tuple[str, ...] | Stack] = {
     "self_attn.q_proj": ("q_proj",),
     "self_attn.k_proj": ("k_proj",),
     "self_attn.v_proj": ("v_proj",),
@@ -30,9 +37,28 @@ HF_LINEAR = {
 }
 """Of a Hugging Face layer, what all families call alike."""
 HF_FUSED = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
+HF_LATENT = {
+    "self_attn.q_a_proj": ("q_a_proj",),
+    "self_attn.q_a_layernorm": ("q_a_norm",),
+    "self_attn.q_b_proj": ("q_b_proj",),
+    "self_attn.kv_a_proj_with_mqa": ("kv_a_proj",),
+    "self_attn.kv_a_layernorm": ("kv_a_norm",),
+    "self_attn.kv_b_proj": ("k_b_proj", "v_b_proj"),
+}
+"""Of latent attention; see ``model_runner/loader/latent.py`` for the last."""
 HF_LLAMA = HF_LINEAR | {"input_layernorm": ("before_attention",), "post_attention_layernorm": ("before_mlp",)}
+HF_EXPERTS: dict[str, tuple[str, ...] | Stack] = {
+    "mlp.gate": ("router",),
+    "mlp.gate.e_score_correction_bias": ("router.choice_bias",),
+    "mlp.experts.*.gate_proj": ("experts.*.gate_proj",),
+    "mlp.experts.*.up_proj": ("experts.*.up_proj",),
+    "mlp.experts.*.down_proj": ("experts.*.down_proj",),
+    "mlp.experts.gate_up_proj": Stack(("gate_proj.weight", "up_proj.weight")),
+    "mlp.experts.down_proj": Stack(("down_proj.weight",)),
+}
+"""The experts one by one, as files are published, or all in one tensor, as transformers has them in memory."""
 
-GGUF_LAYER = {
+GGUF_LAYER: dict[str, tuple[str, ...] | Stack] = {
     "attn_q": ("q_proj",),
     "attn_k": ("k_proj",),
     "attn_v": ("v_proj",),
@@ -48,7 +74,31 @@ GGUF_LAYER = {
     "ffn_norm": ("before_mlp",),
     "post_ffw_norm": ("after_mlp",),
 }
+GGUF_LATENT = {
+    "attn_q_a": ("q_a_proj",),
+    "attn_q_a_norm": ("q_a_norm",),
+    "attn_q_b": ("q_b_proj",),
+    "attn_kv_a_mqa": ("kv_a_proj",),
+    "attn_kv_a_norm": ("kv_a_norm",),
+    "attn_kv_b": ("k_b_proj", "v_b_proj"),
+    "attn_k_b": ("k_b_proj",),
+    "attn_v_b": ("v_b_proj",),
+}
 GGUF_FUSED_UP = GGUF_LAYER | {"ffn_up": ("gate_proj", "up_proj")}
+GGUF_EXPERTS: dict[str, tuple[str, ...] | Stack] = {
+    "ffn_gate_inp": ("router",),
+    "exp_probs_b.bias": ("router.choice_bias",),
+    **{
+        f"ffn_{part}_exps.{kind}": Stack((f"{part}_proj.{kind}",))
+        for part in ("gate", "up", "down")
+        for kind in ("weight", "bias")
+    },
+    "ffn_gate_up_exps.weight": Stack(("gate_proj.weight", "up_proj.weight")),
+    "ffn_gate_shexp": ("shared.gate_proj",),
+    "ffn_up_shexp": ("shared.up_proj",),
+    "ffn_down_shexp": ("shared.down_proj",),
+    "ffn_gate_inp_shexp": ("shared_gate",),
+}
 
 _GLOBAL = {
     "embed_tokens.weight": EMBEDDING,
@@ -60,17 +110,29 @@ _GLOBAL = {
 }
 # Around the text's part of a model of several kinds of input, there is one more name.
 _PREFIX = re.compile(r"^(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)")
-_LAYER = re.compile(r"(?:layers|blk)\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"(?:layers|blk)\.(\d+)\.(.+)")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _NOT_READ = re.compile(r"rotary_emb\.inv_freq$|^rope_(freqs|factors_long|factors_short)\.weight$")
 _NOT_TEXT = re.compile(r"^(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
 
 
 class Part(NamedTuple):
-    """Our tensor ``name`` is the rows from ``first`` on of a checkpoint's: ``rows`` of them; None: all."""
+    """Our tensor ``name`` is ``rows`` rows of a checkpoint's, from ``first`` on every ``step``-th; None: all of them.
+
+    ``expert``: of the matrix of that number, where the checkpoint's is a stack of them, that may be ``transposed``.
+    """
 
     name: str
     first: int = 0
     rows: int | None = None
+    step: int = 1
+    expert: int | None = None
+    transposed: bool = False
+
+    @property
+    def where(self) -> slice:
+        """Its rows."""
+        return slice(self.first, None if self.rows is None else self.first + self.rows * self.step, self.step)
 
 
 def find_parts(spec: ModelSpec, name: str) -> tuple[Part, ...]:
@@ -81,15 +143,30 @@ def find_parts(spec: ModelSpec, name: str) -> tuple[Part, ...]:
     found = _LAYER.fullmatch(bare)
     if found is None or int(found[1]) >= spec.num_layers:
         return ()
-    layer, ours, kind = found[1], spec.tensors.get(found[2], ()), found[3]
-    if len(ours) == 1:
-        return (Part(f"layers.{layer}.{ours[0]}.{kind}"),)
-    sizes = _sizes(spec.layers[int(layer)])
+    start, layer, theirs = f"layers.{found[1]}", spec.layers[int(found[1])], found[2]
+    number = _NUMBER.search(theirs)
+    key = theirs if number is None else _NUMBER.sub("*", theirs, count=1)
+    ours, suffix = spec.tensors.get(key), ""
+    if ours is None:
+        key, _, kind = key.rpartition(".")
+        ours, suffix = spec.tensors.get(key, ()) if kind in ("weight", "bias") else (), f".{kind}"
+    if isinstance(ours, Stack):
+        return _of_stack(start, layer, ours)
+    names = [f"{start}.{part.replace('*', number[0]) if number else part}{suffix}" for part in ours]
+    if len(names) == 1:
+        return (Part(names[0]),)
+    sizes = _sizes(layer)
     parts, first = [], 0
-    for part in ours:
-        parts.append(Part(f"layers.{layer}.{part}.{kind}", first, sizes[part]))
+    for part, full in zip(ours, names, strict=True):
+        parts.append(Part(full, first, sizes[part]))
         first += sizes[part]
     return tuple(parts)
+
+
+def is_draft(spec: ModelSpec, name: str) -> bool:
+    """Whether the tensor is of a layer behind the last that predicts tokens further ahead."""
+    found = _LAYER.fullmatch(_PREFIX.sub("", name))
+    return found is not None and 0 <= int(found[1]) - spec.num_layers < spec.draft_layers
 
 
 def is_not_needed(name: str) -> bool:
@@ -97,8 +174,33 @@ def is_not_needed(name: str) -> bool:
     return bool(_NOT_READ.search(name) or _NOT_TEXT.match(name))
 
 
+def _of_stack(start: str, layer: LayerSpec, stack: Stack) -> tuple[Part, ...]:
+    experts = layer.mlp
+    if not isinstance(experts, ExpertsSpec):
+        return ()
+    count = len(stack.parts)
+    # Several are a gate and what it is multiplied by: of one size.
+    rows = None if count == 1 else experts.inner
+    step = count if stack.interleaved else 1
+    return tuple(
+        Part(
+            f"{start}.experts.{expert}.{part}",
+            first=i if stack.interleaved else i * (rows or 0),
+            rows=rows,
+            step=step,
+            expert=expert,
+            transposed=stack.transposed,
+        )
+        for expert in range(experts.count)
+        for i, part in enumerate(stack.parts)
+    )
+
+
 def _sizes(layer: LayerSpec) -> dict[str, int]:
     attention = layer.attention
+    if isinstance(attention, MLASpec):
+        heads = attention.heads
+        return {"k_b_proj": heads * attention.qk_nope_head_dim, "v_b_proj": heads * attention.v_head_dim}
     kv_size = attention.kv_heads * attention.head_dim
     return {
         "q_proj": attention.heads * attention.head_dim,

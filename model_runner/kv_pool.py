@@ -6,10 +6,14 @@ Each group of layers (``KVGroup``) has a pool of its own, which is page-first: p
 ``s = page * page_size + offset`` is ``pool[page, layer, k/v, offset]``; two flat views of it do all of torch's work:
 rows of one token's heads, and rows of one layer's page of keys or values. In the order "blocks" it is
 ``[P, L, 2, H, page_size * D]``, and nothing but the CPU kernels knows what lies within a head.
+
+Of latent rows (kind "mla") there is one a token and layer, key and value in one: ``[P, L, page_size, D]``, or
+``[P, L, page_size * D]`` in blocks.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -39,6 +43,14 @@ class HasKV(Protocol):
     def head_dim(self) -> int:
         """Of keys and of values."""
 
+    @property
+    def latent_dim(self) -> int | None:
+        """Elements of a latent row that are the value, too; None: keys and values lie apart."""
+
+    @property
+    def kv_elements(self) -> int:
+        """What every layer keeps of a token."""
+
 
 class KVShape(NamedTuple):
     """The sizes by themselves; see ``HasKV``."""
@@ -46,18 +58,25 @@ class KVShape(NamedTuple):
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    latent_dim: int | None = None
+
+    @property
+    def kv_elements(self) -> int:
+        """See ``HasKV``."""
+        return self.num_kv_heads * self.head_dim * (2 if self.latent_dim is None else 1)
 
 
 def make_layout(spec: HasKV, page_size: int, dtype: torch.dtype, order: KVOrder = "tokens") -> KVLayout:
     """The layout of ``spec``'s pages."""
-    values = spec.num_layers * 2 * page_size * spec.num_kv_heads * spec.head_dim
+    values = spec.num_layers * page_size * spec.kv_elements
     group = KVGroup(
         layers=tuple(range(spec.num_layers)),
-        kind="mha",
+        kind="mha" if spec.latent_dim is None else "mla",
         kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=str(dtype).removeprefix("torch."),
         page_bytes=values * dtype.itemsize,
+        value_dim=spec.latent_dim or 0,
     )
     return KVLayout(page_size, (group,), order)
 
@@ -119,3 +138,65 @@ class MHATokenToKVPool:
     def clear(self, pages: Tensor) -> None:
         """Zero ``pages`` (int64) in all layers."""
         self._own.index_fill_(0, pages, 0)
+
+
+class MLATokenToKVPool:
+    """Latent rows of all slots, of one group of layers (DeepSeek-V2): a row is the key, and its first ``value_dim``
+    elements are the value. Page 0 is never handed out and stays zero.
+
+    Ranks of a host may share one. They all write the same rows, and clear the same pages.
+    """
+
+    def __init__(
+        self, layout: KVLayout, num_pages: int, device: torch.device, buffer: Buffer | None = None, group: int = 0
+    ) -> None:
+        """As of ``MHATokenToKVPool``."""
+        self.layout = layout
+        self.group = kept = layout.groups[group]
+        self.dtype: torch.dtype = getattr(torch, kept.dtype)
+        self.heads = (0, 1)
+        self._index = {layer: i for i, layer in enumerate(kept.layers)}
+        of_layer = (layout.page_size, kept.head_dim)
+        shape = (num_pages, kept.num_layers, *(of_layer if layout.order == "tokens" else (math.prod(of_layer),)))
+        if buffer is None:
+            self.data = torch.zeros(shape, dtype=self.dtype, device=device)
+        else:
+            self.data = torch.frombuffer(buffer, dtype=self.dtype).view(shape)
+        self._token_rows = self.data.view(-1, kept.head_dim)
+        self._page_rows = self.data.view(num_pages * kept.num_layers, -1)
+
+    def token_rows(self, slots: Tensor) -> Tensor:
+        """Where the first layer's rows of ``slots`` (int64) lie; the argument of ``store``."""
+        size = self.layout.page_size
+        return slots // size * (self.group.num_layers * size) + slots % size
+
+    def store(self, layer: int, token_rows: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write the rows ``k`` [T, 1, D] of ``layer`` to the slots behind ``token_rows`` [T]; ``v`` is part of them."""
+        rows = token_rows + self._index[layer] * self.layout.page_size
+        self._token_rows.index_copy_(0, rows, k.reshape(-1, self.group.head_dim).to(self.dtype))
+
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of ``layer`` in ``pages`` (int64 [N]): a copy [N * page_size, 1, D], and the values in it."""
+        rows = pages * self.group.num_layers + self._index[layer]
+        found = self._page_rows.index_select(0, rows).view(-1, 1, self.group.head_dim)
+        return found, found[..., : self.group.value_dim]
+
+    def clear(self, pages: Tensor) -> None:
+        """Zero ``pages`` (int64) in all layers."""
+        self.data.index_fill_(0, pages, 0)
+
+
+KVPool = MHATokenToKVPool | MLATokenToKVPool
+
+
+def make_pool(
+    layout: KVLayout,
+    num_pages: int,
+    device: torch.device,
+    buffer: Buffer | None = None,
+    heads: tuple[int, int] | None = None,
+) -> KVPool:
+    """The pool of ``layout``'s only group; see the classes."""
+    if layout.groups[0].kind == "mla":
+        return MLATokenToKVPool(layout, num_pages, device, buffer)
+    return MHATokenToKVPool(layout, num_pages, device, buffer, heads)

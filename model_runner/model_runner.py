@@ -32,7 +32,7 @@ from .attention.base import AttentionBackend
 from .attention.registry import choose_attention_backend, make_attention_backend
 from .device import choose_device, choose_dtype, device_memory
 from .forward_batch import ForwardBatch
-from .kv_pool import HasKV, KVShape, MHATokenToKVPool, make_layout
+from .kv_pool import HasKV, KVShape, make_layout, make_pool
 from .loader.load import fingerprint, foreign_fingerprint, load_model_weights
 from .loader.open_blocks import open_blocks
 from .loader.quantized_blocks import BlockSource, has_whole_blocks
@@ -130,7 +130,7 @@ class ModelRunner:
             model = self._load(options, source, spec, identity, blocks, shard)
         with self._timed("kv_pool"):
             self._allocate_pool(options, _kept(spec, self._ranks), kv_dtype, shard)
-        self.step_weight_bytes = self._weight_bytes
+        self.step_weight_bytes = self._weight_bytes - model.idle_bytes
         with self._timed("kernels"):
             on_kernels = self.attention_backend == "cpu"
             self._run = self._native_pass(model, blocks, shard) if on_kernels else self._torch_pass(model, shard)
@@ -284,7 +284,7 @@ class ModelRunner:
                 is_shared = options.disaggregation_transfer_backend == "shm"
                 self.kv_region = allocate_region(num_pages * layout.page_bytes, shared=is_shared)
         buffer = None if self.kv_region is None else self.kv_region.buffer
-        self.pool = MHATokenToKVPool(layout, num_pages, self.device, buffer, heads)
+        self.pool = make_pool(layout, num_pages, self.device, buffer, heads)
         self.max_total_tokens, self.num_slots = (num_pages - 1) * options.page_size, num_pages * options.page_size
         log.info(
             "%s: %.2f GiB of weights%s, KV pool of %d tokens (%.2f GiB)",
@@ -359,7 +359,7 @@ def _kept(spec: ModelSpec, ranks: HostRanks | None) -> HasKV:
     if ranks is None:
         return spec
     begin, end = ranks.pool_heads(spec)
-    return KVShape(spec.num_layers, end - begin, spec.head_dim)
+    return KVShape(spec.num_layers, end - begin, spec.head_dim, spec.latent_dim)
 
 
 def refuse_for_transformers(options: ServerOptions) -> None:

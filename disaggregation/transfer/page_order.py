@@ -5,6 +5,7 @@ Shapes: L layers, S slots of a page, K KV heads, D head_dim; G elements to a 32-
     tokens   [L, 2, S, K, D]                                    torch, on every device
     blocks   [L, keys, K, n, D / G, b, G], [L, values, K, n, b / G, D, G]    the CPU engine (kernels/cpu/kv_blocks.h)
 
+Latent rows (kind "mla") are keys of one head without values: [L, S, D] and [L, n, D / G, b, G].
 b is 16, or S where that is less; where b < G (one slot of two bytes an element) values lie as [L, values, K, n, D].
 """
 
@@ -63,7 +64,7 @@ class PageConverter:
 
 
 def _views(page: Page, group: KVGroup, size: int, order: KVOrder) -> _Views:
-    """A page's keys as words, and its values as elements, with their axes as "blocks" has them.
+    """A page's keys (or latent rows) as words, and its values as elements, with their axes as "blocks" has them.
 
     Values come as one view for each slot of a row: their last axis is of two elements, and numpy is slow at copying so
     few at a time.
@@ -73,6 +74,10 @@ def _views(page: Page, group: KVGroup, size: int, order: KVOrder) -> _Views:
     together, slots = _WORD_BYTES // item, min(size, BLOCK_SLOTS)
     count, words, elements = size // slots, page.view(np.uint32), page.view(f"u{item}")
     # A block of fewer slots than a word has elements: rows are of slots then, not of groups of them.
+    if group.kind == "mla":
+        if order == "blocks":
+            return [words.reshape(layers, count, dim // together, slots)]
+        return [words.reshape(layers, count, slots, dim // together).swapaxes(2, 3)]
     group_of_slots = min(together, slots)
     rows = slots // group_of_slots
     if order == "blocks":

@@ -9,7 +9,18 @@ import gguf
 
 from ..errors import UnsupportedModel
 from ..gguf_reader import GGUFFile
-from ..spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, Pairing, RopeSpec, RopeType
+from ..spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+    NormSpec,
+    Pairing,
+    RopeSpec,
+    RopeType,
+    Stack,
+)
 from ..tensor_names import GGUF_LAYER
 
 ROPE_TYPES = {
@@ -23,6 +34,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("nextn_predict_layers", "attention.kv_lora_rank", "rope.scaling.yarn_log_multiplier"), (0,)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window"), (0,)),
     **dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale", "attention.scale"), (0, 1)),
+    **dict.fromkeys(("expert_group_count", "expert_gating_func", "moe_every_n_layers"), (0, 1)),
+    **dict.fromkeys(("expert_shared_count", "leading_dense_block_count"), (0,)),
     **dict.fromkeys(("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"), (1,)),
     "attention.causal": (True,),
 }
@@ -104,6 +117,20 @@ class GGUFConfig:
         """Of a layer."""
         return MLPSpec(inner=self.integer("feed_forward_length"), bias=self.has("blk.0.ffn_up.bias"))
 
+    def experts(self, inner: str = "expert_feed_forward_length", *, normalised: bool = True) -> ExpertsSpec:
+        """Of a layer, plain; ``inner``: the key of their size. ``normalised``: where the file does not say."""
+        said = self.get("expert_weights_norm")
+        return ExpertsSpec(
+            count=self.integer("expert_count"),
+            chosen=self.integer("expert_used_count"),
+            inner=self.integer(inner),
+            bias=self.has("blk.0.ffn_up_exps.bias"),
+            normalised=normalised if said is None else bool(said),
+            # Nought is llama.cpp's word for none.
+            weight_scale=self.number("expert_weights_scale", 0.0) or 1.0,
+            router_bias=self.has("blk.0.ffn_gate_inp.bias"),
+        )
+
     def rope(self, pairing: Pairing = Pairing.HALVES) -> RopeSpec:
         """The rope of the layers that see the whole context."""
         context = self.integer("context_length")
@@ -133,7 +160,7 @@ class GGUFConfig:
         self,
         layers: Sequence[LayerSpec],
         *ropes: RopeSpec,
-        tensors: Mapping[str, tuple[str, ...]] = GGUF_LAYER,
+        tensors: Mapping[str, tuple[str, ...] | Stack] = GGUF_LAYER,
         **fields: Any,
     ) -> ModelSpec:
         """The model of ``layers``; ``fields``: what it has besides.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import UnsupportedModel
-from ..spec import Activation, AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
+from ..spec import Activation, AttentionSpec, ExpertsSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
 from .hf_rope import read_rope, stretched_context
 from .hf_values import HFValues
 
@@ -17,6 +17,8 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "gelu_new": Activation.GELU_TANH,
 }
+CLAMPED_GAIN = 1.702
+"""Of the sigmoid in ``ExpertsSpec.limit``'s network."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_qk_norm", "qk_layernorm", "is_encoder_decoder"), (None, False)),
     **dict.fromkeys(("use_bidirectional_attention", "rope_interleaved", "lm_head_bias"), (None, False)),
@@ -25,6 +27,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank"), (None, 0)),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), (None, 1.0)),
     **dict.fromkeys(("logits_scaling", "logit_scale", "partial_rotary_factor", "rotary_pct"), (None, 1.0)),
+    "swiglu_limit": (None,),
+    "swiglu_alpha": (None, CLAMPED_GAIN),
     "is_causal": (None, True),
     "quantization_config": (None, {}),
 }
@@ -53,13 +57,32 @@ class HFConfig(HFValues):
             o_bias=bias,
         )
 
-    def mlp(self, activation: str = "hidden_act") -> MLPSpec:
-        """Of a layer; ``activation``: the key that names it, silu where there is none."""
-        name = self.get(activation) or "silu"
+    def activation(self, key: str = "hidden_act") -> Activation:
+        """What ``key`` names, silu where there is none."""
+        name = self.get(key) or "silu"
         if name not in ACTIVATIONS:
             raise UnsupportedModel(f"activation {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[name]
+
+    def mlp(self, activation: str = "hidden_act") -> MLPSpec:
+        """Of a layer; ``activation``: the key that names it."""
         return MLPSpec(
-            inner=self.integer("intermediate_size"), activation=ACTIVATIONS[name], bias=bool(self.get("mlp_bias"))
+            inner=self.integer("intermediate_size"),
+            activation=self.activation(activation),
+            bias=bool(self.get("mlp_bias")),
+        )
+
+    def experts(self, inner: str = "intermediate_size") -> ExpertsSpec:
+        """Of a layer, plain: a softmax over the chosen, no biases, no shared one; ``inner``: the key of their size.
+
+        How many there are has two names, the older and the newer; a file has one of them.
+        """
+        older = self.get("num_experts")
+        return ExpertsSpec(
+            count=self.integer("num_local_experts") if older is None else int(older),
+            chosen=self.integer("num_experts_per_tok"),
+            inner=self.integer(inner),
+            activation=self.activation(),
         )
 
     def rope(self, **changes: Any) -> RopeSpec:
@@ -99,8 +122,14 @@ class HFConfig(HFValues):
         self._refuse_unread()
         return spec
 
+    def allow_quantised(self, method: str) -> None:
+        """The family's loader reads weights that are quantised by ``method``."""
+        quantised = self.raw.get("quantization_config") or {}
+        if quantised.get("quant_method") == method:
+            self.read.add("quantization_config")
+
     def _refuse_unread(self) -> None:
-        if self.raw.get("quantization_config"):
+        if self.raw.get("quantization_config") and "quantization_config" not in self.read:
             raise UnsupportedModel("quantised safetensors are not supported; take the plain model, or a GGUF of it")
         for key, neutral in NEUTRAL.items():
             value = self.raw.get(key)

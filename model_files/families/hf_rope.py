@@ -33,7 +33,7 @@ def read_rope(
     ``theta``, ``partial`` (the share of a head that is rotated): where the file says nothing; a family whose
     ``partial`` is None rotates whole heads, and a file that says otherwise is refused.
     """
-    params = _parameters(config, layer_type)
+    params = rope_parameters(config, layer_type)
     name = str(params.get("rope_type") or params.get("type") or "default")
     kind = aliases.get(name, name)
     if kind == DYNAMIC:
@@ -54,7 +54,8 @@ def stretched_context(context: int, ropes: Iterable[RopeSpec]) -> int:
     return max(context, *stretched) if stretched else context
 
 
-def _parameters(config: HFValues, layer_type: str | None) -> dict[str, Any]:
+def rope_parameters(config: HFValues, layer_type: str | None = None) -> dict[str, Any]:
+    """What the config says of the rope, in either spelling; ``layer_type``: see ``read_rope``."""
     params = config.get("rope_parameters")
     if params is None:
         # The older spelling stretches the layers that see the whole context alone.

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, Pairing
-from ..tensor_names import HF_LLAMA
+from ..spec import AttentionSpec, ExpertsSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, Pairing
+from ..tensor_names import GGUF_EXPERTS, GGUF_LAYER, HF_LLAMA
 
 if TYPE_CHECKING:
     from .gguf_config import GGUFConfig
     from .hf_config import HFConfig
 
 
-def pre_normed(attentions: Sequence[AttentionSpec], mlp: MLPSpec, norm: NormSpec) -> list[LayerSpec]:
+def pre_normed(attentions: Sequence[AttentionSpec], mlp: MLPSpec | ExpertsSpec, norm: NormSpec) -> list[LayerSpec]:
     """Layers that normalise what goes into attention and into the network, and nothing else."""
     return [LayerSpec(attention=a, mlp=mlp, before_attention=norm, before_mlp=norm) for a in attentions]
 
@@ -33,7 +33,11 @@ def mistral_from_hf(config: HFConfig) -> ModelSpec:
 
 
 def from_gguf(config: GGUFConfig) -> ModelSpec:
-    """All of them; their rows of q and k are written such that neighbours rotate together."""
+    """All of them, Mixtral too; their rows of q and k are written such that neighbours rotate together."""
     window = int(config.number("attention.sliding_window", 0)) or None
     attentions = [replace(config.attention(), window=window)] * config.num_layers
-    return config.model(pre_normed(attentions, config.mlp(), config.norm()), config.rope(Pairing.NEIGHBOURS))
+    has_experts = config.number("expert_count", 0) > 0
+    layers = pre_normed(
+        attentions, config.experts("feed_forward_length") if has_experts else config.mlp(), config.norm()
+    )
+    return config.model(layers, config.rope(Pairing.NEIGHBOURS), tensors=GGUF_LAYER | GGUF_EXPERTS)

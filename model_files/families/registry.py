@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import UnsupportedModel
 from ..spec import ModelSpec
-from . import gemma, glm, granite, llama, olmo, phi, qwen, smollm3
+from . import deepseek, gemma, glm, gpt_oss, granite, llama, mixtral, olmo, phi, qwen, qwen_moe, smollm3
 from .hf_config import HFConfig
 
 if TYPE_CHECKING:
@@ -35,6 +35,12 @@ HF = {
     "granite": HFFamily(granite.from_hf, {}),
     "glm": HFFamily(glm.glm_from_hf, glm.DEFAULTS),
     "glm4": HFFamily(glm.glm4_from_hf, glm.DEFAULTS),
+    "mixtral": HFFamily(mixtral.from_hf, mixtral.DEFAULTS),
+    "qwen2_moe": HFFamily(qwen_moe.qwen2_from_hf, qwen_moe.QWEN2_DEFAULTS),
+    "qwen3_moe": HFFamily(qwen_moe.qwen3_from_hf, qwen_moe.QWEN3_DEFAULTS),
+    "gpt_oss": HFFamily(gpt_oss.from_hf, gpt_oss.DEFAULTS),
+    "deepseek_v2": HFFamily(deepseek.v2_from_hf, deepseek.V2_DEFAULTS),
+    "deepseek_v3": HFFamily(deepseek.v3_from_hf, deepseek.V3_DEFAULTS),
 }
 """By ``model_type`` of config.json."""
 TEXT_OF = {"gemma3": "gemma3_text"}
@@ -51,6 +57,10 @@ GGUF: dict[str, Callable[[GGUFConfig], ModelSpec]] = {
     "granite": granite.from_gguf,
     "chatglm": glm.from_gguf,
     "glm4": glm.from_gguf,
+    "qwen2moe": qwen_moe.qwen2_from_gguf,
+    "qwen3moe": qwen_moe.qwen3_from_gguf,
+    "gpt-oss": gpt_oss.from_gguf,
+    "deepseek2": deepseek.from_gguf,
 }
 """By ``general.architecture``."""
 

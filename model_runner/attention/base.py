@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from ...model_files.spec import AttentionSpec
+from ...model_files.spec import AttentionSpec, MLASpec
 from ..forward_batch import ForwardBatch
 
 
@@ -18,9 +18,18 @@ class AttentionBackend(ABC):
         """Prepare the pass ``batch``: everything that its layers share. Reads the request table, does not keep it."""
 
     @abstractmethod
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    def forward(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec | MLASpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Store ``k`` and ``v`` [T, KV heads, head_dim] into the pool, then attend with ``q`` [T, heads, head_dim].
 
         Each token sees its row's KV up to and including its own position, within the window of the layer's ``spec``.
-        Returns [T, heads * head_dim].
+        ``sinks`` (float32 [heads]): see ``AttentionSpec.sinks``. Of latent attention ``k`` are the rows and ``v`` the
+        beginning of each, and ``q`` is what they are multiplied with. Returns [T, heads * elements of a value].
         """

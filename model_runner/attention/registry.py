@@ -8,7 +8,7 @@ import torch
 
 from ...model_files.errors import UnsupportedModel
 from ...model_files.spec import ModelSpec
-from ..kv_pool import MHATokenToKVPool
+from ..kv_pool import KVPool
 from .base import AttentionBackend
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def _refusal(spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype
     return reason
 
 
-def make_attention_backend(name: str, pool: MHATokenToKVPool, dtype: torch.dtype) -> AttentionBackend:
+def make_attention_backend(name: str, pool: KVPool, dtype: torch.dtype) -> AttentionBackend:
     """The backend ``name`` over ``pool``; ``dtype`` is that of the queries. Raises ``ValueError`` for unknown names."""
     if name == "torch":
         from .torch_backend import TorchAttention

@@ -8,7 +8,8 @@ Shapes: T tokens of the pass, B entries of one token, S gathered lanes (whole pa
 D head_dim.
 
 What differs from layer to layer comes with each call: a window is a mask of its own, made when its first layer asks for
-it; a soft cap needs the scores themselves, so such layers multiply them out instead of calling torch's own attention.
+it; a soft cap and sinks need the scores themselves, so such layers multiply them out instead of calling torch's own
+attention.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...model_files.spec import AttentionSpec
+from ...model_files.spec import AttentionSpec, MLASpec
 from ..forward_batch import ForwardBatch
-from ..kv_pool import MHATokenToKVPool
+from ..kv_pool import KVPool
 from .base import AttentionBackend
 
 QUERY_BLOCK = 128
@@ -47,7 +48,7 @@ class ExtendPlan(NamedTuple):
 class TorchAttention(AttentionBackend):
     """The reference backend."""
 
-    def __init__(self, pool: MHATokenToKVPool, dtype: torch.dtype) -> None:
+    def __init__(self, pool: KVPool, dtype: torch.dtype) -> None:
         if pool.layout.order != "tokens":
             raise ValueError(f"the torch backend reads KV in token order, not in {pool.layout.order!r}")
         self._pool = pool
@@ -71,18 +72,26 @@ class TorchAttention(AttentionBackend):
         self._decode_masks.clear()
         self._extend_masks.clear()
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    def forward(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec | MLASpec,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See the base class."""
         self._pool.store(layer, self._token_rows, k, v)
         if self._decode is not None and not self._extends:
-            return self._run_decode(layer, self._decode, q, spec).flatten(1)
-        out_THD = torch.empty_like(q, memory_format=torch.contiguous_format)
+            return self._run_decode(layer, self._decode, q, spec, sinks).flatten(1)
+        out_THD = q.new_empty((*q.shape[:2], v.shape[2]))
         if self._decode is not None:
             tokens = self._decode.tokens
-            out_THD[tokens] = self._run_decode(layer, self._decode, q[tokens], spec)
+            out_THD[tokens] = self._run_decode(layer, self._decode, q[tokens], spec, sinks)
         for entry in self._extends:
             span = slice(entry.first, entry.first + entry.q_len)
-            self._run_extend(layer, entry, q[span], out_THD[span], spec)
+            self._run_extend(layer, entry, q[span], out_THD[span], spec, sinks)
         return out_THD.flatten(1)
 
     def _plan_decode(self, batch: ForwardBatch, entries: list[int], tokens: list[int]) -> DecodePlan:
@@ -106,28 +115,39 @@ class TorchAttention(AttentionBackend):
         k, v = self._pool.gather(layer, pages)
         return k.to(self._dtype), v.to(self._dtype)
 
-    def _run_decode(self, layer: int, plan: DecodePlan, q_BHD: Tensor, spec: AttentionSpec) -> Tensor:
+    def _run_decode(
+        self, layer: int, plan: DecodePlan, q_BHD: Tensor, spec: AttentionSpec | MLASpec, sinks_H: Tensor | None
+    ) -> Tensor:
         """Attend from one token of each entry: [B, H, D]."""
         batch, heads, dim = q_BHD.shape
-        k, v = self._gather(layer, plan.pages)
-        k_BKSD = k.view(batch, -1, spec.kv_heads, dim).transpose(1, 2)
-        v_BKSD = v.view(batch, -1, spec.kv_heads, dim).transpose(1, 2)
-        q_BKGD = q_BHD.reshape(batch, spec.kv_heads, heads // spec.kv_heads, dim)
-        mask = self._decode_mask(plan, k_BKSD.shape[2], spec.window)
-        return _attend(q_BKGD, k_BKSD, v_BKSD, mask, spec).reshape(batch, heads, dim)
+        groups = heads // spec.kv_heads
+        k_BKSD, v_BKSD = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in self._gather(layer, plan.pages))
+        q_BKGD = q_BHD.reshape(batch, spec.kv_heads, groups, dim)
+        sinks = None if sinks_H is None else sinks_H.view(spec.kv_heads, 1, groups, 1)
+        mask = self._decode_mask(plan, k_BKSD.shape[2], _window(spec))
+        return _attend(q_BKGD, k_BKSD, v_BKSD, mask, spec, sinks).reshape(batch, heads, -1)
 
-    def _run_extend(self, layer: int, entry: ExtendPlan, q_THD: Tensor, out_THD: Tensor, spec: AttentionSpec) -> None:
+    def _run_extend(
+        self,
+        layer: int,
+        entry: ExtendPlan,
+        q_THD: Tensor,
+        out_THD: Tensor,
+        spec: AttentionSpec | MLASpec,
+        sinks_H: Tensor | None,
+    ) -> None:
         """Attend from all tokens of one entry, into ``out_THD``."""
         k, v = self._gather(layer, entry.pages)
         k_KSD, v_KSD = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
         q_HTD = q_THD.transpose(0, 1)[None]
-        causal = self._extend_mask(spec.window, q_THD.device)
+        sinks = None if sinks_H is None else sinks_H.view(spec.kv_heads, -1, 1, 1)
+        causal = self._extend_mask(_window(spec), q_THD.device)
         width = causal.shape[1]
         for begin in range(0, entry.q_len, QUERY_BLOCK):
             end = min(begin + QUERY_BLOCK, entry.q_len)
             seen = entry.kv_len - entry.q_len + end
             mask = causal[QUERY_BLOCK - (end - begin) :, width - seen :]
-            out = _attend(q_HTD[:, :, begin:end], k_KSD[:, :, :seen], v_KSD[:, :, :seen], mask, spec)
+            out = _attend(q_HTD[:, :, begin:end], k_KSD[:, :, :seen], v_KSD[:, :, :seen], mask, spec, sinks)
             out_THD[begin:end] = out[0].transpose(0, 1)
 
     def _decode_mask(self, plan: DecodePlan, lanes: int, window: int | None) -> Tensor:
@@ -148,9 +168,20 @@ class TorchAttention(AttentionBackend):
         return self._extend_masks[window]
 
 
-def _attend(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor, spec: AttentionSpec) -> Tensor:
-    """[B, H, T, D]; ``mask`` is added to the scores and fits [B, 1, T, S]."""
-    if spec.softcap is None:
+def _window(spec: AttentionSpec | MLASpec) -> int | None:
+    return None if isinstance(spec, MLASpec) else spec.window
+
+
+def _attend(
+    q_BHTD: Tensor,
+    k_BKSD: Tensor,
+    v_BKSD: Tensor,
+    mask: Tensor,
+    spec: AttentionSpec | MLASpec,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[B, H, T, D]; ``mask`` is added to the scores and fits [B, 1, T, S]; ``sinks`` fit [K, G, T, 1]."""
+    if isinstance(spec, MLASpec) or (spec.softcap is None and sinks is None):
         grouped = q_BHTD.shape[1] != k_BKSD.shape[1]
         return F.scaled_dot_product_attention(
             q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, scale=spec.scale, enable_gqa=grouped
@@ -158,10 +189,18 @@ def _attend(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: Tensor, spec: 
     batch, heads, tokens, dim = q_BHTD.shape
     kv_heads = k_BKSD.shape[1]
     q_BKGTD = q_BHTD.reshape(batch, kv_heads, heads // kv_heads, tokens, dim)
-    scores = q_BKGTD @ k_BKSD[:, :, None].transpose(-1, -2) * spec.scale
-    scores = scores.float().div_(spec.softcap).tanh_().mul_(spec.softcap)
-    weights = (scores + (mask if mask.dim() == 2 else mask[:, None])).softmax(-1).to(v_BKSD.dtype)
+    scores = (q_BKGTD @ k_BKSD[:, :, None].transpose(-1, -2) * spec.scale).float()
+    if spec.softcap is not None:
+        scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    scores = scores + (mask if mask.dim() == 2 else mask[:, None])
+    weights = (scores.softmax(-1) if sinks is None else _softmax_with_sinks(scores, sinks)).to(v_BKSD.dtype)
     return (weights @ v_BKSD[:, :, None]).reshape(batch, heads, tokens, dim)
+
+
+def _softmax_with_sinks(scores_BKGTS: Tensor, sinks: Tensor) -> Tensor:
+    """Each row's softmax over its scores and its sink, without the sink's share."""
+    columns = sinks.expand(*scores_BKGTS.shape[:-1], 1)
+    return torch.cat((scores_BKGTS, columns), -1).softmax(-1)[..., :-1]
 
 
 def _causal_mask(width: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:

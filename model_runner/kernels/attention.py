@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from ..forward_batch import ForwardBatch
-from ..kv_pool import MHATokenToKVPool
+from ..kv_pool import KVPool
 from .library import NATIVE_DTYPES, load_library
 from .structs import KVPoolView, Scoring, TokenRows
 from .team import Team
@@ -23,8 +23,12 @@ BLOCK_SLOTS = 16
 """``kBlockSlots`` of kv_blocks.h: a page is made of whole blocks, or is a part of one."""
 
 
-def pool_view(pool: MHATokenToKVPool) -> KVPoolView:
-    """The pool as the kernels see it; the caller keeps ``pool`` alive.
+LATENT_HEADS = 16
+"""Query heads that read latent rows together, at most: enough to make reading cheap, and groups for other threads."""
+
+
+def pool_view(pool: KVPool, num_heads: int) -> KVPoolView:
+    """The pool as the kernels see it, for as many query heads; the caller keeps ``pool`` alive.
 
     Raises ``ValueError`` where they can't.
     """
@@ -39,14 +43,20 @@ def pool_view(pool: MHATokenToKVPool) -> KVPoolView:
     if layout.page_size % BLOCK_SLOTS and BLOCK_SLOTS % layout.page_size:
         raise ValueError(f"pages of {layout.page_size} slots can't be made of blocks of {BLOCK_SLOTS} or fewer")
     begin, end = pool.heads
+    readers = end - begin
+    if group.kind == "mla":
+        if group.value_dim % HEAD_DIM_MULTIPLE:
+            raise ValueError(f"values of {group.value_dim} elements are no multiple of {HEAD_DIM_MULTIPLE}")
+        readers = next(n for n in range(1, num_heads + 1) if num_heads % n == 0 and num_heads // n <= LATENT_HEADS)
     return KVPoolView(
         pool.data.data_ptr() + begin * layout.page_size * group.head_dim * pool.dtype.itemsize,
         NATIVE_DTYPES[pool.dtype],
         group.num_layers,
         layout.page_size,
-        end - begin,
+        readers,
         group.head_dim,
         group.kv_heads,
+        group.value_dim,
     )
 
 
@@ -62,19 +72,25 @@ class PagedAttention:
 
     def __init__(
         self,
-        pool: MHATokenToKVPool,
+        pool: KVPool,
         num_heads: int,
         team: Team,
         *,
         window: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
-        """As ``AttentionSpec`` has them; without ``scale``, head_dim to the power of -1/2."""
+        """As ``AttentionSpec`` has them; without ``scale``, head_dim to the power of -1/2. ``sinks``: [H]."""
         self._library = _declared(load_library())
-        self._pool, self._view, self._team, self._num_heads = pool, pool_view(pool), team, num_heads
+        self._pool, self._view, self._team, self._num_heads = pool, pool_view(pool, num_heads), team, num_heads
         self._window = window or 0
-        self._scoring = Scoring(pool.group.head_dim**-0.5 if scale is None else scale, softcap or 0.0)
+        self._sinks = None if sinks is None else sinks.float().contiguous()
+        self._scoring = Scoring(
+            pool.group.head_dim**-0.5 if scale is None else scale,
+            softcap or 0.0,
+            None if self._sinks is None else self._sinks.data_ptr(),
+        )
         self._plan = self._library.pds_attention_plan_new()
         if self._plan is None:
             raise MemoryError

@@ -123,7 +123,7 @@ def _operations(model: ModelRunner, batch: ForwardBatch) -> float:
         raise ValueError("the operations of a model by transformers' own class are not known")
     width = sum(layer.attention.heads * layer.attention.head_dim for layer in spec.layers)
     inner = sum(layer.mlp.inner for layer in spec.layers)
-    weights = 2 * width + 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim + 3 * inner
+    weights = 2 * width + spec.num_layers * spec.kv_elements + 3 * inner
     layers = batch.num_tokens * weights * spec.hidden_size
     head = len(batch.q_lens) * spec.vocab_size * spec.hidden_size
     pairs = sum(count * (2 * start + count + 1) / 2 for start, count in zip(batch.starts, batch.q_lens, strict=True))

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ...runtime.progress import ProgressLog
-from ..kv_pool import MHATokenToKVPool
+from ..kv_pool import KVPool
 from ..layers.linear import Linear
 from ..layers.rotary import RotaryEmbedding
 from ..loader.quantized_blocks import HEAD_NAMES, BlockSource
 from ..models.decoder import Decoder, Layer
+from ..models.latent_attention import LatentAttention
 from .native_engine import LinearKind, NativeEngine, NormKind, Ranks
 from .rope_tables import RopeTables
 from .structs import WeightPart
@@ -37,15 +38,15 @@ class CpuEngine(NativeEngine):
     def __init__(
         self,
         model: Decoder,
-        pool: MHATokenToKVPool,
+        pool: KVPool,
         team: Team,
         blocks: BlockSource | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         """``ranks``: whom it computes the model with, of which ``model``, ``pool`` and ``blocks`` are its own part."""
         spec, cpu = model.spec, torch.device("cpu")
-        ropes = [RotaryEmbedding(rope, spec.head_dim, dtype=torch.float32, device=cpu) for rope in spec.ropes]
-        super().__init__(spec, model.embed_tokens.dtype, RopeTables(ropes, spec.head_dim), pool, team, ranks)
+        ropes = [RotaryEmbedding(rope, spec.rotated_dim, dtype=torch.float32, device=cpu) for rope in spec.ropes]
+        super().__init__(spec, model.embed_tokens.dtype, RopeTables(ropes, spec.rotated_dim), pool, team, ranks)
         self._blocks = blocks
         self.weight_bytes = 0
         """What the linear layers' weights take, as a decode step reads them."""
@@ -58,7 +59,10 @@ class CpuEngine(NativeEngine):
         progress = ProgressLog(log, "packing the weights", len(model.layers) + 1)
         for i, layer in enumerate(model.layers):
             attention, mlp = layer.attention, layer.mlp
-            self._pack_linear(LinearKind.QKV, i, attention.qkv_proj, "q_proj", "k_proj", "v_proj")
+            if isinstance(attention, LatentAttention):
+                self._pack_latent(i, attention)
+            else:
+                self._pack_linear(LinearKind.QKV, i, attention.qkv_proj, "q_proj", "k_proj", "v_proj")
             self._pack_linear(LinearKind.O, i, attention.o_proj, "o_proj")
             self._pack_linear(LinearKind.GATE_UP, i, mlp.gate_up_proj, "gate_proj", "up_proj")
             self._pack_linear(LinearKind.DOWN, i, mlp.down_proj, "down_proj")
@@ -68,6 +72,29 @@ class CpuEngine(NativeEngine):
         self.set_norm(NormKind.FINAL, 0, model.norm.scale)
         self._pack_weight(LinearKind.HEAD, 0, model.lm_head, None, HEAD_NAMES[:1])
         self.set_embedding(model.embed_tokens)
+
+    def _pack_latent(self, layer: int, attention: LatentAttention) -> None:
+        first = attention.q_b_proj if attention.q_a_proj is None else attention.q_a_proj
+        weight = torch.cat((first.weight, attention.kv_a_proj.weight))
+        bias = None
+        if attention.kv_a_proj.bias is not None:
+            # Queries that are projected at once have none.
+            above = torch.zeros(len(first.weight)) if first.bias is None else first.bias.float()
+            bias = torch.cat((above, attention.kv_a_proj.bias.float()))
+        names = ["q_proj" if attention.q_a_proj is None else "q_a_proj", "kv_a_proj"]
+        self._pack_weight(LinearKind.QKV, layer, weight, bias, [f"layers.{layer}.{name}.weight" for name in names])
+        if attention.q_a_proj is not None:
+            self._pack_linear(LinearKind.QB, layer, attention.q_b_proj, "q_b_proj")
+        for kind, linear in ((LinearKind.KB, attention.k_b_proj), (LinearKind.VB, attention.v_b_proj)):
+            for head, rows in enumerate(linear.weight.chunk(attention.spec.heads)):
+                self._pack_dense(kind, layer, rows, head)
+
+    def _pack_dense(self, kind: LinearKind, layer: int, weight: Tensor, head: int) -> None:
+        rows = weight.contiguous()
+        part = WeightPart(rows.data_ptr(), rows.shape[0], DENSE)
+        wide = int(weight.dtype == torch.bfloat16)
+        self.weight_bytes += self._library.pds_packed_bytes(wide, part.format, part.rows, rows.shape[1])
+        self.set_linear(kind, layer, [part], None, head)
 
     def _pack_linear(self, kind: LinearKind, layer: int, linear: Linear, *parts: str) -> None:
         names = [f"layers.{layer}.{part}.weight" for part in parts]
@@ -90,12 +117,18 @@ class CpuEngine(NativeEngine):
 
 
 def _norms_of(layer: Layer) -> dict[NormKind, Tensor]:
+    attention = layer.attention
+    q_norm, k_norm = (
+        (attention.q_a_norm, attention.kv_a_norm)
+        if isinstance(attention, LatentAttention)
+        else (attention.q_norm, attention.k_norm)
+    )
     norms = {
         NormKind.BEFORE_ATTENTION: layer.before_attention,
         NormKind.AFTER_ATTENTION: layer.after_attention,
         NormKind.BEFORE_MLP: layer.before_mlp,
         NormKind.AFTER_MLP: layer.after_mlp,
-        NormKind.Q: layer.attention.q_norm,
-        NormKind.K: layer.attention.k_norm,
+        NormKind.Q: q_norm,
+        NormKind.K: k_norm,
     }
     return {kind: norm.scale for kind, norm in norms.items() if norm is not None}

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...model_files.sharding import Shard
 from ...model_files.spec import ModelSpec
 from ..forward_batch import ForwardBatch
-from ..kv_pool import MHATokenToKVPool
+from ..kv_pool import KVPool
 from .attention import pass_entries, pool_view
 from .library import NATIVE_DTYPES, load_library
 from .lowering import lower
@@ -35,6 +35,10 @@ class LinearKind(IntEnum):
     GATE_UP = 2
     DOWN = 3
     HEAD = 4
+    ROUTER = 5
+    QB = 6
+    KB = 7
+    VB = 8
 
 
 class NormKind(IntEnum):
@@ -47,6 +51,13 @@ class NormKind(IntEnum):
     Q = 4
     K = 5
     FINAL = 6
+
+
+class VectorKind(IntEnum):
+    """``VectorKind`` of engine.h."""
+
+    SINKS = 0
+    CHOICE_BIAS = 1
 
 
 class Ranks(NamedTuple):
@@ -67,7 +78,7 @@ class NativeEngine:
         spec: ModelSpec,
         dtype: torch.dtype,
         ropes: RopeTables,
-        pool: MHATokenToKVPool,
+        pool: KVPool,
         team: Team,
         ranks: Ranks | None = None,
     ) -> None:
@@ -77,7 +88,7 @@ class NativeEngine:
         self._vocab_size = spec.vocab_size
         self.ropes, self.pool, self.team = ropes, pool, team
         lowered = lower(spec, dtype, None if ranks is None else ranks.shard.vocab)
-        view = pool_view(pool)
+        view = pool_view(pool, spec.layers[0].attention.heads)
         group = None if ranks is None else ranks.group.handle
         handle = self._library.pds_engine_new(
             lowered.model, lowered.layers, view, NATIVE_DTYPES[dtype], team.handle, group
@@ -138,16 +149,21 @@ class NativeEngine:
         self._library.pds_engine_weight_bytes(self.handle, counted)
         return {kind: counted[kind] for kind in LinearKind}
 
-    def set_linear(self, kind: LinearKind, layer: int, parts: Sequence[WeightPart], bias: Tensor | None) -> bool:
+    def set_linear(
+        self, kind: LinearKind, layer: int, parts: Sequence[WeightPart], bias: Tensor | None, expert: int = 0
+    ) -> bool:
         """Pack a weight [N, K], whose parts lie below each other; ``bias`` is [N].
 
-        False, and nothing done, where the parts can't lie side by side in panels.
+        ``expert``: whose GATE_UP or DOWN it is; the shared expert's number is behind the others'. A ROUTER is one part,
+        [N, K] float32, with the gate of the shared expert as its last row. False, and nothing done, where the parts
+        can't lie side by side in panels.
         """
         floats = None if bias is None else bias.float().contiguous()
         answer = self._library.pds_engine_set_linear(
             self.handle,
             kind,
             layer,
+            expert,
             len(parts),
             (WeightPart * len(parts))(*parts),
             None if floats is None else floats.data_ptr(),
@@ -160,6 +176,12 @@ class NativeEngine:
         """What is multiplied with, whatever a family adds to its weights added already. The final one's layer is 0."""
         floats = weight.float().contiguous()
         if self._library.pds_engine_set_norm(self.handle, kind, layer, floats.data_ptr()) != 0:
+            raise MemoryError("no memory for the packed weights")
+
+    def set_vector(self, kind: VectorKind, layer: int, values: Tensor) -> None:
+        """Logits of attention sinks, [H] of this rank; or what is added to scores for the choice of experts, [E]."""
+        floats = values.float().contiguous()
+        if self._library.pds_engine_set_vector(self.handle, kind, layer, floats.data_ptr()) != 0:
             raise MemoryError("no memory for the packed weights")
 
     def set_embedding(self, table: Tensor) -> None:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from ...model_files.spec import Activation
 
+CLAMPED_GAIN = 1.702
+"""Of the sigmoid in GPT-OSS's activation."""
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x`` [T, in] times ``weight`` [out, in] transposed, plus ``bias`` [out]: [T, out]."""
@@ -40,6 +43,13 @@ def gate_and_mul(x: Tensor, activation: Activation) -> Tensor:
             return F.gelu(gate).mul_(up)
         case Activation.GELU_TANH:
             return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def clamped_gate_and_mul(x: Tensor, limit: float) -> Tensor:
+    """GPT-OSS's, see ``ExpertsSpec.limit``, for ``x`` = [gate, up] of shape [T, 2 I]: [T, I]."""
+    gate, up = x.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate.mul_((gate * CLAMPED_GAIN).sigmoid_()).mul_(up.add_(1))
 
 
 def store_kv(pool_rows: Tensor, key_rows: Tensor, value_rows: Tensor, k: Tensor, v: Tensor) -> None:

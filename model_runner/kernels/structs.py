@@ -20,6 +20,7 @@ class KVPoolView(ctypes.Structure):
         ("kv_heads", c_int64),
         ("head_dim", c_int64),
         ("pool_heads", c_int64),
+        ("value_dim", c_int64),
     )
 
 
@@ -32,7 +33,7 @@ class TokenRows(ctypes.Structure):
 class Scoring(ctypes.Structure):
     """``Scoring`` of attention.h."""
 
-    _fields_ = (("scale", c_float), ("softcap", c_float))
+    _fields_ = (("scale", c_float), ("softcap", c_float), ("sinks", c_void_p))
 
 
 class NormOp(ctypes.Structure):
@@ -53,6 +54,15 @@ class Attend(ctypes.Structure):
     _fields_ = (("scale", c_float), ("softcap", c_float), ("window", c_int32))
 
 
+class LatentOp(ctypes.Structure):
+    """``LatentOp`` of layer_ops.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("kv_rank", "q_rank", "nope_dim", "rope_dim", "value_dim")),
+        ("eps", c_float),
+    )
+
+
 class AddProduct(ctypes.Structure):
     """``AddProduct`` of layer_ops.h."""
 
@@ -65,10 +75,24 @@ class GateUp(ctypes.Structure):
     _fields_ = (("before", NormOp), ("activation", c_int32), ("inner", c_int32))
 
 
+class ExpertsOp(ctypes.Structure):
+    """``ExpertsOp`` of layer_ops.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("count", "chosen", "scoring", "normalised")),
+        *((name, c_float) for name in ("weight_scale", "limit")),
+        *((name, c_int32) for name in ("groups", "groups_chosen", "group_score")),
+        *((name, c_int32) for name in ("shared_inner", "shared_activation", "shared_gate")),
+    )
+
+
 class LayerOps(ctypes.Structure):
     """``LayerOps`` of layer_ops.h."""
 
-    _fields_ = (("qkv", ProjectQKV), ("attend", Attend), ("o", AddProduct), ("gate_up", GateUp), ("down", AddProduct))
+    _fields_ = (
+        *(("qkv", ProjectQKV), ("attend", Attend), ("o", AddProduct), ("gate_up", GateUp), ("down", AddProduct)),
+        ("experts", ExpertsOp),
+    )
 
 
 class ModelOps(ctypes.Structure):
@@ -79,6 +103,7 @@ class ModelOps(ctypes.Structure):
         *((name, c_int64) for name in ("vocab", "head_begin", "head_rows")),
         ("final_norm", NormOp),
         *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
+        ("latent", LatentOp),
     )
 
 
@@ -136,8 +161,10 @@ MIRRORED = (
     NormOp,
     ProjectQKV,
     Attend,
+    LatentOp,
     AddProduct,
     GateUp,
+    ExpertsOp,
     LayerOps,
     ModelOps,
     WeightPart,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor
 from ...model_files.errors import InvalidWeights
 from ...model_files.rope_order import row_order
 from ...model_files.sharding import Slice
-from ...model_files.spec import ModelSpec
-from ...model_files.tensor_names import HEAD, find_parts, is_not_needed
+from ...model_files.spec import MLASpec, ModelSpec
+from ...model_files.tensor_names import HEAD, Part, find_parts, is_draft, is_not_needed
 from ...runtime.progress import ProgressLog
+from .latent import by_head, is_by_head
 from .samples import sample
 
 log = logging.getLogger(__name__)
@@ -32,24 +34,46 @@ class WeightSource(ABC):
         """
 
 
-def as_ours(spec: ModelSpec, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+class Stored(NamedTuple):
+    """A checkpoint's tensor. ``read``: all of it, or of a stack of matrices the one with that number."""
+
+    shape: tuple[int, ...]
+    read: Callable[[int | None], Tensor]
+
+
+def as_ours(spec: ModelSpec, name: str, stored: Stored) -> Iterator[tuple[str, Tensor]]:
     """The checkpoint's tensor ``name`` as ours: cut where several lie in it, the rows of q and k in our order.
 
-    Raises ``InvalidWeights`` where it has another number of rows than those in it together.
+    Raises ``InvalidWeights`` where it has another number of rows than those in it together, or of experts.
     """
     parts = find_parts(spec, name)
     if not parts:
-        yield name, tensor
+        if not is_draft(spec, name):
+            yield name, stored.read(None)
         return
+    if parts[-1].expert is not None and stored.shape[0] != parts[-1].expert + 1:
+        raise InvalidWeights(f"{name!r} is of {stored.shape[0]} experts, the config means {parts[-1].expert + 1}")
+    for expert, group in groupby(parts, lambda part: part.expert):
+        yield from _cut(spec, name, stored.read(expert), tuple(group))
+
+
+def _cut(spec: ModelSpec, name: str, tensor: Tensor, parts: tuple[Part, ...]) -> Iterator[tuple[str, Tensor]]:
+    if parts[0].transposed:
+        tensor = tensor.T
     rows = sum(part.rows or 0 for part in parts)
     if len(parts) > 1 and tensor.shape[0] != rows:
         raise InvalidWeights(f"{name!r} has {tensor.shape[0]} rows, the config means {rows}")
+    attention = spec.layers[int(parts[0].name.split(".")[1])].attention if is_by_head(parts) else None
+    if isinstance(attention, MLASpec):
+        yield from by_head(attention, parts, tensor)
+        return
     for part in parts:
-        values = tensor if part.rows is None else tensor[part.first : part.first + part.rows]
+        values = tensor[part.where]
         order = row_order(spec, part.name)
         if order is not None and len(order) == values.shape[0]:
             values = values[torch.from_numpy(order)]
-        yield part.name, values
+        # Some files have a matrix of one row as a vector.
+        yield part.name, values[None] if values.dim() == 1 and part.name.endswith("shared_gate.weight") else values
 
 
 class Target(NamedTuple):

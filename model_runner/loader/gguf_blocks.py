@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...model_files.errors import InvalidWeights
 from ...model_files.sharding import Axis, Shard, Slice
-from ...model_files.spec import ModelSpec
+from ...model_files.spec import ExpertsSpec, MLASpec, MLPSpec, ModelSpec
 from .gguf_weights import GGUFMatrix, GGUFWeights
 from .quantized_blocks import FORMATS, HEAD_NAMES, BlockSource, BlockWeight
 from .samples import spread
@@ -106,7 +106,10 @@ class GGUFBlocks(BlockSource):
         if any(matrix.kind not in FORMATS for matrix in matrices):
             return False
         # Queries, keys and values have panels of their own; a gate's output shares one with what it is multiplied by.
-        return not self._is_mixed(group) or (len(group) == 3 and all(m.shape[0] % PANEL == 0 for m in matrices))
+        # A latent row begins at a panel's border.
+        if not self._is_mixed(group) or group[-1].endswith("kv_a_proj.weight"):
+            return True
+        return len(group) == 3 and all(m.shape[0] % PANEL == 0 for m in matrices)
 
     def _is_mixed(self, group: tuple[str, ...]) -> bool:
         return len({self._matrix(name).kind for name in group}) > 1
@@ -117,7 +120,8 @@ class GGUFBlocks(BlockSource):
         if not all(self._is_whole(name, matrix) for name, matrix in parts):
             return False
         rows = [matrix.shape[0] * self._share(name, matrix) for name, matrix in parts]
-        return not self._is_mixed(group) or all(count % PANEL == 0 for count in rows)
+        is_latent = group[-1].endswith("kv_a_proj.weight")
+        return is_latent or not self._is_mixed(group) or all(count % PANEL == 0 for count in rows)
 
     def _slice(self, name: str) -> Slice | None:
         return None if self._shard is None else self._shard.slice_of(name)
@@ -148,11 +152,27 @@ class GGUFBlocks(BlockSource):
 
 def linear_layers(spec: ModelSpec) -> Iterator[tuple[str, ...]]:
     """The names of the weights that are multiplied with together, for each linear layer of the engine."""
-    for i in range(spec.num_layers):
-        q, k, v, o = (f"layers.{i}.{name}_proj.weight" for name in "qkvo")
-        gate, up, down = (f"layers.{i}.{name}_proj.weight" for name in ("gate", "up", "down"))
-        yield from ((q, k, v), (o,), (gate, up), (down,))
+    for i, layer in enumerate(spec.layers):
+        q, k, v, o, q_a, q_b, kv_a = (
+            f"layers.{i}.{name}_proj.weight" for name in ("q", "k", "v", "o", "q_a", "q_b", "kv_a")
+        )
+        if not isinstance(layer.attention, MLASpec):
+            yield from ((q, k, v), (o,))
+        elif layer.attention.q_lora_rank is None:
+            yield from ((q, kv_a), (o,))
+        else:
+            yield from ((q_a, kv_a), (q_b,), (o,))
+        for network in _networks(layer.mlp):
+            gate, up, down = (f"layers.{i}.{network}{name}_proj.weight" for name in ("gate", "up", "down"))
+            yield from ((gate, up), (down,))
     yield HEAD_NAMES[:1]
+
+
+def _networks(mlp: MLPSpec | ExpertsSpec) -> list[str]:
+    """What the names of a layer's networks begin with."""
+    if isinstance(mlp, MLPSpec):
+        return [""]
+    return [f"experts.{i}." for i in range(mlp.count)] + (["shared."] if mlp.shared is not None else [])
 
 
 def _listing(kinds: Counter[str]) -> str:

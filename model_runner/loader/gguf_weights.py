@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from ...model_files.gguf_reader import GGUFFile
 from ...model_files.rope_order import Order, row_order
 from ...model_files.spec import ModelSpec
 from ...model_files.tensor_names import Part, find_parts
-from .base import WeightSource, as_ours
+from .base import Stored, WeightSource, as_ours
 
 
 class GGUFMatrix(NamedTuple):
@@ -53,9 +54,8 @@ class GGUFWeights(WeightSource):
             parts = find_parts(self._spec, name)
             if parts and all(part.name in self._left_out for part in parts):
                 continue
-            # Unquantised tensors are still the read-only file.
-            values = np.require(_dequantize(tensor), requirements=["C", "W"])
-            for ours, part in as_ours(self._spec, name, torch.from_numpy(values)):
+            stored = Stored(tensor.data.shape, partial(_read, tensor))
+            for ours, part in as_ours(self._spec, name, stored):
                 if ours not in self._left_out:
                     yield ours, part
 
@@ -64,20 +64,23 @@ class GGUFWeights(WeightSource):
         return {
             part.name: _matrix(tensor, part, row_order(self._spec, part.name))
             for name, tensor in self._file.tensors.items()
-            if len(tensor.shape) == 2
             for part in find_parts(self._spec, name) or (Part(name),)
+            if len(tensor.shape) == (2 if part.expert is None else 3)
         }
 
 
 def _matrix(tensor: ReaderTensor, part: Part, order: Order | None) -> GGUFMatrix:
-    end = None if part.rows is None else part.first + part.rows
-    rows = tensor.data[part.first : end]
+    data = tensor.data if part.expert is None else tensor.data[part.expert]
+    rows = data[part.where]
     return GGUFMatrix(tensor.tensor_type, (len(rows), int(tensor.shape[0])), rows, order)
 
 
-def _dequantize(tensor: ReaderTensor) -> npt.NDArray[Any]:
+def _read(tensor: ReaderTensor, expert: int | None) -> Tensor:
+    """All of it, or one matrix of a stack, which would be too large to dequantise at once."""
+    data = tensor.data if expert is None else tensor.data[expert]
     try:
-        values: npt.NDArray[Any] = gguf.dequantize(tensor.data, tensor.tensor_type)
+        values: npt.NDArray[Any] = gguf.dequantize(data, tensor.tensor_type)
     except NotImplementedError as e:
         raise UnsupportedModel(f"{tensor.name!r}: quantisation {tensor.tensor_type.name} is not supported") from e
-    return values
+    # Unquantised tensors are still the read-only file.
+    return torch.from_numpy(np.require(values, requirements=["C", "W"]))

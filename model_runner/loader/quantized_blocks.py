@@ -18,7 +18,7 @@ import xxhash
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from ...model_files.spec import ModelSpec
+from ...model_files.spec import ExpertsSpec, ModelSpec
 from ...model_files.tensor_names import EMBEDDING, HEAD
 
 BLOCK = 32
@@ -78,7 +78,10 @@ class BlockSource(ABC):
 def has_whole_blocks(spec: ModelSpec) -> bool:
     """Whether every row that is divided among ranks is made of whole blocks, in ``spec``, a rank's part."""
     inner = {layer.mlp.inner for layer in spec.layers}
-    attended = {layer.attention.heads * layer.attention.head_dim for layer in spec.layers}
+    inner |= {
+        mlp.shared.inner for mlp in (layer.mlp for layer in spec.layers) if isinstance(mlp, ExpertsSpec) and mlp.shared
+    }
+    attended = {layer.attention.heads * layer.attention.attended_dim for layer in spec.layers}
     return not any(columns % BLOCK for columns in inner | attended)
 
 

@@ -10,15 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...model_files.sharding import Slice
-from ...model_files.spec import AttentionSpec, MLPSpec, ModelSpec, NormSpec, QKNorm
+from ...model_files.spec import AttentionSpec, ExpertsSpec, MLASpec, ModelSpec, NormSpec, QKNorm
 from ...model_files.tensor_names import EMBEDDING, HEAD, NORM
 from ..attention.base import AttentionBackend
 from ..forward_batch import ForwardBatch
-from ..kernels.reference import gate_and_mul, linear, rope
+from ..kernels.reference import linear, rope
 from ..layers.linear import Linear
 from ..layers.rms_norm import RMSNorm
 from ..layers.rotary import RotaryEmbedding, Rotation
 from ..tensor_parallel.group import RankGroup, alone
+from .experts import Experts
+from .latent_attention import LatentAttention
+from .mlp import MLP
 
 
 class Attention:
@@ -37,6 +40,7 @@ class Attention:
             q_size, kv_size = (q_size, kv_size) if spec.qk_norm == QKNorm.ALL else (spec.head_dim, spec.head_dim)
             self.q_norm = RMSNorm(q_size, spec.qk_norm_spec, device=device)
             self.k_norm = RMSNorm(kv_size, spec.qk_norm_spec, device=device)
+        self.sinks = torch.empty(spec.heads, dtype=torch.float32, device=device) if spec.sinks else None
 
     def forward(self, x_TN: Tensor, rotation: Rotation | None, attention: AttentionBackend) -> Tensor:
         """[T, N]; ``rotation`` None: the layer does not know positions."""
@@ -47,7 +51,7 @@ class Attention:
             q_THD, k_TKD = self._normalise(q_THD, self.q_norm), self._normalise(k_TKD, self.k_norm)
         if rotation is not None:
             q_THD, k_TKD = rope(q_THD, *rotation), rope(k_TKD, *rotation)
-        return self.o_proj.forward(attention.forward(self._layer, q_THD, k_TKD, v_TKD, self.spec))
+        return self.o_proj.forward(attention.forward(self._layer, q_THD, k_TKD, v_TKD, self.spec, self.sinks))
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
         """The views that take the layer's tensors, by our names."""
@@ -55,30 +59,14 @@ class Attention:
         views |= self.o_proj.weights(f"{prefix}.o_proj")
         if self.q_norm is not None and self.k_norm is not None:
             views |= {f"{prefix}.q_norm.weight": self.q_norm.weight, f"{prefix}.k_norm.weight": self.k_norm.weight}
+        if self.sinks is not None:
+            views[f"{prefix}.sinks"] = self.sinks
         return views
 
     def _normalise(self, x_THD: Tensor, norm: RMSNorm) -> Tensor:
         if self.spec.qk_norm == QKNorm.HEAD:
             return norm.forward(x_THD)
         return norm.forward(x_THD.flatten(1)).view(x_THD.shape)
-
-
-class MLP:
-    """Gated feed-forward network of one layer."""
-
-    def __init__(self, spec: MLPSpec, hidden: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._activation = spec.activation
-        self.gate_up_proj = Linear(hidden, (spec.inner, spec.inner), bias=spec.bias, dtype=dtype, device=device)
-        self.down_proj = Linear(spec.inner, (hidden,), bias=spec.bias, dtype=dtype, device=device)
-
-    def forward(self, x_TN: Tensor) -> Tensor:
-        """[T, N]."""
-        return self.down_proj.forward(gate_and_mul(self.gate_up_proj.forward(x_TN), self._activation))
-
-    def weights(self, prefix: str) -> dict[str, Tensor]:
-        """The views that take the layer's tensors, by our names."""
-        views = self.gate_up_proj.weights(f"{prefix}.gate_proj", f"{prefix}.up_proj")
-        return views | self.down_proj.weights(f"{prefix}.down_proj")
 
 
 class Layer:
@@ -96,8 +84,16 @@ class Layer:
         self._ranks = ranks
         self.before_attention, self.after_attention = norm(spec.before_attention), norm(spec.after_attention)
         self.before_mlp, self.after_mlp = norm(spec.before_mlp), norm(spec.after_mlp)
-        self.attention = Attention(spec.attention, layer, hidden, dtype=dtype, device=device)
-        self.mlp = MLP(spec.mlp, hidden, dtype=dtype, device=device)
+        self.attention: Attention | LatentAttention
+        if isinstance(spec.attention, MLASpec):
+            self.attention = LatentAttention(spec.attention, layer, hidden, dtype=dtype, device=device)
+        else:
+            self.attention = Attention(spec.attention, layer, hidden, dtype=dtype, device=device)
+        self.mlp: MLP | Experts
+        if isinstance(spec.mlp, ExpertsSpec):
+            self.mlp = Experts(spec.mlp, hidden, dtype=dtype, device=device)
+        else:
+            self.mlp = MLP(spec.mlp, hidden, dtype=dtype, device=device)
 
     def forward(self, x_TN: Tensor, rotation: Rotation | None, attention: AttentionBackend) -> None:
         """Apply the layer to ``x_TN`` in place."""
@@ -141,7 +137,7 @@ class Decoder:
         self.norm = RMSNorm(spec.hidden_size, spec.final_norm, device=device)
         table = self.embed_tokens if spec.tied_head else torch.empty_like(self.embed_tokens)
         self.lm_head = table if vocab is None else table[vocab.begin : vocab.end]
-        self._rotaries = [RotaryEmbedding(r, spec.head_dim, dtype=dtype, device=device) for r in spec.ropes]
+        self._rotaries = [RotaryEmbedding(r, spec.rotated_dim, dtype=dtype, device=device) for r in spec.ropes]
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
@@ -162,6 +158,11 @@ class Decoder:
         if self.spec.logit_softcap is not None:
             logits.div_(self.spec.logit_softcap).tanh_().mul_(self.spec.logit_softcap)
         return logits
+
+    @property
+    def idle_bytes(self) -> int:
+        """Of weights, that a pass of one token does not read."""
+        return sum(layer.mlp.idle_bytes for layer in self.layers if isinstance(layer.mlp, Experts))
 
     def weights(self) -> dict[str, Tensor]:
         """The views that take the model's tensors, by our names."""

@@ -77,7 +77,7 @@ def weight_bytes(tensors: Sequence[TensorSize], as_blocks: bool) -> int:
 
 def page_bytes(spec: ModelSpec, page_size: int) -> int:
     """Of a KV page."""
-    return spec.num_layers * 2 * page_size * spec.num_kv_heads * spec.head_dim * VALUE_BYTES
+    return spec.num_layers * page_size * spec.kv_elements * VALUE_BYTES
 
 
 def fit(spec: ModelSpec, weights: int, are_packed: bool, memory: Memory) -> Finding:

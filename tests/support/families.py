@@ -70,8 +70,37 @@ GRANITE = {
     "logits_scaling": 0.7,
 }
 GEMMA2 = {"query_pre_attn_scalar": 16, "sliding_window": 21, "attn_logit_softcapping": 5.0}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 TIED = {"tie_word_embeddings": True}
+
+LATENT = SHAPE | {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 13,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 20,
+}
+"""Latent attention and experts, of sizes that the C++ engine can compute."""
+LATENT_WIDE = LATENT | {
+    "hidden_size": 40,
+    "intermediate_size": 60,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "q_lora_rank": None,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 40,
+}
+"""More heads than read a row together, and their queries projected at once."""
 
 
 class Config(NamedTuple):
@@ -217,6 +246,119 @@ FAMILIES: dict[str, Config] = {
     ),
     "glm": Config("Glm", NARROW | {"head_dim": 32, "partial_rotary_factor": 0.5}),
     "glm-whole": Config("Glm", WIDE | TIED | {"partial_rotary_factor": 1.0}),
+    "mixtral": Config("Mixtral", NARROW | {"num_local_experts": 5, "intermediate_size": 44}),
+    "mixtral-window": Config(
+        "Mixtral",
+        WIDE
+        | TIED
+        | {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 29, "rope_parameters": PLAIN},
+        "the window of a Mixtral",
+    ),
+    "qwen2-moe": Config("Qwen2Moe", NARROW | EXPERTS | {"shared_expert_intermediate_size": 52}),
+    "qwen2-moe-window": Config(
+        "Qwen2Moe",
+        WIDE
+        | TIED
+        | EXPERTS
+        | {
+            "num_experts_per_tok": 5,
+            "shared_expert_intermediate_size": 20,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 31,
+        },
+        "that weights of a Qwen2-MoE are normalised, or which of its layers have experts",
+    ),
+    "qwen3-moe": Config("Qwen3Moe", NARROW | EXPERTS | {"norm_topk_prob": True}),
+    "qwen3-moe-sparse": Config(
+        "Qwen3Moe",
+        WIDE
+        | TIED
+        | EXPERTS
+        | {
+            "num_hidden_layers": 5,
+            "num_experts_per_tok": 3,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 17,
+            "rope_parameters": YARN,
+        },
+        "that weights of a Qwen3-MoE are not normalised, or which of its layers have experts",
+    ),
+    "gpt-oss": Config(
+        "GptOss",
+        NARROW
+        | {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 44,
+            "sliding_window": 21,
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
+    "gpt-oss-clamped": Config(
+        "GptOss",
+        WIDE
+        | TIED
+        | {
+            "num_local_experts": 3,
+            "num_experts_per_tok": 3,
+            "sliding_window": 40,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": False,
+            "swiglu_limit": 0.7,
+            "rope_parameters": PLAIN,
+        },
+        "which layers of a GPT-OSS have a window, or its limit",
+    ),
+    "deepseek-v2": Config(
+        "DeepseekV2",
+        LATENT
+        | {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.8},
+        },
+    ),
+    "deepseek-v2-lite": Config(
+        "DeepseekV2",
+        LATENT_WIDE
+        | TIED
+        | BIASES
+        | {
+            "topk_method": "greedy",
+            "n_shared_experts": 2,
+            "rope_parameters": YARN | {"mscale": 0.6, "mscale_all_dim": 0.9},
+        },
+        "biases of a DeepSeek, or unequal mscales",
+    ),
+    "deepseek-v3": Config(
+        "DeepseekV3",
+        LATENT | {"n_group": 4, "topk_group": 2, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "deepseek-v3-plain": Config(
+        "DeepseekV3",
+        LATENT_WIDE
+        | {
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "attention_bias": True,
+        },
+        "biases of a DeepSeek, or halves that rotate together",
+    ),
+    "deepseek-v3-odd": Config(
+        "DeepseekV3",
+        LATENT | {"kv_lora_rank": 22, "qk_rope_head_dim": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2},
+    ),
 }
 
 

@@ -12,7 +12,7 @@ from .families import SHAPE
 from .model_harness import CONTEXT, VOCAB, draw_weights
 
 GPT2: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": CONTEXT}
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLm", SHAPE | {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True}),
     "starcoder2": ("Starcoder2", SHAPE | {"sliding_window": 19}),
@@ -21,7 +21,7 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2),
     "gemma": ("Gemma", SHAPE | {"head_dim": 16, "num_key_value_heads": 1}),
     "exaone4": ("Exaone4", SHAPE | {"sliding_window": 13, "sliding_window_pattern": 3}),
-    "mixtral": ("Mixtral", SHAPE | EXPERTS | {"intermediate_size": 48}),
+    "olmoe": ("Olmoe", SHAPE | EXPERTS | {"norm_topk_prob": True}),
 }
 """Name → transformers' prefix of the classes, and the config's fields."""
 

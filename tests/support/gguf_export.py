@@ -12,7 +12,17 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
-ARCHS = {"mistral": "llama", "gemma3_text": "gemma3", "glm": "chatglm"}
+ARCHS = {
+    "mistral": "llama",
+    "gemma3_text": "gemma3",
+    "glm": "chatglm",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+}
 """By ``model_type``, where the file's architecture has another name."""
 PERMUTED = ("llama", "granite", "smollm3")
 
@@ -37,7 +47,9 @@ def write_gguf(
     archs = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     # The table of ChatGLM knows only the names of its own checkpoints.
     names = gguf.get_tensor_name_map(archs["llama" if arch == "chatglm" else arch], config.num_hidden_layers)
-    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    state = _split_experts({name: tensor.numpy() for name, tensor in model.state_dict().items()}, arch)
+    if arch == "deepseek2":
+        state = _split_latent(state, config)
     if config.tie_word_embeddings:
         state.pop("lm_head.weight")
     if fuse_qkv:
@@ -45,7 +57,8 @@ def write_gguf(
     for name, values in state.items():
         theirs = _name(names, name)
         values = _converted(name, values, config, arch)
-        if values.ndim == 2 and kind != GGMLQuantizationType.F32:
+        is_matrix = values.ndim >= 2 and theirs.endswith(".weight") and "ffn_gate_inp" not in theirs
+        if is_matrix and kind != GGMLQuantizationType.F32:
             writer.add_tensor(theirs, gguf.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(theirs, values)
@@ -77,6 +90,40 @@ def _converted(name: str, values: np.ndarray, config: Any, arch: str) -> np.ndar
     return values
 
 
+def _split_experts(state: dict[str, np.ndarray], arch: str) -> dict[str, np.ndarray]:
+    """What transformers has of all experts in one tensor, with gate and up apart."""
+    split: dict[str, np.ndarray] = {}
+    for name, values in state.items():
+        if ".mlp.experts." not in name:
+            split[name if not name.endswith("sinks") else f"{name}.weight"] = values
+            continue
+        start, _, part = name.rpartition(".")
+        kind = "bias" if part.endswith("_bias") else "weight"
+        rows = values.swapaxes(1, 2) if arch == "gpt-oss" and kind == "weight" else values
+        if not part.startswith("gate_up"):
+            split[f"{start}.down_proj.{kind}"] = np.ascontiguousarray(rows)
+            continue
+        half = rows.shape[1] // 2
+        gate, up = (rows[:, ::2], rows[:, 1::2]) if arch == "gpt-oss" else (rows[:, :half], rows[:, half:])
+        split[f"{start}.gate_proj.{kind}"] = np.ascontiguousarray(gate)
+        split[f"{start}.up_proj.{kind}"] = np.ascontiguousarray(up)
+    return split
+
+
+def _split_latent(state: dict[str, np.ndarray], config: Any) -> dict[str, np.ndarray]:
+    """kv_b of latent attention as two stacks of a matrix for each head, that of the keys transposed."""
+    split: dict[str, np.ndarray] = {}
+    for name, values in state.items():
+        if not name.endswith("kv_b_proj.weight"):
+            split[name.replace("e_score_correction_bias", "e_score_correction.bias")] = values
+            continue
+        by_head = values.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+        keys, values_of = np.split(by_head, [config.qk_nope_head_dim], axis=1)
+        split[name.replace("kv_b_proj", "k_b_proj")] = np.ascontiguousarray(keys.swapaxes(1, 2))
+        split[name.replace("kv_b_proj", "v_b_proj")] = np.ascontiguousarray(values_of)
+    return split
+
+
 def _fuse_qkv(state: dict[str, np.ndarray]) -> None:
     for name in [name for name in state if ".q_proj." in name]:
         parts = [state.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
@@ -90,13 +137,16 @@ def _add_metadata(writer: GGUFWriter, config: Any, arch: str) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_head_count_kv(1 if arch == "deepseek2" else config.num_key_value_heads)
+    _add_experts(writer, config, arch)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    if head_dim * config.num_attention_heads != config.hidden_size:
+    if arch == "deepseek2":
+        _add_latent(writer, config)
+    elif head_dim * config.num_attention_heads != config.hidden_size:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if arch in ("gemma2", "gemma3", "phi3"):
+    if arch in ("gemma2", "gemma3", "phi3", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window or 0)
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -106,6 +156,39 @@ def _add_metadata(writer: GGUFWriter, config: Any, arch: str) -> None:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+
+
+def _add_experts(writer: GGUFWriter, config: Any, arch: str) -> None:
+    count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if not count:
+        return
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if arch != "llama":
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    if arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _add_latent(writer: GGUFWriter, config: Any) -> None:
+    """Keys and values as of one head in the absorbed form, and by head before it."""
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    is_sigmoid = config.model_type == "deepseek_v3"
+    writer.add_expert_weights_norm(is_sigmoid and config.norm_topk_prob)
+    kinds = gguf.ExpertGatingFuncType
+    writer.add_expert_gating_func(kinds.SIGMOID if is_sigmoid else kinds.SOFTMAX)
+    if config.n_group:
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
 
 
 def _add_rope(writer: GGUFWriter, config: Any, arch: str) -> None:
@@ -122,6 +205,8 @@ def _add_rope(writer: GGUFWriter, config: Any, arch: str) -> None:
     if kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
         writer.add_rope_scaling_factor(rope["factor"])
+    if kind == "yarn" and arch == "deepseek2":
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
     if kind in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if kind == "longrope":

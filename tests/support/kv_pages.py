@@ -7,9 +7,9 @@ import torch
 
 from pdserve.disaggregation.transfer.page_order import PageConverter
 from pdserve.messages.worker import KVLayout, KVOrder
-from pdserve.model_runner.kv_pool import MHATokenToKVPool
+from pdserve.model_runner.kv_pool import KVPool, make_pool
 
-from .layouts import uniform_layout
+from .layouts import latent_layout, uniform_layout
 
 
 def make_pool_layout(
@@ -20,10 +20,18 @@ def make_pool_layout(
     return uniform_layout(page_size, layers, kv_heads, dim, str(dtype).removeprefix("torch."), nbytes, order)
 
 
-def in_order(pool: MHATokenToKVPool, order: KVOrder) -> MHATokenToKVPool:
+def make_latent_layout(
+    page_size: int, layers: int, dim: int, value_dim: int, dtype: torch.dtype, order: KVOrder = "tokens"
+) -> KVLayout:
+    """The same of latent rows."""
+    nbytes = layers * page_size * dim * dtype.itemsize
+    return latent_layout(page_size, layers, dim, str(dtype).removeprefix("torch."), nbytes, order, value_dim)
+
+
+def in_order(pool: KVPool, order: KVOrder) -> KVPool:
     """A copy of the pool whose pages lie in ``order``."""
     layout = msgspec.structs.replace(pool.layout, order=order)
-    twin = MHATokenToKVPool(layout, len(pool.data), torch.device("cpu"))
+    twin = make_pool(layout, len(pool.data), torch.device("cpu"))
     pages = twin.data.view(torch.uint8).view(len(pool.data), -1)
     pages.copy_(pool.data.view(torch.uint8).view(pages.shape))
     converter = PageConverter(layout, pool.layout.order)

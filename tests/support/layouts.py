@@ -17,3 +17,17 @@ def uniform_layout(
     """All layers alike, in one group of pages."""
     group = KVGroup(tuple(range(num_layers)), "mha", kv_heads, head_dim, dtype, page_bytes)
     return KVLayout(page_size, (group,), order)
+
+
+def latent_layout(
+    page_size: int,
+    num_layers: int,
+    dim: int,
+    dtype: str,
+    page_bytes: int,
+    order: KVOrder = "tokens",
+    value_dim: int = 0,
+) -> KVLayout:
+    """Rows of latent attention in all layers."""
+    group = KVGroup(tuple(range(num_layers)), "mla", 1, dim, dtype, page_bytes, value_dim)
+    return KVLayout(page_size, (group,), order)

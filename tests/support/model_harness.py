@@ -27,6 +27,9 @@ def draw_weights(model: torch.nn.Module) -> torch.nn.Module:
     torch.manual_seed(7)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
     return model.eval()
 
 

@@ -18,13 +18,13 @@ from pdserve.model_files.spec_reader import read_spec
 from pdserve.model_runner.kernels.lowering import refusal
 
 from .families import SHAPE, make_config, make_reference
-from .foreign import EXPERTS
 from .gguf_export import write_gguf
 from .model_harness import CONTEXT, Harness
 
 Ask = Callable[[Path], object]
 """Asks, with an empty folder to put files into; gives a message, or raises ``ModelError`` with it."""
 MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LINEAR_LAYERS = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 CHUNKED_LAYERS = {"layer_types": ["chunked_attention"] * 3}
@@ -57,11 +57,11 @@ def write(folder: Path, model_type: str, fields: dict[str, Any]) -> Path:
     return folder
 
 
-def metadata(key: str, value: object) -> Ask:
-    """A GGUF of a Llama that says one thing more."""
+def metadata(key: str, value: object, name: str = "llama") -> Ask:
+    """A GGUF of a Llama, or of another config of the zoo, that says one thing more."""
 
     def ask(folder: Path) -> object:
-        return read_spec(ModelSource("gguf", write_gguf(make_reference("llama"), folder / "m.gguf", more={key: value})))
+        return read_spec(ModelSource("gguf", write_gguf(make_reference(name), folder / "m.gguf", more={key: value})))
 
     return ask
 
@@ -102,6 +102,7 @@ BY_FAMILY: dict[str, Ask] = {
     "AWQ, GPTQ, FP8 and the like": config(quantization_config={"quant_method": "awq"}),
     "another activation": config(hidden_act="relu2"),
     "experts in a dense family": config(num_local_experts=8),
+    "another activation of GPT-OSS's experts": config("gpt_oss", **EXPERTS, swiglu_alpha=2.0),
     "latent attention (MLA)": config(kv_lora_rank=512),
     "attention in chunks (Llama 4)": config(attention_chunk_size=8192),
     "layers with attention in chunks": config("mistral", **CHUNKED_LAYERS),
@@ -125,7 +126,9 @@ BY_FAMILY: dict[str, Ask] = {
 }
 IN_GGUF: dict[str, Ask] = {
     "another architecture": architecture("mamba"),
-    "experts": metadata("expert_count", 8),
+    "experts in a dense family": metadata("expert_count", 8, "qwen2"),
+    "experts that are chosen by a sigmoid, in a Mixtral": metadata("expert_gating_func", 2, "mixtral"),
+    "windows in other layers of a GPT-OSS": metadata("attention.sliding_window_pattern", 3, "gpt-oss"),
     "capped scores in a Llama": metadata("attn_logit_softcapping", 5.0),
     "scales in a Llama": metadata("residual_scale", 0.5),
     "tokens that see later ones": metadata("attention.causal", False),
@@ -140,7 +143,9 @@ BY_TRANSFORMERS: dict[str, Ask] = {
     "latent attention (DeepSeek-V3)": started("deepseek_v3", **MLA),
     "linear attention in some layers (Qwen3-Next)": started("qwen3_next", **LINEAR_LAYERS),
     "attention in chunks": started("stablelm", **CHUNKED_LAYERS),
-    "attention sinks (gpt-oss)": started("gpt_oss", **EXPERTS, head_dim=8, sliding_window=16),
+    "attention sinks (gpt-oss, which is native by itself)": started(
+        "gpt_oss", {"model_impl": "transformers"}, **EXPERTS, head_dim=8, sliding_window=16
+    ),
     "ALiBi, by a class of its own (BLOOM)": started("bloom"),
     "state spaces (Mamba)": started("mamba"),
     "recurrent layers (RWKV)": started("rwkv"),
@@ -165,6 +170,7 @@ BY_RANKS: dict[str, Ask] = {
     "query heads": on_ranks(2, "phi3-long"),
     "KV heads": on_ranks(2, num_key_value_heads=3),
     "inner elements of the MLP": on_ranks(2, intermediate_size=55),
+    "inner elements of an expert": on_ranks(2, "qwen3-moe", moe_intermediate_size=35),
     "a norm over all heads (OLMo 2 and 3)": on_ranks(2, "olmo2"),
 }
 REFUSED: dict[str, dict[str, Ask]] = {

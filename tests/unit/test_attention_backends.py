@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.layouts import uniform_layout
+from support.layouts import latent_layout, uniform_layout
 
-from pdserve.model_files.spec import AttentionSpec
+from pdserve.model_files.spec import AttentionSpec, MLASpec, NormSpec
 from pdserve.model_runner.attention.registry import make_attention_backend
 from pdserve.model_runner.forward_batch import ForwardBatch
-from pdserve.model_runner.kv_pool import MHATokenToKVPool
+from pdserve.model_runner.kv_pool import MHATokenToKVPool, MLATokenToKVPool
 
 BACKENDS = ["torch"]
 HEADS, KV_HEADS, DIM, LAYERS, PAGES = 6, 2, 16, 2, 700
@@ -23,6 +23,8 @@ SPECS = {
     "window of one": replace(PLAIN, window=1),
     "capped": replace(PLAIN, scale=0.5, softcap=1.5),
     "capped window": replace(PLAIN, window=5, softcap=2.0),
+    "sinks": replace(PLAIN, sinks=True),
+    "capped sinks in a window": replace(PLAIN, window=20, softcap=2.0, sinks=True),
 }
 
 
@@ -53,7 +55,12 @@ def make_batch(starts: list[int], q_lens: list[int], page_size: int) -> ForwardB
 
 
 def attend_in_float64(
-    batch: ForwardBatch, data: torch.Tensor, layer: int, q: torch.Tensor, spec: AttentionSpec
+    batch: ForwardBatch,
+    data: torch.Tensor,
+    layer: int,
+    q: torch.Tensor,
+    spec: AttentionSpec,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """``data`` is the pool with this pass's KV stored."""
     page_size, out, first = data.shape[3], [], 0
@@ -66,7 +73,9 @@ def attend_in_float64(
             scores = torch.einsum("hd,shd->hs", q[first + i].double(), k) * spec.scale
             if spec.softcap is not None:
                 scores = spec.softcap * (scores / spec.softcap).tanh()
-            weights = scores.softmax(-1)
+            shares = scores.exp()
+            everything = shares.sum(-1, keepdim=True) + (0 if sinks is None else sinks.double().exp()[:, None])
+            weights = shares / everything
             out.append(torch.einsum("hs,shd->hd", weights, v).flatten())
         first += q_len
     return torch.stack(out)
@@ -85,7 +94,15 @@ def attend_in_float64(
     ids=["first token", "decodes", "long chunks", "mixed"],
 )
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("specs", [("plain", "scaled"), ("window", "window of one"), ("capped", "capped window")])
+@pytest.mark.parametrize(
+    "specs",
+    [
+        ("plain", "scaled"),
+        ("window", "window of one"),
+        ("capped", "capped window"),
+        ("sinks", "capped sinks in a window"),
+    ],
+)
 def test_equals_float64(
     backend: str,
     dtype: torch.dtype,
@@ -108,13 +125,53 @@ def test_equals_float64(
         q, k, v = (torch.randn(total, heads, DIM).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
         before = pool.data.clone()
         spec = SPECS[specs[layer]]
-        out = attention.forward(layer, q, k, v, spec)
+        sinks = torch.randn(HEADS) + 1 if spec.sinks else None
+        out = attention.forward(layer, q, k, v, spec, sinks)
         pages, offsets = batch.out_cache_loc // page_size, batch.out_cache_loc % page_size
         before[pages, layer, 0, offsets], before[pages, layer, 1, offsets] = k, v
         assert torch.equal(pool.data, before), "exactly this pass's slots are written"
-        expected = attend_in_float64(batch, pool.data, layer, q, spec)
+        expected = attend_in_float64(batch, pool.data, layer, q, spec, sinks)
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
         assert out.shape == (total, HEADS * DIM)
+
+
+LATENT = MLASpec(
+    heads=HEADS,
+    q_lora_rank=None,
+    kv_lora_rank=DIM,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=6,
+    v_head_dim=8,
+    scale=0.3,
+    norm=NormSpec(eps=1e-6),
+)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("starts", "q_lens"), [([31, 0, 15], [1, 1, 1]), ([7, 40, 0, 130], [9, 1, 150, 1])])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_latent_rows_are_keys_and_values(
+    dtype: torch.dtype, tolerance: float, starts: list[int], q_lens: list[int], page_size: int
+) -> None:
+    torch.manual_seed(11)
+    dim, total = LATENT.head_dim, sum(q_lens)
+    layout = latent_layout(page_size, LAYERS, dim, str(dtype).removeprefix("torch."), 0, value_dim=DIM)
+    pool = MLATokenToKVPool(layout, PAGES, torch.device("cpu"))
+    pool.data[1:] = torch.randn_like(pool.data[1:])
+    batch = make_batch(starts, q_lens, page_size)
+    attention = make_attention_backend("torch", pool, dtype)
+    attention.plan(batch)
+    for layer in range(LAYERS):
+        q, rows = torch.randn(total, HEADS, dim).to(dtype), torch.randn(total, 1, dim).to(dtype)
+        expected = pool.data.clone()
+        out = attention.forward(layer, q, rows, rows[..., :DIM], LATENT)
+        expected[batch.out_cache_loc // page_size, layer, batch.out_cache_loc % page_size] = rows[:, 0]
+        assert torch.equal(pool.data, expected), "exactly this pass's slots are written"
+        # Keys and values by themselves, which the reference knows, are those rows twice.
+        kept = torch.stack((pool.data, pool.data), 2)[:, :, :, :, None].expand(-1, -1, -1, -1, KV_HEADS, -1)
+        plain = replace(PLAIN, scale=LATENT.scale)
+        whole = attend_in_float64(batch, kept, layer, q, plain).view(total, HEADS, dim)[..., :DIM]
+        torch.testing.assert_close(out.double(), whole.flatten(1), atol=tolerance, rtol=tolerance)
 
 
 def test_unknown_backend_is_named() -> None:

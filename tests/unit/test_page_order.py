@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.layouts import uniform_layout
+from support.layouts import latent_layout, uniform_layout
 
 from pdserve.disaggregation.transfer.page_order import PageConverter, can_exchange
 from pdserve.messages.worker import KVGroup, KVLayout, KVOrder
@@ -26,6 +26,17 @@ layouts = st.builds(
     st.integers(1, 3),
     st.integers(1, 4),
     st.sampled_from([2, 16, 24, 64]),
+    st.sampled_from(list(ITEM)),
+    st.sampled_from(["tokens", "blocks"]),
+)
+
+latent_layouts = st.builds(
+    lambda size, layers, dim, dtype, order: latent_layout(
+        size, layers, dim, dtype, layers * size * dim * ITEM[dtype], order
+    ),
+    st.sampled_from(PAGE_SIZES),
+    st.integers(1, 3),
+    st.sampled_from([2, 16, 48, 80]),
     st.sampled_from(list(ITEM)),
     st.sampled_from(["tokens", "blocks"]),
 )
@@ -72,7 +83,22 @@ def test_every_element_comes_to_its_place(layout: KVLayout, seed: int) -> None:
         assert np.array_equal(tokens.reshape(shape)[:, part, slot, head, d], per_layer[:, at])
 
 
-@given(layouts, st.integers(0, 2**32))
+@given(latent_layouts, st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_latent_rows_are_keys_without_values(layout: KVLayout, seed: int) -> None:
+    before, page = random_page(layout, seed), random_page(layout, seed)
+    PageConverter(layout, other(layout.order)).convert(page)
+    tokens, blocks = elements(before, layout), elements(page, layout)
+    if layout.order == "tokens":
+        tokens, blocks = blocks, tokens
+    group = layout.groups[0]
+    per_layer = blocks.reshape(group.num_layers, -1)
+    rows = tokens.reshape(group.num_layers, layout.page_size, group.head_dim)
+    for slot, d in itertools.product(range(layout.page_size), range(group.head_dim)):
+        assert np.array_equal(rows[:, slot, d], per_layer[:, place_in_blocks(layout, 0, slot, 0, d)])
+
+
+@given(layouts | latent_layouts, st.integers(0, 2**32))
 @settings(max_examples=100, deadline=None)
 def test_there_and_back_changes_no_bit(layout: KVLayout, seed: int) -> None:
     page = random_page(layout, seed)
@@ -114,6 +140,7 @@ def test_which_layouts_can_be_exchanged() -> None:
     assert can_exchange(blocks, layout)
     assert not can_exchange(blocks, change(layout, page_size=32, page_bytes=8192))
     assert not can_exchange(blocks, change(layout, dtype="float32", page_bytes=8192))
+    assert not can_exchange(layout, change(layout, kind="mla"))
     # Nobody knows other orders of these; equal ones need no converter.
     for odd in (change(layout, dtype="int64"), change(layout, page_size=24), change(layout, head_dim=3)):
         assert can_exchange(odd, odd)

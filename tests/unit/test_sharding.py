@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_files.sharding import Axis, Shard, shard
-from pdserve.model_files.spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, QKNorm, RopeSpec
+from pdserve.model_files.spec import AttentionSpec, LayerSpec, MLASpec, MLPSpec, ModelSpec, NormSpec, QKNorm, RopeSpec
 
 HIDDEN, DIM, INNER, VOCAB = 24, 4, 32, 51
 
@@ -100,3 +100,32 @@ def test_an_mlp_that_can_t_be_divided_is_refused() -> None:
     odd = replace(spec, layers=tuple(replace(layer, mlp=MLPSpec(inner=20)) for layer in spec.layers))
     with pytest.raises(UnsupportedModel, match="20 inner elements"):
         shard(odd, 0, 8)
+
+
+def test_heads_of_latent_attention_are_divided_and_their_row_is_not() -> None:
+    latent = MLASpec(
+        heads=4,
+        q_lora_rank=6,
+        kv_lora_rank=8,
+        qk_nope_head_dim=3,
+        qk_rope_head_dim=2,
+        v_head_dim=5,
+        scale=1.0,
+        norm=NormSpec(eps=1e-6),
+        o_bias=True,
+    )
+    whole = make_spec()
+    spec = replace(whole, layers=tuple(replace(layer, attention=latent) for layer in whole.layers))
+    shards = [shard(spec, rank, 2) for rank in range(2)]
+    for name, rows in {"q_b_proj": 4 * 5, "k_b_proj": 4 * 8, "v_b_proj": 4 * 5}.items():
+        weight = np.arange(rows)[:, None]
+        parts = [part(s, f"layers.0.{name}.weight", weight) for s in shards]
+        assert len(parts[0]) == rows // 2
+        assert np.array_equal(np.concatenate(parts), weight)
+    columns = np.arange(4 * 5)[None]
+    assert np.array_equal(np.concatenate([part(s, "layers.0.o_proj.weight", columns) for s in shards], 1), columns)
+    for s in shards:
+        assert all(s.slice_of(f"layers.0.{name}.weight") is None for name in ("q_a_proj", "kv_a_proj", "kv_a_norm"))
+        assert (s.spec.layers[0].attention.heads, s.kv_heads(), s.shares_kv_heads) == (2, (0, 1), True)
+    with pytest.raises(UnsupportedModel, match="--tp-size 3 does not divide the model's 4 query heads"):
+        shard(spec, 0, 3)

@@ -6,6 +6,7 @@
 
 #include "arena.h"
 #include "engine.h"
+#include "expert_activations.h"
 #include "kv_blocks.h"
 #include "linear_pass.h"
 #include "sizes.h"
@@ -18,21 +19,34 @@ struct Strides {
       : x(round_up(c.hidden, kPanel)),
         qkv(round_up((c.heads + 2 * c.kv_heads) * c.head_dim, kPanel)),
         inner(round_up(c.widest_inner(), kLanes)),
-        att(c.heads * c.head_dim),
-        normed(c.hidden) {}
+        att(c.heads * (c.is_latent() ? c.latent.kv_rank : c.head_dim)),
+        normed(c.hidden),
+        o(c.attended()),
+        queries(c.is_latent() ? round_up(c.heads * c.latent.qk_dim(), kPanel) : 0),
+        projected_row(c.latent.q_rank == 0 ? queries : round_up(c.latent.q_rank, kPanel)),
+        projected(c.is_latent() ? projected_row + round_up(c.head_dim, kPanel) : 0),
+        experts(c) {}
 
   const int64_t x, qkv, inner, att, normed;
+  const int64_t o;  // what the product that leads back to the residual reads
+  // Of latent attention; `projected_row`: where the row begins.
+  const int64_t queries, projected_row, projected;
+  const ExpertSizes experts;
 };
 
 // Of all tokens; every thread reads them, and writes its part.
 template <class T>
 class Activations {
  public:
-  explicit Activations(const Strides& strides) : strides_(strides) { allocate(kFirstTokens); }
+  explicit Activations(const Strides& strides) : experts(strides.experts), strides_(strides) {
+    allocate(kFirstTokens);
+  }
 
   // Makes room for `tokens` tokens; what was there is forgotten.
   void reserve(int64_t tokens) {
     if (tokens > room_) allocate(std::max(tokens, 2 * room_));
+    experts.reserve(tokens);
+    experts.inputs.normed = normed;
   }
 
   float* x = nullptr;           // [T, x]: the residual
@@ -44,6 +58,10 @@ class Activations {
   SlotPlace* places = nullptr;  // [T]: where the token's keys lie in the pool
   float* wanted_x = nullptr;    // [T, x]
   T* wanted_att = nullptr;      // [T, att]
+  T* projected = nullptr;       // [T, projected]: of latent attention, the queries or what leads to them, and the row
+  T* queries = nullptr;         // [T, queries]
+  T* expanded = nullptr;        // [T, o]: what becomes of att
+  ExpertActivations<T> experts;
 
  private:
   static constexpr int64_t kFirstTokens = 512;
@@ -59,6 +77,11 @@ class Activations {
     places = arena_->template allocate<SlotPlace>(tokens);
     wanted_x = arena_->template allocate<float>(tokens * strides_.x);
     wanted_att = arena_->template allocate<T>(tokens * strides_.att);
+    if (strides_.projected != 0) {
+      projected = arena_->template allocate<T>(tokens * strides_.projected);
+      queries = arena_->template allocate<T>(tokens * strides_.queries);
+      expanded = arena_->template allocate<T>(tokens * strides_.o);
+    }
     room_ = tokens;
   }
 
@@ -73,11 +96,14 @@ struct ThreadActivations {
   T* normed = nullptr;  // [kTileRows, normed]
   T* inner = nullptr;   // [kTileRows, inner]
   LinearThread linear;
+  ThreadExperts<T> experts;
 
   void allocate(Arena& arena, const Strides& strides) {
     normed = arena.allocate<T>(kTileRows * strides.normed);
     inner = arena.allocate<T>(kTileRows * strides.inner);
-    linear.reserve(arena, std::max({strides.normed, strides.att, strides.inner}));
+    linear.reserve(arena, std::max({strides.normed, strides.att, strides.o, strides.projected, strides.inner, strides.experts.inner}));
+    experts.allocate(arena, strides.experts);
+    experts.inputs.normed = normed;
   }
 };
 

@@ -8,6 +8,7 @@
 #include "attention_products.h"
 #include "attention_tile.h"
 #include "denormals.h"
+#include "latent_values.h"
 
 namespace pdserve {
 namespace {
@@ -46,14 +47,15 @@ struct TilePlace {
 // One thread in one layer.
 class AttentionWorker {
  public:
-  AttentionWorker(AttentionPlan& plan, int64_t layer, const TokenRows& q, const TokenRows& out, int tid)
-      : plan_(plan), items_(plan.work_[tid]), memory_(plan.scratch_[tid].data()), q_(q), out_(out) {
+  AttentionWorker(AttentionPlan& plan, int64_t layer, const float* sinks, const TokenRows& q, const TokenRows& out,
+                  int tid)
+      : plan_(plan), items_(plan.work_[tid]), memory_(plan.scratch_[tid].data()), sinks_(sinks), q_(q), out_(out) {
     const KVPoolView& pool = plan.pool_;
     block_slots_ = std::min<int64_t>(pool.page_size, kBlockSlots);
     slot_bytes_ = dim_ * size_of(pool.dtype);
-    head_bytes_ = pool.page_size * slot_bytes_;
-    values_offset_ = pool.pool_heads * head_bytes_;
-    base_ = static_cast<const char*>(pool.data) + layer * 2 * values_offset_;
+    head_bytes_ = latent_ ? 0 : pool.page_size * slot_bytes_;
+    values_offset_ = latent_ ? 0 : pool.keys_size() * size_of(pool.dtype);
+    base_ = static_cast<const char*>(pool.data) + layer * pool.layer_size() * size_of(pool.dtype);
   }
 
   // `score` makes scores of sixteen products of queries and keys, times log2 e.
@@ -65,7 +67,7 @@ class AttentionWorker {
     locate(items_[0], items_[0].key_begin, places[now]);
     for (size_t i = 0; i < items_.size(); ++i) {
       const AttentionItem& item = items_[i];
-      const AttentionScratch scratch(memory_, rows_of(item) * heads_of(item), dim_);
+      const AttentionScratch scratch(memory_, rows_of(item) * heads_of(item), dim_, value_dim_);
       load_queries(item, reinterpret_cast<typename Words::Element*>(scratch.queries));
       for (int32_t key = item.key_begin; key < item.key_end; key += kTile, now ^= 1) {
         // The next tile is fetched while this one is computed.
@@ -91,13 +93,13 @@ class AttentionWorker {
   static int heads_of(const AttentionItem& item) { return item.head_end - item.head_begin; }
 
   SoftmaxRows at(const SoftmaxRows& rows, int64_t row) const {
-    return {rows.largest + row, rows.sums + row * kLanes, rows.values + row * dim_};
+    return {rows.largest + row, rows.sums + row * kLanes, rows.values + row * value_dim_};
   }
 
   void merge(const SoftmaxRows& rows, const SoftmaxRows& next, int count) const {
     for (int r = 0; r < count; ++r) {
       const SoftmaxRows a = at(rows, r), b = at(next, r);
-      merge_row(a.largest, a.sums, a.values, *b.largest, b.sums, b.values, dim_);
+      merge_row(a.largest, a.sums, a.values, *b.largest, b.sums, b.values, value_dim_);
     }
   }
 
@@ -136,14 +138,17 @@ class AttentionWorker {
     const int rows = rows_of(item);
     const bool first_chunk = key / kChunk == item.key_begin / kChunk;
     const SoftmaxRows& state = first_chunk ? scratch.total : scratch.chunk;
-    if (key % kChunk == 0 || key == item.key_begin) reset(state, rows * heads_of(item), dim_);
+    if (key % kChunk == 0 || key == item.key_begin) reset(state, rows * heads_of(item), value_dim_);
     const auto* queries = reinterpret_cast<const typename Words::Element*>(scratch.queries);
     TileFetch ahead;
     ahead.begin(base_ + item.head_begin * head_bytes_, next.offsets, rows <= kFetchRows ? blocks_of(next) : 0,
-                block_slots_ * slot_bytes_, heads_of(item), head_bytes_, values_offset_);
+                block_slots_ * slot_bytes_, latent_ ? 1 : heads_of(item),
+                plan_.pool_.page_size * slot_bytes_, values_offset_);
     for (int32_t head = item.head_begin; head < item.head_end; ++head) {
       const int64_t row = static_cast<int64_t>(head - item.head_begin) * rows;
-      const BlockTile<Words> tile = find_tile<Words>(base_ + head * head_bytes_, place, scratch, ahead);
+      // All heads read the same latent rows.
+      const bool copied = latent_ && head > item.head_begin;
+      const BlockTile<Words> tile = find_tile<Words>(base_ + head * head_bytes_, place, scratch, copied, ahead);
       for (int r = 0; r < rows; r += kBlockRows) {
         run_block<Words>(item, key, place.count, r, std::min(kBlockRows, rows - r), queries + (row + r) * dim_,
                          at(state, row + r), scratch, tile, score);
@@ -153,12 +158,12 @@ class AttentionWorker {
     if (chunk_ends && !first_chunk) merge(scratch.total, scratch.chunk, rows * heads_of(item));
   }
 
-  // One head's tile, where it is, or put together where pages are smaller than a block.
+  // One head's tile, where it is, or put together where pages are smaller than a block; `copied`: it has been already.
   template <class Words>
   BlockTile<Words> find_tile(const char* base, const TilePlace& place, const AttentionScratch& scratch,
-                             TileFetch& ahead) const {
+                             bool copied, TileFetch& ahead) const {
     constexpr int kRows = kBlockSlots / Words::kGroup;
-    BlockTile<Words> tile{{}, {}, dim_, ahead};
+    BlockTile<Words> tile{{}, {}, dim_, value_dim_, ahead};
     auto* keys = reinterpret_cast<uint32_t*>(scratch.keys);
     auto* values = reinterpret_cast<uint32_t*>(scratch.values);
     const int64_t words = dim_ / Words::kGroup;
@@ -166,14 +171,19 @@ class AttentionWorker {
     for (int i = 0; i * kBlockSlots < place.count; ++i) {
       const char* block = base + place.offsets[i];
       tile.keys[i] = in_place ? reinterpret_cast<const uint32_t*>(block) : keys + i * words * kBlockSlots;
-      tile.values[i] = in_place ? reinterpret_cast<const uint32_t*>(block + values_offset_) : values + i * kRows * dim_;
+      tile.values[i] = in_place && !latent_ ? reinterpret_cast<const uint32_t*>(block + values_offset_)
+                                            : values + i * kRows * value_dim_;
     }
+    if (copied) return tile;
     if (!in_place) {
       const int slots = static_cast<int>(block_slots_);
       for (int i = 0; i < blocks_of(place); ++i) {
         gather_keys(reinterpret_cast<const uint32_t*>(base + place.offsets[i]), slots, words, i * slots, keys);
       }
-      gather_values<Words>(base + values_offset_, place.offsets, slots, place.count, dim_, values);
+      if (!latent_) gather_values<Words>(base + values_offset_, place.offsets, slots, place.count, dim_, values);
+    }
+    for (int i = 0; latent_ && i * kBlockSlots < place.count; ++i) {
+      values_of_keys(tile.keys[i], value_dim_, Words{}, values + i * kRows * value_dim_);
     }
     if (Words::kGroup == 2 && place.count % 2 != 0) clear_neighbour(tile, place.count, values);
     return tile;
@@ -183,14 +193,14 @@ class AttentionWorker {
   template <class Words>
   void clear_neighbour(BlockTile<Words>& tile, int count, uint32_t* copy) const {
     const uint32_t*& last = tile.values[(count - 1) / kBlockSlots];
-    const int64_t words = (count - 1) % kBlockSlots / 2 * dim_;
-    if (block_slots_ == kBlockSlots) {
-      std::memcpy(copy, last, (words + dim_) * sizeof(uint32_t));
+    const int64_t words = (count - 1) % kBlockSlots / 2 * value_dim_;
+    if (block_slots_ == kBlockSlots && !latent_) {
+      std::memcpy(copy, last, (words + value_dim_) * sizeof(uint32_t));
       last = copy;
     } else {
       copy += last - copy;  // is one already
     }
-    for (int64_t d = words; d < words + dim_; ++d) copy[d] &= 0xffff;
+    for (int64_t d = words; d < words + value_dim_; ++d) copy[d] &= 0xffff;
   }
 
   // Rows [r, r + count) of the item's head over one tile.
@@ -225,10 +235,10 @@ class AttentionWorker {
     for (int32_t head = item.head_begin; head < item.head_end; ++head) {
       for (int32_t token = item.q_begin; token < item.q_end; ++token) {
         for (int64_t g = 0; g < group_; ++g, ++row) {
-          const int64_t index = (plan_.entries_[item.entry].first_token + token) * out_.stride +
-                                (head * group_ + g) * dim_;
-          const Vec scale = broadcast(1.0f / sum(load(rows.sums + row * kLanes)));
-          const float* values = rows.values + row * dim_;
+          const int64_t query_head = head * group_ + g;
+          const int64_t index = (plan_.entries_[item.entry].first_token + token) * out_.stride + query_head * value_dim_;
+          const Vec scale = broadcast(1.0f / (sum(load(rows.sums + row * kLanes)) + sink(query_head, rows.largest[row])));
+          const float* values = rows.values + row * value_dim_;
           if (out_.dtype == DType::kFloat32) {
             scale_row(values, scale, static_cast<float*>(out_.data) + index);
           } else {
@@ -239,16 +249,24 @@ class AttentionWorker {
     }
   }
 
+  // The weight of the head's sink, beside weights that are relative to the largest score.
+  float sink(int64_t query_head, float largest) const {
+    if (sinks_ == nullptr) return 0.0f;
+    // With such a weight nothing is left of the others; a larger one need not be a number.
+    constexpr float kMost = 120.0f;
+    return first_lane(exp2(broadcast(std::min(kMost, sinks_[query_head] * kLog2E - largest))));
+  }
+
   template <class Out>
   void scale_row(const float* values, Vec scale, Out* out) const {
-    for (int64_t d = 0; d < dim_; d += kLanes) store(out + d, load(values + d) * scale);
+    for (int64_t d = 0; d < value_dim_; d += kLanes) store(out + d, load(values + d) * scale);
   }
 
   // Leaves one chunk's rows for whoever finishes the context's last chunk, which joins them in order. A long entry's
   // queries come in blocks: each has its own place among the entry's rows, and its own count.
   void leave_part(const AttentionItem& item, const AttentionScratch& scratch) const {
     const AttentionPlan::Split& split = plan_.splits_[item.entry];
-    const int64_t rows = rows_of(item), row_size = 1 + kLanes + dim_;
+    const int64_t rows = rows_of(item), row_size = 1 + kLanes + value_dim_;
     const int64_t all_rows = plan_.entries_[item.entry].q_len * group_, first_row = item.q_begin * group_;
     const int64_t kv_heads = plan_.pool_.kv_heads;
     const auto part = [&](int64_t chunk, int64_t head) {
@@ -259,7 +277,7 @@ class AttentionWorker {
     const auto copy = [&](const SoftmaxRows& to, const SoftmaxRows& from) {
       std::memcpy(to.largest, from.largest, rows * sizeof(float));
       std::memcpy(to.sums, from.sums, rows * kLanes * sizeof(float));
-      std::memcpy(to.values, from.values, rows * dim_ * sizeof(float));
+      std::memcpy(to.values, from.values, rows * value_dim_ * sizeof(float));
     };
     const int64_t first_counter = split.first_counter + item.q_begin / plan_.query_step() * kv_heads;
     for (int32_t head = item.head_begin; head < item.head_end; ++head) {
@@ -283,9 +301,12 @@ class AttentionWorker {
   AttentionPlan& plan_;
   const std::vector<AttentionItem>& items_;
   float* memory_;
+  const float* sinks_;
   const TokenRows& q_;
   const TokenRows& out_;
   const int64_t dim_ = plan_.pool_.head_dim;
+  const int64_t value_dim_ = plan_.pool_.dim_of_values();
+  const bool latent_ = plan_.pool_.is_latent();
   const int64_t group_ = plan_.group();
   int64_t block_slots_, slot_bytes_, head_bytes_, values_offset_;
   const char* base_;
@@ -307,7 +328,7 @@ void run(AttentionWorker& worker, DType pool, const Score& score) {
 void attention_run(AttentionPlan& plan, int64_t layer, const Scoring& scoring, const TokenRows& q, const TokenRows& out,
                    int tid) {
   const FlushDenormals flush;
-  AttentionWorker worker(plan, layer, q, out, tid);
+  AttentionWorker worker(plan, layer, scoring.sinks, q, out, tid);
   const float scale = scoring.scale, cap = scoring.softcap;
   if (cap == 0.0f) {
     run(worker, plan.pool_dtype(), [=](Vec x) { return x * broadcast(scale * kLog2E); });

@@ -34,6 +34,8 @@ inline int64_t size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
 // The pool [P, L, 2, ...]: keys then values, each K * page_size * D elements, as kv_blocks.h has it. D is a multiple of
 // 16, page_size a power of two below 16 or a multiple of 16.
+// Of latent attention it is [P, L, ...]: rows of D elements that lie like the keys of one head. Their first `value_dim`
+// elements, a multiple of 16, are the values. The "KV heads" are then groups of query heads, that all read these rows.
 struct KVPoolView {
   void* data;
   DType dtype;
@@ -44,8 +46,14 @@ struct KVPoolView {
   // Heads of the pool, of which these are some, one after another: those of a tensor-parallel rank. `data` points to
   // the first of these in page 0.
   int64_t pool_heads;
+  int64_t value_dim;  // 0: keys and values lie apart
 
-  int64_t page_bytes() const { return num_layers * 2 * page_size * pool_heads * head_dim * size_of(dtype); }
+  bool is_latent() const { return value_dim != 0; }
+  int64_t dim_of_values() const { return is_latent() ? value_dim : head_dim; }
+  // Elements of all heads' keys of a layer and page, and of all that a layer keeps in a page.
+  int64_t keys_size() const { return pool_heads * page_size * head_dim; }
+  int64_t layer_size() const { return is_latent() ? keys_size() : 2 * keys_size(); }
+  int64_t page_bytes() const { return num_layers * layer_size() * size_of(dtype); }
 };
 
 // Entry of a pass: tokens [first_token, first_token + q_len) of T are positions [start, start + q_len) of the row.
@@ -142,10 +150,11 @@ class AttentionPlan {
 struct Scoring {
   float scale;
   float softcap;
+  const float* sinks;  // [H], or null: scores of a key that every query of the head sees, whose value is 0 (attention sinks)
 };
 
 // out[t] = softmax(cap(scale · q[t] Kᵀ)) V over the keys up to t's own position, and in the plan's window: this thread's
-// share of it.
+// share of it. Sinks are in the softmax.
 void attention_run(AttentionPlan& plan, int64_t layer, const Scoring& scoring, const TokenRows& q, const TokenRows& out,
                    int tid);
 

@@ -16,7 +16,7 @@ namespace pdserve {
 class TileFetch {
  public:
   // Blocks of `bytes` of `heads` heads, a `head_stride` apart, from each of `count` places, in the order of the tile's
-  // keys, and the same `second` bytes further on.
+  // keys, and the same `second` bytes further on, where that is not 0.
   void begin(const char* base, const int64_t* offsets, int count, int64_t bytes, int heads, int64_t head_stride,
              int64_t second) {
     size_ = at_ = 0;
@@ -54,7 +54,7 @@ class TileFetch {
   void add(const char* first, int64_t bytes, int64_t second) {
     if (size_ + 2 > kRuns) return;  // many heads of large pages: what is not asked for comes a little later
     runs_[size_++] = {first, first + bytes};
-    runs_[size_++] = {first + second, first + second + bytes};
+    if (second != 0) runs_[size_++] = {first + second, first + second + bytes};
   }
 
   static constexpr int kRuns = 2 * kTile;

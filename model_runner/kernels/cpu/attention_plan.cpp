@@ -90,7 +90,7 @@ void AttentionPlan::make_items(int nthreads) {
     const bool split = decode && large && chunks > 1 && nthreads > 1;
     if (split) {
       splits_[b] = {chunks, first / kChunk, partial_size, num_counters};
-      partial_size += splits_[b].num_chunks * heads * entry.q_len * group() * (1 + kLanes + pool_.head_dim);
+      partial_size += splits_[b].num_chunks * heads * entry.q_len * group() * (1 + kLanes + pool_.dim_of_values());
       num_counters += heads * ceil_div(entry.q_len, step);
     }
     const int32_t head_step = decode ? together : 1;
@@ -136,7 +136,7 @@ void AttentionPlan::reserve(int nthreads) {
     rows = std::max(rows, (item.q_end - item.q_begin) * group() * (item.head_end - item.head_begin));
   }
   scratch_.resize(nthreads);
-  for (auto& scratch : scratch_) scratch.reserve(AttentionScratch::size(rows, pool_.head_dim));
+  for (auto& scratch : scratch_) scratch.reserve(AttentionScratch::size(rows, pool_.head_dim, pool_.dim_of_values()));
 }
 
 }  // namespace pdserve

@@ -120,7 +120,7 @@ template <class Words>
 struct BlockTile {
   const uint32_t* keys[kTileBlocks];
   const uint32_t* values[kTileBlocks];
-  int64_t dim;
+  int64_t dim, value_dim;
   TileFetch& ahead;
 
   void score(int rows, const uint32_t* queries, int vecs, float* scores) const {
@@ -129,7 +129,7 @@ struct BlockTile {
 
   void weigh(int rows, const uint32_t* weights, int64_t keys_seen, float* sums, const float* factors) const {
     const auto groups = static_cast<int>((keys_seen + Words::kGroup - 1) / Words::kGroup);
-    kWeighRows<Words>[rows](weights, values, dim, groups, sums, factors, ahead);
+    kWeighRows<Words>[rows](weights, values, value_dim, groups, sums, factors, ahead);
   }
 };
 

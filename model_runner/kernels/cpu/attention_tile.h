@@ -37,7 +37,7 @@ inline Vec exp2(Vec x) {
 struct SoftmaxRows {
   float* largest;   // [rows]
   float* sums;      // [rows][kLanes]
-  float* values;    // [rows][D]
+  float* values;    // [rows][D of values]
 };
 
 // Finite, so that a row that has seen no key yet needs no case of its own.
@@ -55,27 +55,28 @@ struct AttentionScratch {
   SoftmaxRows total;   // all chunks so far
   SoftmaxRows chunk;   // one chunk
   float* keys;         // [kTile][D]: copies, where keys don't lie as the products read them
-  float* values;
+  float* values;       // [kTile][D of values]
   float* scores;       // [kBlockRows][kTile]
   float* weights;
 
-  AttentionScratch(float* memory, int64_t rows, int64_t dim) {
+  AttentionScratch(float* memory, int64_t rows, int64_t dim, int64_t value_dim) {
     const auto take = [&memory](int64_t size) {
       float* part = memory;
       memory += whole_lines(size);
       return part;
     };
     queries = take(rows * dim);
-    for (SoftmaxRows* state : {&total, &chunk}) *state = {take(rows), take(rows * kLanes), take(rows * dim)};
+    for (SoftmaxRows* state : {&total, &chunk}) *state = {take(rows), take(rows * kLanes), take(rows * value_dim)};
     keys = take(kTile * dim);
-    values = take(kTile * dim);
+    values = take(kTile * value_dim);
     scores = take(kBlockRows * kTile);
     weights = take(kBlockRows * kTile);
   }
 
-  static int64_t size(int64_t rows, int64_t dim) {
-    return whole_lines(rows * dim) + 2 * (whole_lines(rows) + whole_lines(rows * kLanes) + whole_lines(rows * dim)) +
-           2 * whole_lines(kTile * dim) + 2 * kBlockRows * kTile;
+  static int64_t size(int64_t rows, int64_t dim, int64_t value_dim) {
+    const int64_t softmax = whole_lines(rows) + whole_lines(rows * kLanes) + whole_lines(rows * value_dim);
+    return whole_lines(rows * dim) + 2 * softmax + whole_lines(kTile * dim) + whole_lines(kTile * value_dim) +
+           2 * kBlockRows * kTile;
   }
 
  private:

@@ -11,6 +11,10 @@ void store_rows(const KVPoolView& pool, int64_t layer, const SlotPlace* places, 
   const int64_t dim = pool.head_dim;
   for (int64_t token = begin; token < end; ++token) {
     const Rows* key = static_cast<const Rows*>(k.data) + token * k.stride;
+    if (pool.is_latent()) {
+      for (int64_t d = 0; d < dim; d += kLanes) writer.key(places[token], 0, d, load(key + d));
+      continue;
+    }
     const Rows* value = static_cast<const Rows*>(v.data) + token * v.stride;
     for (int64_t head = 0; head < pool.kv_heads; ++head, key += dim, value += dim) {
       for (int64_t d = 0; d < dim; d += kLanes) {

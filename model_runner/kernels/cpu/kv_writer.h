@@ -15,7 +15,7 @@ class KVWriter {
   KVWriter(const KVPoolView& pool, int64_t layer)
       : dim_(pool.head_dim),
         head_stride_(head_stride(pool)),
-        keys_(static_cast<Pool*>(pool.data) + layer * 2 * values_offset(pool)),
+        keys_(static_cast<Pool*>(pool.data) + layer * pool.layer_size()),
         values_(keys_ + values_offset(pool)) {}
 
   // Dimensions [d, d + 16) of a token's key of `head`.
@@ -32,7 +32,7 @@ class KVWriter {
   Pool *const keys_, *const values_;
 };
 
-// Writes k and v (K heads a token, of one type) of tokens [begin, end) to `places` ([T]) of `layer`.
+// Writes k and v (K heads a token, of one type; latent rows are k alone) of tokens [begin, end) to `places` ([T]) of `layer`.
 void store_kv(const KVPoolView& pool, int64_t layer, const SlotPlace* places, const TokenRows& k, const TokenRows& v,
               int64_t begin, int64_t end);
 

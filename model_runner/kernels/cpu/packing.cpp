@@ -10,10 +10,20 @@
 namespace pdserve {
 namespace {
 
-int64_t input_size(const EngineConfig& c, LinearKind kind, int64_t layer) {
-  switch (kind) {
-    case LinearKind::kO: return c.heads * c.head_dim;
-    case LinearKind::kDown: return c.ops[layer].gate_up.inner;
+// Of the network, or of the expert.
+int64_t inner_size(const EngineConfig& c, const LinearPlace& place) {
+  const LayerOps& ops = c.ops[place.layer];
+  const bool shared = ops.experts.count != 0 && place.expert == ops.experts.count;
+  return shared ? ops.experts.shared_inner : ops.gate_up.inner;
+}
+
+int64_t input_size(const EngineConfig& c, const LinearPlace& place) {
+  switch (place.kind) {
+    case LinearKind::kO: return c.attended();
+    case LinearKind::kQB: return c.latent.q_rank;
+    case LinearKind::kKB: return c.latent.nope_dim;
+    case LinearKind::kVB: return c.latent.kv_rank;
+    case LinearKind::kDown: return inner_size(c, place);
     default: return c.hidden;
   }
 }
@@ -43,6 +53,14 @@ void order_qkv(const EngineConfig& c, bool fused, Order& order) {
   order.run(rotated * c.head_dim, (c.heads + 2 * c.kv_heads - rotated) * c.head_dim);
 }
 
+// The row begins at a panel's border, so that its format may be another.
+void order_latent(const EngineConfig& c, Order& order) {
+  const int64_t queries = c.latent.q_rank != 0 ? c.latent.q_rank : c.heads * c.latent.qk_dim();
+  order.run(0, queries);
+  order.pad(kPanel);
+  order.run(queries, c.head_dim);
+}
+
 // A gate and its product lie in one panel, so that its finish can multiply them.
 void order_gate_up(int64_t inner, Order& order) {
   for (int64_t i = 0; i < inner; i += kLanes) {
@@ -55,16 +73,20 @@ void order_gate_up(int64_t inner, Order& order) {
 
 }  // namespace
 
-LinearShape linear_shape(const EngineConfig& c, LinearKind kind, int64_t layer, bool fused) {
+LinearShape linear_shape(const EngineConfig& c, const LinearPlace& place, bool fused) {
   Order order;
-  switch (kind) {
-    case LinearKind::kQKV: order_qkv(c, fused, order); break;
-    case LinearKind::kGateUp: order_gate_up(c.ops[layer].gate_up.inner, order); break;
+  switch (place.kind) {
+    case LinearKind::kQKV: c.is_latent() ? order_latent(c, order) : order_qkv(c, fused, order); break;
+    case LinearKind::kQB: order.run(0, c.heads * c.latent.qk_dim()); break;
+    case LinearKind::kKB: order.run(0, c.latent.kv_rank); break;
+    case LinearKind::kVB: order.run(0, c.latent.value_dim); break;
+    case LinearKind::kGateUp: order_gate_up(inner_size(c, place), order); break;
     case LinearKind::kHead: order.run(0, c.head_rows); break;
+    case LinearKind::kRouter: order.run(0, c.ops[place.layer].experts.rows()); break;
     default: order.run(0, c.hidden); break;
   }
   order.pad(kPanel);
-  return {input_size(c, kind, layer), order.take()};
+  return {input_size(c, place), order.take()};
 }
 
 template <class T>

@@ -81,7 +81,8 @@ bool Stepper::plan_entry(const StepArgs& args, int64_t b, int64_t first_token) {
 bool Stepper::clear_begun_pages(const StepArgs& args) {
   bool any = false;
   const KVPoolView& pool = engine_.config().pool;
-  const int64_t element = size_of(pool.dtype), of_heads = pool.kv_heads * pool.page_size * pool.head_dim * element;
+  const int64_t own_heads = pool.is_latent() ? 1 : pool.kv_heads, parts = pool.is_latent() ? 1 : 2;
+  const int64_t of_heads = own_heads * pool.page_size * pool.head_dim * size_of(pool.dtype);
   for (const AttentionEntry& entry : batch_) {
     const int64_t used = (entry.start + entry.q_len) % pool.page_size;
     if (used == 0 || used > entry.q_len) continue;
@@ -89,8 +90,8 @@ bool Stepper::clear_begun_pages(const StepArgs& args) {
     const int64_t page = args.out_cache_loc[entry.first_token + entry.q_len - 1] / pool.page_size;
     char* own = static_cast<char*>(pool.data) + page * pool.page_bytes();
     // Other ranks may have begun to fill their heads.
-    const int64_t all_heads = of_heads / pool.kv_heads * pool.pool_heads;
-    for (int64_t i = 0; i < 2 * pool.num_layers; ++i) std::memset(own + i * all_heads, 0, of_heads);
+    const int64_t all_heads = of_heads / own_heads * pool.pool_heads;
+    for (int64_t i = 0; i < parts * pool.num_layers; ++i) std::memset(own + i * all_heads, 0, of_heads);
   }
   return any;
 }

@@ -1,0 +1,78 @@
+"""Multi-head latent attention of one layer (DeepSeek-V2, 2024), in its absorbed form.
+
+A head's score is q · (k_b c) = (k_bᵀ q) · c, and its output Σ w (v_b c) = v_b (Σ w c): with k_b on the query's side and
+v_b on the output's, all heads attend over the rows as they lie in the pool, one KV head. Prompts are computed like single
+tokens are, though multiplying out their keys would cost less: in one form a token's result is the same wherever it is
+computed.
+
+Shapes: T tokens, H heads, N hidden size, D = R + P elements of a row, R kv_lora_rank, P qk_rope_head_dim, Q qk_nope_head_dim, V v_head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...model_files.spec import MLASpec
+from ..attention.base import AttentionBackend
+from ..kernels.reference import rope
+from ..layers.linear import Linear
+from ..layers.rms_norm import RMSNorm
+from ..layers.rotary import Rotation
+
+
+class LatentAttention:
+    """One layer's. ``q_a_proj`` and ``q_a_norm`` are None where queries are projected from the hidden state."""
+
+    def __init__(self, spec: MLASpec, layer: int, hidden: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        def linear(inputs: int, outputs: int, *, bias: bool = False) -> Linear:
+            return Linear(inputs, (outputs,), bias=bias, dtype=dtype, device=device)
+
+        self.spec = spec
+        self._layer = layer
+        rank = spec.q_lora_rank
+        self.q_a_proj = None if rank is None else linear(hidden, rank, bias=spec.a_bias)
+        self.q_a_norm = None if rank is None else RMSNorm(rank, spec.norm, device=device)
+        self.q_b_proj = linear(rank or hidden, spec.heads * spec.qk_head_dim)
+        self.kv_a_proj = linear(hidden, spec.head_dim, bias=spec.a_bias)
+        self.kv_a_norm = RMSNorm(spec.kv_lora_rank, spec.norm, device=device)
+        self.k_b_proj = linear(spec.qk_nope_head_dim, spec.heads * spec.kv_lora_rank)
+        self.v_b_proj = linear(spec.kv_lora_rank, spec.heads * spec.v_head_dim)
+        self.o_proj = linear(spec.heads * spec.v_head_dim, hidden, bias=spec.o_bias)
+
+    def forward(self, x_TN: Tensor, rotation: Rotation | None, attention: AttentionBackend) -> Tensor:
+        """[T, N]."""
+        if rotation is None:
+            raise ValueError("latent attention without positions is not known")
+        q_THD, row_T1D = self._queries(x_TN, rotation), self._row(x_TN, rotation)
+        values = row_T1D[..., : self.spec.kv_lora_rank]
+        latent = attention.forward(self._layer, q_THD, row_T1D, values, self.spec)
+        latent_HTR = latent.view(len(x_TN), self.spec.heads, -1).transpose(0, 1)
+        v_b_HRV = self.v_b_proj.weight.view(self.spec.heads, self.spec.v_head_dim, -1).transpose(1, 2)
+        return self.o_proj.forward((latent_HTR @ v_b_HRV).transpose(0, 1).flatten(1))
+
+    def weights(self, prefix: str) -> dict[str, Tensor]:
+        """The views that take the layer's tensors, by our names."""
+        views = self.kv_a_proj.weights(f"{prefix}.kv_a_proj") | self.o_proj.weights(f"{prefix}.o_proj")
+        views |= self.k_b_proj.weights(f"{prefix}.k_b_proj") | self.v_b_proj.weights(f"{prefix}.v_b_proj")
+        views[f"{prefix}.kv_a_norm.weight"] = self.kv_a_norm.weight
+        if self.q_a_proj is None or self.q_a_norm is None:
+            return views | self.q_b_proj.weights(f"{prefix}.q_proj")
+        views |= self.q_a_proj.weights(f"{prefix}.q_a_proj") | self.q_b_proj.weights(f"{prefix}.q_b_proj")
+        return views | {f"{prefix}.q_a_norm.weight": self.q_a_norm.weight}
+
+    def _queries(self, x_TN: Tensor, rotation: Rotation) -> Tensor:
+        """What rows are multiplied with: [T, H, R + P]."""
+        spec = self.spec
+        if self.q_a_proj is not None and self.q_a_norm is not None:
+            x_TN = self.q_a_norm.forward(self.q_a_proj.forward(x_TN))
+        q_THD = self.q_b_proj.forward(x_TN).view(len(x_TN), spec.heads, -1)
+        q_THQ, q_THP = q_THD.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], -1)
+        k_b_HQR = self.k_b_proj.weight.view(spec.heads, spec.kv_lora_rank, -1).transpose(1, 2)
+        latent_THR = (q_THQ.transpose(0, 1) @ k_b_HQR).transpose(0, 1)
+        return torch.cat((latent_THR, rope(q_THP, *rotation)), -1)
+
+    def _row(self, x_TN: Tensor, rotation: Rotation) -> Tensor:
+        """What is kept of each token: [T, 1, R + P]."""
+        latent_TR, k_TP = self.kv_a_proj.forward(x_TN).split([self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], -1)
+        return torch.cat((self.kv_a_norm.forward(latent_TR)[:, None], rope(k_TP[:, None], *rotation)), -1)

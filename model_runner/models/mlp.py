@@ -1,0 +1,28 @@
+"""Gated feed-forward network of one layer, or one of several that it has."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...model_files.spec import MLPSpec
+from ..kernels.reference import gate_and_mul
+from ..layers.linear import Linear
+
+
+class MLP:
+    """``down(activation(gate(x)) * up(x))``."""
+
+    def __init__(self, spec: MLPSpec, hidden: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._activation = spec.activation
+        self.gate_up_proj = Linear(hidden, (spec.inner, spec.inner), bias=spec.bias, dtype=dtype, device=device)
+        self.down_proj = Linear(spec.inner, (hidden,), bias=spec.bias, dtype=dtype, device=device)
+
+    def forward(self, x_TN: Tensor) -> Tensor:
+        """[T, N]."""
+        return self.down_proj.forward(gate_and_mul(self.gate_up_proj.forward(x_TN), self._activation))
+
+    def weights(self, prefix: str) -> dict[str, Tensor]:
+        """The views that take the layer's tensors, by our names."""
+        views = self.gate_up_proj.weights(f"{prefix}.gate_proj", f"{prefix}.up_proj")
+        return views | self.down_proj.weights(f"{prefix}.down_proj")

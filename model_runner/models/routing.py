@@ -1,0 +1,44 @@
+"""Which experts a token goes through, and with what weights: functions of the router's logits alone.
+
+Shapes: T tokens, E experts, C chosen ones, G groups of experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...model_files.spec import ExpertScoring, ExpertsSpec, GroupScore
+
+
+class Choice(NamedTuple):
+    """Of each token: ``experts`` int64 [T, C], best first, and ``weights`` float32 [T, C] of what they give."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+def choose_experts(spec: ExpertsSpec, logits_TE: Tensor, choice_bias_E: Tensor | None) -> Choice:
+    """Read ``ExpertsSpec``; logits and bias are float32. Of equal scores the first expert's counts as the larger."""
+    scores = logits_TE.softmax(-1) if spec.scoring is ExpertScoring.SOFTMAX else logits_TE.sigmoid()
+    wanted = scores if choice_bias_E is None else scores + choice_bias_E
+    if spec.groups > 1:
+        wanted = _within_groups(spec, wanted)
+    # Sorted and not by topk, which leaves open which of equal ones it takes.
+    experts = wanted.sort(dim=-1, descending=True, stable=True).indices[:, : spec.chosen]
+    weights = scores.gather(-1, experts)
+    if spec.normalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Choice(experts, weights * spec.weight_scale)
+
+
+def _within_groups(spec: ExpertsSpec, wanted_TE: Tensor) -> Tensor:
+    """The scores in the best groups, and -inf elsewhere."""
+    by_group_TGE = wanted_TE.unflatten(-1, (spec.groups, -1))
+    best = 1 if spec.group_score is GroupScore.LARGEST else 2
+    of_group_TG = by_group_TGE.topk(best, -1).values.sum(-1)
+    chosen = of_group_TG.sort(dim=-1, descending=True, stable=True).indices[:, : spec.groups_chosen]
+    is_out_TG = torch.ones_like(of_group_TG, dtype=torch.bool).scatter_(-1, chosen, False)
+    return by_group_TGE.masked_fill(is_out_TG[..., None], float("-inf")).flatten(-2)
