@@ -1,5 +1,7 @@
 """Writes a random Llama as a GGUF file: ``python -m pdserve.benchmark.random_gguf model.gguf --mix Q4_K_M``.
 
+With ``--experts 64`` it is a Qwen3-MoE, each of whose experts has ``--inner`` columns.
+
 K-quants need sizes that are multiples of 256, which the default model's are not; this makes a model of any size in
 seconds, without a checkpoint to start from and without another program to quantise it. Its blocks are valid, its words
 are nonsense, its speed is that of a real model. It carries the default model's tokenizer, so that any server of GGUF
@@ -9,6 +11,7 @@ files can run it.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -26,14 +29,26 @@ CONTEXT = 8192
 
 
 class Size(NamedTuple):
-    """Of a Llama with tied embeddings; the vocabulary is the default model's."""
+    """Of a Llama with tied embeddings, or of a Qwen3-MoE; the vocabulary is the default model's."""
 
     hidden: int = 1024
     inner: int = 2816
     layers: int = 16
     heads: int = 16
     kv_heads: int = 4
+    experts: int = 0
+    chosen: int = 8
     vocab: int = 49152
+
+    @property
+    def head_dim(self) -> int:
+        """Of each head."""
+        return self.hidden // self.heads
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of a token's keys."""
+        return self.kv_heads * self.head_dim
 
 
 def main() -> None:
@@ -47,39 +62,44 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     size = Size(**{name: getattr(args, name) for name in Size._fields if name != "vocab"})
-    write_random_gguf(args.path, size, kinds_of(args.mix, size.layers), args.seed, tokenizer=True)
+    write_random_gguf(args.path, size, kinds_of(args.mix, size), args.seed, tokenizer=True)
     print(f"{args.path}: {args.path.stat().st_size / 2**20:.0f} MiB")
 
 
-def kinds_of(mix: str, layers: int) -> dict[str, Kind]:
-    """The kind of each matrix by its GGUF name. ``Q4_K_M`` is mixed as llama.cpp does it, others are of one kind."""
-    kinds = {}
+def kinds_of(mix: str, size: Size) -> dict[str, Kind]:
+    """The kind of each matrix by its GGUF name. ``Q4_K_M`` is mixed as llama.cpp does it, others are of one kind.
+
+    Routers stay as they are.
+    """
+    kinds, layers, suffix = {}, size.layers, "_exps" if size.experts else ""
     for i in range(layers):
         more = i < layers // 8 or i >= 7 * layers // 8 or (i - layers // 8) % 3 == 2
-        for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
-            six = more and name in ("attn_v", "ffn_down")
+        networks = (f"ffn_gate{suffix}", f"ffn_up{suffix}", f"ffn_down{suffix}")
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output", *networks):
+            six = more and name in ("attn_v", f"ffn_down{suffix}")
             kind = (Kind.Q6_K if six else Kind.Q4_K) if mix == "Q4_K_M" else Kind[mix]
             kinds[f"blk.{i}.{name}.weight"] = kind
-    kinds["token_embd.weight"] = Kind.Q6_K if mix == "Q4_K_M" else Kind[mix]
+    for name in ("token_embd.weight", "output.weight"):
+        kinds[name] = Kind.Q6_K if mix == "Q4_K_M" else Kind[mix]
     return kinds
 
 
 def write_random_gguf(path: Path, size: Size, kinds: Mapping[str, Kind], seed: int, *, tokenizer: bool = False) -> None:
     """Write a model of ``size``, each matrix in its kind (F32 where ``kinds`` has none), the same for the same seed."""
     rng = np.random.default_rng(seed)
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, "qwen3moe" if size.experts else "llama")
     _add_metadata(writer, size)
     if tokenizer:
         _copy_tokenizer(writer)
-    for name, (n, k) in _matrices(size):
-        kind = kinds.get(name, Kind.F32)
+    for name, shape in _matrices(size):
+        kind, k = kinds.get(name, Kind.F32), shape[-1]
         if kind == Kind.F32:
-            writer.add_tensor(name, rng.normal(0.0, k**-0.5, (n, k)).astype(np.float32))
+            writer.add_tensor(name, rng.normal(0.0, k**-0.5, shape).astype(np.float32))
         else:
-            writer.add_tensor(name, random_blocks(kind, n, k, rng, k**-0.5), raw_dtype=kind)
-    norms = [f"blk.{i}.{part}_norm.weight" for i in range(size.layers) for part in ("attn", "ffn")]
-    for name in (*norms, "output_norm.weight"):
-        writer.add_tensor(name, np.ones(size.hidden, dtype=np.float32))
+            blocks = random_blocks(kind, math.prod(shape[:-1]), k, rng, k**-0.5)
+            writer.add_tensor(name, blocks.reshape(*shape[:-1], -1), raw_dtype=kind)
+    for name, width in _norms(size):
+        writer.add_tensor(name, np.ones(width, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -95,21 +115,41 @@ def _add_metadata(writer: GGUFWriter, size: Size) -> None:
     writer.add_head_count_kv(size.kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(size.hidden // size.heads)
+    writer.add_rope_dimension_count(size.head_dim)
     writer.add_vocab_size(size.vocab)
+    if size.experts:
+        writer.add_key_length(size.head_dim)
+        writer.add_value_length(size.head_dim)
+        writer.add_expert_count(size.experts)
+        writer.add_expert_used_count(size.chosen)
+        writer.add_expert_feed_forward_length(size.inner)
 
 
-def _matrices(size: Size) -> Iterator[tuple[str, tuple[int, int]]]:
-    kv_size = size.hidden // size.heads * size.kv_heads
+def _norms(size: Size) -> Iterator[tuple[str, int]]:
+    for i in range(size.layers):
+        yield f"blk.{i}.attn_norm.weight", size.hidden
+        yield f"blk.{i}.ffn_norm.weight", size.hidden
+        if size.experts:
+            yield f"blk.{i}.attn_q_norm.weight", size.head_dim
+            yield f"blk.{i}.attn_k_norm.weight", size.head_dim
+    yield "output_norm.weight", size.hidden
+
+
+def _matrices(size: Size) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "token_embd.weight", (size.vocab, size.hidden)
+    if size.experts:
+        yield "output.weight", (size.vocab, size.hidden)
     for i in range(size.layers):
         for name in ("attn_q", "attn_output"):
             yield f"blk.{i}.{name}.weight", (size.hidden, size.hidden)
         for name in ("attn_k", "attn_v"):
-            yield f"blk.{i}.{name}.weight", (kv_size, size.hidden)
+            yield f"blk.{i}.{name}.weight", (size.kv_size, size.hidden)
+        if size.experts:
+            yield f"blk.{i}.ffn_gate_inp.weight", (size.experts, size.hidden)
+        suffix, stacked = ("_exps", (size.experts,)) if size.experts else ("", ())
         for name in ("ffn_gate", "ffn_up"):
-            yield f"blk.{i}.{name}.weight", (size.inner, size.hidden)
-        yield f"blk.{i}.ffn_down.weight", (size.hidden, size.inner)
+            yield f"blk.{i}.{name}{suffix}.weight", (*stacked, size.inner, size.hidden)
+        yield f"blk.{i}.ffn_down{suffix}.weight", (*stacked, size.hidden, size.inner)
 
 
 def _copy_tokenizer(writer: GGUFWriter) -> None:

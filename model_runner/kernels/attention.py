@@ -69,12 +69,18 @@ class PagedAttention:
         window: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
-        """As ``AttentionSpec`` has them; without ``scale``, head_dim to the power of -1/2."""
+        """As ``AttentionSpec`` has them; without ``scale``, head_dim to the power of -1/2. ``sinks``: [H]."""
         self._library = _declared(load_library())
         self._pool, self._view, self._team, self._num_heads = pool, pool_view(pool), team, num_heads
         self._window = window or 0
-        self._scoring = Scoring(pool.layout.head_dim**-0.5 if scale is None else scale, softcap or 0.0)
+        self._sinks = None if sinks is None else sinks.float().contiguous()
+        self._scoring = Scoring(
+            pool.layout.head_dim**-0.5 if scale is None else scale,
+            softcap or 0.0,
+            None if self._sinks is None else self._sinks.data_ptr(),
+        )
         self._plan = self._library.pds_attention_plan_new()
         if self._plan is None:
             raise MemoryError

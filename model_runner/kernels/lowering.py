@@ -18,6 +18,9 @@ from ...model_files.sharding import Slice
 from ...model_files.spec import (
     Activation,
     AttentionSpec,
+    ExpertScoring,
+    ExpertsSpec,
+    GroupScore,
     LayerSpec,
     MLPSpec,
     ModelSpec,
@@ -25,7 +28,7 @@ from ...model_files.spec import (
     QKNorm,
 )
 from .library import NATIVE_DTYPES
-from .structs import AddProduct, Attend, GateUp, LayerOps, ModelOps, NormOp, ProjectQKV
+from .structs import AddProduct, Attend, ExpertsOp, GateUp, LayerOps, ModelOps, NormOp, ProjectQKV
 
 HEAD_DIM_MULTIPLE = 16
 LARGEST = 2**31 - 1
@@ -47,11 +50,27 @@ class NativeQKNorm(IntEnum):
     ALL = 2
 
 
+class NativeScoring(IntEnum):
+    """``ExpertScoring`` of layer_ops.h."""
+
+    SOFTMAX = 0
+    SIGMOID = 1
+
+
+class NativeGroupScore(IntEnum):
+    """``GroupScore`` of layer_ops.h."""
+
+    LARGEST = 0
+    TWO_LARGEST = 1
+
+
 ACTIVATIONS = {
     Activation.SILU: NativeActivation.SILU,
     Activation.GELU: NativeActivation.GELU,
     Activation.GELU_TANH: NativeActivation.GELU_TANH,
 }
+SCORINGS = {ExpertScoring.SOFTMAX: NativeScoring.SOFTMAX, ExpertScoring.SIGMOID: NativeScoring.SIGMOID}
+GROUP_SCORES = {GroupScore.LARGEST: NativeGroupScore.LARGEST, GroupScore.TWO_LARGEST: NativeGroupScore.TWO_LARGEST}
 QK_NORMS = {None: NativeQKNorm.NONE, QKNorm.HEAD: NativeQKNorm.HEAD, QKNorm.ALL: NativeQKNorm.ALL}
 
 # Of ModelSpec also what loaders and those who make the tables of rotations see to.
@@ -66,9 +85,13 @@ COMPUTED: dict[type, tuple[str, ...]] = {
     ),
     AttentionSpec: (
         *("heads", "kv_heads", "head_dim", "scale", "rope", "window", "softcap", "qkv_bias", "o_bias"),
-        *("qk_norm", "qk_norm_spec"),
+        *("qk_norm", "qk_norm_spec", "sinks"),
     ),
     MLPSpec: ("inner", "activation", "bias"),
+    ExpertsSpec: (
+        *("count", "chosen", "inner", "activation", "bias", "limit", "scoring", "normalised", "weight_scale"),
+        *("router_bias", "choice_bias", "groups", "groups_chosen", "group_score", "shared", "shared_gate"),
+    ),
     NormSpec: ("eps", "offset"),
 }
 
@@ -86,7 +109,7 @@ def refusal(spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str |
         return f"they compute in bfloat16 and float32, not in {dtype} over a KV pool of {kv_dtype}"
     if spec.head_dim % HEAD_DIM_MULTIPLE:
         return f"they need a head_dim that is a multiple of {HEAD_DIM_MULTIPLE}, not {spec.head_dim}"
-    if spec.hidden_size % 2 or any(getattr(layer.mlp, "inner", 0) % 2 for layer in spec.layers):
+    if spec.hidden_size % 2 or any(size % 2 for layer in spec.layers for size in _inner_sizes(layer)):
         return "they need even hidden and intermediate sizes"
     lacking = next(_lacking(spec), None)
     return None if lacking is None else f"they do not compute {lacking}"
@@ -125,6 +148,26 @@ def _layer(spec: LayerSpec) -> LayerOps:
         AddProduct(_norm(spec.after_attention), spec.residual_scale),
         GateUp(_norm(spec.before_mlp), ACTIVATIONS[spec.mlp.activation], spec.mlp.inner),
         AddProduct(_norm(spec.after_mlp), spec.residual_scale),
+        lower_experts(spec.mlp) if isinstance(spec.mlp, ExpertsSpec) else ExpertsOp(),
+    )
+
+
+def lower_experts(spec: ExpertsSpec) -> ExpertsOp:
+    """What is beside the two products of each expert."""
+    shared = spec.shared or MLPSpec(inner=0)
+    return ExpertsOp(
+        spec.count,
+        spec.chosen,
+        SCORINGS[spec.scoring],
+        spec.normalised,
+        spec.weight_scale,
+        spec.limit or 0.0,
+        spec.groups,
+        spec.groups_chosen,
+        GROUP_SCORES[spec.group_score],
+        shared.inner,
+        ACTIVATIONS[shared.activation],
+        spec.shared_gate,
     )
 
 
@@ -143,9 +186,9 @@ def _lacking(spec: ModelSpec) -> Iterator[str]:
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
             if (norm := getattr(layer, name)) is not None:
                 yield from _unknown(f"{path}{name}.", norm, NormSpec)
-        yield from _unknown(f"{path}mlp.", mlp, MLPSpec)
-        if mlp.activation not in ACTIVATIONS:
-            yield f"{path}mlp.activation: {mlp.activation}"
+        yield from (
+            _lacking_experts(f"{path}mlp.", mlp) if isinstance(mlp, ExpertsSpec) else _lacking_mlp(f"{path}mlp.", mlp)
+        )
         yield from _unknown(f"{path}attention.", attention, AttentionSpec)
         if attention.heads != first.heads:
             yield f"{path}attention.heads: {attention.heads} beside {first.heads} in other layers"
@@ -158,6 +201,35 @@ def _lacking(spec: ModelSpec) -> Iterator[str]:
                 yield from _unknown(f"{path}attention.qk_norm_spec.", attention.qk_norm_spec, NormSpec)
         if attention.rope is not None and not 0 <= attention.rope < len(spec.ropes):
             yield f"{path}attention.rope: {attention.rope} of {len(spec.ropes)}"
+
+
+def _lacking_mlp(path: str, spec: MLPSpec) -> Iterator[str]:
+    yield from _unknown(path, spec, MLPSpec)
+    if spec.activation not in ACTIVATIONS:
+        yield f"{path}activation: {spec.activation}"
+
+
+def _lacking_experts(path: str, spec: ExpertsSpec) -> Iterator[str]:
+    yield from _unknown(path, spec, ExpertsSpec)
+    for name, known in (("activation", ACTIVATIONS), ("scoring", SCORINGS), ("group_score", GROUP_SCORES)):
+        if (value := getattr(spec, name)) not in known:
+            yield f"{path}{name}: {value}"
+    if not 0 < spec.chosen <= spec.count:
+        yield f"{path}chosen: {spec.chosen} of {spec.count}"
+    if not 0 < spec.groups_chosen <= spec.groups or spec.count % spec.groups:
+        yield f"{path}groups: {spec.groups_chosen} of {spec.groups}, of {spec.count} experts"
+    elif spec.chosen > spec.count // spec.groups * spec.groups_chosen:
+        yield f"{path}chosen: {spec.chosen} of {spec.groups_chosen} groups of {spec.count // spec.groups}"
+    if spec.shared is not None:
+        yield from _lacking_mlp(f"{path}shared.", spec.shared)
+    elif spec.shared_gate:
+        yield f"{path}shared_gate: without shared"
+
+
+def _inner_sizes(layer: LayerSpec) -> Iterator[int]:
+    for network in (layer.mlp, getattr(layer.mlp, "shared", None)):
+        if network is not None:
+            yield getattr(network, "inner", 0)
 
 
 def _unknown(path: str, part: object, kind: type) -> Iterator[str]:

@@ -35,6 +35,7 @@ class LinearKind(IntEnum):
     GATE_UP = 2
     DOWN = 3
     HEAD = 4
+    ROUTER = 5
 
 
 class NormKind(IntEnum):
@@ -47,6 +48,13 @@ class NormKind(IntEnum):
     Q = 4
     K = 5
     FINAL = 6
+
+
+class VectorKind(IntEnum):
+    """``VectorKind`` of engine.h."""
+
+    SINKS = 0
+    CHOICE_BIAS = 1
 
 
 class Ranks(NamedTuple):
@@ -138,16 +146,21 @@ class NativeEngine:
         self._library.pds_engine_weight_bytes(self.handle, counted)
         return {kind: counted[kind] for kind in LinearKind}
 
-    def set_linear(self, kind: LinearKind, layer: int, parts: Sequence[WeightPart], bias: Tensor | None) -> bool:
+    def set_linear(
+        self, kind: LinearKind, layer: int, parts: Sequence[WeightPart], bias: Tensor | None, expert: int = 0
+    ) -> bool:
         """Pack a weight [N, K], whose parts lie below each other; ``bias`` is [N].
 
-        False, and nothing done, where the parts can't lie side by side in panels.
+        ``expert``: whose GATE_UP or DOWN it is; the shared expert's number is behind the others'. A ROUTER is one part,
+        [N, K] float32, with the gate of the shared expert as its last row. False, and nothing done, where the parts
+        can't lie side by side in panels.
         """
         floats = None if bias is None else bias.float().contiguous()
         answer = self._library.pds_engine_set_linear(
             self.handle,
             kind,
             layer,
+            expert,
             len(parts),
             (WeightPart * len(parts))(*parts),
             None if floats is None else floats.data_ptr(),
@@ -160,6 +173,12 @@ class NativeEngine:
         """What is multiplied with, whatever a family adds to its weights added already. The final one's layer is 0."""
         floats = weight.float().contiguous()
         if self._library.pds_engine_set_norm(self.handle, kind, layer, floats.data_ptr()) != 0:
+            raise MemoryError("no memory for the packed weights")
+
+    def set_vector(self, kind: VectorKind, layer: int, values: Tensor) -> None:
+        """Logits of attention sinks, [H] of this rank; or what is added to scores for the choice of experts, [E]."""
+        floats = values.float().contiguous()
+        if self._library.pds_engine_set_vector(self.handle, kind, layer, floats.data_ptr()) != 0:
             raise MemoryError("no memory for the packed weights")
 
     def set_embedding(self, table: Tensor) -> None:

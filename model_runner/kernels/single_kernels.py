@@ -13,7 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ...model_files.spec import ExpertsSpec
 from .library import load_library
+from .lowering import lower_experts
 
 PANEL = 32
 DENSE = 0
@@ -96,6 +98,26 @@ def apply(function: Function, x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     load_library().pds_activate(int(function), _pointer(x), ctypes.c_int64(x.numel()), _pointer(out))
     return out
+
+
+def choose_experts(spec: ExpertsSpec, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Experts, the best first, and their weights, both [T, C]. ``logits``: [T, E] float32; ``bias``: [E]."""
+    rows, count = logits.shape
+    padded = -(-count // PANEL) * PANEL
+    logits = torch.nn.functional.pad(logits, (0, padded - count))
+    room = torch.empty(2 * (padded + spec.groups))
+    experts, weights = torch.empty(rows, spec.chosen, dtype=torch.int32), torch.empty(rows, spec.chosen)
+    load_library().pds_choose_experts(
+        ctypes.byref(lower_experts(spec)),
+        _pointer(logits),
+        ctypes.c_int64(padded),
+        ctypes.c_int64(rows),
+        ctypes.c_void_p(None) if bias is None else _pointer(bias),
+        _pointer(room),
+        _pointer(experts),
+        _pointer(weights),
+    )
+    return experts.long(), weights
 
 
 def _pointer(tensor: Tensor) -> ctypes.c_void_p:

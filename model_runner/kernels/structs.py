@@ -32,7 +32,7 @@ class TokenRows(ctypes.Structure):
 class Scoring(ctypes.Structure):
     """``Scoring`` of attention.h."""
 
-    _fields_ = (("scale", c_float), ("softcap", c_float))
+    _fields_ = (("scale", c_float), ("softcap", c_float), ("sinks", c_void_p))
 
 
 class NormOp(ctypes.Structure):
@@ -65,10 +65,24 @@ class GateUp(ctypes.Structure):
     _fields_ = (("before", NormOp), ("activation", c_int32), ("inner", c_int32))
 
 
+class ExpertsOp(ctypes.Structure):
+    """``ExpertsOp`` of layer_ops.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("count", "chosen", "scoring", "normalised")),
+        *((name, c_float) for name in ("weight_scale", "limit")),
+        *((name, c_int32) for name in ("groups", "groups_chosen", "group_score")),
+        *((name, c_int32) for name in ("shared_inner", "shared_activation", "shared_gate")),
+    )
+
+
 class LayerOps(ctypes.Structure):
     """``LayerOps`` of layer_ops.h."""
 
-    _fields_ = (("qkv", ProjectQKV), ("attend", Attend), ("o", AddProduct), ("gate_up", GateUp), ("down", AddProduct))
+    _fields_ = (
+        *(("qkv", ProjectQKV), ("attend", Attend), ("o", AddProduct), ("gate_up", GateUp), ("down", AddProduct)),
+        ("experts", ExpertsOp),
+    )
 
 
 class ModelOps(ctypes.Structure):
@@ -138,6 +152,7 @@ MIRRORED = (
     Attend,
     AddProduct,
     GateUp,
+    ExpertsOp,
     LayerOps,
     ModelOps,
     WeightPart,

@@ -31,7 +31,7 @@ except BuildError as error:
 SIZE = Size(hidden=256, inner=512, layers=2, heads=4, kv_heads=2, vocab=320)
 TOKENS = 40
 MIXES = {
-    "Q4_K_M": kinds_of("Q4_K_M", SIZE.layers),
+    "Q4_K_M": kinds_of("Q4_K_M", SIZE),
     # Queries, keys and values of three kinds, and a head of its own.
     "every kind": {
         f"blk.{i}.{name}.weight": kind
@@ -104,7 +104,7 @@ def test_mixed_kinds_are_near_the_dequantised_torch_model(tmp_path: Path, mix: s
 
 @pytest.mark.parametrize("kind", list(HALVES))
 def test_each_kind_is_near_the_dequantised_torch_model(tmp_path: Path, kind: Kind) -> None:
-    path = write(tmp_path / "m.gguf", kinds_of(kind.name, SIZE.layers))
+    path = write(tmp_path / "m.gguf", kinds_of(kind.name, SIZE))
     exact = run(make_runner(path, dtype="float32", attention_backend="torch"))
     assert noise(run(make_runner(path, dtype="float32", quantization="gguf")), exact) < 0.03
 
@@ -129,7 +129,7 @@ def test_rows_that_a_rank_cannot_round_are_another_model(tmp_path: Path) -> None
     prints = {}
     for inner in (96, 128):
         size = Size(hidden=64, inner=inner, layers=1, heads=2, kv_heads=2, vocab=64)
-        path = write(tmp_path / f"{inner}.gguf", kinds_of("Q8_0", 1), size)
+        path = write(tmp_path / f"{inner}.gguf", kinds_of("Q8_0", size), size)
         options = {"device": "cpu", "max_total_tokens": 256, "dtype": "float32", "quantization": "int8"}
         [first, _] = make_ranks(2, ServerOptions(model_path=str(path), **options))
         whole = make_runner(path, dtype="float32", quantization="int8")

@@ -126,9 +126,9 @@ def foreseen(tokens: int, threads: int, dtype: torch.dtype) -> dict[LinearKind, 
     products = {
         kind: Product(tokens, panels, k, k * PANEL * dtype.itemsize, effort) for kind, (panels, k) in MODEL.items()
     }
-    layer = (Product * len(LAYER))(*(products[kind] for kind in LinearKind if kind != LinearKind.HEAD))
+    layer = (Product * len(LAYER))(*(products[kind] for kind in products if kind != LinearKind.HEAD))
     rows = LIBRARY.pds_choose_by_rows(layer, threads)
-    result = {}
+    result = {LinearKind.ROUTER: 0}
     for kind, one in products.items():
         alone = kind == LinearKind.HEAD
         row_groups = threads if rows and not alone else choose(one, threads)[0]

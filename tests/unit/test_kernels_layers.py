@@ -18,12 +18,14 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from support.experts import ACTIVATIONS, Experts, Kinds, Rounding, draw_experts, run_experts, set_experts
 from support.kv_pages import make_pool_layout
 from torch import Tensor
 
 from pdserve.model_files.spec import (
     Activation,
     AttentionSpec,
+    ExpertsSpec,
     LayerSpec,
     MLPSpec,
     ModelSpec,
@@ -35,7 +37,7 @@ from pdserve.model_runner.forward_batch import ForwardBatch
 from pdserve.model_runner.kernels.build import BuildError
 from pdserve.model_runner.kernels.library import load_library
 from pdserve.model_runner.kernels.lowering import refusal
-from pdserve.model_runner.kernels.native_engine import LinearKind, NativeEngine, NormKind, Ranks
+from pdserve.model_runner.kernels.native_engine import LinearKind, NativeEngine, NormKind, Ranks, VectorKind
 from pdserve.model_runner.kernels.rope_tables import RopeTables
 from pdserve.model_runner.kernels.structs import WeightPart
 from pdserve.model_runner.kernels.team import Team
@@ -101,6 +103,9 @@ SPECS = {
         replace(LAYER, residual_scale=0.22), replace(LAYER, residual_scale=1.7), embedding_scale=12.0, logit_scale=0.125
     ),
     "biases and gelu": make_spec(*[replace(LAYER, attention=attention(qkv_bias=True, o_bias=True), mlp=GELU)] * 2),
+    "sinks": make_spec(
+        replace(LAYER, attention=attention(sinks=True)), replace(WINDOWED, attention=attention(sinks=True, window=37))
+    ),
     "networks of different sizes": make_spec(LAYER, *[replace(LAYER, mlp=MLPSpec(inner=i)) for i in (2, 150, 48)]),
 }
 
@@ -129,6 +134,7 @@ def random_spec(seed: int) -> ModelSpec:
                 o_bias=rng.random() < 0.5,
                 qk_norm=qk_norm,
                 qk_norm_spec=None if qk_norm is None else norm(1.0),
+                sinks=rng.random() < 0.3,
             ),
             mlp=MLPSpec(inner=2 * rng.randint(1, 80), activation=rng.choice(list(Activation)), bias=rng.random() < 0.5),
             before_attention=norm(0.7),
@@ -155,6 +161,8 @@ ALL = SPECS | {f"random {seed}": random_spec(seed) for seed in range(16)}
 class LayerTensors(NamedTuple):
     linears: dict[LinearKind, tuple[Tensor, Tensor | None]]
     norms: dict[NormKind, Tensor]
+    sinks: Tensor | None = None
+    experts: Experts | None = None
 
 
 class Model(NamedTuple):
@@ -166,7 +174,8 @@ class Model(NamedTuple):
     final_norm: Tensor
 
 
-def make_model(spec: ModelSpec, dtype: torch.dtype) -> Model:
+def make_model(spec: ModelSpec, dtype: torch.dtype, kinds: Kinds = (None, None)) -> Model:
+    """``kinds``: of the experts' blocks, see ``draw_experts``."""
     generator = torch.Generator().manual_seed(5)
 
     def draw(*shape: int) -> Tensor:
@@ -180,9 +189,10 @@ def make_model(spec: ModelSpec, dtype: torch.dtype) -> Model:
         linears = {
             LinearKind.QKV: linear((a.heads + 2 * a.kv_heads) * a.head_dim, hidden, a.qkv_bias),
             LinearKind.O: linear(hidden, a.heads * a.head_dim, a.o_bias),
-            LinearKind.GATE_UP: linear(2 * inner, hidden, layer.mlp.bias),
-            LinearKind.DOWN: linear(hidden, inner, layer.mlp.bias),
         }
+        if isinstance(layer.mlp, MLPSpec):
+            linears[LinearKind.GATE_UP] = linear(2 * inner, hidden, layer.mlp.bias)
+            linears[LinearKind.DOWN] = linear(hidden, inner, layer.mlp.bias)
         every = a.qk_norm == QKNorm.ALL
         sizes = {
             NormKind.BEFORE_ATTENTION: hidden * (layer.before_attention is not None),
@@ -192,7 +202,11 @@ def make_model(spec: ModelSpec, dtype: torch.dtype) -> Model:
             NormKind.Q: a.head_dim * (a.heads if every else 1) * (a.qk_norm is not None),
             NormKind.K: a.head_dim * (a.kv_heads if every else 1) * (a.qk_norm is not None),
         }
-        return LayerTensors(linears, {kind: 1 + draw(size) * 0.2 for kind, size in sizes.items() if size})
+        norms = {kind: 1 + draw(size) * 0.2 for kind, size in sizes.items() if size}
+        sinks = draw(a.heads) if a.sinks else None
+        of = layer.mlp
+        experts = draw_experts(of, hidden, generator, dtype, kinds) if isinstance(of, ExpertsSpec) else None
+        return LayerTensors(linears, norms, sinks, experts)
 
     embedding = draw(spec.vocab_size, spec.hidden_size).to(dtype)
     return Model(spec, embedding, [make_layer(layer) for layer in spec.layers], 1 + draw(spec.hidden_size) * 0.2)
@@ -244,19 +258,21 @@ def attend(spec: AttentionSpec, x: Tensor, layer: LayerTensors, ropes: tuple[Rop
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     age = torch.arange(count)[:, None] - torch.arange(count)
     scores.masked_fill_((age < 0) | (age >= (spec.window or count)), -torch.inf)
-    return torch.einsum("hts,shd->thd", scores.softmax(-1), v).flatten(1)
+    if layer.sinks is not None:
+        scores = torch.cat((scores, layer.sinks.double()[:, None, None].expand(-1, count, 1)), -1)
+    return torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :count], v).flatten(1)
 
 
-ACTIVATIONS = {
-    Activation.SILU: F.silu,
-    Activation.GELU: F.gelu,
-    Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
-}
+class Exact(NamedTuple):
+    """``logits`` [T, V]. ``margin`` [T]: the least by which an expert was chosen."""
+
+    logits: Tensor
+    margin: Tensor
 
 
-def logits_in_float64(model: Model, ids: Tensor) -> Tensor:
-    """[T, V] of a text that begins at position 0."""
-    spec = model.spec
+def compute_in_float64(model: Model, ids: Tensor, rounding: Rounding = lambda x: x) -> Exact:
+    """Of a text that begins at position 0. ``rounding``: of what quantised weights are multiplied with."""
+    spec, margin = model.spec, torch.full(ids.shape, torch.inf, dtype=torch.float64)
     x = model.embedding[ids].double() * torch.tensor(spec.embedding_scale, dtype=model.embedding.dtype).double()
     for layer, tensors in zip(spec.layers, model.layers, strict=True):
         linears, norms = tensors.linears, tensors.norms
@@ -269,11 +285,16 @@ def logits_in_float64(model: Model, ids: Tensor) -> Tensor:
         a = normalise(multiply(a, linears[LinearKind.O]), layer.after_attention, norms.get(NormKind.AFTER_ATTENTION))
         x = x + layer.residual_scale * a
         m = normalise(x, layer.before_mlp, norms.get(NormKind.BEFORE_MLP))
-        gate, up = multiply(m, linears[LinearKind.GATE_UP]).chunk(2, -1)
-        m = multiply(ACTIVATIONS[layer.mlp.activation](gate) * up, linears[LinearKind.DOWN])
+        if tensors.experts is not None:
+            m, choice = run_experts(tensors.experts, m, rounding)
+            margin = torch.minimum(margin, choice.margin)
+        else:
+            gate, up = multiply(m, linears[LinearKind.GATE_UP]).chunk(2, -1)
+            m = multiply(ACTIVATIONS[layer.mlp.activation](gate) * up, linears[LinearKind.DOWN])
         x = x + layer.residual_scale * normalise(m, layer.after_mlp, norms.get(NormKind.AFTER_MLP))
     logits = F.linear(normalise(x, spec.final_norm, model.final_norm), model.embedding.double()) * spec.logit_scale
-    return logits if spec.logit_softcap is None else spec.logit_softcap * torch.tanh(logits / spec.logit_softcap)
+    cap = spec.logit_softcap
+    return Exact(logits if cap is None else cap * torch.tanh(logits / cap), margin)
 
 
 # --- by the engine ---
@@ -316,6 +337,10 @@ class Engine:
                 assert self._engine.set_linear(kind, i, [WeightPart(weight.data_ptr(), len(weight), 0)], bias)
             for norm, weight in layer.norms.items():
                 self._engine.set_norm(norm, i, weight)
+            if layer.sinks is not None:
+                self._engine.set_vector(VectorKind.SINKS, i, layer.sinks)
+            if layer.experts is not None:
+                set_experts(self._engine, i, layer.experts)
         self._engine.set_norm(NormKind.FINAL, 0, model.final_norm)
         rows = model.embedding
         if ranks is not None:
@@ -323,6 +348,9 @@ class Engine:
         head = [WeightPart(rows.data_ptr(), len(rows), 0)]
         assert self._engine.set_linear(LinearKind.HEAD, 0, head, None)
         self._engine.set_embedding(model.embedding)
+
+    def weight_bytes_read(self) -> dict[LinearKind, int]:
+        return self._engine.weight_bytes_read()
 
     def ids(self, row: int, positions: Tensor) -> Tensor:
         return (positions * 31 + row * 7) % self._vocab
@@ -353,10 +381,17 @@ def run_all(engine: Engine, passes: list[list[tuple[int, int, int]]] | tuple) ->
     return found
 
 
-def exact_logits(model: Model, engine: Engine, places: list[tuple[int, int]]) -> Tensor:
+def compute_exactly(
+    model: Model, engine: Engine, places: list[tuple[int, int]], rounding: Rounding = lambda x: x
+) -> Exact:
+    """Of the tokens at ``places``, one below the other."""
     longest = {row: 1 + max(p for r, p in places if r == row) for row, _ in places}
-    by_row = {row: logits_in_float64(model, engine.ids(row, torch.arange(n))) for row, n in longest.items()}
-    return torch.stack([by_row[row][position] for row, position in places])
+    by_row = {row: compute_in_float64(model, engine.ids(row, torch.arange(n)), rounding) for row, n in longest.items()}
+    return Exact(*(torch.stack([by_row[row][i][position] for row, position in places]) for i in range(2)))
+
+
+def exact_logits(model: Model, engine: Engine, places: list[tuple[int, int]]) -> Tensor:
+    return compute_exactly(model, engine, places).logits
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -88,7 +88,11 @@ def part_of(model: Model, own: Shard) -> Model:
             LinearKind.GATE_UP: stacked(i, LinearKind.GATE_UP, ("gate_proj", "up_proj"), [inner, inner]),
             LinearKind.DOWN: stacked(i, LinearKind.DOWN, ("down_proj",), [hidden]),
         }
-        return LayerTensors(linears, model.layers[i].norms)
+        heads = own.slice_of(f"layers.{i}.q_proj.weight")
+        sinks = model.layers[i].sinks
+        if sinks is not None and heads is not None:
+            sinks = sinks[heads.begin // attention.head_dim : heads.end // attention.head_dim]
+        return LayerTensors(linears, model.layers[i].norms, sinks)
 
     layers = [of_layer(i) for i in range(model.spec.num_layers)]
     return Model(own.spec, model.embedding, layers, model.final_norm)

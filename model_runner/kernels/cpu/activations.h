@@ -6,6 +6,7 @@
 
 #include "arena.h"
 #include "engine.h"
+#include "expert_activations.h"
 #include "kv_blocks.h"
 #include "linear_pass.h"
 #include "sizes.h"
@@ -19,20 +20,26 @@ struct Strides {
         qkv(round_up((c.heads + 2 * c.kv_heads) * c.head_dim, kPanel)),
         inner(round_up(c.widest_inner(), kLanes)),
         att(c.heads * c.head_dim),
-        normed(c.hidden) {}
+        normed(c.hidden),
+        experts(c) {}
 
   const int64_t x, qkv, inner, att, normed;
+  const ExpertSizes experts;
 };
 
 // Of all tokens; every thread reads them, and writes its part.
 template <class T>
 class Activations {
  public:
-  explicit Activations(const Strides& strides) : strides_(strides) { allocate(kFirstTokens); }
+  explicit Activations(const Strides& strides) : experts(strides.experts), strides_(strides) {
+    allocate(kFirstTokens);
+  }
 
   // Makes room for `tokens` tokens; what was there is forgotten.
   void reserve(int64_t tokens) {
     if (tokens > room_) allocate(std::max(tokens, 2 * room_));
+    experts.reserve(tokens);
+    experts.inputs.normed = normed;
   }
 
   float* x = nullptr;           // [T, x]: the residual
@@ -44,6 +51,7 @@ class Activations {
   SlotPlace* places = nullptr;  // [T]: where the token's keys lie in the pool
   float* wanted_x = nullptr;    // [T, x]
   T* wanted_att = nullptr;      // [T, att]
+  ExpertActivations<T> experts;
 
  private:
   static constexpr int64_t kFirstTokens = 512;
@@ -73,11 +81,14 @@ struct ThreadActivations {
   T* normed = nullptr;  // [kTileRows, normed]
   T* inner = nullptr;   // [kTileRows, inner]
   LinearThread linear;
+  ThreadExperts<T> experts;
 
   void allocate(Arena& arena, const Strides& strides) {
     normed = arena.allocate<T>(kTileRows * strides.normed);
     inner = arena.allocate<T>(kTileRows * strides.inner);
-    linear.reserve(arena, std::max({strides.normed, strides.att, strides.inner}));
+    linear.reserve(arena, std::max({strides.normed, strides.att, strides.inner, strides.experts.inner}));
+    experts.allocate(arena, strides.experts);
+    experts.inputs.normed = normed;
   }
 };
 

@@ -46,8 +46,9 @@ struct TilePlace {
 // One thread in one layer.
 class AttentionWorker {
  public:
-  AttentionWorker(AttentionPlan& plan, int64_t layer, const TokenRows& q, const TokenRows& out, int tid)
-      : plan_(plan), items_(plan.work_[tid]), memory_(plan.scratch_[tid].data()), q_(q), out_(out) {
+  AttentionWorker(AttentionPlan& plan, int64_t layer, const float* sinks, const TokenRows& q, const TokenRows& out,
+                  int tid)
+      : plan_(plan), items_(plan.work_[tid]), memory_(plan.scratch_[tid].data()), sinks_(sinks), q_(q), out_(out) {
     const KVPoolView& pool = plan.pool_;
     block_slots_ = std::min<int64_t>(pool.page_size, kBlockSlots);
     slot_bytes_ = dim_ * size_of(pool.dtype);
@@ -225,9 +226,9 @@ class AttentionWorker {
     for (int32_t head = item.head_begin; head < item.head_end; ++head) {
       for (int32_t token = item.q_begin; token < item.q_end; ++token) {
         for (int64_t g = 0; g < group_; ++g, ++row) {
-          const int64_t index = (plan_.entries_[item.entry].first_token + token) * out_.stride +
-                                (head * group_ + g) * dim_;
-          const Vec scale = broadcast(1.0f / sum(load(rows.sums + row * kLanes)));
+          const int64_t query_head = head * group_ + g;
+          const int64_t index = (plan_.entries_[item.entry].first_token + token) * out_.stride + query_head * dim_;
+          const Vec scale = broadcast(1.0f / (sum(load(rows.sums + row * kLanes)) + sink(query_head, rows.largest[row])));
           const float* values = rows.values + row * dim_;
           if (out_.dtype == DType::kFloat32) {
             scale_row(values, scale, static_cast<float*>(out_.data) + index);
@@ -237,6 +238,14 @@ class AttentionWorker {
         }
       }
     }
+  }
+
+  // The weight of the head's sink, beside weights that are relative to the largest score.
+  float sink(int64_t query_head, float largest) const {
+    if (sinks_ == nullptr) return 0.0f;
+    // With such a weight nothing is left of the others; a larger one need not be a number.
+    constexpr float kMost = 120.0f;
+    return first_lane(exp2(broadcast(std::min(kMost, sinks_[query_head] * kLog2E - largest))));
   }
 
   template <class Out>
@@ -283,6 +292,7 @@ class AttentionWorker {
   AttentionPlan& plan_;
   const std::vector<AttentionItem>& items_;
   float* memory_;
+  const float* sinks_;
   const TokenRows& q_;
   const TokenRows& out_;
   const int64_t dim_ = plan_.pool_.head_dim;
@@ -307,7 +317,7 @@ void run(AttentionWorker& worker, DType pool, const Score& score) {
 void attention_run(AttentionPlan& plan, int64_t layer, const Scoring& scoring, const TokenRows& q, const TokenRows& out,
                    int tid) {
   const FlushDenormals flush;
-  AttentionWorker worker(plan, layer, q, out, tid);
+  AttentionWorker worker(plan, layer, scoring.sinks, q, out, tid);
   const float scale = scoring.scale, cap = scoring.softcap;
   if (cap == 0.0f) {
     run(worker, plan.pool_dtype(), [=](Vec x) { return x * broadcast(scale * kLog2E); });

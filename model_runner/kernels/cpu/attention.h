@@ -142,10 +142,11 @@ class AttentionPlan {
 struct Scoring {
   float scale;
   float softcap;
+  const float* sinks;  // [H], or null: scores of a key that every query of the head sees, whose value is 0 (attention sinks)
 };
 
 // out[t] = softmax(cap(scale · q[t] Kᵀ)) V over the keys up to t's own position, and in the plan's window: this thread's
-// share of it.
+// share of it. Sinks are in the softmax.
 void attention_run(AttentionPlan& plan, int64_t layer, const Scoring& scoring, const TokenRows& q, const TokenRows& out,
                    int tid);
 

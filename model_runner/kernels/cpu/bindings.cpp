@@ -52,11 +52,12 @@ PDS_API void pds_engine_meet(void* engine) { static_cast<EngineBase*>(engine)->m
 PDS_API void pds_engine_free(void* engine) { delete static_cast<EngineBase*>(engine); }
 
 // 1 where the parts can't be put together.
-PDS_API int32_t pds_engine_set_linear(void* engine, int32_t kind, int64_t layer, int64_t count, const WeightPart* parts,
-                                      const float* bias) {
+PDS_API int32_t pds_engine_set_linear(void* engine, int32_t kind, int64_t layer, int64_t expert, int64_t count,
+                                      const WeightPart* parts, const float* bias) {
   try {
     const std::vector<WeightPart> all(parts, parts + count);
-    return static_cast<EngineBase*>(engine)->set_linear(static_cast<LinearKind>(kind), layer, all, bias) ? 0 : 1;
+    const LinearPlace place{static_cast<LinearKind>(kind), layer, expert};
+    return static_cast<EngineBase*>(engine)->set_linear(place, all, bias) ? 0 : 1;
   } catch (const std::bad_alloc&) {
     return -1;
   }
@@ -65,6 +66,15 @@ PDS_API int32_t pds_engine_set_linear(void* engine, int32_t kind, int64_t layer,
 PDS_API int32_t pds_engine_set_norm(void* engine, int32_t kind, int64_t layer, const float* weight) {
   try {
     static_cast<EngineBase*>(engine)->set_norm(static_cast<NormKind>(kind), layer, weight);
+  } catch (const std::bad_alloc&) {
+    return -1;
+  }
+  return 0;
+}
+
+PDS_API int32_t pds_engine_set_vector(void* engine, int32_t kind, int64_t layer, const float* values) {
+  try {
+    static_cast<EngineBase*>(engine)->set_vector(static_cast<VectorKind>(kind), layer, values);
   } catch (const std::bad_alloc&) {
     return -1;
   }

@@ -41,11 +41,11 @@ inline void add_rms_norm(const float* y, const float* weight, float eps, float s
   for (int i = whole; i < n; ++i) x[i] = std::fma(y[i] * inverse * weight[i], scale, x[i]);
 }
 
-template <class Out>
-void copy_row(const float* x, int n, Out* out) {
+template <class In, class Out>
+void copy_row(const In* x, int n, Out* out) {
   const int whole = n / kLanes * kLanes;
   for (int i = 0; i < whole; i += kLanes) store(out + i, load(x + i));
-  for (int i = whole; i < n; ++i) out[i] = from_float<Out>(x[i]);
+  for (int i = whole; i < n; ++i) out[i] = from_float<Out>(to_float(x[i]));
 }
 
 // Rotates one head in place: element i pairs with i + dim / 2. `cos` and `sin` hold dim / 2 values.
@@ -64,6 +64,9 @@ void rope(T* head, const float* cos, const float* sin, int dim) {
     head[half + i] = from_float<T>(b * cos[i] + a * sin[i]);
   }
 }
+
+// x sigmoid(slope x).
+inline Vec swish(Vec x, float slope) { return x / (broadcast(1.0f) + exp(broadcast(-slope) * x)); }
 
 inline Vec silu(Vec x) { return x / (broadcast(1.0f) + exp(zero() - x)); }
 

@@ -13,12 +13,16 @@ class Engine final : public EngineBase {
  public:
   Engine(const EngineConfig& config, Team& team, RankGroup* ranks) : state_(config, team, ranks) {}
 
-  bool set_linear(LinearKind kind, int64_t layer, const std::vector<WeightPart>& parts, const float* bias) override {
-    return state_.weights.set_linear(kind, layer, parts, bias, state_.team);
+  bool set_linear(const LinearPlace& place, const std::vector<WeightPart>& parts, const float* bias) override {
+    return state_.weights.set_linear(place, parts, bias, state_.team);
   }
 
   void set_norm(NormKind kind, int64_t layer, const float* weight) override {
     state_.weights.set_norm(kind, layer, weight);
+  }
+
+  void set_vector(VectorKind kind, int64_t layer, const float* values) override {
+    state_.weights.set_vector(kind, layer, values);
   }
 
   void set_embedding(const void* table) override { state_.weights.set_embedding(table); }
@@ -33,9 +37,14 @@ class Engine final : public EngineBase {
   }
 
   void forward(const ForwardArgs& args) override {
-    state_.activations.reserve(std::max(args.tokens, args.wanted));
+    const int64_t most = std::max(args.tokens, args.wanted);
+    state_.activations.reserve(most);
     state_.plans.prepare(state_.c, args.entry, args.entries, args.req_to_token, args.table_stride, state_.team.size());
-    for (auto& own : state_.own) std::fill_n(own.linear.weight_bytes, kProducts, 0);
+    const ExpertSizes& experts = state_.strides.experts;
+    for (auto& own : state_.own) {
+      std::fill_n(own.linear.weight_bytes, kProducts, 0);
+      if (experts.any()) own.experts.groups.reserve(experts.count, experts.chosen, most);
+    }
     const Division all = divide(args.tokens), wanted = divide(args.wanted);
     uint32_t exchanges = state_.exchanges;
     state_.team.run([&](int tid, int size) {
@@ -51,7 +60,7 @@ class Engine final : public EngineBase {
 
  private:
   Division divide(int64_t tokens) const {
-    return pdserve::divide(state_.weights.layer(0), state_.weights.head(), tokens, state_.team.size());
+    return pdserve::divide(state_.weights.layers(), state_.weights.head(), tokens, state_.team.size());
   }
 
   // Returns the number of exchanges with other ranks, this pass's included.

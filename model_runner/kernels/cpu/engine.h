@@ -10,6 +10,7 @@
 // A pass of many tokens for each thread (prefill) is bound by arithmetic: each thread takes its own tokens through the
 // products in blocks whose activations stay in its cache, and only attention needs the others: two barriers a layer.
 // Both compute every element in the same order, so that they agree to the last bit.
+// A layer with experts is divided by what its tokens have chosen, in passes of either kind: experts_pass.h.
 //
 // Shapes: T tokens, L wanted rows of logits, N hidden size, H query heads, K KV heads, D head_dim, V vocabulary.
 #pragma once
@@ -46,7 +47,16 @@ struct ForwardArgs {
   int64_t* layers_done;           // or null: set to the number of layers whose keys and values are in the pool
 };
 
-enum class LinearKind : int32_t { kQKV = 0, kO = 1, kGateUp = 2, kDown = 3, kHead = 4 };
+enum class LinearKind : int32_t { kQKV = 0, kO = 1, kGateUp = 2, kDown = 3, kHead = 4, kRouter = 5 };
+
+// A weight's place. Of a layer with experts, kGateUp and kDown are those of each `expert`; of the shared one, whose number
+// is behind the others'.
+struct LinearPlace {
+  LinearKind kind;
+  int64_t layer;
+  int64_t expert;
+};
+
 // Some of a weight's rows [rows, k], in the engine's own type or in blocks of `format`.
 struct WeightPart {
   const void* data;
@@ -65,14 +75,20 @@ enum class NormKind : int32_t {
 };
 constexpr int kLayerNorms = 6;  // those before the final one
 
+// Of a layer: logits of attention sinks, one a query head; what is added to scores where experts are chosen.
+enum class VectorKind : int32_t { kSinks = 0, kChoiceBias = 1 };
+constexpr int kLayerVectors = 2;
+
 class EngineBase {
  public:
   virtual ~EngineBase() = default;
-  // Packs a weight [N, k], whose parts lie below each other; `bias` is [N] float32 or null. False, and nothing done,
-  // where a panel would hold columns of two formats, or some panels would be dense and others not.
-  virtual bool set_linear(LinearKind kind, int64_t layer, const std::vector<WeightPart>& parts, const float* bias) = 0;
+  // Packs a weight [N, k], whose parts lie below each other; `bias` is [N] float32 or null. A router is one part in
+  // float32. False, and nothing done, where a panel would hold columns of two formats, or some panels would be dense and
+  // others not.
+  virtual bool set_linear(const LinearPlace& place, const std::vector<WeightPart>& parts, const float* bias) = 0;
   // Float32, of the size of what it normalises; whatever a family adds to it is added already.
   virtual void set_norm(NormKind kind, int64_t layer, const float* weight) = 0;
+  virtual void set_vector(VectorKind kind, int64_t layer, const float* values) = 0;
   // [V, N] in the engine's own type; kept by reference.
   virtual void set_embedding(const void* table) = 0;
   virtual void forward(const ForwardArgs& args) = 0;

@@ -159,6 +159,14 @@ class FusedOps {
     }
   }
 
+  // The first bytes of what the pass goes on with.
+  void fetch_next(const PackedLinear& weight, const PassRows<T>& pass) const {
+    if (weight.next == nullptr) return;
+    const Division& division = pass.division;
+    fetch_first(*weight.next,
+                division.by_rows ? 0 : division.cell_of(*weight.next, pass.tokens, tid_).panels.begin);
+  }
+
   // Logits of this rank's rows of the head, into `logits` [L, V]; `a`: of the cell's first row.
   void project_head(const PassRows<T>& pass, const T* a, const Cell& cell, float* logits) {
     const Vec scale = broadcast(c_.logit_scale);
@@ -230,10 +238,7 @@ class FusedOps {
                 Finish&& finish) {
     pdserve::multiply(weight, own_.linear, a, stride, cell.rows.size(), cell.panels,
                       [&](int64_t m, int64_t panel, Columns y) { finish(cell.rows.begin + m, panel, y); });
-    if (weight.next == nullptr) return;
-    const Division& division = pass.division;
-    fetch_first(*weight.next,
-                division.by_rows ? 0 : division.cell_of(*weight.next, pass.tokens, tid_).panels.begin);
+    fetch_next(weight, pass);
   }
 
   EngineState<T>& state_;

@@ -7,7 +7,10 @@
 //   GateUp       normed = before(x);  inner = activation(normed · W_gate) * (normed · W_up)
 //   AddProduct   x += scale · after(inner · W)
 //
-// A norm that is not used stands for no change.
+// A norm that is not used stands for no change. Where a layer has experts, the last two are of each of them, and what is
+// added is the sum of those that a token has chosen, each times its weight; and of the shared one, which every token has:
+//
+//   ExpertsOp    logits = normed · W_router;  chosen experts and their weights (expert_choice.h)
 #pragma once
 
 #include <algorithm>
@@ -54,12 +57,36 @@ struct GateUp {
   int32_t inner;  // columns of each of its two products
 };
 
+enum class ExpertScoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
+
+// By what groups of experts are compared: by the largest score in them, or the sum of the two largest.
+enum class GroupScore : int32_t { kLargest = 0, kTwoLargest = 1 };
+
+// ExpertsSpec of model_files/spec.py. Each expert is what GateUp says, but for its activation where there is a limit.
+struct ExpertsOp {
+  int32_t count;  // 0: the layer has an ordinary network
+  int32_t chosen;
+  ExpertScoring scoring;
+  int32_t normalised;
+  float weight_scale;
+  float limit;  // (up' + 1) gate' sigmoid(1.702 gate'), gate' = min(gate, limit), |up'| <= limit; 0: GateUp's activation
+  int32_t groups, groups_chosen;
+  GroupScore group_score;
+  int32_t shared_inner;  // 0: there is no shared expert
+  Activation shared_activation;
+  int32_t shared_gate;  // its weight is the sigmoid of the router's row behind those of the experts; else 1
+
+  // Of the router.
+  int64_t rows() const { return count + shared_gate; }
+};
+
 struct LayerOps {
   ProjectQKV qkv;
   Attend attend;
   AddProduct o;
   GateUp gate_up;
   AddProduct down;
+  ExpertsOp experts;
 };
 
 // What all layers share, and what is done before and after them:
@@ -76,9 +103,12 @@ struct EngineConfig : ModelOps {
   std::vector<LayerOps> ops;  // by layer
   KVPoolView pool;
 
+  // Of ordinary networks.
   int64_t widest_inner() const {
     int64_t widest = 0;
-    for (const LayerOps& layer : ops) widest = std::max<int64_t>(widest, layer.gate_up.inner);
+    for (const LayerOps& layer : ops) {
+      if (layer.experts.count == 0) widest = std::max<int64_t>(widest, layer.gate_up.inner);
+    }
     return widest;
   }
 };

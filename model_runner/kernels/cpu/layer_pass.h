@@ -2,12 +2,10 @@
 #pragma once
 
 #include "attention.h"
+#include "experts_pass.h"
 #include "fused_ops.h"
 
 namespace pdserve {
-
-// Up to this many tokens every thread normalises all of them, which is cheaper than another barrier.
-constexpr int64_t kRedundantTokens = 8;
 
 template <class T>
 class LayerPass {
@@ -44,7 +42,8 @@ class LayerPass {
     if (state_.ranks == nullptr) tell_stored(index);
     const Activations<T>& all = state_.activations;
     const Attend& attend = state_.c.ops[index].attend;
-    attention_run(state_.plans.of_layer(index), index, {attend.scale, attend.softcap},
+    const Scoring scoring{attend.scale, attend.softcap, layer.vector(VectorKind::kSinks)};
+    attention_run(state_.plans.of_layer(index), index, scoring,
                   {all.qkv, dtype_of<T>(), state_.strides.qkv}, {all.att, dtype_of<T>(), state_.strides.att}, tid_);
     state_.team.barrier();
   }
@@ -53,6 +52,7 @@ class LayerPass {
   void finish_layer(int64_t index, const PassRows<T>& pass) {
     const LayerOps& ops = state_.c.ops[index];
     const LayerWeights& layer = state_.weights.layer(index);
+    if (ops.experts.count != 0) return finish_with_experts(index, pass);
     if (pass.division.by_rows) {
       if (state_.ranks == nullptr) {
         for_blocks(pass, [&](Range rows) { finish_block(ops, layer, pass, rows); });
@@ -62,12 +62,9 @@ class LayerPass {
       return;
     }
     const Strides& strides = state_.strides;
-    Cell cell = cell_of(layer.o, pass);
-    ops_.add_product(ops.o, layer.o, pass, pass.att + cell.rows.begin * strides.att, strides.att, cell, sums(ops.o));
-    complete(ops.o, layer.norm(NormKind::kAfterAttention), pass);
-    if (state_.ranks != nullptr) tell_stored(index);
+    add_attention(index, pass);
     const T* normed = normalise_all(ops.gate_up.before, layer.norm(NormKind::kBeforeMlp), pass);
-    cell = cell_of(layer.gate_up, pass);
+    Cell cell = cell_of(layer.gate_up, pass);
     T* inner = state_.activations.inner;
     ops_.gate_up(ops.gate_up, layer.gate_up, pass, normed + cell.rows.begin * strides.normed, cell, inner);
     state_.team.barrier();
@@ -120,17 +117,85 @@ class LayerPass {
     return op.after.used ? state_.activations.sums : nullptr;
   }
 
+  // What attention leaves joins the residual. By columns, or where there are ranks, x is complete afterwards.
+  void add_attention(int64_t index, const PassRows<T>& pass) {
+    const AddProduct& op = state_.c.ops[index].o;
+    const LayerWeights& layer = state_.weights.layer(index);
+    const float* norm = layer.norm(NormKind::kAfterAttention);
+    const int64_t stride = state_.strides.att;
+    const auto add = [&](const Cell& cell) {
+      ops_.add_product(op, layer.o, pass, pass.att + cell.rows.begin * stride, stride, cell, sums(op));
+    };
+    if (!pass.division.by_rows) {
+      add(cell_of(layer.o, pass));
+    } else {
+      for_blocks(pass, [&](Range rows) { add({rows, {0, layer.o.panels}}); });
+      if (state_.ranks == nullptr) {
+        if (op.after.used) ops_.add_normed(op, norm, pass, own_rows(pass));
+        return;
+      }
+    }
+    complete(op, norm, pass);
+    if (state_.ranks != nullptr) tell_stored(index);
+  }
+
+  // Of either kind of pass: x is complete afterwards.
+  void finish_with_experts(int64_t index, const PassRows<T>& pass) {
+    const LayerOps& ops = state_.c.ops[index];
+    const LayerWeights& layer = state_.weights.layer(index);
+    add_attention(index, pass);
+    ExpertsPass<T> experts(state_, index, tid_);
+    const ExpertInputs<T>& inputs =
+        pass.division.by_rows ? choose_by_rows(index, pass, experts) : choose_by_columns(index, pass, experts);
+    experts.group(inputs, pass.tokens);
+    experts.gate_up(inputs);
+    state_.team.barrier();
+    float* parts = sums(ops.down);
+    const bool plain = parts == nullptr;
+    if (plain) parts = state_.activations.sums;
+    experts.down(parts);
+    if (plain) experts.add(parts, pass.x);
+    ops_.fetch_next(layer.down, pass);
+    complete(ops.down, layer.norm(NormKind::kAfterMlp), pass);
+  }
+
+  // Each thread chooses for its own tokens.
+  const ExpertInputs<T>& choose_by_rows(int64_t index, const PassRows<T>& pass, ExpertsPass<T>& experts) {
+    const LayerWeights& layer = state_.weights.layer(index);
+    const ExpertInputs<T>& inputs = experts.inputs(false);
+    for_blocks(pass, [&](Range rows) {
+      T* normed = inputs.normed + rows.begin * state_.strides.normed;
+      ops_.normalise(state_.c.ops[index].gate_up.before, layer.norm(NormKind::kBeforeMlp), pass, rows, normed);
+      experts.score(normed, {rows, {0, layer.router.panels}});
+      experts.round(inputs, rows);
+      experts.choose(inputs, rows);
+    });
+    state_.team.barrier();
+    return inputs;
+  }
+
+  // The threads share out the router's columns; for few tokens each does the rest for all of them.
+  const ExpertInputs<T>& choose_by_columns(int64_t index, const PassRows<T>& pass, ExpertsPass<T>& experts) {
+    const LayerWeights& layer = state_.weights.layer(index);
+    const bool few = pass.tokens <= kRedundantTokens;
+    const ExpertInputs<T>& inputs = experts.inputs(few);
+    const Range rows = few ? Range{0, pass.tokens} : own_rows(pass);
+    const T* normed = normalise_all(state_.c.ops[index].gate_up.before, layer.norm(NormKind::kBeforeMlp), pass);
+    const Cell cell = cell_of(layer.router, pass);
+    experts.score(normed + cell.rows.begin * state_.strides.normed, cell);
+    experts.round(inputs, rows);
+    state_.team.barrier();
+    experts.choose(inputs, rows);
+    if (!few) state_.team.barrier();
+    return inputs;
+  }
+
   // As finish_block for all of the thread's blocks, but that the ranks meet twice: each has a part of the sums.
   void finish_rows_with_ranks(int64_t index, const PassRows<T>& pass) {
     const LayerOps& ops = state_.c.ops[index];
     const LayerWeights& layer = state_.weights.layer(index);
     const Strides& strides = state_.strides;
-    for_blocks(pass, [&](Range rows) {
-      const Cell o{rows, {0, layer.o.panels}};
-      ops_.add_product(ops.o, layer.o, pass, pass.att + rows.begin * strides.att, strides.att, o, sums(ops.o));
-    });
-    complete(ops.o, layer.norm(NormKind::kAfterAttention), pass);
-    tell_stored(index);
+    add_attention(index, pass);
     for_blocks(pass, [&](Range rows) {
       ops_.normalise(ops.gate_up.before, layer.norm(NormKind::kBeforeMlp), pass, rows, own_.normed);
       const Cell gate_up{{0, rows.size()}, {0, layer.gate_up.panels}}, down{rows, {0, layer.down.panels}};

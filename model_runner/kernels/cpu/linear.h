@@ -21,7 +21,7 @@ namespace pdserve {
 
 constexpr int kPanel = 32;     // columns of a panel
 constexpr int kMaxRows = 12;   // rows of a block of a quantised product
-constexpr int kProducts = 5;   // kinds of products in a pass
+constexpr int kProducts = 6;   // kinds of products in a pass
 constexpr int kTileRows = 96;  // rows that a thread takes past a panel before it goes on to the next
 
 // How the weights of a linear layer are stored; part of the interface to Python.
@@ -60,6 +60,8 @@ struct PackedLinear {
   int used = 0;                 // of the segments
   const float* bias = nullptr;  // [panels * kPanel], or null
   const PackedLinear* next = nullptr;  // what a pass multiplies with after this
+
+  bool dense() const { return segments[0].format == Format::kDense; }
 
   const Segment& of(int64_t panel) const {
     int i = used - 1;

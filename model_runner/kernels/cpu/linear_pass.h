@@ -54,31 +54,50 @@ inline void multiply_quantized(const PackedLinear& weight, const QuantizedRows& 
   }
 }
 
-// `panels` times rows [0, rows) of `a`, kTileRows at a time; `finish(m, panel, columns)` takes every result with its
-// bias. Every thread widens or rounds the rows that it needs for itself: that is cheaper than to meet once more.
+// Rows of activations as products with dense weights read them, or else those with quantised ones.
+struct PreparedRows {
+  DenseRows dense;
+  QuantizedRows quantized;
+};
+
+// For products with `weight`, in the thread's own memory, where a dense one can't read them as they are.
+template <class T>
+PreparedRows prepare_rows(const PackedLinear& weight, LinearThread& own, const T* a, int64_t stride, int64_t rows) {
+  if (weight.dense()) return {prepare_dense(a, stride, rows, weight.k, own.wide), {}};
+  own.quantized.k = weight.k;
+  own.quantized.count = rows;
+  quantize_rows(a, stride, own.quantized);
+  return {{}, own.quantized};
+}
+
+// `panels` times up to kTileRows rows; `finish(m, panel, columns)` takes every result with its bias.
+template <class T, class Finish>
+void multiply_prepared(const PackedLinear& weight, LinearThread& own, const PreparedRows& a, int64_t rows, Range panels,
+                       Finish&& finish) {
+  own.weight_bytes[weight.product] += weight.bytes(panels.begin, panels.end);
+  if (weight.dense()) {
+    multiply_panels(weight, rows, panels, finish, [&](int64_t p, float* tile) {
+      const T* panel = reinterpret_cast<const T*>(weight.segments[0].panel(p));
+      multiply_dense_panel(a.dense, static_cast<int>(rows), panel, weight.k, tile);
+    });
+  } else {
+    multiply_panels(weight, rows, panels, finish,
+                    [&](int64_t p, float* tile) { multiply_quantized(weight, a.quantized, rows, p, tile); });
+  }
+}
+
+// The same for any number of rows [0, rows) of `a`, kTileRows at a time. Every thread widens or rounds the rows that it
+// needs for itself: that is cheaper than to meet once more.
 template <class T, class Finish>
 void multiply(const PackedLinear& weight, LinearThread& own, const T* a, int64_t stride, int64_t rows, Range panels,
               Finish&& finish) {
   if (panels.size() == 0) return;
   const int64_t chunks = ceil_div(rows, kTileRows);
-  own.weight_bytes[weight.product] += chunks * weight.bytes(panels.begin, panels.end);
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     const Range m = share(rows, chunk, chunks);
-    const T* from = a + m.begin * stride;
-    const auto finish_row = [&](int64_t i, int64_t panel, Columns y) { finish(m.begin + i, panel, y); };
-    if (weight.segments[0].format == Format::kDense) {
-      const DenseRows dense = prepare_dense(from, stride, m.size(), weight.k, own.wide);
-      multiply_panels(weight, m.size(), panels, finish_row, [&](int64_t p, float* tile) {
-        const T* panel = reinterpret_cast<const T*>(weight.segments[0].panel(p));
-        multiply_dense_panel(dense, static_cast<int>(m.size()), panel, weight.k, tile);
-      });
-    } else {
-      own.quantized.k = weight.k;
-      own.quantized.count = m.size();
-      quantize_rows(from, stride, own.quantized);
-      multiply_panels(weight, m.size(), panels, finish_row,
-                      [&](int64_t p, float* tile) { multiply_quantized(weight, own.quantized, m.size(), p, tile); });
-    }
+    const PreparedRows prepared = prepare_rows(weight, own, a + m.begin * stride, stride, m.size());
+    multiply_prepared<T>(weight, own, prepared, m.size(), panels,
+                         [&](int64_t i, int64_t panel, Columns y) { finish(m.begin + i, panel, y); });
   }
 }
 

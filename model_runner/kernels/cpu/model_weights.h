@@ -10,12 +10,20 @@
 
 namespace pdserve {
 
+struct ExpertWeights {
+  PackedLinear gate_up, down;
+};
+
 struct LayerWeights {
   PackedLinear qkv, o, gate_up, down;
-  bool fused = false;  // rotation and the store to the pool happen as qkv is computed
+  PackedLinear router;                 // float32, whatever the rest is
+  std::vector<ExpertWeights> experts;  // in the place of gate_up and down, the shared one last
+  bool fused = false;                  // rotation and the store to the pool happen as qkv is computed
   const float* norms[kLayerNorms] = {};
+  const float* vectors[kLayerVectors] = {};
 
   const float* norm(NormKind kind) const { return norms[static_cast<int>(kind)]; }
+  const float* vector(VectorKind kind) const { return vectors[static_cast<int>(kind)]; }  // null: there is none
 };
 
 template <class T>
@@ -24,17 +32,20 @@ class ModelWeights {
   explicit ModelWeights(const EngineConfig& config);
 
   // As in EngineBase.
-  bool set_linear(LinearKind kind, int64_t layer, const std::vector<WeightPart>& parts, const float* bias, Team& team);
+  bool set_linear(const LinearPlace& place, const std::vector<WeightPart>& parts, const float* bias, Team& team);
   void set_norm(NormKind kind, int64_t layer, const float* weight);
+  void set_vector(VectorKind kind, int64_t layer, const float* values);
   void set_embedding(const void* table) { embedding_ = static_cast<const T*>(table); }
 
   const LayerWeights& layer(int64_t index) const { return layers_[index]; }
+  const std::vector<LayerWeights>& layers() const { return layers_; }
   const PackedLinear& head() const { return head_; }
   const float* final_norm() const { return final_norm_; }
   const T* embedding() const { return embedding_; }  // [V, N]
 
  private:
-  PackedLinear& linear(LinearKind kind, int64_t layer);
+  PackedLinear& linear(const LinearPlace& place);
+  const float* keep(const float* values, int64_t size);
 
   const EngineConfig& c_;
   Arena arena_;

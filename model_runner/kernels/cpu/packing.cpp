@@ -10,10 +10,17 @@
 namespace pdserve {
 namespace {
 
-int64_t input_size(const EngineConfig& c, LinearKind kind, int64_t layer) {
-  switch (kind) {
+// Of the network, or of the expert.
+int64_t inner_size(const EngineConfig& c, const LinearPlace& place) {
+  const LayerOps& ops = c.ops[place.layer];
+  const bool shared = ops.experts.count != 0 && place.expert == ops.experts.count;
+  return shared ? ops.experts.shared_inner : ops.gate_up.inner;
+}
+
+int64_t input_size(const EngineConfig& c, const LinearPlace& place) {
+  switch (place.kind) {
     case LinearKind::kO: return c.heads * c.head_dim;
-    case LinearKind::kDown: return c.ops[layer].gate_up.inner;
+    case LinearKind::kDown: return inner_size(c, place);
     default: return c.hidden;
   }
 }
@@ -55,16 +62,17 @@ void order_gate_up(int64_t inner, Order& order) {
 
 }  // namespace
 
-LinearShape linear_shape(const EngineConfig& c, LinearKind kind, int64_t layer, bool fused) {
+LinearShape linear_shape(const EngineConfig& c, const LinearPlace& place, bool fused) {
   Order order;
-  switch (kind) {
+  switch (place.kind) {
     case LinearKind::kQKV: order_qkv(c, fused, order); break;
-    case LinearKind::kGateUp: order_gate_up(c.ops[layer].gate_up.inner, order); break;
+    case LinearKind::kGateUp: order_gate_up(inner_size(c, place), order); break;
     case LinearKind::kHead: order.run(0, c.head_rows); break;
+    case LinearKind::kRouter: order.run(0, c.ops[place.layer].experts.rows()); break;
     default: order.run(0, c.hidden); break;
   }
   order.pad(kPanel);
-  return {input_size(c, kind, layer), order.take()};
+  return {input_size(c, place), order.take()};
 }
 
 template <class T>

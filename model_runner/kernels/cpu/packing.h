@@ -15,8 +15,8 @@ struct LinearShape {
   std::vector<int32_t> rows;  // which row of the weight each packed column takes; -1 for padding
 };
 
-// Of a layer, or of the head. `fused`: the finish of qkv rotates, so that both elements of a rotated pair must lie in one panel.
-LinearShape linear_shape(const EngineConfig& config, LinearKind kind, int64_t layer, bool fused);
+// `fused`: the finish of qkv rotates, so that both elements of a rotated pair must lie in one panel.
+LinearShape linear_shape(const EngineConfig& config, const LinearPlace& place, bool fused);
 
 // Fills in all of `packed` but what a pass goes on with; memory is of `arena`. A dense weight is of type T and one part.
 // False where the parts can't lie side by side, see PanelPacker.

@@ -15,7 +15,7 @@ struct Division {
   Cell cell_of(const PackedLinear& weight, int64_t tokens, int tid) const;
 };
 
-// All layers are divided as the first one suits.
-Division divide(const LayerWeights& layer, const PackedLinear& head, int64_t tokens, int threads);
+// All layers are divided as the first one suits, and networks and routers as the first of each does.
+Division divide(const std::vector<LayerWeights>& layers, const PackedLinear& head, int64_t tokens, int threads);
 
 }  // namespace pdserve

@@ -41,7 +41,15 @@ double estimate(const Product& product, Grid grid, int64_t threads) {
   return std::max(compute, memory) + kNotHidden * std::min(compute, memory);
 }
 
+double panel_cost(const Product& product, int64_t threads) {
+  const double compute = static_cast<double>(std::max(product.rows, kLeastRows) * product.k) * product.effort;
+  const double bytes = static_cast<double>(ceil_div(product.rows, kTileRows) * product.panel_bytes) / kThreadBytes;
+  const double memory = bytes * std::max(1.0, static_cast<double>(threads) / kThreadsOfMemory);
+  return std::max(compute, memory) + kNotHidden * std::min(compute, memory);
+}
+
 Grid choose_grid(const Product& product, int64_t threads) {
+  if (product.panels == 0) return {1, 0};
   Grid best{0, 0};
   double least = 0;
   for (int64_t rows = std::min(threads, product.rows); rows >= 1; --rows) {
@@ -58,6 +66,7 @@ Grid choose_grid(const Product& product, int64_t threads) {
 bool choose_by_rows(const Product (&products)[kLayerProducts], int64_t threads) {
   double by_rows = 0, by_grid = 0;
   for (const Product& product : products) {
+    if (product.panels == 0) continue;
     if (product.rows < threads) return false;
     by_rows += estimate(product, {threads, 1}, threads);
     by_grid += kUneven * estimate(product, choose_grid(product, threads), threads) + kMeeting;

@@ -40,12 +40,16 @@ int64_t weight_traffic(const Product& product, Grid grid);
 // The time that a product takes, in cycles or so: of its slowest thread, or of memory.
 double estimate(const Product& product, Grid grid, int64_t threads);
 
+// What one panel costs a thread, beside so many others.
+double panel_cost(const Product& product, int64_t threads);
+
 // The grid of the least estimate; of equal ones, that with more groups of rows.
 Grid choose_grid(const Product& product, int64_t threads);
 
 constexpr int kLayerProducts = 4;
 
 // Whether a pass whose layers are made of these products is better done by rows: without a meeting after each of them.
+// Products without panels are none.
 bool choose_by_rows(const Product (&products)[kLayerProducts], int64_t threads);
 
 }  // namespace pdserve
