@@ -38,7 +38,7 @@ class SafetensorsWeights(WeightSource):
 
     def _places(self) -> dict[str, Path]:
         """The file of each tensor."""
-        places = {}
+        places: dict[str, Path] = {}
         for file in self._files:
             with _opened(file) as tensors:
                 places |= dict.fromkeys(tensors.keys(), file)

@@ -45,7 +45,7 @@ class StackedLinear:
 
     def weights(self, prefix: str, *names: str) -> dict[str, Tensor]:
         """The views that take each expert's projections, in order: ``prefix.7.name.weight``."""
-        views = {}
+        views: dict[str, Tensor] = {}
         for kind, stack in (("weight", self.weight), ("bias", self.bias)):
             if stack is not None:
                 for name, part in zip(names, torch.split(stack, self.outs, 1), strict=True):
@@ -103,7 +103,7 @@ class Experts:
         chosen, weights = choice.experts.flatten(), choice.weights.flatten()
         pairs = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=self.spec.count).tolist()
-        for expert, own in enumerate(pairs.split(counts)):
+        for expert, own in enumerate(torch.split(pairs, counts)):
             if len(own):
                 tokens = own // self.spec.chosen
                 out = self._forward(expert, x_TN[tokens])

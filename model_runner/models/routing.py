@@ -36,9 +36,9 @@ def choose_experts(spec: ExpertsSpec, logits_TE: Tensor, choice_bias_E: Tensor |
 
 def _within_groups(spec: ExpertsSpec, wanted_TE: Tensor) -> Tensor:
     """The scores in the best groups, and -inf elsewhere."""
-    by_group_TGE = wanted_TE.unflatten(-1, (spec.groups, -1))
+    by_group_TGE = wanted_TE.view(-1, spec.groups, spec.count // spec.groups)
     best = 1 if spec.group_score is GroupScore.LARGEST else 2
     of_group_TG = by_group_TGE.topk(best, -1).values.sum(-1)
     chosen = of_group_TG.sort(dim=-1, descending=True, stable=True).indices[:, : spec.groups_chosen]
     is_out_TG = torch.ones_like(of_group_TG, dtype=torch.bool).scatter_(-1, chosen, False)
-    return by_group_TGE.masked_fill(is_out_TG[..., None], float("-inf")).flatten(-2)
+    return by_group_TGE.masked_fill(is_out_TG[..., None], float("-inf")).view(wanted_TE.shape)
