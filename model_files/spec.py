@@ -126,11 +126,11 @@ class AttentionSpec:
 class MLASpec:
     """Multi-head latent attention (DeepSeek-V2, 2024): a token keeps one latent row for all heads.
 
-    The row is [kv_norm(c), rope(k)] with c, k = kv_a(x), of ``kv_lora_rank`` and ``qk_rope_head_dim`` elements. A head's
-    query is [q, rope(q')] with q, q' = q_b(q_norm(q_a(x))) of ``qk_nope_head_dim`` and ``qk_rope_head_dim`` elements, or
+    The row is [norm(c), rope(k)] with c, k = kv_a(x), of ``kv_lora_rank`` and ``qk_rope_head_dim`` elements. A head's
+    query is [q, rope(q')] with q, q' = q_b(norm(q_a(x))), of ``qk_nope_head_dim`` and ``qk_rope_head_dim`` elements, or
     a plain projection of x where ``q_lora_rank`` is None. Of each row a head makes a key [k_b c, rope(k)] and a value
-    v_b c of ``v_head_dim`` elements, as in ``AttentionSpec``; engines apply k_bᵀ to the query and v_b to the sum of the
-    rows instead. ``a_bias``: q_a and kv_a have biases.
+    v_b c of ``v_head_dim`` elements, and attends as in ``AttentionSpec``; engines apply k_bᵀ to queries and v_b to
+    sums of rows instead. ``a_bias``: q_a and kv_a have biases.
     """
 
     heads: int

@@ -2,9 +2,9 @@
 
 Ours are ``embed_tokens.weight``, ``norm.weight``, ``lm_head.weight``, and of a layer ``layers.3.q_proj.weight``: the
 linear layers q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj, some with a ``.bias``, and the norms
-q_norm, k_norm, before_attention, after_attention, before_mlp and after_mlp; and ``layers.3.sinks``, a score a head. Latent
-attention has q_a_proj and q_b_proj (or q_proj alone), kv_a_proj, k_b_proj and v_b_proj, and the norms q_a_norm and
-kv_a_norm.
+q_norm, k_norm, before_attention, after_attention, before_mlp and after_mlp; and ``layers.3.sinks``, a score a head.
+Latent attention has q_a_proj and q_b_proj (or q_proj alone), kv_a_proj, k_b_proj and v_b_proj, and the norms q_a_norm
+and kv_a_norm.
 
 In the place of an MLP's, a layer with experts has a router, some a ``router.choice_bias``, ``experts.7.gate_proj`` and
 the like, and where there is a shared expert ``shared.gate_proj`` and the like, some with a shared_gate.

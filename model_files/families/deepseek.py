@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: latent attention, and experts behind the first layers, with some that every token goes through."""
+"""DeepSeek-V2 and V3: latent attention, and experts behind the first layers, some of which every token goes through."""
 
 from __future__ import annotations
 

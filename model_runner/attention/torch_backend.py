@@ -121,7 +121,8 @@ class TorchAttention(AttentionBackend):
         """Attend from one token of each entry: [B, H, D]."""
         batch, heads, dim = q_BHD.shape
         groups = heads // spec.kv_heads
-        k_BKSD, v_BKSD = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in self._gather(layer, plan.pages))
+        kept = self._gather(layer, plan.pages)
+        k_BKSD, v_BKSD = (x.view(batch, -1, *x.shape[1:]).transpose(1, 2) for x in kept)
         q_BKGD = q_BHD.reshape(batch, spec.kv_heads, groups, dim)
         sinks = None if sinks_H is None else sinks_H.view(spec.kv_heads, 1, groups, 1)
         mask = self._decode_mask(plan, k_BKSD.shape[2], _window(spec))

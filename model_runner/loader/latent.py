@@ -1,8 +1,8 @@
 """The projections of latent attention that stand by head: how checkpoints spell them, and how we do.
 
 Ours are the two that the absorbed form multiplies with (``models/latent_attention.py``): k_b_proj [heads *
-kv_lora_rank, qk_nope_head_dim], which is transposed, and v_b_proj [heads * v_head_dim, kv_lora_rank]. llama.cpp has them so
-too, as stacks of a matrix for each head. Hugging Face, and older GGUF files, have one kv_b_proj [heads *
+kv_lora_rank, qk_nope_head_dim], which is transposed, and v_b_proj [heads * v_head_dim, kv_lora_rank]. llama.cpp has
+them so too, as stacks of a matrix for each head. Hugging Face, and older GGUF files, have one kv_b_proj [heads *
 (qk_nope_head_dim + v_head_dim), kv_lora_rank], a head's keys above its values.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from ...model_files.spec import MLASpec
@@ -28,6 +29,7 @@ def by_head(spec: MLASpec, parts: Sequence[Part], tensor: Tensor) -> Iterator[tu
     if len(parts) == 1:
         yield parts[0].name, tensor.flatten(0, -2)
         return
-    keys, values = tensor.view(spec.heads, -1, tensor.shape[1]).split([spec.qk_nope_head_dim, spec.v_head_dim], 1)
+    heads = tensor.view(spec.heads, -1, tensor.shape[1])
+    keys, values = torch.split(heads, [spec.qk_nope_head_dim, spec.v_head_dim], 1)
     yield parts[0].name, keys.transpose(1, 2).flatten(0, 1)
     yield parts[1].name, values.flatten(0, 1)

@@ -1,11 +1,12 @@
 """Multi-head latent attention of one layer (DeepSeek-V2, 2024), in its absorbed form.
 
 A head's score is q · (k_b c) = (k_bᵀ q) · c, and its output Σ w (v_b c) = v_b (Σ w c): with k_b on the query's side and
-v_b on the output's, all heads attend over the rows as they lie in the pool, one KV head. Prompts are computed like single
-tokens are, though multiplying out their keys would cost less: in one form a token's result is the same wherever it is
-computed.
+v_b on the output's, all heads attend over the rows as they lie in the pool, one KV head. Prompts are computed like
+single tokens are, though multiplying out their keys would cost less: in one form a token's result is the same wherever
+it is computed.
 
-Shapes: T tokens, H heads, N hidden size, D = R + P elements of a row, R kv_lora_rank, P qk_rope_head_dim, Q qk_nope_head_dim, V v_head_dim.
+Shapes: T tokens, H heads, N hidden size, D = R + P elements of a row, R kv_lora_rank, P qk_rope_head_dim,
+Q qk_nope_head_dim, V v_head_dim.
 """
 
 from __future__ import annotations
@@ -67,12 +68,13 @@ class LatentAttention:
         if self.q_a_proj is not None and self.q_a_norm is not None:
             x_TN = self.q_a_norm.forward(self.q_a_proj.forward(x_TN))
         q_THD = self.q_b_proj.forward(x_TN).view(len(x_TN), spec.heads, -1)
-        q_THQ, q_THP = q_THD.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], -1)
+        q_THQ, q_THP = torch.split(q_THD, [spec.qk_nope_head_dim, spec.qk_rope_head_dim], -1)
         k_b_HQR = self.k_b_proj.weight.view(spec.heads, spec.kv_lora_rank, -1).transpose(1, 2)
         latent_THR = (q_THQ.transpose(0, 1) @ k_b_HQR).transpose(0, 1)
         return torch.cat((latent_THR, rope(q_THP, *rotation)), -1)
 
     def _row(self, x_TN: Tensor, rotation: Rotation) -> Tensor:
         """What is kept of each token: [T, 1, R + P]."""
-        latent_TR, k_TP = self.kv_a_proj.forward(x_TN).split([self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], -1)
+        sizes = [self.spec.kv_lora_rank, self.spec.qk_rope_head_dim]
+        latent_TR, k_TP = torch.split(self.kv_a_proj.forward(x_TN), sizes, -1)
         return torch.cat((self.kv_a_norm.forward(latent_TR)[:, None], rope(k_TP[:, None], *rotation)), -1)

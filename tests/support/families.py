@@ -81,7 +81,7 @@ LATENT = SHAPE | {
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 16,
-    "v_head_dim": 13,
+    "v_head_dim": 14,
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
