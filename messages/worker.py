@@ -32,7 +32,9 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Layers that keep the same of a token, for as long, and so share pages.
 
     A page is one contiguous span: for each of ``layers`` (by their numbers in the model, in that order) equally many
-    bytes. Of kind "mha": ``[2, page_size * kv_heads * head_dim]`` of ``dtype``, keys, then values.
+    bytes. Of kind "mha": ``[2, page_size * kv_heads * head_dim]`` of ``dtype``, keys, then values. Elements of one byte
+    come with a scale for each head of each token, of ``scale_dtype`` (None: there are none): in the order "tokens"
+    right behind the head's elements, in "blocks" those of a block's slots behind the block's elements.
     """
 
     layers: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_LAYERS)], ...], Meta(min_length=1, max_length=MAX_LAYERS)]
@@ -41,6 +43,7 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     head_dim: int
     dtype: Annotated[str, Meta(max_length=32)]
     page_bytes: int
+    scale_dtype: Annotated[str, Meta(max_length=32)] | None = None
 
     @property
     def num_layers(self) -> int:

@@ -24,7 +24,7 @@ from ...model_files.spec import (
     NormSpec,
     QKNorm,
 )
-from .library import NATIVE_DTYPES
+from .library import NATIVE_DTYPES, NATIVE_KV_DTYPES
 from .structs import AddProduct, Attend, GateUp, LayerOps, ModelOps, NormOp, ProjectQKV
 
 HEAD_DIM_MULTIPLE = 16
@@ -82,7 +82,7 @@ class Lowered(NamedTuple):
 
 def refusal(spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
     """Why the kernels can't run this model; None if they can."""
-    if dtype not in NATIVE_DTYPES or kv_dtype not in NATIVE_DTYPES:
+    if dtype not in NATIVE_DTYPES or kv_dtype not in NATIVE_KV_DTYPES:
         return f"they compute in bfloat16 and float32, not in {dtype} over a KV pool of {kv_dtype}"
     if spec.head_dim % HEAD_DIM_MULTIPLE:
         return f"they need a head_dim that is a multiple of {HEAD_DIM_MULTIPLE}, not {spec.head_dim}"

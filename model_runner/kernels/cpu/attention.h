@@ -23,17 +23,21 @@
 namespace pdserve {
 
 // Element types of rows and pool, chosen at run time; the values are part of the interface to Python.
-enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+// Those of one byte are the pool's alone.
+enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kFp8E4M3 = 3, kFp8E5M2 = 4 };
 
 template <class T>
 constexpr DType dtype_of() {
   return sizeof(T) == 2 ? DType::kBFloat16 : DType::kFloat32;
 }
 
-inline int64_t size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
+inline int64_t size_of(DType type) { return type == DType::kFloat32 ? 4 : type == DType::kBFloat16 ? 2 : 1; }
 
-// The pool [P, L, 2, ...]: keys then values, each K * page_size * D elements, as kv_blocks.h has it. D is a multiple of
-// 16, page_size a power of two below 16 or a multiple of 16.
+// Elements of one byte are multiplied with a float32, one for each head of a slot.
+inline bool has_scales(DType type) { return size_of(type) == 1; }
+
+// The pool [P, L, 2, ...]: keys then values, each K * page_size * D elements and their scales, as kv_blocks.h has it. D is
+// a multiple of 16, page_size a power of two below 16 or a multiple of 16.
 struct KVPoolView {
   void* data;
   DType dtype;
@@ -45,7 +49,10 @@ struct KVPoolView {
   // the first of these in page 0.
   int64_t pool_heads;
 
-  int64_t page_bytes() const { return num_layers * 2 * page_size * pool_heads * head_dim * size_of(dtype); }
+  // What a head of a slot takes, its scale included, in elements.
+  int64_t slot_elements() const { return head_dim + (has_scales(dtype) ? static_cast<int64_t>(sizeof(float)) : 0); }
+  int64_t slot_bytes() const { return slot_elements() * size_of(dtype); }
+  int64_t page_bytes() const { return num_layers * 2 * page_size * pool_heads * slot_bytes(); }
 };
 
 // Entry of a pass: tokens [first_token, first_token + q_len) of T are positions [start, start + q_len) of the row.

@@ -81,7 +81,7 @@ bool Stepper::plan_entry(const StepArgs& args, int64_t b, int64_t first_token) {
 bool Stepper::clear_begun_pages(const StepArgs& args) {
   bool any = false;
   const KVPoolView& pool = engine_.config().pool;
-  const int64_t element = size_of(pool.dtype), of_heads = pool.kv_heads * pool.page_size * pool.head_dim * element;
+  const int64_t of_heads = pool.kv_heads * pool.page_size * pool.slot_bytes();
   for (const AttentionEntry& entry : batch_) {
     const int64_t used = (entry.start + entry.q_len) % pool.page_size;
     if (used == 0 || used > entry.q_len) continue;
