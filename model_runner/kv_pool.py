@@ -72,7 +72,8 @@ def _name(dtype: torch.dtype) -> str:
 class MHATokenToKVPool:
     """Keys and values of all slots, of one group of layers. ``dtype`` is that of their elements.
 
-    Page 0 is never handed out and stays zero: padded lanes read it. Ranks of a host may share one: each has, as ``heads``, those that it reads, writes and clears.
+    Page 0 is never handed out and stays zero: padded lanes read it. Ranks of a host may share one: each has, as
+    ``heads``, those that it reads, writes and clears.
     """
 
     def __init__(
