@@ -35,7 +35,9 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     A page is one contiguous span: for each of ``layers`` (by their numbers in the model, in that order) equally many
     bytes. Of kind "mha": ``[2, page_size * kv_heads * head_dim]`` of ``dtype``, keys, then values. Of kind "mla":
-    ``[page_size * head_dim]``, rows in the place of keys, and ``kv_heads`` is 1.
+    ``[page_size * head_dim]``, rows in the place of keys, and ``kv_heads`` is 1. Elements of one byte
+    come with a scale for each head of each token, of ``scale_dtype`` (None: there are none): in the order "tokens"
+    right behind the head's elements, in "blocks" those of a block's slots behind the block's elements.
     """
 
     layers: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_LAYERS)], ...], Meta(min_length=1, max_length=MAX_LAYERS)]
@@ -45,6 +47,7 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Annotated[str, Meta(max_length=32)]
     page_bytes: int
     value_dim: int = 0
+    scale_dtype: Annotated[str, Meta(max_length=32)] | None = None
 
     @property
     def num_layers(self) -> int:

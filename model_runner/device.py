@@ -10,6 +10,14 @@ from ..model_files.errors import UnsupportedModel
 from ..runtime.machine.memory import Memory, host_memory
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+KVDTypeName = Literal["auto", "float32", "bfloat16", "float16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"]
+KV_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+}
+"""Those whose name is not torch's own, or that weights can't have."""
 
 
 def choose_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
@@ -31,6 +39,14 @@ def choose_dtype(name: DTypeName, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     return torch.bfloat16
+
+
+def choose_kv_dtype(name: KVDTypeName, dtype: torch.dtype) -> torch.dtype:
+    """The type of the KV pool's elements, beside weights of ``dtype``."""
+    if name == "auto":
+        return dtype
+    chosen: torch.dtype = KV_DTYPES[name] if name in KV_DTYPES else getattr(torch, name)
+    return chosen
 
 
 def device_memory(device: torch.device) -> Memory:

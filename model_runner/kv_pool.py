@@ -5,7 +5,8 @@ Each group of layers (``KVGroup``) has a pool of its own, which is page-first: p
 ``[P, L, 2, page_size, H, D]`` (P pages with page 0, L layers, keys then values, H KV heads, D head_dim), so that a slot
 ``s = page * page_size + offset`` is ``pool[page, layer, k/v, offset]``; two flat views of it do all of torch's work:
 rows of one token's heads, and rows of one layer's page of keys or values. In the order "blocks" it is
-``[P, L, 2, H, page_size * D]``, and nothing but the CPU kernels knows what lies within a head.
+``[P, L, 2, H, page_size * D]``, and nothing but the CPU kernels knows what lies within a head. Where elements are of
+one byte (``kv_quantization.py``) the pool is of bytes, and each token's head has 4 more of them: its scale.
 
 Of latent rows (kind "mla") there is one a token and layer, key and value in one: ``[P, L, page_size, D]``, or
 ``[P, L, page_size * D]`` in blocks.
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from ..messages.worker import KVGroup, KVLayout, KVOrder
 from .kernels.reference import store_kv
+from .kv_quantization import LARGEST, SCALE_BYTES, SCALE_DTYPE, pack_heads, unpack_heads
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -68,24 +70,31 @@ class KVShape(NamedTuple):
 
 def make_layout(spec: HasKV, page_size: int, dtype: torch.dtype, order: KVOrder = "tokens") -> KVLayout:
     """The layout of ``spec``'s pages."""
-    values = spec.num_layers * page_size * spec.kv_elements
+    width = spec.kv_elements * dtype.itemsize
+    if dtype in LARGEST:
+        width += spec.kv_elements // spec.head_dim * SCALE_BYTES
     group = KVGroup(
         layers=tuple(range(spec.num_layers)),
         kind="mha" if spec.latent_dim is None else "mla",
         kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        dtype=str(dtype).removeprefix("torch."),
-        page_bytes=values * dtype.itemsize,
+        dtype=_name(dtype),
+        page_bytes=spec.num_layers * page_size * width,
         value_dim=spec.latent_dim or 0,
+        scale_dtype=_name(SCALE_DTYPE) if dtype in LARGEST else None,
     )
     return KVLayout(page_size, (group,), order)
 
 
-class MHATokenToKVPool:
-    """Keys and values of all slots, of one group of layers. Page 0 is never handed out and stays zero: padded lanes
-    read it.
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
-    Ranks of a host may share one: each has, as ``heads``, those that it reads, writes and clears.
+
+class MHATokenToKVPool:
+    """Keys and values of all slots, of one group of layers. ``dtype`` is that of their elements.
+
+    Page 0 is never handed out and stays zero: padded lanes read it. Ranks of a host may share one: each has, as
+    ``heads``, those that it reads, writes and clears.
     """
 
     def __init__(
@@ -105,17 +114,25 @@ class MHATokenToKVPool:
         self.group = kept = layout.groups[group]
         self.dtype: torch.dtype = getattr(torch, kept.dtype)
         self._index = {layer: i for i, layer in enumerate(kept.layers)}
-        size, all_heads, dim = layout.page_size, kept.kv_heads, kept.head_dim
+        self.is_quantized = self.dtype in LARGEST
+        stored = torch.uint8 if self.is_quantized else self.dtype
+        size, all_heads = layout.page_size, kept.kv_heads
+        self._width = dim = kept.head_dim + (SCALE_BYTES if self.is_quantized else 0)
         of_layer = (size, all_heads, dim) if layout.order == "tokens" else (all_heads, size * dim)
         shape = (num_pages, kept.num_layers, 2, *of_layer)
         if buffer is None:
-            self.data = torch.zeros(shape, dtype=self.dtype, device=device)
+            self.data = torch.zeros(shape, dtype=stored, device=device)
         else:
-            self.data = torch.frombuffer(buffer, dtype=self.dtype).view(shape)
+            self.data = torch.frombuffer(buffer, dtype=stored).view(shape)
         begin, end = self.heads = heads or (0, all_heads)
         self._own = self.data[..., begin:end, :]
         self._token_rows = self.data.view(-1, all_heads * dim)[:, begin * dim : end * dim]
         self._page_rows = self.data.view(num_pages * kept.num_layers * 2, -1)
+
+    @property
+    def head_bytes(self) -> int:
+        """What a head of a token takes."""
+        return self._width * self.data.itemsize
 
     def token_rows(self, slots: Tensor) -> Tensor:
         """Where the first layer's keys of ``slots`` (int64) lie among the token rows; the argument of ``store``."""
@@ -125,15 +142,22 @@ class MHATokenToKVPool:
     def store(self, layer: int, token_rows: Tensor, k: Tensor, v: Tensor) -> None:
         """Write ``k`` and ``v`` [T, H, D] of ``layer`` to the slots behind ``token_rows`` [T]."""
         key_rows = token_rows + self._index[layer] * 2 * self.layout.page_size
+        if self.is_quantized:
+            k, v = pack_heads(k, self.dtype), pack_heads(v, self.dtype)
         store_kv(self._token_rows, key_rows, key_rows + self.layout.page_size, k, v)
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of ``layer`` in ``pages`` (int64 [N]): two copies [N * page_size, H, D]."""
+        """Keys and values of ``layer`` in ``pages`` (int64 [N]): two copies [N * page_size, H, D].
+
+        Of the pool's own type, or float32 where that is quantised.
+        """
         rows = pages * (self.group.num_layers * 2) + self._index[layer] * 2
-        shape, (begin, end) = (-1, self.group.kv_heads, self.group.head_dim), self.heads
-        keys = self._page_rows.index_select(0, rows + KEYS)
-        values = self._page_rows.index_select(0, rows + VALUES)
-        return keys.view(shape)[:, begin:end], values.view(shape)[:, begin:end]
+        shape, (begin, end) = (-1, self.group.kv_heads, self._width), self.heads
+        keys = self._page_rows.index_select(0, rows + KEYS).view(shape)[:, begin:end]
+        values = self._page_rows.index_select(0, rows + VALUES).view(shape)[:, begin:end]
+        if self.is_quantized:
+            return unpack_heads(keys, self.dtype), unpack_heads(values, self.dtype)
+        return keys, values
 
     def clear(self, pages: Tensor) -> None:
         """Zero ``pages`` (int64) in all layers."""
@@ -156,14 +180,22 @@ class MLATokenToKVPool:
         self.dtype: torch.dtype = getattr(torch, kept.dtype)
         self.heads = (0, 1)
         self._index = {layer: i for i, layer in enumerate(kept.layers)}
-        of_layer = (layout.page_size, kept.head_dim)
+        self.is_quantized = self.dtype in LARGEST
+        stored = torch.uint8 if self.is_quantized else self.dtype
+        self._width = kept.head_dim + (SCALE_BYTES if self.is_quantized else 0)
+        of_layer = (layout.page_size, self._width)
         shape = (num_pages, kept.num_layers, *(of_layer if layout.order == "tokens" else (math.prod(of_layer),)))
         if buffer is None:
-            self.data = torch.zeros(shape, dtype=self.dtype, device=device)
+            self.data = torch.zeros(shape, dtype=stored, device=device)
         else:
-            self.data = torch.frombuffer(buffer, dtype=self.dtype).view(shape)
-        self._token_rows = self.data.view(-1, kept.head_dim)
+            self.data = torch.frombuffer(buffer, dtype=stored).view(shape)
+        self._token_rows = self.data.view(-1, self._width)
         self._page_rows = self.data.view(num_pages * kept.num_layers, -1)
+
+    @property
+    def head_bytes(self) -> int:
+        """What a row takes."""
+        return self._width * self.data.itemsize
 
     def token_rows(self, slots: Tensor) -> Tensor:
         """Where the first layer's rows of ``slots`` (int64) lie; the argument of ``store``."""
@@ -173,12 +205,18 @@ class MLATokenToKVPool:
     def store(self, layer: int, token_rows: Tensor, k: Tensor, v: Tensor) -> None:
         """Write the rows ``k`` [T, 1, D] of ``layer`` to the slots behind ``token_rows`` [T]; ``v`` is part of them."""
         rows = token_rows + self._index[layer] * self.layout.page_size
-        self._token_rows.index_copy_(0, rows, k.reshape(-1, self.group.head_dim).to(self.dtype))
+        stored = pack_heads(k, self.dtype) if self.is_quantized else k.to(self.dtype)
+        self._token_rows.index_copy_(0, rows, stored.reshape(-1, self._width))
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of ``layer`` in ``pages`` (int64 [N]): a copy [N * page_size, 1, D], and the values in it."""
+        """Rows of ``layer`` in ``pages`` (int64 [N]): a copy [N * page_size, 1, D], and the values in it.
+
+        Of the pool's own type, or float32 where that is quantised.
+        """
         rows = pages * self.group.num_layers + self._index[layer]
-        found = self._page_rows.index_select(0, rows).view(-1, 1, self.group.head_dim)
+        found = self._page_rows.index_select(0, rows).view(-1, 1, self._width)
+        if self.is_quantized:
+            found = unpack_heads(found, self.dtype)
         return found, found[..., : self.group.value_dim]
 
     def clear(self, pages: Tensor) -> None:

@@ -30,7 +30,7 @@ from ..model_files.spec_reader import read_spec
 from ..runtime.options import ServerOptions
 from .attention.base import AttentionBackend
 from .attention.registry import choose_attention_backend, make_attention_backend
-from .device import choose_device, choose_dtype, device_memory
+from .device import choose_device, choose_dtype, choose_kv_dtype, device_memory
 from .forward_batch import ForwardBatch
 from .kv_pool import HasKV, KVShape, make_layout, make_pool
 from .loader.load import fingerprint, foreign_fingerprint, load_model_weights
@@ -93,7 +93,7 @@ class ModelRunner:
             self.implementation = choose_model_impl(options.model_impl, source)
             self.device = choose_device(options.device)
             self.dtype = choose_dtype(options.dtype, self.device)
-        kv_dtype = self.dtype if options.kv_cache_dtype == "auto" else choose_dtype(options.kv_cache_dtype, self.device)
+        kv_dtype = choose_kv_dtype(options.kv_cache_dtype, self.dtype)
         self.spec: ModelSpec | None = None
         self.quantization: Quantization = "none"
         self.sampler: NativeSampler | None = None

@@ -150,7 +150,8 @@ class ServerOptions:
         Linear layers' weights: as dtype says (none), a GGUF file's own blocks (gguf), rounded at start (int8, int4);
         auto takes a GGUF file's own blocks, on every processor, unless dtype names a type.
     kv_cache_dtype
-        Type of the KV pool; auto takes the weights' type.
+        Type of the KV pool; auto takes the weights' type. Types of one byte (fp8_e4m3, fp8_e5m2, int8) have a scale for
+        each head of each token, and hold nearly twice as many tokens as bfloat16, which bf16 is short for.
     device
         cpu or cuda; auto takes cuda where there is one.
     threads
@@ -251,7 +252,7 @@ class ServerOptions:
     incremental_streaming_output: bool = False
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["auto", "none", "gguf", "int8", "int4"] = "auto"
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     cpus: str | None = None

@@ -1,12 +1,14 @@
 """KV pages of one order made into those of another, bit for bit.
 
-Shapes: L layers, S slots of a page, K KV heads, D head_dim; G elements to a 32-bit word; b slots to a block, n blocks.
+Shapes: L layers, S slots of a page, K KV heads, D head_dim; G elements to a word; b slots to a block, n blocks.
 
     tokens   [L, 2, S, K, D]                                    torch, on every device
     blocks   [L, keys, K, n, D / G, b, G], [L, values, K, n, b / G, D, G]    the CPU engine (kernels/cpu/kv_blocks.h)
 
 Latent rows (kind "mla") are keys of one head without values: [L, S, D] and [L, n, D / G, b, G].
-b is 16, or S where that is less; where b < G (one slot of two bytes an element) values lie as [L, values, K, n, D].
+G is 2, for elements of four bytes 1. b is 16, or S where that is less; where b < G (one slot) values lie as
+[L, values, K, n, D]. Elements of one byte have scales: each D in "tokens" is followed by one, and each block in
+"blocks" by its b, of keys and of values.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from ...messages.worker import KVGroup, KVLayout, KVOrder
 BLOCK_SLOTS = 16
 """``kBlockSlots`` of kv_blocks.h."""
 _WORD_BYTES = 4
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_SCALE_BYTES = {"float32": 4}
 
 Page = npt.NDArray[np.uint8]
 _Views = list[npt.NDArray[Any]]
@@ -38,9 +41,16 @@ def can_exchange(ours: KVLayout, theirs: KVLayout) -> bool:
 def _is_convertible(layout: KVLayout) -> bool:
     size = layout.page_size
     blocks = size % BLOCK_SLOTS == 0 or BLOCK_SLOTS % size == 0
-    items = [_ITEM_BYTES.get(group.dtype, 0) for group in layout.groups]
-    whole = all(group.head_dim * item % _WORD_BYTES == 0 for group, item in zip(layout.groups, items, strict=True))
-    return blocks and whole and all(items)
+    return blocks and all(_has_whole_words(group) for group in layout.groups)
+
+
+def _has_whole_words(group: KVGroup) -> bool:
+    item = _ITEM_BYTES.get(group.dtype, 0)
+    if item == 0 or (group.scale_dtype is not None and group.scale_dtype not in _SCALE_BYTES):
+        return False
+    if group.kind == "mla" and group.scale_dtype is not None:
+        return False  # which only torch reads
+    return group.head_dim % _together(item) == 0 and group.head_dim * item % max(_scale_bytes(group), 1) == 0
 
 
 class PageConverter:
@@ -64,26 +74,51 @@ class PageConverter:
 
 
 def _views(page: Page, group: KVGroup, size: int, order: KVOrder) -> _Views:
-    """A page's keys (or latent rows) as words, and its values as elements, with their axes as "blocks" has them.
+    """A page's keys (or latent rows) as words, its values as elements, and their scales if any, with their axes as
+    "blocks" has them.
 
     Values come as one view for each slot of a row: their last axis is of two elements, and numpy is slow at copying so
     few at a time.
     """
     layers, heads, dim = group.num_layers, group.kv_heads, group.head_dim
-    item = _ITEM_BYTES[group.dtype]
-    together, slots = _WORD_BYTES // item, min(size, BLOCK_SLOTS)
-    count, words, elements = size // slots, page.view(np.uint32), page.view(f"u{item}")
-    # A block of fewer slots than a word has elements: rows are of slots then, not of groups of them.
+    item, scale = _ITEM_BYTES[group.dtype], _scale_bytes(group)
+    together, slots = _together(item), min(size, BLOCK_SLOTS)
+    count = size // slots
     if group.kind == "mla":
+        words = page.view(f"u{item * together}")
         if order == "blocks":
             return [words.reshape(layers, count, dim // together, slots)]
         return [words.reshape(layers, count, slots, dim // together).swapaxes(2, 3)]
+    # A block of fewer slots than a word has elements: rows are of slots then, not of groups of them.
     group_of_slots = min(together, slots)
     rows = slots // group_of_slots
+    width, word, element = dim * item + scale, f"u{item * together}", f"u{item}"
     if order == "blocks":
-        keys = words.reshape(layers, 2, heads, count, dim // together, slots)[:, 0]
-        values = elements.reshape(layers, 2, heads, count, rows, dim, group_of_slots)[:, 1]
-        return [keys, *np.moveaxis(values, -1, 0)]
-    keys = words.reshape(layers, 2, count, slots, heads, dim // together)[:, 0].transpose(0, 3, 1, 4, 2)
-    values = elements.reshape(layers, 2, count, rows, group_of_slots, heads, dim)[:, 1].transpose(0, 4, 1, 2, 5, 3)
-    return [keys, *np.moveaxis(values, -1, 0)]
+        blocks = page.reshape(layers, 2, heads, count, slots * width)
+        elements = blocks[..., : slots * dim * item]
+        keys = _as(elements[:, 0], word, (dim // together, slots))
+        values = _as(elements[:, 1], element, (rows, dim, group_of_slots))
+        scales = [_as(blocks[..., slots * dim * item :], f"u{scale}", (slots,))] if scale else []
+    else:
+        tokens = page.reshape(layers, 2, count, slots, heads, width)
+        elements = tokens[..., : dim * item]
+        keys = _as(elements[:, 0], word, (dim // together,)).transpose(0, 3, 1, 4, 2)
+        split = elements[:, 1].reshape(layers, count, rows, group_of_slots, heads, dim * item)
+        values = _as(split, element, (dim,)).transpose(0, 4, 1, 2, 5, 3)
+        scales = [_as(tokens[..., dim * item :], f"u{scale}", ()).transpose(0, 1, 4, 2, 3)] if scale else []
+    return [keys, *np.moveaxis(values, -1, 0), *scales]
+
+
+def _as(pieces: Page, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Each of the pieces along the last axis as ``shape`` of ``dtype``: a view."""
+    return pieces.view(dtype).reshape(*pieces.shape[:-1], *shape)
+
+
+def _together(item: int) -> int:
+    """Elements of a word, which "blocks" keeps in one piece."""
+    return 1 if item == _WORD_BYTES else 2
+
+
+def _scale_bytes(group: KVGroup) -> int:
+    """Of a token's head, 0 where elements have no scale."""
+    return 0 if group.scale_dtype is None else _SCALE_BYTES[group.scale_dtype]

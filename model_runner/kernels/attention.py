@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..forward_batch import ForwardBatch
 from ..kv_pool import KVPool
-from .library import NATIVE_DTYPES, load_library
+from .library import NATIVE_DTYPES, NATIVE_KV_DTYPES, load_library
 from .structs import KVPoolView, Scoring, TokenRows
 from .team import Team
 
@@ -33,10 +33,10 @@ def pool_view(pool: KVPool, num_heads: int) -> KVPoolView:
     Raises ``ValueError`` where they can't.
     """
     layout, group = pool.layout, pool.group
-    if group.head_dim % HEAD_DIM_MULTIPLE or pool.dtype not in NATIVE_DTYPES or pool.data.device.type != "cpu":
+    if group.head_dim % HEAD_DIM_MULTIPLE or pool.dtype not in NATIVE_KV_DTYPES or pool.data.device.type != "cpu":
         raise ValueError(
-            f"the CPU attention kernel takes float32 and bfloat16 heads of a multiple of {HEAD_DIM_MULTIPLE}, "
-            f"not {group.dtype} heads of {group.head_dim} on {pool.data.device}"
+            "the CPU attention kernel takes float32, bfloat16, int8 and float8 heads of a multiple of "
+            f"{HEAD_DIM_MULTIPLE}, not {group.dtype} heads of {group.head_dim} on {pool.data.device}"
         )
     if layout.order != "blocks":
         raise ValueError(f"the CPU attention kernel reads KV in blocks, not in the order {layout.order!r}")
@@ -49,8 +49,8 @@ def pool_view(pool: KVPool, num_heads: int) -> KVPoolView:
             raise ValueError(f"values of {group.value_dim} elements are no multiple of {HEAD_DIM_MULTIPLE}")
         readers = next(n for n in range(1, num_heads + 1) if num_heads % n == 0 and num_heads // n <= LATENT_HEADS)
     return KVPoolView(
-        pool.data.data_ptr() + begin * layout.page_size * group.head_dim * pool.dtype.itemsize,
-        NATIVE_DTYPES[pool.dtype],
+        pool.data.data_ptr() + begin * layout.page_size * pool.head_bytes,
+        NATIVE_KV_DTYPES[pool.dtype],
         group.num_layers,
         layout.page_size,
         readers,

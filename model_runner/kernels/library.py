@@ -27,10 +27,13 @@ log = logging.getLogger(__name__)
 
 
 class NativeDType(IntEnum):
-    """``DType`` of types.h."""
+    """``DType`` of attention.h."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
+    INT8 = 2
+    FP8_E4M3 = 3
+    FP8_E5M2 = 4
 
 
 class FetchHint(IntEnum):
@@ -41,6 +44,13 @@ class FetchHint(IntEnum):
 
 
 NATIVE_DTYPES = {torch.float32: NativeDType.FLOAT32, torch.bfloat16: NativeDType.BFLOAT16}
+"""Of weights and activations."""
+NATIVE_KV_DTYPES = NATIVE_DTYPES | {
+    torch.int8: NativeDType.INT8,
+    torch.float8_e4m3fn: NativeDType.FP8_E4M3,
+    torch.float8_e5m2: NativeDType.FP8_E5M2,
+}
+"""Of the KV pool's elements."""
 
 
 @cache

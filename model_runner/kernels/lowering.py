@@ -28,7 +28,7 @@ from ...model_files.spec import (
     NormSpec,
     QKNorm,
 )
-from .library import NATIVE_DTYPES
+from .library import NATIVE_DTYPES, NATIVE_KV_DTYPES
 from .structs import AddProduct, Attend, ExpertsOp, GateUp, LatentOp, LayerOps, ModelOps, NormOp, ProjectQKV
 
 HEAD_DIM_MULTIPLE = 16
@@ -110,9 +110,11 @@ class Lowered(NamedTuple):
 
 def refusal(spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
     """Why the kernels can't run this model; None if they can."""
-    if dtype not in NATIVE_DTYPES or kv_dtype not in NATIVE_DTYPES:
+    if dtype not in NATIVE_DTYPES or kv_dtype not in NATIVE_KV_DTYPES:
         return f"they compute in bfloat16 and float32, not in {dtype} over a KV pool of {kv_dtype}"
     latent = spec.layers[0].attention
+    if isinstance(latent, MLASpec) and kv_dtype not in NATIVE_DTYPES:
+        return f"they do not compute latent attention over a KV pool of {kv_dtype}"
     if isinstance(latent, MLASpec) and (latent.kv_lora_rank % HEAD_DIM_MULTIPLE or latent.qk_nope_head_dim % 2):
         return (
             f"they need a kv_lora_rank that is a multiple of {HEAD_DIM_MULTIPLE} and an even qk_nope_head_dim, "

@@ -32,6 +32,7 @@ from ...model_files.spec_reader import read_spec
 from ...model_files.tensor_names import HEAD, find_parts
 from ...model_files.text.load import load_tokenizer
 from ...runtime.options import ServerOptions
+from ..device import KVDTypeName
 from ..forward_batch import ForwardBatch
 from ..loader.load import load_model_weights
 from ..model_runner import ModelRunner
@@ -43,6 +44,7 @@ ROWS = 64
 
 DTypeName = Literal["float32", "bfloat16"]
 Quantization = Literal["none", "gguf", "int8", "int4"]
+KV_DTYPES: Sequence[KVDTypeName] = ("fp8_e4m3", "fp8_e5m2", "int8")
 Way = Callable[[Tensor], Tensor]
 """Logits [W, V] float32 of a window's token ids, int64 [W]."""
 
@@ -102,6 +104,8 @@ def make_ways(model_path: str, window: int) -> Iterator[tuple[str, Way]]:
     for quantization in quantizations:
         if quantization != "gguf" or source.kind == "gguf":
             yield f"pdserve bfloat16, {quantization}", pdserve_way(model_path, window, "bfloat16", quantization)
+    for kv_dtype in KV_DTYPES:
+        yield f"pdserve bfloat16, KV {kv_dtype}", pdserve_way(model_path, window, "bfloat16", kv_dtype=kv_dtype)
 
 
 def dequantised(source: ModelSource) -> dict[str, Tensor]:
@@ -168,13 +172,23 @@ def transformers_way(model: Any) -> Way:
     return run
 
 
-def pdserve_way(model_path: str, window: int, dtype: DTypeName, quantization: Quantization = "none") -> Way:
-    """The CPU engine, as ``--dtype`` and ``--quantization`` set it up. Raises ``ModelError`` where it can't run."""
+def pdserve_way(
+    model_path: str,
+    window: int,
+    dtype: DTypeName,
+    quantization: Quantization = "none",
+    kv_dtype: KVDTypeName = "auto",
+) -> Way:
+    """The CPU engine, as ``--dtype``, ``--quantization`` and ``--kv-cache-dtype`` set it up.
+
+    Raises ``ModelError`` where it can't run.
+    """
     options = ServerOptions(
         model_path=model_path,
         device="cpu",
         dtype=dtype,
         quantization=quantization,
+        kv_cache_dtype=kv_dtype,
         attention_backend="cpu",
         max_total_tokens=window + ServerOptions().page_size,
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.processes import Launched, launched, pd_pair
@@ -25,6 +26,15 @@ def outputs(server: Launched) -> list[list[int]]:
     return [server.generate(input_ids=ids, sampling_params=sampling)["output_ids"] for ids in prompts]
 
 
+def crowd_of(server: Launched, at_once: int) -> list[list[int]]:
+    """Outputs of eight unlike prompts, which are 800 tokens in the end."""
+    sampling = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
+    prompts = [[(7 * i + 31 * first + 5) % 49152 for i in range(40)] for first in range(8)]
+    with ThreadPoolExecutor(at_once) as clients:
+        answers = clients.map(lambda ids: server.generate(input_ids=ids, sampling_params=sampling), prompts)
+        return [answer["output_ids"] for answer in answers]
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory, tiny_args: Sequence[str]) -> list[list[int]]:
     folder = tmp_path_factory.mktemp("reference")
@@ -42,6 +52,28 @@ def test_float32_gives_the_tokens_of_one_instance(tmp_path, tiny_args, reference
         orders = [server.info()["kv_layout"]["order"] for server in (pair.prefill, pair.decode)]
         assert sorted(orders) == ["blocks", "tokens"]
         assert pair.decode.info()["disaggregation"]["received"]["done"] == len(LENGTHS)
+        pair.assert_all_returned()
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
+def test_quantised_kv_gives_the_tokens_of_one_instance(tmp_path, tiny_args, kv_dtype) -> None:
+    """Computed at once, again from the prefix cache, and where memory is so short that requests are retracted."""
+    args, short = (*tiny_args, "--kv-cache-dtype", kv_dtype), ("--max-total-tokens", "256")
+    with launched(tmp_path, "unified", "server", *args, *ENGINES["cpu"]) as server:
+        server.wait_healthy()
+        reference = outputs(server)
+        assert outputs(server) == reference
+        crowd = crowd_of(server, at_once=1)
+        assert server.info()["kv_layout"]["groups"][0]["scale_dtype"] == "float32"
+    bold = ("--schedule-conservativeness", "0.01")
+    with launched(tmp_path, "small", "server", *args, *ENGINES["cpu"], *short, *bold) as server:
+        server.wait_healthy()
+        assert crowd_of(server, at_once=8) == crowd
+        assert server.info()["retractions"] > 0
+    own = {"prefill_args": ENGINES["torch"], "decode_args": ENGINES["cpu"]}
+    with pd_pair(tmp_path, "tcp", *args, **own) as pair:
+        assert outputs(pair.router) == outputs(pair.router) == reference
+        assert pair.decode.info()["disaggregation"]["received"]["done"] == 2 * len(LENGTHS)
         pair.assert_all_returned()
 
 

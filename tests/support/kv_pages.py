@@ -7,17 +7,32 @@ import torch
 
 from pdserve.disaggregation.transfer.page_order import PageConverter
 from pdserve.messages.worker import KVLayout, KVOrder
-from pdserve.model_runner.kv_pool import KVPool, make_pool
+from pdserve.model_runner.kv_pool import KVPool, KVShape, MHATokenToKVPool, make_layout, make_pool
+from pdserve.model_runner.kv_quantization import pack_heads
 
-from .layouts import latent_layout, uniform_layout
+from .layouts import latent_layout
 
 
 def make_pool_layout(
     page_size: int, layers: int, kv_heads: int, dim: int, dtype: torch.dtype, order: KVOrder = "tokens"
 ) -> KVLayout:
     """A layout whose ``page_bytes`` are right."""
-    nbytes = layers * 2 * page_size * kv_heads * dim * dtype.itemsize
-    return uniform_layout(page_size, layers, kv_heads, dim, str(dtype).removeprefix("torch."), nbytes, order)
+    return make_layout(KVShape(layers, kv_heads, dim), page_size, dtype, order)
+
+
+def as_stored(x: torch.Tensor, pool: MHATokenToKVPool) -> torch.Tensor:
+    """Heads ``x`` [..., D] as ``pool``, in token order, holds them."""
+    return pack_heads(x, pool.dtype) if pool.is_quantized else x.to(pool.dtype)
+
+
+def values_of(pool: MHATokenToKVPool, data: torch.Tensor | None = None) -> torch.Tensor:
+    """What a pool in token order (or ``data`` of one) means, [P, L, 2, page_size, H, D] float64."""
+    data = pool.data if data is None else data
+    if not pool.is_quantized:
+        return data.double()
+    dim = pool.group.head_dim
+    elements, scales = data[..., :dim].contiguous().view(pool.dtype), data[..., dim:].contiguous().view(torch.float32)
+    return elements.double() * scales.double()
 
 
 def make_latent_layout(

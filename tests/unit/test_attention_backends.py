@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.kv_pages import as_stored, make_pool_layout, values_of
 from support.layouts import latent_layout, uniform_layout
 
 from pdserve.model_files.spec import AttentionSpec, MLASpec, NormSpec
@@ -62,7 +63,7 @@ def attend_in_float64(
     spec: AttentionSpec,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``data`` is the pool with this pass's KV stored."""
+    """``data`` is what the pool holds with this pass's KV stored."""
     page_size, out, first = data.shape[3], [], 0
     for row, start, q_len in zip(batch.rows.tolist(), batch.starts, batch.q_lens, strict=True):
         for i in range(q_len):
@@ -82,7 +83,17 @@ def attend_in_float64(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "tolerance"),
+    [
+        (torch.float32, torch.float32, 1e-5),
+        (torch.bfloat16, torch.bfloat16, 2e-2),
+        (torch.float32, torch.int8, 1e-5),
+        (torch.float32, torch.float8_e4m3fn, 1e-5),
+        (torch.float32, torch.float8_e5m2, 1e-5),
+        (torch.bfloat16, torch.int8, 2e-2),
+    ],
+)
 @pytest.mark.parametrize(
     ("starts", "q_lens"),
     [
@@ -106,6 +117,7 @@ def attend_in_float64(
 def test_equals_float64(
     backend: str,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     tolerance: float,
     starts: list[int],
     q_lens: list[int],
@@ -114,9 +126,8 @@ def test_equals_float64(
 ) -> None:
     """Each layer has a spec of its own."""
     torch.manual_seed(11)
-    layout = uniform_layout(page_size, LAYERS, KV_HEADS, DIM, str(dtype).removeprefix("torch."), 0)
-    pool = MHATokenToKVPool(layout, PAGES, torch.device("cpu"))
-    pool.data[1:] = torch.randn_like(pool.data[1:])
+    pool = MHATokenToKVPool(make_pool_layout(page_size, LAYERS, KV_HEADS, DIM, kv_dtype), PAGES, torch.device("cpu"))
+    pool.data[1:] = as_stored(torch.randn(PAGES - 1, LAYERS, 2, page_size, KV_HEADS, DIM), pool)
     batch = make_batch(starts, q_lens, page_size)
     attention = make_attention_backend(backend, pool, dtype)
     attention.plan(batch)
@@ -128,9 +139,9 @@ def test_equals_float64(
         sinks = torch.randn(HEADS) + 1 if spec.sinks else None
         out = attention.forward(layer, q, k, v, spec, sinks)
         pages, offsets = batch.out_cache_loc // page_size, batch.out_cache_loc % page_size
-        before[pages, layer, 0, offsets], before[pages, layer, 1, offsets] = k, v
+        before[pages, layer, 0, offsets], before[pages, layer, 1, offsets] = as_stored(k, pool), as_stored(v, pool)
         assert torch.equal(pool.data, before), "exactly this pass's slots are written"
-        expected = attend_in_float64(batch, pool.data, layer, q, spec, sinks)
+        expected = attend_in_float64(batch, values_of(pool), layer, q, spec, sinks)
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
         assert out.shape == (total, HEADS * DIM)
 

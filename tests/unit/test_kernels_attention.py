@@ -7,6 +7,7 @@ Shapes: T tokens, H query heads, K KV heads, D head_dim.
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kv_pages import in_order, make_pool_layout
+from support.kv_pages import as_stored, in_order, make_pool_layout, values_of
 from torch import Tensor
 
 from pdserve.model_runner.forward_batch import ForwardBatch
@@ -27,8 +28,11 @@ pytestmark = pytest.mark.skipif(not levels_here(), reason="this processor can't 
 
 LAYERS = 2
 # Standard normal values average to at most about 4. float32 sums a few hundred products; bfloat16 rounds the weights
-# and the result to 8 bits.
+# and the result to 8 bits. What was rounded to a byte is compared with what it became.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+BYTES = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
+TOLERANCES = TOLERANCE | dict.fromkeys(BYTES, 1e-5)
+"""Of pools, with queries in float32 where elements are bytes."""
 PAGE_SIZES = [1, 2, 4, 8, 16, 32, 48, 64, 512]
 SHAPES = [(6, 2, 16), (9, 3, 64), (8, 1, 128), (4, 4, 80), (14, 2, 48)]
 PASSES = {
@@ -48,26 +52,38 @@ class Case(NamedTuple):
 
 
 def make_case(
-    shape: tuple[int, int, int], dtype: torch.dtype, page_size: int, starts: list[int], q_lens: list[int]
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    page_size: int,
+    starts: list[int],
+    q_lens: list[int],
+    q_dtype: torch.dtype | None = None,
 ) -> Case:
     """Random keys and values on random pages; every slot that no row maps holds NaN."""
+    q_dtype = q_dtype or (torch.float32 if dtype in BYTES else dtype)
     heads, kv_heads, dim = shape
     ends = [start + q_len for start, q_len in zip(starts, q_lens, strict=True)]
     num_pages = sum(-(-end // page_size) for end in ends) + 1
     layout = make_pool_layout(page_size, LAYERS, kv_heads, dim, dtype)
     pool = MHATokenToKVPool(layout, num_pages, torch.device("cpu"))
-    pool.data.fill_(float("nan"))
+    forget(pool)
     free = (torch.randperm(num_pages - 1) + 1).tolist()
     table = torch.full((len(starts) + 1, max(ends)), 10**9, dtype=torch.int32)
     for row, end in enumerate(ends, 1):
         for first in range(0, end, page_size):
             count, page = min(page_size, end - first), free.pop()
             table[row, first : first + count] = page * page_size + torch.arange(count, dtype=torch.int32)
-            pool.data[page, :, :, :count] = torch.randn(LAYERS, 2, count, kv_heads, dim).to(dtype)
+            drawn = torch.randn(LAYERS, 2, count, kv_heads, dim)
+            pool.data[page, :, :, :count] = as_stored(drawn, pool)
     empty = torch.empty(0, dtype=torch.int64)
     rows = torch.arange(1, len(starts) + 1)
     batch = ForwardBatch(empty, empty, empty, rows, starts, q_lens, table, empty)
-    return Case(pool, batch, torch.randn(sum(q_lens), heads, dim).to(dtype))
+    return Case(pool, batch, torch.randn(sum(q_lens), heads, dim).to(q_dtype))
+
+
+def forget(pool: MHATokenToKVPool) -> None:
+    """Put NaN everywhere: bytes whose bits are all set are NaN as scales, and but for int8 as elements."""
+    pool.data.fill_(0xFF if pool.is_quantized else float("nan"))
 
 
 def spread(rows: Tensor, gap: int) -> Tensor:
@@ -105,11 +121,11 @@ def attend(
 
 
 def attend_in_float64(case: Case, layer: int = 1, rule: Rule = PLAIN) -> Tensor:
-    data, batch, q_THD = case.pool.data, case.batch, case.q_THD.double()
+    data, batch, q_THD = values_of(case.pool), case.batch, case.q_THD.double()
     page_size, group, first, outs = data.shape[3], q_THD.shape[1] // data.shape[4], 0, []
     for row, start, q_len in zip(batch.rows.tolist(), batch.starts, batch.q_lens, strict=True):
         slots = batch.req_to_token[row, : start + q_len].long()
-        kv = data[slots // page_size, layer, :, slots % page_size].double()
+        kv = data[slots // page_size, layer, :, slots % page_size]
         k, v = (kv[:, part].repeat_interleave(group, 1) for part in (0, 1))
         scores = torch.einsum("thd,shd->hts", q_THD[first : first + q_len], k) * (rule.scale or q_THD.shape[2] ** -0.5)
         if rule.softcap is not None:
@@ -122,7 +138,7 @@ def attend_in_float64(case: Case, layer: int = 1, rule: Rule = PLAIN) -> Tensor:
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 48])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", PASSES)
 def test_equals_float64_whatever_the_number_of_threads(
@@ -131,7 +147,8 @@ def test_equals_float64_whatever_the_number_of_threads(
     torch.manual_seed(3)
     case = make_case(shape, dtype, page_size, *PASSES[name])
     out_THD = attend(case)
-    torch.testing.assert_close(out_THD.double(), attend_in_float64(case), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(out_THD.double(), attend_in_float64(case), atol=tolerance, rtol=tolerance)
     for threads in (2, 3):
         assert torch.equal(attend(case, threads=threads, passes=2), out_THD)
 
@@ -139,7 +156,7 @@ def test_equals_float64_whatever_the_number_of_threads(
 @given(
     st.integers(0, 2**32),
     st.sampled_from(list(TOLERANCE)),
-    st.sampled_from(list(TOLERANCE)),
+    st.sampled_from(list(TOLERANCES)),
     st.tuples(st.integers(1, 9), st.integers(1, 4), st.sampled_from([16, 32, 48, 64, 112, 128, 192])),
     st.sampled_from(PAGE_SIZES),
     st.lists(st.tuples(st.integers(0, 400), st.sampled_from([1, 1, 1, 2, 7, 64, 90])), min_size=1, max_size=6),
@@ -173,39 +190,44 @@ def test_equals_float64_for_random_sizes_and_strides(
     case = make_case((group * kv_heads, kv_heads, dim), pool_dtype, page_size, starts, q_lens)
     case = case._replace(q_THD=spread(case.q_THD.to(dtype), gaps[0]))
     out_THD = attend(case, threads=threads, out_gap=gaps[1], rule=rule)
-    tolerance = max(TOLERANCE[dtype], TOLERANCE[pool_dtype])
+    tolerance = max(TOLERANCE[dtype], TOLERANCES[pool_dtype])
     torch.testing.assert_close(out_THD.double(), attend_in_float64(case, rule=rule), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("window", [1, 2, 16, 127, 128, 129, 256, 257, 300, 10**6])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", PASSES)
 def test_a_window_whatever_the_number_of_threads(name: str, dtype: torch.dtype, window: int) -> None:
     torch.manual_seed(3)
     case, rule = make_case((14, 2, 48), dtype, 16, *PASSES[name]), Rule(window=window)
     out_THD, exact = attend(case, rule=rule), attend_in_float64(case, rule=rule)
-    torch.testing.assert_close(out_THD.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(out_THD.double(), exact, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
     for threads in (2, 3):
         assert torch.equal(attend(case, threads=threads, passes=2, rule=rule), out_THD)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 def test_keys_far_behind_the_window_are_not_read(dtype: torch.dtype, threads: int) -> None:
     case, rule = make_case((6, 2, 16), dtype, 16, [1500], [4]), Rule(window=300)
     expected = attend(case, threads=threads, rule=rule)
     # Tiles are of 128 keys, and the first query sees those from 1201 on.
     slots = case.batch.req_to_token[1, :1152].long()
-    case.pool.data[slots // 16, :, :, slots % 16] = float("nan")
+    case.pool.data[slots // 16, :, :, slots % 16] = 0xFF if case.pool.is_quantized else float("nan")
     assert torch.equal(attend(case, threads=threads, rule=rule), expected)
 
 
 @pytest.mark.parametrize("rule", [PLAIN, Rule(window=200, softcap=3.0)])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_token_is_the_same_to_the_last_bit_however_its_prompt_is_cut(dtype: torch.dtype, rule: Rule) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "q_dtype"),
+    [*zip(TOLERANCE, TOLERANCE, strict=True), *itertools.product(BYTES, TOLERANCE)],
+)
+def test_a_token_is_the_same_to_the_last_bit_however_its_prompt_is_cut(
+    dtype: torch.dtype, q_dtype: torch.dtype, rule: Rule
+) -> None:
     """In one chunk, in many, or alone as a decode step, in a batch or not."""
     torch.manual_seed(5)
-    length, (pool, batch, q_THD) = 700, make_case((9, 3, 64), dtype, 16, [0], [700])
+    length, (pool, batch, q_THD) = 700, make_case((9, 3, 64), dtype, 16, [0], [700], q_dtype)
     whole = attend(Case(pool, batch, q_THD), rule=rule)
     cuts = [0, *sorted(random.Random(1).sample(range(1, length), 12)), length]
     row = int(batch.rows[0])
@@ -235,16 +257,15 @@ def test_nan_in_a_query_stays_in_its_row_and_scores_may_be_huge() -> None:
 
 @pytest.mark.parametrize("threads", [2, 3, 5])
 @pytest.mark.parametrize("group", [13, 16, 24, 32])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("rule", [PLAIN, Rule(window=300)])
 def test_few_tokens_of_large_groups_on_a_long_context(dtype: torch.dtype, group: int, threads: int, rule: Rule) -> None:
     """A context that is split along its keys, of an entry whose queries come in several blocks too."""
     torch.manual_seed(4)
     case = make_case((2 * group, 2, 32), dtype, 16, [600, 3, 300], [8, 1, 5])
     expected = attend(case, rule=rule)
-    torch.testing.assert_close(
-        expected.double(), attend_in_float64(case, rule=rule), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-    )
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(expected.double(), attend_in_float64(case, rule=rule), atol=tolerance, rtol=tolerance)
     for _ in range(3):
         assert torch.equal(attend(case, threads=threads, passes=3, rule=rule), expected)
 
@@ -281,7 +302,7 @@ def test_store_keeps_nan_a_nan() -> None:
 @given(
     st.integers(0, 2**32),
     st.sampled_from(list(TOLERANCE)),
-    st.sampled_from(list(TOLERANCE)),
+    st.sampled_from(list(TOLERANCES)),
     st.tuples(st.integers(1, 5), st.sampled_from([16, 48, 64]), st.sampled_from(PAGE_SIZES[:-1]), st.integers(1, 9)),
     st.integers(0, 40),
     st.integers(0, 1),
@@ -290,21 +311,32 @@ def test_store_keeps_nan_a_nan() -> None:
 def test_store_writes_its_slots_and_leaves_their_neighbours(
     seed: int, dtype: torch.dtype, pool_dtype: torch.dtype, sizes: tuple[int, int, int, int], gap: int, layer: int
 ) -> None:
-    """Exact: a value is copied, or rounded once to the nearest. Rows may be further apart than they are wide."""
+    """Exact: a value is copied, or rounded once to the nearest. Rows may be further apart than they are wide.
+
+    Of elements of one byte the torch engine writes the same bytes, whatever the heads' magnitudes.
+    """
     from pdserve.model_runner.kernels.attention import PagedAttention
 
     torch.manual_seed(seed)
     kv_heads, dim, page_size, pages = sizes
     layout = make_pool_layout(page_size, LAYERS, kv_heads, dim, pool_dtype)
     pool = MHATokenToKVPool(layout, pages + 1, torch.device("cpu"))
-    pool.data.normal_()
+    if pool.is_quantized:
+        pool.data.random_(0, 256)
+    else:
+        pool.data.normal_()
     ours = in_order(pool, "blocks")
     slots = torch.randperm(pages * page_size)[: 1 + seed % (pages * page_size)] + page_size
-    k, v = (spread(torch.randn(len(slots), kv_heads, dim).to(dtype), gap) for _ in range(2))
+    magnitudes = torch.ones(2, len(slots), kv_heads, 1)
+    if pool.is_quantized:
+        # From next to nothing, which has no scale, to what is no number any more in the end.
+        magnitudes = torch.where(torch.rand_like(magnitudes) < 0.7, 1.0, 10 ** magnitudes.uniform_(-42, 39))
+    k, v = (spread((torch.randn(len(slots), kv_heads, dim) * one).to(dtype), gap) for one in magnitudes)
     for part, rows in enumerate((k, v)):
-        pool.data[slots // page_size, layer, part, slots % page_size] = rows.to(pool_dtype)
+        pool.data[slots // page_size, layer, part, slots % page_size] = as_stored(rows, pool)
     PagedAttention(ours, kv_heads, Team(1)).store(layer, slots, k, v)
-    assert torch.equal(in_order(ours, "tokens").data, pool.data)
+    stored = in_order(ours, "tokens").data
+    assert torch.equal(*(data.view(torch.uint8) for data in (stored, pool.data)))
 
 
 def test_pools_that_the_kernel_cannot_read_are_refused() -> None:

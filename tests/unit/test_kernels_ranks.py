@@ -25,6 +25,7 @@ from pdserve.model_runner.kernels.library import load_library
 from pdserve.model_runner.kernels.native_engine import LinearKind, Ranks
 from pdserve.model_runner.kernels.ranks import Exchange, ExchangeRoom, NativeRanks
 from pdserve.model_runner.kv_pool import MHATokenToKVPool
+from pdserve.model_runner.kv_quantization import LARGEST
 from pdserve.runtime.ranks import RankPlace
 from tests.unit.test_kernels_layers import PASSES, SPECS, Engine, LayerTensors, Model, make_model
 
@@ -108,12 +109,12 @@ def of_heads(whole: MHATokenToKVPool, own: Shard) -> MHATokenToKVPool:
     return MHATokenToKVPool(whole.layout, len(whole.data), whole.data.device, memory, own.kv_heads())
 
 
-def make_ranks(model: Model, size: int, threads: int = 1) -> list[Engine]:
+def make_ranks(model: Model, size: int, threads: int = 1, kv_dtype: torch.dtype | None = None) -> list[Engine]:
     spec = model.spec
     shards = [shard(spec, rank, size) for rank in range(size)]
     first = NativeRanks(RankPlace(0, size), room(spec))
     groups = [first, *(NativeRanks(RankPlace(rank, size), room(spec), os.dup(first.fd)) for rank in range(1, size))]
-    whole = Engine.make_pool(spec, model.embedding.dtype)
+    whole = Engine.make_pool(spec, kv_dtype or model.embedding.dtype)
     return [
         Engine(part_of(model, own), threads, pool=of_heads(whole, own), ranks=Ranks(own, group))
         for own, group in zip(shards, groups, strict=True)
@@ -149,6 +150,21 @@ def test_fewer_kv_heads_than_ranks(heads: int, kv_heads: int, size: int) -> None
     alone, ranks = Engine(model, 1), make_ranks(model, size)
     for entries in PASSES:
         assert_same(run_all(ranks, entries), alone.run(entries), 2e-5)
+
+
+@pytest.mark.parametrize("kv_dtype", LARGEST)
+@pytest.mark.parametrize(("kv_heads", "size"), [(4, 2), (2, 4)])
+def test_ranks_share_pools_of_bytes(kv_dtype: torch.dtype, kv_heads: int, size: int) -> None:
+    """Each writes its heads' elements and scales, and nothing else: the pools are the same but for sums' rounding."""
+    model = make_model(divisible(SPECS["plain"], 8, kv_heads), torch.float32)
+    alone = Engine(model, 1, pool=Engine.make_pool(model.spec, kv_dtype))
+    ranks = make_ranks(model, size, kv_dtype=kv_dtype)
+    for entries in PASSES:
+        # A key that is rounded to the other side moves the logits by more than sums do.
+        found, expected = run_all(ranks, entries), alone.run(entries)
+        errors = torch.stack([(found[place] - expected[place]).abs().max() for place in expected])
+        assert errors.median() < 1e-3
+        assert errors.max() < 0.05
 
 
 def test_bfloat16_differs_by_rounding_alone() -> None:

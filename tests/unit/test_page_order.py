@@ -8,24 +8,29 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.layouts import latent_layout, uniform_layout
+from support.layouts import latent_layout
 
 from pdserve.disaggregation.transfer.page_order import PageConverter, can_exchange
 from pdserve.messages.worker import KVGroup, KVLayout, KVOrder
+from pdserve.model_runner.kv_pool import KVShape, make_layout
 
 PAGE_SIZES = [1, 2, 4, 8, 16, 32, 48, 64]
-ITEM = {"float32": 4, "bfloat16": 2}
+ITEM = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+def make(size: int, layers: int, heads: int, dim: int, dtype: str, order: KVOrder) -> KVLayout:
+    return make_layout(KVShape(layers, heads, dim), size, getattr(torch, dtype), order)
+
 
 layouts = st.builds(
-    lambda size, layers, heads, dim, dtype, order: uniform_layout(
-        size, layers, heads, dim, dtype, layers * 2 * size * heads * dim * ITEM[dtype], order
-    ),
+    make,
     st.sampled_from(PAGE_SIZES),
     st.integers(1, 3),
     st.integers(1, 4),
-    st.sampled_from([2, 16, 24, 64]),
+    st.sampled_from([4, 16, 24, 64]),
     st.sampled_from(list(ITEM)),
     st.sampled_from(["tokens", "blocks"]),
 )
@@ -42,8 +47,10 @@ latent_layouts = st.builds(
 )
 
 
-def elements(page: np.ndarray[Any, Any], layout: KVLayout) -> np.ndarray[Any, Any]:
-    return page.view(f"u{ITEM[layout.groups[0].dtype]}")
+def width(layout: KVLayout) -> int:
+    """Bytes of a head of a token."""
+    group = layout.groups[0]
+    return group.head_dim * ITEM[group.dtype] + (0 if group.scale_dtype is None else 4)
 
 
 def random_page(layout: KVLayout, seed: int) -> np.ndarray[Any, Any]:
@@ -55,32 +62,35 @@ def other(order: KVOrder) -> KVOrder:
     return "blocks" if order == "tokens" else "tokens"
 
 
-def place_in_blocks(layout: KVLayout, part: int, slot: int, head: int, d: int) -> int:
-    """Where kv_blocks.h puts an element of a layer, counted from the layer's begin."""
-    size, dim = layout.page_size, layout.groups[0].head_dim
-    slots, group = min(size, 16), 4 // ITEM[layout.groups[0].dtype]
-    block = ((part * layout.groups[0].kv_heads + head) * size + slot // slots * slots) * dim
-    s = slot % slots
+def place_in_blocks(layout: KVLayout, part: int, slot: int, head: int) -> tuple[list[int], int]:
+    """Where kv_blocks.h puts the elements of a slot's head, and its scale, in bytes from the layer's begin."""
+    size, dim, item = layout.page_size, layout.groups[0].head_dim, ITEM[layout.groups[0].dtype]
+    slots, group = min(size, 16), 1 if item == 4 else 2
+    block, s = ((part * layout.groups[0].kv_heads + head) * size + slot // slots * slots) * width(layout), slot % slots
     if part == 0:
-        return block + (d // group * slots + s) * group + d % group
-    if slots < group:
-        return block + d
-    return block + (s // group * dim + d) * group + s % group
+        places = [(d // group * slots + s) * group + d % group for d in range(dim)]
+    elif slots < group:
+        places = list(range(dim))
+    else:
+        places = [(s // group * dim + d) * group + s % group for d in range(dim)]
+    return [block + place * item for place in places], block + slots * dim * item + s * 4
 
 
 @given(layouts, st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
-def test_every_element_comes_to_its_place(layout: KVLayout, seed: int) -> None:
+def test_every_element_and_scale_comes_to_its_place(layout: KVLayout, seed: int) -> None:
     before, page = random_page(layout, seed), random_page(layout, seed)
     PageConverter(layout, other(layout.order)).convert(page)
-    tokens, blocks = elements(before, layout), elements(page, layout)
-    if layout.order == "tokens":
-        tokens, blocks = blocks, tokens
-    shape = (layout.groups[0].num_layers, 2, layout.page_size, layout.groups[0].kv_heads, layout.groups[0].head_dim)
-    per_layer = blocks.reshape(layout.groups[0].num_layers, -1)
-    for part, slot, head, d in itertools.product(*map(range, shape[1:])):
-        at = place_in_blocks(layout, part, slot, head, d)
-        assert np.array_equal(tokens.reshape(shape)[:, part, slot, head, d], per_layer[:, at])
+    tokens, blocks = (before, page) if layout.order == "blocks" else (page, before)
+    group = layout.groups[0]
+    shape = (group.num_layers, 2, layout.page_size, group.kv_heads)
+    rows, per_layer = tokens.reshape(*shape, width(layout)), blocks.reshape(group.num_layers, -1)
+    for part, slot, head in itertools.product(*map(range, shape[1:])):
+        elements, scale = place_in_blocks(layout, part, slot, head)
+        at = [element + byte for element in elements for byte in range(ITEM[group.dtype])]
+        if group.scale_dtype is not None:
+            at += range(scale, scale + 4)
+        assert np.array_equal(rows[:, part, slot, head], per_layer[:, at])
 
 
 @given(latent_layouts, st.integers(0, 2**32))
@@ -88,14 +98,14 @@ def test_every_element_comes_to_its_place(layout: KVLayout, seed: int) -> None:
 def test_latent_rows_are_keys_without_values(layout: KVLayout, seed: int) -> None:
     before, page = random_page(layout, seed), random_page(layout, seed)
     PageConverter(layout, other(layout.order)).convert(page)
-    tokens, blocks = elements(before, layout), elements(page, layout)
-    if layout.order == "tokens":
-        tokens, blocks = blocks, tokens
+    tokens, blocks = (before, page) if layout.order == "blocks" else (page, before)
     group = layout.groups[0]
     per_layer = blocks.reshape(group.num_layers, -1)
-    rows = tokens.reshape(group.num_layers, layout.page_size, group.head_dim)
-    for slot, d in itertools.product(range(layout.page_size), range(group.head_dim)):
-        assert np.array_equal(rows[:, slot, d], per_layer[:, place_in_blocks(layout, 0, slot, 0, d)])
+    rows = tokens.reshape(group.num_layers, layout.page_size, width(layout))
+    for slot in range(layout.page_size):
+        elements, _ = place_in_blocks(layout, 0, slot, 0)
+        at = [element + byte for element in elements for byte in range(ITEM[group.dtype])]
+        assert np.array_equal(rows[:, slot], per_layer[:, at])
 
 
 @given(layouts | latent_layouts, st.integers(0, 2**32))
@@ -133,7 +143,7 @@ def change(layout: KVLayout, **fields: Any) -> KVLayout:
 
 
 def test_which_layouts_can_be_exchanged() -> None:
-    layout = uniform_layout(16, 2, 2, 16, "bfloat16", 4096)
+    layout = make(16, 2, 2, 16, "bfloat16", "tokens")
     blocks = change(layout, order="blocks")
     assert can_exchange(layout, layout)
     assert can_exchange(layout, blocks)
@@ -141,8 +151,17 @@ def test_which_layouts_can_be_exchanged() -> None:
     assert not can_exchange(blocks, change(layout, page_size=32, page_bytes=8192))
     assert not can_exchange(blocks, change(layout, dtype="float32", page_bytes=8192))
     assert not can_exchange(layout, change(layout, kind="mla"))
+    int8 = make(16, 2, 2, 16, "int8", "tokens")
+    assert can_exchange(int8, change(int8, order="blocks"))
+    assert not can_exchange(int8, change(int8, dtype="float8_e4m3fn"))
     # Nobody knows other orders of these; equal ones need no converter.
-    for odd in (change(layout, dtype="int64"), change(layout, page_size=24), change(layout, head_dim=3)):
+    changes: list[dict[str, Any]] = [
+        {"dtype": "int64"},
+        {"page_size": 24},
+        {"head_dim": 3},
+        {"scale_dtype": "bfloat16"},
+    ]
+    for odd in (change(layout, **fields) for fields in changes):
         assert can_exchange(odd, odd)
         assert not can_exchange(odd, change(odd, order="blocks"))
         with pytest.raises(ValueError, match="one order only"):

@@ -7,6 +7,7 @@
 #include "attention_gather.h"
 #include "attention_products.h"
 #include "attention_tile.h"
+#include "attention_widen.h"
 #include "denormals.h"
 #include "latent_values.h"
 
@@ -52,14 +53,14 @@ class AttentionWorker {
       : plan_(plan), items_(plan.work_[tid]), memory_(plan.scratch_[tid].data()), sinks_(sinks), q_(q), out_(out) {
     const KVPoolView& pool = plan.pool_;
     block_slots_ = std::min<int64_t>(pool.page_size, kBlockSlots);
-    slot_bytes_ = dim_ * size_of(pool.dtype);
+    slot_bytes_ = pool.slot_bytes();
     head_bytes_ = latent_ ? 0 : pool.page_size * slot_bytes_;
     values_offset_ = latent_ ? 0 : pool.keys_size() * size_of(pool.dtype);
     base_ = static_cast<const char*>(pool.data) + layer * pool.layer_size() * size_of(pool.dtype);
   }
 
   // `score` makes scores of sixteen products of queries and keys, times log2 e.
-  template <class Words, class Score>
+  template <class Words, class Scales, class Score>
   void run(const Score& score) {
     if (items_.empty()) return;
     TilePlace places[2];
@@ -78,7 +79,7 @@ class AttentionWorker {
         } else if (i + 1 < items_.size()) {
           locate(items_[i + 1], items_[i + 1].key_begin, next);
         }
-        run_tile<Words>(item, key, places[now], next, scratch, score);
+        run_tile<Words, Scales>(item, key, places[now], next, scratch, score);
       }
       if (plan_.splits_[item.entry].num_chunks != 0) {
         leave_part(item, scratch);
@@ -132,7 +133,7 @@ class AttentionWorker {
     }
   }
 
-  template <class Words, class Score>
+  template <class Words, class Scales, class Score>
   void run_tile(const AttentionItem& item, int32_t key, const TilePlace& place, const TilePlace& next,
                 const AttentionScratch& scratch, const Score& score) const {
     const int rows = rows_of(item);
@@ -148,9 +149,16 @@ class AttentionWorker {
       const int64_t row = static_cast<int64_t>(head - item.head_begin) * rows;
       // All heads read the same latent rows.
       const bool copied = latent_ && head > item.head_begin;
-      const BlockTile<Words> tile = find_tile<Words>(base_ + head * head_bytes_, place, scratch, copied, ahead);
+      const char* base = base_ + head * head_bytes_;
+      const BlockTile<Words> tile = [&] {
+        if constexpr (std::is_same_v<Scales, TileScales>) {
+          return widen_tile<Words>(base, place, scratch, ahead);
+        } else {
+          return find_tile<Words>(base, place, scratch, copied, ahead);
+        }
+      }();
       for (int r = 0; r < rows; r += kBlockRows) {
-        run_block<Words>(item, key, place.count, r, std::min(kBlockRows, rows - r), queries + (row + r) * dim_,
+        run_block<Words, Scales>(item, key, place.count, r, std::min(kBlockRows, rows - r), queries + (row + r) * dim_,
                          at(state, row + r), scratch, tile, score);
       }
     }
@@ -189,6 +197,42 @@ class AttentionWorker {
     return tile;
   }
 
+  // One head's tile of elements of one byte: wide copies of them, and their scales beside.
+  template <class Words>
+  BlockTile<Words> widen_tile(const char* base, const TilePlace& place, const AttentionScratch& scratch,
+                              TileFetch& ahead) const {
+    const int slots = static_cast<int>(block_slots_), count = place.count;
+    const int64_t scales = slots * dim_;
+    const DType type = plan_.pool_.dtype;
+    copy_scales(type, base + scales, place.offsets, slots, count, scratch.key_scales);
+    copy_scales(type, base + values_offset_ + scales, place.offsets, slots, count, scratch.value_scales);
+    const bool in_place = slots == kBlockSlots;
+    uint8_t *keys = scratch.bytes, *values = scratch.bytes + kTile * dim_;
+    if (!in_place) {
+      for (int i = 0; i < blocks_of(place); ++i) {
+        gather_keys(reinterpret_cast<const uint16_t*>(base + place.offsets[i]), slots, dim_ / 2, i * slots,
+                    reinterpret_cast<uint16_t*>(keys));
+      }
+      gather_byte_values(reinterpret_cast<const uint8_t*>(base + values_offset_), place.offsets, slots, count, dim_, values);
+    }
+    BlockTile<Words> tile{{}, {}, dim_, ahead};
+    for (int i = 0; i * kBlockSlots < count; ++i) {
+      const int64_t at = i * kBlockSlots * dim_;
+      const auto* block = reinterpret_cast<const uint8_t*>(base) + place.offsets[i];
+      auto* wide_keys = reinterpret_cast<uint32_t*>(scratch.keys) + at / Words::kGroup;
+      auto* wide_values = reinterpret_cast<uint32_t*>(scratch.values) + at / Words::kGroup;
+      widen<Words>(type, in_place ? block : keys + at, dim_ / 2, kBlockSlots, wide_keys);
+      const int pairs = (std::min(kBlockSlots, count - i * kBlockSlots) + 1) / 2;
+      widen<Words>(type, in_place ? block + values_offset_ : values + at, pairs, dim_, wide_values);
+      tile.keys[i] = wide_keys;
+      tile.values[i] = wide_values;
+    }
+    if (Words::kGroup == 2 && count % 2 != 0) {
+      clear_upper_halves(reinterpret_cast<uint32_t*>(scratch.values) + count / 2 * dim_);
+    }
+    return tile;
+  }
+
   // The last key's neighbour in a pair may be anything, and 0 times anything may be NaN: the products read a copy.
   template <class Words>
   void clear_neighbour(BlockTile<Words>& tile, int count, uint32_t* copy) const {
@@ -200,11 +244,15 @@ class AttentionWorker {
     } else {
       copy += last - copy;  // is one already
     }
-    for (int64_t d = words; d < words + value_dim_; ++d) copy[d] &= 0xffff;
+    clear_upper_halves(copy + words);
+  }
+
+  void clear_upper_halves(uint32_t* row) const {
+    for (int64_t d = 0; d < value_dim_; ++d) row[d] &= 0xffff;
   }
 
   // Rows [r, r + count) of the item's head over one tile.
-  template <class Words, class Score>
+  template <class Words, class Scales, class Score>
   void run_block(const AttentionItem& item, int32_t key, int tile_keys, int r, int count,
                  const typename Words::Element* queries, const SoftmaxRows& state,
                  const AttentionScratch& scratch, const BlockTile<Words>& tile, const Score& score) const {
@@ -219,11 +267,12 @@ class AttentionWorker {
     const int vecs = static_cast<int>((most + kLanes - 1) / kLanes);
     tile.score(count, reinterpret_cast<const uint32_t*>(queries), vecs, scratch.scores);
     auto* weights = reinterpret_cast<Element*>(scratch.weights);
+    const Scales scales(scratch);
     float factors[kBlockRows];
     for (int i = 0; i < count; ++i) {
       const int seen = static_cast<int>(std::max<int64_t>(0, visible(r + i)));
       const int unseen = static_cast<int>(std::min<int64_t>(hidden(r + i), tile_keys));
-      factors[i] = softmax_row(scratch.scores + i * kTile, vecs, {unseen, seen}, score, state.largest + i,
+      factors[i] = softmax_row(scratch.scores + i * kTile, vecs, {unseen, seen}, scales, score, state.largest + i,
                                state.sums + i * kLanes, weights + i * kTile);
     }
     tile.weigh(count, reinterpret_cast<const uint32_t*>(weights), most, state.values, factors);
@@ -314,12 +363,17 @@ class AttentionWorker {
 
 namespace {
 
+// Bytes are widened to the words that multiply best with the queries: all of theirs are numbers of bfloat16.
 template <class Score>
-void run(AttentionWorker& worker, DType pool, const Score& score) {
+void run(AttentionWorker& worker, DType pool, DType queries, const Score& score) {
   if (pool == DType::kFloat32) {
-    worker.run<FloatWords>(score);
+    worker.run<FloatWords, NoScales>(score);
+  } else if (pool == DType::kBFloat16) {
+    worker.run<PairWords, NoScales>(score);
+  } else if (queries == DType::kBFloat16 && kMultipliesPairs) {
+    worker.run<PairWords, TileScales>(score);
   } else {
-    worker.run<PairWords>(score);
+    worker.run<FloatWords, TileScales>(score);
   }
 }
 
@@ -331,9 +385,9 @@ void attention_run(AttentionPlan& plan, int64_t layer, const Scoring& scoring, c
   AttentionWorker worker(plan, layer, scoring.sinks, q, out, tid);
   const float scale = scoring.scale, cap = scoring.softcap;
   if (cap == 0.0f) {
-    run(worker, plan.pool_dtype(), [=](Vec x) { return x * broadcast(scale * kLog2E); });
+    run(worker, plan.pool_dtype(), q.dtype, [=](Vec x) { return x * broadcast(scale * kLog2E); });
   } else {
-    run(worker, plan.pool_dtype(),
+    run(worker, plan.pool_dtype(), q.dtype,
         [=](Vec x) { return broadcast(cap * kLog2E) * tanh(x * broadcast(scale / cap)); });
   }
 }

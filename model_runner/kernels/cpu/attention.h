@@ -23,17 +23,21 @@
 namespace pdserve {
 
 // Element types of rows and pool, chosen at run time; the values are part of the interface to Python.
-enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+// Those of one byte are the pool's alone.
+enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kFp8E4M3 = 3, kFp8E5M2 = 4 };
 
 template <class T>
 constexpr DType dtype_of() {
   return sizeof(T) == 2 ? DType::kBFloat16 : DType::kFloat32;
 }
 
-inline int64_t size_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
+inline int64_t size_of(DType type) { return type == DType::kFloat32 ? 4 : type == DType::kBFloat16 ? 2 : 1; }
 
-// The pool [P, L, 2, ...]: keys then values, each K * page_size * D elements, as kv_blocks.h has it. D is a multiple of
-// 16, page_size a power of two below 16 or a multiple of 16.
+// Elements of one byte are multiplied with a float32, one for each head of a slot.
+inline bool has_scales(DType type) { return size_of(type) == 1; }
+
+// The pool [P, L, 2, ...]: keys then values, each K * page_size * D elements and their scales, as kv_blocks.h has it. D is
+// a multiple of 16, page_size a power of two below 16 or a multiple of 16.
 // Of latent attention it is [P, L, ...]: rows of D elements that lie like the keys of one head. Their first `value_dim`
 // elements, a multiple of 16, are the values. The "KV heads" are then groups of query heads, that all read these rows.
 struct KVPoolView {
@@ -50,8 +54,11 @@ struct KVPoolView {
 
   bool is_latent() const { return value_dim != 0; }
   int64_t dim_of_values() const { return is_latent() ? value_dim : head_dim; }
+  // What a head of a slot takes, its scale included, in elements.
+  int64_t slot_elements() const { return head_dim + (has_scales(dtype) ? static_cast<int64_t>(sizeof(float)) : 0); }
+  int64_t slot_bytes() const { return slot_elements() * size_of(dtype); }
   // Elements of all heads' keys of a layer and page, and of all that a layer keeps in a page.
-  int64_t keys_size() const { return pool_heads * page_size * head_dim; }
+  int64_t keys_size() const { return pool_heads * page_size * slot_elements(); }
   int64_t layer_size() const { return is_latent() ? keys_size() : 2 * keys_size(); }
   int64_t page_bytes() const { return num_layers * layer_size() * size_of(dtype); }
 };

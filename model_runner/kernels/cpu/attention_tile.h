@@ -58,6 +58,10 @@ struct AttentionScratch {
   float* values;       // [kTile][D of values]
   float* scores;       // [kBlockRows][kTile]
   float* weights;
+  // Of elements of one byte.
+  float* key_scales;   // [kTile]
+  float* value_scales;
+  uint8_t* bytes;      // [2][kTile][D]: keys and values of small pages
 
   AttentionScratch(float* memory, int64_t rows, int64_t dim, int64_t value_dim) {
     const auto take = [&memory](int64_t size) {
@@ -71,12 +75,15 @@ struct AttentionScratch {
     values = take(kTile * value_dim);
     scores = take(kBlockRows * kTile);
     weights = take(kBlockRows * kTile);
+    key_scales = take(kTile);
+    value_scales = take(kTile);
+    bytes = reinterpret_cast<uint8_t*>(take(kTile * dim / 2));
   }
 
   static int64_t size(int64_t rows, int64_t dim, int64_t value_dim) {
     const int64_t softmax = whole_lines(rows) + whole_lines(rows * kLanes) + whole_lines(rows * value_dim);
     return whole_lines(rows * dim) + 2 * softmax + whole_lines(kTile * dim) + whole_lines(kTile * value_dim) +
-           2 * kBlockRows * kTile;
+           2 * kBlockRows * kTile + 2 * kTile + kTile * dim / 2;
   }
 
  private:
@@ -88,15 +95,30 @@ struct SeenKeys {
   int begin, end;
 };
 
+// What products with a key, and weights of a value, are multiplied with: nothing, or the scales of a tile's elements.
+struct NoScales {
+  explicit NoScales(const AttentionScratch&) {}
+  Vec of_keys(Vec products, int) const { return products; }
+  Vec of_values(Vec weights, int) const { return weights; }
+};
+
+struct TileScales {
+  const float *keys, *values;
+
+  explicit TileScales(const AttentionScratch& scratch) : keys(scratch.key_scales), values(scratch.value_scales) {}
+  Vec of_keys(Vec products, int key) const { return products * load(keys + key); }
+  Vec of_values(Vec weights, int key) const { return weights * load(values + key); }
+};
+
 // One row's scores become weights. Keys that it does not see are masked; the first `vecs` vectors hold every key that any
 // row of the block sees. Returns what the row's older sums must be multiplied by. `score` includes log2 e.
-template <class Element, class Score>
-float softmax_row(const float* scores, int vecs, SeenKeys seen, const Score& score, float* row_largest,
-                  float* row_sums, Element* weights) {
+template <class Element, class Scales, class Score>
+float softmax_row(const float* scores, int vecs, SeenKeys seen, const Scales& scales, const Score& score,
+                  float* row_largest, float* row_sums, Element* weights) {
   Vec scaled[kTile / kLanes];
   Vec top = broadcast(kNothing);
   for (int v = 0; v < vecs; ++v) {
-    scaled[v] = score(load(scores + v * kLanes));
+    scaled[v] = score(scales.of_keys(load(scores + v * kLanes), v * kLanes));
     if ((v + 1) * kLanes > seen.end) scaled[v] = mask_keys(scaled[v], v * kLanes, seen.end);
     if (v * kLanes < seen.begin) scaled[v] = mask_older_keys(scaled[v], v * kLanes, seen.begin);
     top = max(top, scaled[v]);
@@ -108,7 +130,7 @@ float softmax_row(const float* scores, int vecs, SeenKeys seen, const Score& sco
   for (int v = 0; v < vecs; ++v) {
     const Vec weight = exp2(scaled[v] - broadcast(next));
     sums = sums + weight;
-    store(weights + v * kLanes, weight);
+    store(weights + v * kLanes, scales.of_values(weight, v * kLanes));
   }
   store(row_sums, sums);
   return factor;

@@ -7,6 +7,7 @@
 //   values: [S / G][D]         a word holds a dimension of slots G i to G i + G - 1
 // A page of one slot has no pairs of slots: its values, like its keys, are the slot's D elements in their order.
 // Rows of latent attention are keys, without values.
+// Elements of one byte lie as bfloat16 do, in words of 16 bits, and a block's are followed by its slots' scales, S float32.
 // So the heads of a range lie in one piece at every page size, and all heads of a token that fills a page too.
 // disaggregation/page_order.py says the same in numpy, for pages that come from elsewhere.
 #pragma once
@@ -32,12 +33,12 @@ struct SlotPlace {
 inline SlotPlace find_slot(const KVPoolView& pool, int64_t slot) {
   const int64_t size = pool.page_size, offset = slot % size, slots = std::min<int64_t>(size, kBlockSlots);
   const int64_t head = slot / size * pool.num_layers * pool.layer_size();
-  return {head + offset / slots * slots * pool.head_dim, static_cast<int32_t>(slots),
+  return {head + offset / slots * slots * pool.slot_elements(), static_cast<int32_t>(slots),
           static_cast<int32_t>(offset % slots)};
 }
 
 // From one head's block to the next head's, and from the keys of a layer to its values, in elements.
-inline int64_t head_stride(const KVPoolView& pool) { return pool.page_size * pool.head_dim; }
+inline int64_t head_stride(const KVPoolView& pool) { return pool.page_size * pool.slot_elements(); }
 inline int64_t values_offset(const KVPoolView& pool) { return pool.keys_size(); }
 
 // Dimensions [d, d + 16) of a slot's key; `block` is the head's.

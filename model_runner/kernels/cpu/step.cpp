@@ -82,7 +82,7 @@ bool Stepper::clear_begun_pages(const StepArgs& args) {
   bool any = false;
   const KVPoolView& pool = engine_.config().pool;
   const int64_t own_heads = pool.is_latent() ? 1 : pool.kv_heads, parts = pool.is_latent() ? 1 : 2;
-  const int64_t of_heads = own_heads * pool.page_size * pool.head_dim * size_of(pool.dtype);
+  const int64_t of_heads = own_heads * pool.page_size * pool.slot_bytes();
   for (const AttentionEntry& entry : batch_) {
     const int64_t used = (entry.start + entry.q_len) % pool.page_size;
     if (used == 0 || used > entry.q_len) continue;
