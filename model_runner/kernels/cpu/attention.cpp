@@ -215,7 +215,7 @@ class AttentionWorker {
       }
       gather_byte_values(reinterpret_cast<const uint8_t*>(base + values_offset_), place.offsets, slots, count, dim_, values);
     }
-    BlockTile<Words> tile{{}, {}, dim_, ahead};
+    BlockTile<Words> tile{{}, {}, dim_, value_dim_, ahead};
     for (int i = 0; i * kBlockSlots < count; ++i) {
       const int64_t at = i * kBlockSlots * dim_;
       const auto* block = reinterpret_cast<const uint8_t*>(base) + place.offsets[i];
