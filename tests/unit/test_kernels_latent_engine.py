@@ -1,4 +1,4 @@
-"""The C++ engine on latent attention: a token's logits are the same bits, whatever is computed beside it and by whom."""
+"""The C++ engine on latent attention: a token's logits are the same bits, whatever and whoever is beside it."""
 
 from __future__ import annotations
 
