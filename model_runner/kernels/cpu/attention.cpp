@@ -133,6 +133,26 @@ class AttentionWorker {
     }
   }
 
+  // What the heads of a tile share.
+  struct HeadPass {
+    const AttentionItem& item;
+    int32_t key;
+    int keys;
+    const SoftmaxRows& state;
+    const AttentionScratch& scratch;
+  };
+
+  template <class Scales, class Words, class Score>
+  void run_head(const HeadPass& pass, int32_t head, const BlockTile<Words>& tile, const Score& score) const {
+    const int rows = rows_of(pass.item);
+    const int64_t row = static_cast<int64_t>(head - pass.item.head_begin) * rows;
+    const auto* queries = reinterpret_cast<const typename Words::Element*>(pass.scratch.queries);
+    for (int r = 0; r < rows; r += kBlockRows) {
+      run_block<Words, Scales>(pass.item, pass.key, pass.keys, r, std::min(kBlockRows, rows - r),
+                               queries + (row + r) * dim_, at(pass.state, row + r), pass.scratch, tile, score);
+    }
+  }
+
   template <class Words, class Scales, class Score>
   void run_tile(const AttentionItem& item, int32_t key, const TilePlace& place, const TilePlace& next,
                 const AttentionScratch& scratch, const Score& score) const {
@@ -140,26 +160,27 @@ class AttentionWorker {
     const bool first_chunk = key / kChunk == item.key_begin / kChunk;
     const SoftmaxRows& state = first_chunk ? scratch.total : scratch.chunk;
     if (key % kChunk == 0 || key == item.key_begin) reset(state, rows * heads_of(item), value_dim_);
-    const auto* queries = reinterpret_cast<const typename Words::Element*>(scratch.queries);
     TileFetch ahead;
     ahead.begin(base_ + item.head_begin * head_bytes_, next.offsets, rows <= kFetchRows ? blocks_of(next) : 0,
                 block_slots_ * slot_bytes_, latent_ ? 1 : heads_of(item),
                 plan_.pool_.page_size * slot_bytes_, values_offset_);
+    const HeadPass pass{item, key, place.count, state, scratch};
     for (int32_t head = item.head_begin; head < item.head_end; ++head) {
-      const int64_t row = static_cast<int64_t>(head - item.head_begin) * rows;
-      // All heads read the same latent rows.
-      const bool copied = latent_ && head > item.head_begin;
       const char* base = base_ + head * head_bytes_;
-      const BlockTile<Words> tile = [&] {
-        if constexpr (std::is_same_v<Scales, TileScales>) {
-          return widen_tile<Words>(base, place, scratch, ahead);
+      if constexpr (std::is_same_v<Scales, NoScales>) {
+        // All heads read the same latent rows.
+        const bool copied = latent_ && head > item.head_begin;
+        run_head<Scales>(pass, head, find_tile<Words>(base, place, scratch, copied, ahead), score);
+      } else {
+        const ByteBlocks blocks = find_bytes(base, place, scratch);
+        if (rows > kBlockRows) {
+          run_head<Scales>(pass, head, widen_tile<Words>(blocks, place.count, scratch, ahead), score);
         } else {
-          return find_tile<Words>(base, place, scratch, copied, ahead);
+          with_codec(plan_.pool_.dtype, [&](auto codec) {
+            using Bytes = typename Narrow<Words, decltype(codec)>::type;
+            run_head<Scales>(pass, head, find_narrow<Bytes>(blocks, place.count, ahead), score);
+          });
         }
-      }();
-      for (int r = 0; r < rows; r += kBlockRows) {
-        run_block<Words, Scales>(item, key, place.count, r, std::min(kBlockRows, rows - r), queries + (row + r) * dim_,
-                         at(state, row + r), scratch, tile, score);
       }
     }
     const bool chunk_ends = (key + kTile) % kChunk == 0 || key + kTile >= item.key_end;
@@ -197,38 +218,67 @@ class AttentionWorker {
     return tile;
   }
 
-  // One head's tile of elements of one byte: wide copies of them, and their scales beside.
-  template <class Words>
-  BlockTile<Words> widen_tile(const char* base, const TilePlace& place, const AttentionScratch& scratch,
-                              TileFetch& ahead) const {
+  // One head's bytes, where they are, or put together where pages are smaller than a block; and their scales.
+  ByteBlocks find_bytes(const char* base, const TilePlace& place, const AttentionScratch& scratch) const {
     const int slots = static_cast<int>(block_slots_), count = place.count;
-    const int64_t scales = slots * dim_;
+    const int64_t scales = slots * dim_, block_bytes = kBlockSlots * dim_;
     const DType type = plan_.pool_.dtype;
     copy_scales(type, base + scales, place.offsets, slots, count, scratch.key_scales);
     copy_scales(type, base + values_offset_ + scales, place.offsets, slots, count, scratch.value_scales);
-    const bool in_place = slots == kBlockSlots;
     uint8_t *keys = scratch.bytes, *values = scratch.bytes + kTile * dim_;
+    const auto* first = reinterpret_cast<const uint8_t*>(base);
+    ByteBlocks blocks;
+    const bool in_place = slots == kBlockSlots;
+    for (int i = 0; i * kBlockSlots < count; ++i) {
+      blocks.keys[i] = in_place ? first + place.offsets[i] : keys + i * block_bytes;
+      blocks.values[i] = in_place ? first + values_offset_ + place.offsets[i] : values + i * block_bytes;
+    }
     if (!in_place) {
       for (int i = 0; i < blocks_of(place); ++i) {
-        gather_keys(reinterpret_cast<const uint16_t*>(base + place.offsets[i]), slots, dim_ / 2, i * slots,
+        gather_keys(reinterpret_cast<const uint16_t*>(first + place.offsets[i]), slots, dim_ / 2, i * slots,
                     reinterpret_cast<uint16_t*>(keys));
       }
-      gather_byte_values(reinterpret_cast<const uint8_t*>(base + values_offset_), place.offsets, slots, count, dim_, values);
+      gather_byte_values(first + values_offset_, place.offsets, slots, count, dim_, values);
     }
+    if (count % 2 != 0) clear_neighbour(blocks, count, values);
+    return blocks;
+  }
+
+  // As below.
+  void clear_neighbour(ByteBlocks& blocks, int count, uint8_t* copies) const {
+    const int block = (count - 1) / kBlockSlots;
+    const int64_t bytes = (count - 1) % kBlockSlots * dim_;
+    uint8_t* copy = copies + block * kBlockSlots * dim_;
+    if (blocks.values[block] != copy) std::memcpy(copy, blocks.values[block], bytes + 2 * dim_);
+    for (int64_t d = 0; d < dim_; ++d) copy[bytes + 2 * d + 1] = 0;
+    blocks.values[block] = copy;
+  }
+
+  // The same as words, which are widened as they are multiplied.
+  template <class Words>
+  BlockTile<Words> find_narrow(const ByteBlocks& blocks, int count, TileFetch& ahead) const {
     BlockTile<Words> tile{{}, {}, dim_, value_dim_, ahead};
     for (int i = 0; i * kBlockSlots < count; ++i) {
-      const int64_t at = i * kBlockSlots * dim_;
-      const auto* block = reinterpret_cast<const uint8_t*>(base) + place.offsets[i];
-      auto* wide_keys = reinterpret_cast<uint32_t*>(scratch.keys) + at / Words::kGroup;
-      auto* wide_values = reinterpret_cast<uint32_t*>(scratch.values) + at / Words::kGroup;
-      widen<Words>(type, in_place ? block : keys + at, dim_ / 2, kBlockSlots, wide_keys);
-      const int pairs = (std::min(kBlockSlots, count - i * kBlockSlots) + 1) / 2;
-      widen<Words>(type, in_place ? block + values_offset_ : values + at, pairs, dim_, wide_values);
-      tile.keys[i] = wide_keys;
-      tile.values[i] = wide_values;
+      tile.keys[i] = reinterpret_cast<const uint32_t*>(blocks.keys[i]);
+      tile.values[i] = reinterpret_cast<const uint32_t*>(blocks.values[i]);
     }
-    if (Words::kGroup == 2 && count % 2 != 0) {
-      clear_upper_halves(reinterpret_cast<uint32_t*>(scratch.values) + count / 2 * dim_);
+    return tile;
+  }
+
+  // The same as wide copies.
+  template <class Words>
+  BlockTile<Words> widen_tile(const ByteBlocks& blocks, int count, const AttentionScratch& scratch,
+                              TileFetch& ahead) const {
+    const DType type = plan_.pool_.dtype;
+    BlockTile<Words> tile{{}, {}, dim_, value_dim_, ahead};
+    for (int i = 0; i * kBlockSlots < count; ++i) {
+      const int64_t at = i * kBlockSlots * dim_ / Words::kGroup;
+      const int pairs = (std::min(kBlockSlots, count - i * kBlockSlots) + 1) / 2;
+      auto *keys = reinterpret_cast<uint32_t*>(scratch.keys) + at, *values = reinterpret_cast<uint32_t*>(scratch.values) + at;
+      widen<Words>(type, blocks.keys[i], dim_ / 2, kBlockSlots, keys);
+      widen<Words>(type, blocks.values[i], pairs, dim_, values);
+      tile.keys[i] = keys;
+      tile.values[i] = values;
     }
     return tile;
   }
@@ -244,11 +294,7 @@ class AttentionWorker {
     } else {
       copy += last - copy;  // is one already
     }
-    clear_upper_halves(copy + words);
-  }
-
-  void clear_upper_halves(uint32_t* row) const {
-    for (int64_t d = 0; d < value_dim_; ++d) row[d] &= 0xffff;
+    for (int64_t d = words; d < words + value_dim_; ++d) copy[d] &= 0xffff;
   }
 
   // Rows [r, r + count) of the item's head over one tile.

@@ -23,8 +23,8 @@ void score_blocks(const uint32_t* q, int64_t stride, int64_t words, const uint32
     for (int v = 0; v < V; ++v) acc[r][v] = zero();
   }
   for (int64_t s = 0; s < words; ++s) {
-    Words::step(acc, q + s * Words::kLeft, stride, [&](int v) { return keys[v] + s * kBlockSlots; });
-    ahead.fetch(V);
+    Words::step(acc, q + s * Words::kLeft, stride, [&](int v) { return keys[v] + s * (kBlockSlots / Words::kNarrow); });
+    ahead.fetch((V + Words::kNarrow - 1) / Words::kNarrow);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -46,9 +46,9 @@ void weigh_blocks(const uint32_t* weights, const uint32_t* const* values, int64_
     for (int v = 0; v < V; ++v) acc[r][v] = load(c + r * dim + d + v * kLanes) * broadcast(factor[r]);
   }
   for (int s = 0; s < groups; ++s) {
-    const uint32_t* row = values[s / kRows] + s % kRows * dim + d;
-    Words::step(acc, weights + s * Words::kLeft, kStride, [&](int v) { return row + v * kLanes; });
-    ahead.fetch(V);
+    const uint32_t* row = values[s / kRows] + (s % kRows * dim + d) / Words::kNarrow;
+    Words::step(acc, weights + s * Words::kLeft, kStride, [&](int v) { return row + v * (kLanes / Words::kNarrow); });
+    ahead.fetch((V + Words::kNarrow - 1) / Words::kNarrow);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {

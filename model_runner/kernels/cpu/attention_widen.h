@@ -1,5 +1,7 @@
-// Copies of keys and values of one byte as words that the products read, exact, without their scales: those are applied to
-// what comes of a product with a key, and to the weight of a value, once for a slot instead of once for an element.
+// Keys and values of one byte as words that the products read, exact, without their scales: those are applied to what comes
+// of a product with a key, and to the weight of a value, once for a slot instead of once for an element. A few rows of
+// queries widen words in registers, as they multiply with them; for more of them a tile is widened once, into a copy. To a
+// row of queries both are the same numbers in the same order.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +12,49 @@
 #include "attention_tile.h"
 #include "isa/byte_pairs.h"
 #include "kv_blocks.h"
+#include "word_products.h"
 
 namespace pdserve {
+
+// Of pairs of bytes, by the products of two float32.
+template <class Codec>
+struct ByteFloatWords {
+  using Element = float;
+  static constexpr int kGroup = 2, kLeft = 2, kNarrow = 2;
+
+  template <int R, int V, class Right>
+  __attribute__((always_inline)) static void step(Vec (&acc)[R][V], const uint32_t* left, int64_t stride,
+                                                  Right&& right) {
+    Vec first[V], second[V];
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      const BytePairs pairs = Codec::widen(reinterpret_cast<const uint8_t*>(right(v)));
+      first[v] = pairs.first;
+      second[v] = pairs.second;
+    }
+    add_products(acc, left, stride, first);
+    add_products(acc, left + 1, stride, second);
+  }
+};
+
+// The words that widen in registers to what `Words` reads.
+template <class Words, class Codec>
+struct Narrow {
+  using type = ByteFloatWords<Codec>;
+};
+
+#if defined(__AVX512BF16__)
+template <class Codec>
+struct Narrow<PairWords, Codec> {
+  using type = BytePairWords<Codec>;
+};
+#endif
+
+// A tile's bytes of one head, by blocks of 16 slots.
+struct ByteBlocks {
+  const uint8_t* keys[kTile / kBlockSlots];
+  const uint8_t* values[kTile / kBlockSlots];
+};
 
 // `rows` rows of `width` pairs of bytes become as many rows of words, or twice as many of float32: the first of each pair
 // in one, the second in the next. `width` is a multiple of 16.
@@ -30,15 +73,21 @@ void widen(const uint8_t* from, int64_t rows, int64_t width, uint32_t* to) {
   }
 }
 
+// `f(codec)` of a type that has scales.
+template <class F>
+void with_codec(DType type, F&& f) {
+  if (type == DType::kInt8) {
+    f(WideInt8{});
+  } else if (type == DType::kFp8E4M3) {
+    f(WideFp8E4M3{});
+  } else {
+    f(WideFp8E5M2{});
+  }
+}
+
 template <class Words>
 void widen(DType type, const uint8_t* from, int64_t rows, int64_t width, uint32_t* to) {
-  if (type == DType::kInt8) {
-    widen<Words, WideInt8>(from, rows, width, to);
-  } else if (type == DType::kFp8E4M3) {
-    widen<Words, WideFp8E4M3>(from, rows, width, to);
-  } else {
-    widen<Words, WideFp8E5M2>(from, rows, width, to);
-  }
+  with_codec(type, [&](auto codec) { widen<Words, decltype(codec)>(from, rows, width, to); });
 }
 
 // The scales of a tile of `count` keys, times what widened elements are too small by. `base` plus an offset is where the

@@ -1,6 +1,7 @@
 // Products with rows of 32-bit words, which the pool's keys and values are (kv_blocks.h): a word is one float32 or a pair
 // of bfloat16. Each kind of word is a struct, FloatWords here and PairWords in isa/word_pairs.h:
 //   kGroup    elements of a word
+//   kNarrow   how many of its words lie in 32 bits of memory: 2 where they are widened as they are multiplied
 //   Element   of the left side, which is queries or softmax weights; kLeft 32-bit words of it meet one word of the pool
 //   step      to R rows of V vectors of sums, adds the words at left[r * stride] times the sixteen that right(v) points to
 #pragma once
@@ -27,7 +28,7 @@ __attribute__((always_inline)) inline void add_products(Vec (&acc)[R][V], const 
 
 struct FloatWords {
   using Element = float;
-  static constexpr int kGroup = 1, kLeft = 1;
+  static constexpr int kGroup = 1, kLeft = 1, kNarrow = 1;
 
   template <int R, int V, class Right>
   __attribute__((always_inline)) static void step(Vec (&acc)[R][V], const uint32_t* left, int64_t stride,

@@ -47,12 +47,36 @@ struct WideFp8E4M3 {
   }
 };
 
-inline void store_pairs(uint32_t* out, const BytePairs& pairs) {
+inline __m512i join_pairs(const BytePairs& pairs) {
   const __m512i first = _mm512_srli_epi32(_mm512_castps_si512(pairs.first.v), 16);
   const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
   const __m512i second = _mm512_castps_si512(pairs.second.v);
-  // (second & upper) | first
-  _mm512_storeu_si512(out, _mm512_ternarylogic_epi32(second, upper, first, 0xea));
+  return _mm512_ternarylogic_epi32(second, upper, first, 0xea);  // (second & upper) | first
 }
+
+inline void store_pairs(uint32_t* out, const BytePairs& pairs) { _mm512_storeu_si512(out, join_pairs(pairs)); }
+
+#if defined(__AVX512BF16__)
+// As PairWords, of pairs of bytes.
+template <class Codec>
+struct BytePairWords {
+  using Element = bf16;
+  static constexpr int kGroup = 2, kLeft = 1, kNarrow = 2;
+
+  template <int R, int V, class Right>
+  __attribute__((always_inline)) static void step(Vec (&acc)[R][V], const uint32_t* left, int64_t stride,
+                                                  Right&& right) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; ++v) {
+      const __m512i words = join_pairs(Codec::widen(reinterpret_cast<const uint8_t*>(right(v))));
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const __m512i x = _mm512_set1_epi32(static_cast<int>(left[r * stride]));
+        acc[r][v].v = _mm512_dpbf16_ps(acc[r][v].v, (__m512bh)x, (__m512bh)words);
+      }
+    }
+  }
+};
+#endif
 
 }  // namespace pdserve

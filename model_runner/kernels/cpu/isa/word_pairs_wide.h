@@ -7,7 +7,7 @@ namespace pdserve {
 
 struct PairWords {
   using Element = float;
-  static constexpr int kGroup = 2, kLeft = 2;
+  static constexpr int kGroup = 2, kLeft = 2, kNarrow = 1;
 
   template <int R, int V, class Right>
   __attribute__((always_inline)) static void step(Vec (&acc)[R][V], const uint32_t* left, int64_t stride,

@@ -1,0 +1,109 @@
+"""Measures decode steps over pools of each ``--kv-cache-dtype``: ``python -m pdserve.model_runner.kernels.kv_bench``.
+
+One model a type, all in memory together; passes of all of them take turns, so that what a machine does meanwhile is
+done to all, and a ratio is the median of those of the turns. Prints what a token takes, how many fit into a GiB, and for
+each batch milliseconds (the best) and the ratio beside the first type's. ``PDSERVE_CPU_ISA`` chooses the kernels' level.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+
+from ...runtime.options import ServerOptions
+from ..device import KVDTypeName
+from ..forward_batch import ForwardBatch
+from ..kv_pool import MHATokenToKVPool
+from ..model_runner import ModelRunner
+from .bench import make_batch
+from .build import choose_level
+
+DTYPES: tuple[KVDTypeName, ...] = ("bfloat16", "fp8_e4m3", "fp8_e5m2", "int8")
+GIB = 2**30
+
+
+class Decodes(NamedTuple):
+    """``rows`` streams that have ``context`` tokens each."""
+
+    rows: int
+    context: int
+
+
+CASES = (Decodes(1, 200), Decodes(8, 200), Decodes(1, 4096), Decodes(8, 1024), Decodes(8, 4096))
+
+
+def main() -> None:
+    """Run everything and print it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--quantization", choices=("none", "gguf", "int8", "int4"), default="none")
+    parser.add_argument("--model-path", default="smollm2")
+    parser.add_argument("--turns", type=int, default=15)
+    args = parser.parse_args()
+    cpus = tuple(sorted(os.sched_getaffinity(0))[: args.threads])
+    os.sched_setaffinity(0, cpus[:1])
+    torch.set_num_threads(args.threads)
+    print(f"level {choose_level().name}, {args.threads} threads, {args.model_path}, bfloat16, {args.quantization}")
+    slots = max(case.rows * (case.context + ServerOptions().page_size) for case in CASES)
+    models = {}
+    for dtype in DTYPES:
+        options = ServerOptions(
+            model_path=args.model_path,
+            device="cpu",
+            dtype="bfloat16",
+            kv_cache_dtype=dtype,
+            attention_backend="cpu",
+            quantization=args.quantization,
+            max_total_tokens=slots,
+        )
+        model = models[dtype] = ModelRunner(options, cpus=cpus)
+        fill(model.pool)
+        token_bytes = model.layout.page_bytes // model.layout.page_size
+        print(f"{dtype:9}: {token_bytes:6} bytes a token, {GIB // token_bytes} tokens in a GiB")
+    for case in CASES:
+        _measure(case, models, args.turns)
+
+
+def fill(pool: MHATokenToKVPool) -> None:
+    """Write every page: memory that never was is one page of zeros, and lies in the nearest cache."""
+    if pool.is_quantized:
+        # Elements of any bits, none of them a NaN, and scales of 0: the same work.
+        pool.data.fill_(0)
+        pool.data[..., : pool.layout.page_size * pool.group.head_dim].random_(0, 96)
+    else:
+        pool.data.uniform_(-1.0, 1.0)
+
+
+def _measure(case: Decodes, models: dict[KVDTypeName, ModelRunner], turns: int) -> None:
+    first = next(iter(models))
+    seconds: dict[KVDTypeName, list[float]] = {dtype: [] for dtype in models}
+    batch = _batch(case, models[first])
+    for turn in range(turns + 1):
+        for dtype, model in models.items():
+            begin = time.perf_counter()
+            model.forward(batch)
+            if turn > 0:
+                seconds[dtype].append(time.perf_counter() - begin)
+    told = []
+    for dtype, times in seconds.items():
+        ratio = statistics.median(ours / theirs for ours, theirs in zip(times, seconds[first], strict=True))
+        told.append(f"{dtype} {min(times) * 1e3:.2f} ms ({ratio:.2f})")
+    print(f"{case.rows} streams of {case.context} tokens: {', '.join(told)}")
+
+
+def _batch(case: Decodes, model: ModelRunner) -> ForwardBatch:
+    """Pages anywhere, as they are after a while."""
+    size = model.layout.page_size
+    pages = -(-(case.context + 1) // size)
+    places = (torch.randperm(case.rows * pages) + 1).view(case.rows, pages, 1)
+    table = (places * size + torch.arange(size)).view(case.rows, -1).int()
+    return make_batch(table, [case.context] * case.rows, [1] * case.rows, model.vocab_size)
+
+
+if __name__ == "__main__":
+    main()
