@@ -10,6 +10,7 @@ rows of one token's heads, and rows of one layer's page of keys or values. In th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -48,18 +49,25 @@ class KVShape(NamedTuple):
     head_dim: int
 
 
-def make_layout(spec: HasKV, page_size: int, dtype: torch.dtype, order: KVOrder = "tokens") -> KVLayout:
-    """The layout of ``spec``'s pages."""
-    values = spec.num_layers * 2 * page_size * spec.num_kv_heads * spec.head_dim
-    group = KVGroup(
-        layers=tuple(range(spec.num_layers)),
-        kind="mha",
-        kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=str(dtype).removeprefix("torch."),
-        page_bytes=values * dtype.itemsize,
-    )
-    return KVLayout(page_size, (group,), order)
+def make_layout(
+    spec: HasKV,
+    page_size: int,
+    dtype: torch.dtype,
+    order: KVOrder = "tokens",
+    windows: Mapping[int, int] | None = None,
+) -> KVLayout:
+    """The layout of ``spec``'s pages. ``windows``: of these layers, how many tokens they see; their pages go back."""
+    windows = windows or {}
+
+    def group(layers: tuple[int, ...], window: int) -> KVGroup:
+        values = len(layers) * 2 * page_size * spec.num_kv_heads * spec.head_dim
+        name = str(dtype).removeprefix("torch.")
+        return KVGroup(layers, "mha", spec.num_kv_heads, spec.head_dim, name, values * dtype.itemsize, window)
+
+    kept = group(tuple(layer for layer in range(spec.num_layers) if layer not in windows), 0)
+    if not windows:
+        return KVLayout(page_size, (kept,), order)
+    return KVLayout(page_size, (kept, group(tuple(sorted(windows)), max(windows.values()))), order)
 
 
 class MHATokenToKVPool:
@@ -96,7 +104,7 @@ class MHATokenToKVPool:
         begin, end = self.heads = heads or (0, all_heads)
         self._own = self.data[..., begin:end, :]
         self._token_rows = self.data.view(-1, all_heads * dim)[:, begin * dim : end * dim]
-        self._page_rows = self.data.view(num_pages * kept.num_layers * 2, -1)
+        self._page_rows = self.data.view(num_pages * kept.num_layers * 2, size * all_heads * dim)
 
     def token_rows(self, slots: Tensor) -> Tensor:
         """Where the first layer's keys of ``slots`` (int64) lie among the token rows; the argument of ``store``."""

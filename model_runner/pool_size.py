@@ -1,7 +1,12 @@
-"""How many tokens the KV pool holds."""
+"""How many tokens the KV pools hold.
+
+Where layers with a window have a pool of their own, a given memory is divided so that both run out together in typical
+use: by how much of a typical request's tokens lie in its window (``windows_ratio``, or ``--swa-full-tokens-ratio``).
+"""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ..runtime.machine.memory import Memory
@@ -20,6 +25,78 @@ class PoolRequest(NamedTuple):
     mem_fraction_static: float | None
     page_size: int
     most_tokens: int
+
+
+class WindowRequest(NamedTuple):
+    """What is to be known of layers with a window: ``ratio`` (None: ``windows_ratio``) is the share of the tokens that
+    window pages are made for; ``piece``: tokens of a prompt that are computed in one step; ``most_rows``: requests.
+    """
+
+    window: int
+    context_length: int
+    piece: int
+    most_rows: int
+    ratio: float | None = None
+
+
+class PoolTokens(NamedTuple):
+    """Slots to hand out: of the pool that keeps all tokens, and of the one behind a window."""
+
+    kept: int
+    windowed: int
+
+
+def windows_ratio(window: int, context_length: int, page_size: int) -> float:
+    """Of a typical request's tokens, the share that lies in its window. Typical is a quarter of the context, and at
+    least two windows: one that never leaves its first window would gain nothing.
+    """
+    typical = min(max(context_length // 4, 2 * window), context_length)
+    return min(1.0, (window + page_size) / typical)
+
+
+def choose_pool_tokens(
+    request: PoolRequest,
+    windows: WindowRequest,
+    page_bytes: tuple[int, int],
+    weight_bytes: int,
+    memory: Memory,
+    device_type: str,
+) -> PoolTokens:
+    """As ``choose_max_total_tokens``, for pages of so many bytes of each pool; where all layers have windows the first
+    is 0.
+    """
+    size, (kept_bytes, window_bytes) = request.page_size, page_bytes
+    ratio = windows.ratio or windows_ratio(windows.window, windows.context_length, size)
+    own_window = -(-(windows.window - 1) // size) + 1
+    piece = -(-windows.piece // size)
+    enough = 2 * (windows.most_rows * own_window + piece)
+    most = -(-request.most_tokens // size)
+    if request.max_total_tokens is not None:
+        kept = request.max_total_tokens // size
+    else:
+        # As if a page of both were one.
+        both = round(kept_bytes + ratio * window_bytes)
+        plain = request._replace(most_tokens=most * size)
+        kept = choose_max_total_tokens(plain, both, weight_bytes, memory, device_type) // size
+    windowed = min(max(math.ceil(kept * ratio), own_window + piece), enough, kept)
+    if request.max_total_tokens is None:
+        # Of what both have, each page 0 too; what one does not need is the other's.
+        both_bytes = _budget(_fraction(request, device_type), weight_bytes, memory, device_type) - kept_bytes
+        both_bytes -= window_bytes
+        if kept_bytes:
+            kept = min(most, max(0, both_bytes - windowed * window_bytes) // kept_bytes)
+        windowed = min(max(0, both_bytes - kept * kept_bytes) // window_bytes, enough, kept)
+    if kept < 1 or windowed < min(own_window, kept):
+        raise NotEnoughMemory(
+            f"{max(windowed, 0) * size} tokens of KV fit behind windows of {windows.window} tokens: raise "
+            "--mem-fraction-static, free memory, or set --max-total-tokens"
+        )
+    needed = (kept + 1) * kept_bytes + (windowed + 1) * window_bytes
+    if needed > memory.free:
+        raise NotEnoughMemory(
+            f"--max-total-tokens {kept * size} takes {needed / GIB:.2f} GiB, but {memory.free / GIB:.2f} GiB are free"
+        )
+    return PoolTokens(kept * size, windowed * size)
 
 
 def choose_max_total_tokens(
@@ -42,7 +119,7 @@ def choose_max_total_tokens(
                 f"{memory.free / GIB:.2f} GiB are free; choose at most {(memory.free // page_bytes - 1) * page_size}"
             )
         return pages * page_size
-    fraction = DEFAULT_FRACTION[device_type] if request.mem_fraction_static is None else request.mem_fraction_static
+    fraction = _fraction(request, device_type)
     budget = _budget(fraction, weight_bytes, memory, device_type)
     # Page 0 takes its share, too.
     pages = min(budget // page_bytes - 1, -(-request.most_tokens // page_size))
@@ -53,6 +130,10 @@ def choose_max_total_tokens(
             "or set --max-total-tokens"
         )
     return pages * page_size
+
+
+def _fraction(request: PoolRequest, device_type: str) -> float:
+    return DEFAULT_FRACTION[device_type] if request.mem_fraction_static is None else request.mem_fraction_static
 
 
 def _budget(fraction: float, weight_bytes: int, memory: Memory, device_type: str) -> int:

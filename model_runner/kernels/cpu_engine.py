@@ -41,11 +41,15 @@ class CpuEngine(NativeEngine):
         team: Team,
         blocks: BlockSource | None = None,
         ranks: Ranks | None = None,
+        window_pool: MHATokenToKVPool | None = None,
     ) -> None:
-        """``ranks``: whom it computes the model with, of which ``model``, ``pool`` and ``blocks`` are its own part."""
+        """``ranks``: whom it computes the model with, of which ``model``, ``pool`` and ``blocks`` are its own part.
+        ``window_pool``: see ``NativeEngine``.
+        """
         spec, cpu = model.spec, torch.device("cpu")
         ropes = [RotaryEmbedding(rope, spec.head_dim, dtype=torch.float32, device=cpu) for rope in spec.ropes]
-        super().__init__(spec, model.embed_tokens.dtype, RopeTables(ropes, spec.head_dim), pool, team, ranks)
+        tables = RopeTables(ropes, spec.head_dim)
+        super().__init__(spec, model.embed_tokens.dtype, tables, pool, team, ranks, window_pool)
         self._blocks = blocks
         self.weight_bytes = 0
         """What the linear layers' weights take, as a decode step reads them."""

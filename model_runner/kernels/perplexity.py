@@ -177,6 +177,7 @@ def pdserve_way(model_path: str, window: int, dtype: DTypeName, quantization: Qu
         quantization=quantization,
         attention_backend="cpu",
         max_total_tokens=window + ServerOptions().page_size,
+        chunked_prefill_size=-1,  # all of a text at once, so no page of it goes back
     )
     runner = ModelRunner(options)
     table = torch.arange(window, dtype=torch.int32)[None] + options.page_size

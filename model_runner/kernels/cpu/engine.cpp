@@ -34,7 +34,8 @@ class Engine final : public EngineBase {
 
   void forward(const ForwardArgs& args) override {
     state_.activations.reserve(std::max(args.tokens, args.wanted));
-    state_.plans.prepare(state_.c, args.entry, args.entries, args.req_to_token, args.table_stride, state_.team.size());
+    state_.plans.prepare(state_.c, args.entry, args.entries, {args.req_to_token, args.table_stride, args.window_pages},
+                         state_.team.size());
     for (auto& own : state_.own) std::fill_n(own.linear.weight_bytes, kProducts, 0);
     const Division all = divide(args.tokens), wanted = divide(args.wanted);
     uint32_t exchanges = state_.exchanges;
@@ -89,7 +90,12 @@ class Engine final : public EngineBase {
       const T* row = state_.weights.embedding() + args.input_ids[t] * hidden;
       float* x = a.x + t * state_.strides.x;
       for (int64_t i = 0; i < hidden; ++i) x[i] = scale * to_float(row[i]);
-      a.places[t] = find_slot(state_.c.pool, args.out_cache_loc[t]);
+      const int64_t slot = args.out_cache_loc[t];
+      a.places[0][t] = find_slot(state_.c.pool, slot);
+      if (args.window_pages != nullptr) {
+        const int64_t size = state_.c.pool.page_size;
+        a.places[1][t] = find_slot(state_.c.window_pool, args.window_pages[slot / size] * size + slot % size);
+      }
     }
   }
 

@@ -38,6 +38,8 @@ struct Attend {
   float scale;
   float softcap;   // cap(s) = softcap · tanh(s / softcap); 0: s
   int32_t window;  // a token sees itself and the window - 1 before it; 0: all
+  int32_t group;   // of pages: 0, those that rows name; 1, those that ForwardArgs::window_pages leads to
+  int32_t place;   // of the layer among those of its group
 };
 
 struct AddProduct {
@@ -75,6 +77,9 @@ struct ModelOps {
 struct EngineConfig : ModelOps {
   std::vector<LayerOps> ops;  // by layer
   KVPoolView pool;
+  KVPoolView window_pool;  // of the layers of group 1, if there are any
+
+  const KVPoolView& pool_of(const Attend& attend) const { return attend.group == 0 ? pool : window_pool; }
 
   int64_t widest_inner() const {
     int64_t widest = 0;

@@ -44,7 +44,7 @@ class LayerPass {
     if (state_.ranks == nullptr) tell_stored(index);
     const Activations<T>& all = state_.activations;
     const Attend& attend = state_.c.ops[index].attend;
-    attention_run(state_.plans.of_layer(index), index, {attend.scale, attend.softcap},
+    attention_run(state_.plans.of_layer(index), attend.place, {attend.scale, attend.softcap},
                   {all.qkv, dtype_of<T>(), state_.strides.qkv}, {all.att, dtype_of<T>(), state_.strides.att}, tid_);
     state_.team.barrier();
   }
