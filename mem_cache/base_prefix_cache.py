@@ -21,6 +21,7 @@ from typing import NamedTuple
 from ..messages.base import I32
 from .allocator import TokenToKVPoolAllocator
 from .errors import StaleHold
+from .pages import slots_to_pages
 from .req_to_token_pool import ReqToTokenPool
 from .tree_node import TreeNode
 from .window_pages import WindowSpan
@@ -52,8 +53,8 @@ class KVHold:
     the row and moves ``kv_len`` on as it allocates. ``live`` turns False when the hold is given back.
 
     ``verified``: whether its KV is what it should be. False while a peer may still write it, and for good where it is
-    known to be bad: none of it is shared then. ``window``: which of its pages it uses in the window pool, where there is
-    one (``window_pages.py``). ``pins`` and ``left`` are ``KVMemory``'s: how many use it, and the
+    known to be bad: none of it is shared then. ``window``: which of its pages it uses in the window pool, where there
+    is one (``window_pages.py``). ``pins`` and ``left`` are ``KVMemory``'s: how many use it, and the
     tokens of a request that is over, whose prefix may stay when the last one lets go.
     """
 
@@ -172,8 +173,8 @@ class BasePrefixCache(ABC):
         self.dec_lock_ref(hold.node)
 
     def move_window(self, hold: KVHold, start: int, end: int) -> None:
-        """The next step computes positions ``[start, end)`` of the request, which have slots: let go of the window pages
-        that none of these sees, and take some for those that have none. Only where layers have windows.
+        """The next step computes positions ``[start, end)`` of the request, which have slots: let go of the window
+        pages that none of these sees, and take some for those that have none. Only where layers have windows.
 
         Raises ``WindowPagesShort`` where these are more than ``WindowPages.longest``.
         """
@@ -187,8 +188,8 @@ class BasePrefixCache(ABC):
 
     def _pages(self, hold: KVHold, begin: int, end: int) -> I32:
         """Pages ``[begin, end)`` of the hold's row."""
-        row = self.req_to_token.table[hold.row]
-        return row[begin * self.page_size : end * self.page_size : self.page_size] // self.page_size
+        row: I32 = self.req_to_token.table[hold.row]
+        return slots_to_pages(row[begin * self.page_size : end * self.page_size : self.page_size], self.page_size)
 
     @abstractmethod
     def reset(self) -> int:

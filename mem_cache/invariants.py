@@ -59,9 +59,7 @@ def check_pages(allocator: TokenToKVPoolAllocator, claims: Sequence[Claim]) -> N
         raise InvariantViolation(f"page {page} has owners: {', '.join(owners) or 'none'} ({wrong.sum()} such pages)")
 
 
-def check_windows(
-    allocator: TokenToKVPoolAllocator, holds: Sequence[KVHold], req_to_token: ReqToTokenPool
-) -> None:
+def check_windows(allocator: TokenToKVPoolAllocator, holds: Sequence[KVHold], req_to_token: ReqToTokenPool) -> None:
     """Every window page is free or attached to exactly one full page, which is in use; those in spans are attached, and
     idle are those that are attached and in no span. See ``window_pages.py``.
     """

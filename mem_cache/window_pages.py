@@ -2,8 +2,8 @@
 
 Rows, slots and the prefix tree name *full* pages, of the layers that see every token. What windowed layers keep of the
 same tokens lies in *window pages*, of a pool of their own; ``page_of`` leads from one to the other. A full page gets
-its window page when a step is planned that writes it, not when it is handed out: a long prompt has all of its full pages
-from the beginning, and needs no more window pages at a time than a piece of it and the window before that.
+its window page when a step is planned that writes it, not when it is handed out: a long prompt has all of its full
+pages from the beginning, and needs no more window pages at a time than a piece of it and the window before that.
 
 Each window page is in one state:
 
@@ -155,7 +155,7 @@ class WindowPages:
         return int(usable[-1]) + 1 if usable.size else 0
 
     def replace(self, span: WindowSpan, first: int, ours: I32, theirs: I32) -> None:
-        """``theirs``, which are cached, take the place of ``ours``, of the same tokens, in a row, from page ``first`` on.
+        """``theirs``, which are cached, take the place of ``ours``, of the same tokens, in a row, from page ``first``.
 
         Where one of theirs has lost its window page, it gets that of ours.
         """

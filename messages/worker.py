@@ -35,8 +35,8 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes. Of kind "mha": ``[2, page_size * kv_heads * head_dim]`` of ``dtype``, keys, then values.
 
     ``window``: no layer of the group sees more than so many tokens, and its pages go back behind that
-    (``mem_cache/window_pages.py``); 0: they are kept. The first group of a layout is kept; where all layers have windows
-    it has none, and its pages are mere numbers.
+    (``mem_cache/window_pages.py``); 0: they are kept. The first group of a layout is kept; where all layers have
+    windows it has none, and its pages are mere numbers.
     """
 
     layers: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_LAYERS)], ...], Meta(max_length=MAX_LAYERS)]
@@ -213,8 +213,8 @@ class ForwardStep(Message):
     Applied in order: ``new_rows``, ``slot_deltas``, ``window_pages``, the pass. ``pushes``: what leaves for peers as it
     is computed, or has been; the pages of one hand-over in the order of its steps.
 
-    ``window_pages`` (pairs of int32): a page, and the page of the windowed group that holds the same tokens from now on,
-    0: none. Left out where nothing has changed.
+    ``window_pages`` (pairs of int32): a page, and the page of the windowed group that holds the same tokens from now
+    on, 0: none. Left out where nothing has changed.
     """
 
     step_id: int

@@ -42,7 +42,8 @@ class ForwardBatch:
     """Counts the layers whose KV the pass has written, for who pushes it meanwhile; host memory only."""
     window_pages: Tensor | None = None
     """[P] int32: a page → the page of the pool of windowed layers that holds the same tokens, 0: none; on the tokens'
-    device. None where no layers have a pool of their own. Pages that any of the pass's tokens sees, or writes, have one.
+    device. None where no layers have a pool of their own. Pages that any of the pass's tokens sees, or writes, have
+    one.
     """
 
     @property

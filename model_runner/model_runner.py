@@ -69,9 +69,9 @@ class ModelRunner:
     Attributes: ``implementation``, ``spec`` (None where transformers' own class computes), ``context_length`` and
     ``vocab_size`` (tokens), ``device``, ``dtype`` (weights and activations), ``quantization`` (what "auto" came to),
     ``layout``, ``max_total_tokens`` (slots to hand out, page 0 excluded), ``num_slots`` (all of them), ``page_size``,
-    ``pool``, ``kv_region`` (its memory as one buffer; None on an accelerator), ``window_pool`` (of layers whose pages go
-    back behind a window, None where there are none), ``max_window_tokens`` and ``num_window_pages`` (of that, without and
-    with page 0; else 0), ``fingerprint``, ``attention_backend`` (its
+    ``pool``, ``kv_region`` (its memory as one buffer; None on an accelerator), ``window_pool`` (of layers whose pages
+    go back behind a window, None where there are none), ``max_window_tokens`` and ``num_window_pages`` (of that,
+    without and with page 0; else 0), ``fingerprint``, ``attention_backend`` (its
     name), ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU kernels run),
     ``step_weight_bytes`` (what a decode step reads of weights), ``clears_begun_pages``, ``load_seconds``. Of a rank,
     the description, ``layout`` and ``fingerprint`` are of the whole model on its host, the weights its own.
@@ -395,8 +395,9 @@ class ModelRunner:
 
 
 def layers_apart(options: ServerOptions, spec: ModelSpec) -> dict[int, int]:
-    """Layers with a window whose pages go back, and their windows. None of an instance that exchanges KV, as a hand-over
-    moves the pages of one group; nor where prompts are never cut, each of which needs all of its pages at once.
+    """Layers with a window whose pages go back, and their windows. None of an instance that exchanges KV, as a
+    hand-over moves the pages of one group; nor where prompts are never cut, each of which needs all of its pages at
+    once.
     """
     if options.hands_over or options.chunked_prefill_size == -1:
         return {}

@@ -33,7 +33,6 @@ from ..messages.worker import WorkerReady
 from ..runtime.options import ServerOptions
 from .req import Req
 
-
 USUAL_PIECE = 512
 """Tokens of a prompt that a step computes where the options don't say."""
 
@@ -136,7 +135,7 @@ class KVMemory:
         return slots
 
     def chunk_room(self, req: Req, start: int) -> int | None:
-        """How many tokens from position ``start`` on the window pages suffice for in one step, at least 1; None: any."""
+        """How many tokens from position ``start`` on window pages suffice for in one step, at least 1; None: any."""
         if self._windows is None:
             return None
         windows, span = self._windows, self.hold_of(req).window

@@ -53,8 +53,8 @@ def _refusal(spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype
 def make_attention_backend(
     name: str, pool: MHATokenToKVPool, dtype: torch.dtype, window_pool: MHATokenToKVPool | None = None
 ) -> AttentionBackend:
-    """The backend ``name`` over ``pool``, and over ``window_pool`` for the layers that this has; ``dtype`` is that of the
-    queries. Raises ``ValueError`` for unknown names.
+    """The backend ``name`` over ``pool``, and over ``window_pool`` for the layers that this has; ``dtype`` is that of
+    the queries. Raises ``ValueError`` for unknown names.
     """
     if name == "torch":
         from .torch_backend import TorchAttention

@@ -148,7 +148,7 @@ class Sent:
 
 
 class WindowedLayer:
-    """What the layer with a window keeps: ``kv`` by window slot, and ``page_of``, which leads there from a full page."""
+    """What the layer with a window keeps: ``kv`` by window slot, and ``page_of``, which leads there from a page."""
 
     def __init__(self, window: SimWindow, page_size: int, num_pages: int) -> None:
         self.window = window.window
