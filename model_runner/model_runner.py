@@ -361,7 +361,8 @@ class ModelRunner:
             from .kernels.build import choose_level
 
             level = choose_level().name
-        served = (self.fingerprint, self.attention_backend, level, self.dtype, self.pool.dtype, self.context_length)
+        kept = [group.dtype for group in self.layout.groups]
+        served = (self.fingerprint, self.attention_backend, level, self.dtype, kept, self.context_length)
         sizes = (options.page_size, options.max_running_requests, options.max_prefill_tokens)
         return repr((*served, *sizes, options.chunked_prefill_size))
 

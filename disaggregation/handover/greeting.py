@@ -68,9 +68,9 @@ def _unlike(theirs: KVLayout, ours: KVLayout) -> tuple[str, str]:
     """What keeps two layouts apart, of each."""
     if len(theirs.groups) != len(ours.groups):
         return f"{len(theirs.groups)} groups of pages", f"{len(ours.groups)} groups of pages"
-    pairs = [(theirs, ours, ("page_size",))]
-    pairs += [(a, b, KVGroup.__struct_fields__) for a, b in zip(theirs.groups, ours.groups, strict=True)]
-    told = [(name, getattr(a, name), getattr(b, name)) for a, b, names in pairs for name in names]
+    told = [("page_size", theirs.page_size, ours.page_size)]
+    for one, other in zip(theirs.groups, ours.groups, strict=True):
+        told += [(name, getattr(one, name), getattr(other, name)) for name in KVGroup.__struct_fields__]
     unlike = [(f"{name}={a}", f"{name}={b}") for name, a, b in told if a != b]
     first, second = (", ".join(texts) for texts in zip(*unlike, strict=True))
     return first, second
