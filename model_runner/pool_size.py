@@ -47,11 +47,10 @@ class PoolTokens(NamedTuple):
 
 
 def windows_ratio(window: int, context_length: int, page_size: int) -> float:
-    """Of a typical request's tokens, the share that lies in its window. Typical is a quarter of the context, and at
-    least two windows: one that never leaves its first window would gain nothing.
+    """Of a typical request's tokens, the share that lies in its window. Typical is four windows: with fewer window
+    pages many short requests, which never leave their first window, would find much less room than in a single pool.
     """
-    typical = min(max(context_length // 4, 2 * window), context_length)
-    return min(1.0, (window + page_size) / typical)
+    return min(1.0, (window + page_size) / min(4 * window, context_length))
 
 
 def choose_pool_tokens(

@@ -116,7 +116,7 @@ class ServerOptions:
     swa_full_tokens_ratio
         Of a model some of whose layers have a sliding window: how many tokens those layers keep, as a share of what the
         others do. More suits many short requests, less a few long ones. Default: the share of a request's tokens that
-        lies in its window, where it is a quarter of the context long, or two windows.
+        lies in its window, where it is four windows long.
     max_running_requests
         Most requests that hold KV memory at once.
     max_queued_requests
