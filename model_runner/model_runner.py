@@ -38,7 +38,7 @@ from .loader.open_blocks import open_blocks
 from .loader.quantized_blocks import BlockSource, has_whole_blocks
 from .models.decoder import Decoder
 from .placement import SPIN_US
-from .pool_size import PoolRequest, WindowRequest, choose_max_total_tokens, choose_pool_tokens
+from .pool_size import PoolRequest, WindowRequest, choose_max_total_tokens, choose_pool_tokens, layers_apart, piece_of
 from .tensor_parallel.group import alone
 
 if TYPE_CHECKING:
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Quantization = Literal["none", "gguf", "int8", "int4"]
-USUAL_PIECE = {"cpu": 512, "cuda": 2048}
-"""Tokens of a prompt that a step computes at most where the options don't say."""
 LEAST_ROOM = 4096
 """Tokens that ranks can compute at once, whatever the options: what start-up measures with is as long."""
 
@@ -334,8 +332,8 @@ class ModelRunner:
         )
         memory, group = device_memory(self.device), self.layout.window_group
         if group is not None:
-            piece = min(options.chunked_prefill_size or USUAL_PIECE[self.device.type], options.max_prefill_tokens)
             ratio, rows = options.swa_full_tokens_ratio, options.max_running_requests
+            piece = piece_of(options, self.device.type)
             windows = WindowRequest(group.window, self.context_length, piece, rows, ratio)
             bytes_of = (self.layout.groups[0].page_bytes, group.page_bytes)
             sizes = choose_pool_tokens(request, windows, bytes_of, weight_bytes, memory, self.device.type)
@@ -393,17 +391,6 @@ class ModelRunner:
         begin = time.monotonic()
         yield
         self.load_seconds[what] = self.load_seconds.get(what, 0.0) + time.monotonic() - begin
-
-
-def layers_apart(options: ServerOptions, spec: ModelSpec) -> dict[int, int]:
-    """Layers with a window whose pages go back, and their windows. None of an instance that exchanges KV, as a
-    hand-over moves the pages of one group; nor where prompts are never cut, each of which needs all of its pages at
-    once.
-    """
-    if options.hands_over or options.chunked_prefill_size == -1:
-        return {}
-    windows = ((i, layer.attention.window) for i, layer in enumerate(spec.layers))
-    return {layer: window for layer, window in windows if window is not None}
 
 
 def _kept(spec: ModelSpec, ranks: HostRanks | None) -> HasKV:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from ..model_files.spec import ModelSpec
 from ..runtime.machine.memory import Memory
+from ..runtime.options import ServerOptions
 from .errors import NotEnoughMemory
 
 DEFAULT_FRACTION = {"cuda": 0.88, "cpu": 0.3}
 GIB = 2**30
+USUAL_PIECE = {"cuda": 2048, "cpu": 512}
+"""Tokens of a prompt that a step computes at most where the options don't say."""
 # Of what is free on a host, this much stays for activations, the other processes and everyone else.
 HOST_RESERVE = 0.1
 
@@ -44,6 +48,22 @@ class PoolTokens(NamedTuple):
 
     kept: int
     windowed: int
+
+
+def layers_apart(options: ServerOptions, spec: ModelSpec) -> dict[int, int]:
+    """Layers with a window whose pages go back, and their windows. None of an instance that exchanges KV, as a
+    hand-over moves the pages of one group; nor where prompts are never cut, each of which needs all of its pages at
+    once.
+    """
+    if options.hands_over or options.chunked_prefill_size == -1:
+        return {}
+    windows = ((i, layer.attention.window) for i, layer in enumerate(spec.layers))
+    return {layer: window for layer, window in windows if window is not None}
+
+
+def piece_of(options: ServerOptions, device_type: str) -> int:
+    """Tokens of a prompt that a step computes at most."""
+    return min(options.chunked_prefill_size or USUAL_PIECE[device_type], options.max_prefill_tokens)
 
 
 def windows_ratio(window: int, context_length: int, page_size: int) -> float:
