@@ -13,17 +13,22 @@ import numpy as np
 from ..messages.base import I32
 from .errors import DoubleFree, InvalidFree, InvariantViolation, MisplacedSlot, UnalignedLength
 from .pages import slots_to_pages
+from .window_pages import WindowPages
 
 
 class TokenToKVPoolAllocator(ABC):
-    """Slots ``page_size … page_size + size - 1``; a position gets a slot with the same offset in its page."""
+    """Slots ``page_size … page_size + size - 1``; a position gets a slot with the same offset in its page.
 
-    def __init__(self, num_slots: int, page_size: int) -> None:
+    ``windows``: what windowed layers keep of the same pages lies elsewhere; None: there are no such layers.
+    """
+
+    def __init__(self, num_slots: int, page_size: int, windows: WindowPages | None = None) -> None:
         if page_size < 1 or num_slots < 1 or num_slots % page_size:
             raise UnalignedLength(f"a pool of {num_slots} slots is not a whole number (≥ 1) of pages of {page_size}")
         self.size = num_slots
         self.page_size = page_size
         self.num_pages = num_slots // page_size
+        self.windows = windows
 
     @abstractmethod
     def available_size(self) -> int:
@@ -50,8 +55,9 @@ class TokenToKVPoolAllocator(ABC):
     def free(self, slots: I32) -> None:
         """Take back every page that ``slots`` [N] touches: some slots of a page stand for all of it.
 
-        The slots of one page must stand together. The pages may be handed out again by the next call. Raises
-        ``DoubleFree`` and ``InvalidFree`` (page 0, or outside the pool); nothing is changed then.
+        The slots of one page must stand together. The pages may be handed out again by the next call; their window
+        pages are free, too. Raises ``DoubleFree`` and ``InvalidFree`` (page 0, outside the pool, or in a window that a
+        request sees); nothing is changed then.
         """
 
     @abstractmethod
@@ -70,8 +76,8 @@ class PagedTokenToKVPoolAllocator(TokenToKVPoolAllocator):
     at the peak of what was really needed, and a page just freed is still warm in the processor's cache.
     """
 
-    def __init__(self, num_slots: int, page_size: int) -> None:
-        super().__init__(num_slots, page_size)
+    def __init__(self, num_slots: int, page_size: int, windows: WindowPages | None = None) -> None:
+        super().__init__(num_slots, page_size, windows)
         self._stack: I32 = np.arange(self.num_pages, 0, -1, dtype=np.int32)
         self._top = self.num_pages
         self._in_use = np.zeros(self.num_pages + 1, dtype=np.bool_)
@@ -129,6 +135,8 @@ class PagedTokenToKVPoolAllocator(TokenToKVPoolAllocator):
         in_use = self._in_use[pages]
         if not in_use.all():
             raise DoubleFree(f"page {pages[in_use.argmin()]} is free already")
+        if self.windows is not None:
+            self.windows.forget(pages)
         self._in_use[pages] = False
         # Reversed, so that a request's pages come back in ascending order where they went out so: fewer, longer spans.
         self._stack[self._top : self._top + pages.size] = pages[::-1]

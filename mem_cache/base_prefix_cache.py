@@ -15,20 +15,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..messages.base import I32
 from .allocator import TokenToKVPoolAllocator
 from .errors import StaleHold
+from .pages import slots_to_pages
 from .req_to_token_pool import ReqToTokenPool
 from .tree_node import TreeNode
+from .window_pages import WindowSpan
 
 
 class PrefixMatch(NamedTuple):
     """A cached prefix: its ``slots`` [M] int32 (read-only, M a whole number of pages) and the node that it ends in.
 
-    Valid until the next ``evict``, ``reset`` or ``condemn``, unless held.
+    Valid until the next ``evict``, ``reset``, ``condemn`` or ``move_window``, unless held.
     """
 
     slots: I32
@@ -51,7 +53,8 @@ class KVHold:
     the row and moves ``kv_len`` on as it allocates. ``live`` turns False when the hold is given back.
 
     ``verified``: whether its KV is what it should be. False while a peer may still write it, and for good where it is
-    known to be bad: none of it is shared then. ``pins`` and ``left`` are ``KVMemory``'s: how many use it, and the
+    known to be bad: none of it is shared then. ``window``: which of its pages it uses in the window pool, where there
+    is one (``window_pages.py``). ``pins`` and ``left`` are ``KVMemory``'s: how many use it, and the
     tokens of a request that is over, whose prefix may stay when the last one lets go.
     """
 
@@ -62,6 +65,7 @@ class KVHold:
     kv_len: int
     live: bool = True
     verified: bool = True
+    window: WindowSpan = field(default_factory=WindowSpan)
     pins: int = 1
     left: I32 | None = None
 
@@ -76,7 +80,8 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def match_prefix(self, tokens: I32, extra_key: str = "") -> PrefixMatch:
-        """The longest cached, page-aligned prefix of ``tokens`` [N] in the namespace ``extra_key``.
+        """The longest cached, page-aligned prefix of ``tokens`` [N] in the namespace ``extra_key``, of those whose last
+        window is cached, too, where layers have windows.
 
         Counts as a use of the nodes on its path and may split one; changes no size, lock or page. A caller that must
         compute at least one token asks for ``tokens[:-1]``. Pins nothing: ``hold`` the match before making room.
@@ -160,9 +165,31 @@ class BasePrefixCache(ABC):
         """
         require_live(hold)
         hold.live = False
+        if (windows := self.allocator.windows) is not None:
+            windows.leave(hold.window, self._pages(hold, hold.window.begin, hold.window.end))
+            windows.end(hold.window)
         self.allocator.free(self.req_to_token.table[hold.row, hold.cached_len : hold.kv_len])
         self.req_to_token.free(hold.row)
         self.dec_lock_ref(hold.node)
+
+    def move_window(self, hold: KVHold, start: int, end: int) -> None:
+        """The next step computes positions ``[start, end)`` of the request, which have slots: let go of the window
+        pages that none of these sees, and take some for those that have none. Only where layers have windows.
+
+        Raises ``WindowPagesShort`` where these are more than ``WindowPages.longest``.
+        """
+        windows, span = self.allocator.windows, hold.window
+        assert windows is not None
+        first, last = min(windows.first_page(start), span.end), -(-end // self.page_size)
+        if first > span.begin:
+            windows.leave(span, self._pages(hold, span.begin, first))
+        if last > span.end:
+            windows.extend(span, self._pages(hold, span.end, last))
+
+    def _pages(self, hold: KVHold, begin: int, end: int) -> I32:
+        """Pages ``[begin, end)`` of the hold's row."""
+        row: I32 = self.req_to_token.table[hold.row]
+        return slots_to_pages(row[begin * self.page_size : end * self.page_size : self.page_size], self.page_size)
 
     @abstractmethod
     def reset(self) -> int:

@@ -8,7 +8,7 @@ from ..messages.base import I32
 from .allocator import TokenToKVPoolAllocator
 from .base_prefix_cache import BasePrefixCache, KVHold, PrefixMatch, Rewrite, require_live
 from .errors import StaleHold, UnbalancedLock
-from .invariants import check_holds, check_pages, hold_claims
+from .invariants import check_holds, check_pages, check_windows, hold_claims
 from .req_to_token_pool import ReqToTokenPool
 from .tree_node import NO_SLOTS, TreeNode, make_root
 
@@ -67,3 +67,4 @@ class ChunkCache(BasePrefixCache):
         self.allocator.check_invariants()
         check_holds(holds, self.req_to_token, {self._root: self._root.lock_ref})
         check_pages(self.allocator, hold_claims(holds, self.req_to_token, self.page_size))
+        check_windows(self.allocator, holds, self.req_to_token)

@@ -39,5 +39,9 @@ class UnbalancedLock(MemCacheError):
     """A tree node was unlocked more often than it was locked, or was locked after it had left the tree."""
 
 
+class WindowPagesShort(MemCacheError):
+    """More window pages were asked for than a request was promised, or some that a match needs are gone."""
+
+
 class InvariantViolation(MemCacheError):
     """A page has no owner or several, or a count disagrees with what it counts. The message names page and owners."""

@@ -59,6 +59,32 @@ def check_pages(allocator: TokenToKVPoolAllocator, claims: Sequence[Claim]) -> N
         raise InvariantViolation(f"page {page} has owners: {', '.join(owners) or 'none'} ({wrong.sum()} such pages)")
 
 
+def check_windows(allocator: TokenToKVPoolAllocator, holds: Sequence[KVHold], req_to_token: ReqToTokenPool) -> None:
+    """Every window page is free or attached to exactly one full page, which is in use; those in spans are attached, and
+    idle are those that are attached and in no span. See ``window_pages.py``.
+    """
+    windows, size = allocator.windows, allocator.page_size
+    if windows is None:
+        return
+    attached = windows.page_of[windows.page_of != 0]
+    named = np.bincount(np.concatenate([attached, windows.free_pages()]).astype(np.int64), minlength=1)
+    expected = np.ones(windows.num_pages + 1, dtype=np.int64)
+    expected[0] = 0
+    require(np.array_equal(named, expected), "window pages are not each free or attached to one page")
+    require(not windows.page_of[allocator.free_pages()].any(), "a free page has a window page")
+    uses = np.zeros_like(windows.page_of)
+    for hold in holds:
+        span = hold.window
+        require(0 <= span.begin <= span.end <= -(-hold.kv_len // size), f"row {hold.row}: impossible span {span}")
+        uses[req_to_token.table[hold.row, span.begin * size : span.end * size : size] // size] += 1
+    require(np.array_equal(uses, windows.uses()), "the uses of window pages are not those of the holds' spans")
+    require(bool(windows.page_of[uses > 0].all()), "a page in a request's window has no window page")
+    idle = np.flatnonzero((windows.page_of != 0) & (uses == 0)).tolist()
+    require(sorted(windows.idle_pages()) == idle, "idle window pages are not those that are attached and unused")
+    committed = sum(hold.window.committed for hold in holds)
+    require(committed == windows.committed <= windows.num_pages, f"{committed} window pages are promised")
+
+
 def check_holds(holds: Sequence[KVHold], req_to_token: ReqToTokenPool, lock_refs: Mapping[TreeNode, int]) -> None:
     """Rows in use are the holds', each starts with its path's slots, and the ``lock_refs`` of all nodes are theirs."""
     rows = Counter(hold.row for hold in holds)

@@ -19,8 +19,8 @@ from .allocator import TokenToKVPoolAllocator
 from .base_prefix_cache import BasePrefixCache, KVHold, PrefixMatch, Rewrite, require_live
 from .errors import InvariantViolation, StaleHold, StaleMatch, UnalignedLength, UnbalancedLock
 from .eviction import EvictionHeap, Priority, lru
-from .invariants import check_holds, check_pages, claim_pages, hold_claims, require
-from .pages import ceil_to_page, floor_to_page
+from .invariants import check_holds, check_pages, check_windows, claim_pages, hold_claims, require
+from .pages import ceil_to_page, floor_to_page, slots_to_pages
 from .req_to_token_pool import ReqToTokenPool
 from .tree_node import NO_SLOTS, TOKEN_BYTES, TreeNode, make_root
 
@@ -49,7 +49,11 @@ class RadixCache(BasePrefixCache):
         self._protected = 0
 
     def match_prefix(self, tokens: I32, extra_key: str = "") -> PrefixMatch:
-        path = self._walk(self._root, self._key(tokens), extra_key)
+        key = self._key(tokens)
+        path = self._walk(self._root, key, extra_key)
+        usable = self._usable(path.slots)
+        if usable < path.slots.size:
+            path = self._walk(self._root, key[: usable * TOKEN_BYTES], extra_key)
         for node in path.nodes:
             node.hit_count += 1
         self._touch(path.nodes)
@@ -57,16 +61,22 @@ class RadixCache(BasePrefixCache):
 
     def peek(self, tokens: I32, extra_key: str = "") -> int:
         node, key, pos = self._root, self._key(tokens), 0
+        found: list[I32] = []
         while pos < len(key):
             child = node.children.get(self._edge(node, key, pos, extra_key))
             if child is None:
                 break
             if not key.startswith(child.key, pos):
-                pos += self._common_bytes(child.key, key, pos)
+                common = self._common_bytes(child.key, key, pos)
+                found.append(child.slots[: common // TOKEN_BYTES])
+                pos += common
                 break
             node = child
+            found.append(node.slots)
             pos += len(node.key)
-        return pos // TOKEN_BYTES
+        if self.allocator.windows is None or not found:
+            return pos // TOKEN_BYTES
+        return self._usable(np.concatenate(found))
 
     def insert(self, tokens: I32, slots: I32, extra_key: str = "") -> int:
         if len(tokens) % self.page_size or len(tokens) != len(slots):
@@ -122,7 +132,11 @@ class RadixCache(BasePrefixCache):
             raise StaleMatch(f"a match of {matched} tokens was evicted before it was held")
         self._lock(path)
         self.req_to_token.table[row, :matched] = match.slots
-        return KVHold(row, extra_key, match.node, cached_len=matched, kv_len=matched)
+        hold = KVHold(row, extra_key, match.node, cached_len=matched, kv_len=matched)
+        if (windows := self.allocator.windows) is not None:
+            first = windows.first_page(matched)
+            windows.begin(hold.window, first, self._pages(hold, first, matched // self.page_size))
+        return hold
 
     def cache_unfinished_req(self, hold: KVHold, tokens: I32) -> Rewrite | None:
         require_live(hold)
@@ -142,7 +156,11 @@ class RadixCache(BasePrefixCache):
         hold.node, hold.cached_len = path.nodes[-1], end
         if not known.size:
             return None
-        self.allocator.free(row[start : start + known.size])
+        ours = row[start : start + known.size]
+        if (windows := self.allocator.windows) is not None:
+            pages = slots_to_pages(ours, self.page_size), slots_to_pages(known, self.page_size)
+            windows.replace(hold.window, start // self.page_size, *pages)
+        self.allocator.free(ours)
         row[start : start + known.size] = known
         return Rewrite(start, known)
 
@@ -185,6 +203,13 @@ class RadixCache(BasePrefixCache):
         self._heap.sweep()
         return self._give_back(freed)
 
+    def _usable(self, slots: I32) -> int:
+        """How many of the first tokens of a cached prefix in ``slots`` one can go on from."""
+        windows = self.allocator.windows
+        if windows is None or not slots.size:
+            return slots.size
+        return windows.usable(slots[:: self.page_size] // self.page_size) * self.page_size
+
     def _is_condemned(self, hold: KVHold) -> bool:
         *_, root = hold.node.path_up()
         return root is self._condemned
@@ -203,6 +228,7 @@ class RadixCache(BasePrefixCache):
             *hold_claims(holds, self.req_to_token, self.page_size),
         ]
         check_pages(self.allocator, claims)
+        check_windows(self.allocator, holds, self.req_to_token)
         locks = {node: node.lock_ref for node in nodes}
         check_holds(holds, self.req_to_token, locks | {self._condemned: self._condemned.lock_ref})
         evictable = sum(node.num_tokens for node in nodes if node.lock_ref == 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from .base import HandoverId, Message
 from .outputs import TokenLogprob
@@ -38,9 +38,13 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``[page_size * head_dim]``, rows in the place of keys, and ``kv_heads`` is 1. Elements of one byte
     come with a scale for each head of each token, of ``scale_dtype`` (None: there are none): in the order "tokens"
     right behind the head's elements, in "blocks" those of a block's slots behind the block's elements.
+
+    ``window``: no layer of the group sees more than so many tokens, and its pages go back behind that
+    (``mem_cache/window_pages.py``); 0: they are kept. The first group of a layout is kept; where all layers have
+    windows it has none, and its pages are mere numbers.
     """
 
-    layers: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_LAYERS)], ...], Meta(min_length=1, max_length=MAX_LAYERS)]
+    layers: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_LAYERS)], ...], Meta(max_length=MAX_LAYERS)]
     kind: KVKind
     kv_heads: int
     head_dim: int
@@ -48,6 +52,7 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     page_bytes: int
     value_dim: int = 0
     scale_dtype: Annotated[str, Meta(max_length=32)] | None = None
+    window: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -66,6 +71,11 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def page_bytes(self) -> int:
         """What a page of each group takes together."""
         return sum(group.page_bytes for group in self.groups)
+
+    @property
+    def window_group(self) -> KVGroup | None:
+        """The group whose pages go back, if there is one."""
+        return next((group for group in self.groups if group.window), None)
 
 
 class MeasuredStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,6 +114,7 @@ class WorkerReady(Message):
     """Worker → scheduler: the model is loaded. ``fingerprint`` identifies the weights (equal weights, equal value).
 
     ``max_total_tokens``: slots that may be handed out (page 0 excluded), a multiple of the page size.
+    ``max_window_tokens``: the same of the group whose pages go back behind a window, 0 where there is none.
     ``backend_metadata``: opaque address of this worker's transfer backend, for the peer's ``ConnectPeer``.
     ``load_seconds``: what start-up spent where. ``measured``: steps of several sizes, from which the time of the first
     request's can be foreseen. ``step_weight_bytes``: what a decode step reads of weights, 0 where unknown.
@@ -122,6 +133,7 @@ class WorkerReady(Message):
     measured: list[MeasuredStep] = []
     step_weight_bytes: int = 0
     machine: MachineUse = MachineUse()
+    max_window_tokens: int = 0
 
 
 class RowInit(msgspec.Struct, forbid_unknown_fields=True):
@@ -205,8 +217,11 @@ class ForwardStep(Message):
     map to from then on. Prefill chunks and decode steps mix freely. Where ``use_last[b]`` is 1 (``q_lens[b]`` is 1
     then) the token is the row's last sampled one, which the scheduler may not know yet, and ``input_ids`` holds a
     0 in its place. Where ``sample[b]`` is 1 the worker samples the next token after the entry's last one.
-    Applied in order: ``new_rows``, ``slot_deltas``, the pass. ``pushes``: what leaves for peers as it is computed, or
-    has been; the pages of one hand-over in the order of its steps.
+    Applied in order: ``new_rows``, ``slot_deltas``, ``window_pages``, the pass. ``pushes``: what leaves for peers as it
+    is computed, or has been; the pages of one hand-over in the order of its steps.
+
+    ``window_pages`` (pairs of int32): a page, and the page of the windowed group that holds the same tokens from now
+    on, 0: none. Left out where nothing has changed.
     """
 
     step_id: int
@@ -221,6 +236,7 @@ class ForwardStep(Message):
     slot_deltas: list[SlotDelta] = []
     input_logprobs: list[InputLogprobSpec] = []
     pushes: list[SendPages] = []
+    window_pages: bytes | UnsetType = UNSET
 
 
 class StepResult(Message):

@@ -1,6 +1,7 @@
 """The tensors of one forward pass, as the worker hands them to ``ModelRunner.forward``.
 
-Shapes: T tokens, B entries, L wanted rows of logits, R rows of the request table, C its width in tokens.
+Shapes: T tokens, B entries, L wanted rows of logits, R rows of the request table, C its width in tokens, P pages of the
+pool with page 0.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ class ForwardBatch:
     """[L] int64: indices into T of the tokens whose logits are wanted, in the order of the answer."""
     done: LayersDone | None = None
     """Counts the layers whose KV the pass has written, for who pushes it meanwhile; host memory only."""
+    window_pages: Tensor | None = None
+    """[P] int32: a page → the page of the pool of windowed layers that holds the same tokens, 0: none; on the tokens'
+    device. None where no layers have a pool of their own. Pages that any of the pass's tokens sees, or writes, have
+    one.
+    """
 
     @property
     def num_tokens(self) -> int:

@@ -15,6 +15,7 @@ Of latent rows (kind "mla") there is one a token and layer, key and value in one
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -68,22 +69,36 @@ class KVShape(NamedTuple):
         return self.num_kv_heads * self.head_dim * (2 if self.latent_dim is None else 1)
 
 
-def make_layout(spec: HasKV, page_size: int, dtype: torch.dtype, order: KVOrder = "tokens") -> KVLayout:
-    """The layout of ``spec``'s pages."""
+def make_layout(
+    spec: HasKV,
+    page_size: int,
+    dtype: torch.dtype,
+    order: KVOrder = "tokens",
+    windows: Mapping[int, int] | None = None,
+) -> KVLayout:
+    """The layout of ``spec``'s pages. ``windows``: of these layers, how many tokens they see; their pages go back."""
+    windows = windows or {}
     width = spec.kv_elements * dtype.itemsize
     if dtype in LARGEST:
         width += spec.kv_elements // spec.head_dim * SCALE_BYTES
-    group = KVGroup(
-        layers=tuple(range(spec.num_layers)),
-        kind="mha" if spec.latent_dim is None else "mla",
-        kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=_name(dtype),
-        page_bytes=spec.num_layers * page_size * width,
-        value_dim=spec.latent_dim or 0,
-        scale_dtype=_name(SCALE_DTYPE) if dtype in LARGEST else None,
-    )
-    return KVLayout(page_size, (group,), order)
+
+    def group(layers: tuple[int, ...], window: int) -> KVGroup:
+        return KVGroup(
+            layers=layers,
+            kind="mha" if spec.latent_dim is None else "mla",
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=_name(dtype),
+            page_bytes=len(layers) * page_size * width,
+            value_dim=spec.latent_dim or 0,
+            scale_dtype=_name(SCALE_DTYPE) if dtype in LARGEST else None,
+            window=window,
+        )
+
+    kept = group(tuple(layer for layer in range(spec.num_layers) if layer not in windows), 0)
+    if not windows:
+        return KVLayout(page_size, (kept,), order)
+    return KVLayout(page_size, (kept, group(tuple(sorted(windows)), max(windows.values()))), order)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -127,7 +142,7 @@ class MHATokenToKVPool:
         begin, end = self.heads = heads or (0, all_heads)
         self._own = self.data[..., begin:end, :]
         self._token_rows = self.data.view(-1, all_heads * dim)[:, begin * dim : end * dim]
-        self._page_rows = self.data.view(num_pages * kept.num_layers * 2, -1)
+        self._page_rows = self.data.view(num_pages * kept.num_layers * 2, size * all_heads * dim)
 
     @property
     def head_bytes(self) -> int:
@@ -233,8 +248,9 @@ def make_pool(
     device: torch.device,
     buffer: Buffer | None = None,
     heads: tuple[int, int] | None = None,
+    group: int = 0,
 ) -> KVPool:
-    """The pool of ``layout``'s only group; see the classes."""
-    if layout.groups[0].kind == "mla":
-        return MLATokenToKVPool(layout, num_pages, device, buffer)
-    return MHATokenToKVPool(layout, num_pages, device, buffer, heads)
+    """The pool of one ``group`` of the layout; see the classes."""
+    if layout.groups[group].kind == "mla":
+        return MLATokenToKVPool(layout, num_pages, device, buffer, group)
+    return MHATokenToKVPool(layout, num_pages, device, buffer, heads, group)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -32,13 +32,13 @@ from .attention.base import AttentionBackend
 from .attention.registry import choose_attention_backend, make_attention_backend
 from .device import choose_device, choose_dtype, choose_kv_dtype, device_memory
 from .forward_batch import ForwardBatch
-from .kv_pool import HasKV, KVShape, make_layout, make_pool
+from .kv_pool import HasKV, KVPool, KVShape, make_layout, make_pool
 from .loader.load import fingerprint, foreign_fingerprint, load_model_weights
 from .loader.open_blocks import open_blocks
 from .loader.quantized_blocks import BlockSource, has_whole_blocks
 from .models.decoder import Decoder
 from .placement import SPIN_US
-from .pool_size import PoolRequest, choose_max_total_tokens
+from .pool_size import PoolRequest, WindowRequest, choose_max_total_tokens, choose_pool_tokens, layers_apart, piece_of
 from .tensor_parallel.group import alone
 
 if TYPE_CHECKING:
@@ -66,8 +66,10 @@ class ModelRunner:
 
     Attributes: ``implementation``, ``spec`` (None where transformers' own class computes), ``context_length`` and
     ``vocab_size`` (tokens), ``device``, ``dtype`` (weights and activations), ``quantization`` (what "auto" came to),
-    ``layout``, ``max_total_tokens`` (slots to hand out, page 0 excluded), ``num_slots`` (all of them), ``pool``,
-    ``kv_region`` (the pool's memory as one buffer; None on an accelerator), ``fingerprint``, ``attention_backend`` (its
+    ``layout``, ``max_total_tokens`` (slots to hand out, page 0 excluded), ``num_slots`` (all of them), ``page_size``,
+    ``pool``, ``kv_region`` (its memory as one buffer; None on an accelerator), ``window_pool`` (of layers whose pages
+    go back behind a window, None where there are none), ``max_window_tokens`` and ``num_window_pages`` (of that,
+    without and with page 0; else 0), ``fingerprint``, ``attention_backend`` (its
     name), ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU kernels run),
     ``step_weight_bytes`` (what a decode step reads of weights), ``clears_begun_pages``, ``load_seconds``. Of a rank,
     the description, ``layout`` and ``fingerprint`` are of the whole model on its host, the weights its own.
@@ -129,7 +131,8 @@ class ModelRunner:
             blocks = self._open_blocks(options, source, spec, shard)
             model = self._load(options, source, spec, identity, blocks, shard)
         with self._timed("kv_pool"):
-            self._allocate_pool(options, _kept(spec, self._ranks), kv_dtype, shard)
+            windows = layers_apart(options, spec) if self._ranks is None else {}
+            self._allocate_pool(options, _kept(spec, self._ranks), kv_dtype, shard, windows)
         self.step_weight_bytes = self._weight_bytes - model.idle_bytes
         with self._timed("kernels"):
             on_kernels = self.attention_backend == "cpu"
@@ -222,7 +225,7 @@ class ModelRunner:
         return "none"
 
     def _torch_pass(self, model: TorchModel, shard: Shard | None = None) -> Callable[[ForwardBatch], Tensor]:
-        attention = make_attention_backend(self.attention_backend, self.pool, self.dtype)
+        attention = make_attention_backend(self.attention_backend, self.pool, self.dtype, self.window_pool)
         if shard is not None and shard.shares_kv_heads and isinstance(model, Decoder):
             self._meet = model.ranks.meet
 
@@ -245,7 +248,7 @@ class ModelRunner:
         ranks = None if shard is None or self._exchange is None else Ranks(shard, self._exchange)
         team = Team(torch.get_num_threads(), self._cpus, self._spin_us)
         self.sampler = NativeSampler(team)
-        engine = self.engine = CpuEngine(model, self.pool, team, blocks, ranks)
+        engine = self.engine = CpuEngine(model, self.pool, team, blocks, ranks, self.window_pool)
         self.step_weight_bytes = engine.weight_bytes
         if engine.shares_heads:
             self._meet = engine.meet
@@ -259,11 +262,19 @@ class ModelRunner:
         return run
 
     def _allocate_pool(
-        self, options: ServerOptions, kept: HasKV, dtype: torch.dtype, shard: Shard | None = None
+        self,
+        options: ServerOptions,
+        kept: HasKV,
+        dtype: torch.dtype,
+        shard: Shard | None = None,
+        windows: Mapping[int, int] | None = None,
     ) -> None:
         order: KVOrder = "blocks" if self.attention_backend == "cpu" else "tokens"
-        self.layout = layout = make_layout(kept, options.page_size, dtype, order)
+        self.page_size = options.page_size
+        self.layout = layout = make_layout(kept, options.page_size, dtype, order, windows)
         self.kv_region: KVRegion | None = None
+        self.window_pool: KVPool | None = None
+        self.num_window_pages = 0
         self._exchange: NativeRanks | None = None
         heads = None
         if shard is not None and self._ranks is not None:
@@ -280,11 +291,19 @@ class ModelRunner:
             num_pages, self.kv_region, self._exchange = self._ranks.share(own)
         else:
             num_pages = self._choose_pages(options, self._weight_bytes)
-            if self.device.type == "cpu":
+            kept_bytes = num_pages * layout.groups[0].page_bytes
+            if self.device.type == "cpu" and kept_bytes:
                 is_shared = options.disaggregation_transfer_backend == "shm"
-                self.kv_region = allocate_region(num_pages * layout.page_bytes, shared=is_shared)
+                self.kv_region = allocate_region(kept_bytes, shared=is_shared)
         buffer = None if self.kv_region is None else self.kv_region.buffer
         self.pool = make_pool(layout, num_pages, self.device, buffer, heads)
+        if self.num_window_pages:
+            # Committed as it is touched, which a tensor of zeros would not be.
+            window_bytes = self.num_window_pages * layout.groups[1].page_bytes
+            region = allocate_region(window_bytes, shared=False) if self.device.type == "cpu" else None
+            buffer = None if region is None else region.buffer
+            self.window_pool = make_pool(layout, self.num_window_pages, self.device, buffer, group=1)
+        self.max_window_tokens = max(0, self.num_window_pages - 1) * options.page_size
         self.max_total_tokens, self.num_slots = (num_pages - 1) * options.page_size, num_pages * options.page_size
         log.info(
             "%s: %.2f GiB of weights%s, KV pool of %d tokens (%.2f GiB)",
@@ -292,8 +311,16 @@ class ModelRunner:
             self._weight_bytes / 2**30,
             "" if self._ranks is None else " on this rank",
             self.max_total_tokens,
-            num_pages * layout.page_bytes / 2**30,
+            num_pages * layout.groups[0].page_bytes / 2**30,
         )
+        if layout.window_group is not None:
+            log.info(
+                "%d layers keep a window of %d tokens: a pool of their own, of %d tokens (%.2f GiB)",
+                layout.window_group.num_layers,
+                layout.window_group.window,
+                self.max_window_tokens,
+                self.num_window_pages * layout.window_group.page_bytes / 2**30,
+            )
 
     def _choose_pages(self, options: ServerOptions, weight_bytes: int) -> int:
         """With page 0, beside weights that are loaded."""
@@ -303,7 +330,15 @@ class ModelRunner:
             options.page_size,
             options.max_running_requests * (self.context_length + options.page_size - 1),
         )
-        memory = device_memory(self.device)
+        memory, group = device_memory(self.device), self.layout.window_group
+        if group is not None:
+            ratio, rows = options.swa_full_tokens_ratio, options.max_running_requests
+            piece = piece_of(options, self.device.type)
+            windows = WindowRequest(group.window, self.context_length, piece, rows, ratio)
+            bytes_of = (self.layout.groups[0].page_bytes, group.page_bytes)
+            sizes = choose_pool_tokens(request, windows, bytes_of, weight_bytes, memory, self.device.type)
+            self.num_window_pages = sizes.windowed // options.page_size + 1
+            return sizes.kept // options.page_size + 1
         tokens = choose_max_total_tokens(request, self.layout.page_bytes, weight_bytes, memory, self.device.type)
         return tokens // options.page_size + 1
 
@@ -343,7 +378,10 @@ class ModelRunner:
                 tokens.append(end - 1)
         if not tokens:
             return
-        self.pool.clear(batch.out_cache_loc[torch.tensor(tokens, device=self.device)] // size)
+        pages = batch.out_cache_loc[torch.tensor(tokens, device=self.device)] // size
+        self.pool.clear(pages)
+        if self.window_pool is not None and batch.window_pages is not None:
+            self.window_pool.clear(batch.window_pages[pages].to(torch.int64))
         if self._meet is not None:
             # Who is late must not clear what another rank has written.
             self._meet()

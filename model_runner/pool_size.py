@@ -1,14 +1,23 @@
-"""How many tokens the KV pool holds."""
+"""How many tokens the KV pools hold.
+
+Where layers with a window have a pool of their own, a given memory is divided so that both run out together in typical
+use: by how much of a typical request's tokens lie in its window (``windows_ratio``, or ``--swa-full-tokens-ratio``).
+"""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+from ..model_files.spec import AttentionSpec, ModelSpec
 from ..runtime.machine.memory import Memory
+from ..runtime.options import ServerOptions
 from .errors import NotEnoughMemory
 
 DEFAULT_FRACTION = {"cuda": 0.88, "cpu": 0.3}
 GIB = 2**30
+USUAL_PIECE = {"cuda": 2048, "cpu": 512}
+"""Tokens of a prompt that a step computes at most where the options don't say."""
 # Of what is free on a host, this much stays for activations, the other processes and everyone else.
 HOST_RESERVE = 0.1
 
@@ -20,6 +29,94 @@ class PoolRequest(NamedTuple):
     mem_fraction_static: float | None
     page_size: int
     most_tokens: int
+
+
+class WindowRequest(NamedTuple):
+    """What is to be known of layers with a window: ``ratio`` (None: ``windows_ratio``) is the share of the tokens that
+    window pages are made for; ``piece``: tokens of a prompt that are computed in one step; ``most_rows``: requests.
+    """
+
+    window: int
+    context_length: int
+    piece: int
+    most_rows: int
+    ratio: float | None = None
+
+
+class PoolTokens(NamedTuple):
+    """Slots to hand out: of the pool that keeps all tokens, and of the one behind a window."""
+
+    kept: int
+    windowed: int
+
+
+def layers_apart(options: ServerOptions, spec: ModelSpec) -> dict[int, int]:
+    """Layers with a window whose pages go back, and their windows. None of an instance that exchanges KV, as a
+    hand-over moves the pages of one group; nor where prompts are never cut, each of which needs all of its pages at
+    once.
+    """
+    if options.hands_over or options.chunked_prefill_size == -1:
+        return {}
+    attentions = enumerate(layer.attention for layer in spec.layers)
+    windows = ((i, attention.window) for i, attention in attentions if isinstance(attention, AttentionSpec))
+    return {layer: window for layer, window in windows if window is not None}
+
+
+def piece_of(options: ServerOptions, device_type: str) -> int:
+    """Tokens of a prompt that a step computes at most."""
+    return min(options.chunked_prefill_size or USUAL_PIECE[device_type], options.max_prefill_tokens)
+
+
+def windows_ratio(window: int, context_length: int, page_size: int) -> float:
+    """Of a typical request's tokens, the share that lies in its window. Typical is four windows: with fewer window
+    pages many short requests, which never leave their first window, would find much less room than in a single pool.
+    """
+    return min(1.0, (window + page_size) / min(4 * window, context_length))
+
+
+def choose_pool_tokens(
+    request: PoolRequest,
+    windows: WindowRequest,
+    page_bytes: tuple[int, int],
+    weight_bytes: int,
+    memory: Memory,
+    device_type: str,
+) -> PoolTokens:
+    """As ``choose_max_total_tokens``, for pages of so many bytes of each pool; where all layers have windows the first
+    is 0.
+    """
+    size, (kept_bytes, window_bytes) = request.page_size, page_bytes
+    ratio = windows.ratio or windows_ratio(windows.window, windows.context_length, size)
+    own_window = -(-(windows.window - 1) // size) + 1
+    piece = -(-windows.piece // size)
+    enough = 2 * (windows.most_rows * own_window + piece)
+    most = -(-request.most_tokens // size)
+    if request.max_total_tokens is not None:
+        kept = request.max_total_tokens // size
+    else:
+        # As if a page of both were one.
+        both = round(kept_bytes + ratio * window_bytes)
+        plain = request._replace(most_tokens=most * size)
+        kept = choose_max_total_tokens(plain, both, weight_bytes, memory, device_type) // size
+    windowed = min(max(math.ceil(kept * ratio), own_window + piece), enough, kept)
+    if request.max_total_tokens is None:
+        # Of what both have, each page 0 too; what one does not need is the other's.
+        both_bytes = _budget(_fraction(request, device_type), weight_bytes, memory, device_type) - kept_bytes
+        both_bytes -= window_bytes
+        if kept_bytes:
+            kept = min(most, max(0, both_bytes - windowed * window_bytes) // kept_bytes)
+        windowed = min(max(0, both_bytes - kept * kept_bytes) // window_bytes, enough, kept)
+    if kept < 1 or windowed < min(own_window, kept):
+        raise NotEnoughMemory(
+            f"{max(windowed, 0) * size} tokens of KV fit behind windows of {windows.window} tokens: raise "
+            "--mem-fraction-static, free memory, or set --max-total-tokens"
+        )
+    needed = (kept + 1) * kept_bytes + (windowed + 1) * window_bytes
+    if needed > memory.free:
+        raise NotEnoughMemory(
+            f"--max-total-tokens {kept * size} takes {needed / GIB:.2f} GiB, but {memory.free / GIB:.2f} GiB are free"
+        )
+    return PoolTokens(kept * size, windowed * size)
 
 
 def choose_max_total_tokens(
@@ -42,7 +139,7 @@ def choose_max_total_tokens(
                 f"{memory.free / GIB:.2f} GiB are free; choose at most {(memory.free // page_bytes - 1) * page_size}"
             )
         return pages * page_size
-    fraction = DEFAULT_FRACTION[device_type] if request.mem_fraction_static is None else request.mem_fraction_static
+    fraction = _fraction(request, device_type)
     budget = _budget(fraction, weight_bytes, memory, device_type)
     # Page 0 takes its share, too.
     pages = min(budget // page_bytes - 1, -(-request.most_tokens // page_size))
@@ -53,6 +150,10 @@ def choose_max_total_tokens(
             "or set --max-total-tokens"
         )
     return pages * page_size
+
+
+def _fraction(request: PoolRequest, device_type: str) -> float:
+    return DEFAULT_FRACTION[device_type] if request.mem_fraction_static is None else request.mem_fraction_static
 
 
 def _budget(fraction: float, weight_bytes: int, memory: Memory, device_type: str) -> int:

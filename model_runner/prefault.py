@@ -60,7 +60,8 @@ class PoolPrefault:
     def of(cls, region: KVRegion | None, layout: KVLayout) -> PoolPrefault:
         """For this host as it is now."""
         margin = min(MARGIN_BYTES, host_memory().free // MARGIN_SHARE)
-        return cls(region, layout.page_bytes // layout.page_size, host_memory, margin)
+        # Window pages are few, and used over and over.
+        return cls(region, layout.groups[0].page_bytes // layout.page_size, host_memory, margin)
 
     @property
     def committed(self) -> int:

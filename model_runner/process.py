@@ -188,6 +188,7 @@ def _ready_message(worker: Worker) -> WorkerReady:
         vocab_size=model.vocab_size,
         context_length=model.context_length,
         max_total_tokens=model.max_total_tokens,
+        max_window_tokens=model.max_window_tokens,
         layout=model.layout,
         device=str(model.device),
         attention_backend=model.attention_backend,

@@ -9,21 +9,26 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import UnsetType
 
 from ..messages.base import I32, unpack_i32
 from ..messages.worker import ForwardStep
 
 
 class StepLimits(NamedTuple):
-    """``rows`` and ``columns`` of the request table; ``slots`` of the pool, page 0 included."""
+    """``rows`` and ``columns`` of the request table; ``slots`` of the pool, page 0 included; ``pages`` of it, and
+    ``window_pages`` of the pool of windowed layers, 0: there is none.
+    """
 
     rows: int
     columns: int
     slots: int
+    pages: int = 0
+    window_pages: int = 0
 
 
 def check_changes(step: ForwardStep, limits: StepLimits) -> None:
-    """Check rows that begin and slots that moved. Raises ``IndexError``."""
+    """Check rows that begin, and slots and window pages that moved. Raises ``IndexError``."""
     for init in step.new_rows:
         if not 0 <= init.row < limits.rows:
             raise IndexError(f"step {step.step_id}: row {init.row} begins, there are {limits.rows}")
@@ -32,6 +37,10 @@ def check_changes(step: ForwardStep, limits: StepLimits) -> None:
         if not (0 <= delta.row < limits.rows and 0 <= delta.start <= limits.columns - len(slots)):
             raise IndexError(f"step {step.step_id}: positions {delta.start} + {len(slots)} of row {delta.row} moved")
         _check_range(slots, limits.slots, f"step {step.step_id}: slots that moved")
+    if not isinstance(step.window_pages, UnsetType):
+        pages, window_pages = unpack_i32(step.window_pages).reshape(-1, 2).T
+        _check_range(pages, limits.pages, f"step {step.step_id}: pages of tokens")
+        _check_range(window_pages, limits.window_pages, f"step {step.step_id}: window pages")
 
 
 def check_entries(step: ForwardStep, limits: StepLimits) -> None:

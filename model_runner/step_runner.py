@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from msgspec import UNSET, UnsetType
 from torch import Tensor
 
 from ..messages.base import pack_i32, unpack_i32
@@ -58,6 +59,8 @@ class Model(Protocol):
     engine: CpuEngine | None
     sampler: NativeSampler | None
     clears_begun_pages: bool
+    page_size: int
+    num_window_pages: int
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits, [L, V] float32."""
@@ -96,7 +99,12 @@ class StepRunner:
         self._device = model.device
         self._rows = rows = RowStates(max_reqs, model.vocab_size, model.device)
         self._req_to_token = torch.zeros((max_reqs, model.context_length), dtype=torch.int32, device=model.device)
-        self._limits = StepLimits(max_reqs, model.context_length, model.num_slots)
+        pages, window_pages = model.num_slots // model.page_size, model.num_window_pages
+        self._limits = StepLimits(max_reqs, model.context_length, model.num_slots, pages, window_pages)
+        self._window_pages: Tensor | None = None
+        """See ``ForwardBatch``; stays where it is, as the request table does."""
+        if window_pages:
+            self._window_pages = torch.zeros(pages, dtype=torch.int32, device=model.device)
         self._arrays = StepArrays(model.device, max_reqs)
         self._open: list[PendingStep] = []
         """Launched and not fetched, in order."""
@@ -107,7 +115,9 @@ class StepRunner:
             from .kernels.native_steps import NativeSteps
 
             tables = (self._req_to_token, rows.last_tokens, rows.table)
-            self._native = NativeSteps(model.engine, *tables, clear_begun=model.clears_begun_pages)
+            self._native = NativeSteps(
+                model.engine, *tables, clear_begun=model.clears_begun_pages, window_pages=self._window_pages
+            )
 
     def run(self, step: ForwardStep, done: LayersDone | None = None) -> StepResult:
         """Launch the step and wait for it."""
@@ -121,7 +131,7 @@ class StepRunner:
         are wrong then.
         """
         begin = time.perf_counter()
-        if step.new_rows or step.slot_deltas:
+        if step.new_rows or step.slot_deltas or step.window_pages is not UNSET:
             check_changes(step, self._limits)
             self._apply(step)
         if self._native is not None and (chosen := self._native.run(step, done)) is not None:
@@ -180,6 +190,7 @@ class StepRunner:
             req_to_token=self._req_to_token,
             logit_indices=there.logit_indices,
             done=done,
+            window_pages=self._window_pages,
         )
         logits_LV = self._model.forward(batch)
         params = self._rows.params(plan.sampled_rows)
@@ -216,6 +227,9 @@ class StepRunner:
             # A copy, because torch wants writable memory.
             slots = torch.from_numpy(unpack_i32(delta.slots).copy())
             self._req_to_token[delta.row, delta.start : delta.start + len(slots)] = slots.to(self._device)
+        if self._window_pages is not None and not isinstance(step.window_pages, UnsetType):
+            pages = torch.from_numpy(unpack_i32(step.window_pages).reshape(-1, 2).copy()).to(self._device)
+            self._window_pages[pages[:, 0].long()] = pages[:, 1]
 
 
 def _sampled_logprobs(logits_SV: Tensor, params: RowParams, tokens: I64) -> list[TokenLogprob | None] | None:

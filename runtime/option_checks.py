@@ -152,6 +152,9 @@ def _memory(options: ServerOptions) -> Iterator[str]:
     fraction = options.mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
         yield f"--mem-fraction-static is {fraction}: it is a share of the memory, between 0 and 1"
+    ratio = options.swa_full_tokens_ratio
+    if ratio is not None and not 0 < ratio <= 1:
+        yield f"--swa-full-tokens-ratio is {ratio}: it is a share of the tokens, above 0 and at most 1"
 
 
 def _schedule(options: ServerOptions) -> Iterator[str]:

@@ -113,6 +113,10 @@ class ServerOptions:
     mem_fraction_static
         Share of the device's memory for weights and KV pool; default 0.88 on cuda, 0.3 on cpu, where it is a share of
         what the control groups allow.
+    swa_full_tokens_ratio
+        Of a model some of whose layers have a sliding window: how many tokens those layers keep, as a share of what the
+        others do. More suits many short requests, less a few long ones. Default: the share of a request's tokens that
+        lies in its window, where it is four windows long.
     max_running_requests
         Most requests that hold KV memory at once.
     max_queued_requests
@@ -237,6 +241,7 @@ class ServerOptions:
     page_size: int = 16
     max_total_tokens: int | None = None
     mem_fraction_static: float | None = None
+    swa_full_tokens_ratio: float | None = None
     max_running_requests: int = 256
     max_queued_requests: int = 2048
     max_prefill_tokens: int = 8192

@@ -9,12 +9,16 @@ Pages are freed as soon as the scheduler plans without them, while steps that we
 That is sound because the worker runs steps in order: whoever gets the page next writes it in a later step. A *remote*
 writer is not in that order, so ``disaggregation/handover/kv_receiver.py`` waits for the steps up to ``let_go_step``
 before it offers fresh pages to a peer: steps that were sent since touch nothing but what is still in use.
+
+Where layers have windows, the pages behind these go back while a request runs (``mem_cache/window_pages.py``): whoever
+plans a piece of a prompt asks how long it may be (``chunk_room``) and says what it has become (``move_window``).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,18 +27,42 @@ from ..mem_cache.base_prefix_cache import KVHold, Rewrite, require_live
 from ..mem_cache.factory import make_prefix_cache
 from ..mem_cache.invariants import require
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
-from ..messages.base import I32
+from ..mem_cache.window_pages import WindowPages
+from ..messages.base import I32, pack_i32
+from ..messages.worker import WorkerReady
 from ..runtime.options import ServerOptions
 from .req import Req
+
+USUAL_PIECE = 512
+"""Tokens of a prompt that a step computes where the options don't say."""
+
+
+class PoolSizes(NamedTuple):
+    """Tokens that the pools hold, ``window_tokens`` of them behind a window of ``window`` tokens; 0: there is none."""
+
+    tokens: int
+    window: int = 0
+    window_tokens: int = 0
+
+    @classmethod
+    def of(cls, worker: WorkerReady) -> PoolSizes:
+        """Those of a worker."""
+        group = worker.layout.window_group
+        return cls(worker.max_total_tokens, group.window if group is not None else 0, worker.max_window_tokens)
 
 
 class KVMemory:
     """Owner of every row and slot of the instance. See the module for the life of a request's memory."""
 
-    def __init__(self, options: ServerOptions, max_total_tokens: int, context_length: int) -> None:
-        self.page_size = options.page_size
-        self.max_total_tokens = max_total_tokens
-        self._allocator = PagedTokenToKVPoolAllocator(max_total_tokens, options.page_size)
+    def __init__(self, options: ServerOptions, sizes: PoolSizes, context_length: int) -> None:
+        self.page_size = page_size = options.page_size
+        self.max_total_tokens = sizes.tokens
+        self._windows: WindowPages | None = None
+        if sizes.window:
+            piece = max(options.chunked_prefill_size or USUAL_PIECE, page_size) // page_size
+            slack = min(piece, sizes.window_tokens // page_size // 4)
+            self._windows = WindowPages(sizes.window, sizes.window_tokens, sizes.tokens // page_size, page_size, slack)
+        self._allocator = PagedTokenToKVPoolAllocator(sizes.tokens, page_size, self._windows)
         # An output's last token may be computed once too often while its end is not known yet: room for two more.
         self._table = ReqToTokenPool(options.max_running_requests, context_length + 2)
         self._cache = make_prefix_cache(options, self._allocator, self._table)
@@ -70,13 +98,17 @@ class KVMemory:
         cached = len(match.slots)
         self._cache.inc_lock_ref(match.node)
         need = self.pages_up(req.known_len) - cached
-        fits = need + reserve <= self.obtainable
+        # Its prompt, its output, and the two more of ``__init__``.
+        most = req.prompt_len + req.max_new_tokens + 2
+        fits = need + reserve <= self.obtainable and (self._windows is None or self._windows.can_promise(most))
         if fits:
             row = self._table.alloc()
             assert row is not None
             req.hold = self._cache.hold(row, match, req.msg.extra_key)
             req.hold.verified = verified
             self._holds.add(req.hold)
+            if self._windows is not None:
+                self._windows.promise(req.hold.window, most)
             self._extend(req.hold, req.known_len)
             req.computed = cached
         self._cache.dec_lock_ref(match.node)
@@ -97,7 +129,37 @@ class KVMemory:
         self._table.table[rows, lens] = slots
         for hold in holds:
             hold.kv_len += 1
+        if self._windows is not None:
+            for hold in holds:
+                self._move_on(hold)
         return slots
+
+    def chunk_room(self, req: Req, start: int) -> int | None:
+        """How many tokens from position ``start`` on window pages suffice for in one step, at least 1; None: any."""
+        if self._windows is None:
+            return None
+        windows, span = self._windows, self.hold_of(req).window
+        return (windows.first_page(start) + windows.longest(span)) * self.page_size - start
+
+    def move_window(self, req: Req, start: int, end: int) -> None:
+        """The next step computes positions ``[start, end)`` of the request, within ``chunk_room``."""
+        if self._windows is not None:
+            self._cache.move_window(self.hold_of(req), start, end)
+
+    def _move_on(self, hold: KVHold) -> None:
+        """The window of a request that decodes, which has just got the slot of its next token: it changes from page to
+        page, but for the long one that a prompt's last piece had.
+        """
+        span = hold.window
+        if span.end * self.page_size < hold.kv_len or span.end - span.begin > span.promised:
+            self._cache.move_window(hold, hold.kv_len - 1, hold.kv_len)
+
+    def take_window_changes(self) -> bytes | None:
+        """``ForwardStep.window_pages`` of the step that is about to be sent; None: nothing has changed."""
+        if self._windows is None:
+            return None
+        changes = self._windows.take_changes()
+        return pack_i32(changes) if changes.size else None
 
     def extend(self, req: Req) -> bool:
         """Slots for all of a request's tokens known by now; False, with nothing changed, where they are short."""
@@ -168,9 +230,15 @@ class KVMemory:
         return self._cache.reset()
 
     def usage(self) -> dict[str, int]:
-        """Tokens: total, free, cached (evictable), in use; rows: total, in use."""
+        """Tokens: total, free, cached (evictable), in use, the same of window pages; rows: total, in use."""
         free, cached = self._allocator.available_size(), self._cache.evictable_size()
         rows = len(self._table.table)
+        windows: dict[str, int] = {}
+        if self._windows is not None:
+            total = self._windows.num_pages * self.page_size
+            free_there, idle = self._windows.available_size(), self._windows.idle_size()
+            windows = {"window_total": total, "window_free": free_there, "window_cached": idle}
+            windows["window_in_use"] = total - free_there - idle
         return {
             "total": self.max_total_tokens,
             "free": free,
@@ -178,6 +246,7 @@ class KVMemory:
             "in_use": self.max_total_tokens - free - cached,
             "rows_total": rows,
             "rows_in_use": rows - self._table.available_size(),
+            **windows,
         }
 
     def check_invariants(self, users: Iterable[KVHold]) -> None:

@@ -91,6 +91,9 @@ class StepPlanner:
             promise = self.budget.itl.promise(estimate_ms, room.limit_ms)
         foresight = Foresight(builder.shape, estimate_ms, promise)
         message, in_flight = builder.build(self._step_id, now, self._new_rows, self._slot_deltas, foresight)
+        window_pages = self._memory.take_window_changes()
+        if window_pages is not None:
+            message.window_pages = window_pages
         self._new_rows, self._slot_deltas = [], []
         # Only now may duplicates be freed: a page that this step still writes must not be given away within it.
         for req in prefilled:
@@ -260,6 +263,10 @@ class StepPlanner:
                 return
         if length <= 0:
             return
+        most = self._memory.chunk_room(req, req.computed)
+        if most is not None:
+            length = min(length, most)
+            self._memory.move_window(req, req.computed, req.computed + length)
         slots = self._memory.slots(req, req.computed, req.computed + length)
         builder.add_chunk(req, length, slots)
         room.take(length)

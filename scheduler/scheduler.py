@@ -33,7 +33,7 @@ from .counters import Counters
 from .forecast import PromptForecast
 from .forks import Forks
 from .handover import Handovers
-from .kv_memory import KVMemory
+from .kv_memory import KVMemory, PoolSizes
 from .outbox import Outbox, news_interval
 from .pace import PaceMeter
 from .planner import StepPlanner
@@ -74,7 +74,7 @@ class Scheduler:
     def __init__(self, options: ServerOptions, worker: WorkerReady, outbox: Outbox) -> None:
         self.options = options
         self.worker = worker
-        self.memory = KVMemory(options, worker.max_total_tokens, worker.context_length)
+        self.memory = KVMemory(options, PoolSizes.of(worker), worker.context_length)
         self.cost_model = make_cost_model(worker)
         self.planner = StepPlanner(options, self.memory, worker.device, self.cost_model)
         self.outbox = outbox

@@ -50,10 +50,14 @@ def _refusal(spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype
     return reason
 
 
-def make_attention_backend(name: str, pool: KVPool, dtype: torch.dtype) -> AttentionBackend:
-    """The backend ``name`` over ``pool``; ``dtype`` is that of the queries. Raises ``ValueError`` for unknown names."""
+def make_attention_backend(
+    name: str, pool: KVPool, dtype: torch.dtype, window_pool: KVPool | None = None
+) -> AttentionBackend:
+    """The backend ``name`` over ``pool``, and over ``window_pool`` for the layers that this has; ``dtype`` is that of
+    the queries. Raises ``ValueError`` for unknown names.
+    """
     if name == "torch":
         from .torch_backend import TorchAttention
 
-        return TorchAttention(pool, dtype)
+        return TorchAttention(pool, dtype, window_pool)
     raise ValueError(f"there is no attention backend {name!r}; there is torch")

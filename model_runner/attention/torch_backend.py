@@ -28,11 +28,21 @@ from .base import AttentionBackend
 QUERY_BLOCK = 128
 
 
+class RowPages(NamedTuple):
+    """Where rows' tokens lie, for layers that keep them and for those whose pages go back (None: there are none).
+
+    Pages behind such a window are page 0: a row may have none there, or what has become another's.
+    """
+
+    kept: Tensor
+    windowed: Tensor | None
+
+
 class DecodePlan(NamedTuple):
     """Entries of one token. ``tokens``: [B] indices into T; ``pages``: [B * S / page_size]; ``kv_lens``: [B]."""
 
     tokens: Tensor
-    pages: Tensor
+    pages: RowPages
     kv_lens: Tensor
 
 
@@ -42,19 +52,21 @@ class ExtendPlan(NamedTuple):
     first: int
     q_len: int
     kv_len: int
-    pages: Tensor
+    pages: RowPages
 
 
 class TorchAttention(AttentionBackend):
     """The reference backend."""
 
-    def __init__(self, pool: KVPool, dtype: torch.dtype) -> None:
+    def __init__(self, pool: KVPool, dtype: torch.dtype, window_pool: KVPool | None = None) -> None:
+        """``window_pool``: of the layers that ``pool`` has not; see ``ForwardBatch.window_pages``."""
         if pool.layout.order != "tokens":
             raise ValueError(f"the torch backend reads KV in token order, not in {pool.layout.order!r}")
-        self._pool = pool
+        self._pool, self._window_pool = pool, window_pool
+        self._windowed = frozenset(() if window_pool is None else window_pool.group.layers)
         self._page_size = pool.layout.page_size
         self._dtype = dtype
-        self._token_rows = torch.empty(0)
+        self._token_rows = self._window_rows = torch.empty(0)
         self._decode: DecodePlan | None = None
         self._extends: list[ExtendPlan] = []
         self._decode_masks: dict[int | None, Tensor] = {}
@@ -63,6 +75,8 @@ class TorchAttention(AttentionBackend):
     def plan(self, batch: ForwardBatch) -> None:
         """See the base class."""
         self._token_rows = self._pool.token_rows(batch.out_cache_loc)
+        if self._window_pool is not None:
+            self._window_rows = self._window_pool.token_rows(self._window_slots(batch))
         firsts = [0]
         for q_len in batch.q_lens:
             firsts.append(firsts[-1] + q_len)
@@ -82,7 +96,10 @@ class TorchAttention(AttentionBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See the base class."""
-        self._pool.store(layer, self._token_rows, k, v)
+        if self._window_pool is not None and layer in self._windowed:
+            self._window_pool.store(layer, self._window_rows, k, v)
+        else:
+            self._pool.store(layer, self._token_rows, k, v)
         if self._decode is not None and not self._extends:
             return self._run_decode(layer, self._decode, q, spec, sinks).flatten(1)
         out_THD = q.new_empty((*q.shape[:2], v.shape[2]))
@@ -104,15 +121,36 @@ class TorchAttention(AttentionBackend):
         first_lane = torch.arange(num_pages, device=device) * self._page_size
         # Beyond a row's end the table holds anything: such lanes read page 0.
         pages = torch.where(first_lane < kv_lens[:, None], table // self._page_size, 0).to(torch.int64)
-        return DecodePlan(index, pages.flatten(), kv_lens)
+        return DecodePlan(index, self._row_pages(batch, pages, kv_lens[:, None]), kv_lens)
 
     def _plan_extend(self, batch: ForwardBatch, entry: int, first: int) -> ExtendPlan:
         kv_len = batch.starts[entry] + batch.q_lens[entry]
         slots = batch.req_to_token[batch.rows[entry], : kv_len : self._page_size]
-        return ExtendPlan(first, batch.q_lens[entry], kv_len, (slots // self._page_size).to(torch.int64))
+        pages = self._row_pages(batch, (slots // self._page_size).to(torch.int64), batch.starts[entry] + 1)
+        return ExtendPlan(first, batch.q_lens[entry], kv_len, pages)
 
-    def _gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = self._pool.gather(layer, pages)
+    def _row_pages(self, batch: ForwardBatch, pages: Tensor, seen_by_first: Tensor | int) -> RowPages:
+        """Of ``pages`` [..., P] in the order of positions; the first query sees up to ``seen_by_first`` tokens."""
+        if self._window_pool is None:
+            return RowPages(pages.flatten(), None)
+        assert batch.window_pages is not None
+        end = (torch.arange(pages.shape[-1], device=pages.device) + 1) * self._page_size
+        is_seen = end > seen_by_first - self._window_pool.group.window
+        windowed = torch.where(is_seen, batch.window_pages[pages].to(torch.int64), 0)
+        return RowPages(pages.flatten(), windowed.flatten())
+
+    def _window_slots(self, batch: ForwardBatch) -> Tensor:
+        """[T]: where the pass's tokens go in the pool of windowed layers."""
+        assert batch.window_pages is not None
+        slots, size = batch.out_cache_loc, self._page_size
+        return batch.window_pages[slots // size].to(torch.int64) * size + slots % size
+
+    def _gather(self, layer: int, pages: RowPages) -> tuple[Tensor, Tensor]:
+        if self._window_pool is not None and layer in self._windowed:
+            assert pages.windowed is not None
+            k, v = self._window_pool.gather(layer, pages.windowed)
+        else:
+            k, v = self._pool.gather(layer, pages.kept)
         return k.to(self._dtype), v.to(self._dtype)
 
     def _run_decode(

@@ -97,7 +97,9 @@ class PagedAttention:
         self.close = weakref.finalize(self, self._library.pds_attention_plan_free, self._plan)
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Divide the pass among the threads. Keeps nothing of ``batch``."""
+        """Divide the pass among the threads. Keeps nothing of ``batch``, whose ``window_pages``, where it has any, lead
+        to the pages of this pool.
+        """
         entries, table = pass_entries(batch), batch.req_to_token
         status = self._library.pds_attention_prepare(
             self._plan,
@@ -108,6 +110,7 @@ class PagedAttention:
             len(entries),
             table.data_ptr(),
             table.stride(0),
+            None if batch.window_pages is None else batch.window_pages.data_ptr(),
             self._team.size,
         )
         if status != 0:
@@ -137,7 +140,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, result, arguments in (
         ("pds_attention_plan_new", c_void_p, ()),
         ("pds_attention_plan_free", None, (c_void_p,)),
-        ("pds_attention_prepare", c_int32, (c_void_p, pool, c_int64, c_int64, *entries, c_int32)),
+        ("pds_attention_prepare", c_int32, (c_void_p, pool, c_int64, c_int64, *entries, c_void_p, c_int32)),
         ("pds_attention_run", None, (c_void_p, c_void_p, c_int64, c_int64, POINTER(Scoring), rows, rows)),
         ("pds_store_kv", c_int32, (pool, c_int64, c_void_p, rows, rows, c_int64)),
     ):

@@ -61,6 +61,7 @@ def main() -> None:
         attention_backend="cpu",
         quantization=args.quantization,
         max_total_tokens=max(BATCHES) * ROW_SLOTS,
+        chunked_prefill_size=-1,  # rows keep all of their pages
     )
     roofline = Roofline(cpus)
     kind = ProductKind.BFLOAT16 if args.dtype == "bfloat16" else ProductKind.FLOAT32

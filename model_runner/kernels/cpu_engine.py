@@ -45,11 +45,15 @@ class CpuEngine(NativeEngine):
         team: Team,
         blocks: BlockSource | None = None,
         ranks: Ranks | None = None,
+        window_pool: KVPool | None = None,
     ) -> None:
-        """``ranks``: whom it computes the model with, of which ``model``, ``pool`` and ``blocks`` are its own part."""
+        """``ranks``: whom it computes the model with, of which ``model``, ``pool`` and ``blocks`` are its own part.
+        ``window_pool``: see ``NativeEngine``.
+        """
         spec, cpu = model.spec, torch.device("cpu")
         ropes = [RotaryEmbedding(rope, spec.rotated_dim, dtype=torch.float32, device=cpu) for rope in spec.ropes]
-        super().__init__(spec, model.embed_tokens.dtype, RopeTables(ropes, spec.rotated_dim), pool, team, ranks)
+        tables = RopeTables(ropes, spec.rotated_dim)
+        super().__init__(spec, model.embed_tokens.dtype, tables, pool, team, ranks, window_pool)
         self._blocks = blocks
         self.weight_bytes = 0
         """What a decode step of one token reads of the linear layers' weights: of experts, those that it chooses."""

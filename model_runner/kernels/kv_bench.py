@@ -1,8 +1,9 @@
 """Measures decode steps over pools of each ``--kv-cache-dtype``: ``python -m pdserve.model_runner.kernels.kv_bench``.
 
 One model a type, all in memory together; passes of all of them take turns, so that what a machine does meanwhile is
-done to all, and a ratio is the median of those of the turns. Prints what a token takes, how many fit into a GiB, and for
-each batch milliseconds (the best) and the ratio beside the first type's. ``PDSERVE_CPU_ISA`` chooses the kernels' level.
+done to all, and a ratio is the median of those of the turns. Prints what a token takes, how many fit into a GiB, and
+for each batch milliseconds (the best) and the ratio beside the first type's. ``PDSERVE_CPU_ISA`` chooses the kernels'
+level.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from ...runtime.options import ServerOptions
 from ..device import KVDTypeName
 from ..forward_batch import ForwardBatch
-from ..kv_pool import MHATokenToKVPool
+from ..kv_pool import KVPool
 from ..model_runner import ModelRunner
 from .bench import make_batch
 from .build import choose_level
@@ -69,7 +70,7 @@ def main() -> None:
         _measure(case, models, args.turns)
 
 
-def fill(pool: MHATokenToKVPool) -> None:
+def fill(pool: KVPool) -> None:
     """Write every page: memory that never was is one page of zeros, and lies in the nearest cache."""
     if pool.is_quantized:
         # Elements of any bits, none of them a NaN, and scales of 0: the same work.

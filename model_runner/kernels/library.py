@@ -93,7 +93,7 @@ def _declare(library: ctypes.CDLL) -> None:
         (
             "pds_engine_new",
             c_void_p,
-            (POINTER(ModelOps), POINTER(LayerOps), POINTER(KVPoolView), c_int32, c_void_p, c_void_p),
+            (POINTER(ModelOps), POINTER(LayerOps), *[POINTER(KVPoolView)] * 2, c_int32, c_void_p, c_void_p),
         ),
         ("pds_ranks_bytes", c_int64, (c_int32, c_int64, c_int64)),
         ("pds_ranks_new", c_void_p, (c_void_p, c_int32, c_int32, c_int64, c_int32, c_void_p)),

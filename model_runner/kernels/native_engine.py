@@ -81,17 +81,26 @@ class NativeEngine:
         pool: KVPool,
         team: Team,
         ranks: Ranks | None = None,
+        window_pool: KVPool | None = None,
     ) -> None:
-        """``ranks``: whom it computes the model with, of which ``spec`` and ``pool`` are its own part."""
+        """``ranks``: whom it computes the model with, of which ``spec`` and ``pool`` are its own part.
+
+        ``window_pool``: of layers that ``pool`` has not, whose pages ``ForwardBatch.window_pages`` leads to.
+        """
         self._library = load_library()
         self._ranks = ranks
         self._vocab_size = spec.vocab_size
-        self.ropes, self.pool, self.team = ropes, pool, team
+        self.ropes, self.pool, self.window_pool, self.team = ropes, pool, window_pool, team
         lowered = lower(spec, dtype, None if ranks is None else ranks.shard.vocab)
-        view = pool_view(pool, spec.layers[0].attention.heads)
+        pools = [pool] if window_pool is None else [pool, window_pool]
+        for number, of_group in enumerate(pools):
+            for place, layer in enumerate(of_group.group.layers):
+                lowered.layers[layer].attend.group, lowered.layers[layer].attend.place = number, place
+        heads = spec.layers[0].attention.heads
+        view, window_view = pool_view(pool, heads), None if window_pool is None else pool_view(window_pool, heads)
         group = None if ranks is None else ranks.group.handle
         handle = self._library.pds_engine_new(
-            lowered.model, lowered.layers, view, NATIVE_DTYPES[dtype], team.handle, group
+            lowered.model, lowered.layers, view, window_view, NATIVE_DTYPES[dtype], team.handle, group
         )
         if handle is None:
             raise MemoryError("no memory for the engine's activations")
@@ -126,6 +135,7 @@ class NativeEngine:
             entries.ctypes.data,
             batch.req_to_token.data_ptr(),
             batch.req_to_token.stride(0),
+            None if batch.window_pages is None else batch.window_pages.data_ptr(),
             self.ropes.tables,
             logits.data_ptr(),
             None if batch.done is None else batch.done.address,

@@ -32,12 +32,22 @@ class NativeSteps:
     """Runs steps on ``engine`` over the tables of a ``StepRunner``: [R, C] int32, [R] int64 and [R]; all kept alive."""
 
     def __init__(
-        self, engine: CpuEngine, req_to_token: Tensor, last_tokens: Tensor, params: RowParams, *, clear_begun: bool
+        self,
+        engine: CpuEngine,
+        req_to_token: Tensor,
+        last_tokens: Tensor,
+        params: RowParams,
+        *,
+        clear_begun: bool,
+        window_pages: Tensor | None = None,
     ) -> None:
-        """``clear_begun``: zero the pages that a pass begins and does not fill (a peer may read them whole)."""
+        """``clear_begun``: zero the pages that a pass begins and does not fill (a peer may read them whole).
+
+        ``window_pages``: [P] int32, see ``ForwardBatch``; kept alive.
+        """
         library = load_library()
         check_size(library, "RowParams", params.itemsize)
-        self._engine, self._kept = engine, (req_to_token, last_tokens, params)
+        self._engine, self._kept = engine, (req_to_token, last_tokens, params, window_pages)
         rows, columns = req_to_token.shape
         tables = StepTables(
             req_to_token.data_ptr(),
@@ -46,6 +56,7 @@ class NativeSteps:
             last_tokens.data_ptr(),
             params.ctypes.data,
             engine.pool.data.shape[0] * engine.pool.layout.page_size,
+            None if window_pages is None else window_pages.data_ptr(),
             clear_begun,
             engine.shares_heads,
         )

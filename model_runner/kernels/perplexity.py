@@ -191,6 +191,7 @@ def pdserve_way(
         kv_cache_dtype=kv_dtype,
         attention_backend="cpu",
         max_total_tokens=window + ServerOptions().page_size,
+        chunked_prefill_size=-1,  # all of a text at once, so no page of it goes back
     )
     runner = ModelRunner(options)
     table = torch.arange(window, dtype=torch.int32)[None] + options.page_size

@@ -51,7 +51,7 @@ class ProjectQKV(ctypes.Structure):
 class Attend(ctypes.Structure):
     """``Attend`` of layer_ops.h."""
 
-    _fields_ = (("scale", c_float), ("softcap", c_float), ("window", c_int32))
+    _fields_ = (("scale", c_float), ("softcap", c_float), ("window", c_int32), ("group", c_int32), ("place", c_int32))
 
 
 class LatentOp(ctypes.Structure):
@@ -127,6 +127,7 @@ class ForwardArgs(ctypes.Structure):
         *((name, c_void_p) for name in ("input_ids", "positions", "out_cache_loc", "logit_indices", "entry")),
         ("req_to_token", c_void_p),
         ("table_stride", c_int64),
+        ("window_pages", c_void_p),
         ("ropes", POINTER(RopeTable)),
         ("logits", c_void_p),
         ("layers_done", c_void_p),
@@ -149,6 +150,7 @@ class StepTables(ctypes.Structure):
         ("last_tokens", c_void_p),
         ("params", c_void_p),
         ("slots", c_int64),
+        ("window_pages", c_void_p),
         ("clear_begun", c_int32),
         ("shared_heads", c_int32),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...model_files.checkpoint import TensorSize, tensor_sizes
+from ...model_files.context_length import without_idle_windows
 from ...model_files.errors import InvalidWeights, ModelError, ModelNotFound, NotDownloaded, UnsupportedModel
 from ...model_files.foreign_config import ForeignModel, read_foreign
 from ...model_files.model_impl import ModelImpl, choose_model_impl
@@ -17,7 +18,14 @@ from ...model_files.spec_reader import read_spec
 from ...model_files.text.errors import TokenizerLoadError
 from ...model_files.text.load import load_chat_template, load_tokenizer
 from ...model_runner.errors import NotEnoughMemory
-from ...model_runner.pool_size import PoolRequest, choose_max_total_tokens
+from ...model_runner.pool_size import (
+    PoolRequest,
+    WindowRequest,
+    choose_max_total_tokens,
+    choose_pool_tokens,
+    layers_apart,
+    piece_of,
+)
 from ...runtime.machine.memory import Memory, host_memory
 from ...runtime.options import ServerOptions
 from .finding import Finding, ok, problem, warning
@@ -88,7 +96,6 @@ def fit(spec: ModelSpec, weights: int, are_packed: bool, memory: Memory) -> Find
     options = ServerOptions()
     most = options.max_running_requests * (spec.context_length + options.page_size - 1)
     request = PoolRequest(options.max_total_tokens, options.mem_fraction_static, options.page_size, most)
-    page = page_bytes(spec, options.page_size)
     needs = f"about {weights / GIB:.2f} GiB of weights{' (twice that while they are packed)' if are_packed else ''}"
     if weights * (1 + are_packed) >= memory.free:
         return problem(
@@ -98,14 +105,32 @@ def fit(spec: ModelSpec, weights: int, are_packed: bool, memory: Memory) -> Find
         )
     loaded = memory._replace(free=memory.free - weights)
     try:
-        tokens = choose_max_total_tokens(request, page, weights, loaded, "cpu")
+        tokens, nbytes = _pool(spec, options, request, weights, loaded)
     except NotEnoughMemory as e:
         return problem("fit", str(e))
-    pool = f"a KV pool of {tokens} tokens ({(tokens // options.page_size + 1) * page / GIB:.2f} GiB)"
+    pool = f"a KV pool of {tokens} tokens ({nbytes / GIB:.2f} GiB)"
     text = f"{needs} and {pool} on the processor; {memory.free / GIB:.2f} GiB of memory are free"
     if tokens < spec.context_length:
         return warning("fit", text, "The pool holds less than one full context; raise --mem-fraction-static.")
     return ok("fit", text)
+
+
+def _pool(
+    spec: ModelSpec, options: ServerOptions, request: PoolRequest, weights: int, memory: Memory
+) -> tuple[int, int]:
+    """Tokens that a unified server would keep, and bytes that they would take. Raises ``NotEnoughMemory``."""
+    page, size = page_bytes(spec, options.page_size), options.page_size
+    windows = layers_apart(options, without_idle_windows(spec))
+    if not windows:
+        tokens = choose_max_total_tokens(request, page, weights, memory, "cpu")
+        return tokens, (tokens // size + 1) * page
+    window_page = page // spec.num_layers * len(windows)
+    asked = WindowRequest(
+        max(windows.values()), spec.context_length, piece_of(options, "cpu"), options.max_running_requests
+    )
+    both = (page - window_page, window_page)
+    kept, windowed = choose_pool_tokens(request, asked, both, weights, memory, "cpu")
+    return kept, (kept // size + 1) * both[0] + (windowed // size + 1) * both[1]
 
 
 def _texts(options: ServerOptions, source: ModelSource) -> Iterator[Finding]:

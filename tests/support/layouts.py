@@ -13,10 +13,15 @@ def uniform_layout(
     dtype: str,
     page_bytes: int,
     order: KVOrder = "tokens",
+    window: int = 0,
 ) -> KVLayout:
-    """All layers alike, in one group of pages."""
+    """All layers alike, in one group of pages; with a ``window`` as many again that see no further."""
     group = KVGroup(tuple(range(num_layers)), "mha", kv_heads, head_dim, dtype, page_bytes)
-    return KVLayout(page_size, (group,), order)
+    if not window:
+        return KVLayout(page_size, (group,), order)
+    layers = tuple(range(num_layers, 2 * num_layers))
+    apart = KVGroup(layers, "mha", kv_heads, head_dim, dtype, page_bytes, window=window)
+    return KVLayout(page_size, (group, apart), order)
 
 
 def latent_layout(

@@ -93,6 +93,7 @@ class Harness(Rows):
 
     def __init__(self, folder: Path, **options: object) -> None:
         defaults = {"dtype": "float32", "device": "cpu", "page_size": PAGE, "max_total_tokens": PAGES * PAGE}
+        defaults |= {"chunked_prefill_size": -1}  # rows keep all of their pages, in layers with a window, too
         self.runner = ModelRunner(ServerOptions(model_path=str(folder), **(defaults | options)))
         super().__init__(self.runner.forward)
 

@@ -3,13 +3,18 @@
 The simulated model writes to each slot a hash of the token and of the slot before it, and samples from the last one's
 hash. So a token comes out right only if every slot of its prefix holds what it should: one page handed to two owners,
 one stale table row, one chunk skipped, and the output differs from ``reference_output``.
+
+With a window it has another layer, whose pages go back. What that keeps of a token is the same hash; and every token
+that is computed looks at all that it sees there, and finds what was written for just that prefix, or says so.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
+from msgspec import UnsetType
 
 from pdserve.messages.base import Message, pack_i32, unpack_i32
 from pdserve.messages.outputs import ReqError, ReqTokens, TokenBatch, TokenLogprob
@@ -69,9 +74,21 @@ def make_options(**changes) -> ServerOptions:
     return ServerOptions(**(defaults | changes))
 
 
-def make_worker_ready(options: ServerOptions, context_length: int = 512, measured=()) -> WorkerReady:
+class SimWindow(NamedTuple):
+    """How far the windowed layer sees, and how many tokens its pool holds; 0: there is none."""
+
+    window: int = 0
+    tokens: int = 0
+
+
+NO_WINDOW = SimWindow()
+
+
+def make_worker_ready(
+    options: ServerOptions, context_length: int = 512, measured=(), window: SimWindow = NO_WINDOW
+) -> WorkerReady:
     """What a worker of the simulated model says of itself."""
-    layout = uniform_layout(options.page_size, 1, 1, 1, "int64", options.page_size * 8)
+    layout = uniform_layout(options.page_size, 1, 1, 1, "int64", options.page_size * 8, window=window.window)
     return WorkerReady(
         fingerprint="sim",
         vocab_size=VOCAB,
@@ -84,6 +101,7 @@ def make_worker_ready(options: ServerOptions, context_length: int = 512, measure
         backend_metadata=b"",
         load_seconds={},
         measured=list(measured),
+        max_window_tokens=window.tokens,
     )
 
 
@@ -129,12 +147,44 @@ class Sent:
         self.messages.extend(messages)
 
 
+class WindowedLayer:
+    """What the layer with a window keeps: ``kv`` by window slot, and ``page_of``, which leads there from a page."""
+
+    def __init__(self, window: SimWindow, page_size: int, num_pages: int) -> None:
+        self.window = window.window
+        self.page_size = page_size
+        self.kv = np.zeros(window.tokens + page_size, dtype=np.int64)
+        self.page_of = np.zeros(num_pages + 1, dtype=np.int32)
+
+    def apply(self, changes: np.ndarray) -> None:
+        """The pairs of a step."""
+        pages, window_pages = changes.reshape(-1, 2).T
+        assert len(set(pages.tolist())) == len(pages), "a page's window page changes twice in one step"
+        self.page_of[pages] = window_pages
+        attached = self.page_of[self.page_of > 0]
+        assert len(set(attached.tolist())) == len(attached), "two pages share a window page"
+
+    def slots(self, slots: np.ndarray) -> np.ndarray:
+        """Where the tokens in these slots lie; 0 and the like where they don't."""
+        pages = self.page_of[slots // self.page_size]
+        return np.where(pages > 0, pages * self.page_size + slots % self.page_size, 0)
+
+    def check(self, row: np.ndarray, kv: np.ndarray, position: int) -> None:
+        """The token at ``position`` sees what was written for its own prefix; ``kv``: what the full layer keeps."""
+        seen = row[max(0, position + 1 - self.window) : position + 1]
+        slots = self.slots(seen)
+        assert (slots > 0).all(), f"position {position} sees a token whose window page is gone"
+        assert np.array_equal(self.kv[slots], kv[seen]), f"position {position} sees another's token in its window"
+
+
 class SimWorker:
     """Runs steps on hashes instead of tensors."""
 
-    def __init__(self, options: ServerOptions, context_length: int = 512) -> None:
+    def __init__(self, options: ServerOptions, context_length: int = 512, window: SimWindow = NO_WINDOW) -> None:
         self.page_size = options.page_size
         self.kv = np.zeros((options.max_total_tokens or 256) + options.page_size, dtype=np.int64)
+        num_pages = len(self.kv) // options.page_size
+        self.windowed = WindowedLayer(window, options.page_size, num_pages) if window.window else None
         self.table = np.zeros((options.max_running_requests, context_length + 2), dtype=np.int32)
         self.last = np.zeros(options.max_running_requests, dtype=np.int32)
         self.wants_logprobs: dict[int, bool] = {}
@@ -145,6 +195,9 @@ class SimWorker:
         for delta in step.slot_deltas:
             slots = unpack_i32(delta.slots)
             self.table[delta.row, delta.start : delta.start + len(slots)] = slots
+        if not isinstance(step.window_pages, UnsetType):
+            assert self.windowed is not None, "a step gives window pages to a model without windows"
+            self.windowed.apply(unpack_i32(step.window_pages))
         rows, starts, q_lens = unpack_i32(step.rows), unpack_i32(step.starts), unpack_i32(step.q_lens)
         ids, slots = unpack_i32(step.input_ids).copy(), unpack_i32(step.out_cache_loc)
         assert len(set(slots.tolist())) == len(slots), "a step writes one slot twice"
@@ -160,6 +213,7 @@ class SimWorker:
                 self.table[row, start + i] = slots[at + i]
                 before = int(self.kv[self.table[row, start + i - 1]]) if start + i else 0
                 self.kv[slots[at + i]] = mix(before, int(ids[at + i]))
+            self._look_behind(int(row), start, slots[at : at + q_len])
             at += q_len
             if unpack_i32(step.sample)[b]:
                 self.last[row] = sample_from(int(self.kv[slots[at - 1]]))
@@ -169,16 +223,35 @@ class SimWorker:
         scored = [[logprob_of(t) for t in unpack_i32(spec.targets).tolist()] for spec in step.input_logprobs]
         return StepResult(step.step_id, pack_i32(sampled), 0.1, logprobs if any(logprobs) else None, scored)
 
+    def _look_behind(self, row: int, start: int, slots: np.ndarray) -> None:
+        """Write an entry's tokens in the windowed layer, then let each look at those that it sees: all at once, as a
+        pass does.
+        """
+        if self.windowed is None:
+            return
+        there = self.windowed.slots(slots)
+        assert (there > 0).all(), "a token is written that has no window page"
+        self.windowed.kv[there] = self.kv[slots]
+        for position in range(start, start + len(slots)):
+            self.windowed.check(self.table[row], self.kv, position)
+
 
 class SimInstance:
     """Scheduler, worker and what the client saw. ``turn`` is one turn of the loop."""
 
-    def __init__(self, options: ServerOptions | None = None, context_length: int = 512, measured=()) -> None:
+    def __init__(
+        self,
+        options: ServerOptions | None = None,
+        context_length: int = 512,
+        measured=(),
+        window: SimWindow = NO_WINDOW,
+    ) -> None:
         self.options = options or make_options()
         self.to_worker, self.to_detokenizer, self.to_transfer = Sent(), Sent(), Sent()
         self.outbox = Outbox(self.to_worker, self.to_detokenizer, self.to_transfer)
-        self.scheduler = Scheduler(self.options, make_worker_ready(self.options, context_length, measured), self.outbox)
-        self.worker = SimWorker(self.options, context_length)
+        ready = make_worker_ready(self.options, context_length, measured, window)
+        self.scheduler = Scheduler(self.options, ready, self.outbox)
+        self.worker = SimWorker(self.options, context_length, window)
         self.tokens: dict[str, list[int]] = {}
         self.items: dict[str, list[ReqTokens]] = {}
         self.ends: dict[str, ReqTokens | ReqError] = {}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from support.families import make_reference
 
 from pdserve.model_files.checkpoint import TensorSize
 from pdserve.model_files.model_path import resolve_model
@@ -108,6 +111,18 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     finding = fit(spec, 4 * GIB, False, Memory(12 * GIB, 12 * GIB))
     assert finding.level is Level.PROBLEM
     assert "--mem-fraction-static" in finding.text
+
+
+def test_a_pool_behind_windows_holds_more(tmp_path: Path) -> None:
+    model = make_reference("gemma3")
+    model.save_pretrained(tmp_path)
+    spec = read_spec(resolve_model(str(tmp_path)))
+    weights = int(4 * GIB * 0.3) - (20 << 20)  # which leaves 20 MiB
+    kept = fit(spec, weights, False, Memory(4 * GIB, 2 * GIB)).text
+    layers = tuple(replace(one, attention=replace(one.attention, window=None)) for one in spec.layers)
+    dense = fit(replace(spec, layers=layers), weights, False, Memory(4 * GIB, 2 * GIB)).text
+    kept_tokens, dense_tokens = (int(re.search(r"pool of (\d+) tokens", text).group(1)) for text in (kept, dense))
+    assert kept_tokens > 1.5 * dense_tokens
 
 
 def test_weights_of_a_gguf() -> None:

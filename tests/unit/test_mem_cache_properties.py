@@ -2,7 +2,9 @@
 
 The KV of a position depends on its whole prefix, so the model notes for each slot the namespace and the prefix that was
 last written there. A wrong, stale or shared slot then shows as a wrong prefix. ``worker_rows`` follows the request
-table only through what the scheduler would send: slots allocated, prefixes hit, and ``Rewrite``.
+table only through what the scheduler would send: slots allocated, prefixes hit, and ``Rewrite``. So it is with window
+pages, where there are any: ``worker_pages`` follows ``take_changes``, and each request must find in its window what was
+written for its own prefix.
 """
 
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from pdserve.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from pdserve.mem_cache.base_prefix_cache import KVHold
 from pdserve.mem_cache.factory import make_prefix_cache
 from pdserve.mem_cache.req_to_token_pool import ReqToTokenPool
+from pdserve.mem_cache.window_pages import WindowPages
 from pdserve.runtime.options import ServerOptions
 
 NUM_PAGES = 14
@@ -55,12 +58,20 @@ class MemCacheMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 2, 4]),
         policy=st.sampled_from(["lru", "lfu", "fifo", "mru"]),
         keep=st.sampled_from([True, True, True, False]),
+        window=st.sampled_from([0, 0, 1, 3, 6, 9]),
+        spare=st.integers(0, 8),
     )
-    def start(self, page_size, policy, keep):
+    def start(self, page_size, policy, keep, window, spare):
         options = ServerOptions(radix_eviction_policy=policy, disable_radix_cache=not keep)
         self.keep = keep
         self.page_size = page_size
-        self.allocator = PagedTokenToKVPoolAllocator(NUM_PAGES * page_size, page_size)
+        self.windows = None
+        if window:
+            pages = -(-(window - 1) // page_size) + 1 + spare
+            self.windows = WindowPages(window, pages * page_size, NUM_PAGES, page_size)
+        self.worker_pages = np.zeros(NUM_PAGES + 1, dtype=np.int32)
+        self.window_written: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.allocator = PagedTokenToKVPoolAllocator(NUM_PAGES * page_size, page_size, self.windows)
         self.table = ReqToTokenPool(MAX_REQS, CONTEXT_LEN)
         self.cache = make_prefix_cache(options, self.allocator, self.table)
         self.root = self.cache.match_prefix(i32([])).node
@@ -73,13 +84,33 @@ class MemCacheMachine(RuleBasedStateMachine):
 
     def write(self, req, slots):
         """The request's next positions get ``slots`` and their KV."""
+        hold, start = req.hold, req.hold.kv_len
+        self.table.table[hold.row, start : start + len(slots)] = slots
+        hold.kv_len += len(slots)
+        if self.windows is not None and len(slots):
+            self.cache.move_window(hold, start, hold.kv_len)
+            pages, window_pages = self.windows.take_changes().T
+            self.worker_pages[pages] = window_pages
         for slot in slots:
             pos = len(req.worker_row)
             req.worker_row.append(int(slot))
             self.written[int(slot)] = (req.hold.extra_key, tuple(req.tokens[: pos + 1]))
-        hold = req.hold
-        self.table.table[hold.row, hold.kv_len : hold.kv_len + len(slots)] = slots
-        hold.kv_len += len(slots)
+            if self.windows is not None:
+                assert self.window_slot(slot) >= self.page_size
+                self.window_written[self.window_slot(slot)] = self.written[int(slot)]
+
+    def window_slot(self, slot):
+        """Where the worker keeps what windowed layers keep of the token in ``slot``."""
+        return int(self.worker_pages[slot // self.page_size]) * self.page_size + int(slot) % self.page_size
+
+    def is_usable(self, prefix, tree):
+        """Whether all that the token behind a cached ``prefix`` sees is there."""
+        if self.windows is None:
+            return True
+        namespace, tokens = prefix
+        ends = range(self.page_size, len(tokens) + 1, self.page_size)
+        seen = [end for end in ends if end > len(tokens) - self.windows.window + 1]
+        return all(self.windows.page_of[tree[namespace, tokens[:end]][0] // self.page_size] for end in seen)
 
     def make_room(self, num_tokens):
         """Evict until ``num_tokens`` slots are free; False when that can't be."""
@@ -94,6 +125,10 @@ class MemCacheMachine(RuleBasedStateMachine):
 
     def extend(self, req, seq_len):
         hold = req.hold
+        if self.windows is not None:
+            room = self.windows.first_page(hold.kv_len) + self.windows.longest(hold.window)
+            assert room * self.page_size > hold.kv_len
+            seq_len = min(seq_len, room * self.page_size)
         last_slot = req.worker_row[-1] if req.worker_row else 0
         num_pages = -(-seq_len // self.page_size) - -(-hold.kv_len // self.page_size)
         room = self.make_room(num_pages * self.page_size)
@@ -152,16 +187,20 @@ class MemCacheMachine(RuleBasedStateMachine):
         seen = self.cache.peek(i32(tokens[:-1]), extra_key)
         match = self.cache.match_prefix(i32(tokens[:-1]), extra_key)
         assert len(match.slots) == seen
-        known = self.aligned_prefixes(tokens[:-1], extra_key) & self.cached
-        assert len(match.slots) == max((len(prefix) for _, prefix in known), default=0)
+        known, tree = self.aligned_prefixes(tokens[:-1], extra_key) & self.cached, self.tree()
+        assert len(match.slots) == max((len(p[1]) for p in known if self.is_usable(p, tree)), default=0)
         for i, slot in enumerate(match.slots.tolist()):
             assert self.written[slot] == (extra_key, tuple(tokens[: i + 1]))
+        if self.windows is not None and not self.windows.can_promise(CONTEXT_LEN):
+            return None
         row = self.table.alloc()
         assert (row is None) == (len(self.reqs) == MAX_REQS)
         if row is None:
             return None
         req = Running(tokens, self.cache.hold(row, match, extra_key), match.slots.tolist())
         self.reqs.append(req)
+        if self.windows is not None:
+            self.windows.promise(req.hold.window, CONTEXT_LEN)
         self.extend(req, min(len(tokens), req.hold.kv_len + chunk))
         return req
 
@@ -283,6 +322,24 @@ class MemCacheMachine(RuleBasedStateMachine):
         apart = sum(len(self.pinned(condemned=i + 1)) for i in range(self.condemnations))
         sizes = len(self.pinned()) + apart, len(tree) + apart
         assert (self.cache.protected_size(), self.cache.total_size()) == tuple(n * self.page_size for n in sizes)
+
+    @invariant()
+    def every_window_holds_what_was_written(self):
+        """Of what the next token of each request sees, and of what a match may find."""
+        if self.windows is None:
+            return
+        pages, window_pages = self.windows.take_changes().T
+        self.worker_pages[pages] = window_pages
+        assert self.worker_pages.tolist() == self.windows.page_of.tolist()
+        for req in self.reqs:
+            seen = range(max(0, req.hold.kv_len - self.windows.window + 1), req.hold.kv_len)
+            for pos in seen:
+                slot = req.worker_row[pos]
+                assert self.window_slot(slot) >= self.page_size
+                assert self.window_written[self.window_slot(slot)] == (req.hold.extra_key, tuple(req.tokens[: pos + 1]))
+        for slots in self.tree().values():
+            if self.worker_pages[slots[0] // self.page_size]:
+                assert [self.window_written[self.window_slot(s)] for s in slots] == [self.written[s] for s in slots]
 
     def teardown(self):
         if not hasattr(self, "cache"):

@@ -7,7 +7,14 @@ import torch
 
 from pdserve.model_runner.device import choose_dtype
 from pdserve.model_runner.errors import NotEnoughMemory
-from pdserve.model_runner.pool_size import PoolRequest, choose_max_total_tokens
+from pdserve.model_runner.pool_size import (
+    PoolRequest,
+    PoolTokens,
+    WindowRequest,
+    choose_max_total_tokens,
+    choose_pool_tokens,
+    windows_ratio,
+)
 from pdserve.runtime.machine.memory import Memory
 
 GIB = 2**30
@@ -67,3 +74,58 @@ def test_dtype_auto_is_the_same_on_every_processor(monkeypatch: pytest.MonkeyPat
         assert choose_dtype("auto", cpu) == torch.bfloat16
     assert choose_dtype("float32", cpu) == torch.float32
     assert choose_dtype("float16", cpu) == torch.float16
+
+
+def choose_both(
+    kept_bytes: int = MIB,
+    window_bytes: int = 5 * MIB,
+    *,
+    max_total_tokens: int | None = None,
+    ratio: float | None = None,
+    most_tokens: int = 10**9,
+    rows: int = 256,
+    free: int = 12 * GIB,
+) -> PoolTokens:
+    """Of 16 GiB, 10 for pools of a model with windows of 1024 tokens."""
+    request = PoolRequest(max_total_tokens, 0.75, 16, most_tokens)
+    windows = WindowRequest(1024, 32768, 512, rows, ratio)
+    return choose_pool_tokens(request, windows, (kept_bytes, window_bytes), 2 * GIB, Memory(16 * GIB, free), "cpu")
+
+
+def pages(tokens: PoolTokens) -> tuple[int, int]:
+    return tokens.kept // 16, tokens.windowed // 16
+
+
+def test_both_pools_run_out_with_requests_of_four_windows() -> None:
+    assert windows_ratio(1024, 32768, 16) == (1024 + 16) / 4096
+    assert windows_ratio(1024, 2048, 16) == (1024 + 16) / 2048
+    kept, windowed = pages(choose_both())
+    assert 0 <= 10 * 1024 - (kept + 1 + 5 * (windowed + 1)) < 6
+    assert abs(windowed / kept - 1040 / 4096) < 0.001
+    # One pool for all layers would have held less than half as many tokens.
+    assert kept > 2.6 * (10 * 1024 // 6)
+
+
+def test_windows_get_what_is_said_and_no_more_than_all_requests_need() -> None:
+    kept, windowed = pages(choose_both(ratio=0.5))
+    assert abs(windowed / kept - 0.5) < 0.01
+    # Two requests need 65 pages each, and 32 of a piece; as much again is for prefixes.
+    assert pages(choose_both(rows=2)) == (10 * 1024 - 1 - 5 * (2 * (2 * 65 + 32) + 1), 324)
+    assert pages(choose_both(most_tokens=1600, ratio=0.1)) == (100, 100)
+
+
+def test_where_all_layers_have_windows_pages_that_are_kept_are_mere_numbers() -> None:
+    kept, windowed = pages(choose_both(kept_bytes=0))
+    assert 5 * (windowed + 1) <= 10 * 1024 < 5 * (windowed + 2)
+    assert abs(windowed / kept - 1040 / 4096) < 0.001
+
+
+def test_explicit_tokens_are_those_that_are_kept() -> None:
+    assert pages(choose_both(max_total_tokens=16000)) == (1000, 254)
+    assert pages(choose_both(max_total_tokens=160)) == (10, 10)
+    with pytest.raises(NotEnoughMemory, match=r"--max-total-tokens 160000 takes .* are free"):
+        choose_both(max_total_tokens=160000)
+    with pytest.raises(NotEnoughMemory, match="0 tokens of KV fit"):
+        choose_both(free=100 * MIB)
+    with pytest.raises(NotEnoughMemory, match=r"--max-total-tokens|KV fit behind windows"):
+        choose_both(free=256 * MIB)

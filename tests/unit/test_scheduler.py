@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.machine import limit
-from support.sim import SimInstance, make_generate, make_options, reference_output
+from support.sim import SimInstance, SimWindow, make_generate, make_options, reference_output
 
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.outputs import FinishType, ReqError, ReqTokens
@@ -293,8 +293,9 @@ def test_lpm_prefers_what_is_cached():
     overlap=st.booleans(),
     policy=st.sampled_from(["fcfs", "lpm"]),
     interval=st.sampled_from([1, 3, 32]),
+    window=st.sampled_from([SimWindow(), SimWindow(1, 8), SimWindow(6, 12), SimWindow(6, 40), SimWindow(13, 32)]),
 )
-def test_random_load(seed, pool, chunk, mixed, radix, overlap, policy, interval):
+def test_random_load(seed, pool, chunk, mixed, radix, overlap, policy, interval, window):
     rng = random.Random(seed)
     options = make_options(
         max_total_tokens=pool,
@@ -306,7 +307,7 @@ def test_random_load(seed, pool, chunk, mixed, radix, overlap, policy, interval)
         schedule_conservativeness=rng.choice([0.01, 1.0]),
         stream_interval=interval,
     )
-    sim = SimInstance(options)
+    sim = SimInstance(options, window=window)
     expected, cut = {}, set()
     for i in range(30):
         rid = f"r{i}"

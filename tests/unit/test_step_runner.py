@@ -27,6 +27,8 @@ class FakeModel:
     engine = None
     sampler = None
     clears_begun_pages = False
+    page_size = 16
+    num_window_pages = 0
 
     def __init__(self) -> None:
         self.batches: list[ForwardBatch] = []

@@ -55,7 +55,7 @@ class Activations {
   T* att = nullptr;             // [T, att]
   T* normed = nullptr;          // [T, normed]
   T* inner = nullptr;           // [T, inner]
-  SlotPlace* places = nullptr;  // [T]: where the token's keys lie in the pool
+  SlotPlace* places[2] = {};    // [T] by group of pages: where the token's keys lie in its pool
   float* wanted_x = nullptr;    // [T, x]
   T* wanted_att = nullptr;      // [T, att]
   T* projected = nullptr;       // [T, projected]: of latent attention, the queries or what leads to them, and the row
@@ -74,7 +74,7 @@ class Activations {
     att = arena_->template allocate<T>(tokens * strides_.att);
     normed = arena_->template allocate<T>(tokens * strides_.normed);
     inner = arena_->template allocate<T>(tokens * strides_.inner);
-    places = arena_->template allocate<SlotPlace>(tokens);
+    for (SlotPlace*& of_group : places) of_group = arena_->template allocate<SlotPlace>(tokens);
     wanted_x = arena_->template allocate<float>(tokens * strides_.x);
     wanted_att = arena_->template allocate<T>(tokens * strides_.att);
     if (strides_.projected != 0) {

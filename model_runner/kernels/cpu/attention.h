@@ -71,6 +71,14 @@ struct AttentionEntry {
   int32_t first_token;
 };
 
+// Where the pages of rows stand: [R, stride] int32 slots; and, for a pool whose pages go back behind a window, the page
+// there of each page of a slot (else null).
+struct PageTable {
+  const int32_t* req_to_token;
+  int64_t stride;
+  const int32_t* window_pages;
+};
+
 // Rows of T tokens, `stride` elements apart; a token's heads lie one after another. Elements of `dtype`.
 struct TokenRows {
   void* data;
@@ -108,11 +116,10 @@ constexpr int kChunk = 256;  // keys of a chunk, a multiple of kTile
 // prepare forgets the pass before.
 class AttentionPlan {
  public:
-  // Reads the entries' rows of the request table ([R, table_stride] int32 slots, which must map this pass's tokens
-  // already) and keeps none of the pointers. H is a multiple of K. A token sees itself and the `window` - 1 before it;
-  // 0: all.
+  // Reads the entries' rows of the table, which must map this pass's tokens already, and keeps none of the pointers. H
+  // is a multiple of K. A token sees itself and the `window` - 1 before it; 0: all.
   void prepare(const KVPoolView& pool, int64_t num_heads, int64_t window, const AttentionEntry* entries,
-               int64_t num_entries, const int32_t* req_to_token, int64_t table_stride, int nthreads);
+               int64_t num_entries, const PageTable& table, int nthreads);
 
   DType pool_dtype() const { return pool_.dtype; }
 
@@ -127,7 +134,7 @@ class AttentionPlan {
     int64_t first_counter = 0;  // one a KV head and block of queries: chunks that are done
   };
 
-  void find_pages(const int32_t* req_to_token, int64_t table_stride);
+  void find_pages(const PageTable& table);
   void make_items(int nthreads);
   void share_out(int nthreads);
   void reserve(int nthreads);

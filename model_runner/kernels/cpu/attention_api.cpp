@@ -15,10 +15,10 @@ PDS_API void pds_attention_plan_free(void* plan) { delete static_cast<AttentionP
 
 PDS_API int32_t pds_attention_prepare(void* plan, const KVPoolView* pool, int64_t num_heads, int64_t window,
                                       const AttentionEntry* entries, int64_t num_entries, const int32_t* req_to_token,
-                                      int64_t table_stride, int32_t nthreads) {
+                                      int64_t table_stride, const int32_t* window_pages, int32_t nthreads) {
   try {
-    static_cast<AttentionPlan*>(plan)->prepare(*pool, num_heads, window, entries, num_entries, req_to_token,
-                                               table_stride, nthreads);
+    static_cast<AttentionPlan*>(plan)->prepare(*pool, num_heads, window, entries, num_entries,
+                                               {req_to_token, table_stride, window_pages}, nthreads);
   } catch (const std::bad_alloc&) {
     return -1;
   }

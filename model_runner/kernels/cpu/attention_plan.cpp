@@ -36,26 +36,33 @@ void AlignedFloats::reserve(int64_t size) {
 }
 
 void AttentionPlan::prepare(const KVPoolView& pool, int64_t num_heads, int64_t window, const AttentionEntry* entries,
-                            int64_t num_entries, const int32_t* req_to_token, int64_t table_stride, int nthreads) {
+                            int64_t num_entries, const PageTable& table, int nthreads) {
   pool_ = pool;
   num_heads_ = num_heads;
   window_ = window == 0 ? kNoWindow : window;
   entries_.assign(entries, entries + num_entries);
-  find_pages(req_to_token, table_stride);
+  find_pages(table);
   make_items(nthreads);
   share_out(nthreads);
   reserve(nthreads);
 }
 
-void AttentionPlan::find_pages(const int32_t* req_to_token, int64_t table_stride) {
+// Behind the window of an entry's first token a pool whose pages go back may have none, or another row's: whatever is
+// read there, in a tile that begins before the window, is read of page 0, and masked.
+void AttentionPlan::find_pages(const PageTable& table) {
   const int64_t size = pool_.page_size;
   const int64_t page_bytes = pool_.page_bytes();
   first_page_.clear();
   page_offsets_.clear();
   for (const AttentionEntry& entry : entries_) {
     first_page_.push_back(static_cast<int64_t>(page_offsets_.size()));
-    const int32_t* slots = req_to_token + entry.row * table_stride;
-    for (int64_t key = 0; key < keys_of(entry); key += size) page_offsets_.push_back(slots[key] / size * page_bytes);
+    const int32_t* slots = table.req_to_token + entry.row * table.stride;
+    const int64_t seen = table.window_pages == nullptr ? 0 : std::max<int64_t>(0, entry.start + 1 - window_);
+    for (int64_t key = 0; key < keys_of(entry); key += size) {
+      int64_t page = slots[key] / size;
+      if (table.window_pages != nullptr) page = key + size <= seen ? 0 : table.window_pages[page];
+      page_offsets_.push_back(page * page_bytes);
+    }
   }
 }
 

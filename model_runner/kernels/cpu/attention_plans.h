@@ -1,4 +1,4 @@
-// The attention plans of a pass: one for each width of window among the layers.
+// The attention plans of a pass: one for each width of window, and group of pages, among the layers.
 #pragma once
 
 #include <algorithm>
@@ -13,26 +13,29 @@ class AttentionPlans {
  public:
   explicit AttentionPlans(const EngineConfig& config) {
     for (const LayerOps& layer : config.ops) {
-      const auto place = std::find(windows_.begin(), windows_.end(), layer.attend.window);
-      of_layer_.push_back(place - windows_.begin());
-      if (place == windows_.end()) windows_.push_back(layer.attend.window);
+      const auto alike = [&](const Attend& other) {
+        return other.window == layer.attend.window && other.group == layer.attend.group;
+      };
+      const auto place = std::find_if(kinds_.begin(), kinds_.end(), alike);
+      of_layer_.push_back(place - kinds_.begin());
+      if (place == kinds_.end()) kinds_.push_back(layer.attend);
     }
-    plans_.resize(windows_.size());
+    plans_.resize(kinds_.size());
   }
 
   // As AttentionPlan::prepare has it.
-  void prepare(const EngineConfig& config, const AttentionEntry* entries, int64_t num_entries,
-               const int32_t* req_to_token, int64_t table_stride, int nthreads) {
+  void prepare(const EngineConfig& config, const AttentionEntry* entries, int64_t num_entries, PageTable table,
+               int nthreads) {
     for (size_t i = 0; i < plans_.size(); ++i) {
-      plans_[i].prepare(config.pool, config.heads, windows_[i], entries, num_entries, req_to_token, table_stride,
-                        nthreads);
+      const PageTable own{table.req_to_token, table.stride, kinds_[i].group == 0 ? nullptr : table.window_pages};
+      plans_[i].prepare(config.pool_of(kinds_[i]), config.heads, kinds_[i].window, entries, num_entries, own, nthreads);
     }
   }
 
   AttentionPlan& of_layer(int64_t layer) { return plans_[of_layer_[layer]]; }
 
  private:
-  std::vector<int32_t> windows_;
+  std::vector<Attend> kinds_;
   std::vector<int64_t> of_layer_;
   std::vector<AttentionPlan> plans_;
 };

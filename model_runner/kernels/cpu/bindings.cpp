@@ -35,11 +35,12 @@ PDS_API void* pds_ranks_logits(void* ranks) { return static_cast<RankGroup*>(ran
 
 PDS_API void pds_ranks_free(void* ranks) { delete static_cast<RankGroup*>(ranks); }
 
-// `layers`: model->layers of them.
-PDS_API void* pds_engine_new(const ModelOps* model, const LayerOps* layers, const KVPoolView* pool, int32_t dtype,
-                             void* team, void* ranks) {
+// `layers`: model->layers of them. `window_pool`: null where all layers are of group 0.
+PDS_API void* pds_engine_new(const ModelOps* model, const LayerOps* layers, const KVPoolView* pool,
+                             const KVPoolView* window_pool, int32_t dtype, void* team, void* ranks) {
   try {
-    const EngineConfig config{*model, {layers, layers + model->layers}, *pool};
+    const EngineConfig config{*model, {layers, layers + model->layers}, *pool,
+                              window_pool == nullptr ? KVPoolView{} : *window_pool};
     return make_engine(config, static_cast<DType>(dtype), *static_cast<Team*>(team), static_cast<RankGroup*>(ranks))
         .release();
   } catch (const std::bad_alloc&) {

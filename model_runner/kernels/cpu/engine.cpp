@@ -39,7 +39,8 @@ class Engine final : public EngineBase {
   void forward(const ForwardArgs& args) override {
     const int64_t most = std::max(args.tokens, args.wanted);
     state_.activations.reserve(most);
-    state_.plans.prepare(state_.c, args.entry, args.entries, args.req_to_token, args.table_stride, state_.team.size());
+    state_.plans.prepare(state_.c, args.entry, args.entries, {args.req_to_token, args.table_stride, args.window_pages},
+                         state_.team.size());
     const ExpertSizes& experts = state_.strides.experts;
     for (auto& own : state_.own) {
       std::fill_n(own.linear.weight_bytes, kProducts, 0);
@@ -98,7 +99,12 @@ class Engine final : public EngineBase {
       const T* row = state_.weights.embedding() + args.input_ids[t] * hidden;
       float* x = a.x + t * state_.strides.x;
       for (int64_t i = 0; i < hidden; ++i) x[i] = scale * to_float(row[i]);
-      a.places[t] = find_slot(state_.c.pool, args.out_cache_loc[t]);
+      const int64_t slot = args.out_cache_loc[t];
+      a.places[0][t] = find_slot(state_.c.pool, slot);
+      if (args.window_pages != nullptr) {
+        const int64_t size = state_.c.pool.page_size;
+        a.places[1][t] = find_slot(state_.c.window_pool, args.window_pages[slot / size] * size + slot % size);
+      }
     }
   }
 

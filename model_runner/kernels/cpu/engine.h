@@ -42,6 +42,7 @@ struct ForwardArgs {
   const AttentionEntry* entry;    // [B]
   const int32_t* req_to_token;    // [R, table_stride]
   int64_t table_stride;
+  const int32_t* window_pages;    // page -> page of the window pool that holds the same tokens; null without group 1
   const RopeTable* ropes;         // those that layers name (ProjectQKV::rope)
   float* logits;                  // [L, V]
   int64_t* layers_done;           // or null: set to the number of layers whose keys and values are in the pool

@@ -98,8 +98,9 @@ class FusedOps {
     }
     constexpr DType type = dtype_of<T>();
     T* first = activations_.qkv;
-    store_kv(c_.pool, index, activations_.places, {first + keys, type, stride}, {first + values, type, stride},
-             rows.begin, rows.end);
+    const Attend& attend = c_.ops[index].attend;
+    store_kv(c_.pool_of(attend), attend.place, activations_.places[attend.group], {first + keys, type, stride},
+             {first + values, type, stride}, rows.begin, rows.end);
   }
 
   // x += scale · product; but where a norm comes between, or other ranks have parts of the sums, these wait in `sums`,
@@ -204,14 +205,16 @@ class FusedOps {
 
   void project_rotate_and_store(int64_t layer, const PassRows<T>& pass, const T* a, const Cell& cell) {
     const int64_t dim = c_.head_dim, half = dim / 2, per_head = dim / kPanel;
-    const KVWriter<T> pool(c_.pool, layer);
+    const Attend& attend = c_.ops[layer].attend;
+    const KVWriter<T> pool(c_.pool_of(attend), attend.place);
+    const SlotPlace* places = activations_.places[attend.group];
     const RopeTable table = table_of(c_.ops[layer].qkv);
     multiply(state_.weights.layer(layer).qkv, pass, a, c_.hidden, cell, [&](int64_t t, int64_t panel, Columns y) {
       const int64_t head = panel / per_head, part = panel % per_head, d = part * kLanes;
       if (head >= c_.heads + c_.kv_heads) {
         const int64_t of = head - c_.heads - c_.kv_heads;
-        pool.value(activations_.places[t], of, 2 * d, y.left);
-        pool.value(activations_.places[t], of, 2 * d + kLanes, y.right);
+        pool.value(places[t], of, 2 * d, y.left);
+        pool.value(places[t], of, 2 * d + kLanes, y.right);
         return;
       }
       Columns rotated = y;
@@ -221,8 +224,8 @@ class FusedOps {
         rotated = {y.left * cos - y.right * sin, y.right * cos + y.left * sin};
       }
       if (head >= c_.heads) {
-        pool.key(activations_.places[t], head - c_.heads, d, rotated.left);
-        pool.key(activations_.places[t], head - c_.heads, d + half, rotated.right);
+        pool.key(places[t], head - c_.heads, d, rotated.left);
+        pool.key(places[t], head - c_.heads, d + half, rotated.right);
         return;
       }
       T* out = activations_.qkv + t * state_.strides.qkv + head * dim + d;

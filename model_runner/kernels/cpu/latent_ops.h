@@ -35,7 +35,7 @@ class LatentOps {
       rotate(t, row + rank);
     }
     const TokenRows stored{activations_.projected + strides_.projected_row, dtype_of<T>(), strides_.projected};
-    store_kv(c_.pool, layer_, activations_.places, stored, stored, rows.begin, rows.end);
+    store_kv(c_.pool, layer_, activations_.places[0], stored, stored, rows.begin, rows.end);
   }
 
   // From the latent to the heads' queries.

@@ -41,6 +41,8 @@ struct Attend {
   float scale;
   float softcap;   // cap(s) = softcap · tanh(s / softcap); 0: s
   int32_t window;  // a token sees itself and the window - 1 before it; 0: all
+  int32_t group;   // of pages: 0, those that rows name; 1, those that ForwardArgs::window_pages leads to
+  int32_t place;   // of the layer among those of its group
 };
 
 // Latent attention, in the place of what ProjectQKV and Attend say, but for `before`, `rope` and `scale`: MLASpec of
@@ -116,6 +118,9 @@ struct ModelOps {
 struct EngineConfig : ModelOps {
   std::vector<LayerOps> ops;  // by layer
   KVPoolView pool;
+  KVPoolView window_pool;  // of the layers of group 1, if there are any
+
+  const KVPoolView& pool_of(const Attend& attend) const { return attend.group == 0 ? pool : window_pool; }
 
   bool is_latent() const { return latent.kv_rank != 0; }
   // Of the heads' outputs, all together.

@@ -46,7 +46,7 @@ class LayerPass {
     const Activations<T>& all = state_.activations;
     const Attend& attend = state_.c.ops[index].attend;
     const Scoring scoring{attend.scale, attend.softcap, layer.vector(VectorKind::kSinks)};
-    attention_run(state_.plans.of_layer(index), index, scoring,
+    attention_run(state_.plans.of_layer(index), attend.place, scoring,
                   {all.qkv, dtype_of<T>(), state_.strides.qkv}, {all.att, dtype_of<T>(), state_.strides.att}, tid_);
     state_.team.barrier();
   }

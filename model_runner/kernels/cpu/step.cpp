@@ -27,6 +27,7 @@ int64_t Stepper::run(const StepArgs& args) {
   forward.entry = batch_.data();
   forward.req_to_token = tables_.req_to_token;
   forward.table_stride = tables_.columns;
+  forward.window_pages = tables_.window_pages;
   forward.ropes = args.ropes;
   forward.logits = logits_.data();
   forward.layers_done = args.layers_done;
@@ -80,20 +81,26 @@ bool Stepper::plan_entry(const StepArgs& args, int64_t b, int64_t first_token) {
 // Whether there are any.
 bool Stepper::clear_begun_pages(const StepArgs& args) {
   bool any = false;
-  const KVPoolView& pool = engine_.config().pool;
-  const int64_t own_heads = pool.is_latent() ? 1 : pool.kv_heads, parts = pool.is_latent() ? 1 : 2;
-  const int64_t of_heads = own_heads * pool.page_size * pool.slot_bytes();
+  const EngineConfig& config = engine_.config();
+  const KVPoolView& pool = config.pool;
   for (const AttentionEntry& entry : batch_) {
     const int64_t used = (entry.start + entry.q_len) % pool.page_size;
     if (used == 0 || used > entry.q_len) continue;
     any = true;
     const int64_t page = args.out_cache_loc[entry.first_token + entry.q_len - 1] / pool.page_size;
-    char* own = static_cast<char*>(pool.data) + page * pool.page_bytes();
-    // Other ranks may have begun to fill their heads.
-    const int64_t all_heads = of_heads / own_heads * pool.pool_heads;
-    for (int64_t i = 0; i < parts * pool.num_layers; ++i) std::memset(own + i * all_heads, 0, of_heads);
+    clear_page(pool, page);
+    if (tables_.window_pages != nullptr) clear_page(config.window_pool, tables_.window_pages[page]);
   }
   return any;
+}
+
+// Of our own heads: other ranks may have begun to fill theirs.
+void Stepper::clear_page(const KVPoolView& pool, int64_t page) {
+  const int64_t own_heads = pool.is_latent() ? 1 : pool.kv_heads, parts = pool.is_latent() ? 1 : 2;
+  const int64_t of_heads = own_heads * pool.page_size * pool.slot_bytes();
+  const int64_t all_heads = of_heads / own_heads * pool.pool_heads;
+  char* own = static_cast<char*>(pool.data) + page * pool.page_bytes();
+  for (int64_t i = 0; i < parts * pool.num_layers; ++i) std::memset(own + i * all_heads, 0, of_heads);
 }
 
 void Stepper::choose(const StepArgs& args) {

@@ -39,6 +39,7 @@ struct StepTables {
   int64_t* last_tokens;     // [R]
   const RowParams* params;  // [R]
   int64_t slots;            // of the pool
+  const int32_t* window_pages;  // [slots / page_size], see ForwardArgs
   int32_t clear_begun;      // zero the pages that a pass begins and does not fill
   int32_t shared_heads;     // other ranks write the same heads of them
 };
@@ -67,6 +68,7 @@ class Stepper {
   bool plan(const StepArgs& args);
   bool plan_entry(const StepArgs& args, int64_t entry, int64_t first_token);
   bool clear_begun_pages(const StepArgs& args);
+  void clear_page(const KVPoolView& pool, int64_t page);
   void choose(const StepArgs& args);
 
   EngineBase& engine_;

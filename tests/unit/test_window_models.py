@@ -1,0 +1,108 @@
+"""Models with windows served by the real scheduler on the real engines, over contexts many windows long, with a pool of
+window pages that holds a fraction of them: every token is transformers' own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.families import make_reference
+from support.model_harness import draw
+from support.sim import SimInstance, make_options
+
+from pdserve.messages.worker import WorkerReady
+from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.model_runner.step_runner import StepRunner
+from pdserve.scheduler.scheduler import Scheduler
+
+PAGE, PROMPT, SHARED, GREEDY = 4, 190, 160, 20
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ENGINES = ["torch", "cpu"]
+QWEN = {"use_sliding_window": True, "sliding_window": 23, "max_window_layers": 1}
+CASES = {
+    "gemma2": {},
+    "gemma3": {},
+    "olmo3": {},
+    "phi3": {},  # all layers have a window
+    "mistral": {"sliding_window": 37},
+    "qwen2": QWEN,
+    "qwen3": QWEN,
+    "smollm3": {"use_sliding_window": True, "sliding_window": 19},
+}
+
+
+class ServedModel(SimInstance):
+    """An instance in one thread whose worker is the real one."""
+
+    def __init__(self, folder: Path, **changes: object) -> None:
+        defaults = {"model_path": str(folder), "page_size": PAGE, "max_total_tokens": 768, "dtype": "float32"}
+        defaults |= {"device": "cpu", "chunked_prefill_size": 32, "max_running_requests": 4}
+        options = make_options(**(defaults | changes))
+        super().__init__(options)
+        self.runner = runner = ModelRunner(options)
+        ready = WorkerReady(
+            fingerprint=runner.fingerprint,
+            vocab_size=runner.vocab_size,
+            context_length=runner.context_length,
+            max_total_tokens=runner.max_total_tokens,
+            layout=runner.layout,
+            device="cpu",
+            attention_backend=runner.attention_backend,
+            weights_dtype="float32",
+            backend_metadata=b"",
+            load_seconds={},
+            max_window_tokens=runner.max_window_tokens,
+        )
+        self.scheduler = Scheduler(options, ready, self.outbox)
+        self.worker = StepRunner(runner, options.max_running_requests)
+
+
+def greedy(model: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]:
+    """What transformers goes on with."""
+    texts = torch.tensor(prompts)
+    with torch.inference_mode():
+        for _ in range(GREEDY):
+            texts = torch.cat((texts, model(texts, use_cache=False).logits[:, -1:].argmax(-1)), 1)
+    return texts[:, len(prompts[0]) :].tolist()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("family", CASES)
+def test_tokens_are_those_of_transformers(family: str, engine: str, tmp_path: Path) -> None:
+    model = make_reference(family, **CASES[family])
+    model.save_pretrained(tmp_path)
+    first = draw(PROMPT, 3)
+    prompts = [first, draw(PROMPT, 5), first[:SHARED] + draw(PROMPT - SHARED, 4)]
+    expected = greedy(model, prompts)
+    served = ServedModel(tmp_path, attention_backend=engine, swa_full_tokens_ratio=0.3)
+    runner = served.runner
+    assert runner.attention_backend == engine
+    assert runner.window_pool is not None
+    # All three hold far more tokens than that at once.
+    assert runner.max_window_tokens < 2 * PROMPT
+    for window_pages in runner.window_pool.data[1:]:
+        window_pages.fill_(float("nan"))  # what another left there
+    for rid, prompt in enumerate(prompts[:2]):
+        served.submit(str(rid), prompt, max_new_tokens=GREEDY)
+    for _ in range(12):
+        served.plan()
+        served.work()
+    served.submit("2", prompts[2], max_new_tokens=GREEDY)
+    served.submit("again", first, max_new_tokens=GREEDY)
+    served.run_until_idle()
+    assert [served.tokens[rid] for rid in ("0", "1", "2", "again")] == [*expected, expected[0]]
+    # Once more, with what is cached of it by now, whole windows or not.
+    served.submit("last", prompts[1], max_new_tokens=GREEDY)
+    served.run_until_idle()
+    assert served.tokens["last"] == expected[1]
+
+
+def test_who_hands_over_or_never_cuts_a_prompt_keeps_one_group(tmp_path: Path) -> None:
+    make_reference("gemma3").save_pretrained(tmp_path)
+    for changes in ({"handover": "on"}, {"chunked_prefill_size": -1}):
+        runner = ServedModel(tmp_path, **changes).runner
+        assert runner.window_pool is None
+        assert [group.window for group in runner.layout.groups] == [0]
