@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from pdserve.model_files.context_length import with_context, without_idle_windows
 from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_files.families.registry import spec_from_hf
-from pdserve.model_files.spec import ModelSpec
+from pdserve.model_files.spec import ExpertsSpec, ModelSpec
 from pdserve.model_runner.layers.rotary import attention_factor, inverse_frequencies
 
 
@@ -49,6 +49,30 @@ GEMMA3_4B = {
     "num_hidden_layers": 34,
     "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
     "sliding_window": 1024,
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    **sizes(2880, 2880, 24, 64, 8, 131072),
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "initial_context_length": 4096,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "num_experts_per_tok": 4,
+    "num_local_experts": 32,
+    "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+}
+GPT_OSS_YARN = {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "rope_type": "yarn",
+    "truncate": False,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "Llama 2": {"model_type": "llama", **sizes(4096, 11008, 32, 32, 32, 4096), "pretraining_tp": 1},
@@ -182,6 +206,51 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "partial_rotary_factor": 0.5,
     },
+    "Mixtral 8x7B": {
+        "model_type": "mixtral",
+        **sizes(4096, 14336, 32, 32, 8, 32768),
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+    "Qwen1.5-MoE": {
+        "model_type": "qwen2_moe",
+        **sizes(2048, 5632, 24, 16, 16, 8192),
+        "decoder_sparse_step": 1,
+        "max_window_layers": 21,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": False,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "rope_theta": 1000000.0,
+        "shared_expert_intermediate_size": 5632,
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+    },
+    "Qwen3 30B-A3B": {
+        "model_type": "qwen3_moe",
+        **sizes(2048, 6144, 48, 32, 4, 40960),
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "GPT-OSS 20B": GPT_OSS | {"rope_scaling": GPT_OSS_YARN, "rope_theta": 150000},
+    "GPT-OSS by defaults": GPT_OSS,
     "GLM-4 of 2024": {"model_type": "glm", **sizes(4096, 13696, 40, 32, 2, 131072), "head_dim": 128},
 }
 
@@ -214,6 +283,27 @@ def test_ropes_and_windows_are_those_of_transformers(name: str) -> None:
     assert (attention.heads, attention.kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
     assert spec.final_norm.eps == config.rms_norm_eps
     assert (spec.tied_head, spec.vocab_size) == (config.tie_word_embeddings, config.vocab_size)
+
+
+@pytest.mark.parametrize("name", ["Mixtral 8x7B", "Qwen1.5-MoE", "Qwen3 30B-A3B", "GPT-OSS 20B"])
+def test_experts_are_those_of_transformers(name: str) -> None:
+    raw = CONFIGS[name]
+    spec, config = spec_from_hf(raw), AutoConfig.for_model(**copy.deepcopy(raw))
+    for layer in spec.layers:
+        experts = layer.mlp
+        assert isinstance(experts, ExpertsSpec)
+        assert (experts.count, experts.chosen) == (
+            config.num_local_experts if "GPT" in name else config.num_experts,
+            config.num_experts_per_tok,
+        )
+        assert experts.inner == getattr(config, "moe_intermediate_size", config.intermediate_size)
+        assert experts.normalised == getattr(config, "norm_topk_prob", True)
+        assert experts.limit == getattr(config, "swiglu_limit", None)
+        assert (experts.shared.inner if experts.shared else None) == getattr(
+            config, "shared_expert_intermediate_size", None
+        )
+    assert spec.layers[0].attention.qkv_bias == (name in ("Qwen1.5-MoE", "GPT-OSS 20B"))
+    assert spec.layers[0].attention.sinks == ("GPT" in name)
 
 
 def test_a_former_name_of_longrope() -> None:
