@@ -218,6 +218,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": None,
         "tie_word_embeddings": False,
     },
+    "Mixtral by defaults": {
+        "model_type": "mixtral",
+        **sizes(4096, 14336, 32, 32, 8, 32768),
+        "num_local_experts": 8,
+    },
     "Qwen1.5-MoE": {
         "model_type": "qwen2_moe",
         **sizes(2048, 5632, 24, 16, 16, 8192),
@@ -285,7 +290,7 @@ def test_ropes_and_windows_are_those_of_transformers(name: str) -> None:
     assert (spec.tied_head, spec.vocab_size) == (config.tie_word_embeddings, config.vocab_size)
 
 
-@pytest.mark.parametrize("name", ["Mixtral 8x7B", "Qwen1.5-MoE", "Qwen3 30B-A3B", "GPT-OSS 20B"])
+@pytest.mark.parametrize("name", ["Mixtral 8x7B", "Mixtral by defaults", "Qwen1.5-MoE", "Qwen3 30B-A3B", "GPT-OSS 20B"])
 def test_experts_are_those_of_transformers(name: str) -> None:
     raw = CONFIGS[name]
     spec, config = spec_from_hf(raw), AutoConfig.for_model(**copy.deepcopy(raw))
