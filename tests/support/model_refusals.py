@@ -25,6 +25,7 @@ Ask = Callable[[Path], object]
 """Asks, with an empty folder to put files into; gives a message, or raises ``ModelError`` with it."""
 MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK = MLA | {"num_key_value_heads": 6, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 LINEAR_LAYERS = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 CHUNKED_LAYERS = {"layer_types": ["chunked_attention"] * 3}
@@ -86,9 +87,9 @@ def by_transformers(folder: Path) -> object:
     return Harness(file, model_impl="transformers")
 
 
-def on_kernels(dtype: torch.dtype = torch.float32, **changes: Any) -> Ask:
-    """A Llama on the C++ engine."""
-    return lambda _: refusal(spec_from_hf(make_config("llama", **changes).to_dict()), dtype, dtype)
+def on_kernels(dtype: torch.dtype = torch.float32, name: str = "llama", **changes: Any) -> Ask:
+    """A Llama, or another config of the zoo, on the C++ engine."""
+    return lambda _: refusal(spec_from_hf(make_config(name, **changes).to_dict()), dtype, dtype)
 
 
 def on_ranks(size: int, name: str = "llama", **changes: Any) -> Ask:
@@ -104,6 +105,11 @@ BY_FAMILY: dict[str, Ask] = {
     "experts in a dense family": config(num_local_experts=8),
     "another activation of GPT-OSS's experts": config("gpt_oss", **EXPERTS, swiglu_alpha=2.0),
     "latent attention (MLA)": config(kv_lora_rank=512),
+    "a DeepSeek-V2 whose experts' weights are divided by their sum": config(
+        "deepseek_v2", **DEEPSEEK, norm_topk_prob=True
+    ),
+    "a DeepSeek-V3 without the bias that balances experts": config("deepseek_v3", **DEEPSEEK, topk_method="greedy"),
+    "a DeepSeek with experts in every other layer": config("deepseek_v3", **DEEPSEEK, moe_layer_freq=2),
     "attention in chunks (Llama 4)": config(attention_chunk_size=8192),
     "layers with attention in chunks": config("mistral", **CHUNKED_LAYERS),
     "a window in a Llama": config(sliding_window=512),
@@ -140,7 +146,9 @@ BY_TRANSFORMERS: dict[str, Ask] = {
     "encoder and decoder (T5)": started("t5", is_encoder_decoder=True),
     "AWQ, GPTQ, FP8 and the like": started("stablelm", quantization_config={"quant_method": "awq"}),
     "texts and images (Mllama)": started("mllama", text_config={}),
-    "latent attention (DeepSeek-V3)": started("deepseek_v3", **MLA),
+    "latent attention (DeepSeek-V3, which is native by itself)": started(
+        "deepseek_v3", {"model_impl": "transformers"}, **MLA
+    ),
     "linear attention in some layers (Qwen3-Next)": started("qwen3_next", **LINEAR_LAYERS),
     "attention in chunks": started("stablelm", **CHUNKED_LAYERS),
     "attention sinks (gpt-oss, which is native by itself)": started(
@@ -165,6 +173,8 @@ BY_KERNELS: dict[str, Ask] = {
     "float16": on_kernels(torch.float16),
     "heads of other sizes": on_kernels(head_dim=24),
     "an odd intermediate_size": on_kernels(intermediate_size=55),
+    "a latent row of other sizes": on_kernels(name="deepseek-v3", kv_lora_rank=24),
+    "an odd q_lora_rank": on_kernels(name="deepseek-v3", q_lora_rank=19),
 }
 BY_RANKS: dict[str, Ask] = {
     "query heads": on_ranks(2, "phi3-long"),

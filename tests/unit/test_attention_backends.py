@@ -170,7 +170,7 @@ def test_latent_rows_are_keys_and_values(
         # Keys and values by themselves, which the reference knows, are those rows twice.
         kept = torch.stack((pool.data, pool.data), 2)[:, :, :, :, None].expand(-1, -1, -1, -1, KV_HEADS, -1)
         plain = replace(PLAIN, scale=LATENT.scale)
-        whole = attend_in_float64(batch, kept, layer, q, plain).view(total, HEADS, dim)[..., :DIM]
+        whole = attend_in_float64(batch, kept, layer, q, plain, None).view(total, HEADS, dim)[..., :DIM]
         torch.testing.assert_close(out.double(), whole.flatten(1), atol=tolerance, rtol=tolerance)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.families import make_reference
 from support.model_harness import Harness, close, draw, reference_logits
 from transformers import AutoConfig
@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from pdserve.model_files.context_length import with_context, without_idle_windows
 from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_files.families.registry import spec_from_hf
-from pdserve.model_files.spec import ExpertsSpec, ModelSpec
+from pdserve.model_files.spec import ExpertsSpec, MLASpec, ModelSpec
 from pdserve.model_runner.layers.rotary import attention_factor, inverse_frequencies
 
 
@@ -73,6 +73,25 @@ GPT_OSS_YARN = {
     "original_max_position_embeddings": 4096,
     "rope_type": "yarn",
     "truncate": False,
+}
+DEEPSEEK = {
+    "aux_loss_alpha": 0.001,
+    "ep_size": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "pretraining_tp": 1,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rope_theta": 10000,
+    "seq_aux": True,
+    "v_head_dim": 128,
+}
+DEEPSEEK_YARN = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "Llama 2": {"model_type": "llama", **sizes(4096, 11008, 32, 32, 32, 4096), "pretraining_tp": 1},
@@ -256,6 +275,44 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "GPT-OSS 20B": GPT_OSS | {"rope_scaling": GPT_OSS_YARN, "rope_theta": 150000},
     "GPT-OSS by defaults": GPT_OSS,
+    "DeepSeek-V2-Lite": {
+        "model_type": "deepseek_v2",
+        **sizes(2048, 10944, 27, 16, 16, 163840),
+        **DEEPSEEK,
+        "kv_lora_rank": 512,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 6,
+        "q_lora_rank": None,
+        "rope_scaling": DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "topk_group": 1,
+        "topk_method": "greedy",
+    },
+    "DeepSeek-V3": {
+        "model_type": "deepseek_v3",
+        **sizes(7168, 18432, 61, 128, 128, 163840),
+        **DEEPSEEK,
+        "first_k_dense_replace": 3,
+        "kv_lora_rank": 512,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "rope_scaling": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+    },
     "GLM-4 of 2024": {"model_type": "glm", **sizes(4096, 13696, 40, 32, 2, 131072), "head_dim": 128},
 }
 
@@ -283,9 +340,10 @@ def test_ropes_and_windows_are_those_of_transformers(name: str) -> None:
     window = config.sliding_window if hasattr(config, "sliding_window") else None
     types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * 99
     expected = [window if kind == "sliding_attention" else None for kind in types[: spec.num_layers]]
-    assert [layer.attention.window for layer in spec.layers] == expected
+    assert [getattr(layer.attention, "window", None) for layer in spec.layers] == expected
     attention = spec.layers[0].attention
-    assert (attention.heads, attention.kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
+    kv_heads = 1 if isinstance(attention, MLASpec) else config.num_key_value_heads
+    assert (attention.heads, attention.kv_heads) == (config.num_attention_heads, kv_heads)
     assert spec.final_norm.eps == config.rms_norm_eps
     assert (spec.tied_head, spec.vocab_size) == (config.tie_word_embeddings, config.vocab_size)
 
@@ -309,6 +367,45 @@ def test_experts_are_those_of_transformers(name: str) -> None:
         )
     assert spec.layers[0].attention.qkv_bias == (name in ("Qwen1.5-MoE", "GPT-OSS 20B"))
     assert spec.layers[0].attention.sinks == ("GPT" in name)
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V2-Lite", "DeepSeek-V3"])
+def test_latent_attention_and_experts_are_those_of_transformers(name: str) -> None:
+    raw = CONFIGS[name]
+    package = raw["model_type"]
+    module = import_module(f"transformers.models.{package}.modeling_{package}")
+    config = AutoConfig.for_model(**copy.deepcopy(raw))
+    with torch.device("meta"):
+        [attends] = [name for name in vars(module) if name.endswith("Attention")]
+        theirs = getattr(module, attends)(config, 0)
+    spec = spec_from_hf(raw)
+    attention = spec.layers[0].attention
+    assert isinstance(attention, MLASpec)
+    assert attention.scale == pytest.approx(theirs.scaling)
+    assert (attention.q_lora_rank, attention.head_dim) == (theirs.q_lora_rank, theirs.kv_a_proj_with_mqa.out_features)
+    assert theirs.kv_b_proj.out_features == attention.heads * (attention.qk_nope_head_dim + attention.v_head_dim)
+    assert attention.norm.eps == theirs.kv_a_layernorm.variance_epsilon
+    dense = raw["first_k_dense_replace"]
+    assert [isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers] == [
+        i >= dense for i in range(raw["num_hidden_layers"])
+    ]
+    experts = spec.layers[-1].mlp
+    assert isinstance(experts, ExpertsSpec)
+    assert experts.shared is not None
+    assert experts.shared.inner == raw["moe_intermediate_size"] * raw["n_shared_experts"]
+    assert (experts.groups, experts.groups_chosen) == ((8, 4) if raw["n_group"] == 8 else (1, 1))
+    assert spec.draft_layers == raw.get("num_nextn_predict_layers", 0)
+
+
+def test_layers_that_predict_further_ahead_are_not_read(tmp_path: Path) -> None:
+    model, tokens = make_reference("deepseek-v3", num_nextn_predict_layers=1), draw(20, 3)
+    model.save_pretrained(tmp_path)
+    draft = {f"model.layers.{model.config.num_hidden_layers}.eh_proj.weight": torch.ones(2, 2)}
+    save_file(draft, tmp_path / "draft.safetensors")
+    names = load_file(tmp_path / "model.safetensors")
+    index = dict.fromkeys(names, "model.safetensors") | dict.fromkeys(draft, "draft.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    close(Harness(tmp_path, attention_backend="torch").forward((0, tokens)), reference_logits(model, tokens))
 
 
 def test_a_former_name_of_longrope() -> None:
