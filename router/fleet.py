@@ -5,9 +5,10 @@ needs both of its legs, so an unhealthy prefill also keeps work from the decodes
 that rest come last, and on a retry those that the request has already failed on.
 
 Whether the prefill of a pair computes the prompt, or its decode after all, is for the decode to say, which asks the
-prefill (``disaggregation/handover/choice.py``): the router knows neither's cache. But where a decode hardly keeps its
-ITL budget, and an answer would come faster from the prefill, by the pace that both tell in ``/health``, the prefill
-gets the whole request. Instances whose ``--disaggregation-threshold`` is not ``auto`` tell none.
+prefill (``disaggregation/handover/choice.py``): the router knows neither's cache. But where an answer would come much
+faster from the prefill, by the pace that both tell in ``/health``, or faster at all than from a decode that hardly
+keeps its ITL budget, the prefill gets the whole request. Instances whose ``--disaggregation-threshold`` is not ``auto``
+tell none.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MOST_WAITING = 512
 """Prompt tokens for decodes at a prefill, beside which it decodes: about a step of them."""
+CLEARLY_FASTER = 0.75
+"""Of a decode's time for a token: a prefill that needs no more gives more for streams than prompts beside them lose."""
 PICK_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
@@ -50,11 +53,13 @@ def _queued(target: Target) -> tuple[int, int]:
 def _spares_its_decode(pair: Pair) -> bool:
     """Whether the decode of a pair has too much to do, and the prefill so little that it would decode faster."""
     prefill, decode = pair
-    if prefill.token_ms is None or decode.token_ms is None or decode.keeps_pace:
+    if prefill.token_ms is None or decode.token_ms is None or decode.decode_ms is None:
         return False
     if prefill.handed_over_tokens > MOST_WAITING or not prefill.has_room_of(decode):
         return False
-    return prefill.token_ms < decode.token_ms
+    if prefill.token_ms <= CLEARLY_FASTER * decode.decode_ms:
+        return True
+    return not decode.keeps_pace and prefill.token_ms < decode.token_ms
 
 
 class Fleet:

@@ -149,9 +149,16 @@ class Instance:
     def token_ms(self) -> float | None:
         """From token to token of one more request there, by its word, and what it was sent since; None: not known."""
         pace = self.told.pace
-        if pace is None:
-            return None
-        return max(0.0, pace.token_ms + pace.stream_ms * (self.answers - self._answers_told))
+        return None if pace is None else self._since(pace, pace.token_ms)
+
+    @property
+    def decode_ms(self) -> float | None:
+        """As ``token_ms``, if no prompts came in between."""
+        pace = self.told.pace
+        return None if pace is None else self._since(pace, pace.decode_ms)
+
+    def _since(self, pace: Pace, told_ms: float) -> float:
+        return max(0.0, told_ms + pace.stream_ms * (self.answers - self._answers_told))
 
     def has_room_of(self, other: Instance) -> bool:
         """Whether a request may become as long here as there."""
@@ -164,10 +171,9 @@ class Instance:
 
         It does as well where streams take the smaller part of that: then prompts take its time, and would elsewhere.
         """
-        pace, token_ms = self.told.pace, self.token_ms
-        if pace is None or token_ms is None or not pace.budget_ms:
+        pace, token_ms, decode_ms = self.told.pace, self.token_ms, self.decode_ms
+        if pace is None or token_ms is None or decode_ms is None or not pace.budget_ms:
             return True
-        decode_ms = pace.decode_ms + pace.stream_ms * (self.answers - self._answers_told)
         return token_ms <= WELL_WITHIN * pace.budget_ms or decode_ms <= SMALLER_PART * pace.budget_ms
 
     def learn(self, told: Told, answers: int | None = None) -> str | None:

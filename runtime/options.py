@@ -90,7 +90,7 @@ class ServerOptions:
         Who computes a prompt whose request names a prefill, as its decode instance decides it: auto, the one of the two
         whose first token comes sooner, as both foresee it; a number, the decode where fewer tokens than that are not
         in its cache; always, the prefill; never, the decode. With auto on both, a prefill with little to do serves
-        whole requests where its decode hardly keeps its ITL budget.
+        whole requests where its decode is much slower, or hardly keeps its ITL budget.
     disaggregation_ib_device
         Accepted for SGLang's command lines; only an RDMA backend would use it.
     disaggregation_bootstrap_timeout

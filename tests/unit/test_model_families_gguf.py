@@ -20,7 +20,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-largest": ("gemma2", {"num_hidden_layers": 46, "query_pre_attn_scalar": 8}),
     "gemma3-more": ("gemma3", {"num_hidden_layers": 13, "num_key_value_heads": 3}),
 }
-SAME_KEYS = ["glm", "phi3", "granite", "smollm3", "gemma2"]
+SAME_KEYS = ["glm", "phi3", "granite", "smollm3", "gemma2", "mixtral", "gpt-oss"]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

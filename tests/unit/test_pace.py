@@ -38,12 +38,17 @@ def make_fleet(prefill: Pace | None, decode: Pace | None, worker=()) -> Fleet:
     ("prefill", "decode", "alone"),
     [
         (pace(10, 1, 40), pace(35, 1, 40), True),
-        (pace(10, 1, 40), pace(29, 1, 40), False),  # well within what is promised
+        (pace(23, 1, 40), pace(29, 1, 40), False),  # well within what is promised, and the prefill is not much faster
+        (pace(10, 1, 40), pace(29, 1, 40), True),  # well within it; but a waste
+        (pace(9, 1, 40), pace(12, 1, 40), True),
+        (pace(9.1, 1, 40), pace(12, 1, 40), False),
         (pace(36, 1, 40), pace(35, 1, 40), False),  # the prefill has as much to do
-        (pace(10, 1, 0), pace(35, 1, 0), False),  # nothing is promised
-        (pace(10, 1, 40), pace(38, 1, 40, decode_ms=20), False),  # prompts take its time, not streams
-        (pace(10, 1, 40), pace(38, 1, 40, decode_ms=21), True),
-        (pace(10, 1, 40), pace(30, 1, 40, decode_ms=21), False),
+        (pace(30, 1, 0), pace(35, 1, 0), False),  # nothing is promised
+        (pace(10, 1, 0), pace(35, 1, 0), True),
+        (pace(16, 1, 40), pace(38, 1, 40, decode_ms=20), False),  # prompts take its time, not streams
+        (pace(16, 1, 40), pace(38, 1, 40, decode_ms=21), True),
+        (pace(16, 1, 40), pace(30, 1, 40, decode_ms=21), False),
+        (pace(40, 1, 40, decode_ms=5), pace(38, 1, 40, decode_ms=20), False),  # prompts take the prefill's
         (pace(10, 1, 40, room=99), pace(35, 1, 40, room=100), False),  # an answer may end sooner there
         (None, pace(35, 1, 40), False),
         (pace(10, 1, 40), None, False),
@@ -56,7 +61,7 @@ def test_a_prefill_decodes_where_its_decode_can_t_keep_pace(prefill, decode, alo
 
 
 def test_what_was_sent_since_counts():
-    fleet = make_fleet(pace(10, 2, 40), pace(28, 2, 40))
+    fleet = make_fleet(pace(24, 2, 40), pace(28, 2, 40))
     prefill, decode = fleet.instances
     places = []
     for _ in range(16):
@@ -66,8 +71,8 @@ def test_what_was_sent_since_counts():
         places.append(place)
     # Two until the decode is beyond three quarters of 40 ms, then the prefill until both are as slow.
     assert places[:2] == [decode] * 2
-    assert set(places[2:13]) == {prefill}
-    assert decode in places[13:]
+    assert set(places[2:6]) == {prefill}
+    assert decode in places[6:]
     decode.learn(Told(pace=pace(28, 2, 40)))  # a newer word has them in it
     assert decode.token_ms == 28
 
@@ -127,7 +132,7 @@ async def test_a_busy_decode_s_prefill_gets_the_whole_request(rig):
     assert not d.requests
     info = await rig.until_states("healthy", "healthy")
     assert [i["token_ms"] for i in info["instances"]] == [10, 90]
-    d.told["pace"] |= {"token_ms": 20, "decode_ms": 20}
+    d.told["pace"] |= {"token_ms": 12, "decode_ms": 12}
     async with asyncio.timeout(TIME_LIMIT):
         while not d.requests:
             await generate(client)
