@@ -93,10 +93,12 @@ def write_random_gguf(path: Path, size: Size, kinds: Mapping[str, Kind], seed: i
         _copy_tokenizer(writer)
     for name, shape in _matrices(size):
         kind, k = kinds.get(name, Kind.F32), shape[-1]
+        deviation = 1.0 if size.experts and name == "token_embd.weight" else k**-0.5
         if kind == Kind.F32:
-            writer.add_tensor(name, rng.normal(0.0, k**-0.5, shape).astype(np.float32))
+            writer.add_tensor(name, rng.normal(0.0, deviation, shape).astype(np.float32))
         else:
-            blocks = random_blocks(kind, math.prod(shape[:-1]), k, rng, k**-0.5)
+            # Where all tokens are alike they choose the same experts: with experts, nothing is to be added to all of them.
+            blocks = random_blocks(kind, math.prod(shape[:-1]), k, rng, deviation, signed=size.experts > 0)
             writer.add_tensor(name, blocks.reshape(*shape[:-1], -1), raw_dtype=kind)
     for name, width in _norms(size):
         writer.add_tensor(name, np.ones(width, dtype=np.float32))

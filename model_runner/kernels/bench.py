@@ -20,6 +20,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from ...model_files.spec import ExpertsSpec, MLPSpec, ModelSpec
 from ...runtime.options import ServerOptions
 from ..forward_batch import ForwardBatch
 from ..loader.quantized_blocks import FORMATS
@@ -112,23 +113,37 @@ def _pass(name: str, model: ModelRunner, batch: ForwardBatch, roofline: Roofline
 
 
 def _bytes_read(model: ModelRunner, batch: ForwardBatch) -> float:
-    """Every weight once, and the KV of every row."""
+    """Every weight once, and the KV of every row. Of experts, what the last pass has read."""
     kv_tokens = sum(map(operator.add, batch.starts, batch.q_lens))
-    return float(model.step_weight_bytes + kv_tokens * model.layout.page_bytes / model.layout.page_size)
+    weights = model.step_weight_bytes
+    if model.engine is not None and any(isinstance(layer.mlp, ExpertsSpec) for layer in _spec(model).layers):
+        weights = sum(model.engine.weight_bytes_read().values())
+    return float(weights + kv_tokens * model.layout.page_bytes / model.layout.page_size)
 
 
 def _operations(model: ModelRunner, batch: ForwardBatch) -> float:
     """Of the linear layers for every token, the head for the last of each row, and attention below the diagonal."""
-    spec = model.spec
-    if spec is None:
-        raise ValueError("the operations of a model by transformers' own class are not known")
+    spec = _spec(model)
     width = sum(layer.attention.heads * layer.attention.head_dim for layer in spec.layers)
-    inner = sum(layer.mlp.inner for layer in spec.layers)
+    inner = sum(_inner(layer.mlp) for layer in spec.layers)
     weights = 2 * width + spec.num_layers * spec.kv_elements + 3 * inner
     layers = batch.num_tokens * weights * spec.hidden_size
     head = len(batch.q_lens) * spec.vocab_size * spec.hidden_size
     pairs = sum(count * (2 * start + count + 1) / 2 for start, count in zip(batch.starts, batch.q_lens, strict=True))
     return 2.0 * (layers + head) + 4.0 * width * pairs
+
+
+def _inner(network: MLPSpec | ExpertsSpec) -> int:
+    """Inner columns that a token goes through."""
+    if isinstance(network, MLPSpec):
+        return network.inner
+    return network.chosen * network.inner + (0 if network.shared is None else network.shared.inner)
+
+
+def _spec(model: ModelRunner) -> ModelSpec:
+    if model.spec is None:
+        raise ValueError("the operations of a model by transformers' own class are not known")
+    return model.spec
 
 
 def make_batch(table: torch.Tensor, starts: list[int], q_lens: list[int], vocab_size: int) -> ForwardBatch:

@@ -34,14 +34,20 @@ HALVES = {
 
 
 def random_blocks(
-    kind: GGMLQuantizationType, n: int, k: int, rng: np.random.Generator, size: float = 1.0
+    kind: GGMLQuantizationType, n: int, k: int, rng: np.random.Generator, size: float = 1.0, *, signed: bool = False
 ) -> npt.NDArray[np.uint8]:
-    """uint8 [n, bytes of k weights]: random bytes, and scales with which the weights deviate by about ``size``."""
+    """uint8 [n, bytes of k weights]: random bytes, and scales with which the weights deviate by about ``size``.
+
+    ``signed``: half of the scales are negative, so that the weights' mean is zero where a kind's numbers' is not.
+    """
     weights, nbytes = GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (n, k // weights, nbytes), dtype=np.uint8)
     _write_halves(blocks, HALVES[kind], np.ones((*blocks.shape[:2], 1)))
     measure = float(gguf.dequantize(blocks[:64].reshape(min(n, 64), -1), kind).std())
-    _write_halves(blocks, HALVES[kind], size / measure * rng.uniform(0.5, 1.5, (*blocks.shape[:2], 1)))
+    scales = rng.uniform(0.5, 1.5, (*blocks.shape[:2], 1))
+    if signed:
+        scales *= rng.choice([-1.0, 1.0], scales.shape)
+    _write_halves(blocks, HALVES[kind], size / measure * scales)
     return blocks.reshape(n, -1)
 
 

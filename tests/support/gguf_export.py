@@ -34,22 +34,29 @@ def write_gguf(
     *,
     fuse_qkv: bool = False,
     more: Mapping[str, Any] | None = None,
+    kinds: Mapping[str, GGMLQuantizationType] | None = None,
+    expanded: bool = False,
 ) -> Path:
-    """Matrices are of ``kind``; ``fuse_qkv``: q, k and v in one tensor, as in files of ChatGLM; ``more`` metadata."""
+    """Matrices are of ``kind``, those with one of these names in theirs of ``kinds``; ``fuse_qkv``: q, k and v in one
+    tensor, as in files of ChatGLM; ``more`` metadata. ``expanded``: of latent attention, as files were before llama.cpp
+    had its absorbed form.
+    """
     config = model.config
     arch = ARCHS.get(config.model_type, config.model_type)
     writer = GGUFWriter(path, arch)
     _add_metadata(writer, config, arch)
+    if arch == "deepseek2":
+        _add_latent(writer, config, expanded)
     _add_rope(writer, config, arch)
     for key, value in (more or {}).items():
-        kinds = {str: GGUFValueType.STRING, bool: GGUFValueType.BOOL, float: GGUFValueType.FLOAT32}
-        writer.add_key_value(f"{arch}.{key}", value, kinds.get(type(value), GGUFValueType.UINT32))
+        types = {str: GGUFValueType.STRING, bool: GGUFValueType.BOOL, float: GGUFValueType.FLOAT32}
+        writer.add_key_value(f"{arch}.{key}", value, types.get(type(value), GGUFValueType.UINT32))
     archs = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     # The table of ChatGLM knows only the names of its own checkpoints.
     names = gguf.get_tensor_name_map(archs["llama" if arch == "chatglm" else arch], config.num_hidden_layers)
     state = _split_experts({name: tensor.numpy() for name, tensor in model.state_dict().items()}, arch)
     if arch == "deepseek2":
-        state = _split_latent(state, config)
+        state = _split_latent(state, config, expanded)
     if config.tie_word_embeddings:
         state.pop("lm_head.weight")
     if fuse_qkv:
@@ -58,8 +65,9 @@ def write_gguf(
         theirs = _name(names, name)
         values = _converted(name, values, config, arch)
         is_matrix = values.ndim >= 2 and theirs.endswith(".weight") and "ffn_gate_inp" not in theirs
-        if is_matrix and kind != GGMLQuantizationType.F32:
-            writer.add_tensor(theirs, gguf.quantize(values, kind), raw_dtype=kind)
+        own = next((own for part, own in (kinds or {}).items() if part in theirs), kind)
+        if is_matrix and own != GGMLQuantizationType.F32:
+            writer.add_tensor(theirs, gguf.quantize(values, own), raw_dtype=own)
         else:
             writer.add_tensor(theirs, values)
     writer.write_header_to_file()
@@ -110,11 +118,11 @@ def _split_experts(state: dict[str, np.ndarray], arch: str) -> dict[str, np.ndar
     return split
 
 
-def _split_latent(state: dict[str, np.ndarray], config: Any) -> dict[str, np.ndarray]:
+def _split_latent(state: dict[str, np.ndarray], config: Any, expanded: bool) -> dict[str, np.ndarray]:
     """kv_b of latent attention as two stacks of a matrix for each head, that of the keys transposed."""
     split: dict[str, np.ndarray] = {}
     for name, values in state.items():
-        if not name.endswith("kv_b_proj.weight"):
+        if expanded or not name.endswith("kv_b_proj.weight"):
             split[name.replace("e_score_correction_bias", "e_score_correction.bias")] = values
             continue
         by_head = values.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
@@ -137,13 +145,12 @@ def _add_metadata(writer: GGUFWriter, config: Any, arch: str) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(1 if arch == "deepseek2" else config.num_key_value_heads)
+    if arch != "deepseek2":
+        writer.add_head_count_kv(config.num_key_value_heads)
     _add_experts(writer, config, arch)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    if arch == "deepseek2":
-        _add_latent(writer, config)
-    elif head_dim * config.num_attention_heads != config.hidden_size:
+    if arch != "deepseek2" and head_dim * config.num_attention_heads != config.hidden_size:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if arch in ("gemma2", "gemma3", "phi3", "gpt-oss"):
@@ -170,12 +177,19 @@ def _add_experts(writer: GGUFWriter, config: Any, arch: str) -> None:
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
-def _add_latent(writer: GGUFWriter, config: Any) -> None:
-    """Keys and values as of one head in the absorbed form, and by head before it."""
-    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
-    writer.add_value_length(config.kv_lora_rank)
-    writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
-    writer.add_value_length_mla(config.v_head_dim)
+def _add_latent(writer: GGUFWriter, config: Any, expanded: bool) -> None:
+    """Keys and values as of one head in the absorbed form, and by head beside it or before it."""
+    key_length = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if expanded:
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(key_length)
+        writer.add_value_length(config.v_head_dim)
+    else:
+        writer.add_head_count_kv(1)
+        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+        writer.add_value_length(config.kv_lora_rank)
+        writer.add_key_length_mla(key_length)
+        writer.add_value_length_mla(config.v_head_dim)
     if config.q_lora_rank is not None:
         writer.add_q_lora_rank(config.q_lora_rank)
     writer.add_kv_lora_rank(config.kv_lora_rank)
@@ -184,8 +198,8 @@ def _add_latent(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     is_sigmoid = config.model_type == "deepseek_v3"
     writer.add_expert_weights_norm(is_sigmoid and config.norm_topk_prob)
-    kinds = gguf.ExpertGatingFuncType
-    writer.add_expert_gating_func(kinds.SIGMOID if is_sigmoid else kinds.SOFTMAX)
+    gating = gguf.ExpertGatingFuncType
+    writer.add_expert_gating_func(gating.SIGMOID if is_sigmoid else gating.SOFTMAX)
     if config.n_group:
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)

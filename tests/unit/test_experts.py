@@ -9,14 +9,13 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE, DeepseekV3TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from pdserve.model_files.spec import Activation, ExpertScoring, ExpertsSpec, GroupScore, MLPSpec
 from pdserve.model_runner.models.experts import Experts
-from pdserve.model_runner.models.routing import choose_experts
 
 HIDDEN, INNER, COUNT, TOKENS = 20, 14, 12, 33
 PLAIN = ExpertsSpec(count=COUNT, chosen=3, inner=INNER)
@@ -126,35 +125,6 @@ def test_a_token_by_itself_is_a_token_among_others() -> None:
     # In another order each expert has the same tokens, so that not even rounding differs.
     assert torch.equal(experts.forward(x.flip(0)).flip(0), together)
     assert experts.forward(x[:0]).shape == (0, HIDDEN)
-
-
-def test_of_equal_scores_the_first_expert_s_counts() -> None:
-    logits = torch.zeros(2, COUNT)
-    logits[1, 5] = 1.0
-    assert choose_experts(PLAIN, logits, None).experts.tolist() == [[0, 1, 2], [5, 0, 1]]
-    grouped = replace(PLAIN, groups=3, groups_chosen=1)
-    assert choose_experts(grouped, logits, None).experts.tolist() == [[0, 1, 2], [5, 4, 6]]
-
-
-def test_choice_of_deepseek_v3() -> None:
-    config = transformers.DeepseekV3Config(
-        hidden_size=HIDDEN,
-        n_routed_experts=COUNT,
-        num_experts_per_tok=3,
-        n_group=4,
-        topk_group=2,
-        routed_scaling_factor=2.5,
-    )
-    router = DeepseekV3TopkRouter(config)
-    nn.init.normal_(router.weight)
-    router.e_score_correction_bias.normal_()
-    with torch.inference_mode():
-        logits, weights, experts = router(draw(500))
-        ours = choose_experts(DEEPSEEK_V3, logits, router.e_score_correction_bias)
-    order = ours.experts.argsort(-1)
-    theirs = experts.argsort(-1)
-    assert torch.equal(ours.experts.gather(-1, order), experts.gather(-1, theirs))
-    torch.testing.assert_close(ours.weights.gather(-1, order), weights.gather(-1, theirs))
 
 
 SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_experts_per_tok": 3}

@@ -16,6 +16,8 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 from support.families import make_reference
 from support.gguf_export import write_gguf
+from support.model_harness import PAGE, PAGES, Harness, Rows, draw
+from support.rank_threads import make_ranks, together
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -27,11 +29,14 @@ from pdserve.model_files.sharding import shard
 from pdserve.model_files.spec import ExpertsSpec, ModelSpec
 from pdserve.model_files.spec_reader import read_spec
 from pdserve.model_files.tensor_names import GGUF_EXPERTS, HF_EXPERTS, Part, find_parts
+from pdserve.model_runner.kernels.build import BuildError
+from pdserve.model_runner.kernels.library import load_library
 from pdserve.model_runner.loader.gguf_blocks import GGUFBlocks, linear_layers
 from pdserve.model_runner.loader.load import fingerprint, load_model_weights
 from pdserve.model_runner.loader.mxfp4 import dequantise
 from pdserve.model_runner.loader.quantized_blocks import FORMATS, RoundedBlocks, has_whole_blocks
 from pdserve.model_runner.models.decoder import Decoder
+from pdserve.runtime.options import ServerOptions
 
 BLOCKY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Rows of whole blocks of 32."""
@@ -296,6 +301,55 @@ def test_rounded_blocks_are_of_each_expert_s_own_matrix() -> None:
         "qwen2-moe", **BLOCKY, moe_intermediate_size=64, head_dim=16, shared_expert_intermediate_size=32
     )
     assert has_whole_blocks(spec_from_hf(whole.config.to_dict()))
+
+
+@pytest.fixture
+def has_kernels() -> None:
+    try:
+        load_library()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+def noise(ours: Tensor, exact: Tensor) -> float:
+    return float((ours - exact).norm() / exact.norm())
+
+
+EVERY_EXPERT = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128, "num_experts_per_tok": 5}
+"""Whoever chooses some of them chooses others where something was rounded."""
+
+
+@pytest.mark.usefixtures("has_kernels")
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0])
+def test_the_kernels_multiply_with_each_expert_s_own_blocks(kind: Kind, tmp_path: Path) -> None:
+    path = write_gguf(make_reference("qwen2-moe", **BLOCKY, **EVERY_EXPERT, head_dim=16), tmp_path / "m.gguf", kind)
+    tokens = draw(60, 6)
+    exact = Harness(path, attention_backend="torch").forward((0, tokens))
+    blocks = Harness(path, dtype="float32", quantization="gguf")
+    assert (blocks.runner.attention_backend, blocks.runner.quantization) == ("cpu", "gguf")
+    ours = torch.cat((blocks.forward((0, tokens[:50])), blocks.forward((0, tokens[50:]))))
+    # Activations are rounded to 8 bits; a wrong expert costs everything.
+    assert 1e-4 < noise(ours, exact) < 0.1
+    options = {"device": "cpu", "dtype": "float32", "page_size": PAGE, "max_total_tokens": PAGES * PAGE}
+    ranks = make_ranks(2, ServerOptions(model_path=str(path), quantization="gguf", **options))
+    halves = together(ranks, lambda runner: Rows(runner.forward).forward((0, tokens)))
+    assert 1e-4 < noise(halves, exact) < 0.1
+
+
+@pytest.mark.usefixtures("has_kernels")
+def test_experts_are_rounded_one_by_one(tmp_path: Path) -> None:
+    source = save("qwen2-moe", tmp_path, **BLOCKY, **EVERY_EXPERT, head_dim=16)
+    tokens = draw(60, 6)
+    exact = Harness(source.path, attention_backend="torch").forward((0, tokens))
+    ours = Harness(source.path, quantization="int8").forward((0, tokens))
+    assert 1e-4 < noise(ours, exact) < 0.1
+
+
+@pytest.mark.parametrize("name", ["qwen2-moe", "gpt-oss"])
+def test_dummy_weights_need_only_a_config(name: str, tmp_path: Path) -> None:
+    make_reference(name).config.save_pretrained(tmp_path)
+    harness = Harness(tmp_path, load_format="dummy", attention_backend="torch")
+    assert harness.forward((0, draw(30, 1))).isfinite().all()
 
 
 def test_linear_layers_of_dense_and_sparse_layers() -> None:

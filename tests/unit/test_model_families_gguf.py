@@ -20,7 +20,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-largest": ("gemma2", {"num_hidden_layers": 46, "query_pre_attn_scalar": 8}),
     "gemma3-more": ("gemma3", {"num_hidden_layers": 13, "num_key_value_heads": 3}),
 }
-SAME_KEYS = ["glm", "phi3", "granite", "smollm3", "gemma2"]
+SAME_KEYS = ["glm", "phi3", "granite", "smollm3", "gemma2", "mixtral", "gpt-oss"]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,4 +72,31 @@ def test_fused_blocks_are_served_as_they_are(
     assert (blocks.runner.attention_backend, blocks.runner.quantization) == ("cpu", "gguf")
     ours = torch.cat((blocks.forward((0, tokens[:50])), blocks.forward((0, tokens[50:]))))
     # Rounding activations to 8 bits costs some percent of so wild a model; a wrong row costs everything.
+    assert 1e-4 < (ours - exact).norm() / exact.norm() < 0.1
+
+
+def test_latent_attention_of_older_files(tmp_path: Path) -> None:
+    """Keys and values of all heads in one matrix."""
+    model, tokens = make_reference("deepseek-v3"), draw(LENGTH, 3)
+    path = write_gguf(model, tmp_path / "m.gguf", expanded=True)
+    close(Harness(path, attention_backend="torch").forward((0, tokens)), reference_logits(model, tokens))
+
+
+@pytest.mark.parametrize("q_lora_rank", [32, None])
+def test_blocks_of_latent_attention_are_served_as_they_are(q_lora_rank: int | None, tmp_path: Path) -> None:
+    """Queries and the row are multiplied with together, in formats of their own."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4}
+    # Without experts: their choice changes with the rounding of activations.
+    sizes |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 32, "first_k_dense_replace": 3}
+    path = write_gguf(
+        make_reference("deepseek-v3", **sizes, q_lora_rank=q_lora_rank),
+        tmp_path / "m.gguf",
+        GGMLQuantizationType.Q8_0,
+        kinds={"attn_kv_a_mqa": GGMLQuantizationType.Q5_1},
+    )
+    tokens = draw(60, 6)
+    exact = Harness(path, attention_backend="torch").forward((0, tokens))
+    blocks = Harness(path, dtype="float32", quantization="gguf")
+    assert (blocks.runner.attention_backend, blocks.runner.quantization) == ("cpu", "gguf")
+    ours = torch.cat((blocks.forward((0, tokens[:50])), blocks.forward((0, tokens[50:]))))
     assert 1e-4 < (ours - exact).norm() / exact.norm() < 0.1

@@ -50,6 +50,30 @@ GEMMA3_4B = {
     "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
     "sliding_window": 1024,
 }
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    **sizes(2880, 2880, 24, 64, 8, 131072),
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "initial_context_length": 4096,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "num_experts_per_tok": 4,
+    "num_local_experts": 32,
+    "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+}
+GPT_OSS_YARN = {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "rope_type": "yarn",
+    "truncate": False,
+}
 DEEPSEEK = {
     "aux_loss_alpha": 0.001,
     "ep_size": 1,
@@ -201,6 +225,56 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "partial_rotary_factor": 0.5,
     },
+    "Mixtral 8x7B": {
+        "model_type": "mixtral",
+        **sizes(4096, 14336, 32, 32, 8, 32768),
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+    "Mixtral by defaults": {
+        "model_type": "mixtral",
+        **sizes(4096, 14336, 32, 32, 8, 32768),
+        "num_local_experts": 8,
+    },
+    "Qwen1.5-MoE": {
+        "model_type": "qwen2_moe",
+        **sizes(2048, 5632, 24, 16, 16, 8192),
+        "decoder_sparse_step": 1,
+        "max_window_layers": 21,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": False,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "rope_theta": 1000000.0,
+        "shared_expert_intermediate_size": 5632,
+        "sliding_window": 32768,
+        "use_sliding_window": False,
+    },
+    "Qwen3 30B-A3B": {
+        "model_type": "qwen3_moe",
+        **sizes(2048, 6144, 48, 32, 4, 40960),
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "GPT-OSS 20B": GPT_OSS | {"rope_scaling": GPT_OSS_YARN, "rope_theta": 150000},
+    "GPT-OSS by defaults": GPT_OSS,
     "DeepSeek-V2-Lite": {
         "model_type": "deepseek_v2",
         **sizes(2048, 10944, 27, 16, 16, 163840),
@@ -272,6 +346,27 @@ def test_ropes_and_windows_are_those_of_transformers(name: str) -> None:
     assert (attention.heads, attention.kv_heads) == (config.num_attention_heads, kv_heads)
     assert spec.final_norm.eps == config.rms_norm_eps
     assert (spec.tied_head, spec.vocab_size) == (config.tie_word_embeddings, config.vocab_size)
+
+
+@pytest.mark.parametrize("name", ["Mixtral 8x7B", "Mixtral by defaults", "Qwen1.5-MoE", "Qwen3 30B-A3B", "GPT-OSS 20B"])
+def test_experts_are_those_of_transformers(name: str) -> None:
+    raw = CONFIGS[name]
+    spec, config = spec_from_hf(raw), AutoConfig.for_model(**copy.deepcopy(raw))
+    for layer in spec.layers:
+        experts = layer.mlp
+        assert isinstance(experts, ExpertsSpec)
+        assert (experts.count, experts.chosen) == (
+            config.num_local_experts if "GPT" in name else config.num_experts,
+            config.num_experts_per_tok,
+        )
+        assert experts.inner == getattr(config, "moe_intermediate_size", config.intermediate_size)
+        assert experts.normalised == getattr(config, "norm_topk_prob", True)
+        assert experts.limit == getattr(config, "swiglu_limit", None)
+        assert (experts.shared.inner if experts.shared else None) == getattr(
+            config, "shared_expert_intermediate_size", None
+        )
+    assert spec.layers[0].attention.qkv_bias == (name in ("Qwen1.5-MoE", "GPT-OSS 20B"))
+    assert spec.layers[0].attention.sinks == ("GPT" in name)
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V2-Lite", "DeepSeek-V3"])

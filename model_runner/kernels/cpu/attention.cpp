@@ -211,9 +211,7 @@ class AttentionWorker {
       }
       if (!latent_) gather_values<Words>(base + values_offset_, place.offsets, slots, place.count, dim_, values);
     }
-    for (int i = 0; latent_ && i * kBlockSlots < place.count; ++i) {
-      values_of_keys(tile.keys[i], value_dim_, Words{}, values + i * kRows * value_dim_);
-    }
+    if (latent_) copy_values(tile, place.count, values);
     if (Words::kGroup == 2 && place.count % 2 != 0) clear_neighbour(tile, place.count, values);
     return tile;
   }
@@ -281,6 +279,15 @@ class AttentionWorker {
       tile.values[i] = values;
     }
     return tile;
+  }
+
+  // Not inlined: it would crowd the loops of models whose values lie apart.
+  template <class Words>
+  __attribute__((noinline)) void copy_values(const BlockTile<Words>& tile, int count, uint32_t* values) const {
+    constexpr int kRows = kBlockSlots / Words::kGroup;
+    for (int i = 0; i * kBlockSlots < count; ++i) {
+      values_of_keys(tile.keys[i], value_dim_, Words{}, values + i * kRows * value_dim_);
+    }
   }
 
   // The last key's neighbour in a pair may be anything, and 0 times anything may be NaN: the products read a copy.
