@@ -128,7 +128,7 @@ def foreseen(tokens: int, threads: int, dtype: torch.dtype) -> dict[LinearKind, 
     }
     layer = (Product * len(LAYER))(*(products[kind] for kind in products if kind != LinearKind.HEAD))
     rows = LIBRARY.pds_choose_by_rows(layer, threads)
-    result = {LinearKind.ROUTER: 0}
+    result = dict.fromkeys(LinearKind, 0)
     for kind, one in products.items():
         alone = kind == LinearKind.HEAD
         row_groups = threads if rows and not alone else choose(one, threads)[0]
