@@ -1,8 +1,9 @@
 """Measures decode steps over pools of each ``--kv-cache-dtype``: ``python -m pdserve.model_runner.kernels.kv_bench``.
 
 One model a type, all in memory together; passes of all of them take turns, so that what a machine does meanwhile is
-done to all, and a ratio is the median of those of the turns. Prints what a token takes, how many fit into a GiB, and for
-each batch milliseconds (the best) and the ratio beside the first type's. ``PDSERVE_CPU_ISA`` chooses the kernels' level.
+done to all, and a ratio is the median of those of the turns. Prints what a token takes, how many fit into a GiB, and
+for each batch milliseconds (the best) and the ratio beside the first type's. ``PDSERVE_CPU_ISA`` chooses the kernels'
+level.
 """
 
 from __future__ import annotations
