@@ -339,6 +339,32 @@ def test_store_writes_its_slots_and_leaves_their_neighbours(
     assert torch.equal(*(data.view(torch.uint8) for data in (stored, pool.data)))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head", "expected"),
+    [
+        (torch.int8, [127.0, 0.5, 1.5, -2.5, -3.5, 126.5], [127, 0, 2, -2, -4, 126]),
+        (torch.float8_e4m3fn, [448.0, 17.0, 19.0, -(2.0**-10), 3 * 2.0**-10, 432.0], [448, 16, 20, 0, 2**-8, 448]),
+        (torch.float8_e5m2, [57344.0, 9.0, 11.0, -(2.0**-17), 3 * 2.0**-17, 10.0], [57344, 8, 12, 0, 2**-15, 10]),
+    ],
+)
+def test_half_a_step_is_rounded_to_the_even_number(
+    dtype: torch.dtype, head: list[float], expected: list[float]
+) -> None:
+    """By both engines; the largest number makes the scale 1."""
+    from pdserve.model_runner.kernels.attention import PagedAttention
+
+    k = torch.zeros(1, 1, 16)
+    k[0, 0, : len(head)] = torch.tensor(head)
+    ours, theirs = (
+        MHATokenToKVPool(make_pool_layout(16, 1, 1, 16, dtype, order), 2, torch.device("cpu"))
+        for order in ("blocks", "tokens")
+    )
+    PagedAttention(ours, 1, Team(1)).store(0, torch.tensor([17]), k, k)
+    theirs.store(0, theirs.token_rows(torch.tensor([17])), k, k)
+    for pool in (in_order(ours, "tokens"), theirs):
+        assert values_of(pool)[1, 0, :, 1, 0, : len(head)].tolist() == [expected, expected]
+
+
 def test_pools_that_the_kernel_cannot_read_are_refused() -> None:
     from pdserve.model_runner.kernels.attention import PagedAttention
 

@@ -93,14 +93,16 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("mode", ["unified", "prefill"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_steps_are_those_of_the_general_way(folder: Path, dtype: str, mode: str) -> None:
-    models = [make_model(folder, dtype=dtype, disaggregation_mode=mode) for _ in range(2)]
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8"), ("float32", "fp8_e5m2")]
+)
+def test_steps_are_those_of_the_general_way(folder: Path, dtype: str, kv_dtype: str, mode: str) -> None:
+    models = [make_model(folder, dtype=dtype, kv_cache_dtype=kv_dtype, disaggregation_mode=mode) for _ in range(2)]
     ours, general = (StepRunner(model, ROWS) for model in models)
     general._native = None
     for model in models:
         # What former owners leave in a page.
-        model.pool.data[1:].fill_(float("nan"))
+        model.pool.data[1:].fill_(0xFF if model.pool.is_quantized else float("nan"))
     for step in random_steps(11):
         expected = general.run(step)
         result = ours.run(step)

@@ -74,6 +74,14 @@ def test_quantised_weights_cost_little(scores: dict[str, Score], quantization: s
     assert scores[way].divergence < divergence
 
 
+@pytest.mark.parametrize(("kv_dtype", "divergence"), [("int8", 4e-3), ("fp8_e4m3", 1.6e-2), ("fp8_e5m2", 6e-2)])
+def test_quantised_kv_costs_little(scores: dict[str, Score], kv_dtype: str, divergence: float) -> None:
+    """Bounds of more than twice what the first 4,096 tokens cost."""
+    way = f"pdserve bfloat16, KV {kv_dtype}"
+    assert ratio(scores, way) == pytest.approx(1, abs=0.06)
+    assert scores[way].divergence < divergence
+
+
 def test_scores_are_the_formulas() -> None:
     """Over two windows of three tokens: a fair die, and one that falls on its first side half of the time."""
     fair = torch.zeros(3, 6)
