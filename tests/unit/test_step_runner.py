@@ -248,6 +248,34 @@ def test_bad_rows_and_moved_slots_are_errors_before_anything_is_written(runner, 
     assert len(model.batches) == 1
 
 
+def test_window_pages_follow_the_steps(model: FakeModel) -> None:
+    model.num_window_pages = 4
+    runner = StepRunner(model, 4)
+    first = make_step((0, 0, [1, 2, 3], True), new_rows=[make_row(0)])
+    first.window_pages = pack_i32([1, 3, 31, 2])
+    runner.run(first)
+    at = model.batches[0].window_pages
+    assert at.nonzero().flatten().tolist() == [1, 31]
+    assert at[[1, 31]].tolist() == [3, 2]
+    # The array stays where it is: kernels were told once.
+    second = make_step((0, 3, None, True))
+    second.window_pages = pack_i32([31, 0, 2, 1])
+    runner.run(second)
+    assert model.batches[1].window_pages is at
+    assert at[[1, 2, 31]].tolist() == [3, 1, 0]
+
+
+@pytest.mark.parametrize("changes", [[32, 1], [-1, 1], [1, 4], [1, -1]])
+def test_window_pages_that_are_not_there_are_errors(model: FakeModel, changes: list[int]) -> None:
+    for pages in (4, 0):
+        model.num_window_pages = pages
+        step = make_step((0, 0, [1, 2, 3], True), new_rows=[make_row(0)])
+        step.window_pages = pack_i32(changes)
+        with pytest.raises(IndexError, match="step 1"):
+            StepRunner(model, 4).run(step)
+        assert not model.batches
+
+
 @pytest.mark.parametrize(
     "change",
     [
