@@ -97,7 +97,8 @@ def write_random_gguf(path: Path, size: Size, kinds: Mapping[str, Kind], seed: i
         if kind == Kind.F32:
             writer.add_tensor(name, rng.normal(0.0, deviation, shape).astype(np.float32))
         else:
-            # Where all tokens are alike they choose the same experts: with experts, nothing is to be added to all of them.
+            # Where all tokens are alike they choose the same experts: with experts, nothing is to be added to all of
+            # them.
             blocks = random_blocks(kind, math.prod(shape[:-1]), k, rng, deviation, signed=size.experts > 0)
             writer.add_tensor(name, blocks.reshape(*shape[:-1], -1), raw_dtype=kind)
     for name, width in _norms(size):
