@@ -37,7 +37,7 @@ class GGUFBlocks(BlockSource):
         """``shard``: of which rank; the blocks are its part of the model ``spec``."""
         self._shard = shard
         self._matrices = GGUFWeights(path, spec).matrices()
-        known = [group for group in linear_layers(spec) if self._is_known(group)]
+        known = {group for group in linear_layers(spec) if self._is_known(group)}
         self._served = {group: group in known and self._can_divide(group) for group in linear_layers(spec)}
         self.left_out = self._names([group for group in known if self._served[group]])
         # Where a rank's part is no whole blocks, it is the same weights all the same.

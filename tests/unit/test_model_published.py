@@ -256,6 +256,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 32768,
         "use_sliding_window": False,
     },
+    "Qwen2-MoE with windows": {
+        "model_type": "qwen2_moe",
+        **sizes(2048, 5632, 24, 16, 16, 8192),
+        "max_window_layers": 9,
+        "num_experts": 60,
+        "sliding_window": 500,
+        "use_sliding_window": True,
+    },
     "Qwen3 30B-A3B": {
         "model_type": "qwen3_moe",
         **sizes(2048, 6144, 48, 32, 4, 40960),
@@ -348,7 +356,10 @@ def test_ropes_and_windows_are_those_of_transformers(name: str) -> None:
     assert (spec.tied_head, spec.vocab_size) == (config.tie_word_embeddings, config.vocab_size)
 
 
-@pytest.mark.parametrize("name", ["Mixtral 8x7B", "Mixtral by defaults", "Qwen1.5-MoE", "Qwen3 30B-A3B", "GPT-OSS 20B"])
+@pytest.mark.parametrize(
+    "name",
+    ["Mixtral 8x7B", "Mixtral by defaults", "Qwen1.5-MoE", "Qwen2-MoE with windows", "Qwen3 30B-A3B", "GPT-OSS 20B"],
+)
 def test_experts_are_those_of_transformers(name: str) -> None:
     raw = CONFIGS[name]
     spec, config = spec_from_hf(raw), AutoConfig.for_model(**copy.deepcopy(raw))
@@ -365,7 +376,7 @@ def test_experts_are_those_of_transformers(name: str) -> None:
         assert (experts.shared.inner if experts.shared else None) == getattr(
             config, "shared_expert_intermediate_size", None
         )
-    assert spec.layers[0].attention.qkv_bias == (name in ("Qwen1.5-MoE", "GPT-OSS 20B"))
+    assert spec.layers[0].attention.qkv_bias == (not name.startswith(("Mixtral", "Qwen3")))
     assert spec.layers[0].attention.sinks == ("GPT" in name)
 
 
