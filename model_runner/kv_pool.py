@@ -195,22 +195,20 @@ class MLATokenToKVPool:
         self.dtype: torch.dtype = getattr(torch, kept.dtype)
         self.heads = (0, 1)
         self._index = {layer: i for i, layer in enumerate(kept.layers)}
-        self.is_quantized = self.dtype in LARGEST
-        stored = torch.uint8 if self.is_quantized else self.dtype
-        self._width = kept.head_dim + (SCALE_BYTES if self.is_quantized else 0)
-        of_layer = (layout.page_size, self._width)
+        self.is_quantized = False
+        of_layer = (layout.page_size, kept.head_dim)
         shape = (num_pages, kept.num_layers, *(of_layer if layout.order == "tokens" else (math.prod(of_layer),)))
         if buffer is None:
-            self.data = torch.zeros(shape, dtype=stored, device=device)
+            self.data = torch.zeros(shape, dtype=self.dtype, device=device)
         else:
-            self.data = torch.frombuffer(buffer, dtype=stored).view(shape)
-        self._token_rows = self.data.view(-1, self._width)
+            self.data = torch.frombuffer(buffer, dtype=self.dtype).view(shape)
+        self._token_rows = self.data.view(-1, kept.head_dim)
         self._page_rows = self.data.view(num_pages * kept.num_layers, -1)
 
     @property
     def head_bytes(self) -> int:
         """What a row takes."""
-        return self._width * self.data.itemsize
+        return self.group.head_dim * self.data.itemsize
 
     def token_rows(self, slots: Tensor) -> Tensor:
         """Where the first layer's rows of ``slots`` (int64) lie; the argument of ``store``."""
@@ -220,18 +218,12 @@ class MLATokenToKVPool:
     def store(self, layer: int, token_rows: Tensor, k: Tensor, v: Tensor) -> None:
         """Write the rows ``k`` [T, 1, D] of ``layer`` to the slots behind ``token_rows`` [T]; ``v`` is part of them."""
         rows = token_rows + self._index[layer] * self.layout.page_size
-        stored = pack_heads(k, self.dtype) if self.is_quantized else k.to(self.dtype)
-        self._token_rows.index_copy_(0, rows, stored.reshape(-1, self._width))
+        self._token_rows.index_copy_(0, rows, k.reshape(-1, self.group.head_dim).to(self.dtype))
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of ``layer`` in ``pages`` (int64 [N]): a copy [N * page_size, 1, D], and the values in it.
-
-        Of the pool's own type, or float32 where that is quantised.
-        """
+        """Rows of ``layer`` in ``pages`` (int64 [N]): a copy [N * page_size, 1, D], and the values in it."""
         rows = pages * self.group.num_layers + self._index[layer]
-        found = self._page_rows.index_select(0, rows).view(-1, 1, self._width)
-        if self.is_quantized:
-            found = unpack_heads(found, self.dtype)
+        found = self._page_rows.index_select(0, rows).view(-1, 1, self.group.head_dim)
         return found, found[..., : self.group.value_dim]
 
     def clear(self, pages: Tensor) -> None:

@@ -33,6 +33,7 @@ from .attention.registry import choose_attention_backend, make_attention_backend
 from .device import choose_device, choose_dtype, choose_kv_dtype, device_memory
 from .forward_batch import ForwardBatch
 from .kv_pool import HasKV, KVPool, KVShape, make_layout, make_pool
+from .kv_quantization import LARGEST
 from .loader.load import fingerprint, foreign_fingerprint, load_model_weights
 from .loader.open_blocks import open_blocks
 from .loader.quantized_blocks import BlockSource, has_whole_blocks
@@ -121,6 +122,11 @@ class ModelRunner:
             identity = with_context(described, self.context_length)
             spec = self.spec = without_idle_windows(identity)
             self.vocab_size = spec.vocab_size
+            if spec.latent_dim is not None and kv_dtype in LARGEST:
+                raise UnsupportedModel(
+                    f"--kv-cache-dtype {options.kv_cache_dtype} is not supported for latent attention (MLA); "
+                    "leave it out, or choose bfloat16"
+                )
         shard = self._shard(spec)
         with self._timed("kernels"):
             self.attention_backend = choose_attention_backend(

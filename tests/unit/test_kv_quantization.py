@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.families import make_reference
 from support.model_harness import CONTEXT, PAGE, VOCAB, Harness, draw, reference_logits
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_runner.device import choose_kv_dtype
 from pdserve.model_runner.kernels.build import levels_here
 from pdserve.model_runner.kv_pool import KVShape, make_layout
@@ -149,3 +151,9 @@ def test_pages_that_are_begun_leave_without_a_former_owners_nan(llama: tuple[tor
     receiver = harness(folder, "torch", "fp8_e4m3")
     receiver.take_over(0, sender.hand_over(0))
     assert receiver.forward((0, [1])).isfinite().all()
+
+
+def test_latent_rows_are_not_quantised(tmp_path: Path) -> None:
+    make_reference("deepseek-v3").save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="int8 is not supported for latent attention"):
+        Harness(tmp_path, kv_cache_dtype="int8")
