@@ -31,6 +31,8 @@ MOST_WAITING = 512
 """Prompt tokens for decodes at a prefill, beside which it decodes: about a step of them."""
 CLEARLY_FASTER = 0.75
 """Of a decode's time for a token: a prefill that needs no more gives more for streams than prompts beside them lose."""
+MORE_STREAMS = 4
+"""A decode must have so many streams more than the prefill for that: few are not worth a prefill's time."""
 PICK_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
@@ -57,7 +59,8 @@ def _spares_its_decode(pair: Pair) -> bool:
         return False
     if prefill.handed_over_tokens > MOST_WAITING or not prefill.has_room_of(decode):
         return False
-    if prefill.token_ms <= CLEARLY_FASTER * decode.decode_ms:
+    more = decode.answers - prefill.answers >= MORE_STREAMS
+    if more and prefill.token_ms <= CLEARLY_FASTER * decode.decode_ms:
         return True
     return not decode.keeps_pace and prefill.token_ms < decode.token_ms
 

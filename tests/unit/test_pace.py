@@ -26,8 +26,9 @@ def pace(token_ms: float, stream_ms: float, budget_ms: float, decode_ms: float |
     return Pace(token_ms, token_ms if decode_ms is None else decode_ms, stream_ms, budget_ms, room)
 
 
-def make_fleet(prefill: Pace | None, decode: Pace | None, worker=()) -> Fleet:
+def make_fleet(prefill: Pace | None, decode: Pace | None, worker=(), streams: int = 4) -> Fleet:
     fleet = Fleet(RouterOptions(prefill=["http://p"], decode=["http://d"], worker=list(worker)))
+    fleet.instances[1].answers = streams
     for instance, told in zip(fleet.instances, (prefill, decode, *[None] * len(worker)), strict=True):
         instance.learn(Told(pace=told))
         fleet.set_state(instance, HealthState.HEALTHY, "test")
@@ -58,6 +59,14 @@ def test_a_prefill_decodes_where_its_decode_can_t_keep_pace(prefill, decode, alo
     fleet = make_fleet(prefill, decode)
     target = fleet.pick(BODY)
     assert target is fleet.instances[0] if alone else isinstance(target, Pair)
+
+
+def test_a_decode_with_few_streams_keeps_them():
+    assert isinstance(make_fleet(pace(9, 1, 40), pace(12, 1, 40), streams=3).pick(BODY), Pair)
+    fleet = make_fleet(pace(9, 1, 40), pace(12, 1, 40), streams=4)
+    with Answering(fleet.instances[0]):  # which has one, too
+        assert isinstance(fleet.pick(BODY), Pair)
+    assert fleet.pick(BODY) is fleet.instances[0]
 
 
 def test_what_was_sent_since_counts():
@@ -113,7 +122,7 @@ def test_a_pace_that_makes_no_sense_is_none_and_the_rest_is_heard(token_ms):
 
 
 def test_a_request_that_moves_counts_where_it_is():
-    a, b = make_fleet(None, None).instances
+    a, b = make_fleet(None, None, streams=0).instances
     with Answering(a) as place:
         assert (a.answers, b.answers) == (1, 0)
         place.move(b)
