@@ -10,12 +10,15 @@ from .base import Message
 
 
 class FinishType(StrEnum):
-    """Why a request ended. DECLINED: a prefill's leg whose prompt the decode computes itself."""
+    """Why a request ended. DECLINED: a prefill's leg whose prompt the decode computes itself. TIMEOUT: its client had
+    said that it would wait no longer.
+    """
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     DECLINED = "declined"
+    TIMEOUT = "timeout"
 
 
 class FinishReason(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -165,7 +168,8 @@ class TextBatch(Message):
 class ReqError(Message):
     """A request ended in an error. ``status`` is the HTTP status; ``field`` names the offending field, if any.
 
-    ``code`` is for programs, in OpenAI's words, where it has one.
+    ``code`` is for programs, in OpenAI's words, where it has one. ``retry_after``: seconds after which it may go
+    better, 0 where nobody knows.
 
     From the tokenizer it goes straight to HTTP; from the scheduler through the detokenizer, behind the request's
     tokens. ``route``: as in ``ReqMeta``.
@@ -177,4 +181,5 @@ class ReqError(Message):
     kind: str = "invalid_request_error"
     field: str | None = None
     code: str | None = None
+    retry_after: int = 0
     route: str = "local"

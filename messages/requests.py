@@ -73,6 +73,8 @@ class TokenizeReq(Message):
     ``stream``: whether the client sees the output grow; otherwise nobody looks at it before the end.
     ``add_special_tokens``: whether the tokenizer puts its own around the text (a BOS, mostly); None: around a plain
     text, not around a conversation, whose template prints them. ``return_prompt``: the answer says what the prompt was.
+    ``timeout_s``: seconds from its arrival in which it has to be over, 0: as many as it takes. ``key_name``: of the API
+    key that it came with, and ``user``: for whom that has sent it; "" where nobody said.
     """
 
     rid: str
@@ -89,6 +91,10 @@ class TokenizeReq(Message):
     return_prompt: bool = False
     place: int = 0
     fork_of: str = ""
+    priority: int = 0
+    timeout_s: float = 0.0
+    key_name: str = ""
+    user: str = ""
 
 
 class GenerateReq(Message):
@@ -109,6 +115,10 @@ class GenerateReq(Message):
     return_prompt: bool = False
     place: int = 0
     fork_of: str = ""
+    priority: int = 0
+    timeout_s: float = 0.0
+    key_name: str = ""
+    user: str = ""
 
 
 class AbortReq(Message):

@@ -120,7 +120,7 @@ class ServerOptions:
     max_running_requests
         Most requests that hold KV memory at once.
     max_queued_requests
-        Most requests that wait; one more is answered with 429.
+        Most requests that wait; one more is answered with 429, and with when half of them should have had their turn.
     max_prefill_tokens
         Most prompt tokens computed in one step.
     chunked_prefill_size
@@ -135,9 +135,22 @@ class ServerOptions:
         0 switches it off, as --chunked-prefill-size -1 does. Default 40 on cpu, 0 on cuda.
     schedule_policy
         Order of waiting requests: fcfs (first come, first served; prompts of a batch as if 0.1 s
-        apart), lpm (longest cached prefix first).
+        apart), srpf (shortest remaining prefill first, between pieces of longer prompts too, none of which waits for
+        what comes later than 8 times its own time behind it), lpm (longest cached prefix first), dfs-weight (the same
+        depth first, where most requests share a prefix), lof (longest output first), random (by random_seed), priority
+        (fcfs within each priority, with --enable-priority-scheduling implied).
+    enable_priority_scheduling
+        Let the "priority" of requests count before the policy: higher values first, without it 0.
+    schedule_low_priority_values_first
+        With priorities, lower values go first.
+    priority_scheduling_preemption_threshold
+        With priorities, a request takes the memory of running ones whose priority is further below its own than this.
+    fair_scheduling
+        Share the instance between those who compete for it: API keys, and below them the "user" that requests name. Who
+        has been given least goes next.
     schedule_conservativeness
-        Above 1 admits fewer requests to avoid retraction, below 1 more.
+        Factor for the memory that is kept back for output, as it is foreseen from the lengths of earlier ones: above 1
+        admits fewer requests to avoid retraction, below 1 more.
     disable_radix_cache
         Keep no prefix of finished requests.
     radix_eviction_policy
@@ -248,7 +261,11 @@ class ServerOptions:
     chunked_prefill_size: int | None = None
     mixed_chunk_size: int | None = None
     itl_budget_ms: float | None = None
-    schedule_policy: Literal["fcfs", "lpm"] = "fcfs"
+    schedule_policy: Literal["fcfs", "srpf", "lpm", "dfs-weight", "lof", "random", "priority"] = "fcfs"
+    enable_priority_scheduling: bool = False
+    schedule_low_priority_values_first: bool = False
+    priority_scheduling_preemption_threshold: int = 10
+    fair_scheduling: bool = False
     schedule_conservativeness: float = 1.0
     disable_radix_cache: bool = False
     radix_eviction_policy: Literal["lru", "lfu", "fifo", "mru"] = "lru"
@@ -291,6 +308,11 @@ class ServerOptions:
         if self.disaggregation_mode == "prefill":
             return self.default_bootstrap_port
         return 0 if self.disaggregation_mode == "decode" else self.disaggregation_bootstrap_port or 0
+
+    @property
+    def uses_priorities(self) -> bool:
+        """Whether the priorities of requests count."""
+        return self.enable_priority_scheduling or self.schedule_policy == "priority"
 
     @property
     def hands_over(self) -> bool:

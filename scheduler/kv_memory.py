@@ -17,7 +17,7 @@ plans a piece of a prompt asks how long it may be (``chunk_room``) and says what
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -71,11 +71,22 @@ class KVMemory:
         """The newest step that was planned: it and those before it may touch all that is in use now."""
         self.let_go_step = 0
         """The newest one when somebody last let go of memory: later ones touch none that can be had now."""
+        self.losses = 0
+        """How often cached prefixes were lost: between two equal numbers none has become shorter."""
+        self.on_stored: Callable[[str, I32, int], None] | None = None
+        """Is told (namespace, tokens, start) that the whole pages of ``tokens`` are cached from now on, of which
+        ``[0, start)`` were before.
+        """
 
     @property
     def obtainable(self) -> int:
         """Slots that are free or can be made free by eviction."""
         return self._allocator.available_size() + self._cache.evictable_size()
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a cached prefix may be of no use because the window before its end is gone."""
+        return self._windows is not None
 
     def pages_up(self, tokens: int) -> int:
         """``tokens`` rounded up to whole pages, in tokens."""
@@ -110,7 +121,7 @@ class KVMemory:
             if self._windows is not None:
                 self._windows.promise(req.hold.window, most)
             self._extend(req.hold, req.known_len)
-            req.computed = cached
+            req.computed = req.reused = cached
         self._cache.dec_lock_ref(match.node)
         return fits
 
@@ -183,10 +194,17 @@ class KVMemory:
 
     def share(self, req: Req, computed: int) -> Rewrite | None:
         """Let others reuse the first ``computed`` tokens; returns the row positions whose slots changed thereby."""
-        rewrite = self._cache.cache_unfinished_req(self.hold_of(req), req.known_tokens(computed))
+        hold, tokens = self.hold_of(req), req.known_tokens(computed)
+        before = hold.cached_len
+        rewrite = self._cache.cache_unfinished_req(hold, tokens)
         if rewrite is not None:
             self.let_go_step = self.newest_step
+        self._tell_stored(hold, tokens, before)
         return rewrite
+
+    def _tell_stored(self, hold: KVHold, tokens: I32, before: int) -> None:
+        if self.on_stored is not None and hold.cached_len > before:
+            self.on_stored(hold.extra_key, tokens[: hold.cached_len], before)
 
     def finish(self, req: Req) -> None:
         """The request lets go of its memory. What it computed stays cached once nobody else uses the memory either."""
@@ -211,12 +229,15 @@ class KVMemory:
             raise AssertionError(f"the memory in row {hold.row} was let go of while its request lives")
         self._holds.remove(hold)
         self.let_go_step = self.newest_step
+        before = hold.cached_len
         self._cache.cache_finished_req(hold, hold.left)
+        self._tell_stored(hold, hold.left, before)
 
     def condemn(self, req: Req) -> None:
         """What the request computed, or began with, is bad: nobody may find it in the cache, now or later."""
         if req.hold is not None:
             req.hold.verified = False
+        self.losses += 1
         self._cache.condemn(req.known_tokens(req.known_len), req.msg.extra_key)
 
     def hold_of(self, req: Req) -> KVHold:
@@ -225,8 +246,25 @@ class KVMemory:
             raise AssertionError(f"request {req.rid} ({req.state}) holds no KV memory")
         return req.hold
 
+    def private_len(self, req: Req) -> int:
+        """Tokens of the request's memory that no other request uses, pinned in the tree and behind that."""
+        hold = self.hold_of(req)
+        private = hold.kv_len - hold.cached_len
+        for node in hold.node.path_up():
+            if node.lock_ref > 1:
+                break
+            private += node.num_tokens
+        return private
+
+    def could_admit(self, req: Req, reserve: int, given: int = 0) -> bool:
+        """Whether ``admit`` would do, if so many slots more were free. Takes nothing; errs to the side of no."""
+        if self._table.available_size() == 0 and not given:
+            return False
+        return self.pages_up(req.known_len) + reserve <= self.obtainable + given
+
     def flush(self) -> int:
         """Drop every cached prefix that no request uses; returns the tokens dropped."""
+        self.losses += 1
         return self._cache.reset()
 
     def usage(self) -> dict[str, int]:
@@ -271,5 +309,6 @@ class KVMemory:
         if short > 0:
             if short > self._cache.evictable_size():
                 return False
+            self.losses += 1
             self._cache.evict(short)
         return tokens <= self._allocator.available_size()

@@ -51,7 +51,7 @@ class PaceMeter:
         decodes, itl = self._planner.decodes_now(), self._planner.budget.itl
         streams = sum(req.route is not Route.OUTGOING for req in self._reqs.values())
         context = decodes.kv_tokens / decodes.decodes if decodes.decodes else 0.0
-        share = min(self._share_at(now) + self._waiting_seconds() / MEMORY_SECONDS, MOST_SHARE)
+        share = min(self._share_at(now) + self.waiting_seconds() / MEMORY_SECONDS, MOST_SHARE)
 
         def decode_ms(count: int) -> float:
             return self._model.estimate(StepShape(count, int(count * context))) + self._model.overhead_ms
@@ -69,7 +69,7 @@ class PaceMeter:
             max_tokens=self._max_tokens,
         )
 
-    def _waiting_seconds(self) -> float:
+    def waiting_seconds(self) -> float:
         """What the prompts take that are not computed yet, others' too."""
         tokens = sum(r.remaining for r in self._planner.running.values() if r.remaining > 1)
         tokens += sum(r.uncached or r.known_len for r in self._planner.waiting.values())

@@ -1,28 +1,35 @@
 """Plans forward passes: which requests compute which tokens next, and where the memory for it comes from.
 
 A step holds one token of every request that decodes, and prompt pieces up to a budget of tokens and time
-(``step_budget.py``): pieces of admitted requests first, then waiting requests in the policy's order. A waiting request
-is admitted when its whole prompt fits in memory, so an admitted one never stops half-way. When decoding runs out of
-slots the youngest running request is retracted.
+(``step_budget.py``): of those that are begun, and of waiting ones in the order of ``waiting.py``; which of the two goes
+first, the policy says. A waiting request is admitted when its whole prompt fits in memory, beside the output that is
+foreseen (``admission.py``), so an admitted one never stops half-way. When decoding runs out of slots, the request that
+is cheapest to compute again is retracted (``retraction.py``). With priorities, one that waits may take the memory of
+running ones that are further below it than ``--priority-scheduling-preemption-threshold``.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import NamedTuple
 
 from ..messages.base import pack_i32
 from ..messages.worker import ForwardStep, RowInit, SlotDelta
 from ..runtime.options import ServerOptions
-from .admission import TokenReserve
+from .admission import Admission
 from .cost_model import CostModel
+from .fairness import FairShares
 from .kv_memory import KVMemory
-from .policy import POLICIES
+from .policies.registry import make_policy
+from .prompt_pieces import PromptPieces
 from .req import Req, ReqState, Route
-from .step_budget import StepBudget, StepRoom
+from .retraction import Keeper, KeepsNothing, choose_victim
+from .shared_prompts import MOST_A_TURN, SharedPrompts
+from .step_budget import StepBudget
 from .step_builder import Foresight, InFlightStep, StepBuilder
 from .step_shape import StepShape
+from .waiting import WaitingQueue
 
 MOST_BEFORE = 16
 """How many that came before are counted: far more than get memory in one turn."""
@@ -51,12 +58,24 @@ class StepPlanner:
     """
 
     def __init__(self, options: ServerOptions, memory: KVMemory, device: str, model: CostModel) -> None:
-        self.waiting: dict[str, Req] = {}
+        shares = FairShares() if options.fair_scheduling else None
+        self.waiting = WaitingQueue(
+            make_policy(options, memory, model),
+            shares,
+            ranks=options.uses_priorities,
+            low_first=options.schedule_low_priority_values_first,
+        )
+        memory.on_stored = self.waiting.stored
+        self.shared_prompts = SharedPrompts(memory.page_size, enabled=not options.disable_radix_cache)
+        self.keeper: Keeper = KeepsNothing()
         self.running: dict[str, Req] = {}
         self.arriving: dict[str, Req] = {}
         self.budget = StepBudget.of(options, device, model)
-        self.reserve = TokenReserve(options.schedule_conservativeness)
+        self.admission = Admission(memory, options.schedule_conservativeness)
         self.retractions = 0
+        self.preemptions = 0
+        self.turns = 0
+        """How often one that waited has got memory."""
         self.cached_tokens = 0
         """Prompt tokens that requests found cached which compute the rest here."""
         self.asked_tokens = 0
@@ -67,7 +86,7 @@ class StepPlanner:
         self.retracted: list[Req] = []
         """Who had to give way to the latest plan."""
         self._memory = memory
-        self._policy = POLICIES[options.schedule_policy]()
+        self._threshold = options.priority_scheduling_preemption_threshold
         self._model = model
         self._new_rows: list[RowInit] = []
         self._slot_deltas: list[SlotDelta] = []
@@ -77,9 +96,15 @@ class StepPlanner:
         """The next step, None where nothing can be computed now."""
         builder = StepBuilder()
         self.retracted = []
+        for req in self.shared_prompts.ready():
+            self.waiting.give_back(req)
+        if self.waiting.has_ranks:
+            self._preempt()
         stuck = self._plan_decodes(builder)
         room = self.budget.room(builder.shape, awaited=stuck or bool(self.arriving))
-        prefilled = self._plan_prefills(builder, room, now)
+        pieces = PromptPieces(builder, room, self.budget, self._memory)
+        self._plan_prompts(pieces, now)
+        prefilled = pieces.prefilled
         self._note_stuck(now, nothing=not len(builder))
         if not len(builder):
             return None
@@ -141,7 +166,10 @@ class StepPlanner:
 
     def go_on(self, req: Req) -> None:
         """It stands where it stood."""
-        (self.waiting if req.hold is None else self.running)[req.rid] = req
+        if req.hold is None:
+            self.waiting.add(req)
+        else:
+            self.running[req.rid] = req
 
     def count_lookup(self, req: Req) -> None:
         """The request has just got its memory for the first time, ``computed`` tokens of it from the prefix cache."""
@@ -150,8 +178,9 @@ class StepPlanner:
 
     def forget(self, rid: str) -> None:
         """The request has ended."""
-        for queue in (self.waiting, self.running, self.arriving):
-            queue.pop(rid, None)
+        self.waiting.remove(rid)
+        self.running.pop(rid, None)
+        self.arriving.pop(rid, None)
 
     def decodes_now(self) -> StepShape:
         """What a step of all requests that decode would be."""
@@ -162,9 +191,17 @@ class StepPlanner:
         """Slots to keep back for running requests' output, and the request's own, when it is admitted; and for those
         that came before it, whose KV is to come from elsewhere.
         """
-        output = self.reserve.tokens([*self.running.values(), req]) if self.running else 0
+        output = self.needed_output(req)
         # Nobody comes before one that was retracted: it has run already, and newcomers wait for it.
         return output if req.retractions else output + self._needed_before(req, self.arriving.values())
+
+    def needed_output(self, req: Req, others: Iterable[Req] = ()) -> int:
+        """Slots that will be needed for the output of the request and of those that hold memory here: who runs, who
+        will as soon as its KV has landed, and ``others``. 0 where nobody does: one alone always fits.
+        """
+        landing = (r for r in self.arriving.values() if r.hold is not None)
+        holders = dict.fromkeys((*self.running.values(), *landing, *others))
+        return self.admission.reserve(holders, req) if holders else 0
 
     def needed_before(self, req: Req) -> int:
         """Slots that requests need which came before this one and wait to be computed here."""
@@ -182,17 +219,39 @@ class StepPlanner:
             slots = self._memory.grow(reqs)
             if slots is not None:
                 builder.add_decodes(reqs, slots)
-                self.reserve.step_done()
                 return False
             # A lone request fits by construction: what it lacks is held by hand-overs. These end by themselves, but for
             # those whose writer can't be stopped and does not stop; so there is a limit to the wait.
             if len(reqs) == 1 and len(self.running) == 1:
                 return True
-            victim = reqs.pop()
+            victim = choose_victim(reqs, self._memory, self.keeper, self.waiting.rank)
+            reqs.remove(victim)
             self._retract(victim)
         return False
 
+    def _preempt(self) -> None:
+        """Make room for the first that waits, where those that run are far enough below it and have enough."""
+        req = next((r for r in self.waiting.order() if not r.pending), None)
+        if req is None:
+            return
+        rank, reserve = self.waiting.rank(req), self.room_for(req)
+        below = [
+            r
+            for r in self.running.values()
+            if r.state is ReqState.RUNNING and self.waiting.rank(r) - rank > self._threshold
+        ]
+        given = sum(self._memory.pages_up(self._memory.private_len(r)) for r in below)
+        if not below or not self._memory.could_admit(req, 0, given):
+            return
+        while below and not self._memory.could_admit(req, reserve):
+            victim = choose_victim(below, self._memory, self.keeper, self.waiting.rank)
+            below.remove(victim)
+            self.preemptions += 1
+            self._retract(victim)
+            reserve = self.room_for(req)
+
     def _retract(self, req: Req) -> None:
+        self.keeper.keep(req)
         self._memory.finish(req)
         del self.running[req.rid]
         req.state = ReqState.WAITING
@@ -200,45 +259,63 @@ class StepPlanner:
         req.computed = 0
         req.retractions += 1
         self.retractions += 1
-        self.reserve.retracted()
-        self.waiting[req.rid] = req
+        self.waiting.add(req)
         self.retracted.append(req)
 
-    def _plan_prefills(self, builder: StepBuilder, room: StepRoom, now: float) -> list[Req]:
-        prefilled: list[Req] = []
-        begun = [r for r in self.running.values() if r.state is ReqState.PREFILLING]
-        if begun or self.waiting:
-            self._continue(begun, builder, room, prefilled)
-            self._begin(builder, room, prefilled, now)
-            self.budget.planned(refused=not prefilled)
-        return prefilled
-
-    def _continue(self, begun: list[Req], builder: StepBuilder, room: StepRoom, prefilled: list[Req]) -> None:
-        for req in begun:
-            fits = self.budget.fitting(room, builder.shape, req.computed, req.remaining)
-            if fits <= 0 and room.is_timed:
-                # Later ones may well be cheaper, deep as this one is in its prompt; they would starve it.
-                room.close()
-            self._add_chunk(builder, req, room, fits, prefilled)
-
-    def _begin(self, builder: StepBuilder, room: StepRoom, prefilled: list[Req], now: float) -> None:
-        if not self.waiting or self.budget.fitting(room, builder.shape, 0, 1) <= 0:
+    def _plan_prompts(self, pieces: PromptPieces, now: float) -> None:
+        waiting = self.waiting
+        begun = waiting.policy.begun([r for r in self.running.values() if r.state is ReqState.PREFILLING])
+        if not begun and not len(waiting):
             return
-        for req in self._policy.order(self.waiting.values(), self._memory):
+        if waiting.has_ranks:
+            begun.sort(key=waiting.rank)
+        candidates = self._candidates(pieces, begun)
+        # Where nobody that waits passes one that is begun, who is next need not be known before.
+        newcomer = next(candidates, None) if begun and (waiting.has_ranks or waiting.policy.may_pass) else None
+        for req in begun:
+            while newcomer is not None and pieces.may_begin and waiting.is_before(newcomer, req):
+                newcomer = self._begin(newcomer, candidates, pieces, now)
+            pieces.go_on(req)
+        newcomer = newcomer or next(candidates, None)
+        while newcomer is not None and pieces.may_begin:
+            newcomer = self._begin(newcomer, candidates, pieces, now)
+        self.budget.planned(refused=not pieces.prefilled)
+
+    def _candidates(self, pieces: PromptPieces, begun: list[Req]) -> Generator[Req]:
+        """Those that wait and can begin; who waits for another's prompt is set aside."""
+        if not len(self.waiting) or not pieces.may_begin:
+            return
+        aside = 0
+        for req in self.waiting.order():
             if req.pending:  # retracted while its last token was on its way
                 continue
-            if not self._memory.admit(req, self.room_for(req), prefix_limit=req.longest_reusable_prefix):
-                break
-            self._admitted(req, now)
-            fits = self.budget.fitting(room, builder.shape, req.computed, req.remaining)
-            self._add_chunk(builder, req, room, fits, prefilled)
-            if self.budget.fitting(room, builder.shape, 0, 1) <= 0:
-                break
+            ahead = [*begun, *(r for r in pieces.prefilled if r not in begun)]
+            if ahead and not req.retractions and self.shared_prompts.follows(req, self._memory.prefix_len(req), ahead):
+                self.waiting.set_aside(req)
+                aside += 1
+                if aside == MOST_A_TURN:
+                    return
+                continue
+            yield req
+
+    def _begin(self, req: Req, candidates: Generator[Req], pieces: PromptPieces, now: float) -> Req | None:
+        """Give the request memory and its first piece. Returns the next one, None where there is no memory for this
+        one: nobody passes it then.
+        """
+        if not self._memory.admit(req, self.room_for(req), prefix_limit=req.longest_reusable_prefix):
+            candidates.close()
+            return None
+        self._admitted(req, now)
+        pieces.begin(req)
+        return next(candidates, None) if pieces.may_begin else None
 
     def _admitted(self, req: Req, now: float) -> None:
-        del self.waiting[req.rid]
+        self.waiting.remove(req.rid)
         req.state = ReqState.PREFILLING
         self.running[req.rid] = req
+        self.turns += 1
+        if self.waiting.shares is not None and not req.retractions:
+            self.waiting.shares.prompt(req.tenant, req.remaining)
         # What a request finds that had its turn before is its own.
         if not req.times.admitted:
             req.times.admitted = now
@@ -252,40 +329,6 @@ class StepPlanner:
         self._new_rows.append(req.row_init(row))
         if mapped:
             self._slot_deltas.append(SlotDelta(row, 0, pack_i32(self._memory.slots(req, 0, mapped))))
-
-    def _add_chunk(self, builder: StepBuilder, req: Req, room: StepRoom, fits: int, prefilled: list[Req]) -> None:
-        """Add the request's next piece, of the tokens that fit; none where the step has no room for one."""
-        length = req.remaining
-        if length > fits:
-            if self.budget.may_cut:
-                length = self._piece(req, room, fits, bool(prefilled))
-            elif prefilled:
-                return
-        if length <= 0:
-            return
-        most = self._memory.chunk_room(req, req.computed)
-        if most is not None:
-            length = min(length, most)
-            self._memory.move_window(req, req.computed, req.computed + length)
-        slots = self._memory.slots(req, req.computed, req.computed + length)
-        builder.add_chunk(req, length, slots)
-        room.take(length)
-        prefilled.append(req)
-        if req.remaining <= 1 and req.pending:
-            req.state = ReqState.RUNNING if req.route is not Route.OUTGOING else ReqState.SENDING
-
-    def _piece(self, req: Req, room: StepRoom, fits: int, others: bool) -> int:
-        """How much of a prompt to compute now that is longer than what ``fits``.
-
-        A piece ends on a page border, because whole pages can be shared, and pushed to a peer, at once. But a limit of
-        time is any number of tokens, often few: there it ends where it must rather than give up more than a quarter.
-        And a scrap of less than a page, beside other pieces, is not worth its cost.
-        """
-        page = self._memory.page_size
-        whole_pages = (req.computed + fits) // page * page - req.computed
-        if whole_pages >= (fits * 3 / 4 if room.is_timed else 1):
-            return whole_pages
-        return fits if fits >= page or not others else 0
 
     def _share(self, req: Req) -> None:
         rewrite = self._memory.share(req, req.computed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 IDLE_CHECK_INTERVAL = 1.0
 """Seconds between invariant checks of an idle instance that has served something since the last one."""
 
+MAX_SLEEP_MS = 60_000
 FRAMES_A_TURN = 1024
 """Read from one channel before the others, and the peers, have their turn; the poller wakes the loop for the rest."""
 
@@ -107,6 +109,13 @@ class SchedulerProcess:
                 self._scheduler.catch_up()
 
     def _timeout_ms(self) -> int:
+        ms = self._wake_ms()
+        if self._scheduler is None:
+            return ms
+        left = self._scheduler.deadlines.seconds_left(time.monotonic())
+        return ms if math.isinf(left) else min(math.ceil(left * 1000), ms if ms >= 0 else MAX_SLEEP_MS)
+
+    def _wake_ms(self) -> int:
         if self._handovers is not None:
             return self._handovers.timeout_ms()
         if self._scheduler is not None and self._scheduler.counters.steps != self._checked_step:

@@ -32,6 +32,7 @@ from ..messages.base import I32, unpack_i32
 from ..messages.outputs import Timing, TokenLogprob
 from ..messages.requests import GenerateReq
 from ..messages.worker import RowInit
+from .fairness import Tenant
 
 
 class ReqState(StrEnum):
@@ -123,6 +124,8 @@ class Req:
     computed: int = 0
     hold: KVHold | None = None
     cached_tokens: int = 0
+    reused: int = 0
+    """Tokens that it found in the prefix cache when it got the memory that it has."""
     retractions: int = 0
     started_over: bool = False
     """Whether its whole prompt was computed before, and then let go of."""
@@ -165,6 +168,11 @@ class Req:
             first = TokenLogprob(int(prompt[0]), None)
             req.input_logprobs = [first] if req.logprob_start == 0 else []
         return req
+
+    @property
+    def tenant(self) -> Tenant:
+        """Whose request it is."""
+        return Tenant(self.msg.key_name, self.msg.user)
 
     @property
     def total_len(self) -> int:

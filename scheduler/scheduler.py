@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import msgspec
 
@@ -30,6 +29,7 @@ from ..messages.worker import StepResult, WorkerReady
 from ..runtime.options import DisaggregationMode, ServerOptions
 from .cost_model import CostModel
 from .counters import Counters
+from .deadlines import Deadlines
 from .forecast import PromptForecast
 from .forks import Forks
 from .handover import Handovers
@@ -37,8 +37,10 @@ from .kv_memory import KVMemory, PoolSizes
 from .outbox import Outbox, news_interval
 from .pace import PaceMeter
 from .planner import StepPlanner
+from .refusals import BAD_REQUEST, BUSY, Refusal, refuse_more, refuse_prompt
 from .req import Req, ReqState, Route
 from .step_builder import InFlightStep
+from .turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -56,16 +58,6 @@ def make_cost_model(worker: WorkerReady) -> CostModel:
 def _route_told(req: Req) -> str:
     """Which leg it is, or was: a request that was handed over and retracted is computed here now."""
     return str(Route.INCOMING if req.timing.timeline is not None else req.route)
-
-
-class Refusal(NamedTuple):
-    """Why a request is not taken in, as ``ReqError`` has it."""
-
-    status: int
-    message: str
-    kind: str
-    field: str | None = None
-    code: str | None = None
 
 
 class Scheduler:
@@ -88,6 +80,8 @@ class Scheduler:
         self.forecast = PromptForecast(self.planner, self.memory, self.cost_model, self._in_flight)
         longest = min(worker.context_length, self.memory.max_total_tokens)
         self.pace = PaceMeter(self.planner, self.cost_model, self.reqs, longest)
+        self.turns = Turns(self.pace)
+        self.deadlines = Deadlines()
         self._last_result_at = 0.0
         self._max_in_flight = 1 if options.disable_overlap_schedule else 2
 
@@ -116,6 +110,7 @@ class Scheduler:
         interval = news_interval(msg, self.options.stream_interval)
         req = Req.create(msg, route, ReqState.WAITING, budget, interval)
         self.reqs[req.rid] = req
+        self.deadlines.add(req)
         self.counters.requests += 1
         log.debug("%s request of %d prompt tokens", route, req.prompt_len, extra={"rid": req.rid})
         if msg.fork_of:
@@ -150,45 +145,35 @@ class Scheduler:
         return Route.OUTGOING if is_sender else Route.INCOMING
 
     def _refusal(self, msg: GenerateReq) -> Refusal | None:
-        prompt_len = len(msg.input_ids) // 4
-        limit = self.memory.max_total_tokens
-        bad_request, busy = "invalid_request_error", "overloaded_error"
         if self.draining:
-            return Refusal(503, "the instance is draining; send the request to another one", busy)
+            return Refusal(503, "the instance is draining; send the request to another one", BUSY)
         if msg.rid in self.reqs:
-            return Refusal(400, f"rid {msg.rid!r} is in use by a running request; choose another", bad_request, "rid")
-        # One slot for the token that follows the prompt; whole pages only.
-        if self.memory.pages_up(prompt_len + 1) > limit:
-            text = (
-                f"the prompt has {prompt_len} tokens, the KV pool holds {limit}; shorten it or raise --max-total-tokens"
-            )
-            return Refusal(400, text, bad_request, "input_ids", "context_length_exceeded")
+            return Refusal(400, f"rid {msg.rid!r} is in use by a running request; choose another", BAD_REQUEST, "rid")
+        if (refusal := refuse_prompt(msg, self.memory)) is not None:
+            return refusal
         if msg.bootstrap is not None and self.handovers is None:
             text = (
                 "bootstrap_room was given, but this instance exchanges no KV; "
                 "use a prefill and a decode instance, or --handover on"
             )
-            return Refusal(400, text, bad_request, "bootstrap_room")
+            return Refusal(400, text, BAD_REQUEST, "bootstrap_room")
         if msg.bootstrap is not None and msg.bootstrap.refusal and self._route(msg.bootstrap) is Route.INCOMING:
             text = f"bootstrap_host {msg.bootstrap.host}: {msg.bootstrap.refusal}"
             return Refusal(403, text, "permission_error", "bootstrap_host")
-        if len(self.reqs) >= self.options.max_queued_requests + self.options.max_running_requests:
-            text = f"{len(self.reqs)} requests are queued or running; try again later"
-            return Refusal(429, text, busy, code="rate_limit_exceeded")
-        return None
+        return refuse_more(len(self.reqs), self.options, lambda: self.turns.seconds(len(self.planner.waiting) // 2))
 
     def enqueue(self, req: Req, now: float) -> None:
         """The request waits for its turn to compute here."""
         req.state = ReqState.WAITING
         req.times.ready = now
         req.uncached = req.known_len - self.memory.prefix_len(req)
-        self.planner.waiting[req.rid] = req
+        self.planner.waiting.add(req)
 
     def may_compute_ahead(self, req: Req) -> bool:
         """Whether a request that is to be handed over may begin before anybody has asked for it: nobody waits then,
         and should it have to begin again, its prompt will be cached.
         """
-        busy = self.planner.waiting or self.planner.running
+        busy = len(self.planner.waiting) or self.planner.running
         return not (busy or self.options.disable_radix_cache or req.wants_input_logprobs)
 
     def lacks_memory(self, now: float) -> bool:
@@ -248,6 +233,7 @@ class Scheduler:
         req.state = state
         del self.reqs[req.rid]
         self.planner.forget(req.rid)
+        self.planner.admission.learn(req)
         self.counters.ended(req)
         if req.hold is not None:
             self.memory.finish(req)
@@ -279,9 +265,12 @@ class Scheduler:
 
     def run_steps(self, now: float) -> None:
         """Keep the worker supplied."""
+        self._expire(now)
         self.forks.release(lambda req: self.enqueue(req, now))
         while len(self._in_flight) < self._max_in_flight:
+            turns = self.planner.turns
             step = self.planner.plan(now)
+            self.turns.had(self.planner.turns - turns, now, waited=len(self.planner.waiting) > 0)
             for req in self.planner.retracted:
                 self._tell(req)
             if step is None:
@@ -292,6 +281,16 @@ class Scheduler:
                 step.message.pushes = [push for push in pushes if push is not None]
             self.outbox.to_worker(step.message)
             self._in_flight.append(step.in_flight)
+
+    def _expire(self, now: float) -> None:
+        """End those whose clients wait no longer, as they said beforehand."""
+        for req in self.deadlines.pop(now):
+            text = f"the request was not over within its timeout_s of {req.msg.timeout_s:g} s"
+            if req.output_len and req.route is not Route.OUTGOING:
+                self.end(req, ReqState.ABORTED, FinishReason(FinishType.TIMEOUT, message=text))
+            else:
+                self.fail(req, 504, f"{text}, and had not begun to be answered", "timeout_error")
+            self._cancel(req, text)
 
     def _end_stuck(self, now: float) -> None:
         """Hand-overs end by themselves and give their memory back, but for those whose writer doesn't let go."""
@@ -369,6 +368,8 @@ class Scheduler:
         """``token``, just appended, came from here or from the peer: tell it when its time has come, or end there."""
         req.times.last_token = now
         self.counters.generation_tokens += 1
+        if (shares := self.planner.waiting.shares) is not None:
+            shares.output(req.tenant, 1)
         if req.foreseen is not None and self.handovers is not None:
             self.handovers.came_true(req, now)
         finish = None
@@ -389,10 +390,9 @@ class Scheduler:
         first.
         """
         planner = self.planner
-        if any(r.retractions for r in planner.waiting.values()):
+        if planner.waiting.any_retracted:
             return False
-        busy = [*planner.running.values(), *others]
-        reserve = (planner.reserve.tokens([*busy, req]) if busy else 0) + planner.needed_before(req)
+        reserve = planner.needed_output(req, others) + planner.needed_before(req)
         admitted = self.memory.admit(req, reserve, prefix_limit=length, verified=False)
         if admitted and looked_up:
             planner.count_lookup(req)
@@ -457,6 +457,7 @@ class Scheduler:
         req = Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, max_new_tokens, interval)
         req.extend(output)
         self.reqs[req.rid] = req
+        self.deadlines.add(req)
         self.planner.arriving[req.rid] = req
         self.counters.requests += 1
         return req

@@ -129,6 +129,10 @@ class RequestTokenizer:
             return_prompt=req.return_prompt,
             place=req.place,
             fork_of=req.fork_of,
+            priority=req.priority,
+            timeout_s=req.timeout_s,
+            key_name=req.key_name,
+            user=req.user,
         )
 
 

@@ -1,0 +1,47 @@
+"""In which order waiting requests are tried."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from ...messages.base import I32
+from ..req import Req
+
+
+class SchedulePolicy(ABC):
+    """Orders those that wait, each *lane* of them by itself: ``WaitingQueue`` says which lane has its turn.
+
+    A policy is told who comes and goes, and keeps what it needs for an order that is cheap to ask for at each step.
+    Requests that were retracted are none of its business: they come first, their clients are already reading.
+    """
+
+    may_pass = False
+    """Whether one that waits may ever go before one that is in the middle of its prompt."""
+
+    @abstractmethod
+    def add(self, req: Req, lane: int) -> None:
+        """The request waits in ``lane`` from now on."""
+
+    @abstractmethod
+    def remove(self, req: Req) -> None:
+        """The request waits no longer."""
+
+    @abstractmethod
+    def order(self, lane: int) -> Iterator[Req]:
+        """Those in ``lane``, the first to be tried first, found as they are asked for.
+
+        Each once. Whoever was given may be removed before the next is asked for; nobody may be added.
+        """
+
+    def stored(self, extra_key: str, tokens: I32, start: int) -> None:
+        """``KVMemory.on_stored``: more is cached now."""
+        return
+
+    def begun(self, reqs: list[Req]) -> list[Req]:
+        """Prompts that have memory and are not computed yet, the first to go on first: as they were begun."""
+        return reqs
+
+    def is_before(self, waiting: Req, begun: Req) -> bool:
+        """Whether one that waits goes before one that is in the middle of its prompt."""
+        return False

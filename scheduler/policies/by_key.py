@@ -1,0 +1,93 @@
+"""Policies that know a request's place when it comes: fcfs, lof, random."""
+
+from __future__ import annotations
+
+import random
+from abc import abstractmethod
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..req import Req
+from .base import SchedulePolicy
+
+
+class _Place(NamedTuple):
+    """By ``key``, then as they came."""
+
+    key: tuple[float, float]
+    number: int
+
+
+class _Line:
+    """One lane: requests in order. Comings and goings cost a search and a move of pointers."""
+
+    def __init__(self) -> None:
+        self.places: list[_Place] = []
+        self.reqs: list[Req] = []
+
+
+class ByKey(SchedulePolicy):
+    """Orders by a key that never changes."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, _Line] = {}
+        self._places: dict[Req, tuple[int, _Place]] = {}
+        self._number = 0
+
+    @abstractmethod
+    def key(self, req: Req) -> tuple[float, float]:
+        """Smallest first."""
+
+    def add(self, req: Req, lane: int) -> None:
+        """See the base class."""
+        self._number += 1
+        place = _Place(self.key(req), self._number)
+        self._places[req] = lane, place
+        line = self._lines.setdefault(lane, _Line())
+        insort(line.places, place)
+        line.reqs.insert(bisect_left(line.places, place), req)
+
+    def remove(self, req: Req) -> None:
+        """See the base class."""
+        lane, place = self._places.pop(req)
+        line = self._lines[lane]
+        at = bisect_left(line.places, place)
+        del line.places[at], line.reqs[at]
+        if not line.reqs:
+            del self._lines[lane]
+
+    def order(self, lane: int) -> Iterator[Req]:
+        """See the base class."""
+        line = self._lines.get(lane)
+        return iter(list(line.reqs) if line is not None else ())
+
+
+class FirstComeFirstServed(ByKey):
+    """Order of arrival, a batch's prompts one after the other (``ReqTimes.turn``)."""
+
+    def key(self, req: Req) -> tuple[float, float]:
+        """See the base class."""
+        return req.times.turn, 0.0
+
+
+class LongestOutputFirst(ByKey):
+    """Those that may generate most first (SGLang's lof): a load that has an end is over sooner, as no long one is left
+    to run alone behind it.
+    """
+
+    def key(self, req: Req) -> tuple[float, float]:
+        """See the base class."""
+        return -req.max_new_tokens, req.times.turn
+
+
+class Random(ByKey):
+    """As if drawn from a hat, each where it came: the same seed and arrivals give the same order."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._rng = random.Random(seed)
+
+    def key(self, req: Req) -> tuple[float, float]:
+        """See the base class."""
+        return self._rng.random(), 0.0

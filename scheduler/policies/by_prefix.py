@@ -1,0 +1,119 @@
+"""Policies that go by what is cached of each prompt: lpm, dfs-weight."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...messages.base import I32
+from ..kv_memory import KVMemory
+from ..req import Req
+from .base import SchedulePolicy
+from .prefix_index import PrefixIndex, Slots
+
+I64 = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+Chooser = Callable[[Flags], int]
+"""Which of N slots is the first of those that are left ([N]), of which there are some. Looks at the bounds of now."""
+
+
+class ByPrefix(SchedulePolicy):
+    """Takes the best slot by the index's bounds, and again where its bound turns out too high."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self.index = PrefixIndex(memory)
+
+    def add(self, req: Req, lane: int) -> None:
+        """See the base class."""
+        self.index.add(req, lane)
+
+    def remove(self, req: Req) -> None:
+        """See the base class."""
+        self.index.remove(req)
+
+    def stored(self, extra_key: str, tokens: I32, start: int) -> None:
+        """See the base class."""
+        self.index.stored(extra_key, tokens, start)
+
+    def order(self, lane: int) -> Iterator[Req]:
+        """See the base class."""
+        positions = np.flatnonzero(self.index.lane[self.index.order] == lane)
+        slots = self.index.order[positions]
+        return self._taken(slots, self.chooser(slots, positions))
+
+    def _taken(self, slots: Slots, choose: Chooser) -> Iterator[Req]:
+        index = self.index
+        left: Flags = np.ones(len(slots), dtype=np.bool_)
+        while True:
+            left &= index.alive[slots]
+            if not left.any():
+                return
+            at = choose(left)
+            if index.confirm(int(slots[at])):
+                left[at] = False
+                yield index.req_at(int(slots[at]))
+
+    @abstractmethod
+    def chooser(self, slots: Slots, positions: Slots) -> Chooser:
+        """For those that wait in ``slots`` [N], at ``positions`` [N] of the index's order."""
+
+
+class LongestPrefixMatch(ByPrefix):
+    """Longest cached prefix first (SGLang's lpm), among equals as they came: prompts that share a prefix run while it
+    is still cached.
+    """
+
+    def chooser(self, slots: Slots, positions: Slots) -> Chooser:
+        """See the base class."""
+        index, turn = self.index, self.index.turn[slots]
+
+        def choose(left: Flags) -> int:
+            matched = np.where(left, index.matched[slots], -1)
+            longest = np.flatnonzero(matched == matched.max())
+            return int(longest[turn[longest].argmin()])
+
+        return choose
+
+
+class HeaviestPrefixFirst(ByPrefix):
+    """Depth first through what is cached, from each branch to where most requests wait (SGLang's dfs-weight): all that
+    share a prefix run one after the other, and what is shared most is used while it is there.
+
+    The order within a step goes by who waited at its beginning, or each admission would make its own branch lighter.
+    """
+
+    def chooser(self, slots: Slots, positions: Slots) -> Chooser:
+        """See the base class."""
+        index, turn = self.index, self.index.turn[slots]
+        # What two neighbours of the lane begin with alike is the least of what lies between them.
+        alike = np.minimum.reduceat(index.common, positions)[:-1] if len(positions) else index.common[:0]
+
+        def choose(left: Flags) -> int:
+            return _heaviest(index.matched[slots], alike, turn, left)
+
+        return choose
+
+
+def _heaviest(matched: I64, alike: I64, turn: NDArray[np.float64], left: Flags) -> int:
+    """The first that is ``left``, depth first through the heaviest branches. All [N], but ``alike`` [N - 1]: tokens
+    that neighbours begin with alike, cached or not.
+    """
+    shared = np.minimum(np.minimum(matched[:-1], matched[1:]), alike)
+    low, high = 0, len(matched)
+    while True:
+        # One branch of what is cached; it goes on together to this depth, where some end and others part.
+        depth = min(matched[low:high].min(), shared[low : high - 1].min(initial=matched[low]))
+        starts = np.concatenate([[low], low + 1 + np.flatnonzero(shared[low : high - 1] <= depth)])
+        ends = np.append(starts[1:], high)
+        waiting = np.add.reduceat(left[low:high], starts - low, dtype=np.int64)
+        branches = np.flatnonzero((matched[starts] > depth) & (waiting > 0))
+        if not branches.size:
+            here = low + np.flatnonzero(left[low:high])
+            return int(here[turn[here].argmin()])
+        weight = (ends - starts)[branches]
+        heaviest = branches[weight == weight.max()]
+        chosen = heaviest[np.minimum.reduceat(turn[low:high], starts - low)[heaviest].argmin()]
+        low, high = int(starts[chosen]), int(ends[chosen])

@@ -1,0 +1,75 @@
+"""Shortest remaining prefill first, with aging: srpf."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cost_model import CostModel
+from ..kv_memory import KVMemory
+from ..req import Req
+from ..step_shape import StepShape
+from .by_prefix import ByPrefix, Chooser, Flags
+from .prefix_index import Slots
+
+PATIENCE = 8.0
+"""A prompt counts as come so many times later as it takes to compute."""
+PIECE = 256
+"""The time of a prompt is foreseen from that of a piece of so many tokens."""
+
+
+class ShortestRemainingFirst(ByPrefix):
+    """By *due time*: when a request came, and ``PATIENCE`` times what the rest of its prompt takes by itself.
+
+    Without load that is shortest first: a prompt of 30 ms does not queue behind one of 3 s, and goes between its pieces
+    when that has begun. And nobody starves: who comes later than ``PATIENCE`` times a prompt's own time behind it never
+    goes before it, however short. So what can go before a prompt of 3 s is what comes within 24 s, no more; a rule by
+    length alone has no such bound. (Due times instead of a bonus for waiting, because two that wait age alike: their
+    order stays, and is found without looking at the clock.)
+    """
+
+    may_pass = True
+
+    def __init__(self, memory: KVMemory, model: CostModel) -> None:
+        super().__init__(memory)
+        self._model = model
+
+    def chooser(self, slots: Slots, positions: Slots) -> Chooser:
+        """See the base class."""
+        index, turn, length = self.index, self.index.turn[slots], self.index.length[slots]
+        per_token, per_pair = self._rates()
+
+        def choose(left: Flags) -> int:
+            matched = index.matched[slots]
+            pairs = (length * length - matched * matched) / 2
+            due = turn + per_token * (length - matched) + per_pair * pairs
+            return int(np.where(left, due, np.inf).argmin())
+
+        return choose
+
+    def begun(self, reqs: list[Req]) -> list[Req]:
+        """See the base class."""
+        return sorted(reqs, key=self._due_begun)
+
+    def is_before(self, waiting: Req, begun: Req) -> bool:
+        """See the base class."""
+        if waiting.retractions:
+            return not begun.retractions
+        due = self.due(waiting, waiting.known_len, self.index.matched_of(waiting))
+        return due < self._due_begun(begun)
+
+    def due(self, req: Req, length: int, computed: int) -> float:
+        """Due time of a request ``computed`` tokens of whose first ``length`` need not be computed any more."""
+        per_token, per_pair = self._rates()
+        pairs = (length * length - computed * computed) / 2
+        return req.times.turn + per_token * (length - computed) + per_pair * pairs
+
+    def _due_begun(self, req: Req) -> float:
+        # One that was retracted has waited before; it goes first, as it does among those that wait.
+        return self.due(req, req.total_len, req.computed) if not req.retractions else -np.inf
+
+    def _rates(self) -> tuple[float, float]:
+        """By how many seconds a token, and an attention pair, moves a due time."""
+        model = self._model
+        token_ms = (model.estimate(StepShape(prompt_tokens=PIECE)) + model.overhead_ms) / PIECE
+        pair_ms = model.estimate(StepShape(prompt_pairs=1e6)) - model.estimate(StepShape())
+        return PATIENCE * token_ms / 1e3, PATIENCE * pair_ms / 1e6 / 1e3

@@ -1,0 +1,184 @@
+"""How much of each waiting prompt is cached, for ten thousand of them, without asking the tree for each at each step.
+
+The prompts are kept in the order of their bytes, so those that begin alike stand side by side, and what happens to a
+prefix happens to a run of them. For each the index has an upper bound of what is cached:
+
+- what is *stored* raises the bounds of the run that begins alike, at once (``stored``): a few searches and one
+  vectorised maximum, however many there are;
+- what is *lost* (evicted, flushed) is noticed when somebody wants to go by a bound (``confirm``): the tree is asked
+  then, and the whole run that shares the lost page is lowered with the one that was asked for.
+
+So whoever takes the best by its bound, confirms it, and takes again where it has fallen, goes by the true order.
+Without losses since a bound was confirmed it is exact, and nobody is asked at all.
+
+Waiting requests are called by *slots*, which index the arrays and stay theirs until they leave. ``positions`` are
+places in the order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...messages.base import I32
+from ..kv_memory import KVMemory
+from ..req import Req
+
+TOKEN_BYTES = 4
+FIRST_CAPACITY = 64
+Slots = NDArray[np.int64]
+Key = tuple[str, bytes]
+
+
+def common_tokens(a: I32, b: I32) -> int:
+    """How many tokens two runs of one length begin with alike."""
+    differ = a != b
+    at = int(differ.argmax()) if differ.size else 0
+    return at if differ.size and differ[at] else differ.size
+
+
+class PrefixIndex:
+    """See the module. Arrays are [capacity], and mean something at the slots that are ``alive`` (bool).
+
+    ``matched``: upper bound of the cached prefix (tokens, whole pages). ``lane``: whose turn it shares. ``turn``:
+    ``ReqTimes.turn``. ``length``: known tokens. ``order`` [N]: slots by position. ``common`` [N]: tokens (whole pages)
+    that a position's prompt begins with alike as the one behind it; the last one's means nothing.
+    """
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+        self._page = memory.page_size
+        self._slot_of: dict[Req, int] = {}
+        self._req_at: list[Req | None] = [None] * FIRST_CAPACITY
+        self._free = list(range(FIRST_CAPACITY - 1, -1, -1))
+        self._keys: list[Key] = []
+        self.order: Slots = np.empty(0, dtype=np.int64)
+        self.common = np.empty(0, dtype=np.int64)
+        self.alive = np.zeros(FIRST_CAPACITY, dtype=np.bool_)
+        self.matched = np.zeros(FIRST_CAPACITY, dtype=np.int64)
+        self.length = np.zeros(FIRST_CAPACITY, dtype=np.int64)
+        self.lane = np.zeros(FIRST_CAPACITY, dtype=np.int64)
+        self.turn = np.zeros(FIRST_CAPACITY, dtype=np.float64)
+        self._limit = np.zeros(FIRST_CAPACITY, dtype=np.int64)
+        self._confirmed = np.zeros(FIRST_CAPACITY, dtype=np.int64)
+        """How many losses there had been when the bound was exact."""
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def req_at(self, slot: int) -> Req:
+        """Who has it."""
+        req = self._req_at[slot]
+        assert req is not None
+        return req
+
+    def matched_of(self, req: Req) -> int:
+        """The bound of one that waits here."""
+        return int(self.matched[self._slot_of[req]])
+
+    def add(self, req: Req, lane: int) -> None:
+        """The request waits from now on."""
+        if not self._free:
+            self._double()
+        slot = self._free.pop()
+        self._slot_of[req], self._req_at[slot] = slot, req
+        self.alive[slot], self.lane[slot], self.turn[slot] = True, lane, req.times.turn
+        self.length[slot] = req.known_len
+        # What follows the prompt, of one that came from elsewhere, is in nobody's order.
+        self._limit[slot] = min(req.longest_reusable_prefix, req.prompt_len) // self._page * self._page
+        self.matched[slot], self._confirmed[slot] = self._cached(req, slot), self._memory.losses
+        key = req.msg.extra_key, req.msg.input_ids
+        at = bisect_right(self._keys, key)
+        if at:
+            self.common[at - 1] = self._common(self._keys[at - 1], key)
+        behind = self._common(key, self._keys[at]) if at < len(self._keys) else 0
+        self._keys.insert(at, key)
+        self.order = np.insert(self.order, at, slot)
+        self.common = np.insert(self.common, at, behind)
+
+    def remove(self, req: Req) -> None:
+        """The request waits no longer."""
+        slot = self._slot_of.pop(req)
+        at = int(np.flatnonzero(self.order == slot)[0])
+        if at:
+            self.common[at - 1] = min(self.common[at - 1], self.common[at])
+        del self._keys[at]
+        self.order, self.common = np.delete(self.order, at), np.delete(self.common, at)
+        self.alive[slot], self._req_at[slot] = False, None
+        self._free.append(slot)
+
+    def stored(self, extra_key: str, tokens: I32, start: int) -> None:
+        """The whole pages of ``tokens`` [N] are cached now, of which ``[0, start)`` were before."""
+        end = len(tokens) // self._page * self._page
+        if end <= start or not self._keys:
+            return
+        key = extra_key, tokens[:end].tobytes()
+        low, high = self._run(key, end)
+        self._raise(low, high, end)
+        while low and (length := self._common(self._keys[low - 1], key)) > start:
+            above, low = low, self._run(key, length)[0]
+            self._raise(low, above, length)
+        while high < len(self._keys) and (length := self._common(self._keys[high], key)) > start:
+            below, high = high, self._run(key, length)[1]
+            self._raise(below, high, length)
+
+    def confirm(self, slot: int) -> bool:
+        """Whether the slot's bound is true; else it is by now, and that of others who lost the same."""
+        losses = self._memory.losses
+        if self._confirmed[slot] == losses and not self._memory.has_windows:
+            return True
+        req, bound = self.req_at(slot), int(self.matched[slot])
+        true = self._cached(req, slot)
+        if true >= bound:
+            self.matched[slot], self._confirmed[slot] = true, losses
+            return True
+        if self._memory.has_windows:  # the page at ``true`` may be cached, and of use to whoever goes on behind it
+            slots = np.array([slot])
+        else:
+            low, high = self._run((req.msg.extra_key, req.msg.input_ids), true + self._page)
+            slots = self.order[low:high]
+        self.matched[slots] = np.minimum(self.matched[slots], true)
+        self._confirmed[slot] = losses
+        return False
+
+    def _run(self, key: Key, length: int) -> tuple[int, int]:
+        """The positions of those that begin as the first ``length`` tokens of ``key`` do."""
+        num_bytes = length * TOKEN_BYTES
+        sought = key[0], key[1][:num_bytes]
+
+        def beginning(other: Key) -> Key:
+            return other[0], other[1][:num_bytes]
+
+        low = bisect_left(self._keys, sought, key=beginning)
+        return low, bisect_right(self._keys, sought, low, key=beginning)
+
+    def _raise(self, low: int, high: int, length: int) -> None:
+        slots = self.order[low:high]
+        self.matched[slots] = np.maximum(self.matched[slots], np.minimum(self._limit[slots], length))
+
+    def _cached(self, req: Req, slot: int) -> int:
+        return min(self._memory.prefix_len(req), int(self._limit[slot]))
+
+    def _common(self, one: Key, other: Key) -> int:
+        """Tokens, in whole pages, that both begin with."""
+        if one[0] != other[0]:
+            return 0
+        count = min(len(one[1]), len(other[1])) // TOKEN_BYTES
+        a = np.frombuffer(one[1], dtype=np.int32, count=count)
+        b = np.frombuffer(other[1], dtype=np.int32, count=count)
+        return common_tokens(a, b) // self._page * self._page
+
+    def _double(self) -> None:
+        size = len(self._req_at)
+        self._free = list(range(2 * size - 1, size - 1, -1))
+        self._req_at += [None] * size
+
+        def grown(array: NDArray[Any]) -> NDArray[Any]:
+            return np.concatenate([array, np.zeros(size, dtype=array.dtype)])
+
+        self.alive, self.matched, self.length = grown(self.alive), grown(self.matched), grown(self.length)
+        self.lane, self.turn = grown(self.lane), grown(self.turn)
+        self._limit, self._confirmed = grown(self._limit), grown(self._confirmed)

@@ -1,0 +1,73 @@
+"""The prompt pieces of one step in the making: how long each is, and what room is left behind it."""
+
+from __future__ import annotations
+
+from .kv_memory import KVMemory
+from .req import Req, ReqState, Route
+from .step_budget import StepBudget, StepRoom
+from .step_builder import StepBuilder
+
+
+class PromptPieces:
+    """Adds pieces to ``builder`` while ``room`` lasts. ``prefilled``: requests that got one, in order."""
+
+    def __init__(self, builder: StepBuilder, room: StepRoom, budget: StepBudget, memory: KVMemory) -> None:
+        self._builder = builder
+        self._room = room
+        self._budget = budget
+        self._memory = memory
+        self.prefilled: list[Req] = []
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether there is room for a token of a prompt that has not begun."""
+        return self._budget.fitting(self._room, self._builder.shape, 0, 1) > 0
+
+    def go_on(self, req: Req) -> None:
+        """The next piece of a prompt that is in the middle."""
+        fits = self._fitting(req)
+        if fits <= 0 and self._room.is_timed:
+            # Later ones may well be cheaper, deep as this one is in its prompt; they would starve it.
+            self._room.close()
+        self._add(req, fits)
+
+    def begin(self, req: Req) -> None:
+        """The first piece of a prompt that has just got its memory."""
+        self._add(req, self._fitting(req))
+
+    def _fitting(self, req: Req) -> int:
+        return self._budget.fitting(self._room, self._builder.shape, req.computed, req.remaining)
+
+    def _add(self, req: Req, fits: int) -> None:
+        """Add the request's next piece, of the tokens that fit; none where the step has no room for one."""
+        length = req.remaining
+        if length > fits:
+            if self._budget.may_cut:
+                length = self._piece(req, fits)
+            elif self.prefilled:
+                return
+        if length <= 0:
+            return
+        most = self._memory.chunk_room(req, req.computed)
+        if most is not None:
+            length = min(length, most)
+            self._memory.move_window(req, req.computed, req.computed + length)
+        slots = self._memory.slots(req, req.computed, req.computed + length)
+        self._builder.add_chunk(req, length, slots)
+        self._room.take(length)
+        self.prefilled.append(req)
+        if req.remaining <= 1 and req.pending:
+            req.state = ReqState.RUNNING if req.route is not Route.OUTGOING else ReqState.SENDING
+
+    def _piece(self, req: Req, fits: int) -> int:
+        """How much of a prompt to compute now that is longer than what ``fits``.
+
+        A piece ends on a page border, because whole pages can be shared, and pushed to a peer, at once. But a limit of
+        time is any number of tokens, often few: there it ends where it must rather than give up more than a quarter.
+        And a scrap of less than a page, beside other pieces, is not worth its cost.
+        """
+        page = self._memory.page_size
+        whole_pages = (req.computed + fits) // page * page - req.computed
+        if whole_pages >= (fits * 3 / 4 if self._room.is_timed else 1):
+            return whole_pages
+        return fits if fits >= page or not self.prefilled else 0

@@ -1,0 +1,46 @@
+"""Why a request is not taken in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..messages.requests import GenerateReq
+from ..runtime.options import ServerOptions
+from .kv_memory import KVMemory
+
+MOST_SECONDS = 600
+"""Who is told to come back later than that will not."""
+BAD_REQUEST, BUSY = "invalid_request_error", "overloaded_error"
+
+
+class Refusal(NamedTuple):
+    """Why a request is not taken in, as ``ReqError`` has it."""
+
+    status: int
+    message: str
+    kind: str
+    field: str | None = None
+    code: str | None = None
+    retry_after: int = 0
+
+
+def refuse_prompt(msg: GenerateReq, memory: KVMemory) -> Refusal | None:
+    """Of a prompt that the pool can't hold."""
+    prompt_len, limit = len(msg.input_ids) // 4, memory.max_total_tokens
+    # One slot for the token that follows the prompt; whole pages only.
+    if memory.pages_up(prompt_len + 1) <= limit:
+        return None
+    text = f"the prompt has {prompt_len} tokens, the KV pool holds {limit}; shorten it or raise --max-total-tokens"
+    return Refusal(400, text, BAD_REQUEST, "input_ids", "context_length_exceeded")
+
+
+def refuse_more(living: int, options: ServerOptions, seconds: Callable[[], float]) -> Refusal | None:
+    """Of one more than may run and wait; ``seconds``: until half of those that wait have had their turn."""
+    if living < options.max_queued_requests + options.max_running_requests:
+        return None
+    # At half, not at the first free place: all that are refused meanwhile would come back for that one.
+    again = max(1, min(math.ceil(seconds()), MOST_SECONDS))
+    text = f"{living} requests are queued or running; try again in {again} s"
+    return Refusal(429, text, BUSY, code="rate_limit_exceeded", retry_after=again)
