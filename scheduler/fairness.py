@@ -1,12 +1,12 @@
 """Fair shares between those who send requests: who has been given least goes next.
 
-Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): each client has a counter
-of the work that was done for it, prompt tokens that were computed and output tokens at ``OUTPUT_WEIGHT`` times as much,
-and the next admission goes to a client that waits and has the lowest. Who comes back after it had nothing to ask
-is lifted to the lowest of those that waited meanwhile: not having asked is no credit. So of two that always wait neither
-gets ahead of the other by more than what one admission, and the output of what runs, may cost.
+Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): each client has a
+counter of the work that was done for it, prompt tokens that were computed and output tokens at ``OUTPUT_WEIGHT``
+times as much, and the next admission goes to a client that waits and has the lowest. Who comes back after it had
+nothing to ask is lifted to the lowest of those that waited meanwhile: not having asked is no credit. So of two that
+always wait neither gets ahead of the other by more than what one admission, and the output of what runs, may cost.
 
-A client is an API key; below it, the ``user`` that a request names: whoever names many gets no more than its key's share.
+A client is an API key; below it, the ``user`` that a request names: to name many brings no more than its key's share.
 """
 
 from __future__ import annotations

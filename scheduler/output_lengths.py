@@ -2,8 +2,8 @@
 
 Clients ask for a most (``max_new_tokens``) and mostly use a part of it, how much depends on who they are. So requests
 are told apart by their most, in classes of powers of two, and for each class there is a *survival curve*: which share
-of its outputs is longer than so many tokens. It is estimated as life tables are (Kaplan and Meier): of the requests that
-came as far as a length, how many ended there. Those that still run count among those that came as far as they are;
+of its outputs is longer than so many tokens. It is estimated as life tables are (Kaplan and Meier): of the requests
+that came as far as a length, how many ended there. Those that still run count among those that came as far as they are;
 to go by the finished ones alone would take long outputs for rare for as long as the first ones run.
 
 Before anything is known every length up to the most (or ``CLIP`` tokens) is taken to be as likely, with the weight of
