@@ -14,6 +14,7 @@ from cyclopts import App, Parameter
 
 from ..benchmark.errors import BenchOptionsError
 from ..benchmark.options import BenchOptions
+from ..benchmark.schedule.options import ScheduleBenchOptions
 from ..benchmark.transfer.options import TransferBenchOptions
 from ..router.options import RouterOptions, RouterOptionsError
 from ..runtime.config_file import apply_config
@@ -27,7 +28,7 @@ from .cluster_options import ClusterOptions, ClusterOptionsError
 EXIT_USAGE = 2
 SERVER_DEFAULTS, ROUTER_DEFAULTS, CLUSTER_DEFAULTS = ServerOptions(), RouterOptions(), ClusterOptions()
 BENCH_DEFAULTS, CHAT_DEFAULTS, CHECK_DEFAULTS = BenchOptions(), ChatOptions(), CheckOptions()
-TRANSFER_DEFAULTS = TransferBenchOptions()
+TRANSFER_DEFAULTS, SCHEDULE_DEFAULTS = TransferBenchOptions(), ScheduleBenchOptions()
 
 
 def _show_default(value: Any) -> Any:
@@ -148,6 +149,23 @@ def bench_transfer(
     from ..benchmark.transfer.run import run_transfer_bench
 
     return run_transfer_bench(options)
+
+
+@bench.command(name="schedule")
+def bench_schedule(
+    *, options: Annotated[ScheduleBenchOptions, Parameter(name="*")] = SCHEDULE_DEFAULTS, config: Config = None
+) -> int:
+    """Send a trace through the scheduler in virtual time: no model, no waiting.
+
+    Policies and rules of admission beside each other: times to the first token, retractions.
+    """
+    try:
+        options.check()
+    except BenchOptionsError as e:
+        return _refuse("bench schedule", e)
+    from ..benchmark.schedule.run import run_schedule_bench
+
+    return run_schedule_bench(options)
 
 
 @app.command

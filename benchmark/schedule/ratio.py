@@ -1,0 +1,37 @@
+"""Admission by a ratio, as SGLang does it and this server did: what the forecast is compared with.
+
+A share of what running requests may still generate is kept; it sinks with every step that went well and jumps up when a
+request had to be retracted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...scheduler.admission import Admission
+from ...scheduler.kv_memory import KVMemory
+from ...scheduler.req import Req
+
+INITIAL, FLOOR, DECAY_STEPS, AFTER_RETRACTION, CLIP_TOKENS = 0.7, 0.1, 600, 0.2, 4096
+
+
+class RatioAdmission(Admission):
+    """Told of each step's end by ``step_done``."""
+
+    def __init__(self, memory: KVMemory, conservativeness: float) -> None:
+        super().__init__(memory, conservativeness)
+        self._initial = min(1.0, INITIAL * conservativeness)
+        self._floor = min(self._initial, FLOOR * conservativeness)
+        self._ratio = self._initial
+
+    def reserve(self, reqs: Iterable[Req], newcomer: Req) -> int:
+        """See the base class."""
+        future = sum(
+            min(r.max_new_tokens - (r.total_len - r.prompt_len), CLIP_TOKENS) for r in dict.fromkeys((*reqs, newcomer))
+        )
+        return int(future * self._ratio)
+
+    def step_done(self, retracted: int) -> None:
+        """A step was planned, for which so many requests were retracted."""
+        self._ratio = max(self._floor, self._ratio - (self._initial - self._floor) / DECAY_STEPS)
+        self._ratio = min(1.0, self._ratio + AFTER_RETRACTION * retracted)
