@@ -119,7 +119,8 @@ class SchedulerMetrics(Message):
     ``states``: living requests by where they stand. Of prompts, ``prompt_tokens`` were computed here and
     ``cached_tokens`` found here by the instance that computed the rest: each token once, on one instance of a pair.
     ``recomputed_tokens``: tokens that were computed again after a retraction. ``asked_tokens`` and ``hit_tokens``: what
-    the prefix cache was asked for, and had. ``decode_tokens``: those that steps sampled beside prompts, wanted or not.
+    the prefix cache was asked for, and had. ``preemptions``: those of the ``retractions`` that were for the sake of a
+    higher priority. ``followers``: requests that waited for the prompt of another one that begins alike. ``decode_tokens``: those that steps sampled beside prompts, wanted or not.
     """
 
     draining: bool
@@ -133,6 +134,8 @@ class SchedulerMetrics(Message):
     asked_tokens: int
     hit_tokens: int
     retractions: int
+    preemptions: int
+    followers: int
     step_seconds: Histogram
     cost_model_error: float | None
     """Half of the last steps were off by less, relative to what was foreseen; None before the first step."""

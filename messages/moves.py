@@ -158,8 +158,10 @@ def problem_of(running: RunningRequest, vocab_size: int) -> str | None:
             return problem
     if not req.input_ids:
         return "it has no prompt"
-    if len(req.rid) > MAX_NAME_CHARS or len(req.extra_key) > MAX_NAME_CHARS:
+    if any(len(name) > MAX_NAME_CHARS for name in (req.rid, req.extra_key, req.key_name, req.user)):
         return "its names are too long"
+    if not 0 <= req.timeout_s <= MAX_AGE_SECONDS or abs(req.priority) >= 1 << 31:
+        return "its timeout or its priority is out of range"
     if req.logprobs is not None and not (
         -1 <= req.logprobs.start_len <= MAX_TOKENS and 0 <= req.logprobs.top_num <= vocab_size
     ):

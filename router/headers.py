@@ -9,7 +9,12 @@ from ..runtime.web.keys import KEY_NAME_HEADER
 Headers = Sequence[tuple[bytes, bytes]]
 """Names in lower case."""
 
-PASSED_ON = frozenset({b"authorization", b"x-api-key", KEY_NAME_HEADER, b"x-request-id", b"traceparent", b"tracestate"})
+PASSED_ON = frozenset(
+    {
+        *(b"authorization", b"x-api-key", KEY_NAME_HEADER),
+        *(b"x-request-id", b"x-request-timeout", b"traceparent", b"tracestate"),
+    }
+)
 """Of the client's, those that an instance gets to see; with an admin key, its own is not among them any more."""
 CONTENT_TYPE = b"content-type"
 PASSED_BACK = frozenset(

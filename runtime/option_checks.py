@@ -173,14 +173,19 @@ def _schedule(options: ServerOptions) -> Iterator[str]:
             )
     if uncut and options.mixed_chunk_size is not None:
         yield "--mixed-chunk-size cuts prompts, and --chunked-prefill-size -1 forbids it: drop one of the two"
+    if options.priority_scheduling_preemption_threshold < 0:
+        yield "--priority-scheduling-preemption-threshold must be 0 or more"
+    if not options.uses_priorities and options.schedule_low_priority_values_first:
+        yield "--schedule-low-priority-values-first says how to read priorities: add --enable-priority-scheduling"
     budget = options.itl_budget_ms
     if budget is not None and not (budget >= 0 and math.isfinite(budget)):
         yield f"--itl-budget-ms is {budget:g}: it is a time in milliseconds, like 40, or 0 for no budget"
     if uncut and budget:
         yield "--itl-budget-ms cuts prompts, and --chunked-prefill-size -1 forbids it: drop one of the two"
-    if options.schedule_policy == "lpm" and options.disable_radix_cache:
+    if options.schedule_policy in ("lpm", "dfs-weight") and options.disable_radix_cache:
         yield (
-            "--schedule-policy lpm orders requests by their cached prefix, and --disable-radix-cache keeps none: "
+            f"--schedule-policy {options.schedule_policy} orders requests by their cached prefix, and "
+            "--disable-radix-cache keeps none: "
             "drop one of the two"
         )
 

@@ -134,11 +134,11 @@ class ServerOptions:
         or 1.5 times what the decodes take alone, where that is more. How many tokens that is, is learned while serving.
         0 switches it off, as --chunked-prefill-size -1 does. Default 40 on cpu, 0 on cuda.
     schedule_policy
-        Order of waiting requests: fcfs (first come, first served; prompts of a batch as if 0.1 s
-        apart), srpf (shortest remaining prefill first, between pieces of longer prompts too, none of which waits for
-        what comes later than 8 times its own time behind it), lpm (longest cached prefix first), dfs-weight (the same
-        depth first, where most requests share a prefix), lof (longest output first), random (by random_seed), priority
-        (fcfs within each priority, with --enable-priority-scheduling implied).
+        Order of waiting requests: fcfs (first come, first served; prompts of a batch as if 0.1 s apart), srpf (shortest
+        remaining prefill first, between pieces of longer prompts too, none of which waits for what comes later than 8
+        times its own time behind it), lpm (longest cached prefix first), dfs-weight (the same depth first, where most
+        requests share a prefix), lof (longest output first), random (by random_seed), priority (fcfs within each
+        priority, with --enable-priority-scheduling implied). auto takes srpf in prefill mode, else fcfs.
     enable_priority_scheduling
         Let the "priority" of requests count before the policy: higher values first, without it 0.
     schedule_low_priority_values_first
@@ -261,7 +261,7 @@ class ServerOptions:
     chunked_prefill_size: int | None = None
     mixed_chunk_size: int | None = None
     itl_budget_ms: float | None = None
-    schedule_policy: Literal["fcfs", "srpf", "lpm", "dfs-weight", "lof", "random", "priority"] = "fcfs"
+    schedule_policy: Literal["auto", "fcfs", "srpf", "lpm", "dfs-weight", "lof", "random", "priority"] = "auto"
     enable_priority_scheduling: bool = False
     schedule_low_priority_values_first: bool = False
     priority_scheduling_preemption_threshold: int = 10

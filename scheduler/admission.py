@@ -14,8 +14,9 @@ from .output_lengths import OutputLengths
 from .page_forecast import Held, extra_slots, moments
 from .req import Req, ReqState, Route
 
-SPREAD = 1.0
-"""Standard deviations of the use that are kept beside its mean."""
+SPREAD = 2.0
+"""Standard deviations of the use that are kept beside its mean. With 1 a tenth of the requests was retracted where
+memory was short all the time, and throughput was no higher (docs/performance.md)."""
 
 
 class Admission:

@@ -57,6 +57,8 @@ def take_metrics(scheduler: Scheduler) -> SchedulerMetrics:
         asked_tokens=planner.asked_tokens,
         hit_tokens=planner.hit_tokens,
         retractions=planner.retractions,
+        preemptions=planner.preemptions,
+        followers=planner.shared_prompts.set_aside,
         step_seconds=counters.step_seconds.copy(),
         cost_model_error=scheduler.cost_model.median_error,
         promises=itl.counts() if itl is not None else None,

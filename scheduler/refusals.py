@@ -10,7 +10,7 @@ from ..messages.requests import GenerateReq
 from ..runtime.options import ServerOptions
 from .kv_memory import KVMemory
 
-MOST_SECONDS = 600
+MOST_SECONDS = 120
 """Who is told to come back later than that will not."""
 BAD_REQUEST, BUSY = "invalid_request_error", "overloaded_error"
 

@@ -289,7 +289,7 @@ class Scheduler:
             if req.output_len and req.route is not Route.OUTGOING:
                 self.end(req, ReqState.ABORTED, FinishReason(FinishType.TIMEOUT, message=text))
             else:
-                self.fail(req, 504, f"{text}, and had not begun to be answered", "timeout_error")
+                self.fail(req, 408, f"{text}, and had not begun to be answered", "timeout_error")
             self._cancel(req, text)
 
     def _end_stuck(self, now: float) -> None:

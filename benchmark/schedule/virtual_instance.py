@@ -1,5 +1,5 @@
-"""One instance in virtual time: the real scheduler, planner and prefix tree, over a model whose steps take the time that
-a formula says and whose outputs have the lengths that they are told.
+"""One instance in virtual time: the real scheduler, planner and prefix tree, over a model whose steps take the time
+that a formula says, and whose outputs have the lengths that it is told.
 """
 
 from __future__ import annotations

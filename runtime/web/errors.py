@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 E = TypeVar("E", bound=BaseException)
 
-RETRY_AFTER_SECONDS = "1"
+RETRY_AFTER_SECONDS = 1
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 """What programs are told in ``code``, where the status alone says it: OpenAI's words."""
 ERROR_TYPES = {
@@ -15,6 +15,7 @@ ERROR_TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "method_not_allowed",
+    408: "timeout_error",
     413: "request_too_large",
     429: "overloaded_error",
     503: "overloaded_error",
@@ -68,11 +69,13 @@ def error_status(error: dict[str, Any]) -> int:
     return 500
 
 
-def error_headers(status: int) -> dict[str, str]:
-    """What goes with the body: when to try again, or how to say who one is."""
+def error_headers(status: int, retry_after: int = 0) -> dict[str, str]:
+    """What goes with the body: when to try again (``retry_after`` seconds, where somebody knows), or how to say who one
+    is.
+    """
     headers = {}
     if status in (429, 503):
-        headers["Retry-After"] = RETRY_AFTER_SECONDS
+        headers["Retry-After"] = str(retry_after or RETRY_AFTER_SECONDS)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return headers

@@ -19,6 +19,7 @@ from .openai_schemas import ChatBody
 from .parsing import parse_body
 from .plan import Prompt
 from .request_names import named
+from .request_terms import timed
 from .state import HttpState
 from .submission import Choice, Delta
 from .tickets import ticket_of
@@ -30,7 +31,7 @@ CHUNK_KIND = "chat.completion.chunk"
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, plain or streaming."""
     state = HttpState.of(request)
-    body = named(request, await parse_body(request, ChatBody), "chatcmpl-")
+    body = named(request, timed(request, await parse_body(request, ChatBody)), "chatcmpl-")
     check_model(body.model, state.model)
     # Without a limit the answer ends where the context does; the engine shortens the number to what fits.
     max_tokens = INT32_MAX if body.token_limit is None else body.token_limit

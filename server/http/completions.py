@@ -17,6 +17,7 @@ from .openai_schemas import CompletionBody
 from .parsing import parse_body
 from .plan import Prompt, make_prompts
 from .request_names import named
+from .request_terms import timed
 from .state import HttpState
 from .submission import Choice, Delta
 from .tickets import ticket_of
@@ -27,7 +28,7 @@ KIND = "text_completion"
 async def completions(request: Request) -> Response:
     """Complete one prompt or a batch, plain or streaming."""
     state = HttpState.of(request)
-    body = named(request, await parse_body(request, CompletionBody), "cmpl-")
+    body = named(request, timed(request, await parse_body(request, CompletionBody)), "cmpl-")
     check_model(body.model, state.model)
     if body.min_tokens > body.max_tokens:
         raise bad_request("min_tokens", f"{body.min_tokens} is above max_tokens ({body.max_tokens})")

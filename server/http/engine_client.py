@@ -135,7 +135,7 @@ class EngineClient:
                 wire_rids.add(wire_rid)
                 choice = self._choice(len(choices), prompt_index, (rid, wire_rid), plan, streaming, arrival)
                 choices.append(choice)
-                requests.append(_request(plan, choices[-1 - i], choice, streaming))
+                requests.append(_request(plan, choices[-1 - i], choice, streaming, caller.name))
                 for name in {rid, plan.rid, group or rid}:
                     named.setdefault(name, []).append(choice)
         taken = next((name for name in named if self.is_named(name, caller)), None)
@@ -364,7 +364,7 @@ def _as_api_error(error: ReqError, live: _Live) -> ApiError:
     return api_error
 
 
-def _request(plan: PromptPlan, first: Choice, choice: Choice, streaming: bool) -> TokenizeReq:
+def _request(plan: PromptPlan, first: Choice, choice: Choice, streaming: bool, key_name: str) -> TokenizeReq:
     sampling, bootstrap = plan.sampling, plan.bootstrap
     i = choice.index - first.index
     if i:
@@ -387,4 +387,8 @@ def _request(plan: PromptPlan, first: Choice, choice: Choice, streaming: bool) -
         return_prompt=plan.return_prompt,
         place=choice.index,
         fork_of=first.wire_rid if i else "",
+        priority=plan.terms.priority,
+        timeout_s=plan.terms.timeout_s,
+        key_name=key_name,
+        user=plan.terms.user,
     )

@@ -48,19 +48,25 @@ class ApiError(Exception):
         self.kind = kind or error_type(status)
         self.code = code
         self.headers: Mapping[str, str] | None = None
+        self.retry_after = 0
+        """Seconds after which it may go better, 0 where nobody knows."""
 
     @staticmethod
     def from_engine(error: ReqError) -> ApiError:
         """What the engine said of one request; a status that is no error status becomes 500."""
         status = error.status if 400 <= error.status <= 599 else 500
         kind = error.kind if status != 500 else None
-        return ApiError(status, error.message, param=error.field, kind=kind, code=error.code)
+        api_error = ApiError(status, error.message, param=error.field, kind=kind, code=error.code)
+        api_error.retry_after = error.retry_after
+        return api_error
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
         """The same error with ``param`` as the client calls it, and named in the message."""
         param = names.get(self.param, self.param) if self.param is not None else None
         message = f"{param}: {self.message}" if param is not None and param not in self.message else self.message
-        return ApiError(self.status, message, param=param, kind=self.kind, code=self.code)
+        renamed = ApiError(self.status, message, param=param, kind=self.kind, code=self.code)
+        renamed.retry_after = self.retry_after
+        return renamed
 
     def body(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -68,7 +74,8 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         """The answer."""
-        return json_response(self.body(), self.status, {**(self.headers or {}), **error_headers(self.status)})
+        headers = error_headers(self.status, self.retry_after)
+        return json_response(self.body(), self.status, {**(self.headers or {}), **headers})
 
 
 def bad_request(param: str | None, message: str) -> ApiError:

@@ -17,8 +17,9 @@ from .errors import bad_request
 from .generate_schemas import GenerateBody
 from .logprob_lists import LogprobLists
 from .parsing import parse_body
-from .plan import PromptPlan, make_prompts, name_requests, per_prompt, sampling_params
+from .plan import NO_TERMS, PromptPlan, Terms, make_prompts, name_requests, per_prompt, sampling_params
 from .request_names import named
+from .request_terms import terms_of, timed
 from .state import HttpState
 from .submission import Choice, Delta
 from .timing import timing
@@ -27,9 +28,9 @@ from .timing import timing
 async def generate(request: Request) -> Response:
     """Generate from one prompt or a batch, plain or streaming."""
     state = HttpState.of(request)
-    body = named(request, await parse_body(request, GenerateBody))
+    body = named(request, timed(request, await parse_body(request, GenerateBody)))
     batch = is_batch(body)
-    plans = plan_generate(body, batch, state.gate, state.model.defaults)
+    plans = plan_generate(body, batch, state.gate, state.model.defaults, terms_of(body, state.options))
     group = body.rid if isinstance(body.rid, str) else None
     incremental = state.options.incremental_streaming_output if body.incremental is None else body.incremental
     renderer = NativeRenderer(
@@ -50,7 +51,11 @@ def is_batch(body: GenerateBody) -> bool:
 
 
 def plan_generate(
-    body: GenerateBody, batch: bool, gate: BootstrapGate, defaults: SamplingDefaults = NO_DEFAULTS
+    body: GenerateBody,
+    batch: bool,
+    gate: BootstrapGate,
+    defaults: SamplingDefaults = NO_DEFAULTS,
+    terms: Terms = NO_TERMS,
 ) -> list[PromptPlan]:
     """What the engine is asked; raises ``ApiError``."""
     if (body.text is None) == (body.input_ids is None):
@@ -76,6 +81,7 @@ def plan_generate(
             bootstrap=namings[i].bootstrap,
             extra_key=namings[i].extra_key,
             return_prompt=body.return_prompt_token_ids,
+            terms=terms,
         )
         for i, s in enumerate(samplings)
     ]
@@ -161,7 +167,7 @@ class NativeRenderer:
 
 
 def finish_reason(finish: FinishReason | None, completion_tokens: int) -> dict[str, Any] | None:
-    """SGLang's shape: ``type``, and with it ``matched`` ("stop"), ``length`` or ``message`` ("abort", "declined")."""
+    """SGLang's shape: ``type``, and with it ``matched`` ("stop"), ``length`` or ``message`` ("abort", "timeout")."""
     if finish is None:
         return None
     if finish.type is FinishType.STOP:

@@ -156,6 +156,16 @@ def add_scheduler(families: Families, counts: SchedulerMetrics) -> None:
     families.counter(
         "pdserve_retractions_total", "How often a running request lost its memory to others.", counts.retractions
     )
+    families.counter(
+        "pdserve_preemptions_total",
+        "Those of them that were for the sake of a higher priority.",
+        counts.preemptions,
+    )
+    families.counter(
+        "pdserve_shared_prompts_total",
+        "Requests that waited for the prompt of another one that begins alike.",
+        counts.followers,
+    )
 
 
 def add_steps(families: Families, counts: SchedulerMetrics) -> None:

@@ -15,6 +15,7 @@ from .engine_response import event
 from .errors import ApiError
 from .openai_schemas import OpenAIBody
 from .plan import Prompt, PromptPlan, name_requests, sampling_params
+from .request_terms import terms_of
 from .served_model import ServedModel
 from .state import HttpState
 from .submission import Choice
@@ -40,7 +41,7 @@ def plan_openai(
 ) -> list[PromptPlan]:
     """What the engine is asked; raises ``ApiError``. ``echo``: the answer repeats the prompt."""
     counts = [body.n] * len(prompts)
-    defaults = state.model.defaults
+    defaults, terms = state.model.defaults, terms_of(body, state.options)
     namings = name_requests(body, counts, batch, state.gate, default_key=body.cache_salt)
     return [
         PromptPlan(
@@ -55,6 +56,7 @@ def plan_openai(
             extra_key=naming.extra_key,
             add_special_tokens=body.add_special_tokens,
             return_prompt=body.return_token_ids or (echo and prompt.text is None),
+            terms=terms,
         )
         for prompt, naming in zip(prompts, namings, strict=True)
     ]

@@ -33,6 +33,17 @@ class Prompt(NamedTuple):
     chat: Conversation | None = None
 
 
+class Terms(NamedTuple):
+    """``timeout_s``: seconds in which the request has to be over, 0: as many as it takes. ``user``: whom it is for."""
+
+    priority: int = 0
+    timeout_s: float = 0.0
+    user: str = ""
+
+
+NO_TERMS = Terms()
+
+
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
     """One prompt and the ``n`` choices wanted for it.
@@ -52,6 +63,7 @@ class PromptPlan:
     extra_key: str
     add_special_tokens: bool | None = None
     return_prompt: bool = False
+    terms: Terms = NO_TERMS
 
 
 class Naming(NamedTuple):

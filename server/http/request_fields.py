@@ -13,6 +13,7 @@ from .fields import INT32_MAX, INT64_MAX, Body, OneOrMany, Rid, TokenId
 MAX_N = 64
 MAX_STOPS = 32
 MAX_BIASES = 1024
+MOST_SECONDS = 1e6
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
@@ -63,7 +64,8 @@ class RequestFields(Body):
     """Fields that name a request and its hand-over; in the native and the OpenAI bodies alike.
 
     Lists go with a batch, one entry a prompt. ``bootstrap_signature`` and ``bootstrap_leg`` are a router's.
-    ``extra_key`` keeps cached prefixes of different tenants apart.
+    ``extra_key`` keeps cached prefixes of different tenants apart. ``timeout_s``: seconds in which the whole request
+    has to be over. ``user``: for whom it was sent, which counts with --fair-scheduling.
     """
 
     rid: OneOrMany[Rid] | None = None
@@ -73,3 +75,6 @@ class RequestFields(Body):
     bootstrap_signature: Annotated[str, Field(pattern=r"^[0-9]{1,12}\.[0-9a-f]{64}$")] | None = None
     bootstrap_leg: Literal["prefill", "decode"] | None = None
     extra_key: OneOrMany[Annotated[str, Field(max_length=1024)]] | None = None
+    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] = 0
+    timeout_s: Annotated[float, Field(gt=0, le=MOST_SECONDS)] | None = None
+    user: Annotated[str, Field(max_length=256)] | None = None

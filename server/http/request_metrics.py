@@ -92,7 +92,7 @@ class RequestMetrics:
     def _ended(self, choice: Choice, item: ReqText, count: int, now: float) -> None:
         assert item.finish is not None
         self.finished[item.finish.type.value] += 1
-        if item.finish.type is FinishType.ABORT or item.meta is None:
+        if item.finish.type in (FinishType.ABORT, FinishType.TIMEOUT) or item.meta is None:
             return  # how long an answer took that was cut short is no latency
         timing, tokens = item.meta.timing, len(choice.token_ids) + count
         to_first_token = (timing.queue_ms + timing.prefill_ms) / MS

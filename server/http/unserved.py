@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 ANYTHING: Final = (object(),)
-"""Neutral values of a field that never changes an answer, such as the name of the end user."""
+"""Neutral values of a field that never changes an answer, such as a label for its sender."""
 IGNORED: Final = (object(),)
 """The same of a field that a client may expect something of: the log says once that nothing comes of it."""
 
@@ -40,7 +40,7 @@ GENERATE: Unserved = {
         names="return_hidden_states return_routed_experts return_entropy return_bytes background require_reasoning "
         "need_wait_for_image use_audio_in_video",
     ),
-    **_neutral(0, names="priority num_items_assigned"),
+    **_neutral(0, names="num_items_assigned"),
     # Ranks: 0 is the first one, and there is no other.
     **_neutral(0, names="data_parallel_rank routed_dp_rank disagg_prefill_dp_rank"),
     **_neutral(1, names="decode_tp_size"),
@@ -70,10 +70,9 @@ _OPENAI_COMMON: Unserved = {
     **_neutral("", names="custom_logit_processor lora_path"),
     **_neutral([], names="guided_choice"),
     **_neutral(names="truncate_prompt_tokens prompt_logprobs data_parallel_rank thinking_token_budget"),
-    **_neutral(0, names="priority"),
     **_neutral(1, names="length_penalty best_of stream_interval"),
     **_neutral({"type": "text"}, names="response_format"),
-    **dict.fromkeys(("user", "metadata", "safety_identifier", "request_id"), ANYTHING),
+    **dict.fromkeys(("metadata", "safety_identifier", "request_id"), ANYTHING),
     **dict.fromkeys(("service_tier", "store", "prompt_cache_key", "prompt_cache_retention"), IGNORED),
 }
 

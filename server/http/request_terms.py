@@ -1,0 +1,39 @@
+"""On which terms a request is served: how important it is, by when it must be over, and for whom it was sent."""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from ...runtime.options import ServerOptions
+from .errors import bad_request
+from .plan import Terms
+from .request_fields import MOST_SECONDS, RequestFields
+
+TIMEOUT_HEADER = "x-request-timeout"
+B = TypeVar("B", bound=RequestFields)
+
+
+def timed(request: Request, body: B) -> B:
+    """``body`` with the seconds that the header ``x-request-timeout`` allows, where these are less than its own."""
+    header = request.headers.get(TIMEOUT_HEADER)
+    if header is None:
+        return body
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MOST_SECONDS:
+        raise bad_request(TIMEOUT_HEADER, f"must be a number of seconds above 0, up to {MOST_SECONDS:.0f}")
+    return body.model_copy(update={"timeout_s": min(seconds, body.timeout_s or MOST_SECONDS)})
+
+
+def terms_of(body: RequestFields, options: ServerOptions) -> Terms:
+    """The terms of every prompt of ``body``; raises ``ApiError`` where a priority would not count."""
+    if body.priority and not options.uses_priorities:
+        raise bad_request(
+            "priority", "this server does not go by priorities; start it with --enable-priority-scheduling, or leave it"
+        )
+    return Terms(body.priority, body.timeout_s or 0.0, body.user or "")
