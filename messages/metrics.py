@@ -119,8 +119,9 @@ class SchedulerMetrics(Message):
     ``states``: living requests by where they stand. Of prompts, ``prompt_tokens`` were computed here and
     ``cached_tokens`` found here by the instance that computed the rest: each token once, on one instance of a pair.
     ``recomputed_tokens``: tokens that were computed again after a retraction. ``asked_tokens`` and ``hit_tokens``: what
-    the prefix cache was asked for, and had. ``preemptions``: those of the ``retractions`` that were for the sake of a
-    higher priority. ``followers``: requests that waited for the prompt of another one that begins alike. ``decode_tokens``: those that steps sampled beside prompts, wanted or not.
+    the prefix cache was asked for, and had. ``decode_tokens``: those that steps sampled beside prompts, wanted or not.
+    ``preemptions``: those of the ``retractions`` that were for the sake of a higher priority. ``followers``: requests
+    that waited for the prompt of another one that begins alike.
     """
 
     draining: bool

@@ -7,7 +7,7 @@ that came as far as a length, how many ended there. Those that still run count a
 to go by the finished ones alone would take long outputs for rare for as long as the first ones run.
 
 Before anything is known every length up to the most (or ``CLIP`` tokens) is taken to be as likely, with the weight of
-``PRIOR`` requests. What is known fades over ``MEMORY`` requests of its class.
+``PRIOR`` requests. That fades, as all that is known does, over ``MEMORY`` requests of its class.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class OutputLengths:
 
     def learn(self, max_new_tokens: int, length: int) -> None:
         """A request that might have generated so many tokens has ended by itself after ``length`` (at least 1)."""
-        died = self._died.setdefault(max_new_tokens.bit_length(), np.zeros(len(EDGES)))
+        name = max_new_tokens.bit_length()
+        died = self._died.setdefault(name, self._prior(name))
         died *= 1 - 1 / MEMORY
         died[min(int(np.searchsorted(EDGES, length)), len(EDGES) - 1)] += 1
 
@@ -67,7 +68,7 @@ class OutputLengths:
         """[E + 1]: log of the share of a class that is longer than 0 and each edge. ``running``: what those have that
         still run.
         """
-        died = self._prior(name) + self._died.get(name, 0.0)
+        died = self._died[name] if name in self._died else self._prior(name)
         came = died[::-1].cumsum()[::-1]
         # One that runs came to the edge that it is at, and did not end before.
         passed = np.searchsorted(EDGES, running, side="right")

@@ -53,6 +53,8 @@ def scheduler_metrics(**changes) -> SchedulerMetrics:
         "asked_tokens": 100,
         "hit_tokens": 30,
         "retractions": 1,
+        "preemptions": 0,
+        "followers": 2,
         "step_seconds": steps,
         "cost_model_error": 0.25,
         "promises": PromiseCounts(steps=10, late=1),

@@ -1,0 +1,330 @@
+"""Who is tried first: priorities and preemption, fair shares, prompts that begin alike, deadlines, a full queue."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from support.sim import SimInstance, make_generate, make_options, reference_output
+from support.sim_machine import Machine, TimedSim
+from support.sim_pair import SimPair
+from support.sim_pair import assert_all_returned as pair_assert_all_returned
+from support.sim_pair import run_until_idle as pair_run_until_idle
+
+from pdserve.messages.outputs import FinishType, ReqError, ReqTokens
+from pdserve.messages.requests import AbortReq
+from pdserve.scheduler.deadlines import Deadlines
+from pdserve.scheduler.fairness import OUTPUT_WEIGHT, FairShares, Tenant
+from pdserve.scheduler.req import Req, ReqState, Route
+from pdserve.scheduler.shared_prompts import LEAST_SHARED, MOST_STANDSTILL, SharedPrompts
+
+
+def send(sim: SimInstance, rid: str, prompt, *, max_new_tokens: int = 4, **fields) -> None:
+    """Submit a request with fields that the builder doesn't know."""
+    msg = make_generate(rid, prompt, max_new_tokens=max_new_tokens)
+    for name, value in fields.items():
+        setattr(msg, name, value)
+    msg.arrival = msg.arrival or sim.now
+    sim.scheduler.admit_message(msg, sim.now)
+
+
+def turn(sim: SimInstance, count: int = 1) -> None:
+    for _ in range(count):
+        sim.plan()
+        sim.scheduler.check_invariants()
+        sim.work()
+
+
+def assert_all_returned(sim: SimInstance) -> None:
+    usage = sim.scheduler.memory.usage()
+    assert (usage["in_use"], usage["rows_in_use"]) == (0, 0)
+    sim.scheduler.check_invariants()
+
+
+# --- priorities ---
+
+
+@pytest.mark.parametrize("low_first", [False, True])
+@pytest.mark.parametrize("policy", ["priority", "lpm", "srpf"])
+def test_priorities_come_before_the_policy(policy: str, low_first: bool):
+    options = make_options(
+        schedule_policy=policy,
+        enable_priority_scheduling=policy != "priority",
+        schedule_low_priority_values_first=low_first,
+        max_running_requests=1,
+    )
+    sim = SimInstance(options)
+    send(sim, "first", [9])
+    turn(sim)
+    for i, priority in enumerate([0, 5, -3, 5]):
+        send(sim, f"r{i}", [i, 2, 3], priority=priority)
+    sim.run_until_idle()
+    order = ["r1", "r3", "r0", "r2"] if not low_first else ["r2", "r0", "r1", "r3"]
+    assert list(sim.ends) == ["first", *order]
+
+
+def test_without_priorities_they_do_not_count():
+    sim = SimInstance(make_options(max_running_requests=1))
+    for i in range(4):
+        send(sim, f"r{i}", [i], priority=i)
+    sim.run_until_idle()
+    assert list(sim.ends) == ["r0", "r1", "r2", "r3"]
+
+
+@pytest.mark.parametrize(("threshold", "preempted"), [(4, 1), (5, 0)])
+def test_a_far_higher_priority_takes_the_memory_of_lower_ones(threshold: int, preempted: int):
+    sim = SimInstance(
+        make_options(
+            max_total_tokens=64,
+            enable_priority_scheduling=True,
+            priority_scheduling_preemption_threshold=threshold,
+            schedule_conservativeness=0.01,
+        )
+    )
+    for i in range(3):
+        send(sim, f"low{i}", [i] * 12, max_new_tokens=6, priority=0)
+    turn(sim, 3)
+    running = set(sim.scheduler.planner.running)
+    send(sim, "high", [50] * 30, max_new_tokens=4, priority=5)
+    while "high" not in sim.ends and len(sim.ends) < 3:
+        turn(sim)
+    assert sim.scheduler.planner.preemptions == preempted
+    assert ("high" in sim.ends) is (preempted > 0)
+    sim.run_until_idle()
+    assert running == {"low0", "low1", "low2"}
+    for i in range(3):
+        assert sim.tokens[f"low{i}"] == reference_output([i] * 12, 6)
+    assert sim.tokens["high"] == reference_output([50] * 30, 4)
+    assert_all_returned(sim)
+
+
+def test_nobody_is_preempted_in_vain():
+    sim = SimInstance(make_options(max_total_tokens=64, schedule_policy="priority"))
+    send(sim, "equal", [1] * 24, max_new_tokens=20, priority=50)
+    send(sim, "low", [2] * 8, max_new_tokens=20, priority=0)
+    turn(sim, 3)
+    send(sim, "high", [50] * 50, max_new_tokens=4, priority=50)
+    turn(sim, 5)
+    assert sim.scheduler.planner.preemptions == 0  # what the low one has would not do
+    sim.run_until_idle()
+    assert sim.tokens["high"] == reference_output([50] * 50, 4)
+
+
+# --- fair shares ---
+
+
+def test_shares_of_keys_count_before_those_of_users():
+    shares = FairShares()
+    a1, a2, b = Tenant("a", "1"), Tenant("a", "2"), Tenant("b")
+    for tenant in (a1, a2, b):
+        shares.comes_back(tenant, [])
+    shares.prompt(a1, 10)
+    shares.output(b, 4)
+    assert shares.share(a1) == (10, 10)
+    assert shares.share(a2) == (10, 0)
+    assert shares.share(b) == (4 * OUTPUT_WEIGHT, 4 * OUTPUT_WEIGHT)
+    assert min((a1, a2, b), key=shares.share) == b
+
+
+def test_who_was_away_is_no_creditor():
+    shares = FairShares()
+    busy, idle = Tenant("busy"), Tenant("idle")
+    shares.comes_back(busy, [])
+    shares.prompt(busy, 1000)
+    shares.comes_back(idle, [busy])
+    assert shares.share(idle)[0] == shares.share(busy)[0] == 1000
+
+
+def flood(fair: bool) -> Counter[str]:
+    """One key asks for a hundred answers at once, another one for ten after that: who has had what by half time."""
+    sim = SimInstance(make_options(fair_scheduling=fair, max_running_requests=2, max_total_tokens=512))
+    for i in range(100):
+        send(sim, f"greedy{i}", [i, 1, 2], key_name="greedy", user=f"u{i}")
+    for i in range(10):
+        send(sim, f"modest{i}", [i, 3, 4], key_name="modest")
+    while len(sim.ends) < 20:
+        turn(sim)
+    done = Counter(rid.rstrip("0123456789") for rid in sim.ends)
+    sim.run_until_idle()
+    assert len(sim.ends) == 110
+    return done
+
+
+def test_keys_that_compete_get_as_much_however_many_users_they_name():
+    assert abs(flood(True)["modest"] - 10) <= 1
+    assert flood(False)["modest"] == 0
+
+
+def test_long_outputs_are_paid_for():
+    """Counters of tokens, not of requests: who asks for answers of 30 gets fewer of them than who asks for 3."""
+    sim = SimInstance(make_options(fair_scheduling=True, max_running_requests=1, max_total_tokens=512))
+    for i in range(40):
+        send(sim, f"long{i}", [i, 1], max_new_tokens=30, key_name="l")
+        send(sim, f"short{i}", [i, 2], max_new_tokens=3, key_name="s")
+    while len(sim.ends) < 30:
+        turn(sim)
+    done = Counter(rid.rstrip("0123456789") for rid in sim.ends)
+    assert done["short"] > 5 * done["long"]
+    sim.scheduler.abort(AbortReq(""))
+    sim.run_until_idle()
+    assert_all_returned(sim)
+
+
+# --- prompts that begin alike ---
+
+
+def alike(count: int, **options) -> TimedSim:
+    curve = Machine(read_ms=5.0, token_ms=0.25)
+    sim = TimedSim(curve, chunked_prefill_size=4096, itl_budget_ms=0, **options)
+    common = np.arange(1024) % 97
+    for i in range(count):
+        sim.submit(f"r{i}", [*common, i, 1, 2, 3], max_new_tokens=2)
+    return sim
+
+
+def test_prompts_that_begin_alike_are_computed_once():
+    sim = alike(8)
+    sim.run_until_idle()
+    common = list(np.arange(1024) % 97)
+    for i in range(8):
+        assert sim.tokens[f"r{i}"] == reference_output([*common, i, 1, 2, 3], 2)
+    assert sim.scheduler.counters.prompt_tokens == 1024 + 8 * 4
+    assert sim.scheduler.planner.shared_prompts.set_aside == 7
+    assert_all_returned(sim)
+
+
+@pytest.mark.parametrize("when", [0, 1])
+def test_followers_go_on_when_the_first_is_aborted(when: int):
+    sim = alike(4)
+    for _ in range(when):
+        sim.plan()
+        sim.work()
+    sim.scheduler.abort(AbortReq("r0"))
+    sim.run_until_idle()
+    assert {rid for rid, end in sim.ends.items() if end.finish.type is FinishType.LENGTH} == {"r1", "r2", "r3"}
+    assert sim.scheduler.counters.prompt_tokens <= 1024 + 4 * 4
+    assert_all_returned(sim)
+
+
+def test_without_a_cache_nobody_waits_for_anybody():
+    sim = alike(3, disable_radix_cache=True)
+    sim.run_until_idle()
+    assert sim.scheduler.planner.shared_prompts.set_aside == 0
+    assert len(sim.ends) == 3
+
+
+def prefilling(rid: str, prompt, computed: int) -> Req:
+    req = Req.create(make_generate(rid, prompt), Route.LOCAL, ReqState.PREFILLING, 8, 1)
+    req.computed = computed
+    return req
+
+
+def test_the_wait_for_a_prompt_that_stands_still_ends():
+    class Hold:
+        cached_len, verified = 0, True
+
+    first, second = prefilling("a", range(400), 0), prefilling("b", range(400), 0)
+    first.hold = Hold()
+    shared = SharedPrompts(4, enabled=True)
+    assert not shared.follows(second, 400 - LEAST_SHARED + 5, [first])  # too little is left to share
+    assert shared.follows(second, 0, [first])
+    waits = 0
+    while not (ready := shared.ready()):
+        waits += 1
+    assert (ready, waits) == ([second], MOST_STANDSTILL - 1)
+    # One that moves on is waited for.
+    assert shared.follows(second, 0, [first])
+    for _ in range(3 * MOST_STANDSTILL):
+        first.computed += 1
+        assert not shared.ready()
+    first.hold.cached_len = 396
+    assert shared.ready() == [second]
+
+
+# --- deadlines ---
+
+
+def test_a_deadline_ends_who_waits_and_who_runs():
+    sim = SimInstance(make_options(max_running_requests=1))
+    send(sim, "runs", range(5), max_new_tokens=100, timeout_s=0.02)
+    send(sim, "waits", range(5), timeout_s=0.01)
+    send(sim, "lasts", range(7), timeout_s=1e5)
+    sim.run_until_idle()
+    runs, waits = sim.ends["runs"], sim.ends["waits"]
+    assert isinstance(runs, ReqTokens)
+    assert runs.finish.type is FinishType.TIMEOUT
+    assert "timeout_s of 0.02 s" in runs.finish.message
+    got = sim.tokens["runs"]
+    assert 0 < len(got) < 100
+    assert got == reference_output(range(5), 100)[: len(got)]
+    assert runs.meta.completion_tokens == len(got)
+    assert isinstance(waits, ReqError)
+    assert (waits.status, waits.kind) == (408, "timeout_error")
+    assert "timeout_s of 0.01 s" in waits.message
+    assert sim.tokens["lasts"] == reference_output(range(7), 4)
+    assert_all_returned(sim)
+
+
+def test_the_loop_is_woken_for_a_deadline_and_ended_ones_are_forgotten():
+    deadlines = Deadlines()
+    assert deadlines.seconds_left(5.0) == math.inf
+
+    def req(rid: str, arrival: float, timeout_s: float) -> Req:
+        msg = make_generate(rid, range(3))
+        msg.arrival, msg.timeout_s = arrival, timeout_s
+        return Req.create(msg, Route.LOCAL, ReqState.WAITING, 8, 1)
+
+    late, early, none = req("a", 1.0, 10.0), req("b", 2.0, 3.0), req("c", 0.0, 0.0)
+    for one in (late, early, none):
+        deadlines.add(one)
+    assert deadlines.seconds_left(4.0) == 1.0
+    assert deadlines.pop(4.9) == []
+    assert deadlines.pop(5.0) == [early]
+    late.state = ReqState.FINISHED
+    assert deadlines.pop(5.0) == []
+    assert deadlines.seconds_left(5.0) == math.inf
+    assert deadlines.expired == 1
+
+
+def test_both_legs_of_a_pair_end_at_the_deadline_and_give_everything_back():
+    seen = set()
+    for seed in range(24):
+        pair = SimPair(max_total_tokens=256, chunked_prefill_size=8)
+        for side in (pair.prefill, pair.decode):
+            msg = make_generate("a", range(60), max_new_tokens=60, room=7)
+            msg.arrival, msg.timeout_s = side.now, 0.002 * (seed + 1)
+            side.scheduler.admit_message(msg, side.now)
+        pair_run_until_idle(pair, random.Random(seed))
+        end = pair.decode.ends["a"]
+        seen.add(end.status if isinstance(end, ReqError) else end.finish.type)
+        got = pair.decode.tokens.get("a", [])
+        assert got == reference_output(range(60), 60)[: len(got)]
+        pair_assert_all_returned(pair)
+    assert {408, FinishType.TIMEOUT} <= seen
+
+
+# --- a full queue ---
+
+
+def test_a_full_queue_tells_when_half_of_it_should_have_had_its_turn():
+    curve = Machine(read_ms=5.0, token_ms=0.25)
+    sim = TimedSim(curve, max_running_requests=1, max_queued_requests=40, itl_budget_ms=0, disable_radix_cache=True)
+    rng = np.random.default_rng(0)
+    count = 0
+    while "refused" not in sim.ends:
+        if len(sim.scheduler.reqs) >= 41:
+            send(sim, "refused", range(3))
+        else:
+            send(sim, f"r{count}", rng.integers(0, 97, 400), max_new_tokens=100)
+            count += 1
+        turn(sim, 12 if count < 20 else 1)  # some have had their turn before it is full
+    refused = sim.ends["refused"]
+    assert refused.status == 429
+    waiting, began = len(sim.scheduler.planner.waiting), sim.now
+    sim.run_until(lambda: len(sim.scheduler.planner.waiting) <= waiting // 2)
+    assert refused.retry_after == pytest.approx(sim.now - began, rel=0.35)
+    sim.scheduler.abort(AbortReq(""))
+    sim.run_until_idle()
