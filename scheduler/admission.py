@@ -32,6 +32,8 @@ class Admission:
         beyond that, here.
         """
         generating = [req for req in (*reqs, newcomer) if req.route is not Route.OUTGOING and req.wants_tokens]
+        if not generating:
+            return 0
         held = [self._held(req) for req in generating]
         up = self._memory.pages_up
         worst = sum(up(one.length + one.most) - up(one.length) for one in held)

@@ -55,6 +55,9 @@ class WaitingQueue:
     def __contains__(self, rid: str) -> bool:
         return rid in self._reqs
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._reqs)
+
     def values(self) -> Iterator[Req]:
         """All that wait, as they came to."""
         return iter(self._reqs.values())

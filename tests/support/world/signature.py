@@ -26,7 +26,6 @@ SKIPPED = frozenset(
         "counters",
         "cost_model",
         "budget",
-        "reserve",
         "since",
         "deadline",
         "queued_at",
@@ -86,6 +85,14 @@ SKIPPED = frozenset(
         "_choice",
         "_forecast",
         "foreseen",
+        "losses",
+        "reused",
+        "policy",
+        "shares",
+        "_lanes",
+        "_sizes",
+        "_queued",
+        "_retracted",
     ]
 )
 """Attributes that say when, how much or to whom."""
@@ -186,6 +193,7 @@ def signature(world: World, nodes: list[Node], more: object = None) -> int:
         walk.take(manager._peers)
         for queue in (node.scheduler.planner.waiting, node.scheduler.planner.running, manager.receivers.rooms):
             walk.out.append(tuple(queue))  # the order of who comes first
+        walk.out.append(tuple(req.rid for req in node.scheduler.planner.waiting.order()))
         walk.take(node.sim_worker.kv)
         walk.take(node.network.registration is not None)
     for channel in sorted(world.channels, key=repr):
