@@ -12,8 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-HASH_BYTES = 16
-
 
 class StoreError(Exception):
     """The store did not do what it was asked for. The message says what to look at."""
@@ -42,7 +40,7 @@ class StoreUsage(NamedTuple):
 
 
 class PageStore(ABC):
-    """Pages of ``page_bytes`` by hash (``HASH_BYTES`` long). Calls block; they come from one thread at a time."""
+    """Pages of ``page_bytes`` by hash (``page_hash.py``). Calls block; they come from one thread at a time."""
 
     def __init__(self, page_bytes: int) -> None:
         self.page_bytes = page_bytes
@@ -68,6 +66,10 @@ class PageStore(ABC):
 
         Raises ``StoreUnavailable`` and ``StoreFull``; any of them may be kept then.
         """
+
+    @abstractmethod
+    def remove(self, hashes: Sequence[bytes]) -> None:
+        """Forget pages, wherever they stand; what is not there is no error. Raises ``StoreUnavailable``."""
 
     @abstractmethod
     def usage(self) -> StoreUsage:

@@ -100,6 +100,17 @@ class FileStore(PageStore):
         if self._nbytes > self._limit and (is_due or self._nbytes > 2 * self._limit):
             self._evict(int(AFTER_EVICTION * self._limit))
 
+    def remove(self, hashes: Sequence[bytes]) -> None:
+        """See the base class."""
+        for page_hash in hashes:
+            path = self._path(page_hash)
+            try:
+                self._remove(_Found(0.0, path.stat().st_size, str(path)))
+            except FileNotFoundError:
+                continue
+            except OSError as e:
+                raise self._unavailable(e) from e
+
     def usage(self) -> StoreUsage:
         """See the base class."""
         return StoreUsage(self._pages, self._nbytes, self._bad, self._evicted)

@@ -73,6 +73,14 @@ class RedisStore(PageStore):
             except redis.RedisError as e:
                 raise self._unavailable(e) from e
 
+    def remove(self, hashes: Sequence[bytes]) -> None:
+        """See the base class."""
+        try:
+            if hashes:
+                self._client.delete(*(PREFIX + page_hash for page_hash in hashes))
+        except redis.RedisError as e:
+            raise self._unavailable(e) from e
+
     def usage(self) -> StoreUsage:
         """See the base class."""
         return StoreUsage(None, None, self._bad, 0)
