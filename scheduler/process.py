@@ -145,7 +145,7 @@ class SchedulerProcess:
             self._scheduler.on_step_result(event, now)
         elif isinstance(event, TierEvent):
             assert self._scheduler.tiers is not None
-            self._scheduler.tiers.on_event(event)
+            self._scheduler.tiers.on_event(event, now)
         elif self._handovers is not None:
             self._handovers.on_transfer_event(event, now)
 

@@ -287,7 +287,7 @@ class Scheduler:
     def run_steps(self, now: float) -> None:
         """Keep the worker supplied."""
         self.forks.release(lambda req: self.enqueue(req, now))
-        self._move_pages()
+        self._move_pages(now)
         while len(self._in_flight) < self._max_in_flight:
             step = self.planner.plan(now)
             for req in self.planner.retracted:
@@ -302,12 +302,12 @@ class Scheduler:
                 step.message.pushes = [push for push in pushes if push is not None]
             self.outbox.to_worker(step.message)
             self._in_flight.append(step.in_flight)
-            self._move_pages()
+            self._move_pages(now)
 
-    def _move_pages(self) -> None:
+    def _move_pages(self, now: float) -> None:
         """Tell the worker what is to be copied between the tiers, behind all steps that were planned."""
         if self.tiers is not None:
-            self.outbox.all_to_worker(self.tiers.take())
+            self.outbox.all_to_worker(self.tiers.take(now))
 
     def _end_stuck(self, now: float) -> None:
         """Hand-overs end by themselves and give their memory back, but for those whose writer doesn't let go."""

@@ -51,6 +51,8 @@ SELECTIVE_HITS = 2
 BACKLOG_PAGES = 1 << 16
 STORE_BATCH = 64
 """Pages under way to the store at a time: what is pinned for it."""
+STORE_PAUSE = 1.0
+"""Seconds before it is given anything again after it has failed."""
 LONGEST_WAIT = 10.0
 """Seconds, for a store that hangs."""
 WAIT_BASE, WAIT_PER_KILOTOKEN = 0.25, 0.1
@@ -65,6 +67,13 @@ class Fetch(NamedTuple):
     pages: list[int]
     asked_at: float
     patience: float
+
+
+class Storing(NamedTuple):
+    """Pages on their way to the store."""
+
+    hashes: list[bytes]
+    pages: list[int]
 
 
 class TierCounts:
@@ -103,7 +112,8 @@ class KVTiers:
         self._after: list[tuple[int, int, int]] = []
         self._store_commands: list[Message] = []
         self._backlog: OrderedDict[bytes, None] = OrderedDict()
-        self._storing: dict[int, list[int]] = {}
+        self._storing: dict[int, Storing] = {}
+        self._store_again_at = 0.0
         self._stored: set[bytes] = set()
         """Of what the host has, what the store has as well."""
         self._fetches: dict[int, Fetch] = {}
@@ -192,14 +202,14 @@ class KVTiers:
 
     def prefetch(self, req: Req, cached: int, now: float) -> None:
         """Ask the store for what neither pool nor host have of a request that has just come."""
-        if not self._has_store or self.store.breaker == "open" or req.rid in self._fetching:
+        if not self._has_store or req.rid in self._fetching:
             return
         hashes = self.hashes(req, req.longest_reusable_prefix)
         known = cached // self._page_size
         known += len(self.host.match(hashes[known:]))
-        missing = hashes[known:]
         room = self.host.num_pages // 2 - sum(len(f.pages) for f in self._fetches.values())
-        if len(missing) * self._page_size < LEAST_FETCH or room < len(missing):
+        missing = hashes[known : known + max(0, room)]
+        if len(missing) * self._page_size < LEAST_FETCH:
             return
         pages = self.host.reserve(len(missing))
         fetch_id = next(self._ids)
@@ -236,10 +246,11 @@ class KVTiers:
         self._before = []
         return self._take()
 
-    def take(self) -> list[Message]:
+    def take(self, now: float) -> list[Message]:
         """All that it has to be told, with no step planned that was not sent."""
         self.fence()
-        self._next_batch()
+        if now >= self._store_again_at:
+            self._next_batch()
         return self._take() + self._take_store_commands()
 
     def fence(self) -> int:
@@ -264,7 +275,7 @@ class KVTiers:
 
     def _next_batch(self) -> None:
         """Have the store write what it has yet to, a batch at a time."""
-        if self._storing or not self._backlog or self.store.breaker == "open":
+        if self._storing or not self._backlog:
             return
         hashes: list[bytes] = []
         pages: list[int] = []
@@ -278,12 +289,12 @@ class KVTiers:
             return
         store_id = next(self._ids)
         self.host.pin(pages)
-        self._storing[store_id] = pages
+        self._storing[store_id] = Storing(hashes, pages)
         self._stored.update(hashes)
         packed = pack_i32(np.array(pages, dtype=np.int32))
         self._store_commands.append(StorePages(store_id, b"".join(hashes), packed))
 
-    def on_event(self, event: TierEvent) -> None:
+    def on_event(self, event: TierEvent, now: float) -> None:
         """What the worker says."""
         if isinstance(event, PagesCopied):
             self.copied = event.id
@@ -291,11 +302,7 @@ class KVTiers:
         elif isinstance(event, StoreState):
             self.store = event
         elif isinstance(event, PagesStored):
-            self.host.unpin(self._storing.pop(event.id))
-            self.counts.stored += event.count
-            self.counts.store_seconds += event.seconds
-            if len(self._stored) > 2 * self.host.num_pages:
-                self._stored = {h for h in self._stored if h in self.host}
+            self._on_stored(event, now)
         elif isinstance(event, PagesFetched):
             fetch = self._fetches.pop(event.id)
             self.host.settle(fetch.pages, fetch.hashes[: event.count])
@@ -304,6 +311,19 @@ class KVTiers:
             self.counts.fetch_seconds += event.seconds
             if self._fetching.get(fetch.rid) == event.id:
                 del self._fetching[fetch.rid]
+
+    def _on_stored(self, event: PagesStored, now: float) -> None:
+        hashes, pages = self._storing.pop(event.id)
+        self.host.unpin(pages)
+        self.counts.stored += event.count
+        self.counts.store_seconds += event.seconds
+        if event.error:
+            # Once more, as far as the host has them by then.
+            self._stored.difference_update(hashes)
+            self._backlog.update(dict.fromkeys(hashes))
+            self._store_again_at = now + STORE_PAUSE
+        if len(self._stored) > 2 * self.host.num_pages:
+            self._stored = {page_hash for page_hash in self._stored if page_hash in self.host}
 
     def flush(self) -> int:
         """Forget what the host has; the store keeps its own. Returns the pages."""

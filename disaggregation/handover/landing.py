@@ -39,7 +39,8 @@ class ReceiverState(Enum):
 class KVReceiver:
     """One room.
 
-    ``fence``: the step that must be done before its pages are offered to the prefill. ``pages``: where its KV lands
+    ``fence`` and ``copies_fence``: the step, and the copies between tiers, that must be done before its pages are
+    offered to the prefill. ``pages``: where its KV lands
     (int32). ``granted``: the prefill may write them. ``begun``: the first token is here. ``there``: where the prefill's
     time went. ``checking``: the worker has its pages, to check and perhaps to convert them. ``asked``: the prefill
     for its forecast. ``decided``: who computes the prompt. ``tried_again``: to reach a prefill that is to be told of
@@ -58,6 +59,7 @@ class KVReceiver:
     queued_at: float = 0.0
     allocated_at: float = 0.0
     fence: int = 0
+    copies_fence: int = 0
     prefix_len: int = 0
     requested_at: float = 0.0
     pages: bytes = b""

@@ -65,10 +65,13 @@ class StoreEngine:
     def _run(self) -> None:
         while (command := self._commands.get()) is not None:
             self.obey(command)
-            self._tell_state()
 
     def obey(self, command: StoreCommand) -> None:
-        """One command, from begin to end; its answer is emitted."""
+        """One command, from begin to end; its answer is emitted, and how the store is if that has changed."""
+        self._obey(command)
+        self._tell_state()
+
+    def _obey(self, command: StoreCommand) -> None:
         began = self._clock()
         hashes = [command.hashes[i : i + HASH_BYTES] for i in range(0, len(command.hashes), HASH_BYTES)]
         if isinstance(command, DropPages):
