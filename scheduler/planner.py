@@ -178,6 +178,7 @@ class StepPlanner:
     def _plan_decodes(self, builder: StepBuilder) -> bool:
         """Returns whether a request that decodes can't, for want of memory."""
         reqs = [r for r in self.running.values() if r.state is ReqState.RUNNING and r.wants_tokens]
+        reqs = self._memory.growable(reqs)
         while reqs:
             slots = self._memory.grow(reqs)
             if slots is not None:
