@@ -71,8 +71,9 @@ class WindowPages:
         self.num_pages = num_slots // page_size
         self.reach = -(-(window - 1) // page_size)
         """Pages that a token at the beginning of one sees before it."""
-        self._most = min(self.reach + 1, num_full_pages)
-        if self.num_pages < self._most:
+        self.most = min(self.reach + 1, num_full_pages)
+        """Pages that any request is promised."""
+        if self.num_pages < self.most:
             raise UnalignedLength(f"{self.num_pages} pages can't hold a window of {window} tokens and the next one")
         self._slack = slack
         self.page_of: I32 = np.zeros(num_full_pages + 1, dtype=np.int32)
@@ -93,9 +94,15 @@ class WindowPages:
         """The first page of a row that tokens in the page of ``position`` see."""
         return max(0, position // self.page_size - self.reach)
 
-    def can_promise(self, num_tokens: int) -> bool:
-        """Whether a request that never has more than ``num_tokens`` can be promised its pages."""
-        needs = self._needs(num_tokens)
+    def needs(self, num_tokens: int) -> int:
+        """Pages that a request is promised which never has more than ``num_tokens``."""
+        return min(self.most, -(-num_tokens // self.page_size))
+
+    def can_promise(self, num_tokens: int, reserve: int = 0) -> bool:
+        """Whether such a request can be promised its pages; ``reserve``: so many stay for others, where there are more
+        than it needs alone.
+        """
+        needs = min(self.needs(num_tokens) + reserve, self.num_pages)
         if self._committed + needs > self.num_pages:
             return False
         return self._promised + needs + self._slack <= self.num_pages or not self._promised
@@ -104,7 +111,7 @@ class WindowPages:
         """Keep for ``span`` what a request of at most ``num_tokens`` needs."""
         before = span.committed
         self._promised -= span.promised
-        span.promised = self._needs(num_tokens)
+        span.promised = self.needs(num_tokens)
         self._promised += span.promised
         self._committed += span.committed - before
 
@@ -260,9 +267,6 @@ class WindowPages:
         for page in pages[self._uses[pages] == 0].tolist():
             del self._idle[page]
         self._uses[pages] += 1
-
-    def _needs(self, num_tokens: int) -> int:
-        return min(self._most, -(-num_tokens // self.page_size))
 
     def _resize(self, span: WindowSpan, begin: int, end: int) -> None:
         before = span.committed

@@ -54,6 +54,13 @@ class PoolSizes(NamedTuple):
         return cls(worker.max_total_tokens, group.window if group is not None else 0, worker.max_window_tokens)
 
 
+class Reserve(NamedTuple):
+    """What must stay obtainable for others: slots, and pages to be promised behind windows."""
+
+    slots: int = 0
+    window_pages: int = 0
+
+
 class KVMemory:
     """Owner of every row and slot of the instance. See the module for the life of a request's memory."""
 
@@ -88,12 +95,25 @@ class KVMemory:
         """How much of the request is cached now (tokens). Takes nothing, and is no use of it."""
         return self._cache.peek(req.token_ids[: req.longest_reusable_prefix], req.msg.extra_key)
 
-    def admit(self, req: Req, reserve: int, *, prefix_limit: int, verified: bool = True) -> bool:
+    @property
+    def most_window_pages(self) -> int:
+        """What a long request is promised."""
+        return self._windows.most if self._windows is not None else 0
+
+    def needs(self, reqs: Iterable[Req]) -> Reserve:
+        """What requests take that have no memory yet, none of it found cached."""
+        slots = window_pages = 0
+        for req in reqs:
+            slots += self.pages_up(req.known_len)
+            window_pages += self._windows.needs(_most_tokens(req)) if self._windows is not None else 0
+        return Reserve(slots, window_pages)
+
+    def admit(self, req: Req, reserve: Reserve, *, prefix_limit: int, verified: bool = True) -> bool:
         """Take a row, the cached prefix (at most ``prefix_limit`` tokens) and slots for the rest of the known tokens.
 
-        ``reserve``: slots that must stay obtainable for others. Returns False, having changed nothing, where row or
-        slots are short. Sets ``req.hold`` and ``req.computed``. ``verified`` False for KV that a peer will write: the
-        hold's own mark turns True when it has been checked.
+        ``reserve``: for others. Returns False, having changed nothing, where row, slots or window pages are short.
+        Sets ``req.hold`` and ``req.computed``. ``verified`` False for KV that a peer will write: the hold's own mark
+        turns True when it has been checked.
         """
         if self._table.available_size() == 0:
             return False
@@ -101,17 +121,17 @@ class KVMemory:
         cached = len(match.slots)
         self._cache.inc_lock_ref(match.node)
         need = self.pages_up(req.known_len) - cached
-        # Its prompt, its output, and the two more of ``__init__``.
-        most = req.prompt_len + req.max_new_tokens + 2
-        fits = need + reserve <= self.obtainable and (self._windows is None or self._windows.can_promise(most))
+        most, windows = _most_tokens(req), self._windows
+        fits = need + reserve.slots <= self.obtainable
+        fits = fits and (windows is None or windows.can_promise(most, reserve.window_pages))
         if fits:
             row = self._table.alloc()
             assert row is not None
             req.hold = self._cache.hold(row, match, req.msg.extra_key)
             req.hold.verified = verified
             self._holds.add(req.hold)
-            if self._windows is not None:
-                self._windows.promise(req.hold.window, most)
+            if windows is not None:
+                windows.promise(req.hold.window, most)
             self._extend(req.hold, req.known_len)
             req.computed = cached
         self._cache.dec_lock_ref(match.node)
@@ -329,3 +349,8 @@ class KVMemory:
                 return False
             self._cache.evict(short)
         return tokens <= self._allocator.available_size()
+
+
+def _most_tokens(req: Req) -> int:
+    """Its prompt, its output, and the two more of ``KVMemory.__init__``."""
+    return req.prompt_len + req.max_new_tokens + 2
