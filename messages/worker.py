@@ -12,7 +12,7 @@ from .outputs import TokenLogprob
 from .tiers import TierCommand, TierEvent
 
 MAX_PAGES = 1 << 18
-"""Of one hand-over."""
+"""Of one hand-over, of all groups together."""
 MAX_LAYERS = 1 << 12
 MAX_GROUPS = 8
 """Of pages; see ``KVGroup``."""
@@ -77,6 +77,10 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def window_group(self) -> KVGroup | None:
         """The group whose pages go back, if there is one."""
         return next((group for group in self.groups if group.window), None)
+
+
+PagesByGroup = list[bytes]
+"""Page numbers (int32) of each group of a layout, in its order."""
 
 
 class MeasuredStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -187,22 +191,22 @@ class InputLogprobSpec(msgspec.Struct, array_like=True):
 
 
 class SendPages(Message):
-    """In a ``ForwardStep``: push pages that are whole once it has run to the decode of ``handover`` (int32, here and
-    there, aligned). By itself: push pages that the steps before it have made whole.
+    """In a ``ForwardStep``: push pages that are whole once it has run to the decode of ``handover`` (here and there,
+    aligned). By itself: push pages that the steps before it have made whole.
 
     ``last``: no more of the hand-over's will come. ``checksum``: whether slices get theirs, or 0.
     """
 
     handover: HandoverId
-    src_pages: bytes
-    dst_pages: bytes
+    src_pages: PagesByGroup
+    dst_pages: PagesByGroup
     last: bool
     checksum: bool = True
 
 
 class SliceChecksum(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """xxh3_64 over a part of a hand-over that was written at once: of its pages ``first …`` (``count`` of them, as they
-    were handed in), layers ``begin`` to ``end``, page by page.
+    """xxh3_64 over a part of a hand-over that was written at once: of its pages ``first …`` of a group (``count`` of
+    them, as they were handed in), the group's layers ``begin`` to ``end``, page by page.
     """
 
     first: Annotated[int, Meta(ge=0, le=MAX_PAGES)]
@@ -210,6 +214,7 @@ class SliceChecksum(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     begin: Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
     end: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
     checksum: Annotated[int, Meta(ge=0)]
+    group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)] = 0
 
 
 class ForwardStep(Message):
@@ -363,11 +368,11 @@ class SendEnded(Message):
 
 
 class GrantPages(Message):
-    """Scheduler → worker: ``peer`` may write these pages of our pool (int32), until the hand-over's are revoked."""
+    """Scheduler → worker: ``peer`` may write these pages of our pools, until the hand-over's are revoked."""
 
     handover: HandoverId
     peer: str
-    pages: bytes
+    pages: PagesByGroup
 
 
 class RevokePages(Message):
@@ -377,15 +382,15 @@ class RevokePages(Message):
 
 
 class VerifyPages(Message):
-    """Scheduler → worker: are these pages of our pool (int32, in the hand-over's order) wholly made up of ``slices``,
-    each with its checksum? Answer: ``PagesVerified``.
+    """Scheduler → worker: are these pages of our pools (in the hand-over's order) wholly made up of ``slices``, each
+    with its checksum? Answer: ``PagesVerified``.
 
     Without ``checksum`` it is enough that they are. ``order``: in which they were sent, None for our own. Pages of
     another order are converted in place once they are found right, so nobody else may use them before the answer.
     """
 
     handover: HandoverId
-    pages: bytes
+    pages: PagesByGroup
     slices: list[SliceChecksum]
     order: KVOrder | None = None
     checksum: bool = True

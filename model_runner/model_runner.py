@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor
 
+from ..disaggregation.transfer.pages import PageGroup
 from ..disaggregation.transfer.region import KVRegion, allocate_region
 from ..messages.worker import KVOrder
 from ..model_files.context_length import choose_context_length, with_context, without_idle_windows
@@ -69,9 +70,9 @@ class ModelRunner:
     ``vocab_size`` (tokens), ``device``, ``dtype`` (weights and activations), ``quantization`` (what "auto" came to),
     ``layout``, ``max_total_tokens`` (slots to hand out, page 0 excluded), ``num_slots`` (all of them), ``page_size``,
     ``pool``, ``kv_region`` (its memory as one buffer; None on an accelerator), ``window_pool`` (of layers whose pages
-    go back behind a window, None where there are none), ``max_window_tokens`` and ``num_window_pages`` (of that,
-    without and with page 0; else 0), ``fingerprint``, ``attention_backend`` (its
-    name), ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU kernels run),
+    go back behind a window, None where there are none) and its ``window_region``, ``max_window_tokens`` and
+    ``num_window_pages`` (of that, without and with page 0; else 0), ``fingerprint``, ``attention_backend`` (its name),
+    ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU kernels run),
     ``step_weight_bytes`` (what a decode step reads of weights), ``clears_begun_pages``, ``load_seconds``. Of a rank,
     the description, ``layout`` and ``fingerprint`` are of the whole model on its host, the weights its own.
     """
@@ -280,9 +281,11 @@ class ModelRunner:
         self.layout = layout = make_layout(kept, options.page_size, dtype, order, windows)
         self.kv_region: KVRegion | None = None
         self.window_pool: KVPool | None = None
+        self.window_region: KVRegion | None = None
         self.num_window_pages = 0
         self._exchange: NativeRanks | None = None
         heads = None
+        is_shared = options.disaggregation_transfer_backend == "shm"
         if shard is not None and self._ranks is not None:
             heads = self._ranks.own_heads(shard.whole)
             from .tensor_parallel.host_ranks import Own
@@ -299,15 +302,15 @@ class ModelRunner:
             num_pages = self._choose_pages(options, self._weight_bytes)
             kept_bytes = num_pages * layout.groups[0].page_bytes
             if self.device.type == "cpu" and kept_bytes:
-                is_shared = options.disaggregation_transfer_backend == "shm"
                 self.kv_region = allocate_region(kept_bytes, shared=is_shared)
         buffer = None if self.kv_region is None else self.kv_region.buffer
         self.pool = make_pool(layout, num_pages, self.device, buffer, heads)
         if self.num_window_pages:
             # Committed as it is touched, which a tensor of zeros would not be.
             window_bytes = self.num_window_pages * layout.groups[1].page_bytes
-            region = allocate_region(window_bytes, shared=False) if self.device.type == "cpu" else None
-            buffer = None if region is None else region.buffer
+            if self.device.type == "cpu":
+                self.window_region = allocate_region(window_bytes, shared=is_shared)
+            buffer = None if self.window_region is None else self.window_region.buffer
             self.window_pool = make_pool(layout, self.num_window_pages, self.device, buffer, group=1)
         self.max_window_tokens = max(0, self.num_window_pages - 1) * options.page_size
         self.max_total_tokens, self.num_slots = (num_pages - 1) * options.page_size, num_pages * options.page_size
@@ -327,6 +330,14 @@ class ModelRunner:
                 self.max_window_tokens,
                 self.num_window_pages * layout.window_group.page_bytes / 2**30,
             )
+
+    def page_groups(self) -> list[PageGroup | None]:
+        """What peers may read and write: the pages of each group of the layout, None for one without bytes."""
+        regions = (self.kv_region, self.window_region)
+        return [
+            PageGroup.of(group, region) if region is not None else None
+            for group, region in zip(self.layout.groups, regions, strict=False)
+        ]
 
     def _choose_pages(self, options: ServerOptions, weight_bytes: int) -> int:
         """With page 0, beside weights that are loaded."""

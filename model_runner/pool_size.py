@@ -51,11 +51,10 @@ class PoolTokens(NamedTuple):
 
 
 def layers_apart(options: ServerOptions, spec: ModelSpec) -> dict[int, int]:
-    """Layers with a window whose pages go back, and their windows. None of an instance that exchanges KV, as a
-    hand-over moves the pages of one group; nor where prompts are never cut, each of which needs all of its pages at
-    once.
+    """Layers with a window whose pages go back, and their windows. None where prompts are never cut: each needs all of
+    its pages at once; nor with a second tier, which moves pages of one group.
     """
-    if options.hands_over or options.chunked_prefill_size == -1:
+    if options.chunked_prefill_size == -1 or options.enable_hierarchical_cache:
         return {}
     attentions = enumerate(layer.attention for layer in spec.layers)
     windows = ((i, attention.window) for i, attention in attentions if isinstance(attention, AttentionSpec))

@@ -164,7 +164,7 @@ def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -
     options = ctx.options
     if not options.hands_over:
         return None
-    if model.kv_region is None:
+    if model.device.type != "cpu":
         raise UnsupportedModel(f"KV hand-over from {model.device.type} memory is not there yet; use --device cpu")
     from ..disaggregation.transfer.engine import TransferEngine
 
@@ -177,8 +177,7 @@ def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -
     with floating(placement):
         engine = TransferEngine(
             options.disaggregation_transfer_backend,
-            model.kv_region,
-            model.layout.page_bytes,
+            model.page_groups(),
             ctx.epoch,
             options.host,
             emit,

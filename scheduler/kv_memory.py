@@ -11,7 +11,8 @@ writer is not in that order, so ``disaggregation/handover/kv_receiver.py`` waits
 before it offers fresh pages to a peer: steps that were sent since touch nothing but what is still in use.
 
 Where layers have windows, the pages behind these go back while a request runs (``mem_cache/window_pages.py``): whoever
-plans a piece of a prompt asks how long it may be (``chunk_room``) and says what it has become (``move_window``).
+plans a piece of a prompt asks how long it may be (``chunk_room``) and says what it has become (``move_window``). What a
+hand-over moves of a row is a ``PageRun``: its pages of each group.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import numpy as np
 
 from ..mem_cache.allocator import PagedTokenToKVPoolAllocator
 from ..mem_cache.base_prefix_cache import KVHold, PrefixMatch, Rewrite, require_live
+from ..mem_cache.errors import WindowPagesShort
 from ..mem_cache.factory import make_prefix_cache
 from ..mem_cache.invariants import require
+from ..mem_cache.page_run import PageRun
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..mem_cache.window_pages import WindowPages
 from ..messages.base import I32, pack_i32
@@ -50,6 +53,13 @@ class PoolSizes(NamedTuple):
         """Those of a worker."""
         group = worker.layout.window_group
         return cls(worker.max_total_tokens, group.window if group is not None else 0, worker.max_window_tokens)
+
+
+class Reserve(NamedTuple):
+    """What must stay obtainable for others: slots, and pages to be promised behind windows."""
+
+    slots: int = 0
+    window_pages: int = 0
 
 
 class KVMemory:
@@ -89,12 +99,25 @@ class KVMemory:
         """How much of the request is cached now (tokens). Takes nothing, and is no use of it."""
         return self._cache.peek(req.token_ids[: req.longest_reusable_prefix], req.msg.extra_key)
 
-    def admit(self, req: Req, reserve: int, *, prefix_limit: int, verified: bool = True) -> bool:
+    @property
+    def most_window_pages(self) -> int:
+        """What a long request is promised."""
+        return self._windows.most if self._windows is not None else 0
+
+    def needs(self, reqs: Iterable[Req]) -> Reserve:
+        """What requests take that have no memory yet, none of it found cached."""
+        slots = window_pages = 0
+        for req in reqs:
+            slots += self.pages_up(req.known_len)
+            window_pages += self._windows.needs(_most_tokens(req)) if self._windows is not None else 0
+        return Reserve(slots, window_pages)
+
+    def admit(self, req: Req, reserve: Reserve, *, prefix_limit: int, verified: bool = True) -> bool:
         """Take a row, the cached prefix (at most ``prefix_limit`` tokens) and slots for the rest of the known tokens.
 
-        ``reserve``: slots that must stay obtainable for others. Returns False, having changed nothing, where row or
-        slots are short. Sets ``req.hold`` and ``req.computed``, which counts what comes from host memory, too.
-        ``verified`` False for KV that a peer will write: the hold's own mark turns True when it has been checked.
+        ``reserve``: for others. Returns False, having changed nothing, where row, slots or window pages are short.
+        Sets ``req.hold`` and ``req.computed``, which counts what comes from host memory, too. ``verified`` False for KV
+        that a peer will write: the hold's own mark turns True when it has been checked.
         """
         if self._table.available_size() == 0:
             return False
@@ -102,17 +125,17 @@ class KVMemory:
         cached = len(match.slots)
         self._cache.inc_lock_ref(match.node)
         need = self.pages_up(req.known_len) - cached
-        # Its prompt, its output, and the two more of ``__init__``.
-        most = req.prompt_len + req.max_new_tokens + 2
-        fits = need + reserve <= self.obtainable and (self._windows is None or self._windows.can_promise(most))
+        most, windows = _most_tokens(req), self._windows
+        fits = need + reserve.slots <= self.obtainable
+        fits = fits and (windows is None or windows.can_promise(most, reserve.window_pages))
         if fits:
             row = self._table.alloc()
             assert row is not None
             req.hold = self._cache.hold(row, match, req.msg.extra_key)
             req.hold.verified = verified
             self._holds.add(req.hold)
-            if self._windows is not None:
-                self._windows.promise(req.hold.window, most)
+            if windows is not None:
+                windows.promise(req.hold.window, most)
             req.computed = cached
             if self.tiers is None:
                 self._extend(req.hold, req.known_len)
@@ -129,10 +152,10 @@ class KVMemory:
         self._extend(hold, req.known_len)
         tiers.host.unpin(found)
         if cached:
-            tiers.used(req, self.pages_of(hold, 0, cached), match.node.hit_count)
+            tiers.used(req, self._pages(hold, 0, cached), match.node.hit_count)
         if found:
             req.computed = cached + len(found) * self.page_size
-            tiers.load(req, cached, found, self.pages_of(hold, cached, req.computed))
+            tiers.load(req, cached, found, self._pages(hold, cached, req.computed))
 
     def grow(self, reqs: Sequence[Req]) -> I32 | None:
         """One more slot for each request, in order; None, with nothing changed, where slots are short even after
@@ -154,6 +177,11 @@ class KVMemory:
                 self._move_on(hold)
         return slots
 
+    def _pages(self, hold: KVHold, start: int, end: int) -> I32:
+        """The pages of positions ``[start, end)``, whole ones."""
+        pages: I32 = self._table.table[hold.row, start : end : self.page_size] // self.page_size
+        return pages
+
     def chunk_room(self, req: Req, start: int) -> int | None:
         """How many tokens from position ``start`` on window pages suffice for in one step, at least 1; None: any."""
         if self._windows is None:
@@ -164,7 +192,14 @@ class KVMemory:
     def move_window(self, req: Req, start: int, end: int) -> None:
         """The next step computes positions ``[start, end)`` of the request, within ``chunk_room``."""
         if self._windows is not None:
-            self._cache.move_window(self.hold_of(req), start, end)
+            self._move_window(self.hold_of(req), start, end)
+
+    def _move_window(self, hold: KVHold, start: int, end: int) -> None:
+        begin = hold.window.begin
+        self._cache.move_window(hold, start, end)
+        if hold.window.begin > begin:
+            # Steps up to this one may still read what has just left: no peer may write it before.
+            self.let_go_step = self.newest_step
 
     def _move_on(self, hold: KVHold) -> None:
         """The window of a request that decodes, which has just got the slot of its next token: it changes from page to
@@ -172,7 +207,61 @@ class KVMemory:
         """
         span = hold.window
         if span.end * self.page_size < hold.kv_len or span.end - span.begin > span.promised:
-            self._cache.move_window(hold, hold.kv_len - 1, hold.kv_len)
+            self._move_window(hold, hold.kv_len - 1, hold.kv_len)
+
+    def growable(self, reqs: list[Req]) -> list[Req]:
+        """Those of the requests that need not wait for a hand-over to let go of their window before they ``grow``."""
+        if self._windows is None or not self._windows.kept:
+            return reqs
+        holds = [self.hold_of(req) for req in reqs]
+        able = self._windows.growable([hold.window for hold in holds], [hold.kv_len for hold in holds])
+        return [req for req, is_able in zip(reqs, able, strict=True) if is_able]
+
+    # --- what hand-overs move ---
+
+    def run(self, start: int, end: int, goes_on: int) -> PageRun:
+        """The pages of positions ``[start, end)``, which are handed over (``start`` page-aligned) to who goes on in the
+        page of position ``goes_on``, or behind it.
+        """
+        first, last = start // self.page_size, -(-end // self.page_size)
+        if self._windows is None:
+            return PageRun(first, last)
+        return PageRun(first, last, min(max(first, self._windows.first_page(goes_on)), last))
+
+    def pages_in(self, hold: KVHold, run: PageRun, begin: int, end: int) -> list[I32]:
+        """Of a hold's row, what is moved of pages ``[begin, end)``, by group.
+
+        Raises ``WindowPagesShort`` where it lacks a window page.
+        """
+        parts = run.within(begin, end)
+        pages = [
+            self._table.table[hold.row, a * self.page_size : b * self.page_size : self.page_size] for a, b in parts
+        ]
+        pages = [slots // self.page_size for slots in pages]
+        if self._windows is not None:
+            pages[1] = self._windows.page_of[pages[1]]
+            if not pages[1].all():
+                raise WindowPagesShort(f"row {hold.row}: of pages {parts[1]} some have no window page")
+        return pages
+
+    def expect(self, req: Req, length: int, goes_on: int) -> None:
+        """A peer writes the KV of the request's first ``length`` tokens: have window pages for what is sent of them.
+
+        They were promised when the request was admitted. Steps up to ``let_go_step`` may still touch them.
+        """
+        if self._windows is not None:
+            self._move_window(self.hold_of(req), goes_on, length)
+
+    def keep_window(self, hold: KVHold, run: PageRun) -> bool:
+        """A hand-over reads the window pages of ``run`` from now on, though the request goes on meanwhile; False, with
+        nothing changed, where that can't be had. Until ``let_window_go``.
+        """
+        return run.window is None or self._cache.keep_window(hold, run.window)
+
+    def let_window_go(self, hold: KVHold) -> None:
+        """Nobody reads it any more."""
+        if self._windows is not None:
+            self._windows.let_go(hold.window)
 
     def take_window_changes(self) -> bytes | None:
         """``ForwardStep.window_pages`` of the step that is about to be sent; None: nothing has changed."""
@@ -192,14 +281,6 @@ class KVMemory:
     def slots(self, req: Req, start: int, end: int) -> I32:
         """The slots of positions ``[start, end)``."""
         return self._table.table[self.hold_of(req).row, start:end]
-
-    def pages(self, req: Req, start: int, end: int) -> I32:
-        """The pages of positions ``[start, end)``; ``start`` is page-aligned."""
-        return self.pages_of(self.hold_of(req), start, end)
-
-    def pages_of(self, hold: KVHold, start: int, end: int) -> I32:
-        """The same of memory that is pinned, whether its request lives or not."""
-        return self._table.table[hold.row, start : end : self.page_size] // self.page_size
 
     def share(self, req: Req, computed: int) -> Rewrite | None:
         """Let others reuse the first ``computed`` tokens; returns the row positions whose slots changed thereby."""
@@ -311,3 +392,8 @@ class KVMemory:
                 return False
             self._cache.evict(short)
         return tokens <= self._allocator.available_size()
+
+
+def _most_tokens(req: Req) -> int:
+    """Its prompt, its output, and the two more of ``KVMemory.__init__``."""
+    return req.prompt_len + req.max_new_tokens + 2

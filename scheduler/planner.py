@@ -17,7 +17,7 @@ from ..messages.worker import ForwardStep, RowInit, SlotDelta
 from ..runtime.options import ServerOptions
 from .admission import TokenReserve
 from .cost_model import CostModel
-from .kv_memory import KVMemory
+from .kv_memory import KVMemory, Reserve
 from .policy import POLICIES
 from .req import Req, ReqState, Route
 from .step_budget import StepBudget, StepRoom
@@ -121,7 +121,9 @@ class StepPlanner:
         req.times.admitted = req.times.arrival
         self._take_row(req, req.computed)
         self._share(req)
-        req.state = ReqState.RUNNING if req.remaining <= 1 else ReqState.PREFILLING
+        # Who decodes gets a slot for the token that is computed; a moved request may have it already.
+        decodes = req.remaining <= 1 and self._memory.hold_of(req).kv_len == req.computed
+        req.state = ReqState.RUNNING if decodes else ReqState.PREFILLING
         self.arriving.pop(req.rid, None)
         self.running[req.rid] = req
 
@@ -158,26 +160,28 @@ class StepPlanner:
         decoding = [r for r in self.running.values() if r.state is ReqState.RUNNING]
         return StepShape(len(decoding), sum(r.computed for r in decoding))
 
-    def room_for(self, req: Req) -> int:
-        """Slots to keep back for running requests' output, and the request's own, when it is admitted; and for those
+    def room_for(self, req: Req) -> Reserve:
+        """What to keep back for running requests' output, and the request's own, when it is admitted; and for those
         that came before it, whose KV is to come from elsewhere.
         """
         output = self.reserve.tokens([*self.running.values(), req]) if self.running else 0
         # Nobody comes before one that was retracted: it has run already, and newcomers wait for it.
-        return output if req.retractions else output + self._needed_before(req, self.arriving.values())
+        before = Reserve() if req.retractions else self._needed_before(req, self.arriving.values())
+        return before._replace(slots=before.slots + output)
 
-    def needed_before(self, req: Req) -> int:
-        """Slots that requests need which came before this one and wait to be computed here."""
+    def needed_before(self, req: Req) -> Reserve:
+        """What requests need which came before this one and wait to be computed here."""
         return self._needed_before(req, self.waiting.values())
 
-    def _needed_before(self, req: Req, others: Iterable[Req]) -> int:
+    def _needed_before(self, req: Req, others: Iterable[Req]) -> Reserve:
         # Both kinds take memory as they came: else whichever is tried first would leave the other none.
         earlier = (r for r in others if r.hold is None and r.times.ready and r.times.turn < req.times.turn)
-        return sum(self._memory.pages_up(r.known_len) for r in itertools.islice(earlier, MOST_BEFORE))
+        return self._memory.needs(itertools.islice(earlier, MOST_BEFORE))
 
     def _plan_decodes(self, builder: StepBuilder) -> bool:
         """Returns whether a request that decodes can't, for want of memory."""
         reqs = [r for r in self.running.values() if r.state is ReqState.RUNNING and r.wants_tokens]
+        reqs = self._memory.growable(reqs)
         while reqs:
             slots = self._memory.grow(reqs)
             if slots is not None:

@@ -408,7 +408,12 @@ class Scheduler:
         if any(r.retractions for r in planner.waiting.values()):
             return False
         busy = [*planner.running.values(), *others]
-        reserve = (planner.reserve.tokens([*busy, req]) if busy else 0) + planner.needed_before(req)
+        reserve = planner.needed_before(req)
+        if self.role != "decode":
+            # Who computes for others must be able to: two that have let each other's KV in everywhere would both wait.
+            reserve = reserve._replace(window_pages=reserve.window_pages + self.memory.most_window_pages)
+        if busy:
+            reserve = reserve._replace(slots=reserve.slots + planner.reserve.tokens([*busy, req]))
         admitted = self.memory.admit(req, reserve, prefix_limit=length, verified=False)
         if admitted and looked_up:
             planner.count_lookup(req)

@@ -190,6 +190,10 @@ class SimWorker:
         self.last = np.zeros(options.max_running_requests, dtype=np.int32)
         self.wants_logprobs: dict[int, bool] = {}
 
+    def pools(self) -> list[np.ndarray]:
+        """The KV of each group of the layout, by slot."""
+        return [self.kv] if self.windowed is None else [self.kv, self.windowed.kv]
+
     def run(self, step: ForwardStep) -> StepResult:
         """One forward pass."""
         self.wants_logprobs |= {row.row: row.logprobs is not None for row in step.new_rows}
@@ -211,6 +215,9 @@ class SimWorker:
             if unpack_i32(step.use_last)[b]:
                 ids[at] = self.last[row]
             for i in range(q_len):
+                assert (slots[at + i] - start - i) % self.page_size == 0, (
+                    "a token is written to another's place in a page"
+                )
                 self.table[row, start + i] = slots[at + i]
                 before = int(self.kv[self.table[row, start + i - 1]]) if start + i else 0
                 self.kv[slots[at + i]] = mix(before, int(ids[at + i]))

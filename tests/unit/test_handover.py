@@ -196,7 +196,7 @@ def test_pages_that_the_worker_still_checks_are_not_reused(how: str) -> None:
         pair.lose_link()
         pair.link_is_down()
     in_use = pair.decode.scheduler.memory.usage()["in_use"]
-    assert in_use >= len(unpack_i32(check.pages)) * pair.decode.options.page_size
+    assert in_use >= len(unpack_i32(check.pages[0])) * pair.decode.options.page_size
     pair.check()
     run_until_idle(pair)
     assert_all_returned(pair)
@@ -420,7 +420,7 @@ def test_what_was_refused_once_is_over_whatever_comes_behind(why, monkeypatch):
         stranger.state = PeerState.GONE
         senders.on_gone(stranger)
     pages = bytes(4 * 3)
-    senders.on_request(pair.peer, TransferRequest("prefill", name, 9, 1, 0, pages), pair.now)
+    senders.on_request(pair.peer, TransferRequest("prefill", name, 9, 1, 0, [pages]), pair.now)
     senders.on_queued(pair.peer, RoomQueued("prefill", name), pair.now)
     assert [type(m) for m in pair.peer.unsent] == [TransferFailed]
     assert senders.rooms == {}
@@ -812,7 +812,7 @@ def test_memory_that_nobody_has_asked_for_is_given_to_who_waits_for_it():
 @pytest.mark.parametrize("why", ["busy", "prompt logprobs", "no cache", "long"])
 def test_who_is_not_idle_or_could_not_keep_it_or_sends_by_layers_waits_to_be_asked(why, monkeypatch):
     if why == "long":
-        monkeypatch.setattr(kv_sender, "MIN_GROUP_BYTES", 8 * 22 - 1)
+        monkeypatch.setattr(kv_sender, "MIN_AHEAD_BYTES", 8 * 22 - 1)
     pair = SimPair(disable_radix_cache=why == "no cache")
     if why == "busy":
         pair.prefill.submit("b", range(50, 60), max_new_tokens=3)
