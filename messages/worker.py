@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from .base import HandoverId, Message
 from .outputs import TokenLogprob
+from .tiers import TierCommand, TierEvent
 
 MAX_PAGES = 1 << 18
 """Of one hand-over, of all groups together."""
@@ -118,6 +119,7 @@ class WorkerReady(Message):
     """Worker → scheduler: the model is loaded. ``fingerprint`` identifies the weights (equal weights, equal value).
 
     ``max_total_tokens``: slots that may be handed out (page 0 excluded), a multiple of the page size.
+    ``host_pages``: of the second tier, 0 where there is none.
     ``max_window_tokens``: the same of the group whose pages go back behind a window, 0 where there is none.
     ``backend_metadata``: opaque address of this worker's transfer backend, for the peer's ``ConnectPeer``.
     ``load_seconds``: what start-up spent where. ``measured``: steps of several sizes, from which the time of the first
@@ -138,6 +140,7 @@ class WorkerReady(Message):
     step_weight_bytes: int = 0
     machine: MachineUse = MachineUse()
     max_window_tokens: int = 0
+    host_pages: int = 0
 
 
 class RowInit(msgspec.Struct, forbid_unknown_fields=True):
@@ -408,6 +411,6 @@ TransferCommand = SendCommand | ReceiveCommand
 PeerCommand = AdmitPeer | ConnectPeer | DisconnectPeer
 PeerEvent = PeerAdmitted | PeerConnected | PeerFailed | PeerLinkDown
 TransferEvent = PeerEvent | SendEnded | PagesVerified
-WorkerCommand = ForwardStep | SendCommand
-WorkerEvent = WorkerReady | StepResult | TransferEvent
+WorkerCommand = ForwardStep | SendCommand | TierCommand
+WorkerEvent = WorkerReady | StepResult | TransferEvent | TierEvent
 FollowerCommand = RankSetup | ForwardStep

@@ -52,9 +52,9 @@ class PoolTokens(NamedTuple):
 
 def layers_apart(options: ServerOptions, spec: ModelSpec) -> dict[int, int]:
     """Layers with a window whose pages go back, and their windows. None where prompts are never cut: each needs all of
-    its pages at once.
+    its pages at once; nor with a second tier, which moves pages of one group.
     """
-    if options.chunked_prefill_size == -1:
+    if options.chunked_prefill_size == -1 or options.enable_hierarchical_cache:
         return {}
     attentions = enumerate(layer.attention for layer in spec.layers)
     windows = ((i, attention.window) for i, attention in attentions if isinstance(attention, AttentionSpec))

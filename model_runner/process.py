@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from ..disaggregation.errors import TransferError
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
 from ..messages.routes import ToTransfer, ToWorker
+from ..messages.tiers import TierCommand
 from ..messages.worker import (
     ForwardStep,
     MachineUse,
@@ -42,16 +43,18 @@ if TYPE_CHECKING:
     from ..disaggregation.transfer.engine import TransferEngine
     from .model_runner import ModelRunner
     from .step_queue import StepQueue
+    from .tiers.worker_tiers import WorkerTiers
 
 log = logging.getLogger(__name__)
 
 
 class Worker(NamedTuple):
-    """A loaded worker; ``engine`` None on an instance that hands nothing over."""
+    """A loaded worker; ``engine`` None on an instance that hands nothing over, ``tiers`` where the pool is alone."""
 
     model: ModelRunner
     steps: StepQueue
     engine: TransferEngine | None
+    tiers: WorkerTiers | None
     prefault: PoolPrefault
     machine: MachineUse
     load_seconds: dict[str, float]
@@ -88,6 +91,7 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
 
     model, steps = started.model, started.steps
     engine = _start_engine(ctx, model, started.placement)
+    tiers = _start_tiers(ctx, model, started.placement)
     loaded = time.monotonic()
     warm_up(steps, options.max_running_requests, model.context_length, options.page_size)
     freeze()
@@ -96,7 +100,7 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     seconds = {**started.seconds, "warm_up": time.monotonic() - loaded}
     prefault = PoolPrefault.of(model.kv_region, model.layout)
     queue = StepQueue(steps, engine, ahead=0 if model.device.type == "cpu" else 1)
-    return Worker(model, queue, engine, prefault, started.machine, seconds, measured)
+    return Worker(model, queue, engine, tiers, prefault, started.machine, seconds, measured)
 
 
 def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worker) -> None:
@@ -119,6 +123,11 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
             if steps.is_full:
                 events.send(_result(worker))
             worker.prefault.used(highest_slot(command))
+        elif isinstance(command, TierCommand):
+            assert worker.tiers is not None
+            copied = worker.tiers.obey(command)
+            if copied is not None:
+                events.send(copied)
         elif worker.engine is not None:
             worker.engine.submit(command)
         else:
@@ -180,9 +189,20 @@ def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -
     return engine
 
 
+def _start_tiers(ctx: ChildContext, model: ModelRunner, placement: Placement) -> WorkerTiers | None:
+    if not ctx.options.enable_hierarchical_cache:
+        return None
+    from .tiers.worker_tiers import WorkerTiers
+
+    # Made here, used by the store's thread alone.
+    with floating(placement):
+        return WorkerTiers(ctx.options, model, lambda: Sender(ctx.zmq_ctx, ctx.address("worker_events")).send)
+
+
 def _ready_message(worker: Worker) -> WorkerReady:
     model = worker.model
     return WorkerReady(
+        host_pages=worker.tiers.num_pages if worker.tiers is not None else 0,
         fingerprint=model.fingerprint,
         vocab_size=model.vocab_size,
         context_length=model.context_length,

@@ -9,6 +9,7 @@ from pathlib import Path
 from .cluster_secret import ClusterSecret, addresses
 from .cpu_list import PlacementError, parse_cpus
 from .options import ServerOptions
+from .tier_checks import tier_complaints
 from .web.keys import KeyFileError, read_keys
 from .web.ports import is_loopback
 
@@ -51,6 +52,7 @@ def check_options(options: ServerOptions) -> None:
         *_memory(options),
         *_schedule(options),
         *_ranks(options),
+        *tier_complaints(options),
     ]
     if complaints:
         raise OptionError("\n".join(complaints))

@@ -142,6 +142,32 @@ class ServerOptions:
         Keep no prefix of finished requests.
     radix_eviction_policy
         Which cached prefixes go first when memory is short.
+    enable_hierarchical_cache
+        Keep computed prefixes in host memory as well, the second tier, when the KV pool has no room for them.
+    hicache_ratio
+        Size of the second tier as a multiple of the KV pool's.
+    hicache_size
+        The same in GB; 0: as --hicache-ratio says.
+    hicache_folder
+        Where the second tier's file lies, which has no name and goes with the server; default: where the system keeps
+        temporary ones. It should be a disk, or memory that is free.
+    hicache_write_policy
+        When a page goes to the second tier: as soon as it is computed (write_through), when it was found for another
+        request (write_through_selective), or when the pool gives it up (write_back).
+    hicache_io_backend
+        Accepted for SGLang's command lines: pages are copied by the processor here.
+    hicache_storage_backend
+        A third tier behind it, which outlives the server and may be shared by several: file (a folder) or redis (Redis
+        or Valkey).
+    hicache_storage_url
+        The folder, or redis://HOST:PORT/DB. Who may write to it is trusted.
+    hicache_storage_size
+        Most GB that the folder's pages take together; the longest unused go. Redis has a limit of its own (maxmemory).
+    hicache_storage_timeout
+        Seconds of each wait for Redis. A store that fails three times in a row is left alone for a while.
+    hicache_storage_prefetch_policy
+        How long a request waits for the third tier: not at all (best_effort), until it has answered (wait_complete, 10
+        s at most), or for 0.25 s and 0.1 s more per 1,000 tokens (timeout).
     disable_overlap_schedule
         Plan a step only when the one before it is done.
     stream_interval
@@ -252,6 +278,17 @@ class ServerOptions:
     schedule_conservativeness: float = 1.0
     disable_radix_cache: bool = False
     radix_eviction_policy: Literal["lru", "lfu", "fifo", "mru"] = "lru"
+    enable_hierarchical_cache: bool = False
+    hicache_ratio: float = 2.0
+    hicache_size: float = 0.0
+    hicache_folder: str | None = None
+    hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"] = "write_through"
+    hicache_io_backend: Literal["kernel", "direct"] = "kernel"
+    hicache_storage_backend: Literal["file", "redis"] | None = None
+    hicache_storage_url: str | None = None
+    hicache_storage_size: float = 10.0
+    hicache_storage_timeout: float = 2.0
+    hicache_storage_prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = "timeout"
     disable_overlap_schedule: bool = False
     stream_interval: int = 1
     incremental_streaming_output: bool = False

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..mem_cache.allocator import PagedTokenToKVPoolAllocator
-from ..mem_cache.base_prefix_cache import KVHold, Rewrite, require_live
+from ..mem_cache.base_prefix_cache import KVHold, PrefixMatch, Rewrite, require_live
 from ..mem_cache.errors import WindowPagesShort
 from ..mem_cache.factory import make_prefix_cache
 from ..mem_cache.invariants import require
@@ -35,6 +35,7 @@ from ..messages.base import I32, pack_i32
 from ..messages.worker import WorkerReady
 from ..runtime.options import ServerOptions
 from .req import Req
+from .tiers import KVTiers
 
 USUAL_PIECE = 512
 """Tokens of a prompt that a step computes where the options don't say."""
@@ -64,8 +65,11 @@ class Reserve(NamedTuple):
 class KVMemory:
     """Owner of every row and slot of the instance. See the module for the life of a request's memory."""
 
-    def __init__(self, options: ServerOptions, sizes: PoolSizes, context_length: int) -> None:
+    def __init__(
+        self, options: ServerOptions, sizes: PoolSizes, context_length: int, tiers: KVTiers | None = None
+    ) -> None:
         self.page_size = page_size = options.page_size
+        self.tiers = tiers
         self.max_total_tokens = sizes.tokens
         self._windows: WindowPages | None = None
         if sizes.window:
@@ -75,7 +79,7 @@ class KVMemory:
         self._allocator = PagedTokenToKVPoolAllocator(sizes.tokens, page_size, self._windows)
         # An output's last token may be computed once too often while its end is not known yet: room for two more.
         self._table = ReqToTokenPool(options.max_running_requests, context_length + 2)
-        self._cache = make_prefix_cache(options, self._allocator, self._table)
+        self._cache = make_prefix_cache(options, self._allocator, self._table, tiers)
         self._holds: set[KVHold] = set()
         self.newest_step = 0
         """The newest step that was planned: it and those before it may touch all that is in use now."""
@@ -112,8 +116,8 @@ class KVMemory:
         """Take a row, the cached prefix (at most ``prefix_limit`` tokens) and slots for the rest of the known tokens.
 
         ``reserve``: for others. Returns False, having changed nothing, where row, slots or window pages are short.
-        Sets ``req.hold`` and ``req.computed``. ``verified`` False for KV that a peer will write: the hold's own mark
-        turns True when it has been checked.
+        Sets ``req.hold`` and ``req.computed``, which counts what comes from host memory, too. ``verified`` False for KV
+        that a peer will write: the hold's own mark turns True when it has been checked.
         """
         if self._table.available_size() == 0:
             return False
@@ -132,10 +136,26 @@ class KVMemory:
             self._holds.add(req.hold)
             if windows is not None:
                 windows.promise(req.hold.window, most)
-            self._extend(req.hold, req.known_len)
             req.computed = cached
+            if self.tiers is None:
+                self._extend(req.hold, req.known_len)
+            else:
+                self._extend_and_load(self.tiers, req, prefix_limit, match)
         self._cache.dec_lock_ref(match.node)
         return fits
+
+    def _extend_and_load(self, tiers: KVTiers, req: Req, limit: int, match: PrefixMatch) -> None:
+        hold, cached = self.hold_of(req), req.computed
+        found = tiers.find(req, cached, limit)
+        # What is evicted for the request must not be written over what it is about to read.
+        tiers.host.pin(found)
+        self._extend(hold, req.known_len)
+        tiers.host.unpin(found)
+        if cached:
+            tiers.used(req, self._pages(hold, 0, cached), match.node.hit_count)
+        if found:
+            req.computed = cached + len(found) * self.page_size
+            tiers.load(req, cached, found, self._pages(hold, cached, req.computed))
 
     def grow(self, reqs: Sequence[Req]) -> I32 | None:
         """One more slot for each request, in order; None, with nothing changed, where slots are short even after
@@ -156,6 +176,11 @@ class KVMemory:
             for hold in holds:
                 self._move_on(hold)
         return slots
+
+    def _pages(self, hold: KVHold, start: int, end: int) -> I32:
+        """The pages of positions ``[start, end)``, whole ones."""
+        pages: I32 = self._table.table[hold.row, start : end : self.page_size] // self.page_size
+        return pages
 
     def chunk_room(self, req: Req, start: int) -> int | None:
         """How many tokens from position ``start`` on window pages suffice for in one step, at least 1; None: any."""
@@ -294,6 +319,8 @@ class KVMemory:
         if req.hold is not None:
             req.hold.verified = False
         self._cache.condemn(req.known_tokens(req.known_len), req.msg.extra_key)
+        if self.tiers is not None:
+            self.tiers.condemned(req)
 
     def hold_of(self, req: Req) -> KVHold:
         """The request's memory; it must have some."""
@@ -302,8 +329,22 @@ class KVMemory:
         return req.hold
 
     def flush(self) -> int:
-        """Drop every cached prefix that no request uses; returns the tokens dropped."""
+        """Drop every cached prefix that no request uses; returns the tokens dropped, of the pool alone."""
+        if self.tiers is not None:
+            self.tiers.flush()
         return self._cache.reset()
+
+    def must_wait(self, req: Req, now: float) -> bool:
+        """Whether a store is about to bring some of the request (``tiers.py``)."""
+        return self.tiers is not None and self.tiers.must_wait(req, now)
+
+    def copies_fence(self) -> int:
+        """See ``KVTiers.fence``; 0 without tiers."""
+        return self.tiers.fence() if self.tiers is not None else 0
+
+    def is_past_fence(self, fence: int) -> bool:
+        """Whether the copies between the tiers have come that far."""
+        return self.tiers is None or self.tiers.copied >= fence
 
     def usage(self) -> dict[str, int]:
         """Tokens: total, free, cached (evictable), in use, the same of window pages; rows: total, in use."""
@@ -328,6 +369,8 @@ class KVMemory:
     def check_invariants(self, users: Iterable[KVHold]) -> None:
         """Every page exactly once, and every pin one of ``users``; raises ``mem_cache.errors.InvariantViolation``."""
         self._cache.check_invariants(self._holds)
+        if self.tiers is not None:
+            self.tiers.check_invariants()
         pins = {hold: hold.pins for hold in self._holds}
         require(pins == Counter(users), f"pins {list(pins.values())} are not those of requests and hand-overs")
 

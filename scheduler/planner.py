@@ -231,6 +231,8 @@ class StepPlanner:
         for req in self._policy.order(self.waiting.values(), self._memory):
             if req.pending:  # retracted while its last token was on its way
                 continue
+            if self._memory.must_wait(req, now):
+                continue
             if not self._memory.admit(req, self.room_for(req), prefix_limit=req.longest_reusable_prefix):
                 break
             self._admitted(req, now)

@@ -37,6 +37,7 @@ from ..messages.moves import MigrateReq, MigrateResult
 from ..messages.outputs import ReqError
 from ..messages.requests import AbortReq, GenerateReq, StopReq
 from ..messages.routes import ToScheduler, ToSchedulerFromWorker
+from ..messages.tiers import TierEvent
 from ..messages.worker import StepResult, WorkerEvent, WorkerReady
 from ..runtime.child import ChildContext, start_child
 from ..runtime.malloc import return_freed_memory
@@ -107,6 +108,15 @@ class SchedulerProcess:
                 self._scheduler.catch_up()
 
     def _timeout_ms(self) -> int:
+        other = self._other_timeout_ms()
+        tiers = self._scheduler.tiers if self._scheduler is not None else None
+        wait = tiers.timeout(time.monotonic()) if tiers is not None else None
+        if wait is None:
+            return other
+        mine = int(wait * 1000) + 1
+        return mine if other < 0 else min(mine, other)
+
+    def _other_timeout_ms(self) -> int:
         if self._handovers is not None:
             return self._handovers.timeout_ms()
         if self._scheduler is not None and self._scheduler.counters.steps != self._checked_step:
@@ -133,6 +143,9 @@ class SchedulerProcess:
         assert self._scheduler is not None
         if isinstance(event, StepResult):
             self._scheduler.on_step_result(event, now)
+        elif isinstance(event, TierEvent):
+            assert self._scheduler.tiers is not None
+            self._scheduler.tiers.on_event(event, now)
         elif self._handovers is not None:
             self._handovers.on_transfer_event(event, now)
 

@@ -39,6 +39,7 @@ from .pace import PaceMeter
 from .planner import StepPlanner
 from .req import Req, ReqState, Route
 from .step_builder import InFlightStep
+from .tiers import KVTiers
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ class Scheduler:
     def __init__(self, options: ServerOptions, worker: WorkerReady, outbox: Outbox) -> None:
         self.options = options
         self.worker = worker
-        self.memory = KVMemory(options, PoolSizes.of(worker), worker.context_length)
+        self.tiers = KVTiers(options, worker) if worker.host_pages else None
+        self.memory = KVMemory(options, PoolSizes.of(worker), worker.context_length, self.tiers)
         self.cost_model = make_cost_model(worker)
         self.planner = StepPlanner(options, self.memory, worker.device, self.cost_model)
         self.outbox = outbox
@@ -181,8 +183,11 @@ class Scheduler:
         """The request waits for its turn to compute here."""
         req.state = ReqState.WAITING
         req.times.ready = now
-        req.uncached = req.known_len - self.memory.prefix_len(req)
+        cached = self.memory.prefix_len(req)
+        req.uncached = req.known_len - cached
         self.planner.waiting[req.rid] = req
+        if self.tiers is not None:
+            self.tiers.prefetch(req, cached, now)
 
     def may_compute_ahead(self, req: Req) -> bool:
         """Whether a request that is to be handed over may begin before anybody has asked for it: nobody waits then,
@@ -249,6 +254,8 @@ class Scheduler:
         del self.reqs[req.rid]
         self.planner.forget(req.rid)
         self.counters.ended(req)
+        if self.tiers is not None:
+            self.tiers.forget(req.rid)
         if req.hold is not None:
             self.memory.finish(req)
         log.debug("%s after %d output tokens", state, req.output_len, extra={"rid": req.rid})
@@ -280,10 +287,13 @@ class Scheduler:
     def run_steps(self, now: float) -> None:
         """Keep the worker supplied."""
         self.forks.release(lambda req: self.enqueue(req, now))
+        self._move_pages(now)
         while len(self._in_flight) < self._max_in_flight:
             step = self.planner.plan(now)
             for req in self.planner.retracted:
                 self._tell(req)
+            if self.tiers is not None:
+                self.outbox.all_to_worker(self.tiers.take_before())
             if step is None:
                 self._end_stuck(now)
                 return
@@ -292,6 +302,12 @@ class Scheduler:
                 step.message.pushes = [push for push in pushes if push is not None]
             self.outbox.to_worker(step.message)
             self._in_flight.append(step.in_flight)
+            self._move_pages(now)
+
+    def _move_pages(self, now: float) -> None:
+        """Tell the worker what is to be copied between the tiers, behind all steps that were planned."""
+        if self.tiers is not None:
+            self.outbox.all_to_worker(self.tiers.take(now))
 
     def _end_stuck(self, now: float) -> None:
         """Hand-overs end by themselves and give their memory back, but for those whose writer doesn't let go."""

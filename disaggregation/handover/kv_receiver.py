@@ -137,8 +137,13 @@ class KVReceivers:
                 receiver.peer.send(ForecastRequest(receiver.peer.epoch, receiver.handover))
             elif receiver.decided:
                 self._expect(receiver)
-                if self._scheduler.completed_step >= receiver.fence:
+                if self._is_past_fence(receiver):
                     self._request(receiver, now)
+
+    def _is_past_fence(self, receiver: KVReceiver) -> bool:
+        """Whether nothing of ours touches the pages any more that were taken for it."""
+        memory = self._scheduler.memory
+        return self._scheduler.completed_step >= receiver.fence and memory.is_past_fence(receiver.copies_fence)
 
     # --- here or there ---
 
@@ -209,6 +214,7 @@ class KVReceivers:
                 receiver.state, receiver.req.state = ReceiverState.PREALLOCATED, ReqState.PREALLOCATED
                 receiver.allocated_at = now
                 receiver.fence = self._scheduler.memory.let_go_step
+                receiver.copies_fence = self._scheduler.memory.copies_fence()
                 receiver.hold = self._scheduler.memory.pin(receiver.req)
                 receiver.prefix_len = receiver.req.computed
                 # The prefill's queue, too, is between here and the last page.

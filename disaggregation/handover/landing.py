@@ -44,7 +44,8 @@ class ReceiverState(Enum):
 class KVReceiver:
     """One room.
 
-    ``fence``: the step that must be done before its pages are offered to the prefill. ``expects``: it has window pages
+    ``fence`` and ``copies_fence``: the step, and the copies between tiers, that must be done before its pages are
+    offered to the prefill. ``expects``: it has window pages
     for what comes, if there are any. ``pages``: where its KV lands, by group. ``granted``: the prefill may write them.
     ``begun``: the first token is here. ``there``: where the prefill's time went. ``checking``: the worker has its
     pages, to check and perhaps to convert them. ``asked``: the prefill for its forecast. ``decided``: who computes the
@@ -64,6 +65,7 @@ class KVReceiver:
     queued_at: float = 0.0
     allocated_at: float = 0.0
     fence: int = 0
+    copies_fence: int = 0
     prefix_len: int = 0
     requested_at: float = 0.0
     pages: PagesByGroup = field(default_factory=list)

@@ -85,7 +85,7 @@ NO_WINDOW = SimWindow()
 
 
 def make_worker_ready(
-    options: ServerOptions, context_length: int = 512, measured=(), window: SimWindow = NO_WINDOW
+    options: ServerOptions, context_length: int = 512, measured=(), window: SimWindow = NO_WINDOW, host_pages: int = 0
 ) -> WorkerReady:
     """What a worker of the simulated model says of itself."""
     layout = uniform_layout(options.page_size, 1, 1, 1, "int64", options.page_size * 8, window=window.window)
@@ -102,6 +102,7 @@ def make_worker_ready(
         load_seconds={},
         measured=list(measured),
         max_window_tokens=window.tokens,
+        host_pages=host_pages,
     )
 
 
@@ -252,11 +253,12 @@ class SimInstance:
         context_length: int = 512,
         measured=(),
         window: SimWindow = NO_WINDOW,
+        host_pages: int = 0,
     ) -> None:
         self.options = options or make_options()
         self.to_worker, self.to_detokenizer, self.to_transfer = Sent(), Sent(), Sent()
         self.outbox = Outbox(self.to_worker, self.to_detokenizer, self.to_transfer)
-        ready = make_worker_ready(self.options, context_length, measured, window)
+        ready = make_worker_ready(self.options, context_length, measured, window, host_pages)
         self.scheduler = Scheduler(self.options, ready, self.outbox)
         self.worker = SimWorker(self.options, context_length, window)
         self.tokens: dict[str, list[int]] = {}
