@@ -37,10 +37,10 @@ PAGE = 16
 
 
 class Magnitudes(AttentionBackend):
-    """Attention by another backend, of which the queries and keys are added up: [L, K, D] float64 each."""
+    """Attention by another backend, of which the queries and keys are added up."""
 
-    def __init__(self, inner: AttentionBackend, spec: ModelSpec, device: torch.device) -> None:
-        shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
+    def __init__(self, inner: AttentionBackend, shape: tuple[int, int, int], device: torch.device) -> None:
+        """``shape``: L, K and D."""
         self._inner = inner
         self._queries = torch.zeros(shape, dtype=torch.float64, device=device)
         self._keys = torch.zeros_like(self._queries)
@@ -97,6 +97,11 @@ def rank_channels(options: CalibrateOptions) -> tuple[ModelSpec, Tensor, int]:
     windows = read_windows(asked, options.tokens, options.window, text=text)
     if not len(windows):
         raise UnsupportedModel(f"the text has fewer than {options.window} tokens; give a longer one, or --window")
+    if int(windows.max()) >= spec.vocab_size:
+        raise UnsupportedModel(
+            f"the tokenizer makes token {int(windows.max())} of the text, and the model has {spec.vocab_size}; give "
+            "the model's own as --tokenizer-path"
+        )
     model = Decoder(spec, dtype, device)
     load_model_weights(model.weights(), source, spec, "auto", 0)
     return spec, _measure(model, windows.to(device), dtype), windows.numel()
@@ -107,7 +112,8 @@ def _measure(model: Decoder, windows_Ww: Tensor, dtype: torch.dtype) -> Tensor:
     device, width = windows_Ww.device, windows_Ww.shape[1]
     pages = -(-width // PAGE) + 1
     pool = make_pool(make_layout(model.spec, PAGE, dtype), pages, device)
-    found = Magnitudes(make_attention_backend("torch", pool, dtype), model.spec, device)
+    shape = (model.spec.num_layers, model.spec.num_kv_heads, model.spec.head_dim)
+    found = Magnitudes(make_attention_backend("torch", pool, dtype), shape, device)
     positions = torch.arange(width, device=device)
     for ids in windows_Ww:
         batch = ForwardBatch(
