@@ -29,17 +29,24 @@ from .pool import SparseTokenToKVPool
 
 MOST_LANES = 1 << 17
 """Of tokens that choose together: what is gathered of their labels stays of a bounded size."""
+LANE_BITS = (1 << 32) - 1
+HIGHEST, LOWEST, LARGEST = 0x7FFFFFFF << 32, -(1 << 63), (1 << 63) - 1
+"""Of keys: the highest and the lowest without their lanes, and the largest number."""
 
 
 class Choosers(NamedTuple):
-    """Tokens that choose together. ``tokens``: [N] indices into the pass; ``pages``: [N, M]."""
+    """Tokens that choose together. ``tokens``: [N] indices into the pass; ``label_rows`` [N, K, M] and ``lane_rows``
+    [N, S]: see the pool.
+
+    ``least`` and ``most`` ([N, 1, 1, S] int64) bound the keys of ``_keys``: lanes behind the token get the lowest
+    there are, the last ones that it sees the highest.
+    """
 
     tokens: Tensor
-    pages: Tensor
-    hidden: Tensor
-    """[N, 1, 1, S]: lanes behind the token."""
-    recent: Tensor
-    """[N, 1, 1, S]: lanes that are chosen in any case."""
+    label_rows: Tensor
+    lane_rows: Tensor
+    least: Tensor
+    most: Tensor
 
 
 class DoubleSparsityAttention(TorchAttention):
@@ -95,45 +102,56 @@ class DoubleSparsityAttention(TorchAttention):
         return min(q_len, max(0, max(prompt_len, self._full) - start))
 
     def _plan_choosers(self, batch: ForwardBatch, tokens: list[int], entries: list[int], longest: int) -> Choosers:
-        device, size = batch.input_ids.device, self._page_size
+        device = batch.input_ids.device
         index = torch.tensor(tokens, device=device)
         kv_lens = batch.positions[index] + 1
         pages = self._decode_pages(batch, entries, kv_lens, longest)
-        lane = torch.arange(pages.shape[1] * size, device=device)
-        hidden = lane >= kv_lens[:, None]
-        recent = ~hidden & (lane >= kv_lens[:, None] - RECENT_TOKENS)
-        return Choosers(index, pages, hidden[:, None, None], recent[:, None, None])
+        lane = torch.arange(pages.shape[1] * self._page_size, device=device)
+        is_hidden = lane >= kv_lens[:, None]
+        is_recent = ~is_hidden & (lane >= kv_lens[:, None] - RECENT_TOKENS)
+        least = torch.where(is_recent, HIGHEST + lane, LOWEST)[:, None, None]
+        most = torch.where(is_hidden, LOWEST + lane, LARGEST)[:, None, None]
+        pool = self._labelled
+        return Choosers(index, pool.label_rows(pages), pool.lane_rows(pages), least, most)
 
     def _run_sparse(self, layer: int, choosers: Choosers, q_NHD: Tensor, spec: AttentionSpec | MLASpec) -> Tensor:
         """[N, H * D]."""
         count, _, dim = q_NHD.shape
         q_NKGD = q_NHD.view(count, spec.kv_heads, -1, dim)
-        lanes_NKGJ = self._choose(layer, choosers, q_NKGD)
-        lanes_NKM = lanes_NKGJ.flatten(2)
-        places = torch.arange(count, device=q_NHD.device)[:, None, None]
-        pages = choosers.pages[places, lanes_NKM // self._page_size]
-        keys, values = self._labelled.gather_heads(layer, pages, lanes_NKM % self._page_size)
+        lanes = self._choose(layer, choosers, q_NKGD).flatten(2)
+        rows = choosers.lane_rows[:, None].expand(-1, spec.kv_heads, -1).gather(-1, lanes)
         shape = (-1, 1, self._heavy_tokens, dim)
-        k, v = (x.to(self._dtype).view(shape) for x in (keys, values))
+        k, v = (x.to(self._dtype).view(shape) for x in self._labelled.gather_heads(layer, rows))
         return F.scaled_dot_product_attention(q_NKGD.reshape(-1, 1, 1, dim), k, v, scale=spec.scale).view(count, -1)
 
     def _choose(self, layer: int, choosers: Choosers, q_NKGD: Tensor) -> Tensor:
         """Of each query head, the lanes to attend to, in order: [N, K, G, J] int64."""
-        labels_NKSC = self._labelled.gather_labels(layer, choosers.pages).to(q_NKGD.dtype)
-        scores = (self._labelled.label(layer, q_NKGD) @ labels_NKSC.transpose(-1, -2)).float()
-        # What is no number must come into the result, where it is found: it is among the chosen.
-        scores.masked_fill_(scores.isnan() | choosers.recent, float("inf")).masked_fill_(choosers.hidden, -float("inf"))
-        return _highest(scores, self._heavy_tokens)
+        labels = self._labelled.gather_labels(layer, choosers.label_rows).to(q_NKGD.dtype)
+        scores = torch.bmm(self._labelled.label(layer, q_NKGD).flatten(0, 1), labels.transpose(1, 2))
+        keys = _keys(scores.float()).view(*q_NKGD.shape[:3], -1).clamp_(choosers.least, choosers.most)
+        return (_highest(keys, self._heavy_tokens, self._page_size) & LANE_BITS).sort(-1).values
 
 
-def _highest(scores: Tensor, count: int) -> Tensor:
-    """Indices [..., count] of the highest of ``scores`` [..., S] float32, ascending; of equal ones the last.
+def _keys(scores: Tensor) -> Tensor:
+    """Whole numbers [..., S] in the order of ``scores`` [..., S] float32 (overwritten), and of equal ones by place,
+    which the lower 32 bits are. ``topk`` leaves open which of equal scores it takes.
 
-    ``topk`` leaves open which of equal ones it takes. So the scores become whole numbers of the same order, with the
-    index behind them.
+    What is no number comes first: so it gets into the result, where it is found.
     """
-    bits = scores.view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    infinity = float("inf")
+    bits = scores.nan_to_num_(nan=infinity, posinf=infinity, neginf=-infinity).view(torch.int32)
+    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
     lanes = torch.arange(scores.shape[-1], device=scores.device)
-    found = ((ordered.long() << 32) | lanes).topk(count, -1, sorted=False).values
-    return (found & 0xFFFFFFFF).sort(-1).values
+    return ordered.long().bitwise_left_shift_(32).bitwise_or_(lanes)
+
+
+def _highest(keys: Tensor, count: int, block: int) -> Tensor:
+    """The ``count`` highest of ``keys`` [..., S] in any order; all differ, and S is a multiple of ``block``.
+
+    Where there are many, most are passed over by blocks: the highest lie in the ``count`` blocks whose best are.
+    """
+    if block > 1 and keys.shape[-1] > 2 * count * block:
+        blocks = keys.unflatten(-1, (-1, block))
+        best = blocks.amax(-1).topk(count, -1, sorted=False).indices
+        keys = blocks.gather(-2, best[..., None].expand(*best.shape, block)).flatten(-2)
+    return keys.topk(count, -1, sorted=False).values

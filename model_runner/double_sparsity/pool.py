@@ -53,6 +53,7 @@ class SparseTokenToKVPool:
         self._labels = labels.view(num_pages, kept.num_layers, heads, size, label_dim)
         # What is read begins at a multiple of this: a head of a token, a head's labels of a page, a page's keys.
         self._step = math.gcd(dim, label_dim)
+        self._layer_steps = self._width // self._step
         self._page_runs = self._runs(self._part)
         self._head_runs = self._runs(dim)
         self._label_runs = self._runs(size * label_dim)
@@ -87,22 +88,35 @@ class SparseTokenToKVPool:
         keys = self._page_runs.index_select(0, starts // self._step).view(shape)
         return keys, self._page_runs.index_select(0, (starts + self._part) // self._step).view(shape)
 
-    def gather_labels(self, layer: int, pages: Tensor) -> Tensor:
-        """Labels of ``layer`` in rows of ``pages`` (int64 [N, M]): a copy [N, K, M * page_size, C]."""
-        size, width = self.layout.page_size, self.group.label_dim
-        starts = self._starts(layer, pages)[:, None] + 2 * self._part + self._all_heads[:, None] * (size * width)
-        found = self._label_runs.index_select(0, starts.flatten() // self._step)
-        return found.view(len(pages), self.group.kv_heads, -1, width)
-
-    def gather_heads(self, layer: int, pages: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of tokens of ``layer``, of each KV head those at ``offsets`` in ``pages`` (int64
-        [N, K, M] each): two copies [N, K, M, D].
+    def label_rows(self, pages: Tensor) -> Tensor:
+        """Where each head's labels of ``pages`` (int64 [N, M]) lie in the first layer, [N, K, M]; the argument of
+        ``gather_labels``.
         """
-        heads, dim = self.group.kv_heads, self.group.head_dim
-        starts = self._starts(layer, pages) + (offsets * heads + self._all_heads[:, None]) * dim
-        shape = (*pages.shape, dim)
-        keys = self._head_runs.index_select(0, starts.flatten() // self._step).view(shape)
-        return keys, self._head_runs.index_select(0, (starts + self._part).flatten() // self._step).view(shape)
+        heads = self._all_heads[:, None] * (self.layout.page_size * self.group.label_dim)
+        return (self._starts(0, pages)[:, None] + 2 * self._part + heads) // self._step
+
+    def gather_labels(self, layer: int, label_rows: Tensor) -> Tensor:
+        """Labels of ``layer`` behind ``label_rows`` [N, K, M]: a copy [N * K, M * page_size, C]."""
+        found = self._label_runs.index_select(0, (label_rows + layer * self._layer_steps).flatten())
+        return found.view(label_rows.shape[0] * label_rows.shape[1], -1, self.group.label_dim)
+
+    def lane_rows(self, pages: Tensor) -> Tensor:
+        """Where the first head's key of each token in ``pages`` (int64 [N, M]) lies in the first layer,
+        [N, M * page_size]; those of some tokens are the argument of ``gather_heads``.
+        """
+        offsets = torch.arange(self.layout.page_size, device=pages.device)
+        starts = self._starts(0, pages)[..., None] + offsets * (self.group.kv_heads * self.group.head_dim)
+        return starts.flatten(1) // self._step
+
+    def gather_heads(self, layer: int, lane_rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of ``layer``, of each KV head those behind ``lane_rows`` [N, K, M]: two copies
+        [N, K, M, D].
+        """
+        dim = self.group.head_dim
+        heads = self._all_heads[:, None] * (dim // self._step) + layer * self._layer_steps
+        rows, shape = (lane_rows + heads).flatten(), (*lane_rows.shape, dim)
+        keys = self._head_runs.index_select(0, rows).view(shape)
+        return keys, self._head_runs.index_select(0, rows.add_(self._part // self._step)).view(shape)
 
     def clear(self, pages: Tensor) -> None:
         """Zero ``pages`` (int64) in all layers."""

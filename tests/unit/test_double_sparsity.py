@@ -140,9 +140,9 @@ def test_a_page_holds_keys_values_and_labels(label: int) -> None:
     assert torch.equal(values, row.v)
     assert not pool.gather(0, pages)[0].any()
     expected = row.k.gather(-1, channels.indices[1].expand(len(row.k), -1, -1)).transpose(0, 1)
-    assert torch.equal(pool.gather_labels(1, pages[None])[0], expected)
+    assert torch.equal(pool.gather_labels(1, pool.label_rows(pages[None])), expected)
     lanes = torch.tensor([3, 19, 8])
-    some = pool.gather_heads(1, pages[lanes // PAGE].expand(1, KV_HEADS, -1), (lanes % PAGE).expand(1, KV_HEADS, -1))
+    some = pool.gather_heads(1, pool.lane_rows(pages[None])[:, lanes].expand(1, KV_HEADS, -1))
     assert torch.equal(some[0][0], row.k[lanes].transpose(0, 1))
     assert torch.equal(some[1][0], row.v[lanes].transpose(0, 1))
     # As KVGroup says: keys, values, then labels, heads before tokens.
