@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...model_files.spec import AttentionSpec, MLASpec
@@ -28,7 +27,8 @@ from ..forward_batch import ForwardBatch
 from .pool import SparseTokenToKVPool
 
 MOST_LANES = 1 << 17
-"""Of tokens that choose together: what is gathered of their labels stays of a bounded size."""
+"""Of tokens that choose together: what is gathered for them stays of a bounded size. A token that is chosen counts as
+four."""
 LANE_BITS = (1 << 32) - 1
 HIGHEST, LOWEST, LARGEST = 0x7FFFFFFF << 32, -(1 << 63), (1 << 63) - 1
 """Of keys: the highest and the lowest without their lanes, and the largest number."""
@@ -73,7 +73,7 @@ class DoubleSparsityAttention(TorchAttention):
             entries += [b] * (q_len - dense)
             kv_lens += range(start + dense + 1, start + q_len + 1)
             first += q_len
-        together = max(1, MOST_LANES // max(kv_lens, default=1))
+        together = max(1, MOST_LANES // max(4 * self._heavy_tokens, *kv_lens, 1))
         spans = (slice(i, i + together) for i in range(0, len(tokens), together))
         self._choosers = [self._plan_choosers(batch, tokens[s], entries[s], max(kv_lens[s])) for s in spans]
 
@@ -120,16 +120,17 @@ class DoubleSparsityAttention(TorchAttention):
         q_NKGD = q_NHD.view(count, spec.kv_heads, -1, dim)
         lanes = self._choose(layer, choosers, q_NKGD).flatten(2)
         rows = choosers.lane_rows[:, None].expand(-1, spec.kv_heads, -1).gather(-1, lanes)
-        shape = (-1, 1, self._heavy_tokens, dim)
-        k, v = (x.to(self._dtype).view(shape) for x in self._labelled.gather_heads(layer, rows))
-        return F.scaled_dot_product_attention(q_NKGD.reshape(-1, 1, 1, dim), k, v, scale=spec.scale).view(count, -1)
+        k, v = (x.float().view(-1, self._heavy_tokens, dim) for x in self._labelled.gather_heads(layer, rows))
+        # Few tokens for each of many heads, in float32: torch's own attention takes several times as long for that.
+        weights = torch.bmm(q_NKGD.reshape(-1, 1, dim).float(), k.transpose(1, 2)).mul_(spec.scale).softmax(-1)
+        return torch.bmm(weights, v).view(count, -1).to(q_NHD.dtype)
 
     def _choose(self, layer: int, choosers: Choosers, q_NKGD: Tensor) -> Tensor:
-        """Of each query head, the lanes to attend to, in order: [N, K, G, J] int64."""
+        """Of each query head, the lanes to attend to, the best first: [N, K, G, J] int64."""
         labels = self._labelled.gather_labels(layer, choosers.label_rows).to(q_NKGD.dtype)
         scores = torch.bmm(self._labelled.label(layer, q_NKGD).flatten(0, 1), labels.transpose(1, 2))
         keys = _keys(scores.float()).view(*q_NKGD.shape[:3], -1).clamp_(choosers.least, choosers.most)
-        return (_highest(keys, self._heavy_tokens, self._page_size) & LANE_BITS).sort(-1).values
+        return _highest(keys, self._heavy_tokens, self._page_size).bitwise_and_(LANE_BITS)
 
 
 def _keys(scores: Tensor) -> Tensor:
@@ -146,7 +147,7 @@ def _keys(scores: Tensor) -> Tensor:
 
 
 def _highest(keys: Tensor, count: int, block: int) -> Tensor:
-    """The ``count`` highest of ``keys`` [..., S] in any order; all differ, and S is a multiple of ``block``.
+    """The ``count`` highest of ``keys`` [..., S]; all differ, and S is a multiple of ``block``.
 
     Where there are many, most are passed over by blocks: the highest lie in the ``count`` blocks whose best are.
     """
@@ -154,4 +155,5 @@ def _highest(keys: Tensor, count: int, block: int) -> Tensor:
         blocks = keys.unflatten(-1, (-1, block))
         best = blocks.amax(-1).topk(count, -1, sorted=False).indices
         keys = blocks.gather(-2, best[..., None].expand(*best.shape, block)).flatten(-2)
-    return keys.topk(count, -1, sorted=False).values
+    # In order: the same sums for a row, whatever is beside it.
+    return keys.topk(count, -1).values
