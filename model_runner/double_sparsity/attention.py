@@ -152,7 +152,7 @@ def _highest(keys: Tensor, count: int, block: int) -> Tensor:
     Where there are many, most are passed over by blocks: the highest lie in the ``count`` blocks whose best are.
     """
     if block > 1 and keys.shape[-1] > 2 * count * block:
-        blocks = keys.unflatten(-1, (-1, block))
+        blocks = keys.view(*keys.shape[:-1], -1, block)
         best = blocks.amax(-1).topk(count, -1, sorted=False).indices
         keys = blocks.gather(-2, best[..., None].expand(*best.shape, block)).flatten(-2)
     # In order: the same sums for a row, whatever is beside it.

@@ -90,8 +90,6 @@ def rank_channels(options: CalibrateOptions) -> tuple[ModelSpec, Tensor, int]:
     described = read_spec(source)
     spec = without_idle_windows(with_context(described, choose_context_length(described, None)))
     refuse_unsuitable("calibrate", spec)
-    device = choose_device(options.device)
-    dtype = choose_dtype(options.dtype, device)
     text = None if options.text is None else options.text.read_text(encoding="utf-8")
     asked = ServerOptions(model_path=options.model_path, tokenizer_path=options.tokenizer_path)
     windows = read_windows(asked, options.tokens, options.window, text=text)
@@ -102,6 +100,8 @@ def rank_channels(options: CalibrateOptions) -> tuple[ModelSpec, Tensor, int]:
             f"the tokenizer makes token {int(windows.max())} of the text, and the model has {spec.vocab_size}; give "
             "the model's own as --tokenizer-path"
         )
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.dtype, device)
     model = Decoder(spec, dtype, device)
     load_model_weights(model.weights(), source, spec, "auto", 0)
     return spec, _measure(model, windows.to(device), dtype), windows.numel()
@@ -109,23 +109,30 @@ def rank_channels(options: CalibrateOptions) -> tuple[ModelSpec, Tensor, int]:
 
 @torch.inference_mode()
 def _measure(model: Decoder, windows_Ww: Tensor, dtype: torch.dtype) -> Tensor:
-    device, width = windows_Ww.device, windows_Ww.shape[1]
-    pages = -(-width // PAGE) + 1
-    pool = make_pool(make_layout(model.spec, PAGE, dtype), pages, device)
+    pages = -(-windows_Ww.shape[1] // PAGE) + 1
+    pool = make_pool(make_layout(model.spec, PAGE, dtype), pages, windows_Ww.device)
     shape = (model.spec.num_layers, model.spec.num_kv_heads, model.spec.head_dim)
-    found = Magnitudes(make_attention_backend("torch", pool, dtype), shape, device)
-    positions = torch.arange(width, device=device)
+    found = Magnitudes(make_attention_backend("torch", pool, dtype), shape, windows_Ww.device)
     for ids in windows_Ww:
-        batch = ForwardBatch(
-            input_ids=ids,
-            positions=positions,
-            out_cache_loc=positions + PAGE,
-            rows=torch.zeros(1, dtype=torch.int64, device=device),
-            starts=[0],
-            q_lens=[width],
-            req_to_token=(positions + PAGE).to(torch.int32)[None],
-            logit_indices=positions[-1:],
-        )
+        batch = whole_text(ids, PAGE, len(ids), 1)
         found.plan(batch)
         model.forward(batch, found)
     return found.ranked()
+
+
+def whole_text(ids: Tensor, page_size: int, prompt_len: int, logits: int) -> ForwardBatch:
+    """A pass over all of ``ids`` [T], the first ``prompt_len`` of which are a prompt, for the last ``logits`` tokens'
+    logits; in the pages behind page 0.
+    """
+    positions = torch.arange(len(ids), device=ids.device)
+    return ForwardBatch(
+        input_ids=ids,
+        positions=positions,
+        out_cache_loc=positions + page_size,
+        rows=torch.zeros(1, dtype=torch.int64, device=ids.device),
+        starts=[0],
+        q_lens=[len(ids)],
+        req_to_token=(positions + page_size).to(torch.int32)[None],
+        logit_indices=positions[-logits:],
+        prompt_lens=[prompt_len],
+    )
