@@ -25,9 +25,10 @@ the CPU kernels multiply them (``kernels/cpu/kv_blocks.h``), the same on every p
 """
 
 
-KVKind = Literal["mha", "mla"]
+KVKind = Literal["mha", "mla", "sparse"]
 """What a layer keeps of a token. "mha": the keys and the values of its KV heads, ``head_dim`` elements each. "mla": one
-latent row of ``head_dim`` elements, a key of which the first ``value_dim`` are the value, too.
+latent row of ``head_dim`` elements, a key of which the first ``value_dim`` are the value, too. "sparse": as "mha", and
+of each key a copy of ``label_dim`` elements, by which the tokens are chosen that later ones attend to.
 """
 
 
@@ -36,7 +37,9 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     A page is one contiguous span: for each of ``layers`` (by their numbers in the model, in that order) equally many
     bytes. Of kind "mha": ``[2, page_size * kv_heads * head_dim]`` of ``dtype``, keys, then values. Of kind "mla":
-    ``[page_size * head_dim]``, rows in the place of keys, and ``kv_heads`` is 1. Elements of one byte
+    ``[page_size * head_dim]``, rows in the place of keys, and ``kv_heads`` is 1. Of kind "sparse": keys, values, then
+    ``[kv_heads, page_size, label_dim]`` of ``dtype``, of the channels that ``labels`` stands for (equal digests, equal
+    channels), in the order "tokens" alone. Elements of one byte
     come with a scale for each head of each token, of ``scale_dtype`` (None: there are none): in the order "tokens"
     right behind the head's elements, in "blocks" those of a block's slots behind the block's elements.
 
@@ -54,6 +57,8 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value_dim: int = 0
     scale_dtype: Annotated[str, Meta(max_length=32)] | None = None
     window: int = 0
+    label_dim: int = 0
+    labels: Annotated[str, Meta(max_length=32)] = ""
 
     @property
     def num_layers(self) -> int:

@@ -40,6 +40,10 @@ class ForwardBatch:
     """[L] int64: indices into T of the tokens whose logits are wanted, in the order of the answer."""
     done: LayersDone | None = None
     """Counts the layers whose KV the pass has written, for who pushes it meanwhile; host memory only."""
+    prompt_lens: list[int] | None = None
+    """[B]: of each entry's row, how many tokens are the request's prompt: those behind were generated, also where they
+    are computed once more. None: entries of one token are generated ones, longer ones a prompt's.
+    """
     window_pages: Tensor | None = None
     """[P] int32: a page → the page of the pool of windowed layers that holds the same tokens, 0: none; on the tokens'
     device. None where no layers have a pool of their own. Pages that any of the pass's tokens sees, or writes, have

@@ -32,6 +32,7 @@ from ..runtime.options import ServerOptions
 from .attention.base import AttentionBackend
 from .attention.registry import choose_attention_backend, make_attention_backend
 from .device import choose_device, choose_dtype, choose_kv_dtype, device_memory
+from .double_sparsity.channels import LabelChannels, choose_channels
 from .forward_batch import ForwardBatch
 from .kv_pool import HasKV, KVPool, KVShape, make_layout, make_pool
 from .kv_quantization import LARGEST
@@ -128,6 +129,7 @@ class ModelRunner:
                     f"--kv-cache-dtype {options.kv_cache_dtype} is not supported for latent attention (MLA); "
                     "leave it out, or choose bfloat16"
                 )
+            labels = choose_channels(options, spec)
         shard = self._shard(spec)
         with self._timed("kernels"):
             self.attention_backend = choose_attention_backend(
@@ -139,11 +141,14 @@ class ModelRunner:
             model = self._load(options, source, spec, identity, blocks, shard)
         with self._timed("kv_pool"):
             windows = layers_apart(options, spec) if self._ranks is None else {}
-            self._allocate_pool(options, _kept(spec, self._ranks), kv_dtype, shard, windows)
+            self._allocate_pool(options, _kept(spec, self._ranks), kv_dtype, shard, windows, labels)
         self.step_weight_bytes = self._weight_bytes - model.idle_bytes
         with self._timed("kernels"):
             on_kernels = self.attention_backend == "cpu"
-            self._run = self._native_pass(model, blocks, shard) if on_kernels else self._torch_pass(model, shard)
+            if on_kernels:
+                self._run = self._native_pass(model, blocks, shard)
+            else:
+                self._run = self._torch_pass(options, model, shard)
 
     def _shard(self, spec: ModelSpec) -> Shard | None:
         if self._ranks is None:
@@ -179,7 +184,7 @@ class ModelRunner:
             self.step_weight_bytes = self._weight_bytes
         with self._timed("kv_pool"):
             self._allocate_pool(options, loaded.shape, kv_dtype)
-        self._run = self._torch_pass(loaded.model)
+        self._run = self._torch_pass(options, loaded.model)
 
     def _load(
         self,
@@ -231,8 +236,11 @@ class ModelRunner:
         log.warning("the GGUF's own blocks need the CPU kernels; it is served dequantised, in %s", self.dtype)
         return "none"
 
-    def _torch_pass(self, model: TorchModel, shard: Shard | None = None) -> Callable[[ForwardBatch], Tensor]:
-        attention = make_attention_backend(self.attention_backend, self.pool, self.dtype, self.window_pool)
+    def _torch_pass(
+        self, options: ServerOptions, model: TorchModel, shard: Shard | None = None
+    ) -> Callable[[ForwardBatch], Tensor]:
+        pools = (self.pool, self.dtype, self.window_pool)
+        attention = make_attention_backend(self.attention_backend, *pools, options)
         if shard is not None and shard.shares_kv_heads and isinstance(model, Decoder):
             self._meet = model.ranks.meet
 
@@ -275,10 +283,11 @@ class ModelRunner:
         dtype: torch.dtype,
         shard: Shard | None = None,
         windows: Mapping[int, int] | None = None,
+        labels: LabelChannels | None = None,
     ) -> None:
         order: KVOrder = "blocks" if self.attention_backend == "cpu" else "tokens"
         self.page_size = options.page_size
-        self.layout = layout = make_layout(kept, options.page_size, dtype, order, windows)
+        self.layout = layout = make_layout(kept, options.page_size, dtype, order, windows, labels)
         self.kv_region: KVRegion | None = None
         self.window_pool: KVPool | None = None
         self.window_region: KVRegion | None = None
@@ -304,7 +313,7 @@ class ModelRunner:
             if self.device.type == "cpu" and kept_bytes:
                 self.kv_region = allocate_region(kept_bytes, shared=is_shared)
         buffer = None if self.kv_region is None else self.kv_region.buffer
-        self.pool = make_pool(layout, num_pages, self.device, buffer, heads)
+        self.pool = make_pool(layout, num_pages, self.device, buffer, heads, labels=labels)
         if self.num_window_pages:
             # Committed as it is touched, which a tensor of zeros would not be.
             window_bytes = self.num_window_pages * layout.groups[1].page_bytes
@@ -422,6 +431,10 @@ def refuse_for_transformers(options: ServerOptions) -> None:
     if options.attention_backend == "cpu":
         raise UnsupportedModel(
             "--attention-backend cpu: the CPU kernels can't run a model by transformers' own class (--model-impl)"
+        )
+    if options.enable_double_sparsity:
+        raise UnsupportedModel(
+            "--enable-double-sparsity: a model by transformers' own class (--model-impl) attends to all tokens"
         )
     if options.tp_size > 1:
         raise UnsupportedModel(

@@ -190,6 +190,7 @@ class StepRunner:
             req_to_token=self._req_to_token,
             logit_indices=there.logit_indices,
             done=done,
+            prompt_lens=self._rows.table["prompt_len"][plan.rows].tolist(),
             window_pages=self._window_pages,
         )
         logits_LV = self._model.forward(batch)

@@ -7,6 +7,8 @@ from typing import Literal
 
 DisaggregationMode = Literal["unified", "prefill", "decode"]
 DEFAULT_BOOTSTRAP_PORT = 8998
+RECENT_TOKENS = 16
+"""Of a row, which --enable-double-sparsity attends to in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +210,18 @@ class ServerOptions:
         Default: 0, and 10 for a prefill that `pdserve up` starts beside decodes on a CPU.
     attention_backend
         Implementation of forward passes: cpu (compiled kernels), torch (reference); auto takes the best that runs here.
+    enable_double_sparsity
+        In long requests, attend to few tokens: each generated token looks at a part of every key, its label, and
+        attends to those that score highest there. Prompts attend in full. An approximation, and with the torch backend
+        alone.
+    ds_channel_config_path
+        File that says which channels of a model's keys are their labels, as pdserve calibrate writes it.
+    ds_heavy_channel_num
+        Channels of a label; default: a quarter of a head's.
+    ds_heavy_token_num
+        Tokens that a generated token attends to, the last 16 among them.
+    ds_sparse_decode_threshold
+        Generated tokens that see no more tokens than this attend to all of them, however many are chosen otherwise.
     random_seed
         Seed of dummy weights.
     watchdog_timeout
@@ -305,6 +319,11 @@ class ServerOptions:
     pp_size: int = 1
     compute_nice: int | None = None
     attention_backend: Literal["auto", "cpu", "torch"] = "auto"
+    enable_double_sparsity: bool = False
+    ds_channel_config_path: str | None = None
+    ds_heavy_channel_num: int | None = None
+    ds_heavy_token_num: int = 256
+    ds_sparse_decode_threshold: int = 4096
     random_seed: int = 0
     watchdog_timeout: float = 60.0
     startup_timeout: float = 300.0

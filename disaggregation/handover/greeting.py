@@ -54,7 +54,7 @@ class Greeting(NamedTuple):
                 "use equal --model-path, --dtype and --quantization"
             )
         if not can_exchange(hello.layout, worker.layout):
-            flags = "--page-size, --dtype and --kv-cache-dtype"
+            flags = "--page-size, --dtype and --kv-cache-dtype, and one file of channels where there are any"
             unlike = self._two(hello, *_unlike(hello.layout, worker.layout))
             return f"{unlike} lay out their KV in different ways; use equal {flags}"
         return None

@@ -8,6 +8,8 @@ import torch
 
 from ...model_files.errors import UnsupportedModel
 from ...model_files.spec import ModelSpec
+from ...runtime.options import ServerOptions
+from ..double_sparsity.pool import SparseTokenToKVPool
 from ..kv_pool import KVPool
 from .base import AttentionBackend
 
@@ -51,11 +53,20 @@ def _refusal(spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype
 
 
 def make_attention_backend(
-    name: str, pool: KVPool, dtype: torch.dtype, window_pool: KVPool | None = None
+    name: str,
+    pool: KVPool,
+    dtype: torch.dtype,
+    window_pool: KVPool | None = None,
+    options: ServerOptions | None = None,
 ) -> AttentionBackend:
     """The backend ``name`` over ``pool``, and over ``window_pool`` for the layers that this has; ``dtype`` is that of
-    the queries. Raises ``ValueError`` for unknown names.
+    the queries. ``options``: what to choose tokens by, needed where the pool has labels. Raises ``ValueError`` for
+    unknown names.
     """
+    if name == "torch" and isinstance(pool, SparseTokenToKVPool) and options is not None:
+        from ..double_sparsity.attention import DoubleSparsityAttention
+
+        return DoubleSparsityAttention(pool, dtype, options.ds_heavy_token_num, options.ds_sparse_decode_threshold)
     if name == "torch":
         from .torch_backend import TorchAttention
 

@@ -112,6 +112,13 @@ def test_chunks_and_decode_steps_share_a_pass(runner: StepRunner, model: FakeMod
     assert result.logprobs is None
 
 
+def test_a_pass_knows_where_its_rows_prompts_end(runner: StepRunner, model: FakeModel) -> None:
+    rows = [make_row(0, prompt_len=2), make_row(3, prompt_len=40)]
+    runner.run(make_step((3, 0, [1, 2], False), (0, 0, [5, 6], True), new_rows=rows))
+    runner.run(make_step((0, 2, None, True), (3, 2, [3], False)))
+    assert [batch.prompt_lens for batch in model.batches] == [[40, 2], [2, 40]]
+
+
 def test_a_step_is_ready_before_the_result_of_the_one_before_is_known(runner: StepRunner, model: FakeModel) -> None:
     steps = [make_step((1, 0, [1, 2, 3], True), new_rows=[make_row(1)])]
     steps += [make_step((1, 3 + i, None, True), step_id=2 + i) for i in range(3)]
