@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +31,8 @@ from ..model_files.spec_reader import read_spec
 from ..runtime.options import ServerOptions
 from .attention.base import AttentionBackend
 from .attention.registry import choose_attention_backend, make_attention_backend
-from .device import choose_device, choose_dtype, choose_kv_dtype, device_memory
+from .decode_graphs import graph_sizes
+from .device.choice import choose_device, choose_dtype, choose_kv_dtype, open_device
 from .forward_batch import ForwardBatch
 from .kv_pool import HasKV, KVPool, KVShape, make_layout, make_pool
 from .kv_quantization import LARGEST
@@ -40,6 +42,7 @@ from .loader.quantized_blocks import BlockSource, has_whole_blocks
 from .models.decoder import Decoder
 from .placement import SPIN_US
 from .pool_size import PoolRequest, WindowRequest, choose_max_total_tokens, choose_pool_tokens, layers_apart, piece_of
+from .step_plan import begun_tokens
 from .tensor_parallel.group import alone
 
 if TYPE_CHECKING:
@@ -72,6 +75,7 @@ class ModelRunner:
     go back behind a window, None where there are none), ``max_window_tokens`` and ``num_window_pages`` (of that,
     without and with page 0; else 0), ``fingerprint``, ``attention_backend`` (its
     name), ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU kernels run),
+    ``hardware`` (the device, as the step loop uses it), ``graph_sizes`` (of decode steps to capture; none: nothing is),
     ``step_weight_bytes`` (what a decode step reads of weights), ``clears_begun_pages``, ``load_seconds``. Of a rank,
     the description, ``layout`` and ``fingerprint`` are of the whole model on its host, the weights its own.
     """
@@ -95,12 +99,17 @@ class ModelRunner:
             source = resolve_model(options.model_path, weights=options.load_format != "dummy")
             self.implementation = choose_model_impl(options.model_impl, source)
             self.device = choose_device(options.device)
+            self.hardware = open_device(self.device, strict=options.fail_on_host_sync)
             self.dtype = choose_dtype(options.dtype, self.device)
         kv_dtype = choose_kv_dtype(options.kv_cache_dtype, self.dtype)
         self.spec: ModelSpec | None = None
         self.quantization: Quantization = "none"
         self.sampler: NativeSampler | None = None
         self.engine: CpuEngine | None = None
+        self.graph_sizes: tuple[int, ...] = ()
+        self._attention: AttentionBackend | None = None
+        self._clears = False
+        self._compute: Callable[[ForwardBatch], Tensor]
         self._meet: Callable[[], None] | None = None
         # The engine reads nothing beyond a row's end, but the peer that gets a page may run on the torch backend.
         self.clears_begun_pages = options.hands_over
@@ -112,7 +121,19 @@ class ModelRunner:
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits of ``batch.logit_indices``, [L, V] float32; writes the pass's KV to the pool."""
         with torch.inference_mode():
-            return self._run(batch)
+            self.prepare(batch)
+            return self.compute(batch)
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """The half of ``forward`` that depends on more than the batch's tensors: once before each ``compute``."""
+        if self._clears:
+            self._clear_begun_pages(batch)
+        if self._attention is not None:
+            self._attention.plan(batch)
+
+    def compute(self, batch: ForwardBatch) -> Tensor:
+        """The other half, which can be captured where ``graph_sizes`` has any."""
+        return self._compute(batch)
 
     def _start_native(self, options: ServerOptions, source: ModelSource, kv_dtype: torch.dtype) -> None:
         with self._timed("config"):
@@ -141,8 +162,10 @@ class ModelRunner:
             self._allocate_pool(options, _kept(spec, self._ranks), kv_dtype, shard, windows)
         self.step_weight_bytes = self._weight_bytes - model.idle_bytes
         with self._timed("kernels"):
-            on_kernels = self.attention_backend == "cpu"
-            self._run = self._native_pass(model, blocks, shard) if on_kernels else self._torch_pass(model, shard)
+            if self.attention_backend == "cpu":
+                self._use_kernels(model, blocks, shard)
+            else:
+                self._use_torch(options, model, shard)
 
     def _shard(self, spec: ModelSpec) -> Shard | None:
         if self._ranks is None:
@@ -178,7 +201,7 @@ class ModelRunner:
             self.step_weight_bytes = self._weight_bytes
         with self._timed("kv_pool"):
             self._allocate_pool(options, loaded.shape, kv_dtype)
-        self._run = self._torch_pass(loaded.model)
+        self._use_torch(options, loaded.model)
 
     def _load(
         self,
@@ -230,21 +253,32 @@ class ModelRunner:
         log.warning("the GGUF's own blocks need the CPU kernels; it is served dequantised, in %s", self.dtype)
         return "none"
 
-    def _torch_pass(self, model: TorchModel, shard: Shard | None = None) -> Callable[[ForwardBatch], Tensor]:
-        attention = make_attention_backend(self.attention_backend, self.pool, self.dtype, self.window_pool)
+    def _use_torch(self, options: ServerOptions, model: TorchModel, shard: Shard | None = None) -> None:
+        attention = self._attention = make_attention_backend(
+            self.attention_backend, self.pool, self.dtype, self.window_pool
+        )
+        self._clears = self.clears_begun_pages or attention.reads_whole_pages
         if shard is not None and shard.shares_kv_heads and isinstance(model, Decoder):
             self._meet = model.ranks.meet
+        self._compute = lambda batch: model.forward(batch, attention)
+        why_not = self._why_no_graphs(options, model, attention)
+        if why_not is None:
+            self.graph_sizes = graph_sizes(options.max_running_requests, options.graph_sizes, options.cuda_graph_max_bs)
+        elif self.hardware.can_capture:
+            log.info("decode steps run without CUDA graphs: %s", why_not)
 
-        def run(batch: ForwardBatch) -> Tensor:
-            self._clear_begun_pages(batch)
-            attention.plan(batch)
-            return model.forward(batch, attention)
+    def _why_no_graphs(self, options: ServerOptions, model: TorchModel, attention: AttentionBackend) -> str | None:
+        if options.disable_cuda_graph:
+            return "--disable-cuda-graph"
+        if not self.hardware.can_capture:
+            return f"{self.device.type} has none"
+        if not attention.is_graph_safe:
+            return f"attention backend {self.attention_backend} can't be captured"
+        if not isinstance(model, Decoder):
+            return "a model by transformers' own class may wait for the device"
+        return model.why_no_graphs
 
-        return run
-
-    def _native_pass(
-        self, model: Decoder, blocks: BlockSource | None, shard: Shard | None
-    ) -> Callable[[ForwardBatch], Tensor]:
+    def _use_kernels(self, model: Decoder, blocks: BlockSource | None, shard: Shard | None) -> None:
         # Imported here: it loads the compiled kernels.
         from .kernels.cpu_engine import CpuEngine
         from .kernels.native_engine import Ranks
@@ -258,14 +292,7 @@ class ModelRunner:
         self.step_weight_bytes = engine.weight_bytes
         if engine.shares_heads:
             self._meet = engine.meet
-        if not self.clears_begun_pages:
-            return engine.forward
-
-        def run(batch: ForwardBatch) -> Tensor:
-            self._clear_begun_pages(batch)
-            return engine.forward(batch)
-
-        return run
+        self._clears, self._compute = self.clears_begun_pages, engine.forward
 
     def _allocate_pool(
         self,
@@ -336,7 +363,7 @@ class ModelRunner:
             options.page_size,
             options.max_running_requests * (self.context_length + options.page_size - 1),
         )
-        memory, group = device_memory(self.device), self.layout.window_group
+        memory, group = self.hardware.memory(), self.layout.window_group
         if group is not None:
             ratio, rows = options.swa_full_tokens_ratio, options.max_running_requests
             piece = piece_of(options, self.device.type)
@@ -376,15 +403,13 @@ class ModelRunner:
         Attention reads whole pages and masks the lanes beyond a row's end; a NaN that a former owner left there would
         get through the mask, as 0 × NaN is NaN.
         """
-        size, end, tokens = self.layout.page_size, 0, []
-        for start, q_len in zip(batch.starts, batch.q_lens, strict=True):
-            end += q_len
-            used = (start + q_len) % size
-            if 0 < used <= q_len:
-                tokens.append(end - 1)
-        if not tokens:
+        size, begun_at = self.layout.page_size, batch.begun_at
+        if begun_at is None:
+            begun_at = torch.from_numpy(begun_tokens(np.array(batch.starts), np.array(batch.q_lens), size))
+            begun_at = begun_at.to(self.device)
+        if not len(begun_at):
             return
-        pages = batch.out_cache_loc[torch.tensor(tokens, device=self.device)] // size
+        pages = batch.out_cache_loc[begun_at] // size
         self.pool.clear(pages)
         if self.window_pool is not None and batch.window_pages is not None:
             self.window_pool.clear(batch.window_pages[pages].to(torch.int64))

@@ -45,6 +45,13 @@ class StepPlan(NamedTuple):
     """[L]: tokens whose logits are wanted."""
     sampled: I64
     """[S]: entries that sample."""
+    begun_at: I64
+    """Tokens that lie in pages which the step begins and does not fill, one of each page."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every entry computes one token."""
+        return len(self.input_ids) == len(self.rows)
 
     @property
     def sampled_rows(self) -> I64:
@@ -57,8 +64,8 @@ class StepPlan(NamedTuple):
         return (self.starts + self.q_lens)[self.sampled]
 
 
-def plan_step(step: ForwardStep) -> StepPlan:
-    """The arrays of a step that ``step_check.py`` has found to be in order."""
+def plan_step(step: ForwardStep, page_size: int) -> StepPlan:
+    """The arrays of a step that ``step_check.py`` has found to be in order, for pages of so many tokens."""
     rows, starts, q_lens = _i64(step.rows), _i64(step.starts), _i64(step.q_lens)
     ends = np.cumsum(q_lens)
     firsts = ends - q_lens
@@ -82,7 +89,14 @@ def plan_step(step: ForwardStep) -> StepPlan:
         last_rows=rows[use_last],
         logit_indices=np.concatenate(wanted),
         sampled=sampled,
+        begun_at=begun_tokens(starts, q_lens, page_size),
     )
+
+
+def begun_tokens(starts: I64, q_lens: I64, page_size: int) -> I64:
+    """See ``StepPlan.begun_at``."""
+    used = (starts + q_lens) % page_size
+    return (np.cumsum(q_lens) - 1)[(used > 0) & (used <= q_lens)]
 
 
 def sampled_entries(step: ForwardStep) -> I64:

@@ -23,6 +23,8 @@ AT_LEAST_ONE = (
     "context_length",
     "tp_size",
     "nnodes",
+    "flashinfer_workspace_size",
+    "cuda_graph_max_bs",
 )
 ABOVE_ZERO = (
     "schedule_conservativeness",
@@ -51,6 +53,7 @@ def check_options(options: ServerOptions) -> None:
         *_memory(options),
         *_schedule(options),
         *_ranks(options),
+        *_graphs(options),
     ]
     if complaints:
         raise OptionError("\n".join(complaints))
@@ -212,3 +215,14 @@ def _ranks(options: ServerOptions) -> Iterator[str]:
         )
     if options.threads is not None and options.threads % max(size // nodes, 1):
         yield f"--threads {options.threads} does not divide among the {size // nodes} ranks of a host"
+
+
+def _graphs(options: ServerOptions) -> Iterator[str]:
+    try:
+        sizes = options.graph_sizes
+    except ValueError:
+        sizes = (0,)
+    if any(size < 1 for size in sizes):
+        yield f"--cuda-graph-bs is {options.cuda_graph_bs}: it is batch sizes of 1 or more, like 1,2,4,8"
+    if options.disable_cuda_graph and (sizes or options.cuda_graph_max_bs is not None):
+        yield "--disable-cuda-graph leaves --cuda-graph-bs and --cuda-graph-max-bs without a meaning: drop them"

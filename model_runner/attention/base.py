@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -11,7 +12,14 @@ from ..forward_batch import ForwardBatch
 
 
 class AttentionBackend(ABC):
-    """Causal attention of a pass's tokens over their rows' KV: ``plan`` once a pass, then ``forward`` once a layer."""
+    """Causal attention of a pass's tokens over their rows' KV: ``plan`` once a pass, then ``forward`` once a layer.
+
+    ``is_graph_safe``: whether it keeps ``ForwardBatch.is_captured``. ``reads_whole_pages``: whether what lies behind a
+    row's end must be finite numbers (which it multiplies with 0).
+    """
+
+    is_graph_safe: ClassVar[bool] = False
+    reads_whole_pages: ClassVar[bool] = False
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:

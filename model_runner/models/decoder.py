@@ -160,6 +160,13 @@ class Decoder:
         return logits
 
     @property
+    def why_no_graphs(self) -> str | None:
+        """Why a pass can't be captured, None where it can: the host must know nothing of what was computed."""
+        if any(isinstance(layer.mlp, Experts) for layer in self.layers):
+            return "experts are looked through on the host"
+        return None
+
+    @property
     def idle_bytes(self) -> int:
         """Of weights, that a pass of one token does not read."""
         return sum(layer.mlp.idle_bytes for layer in self.layers if isinstance(layer.mlp, Experts))

@@ -37,7 +37,8 @@ def test_a_plan_is_what_walking_the_entries_gives(seed: int) -> None:
             input_ids=pack_i32(ids),
             out_cache_loc=pack_i32(slots),
             input_logprobs=specs,
-        )
+        ),
+        page_size=16,
     )
     positions, token_rows, wanted, places, first = [], [], [], [], 0
     for row, start, q_len, last, samples in zip(rows, starts, q_lens, use_last, sample, strict=True):
@@ -54,6 +55,14 @@ def test_a_plan_is_what_walking_the_entries_gives(seed: int) -> None:
     assert list(zip(plan.last_at.tolist(), plan.last_rows.tolist(), strict=True)) == places
     end = sum(q_lens[: scored + 1])
     assert plan.logit_indices.tolist() == [at for at, _, _ in wanted] + [end - 1]
+    ends = np.cumsum(q_lens)
+    begun = []
+    for start, q_len, after in zip(starts, q_lens, ends.tolist(), strict=True):
+        last = start + q_len - 1
+        if last % 16 != 15 and last // 16 * 16 >= start:
+            begun.append(after - 1)
+    assert plan.begun_at.tolist() == begun
+    assert plan.is_decode == (q_lens == [1] * count)
     assert plan.sampled_rows.tolist() == [row for _, row, _ in wanted]
     assert plan.sampled_positions.tolist() == [position for _, _, position in wanted]
 
