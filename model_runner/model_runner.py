@@ -30,7 +30,7 @@ from ..model_files.spec import ModelSpec
 from ..model_files.spec_reader import read_spec
 from ..runtime.options import ServerOptions
 from .attention.base import AttentionBackend
-from .attention.registry import choose_attention_backend, make_attention_backend
+from .attention.registry import BackendNeeds, choose_attention_backend, make_attention_backend
 from .decode_graphs import graph_sizes
 from .device.choice import choose_device, choose_dtype, choose_kv_dtype, open_device
 from .forward_batch import ForwardBatch
@@ -254,16 +254,26 @@ class ModelRunner:
         return "none"
 
     def _use_torch(self, options: ServerOptions, model: TorchModel, shard: Shard | None = None) -> None:
-        attention = self._attention = make_attention_backend(
-            self.attention_backend, self.pool, self.dtype, self.window_pool
+        attentions = [layer.attention for layer in model.spec.layers] if isinstance(model, Decoder) else []
+        sizes = graph_sizes(options.max_running_requests, options.graph_sizes, options.cuda_graph_max_bs)
+        pages = -(-self.context_length // self.page_size) * max(sizes, default=0)
+        needs = BackendNeeds(
+            self.pool,
+            self.dtype,
+            self.window_pool,
+            self.hardware,
+            attentions,
+            pages,
+            options.flashinfer_workspace_size,
         )
+        attention = self._attention = make_attention_backend(self.attention_backend, needs)
         self._clears = self.clears_begun_pages or attention.reads_whole_pages
         if shard is not None and shard.shares_kv_heads and isinstance(model, Decoder):
             self._meet = model.ranks.meet
         self._compute = lambda batch: model.forward(batch, attention)
         why_not = self._why_no_graphs(options, model, attention)
         if why_not is None:
-            self.graph_sizes = graph_sizes(options.max_running_requests, options.graph_sizes, options.cuda_graph_max_bs)
+            self.graph_sizes = sizes
         elif self.hardware.can_capture:
             log.info("decode steps run without CUDA graphs: %s", why_not)
 

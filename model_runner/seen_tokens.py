@@ -34,6 +34,7 @@ class SeenTokens:
 
     def start(self, row: int, tokens: npt.NDArray[np.int32], prompt_len: int) -> None:
         """The request in ``row`` has seen ``tokens``, those from ``prompt_len`` on as output."""
+        self.stop(row)
         if not self._free:
             self._grow()
         place = self._places[row] = self._free.pop()

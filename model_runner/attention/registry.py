@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from ...model_files.errors import UnsupportedModel
-from ...model_files.spec import ModelSpec
+from ...model_files.spec import AttentionSpec, MLASpec, ModelSpec
+from ..device.base import Device
 from ..kv_pool import KVPool
 from .base import AttentionBackend
 
@@ -17,20 +20,43 @@ log = logging.getLogger(__name__)
 def choose_attention_backend(
     name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> str:
-    """What ``name`` stands for: "auto" is "cpu", the whole engine of ``kernels``, wherever that runs, else "torch".
+    """What ``name`` stands for: "auto" is "cpu", the whole engine of ``kernels``, wherever that runs; on a GPU
+    "flashinfer" where it is installed and serves the model, else "triton"; and last "torch".
 
-    Raises ``UnsupportedModel`` where "cpu" is asked for by name and can't be had.
+    Raises ``UnsupportedModel`` where one is asked for by name and can't be had.
     """
-    if name not in ("auto", "cpu"):
+    if name == "torch":
         return name
-    reason = _refusal(spec, device, dtype, kv_dtype)
-    if reason is None:
-        return "cpu"
-    if name == "cpu":
-        raise UnsupportedModel(f"--attention-backend cpu: {reason}")
-    if device.type == "cpu":
+    if device.type == "cpu" and name == "auto":
+        reason = _refusal(spec, device, dtype, kv_dtype)
+        if reason is None:
+            return "cpu"
         log.warning("running on the torch reference, several times slower than the CPU kernels: %s", reason)
-    return "torch"
+        return "torch"
+    if name == "auto":
+        for candidate in ("flashinfer", "triton"):
+            reason = _why_not(candidate, spec, device, dtype, kv_dtype)
+            if reason is None:
+                return candidate
+            log.info("attention backend %s: %s", candidate, reason)
+        log.warning("attention runs on the torch reference, which is slow and waits for the GPU in every step")
+        return "torch"
+    reason = _why_not(name, spec, device, dtype, kv_dtype)
+    if reason is not None:
+        raise UnsupportedModel(f"--attention-backend {name}: {reason}")
+    return name
+
+
+def _why_not(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+    if name == "cpu":
+        return _refusal(spec, device, dtype, kv_dtype)
+    if name == "flashinfer":
+        from .flashinfer_support import missing, unsupported
+
+        if device.type != "cuda":
+            return f"FlashInfer runs on NVIDIA GPUs, not on {device.type}"
+        return missing() or unsupported([layer.attention for layer in spec.layers], dtype, kv_dtype)
+    return "it is not there yet"
 
 
 def _refusal(spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
@@ -50,14 +76,39 @@ def _refusal(spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype
     return reason
 
 
-def make_attention_backend(
-    name: str, pool: KVPool, dtype: torch.dtype, window_pool: KVPool | None = None
-) -> AttentionBackend:
-    """The backend ``name`` over ``pool``, and over ``window_pool`` for the layers that this has; ``dtype`` is that of
-    the queries. Raises ``ValueError`` for unknown names.
+class BackendNeeds(NamedTuple):
+    """What backends are made of. ``dtype``: of queries. All but torch need the rest, too: the ``device``, the
+    ``attentions`` of every layer, ``most_pages`` that the entries of a captured pass can have together, and FlashInfer
+    ``workspace_mib``.
+    """
+
+    pool: KVPool
+    dtype: torch.dtype
+    window_pool: KVPool | None = None
+    device: Device | None = None
+    attentions: Sequence[AttentionSpec | MLASpec] = ()
+    most_pages: int = 0
+    workspace_mib: int = 0
+
+
+def make_attention_backend(name: str, needs: BackendNeeds) -> AttentionBackend:
+    """The backend ``name`` over the pool, and over the window pool for the layers that this has. Raises ``ValueError``
+    for unknown names.
     """
     if name == "torch":
         from .torch_backend import TorchAttention
 
-        return TorchAttention(pool, dtype, window_pool)
-    raise ValueError(f"there is no attention backend {name!r}; there is torch")
+        return TorchAttention(needs.pool, needs.dtype, needs.window_pool)
+    if name == "flashinfer" and needs.device is not None:
+        from .flashinfer_backend import FlashInferAttention
+
+        return FlashInferAttention(
+            needs.pool,
+            needs.dtype,
+            needs.window_pool,
+            needs.attentions,
+            needs.device,
+            needs.workspace_mib,
+            needs.most_pages,
+        )
+    raise ValueError(f"there is no attention backend {name!r}; there are torch and flashinfer")

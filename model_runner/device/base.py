@@ -71,6 +71,10 @@ class Device(ABC):
         """A copy of ``array`` on the device, queued; the array is free again at once."""
 
     @abstractmethod
+    def staged(self, array: npt.NDArray[Any]) -> Tensor:
+        """A copy of ``array`` on the host, from where others may queue copies to the device without waiting."""
+
+    @abstractmethod
     def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
         """Start copies to the host, behind what is queued so far; the tensors stay as they are until they are done."""
 

@@ -47,6 +47,10 @@ class CpuDevice(Device):
         """See the base class."""
         return as_tensor(array).clone()
 
+    def staged(self, array: npt.NDArray[Any]) -> Tensor:
+        """See the base class."""
+        return as_tensor(array).clone()
+
     def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
         """See the base class; the arrays are the tensors' own memory."""
         return _There(tensors)

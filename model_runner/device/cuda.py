@@ -68,7 +68,11 @@ class CudaDevice(Device):
 
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         """See the base class; torch gives a pinned area to nobody else before the copy from it is done."""
-        return as_tensor(array).pin_memory().to(self.torch, non_blocking=True)
+        return self.staged(array).to(self.torch, non_blocking=True)
+
+    def staged(self, array: npt.NDArray[Any]) -> Tensor:
+        """See the base class."""
+        return as_tensor(array).pin_memory()
 
     def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
         """See the base class."""

@@ -118,6 +118,12 @@ class RecordingDevice(Device):
         self._note("upload")
         return torch.from_numpy(np.array(array))
 
+    def staged(self, array: np.ndarray) -> Tensor:
+        self._note("staged")
+        staged = torch.from_numpy(np.array(array))
+        self._hosts.add(staged.untyped_storage().data_ptr())
+        return staged
+
     def fetch(self, tensors: Sequence[Tensor]) -> _Fetched:
         self._note("fetch")
         with torch._C.DisableTorchFunction():

@@ -53,7 +53,7 @@ def device() -> RecordingDevice:
 
 def recorded_model(folder: Path, device: RecordingDevice, monkeypatch, **options) -> ModelRunner:
     monkeypatch.setattr(model_runner, "open_device", lambda *args, **more: device)
-    monkeypatch.setattr(model_runner, "make_attention_backend", lambda name, *args: StaticAttention(*args))
+    monkeypatch.setattr(model_runner, "make_attention_backend", lambda name, needs: StaticAttention(*needs[:3]))
     options = {"dtype": "float32", "attention_backend": "torch", "max_running_requests": ROWS} | options
     return make_model(folder, **options)
 
@@ -121,6 +121,8 @@ def test_graphs_answer_as_single_kernels_do_and_nothing_waits(folder, device, mo
             same(queue.collect(), expected.pop(0))
     same(queue.collect(), expected.pop(0))
     assert set(sizes) == {1, 2, 3}
+    # Counts go back with their requests.
+    assert all(steps._rows.table["penalised"][row] for row in steps._seen._places)
     assert len(steps._seen.counts) <= 8  # of six rows
 
 

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from support.recording_device import RecordingDevice
 
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec
@@ -76,8 +77,10 @@ def test_pages_are_where_the_table_says(page_size: int, seed: int) -> None:
     tokens = table.repeat_interleave(page_size, 1) * page_size + torch.arange(width) % page_size
     rows, kv_lens = rng.permutation(12)[:count], rng.integers(1, width + 1, count)
     kv_lens[0] = rng.choice([1, page_size, width])  # borders
-    indices = paged_indices(rows, kv_lens, page_size)
-    found = kv_indices(tokens, torch.from_numpy(indices.rows), torch.from_numpy(indices.columns), page_size)
+    indices = paged_indices(kv_lens, page_size)
+    with RecordingDevice().no_sync():
+        indptr = torch.from_numpy(indices.kv_indptr)
+        found = kv_indices(tokens, torch.from_numpy(rows), indptr, indices.num_pages, page_size)
     for b, (row, length) in enumerate(zip(rows, kv_lens, strict=True)):
         begin, end = indices.kv_indptr[b], indices.kv_indptr[b + 1]
         assert found[begin:end].tolist() == table[row, : -(-length // page_size)].tolist()
