@@ -28,7 +28,7 @@ from ..model_files.sharding import Shard
 from ..model_files.spec import ModelSpec
 from ..model_files.spec_reader import read_spec
 from ..runtime.options import ServerOptions
-from .attention.base import AttentionBackend
+from .attention.base import AttentionBackend, attention_limits
 from .attention.registry import choose_attention_backend, make_attention_backend
 from .device import choose_device, choose_dtype, choose_kv_dtype, device_memory
 from .forward_batch import ForwardBatch
@@ -142,7 +142,10 @@ class ModelRunner:
         self.step_weight_bytes = self._weight_bytes - model.idle_bytes
         with self._timed("kernels"):
             on_kernels = self.attention_backend == "cpu"
-            self._run = self._native_pass(model, blocks, shard) if on_kernels else self._torch_pass(model, shard)
+            max_reqs = options.max_running_requests
+            self._run = (
+                self._native_pass(model, blocks, shard) if on_kernels else self._torch_pass(model, max_reqs, shard)
+            )
 
     def _shard(self, spec: ModelSpec) -> Shard | None:
         if self._ranks is None:
@@ -178,7 +181,7 @@ class ModelRunner:
             self.step_weight_bytes = self._weight_bytes
         with self._timed("kv_pool"):
             self._allocate_pool(options, loaded.shape, kv_dtype)
-        self._run = self._torch_pass(loaded.model)
+        self._run = self._torch_pass(loaded.model, options.max_running_requests)
 
     def _load(
         self,
@@ -230,8 +233,11 @@ class ModelRunner:
         log.warning("the GGUF's own blocks need the CPU kernels; it is served dequantised, in %s", self.dtype)
         return "none"
 
-    def _torch_pass(self, model: TorchModel, shard: Shard | None = None) -> Callable[[ForwardBatch], Tensor]:
-        attention = make_attention_backend(self.attention_backend, self.pool, self.dtype, self.window_pool)
+    def _torch_pass(
+        self, model: TorchModel, max_reqs: int, shard: Shard | None = None
+    ) -> Callable[[ForwardBatch], Tensor]:
+        limits = None if self.spec is None else attention_limits(self.spec, max_reqs, self.context_length)
+        attention = make_attention_backend(self.attention_backend, self.pool, self.dtype, self.window_pool, limits)
         if shard is not None and shard.shares_kv_heads and isinstance(model, Decoder):
             self._meet = model.ranks.meet
 
@@ -411,6 +417,10 @@ def refuse_for_transformers(options: ServerOptions) -> None:
     if options.attention_backend == "cpu":
         raise UnsupportedModel(
             "--attention-backend cpu: the CPU kernels can't run a model by transformers' own class (--model-impl)"
+        )
+    if options.attention_backend == "triton":
+        raise UnsupportedModel(
+            "--attention-backend triton: a model by transformers' own class (--model-impl) attends by torch alone"
         )
     if options.tp_size > 1:
         raise UnsupportedModel(

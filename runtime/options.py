@@ -181,7 +181,8 @@ class ServerOptions:
         Niceness of the model worker's compute threads, 0 to 19: the higher, the sooner other processes get their cores.
         Default: 0, and 10 for a prefill that `pdserve up` starts beside decodes on a CPU.
     attention_backend
-        Implementation of forward passes: cpu (compiled kernels), torch (reference); auto takes the best that runs here.
+        Implementation of forward passes: cpu (compiled kernels), torch (reference), triton (attention by kernels for
+        GPUs, from pip install 'pdserve[triton]'); auto takes cpu where it runs, else torch.
     random_seed
         Seed of dummy weights.
     watchdog_timeout
@@ -267,7 +268,7 @@ class ServerOptions:
     dist_init_addr: str | None = None
     pp_size: int = 1
     compute_nice: int | None = None
-    attention_backend: Literal["auto", "cpu", "torch"] = "auto"
+    attention_backend: Literal["auto", "cpu", "torch", "triton"] = "auto"
     random_seed: int = 0
     watchdog_timeout: float = 60.0
     startup_timeout: float = 300.0

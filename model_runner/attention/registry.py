@@ -9,7 +9,7 @@ import torch
 from ...model_files.errors import UnsupportedModel
 from ...model_files.spec import ModelSpec
 from ..kv_pool import KVPool
-from .base import AttentionBackend
+from .base import AttentionBackend, AttentionLimits
 
 log = logging.getLogger(__name__)
 
@@ -19,8 +19,12 @@ def choose_attention_backend(
 ) -> str:
     """What ``name`` stands for: "auto" is "cpu", the whole engine of ``kernels``, wherever that runs, else "torch".
 
-    Raises ``UnsupportedModel`` where "cpu" is asked for by name and can't be had.
+    Raises ``UnsupportedModel`` where "cpu" or "triton" is asked for by name and can't be had.
     """
+    if name == "triton":
+        reason = _triton_refusal(device)
+        if reason is not None:
+            raise UnsupportedModel(f"--attention-backend triton: {reason}")
     if name not in ("auto", "cpu"):
         return name
     reason = _refusal(spec, device, dtype, kv_dtype)
@@ -50,14 +54,35 @@ def _refusal(spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype
     return reason
 
 
+def _triton_refusal(device: torch.device) -> str | None:
+    """Why Triton's kernels can't be used, or None."""
+    try:
+        from ..triton_kernels.backend import refusal
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.partition(".")[0] != "triton":
+            raise
+        return "Triton is not installed here; pip install 'pdserve[triton]'"
+    return refusal(device)
+
+
 def make_attention_backend(
-    name: str, pool: KVPool, dtype: torch.dtype, window_pool: KVPool | None = None
+    name: str,
+    pool: KVPool,
+    dtype: torch.dtype,
+    window_pool: KVPool | None = None,
+    limits: AttentionLimits | None = None,
 ) -> AttentionBackend:
     """The backend ``name`` over ``pool``, and over ``window_pool`` for the layers that this has; ``dtype`` is that of
-    the queries. Raises ``ValueError`` for unknown names.
+    the queries. ``limits``: torch needs none. Raises ``ValueError`` for unknown names.
     """
     if name == "torch":
         from .torch_backend import TorchAttention
 
         return TorchAttention(pool, dtype, window_pool)
-    raise ValueError(f"there is no attention backend {name!r}; there is torch")
+    if name == "triton":
+        from ..triton_kernels.backend import TritonAttention
+
+        if limits is None:
+            raise ValueError("the attention backend 'triton' needs to know its limits")
+        return TritonAttention(pool, dtype, window_pool, limits)
+    raise ValueError(f"there is no attention backend {name!r}; there are torch and triton")

@@ -1,6 +1,6 @@
 """What a kernel takes of a GPU, found out without one: it is compiled for a capability, and its resources are read.
 
-A process runs kernels either compiled or in Triton's interpreter (``TRITON_INTERPRET=1`` when triton is imported), never
+A process runs kernels either compiled or in Triton's interpreter (``TRITON_INTERPRET=1`` as triton is imported), never
 both. ``compile_kernels`` therefore compiles in a child that has no such variable, and can be called from either kind:
 
     compile_kernels([CompileRequest(kernel="pdserve.model_runner.triton_kernels.store_kv:store_kv_rows",
