@@ -26,10 +26,10 @@ from ..model_files.foreign_config import read_foreign
 from ..model_files.model_impl import ModelImpl, choose_model_impl
 from ..model_files.model_path import ModelSource, resolve_model
 from ..model_files.sharding import Shard
-from ..model_files.spec import ModelSpec
+from ..model_files.spec import AttentionSpec, MLASpec, ModelSpec
 from ..model_files.spec_reader import read_spec
 from ..runtime.options import ServerOptions
-from .attention.base import AttentionBackend
+from .attention.base import AttentionBackend, attention_limits
 from .attention.registry import BackendNeeds, choose_attention_backend, make_attention_backend
 from .decode_graphs import graph_sizes
 from .device.choice import choose_device, choose_dtype, choose_kv_dtype, open_device
@@ -254,13 +254,17 @@ class ModelRunner:
         return "none"
 
     def _use_torch(self, options: ServerOptions, model: TorchModel, shard: Shard | None = None) -> None:
-        attentions = [layer.attention for layer in model.spec.layers] if isinstance(model, Decoder) else []
+        attentions, limits = list[AttentionSpec | MLASpec](), None
+        if isinstance(model, Decoder):
+            attentions = [layer.attention for layer in model.spec.layers]
+            limits = attention_limits(model.spec, options.max_running_requests, self.context_length)
         sizes = graph_sizes(options.max_running_requests, options.graph_sizes, options.cuda_graph_max_bs)
         pages = -(-self.context_length // self.page_size) * max(sizes, default=0)
         needs = BackendNeeds(
             self.pool,
             self.dtype,
             self.window_pool,
+            limits,
             self.hardware,
             attentions,
             pages,
@@ -446,6 +450,11 @@ def refuse_for_transformers(options: ServerOptions) -> None:
     if options.attention_backend == "cpu":
         raise UnsupportedModel(
             "--attention-backend cpu: the CPU kernels can't run a model by transformers' own class (--model-impl)"
+        )
+    if options.attention_backend in ("triton", "flashinfer"):
+        raise UnsupportedModel(
+            f"--attention-backend {options.attention_backend}: a model by transformers' own class (--model-impl) "
+            "attends by torch alone"
         )
     if options.tp_size > 1:
         raise UnsupportedModel(

@@ -12,7 +12,7 @@ from ...model_files.errors import UnsupportedModel
 from ...model_files.spec import AttentionSpec, MLASpec, ModelSpec
 from ..device.base import Device
 from ..kv_pool import KVPool
-from .base import AttentionBackend
+from .base import AttentionBackend, AttentionLimits
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def _why_not(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtyp
         if device.type != "cuda":
             return f"FlashInfer runs on NVIDIA GPUs, not on {device.type}"
         return missing() or unsupported([layer.attention for layer in spec.layers], dtype, kv_dtype)
-    return "it is not there yet"
+    return _triton_refusal(device)
 
 
 def _refusal(spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
@@ -76,15 +76,27 @@ def _refusal(spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype
     return reason
 
 
+def _triton_refusal(device: torch.device) -> str | None:
+    """Why Triton's kernels can't be used, or None."""
+    try:
+        from ..triton_kernels.backend import refusal
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.partition(".")[0] != "triton":
+            raise
+        return "Triton is not installed here; pip install 'pdserve[triton]'"
+    return refusal(device)
+
+
 class BackendNeeds(NamedTuple):
-    """What backends are made of. ``dtype``: of queries. All but torch need the rest, too: the ``device``, the
-    ``attentions`` of every layer, ``most_pages`` that the entries of a captured pass can have together, and FlashInfer
-    ``workspace_mib``.
+    """What backends are made of. ``dtype``: of queries. Triton needs ``limits``, too; FlashInfer the
+    ``device``, the ``attentions`` of every layer, ``most_pages`` that the entries of a captured pass can have together,
+    and ``workspace_mib``.
     """
 
     pool: KVPool
     dtype: torch.dtype
     window_pool: KVPool | None = None
+    limits: AttentionLimits | None = None
     device: Device | None = None
     attentions: Sequence[AttentionSpec | MLASpec] = ()
     most_pages: int = 0
@@ -99,6 +111,10 @@ def make_attention_backend(name: str, needs: BackendNeeds) -> AttentionBackend:
         from .torch_backend import TorchAttention
 
         return TorchAttention(needs.pool, needs.dtype, needs.window_pool)
+    if name == "triton" and needs.limits is not None:
+        from ..triton_kernels.backend import TritonAttention
+
+        return TritonAttention(needs.pool, needs.dtype, needs.window_pool, needs.limits)
     if name == "flashinfer" and needs.device is not None:
         from .flashinfer_backend import FlashInferAttention
 
@@ -111,4 +127,4 @@ def make_attention_backend(name: str, needs: BackendNeeds) -> AttentionBackend:
             needs.workspace_mib,
             needs.most_pages,
         )
-    raise ValueError(f"there is no attention backend {name!r}; there are torch and flashinfer")
+    raise ValueError(f"there is no attention backend {name!r}; there are torch, triton and flashinfer")

@@ -188,5 +188,5 @@ def test_latent_rows_are_keys_and_values(
 def test_unknown_backend_is_named() -> None:
     layout = uniform_layout(4, 1, 1, 2, "float32", 0)
     pool = MHATokenToKVPool(layout, 2, torch.device("cpu"))
-    with pytest.raises(ValueError, match="no attention backend 'magic'; there is torch"):
+    with pytest.raises(ValueError, match="no attention backend 'magic'; there are torch"):
         make_attention_backend("magic", BackendNeeds(pool, torch.float32))
