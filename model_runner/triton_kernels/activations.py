@@ -59,7 +59,7 @@ def gated(gate: tl.tensor, up: tl.tensor, limit: tl.tensor, KIND: tl.constexpr) 
         result = gate * sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
     else:
         gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-        result = gate * sigmoid(_GAIN * gate) * (up + 1.0)
+        result = gate * sigmoid(gate * _GAIN) * (up + 1.0)
     return result
 
 

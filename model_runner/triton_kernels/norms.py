@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...model_files.spec import NormSpec
 
-_WIDEST = 1 << 15
+_WIDEST = 1 << 14
 """Elements of a row that a program holds."""
 
 
@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, spec: NormSpec, out: Tensor | None = Non
 
 
 def head_norm(x: Tensor, weight: Tensor, spec: NormSpec, out: Tensor | None = None) -> Tensor:
-    """Each head of ``x`` [T, H, D] by itself, with one ``weight`` ([D] float32) for all; into ``out`` (may be ``x``)."""
+    """Each head of ``x`` [T, H, D] by itself, with one ``weight`` ([D] float32) for all; into ``out``."""
     out = torch.empty_like(x) if out is None else out
     tokens, heads, width = x.shape
     if tokens:
