@@ -10,6 +10,7 @@ everything on a CPU, at tiny shapes, kernels in Triton's interpreter.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -68,17 +69,17 @@ def _run_part(part: str, record_file: Path, options: argparse.Namespace) -> None
     command = [sys.executable, "-m", f"pdserve.benchmark.gpu_check.{part}_part", str(record_file)]
     command += ["--dry-run"] * options.dry_run
     print(f"== {part}", flush=True)
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(options.cache, options.dry_run), start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(options.cache, options.dry_run), start_new_session=True
+    )
     try:
         process.wait(options.limit)
     except subprocess.TimeoutExpired:
         print(f"{part}: {options.limit:.0f} s are over", file=sys.stderr)
     finally:
         # It may have servers of its own.
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
 
 
@@ -103,7 +104,9 @@ def _is_well(record: PartRecord | None) -> bool:
 
 def _command(options: argparse.Namespace) -> str:
     only = "".join(f" --only {part}" for part in options.only or ())
-    return "make gpu-check" + (f' GPU_CHECK="{("--dry-run" * options.dry_run + only).strip()}"' if only or options.dry_run else "")
+    return "make gpu-check" + (
+        f' GPU_CHECK="{("--dry-run" * options.dry_run + only).strip()}"' if only or options.dry_run else ""
+    )
 
 
 if __name__ == "__main__":

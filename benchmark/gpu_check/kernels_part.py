@@ -31,14 +31,18 @@ TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Of the largest difference to the reference in float32. Products of float32 may round to TF32."""
 
 
+Lens = tuple[tuple[int, int], ...]
+"""(computed before, computed now) of each row."""
+
+
 class Shape(NamedTuple):
-    """Of attention; ``lens``: (computed before, computed now) of each row."""
+    """Of attention."""
 
     name: str
     heads: int
     kv_heads: int
     head_dim: int
-    lens: tuple[tuple[int, int], ...]
+    lens: Lens
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -46,6 +50,8 @@ class Shape(NamedTuple):
 
 def shapes(dry_run: bool) -> list[Shape]:
     """Decode steps, prompts and both, of the sizes that models have."""
+    decodes: Lens
+    mixed: Lens
     if dry_run:
         decodes, mixed = ((0, 1), (17, 1), (40, 1)), ((5, 9), (30, 1), (0, 20))
         return [
@@ -56,7 +62,10 @@ def shapes(dry_run: bool) -> list[Shape]:
     decodes = tuple((length, 1) for length in (0, 1, 15, 16, 17, 500, 1023, 4000, 9000))
     mixed = ((0, 700), (33, 1), (1000, 512), (4095, 1), (16, 129))
     return [
-        *(Shape(f"decode, {h}/{k} heads of {d}", h, k, d, decodes) for h, k, d in ((32, 8, 128), (9, 3, 64), (8, 4, 256))),
+        *(
+            Shape(f"decode, {h}/{k} heads of {d}", h, k, d, decodes)
+            for h, k, d in ((32, 8, 128), (9, 3, 64), (8, 4, 256))
+        ),
         *(Shape(f"mixed, {h}/{k} heads of {d}", h, k, d, mixed) for h, k, d in ((32, 8, 128), (9, 3, 64), (8, 4, 256))),
         Shape("decode, window and cap", 32, 8, 128, decodes, window=1000, softcap=30.0),
         Shape("mixed, window and cap", 32, 8, 128, mixed, window=300, softcap=30.0),

@@ -15,7 +15,10 @@ def render(records: Sequence[PartRecord], command: str) -> str:
     lines = ["# What a GPU has shown", ""]
     lines += [f"Written by `{command}`; what is checked, and how, says [gpu.md](gpu.md).", ""]
     if any(record.dry_run for record in records):
-        lines += ["**A dry run: no GPU was there. Kernels ran in Triton's interpreter; no figure here is a speed.**", ""]
+        lines += [
+            "**A dry run: no GPU was there. Kernels ran in Triton's interpreter; no figure here is a speed.**",
+            "",
+        ]
     for record in records:
         lines += [f"## {TITLES[record.part]}", ""]
         versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
