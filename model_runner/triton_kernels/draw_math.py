@@ -77,6 +77,12 @@ def is_finite(best: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def is_above_numbers(best: tl.tensor) -> tl.tensor:
+    """Whether what has this order is NaN or +inf."""
+    return (best >> ID_BITS) >= _INFINITY_KEY
+
+
+@triton.jit
 def distance(logits: tl.tensor, largest: tl.tensor, temperature: tl.tensor) -> tl.tensor:
     """(logit - largest) / temperature, float32 rounded as the CPU's: 0 and below."""
     return tl.div_rn(logits - largest, tl.zeros_like(logits) + temperature)

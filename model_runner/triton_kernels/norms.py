@@ -82,7 +82,7 @@ def _block(width: int) -> int:
 
 
 def _warps(block: int) -> int:
-    return min(max(block // 512, 1), 16)
+    return min(max(block // 512, 1), 32)
 
 
 @triton.jit

@@ -11,7 +11,6 @@ Shapes: T tokens, N elements.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -46,7 +45,7 @@ def quantise_tokens(x: Tensor, out: Tensor, scales: Tensor) -> None:
     block = triton.next_power_of_2(width)
     if tokens:
         strides = (x.stride(0), out.stride(0), scales.stride(0), 0)
-        warps = min(max(block // 512, 1), 16)
+        warps = min(max(block // 512, 1), 32)
         _by_blocks[(tokens, 1)](x, out, scales, *strides, width, width, BLOCK=block, num_warps=warps)
 
 

@@ -1,0 +1,216 @@
+"""Kernels of a layer against the torch reference: norms, rotation, activations, experts, FP8.
+
+Shapes: T tokens, N elements, H heads of D, C experts of a token.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.triton_device import DEVICE, there
+
+from pdserve.model_files.spec import Activation, NormSpec, Pairing
+from pdserve.model_runner.kernels import reference
+from pdserve.model_runner.triton_kernels.activations import gate_and_mul
+from pdserve.model_runner.triton_kernels.grouped_gemm import (
+    ExpertWeights,
+    choose_block_m,
+    combine,
+    experts_down,
+    experts_up,
+    make_blocks,
+    sort_pairs,
+)
+from pdserve.model_runner.triton_kernels.norms import add_and_norm, head_norm, rms_norm
+from pdserve.model_runner.triton_kernels.quantise import find_scale, quantise_blocks, quantise_tensor, quantise_tokens
+from pdserve.model_runner.triton_kernels.rope import rope_table, rotate
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+# One rounding more or less of the type, where ours rounds once and the reference at every operation.
+CLOSE = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+SPEC = NormSpec(eps=1e-5, offset=1.0)
+types = pytest.mark.parametrize("dtype", TYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = CLOSE[ours.dtype]
+    torch.testing.assert_close(ours.cpu(), expected.to(ours.dtype), rtol=tolerance, atol=tolerance)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return reference.rms_norm(x.float(), weight + SPEC.offset, SPEC.eps).to(x.dtype)
+
+
+@types
+def test_norms(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(5, 3, 180, dtype=dtype), torch.randn(154)
+    rows = there(x)[:, 1, 10:164]
+    close(rms_norm(rows, there(weight), SPEC), normed(x[:, 1, 10:164], weight))
+    heads = there(x)[:, :, :154]
+    head_norm(heads, there(weight), SPEC, heads)
+    close(heads, normed(x[:, :, :154], weight))
+
+
+@types
+@pytest.mark.parametrize("has_after", [False, True])
+def test_a_sum_and_the_norms_around_it(dtype: torch.dtype, has_after: bool) -> None:
+    x, y, weight, after = torch.randn(4, 200, dtype=dtype), torch.randn(4, 200, dtype=dtype), *torch.randn(2, 200)
+    total = x + 0.5 * (normed(y, after) if has_after else y)
+    residual = there(x)
+    around = {"after_weight": there(after), "after_spec": SPEC} if has_after else {}
+    out = add_and_norm(residual, there(y), there(weight), SPEC, scale=0.5, **around)
+    close(residual, total)
+    close(out, normed(residual.cpu(), weight))
+    assert torch.equal(add_and_norm(there(x), there(y), None, None, scale=0.5, **around), residual)
+
+
+@types
+@pytest.mark.parametrize("pairing", Pairing)
+@pytest.mark.parametrize(("dim", "rotated"), [(64, 64), (80, 32), (96, 96)])
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_rotation(dtype: torch.dtype, pairing: Pairing, dim: int, rotated: int, is_normed: bool) -> None:
+    if dtype != torch.float32 and (dim != 80 or not is_normed):
+        pytest.skip("the types differ in their last rounding only")
+    qkv, positions = torch.randn(3, 8, dim, dtype=dtype), torch.tensor([7, 0, 99])
+    inv_freq = 10000.0 ** -(torch.arange(0, rotated, 2) / rotated)
+    angles = positions[:, None].float() * inv_freq
+    cos, sin = 1.2 * angles.cos()[:, None], 1.2 * angles.sin()[:, None]
+    weights = torch.randn(2, dim)
+    table = rope_table(there(inv_freq), there(torch.full((rotated // 2,), 1.2)), there(torch.arange(100)))
+    moved = there(qkv)
+    norms = {"q_weight": there(weights[0]), "k_weight": there(weights[1]), "spec": SPEC} if is_normed else {}
+    rotate(moved[:, :4], moved[:, 4:6], table, there(positions), pairing=pairing, **norms)
+    expected = qkv.float()
+    if is_normed:
+        expected[:, :4], expected[:, 4:6] = normed(qkv[:, :4], weights[0]), normed(qkv[:, 4:6], weights[1])
+    half = rotated // 2
+    neighbours = (slice(0, rotated, 2), slice(1, rotated, 2))
+    first, second = neighbours if pairing is Pairing.NEIGHBOURS else (slice(0, half), slice(half, rotated))
+    a, b = expected[:, :6, first].clone(), expected[:, :6, second].clone()
+    expected[:, :6, first], expected[:, :6, second] = a * cos - b * sin, b * cos + a * sin
+    close(moved, expected)
+    assert torch.equal(moved[:, 6:].cpu(), qkv[:, 6:])
+    step_table, again = table[there(positions)], there(qkv)
+    rotate(again[:, :4], again[:, 4:6], step_table, pairing=pairing, **norms)
+    assert torch.equal(again, moved)
+
+
+@types
+def test_activations(dtype: torch.dtype) -> None:
+    x = 8 * torch.randn(3, 2 * 1100, dtype=dtype)
+    for activation in Activation:
+        close(gate_and_mul(there(x), activation), reference.gate_and_mul(x.float(), activation))
+    close(gate_and_mul(there(x), Activation.SILU, limit=3.0), reference.clamped_gate_and_mul(x.float(), 3.0))
+
+
+@types
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "experts", "hidden", "inner", "limit", "block_m"),
+    [
+        (5, 2, 4, 40, 24, None, 16),
+        (37, 3, 5, 70, 33, 7.0, 16),
+        (1, 4, 16, 64, 72, None, 32),
+        (70, 4, 4, 32, 64, 1.0, 64),
+    ],
+)
+def test_experts(
+    dtype: torch.dtype,
+    tokens: int,
+    chosen: int,
+    experts: int,
+    hidden: int,
+    inner: int,
+    limit: float | None,
+    block_m: int,
+) -> None:
+    x, common = torch.randn(tokens, hidden, dtype=dtype), torch.randn(tokens, hidden, dtype=dtype)
+    has_bias = limit is not None
+    gate_up = torch.randn(experts, 2 * inner, hidden).div(hidden**0.5).to(dtype)
+    down = torch.randn(experts, hidden, inner).div(inner**0.5).to(dtype)
+    biases = [torch.randn(experts, size).to(dtype) for size in (2 * inner, hidden)] if has_bias else [None, None]
+    choice = torch.rand(tokens, experts).argsort(1)[:, :chosen].contiguous()
+    shares = torch.rand(tokens * chosen)
+    weights = ExpertWeights(*(None if part is None else there(part) for part in (gate_up, down, *biases)))
+    out = run_experts(there(x), weights, there(choice), there(shares), there(common), block_m, limit)
+    expected = torch.zeros(tokens, hidden)
+    for token, expert in sorted((t, int(e)) for t in range(tokens) for e in choice[t]):
+        pair = token * chosen + choice[token].tolist().index(expert)
+        inner_x = reference.linear(x[token : token + 1].float(), gate_up[expert].float(), as_float(biases[0], expert))
+        if limit is None:
+            inner_x = reference.gate_and_mul(inner_x, Activation.SILU)
+        else:
+            inner_x = reference.clamped_gate_and_mul(inner_x, limit)
+        product = reference.linear(inner_x.to(dtype).float(), down[expert].float(), as_float(biases[1], expert))
+        expected[token] += product[0] * shares[pair]
+    close(out, expected + common.float())
+    # A row is what it is, whoever is beside it.
+    last = slice(tokens - 1, tokens)
+    alone = run_experts(
+        there(x[last]), weights, there(choice[last]), there(shares[-chosen:]), there(common[last]), block_m, limit
+    )
+    assert torch.equal(alone, out[last])
+
+
+def as_float(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if bias is None else bias[expert].float()
+
+
+def run_experts(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    choice: torch.Tensor,
+    shares: torch.Tensor,
+    common: torch.Tensor,
+    block_m: int,
+    limit: float | None,
+) -> torch.Tensor:
+    (tokens, hidden), (experts, _, inner), pairs = x.shape, weights.down.shape, choice.numel()
+    blocks = make_blocks(pairs, experts, block_m, DEVICE)
+    sort_pairs(choice, blocks)
+    # What is not written shows as NaN.
+    up = torch.full((pairs, inner), float("nan"), dtype=x.dtype, device=DEVICE)
+    down = torch.full((pairs, hidden), float("nan"), device=DEVICE)
+    out = torch.full((tokens, hidden), float("nan"), dtype=x.dtype, device=DEVICE)
+    experts_up(x, weights, blocks, choice.shape[1], up, Activation.SILU, limit=limit)
+    experts_down(up, weights, blocks, shares, down)
+    combine(down, choice, out, common)
+    return out
+
+
+def test_blocks_are_as_large_as_experts_have_pairs() -> None:
+    assert [choose_block_m(pairs, 8) for pairs in (1, 128, 129, 1024, 10**6)] == [16, 16, 32, 128, 128]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (8, 9), reason="has no FP8")
+def test_fp8() -> None:
+    x = 3 * torch.randn(5, 300)
+    x[2, :128], x[3, 130] = 0.0, 1e6
+    blocks, tokens, whole, given = (torch.empty(5, 300, dtype=torch.float8_e4m3fn, device=DEVICE) for _ in range(4))
+    by_block, by_token, scale = (torch.empty(shape, device=DEVICE) for shape in ((3, 5), (5, 1), (1,)))
+    quantise_blocks(there(x), blocks, by_block.T)
+    quantise_tokens(there(x), tokens, by_token)
+    find_scale(there(x), scale)
+    quantise_tensor(there(x), scale, whole)
+    padded = torch.nn.functional.pad(x, (0, 84)).view(5, 3, 128)
+    for ours, scales, parts in (
+        (blocks, by_block.T, padded),
+        (tokens, by_token, x[:, None]),
+        (whole, scale.view(1, 1), x.view(1, 1, -1)),
+    ):
+        largest = parts.abs().amax(-1)
+        expected = torch.where(largest == 0, 1.0, largest / torch.full_like(largest, 448.0))
+        assert torch.equal(scales.cpu(), expected)
+        rounded = (parts / expected[..., None]).to(torch.float8_e4m3fn).float().flatten(1)
+        assert torch.equal(
+            ours.cpu().float().flatten(1 if len(parts) > 1 else 0).view(len(parts), -1),
+            rounded[:, : ours.numel() // len(parts)],
+        )
+    quantise_tensor(there(torch.full((5, 300), -1e6)), there(torch.ones(1)), given)
+    assert (given.cpu().float() == -448).all()
+    find_scale(there(torch.tensor([[1.0, float("nan"), float("inf")]])), scale)
+    assert scale.isnan()
