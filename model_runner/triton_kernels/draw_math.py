@@ -53,13 +53,13 @@ def order_of(logits: tl.tensor, ids: tl.tensor) -> tl.tensor:
     bits = (logits + 0.0).to(tl.int32, bitcast=True)
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
     key = tl.where(logits == logits, key, _NAN_KEY)
-    return (key << ID_BITS) | (_LARGEST_ID - ids.to(tl.int64))
+    return (key << ID_BITS) | (ids.to(tl.int64) ^ _LARGEST_ID)
 
 
 @triton.jit
 def id_of(order: tl.tensor) -> tl.tensor:
     """int64."""
-    return _LARGEST_ID - (order & _LARGEST_ID)
+    return (order & _LARGEST_ID) ^ _LARGEST_ID
 
 
 @triton.jit

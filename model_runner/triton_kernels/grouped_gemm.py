@@ -61,7 +61,7 @@ class ExpertWeights:
 def choose_block_m(pairs: int, experts: int) -> int:
     """Rows of a block, by the pairs that an expert has on average: 16 (the least that tensor cores take) to 128."""
     mean = -(-pairs // experts)
-    return min(max(triton.next_power_of_2(mean), 16), 128)
+    return min(max(1 << (mean - 1).bit_length(), 16), 128)
 
 
 def make_blocks(pairs: int, experts: int, block_m: int, device: torch.device) -> ExpertBlocks:

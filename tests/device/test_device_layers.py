@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.triton_device import DEVICE, there
+from support.triton_device import DEVICE, INTERPRETED, there
 
 from pdserve.model_files.spec import Activation, NormSpec, Pairing
 from pdserve.model_runner.kernels import reference
@@ -25,11 +25,12 @@ from pdserve.model_runner.triton_kernels.norms import add_and_norm, head_norm, r
 from pdserve.model_runner.triton_kernels.quantise import find_scale, quantise_blocks, quantise_tensor, quantise_tokens
 from pdserve.model_runner.triton_kernels.rope import rope_table, rotate
 
-TYPES = [torch.float32, torch.bfloat16, torch.float16]
 # One rounding more or less of the type, where ours rounds once and the reference at every operation.
 CLOSE = {torch.float32: 3e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 SPEC = NormSpec(eps=1e-5, offset=1.0)
-types = pytest.mark.parametrize("dtype", TYPES, ids=str)
+types = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +38,8 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
-    tolerance = CLOSE[ours.dtype]
+def close(ours: torch.Tensor, expected: torch.Tensor, roundings: int = 1) -> None:
+    tolerance = roundings * CLOSE[ours.dtype]
     torch.testing.assert_close(ours.cpu(), expected.to(ours.dtype), rtol=tolerance, atol=tolerance)
 
 
@@ -69,13 +70,17 @@ def test_a_sum_and_the_norms_around_it(dtype: torch.dtype, has_after: bool) -> N
     assert torch.equal(add_and_norm(there(x), there(y), None, None, scale=0.5, **around), residual)
 
 
-@types
 @pytest.mark.parametrize("pairing", Pairing)
-@pytest.mark.parametrize(("dim", "rotated"), [(64, 64), (80, 32), (96, 96)])
 @pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize(
+    ("dim", "rotated", "dtype"),
+    [
+        (64, 64, torch.float32),
+        (80, 32, torch.bfloat16),
+        *(pytest.param(96, r, d, marks=pytest.mark.slow) for r in (96, 32) for d in (torch.float32, torch.float16)),
+    ],
+)
 def test_rotation(dtype: torch.dtype, pairing: Pairing, dim: int, rotated: int, is_normed: bool) -> None:
-    if dtype != torch.float32 and (dim != 80 or not is_normed):
-        pytest.skip("the types differ in their last rounding only")
     qkv, positions = torch.randn(3, 8, dim, dtype=dtype), torch.tensor([7, 0, 99])
     inv_freq = 10000.0 ** -(torch.arange(0, rotated, 2) / rotated)
     angles = positions[:, None].float() * inv_freq
@@ -85,7 +90,7 @@ def test_rotation(dtype: torch.dtype, pairing: Pairing, dim: int, rotated: int, 
     moved = there(qkv)
     norms = {"q_weight": there(weights[0]), "k_weight": there(weights[1]), "spec": SPEC} if is_normed else {}
     rotate(moved[:, :4], moved[:, 4:6], table, there(positions), pairing=pairing, **norms)
-    expected = qkv.float()
+    expected = qkv.float().clone()
     if is_normed:
         expected[:, :4], expected[:, 4:6] = normed(qkv[:, :4], weights[0]), normed(qkv[:, 4:6], weights[1])
     half = rotated // 2
@@ -103,19 +108,26 @@ def test_rotation(dtype: torch.dtype, pairing: Pairing, dim: int, rotated: int, 
 @types
 def test_activations(dtype: torch.dtype) -> None:
     x = 8 * torch.randn(3, 2 * 1100, dtype=dtype)
+    gate, up = x.float().chunk(2, -1)
+    # Behind 0, GELU's factor is a small difference of large numbers, on both sides.
+    allowed = CLOSE[dtype] * (1 + (gate * up).abs())
     for activation in Activation:
-        close(gate_and_mul(there(x), activation), reference.gate_and_mul(x.float(), activation))
-    close(gate_and_mul(there(x), Activation.SILU, limit=3.0), reference.clamped_gate_and_mul(x.float(), 3.0))
+        expected = reference.gate_and_mul(x.float(), activation)
+        assert ((gate_and_mul(there(x), activation).cpu().float() - expected).abs() <= allowed).all()
+    clamped = gate_and_mul(there(x), Activation.SILU, limit=3.0)
+    assert ((clamped.cpu().float() - reference.clamped_gate_and_mul(x.float(), 3.0)).abs() <= allowed).all()
 
 
 @types
 @pytest.mark.parametrize(
     ("tokens", "chosen", "experts", "hidden", "inner", "limit", "block_m"),
     [
-        (5, 2, 4, 40, 24, None, 16),
-        (37, 3, 5, 70, 33, 7.0, 16),
         (1, 4, 16, 64, 72, None, 32),
-        (70, 4, 4, 32, 64, 1.0, 64),
+        (37, 3, 5, 70, 33, 7.0, 16),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((5, 2, 4, 40, 24, None, 16), (70, 4, 4, 32, 64, 1.0, 64))
+        ),
     ],
 )
 def test_experts(
@@ -147,13 +159,16 @@ def test_experts(
             inner_x = reference.clamped_gate_and_mul(inner_x, limit)
         product = reference.linear(inner_x.to(dtype).float(), down[expert].float(), as_float(biases[1], expert))
         expected[token] += product[0] * shares[pair]
-    close(out, expected + common.float())
-    # A row is what it is, whoever is beside it.
+    close(out, expected + common.float(), roundings=chosen)
+    # A row is what it is, whoever is beside it. (NumPy's products, which the interpreter takes, depend on the place.)
     last = slice(tokens - 1, tokens)
     alone = run_experts(
         there(x[last]), weights, there(choice[last]), there(shares[-chosen:]), there(common[last]), block_m, limit
     )
-    assert torch.equal(alone, out[last])
+    if INTERPRETED:
+        close(alone, out[last].cpu())
+    else:
+        assert torch.equal(alone, out[last])
 
 
 def as_float(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
@@ -186,10 +201,9 @@ def test_blocks_are_as_large_as_experts_have_pairs() -> None:
     assert [choose_block_m(pairs, 8) for pairs in (1, 128, 129, 1024, 10**6)] == [16, 16, 32, 128, 128]
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda" and torch.cuda.get_device_capability() < (8, 9), reason="has no FP8")
 def test_fp8() -> None:
     x = 3 * torch.randn(5, 300)
-    x[2, :128], x[3, 130] = 0.0, 1e6
+    x[2, :128], x[3, 130], x[4, :20] = 0.0, 1e6, 2.0 ** -torch.arange(20)
     blocks, tokens, whole, given = (torch.empty(5, 300, dtype=torch.float8_e4m3fn, device=DEVICE) for _ in range(4))
     by_block, by_token, scale = (torch.empty(shape, device=DEVICE) for shape in ((3, 5), (5, 1), (1,)))
     quantise_blocks(there(x), blocks, by_block.T)
@@ -197,20 +211,25 @@ def test_fp8() -> None:
     find_scale(there(x), scale)
     quantise_tensor(there(x), scale, whole)
     padded = torch.nn.functional.pad(x, (0, 84)).view(5, 3, 128)
-    for ours, scales, parts in (
-        (blocks, by_block.T, padded),
-        (tokens, by_token, x[:, None]),
-        (whole, scale.view(1, 1), x.view(1, 1, -1)),
-    ):
-        largest = parts.abs().amax(-1)
-        expected = torch.where(largest == 0, 1.0, largest / torch.full_like(largest, 448.0))
-        assert torch.equal(scales.cpu(), expected)
-        rounded = (parts / expected[..., None]).to(torch.float8_e4m3fn).float().flatten(1)
-        assert torch.equal(
-            ours.cpu().float().flatten(1 if len(parts) > 1 else 0).view(len(parts), -1),
-            rounded[:, : ours.numel() // len(parts)],
-        )
-    quantise_tensor(there(torch.full((5, 300), -1e6)), there(torch.ones(1)), given)
-    assert (given.cpu().float() == -448).all()
+    check_fp8(blocks, by_block.T.cpu(), padded)
+    check_fp8(tokens, by_token.cpu(), x[:, None])
+    check_fp8(whole, scale.cpu().expand(5, 1), x[:, None], padded.abs().max().expand(5, 1))
+    values = torch.cat((torch.linspace(-500, 500, 1200), 2.0 ** torch.linspace(-12, 1, 299), torch.tensor([torch.nan])))
+    quantise_tensor(there(values.view(5, 300)), there(torch.ones(1)), given)
+    assert torch.equal(bits_of(given), bits_of(values.view(5, 300).clamp(-448, 448).to(torch.float8_e4m3fn)))
     find_scale(there(torch.tensor([[1.0, float("nan"), float("inf")]])), scale)
     assert scale.isnan()
+
+
+def check_fp8(
+    ours: torch.Tensor, scales: torch.Tensor, parts: torch.Tensor, largest: torch.Tensor | None = None
+) -> None:
+    """``parts``: [T, blocks, elements], padded by zeros."""
+    largest = parts.abs().amax(-1) if largest is None else largest
+    assert torch.equal(scales, torch.where(largest == 0, 1.0, largest / torch.full_like(largest, 448.0)))
+    expected = (parts / scales[..., None]).to(torch.float8_e4m3fn).flatten(1)
+    assert torch.equal(bits_of(ours), bits_of(expected)[:, : ours.shape[1]])
+
+
+def bits_of(x: torch.Tensor) -> torch.Tensor:
+    return x.cpu().view(torch.uint8)

@@ -41,7 +41,7 @@ def check_against_host(seed: int, rows: int, vocab: int) -> None:
 
 @pytest.mark.parametrize(("seed", "vocab"), [(0, 5), (1, 100), (2, 3000)])
 def test_draws_the_tokens_of_the_host_s_sampler(seed: int, vocab: int) -> None:
-    check_against_host(seed, 8, vocab)
+    check_against_host(seed, 6, vocab)
 
 
 @pytest.mark.slow
@@ -52,13 +52,13 @@ def test_draws_the_tokens_of_the_host_s_sampler_over_thousands_of_rows(vocab: in
         check_against_host(1000 + seed, 16, vocab)
 
 
-@pytest.mark.parametrize(("vocab", "count"), [(100, 6), pytest.param(3000, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("vocab", "count"), [(100, 3), pytest.param(3000, 20, marks=pytest.mark.slow)])
 def test_a_token_depends_on_its_row_alone_however_the_row_is_divided(vocab: int, count: int) -> None:
     batch = random_batch(5, count, vocab)
     expected = draw(batch, begin_rows(batch.inits, vocab)[0])
     for chunk, listed in ((64, 16), (1024, 128)):
         assert draw(batch, begin_rows(batch.inits, vocab)[0], chunk=chunk, listed=listed) == expected
-    for row in (1, 4):
+    for row in (0, 2):
         alone = Batch(batch.logits[row : row + 1], [batch.inits[row]], batch.positions[row : row + 1])
         alone.inits[0].row = 0
         assert draw(alone, begin_rows(alone.inits, vocab)[0]) == ([expected[0][row]], [expected[1][row]])
@@ -66,10 +66,10 @@ def test_a_token_depends_on_its_row_alone_however_the_row_is_divided(vocab: int,
 
 def test_the_uniform_number_is_the_host_s() -> None:
     """With equal logits the token tells the number, to one part in V."""
-    vocab, rng = 1 << 13, np.random.default_rng(1)
-    seeds = rng.integers(0, 2**64, 12, dtype=np.uint64)
+    vocab, rng = 1 << 12, np.random.default_rng(1)
+    seeds = rng.integers(0, 2**64, 6, dtype=np.uint64)
     inits = [make_row(row, seed=int(seed)) for row, seed in enumerate(seeds)]
-    batch = Batch(torch.zeros(12, vocab), inits, rng.integers(4, 2**40, 12))
+    batch = Batch(torch.zeros(6, vocab), inits, rng.integers(4, 2**40, 6))
     tokens, _ = draw(batch, begin_rows(inits, vocab)[0], chunk=1024)
     assert tokens == (uniforms(seeds, batch.positions) * vocab).astype(int).tolist()
 
@@ -122,7 +122,13 @@ def test_a_vocabulary_that_can_not_be_summed_is_refused() -> None:
         make_table(1, 524289, 0, DEVICE)
 
 
-@pytest.mark.parametrize(("vocab", "num", "chunk"), [(5, 3, 64), (700, 0, 256), (700, 7, 256), (4100, 20, 4096)])
+@pytest.mark.parametrize(
+    ("vocab", "num", "chunk"),
+    [
+        (700, 7, 256),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((5, 3, 64), (700, 0, 256), (4100, 20, 4096))),
+    ],
+)
 def test_logprobs_are_the_host_s(vocab: int, num: int, chunk: int) -> None:
     rng = np.random.default_rng(vocab)
     logits = torch.from_numpy((np.round(rng.standard_normal((4, vocab)) * 12) / 4).astype(np.float32))
