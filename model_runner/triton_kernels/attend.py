@@ -13,12 +13,28 @@ latent KV is its value and R more; elsewhere R is 0 and keys and values are two.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from .kv_elements import load_scales, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Of products of ``dtype``. Those of float32 are float32's, as everywhere in this server, not TF32's."""
+    if dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
+        return "widened"
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def product(a: tl.tensor, b: tl.tensor, acc: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
+    """``acc`` + ``a`` ``b``, float32. "widened" is for the interpreter, which takes bfloat16 for integers here."""
+    if PRECISION == "widened":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -76,10 +92,10 @@ def attend_block(
     """
     dtype: tl.constexpr = q.dtype
     k = widen(load_columns(k_pool, offsets, is_there, 0, VALUE_DIM, BLOCK_V), KIND, dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    scores = product(q, tl.trans(k), tl.zeros([q.shape[0], offsets.shape[0]], tl.float32), PRECISION)
     if REST_DIM:
         rest = widen(load_columns(k_pool, offsets, is_there, VALUE_DIM, REST_DIM, BLOCK_R), KIND, dtype)
-        scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision=PRECISION)
+        scores = product(q_rest, tl.trans(rest), scores, PRECISION)
         v = k
     else:
         v = widen(load_columns(v_pool, offsets, is_there, 0, VALUE_DIM, BLOCK_V), KIND, dtype)
@@ -105,5 +121,5 @@ def attend_block(
             v = (v.to(tl.float32) * value_scales[:, None]).to(dtype)
         else:
             weights *= value_scales[None, :]
-    acc = tl.dot(weights.to(dtype), v, acc * decay[:, None], input_precision=PRECISION)
+    acc = product(weights.to(dtype), v, acc * decay[:, None], PRECISION)
     return new_peak, total, acc

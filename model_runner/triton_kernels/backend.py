@@ -80,7 +80,7 @@ class TritonAttention(AttentionBackend):
         limits: AttentionLimits,
         tiles: tuple[DecodeTiles, PrefillTiles] | None = None,
     ) -> None:
-        """``tiles``: None: those of ``tiles.py`` for this GPU. Raises ``ValueError`` where kernels can't read the pool."""
+        """``tiles``: None: what ``tiles.py`` has for this GPU. Raises ``ValueError`` where kernels can't read it."""
         self._layers = layer_views(pool)
         self._windowed: dict[int, LayerViews] = {} if window_pool is None else layer_views(window_pool)
         self._page_size = pool.layout.page_size

@@ -53,13 +53,13 @@ def order_of(logits: tl.tensor, ids: tl.tensor) -> tl.tensor:
     bits = (logits + 0.0).to(tl.int32, bitcast=True)
     key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
     key = tl.where(logits == logits, key, _NAN_KEY)
-    return (key << ID_BITS) | (_LARGEST_ID - ids.to(tl.int64))
+    return (key << ID_BITS) | (ids.to(tl.int64) ^ _LARGEST_ID)
 
 
 @triton.jit
 def id_of(order: tl.tensor) -> tl.tensor:
     """int64."""
-    return _LARGEST_ID - (order & _LARGEST_ID)
+    return (order & _LARGEST_ID) ^ _LARGEST_ID
 
 
 @triton.jit
@@ -74,6 +74,12 @@ def is_finite(best: tl.tensor) -> tl.tensor:
     """Whether a row whose best order this is has neither NaN nor infinity, and not only -inf."""
     key = best >> ID_BITS
     return (key > _MINUS_INFINITY_KEY) & (key < _INFINITY_KEY)
+
+
+@triton.jit
+def is_above_numbers(best: tl.tensor) -> tl.tensor:
+    """Whether what has this order is NaN or +inf."""
+    return (best >> ID_BITS) >= _INFINITY_KEY
 
 
 @triton.jit

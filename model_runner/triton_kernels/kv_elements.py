@@ -31,7 +31,8 @@ def widen(x: tl.tensor, KIND: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
     if KIND == "fp8_e5m2":
         return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(dtype)
     if KIND == "int8":
-        return x.to(tl.int8, bitcast=True).to(dtype)
+        # By way of float32, as compiled, because the interpreter has no way from integers to bfloat16.
+        return x.to(tl.int8, bitcast=True).to(tl.float32).to(dtype)
     return x.to(dtype)
 
 

@@ -78,11 +78,11 @@ def add_and_norm(
 def _block(width: int) -> int:
     if width > _WIDEST:
         raise ValueError(f"a row of {width} elements is more than a norm's program holds, {_WIDEST}")
-    return triton.next_power_of_2(width)
+    return 1 << (width - 1).bit_length()
 
 
 def _warps(block: int) -> int:
-    return min(max(block // 512, 1), 16)
+    return min(max(block // 512, 1), 32)
 
 
 @triton.jit

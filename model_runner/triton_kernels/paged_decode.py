@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attend import LOG2E, attend_block, load_columns, token_offsets
+from .attend import LOG2E, attend_block, load_columns, precision, token_offsets
 from .pool_views import LayerViews
 from .tiles import MOST_SPLITS, DecodeTiles
 
@@ -287,8 +287,3 @@ def columns(value_dim: int, rest_dim: int) -> dict[str, int]:
         "REST_DIM": rest_dim,
         "BLOCK_R": max(16, triton.next_power_of_2(rest_dim)),
     }
-
-
-def precision(dtype: torch.dtype) -> str:
-    """Of products: float32 is to be exact, as everywhere in this server, and not what tensor cores make of it."""
-    return "ieee" if dtype == torch.float32 else "tf32"

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attend import LOG2E, attend_block, load_columns, token_offsets
-from .paged_decode import Attention, columns, precision
+from .attend import LOG2E, attend_block, load_columns, precision, token_offsets
+from .paged_decode import Attention, columns
 from .pool_views import LayerViews
 from .tiles import PrefillTiles
 
@@ -108,7 +108,8 @@ def paged_prefill(
         else:
             low, high = all_to, end
         if part != 0 or WINDOW:
-            for n in range(low, high, BLOCK_N):
+            # The edges are a few blocks: a pipeline would cost registers there, and save nothing.
+            for n in tl.range(low, high, BLOCK_N, num_stages=None if part == 1 else 1):
                 at = n + lanes
                 is_there = (at < end) & (at >= lowest)
                 is_seen = None

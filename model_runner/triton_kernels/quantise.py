@@ -2,9 +2,10 @@
 
 Three ways, as checkpoints want them: one scale for the whole tensor (given, or found in it), one for each token, one
 for each BLOCK elements of a token (DeepSeek-V3's). A scale is the largest magnitude over 448, and 1 where all is zero;
-elements are divided by it in float32, kept within the type, and rounded to the nearest. NaN stays NaN.
+elements are divided by it in float32, kept within the type, and rounded to the nearest, ties to even. NaN stays NaN.
 
-Needs a device of compute capability 8.9 and more: older ones don't have the type.
+The bits are put together here and not by an instruction: devices before compute capability 8.9 have none, and Triton's
+interpreter rounds numbers next to a power of two to half of it.
 
 Shapes: T tokens, N elements.
 """
@@ -24,7 +25,7 @@ def quantise_tensor(x: Tensor, scale: Tensor, out: Tensor) -> None:
     """``x`` [T, N] (contiguous) over ``scale`` ([1] float32, which the checkpoint has measured), to ``out`` [T, N]."""
     size = x.numel()
     if size:
-        _by_one_scale[(triton.cdiv(size, _PART),)](x, scale, out, size, BLOCK=_PART, num_warps=8)
+        _by_one_scale[(triton.cdiv(size, _PART),)](x, scale, out.view(torch.uint8), size, BLOCK=_PART, num_warps=8)
 
 
 def find_scale(x: Tensor, scale: Tensor) -> None:
@@ -45,8 +46,8 @@ def quantise_tokens(x: Tensor, out: Tensor, scales: Tensor) -> None:
     block = triton.next_power_of_2(width)
     if tokens:
         strides = (x.stride(0), out.stride(0), scales.stride(0), 0)
-        warps = min(max(block // 512, 1), 16)
-        _by_blocks[(tokens, 1)](x, out, scales, *strides, width, width, BLOCK=block, num_warps=warps)
+        warps = min(max(block // 512, 1), 32)
+        _by_blocks[(tokens, 1)](x, out.view(torch.uint8), scales, *strides, width, width, BLOCK=block, num_warps=warps)
 
 
 def quantise_blocks(x: Tensor, out: Tensor, scales: Tensor) -> None:
@@ -57,7 +58,7 @@ def quantise_blocks(x: Tensor, out: Tensor, scales: Tensor) -> None:
     if tokens:
         strides = (x.stride(0), out.stride(0), scales.stride(0), scales.stride(1))
         grid = (tokens, triton.cdiv(width, BLOCK))
-        _by_blocks[grid](x, out, scales, *strides, width, BLOCK, BLOCK=BLOCK, num_warps=1)
+        _by_blocks[grid](x, out.view(torch.uint8), scales, *strides, width, BLOCK, BLOCK=BLOCK, num_warps=1)
 
 
 @triton.jit
@@ -74,9 +75,15 @@ def _magnitude(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _divided(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """uint8: the bits of E4M3, a sign, four bits of exponent (from 2^-6 on, less is in units of 2^-9), three more."""
     x = tl.div_rn(x, tl.zeros_like(x) + scale)
-    kept = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
-    return tl.where(x == x, kept, x).to(tl.float8e4nv)
+    size = tl.minimum(tl.abs(x), LARGEST)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Added to a number whose last place is 1, what is behind the point is rounded off.
+    small = (size * 512.0 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    code = tl.where(x == x, tl.where(size < 0.015625, small, normal), 0x7F)
+    return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit

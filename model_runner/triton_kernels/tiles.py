@@ -62,39 +62,59 @@ class PrefillTiles(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """Tiles for rows of up to ``widest`` elements (padded to a power of two) of queries of ``bytes`` each."""
+    """Tiles for rows of up to ``widest`` elements (padded to powers of two), of queries of ``bytes`` each, over a pool of
+    elements of one byte (``is_narrow``) or more, on GPUs from ``capability`` on.
+    """
 
+    capability: int
     widest: int
     bytes: int
+    is_narrow: bool
     blocks: tuple[tuple[int, int, int, int], ...]
     """(rows at most, tokens, warps, stages)"""
 
 
+# Of 128 elements of two bytes: 2 buffers of 32 KiB, three programs on a multiprocessor of an H100. Of one byte: copies
+# of 4 bytes, as a head's scale puts the next one off its alignment, and a warp more for each that addresses them.
 _DECODE = (
-    _Choice(64, 2, ((32, 128, 4, 3), (32, 64, 4, 3), (32, 32, 4, 2))),
-    _Choice(128, 2, ((32, 64, 4, 3), (32, 32, 4, 3), (32, 32, 4, 2))),
-    _Choice(256, 2, ((32, 32, 4, 3), (32, 32, 4, 2), (16, 16, 4, 2))),
-    _Choice(1024, 2, ((64, 32, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2), (16, 16, 8, 1))),
-    _Choice(64, 4, ((16, 32, 4, 3), (16, 32, 4, 2))),
-    _Choice(128, 4, ((16, 32, 4, 3), (16, 32, 4, 2))),
-    _Choice(256, 4, ((16, 16, 4, 2),)),
-    _Choice(1024, 4, ((16, 16, 8, 1),)),
+    _Choice(0, 64, 2, False, ((32, 128, 4, 5), (32, 64, 4, 5))),
+    _Choice(0, 128, 2, False, ((32, 64, 4, 5), (32, 32, 4, 5))),
+    _Choice(0, 256, 2, False, ((32, 32, 8, 5), (32, 32, 8, 3))),
+    _Choice(0, 1024, 2, False, ((32, 32, 8, 5), (32, 32, 8, 3), (16, 32, 8, 3))),
+    _Choice(0, 64, 2, True, ((32, 64, 4, 5),)),
+    _Choice(90, 128, 2, True, ((32, 64, 8, 7),)),
+    _Choice(0, 256, 2, True, ((32, 32, 8, 5),)),
+    _Choice(0, 128, 4, False, ((16, 32, 8, 5), (16, 32, 8, 3))),
+    _Choice(0, 1024, 4, False, ((16, 16, 8, 1),)),
+    _Choice(0, 256, 4, True, ((16, 16, 8, 3),)),
 )
+# From capability 9.0 on by wgmma, which leaves room for wider tiles; float32 is multiplied without tensor cores, and
+# runs out of registers first.
 _PREFILL = (
-    _Choice(64, 2, ((128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2))),
-    _Choice(128, 2, ((128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 2))),
-    _Choice(256, 2, ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 16, 4, 2))),
-    _Choice(1024, 2, ((64, 32, 8, 2), (32, 32, 8, 2), (16, 32, 8, 2), (16, 16, 8, 1))),
-    _Choice(64, 4, ((32, 32, 4, 2),)),
-    _Choice(128, 4, ((32, 32, 4, 2), (16, 32, 4, 2))),
-    _Choice(256, 4, ((16, 16, 4, 2),)),
-    _Choice(1024, 4, ((16, 16, 8, 1),)),
+    _Choice(90, 64, 2, False, ((128, 128, 8, 5),)),
+    _Choice(90, 128, 2, False, ((128, 64, 8, 5),)),
+    _Choice(90, 128, 2, True, ((128, 64, 8, 5),)),
+    _Choice(0, 64, 2, False, ((128, 64, 8, 5),)),
+    _Choice(0, 128, 2, False, ((128, 32, 8, 5), (64, 32, 8, 3))),
+    _Choice(0, 256, 2, False, ((64, 32, 8, 5), (64, 32, 8, 3))),
+    _Choice(0, 1024, 2, False, ((32, 32, 8, 3), (16, 32, 8, 3))),
+    _Choice(0, 64, 2, True, ((128, 64, 8, 5),)),
+    _Choice(0, 128, 2, True, ((64, 64, 8, 5),)),
+    _Choice(0, 256, 2, True, ((64, 32, 8, 5), (32, 32, 8, 3))),
+    _Choice(0, 64, 4, False, ((16, 32, 8, 5),)),
+    _Choice(0, 128, 4, False, ((16, 16, 8, 5), (16, 16, 8, 3))),
+    _Choice(0, 1024, 4, False, ((16, 16, 8, 1),)),
+    _Choice(0, 256, 4, True, ((16, 16, 8, 3),)),
 )
+REGISTERS = 65536
+"""Of a multiprocessor."""
+REGISTERS_OF_A_WARP = 168 * 32
+"""What the decode kernels take, about."""
 
 
 def decode_tiles(shape: KVShape, capability: int) -> DecodeTiles:
     """For ``capability`` (times ten: 90). Raises ``ValueError`` where no choice fits."""
-    blocks = _choose(_DECODE, shape, capability)
+    blocks = _choose(_DECODE, shape, capability, 1)
     rows = min(max(16, _power(shape.group)), blocks[0])
     # What a split leaves behind, written and read, is to be a quarter of what it reads; 1024 tokens at most.
     kept = shape.group * shape.value_dim * 4 * 2
@@ -104,24 +124,27 @@ def decode_tiles(shape: KVShape, capability: int) -> DecodeTiles:
         least *= 2
     _, tokens, warps, stages = blocks
     taken = shared_bytes(shape, (rows, tokens, warps, stages))
-    programs = max(1, min(2, SHARED_BYTES[_known(capability)] // taken))
-    return DecodeTiles(rows, tokens, warps, stages, least, programs)
+    programs = min(SHARED_BYTES[_known(capability)] // taken, REGISTERS // (REGISTERS_OF_A_WARP * warps))
+    return DecodeTiles(rows, tokens, warps, stages, least, max(1, programs))
 
 
 def prefill_tiles(shape: KVShape, capability: int) -> PrefillTiles:
     """For ``capability`` (times ten: 90). Raises ``ValueError`` where no choice fits."""
-    return PrefillTiles(*_choose(_PREFILL, shape, capability))
+    return PrefillTiles(*_choose(_PREFILL, shape, capability, 2))
 
 
-def shared_bytes(shape: KVShape, blocks: tuple[int, int, int, int]) -> int:
-    """At least what a program with these tiles takes of shared memory."""
+def shared_bytes(shape: KVShape, blocks: tuple[int, int, int, int], loops: int = 1) -> int:
+    """At most what a program with these tiles takes of shared memory. ``loops``: over a row's KV, pipelined or not.
+
+    A token's page is looked up first, as stages go, which leaves half of the stages to the copies of keys and values.
+    """
     rows, tokens, _, stages = blocks
     padded = _padded(shape)
-    streamed = (1 if shape.is_latent else 2) * padded
-    # Elements of one byte are widened into a tile of their own; queries and weights pass through shared memory.
-    in_pipeline = streamed * tokens * shape.kv_bytes * stages
-    widened = 0 if shape.kv_bytes == shape.bytes else streamed * tokens * shape.bytes
-    return in_pipeline + widened + rows * (padded + tokens) * shape.bytes + 4096
+    streamed = (1 if shape.is_latent else 2) * padded * tokens
+    buffers = max(1, (stages - 1) // 2) + loops - 1
+    widened = 0 if shape.kv_bytes == shape.bytes else streamed * shape.bytes
+    # Queries and weights pass through it, too, and what warps tell each other.
+    return streamed * shape.kv_bytes * buffers + widened + rows * (padded + tokens) * shape.bytes + 4096
 
 
 def split_tokens(length: int, least: int, most: int = MOST_SPLITS) -> int:
@@ -150,15 +173,17 @@ def prefill_tile_list(q_lens: npt.NDArray[np.int64], kv_lens: npt.NDArray[np.int
     return np.stack((entries, firsts), 1)[order].astype(np.int32)
 
 
-def _choose(table: tuple[_Choice, ...], shape: KVShape, capability: int) -> tuple[int, int, int, int]:
-    room, widest = SHARED_BYTES[_known(capability)], _padded(shape)
+def _choose(table: tuple[_Choice, ...], shape: KVShape, capability: int, loops: int) -> tuple[int, int, int, int]:
+    room, widest, is_narrow = SHARED_BYTES[_known(capability)], _padded(shape), shape.kv_bytes == 1
     for choice in table:
-        if choice.bytes == shape.bytes and widest <= choice.widest:
+        fits = capability >= choice.capability and widest <= choice.widest
+        if fits and choice.bytes == shape.bytes and choice.is_narrow == is_narrow:
             for blocks in choice.blocks:
-                if shared_bytes(shape, blocks) <= room:
+                if shared_bytes(shape, blocks, loops) <= room:
                     return blocks
     raise ValueError(
-        f"no tiles for rows of {shape.head_dim} elements of {shape.bytes} bytes in {room} bytes of shared memory"
+        f"no tiles for rows of {shape.head_dim} elements of {shape.kv_bytes} bytes and queries of {shape.bytes}, "
+        f"in {room} bytes of shared memory"
     )
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .draw_math import id_of, logit_of, order_of
+from .draw_math import id_of, is_above_numbers, logit_of, order_of
 
 _CHUNK = 4096
 MAX_BEST = 64
@@ -57,8 +57,8 @@ def token_logprobs(
     chunk: int = _CHUNK,
 ) -> None:
     """Write to ``chosen`` ([N] float32) the log-probability of ``targets[i]`` ([N] int64) by row ``i`` of ``logits``
-    ([N, V], elements of a row side by side), and to ``best_ids`` ([N, K] int64) and ``best`` ([N, K] float32) the K best
-    tokens, best first. Where K is more than V, the rest means nothing. A row with NaN or +inf has NaN.
+    ([N, V], elements of a row side by side), and to ``best_ids`` ([N, K] int64) and ``best`` ([N, K] float32) those of
+    the K best tokens, best first. Where K is more than V, the rest means nothing. A row with NaN or +inf has NaN.
     """
     count, vocab = logits.shape
     if count == 0:
@@ -104,10 +104,12 @@ def _chunk_best(
     logits = tl.load(logits_ptr + i * stride + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
     orders = tl.where(ids < vocab, order_of(logits, ids), -1)
     best = tl.max(orders, 0)
-    # Of a chunk that is all -inf nothing is subtracted: the difference would be NaN.
-    largest = tl.maximum(logit_of(best), -3.0e38)
+    is_bad = is_above_numbers(best)
+    # What is infinite is not subtracted: the difference to itself is NaN, in chunks that are all -inf, too.
+    largest = tl.maximum(tl.where(is_bad, 0.0, logit_of(best)), -3.0e38)
+    total = tl.sum(tl.exp(tl.minimum(logits - largest, 0.0)), 0)
     tl.store(largest_ptr + i * chunks + chunk, largest)
-    tl.store(sums_ptr + i * chunks + chunk, tl.sum(tl.exp(logits - largest), 0))
+    tl.store(sums_ptr + i * chunks + chunk, tl.where(is_bad, float("nan"), total))
     for k in range(num):
         tl.store(best_ptr + (i * chunks + chunk) * wide + k, best)
         orders = tl.where(orders == best, -1, orders)
