@@ -33,6 +33,7 @@ from .attention.base import AttentionBackend, attention_limits
 from .attention.registry import BackendNeeds, choose_attention_backend, make_attention_backend
 from .decode_graphs import graph_sizes
 from .device.choice import choose_device, choose_dtype, choose_kv_dtype, open_device
+from .device_ops.choose import choose_ops
 from .forward_batch import ForwardBatch
 from .kv_pool import HasKV, KVPool, KVShape, make_layout, make_pool
 from .kv_quantization import LARGEST
@@ -213,10 +214,10 @@ class ModelRunner:
         shard: Shard | None,
     ) -> Decoder:
         if shard is None or self._ranks is None:
-            model = Decoder(spec, self.dtype, self.device)
+            model = Decoder(spec, self.dtype, self.device, ops=choose_ops(self.device))
         else:
             group = alone if self.attention_backend == "cpu" else self._ranks.join().torch_ranks(spec.vocab_size)
-            model = Decoder(shard.spec, self.dtype, self.device, shard.vocab, group)
+            model = Decoder(shard.spec, self.dtype, self.device, shard.vocab, group, choose_ops(self.device))
         weights = model.weights()
         samples = load_model_weights(weights, source, spec, options.load_format, options.random_seed, blocks, shard)
         rounding: str = self.quantization
