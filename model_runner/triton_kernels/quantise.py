@@ -12,6 +12,7 @@ Shapes: T tokens, N elements.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
