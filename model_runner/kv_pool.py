@@ -187,6 +187,15 @@ class MHATokenToKVPool:
             return unpack_heads(keys, self.dtype), unpack_heads(values, self.dtype)
         return keys, values
 
+    def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of ``layer`` where they lie: two views [P, page_size, H, D] of a pool in the order "tokens"
+        that is not quantised.
+        """
+        if self.layout.order != "tokens" or self.is_quantized:
+            raise ValueError(f"{self.group.dtype} in the order {self.layout.order!r} is no array of elements")
+        pages = self._own[:, self._index[layer]]
+        return pages[:, KEYS], pages[:, VALUES]
+
     def clear(self, pages: Tensor) -> None:
         """Zero ``pages`` (int64) in all layers."""
         self._own.index_fill_(0, pages, 0)
@@ -238,6 +247,12 @@ class MLATokenToKVPool:
         rows = pages * self.group.num_layers + self._index[layer]
         found = self._page_rows.index_select(0, rows).view(-1, 1, self.group.head_dim)
         return found, found[..., : self.group.value_dim]
+
+    def layer_rows(self, layer: int) -> Tensor:
+        """Rows of ``layer`` where they lie: a view [P, page_size, D] of a pool in the order "tokens"."""
+        if self.layout.order != "tokens":
+            raise ValueError(f"the order {self.layout.order!r} is not by token")
+        return self.data[:, self._index[layer]]
 
     def clear(self, pages: Tensor) -> None:
         """Zero ``pages`` (int64) in all layers."""

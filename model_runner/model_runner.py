@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,12 +27,14 @@ from ..model_files.foreign_config import read_foreign
 from ..model_files.model_impl import ModelImpl, choose_model_impl
 from ..model_files.model_path import ModelSource, resolve_model
 from ..model_files.sharding import Shard
-from ..model_files.spec import ModelSpec
+from ..model_files.spec import AttentionSpec, MLASpec, ModelSpec
 from ..model_files.spec_reader import read_spec
 from ..runtime.options import ServerOptions
-from .attention.base import AttentionBackend
-from .attention.registry import choose_attention_backend, make_attention_backend
-from .device import choose_device, choose_dtype, choose_kv_dtype, device_memory
+from .attention.base import AttentionBackend, attention_limits
+from .attention.registry import BackendNeeds, choose_attention_backend, make_attention_backend
+from .decode_graphs import graph_sizes
+from .device.choice import choose_device, choose_dtype, choose_kv_dtype, open_device
+from .device_ops.choose import choose_ops
 from .double_sparsity.channels import LabelChannels, choose_channels
 from .forward_batch import ForwardBatch
 from .kv_pool import HasKV, KVPool, KVShape, make_layout, make_pool
@@ -42,6 +45,7 @@ from .loader.quantized_blocks import BlockSource, has_whole_blocks
 from .models.decoder import Decoder
 from .placement import SPIN_US
 from .pool_size import PoolRequest, WindowRequest, choose_max_total_tokens, choose_pool_tokens, layers_apart, piece_of
+from .step_plan import begun_tokens
 from .tensor_parallel.group import alone
 
 if TYPE_CHECKING:
@@ -74,6 +78,7 @@ class ModelRunner:
     go back behind a window, None where there are none) and its ``window_region``, ``max_window_tokens`` and
     ``num_window_pages`` (of that, without and with page 0; else 0), ``fingerprint``, ``attention_backend`` (its name),
     ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU kernels run),
+    ``hardware`` (the device, as the step loop uses it), ``graph_sizes`` (of decode steps to capture; none: nothing is),
     ``step_weight_bytes`` (what a decode step reads of weights), ``clears_begun_pages``, ``load_seconds``. Of a rank,
     the description, ``layout`` and ``fingerprint`` are of the whole model on its host, the weights its own.
     """
@@ -97,12 +102,17 @@ class ModelRunner:
             source = resolve_model(options.model_path, weights=options.load_format != "dummy")
             self.implementation = choose_model_impl(options.model_impl, source)
             self.device = choose_device(options.device)
+            self.hardware = open_device(self.device, strict=options.fail_on_host_sync)
             self.dtype = choose_dtype(options.dtype, self.device)
         kv_dtype = choose_kv_dtype(options.kv_cache_dtype, self.dtype)
         self.spec: ModelSpec | None = None
         self.quantization: Quantization = "none"
         self.sampler: NativeSampler | None = None
         self.engine: CpuEngine | None = None
+        self.graph_sizes: tuple[int, ...] = ()
+        self._attention: AttentionBackend | None = None
+        self._clears = False
+        self._compute: Callable[[ForwardBatch], Tensor]
         self._meet: Callable[[], None] | None = None
         # The engine reads nothing beyond a row's end, but the peer that gets a page may run on the torch backend.
         self.clears_begun_pages = options.hands_over
@@ -114,7 +124,19 @@ class ModelRunner:
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits of ``batch.logit_indices``, [L, V] float32; writes the pass's KV to the pool."""
         with torch.inference_mode():
-            return self._run(batch)
+            self.prepare(batch)
+            return self.compute(batch)
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """The half of ``forward`` that depends on more than the batch's tensors: once before each ``compute``."""
+        if self._clears:
+            self._clear_begun_pages(batch)
+        if self._attention is not None:
+            self._attention.plan(batch)
+
+    def compute(self, batch: ForwardBatch) -> Tensor:
+        """The other half, which can be captured where ``graph_sizes`` has any."""
+        return self._compute(batch)
 
     def _start_native(self, options: ServerOptions, source: ModelSource, kv_dtype: torch.dtype) -> None:
         with self._timed("config"):
@@ -144,11 +166,10 @@ class ModelRunner:
             self._allocate_pool(options, _kept(spec, self._ranks), kv_dtype, shard, windows, labels)
         self.step_weight_bytes = self._weight_bytes - model.idle_bytes
         with self._timed("kernels"):
-            on_kernels = self.attention_backend == "cpu"
-            if on_kernels:
-                self._run = self._native_pass(model, blocks, shard)
+            if self.attention_backend == "cpu":
+                self._use_kernels(model, blocks, shard)
             else:
-                self._run = self._torch_pass(options, model, shard)
+                self._use_torch(options, model, shard)
 
     def _shard(self, spec: ModelSpec) -> Shard | None:
         if self._ranks is None:
@@ -184,7 +205,7 @@ class ModelRunner:
             self.step_weight_bytes = self._weight_bytes
         with self._timed("kv_pool"):
             self._allocate_pool(options, loaded.shape, kv_dtype)
-        self._run = self._torch_pass(options, loaded.model)
+        self._use_torch(options, loaded.model)
 
     def _load(
         self,
@@ -196,10 +217,10 @@ class ModelRunner:
         shard: Shard | None,
     ) -> Decoder:
         if shard is None or self._ranks is None:
-            model = Decoder(spec, self.dtype, self.device)
+            model = Decoder(spec, self.dtype, self.device, ops=choose_ops(self.device))
         else:
             group = alone if self.attention_backend == "cpu" else self._ranks.join().torch_ranks(spec.vocab_size)
-            model = Decoder(shard.spec, self.dtype, self.device, shard.vocab, group)
+            model = Decoder(shard.spec, self.dtype, self.device, shard.vocab, group, choose_ops(self.device))
         weights = model.weights()
         samples = load_model_weights(weights, source, spec, options.load_format, options.random_seed, blocks, shard)
         rounding: str = self.quantization
@@ -236,24 +257,47 @@ class ModelRunner:
         log.warning("the GGUF's own blocks need the CPU kernels; it is served dequantised, in %s", self.dtype)
         return "none"
 
-    def _torch_pass(
-        self, options: ServerOptions, model: TorchModel, shard: Shard | None = None
-    ) -> Callable[[ForwardBatch], Tensor]:
-        pools = (self.pool, self.dtype, self.window_pool)
-        attention = make_attention_backend(self.attention_backend, *pools, options)
+    def _use_torch(self, options: ServerOptions, model: TorchModel, shard: Shard | None = None) -> None:
+        attentions, limits = list[AttentionSpec | MLASpec](), None
+        if isinstance(model, Decoder):
+            attentions = [layer.attention for layer in model.spec.layers]
+            limits = attention_limits(model.spec, options.max_running_requests, self.context_length)
+        sizes = graph_sizes(options.max_running_requests, options.graph_sizes, options.cuda_graph_max_bs)
+        pages = -(-self.context_length // self.page_size) * max(sizes, default=0)
+        needs = BackendNeeds(
+            self.pool,
+            self.dtype,
+            self.window_pool,
+            limits,
+            self.hardware,
+            attentions,
+            pages,
+            options.flashinfer_workspace_size,
+            options,
+        )
+        attention = self._attention = make_attention_backend(self.attention_backend, needs)
+        self._clears = self.clears_begun_pages or attention.reads_whole_pages
         if shard is not None and shard.shares_kv_heads and isinstance(model, Decoder):
             self._meet = model.ranks.meet
+        self._compute = lambda batch: model.forward(batch, attention)
+        why_not = self._why_no_graphs(options, model, attention)
+        if why_not is None:
+            self.graph_sizes = sizes
+        elif self.hardware.can_capture:
+            log.info("decode steps run without CUDA graphs: %s", why_not)
 
-        def run(batch: ForwardBatch) -> Tensor:
-            self._clear_begun_pages(batch)
-            attention.plan(batch)
-            return model.forward(batch, attention)
+    def _why_no_graphs(self, options: ServerOptions, model: TorchModel, attention: AttentionBackend) -> str | None:
+        if options.disable_cuda_graph:
+            return "--disable-cuda-graph"
+        if not self.hardware.can_capture:
+            return f"{self.device.type} has none"
+        if not attention.is_graph_safe:
+            return f"attention backend {self.attention_backend} can't be captured"
+        if not isinstance(model, Decoder):
+            return "a model by transformers' own class may wait for the device"
+        return model.why_no_graphs
 
-        return run
-
-    def _native_pass(
-        self, model: Decoder, blocks: BlockSource | None, shard: Shard | None
-    ) -> Callable[[ForwardBatch], Tensor]:
+    def _use_kernels(self, model: Decoder, blocks: BlockSource | None, shard: Shard | None) -> None:
         # Imported here: it loads the compiled kernels.
         from .kernels.cpu_engine import CpuEngine
         from .kernels.native_engine import Ranks
@@ -267,14 +311,7 @@ class ModelRunner:
         self.step_weight_bytes = engine.weight_bytes
         if engine.shares_heads:
             self._meet = engine.meet
-        if not self.clears_begun_pages:
-            return engine.forward
-
-        def run(batch: ForwardBatch) -> Tensor:
-            self._clear_begun_pages(batch)
-            return engine.forward(batch)
-
-        return run
+        self._clears, self._compute = self.clears_begun_pages, engine.forward
 
     def _allocate_pool(
         self,
@@ -356,7 +393,7 @@ class ModelRunner:
             options.page_size,
             options.max_running_requests * (self.context_length + options.page_size - 1),
         )
-        memory, group = device_memory(self.device), self.layout.window_group
+        memory, group = self.hardware.memory(), self.layout.window_group
         if group is not None:
             ratio, rows = options.swa_full_tokens_ratio, options.max_running_requests
             piece = piece_of(options, self.device.type)
@@ -396,15 +433,13 @@ class ModelRunner:
         Attention reads whole pages and masks the lanes beyond a row's end; a NaN that a former owner left there would
         get through the mask, as 0 × NaN is NaN.
         """
-        size, end, tokens = self.layout.page_size, 0, []
-        for start, q_len in zip(batch.starts, batch.q_lens, strict=True):
-            end += q_len
-            used = (start + q_len) % size
-            if 0 < used <= q_len:
-                tokens.append(end - 1)
-        if not tokens:
+        size, begun_at = self.layout.page_size, batch.begun_at
+        if begun_at is None:
+            begun_at = torch.from_numpy(begun_tokens(np.array(batch.starts), np.array(batch.q_lens), size))
+            begun_at = begun_at.to(self.device)
+        if not len(begun_at):
             return
-        pages = batch.out_cache_loc[torch.tensor(tokens, device=self.device)] // size
+        pages = batch.out_cache_loc[begun_at] // size
         self.pool.clear(pages)
         if self.window_pool is not None and batch.window_pages is not None:
             self.window_pool.clear(batch.window_pages[pages].to(torch.int64))
@@ -435,6 +470,11 @@ def refuse_for_transformers(options: ServerOptions) -> None:
     if options.enable_double_sparsity:
         raise UnsupportedModel(
             "--enable-double-sparsity: a model by transformers' own class (--model-impl) attends to all tokens"
+        )
+    if options.attention_backend in ("triton", "flashinfer"):
+        raise UnsupportedModel(
+            f"--attention-backend {options.attention_backend}: a model by transformers' own class (--model-impl) "
+            "attends by torch alone"
         )
     if options.tp_size > 1:
         raise UnsupportedModel(

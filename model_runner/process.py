@@ -94,12 +94,13 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     tiers = _start_tiers(ctx, model, started.placement)
     loaded = time.monotonic()
     warm_up(steps, options.max_running_requests, model.context_length, options.page_size)
+    steps.capture_graphs()
     freeze()
     # Behind the freeze, as the steps of requests will be.
     measured = measure_steps(steps, options.max_running_requests, model.context_length, options.page_size)
     seconds = {**started.seconds, "warm_up": time.monotonic() - loaded}
     prefault = PoolPrefault.of(model.kv_region, model.layout)
-    queue = StepQueue(steps, engine, ahead=0 if model.device.type == "cpu" else 1)
+    queue = StepQueue(steps, engine, ahead=1 if model.hardware.beside else 0)
     return Worker(model, queue, engine, tiers, prefault, started.machine, seconds, measured)
 
 

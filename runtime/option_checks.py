@@ -25,6 +25,8 @@ AT_LEAST_ONE = (
     "tp_size",
     "nnodes",
     "ds_heavy_channel_num",
+    "flashinfer_workspace_size",
+    "cuda_graph_max_bs",
 )
 ABOVE_ZERO = (
     "schedule_conservativeness",
@@ -55,6 +57,7 @@ def check_options(options: ServerOptions) -> None:
         *_ranks(options),
         *tier_complaints(options),
         *_double_sparsity(options),
+        *_graphs(options),
     ]
     if complaints:
         raise OptionError("\n".join(complaints))
@@ -242,3 +245,14 @@ def _double_sparsity(options: ServerOptions) -> Iterator[str]:
         )
     if options.ds_sparse_decode_threshold < 0:
         yield f"--ds-sparse-decode-threshold is {options.ds_sparse_decode_threshold}: it must be 0 or more"
+
+
+def _graphs(options: ServerOptions) -> Iterator[str]:
+    try:
+        sizes = options.graph_sizes
+    except ValueError:
+        sizes = (0,)
+    if any(size < 1 for size in sizes):
+        yield f"--cuda-graph-bs is {options.cuda_graph_bs}: it is batch sizes of 1 or more, like 1,2,4,8"
+    if options.disable_cuda_graph and (sizes or options.cuda_graph_max_bs is not None):
+        yield "--disable-cuda-graph leaves --cuda-graph-bs and --cuda-graph-max-bs without a meaning: drop them"

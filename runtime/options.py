@@ -209,7 +209,19 @@ class ServerOptions:
         Niceness of the model worker's compute threads, 0 to 19: the higher, the sooner other processes get their cores.
         Default: 0, and 10 for a prefill that `pdserve up` starts beside decodes on a CPU.
     attention_backend
-        Implementation of forward passes: cpu (compiled kernels), torch (reference); auto takes the best that runs here.
+        Implementation of forward passes: cpu (compiled kernels), flashinfer and triton (on NVIDIA GPUs), torch
+        (reference); auto takes the best that runs here.
+    flashinfer_workspace_size
+        MiB of the GPU's memory that FlashInfer keeps partial results in.
+    cuda_graph_bs
+        Batch sizes of decode steps to capture as CUDA graphs, with commas in between. Default: 1, 2, 4, the multiples
+        of 8 up to 128 and of 16 beyond.
+    cuda_graph_max_bs
+        Largest of them where cuda_graph_bs does not say; default: max_running_requests, 256 at most.
+    disable_cuda_graph
+        Launch each kernel of a decode step by itself.
+    fail_on_host_sync
+        Fail where a step's launch waits for the GPU, which it must not: for tests.
     enable_double_sparsity
         In long requests, attend to few tokens: each generated token looks at a part of every key, its label, and
         attends to those that score highest there. Prompts attend in full. An approximation, and with the torch backend
@@ -318,7 +330,12 @@ class ServerOptions:
     dist_init_addr: str | None = None
     pp_size: int = 1
     compute_nice: int | None = None
-    attention_backend: Literal["auto", "cpu", "torch"] = "auto"
+    attention_backend: Literal["auto", "cpu", "torch", "triton", "flashinfer"] = "auto"
+    flashinfer_workspace_size: int = 384
+    cuda_graph_bs: str | None = None
+    cuda_graph_max_bs: int | None = None
+    disable_cuda_graph: bool = False
+    fail_on_host_sync: bool = False
     enable_double_sparsity: bool = False
     ds_channel_config_path: str | None = None
     ds_heavy_channel_num: int | None = None
@@ -347,6 +364,11 @@ class ServerOptions:
         if self.disaggregation_mode == "prefill":
             return self.default_bootstrap_port
         return 0 if self.disaggregation_mode == "decode" else self.disaggregation_bootstrap_port or 0
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """``cuda_graph_bs``; raises ``ValueError`` where it is no list of numbers."""
+        return tuple(int(size) for size in (self.cuda_graph_bs or "").split(",") if size.strip())
 
     @property
     def hands_over(self) -> bool:

@@ -58,6 +58,8 @@ class ExtendPlan(NamedTuple):
 class TorchAttention(AttentionBackend):
     """The reference backend."""
 
+    reads_whole_pages = True
+
     def __init__(self, pool: KVPool, dtype: torch.dtype, window_pool: KVPool | None = None) -> None:
         """``window_pool``: of the layers that ``pool`` has not; see ``ForwardBatch.window_pages``."""
         if pool.layout.order != "tokens":

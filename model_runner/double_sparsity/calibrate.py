@@ -23,8 +23,8 @@ from ...model_files.spec_reader import read_spec
 from ...model_files.text.errors import TokenizerLoadError
 from ...runtime.options import ServerOptions
 from ..attention.base import AttentionBackend
-from ..attention.registry import make_attention_backend
-from ..device import choose_device, choose_dtype
+from ..attention.registry import BackendNeeds, make_attention_backend
+from ..device.choice import choose_device, choose_dtype
 from ..forward_batch import ForwardBatch
 from ..kernels.perplexity import read_windows
 from ..kv_pool import make_layout, make_pool
@@ -112,7 +112,7 @@ def _measure(model: Decoder, windows_Ww: Tensor, dtype: torch.dtype) -> Tensor:
     pages = -(-windows_Ww.shape[1] // PAGE) + 1
     pool = make_pool(make_layout(model.spec, PAGE, dtype), pages, windows_Ww.device)
     shape = (model.spec.num_layers, model.spec.num_kv_heads, model.spec.head_dim)
-    found = Magnitudes(make_attention_backend("torch", pool, dtype), shape, windows_Ww.device)
+    found = Magnitudes(make_attention_backend("torch", BackendNeeds(pool, dtype)), shape, windows_Ww.device)
     for ids in windows_Ww:
         batch = whole_text(ids, PAGE, len(ids), 1)
         found.plan(batch)

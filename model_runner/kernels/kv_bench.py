@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ...runtime.options import ServerOptions
-from ..device import KVDTypeName
+from ..device.choice import KVDTypeName
 from ..forward_batch import ForwardBatch
 from ..kv_pool import KVPool
 from ..model_runner import ModelRunner

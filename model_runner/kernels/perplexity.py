@@ -32,7 +32,7 @@ from ...model_files.spec_reader import read_spec
 from ...model_files.tensor_names import HEAD, find_parts
 from ...model_files.text.load import load_tokenizer
 from ...runtime.options import ServerOptions
-from ..device import KVDTypeName
+from ..device.choice import KVDTypeName
 from ..forward_batch import ForwardBatch
 from ..loader.load import load_model_weights
 from ..model_runner import ModelRunner

@@ -101,7 +101,9 @@ def on_ranks(size: int, name: str = "llama", **changes: Any) -> Ask:
 BY_FAMILY: dict[str, Ask] = {
     "a family that pdserve lacks, by `--model-impl native`": started("stablelm", {"model_impl": "native"}),
     "a model of texts and images, but for Gemma 3": config("llava", text_config=SHAPE),
-    "AWQ, GPTQ, FP8 and the like": config(quantization_config={"quant_method": "awq"}),
+    "bitsandbytes, AWQ and GPTQ of other than 4 bits, and the like": config(
+        quantization_config={"quant_method": "bitsandbytes"}
+    ),
     "another activation": config(hidden_act="relu2"),
     "experts in a dense family": config(num_local_experts=8),
     "more experts a token than there are": config("mixtral", num_local_experts=4, num_experts_per_tok=5),

@@ -10,7 +10,7 @@ from support.kv_pages import as_stored, make_pool_layout, values_of
 from support.layouts import latent_layout, uniform_layout
 
 from pdserve.model_files.spec import AttentionSpec, MLASpec, NormSpec
-from pdserve.model_runner.attention.registry import make_attention_backend
+from pdserve.model_runner.attention.registry import BackendNeeds, make_attention_backend
 from pdserve.model_runner.forward_batch import ForwardBatch
 from pdserve.model_runner.kv_pool import MHATokenToKVPool, MLATokenToKVPool
 
@@ -129,7 +129,7 @@ def test_equals_float64(
     pool = MHATokenToKVPool(make_pool_layout(page_size, LAYERS, KV_HEADS, DIM, kv_dtype), PAGES, torch.device("cpu"))
     pool.data[1:] = as_stored(torch.randn(PAGES - 1, LAYERS, 2, page_size, KV_HEADS, DIM), pool)
     batch = make_batch(starts, q_lens, page_size)
-    attention = make_attention_backend(backend, pool, dtype)
+    attention = make_attention_backend(backend, BackendNeeds(pool, dtype))
     attention.plan(batch)
     total = sum(q_lens)
     for layer in range(LAYERS):
@@ -170,7 +170,7 @@ def test_latent_rows_are_keys_and_values(
     pool = MLATokenToKVPool(layout, PAGES, torch.device("cpu"))
     pool.data[1:] = torch.randn_like(pool.data[1:])
     batch = make_batch(starts, q_lens, page_size)
-    attention = make_attention_backend("torch", pool, dtype)
+    attention = make_attention_backend("torch", BackendNeeds(pool, dtype))
     attention.plan(batch)
     for layer in range(LAYERS):
         q, rows = torch.randn(total, HEADS, dim).to(dtype), torch.randn(total, 1, dim).to(dtype)
@@ -188,5 +188,5 @@ def test_latent_rows_are_keys_and_values(
 def test_unknown_backend_is_named() -> None:
     layout = uniform_layout(4, 1, 1, 2, "float32", 0)
     pool = MHATokenToKVPool(layout, 2, torch.device("cpu"))
-    with pytest.raises(ValueError, match="no attention backend 'magic'; there is torch"):
-        make_attention_backend("magic", pool, torch.float32)
+    with pytest.raises(ValueError, match="no attention backend 'magic'; there are torch"):
+        make_attention_backend("magic", BackendNeeds(pool, torch.float32))

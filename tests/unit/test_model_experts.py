@@ -142,7 +142,7 @@ def test_mxfp4_whose_scales_lie_in_another_file(tmp_path: Path) -> None:
 
 
 def test_another_quantisation_is_refused() -> None:
-    raw = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "fp8"}}
+    raw = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "bitsandbytes"}}
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "head_dim": 16}
     more = {"vocab_size": 9, "max_position_embeddings": 64, "num_local_experts": 4}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pdserve.model_runner.device import choose_dtype
+from pdserve.model_runner.device.choice import choose_dtype
 from pdserve.model_runner.errors import NotEnoughMemory
 from pdserve.model_runner.pool_size import (
     PoolRequest,
