@@ -53,7 +53,7 @@ def runs(monkeypatch):
 
 def both(pool, attentions, window_pool=None, device=None):
     """The reference, and FlashInfer."""
-    needs = BackendNeeds(pool, torch.float32, window_pool, device or RecordingDevice(), attentions, 5 * 512, 1)
+    needs = BackendNeeds(pool, torch.float32, window_pool, None, device or RecordingDevice(), attentions, 5 * 512, 1)
     return make_attention_backend("torch", needs), make_attention_backend("flashinfer", needs)
 
 
