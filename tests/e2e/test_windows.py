@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from support.libraries import is_missing
 from support.model_harness import draw_weights, reference_logits
 from support.processes import Launched, launched, pd_pair, wait_until
 from support.reader import Reader
@@ -74,12 +75,21 @@ def pages_of(length: int, info: dict) -> tuple[int, int]:
     return count * kept, min(count, seen) * windowed
 
 
-@pytest.mark.parametrize(("backend", "prefill"), [("tcp", "torch"), ("shm", "cpu")])
+@pytest.mark.parametrize(
+    ("backend", "prefill"),
+    [
+        ("tcp", "torch"),
+        ("shm", "cpu"),
+        *(pytest.param(library, "cpu", marks=pytest.mark.slow) for library in ("nixl", "mooncake")),
+    ],
+)
 def test_a_pair_hands_over_the_last_window(
     served: tuple[Path, list[list[int]]], tmp_path: Path, backend: str, prefill: str
 ) -> None:
     """Pages of the windowed layers as far as the decode sees, and both give back what is behind."""
     folder, expected = served
+    if backend in ("nixl", "mooncake") and is_missing(backend):
+        pytest.skip(f"{backend} is not installed here")
     args = ("--model-path", str(folder), *ARGS, "--max-total-tokens", "2048")
     own = {
         "prefill_args": ("--attention-backend", prefill),
