@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.handovers import named
-from support.sim import make_generate, reference_output
+from support.sim import NO_WINDOW, SimWindow, make_generate, reference_output
 from support.sim_pair import LIMITS, SimPair, assert_all_returned, make_peer, run_until_idle
 
 from pdserve.disaggregation.handover import kv_sender, unclaimed_rooms
@@ -695,10 +695,13 @@ def test_open_handovers_are_told_with_where_they_stand():
     radix=st.booleans(),
     faults=st.booleans(),
     interval=st.sampled_from([1, 3, 32]),
+    window=st.sampled_from([NO_WINDOW, SimWindow(6, 32), SimWindow(13, 64)]),
 )
-def test_random_handovers(seed, pool, chunk, radix, faults, interval):
+def test_random_handovers(seed, pool, chunk, radix, faults, interval, window):
     rng = random.Random(seed)
+    # A prompt that is not cut needs all of its window pages at once.
     pair = SimPair(
+        NO_WINDOW if chunk == -1 else window,
         max_total_tokens=pool,
         chunked_prefill_size=chunk,
         disable_radix_cache=not radix,

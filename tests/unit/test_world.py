@@ -12,12 +12,13 @@ import pytest
 from support.sim import NO_WINDOW, SimWindow
 from support.world.campaign import EQUALS, PAIR, Campaign
 from support.world.explorer import Found, explore
-from support.world.seeded import MISTAKES, QUICKLY_FOUND
+from support.world.seeded import MISTAKES, QUICKLY_FOUND, WINDOWED, a_moved_window_is_not_kept
 from support.world.sim_backend import SimBackend
 from support.world.two_rooms import FAULTS, TwoRooms
 from support.world.world import Violation
 
 from pdserve.disaggregation.transfer.backends.base import WriteState
+from pdserve.mem_cache.errors import WindowPagesShort
 
 HANDOVERS = int(os.environ.get("PDSERVE_SIMULATED_HANDOVERS", "100000"))
 SEARCH_SECONDS = 600.0
@@ -120,7 +121,7 @@ def test_nothing_is_lost_whoever_computes(modes, rules, threshold, faults) -> No
     assert faults or min(campaign.places()) > 20  # of the latest lives only
 
 
-@pytest.mark.parametrize("window", [NO_WINDOW, SimWindow(2, 4)], ids=["one group", "windows"])
+@pytest.mark.parametrize("window", [NO_WINDOW, WINDOWED], ids=["one group", "windows"])
 def test_every_order_of_two_rooms(window) -> None:
     found = explored(seconds=60, window=window)
     assert found.violation is None, found
@@ -179,6 +180,13 @@ def test_a_mistake_is_found(mistake, monkeypatch, capsys) -> None:
 def test_some_mistakes_are_found_at_once(mistake, monkeypatch) -> None:
     mistake(monkeypatch)
     assert explored(**MISTAKES[mistake]).violation is not None
+
+
+def test_a_window_that_is_not_kept_for_a_move_is_found(monkeypatch) -> None:
+    a_moved_window_is_not_kept(monkeypatch)
+    with pytest.raises((WindowPagesShort, AssertionError)):
+        for seed in range(1, 10):
+            Campaign(seed, EQUALS, moves=100, outputs=LONG, window=SimWindow(10, 32)).run(200, rate=20.0)
 
 
 def test_a_lost_write_that_is_taken_for_a_failed_one_is_found(monkeypatch) -> None:
