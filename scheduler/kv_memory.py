@@ -284,7 +284,10 @@ class KVMemory:
 
     def share(self, req: Req, computed: int) -> Rewrite | None:
         """Let others reuse the first ``computed`` tokens; returns the row positions whose slots changed thereby."""
+        mark = self.tiers.mark() if self.tiers is not None else 0
         rewrite = self._cache.cache_unfinished_req(self.hold_of(req), req.known_tokens(computed))
+        if self.tiers is not None:
+            self.tiers.defer(mark)
         if rewrite is not None:
             self.let_go_step = self.newest_step
         return rewrite

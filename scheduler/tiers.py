@@ -140,9 +140,20 @@ class KVTiers:
     # --- pool → host ---
 
     def stored(self, hashes: Sequence[bytes], pages: I32) -> None:
-        """The tree has got these pages; the step that is being planned, or one before, computes them."""
+        """The tree has got these pages, which steps compute that were sent; or see ``defer``."""
         if self._policy == "write_through":
-            self._save(hashes, pages, self._after)
+            self._save(hashes, pages, self._before)
+
+    def mark(self) -> int:
+        """Where ``defer`` begins."""
+        return len(self._before)
+
+    def defer(self, mark: int) -> None:
+        """What was saved since ``mark`` is computed by the step that is being planned. Nothing is evicted in that plan
+        any more. (A request that is retracted leaves pages earlier in it, which may be another's in the same step.)
+        """
+        self._after += self._before[mark:]
+        del self._before[mark:]
 
     def used(self, req: Req, pages: I32, hits: int) -> None:
         """The request begins with these, which the tree has had; their end was found ``hits`` times by now."""
