@@ -14,7 +14,8 @@ from support.triton_device import DEVICE, there
 
 from pdserve.messages.base import pack_i32
 from pdserve.model_runner.inverse_cdf import uniforms
-from pdserve.model_runner.logprobs import listed, score
+from pdserve.model_runner.logprobs import listed as listed_scores
+from pdserve.model_runner.logprobs import score
 from pdserve.model_runner.triton_kernels.row_table import ONE_OUTPUT, make_table
 from pdserve.model_runner.triton_kernels.sampling import make_work, sample
 from pdserve.model_runner.triton_kernels.token_logprobs import make_logprob_work, token_logprobs
@@ -140,7 +141,7 @@ def test_logprobs_are_the_host_s(vocab: int, num: int, chunk: int) -> None:
     work = make_logprob_work(4, vocab, num, DEVICE, chunk)
     token_logprobs(there(logits), there(targets), chosen, ids, best, work, chunk)
     scored = score(logits, torch.from_numpy(targets), num)
-    for row, expected in enumerate(listed([array.numpy() for array in scored], [num] * 4)):
+    for row, expected in enumerate(listed_scores([array.numpy() for array in scored], [num] * 4)):
         if expected.bad:
             assert torch.isnan(chosen[row])
             continue
