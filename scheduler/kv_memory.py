@@ -147,15 +147,15 @@ class KVMemory:
     def _extend_and_load(self, tiers: KVTiers, req: Req, limit: int, match: PrefixMatch) -> None:
         hold, cached = self.hold_of(req), req.computed
         found = tiers.find(req, cached, limit)
-        # What is evicted for the request must not be written over what it is about to read.
+        # Nothing that is saved meanwhile may be written over what the request is about to read.
         tiers.host.pin(found)
         self._extend(hold, req.known_len)
-        tiers.host.unpin(found)
-        if cached:
-            tiers.used(req, self._pages(hold, 0, cached), match.node.hit_count)
         if found:
             req.computed = cached + len(found) * self.page_size
             tiers.load(req, cached, found, self._pages(hold, cached, req.computed))
+        tiers.host.unpin(found)
+        if cached:
+            tiers.used(req, self._pages(hold, 0, cached), match.node.hit_count)
 
     def grow(self, reqs: Sequence[Req]) -> I32 | None:
         """One more slot for each request, in order; None, with nothing changed, where slots are short even after
