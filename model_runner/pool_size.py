@@ -93,8 +93,8 @@ def choose_pool_tokens(
     if request.max_total_tokens is not None:
         kept = request.max_total_tokens // size
     else:
-        # As if a page of both were one.
-        both = round(kept_bytes + ratio * window_bytes)
+        # As if a page of both were one, which is more than nothing.
+        both = max(1, round(kept_bytes + ratio * window_bytes))
         plain = request._replace(most_tokens=most * size)
         kept = choose_max_total_tokens(plain, both, weight_bytes, memory, device_type) // size
     windowed = min(max(math.ceil(kept * ratio), own_window + piece), enough, kept)

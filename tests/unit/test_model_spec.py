@@ -93,3 +93,12 @@ def test_tensors_that_can_be_no_weights_are_refused(
     save_file(tensors | {found: change(tensors[found]).contiguous()}, file)
     with pytest.raises(InvalidWeights, match=message):
         Harness(tmp_path, attention_backend="torch")
+
+
+@pytest.mark.parametrize("part", ["sinks", "router.weight"])
+@pytest.mark.parametrize("engine", ["torch", "cpu"])
+def test_a_sink_or_a_router_that_is_no_number_is_seen(engine: str, part: str, tmp_path: Path) -> None:
+    model = make_reference("gpt-oss")
+    next(values for name, values in model.named_parameters() if name.endswith(part)).data.fill_(torch.nan)
+    model.save_pretrained(tmp_path)
+    assert Harness(tmp_path, attention_backend=engine).forward((0, draw(20, 1))).isnan().all()
