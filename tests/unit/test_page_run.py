@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 from support.sim import SimWindow, make_options
@@ -33,7 +35,7 @@ def test_chunks_are_all_of_it_in_order(begin, more, window, cuts):
     run = PageRun(begin, end, min(begin + window, end))
     bounds = sorted({begin, end, *(cut for cut in cuts if begin < cut < end)})
     kept, windowed = [], []
-    for a, b in zip(bounds, bounds[1:], strict=False):
+    for a, b in itertools.pairwise(bounds):
         for pages, (first, last) in zip((kept, windowed), run.within(a, b), strict=True):
             pages.extend(range(first, last))
         for (first, last), place, origin in zip(run.within(a, b), run.places(a, b), (begin, run.window), strict=True):
