@@ -12,7 +12,7 @@ import pytest
 from support.sim import NO_WINDOW, SimWindow
 from support.world.campaign import EQUALS, PAIR, Campaign
 from support.world.explorer import Found, explore
-from support.world.seeded import MISTAKES, QUICKLY_FOUND, WINDOWED, a_moved_window_is_not_kept
+from support.world.seeded import MISTAKES, QUICKLY_FOUND, WINDOW_MISTAKES, WINDOWED
 from support.world.sim_backend import SimBackend
 from support.world.two_rooms import FAULTS, TwoRooms
 from support.world.world import Violation
@@ -182,14 +182,16 @@ def test_some_mistakes_are_found_at_once(mistake, monkeypatch) -> None:
     assert explored(**MISTAKES[mistake]).violation is not None
 
 
-def test_a_window_that_is_not_kept_for_a_move_is_found(monkeypatch) -> None:
-    def some_campaigns() -> None:
-        for seed in range(1, 10):
-            Campaign(seed, EQUALS, moves=100, outputs=LONG, window=SimWindow(10, 32)).run(200, rate=20.0)
+@pytest.mark.parametrize("mistake", WINDOW_MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_mistakes_with_windows_are_found(mistake, monkeypatch) -> None:
+    mistake(monkeypatch)
 
-    a_moved_window_is_not_kept(monkeypatch)
-    with pytest.raises((WindowPagesShort, AssertionError)):
-        some_campaigns()
+    def many() -> None:
+        for seed in range(1, 10):
+            Campaign(seed, EQUALS, moves=100, outputs=LONG, window=WINDOW).run(200, rate=20.0)
+
+    with pytest.raises((WindowPagesShort, AssertionError), match=r"window|KV that landed"):
+        many()
 
 
 def test_a_lost_write_that_is_taken_for_a_failed_one_is_found(monkeypatch) -> None:

@@ -353,6 +353,9 @@ class Campaign:
         alive = {node.epoch for node in self._nodes()}
         for told in (told for node in self._nodes() for told in node.told):
             self.moves[told.message or "moved"] += 1
+        # The prompt is computed again then, so that nothing else tells.
+        if self._is_calm and any(node.mismatches for node in self._nodes()):
+            raise Violation("KV that landed was not what was sent, although nothing went wrong")
         for (epoch, rid), fate in self.submitted.items():
             end = self.world.ends.get((epoch, rid))
             if end is None:

@@ -206,7 +206,6 @@ MISTAKES: dict[Callable[[Patch], None], dict[str, Any]] = {
     done_before_it_has_landed: {},
     pages_pushed_before_they_are_computed: {},
     memory_goes_back_with_its_first_user: {"fault": "abort"},
-    window_pages_go_before_they_are_pushed: {"window": SimWindow(3, 12), "pool": 8},
     a_window_page_is_not_granted: {"window": WINDOWED},
     a_page_less_of_the_window: {"window": WINDOWED},
     the_last_window_is_not_expected: {"window": WINDOWED},
@@ -216,8 +215,9 @@ QUICKLY_FOUND = (
     done_before_it_has_landed,
     late_legs_are_not_told,
     memory_goes_back_with_its_first_user,
-    window_pages_go_before_they_are_pushed,
     a_window_page_is_not_granted,
     a_page_less_of_the_window,
     the_last_window_is_not_expected,
 )
+WINDOW_MISTAKES = (window_pages_go_before_they_are_pushed, a_moved_window_is_not_kept)
+"""Which show where many requests share the window pages."""
