@@ -1,7 +1,7 @@
-"""Measures passes as llama.cpp's ``llama-batched-bench`` does: ``python -m pdserve.model_runner.kernels.batched_bench``.
+"""Measure passes as llama.cpp's ``llama-batched-bench`` does: ``python -m pdserve.model_runner.kernels.batched_bench``.
 
-A prompt of random tokens for each stream, ``--chunk`` tokens of all streams a pass, and then steps of one random token a
-stream: passes alone, nothing is sampled. Every token is another one, and its KV is what the model makes of it, so that
+A prompt of random tokens for each stream, ``--chunk`` tokens of all streams a pass, and then steps of one random token
+a stream: passes alone, nothing is sampled. Every token is another one, and its KV is what the model makes of it, so that
 streams choose experts of their own; bench.py's all choose alike. The same of llama.cpp, to be run in turns:
 ``llama-batched-bench -m model.gguf -npp 128 -ntg 32 -npl 1,8 -c 2048 -t 2 -tb 2``.
 ``PDSERVE_CPU_ISA`` chooses the kernels' level.
@@ -10,6 +10,7 @@ streams choose experts of their own; bench.py's all choose alike. The same of ll
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
 from typing import NamedTuple
@@ -91,7 +92,7 @@ def _pieces(streams: int, prompt: int, chunk: int) -> list[tuple[range, int, int
         together = chunk // prompt
         return [(range(i, min(i + together, streams)), 0, prompt) for i in range(0, streams, together)]
     cuts = [*range(0, prompt, chunk), prompt]
-    return [(range(i, i + 1), a, b) for i in range(streams) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [(range(i, i + 1), a, b) for i in range(streams) for a, b in itertools.pairwise(cuts)]
 
 
 def _batch(table: torch.Tensor, tokens: torch.Tensor, rows: range, start: int, end: int) -> ForwardBatch:
