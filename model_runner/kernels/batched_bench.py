@@ -1,8 +1,8 @@
 """Measure passes as llama.cpp's ``llama-batched-bench`` does: ``python -m pdserve.model_runner.kernels.batched_bench``.
 
 A prompt of random tokens for each stream, ``--chunk`` tokens of all streams a pass, and then steps of one random token
-a stream: passes alone, nothing is sampled. Every token is another one, and its KV is what the model makes of it, so that
-streams choose experts of their own; bench.py's all choose alike. The same of llama.cpp, to be run in turns:
+a stream: passes alone, nothing is sampled. Every token is another one, and its KV is what the model makes of it, so
+that streams choose experts of their own; bench.py's all choose alike. The same of llama.cpp, to be run in turns:
 ``llama-batched-bench -m model.gguf -npp 128 -ntg 32 -npl 1,8 -c 2048 -t 2 -tb 2``.
 ``PDSERVE_CPU_ISA`` chooses the kernels' level.
 """
