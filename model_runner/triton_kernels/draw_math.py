@@ -125,5 +125,9 @@ def share_of(total: tl.tensor, share: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def target_in(total: tl.tensor, at: tl.tensor) -> tl.tensor:
-    """The first token whose cumulated mass exceeds this is the one at the uniform number ``at``: in 0 … total - 1."""
-    return tl.minimum((total.to(tl.float64) * at).to(tl.int64), total - 1)
+    """The first token whose cumulated mass exceeds this is the one at the uniform number ``at``: in 0 … total - 1.
+
+    ``at`` is at most 1 - 2^-53, so that the product is one place below the total's float64 at least, which is more
+    than the total may have been rounded up by.
+    """
+    return (total.to(tl.float64) * at).to(tl.int64)

@@ -16,6 +16,8 @@ from ...model_files.spec import NormSpec
 
 _WIDEST = 1 << 14
 """Elements of a row that a program holds."""
+_WIDEST_AFTER = 1 << 13
+"""And where it has two norms to compute: beyond, its registers spill."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, spec: NormSpec, out: Tensor | None = None) -> Tensor:
@@ -65,6 +67,8 @@ def add_and_norm(
     rows, width = x.shape
     out = torch.empty_like(x) if out is None else out
     block = _block(width)
+    if after_weight is not None and after_spec is not None and block > _WIDEST_AFTER:
+        y, after_weight = rms_norm(y, after_weight, after_spec, out), None
     spec, is_normed = spec or NormSpec(eps=0.0), weight is not None
     after, is_after = after_spec or NormSpec(eps=0.0), after_weight is not None
     if rows:

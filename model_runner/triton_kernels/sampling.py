@@ -98,4 +98,4 @@ def sample(
     chosen = (table.last_tokens, tokens, finite)
     choose[(count,)](*row_args, *found, *chosen, chunks, DRAWS=draws, **sizes, num_warps=16 if draws else 4)
     if draws:
-        search[(count,)](*row_args, *found[:3], *chosen, chunks, **sizes, num_warps=16)
+        search[(count,)](*row_args, *found[:3], *chosen, chunks, **sizes, num_warps=8)

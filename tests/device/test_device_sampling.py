@@ -53,16 +53,49 @@ def test_draws_the_tokens_of_the_host_s_sampler_over_thousands_of_rows(vocab: in
         check_against_host(1000 + seed, 16, vocab)
 
 
-@pytest.mark.parametrize(("vocab", "count"), [(100, 3), pytest.param(3000, 20, marks=pytest.mark.slow)])
-def test_a_token_depends_on_its_row_alone_however_the_row_is_divided(vocab: int, count: int) -> None:
-    batch = random_batch(5, count, vocab)
-    expected = draw(batch, begin_rows(batch.inits, vocab)[0])
-    for chunk, listed in ((64, 16), (1024, 128)):
-        assert draw(batch, begin_rows(batch.inits, vocab)[0], chunk=chunk, listed=listed) == expected
-    for row in (0, 2):
-        alone = Batch(batch.logits[row : row + 1], [batch.inits[row]], batch.positions[row : row + 1])
-        alone.inits[0].row = 0
-        assert draw(alone, begin_rows(alone.inits, vocab)[0]) == ([expected[0][row]], [expected[1][row]])
+RULES = [
+    {"top_k": 40},
+    {"top_p": 0.8, "min_p": 0.3},
+    {"top_k": 65, "top_p": 0.5},
+    {"min_p": 0.3},
+    {"top_k": 30, "min_p": 0.4, "temperature": 3.0},
+]
+
+
+@pytest.mark.parametrize("is_coarse", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_token_depends_on_its_row_alone_however_the_row_is_divided(is_coarse: bool) -> None:
+    """By a list of one chunk or of several, or by a search."""
+    count, vocab = len(RULES), 300
+    inits = [make_row(row, seed=31 + row, **rule) for row, rule in enumerate(RULES)]
+    logits = 1.5 * torch.randn(count, vocab, generator=torch.Generator().manual_seed(2))
+    batch = Batch(logits.mul(2).round() / 2 if is_coarse else logits, inits, np.full(count, 9))
+    expected = draw(batch, begin_rows(inits, vocab)[0])
+    assert expected[0] == host_draw(batch, begin_rows(inits, vocab)[1]).tokens.tolist()
+    assert draw(batch, begin_rows(inits, vocab)[0], chunk=64, listed=512) == expected
+    alone = Batch(batch.logits[4:], [make_row(0, seed=35, **RULES[4])], batch.positions[4:])
+    assert draw(alone, begin_rows(alone.inits, vocab)[0], chunk=512, listed=16) == ([expected[0][4]], [True])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_search_draws_what_the_list_draws() -> None:
+    for seed in range(8):
+        batch = random_batch(seed, 12, 700)
+        expected = draw(batch, begin_rows(batch.inits, 700)[0])
+        assert draw(batch, begin_rows(batch.inits, 700)[0], chunk=512, listed=16) == expected
+        assert draw(batch, begin_rows(batch.inits, 700)[0], chunk=128, listed=256) == expected
+
+
+def test_a_list_goes_down_to_the_last_token_that_is_kept() -> None:
+    """Of 4 tokens the last is alone in its level; and of a nucleus."""
+    rules = [{"top_k": 4}, {"top_p": 0.6}]
+    inits = [make_row(row, seed=row, **rules[row % 2]) for row in range(16)]
+    logits = torch.tensor([1.0, 1.0, 1.0, *[0.7] * 3]).expand(16, -1).contiguous()
+    batch = Batch(logits, inits, np.full(16, 4))
+    table, states = begin_rows(inits, 6)
+    tokens, _ = draw(batch, table)
+    assert tokens == host_draw(batch, states).tokens.tolist()
+    assert max(tokens[::2]) == max(tokens[1::2]) == 3
 
 
 def test_the_uniform_number_is_the_host_s() -> None:
@@ -104,6 +137,9 @@ def test_penalties_count_what_the_device_chose_without_a_word_from_the_host() ->
     table, _ = begin_rows([init], 4)
     logits = torch.tensor([[0.4, 1.0, 0.0, 0.3]])
     assert [draw(Batch(logits, [init], np.array([4 + i])), table)[0][0] for i in range(5)] == [1, 0, 3, 1, 2]
+    init = make_row(temperature=0.0, presence_penalty=0.65, history=pack_i32([3, 3, 3, 3]))
+    table, _ = begin_rows([init], 4)
+    assert [draw(Batch(logits, [init], np.array([4 + i])), table)[0][0] for i in range(4)] == [1, 0, 1, 1]
 
 
 def test_rows_that_fill_up_a_batch_change_nothing_and_logits_may_be_of_16_bits_in_wider_rows() -> None:

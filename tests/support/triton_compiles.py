@@ -54,7 +54,7 @@ def _sampling() -> Iterator[CompileRequest]:
     sizes: dict[str, Constant] = {"CHUNK": 2048, "CHUNKS": 128}  # a vocabulary of 262,144
     yield launch("draw_choice:choose", {**sizes, "LIST": 4096, "DRAWS": True}, warps=16)
     yield launch("draw_choice:choose", {**sizes, "LIST": 4096, "DRAWS": False})
-    yield launch("draw_choice:search", {**sizes, "LIST": 4096}, warps=16)
+    yield launch("draw_choice:search", {**sizes, "LIST": 4096}, warps=8)
     yield launch("draw_levels:measure", sizes, warps=8)
     yield launch("draw_levels:collect", {**sizes, "LIST": 4096}, warps=8)
     for dtype in ("*fp32", "*bf16"):
@@ -69,10 +69,12 @@ def _sampling() -> Iterator[CompileRequest]:
 
 
 def _layers() -> Iterator[CompileRequest]:
-    both: dict[str, Constant] = {"NORM": True, "AFTER": True}
     for block, warps in ((4096, 8), (16384, 32)):
-        yield launch("norms:_add_and_norm", {**both, "BLOCK": block}, {"scale": "fp32"}, warps=warps)
+        norms: dict[str, Constant] = {"NORM": True, "AFTER": block <= 8192, "BLOCK": block}
+        yield launch("norms:_add_and_norm", norms, {"scale": "fp32"}, warps=warps)
         yield launch("norms:_norm_rows", {"BLOCK": block}, warps=warps)
+    both: dict[str, Constant] = {"NORM": True, "AFTER": True}
+    yield launch("norms:_add_and_norm", {**both, "BLOCK": 8192}, {"scale": "fp32"}, warps=16)
     yield launch("norms:_norm_rows", {"BLOCK": 128}, warps=1)
     head: dict[str, Constant] = {"DIM": 128, "ROTATED": 128, "BLOCK": 128}
     floats = {"table_ptr": "*fp32"}
