@@ -687,6 +687,21 @@ def test_open_handovers_are_told_with_where_they_stand():
     assert pair.prefill.senders.info(pair.now) == pair.decode.receivers.info(pair.now) == []
 
 
+def test_window_pages_are_offered_when_nobody_reads_them_any_more():
+    pair = SimPair(SimWindow(10, 96))
+    pair.decode.submit("long", list(range(60)))
+    pair.decode.plan()  # two steps are under way, and the second has left a page that the first sees
+    pair.submit("a", [1, 2, 3, 4, 5, 6, 7, 8, 9], 5)
+    pair.advance()
+    assert [type(message) for message in pair.to_prefill] == [RoomQueued]
+    pair.decode.work()
+    pair.advance()
+    assert isinstance(pair.to_prefill[-1], TransferRequest)
+    run_until_idle(pair)
+    assert pair.decode.tokens["a"] == reference_output([1, 2, 3, 4, 5, 6, 7, 8, 9], 8)
+    assert_all_returned(pair)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
