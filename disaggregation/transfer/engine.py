@@ -64,6 +64,8 @@ WINDOW_BYTES = 16 << 20
 """Bytes under way to a peer: enough to keep a fast link busy while the next slice is prepared."""
 WINDOW_SLICES = 64
 CHECK_BYTES = 4 << 20
+MAX_PAGE = 1 << 31
+"""What page numbers of pools that are not ours stay below."""
 MAX_BROKEN = 4096
 MAX_DOWN = 4096
 CLOSE_SECONDS = 5.0
@@ -145,6 +147,8 @@ class TransferEngine:
         self.metadata = self._backend.register(moved)
         self._layout = layout
         self._pools = [g if g is None else PagePool(g, moved.index(g), g.region.view()) for g in groups]
+        self._most = [MAX_PAGE if pool is None else pool.group.num_pages for pool in self._pools]
+        self._unbounded = [MAX_PAGE] * len(self._pools)
         self._emit = emit
         self._clock = clock
         self._on_failure = on_failure
@@ -308,7 +312,7 @@ class TransferEngine:
         """Page numbers of each group, of our pools or of a peer's; raises ``BadPages``."""
         if len(pages) != len(self._pools):
             raise BadPages(f"{what} pages of {len(pages)} groups where there are {len(self._pools)}")
-        most = [1 << 31 if theirs or pool is None else pool.group.num_pages for pool in self._pools]
+        most = self._unbounded if theirs else self._most
         return [unpack_pages(packed, count, what) for packed, count in zip(pages, most, strict=True)]
 
     def _revoke(self, handover: HandoverId) -> None:

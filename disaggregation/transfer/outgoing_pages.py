@@ -94,7 +94,7 @@ class OutgoingPages:
         self.error: str | None = None
         self.cancelled = False
         self.lost = False
-        self._queues = {i: _Queue(i, pool) for i, pool in enumerate(pools) if pool is not None}
+        self._queues = [_Queue(i, pool) for i, pool in enumerate(pools) if pool is not None]
         self._summed = summed
         self._writes = 0
         self._clock = clock
@@ -109,12 +109,12 @@ class OutgoingPages:
     @property
     def pending(self) -> bool:
         """Whether something is to be pushed, now or when it is computed."""
-        return any(queue.chunks for queue in self._queues.values())
+        return any(queue.chunks for queue in self._queues)
 
     @property
     def ready(self) -> bool:
         """Whether a slice can be pushed now."""
-        return any(queue.ready for queue in self._queues.values())
+        return self._next() is not None
 
     @property
     def landing(self) -> bool:
@@ -132,7 +132,7 @@ class OutgoingPages:
         ``done``.
         """
         if len(src):
-            queue = self._queues[group]
+            queue = next(queue for queue in self._queues if queue.number == group)
             kind = queue.pool.group
             nbytes, layers = len(src) * kind.page_bytes, kind.num_layers
             ahead = min(layers, max(1, -(-MIN_AHEAD_BYTES * layers // nbytes)))
@@ -144,7 +144,8 @@ class OutgoingPages:
 
         Only while it is ``ready``.
         """
-        queue = next(queue for queue in self._queues.values() if queue.ready)
+        queue = self._next()
+        assert queue is not None
         pool, chunk = queue.pool, queue.chunks[0]
         layers = chunk.next_layers()
         assert layers is not None
@@ -226,8 +227,15 @@ class OutgoingPages:
         )
 
     def _drop(self) -> None:
-        for queue in self._queues.values():
+        for queue in self._queues:
             queue.chunks.clear()
+
+    def _next(self) -> _Queue | None:
+        """The first queue of which something can be pushed now."""
+        for queue in self._queues:
+            if queue.ready:
+                return queue
+        return None
 
     def _rest(self) -> None:
         """Nothing is under way, and nothing waits."""

@@ -124,6 +124,22 @@ def test_a_pair_hands_over_the_last_window(
         pair.assert_all_returned()
 
 
+@pytest.mark.slow
+def test_a_pair_of_a_model_whose_layers_all_have_windows(tmp_path: Path) -> None:
+    """Full pages are mere numbers then, and nothing of them is moved."""
+    config = transformers.MistralConfig(**CONFIG | {"sliding_window": WINDOW}, attn_implementation="eager")
+    model = draw_weights(transformers.MistralForCausalLM(config))
+    model.save_pretrained(tmp_path)
+    args = ("--model-path", str(tmp_path), *ARGS, "--max-total-tokens", "2048")
+    with pd_pair(tmp_path, "tcp", *args, prefill_args=("--attention-backend", "torch")) as pair:
+        expected = [greedy(model, prompt) for prompt in PROMPTS]
+        assert answers(pair.router) == answers(pair.router) == expected
+        info = pair.decode.info()
+        assert [group["page_bytes"] > 0 for group in info["kv_layout"]["groups"]] == [False, True]
+        assert 0 < info["disaggregation"]["received"]["bytes"] <= 2 * len(PROMPTS) * pages_of(400, info)[1]
+        pair.assert_all_returned()
+
+
 def test_a_stream_moves_with_its_window(served: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     """To the prefill that its prompt came from, when it is many windows behind that."""
     folder, _ = served
