@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from ...model_files.errors import InvalidWeights
 from ...model_files.packing import Packing, read_packing
 from ...model_files.spec import ModelSpec
 from .base import Stored, WeightSource, as_ours
-from .mxfp4 import BLOCKS, SCALES, dequantise
+from .mxfp4 import BLOCK_BYTES, BLOCKS, SCALES, dequantise
 from .packed_weights import is_beside, unpacked
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,9 @@ def _mxfp4(name: str, blocks: Tensor, places: dict[str, Path]) -> Stored:
         raise InvalidWeights(f"the checkpoint lacks {scales_name!r}")
     with _opened(places[scales_name]) as tensors:
         scales = tensors.get_tensor(scales_name)
-    if blocks.shape[:-1] != scales.shape:
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise InvalidWeights(f"{name!r} and its scales are of {blocks.dtype} and {scales.dtype}, not of bytes")
+    if blocks.shape[:-1] != scales.shape or blocks.shape[-1:] != (BLOCK_BYTES,):
         raise InvalidWeights(f"{name!r} has shape {list(blocks.shape)}, its scales {list(scales.shape)}")
 
     def read(expert: int | None) -> Tensor:
