@@ -23,11 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...disaggregation.transfer.pages import LayerRange
-from .draw_math import mix
+from ..inverse_cdf import GOLDEN as GOLDEN_RATIO
+from ..inverse_cdf import mix as mix_words
+from .draw_math import GOLDEN, mix
 
 WORD_BYTES = 8
 _BLOCK = 4096
-_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _BATCH = 1 << 16
 
 
@@ -59,16 +60,13 @@ def host_checksum(data: npt.NDArray[np.uint8], first_word: int = 0) -> int:
 
     Sums of parts are added up modulo 2^64.
     """
-    from ..inverse_cdf import _GOLDEN as golden
-    from ..inverse_cdf import _mix as mix_words
-
     words = data.view(np.uint64)
     total = np.uint64(0)
     with np.errstate(over="ignore"):
         for begin in range(0, len(words), _BATCH):
             part = words[begin : begin + _BATCH]
             places = np.arange(first_word + begin + 1, first_word + begin + 1 + len(part), dtype=np.uint64)
-            total += mix_words(part + places * golden).sum(dtype=np.uint64)
+            total += mix_words(part + places * GOLDEN_RATIO).sum(dtype=np.uint64)
     return int(total)
 
 
@@ -93,5 +91,5 @@ def _page_checksum(
     words_ptr = pool_ptr + tl.load(pages_ptr + i).to(tl.int64) * page_words + first
     words = tl.load(words_ptr + at, mask=at < piece, other=0).to(tl.uint64, bitcast=True)
     place = (i * piece + at + 1).to(tl.uint64)
-    mixed = mix(words + place * _GOLDEN).to(tl.int64, bitcast=True)
+    mixed = mix(words + place * GOLDEN).to(tl.int64, bitcast=True)
     tl.atomic_add(out_ptr, tl.sum(tl.where(at < piece, mixed, 0), 0), sem="relaxed")

@@ -25,7 +25,7 @@ MAX_VOCAB = 1 << 19
 _MINUS_INFINITY_KEY = tl.constexpr(0x007FFFFF)
 _INFINITY_KEY = tl.constexpr(0xFF800000)
 _NAN_KEY = tl.constexpr(0xFFFFFFFF)
-_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
@@ -42,7 +42,7 @@ def mix(bits: tl.tensor) -> tl.tensor:
 def uniform(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
     """``inverse_cdf.uniforms`` of one (seed, position), both int64 bits: float64 in [0, 1)."""
     seed = seed.to(tl.uint64, bitcast=True)
-    counter = mix(seed + _GOLDEN) + (position.to(tl.uint64, bitcast=True) + 1) * _GOLDEN
+    counter = mix(seed + GOLDEN) + (position.to(tl.uint64, bitcast=True) + 1) * GOLDEN
     return (mix(counter) >> 11).to(tl.int64).to(tl.float64) * (1.0 / (1 << 53))
 
 

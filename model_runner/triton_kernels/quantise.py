@@ -44,11 +44,9 @@ def find_scale(x: Tensor, scale: Tensor) -> None:
 def quantise_tokens(x: Tensor, out: Tensor, scales: Tensor) -> None:
     """``x`` [T, N], a scale for each token: ``out`` [T, N] and ``scales`` [T, 1] float32. Elements lie side by side."""
     tokens, width = x.shape
-    block = triton.next_power_of_2(width)
     if tokens:
-        strides = (x.stride(0), out.stride(0), scales.stride(0), 0)
-        warps = min(max(block // 512, 1), 32)
-        _by_blocks[(tokens, 1)](x, out.view(torch.uint8), scales, *strides, width, width, BLOCK=block, num_warps=warps)
+        strides = (x.stride(0), out.stride(0), scales.stride(0))
+        _by_token[(tokens,)](x, out.view(torch.uint8), scales, *strides, width, BLOCK=_PART, num_warps=8)
 
 
 def quantise_blocks(x: Tensor, out: Tensor, scales: Tensor) -> None:
@@ -59,7 +57,7 @@ def quantise_blocks(x: Tensor, out: Tensor, scales: Tensor) -> None:
     if tokens:
         strides = (x.stride(0), out.stride(0), scales.stride(0), scales.stride(1))
         grid = (tokens, triton.cdiv(width, BLOCK))
-        _by_blocks[grid](x, out.view(torch.uint8), scales, *strides, width, BLOCK, BLOCK=BLOCK, num_warps=1)
+        _by_blocks[grid](x, out.view(torch.uint8), scales, *strides, width, BLOCK=BLOCK, num_warps=1)
 
 
 @triton.jit
@@ -111,6 +109,32 @@ def _finish_scale(scale_ptr: tl.tensor) -> None:
 
 
 @triton.jit
+def _by_token(
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    x_token: tl.tensor,
+    out_token: tl.tensor,
+    scales_token: tl.tensor,
+    width: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, width, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + token * x_token + at, mask=at < width, other=0.0).to(tl.float32)
+        # A NaN stays in its place.
+        largest = tl.where((x != x) | (tl.abs(x) > largest), tl.abs(x), largest)
+    scale = _scale_of(_magnitude(largest))
+    tl.store(scales_ptr + token * scales_token, scale)
+    for begin in range(0, width, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + token * x_token + at, mask=at < width, other=0.0).to(tl.float32)
+        tl.store(out_ptr + token * out_token + at, _divided(x, scale), mask=at < width)
+
+
+@triton.jit
 def _by_blocks(
     x_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -120,12 +144,11 @@ def _by_blocks(
     scales_token: tl.tensor,
     scales_block: tl.tensor,
     width: tl.tensor,
-    step: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = block * step + tl.arange(0, BLOCK)
-    is_in = (at < width) & (tl.arange(0, BLOCK) < step)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    is_in = at < width
     x = tl.load(x_ptr + token * x_token + at, mask=is_in, other=0.0).to(tl.float32)
     scale = _scale_of(_magnitude(x))
     tl.store(scales_ptr + token * scales_token + block * scales_block, scale)

@@ -217,8 +217,14 @@ def test_fp8() -> None:
     values = torch.cat((torch.arange(-600, 600) / 2, 2.0 ** torch.linspace(-12, 1, 299), torch.tensor([torch.nan])))
     quantise_tensor(there(values.view(5, 300)), there(torch.ones(1)), given)
     assert torch.equal(bits_of(given), bits_of(values.view(5, 300).clamp(-448, 448).to(torch.float8_e4m3fn)))
-    find_scale(there(torch.tensor([[1.0, float("nan"), float("inf")]])), scale)
+    odd = there(torch.tensor([[1.0, float("nan"), float("inf")]]))
+    find_scale(odd, scale)
     assert scale.isnan()
+    quantise_tokens(odd, given[:1, :3], by_token[:1])
+    assert by_token[0].isnan()
+    wide, wide_out = torch.randn(2, 9001), torch.empty(2, 9001, dtype=torch.float8_e4m3fn, device=DEVICE)
+    quantise_tokens(there(wide), wide_out, by_token[:2])
+    check_fp8(wide_out, by_token[:2].cpu(), wide[:, None])
 
 
 def check_fp8(

@@ -48,8 +48,8 @@ def test_draws_the_tokens_of_the_host_s_sampler(seed: int, vocab: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("vocab", [5, 100, 1000, 3000])
-def test_draws_the_tokens_of_the_host_s_sampler_over_thousands_of_rows(vocab: int) -> None:
-    for seed in range(40):
+def test_draws_the_tokens_of_the_host_s_sampler_over_many_rows(vocab: int) -> None:
+    for seed in range(20):
         check_against_host(1000 + seed, 16, vocab)
 
 

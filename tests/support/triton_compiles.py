@@ -85,7 +85,7 @@ def _layers() -> Iterator[CompileRequest]:
         yield launch("activations:_gate_and_mul", {"KIND": kind, "BLOCK": 1024})
     bits = {"out_ptr": "*u8"}
     yield launch("quantise:_by_blocks", {"BLOCK": 128}, bits, warps=1)
-    yield launch("quantise:_by_blocks", {"BLOCK": 16384}, bits, warps=32)
+    yield launch("quantise:_by_token", {"BLOCK": 4096}, bits, warps=8)
     yield launch("quantise:_by_one_scale", {"BLOCK": 4096}, {**bits, "size": "i64"}, warps=8)
     yield launch("quantise:_find_largest", {"BLOCK": 4096}, {"size": "i64"}, warps=8)
     yield launch("quantise:_finish_scale", {}, warps=1)
