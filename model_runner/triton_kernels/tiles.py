@@ -62,7 +62,7 @@ class PrefillTiles(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """Tiles for rows of up to ``widest`` elements (padded to powers of two), of queries of ``bytes`` each, over a pool of
+    """Tiles for rows of up to ``widest`` elements (padded to powers of 2), of queries of ``bytes`` each, over a pool of
     elements of one byte (``is_narrow``) or more, on GPUs from ``capability`` on.
     """
 
