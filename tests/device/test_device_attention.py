@@ -62,8 +62,6 @@ def draw_pass(total: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tenso
     ("rows", "dtype", "kv_dtype", "page_size", "specs"),
     [
         (MIXED, F32, F32, 16, ["plain", "capped sinks in a window"]),
-        (DECODES, F32, F32, 16, ["capped sinks in a window", "window"]),
-        (MIXED, F32, INT8, 16, ["sinks", "window"]),
         (DECODES, BF16, BF16, 1, ["plain", "capped window"]),
         (DECODES, BF16, E4M3, 16, ["plain", "capped"]),
         *(
@@ -110,7 +108,12 @@ def test_equals_float64(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rows"), [(F32, MIXED), (BF16, DECODES), pytest.param(BF16, MIXED, marks=pytest.mark.slow)]
+    ("dtype", "rows"),
+    [
+        (F32, MIXED),
+        pytest.param(BF16, DECODES, marks=pytest.mark.slow),
+        pytest.param(BF16, MIXED, marks=pytest.mark.slow),
+    ],
 )
 def test_latent_rows_are_keys_and_values(dtype: torch.dtype, rows: tuple[list[int], list[int]]) -> None:
     torch.manual_seed(11)
@@ -284,7 +287,7 @@ def test_launches_that_were_captured_serve_later_steps(monkeypatch: pytest.Monke
     torch.manual_seed(8)
     pool = make_pool(16, F32)
     pool.data.normal_()
-    first, second = make_batch([5, 0, 33], [1, 1, 1], 16), make_batch([150, 260, 2], [1, 1, 1], 16)
+    first, second = make_batch([5, 0, 33], [1, 1, 1], 16), make_batch([70, 100, 2], [1, 1, 1], 16)
     attention, inputs = make_attention(pool, F32), [x.to(DEVICE) for x in draw_pass(3, F32)]
     specs = (SPECS["plain"], SPECS["window"])
     later = [x.to(DEVICE) for x in draw_pass(3, F32)]

@@ -20,8 +20,8 @@ pytestmark = [
     ("family", "kv_cache_dtype"),
     [
         ("gemma2", "auto"),  # windows and caps
-        ("deepseek-v2", "auto"),
-        ("llama", "int8"),
+        pytest.param("deepseek-v2", "auto", marks=pytest.mark.slow),
+        pytest.param("llama", "int8", marks=pytest.mark.slow),
         pytest.param("llama", "auto", marks=pytest.mark.slow),
         pytest.param("llama-odd", "auto", marks=pytest.mark.slow),
         pytest.param("gemma3", "fp8_e4m3", marks=pytest.mark.slow),
