@@ -147,6 +147,8 @@ def paged_prefill(
         decay = tl.exp2(peak - highest)
         total = total * decay + tl.exp2(sink - highest)
         acc *= decay[:, None]
+    # Rows behind the tile's last may have seen nothing.
+    total = tl.where(is_row, total, 1.0)
     value_columns = tl.arange(0, BLOCK_V)
     where = out + (tokens * (KV_HEADS * GROUP) + heads)[:, None] * VALUE_DIM + value_columns[None, :]
     mask = is_row[:, None] & (value_columns < VALUE_DIM)[None, :]

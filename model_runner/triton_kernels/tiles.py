@@ -91,11 +91,12 @@ _DECODE = (
 # From capability 9.0 on by wgmma, which leaves room for wider tiles; float32 is multiplied without tensor cores, and
 # runs out of registers first.
 _PREFILL = (
+    _Choice(100, 64, 2, False, ((128, 64, 8, 5),)),
     _Choice(90, 64, 2, False, ((128, 128, 8, 5),)),
     _Choice(90, 128, 2, False, ((128, 64, 8, 5),)),
     _Choice(90, 128, 2, True, ((128, 64, 8, 5),)),
     _Choice(0, 64, 2, False, ((128, 64, 8, 5),)),
-    _Choice(0, 128, 2, False, ((128, 32, 8, 5), (64, 32, 8, 3))),
+    _Choice(0, 128, 2, False, ((64, 64, 8, 5), (64, 32, 4, 5))),
     _Choice(0, 256, 2, False, ((64, 32, 8, 5), (64, 32, 8, 3))),
     _Choice(0, 1024, 2, False, ((32, 32, 8, 3), (16, 32, 8, 3))),
     _Choice(0, 64, 2, True, ((128, 64, 8, 5),)),
