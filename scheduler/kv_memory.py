@@ -62,6 +62,16 @@ class Reserve(NamedTuple):
     window_pages: int = 0
 
 
+class Fence(NamedTuple):
+    """A step, and copies between the tiers, up to which what was planned may touch memory that was let go of."""
+
+    step: int = 0
+    copies: int = 0
+
+
+NO_FENCE = Fence()
+
+
 class KVMemory:
     """Owner of every row and slot of the instance. See the module for the life of a request's memory."""
 
@@ -341,13 +351,13 @@ class KVMemory:
         """Whether a store is about to bring some of the request (``tiers.py``)."""
         return self.tiers is not None and self.tiers.must_wait(req, now)
 
-    def copies_fence(self) -> int:
-        """See ``KVTiers.fence``; 0 without tiers."""
-        return self.tiers.fence() if self.tiers is not None else 0
+    def fence(self) -> Fence:
+        """What of ours may still touch memory that can be had now. Not within a plan."""
+        return Fence(self.let_go_step, self.tiers.fence() if self.tiers is not None else 0)
 
-    def is_past_fence(self, fence: int) -> bool:
-        """Whether the copies between the tiers have come that far."""
-        return self.tiers is None or self.tiers.copied >= fence
+    def is_past(self, fence: Fence, completed_step: int) -> bool:
+        """Whether all of it is done."""
+        return completed_step >= fence.step and (self.tiers is None or self.tiers.copied >= fence.copies)
 
     def usage(self) -> dict[str, int]:
         """Tokens: total, free, cached (evictable), in use, the same of window pages; rows: total, in use."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import msgspec
 
@@ -37,6 +36,7 @@ from .kv_memory import KVMemory, PoolSizes
 from .outbox import Outbox, news_interval
 from .pace import PaceMeter
 from .planner import StepPlanner
+from .refusals import BAD_REQUEST, BUSY, Refusal, refuse_more, refuse_prompt
 from .req import Req, ReqState, Route
 from .step_builder import InFlightStep
 from .tiers import KVTiers
@@ -57,16 +57,6 @@ def make_cost_model(worker: WorkerReady) -> CostModel:
 def _route_told(req: Req) -> str:
     """Which leg it is, or was: a request that was handed over and retracted is computed here now."""
     return str(Route.INCOMING if req.timing.timeline is not None else req.route)
-
-
-class Refusal(NamedTuple):
-    """Why a request is not taken in, as ``ReqError`` has it."""
-
-    status: int
-    message: str
-    kind: str
-    field: str | None = None
-    code: str | None = None
 
 
 class Scheduler:
@@ -152,32 +142,23 @@ class Scheduler:
         return Route.OUTGOING if is_sender else Route.INCOMING
 
     def _refusal(self, msg: GenerateReq) -> Refusal | None:
-        prompt_len = len(msg.input_ids) // 4
-        limit = self.memory.max_total_tokens
-        bad_request, busy = "invalid_request_error", "overloaded_error"
         if self.draining:
-            return Refusal(503, "the instance is draining; send the request to another one", busy)
+            return Refusal(503, "the instance is draining; send the request to another one", BUSY)
         if msg.rid in self.reqs:
-            return Refusal(400, f"rid {msg.rid!r} is in use by a running request; choose another", bad_request, "rid")
-        # One slot for the token that follows the prompt; whole pages only.
-        if self.memory.pages_up(prompt_len + 1) > limit:
-            text = (
-                f"the prompt has {prompt_len} tokens, the KV pool holds {limit}; shorten it or raise --max-total-tokens"
-            )
-            return Refusal(400, text, bad_request, "input_ids", "context_length_exceeded")
+            return Refusal(400, f"rid {msg.rid!r} is in use by a running request; choose another", BAD_REQUEST, "rid")
+        too_long = refuse_prompt(len(msg.input_ids) // 4, self.memory)
+        if too_long is not None:
+            return too_long
         if msg.bootstrap is not None and self.handovers is None:
             text = (
                 "bootstrap_room was given, but this instance exchanges no KV; "
                 "use a prefill and a decode instance, or --handover on"
             )
-            return Refusal(400, text, bad_request, "bootstrap_room")
+            return Refusal(400, text, BAD_REQUEST, "bootstrap_room")
         if msg.bootstrap is not None and msg.bootstrap.refusal and self._route(msg.bootstrap) is Route.INCOMING:
             text = f"bootstrap_host {msg.bootstrap.host}: {msg.bootstrap.refusal}"
             return Refusal(403, text, "permission_error", "bootstrap_host")
-        if len(self.reqs) >= self.options.max_queued_requests + self.options.max_running_requests:
-            text = f"{len(self.reqs)} requests are queued or running; try again later"
-            return Refusal(429, text, busy, code="rate_limit_exceeded")
-        return None
+        return refuse_more(len(self.reqs), self.options)
 
     def enqueue(self, req: Req, now: float) -> None:
         """The request waits for its turn to compute here."""

@@ -137,13 +137,8 @@ class KVReceivers:
                 receiver.peer.send(ForecastRequest(receiver.peer.epoch, receiver.handover))
             elif receiver.decided:
                 self._expect(receiver)
-                if self._is_past_fence(receiver):
+                if self._scheduler.memory.is_past(receiver.fence, self._scheduler.completed_step):
                     self._request(receiver, now)
-
-    def _is_past_fence(self, receiver: KVReceiver) -> bool:
-        """Whether nothing of ours touches the pages any more that were taken for it."""
-        memory = self._scheduler.memory
-        return self._scheduler.completed_step >= receiver.fence and memory.is_past_fence(receiver.copies_fence)
 
     # --- here or there ---
 
@@ -213,8 +208,7 @@ class KVReceivers:
             if self._scheduler.admit_landing(receiver.req, holders, most, looked_up=receiver.newcomer is None):
                 receiver.state, receiver.req.state = ReceiverState.PREALLOCATED, ReqState.PREALLOCATED
                 receiver.allocated_at = now
-                receiver.fence = self._scheduler.memory.let_go_step
-                receiver.copies_fence = self._scheduler.memory.copies_fence()
+                receiver.fence = self._scheduler.memory.fence()
                 receiver.hold = self._scheduler.memory.pin(receiver.req)
                 receiver.prefix_len = receiver.req.computed
                 # The prefill's queue, too, is between here and the last page.
@@ -233,7 +227,7 @@ class KVReceivers:
             receiver.expects = True
             memory = self._scheduler.memory
             memory.expect(receiver.req, receiver.length, receiver.goes_on)
-            receiver.fence = max(receiver.fence, memory.let_go_step)
+            receiver.fence = memory.fence()
 
     def _request(self, receiver: KVReceiver, now: float) -> None:
         req, peer, memory = receiver.req, receiver.peer, self._scheduler.memory

@@ -11,6 +11,7 @@ from ...messages.base import HandoverId
 from ...messages.handover import FirstToken
 from ...messages.outputs import Timeline, Timing, TokenLogprob
 from ...messages.worker import PagesByGroup
+from ...scheduler.kv_memory import NO_FENCE, Fence
 from ...scheduler.req import Req
 from .peer import Peer
 
@@ -44,9 +45,8 @@ class ReceiverState(Enum):
 class KVReceiver:
     """One room.
 
-    ``fence`` and ``copies_fence``: the step, and the copies between tiers, that must be done before its pages are
-    offered to the prefill. ``expects``: it has window pages
-    for what comes, if there are any. ``pages``: where its KV lands, by group. ``granted``: the prefill may write them.
+    ``fence``: what must be done before its pages are offered to the prefill. ``expects``: it has window pages for what
+    comes, if there are any. ``pages``: where its KV lands, by group. ``granted``: the prefill may write them.
     ``begun``: the first token is here. ``there``: where the prefill's time went. ``checking``: the worker has its
     pages, to check and perhaps to convert them. ``asked``: the prefill for its forecast. ``decided``: who computes the
     prompt. ``tried_again``: to reach a prefill that is to be told of that. ``hold``: the request's memory, pinned as
@@ -64,8 +64,7 @@ class KVReceiver:
     newcomer: Newcomer | None = None
     queued_at: float = 0.0
     allocated_at: float = 0.0
-    fence: int = 0
-    copies_fence: int = 0
+    fence: Fence = NO_FENCE
     prefix_len: int = 0
     requested_at: float = 0.0
     pages: PagesByGroup = field(default_factory=list)

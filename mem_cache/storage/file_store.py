@@ -163,7 +163,7 @@ class FileStore(PageStore):
             _write_all(fd, [memoryview(header(page_hash, page)), page])
             path.parent.mkdir(mode=0o700, exist_ok=True)
             os.replace(unfinished, path)
-        except BaseException:
+        except BaseException:  # whatever ended the write, its half is of no use
             unfinished.unlink(missing_ok=True)
             raise
         finally:

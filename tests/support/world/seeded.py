@@ -18,7 +18,7 @@ from pdserve.disaggregation.transfer.backends.base import LinkDown
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.mem_cache.page_run import PageRun
 from pdserve.messages.worker import ForwardStep, GrantPages, SendEnded
-from pdserve.scheduler.kv_memory import KVMemory
+from pdserve.scheduler.kv_memory import Fence, KVMemory
 from pdserve.scheduler.outbox import Outbox
 from support.sim import SimWindow
 
@@ -81,7 +81,7 @@ def pages_offered_before_steps_are_done(patch: Patch) -> None:
         original(self, now)
         for receiver in self.rooms.values():
             if receiver.state is ReceiverState.PREALLOCATED:
-                receiver.fence = 0
+                receiver.fence = Fence()
 
     patch.setattr(KVReceivers, "_preallocate", preallocate)
 
