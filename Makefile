@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo run test test-slow test-clients chaos check lint types format bench-peers docs models wheel clean
+.PHONY: help setup demo run test test-slow test-clients chaos gpu-check check lint types format bench-peers docs models wheel clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
@@ -67,6 +67,10 @@ $(CLIENTS_STAMP): tests/clients/install.sh $(wildcard tests/clients/*.txt tests/
 
 chaos: $(STAMP) ## kill, freeze and cut off real instances under load, check every answer, and write docs/reliability.md
 	@$(QUIETLY) OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m chaos
+
+# Not by setup: a machine with a GPU has its own PyTorch, and may have no network.
+gpu-check: ## on a machine with an NVIDIA GPU: check every kernel and the server, measure, write docs/gpu-results.md; GPU_CHECK="--wheels DIR --only kernels --dry-run"
+	@PYTHONPATH=.ns "$(or $(wildcard $(BIN)/python),$(PYTHON),python3)" -m pdserve.benchmark.gpu_check $(GPU_CHECK)
 
 check: lint types test ## what must pass before a commit: format, lint, types, tests
 

@@ -173,18 +173,32 @@ class BasePrefixCache(ABC):
         self.dec_lock_ref(hold.node)
 
     def move_window(self, hold: KVHold, start: int, end: int) -> None:
-        """The next step computes positions ``[start, end)`` of the request, which have slots: let go of the window
-        pages that none of these sees, and take some for those that have none. Only where layers have windows.
+        """What is written next of the request is positions ``[start, end)``, which have slots, by a step or, from a
+        later page on, by a peer: let go of the window pages that none of these sees, and take some for those that have
+        none. Only where layers have windows.
 
         Raises ``WindowPagesShort`` where these are more than ``WindowPages.longest``.
         """
         windows, span = self.allocator.windows, hold.window
         assert windows is not None
-        first, last = min(windows.first_page(start), span.end), -(-end // self.page_size)
+        first, last = windows.first_page(start), -(-end // self.page_size)
+        if span.kept_from is not None:
+            first = min(first, span.kept_from)
         if first > span.begin:
-            windows.leave(span, self._pages(hold, span.begin, first))
+            windows.leave(span, self._pages(hold, span.begin, min(first, span.end)))
+        if first > span.end:
+            windows.skip(span, first)
         if last > span.end:
             windows.extend(span, self._pages(hold, span.end, last))
+
+    def keep_window(self, hold: KVHold, first: int) -> bool:
+        """A hand-over reads the window pages of the hold's row from page ``first`` on, until ``let_window_go``: they
+        stay its own however far the request moves on. False, with nothing changed, where some are gone or are others'
+        to count on. Only where layers have windows.
+        """
+        windows = self.allocator.windows
+        assert windows is not None
+        return windows.keep(hold.window, first, self._pages(hold, first, hold.window.begin))
 
     def _pages(self, hold: KVHold, begin: int, end: int) -> I32:
         """Pages ``[begin, end)`` of the hold's row."""

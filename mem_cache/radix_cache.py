@@ -9,8 +9,8 @@ What was condemned hangs, as far as it is locked, below a root of its own, where
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from .base_prefix_cache import BasePrefixCache, KVHold, PrefixMatch, Rewrite, re
 from .errors import InvariantViolation, StaleHold, StaleMatch, UnalignedLength, UnbalancedLock
 from .eviction import EvictionHeap, Priority, lru
 from .invariants import check_holds, check_pages, check_windows, claim_pages, hold_claims, require
+from .page_hash import chain, namespace_seed
 from .pages import ceil_to_page, floor_to_page, slots_to_pages
 from .req_to_token_pool import ReqToTokenPool
 from .tree_node import NO_SLOTS, TOKEN_BYTES, TreeNode, make_root
@@ -32,13 +33,31 @@ class Path(NamedTuple):
     slots: I32
 
 
+class TreeListener(Protocol):
+    """Who keeps what the tree has elsewhere, too. ``pages`` [N] are the pool's, aligned with ``hashes``."""
+
+    def seed(self) -> bytes:
+        """What the hashes of pages begin with (``page_hash.model_seed``)."""
+
+    def stored(self, hashes: Sequence[bytes], pages: I32) -> None:
+        """The tree has got pages, which steps that are planned compute."""
+
+    def leaving(self, hashes: Sequence[bytes], pages: I32) -> None:
+        """It gives these back to the pool, for want of memory."""
+
+
 class RadixCache(BasePrefixCache):
     """Keeps every computed prefix until its pages are needed. Namespaces share nothing but the root."""
 
     def __init__(
-        self, allocator: TokenToKVPoolAllocator, req_to_token: ReqToTokenPool, priority: Priority = lru
+        self,
+        allocator: TokenToKVPoolAllocator,
+        req_to_token: ReqToTokenPool,
+        priority: Priority = lru,
+        listener: TreeListener | None = None,
     ) -> None:
         super().__init__(allocator, req_to_token)
+        self._listener = listener
         self._page_bytes = self.page_size * TOKEN_BYTES
         self._root = make_root()
         self._condemned = make_root()
@@ -111,6 +130,8 @@ class RadixCache(BasePrefixCache):
         goal = ceil_to_page(num_tokens, self.page_size)
         freed: list[I32] = []
         while goal > 0 and (leaf := self._heap.peek()) is not None:
+            if self._listener is not None:
+                self._tell_leaving(leaf, min(goal, leaf.num_tokens))
             if goal < leaf.num_tokens:
                 freed.append(self._trim(leaf, goal))
             else:
@@ -300,6 +321,9 @@ class RadixCache(BasePrefixCache):
         num = at // TOKEN_BYTES
         upper = TreeNode(parent, node.edge, node.key[:at], node.slots[:num], node.created)
         upper.lock_ref, upper.last_access, upper.hit_count = node.lock_ref, node.last_access, node.hit_count
+        if node.hashes is not None:
+            pages = num // self.page_size
+            upper.hashes, node.hashes = node.hashes[:pages], node.hashes[pages:]
         parent.children[node.edge] = upper
         node.parent, node.key, node.slots = upper, node.key[at:], node.slots[num:]
         node.edge = node.key[: self._page_bytes]
@@ -319,6 +343,8 @@ class RadixCache(BasePrefixCache):
         parent.children[leaf.edge] = leaf
         path.nodes.append(leaf)
         self._evictable += leaf.num_tokens
+        if self._listener is not None:
+            self._listener.stored(self.hashes_of(leaf), own[:: self.page_size] // self.page_size)
 
     def _touch(self, nodes: list[TreeNode]) -> None:
         """Note that a path was used just now. Only its last node can be a leaf, so only that can move in the heap."""
@@ -335,11 +361,35 @@ class RadixCache(BasePrefixCache):
                 self._protected += node.num_tokens
             node.lock_ref += 1
 
+    def hashes_of(self, node: TreeNode) -> list[bytes]:
+        """Of the node's pages, in order; those of its ancestors are found out, too. Only where there is a listener."""
+        assert self._listener is not None
+        unknown = []
+        while node.hashes is None and node.parent is not None:
+            unknown.append(node)
+            node = node.parent
+        for below in reversed(unknown):
+            if below.parent is not None and below.parent.hashes:
+                before = below.parent.hashes[-1]
+            else:
+                before = namespace_seed(self._listener.seed(), below.edge[: -self._page_bytes])
+            below.hashes = chain(before, below.key, self.page_size)
+            node = below
+        return node.hashes or []
+
+    def _tell_leaving(self, leaf: TreeNode, num_tokens: int) -> None:
+        assert self._listener is not None
+        pages = num_tokens // self.page_size
+        slots = leaf.slots[-num_tokens :: self.page_size]
+        self._listener.leaving(self.hashes_of(leaf)[-pages:], slots // self.page_size)
+
     def _trim(self, leaf: TreeNode, num_tokens: int) -> I32:
         """Cut the last ``num_tokens`` (whole pages, not all) off an unlocked leaf; returns their slots."""
         cut = leaf.slots[-num_tokens:]
         leaf.slots = leaf.slots[:-num_tokens]
         leaf.key = leaf.key[: -num_tokens * TOKEN_BYTES]
+        if leaf.hashes is not None:
+            del leaf.hashes[-num_tokens // self.page_size :]
         self._evictable -= num_tokens
         return cut
 

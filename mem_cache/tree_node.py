@@ -19,13 +19,15 @@ class TreeNode:
 
     ``key`` is the run's int32 tokens as bytes, because a compare in place is then one ``memcmp``. ``slots``
     [len(key) / 4] is read-only. ``lock_ref`` counts the requests that pin the node, so it never grows from parent
-    to child. Times are ticks of the tree's own clock. A node without parent is the root, or has left the tree.
+    to child. ``hashes`` are those of its pages (``page_hash.py``), None until asked for. Times are ticks of the tree's
+    own clock. A node without parent is the root, or has left the tree.
     """
 
     __slots__ = (
         "children",
         "created",
         "edge",
+        "hashes",
         "heap_seq",
         "hit_count",
         "key",
@@ -46,6 +48,7 @@ class TreeNode:
         self.last_access = now
         self.hit_count = 0
         self.heap_seq = 0
+        self.hashes: list[bytes] | None = None
 
     @property
     def num_tokens(self) -> int:

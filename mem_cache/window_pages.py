@@ -28,6 +28,7 @@ exceeds the pool.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,11 +39,15 @@ from .errors import InvalidFree, UnalignedLength, WindowPagesShort
 
 @dataclass(slots=True)
 class WindowSpan:
-    """Of a hold: pages ``[begin, end)`` of its row are used in the window pool, ``promised`` pages are kept for it."""
+    """Of a hold: pages ``[begin, end)`` of its row are used in the window pool, ``promised`` pages are kept for it.
+
+    ``kept_from``: none from there on leaves it, as a hand-over reads them; None: there is no such hand-over.
+    """
 
     begin: int = 0
     end: int = 0
     promised: int = 0
+    kept_from: int | None = None
 
     @property
     def committed(self) -> int:
@@ -66,8 +71,9 @@ class WindowPages:
         self.num_pages = num_slots // page_size
         self.reach = -(-(window - 1) // page_size)
         """Pages that a token at the beginning of one sees before it."""
-        self._most = min(self.reach + 1, num_full_pages)
-        if self.num_pages < self._most:
+        self.most = min(self.reach + 1, num_full_pages)
+        """Pages that any request is promised."""
+        if self.num_pages < self.most:
             raise UnalignedLength(f"{self.num_pages} pages can't hold a window of {window} tokens and the next one")
         self._slack = slack
         self.page_of: I32 = np.zeros(num_full_pages + 1, dtype=np.int32)
@@ -79,16 +85,24 @@ class WindowPages:
         self._changed: dict[int, None] = {}
         self._committed = 0
         self._promised = 0
+        self.kept = 0
+        """Spans that a hand-over reads."""
 
     # --- spans ---
 
     def first_page(self, position: int) -> int:
-        """The first page of a row that the token at ``position`` sees."""
-        return max(0, position - self.window + 1) // self.page_size
+        """The first page of a row that tokens in the page of ``position`` see."""
+        return max(0, position // self.page_size - self.reach)
 
-    def can_promise(self, num_tokens: int) -> bool:
-        """Whether a request that never has more than ``num_tokens`` can be promised its pages."""
-        needs = self._needs(num_tokens)
+    def needs(self, num_tokens: int) -> int:
+        """Pages that a request is promised which never has more than ``num_tokens``."""
+        return min(self.most, -(-num_tokens // self.page_size))
+
+    def can_promise(self, num_tokens: int, reserve: int = 0) -> bool:
+        """Whether such a request can be promised its pages; ``reserve``: so many stay for others, where there are more
+        than it needs alone.
+        """
+        needs = min(self.needs(num_tokens) + reserve, self.num_pages)
         if self._committed + needs > self.num_pages:
             return False
         return self._promised + needs + self._slack <= self.num_pages or not self._promised
@@ -97,7 +111,7 @@ class WindowPages:
         """Keep for ``span`` what a request of at most ``num_tokens`` needs."""
         before = span.committed
         self._promised -= span.promised
-        span.promised = self._needs(num_tokens)
+        span.promised = self.needs(num_tokens)
         self._promised += span.promised
         self._committed += span.committed - before
 
@@ -109,9 +123,7 @@ class WindowPages:
         """An empty span becomes the run from ``first`` on over ``pages``, which all have window pages."""
         if not self.page_of[pages].all():
             raise WindowPagesShort(f"a match of pages {pages} whose window pages are gone")
-        for page in pages[self._uses[pages] == 0].tolist():
-            del self._idle[page]
-        self._uses[pages] += 1
+        self._take(pages)
         self._resize(span, first, first + len(pages))
 
     def leave(self, span: WindowSpan, pages: I32) -> None:
@@ -120,6 +132,41 @@ class WindowPages:
         for page in pages[self._uses[pages] == 0].tolist():
             self._idle[page] = None
         self._resize(span, span.begin + len(pages), span.end)
+
+    def skip(self, span: WindowSpan, first: int) -> None:
+        """An empty span begins at ``first``: nothing before it is needed."""
+        self._resize(span, first, first)
+
+    def keep(self, span: WindowSpan, first: int, pages: I32) -> bool:
+        """A hand-over reads what a span has from page ``first`` on; ``pages``, those from there to its beginning, come
+        back to it. False where one of them is gone, or where others count on as many.
+        """
+        gone = not self.page_of[pages].all()
+        if gone or span.end - min(first, span.begin) > self.longest(span):
+            return False
+        self._take(pages)
+        self._resize(span, min(first, span.begin), span.end)
+        self.kept += span.kept_from is None
+        span.kept_from = first
+        return True
+
+    def let_go(self, span: WindowSpan) -> None:
+        """No hand-over reads it any more; harmless where none did."""
+        self.kept -= span.kept_from is not None
+        span.kept_from = None
+
+    def growable(self, spans: Sequence[WindowSpan], lengths: Sequence[int]) -> list[bool]:
+        """Which of these requests, of so many tokens each, can have another: one whose span is kept takes more than it
+        was promised as it moves on, and waits where others count on that.
+        """
+        spare = self.num_pages - self._committed
+        able = []
+        for span, length in zip(spans, lengths, strict=True):
+            more = span.kept_from is not None and span.end * self.page_size <= length
+            more = more and span.end - span.begin >= span.promised
+            able.append(not more or spare > 0)
+            spare -= more and spare > 0
+        return able
 
     def extend(self, span: WindowSpan, pages: I32) -> None:
         """Give ``pages``, which follow a span and have none, window pages, and make them part of it.
@@ -137,6 +184,7 @@ class WindowPages:
 
     def end(self, span: WindowSpan) -> None:
         """An empty span is over, and what it was promised is free."""
+        self.let_go(span)
         self._committed -= span.committed
         self._promised -= span.promised
         span.promised = 0
@@ -215,8 +263,10 @@ class WindowPages:
         """Pages that are promised to holds, or that their spans have beyond that."""
         return self._committed
 
-    def _needs(self, num_tokens: int) -> int:
-        return min(self._most, -(-num_tokens // self.page_size))
+    def _take(self, pages: I32) -> None:
+        for page in pages[self._uses[pages] == 0].tolist():
+            del self._idle[page]
+        self._uses[pages] += 1
 
     def _resize(self, span: WindowSpan, begin: int, end: int) -> None:
         before = span.committed

@@ -18,9 +18,9 @@ from msgspec import Meta
 
 from .base import Epoch, HandoverId, Message, Reason
 from .outputs import Timing, TokenLogprob
-from .worker import MAX_PAGES, KVLayout, SliceChecksum
+from .worker import MAX_GROUPS, MAX_PAGES, KVLayout, SliceChecksum
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_METADATA_BYTES = 4096
 MAX_TOKENS = (1 << 31) - 1
 MAX_DURATION_MS = 1e9
@@ -37,6 +37,7 @@ Checksum = Annotated[int, Meta(ge=0)]
 MAX_SLICES = 1 << 16
 """Of one hand-over: as many writes of 4 MiB, or of a longer page, are 256 GiB."""
 PageNumbers = Annotated[bytes, Meta(max_length=4 * MAX_PAGES)]
+PageNumbersByGroup = Annotated[list[PageNumbers], Meta(min_length=1, max_length=MAX_GROUPS)]
 
 
 def check_timing(timing: Timing) -> None:
@@ -95,7 +96,8 @@ class Refused(Message):
 
 class TransferRequest(Message):
     """Receiver → sender: send the KV of a hand-over from token ``decode_prefix_len`` on (page-aligned) to
-    ``dst_pages``.
+    ``dst_pages``, of each group of the layout. Of a group whose pages go back behind a window these are the prompt's
+    last ones, as far as whoever goes on sees.
 
     ``prompt_digest`` (xxh3_64 of the int32 prompt) guards against a room that means another prompt there. ``checksum``:
     whether the slices of ``TransferDone`` shall have theirs.
@@ -106,12 +108,14 @@ class TransferRequest(Message):
     prompt_len: Tokens
     prompt_digest: Checksum
     decode_prefix_len: Tokens
-    dst_pages: PageNumbers
+    dst_pages: PageNumbersByGroup
     checksum: bool = True
 
     def __post_init__(self) -> None:
-        if len(self.dst_pages) % 4:
+        if any(len(pages) % 4 for pages in self.dst_pages):
             raise ValueError("dst_pages are not int32")
+        if sum(map(len, self.dst_pages)) > 4 * MAX_PAGES:
+            raise ValueError(f"dst_pages are more than {MAX_PAGES}")
 
 
 class RoomQueued(Message):

@@ -9,9 +9,10 @@ from msgspec import UNSET, Meta, UnsetType
 
 from .base import HandoverId, Message
 from .outputs import TokenLogprob
+from .tiers import TierCommand, TierEvent
 
 MAX_PAGES = 1 << 18
-"""Of one hand-over."""
+"""Of one hand-over, of all groups together."""
 MAX_LAYERS = 1 << 12
 MAX_GROUPS = 8
 """Of pages; see ``KVGroup``."""
@@ -24,9 +25,10 @@ the CPU kernels multiply them (``kernels/cpu/kv_blocks.h``), the same on every p
 """
 
 
-KVKind = Literal["mha", "mla"]
+KVKind = Literal["mha", "mla", "sparse"]
 """What a layer keeps of a token. "mha": the keys and the values of its KV heads, ``head_dim`` elements each. "mla": one
-latent row of ``head_dim`` elements, a key of which the first ``value_dim`` are the value, too.
+latent row of ``head_dim`` elements, a key of which the first ``value_dim`` are the value, too. "sparse": as "mha", and
+of each key a copy of ``label_dim`` elements, by which the tokens are chosen that later ones attend to.
 """
 
 
@@ -35,7 +37,9 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     A page is one contiguous span: for each of ``layers`` (by their numbers in the model, in that order) equally many
     bytes. Of kind "mha": ``[2, page_size * kv_heads * head_dim]`` of ``dtype``, keys, then values. Of kind "mla":
-    ``[page_size * head_dim]``, rows in the place of keys, and ``kv_heads`` is 1. Elements of one byte
+    ``[page_size * head_dim]``, rows in the place of keys, and ``kv_heads`` is 1. Of kind "sparse": keys, values, then
+    ``[kv_heads, page_size, label_dim]`` of ``dtype``, of the channels that ``labels`` stands for (equal digests, equal
+    channels), in the order "tokens" alone. Elements of one byte
     come with a scale for each head of each token, of ``scale_dtype`` (None: there are none): in the order "tokens"
     right behind the head's elements, in "blocks" those of a block's slots behind the block's elements.
 
@@ -53,6 +57,8 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     value_dim: int = 0
     scale_dtype: Annotated[str, Meta(max_length=32)] | None = None
     window: int = 0
+    label_dim: int = 0
+    labels: Annotated[str, Meta(max_length=32)] = ""
 
     @property
     def num_layers(self) -> int:
@@ -76,6 +82,10 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def window_group(self) -> KVGroup | None:
         """The group whose pages go back, if there is one."""
         return next((group for group in self.groups if group.window), None)
+
+
+PagesByGroup = list[bytes]
+"""Page numbers (int32) of each group of a layout, in its order."""
 
 
 class MeasuredStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,6 +124,7 @@ class WorkerReady(Message):
     """Worker → scheduler: the model is loaded. ``fingerprint`` identifies the weights (equal weights, equal value).
 
     ``max_total_tokens``: slots that may be handed out (page 0 excluded), a multiple of the page size.
+    ``host_pages``: of the second tier, 0 where there is none.
     ``max_window_tokens``: the same of the group whose pages go back behind a window, 0 where there is none.
     ``backend_metadata``: opaque address of this worker's transfer backend, for the peer's ``ConnectPeer``.
     ``load_seconds``: what start-up spent where. ``measured``: steps of several sizes, from which the time of the first
@@ -134,6 +145,7 @@ class WorkerReady(Message):
     step_weight_bytes: int = 0
     machine: MachineUse = MachineUse()
     max_window_tokens: int = 0
+    host_pages: int = 0
 
 
 class RowInit(msgspec.Struct, forbid_unknown_fields=True):
@@ -184,22 +196,22 @@ class InputLogprobSpec(msgspec.Struct, array_like=True):
 
 
 class SendPages(Message):
-    """In a ``ForwardStep``: push pages that are whole once it has run to the decode of ``handover`` (int32, here and
-    there, aligned). By itself: push pages that the steps before it have made whole.
+    """In a ``ForwardStep``: push pages that are whole once it has run to the decode of ``handover`` (here and there,
+    aligned). By itself: push pages that the steps before it have made whole.
 
     ``last``: no more of the hand-over's will come. ``checksum``: whether slices get theirs, or 0.
     """
 
     handover: HandoverId
-    src_pages: bytes
-    dst_pages: bytes
+    src_pages: PagesByGroup
+    dst_pages: PagesByGroup
     last: bool
     checksum: bool = True
 
 
 class SliceChecksum(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """xxh3_64 over a part of a hand-over that was written at once: of its pages ``first …`` (``count`` of them, as they
-    were handed in), layers ``begin`` to ``end``, page by page.
+    """xxh3_64 over a part of a hand-over that was written at once: of its pages ``first …`` of a group (``count`` of
+    them, as they were handed in), the group's layers ``begin`` to ``end``, page by page.
     """
 
     first: Annotated[int, Meta(ge=0, le=MAX_PAGES)]
@@ -207,6 +219,7 @@ class SliceChecksum(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     begin: Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
     end: Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
     checksum: Annotated[int, Meta(ge=0)]
+    group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)] = 0
 
 
 class ForwardStep(Message):
@@ -360,11 +373,11 @@ class SendEnded(Message):
 
 
 class GrantPages(Message):
-    """Scheduler → worker: ``peer`` may write these pages of our pool (int32), until the hand-over's are revoked."""
+    """Scheduler → worker: ``peer`` may write these pages of our pools, until the hand-over's are revoked."""
 
     handover: HandoverId
     peer: str
-    pages: bytes
+    pages: PagesByGroup
 
 
 class RevokePages(Message):
@@ -374,15 +387,15 @@ class RevokePages(Message):
 
 
 class VerifyPages(Message):
-    """Scheduler → worker: are these pages of our pool (int32, in the hand-over's order) wholly made up of ``slices``,
-    each with its checksum? Answer: ``PagesVerified``.
+    """Scheduler → worker: are these pages of our pools (in the hand-over's order) wholly made up of ``slices``, each
+    with its checksum? Answer: ``PagesVerified``.
 
     Without ``checksum`` it is enough that they are. ``order``: in which they were sent, None for our own. Pages of
     another order are converted in place once they are found right, so nobody else may use them before the answer.
     """
 
     handover: HandoverId
-    pages: bytes
+    pages: PagesByGroup
     slices: list[SliceChecksum]
     order: KVOrder | None = None
     checksum: bool = True
@@ -403,6 +416,6 @@ TransferCommand = SendCommand | ReceiveCommand
 PeerCommand = AdmitPeer | ConnectPeer | DisconnectPeer
 PeerEvent = PeerAdmitted | PeerConnected | PeerFailed | PeerLinkDown
 TransferEvent = PeerEvent | SendEnded | PagesVerified
-WorkerCommand = ForwardStep | SendCommand
-WorkerEvent = WorkerReady | StepResult | TransferEvent
+WorkerCommand = ForwardStep | SendCommand | TierCommand
+WorkerEvent = WorkerReady | StepResult | TransferEvent | TierEvent
 FollowerCommand = RankSetup | ForwardStep

@@ -58,8 +58,10 @@ def _safetensors_sizes(folder: Path) -> Iterator[TensorSize]:
             with safe_open(file, framework="numpy") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
                     values = math.prod(tensors.get_slice(name).get_shape())
-                    # MXFP4, as GPT-OSS has it: two weights a byte, beside what scales them.
-                    weights = {"blocks": 2 * values, "scales": 0}.get(name.rpartition("_")[2], values)
+                    # Several weights a number (MXFP4; AWQ and GPTQ), beside what scales them.
+                    several = {"blocks": 2 * values, "scales": 0}.get(name.rpartition("_")[2], values)
+                    packed = {"qweight": 8 * values, "qzeros": 0, "scales": 0, "g_idx": 0}
+                    weights = packed.get(name.rpartition(".")[2], several)
                     yield TensorSize(name, weights)
         except (SafetensorError, OSError) as e:
             raise InvalidWeights(f"{file} can't be read: {e}") from e

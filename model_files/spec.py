@@ -20,6 +20,13 @@ from enum import StrEnum
 from .errors import UnsupportedModel
 
 
+def _require_sizes(**sizes: int) -> None:
+    """Raise ``UnsupportedModel`` for what there is none of, by its name: engines count on one at least."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise UnsupportedModel(f"{name} {size} is not supported: it must be 1 at least")
+
+
 class RopeType(StrEnum):
     """How rotary frequencies depart from the plain ones."""
 
@@ -116,6 +123,11 @@ class AttentionSpec:
     qk_norm_spec: NormSpec | None = None
     sinks: bool = False
 
+    def __post_init__(self) -> None:
+        _require_sizes(heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
+        if self.window is not None:
+            _require_sizes(window=self.window)
+
     @property
     def attended_dim(self) -> int:
         """Elements of a head's output."""
@@ -145,6 +157,12 @@ class MLASpec:
     rope: int = 0
     a_bias: bool = False
     o_bias: bool = False
+
+    def __post_init__(self) -> None:
+        _require_sizes(heads=self.heads, kv_lora_rank=self.kv_lora_rank, qk_nope_head_dim=self.qk_nope_head_dim)
+        _require_sizes(qk_rope_head_dim=self.qk_rope_head_dim, v_head_dim=self.v_head_dim)
+        if self.q_lora_rank is not None:
+            _require_sizes(q_lora_rank=self.q_lora_rank)
 
     @property
     def qk_head_dim(self) -> int:
@@ -184,6 +202,9 @@ class MLPSpec:
     inner: int
     activation: Activation = Activation.SILU
     bias: bool = False
+
+    def __post_init__(self) -> None:
+        _require_sizes(inner=self.inner)
 
 
 class ExpertScoring(StrEnum):
@@ -231,6 +252,23 @@ class ExpertsSpec:
     group_score: GroupScore = GroupScore.LARGEST
     shared: MLPSpec | None = None
     shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        _require_sizes(count=self.count, chosen=self.chosen, inner=self.inner)
+        _require_sizes(groups=self.groups, groups_chosen=self.groups_chosen)
+        if self.groups_chosen > self.groups or self.count % self.groups:
+            raise UnsupportedModel(
+                f"{self.groups_chosen} of {self.groups} groups of {self.count} experts are no groups"
+            )
+        size = self.count // self.groups
+        if self.chosen > self.groups_chosen * size:
+            raise UnsupportedModel(f"{self.chosen} experts can't be chosen of {self.groups_chosen * size}")
+        if self.groups > 1 and size < 2 and self.group_score is GroupScore.TWO_LARGEST:
+            raise UnsupportedModel(f"{self.groups} groups of one expert can't be compared by their two best")
+        if self.limit is not None and not self.limit > 0:
+            raise UnsupportedModel(f"a limit of {self.limit} leaves nothing of the experts")
+        if self.shared_gate and self.shared is None:
+            raise UnsupportedModel("a gate without a shared expert is not supported")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +324,7 @@ class ModelSpec:
     """How many more the checkpoint has behind the last, to predict tokens further ahead: they are not read."""
 
     def __post_init__(self) -> None:
+        _require_sizes(vocab_size=self.vocab_size, hidden_size=self.hidden_size, layers=len(self.layers))
         for layer in self.layers:
             attention = layer.attention
             if isinstance(attention, MLASpec) and attention.qk_rope_head_dim % 2:
@@ -295,6 +334,9 @@ class ModelSpec:
                     f"{attention.heads} heads can't share {attention.kv_heads} KV heads, "
                     f"or head_dim {attention.head_dim} is odd"
                 )
+        for rope in self.ropes:
+            if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= self.rotated_dim:
+                raise UnsupportedModel(f"{rope.rotary_dim} of {self.rotated_dim} elements can't be rotated in pairs")
         shapes = {(type(a), a.kv_heads, a.head_dim, _rotated(a)) for a in (layer.attention for layer in self.layers)}
         if len(shapes) != 1:
             raise UnsupportedModel("layers whose keys and values have different shapes are not supported")

@@ -28,11 +28,13 @@ def _read_gguf(path: Path) -> ModelSpec:
         return spec_from_gguf(GGUFConfig(file))
     except KeyError as e:
         raise UnsupportedModel(f"{path} lacks the metadata {e}") from e
+    except (TypeError, ValueError, ArithmeticError) as e:
+        raise UnsupportedModel(f"{path} has no usable metadata: {e.__class__.__name__}: {e}") from e
 
 
 def _read_hf(folder: Path) -> ModelSpec:
     file = folder / "config.json"
     try:
         return spec_from_hf(msgspec.json.decode(file.read_bytes(), type=dict[str, Any]))
-    except (KeyError, TypeError, ValueError, OSError, msgspec.MsgspecError) as e:
+    except (KeyError, TypeError, ValueError, ArithmeticError, OSError, msgspec.MsgspecError) as e:
         raise UnsupportedModel(f"{file} is no usable model config: {e.__class__.__name__}: {e}") from e

@@ -6,8 +6,10 @@ pool with page 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from ..runtime.layers_done import LayersDone
@@ -40,10 +42,22 @@ class ForwardBatch:
     """[L] int64: indices into T of the tokens whose logits are wanted, in the order of the answer."""
     done: LayersDone | None = None
     """Counts the layers whose KV the pass has written, for who pushes it meanwhile; host memory only."""
+    prompt_lens: list[int] | None = None
+    """[B]: of each entry's row, how many tokens are the request's prompt: those behind were generated, also where they
+    are computed once more. None: entries of one token are generated ones, longer ones a prompt's.
+    """
     window_pages: Tensor | None = None
     """[P] int32: a page → the page of the pool of windowed layers that holds the same tokens, 0: none; on the tokens'
     device. None where no layers have a pool of their own. Pages that any of the pass's tokens sees, or writes, have
     one.
+    """
+    begun_at: Tensor | None = None
+    """int64: tokens that lie in pages which the pass begins and does not fill, one of each; None: not worked out."""
+    host_rows: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """[B]: ``rows``, on the host, for who plans there. Empty where the batch was not made of a step."""
+    is_captured: bool = False
+    """Whether the pass is a graph's, captured or replayed: each entry is of one token, the tensors are the same each
+    time, and what ``plan`` leaves for ``forward`` must be at the same addresses for each pass of so many entries.
     """
 
     @property

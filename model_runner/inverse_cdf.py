@@ -13,12 +13,13 @@ from torch.nn.functional import pad
 
 BLOCK = 256
 # splitmix64 (Steele, Lea, Flood 2014): a counter that grows by GOLDEN, and a mixer from counts to 64 random bits.
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """splitmix64's mixer, one to one."""
     bits = (bits ^ (bits >> np.uint64(30))) * _MIX_1
     bits = (bits ^ (bits >> np.uint64(27))) * _MIX_2
     return bits ^ (bits >> np.uint64(31))
@@ -30,8 +31,8 @@ def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) ->
     The seed is mixed once so that neighbouring seeds start far apart; the position is the counter. There is no state: a
     request that is retracted, moved or replayed draws the same numbers again.
     """
-    counters = _mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
-    return (_mix(counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    counters = mix(seeds + GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN
+    return (mix(counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def pick_few(weights_NM: Tensor, uniforms_N: Tensor) -> Tensor:

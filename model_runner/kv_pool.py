@@ -9,7 +9,7 @@ rows of one token's heads, and rows of one layer's page of keys or values. In th
 one byte (``kv_quantization.py``) the pool is of bytes, and each token's head has 4 more of them: its scale.
 
 Of latent rows (kind "mla") there is one a token and layer, key and value in one: ``[P, L, page_size, D]``, or
-``[P, L, page_size * D]`` in blocks.
+``[P, L, page_size * D]`` in blocks. Kind "sparse" has a file of its own, ``double_sparsity/pool.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..messages.worker import KVGroup, KVLayout, KVOrder
+from ..messages.worker import KVGroup, KVKind, KVLayout, KVOrder
+from .double_sparsity.channels import LabelChannels
+from .double_sparsity.pool import SparseTokenToKVPool
 from .kernels.reference import store_kv
 from .kv_quantization import LARGEST, SCALE_BYTES, SCALE_DTYPE, pack_heads, unpack_heads
 
@@ -75,17 +77,26 @@ def make_layout(
     dtype: torch.dtype,
     order: KVOrder = "tokens",
     windows: Mapping[int, int] | None = None,
+    labels: LabelChannels | None = None,
 ) -> KVLayout:
-    """The layout of ``spec``'s pages. ``windows``: of these layers, how many tokens they see; their pages go back."""
+    """The layout of ``spec``'s pages. ``windows``: of these layers, how many tokens they see; their pages go back.
+    ``labels``: what of each key is kept a second time.
+    """
     windows = windows or {}
+    kind: KVKind = "mha" if spec.latent_dim is None else "mla"
     width = spec.kv_elements * dtype.itemsize
     if dtype in LARGEST:
         width += spec.kv_elements // spec.head_dim * SCALE_BYTES
+    if labels is not None:
+        if kind != "mha" or dtype in LARGEST or order != "tokens" or windows:
+            raise ValueError("labels go with whole keys and values, in the order of tokens, that are kept")
+        kind = "sparse"
+        width += spec.num_kv_heads * labels.dim * dtype.itemsize
 
     def group(layers: tuple[int, ...], window: int) -> KVGroup:
         return KVGroup(
             layers=layers,
-            kind="mha" if spec.latent_dim is None else "mla",
+            kind=kind,
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             dtype=_name(dtype),
@@ -93,6 +104,8 @@ def make_layout(
             value_dim=spec.latent_dim or 0,
             scale_dtype=_name(SCALE_DTYPE) if dtype in LARGEST else None,
             window=window,
+            label_dim=0 if labels is None else labels.dim,
+            labels="" if labels is None else labels.digest,
         )
 
     kept = group(tuple(layer for layer in range(spec.num_layers) if layer not in windows), 0)
@@ -174,6 +187,15 @@ class MHATokenToKVPool:
             return unpack_heads(keys, self.dtype), unpack_heads(values, self.dtype)
         return keys, values
 
+    def layer_pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of ``layer`` where they lie: two views [P, page_size, H, D] of a pool in the order "tokens"
+        that is not quantised.
+        """
+        if self.layout.order != "tokens" or self.is_quantized:
+            raise ValueError(f"{self.group.dtype} in the order {self.layout.order!r} is no array of elements")
+        pages = self._own[:, self._index[layer]]
+        return pages[:, KEYS], pages[:, VALUES]
+
     def clear(self, pages: Tensor) -> None:
         """Zero ``pages`` (int64) in all layers."""
         self._own.index_fill_(0, pages, 0)
@@ -226,12 +248,18 @@ class MLATokenToKVPool:
         found = self._page_rows.index_select(0, rows).view(-1, 1, self.group.head_dim)
         return found, found[..., : self.group.value_dim]
 
+    def layer_rows(self, layer: int) -> Tensor:
+        """Rows of ``layer`` where they lie: a view [P, page_size, D] of a pool in the order "tokens"."""
+        if self.layout.order != "tokens":
+            raise ValueError(f"the order {self.layout.order!r} is not by token")
+        return self.data[:, self._index[layer]]
+
     def clear(self, pages: Tensor) -> None:
         """Zero ``pages`` (int64) in all layers."""
         self.data.index_fill_(0, pages, 0)
 
 
-KVPool = MHATokenToKVPool | MLATokenToKVPool
+KVPool = MHATokenToKVPool | MLATokenToKVPool | SparseTokenToKVPool
 
 
 def make_pool(
@@ -241,8 +269,11 @@ def make_pool(
     buffer: Buffer | None = None,
     heads: tuple[int, int] | None = None,
     group: int = 0,
+    labels: LabelChannels | None = None,
 ) -> KVPool:
-    """The pool of one ``group`` of the layout; see the classes."""
+    """The pool of one ``group`` of the layout; see the classes. ``labels``: those that the layout was made with."""
+    if labels is not None:
+        return SparseTokenToKVPool(layout, num_pages, device, labels.indices, buffer)
     if layout.groups[group].kind == "mla":
         return MLATokenToKVPool(layout, num_pages, device, buffer, group)
     return MHATokenToKVPool(layout, num_pages, device, buffer, heads, group)

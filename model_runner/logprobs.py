@@ -1,13 +1,16 @@
 """Log-probabilities of the model's own distribution (before temperature and penalties), with the best alternatives.
 
+In two halves: ``score`` is queued on the device with the step, ``listed`` makes of its outcome what an answer holds.
+
 Shapes: N scored positions, V vocabulary, K alternatives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,6 +22,17 @@ from .top_tokens import top_tokens
 CHUNK_LOGPROBS = 1 << 20
 
 
+class Scored(NamedTuple):
+    """On the logits' device. ``targets`` [N] int64, ``logprobs`` [N] of them; ``ids`` [N, K], best first, and
+    ``best`` [N, K], theirs.
+    """
+
+    targets: Tensor
+    logprobs: Tensor
+    ids: Tensor
+    best: Tensor
+
+
 class Scores(NamedTuple):
     """One position. ``bad``: the position's logits were not finite; its logprob means nothing."""
 
@@ -26,23 +40,29 @@ class Scores(NamedTuple):
     bad: bool
 
 
-def score(logits_NV: Tensor, targets: Sequence[int], top_nums: Sequence[int]) -> list[Scores]:
-    """Logprob of ``targets[i]`` under row i of float32 logits, with its ``top_nums[i]`` best tokens, best first."""
-    return list(_scores(logits_NV, targets, top_nums))
-
-
-def _scores(logits_NV: Tensor, targets: Sequence[int], top_nums: Sequence[int]) -> Iterator[Scores]:
+def score(logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored:
+    """Of each row of float32 logits: its target's logprob, and those of its ``most`` best tokens. Nobody waits."""
     size = max(1, CHUNK_LOGPROBS // logits_NV.shape[1])
-    for begin in range(0, len(targets), size):
-        chunk = slice(begin, begin + size)
-        logits = logits_NV[chunk]
-        logprobs = torch.log_softmax(logits, 1)
-        target_ids = torch.tensor(targets[chunk], device=logits.device).unsqueeze(1)
-        chosen = logprobs.gather(1, target_ids).squeeze(1).tolist()
-        ids = top_tokens(logits, max(top_nums[chunk])).ids
-        best = logprobs.gather(1, ids).tolist()
-        rows = zip(targets[chunk], chosen, ids.tolist(), best, top_nums[chunk], strict=True)
-        for token, logprob, best_ids, best_logprobs, num in rows:
-            top = list(zip(best_ids[:num], best_logprobs[:num], strict=True))
-            # NaN and +inf anywhere in a row turn its normaliser, and with it every logprob, into NaN.
-            yield Scores(TokenLogprob(token, logprob, top), logprob != logprob)
+    chunks = [
+        _score(logits_NV[begin : begin + size], targets_N[begin : begin + size], most)
+        for begin in range(0, max(1, len(targets_N)), size)
+    ]
+    return chunks[0] if len(chunks) == 1 else Scored(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
+
+
+def _score(logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored:
+    logprobs_NV = torch.log_softmax(logits_NV, 1)
+    ids_NK = top_tokens(logits_NV, most).ids
+    chosen_N = logprobs_NV.gather(1, targets_N[:, None])[:, 0]
+    return Scored(targets_N, chosen_N, ids_NK, logprobs_NV.gather(1, ids_NK))
+
+
+def listed(arrays: Sequence[npt.NDArray[Any]], top_nums: Sequence[int]) -> list[Scores]:
+    """Each position of ``Scored`` (its arrays, on the host) with its ``top_nums[i]`` best tokens, best first."""
+    rows = zip(*(array.tolist() for array in arrays), top_nums, strict=True)
+    result = []
+    for token, logprob, ids, best, num in rows:
+        top = list(zip(ids[:num], best[:num], strict=True))
+        # NaN and +inf anywhere in a row turn its normaliser, and with it every logprob, into NaN.
+        result.append(Scores(TokenLogprob(token, logprob, top), logprob != logprob))
+    return result

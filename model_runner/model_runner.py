@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..disaggregation.transfer.pages import PageGroup
 from ..disaggregation.transfer.region import KVRegion, allocate_region
 from ..messages.worker import KVOrder
 from ..model_files.context_length import choose_context_length, with_context, without_idle_windows
@@ -25,12 +27,15 @@ from ..model_files.foreign_config import read_foreign
 from ..model_files.model_impl import ModelImpl, choose_model_impl
 from ..model_files.model_path import ModelSource, resolve_model
 from ..model_files.sharding import Shard
-from ..model_files.spec import ModelSpec
+from ..model_files.spec import AttentionSpec, MLASpec, ModelSpec
 from ..model_files.spec_reader import read_spec
 from ..runtime.options import ServerOptions
-from .attention.base import AttentionBackend
-from .attention.registry import choose_attention_backend, make_attention_backend
-from .device import choose_device, choose_dtype, choose_kv_dtype, device_memory
+from .attention.base import AttentionBackend, attention_limits
+from .attention.registry import BackendNeeds, choose_attention_backend, make_attention_backend
+from .decode_graphs import graph_sizes
+from .device.choice import choose_device, choose_dtype, choose_kv_dtype, open_device
+from .device_ops.choose import choose_ops
+from .double_sparsity.channels import LabelChannels, choose_channels
 from .forward_batch import ForwardBatch
 from .kv_pool import HasKV, KVPool, KVShape, make_layout, make_pool
 from .kv_quantization import LARGEST
@@ -40,6 +45,7 @@ from .loader.quantized_blocks import BlockSource, has_whole_blocks
 from .models.decoder import Decoder
 from .placement import SPIN_US
 from .pool_size import PoolRequest, WindowRequest, choose_max_total_tokens, choose_pool_tokens, layers_apart, piece_of
+from .step_plan import begun_tokens
 from .tensor_parallel.group import alone
 
 if TYPE_CHECKING:
@@ -69,9 +75,10 @@ class ModelRunner:
     ``vocab_size`` (tokens), ``device``, ``dtype`` (weights and activations), ``quantization`` (what "auto" came to),
     ``layout``, ``max_total_tokens`` (slots to hand out, page 0 excluded), ``num_slots`` (all of them), ``page_size``,
     ``pool``, ``kv_region`` (its memory as one buffer; None on an accelerator), ``window_pool`` (of layers whose pages
-    go back behind a window, None where there are none), ``max_window_tokens`` and ``num_window_pages`` (of that,
-    without and with page 0; else 0), ``fingerprint``, ``attention_backend`` (its
-    name), ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU kernels run),
+    go back behind a window, None where there are none) and its ``window_region``, ``max_window_tokens`` and
+    ``num_window_pages`` (of that, without and with page 0; else 0), ``fingerprint``, ``attention_backend`` (its name),
+    ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU kernels run),
+    ``hardware`` (the device, as the step loop uses it), ``graph_sizes`` (of decode steps to capture; none: nothing is),
     ``step_weight_bytes`` (what a decode step reads of weights), ``clears_begun_pages``, ``load_seconds``. Of a rank,
     the description, ``layout`` and ``fingerprint`` are of the whole model on its host, the weights its own.
     """
@@ -95,12 +102,17 @@ class ModelRunner:
             source = resolve_model(options.model_path, weights=options.load_format != "dummy")
             self.implementation = choose_model_impl(options.model_impl, source)
             self.device = choose_device(options.device)
+            self.hardware = open_device(self.device, strict=options.fail_on_host_sync)
             self.dtype = choose_dtype(options.dtype, self.device)
         kv_dtype = choose_kv_dtype(options.kv_cache_dtype, self.dtype)
         self.spec: ModelSpec | None = None
         self.quantization: Quantization = "none"
         self.sampler: NativeSampler | None = None
         self.engine: CpuEngine | None = None
+        self.graph_sizes: tuple[int, ...] = ()
+        self._attention: AttentionBackend | None = None
+        self._clears = False
+        self._compute: Callable[[ForwardBatch], Tensor]
         self._meet: Callable[[], None] | None = None
         # The engine reads nothing beyond a row's end, but the peer that gets a page may run on the torch backend.
         self.clears_begun_pages = options.hands_over
@@ -112,7 +124,19 @@ class ModelRunner:
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits of ``batch.logit_indices``, [L, V] float32; writes the pass's KV to the pool."""
         with torch.inference_mode():
-            return self._run(batch)
+            self.prepare(batch)
+            return self.compute(batch)
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """The half of ``forward`` that depends on more than the batch's tensors: once before each ``compute``."""
+        if self._clears:
+            self._clear_begun_pages(batch)
+        if self._attention is not None:
+            self._attention.plan(batch)
+
+    def compute(self, batch: ForwardBatch) -> Tensor:
+        """The other half, which can be captured where ``graph_sizes`` has any."""
+        return self._compute(batch)
 
     def _start_native(self, options: ServerOptions, source: ModelSource, kv_dtype: torch.dtype) -> None:
         with self._timed("config"):
@@ -127,6 +151,7 @@ class ModelRunner:
                     f"--kv-cache-dtype {options.kv_cache_dtype} is not supported for latent attention (MLA); "
                     "leave it out, or choose bfloat16"
                 )
+            labels = choose_channels(options, spec)
         shard = self._shard(spec)
         with self._timed("kernels"):
             self.attention_backend = choose_attention_backend(
@@ -138,11 +163,13 @@ class ModelRunner:
             model = self._load(options, source, spec, identity, blocks, shard)
         with self._timed("kv_pool"):
             windows = layers_apart(options, spec) if self._ranks is None else {}
-            self._allocate_pool(options, _kept(spec, self._ranks), kv_dtype, shard, windows)
+            self._allocate_pool(options, _kept(spec, self._ranks), kv_dtype, shard, windows, labels)
         self.step_weight_bytes = self._weight_bytes - model.idle_bytes
         with self._timed("kernels"):
-            on_kernels = self.attention_backend == "cpu"
-            self._run = self._native_pass(model, blocks, shard) if on_kernels else self._torch_pass(model, shard)
+            if self.attention_backend == "cpu":
+                self._use_kernels(model, blocks, shard)
+            else:
+                self._use_torch(options, model, shard)
 
     def _shard(self, spec: ModelSpec) -> Shard | None:
         if self._ranks is None:
@@ -178,7 +205,7 @@ class ModelRunner:
             self.step_weight_bytes = self._weight_bytes
         with self._timed("kv_pool"):
             self._allocate_pool(options, loaded.shape, kv_dtype)
-        self._run = self._torch_pass(loaded.model)
+        self._use_torch(options, loaded.model)
 
     def _load(
         self,
@@ -190,10 +217,10 @@ class ModelRunner:
         shard: Shard | None,
     ) -> Decoder:
         if shard is None or self._ranks is None:
-            model = Decoder(spec, self.dtype, self.device)
+            model = Decoder(spec, self.dtype, self.device, ops=choose_ops(self.device))
         else:
             group = alone if self.attention_backend == "cpu" else self._ranks.join().torch_ranks(spec.vocab_size)
-            model = Decoder(shard.spec, self.dtype, self.device, shard.vocab, group)
+            model = Decoder(shard.spec, self.dtype, self.device, shard.vocab, group, choose_ops(self.device))
         weights = model.weights()
         samples = load_model_weights(weights, source, spec, options.load_format, options.random_seed, blocks, shard)
         rounding: str = self.quantization
@@ -230,21 +257,47 @@ class ModelRunner:
         log.warning("the GGUF's own blocks need the CPU kernels; it is served dequantised, in %s", self.dtype)
         return "none"
 
-    def _torch_pass(self, model: TorchModel, shard: Shard | None = None) -> Callable[[ForwardBatch], Tensor]:
-        attention = make_attention_backend(self.attention_backend, self.pool, self.dtype, self.window_pool)
+    def _use_torch(self, options: ServerOptions, model: TorchModel, shard: Shard | None = None) -> None:
+        attentions, limits = list[AttentionSpec | MLASpec](), None
+        if isinstance(model, Decoder):
+            attentions = [layer.attention for layer in model.spec.layers]
+            limits = attention_limits(model.spec, options.max_running_requests, self.context_length)
+        sizes = graph_sizes(options.max_running_requests, options.graph_sizes, options.cuda_graph_max_bs)
+        pages = -(-self.context_length // self.page_size) * max(sizes, default=0)
+        needs = BackendNeeds(
+            self.pool,
+            self.dtype,
+            self.window_pool,
+            limits,
+            self.hardware,
+            attentions,
+            pages,
+            options.flashinfer_workspace_size,
+            options,
+        )
+        attention = self._attention = make_attention_backend(self.attention_backend, needs)
+        self._clears = self.clears_begun_pages or attention.reads_whole_pages
         if shard is not None and shard.shares_kv_heads and isinstance(model, Decoder):
             self._meet = model.ranks.meet
+        self._compute = lambda batch: model.forward(batch, attention)
+        why_not = self._why_no_graphs(options, model, attention)
+        if why_not is None:
+            self.graph_sizes = sizes
+        elif self.hardware.can_capture:
+            log.info("decode steps run without CUDA graphs: %s", why_not)
 
-        def run(batch: ForwardBatch) -> Tensor:
-            self._clear_begun_pages(batch)
-            attention.plan(batch)
-            return model.forward(batch, attention)
+    def _why_no_graphs(self, options: ServerOptions, model: TorchModel, attention: AttentionBackend) -> str | None:
+        if options.disable_cuda_graph:
+            return "--disable-cuda-graph"
+        if not self.hardware.can_capture:
+            return f"{self.device.type} has none"
+        if not attention.is_graph_safe:
+            return f"attention backend {self.attention_backend} can't be captured"
+        if not isinstance(model, Decoder):
+            return "a model by transformers' own class may wait for the device"
+        return model.why_no_graphs
 
-        return run
-
-    def _native_pass(
-        self, model: Decoder, blocks: BlockSource | None, shard: Shard | None
-    ) -> Callable[[ForwardBatch], Tensor]:
+    def _use_kernels(self, model: Decoder, blocks: BlockSource | None, shard: Shard | None) -> None:
         # Imported here: it loads the compiled kernels.
         from .kernels.cpu_engine import CpuEngine
         from .kernels.native_engine import Ranks
@@ -258,14 +311,7 @@ class ModelRunner:
         self.step_weight_bytes = engine.weight_bytes
         if engine.shares_heads:
             self._meet = engine.meet
-        if not self.clears_begun_pages:
-            return engine.forward
-
-        def run(batch: ForwardBatch) -> Tensor:
-            self._clear_begun_pages(batch)
-            return engine.forward(batch)
-
-        return run
+        self._clears, self._compute = self.clears_begun_pages, engine.forward
 
     def _allocate_pool(
         self,
@@ -274,15 +320,18 @@ class ModelRunner:
         dtype: torch.dtype,
         shard: Shard | None = None,
         windows: Mapping[int, int] | None = None,
+        labels: LabelChannels | None = None,
     ) -> None:
         order: KVOrder = "blocks" if self.attention_backend == "cpu" else "tokens"
         self.page_size = options.page_size
-        self.layout = layout = make_layout(kept, options.page_size, dtype, order, windows)
+        self.layout = layout = make_layout(kept, options.page_size, dtype, order, windows, labels)
         self.kv_region: KVRegion | None = None
         self.window_pool: KVPool | None = None
+        self.window_region: KVRegion | None = None
         self.num_window_pages = 0
         self._exchange: NativeRanks | None = None
         heads = None
+        is_shared = options.disaggregation_transfer_backend == "shm"
         if shard is not None and self._ranks is not None:
             heads = self._ranks.own_heads(shard.whole)
             from .tensor_parallel.host_ranks import Own
@@ -299,15 +348,15 @@ class ModelRunner:
             num_pages = self._choose_pages(options, self._weight_bytes)
             kept_bytes = num_pages * layout.groups[0].page_bytes
             if self.device.type == "cpu" and kept_bytes:
-                is_shared = options.disaggregation_transfer_backend == "shm"
                 self.kv_region = allocate_region(kept_bytes, shared=is_shared)
         buffer = None if self.kv_region is None else self.kv_region.buffer
-        self.pool = make_pool(layout, num_pages, self.device, buffer, heads)
+        self.pool = make_pool(layout, num_pages, self.device, buffer, heads, labels=labels)
         if self.num_window_pages:
             # Committed as it is touched, which a tensor of zeros would not be.
             window_bytes = self.num_window_pages * layout.groups[1].page_bytes
-            region = allocate_region(window_bytes, shared=False) if self.device.type == "cpu" else None
-            buffer = None if region is None else region.buffer
+            if self.device.type == "cpu":
+                self.window_region = allocate_region(window_bytes, shared=is_shared)
+            buffer = None if self.window_region is None else self.window_region.buffer
             self.window_pool = make_pool(layout, self.num_window_pages, self.device, buffer, group=1)
         self.max_window_tokens = max(0, self.num_window_pages - 1) * options.page_size
         self.max_total_tokens, self.num_slots = (num_pages - 1) * options.page_size, num_pages * options.page_size
@@ -328,6 +377,14 @@ class ModelRunner:
                 self.num_window_pages * layout.window_group.page_bytes / 2**30,
             )
 
+    def page_groups(self) -> list[PageGroup | None]:
+        """What peers may read and write: the pages of each group of the layout, None for one without bytes."""
+        regions = (self.kv_region, self.window_region)
+        return [
+            PageGroup.of(group, region) if region is not None else None
+            for group, region in zip(self.layout.groups, regions, strict=False)
+        ]
+
     def _choose_pages(self, options: ServerOptions, weight_bytes: int) -> int:
         """With page 0, beside weights that are loaded."""
         request = PoolRequest(
@@ -336,7 +393,7 @@ class ModelRunner:
             options.page_size,
             options.max_running_requests * (self.context_length + options.page_size - 1),
         )
-        memory, group = device_memory(self.device), self.layout.window_group
+        memory, group = self.hardware.memory(), self.layout.window_group
         if group is not None:
             ratio, rows = options.swa_full_tokens_ratio, options.max_running_requests
             piece = piece_of(options, self.device.type)
@@ -376,15 +433,13 @@ class ModelRunner:
         Attention reads whole pages and masks the lanes beyond a row's end; a NaN that a former owner left there would
         get through the mask, as 0 × NaN is NaN.
         """
-        size, end, tokens = self.layout.page_size, 0, []
-        for start, q_len in zip(batch.starts, batch.q_lens, strict=True):
-            end += q_len
-            used = (start + q_len) % size
-            if 0 < used <= q_len:
-                tokens.append(end - 1)
-        if not tokens:
+        size, begun_at = self.layout.page_size, batch.begun_at
+        if begun_at is None:
+            begun_at = torch.from_numpy(begun_tokens(np.array(batch.starts), np.array(batch.q_lens), size))
+            begun_at = begun_at.to(self.device)
+        if not len(begun_at):
             return
-        pages = batch.out_cache_loc[torch.tensor(tokens, device=self.device)] // size
+        pages = batch.out_cache_loc[begun_at] // size
         self.pool.clear(pages)
         if self.window_pool is not None and batch.window_pages is not None:
             self.window_pool.clear(batch.window_pages[pages].to(torch.int64))
@@ -411,6 +466,15 @@ def refuse_for_transformers(options: ServerOptions) -> None:
     if options.attention_backend == "cpu":
         raise UnsupportedModel(
             "--attention-backend cpu: the CPU kernels can't run a model by transformers' own class (--model-impl)"
+        )
+    if options.enable_double_sparsity:
+        raise UnsupportedModel(
+            "--enable-double-sparsity: a model by transformers' own class (--model-impl) attends to all tokens"
+        )
+    if options.attention_backend in ("triton", "flashinfer"):
+        raise UnsupportedModel(
+            f"--attention-backend {options.attention_backend}: a model by transformers' own class (--model-impl) "
+            "attends by torch alone"
         )
     if options.tp_size > 1:
         raise UnsupportedModel(

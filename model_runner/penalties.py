@@ -7,8 +7,8 @@ by one token each time the worker samples for the row, dropped when the row gets
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -84,14 +84,17 @@ class LogitEdits(NamedTuple):
         return LogitEdits(self.histories[part], self.banned[part], self.biases[part])
 
 
-def add_biases(logits_NV: Tensor, biases: Sequence[TokenBias | None]) -> None:
+Upload = Callable[[npt.NDArray[Any]], Tensor]
+"""Puts an array where the logits are (``Device.upload``)."""
+
+
+def add_biases(logits_NV: Tensor, biases: Sequence[TokenBias | None], upload: Upload | None = None) -> None:
     """Add each row's biases to its logits, in place."""
-    vocab = logits_NV.shape[1]
+    put, vocab = upload or _to(logits_NV.device), logits_NV.shape[1]
     given = [(i, bias) for i, bias in enumerate(biases) if bias is not None]
     if given:
-        flat_M = torch.from_numpy(np.concatenate([bias.ids + i * vocab for i, bias in given])).to(logits_NV.device)
-        values_M = torch.from_numpy(np.concatenate([bias.values for _, bias in given])).to(logits_NV.device)
-        logits_NV.view(-1)[flat_M] += values_M
+        flat_M = put(np.concatenate([bias.ids + i * vocab for i, bias in given]))
+        logits_NV.view(-1)[flat_M] += put(np.concatenate([bias.values for _, bias in given]))
 
 
 def apply_penalties(
@@ -121,9 +124,13 @@ def apply_penalties(
     logits_NV.view(-1)[flat_M] = new_M
 
 
-def ban_tokens(logits_NV: Tensor, banned: Sequence[I64 | None]) -> None:
+def ban_tokens(logits_NV: Tensor, banned: Sequence[I64 | None], upload: Upload | None = None) -> None:
     """Give the banned tokens of each row, in place, no chance at all."""
-    vocab = logits_NV.shape[1]
+    put, vocab = upload or _to(logits_NV.device), logits_NV.shape[1]
     flat = [ids + i * vocab for i, ids in enumerate(banned) if ids is not None]
     if flat:
-        logits_NV.view(-1)[torch.from_numpy(np.concatenate(flat)).to(logits_NV.device)] = -torch.inf
+        logits_NV.view(-1).index_fill_(0, put(np.concatenate(flat)), -torch.inf)
+
+
+def _to(device: torch.device) -> Upload:
+    return lambda array: torch.from_numpy(array).to(device)

@@ -51,11 +51,10 @@ class PoolTokens(NamedTuple):
 
 
 def layers_apart(options: ServerOptions, spec: ModelSpec) -> dict[int, int]:
-    """Layers with a window whose pages go back, and their windows. None of an instance that exchanges KV, as a
-    hand-over moves the pages of one group; nor where prompts are never cut, each of which needs all of its pages at
-    once.
+    """Layers with a window whose pages go back, and their windows. None where prompts are never cut: each needs all of
+    its pages at once; nor with a second tier, which moves pages of one group.
     """
-    if options.hands_over or options.chunked_prefill_size == -1:
+    if options.chunked_prefill_size == -1 or options.enable_hierarchical_cache:
         return {}
     attentions = enumerate(layer.attention for layer in spec.layers)
     windows = ((i, attention.window) for i, attention in attentions if isinstance(attention, AttentionSpec))
@@ -94,8 +93,8 @@ def choose_pool_tokens(
     if request.max_total_tokens is not None:
         kept = request.max_total_tokens // size
     else:
-        # As if a page of both were one.
-        both = round(kept_bytes + ratio * window_bytes)
+        # As if a page of both were one, which is more than nothing.
+        both = max(1, round(kept_bytes + ratio * window_bytes))
         plain = request._replace(most_tokens=most * size)
         kept = choose_max_total_tokens(plain, both, weight_bytes, memory, device_type) // size
     windowed = min(max(math.ceil(kept * ratio), own_window + piece), enough, kept)

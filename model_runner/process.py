@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from ..disaggregation.errors import TransferError
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
 from ..messages.routes import ToTransfer, ToWorker
+from ..messages.tiers import TierCommand
 from ..messages.worker import (
     ForwardStep,
     MachineUse,
@@ -42,16 +43,18 @@ if TYPE_CHECKING:
     from ..disaggregation.transfer.engine import TransferEngine
     from .model_runner import ModelRunner
     from .step_queue import StepQueue
+    from .tiers.worker_tiers import WorkerTiers
 
 log = logging.getLogger(__name__)
 
 
 class Worker(NamedTuple):
-    """A loaded worker; ``engine`` None on an instance that hands nothing over."""
+    """A loaded worker; ``engine`` None on an instance that hands nothing over, ``tiers`` where the pool is alone."""
 
     model: ModelRunner
     steps: StepQueue
     engine: TransferEngine | None
+    tiers: WorkerTiers | None
     prefault: PoolPrefault
     machine: MachineUse
     load_seconds: dict[str, float]
@@ -88,15 +91,17 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
 
     model, steps = started.model, started.steps
     engine = _start_engine(ctx, model, started.placement)
+    tiers = _start_tiers(ctx, model, started.placement)
     loaded = time.monotonic()
     warm_up(steps, options.max_running_requests, model.context_length, options.page_size)
+    steps.capture_graphs()
     freeze()
     # Behind the freeze, as the steps of requests will be.
     measured = measure_steps(steps, options.max_running_requests, model.context_length, options.page_size)
     seconds = {**started.seconds, "warm_up": time.monotonic() - loaded}
     prefault = PoolPrefault.of(model.kv_region, model.layout)
-    queue = StepQueue(steps, engine, ahead=0 if model.device.type == "cpu" else 1)
-    return Worker(model, queue, engine, prefault, started.machine, seconds, measured)
+    queue = StepQueue(steps, engine, ahead=1 if model.hardware.beside else 0)
+    return Worker(model, queue, engine, tiers, prefault, started.machine, seconds, measured)
 
 
 def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worker) -> None:
@@ -119,6 +124,11 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
             if steps.is_full:
                 events.send(_result(worker))
             worker.prefault.used(highest_slot(command))
+        elif isinstance(command, TierCommand):
+            assert worker.tiers is not None
+            copied = worker.tiers.obey(command)
+            if copied is not None:
+                events.send(copied)
         elif worker.engine is not None:
             worker.engine.submit(command)
         else:
@@ -155,7 +165,7 @@ def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -
     options = ctx.options
     if not options.hands_over:
         return None
-    if model.kv_region is None:
+    if model.device.type != "cpu":
         raise UnsupportedModel(f"KV hand-over from {model.device.type} memory is not there yet; use --device cpu")
     from ..disaggregation.transfer.engine import TransferEngine
 
@@ -168,8 +178,7 @@ def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -
     with floating(placement):
         engine = TransferEngine(
             options.disaggregation_transfer_backend,
-            model.kv_region,
-            model.layout.page_bytes,
+            model.page_groups(),
             ctx.epoch,
             options.host,
             emit,
@@ -181,9 +190,20 @@ def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -
     return engine
 
 
+def _start_tiers(ctx: ChildContext, model: ModelRunner, placement: Placement) -> WorkerTiers | None:
+    if not ctx.options.enable_hierarchical_cache:
+        return None
+    from .tiers.worker_tiers import WorkerTiers
+
+    # Made here, used by the store's thread alone.
+    with floating(placement):
+        return WorkerTiers(ctx.options, model, lambda: Sender(ctx.zmq_ctx, ctx.address("worker_events")).send)
+
+
 def _ready_message(worker: Worker) -> WorkerReady:
     model = worker.model
     return WorkerReady(
+        host_pages=worker.tiers.num_pages if worker.tiers is not None else 0,
         fingerprint=model.fingerprint,
         vocab_size=model.vocab_size,
         context_length=model.context_length,

@@ -18,11 +18,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .inverse_cdf import pick, pick_few, uniforms
+from .draws import CANDIDATES, DrawnRows, from_all, from_candidates, from_top_k, zero_below
+from .inverse_cdf import pick
 from .penalties import I64, LogitEdits, add_biases, apply_penalties, ban_tokens
 from .rows import RowParams
 from .top_tokens import top_tokens
@@ -30,9 +30,8 @@ from .top_tokens import top_tokens
 if TYPE_CHECKING:
     from .kernels.sampling import NativeSampler
 
-# A nucleus is looked for among this many best tokens first (their ids are found cheaply), then in the sorted
-# probabilities: the largest SORTED of them, and last, all.
-CANDIDATES = 64
+# A nucleus that the candidates don't hold is looked for in the sorted probabilities: the largest SORTED of them, and
+# last, all.
 SORTED = 8192
 # On a CPU rows are drawn in groups of about this many logits. Larger temporaries leave the cache, and the allocator
 # hands their memory back to the kernel each time: 256 rows of a vocabulary of 49,152 took 7 times as long at once.
@@ -81,7 +80,7 @@ def _sample_chunk(logits_NV: Tensor, params: RowParams, positions: I64, edits: L
     finite_N = torch.isfinite(max_N)
     drawn = np.flatnonzero(~params["greedy"] & finite_N.cpu().numpy())
     if len(drawn):
-        rows = _Rows.of(logits_NV, max_N, params, positions).take(drawn)
+        rows = DrawnRows.of(logits_NV, max_N, params, positions).take(drawn)
         tokens_N[torch.from_numpy(drawn).to(tokens_N.device)] = _draw(rows)
     return Sampled(tokens_N, finite_N)
 
@@ -106,44 +105,7 @@ def _best(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
     return best_N, logits_NV.gather(1, best_N.unsqueeze(1)).squeeze(1)
 
 
-class _Rows(NamedTuple):
-    """Rows to draw from, all finite."""
-
-    logits_NV: Tensor
-    max_N1: Tensor
-    temperature_N1: Tensor
-    top_k_N1: Tensor
-    top_p_N1: Tensor
-    min_p_N1: Tensor
-    uniforms_N: Tensor
-
-    @classmethod
-    def of(cls, logits_NV: Tensor, max_N: Tensor, params: RowParams, positions: I64) -> _Rows:
-        def column(values: npt.NDArray[np.generic]) -> Tensor:
-            return torch.from_numpy(values.copy()).to(logits_NV.device).unsqueeze(1)
-
-        return cls(
-            logits_NV,
-            max_N.unsqueeze(1),
-            column(params["temperature"]),
-            column(params["top_k"]),
-            column(params["top_p"]),
-            column(params["min_p"]),
-            column(uniforms(params["seed"], positions)).squeeze(1),
-        )
-
-    def take(self, which: npt.NDArray[np.intp]) -> _Rows:
-        if len(which) == len(self.logits_NV):
-            return self
-        index = torch.from_numpy(which).to(self.logits_NV.device)
-        return _Rows(*(column.index_select(0, index) for column in self))
-
-    def scaled(self, logits_NM: Tensor) -> Tensor:
-        """Logits over temperature, the largest 0. Subtracting first keeps a small temperature exact."""
-        return (logits_NM - self.max_N1).div_(self.temperature_N1)
-
-
-def _draw(rows: _Rows) -> Tensor:
+def _draw(rows: DrawnRows) -> Tensor:
     """[N] int64. Each row goes one of four ways, by its own values only."""
     top_k = rows.top_k_N1.squeeze(1).cpu().numpy()
     top_p = rows.top_p_N1.squeeze(1).cpu().numpy()
@@ -151,7 +113,7 @@ def _draw(rows: _Rows) -> Tensor:
     whole = (top_k == 0) & (top_p == np.inf)
     nucleus = (top_k == 0) & ~whole
     tokens_N = torch.empty(len(top_k), dtype=torch.int64, device=rows.logits_NV.device)
-    for way, members in ((_from_top_k, few), (_from_all, whole), (_from_nucleus, nucleus)):
+    for way, members in ((from_top_k, few), (_from_all, whole), (_from_nucleus, nucleus)):
         which = np.flatnonzero(members)
         if len(which):
             tokens_N[torch.from_numpy(which).to(tokens_N.device)] = way(rows.take(which))
@@ -163,23 +125,11 @@ def _draw(rows: _Rows) -> Tensor:
     return tokens_N
 
 
-def _from_all(rows: _Rows) -> Tensor:
-    """No top-k, no top-p."""
-    weights_NV = torch.softmax(rows.scaled(rows.logits_NV), 1)
-    if rows.min_p_N1.any():
-        _zero_below(weights_NV, rows.min_p_N1 * weights_NV.amax(1, keepdim=True))
-    return pick(weights_NV, rows.uniforms_N)
+def _from_all(rows: DrawnRows) -> Tensor:
+    return from_all(rows, has_min_p=bool(rows.min_p_N1.any()))
 
 
-def _from_top_k(rows: _Rows) -> Tensor:
-    """A small top-k: nothing but the candidates is ever looked at."""
-    best = top_tokens(rows.logits_NV, CANDIDATES)
-    ranks_K = torch.arange(best.ids.shape[1], device=best.ids.device)
-    scaled_NK = rows.scaled(best.values).masked_fill_(ranks_K >= rows.top_k_N1, -torch.inf)
-    return _from_candidates(rows, torch.softmax(scaled_NK, 1), best.ids)
-
-
-def _from_nucleus(rows: _Rows) -> Tensor:
+def _from_nucleus(rows: DrawnRows) -> Tensor:
     """Top-p without top-k: from the candidates where they weigh enough."""
     weights_NV = torch.softmax(rows.scaled(rows.logits_NV), 1)
     ids_NK = top_tokens(rows.logits_NV, CANDIDATES).ids
@@ -189,21 +139,11 @@ def _from_nucleus(rows: _Rows) -> Tensor:
     near, far = np.flatnonzero(enough), np.flatnonzero(~enough)
     if len(near):
         index = torch.from_numpy(near).to(tokens_N.device)
-        tokens_N[index] = _from_candidates(rows.take(near), weights_NK[index], ids_NK[index])
+        tokens_N[index] = from_candidates(rows.take(near), weights_NK[index], ids_NK[index])
     if len(far):
         index = torch.from_numpy(far).to(tokens_N.device)
         tokens_N[index] = _from_sorted(rows.take(far), weights_NV[index])
     return tokens_N
-
-
-def _from_candidates(rows: _Rows, weights_NK: Tensor, ids_NK: Tensor) -> Tensor:
-    """Top-p and min-p over candidates (best first, weights of a sum of 1 or, for top-p alone, of the vocabulary's)."""
-    before_NK = weights_NK.cumsum(1, dtype=torch.float64) - weights_NK
-    keep_NK = (before_NK < rows.top_p_N1) & (weights_NK >= rows.min_p_N1 * weights_NK[:, :1])
-    keep_NK[:, 0] = True
-    by_id = ids_NK.sort(dim=1)
-    kept_NK = weights_NK.masked_fill(~keep_NK, 0.0).gather(1, by_id.indices)
-    return by_id.values.gather(1, pick_few(kept_NK, rows.uniforms_N).unsqueeze(1)).squeeze(1)
 
 
 class _Kept(NamedTuple):
@@ -214,7 +154,7 @@ class _Kept(NamedTuple):
     certain_N: Tensor
 
 
-def _kept(rows: _Rows, weights_NV: Tensor, size: int) -> _Kept:
+def _kept(rows: DrawnRows, weights_NV: Tensor, size: int) -> _Kept:
     """How much top-k, top-p and min-p keep, seen from the ``size`` largest weights."""
     size = min(size, weights_NV.shape[1])
     sorted_NS = _largest(weights_NV, size)
@@ -241,7 +181,7 @@ def _largest(weights_NV: Tensor, size: int) -> Tensor:
     return torch.from_numpy(largest[:, ::-1].copy())
 
 
-def _from_sorted(rows: _Rows, weights_NV: Tensor) -> Tensor:
+def _from_sorted(rows: DrawnRows, weights_NV: Tensor) -> Tensor:
     """A wide nucleus or a large top-k. ``weights_NV`` (the probabilities) is overwritten."""
     kept = _kept(rows, weights_NV, SORTED)
     unsure = np.flatnonzero(~kept.certain_N.cpu().numpy())
@@ -250,17 +190,9 @@ def _from_sorted(rows: _Rows, weights_NV: Tensor) -> Tensor:
         wider = _kept(rows.take(unsure), weights_NV[index], weights_NV.shape[1])
         kept.count_N[index] = wider.count_N
         kept.border_N[index] = wider.border_N
-    surpluses = (_zero_below(weights_NV, kept.border_N.unsqueeze(1)) - kept.count_N).tolist()
+    surpluses = (zero_below(weights_NV, kept.border_N.unsqueeze(1)) - kept.count_N).tolist()
     for row, surplus in enumerate(surpluses):
         if surplus > 0:
             equals = (weights_NV[row] == kept.border_N[row]).nonzero().squeeze(1)
             weights_NV[row, equals[-surplus:]] = 0.0
     return pick(weights_NV, rows.uniforms_N)
-
-
-def _zero_below(weights_NV: Tensor, border_N1: Tensor) -> Tensor:
-    """Zero the weights below the border, in place; [N] int64, how many are left."""
-    # Comparing into floats and multiplying is vectorised, which masks of bools are not: a tenth of the time.
-    keep_NV = torch.ge(weights_NV, border_N1, out=torch.empty_like(weights_NV))
-    weights_NV.mul_(keep_NV)
-    return keep_NV.sum(1).to(torch.int64)

@@ -1,8 +1,9 @@
 """The device's copy of a step's arrays, at addresses that stay: a captured graph reads where it read before.
 
-Life of a step's copy: written to one of two pinned areas of the host (the copy before may still be on its way), sent to
-the device behind all work that is queued there, read by the step. Nobody waits. On the CPU the two are one, and nothing
-is sent.
+Life of a step's copy: written to one of two areas of the host (the copy before may still be on its way), sent to the
+device behind all work that is queued there, in one piece, and read by the step. Nobody waits. Two areas are enough
+because one step at most is open while another is launched (``step_queue.py``). On the CPU host and device are one, and
+nothing is sent.
 
 Steps of few tokens, which graphs are captured of, have addresses that never change. Longer ones share an area that
 grows.
@@ -13,9 +14,11 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from .device.base import Device
 from .step_plan import I64, StepPlan
 
 
@@ -29,6 +32,7 @@ class _Array(IntEnum):
     LAST_ROWS = 6
     LOGIT_INDICES = 7
     SAMPLED_ROWS = 8
+    BEGUN_AT = 9
 
 
 class DeviceArrays(NamedTuple):
@@ -43,59 +47,89 @@ class DeviceArrays(NamedTuple):
     last_rows: Tensor
     logit_indices: Tensor
     sampled_rows: Tensor
+    begun_at: Tensor
+
+
+class PaddedArrays(NamedTuple):
+    """What a graph of [S] entries of a token each reads; the same tensors for every step of that size."""
+
+    input_ids: Tensor
+    positions: Tensor
+    out_cache_loc: Tensor
+    rows: Tensor
+
+
+_PADDED = (_Array.INPUT_IDS, _Array.POSITIONS, _Array.OUT_CACHE_LOC, _Array.ROWS)
 
 
 class _Area:
     """Room for arrays of up to ``capacity`` numbers each."""
 
-    def __init__(self, device: torch.device, capacity: int) -> None:
+    def __init__(self, device: Device, capacity: int) -> None:
         shape = (len(_Array), capacity)
         self.capacity = capacity
-        self.arrays = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._hosts: list[Tensor] = []
+        self.arrays = torch.zeros(shape, dtype=torch.int64, device=device.torch)
+        self._device = device
+        self._hosts = [device.host_zeros(shape, torch.int64) for _ in range(2)] if device.beside else [self.arrays]
         self._turn = 0
-        if device.type != "cpu":
-            pinned = device.type == "cuda"
-            self._hosts = [torch.zeros(shape, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
 
-    def load(self, arrays: dict[_Array, I64]) -> DeviceArrays:
-        self._turn = 1 - self._turn
-        return DeviceArrays(*(self._put(which, arrays[which]) for which in _Array))
+    def load(self, arrays: list[I64], padded_to: int) -> DeviceArrays:
+        self._turn = (self._turn + 1) % len(self._hosts)
+        here = self._hosts[self._turn]
+        written = here.numpy()
+        for which, array in enumerate(arrays):
+            written[which, : len(array)] = array
+        for which in _PADDED:
+            written[which, len(arrays[which]) : padded_to] = 0
+        if self._device.beside:
+            self._device.send(self.arrays, here)
+        return DeviceArrays(*(self.arrays[which, : len(array)] for which, array in enumerate(arrays)))
 
-    def _put(self, which: _Array, array: I64) -> Tensor:
-        there = self.arrays[which, : len(array)]
-        if self._hosts:
-            host = self._hosts[self._turn][which, : len(array)]
-            host.copy_(torch.from_numpy(array))
-            there.copy_(host, non_blocking=True)
-        else:
-            there.copy_(torch.from_numpy(array))
-        return there
+    def padded(self, size: int) -> PaddedArrays:
+        return PaddedArrays(*(self.arrays[which, :size] for which in _PADDED))
 
 
 class StepArrays:
     """Owner of the areas: one for steps of up to ``capacity`` tokens, which never moves, and one for longer ones."""
 
-    def __init__(self, device: torch.device, capacity: int) -> None:
+    def __init__(self, device: Device, capacity: int) -> None:
         self._device = device
         self._small = self._large = _Area(device, capacity)
 
-    def load(self, plan: StepPlan) -> DeviceArrays:
-        """The plan's arrays on the device, behind what is queued there."""
-        arrays: dict[_Array, I64] = {
-            _Array.INPUT_IDS: plan.input_ids,
-            _Array.POSITIONS: plan.positions,
-            _Array.OUT_CACHE_LOC: plan.out_cache_loc,
-            _Array.TOKEN_ROWS: plan.token_rows,
-            _Array.ROWS: plan.rows,
-            _Array.LAST_AT: plan.last_at,
-            _Array.LAST_ROWS: plan.last_rows,
-            _Array.LOGIT_INDICES: plan.logit_indices,
-            _Array.SAMPLED_ROWS: plan.sampled_rows,
-        }
-        longest = max(len(array) for array in arrays.values())
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest step whose arrays stay where they are."""
+        return self._small.capacity
+
+    def load(self, plan: StepPlan, padded_to: int = 0) -> DeviceArrays:
+        """The plan's arrays on the device, behind what is queued there.
+
+        ``padded_to`` (at most ``capacity``): the tokens up to there are 0, at position 0, in slot 0, of row 0.
+        """
+        arrays = [
+            plan.input_ids,
+            plan.positions,
+            plan.out_cache_loc,
+            plan.token_rows,
+            plan.rows,
+            plan.last_at,
+            plan.last_rows,
+            plan.logit_indices,
+            plan.sampled_rows,
+            plan.begun_at,
+        ]
+        longest = max(len(array) for array in arrays)
         if longest <= self._small.capacity:
-            return self._small.load(arrays)
+            return self._small.load(arrays, padded_to)
         if longest > self._large.capacity:
             self._large = _Area(self._device, max(longest, 2 * self._large.capacity))
-        return self._large.load(arrays)
+        return self._large.load(arrays, padded_to)
+
+    def padded(self, size: int) -> PaddedArrays:
+        """Where steps that are padded to ``size`` have their arrays."""
+        return self._small.padded(size)
+
+    def clear(self) -> None:
+        """Every token of the small area is 0, at position 0, in slot 0, of row 0."""
+        nothing = np.empty(0, dtype=np.int64)
+        self._small.load([nothing] * len(_Array), self._small.capacity)

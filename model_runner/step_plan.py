@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from ..messages.base import I32, unpack_i32
@@ -45,6 +46,13 @@ class StepPlan(NamedTuple):
     """[L]: tokens whose logits are wanted."""
     sampled: I64
     """[S]: entries that sample."""
+    begun_at: I64
+    """Tokens that lie in pages which the step begins and does not fill, one of each page."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every entry computes one token."""
+        return len(self.input_ids) == len(self.rows)
 
     @property
     def sampled_rows(self) -> I64:
@@ -57,8 +65,8 @@ class StepPlan(NamedTuple):
         return (self.starts + self.q_lens)[self.sampled]
 
 
-def plan_step(step: ForwardStep) -> StepPlan:
-    """The arrays of a step that ``step_check.py`` has found to be in order."""
+def plan_step(step: ForwardStep, page_size: int) -> StepPlan:
+    """The arrays of a step that ``step_check.py`` has found to be in order, for pages of so many tokens."""
     rows, starts, q_lens = _i64(step.rows), _i64(step.starts), _i64(step.q_lens)
     ends = np.cumsum(q_lens)
     firsts = ends - q_lens
@@ -82,7 +90,14 @@ def plan_step(step: ForwardStep) -> StepPlan:
         last_rows=rows[use_last],
         logit_indices=np.concatenate(wanted),
         sampled=sampled,
+        begun_at=begun_tokens(starts, q_lens, page_size),
     )
+
+
+def begun_tokens(starts: I64, q_lens: I64, page_size: int) -> I64:
+    """See ``StepPlan.begun_at``."""
+    used = (starts + q_lens) % page_size
+    return (np.cumsum(q_lens) - 1)[(used > 0) & (used <= q_lens)]
 
 
 def sampled_entries(step: ForwardStep) -> I64:
@@ -94,36 +109,35 @@ class PagedIndices(NamedTuple):
     """Where entries' keys and values lie, as paged attention kernels are told (FlashInfer's form; ours is the same).
 
     Entry ``b`` reads pages ``[kv_indptr[b], kv_indptr[b + 1])`` of ``kv_indices``, of the last one ``last_page_len[b]``
-    tokens. The pages themselves stand in the request table, on the device: ``rows`` and ``columns`` say where, and
-    ``kv_indices`` fetches them without anyone waiting.
+    tokens. The pages themselves stand in the request table, on the device, where ``kv_indices`` fetches them without
+    anyone waiting.
     """
 
     kv_indptr: I32
     """[B + 1]"""
     last_page_len: I32
     """[B]"""
-    rows: I64
-    """[N]: of the request table."""
-    columns: I64
-    """[N]: of the request table, in tokens."""
+
+    @property
+    def num_pages(self) -> int:
+        """N."""
+        return int(self.kv_indptr[-1])
 
 
-def paged_indices(rows: I64, kv_lens: I64, page_size: int) -> PagedIndices:
-    """For entries of these rows ([B]) that see so many tokens each ([B], at least 1), their own included."""
+def paged_indices(kv_lens: I64, page_size: int) -> PagedIndices:
+    """For entries that see so many tokens each ([B], at least 1), their own included."""
     pages = -(-kv_lens // page_size)
     indptr = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(pages)))
-    ordinals = np.arange(indptr[-1]) - np.repeat(indptr[:-1], pages)
-    return PagedIndices(
-        kv_indptr=indptr.astype(np.int32),
-        last_page_len=((kv_lens - 1) % page_size + 1).astype(np.int32),
-        rows=np.repeat(rows, pages),
-        columns=ordinals * page_size,
-    )
+    return PagedIndices(indptr.astype(np.int32), ((kv_lens - 1) % page_size + 1).astype(np.int32))
 
 
-def kv_indices(req_to_token: Tensor, rows: Tensor, columns: Tensor, page_size: int) -> Tensor:
-    """[N] int32, on the table's device: the pages. ``rows`` and ``columns`` are those of ``PagedIndices``, there."""
-    return req_to_token[rows, columns] // page_size
+def kv_indices(req_to_token: Tensor, rows: Tensor, kv_indptr: Tensor, num_pages: int, page_size: int) -> Tensor:
+    """[N] int32, on the table's device, as are ``rows`` [B] int64 and ``kv_indptr`` [B + 1]: the entries' pages."""
+    starts = kv_indptr.long()
+    entries = torch.arange(len(rows), device=rows.device)
+    entry_of_N = torch.repeat_interleave(entries, starts.diff(), output_size=num_pages)
+    ordinals_N = torch.arange(num_pages, device=rows.device) - starts.index_select(0, entry_of_N)
+    return req_to_token[rows.index_select(0, entry_of_N), ordinals_N * page_size] // page_size
 
 
 def _i64(data: bytes) -> I64:

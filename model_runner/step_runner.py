@@ -5,13 +5,15 @@ this pass, the pass; then the sampled tokens enter the rows' state, where the ne
 scheduler may therefore send a step before it has the result of the one before.
 
     launch: plan → arrays to the device → table → pass → tokens chosen, into the rows' state   (nobody waits)
-    collect: tokens, log-probabilities to the host → histories of penalties → result           (waits for the device)
+    collect: tokens, log-probabilities on the host → result                                    (waits for the device)
 
-Steps are collected in the order they were launched. What of a launch does wait for the step before: the choice for rows
-whose penalties count that step's tokens, which the host does; and draws by the torch sampler on an accelerator.
+Steps are collected in the order they were launched. Nothing in a launch waits for a device that computes beside the
+host (``Device.no_sync``), and only ``collect`` does: what penalties count lies there (``seen_tokens.py``), and log-
+probabilities are computed with the step.
 
 On the CPU kernels the common step, which wants tokens and nothing else, is one call of theirs. What else there is goes
-the general way: each part a call of its own, on any device. On a CPU all is done when ``launch`` returns.
+the general way: each part a call of its own, on any device. On a CPU all is done when ``launch`` returns. Steps that
+decode only are graphs where the device has them (``decode_graphs.py``).
 
 Shapes: T tokens, B entries, S sampled entries, L wanted rows of logits, R rows and C columns of the request table.
 """
@@ -20,26 +22,31 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from msgspec import UNSET, UnsetType
 from torch import Tensor
 
 from ..messages.base import pack_i32, unpack_i32
 from ..messages.outputs import TokenLogprob
-from ..messages.worker import ForwardStep, InputLogprobSpec, StepResult
+from ..messages.worker import ForwardStep, RowInit, StepResult
 from ..runtime.layers_done import LayersDone
+from .decode_graphs import DecodeGraphs
+from .device.base import Device, Fetch
 from .forward_batch import ForwardBatch
-from .logprobs import score
+from .logprobs import Scored, listed, score
 from .penalties import TokenHistory
+from .queued_sampler import QueuedSampler
 from .rows import NO_LOGPROBS, RowParams, RowStates
 from .sampler import Sampled, sample
-from .step_arrays import StepArrays
+from .seen_tokens import SeenTokens
+from .step_arrays import DeviceArrays, StepArrays
 from .step_check import StepLimits, check_changes, check_entries
-from .step_plan import I64, StepPlan, plan_step, sampled_entries
+from .step_plan import StepPlan, plan_step, sampled_entries
 
 if TYPE_CHECKING:
     from .kernels.cpu_engine import CpuEngine
@@ -55,36 +62,50 @@ class Model(Protocol):
     vocab_size: int
     context_length: int
     num_slots: int
-    device: torch.device
+    hardware: Device
     engine: CpuEngine | None
     sampler: NativeSampler | None
     clears_begun_pages: bool
     page_size: int
     num_window_pages: int
+    graph_sizes: tuple[int, ...]
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
+    def prepare(self, batch: ForwardBatch) -> None:
+        """What goes before ``compute``."""
+        ...
+
+    def compute(self, batch: ForwardBatch) -> Tensor:
         """Logits, [L, V] float32."""
         ...
 
 
+class _Listing(NamedTuple):
+    """Log-probabilities that were scored with a step. ``at``: the samples that they are of; ``entry``: or the entry
+    whose prompt tokens.
+    """
+
+    scored: Scored
+    top_nums: list[int]
+    at: list[int] | None = None
+    entry: int = -1
+
+
 @dataclass(slots=True, eq=False)
 class PendingStep:
-    """A step that the device has. ``tokens`` ([S] int64) and ``finite`` ([S] bool: the logits were) lie there."""
+    """A step that the device has. ``fetched``: its tokens ([S] int64), whether their logits were finite ([S] bool), and
+    the arrays of each of ``listings``, in order.
+    """
 
     step: ForwardStep
     begin: float
     """When it was launched (``time.perf_counter()``)."""
     plan: StepPlan
-    params: RowParams
-    """[S]: of the rows that sample, as they were."""
-    tokens: Tensor
-    finite: Tensor
+    fetched: Fetch
+    listings: list[_Listing]
     histories: list[tuple[int, TokenHistory]]
-    """Who counts the tokens, and which of them."""
-    logits: Tensor | None
-    """[L, V]; kept where log-probabilities are wanted."""
-    host_tokens: I64 | None = None
-    """[S], once somebody has waited for them."""
+    """Who counts the tokens on the host, and which of them."""
+    arrays: list[npt.NDArray[Any]] = field(default_factory=list)
+    """What was fetched, once somebody has waited for it."""
 
 
 Launched = PendingStep | StepResult
@@ -96,16 +117,19 @@ class StepRunner:
 
     def __init__(self, model: Model, max_reqs: int) -> None:
         self._model = model
-        self._device = model.device
-        self._rows = rows = RowStates(max_reqs, model.vocab_size, model.device)
-        self._req_to_token = torch.zeros((max_reqs, model.context_length), dtype=torch.int32, device=model.device)
+        self._device = device = model.hardware
+        self._rows = rows = RowStates(max_reqs, model.vocab_size, device.torch)
+        self._req_to_token = torch.zeros((max_reqs, model.context_length), dtype=torch.int32, device=device.torch)
         pages, window_pages = model.num_slots // model.page_size, model.num_window_pages
         self._limits = StepLimits(max_reqs, model.context_length, model.num_slots, pages, window_pages)
         self._window_pages: Tensor | None = None
         """See ``ForwardBatch``; stays where it is, as the request table does."""
         if window_pages:
-            self._window_pages = torch.zeros(pages, dtype=torch.int32, device=model.device)
-        self._arrays = StepArrays(model.device, max_reqs)
+            self._window_pages = torch.zeros(pages, dtype=torch.int32, device=device.torch)
+        self._arrays = StepArrays(device, max_reqs)
+        self._graphs = DecodeGraphs(device, model, model.graph_sizes)
+        self._queued = QueuedSampler(device) if device.beside else None
+        self._seen = SeenTokens(device, model.vocab_size)
         self._open: list[PendingStep] = []
         """Launched and not fetched, in order."""
         self._ended_at = 0.0
@@ -124,6 +148,13 @@ class StepRunner:
         return self.collect(self.launch(step, done))
 
     @torch.inference_mode()
+    def capture_graphs(self) -> None:
+        """Capture the graphs of decode steps, where there are any; after a warm-up, with no step open."""
+        if self._model.graph_sizes:
+            self._arrays.clear()
+            self._graphs.capture(self._padded_batch)
+
+    @torch.inference_mode()
     def launch(self, step: ForwardStep, done: LayersDone | None = None) -> Launched:
         """Apply the step and have it computed, counting layers that are ``done``.
 
@@ -131,41 +162,36 @@ class StepRunner:
         are wrong then.
         """
         begin = time.perf_counter()
-        if step.new_rows or step.slot_deltas or step.window_pages is not UNSET:
-            check_changes(step, self._limits)
-            self._apply(step)
-        if self._native is not None and (chosen := self._native.run(step, done)) is not None:
-            bad_entries = [] if chosen.finite.all() else sampled_entries(step)[~chosen.finite].tolist()
-            forward_ms = (time.perf_counter() - begin) * 1e3
-            return StepResult(step.step_id, chosen.tokens, forward_ms, bad_entries=bad_entries)
-        check_entries(step, self._limits)
-        pending = self._launch_generally(step, begin, done)
-        self._open.append(pending)
-        return pending
+        with self._device.no_sync():
+            if step.new_rows or step.slot_deltas or step.window_pages is not UNSET:
+                check_changes(step, self._limits)
+                self._apply(step)
+            if self._native is not None and (chosen := self._native.run(step, done)) is not None:
+                bad_entries = [] if chosen.finite.all() else sampled_entries(step)[~chosen.finite].tolist()
+                forward_ms = (time.perf_counter() - begin) * 1e3
+                return StepResult(step.step_id, chosen.tokens, forward_ms, bad_entries=bad_entries)
+            check_entries(step, self._limits)
+            pending = self._launch_generally(step, begin, done)
+            self._open.append(pending)
+            return pending
 
     def follow(self, step: ForwardStep) -> None:
-        """Compute a step whose result another rank tells: nothing is scored or packed."""
+        """Compute a step whose result another rank tells: nothing is packed."""
         if isinstance(launched := self.launch(step), PendingStep):
-            self._fetch(launched)
+            self._wait(launched)
 
-    @torch.inference_mode()
     def collect(self, launched: Launched) -> StepResult:
-        """The step's result; waits for the device. ``forward_ms`` is the time from its launch, or from the end of the
-        step before, to its end.
+        """The step's result; waits for the device, and with it for the pages that are pushed to a peer next.
+
+        ``forward_ms`` is the time from its launch, or from the end of the step before, to its end.
         """
         if isinstance(launched, StepResult):
             return launched
-        tokens = self._fetch(launched)
-        if self._device.type == "cuda":
-            # Pages of this step may be pushed to a peer as soon as we return, also where it samples nothing.
-            torch.cuda.synchronize(self._device)
-        bad = set(launched.plan.sampled[~launched.finite.cpu().numpy()].tolist())
-        logprobs, input_logprobs = None, list[list[TokenLogprob]]()
-        if launched.logits is not None:
-            logprobs = _sampled_logprobs(launched.logits[: len(tokens)], launched.params, tokens)
-            input_logprobs = _input_logprobs(launched.logits[len(tokens) :], launched.step.input_logprobs, bad)
+        tokens, finite, *scores = self._wait(launched)
         end = time.perf_counter()
         forward_ms, self._ended_at = (end - max(launched.begin, self._ended_at)) * 1e3, end
+        bad = set(launched.plan.sampled[~finite].tolist())
+        logprobs, input_logprobs = _logprobs(launched.listings, scores, len(tokens), bad)
         return StepResult(
             step_id=launched.step.step_id,
             next_tokens=pack_i32(tokens),
@@ -176,10 +202,21 @@ class StepRunner:
         )
 
     def _launch_generally(self, step: ForwardStep, begin: float, done: LayersDone | None) -> PendingStep:
-        plan = plan_step(step)
-        there = self._arrays.load(plan)
-        there.input_ids[there.last_at] = self._rows.last_tokens[there.last_rows]
+        plan = plan_step(step, self._model.page_size)
+        size = self._graphs.size_for(len(plan.rows)) if plan.is_decode else None
+        there = self._arrays.load(plan, size or 0)
+        there.input_ids.index_copy_(0, there.last_at, self._rows.last_tokens.index_select(0, there.last_rows))
         self._req_to_token[there.token_rows, there.positions] = there.out_cache_loc.to(torch.int32)
+        logits_LV = self._compute(plan, there, done) if size is None else self._replay(plan, there, size)
+        params = self._rows.params(plan.sampled_rows)
+        chosen = self._choose(logits_LV[: len(plan.sampled)], plan, params)
+        self._rows.last_tokens.index_copy_(0, there.sampled_rows, chosen.tokens)
+        listings = self._listings(step, logits_LV, params, chosen.tokens)
+        fetched = self._device.fetch([*chosen, *(tensor for listing in listings for tensor in listing.scored)])
+        histories = [] if self._queued is not None else self._rows.histories(plan.sampled_rows, params)
+        return PendingStep(step, begin, plan, fetched, listings, histories)
+
+    def _compute(self, plan: StepPlan, there: DeviceArrays, done: LayersDone | None) -> Tensor:
         batch = ForwardBatch(
             input_ids=there.input_ids,
             positions=there.positions,
@@ -190,71 +227,116 @@ class StepRunner:
             req_to_token=self._req_to_token,
             logit_indices=there.logit_indices,
             done=done,
+            prompt_lens=self._rows.table["prompt_len"][plan.rows].tolist(),
             window_pages=self._window_pages,
+            begun_at=there.begun_at,
+            host_rows=plan.rows,
         )
-        logits_LV = self._model.forward(batch)
-        params = self._rows.params(plan.sampled_rows)
-        chosen = self._choose(logits_LV[: len(plan.sampled)], plan, params)
-        self._rows.last_tokens[there.sampled_rows] = chosen.tokens
-        wants_logits = step.input_logprobs or (params["logprobs"] != NO_LOGPROBS).any()
-        histories = self._rows.histories(plan.sampled_rows, params)
-        return PendingStep(step, begin, plan, params, *chosen, histories, logits_LV if wants_logits else None)
+        self._model.prepare(batch)
+        return self._model.compute(batch)
+
+    def _replay(self, plan: StepPlan, there: DeviceArrays, size: int) -> Tensor:
+        batch = self._padded_batch(size)
+        count = len(plan.rows)
+        batch.starts[:count] = plan.starts.tolist()
+        batch.begun_at = there.begun_at
+        batch.host_rows[:count] = plan.rows
+        logits_SV = self._graphs.run(batch)
+        # As a rule every entry samples, and nothing is copied.
+        everyone = len(plan.logit_indices) == count and len(plan.sampled) == count
+        return logits_SV[:count] if everyone else logits_SV.index_select(0, there.logit_indices)
+
+    def _padded_batch(self, size: int) -> ForwardBatch:
+        """A decode step of ``size`` entries, of which all is padding as far as the host knows."""
+        there = self._arrays.padded(size)
+        return ForwardBatch(
+            *there[:4],
+            starts=[0] * size,
+            q_lens=[1] * size,
+            req_to_token=self._req_to_token,
+            logit_indices=torch.arange(size, device=self._device.torch),
+            window_pages=self._window_pages,
+            begun_at=there.input_ids[:0],
+            host_rows=np.zeros(size, dtype=np.int64),
+            is_captured=True,
+        )
 
     def _choose(self, logits_SV: Tensor, plan: StepPlan, params: RowParams) -> Sampled:
         if not len(params):
-            nothing = torch.empty(0, dtype=torch.int64, device=self._device)
+            nothing = torch.empty(0, dtype=torch.int64, device=self._device.torch)
             return Sampled(nothing, nothing.bool())
-        if params["penalised"].any():
+        if self._queued is None and params["penalised"].any():
             for earlier in list(self._open):
-                self._fetch(earlier)
+                self._wait(earlier)
         edits = self._rows.edits(plan.sampled_rows, params, plan.sampled_positions)
-        return sample(logits_SV, params, plan.sampled_positions, edits, self._model.sampler)
+        if self._queued is None:
+            return sample(logits_SV, params, plan.sampled_positions, edits, self._model.sampler)
+        seen = self._seen.of(plan.sampled_rows)
+        return self._queued.sample(logits_SV, params, plan.sampled_positions, edits, seen)
 
-    def _fetch(self, pending: PendingStep) -> I64:
-        """[S]: the step's tokens, on the host; waits for them. The first time, histories are told."""
-        if pending.host_tokens is None:
+    def _listings(self, step: ForwardStep, logits_LV: Tensor, params: RowParams, tokens: Tensor) -> list[_Listing]:
+        """What is to be told of probabilities: of the samples, then of each ``InputLogprobSpec``."""
+        listings, count = [], len(params)
+        wanted = np.flatnonzero(params["logprobs"] != NO_LOGPROBS)
+        if len(wanted):
+            logits_NV, top_nums = logits_LV[:count], params["logprobs"][wanted].tolist()
+            if len(wanted) < count:
+                at = self._device.upload(wanted)
+                logits_NV, tokens = logits_NV.index_select(0, at), tokens.index_select(0, at)
+            listings.append(_Listing(score(logits_NV, tokens, max(top_nums)), top_nums, at=wanted.tolist()))
+        begin = count
+        for spec in step.input_logprobs:
+            targets = unpack_i32(spec.targets).astype(np.int64)
+            scored = score(logits_LV[begin : begin + len(targets)], self._device.upload(targets), spec.top_num)
+            listings.append(_Listing(scored, [spec.top_num] * len(targets), entry=spec.entry))
+            begin += len(targets)
+        return listings
+
+    def _wait(self, pending: PendingStep) -> list[npt.NDArray[Any]]:
+        """What was fetched of the step; waits for it. The first time, histories are told."""
+        if not pending.arrays:
             self._open.remove(pending)
-            pending.host_tokens = pending.tokens.cpu().numpy()
+            pending.arrays = pending.fetched.wait()
             for i, history in pending.histories:
-                history.append(int(pending.host_tokens[i]))
-        return pending.host_tokens
+                history.append(int(pending.arrays[0][i]))
+        return pending.arrays
 
     def _apply(self, step: ForwardStep) -> None:
         for init in step.new_rows:
-            self._rows.start(init)
-            log.debug("takes row %d", init.row, extra={"rid": init.rid})
+            self._start_row(init)
         for delta in step.slot_deltas:
-            # A copy, because torch wants writable memory.
-            slots = torch.from_numpy(unpack_i32(delta.slots).copy())
-            self._req_to_token[delta.row, delta.start : delta.start + len(slots)] = slots.to(self._device)
+            slots = self._device.upload(unpack_i32(delta.slots))
+            self._req_to_token[delta.row, delta.start : delta.start + len(slots)] = slots
         if self._window_pages is not None and not isinstance(step.window_pages, UnsetType):
-            pages = torch.from_numpy(unpack_i32(step.window_pages).reshape(-1, 2).copy()).to(self._device)
-            self._window_pages[pages[:, 0].long()] = pages[:, 1]
+            pages = self._device.upload(unpack_i32(step.window_pages).reshape(-1, 2))
+            self._window_pages.index_copy_(0, pages[:, 0].long(), pages[:, 1])
+
+    def _start_row(self, init: RowInit) -> None:
+        self._rows.start(init)
+        if self._queued is not None:
+            self._seen.stop(init.row)
+            if init.history is not None:
+                self._seen.start(init.row, unpack_i32(init.history), init.prompt_len)
+        log.debug("takes row %d", init.row, extra={"rid": init.rid})
 
 
-def _sampled_logprobs(logits_SV: Tensor, params: RowParams, tokens: I64) -> list[TokenLogprob | None] | None:
-    """Aligned with the samples; None in the place of rows that want none, and None at all where no row does."""
-    wanted = np.flatnonzero(params["logprobs"] != NO_LOGPROBS)
-    if not len(wanted):
-        return None
-    all_rows = len(wanted) == len(params)
-    rows_NV = logits_SV if all_rows else logits_SV[torch.from_numpy(wanted).to(logits_SV.device)]
-    result: list[TokenLogprob | None] = [None] * len(params)
-    scores = score(rows_NV, tokens[wanted].tolist(), params["logprobs"][wanted].tolist())
-    for i, scored in zip(wanted.tolist(), scores, strict=True):
-        result[i] = scored.logprob
-    return result
-
-
-def _input_logprobs(logits_NV: Tensor, specs: list[InputLogprobSpec], bad: set[int]) -> list[list[TokenLogprob]]:
-    """One list for each spec; entries whose logits are not finite join ``bad``."""
-    result: list[list[TokenLogprob]] = []
-    begin = 0
-    for spec in specs:
-        targets = unpack_i32(spec.targets).tolist()
-        scores = score(logits_NV[begin : begin + len(targets)], targets, [spec.top_num] * len(targets))
-        begin += len(targets)
-        result.append([scored.logprob for scored in scores])
-        if any(scored.bad for scored in scores):
-            bad.add(spec.entry)
-    return result
+def _logprobs(
+    listings: list[_Listing], arrays: list[npt.NDArray[Any]], count: int, bad: set[int]
+) -> tuple[list[TokenLogprob | None] | None, list[list[TokenLogprob]]]:
+    """Of the samples: aligned with them, None in the place of rows that want none, and None at all where no row does.
+    And one list for each ``InputLogprobSpec``, whose entries join ``bad`` where their logits are not finite.
+    """
+    sampled: list[TokenLogprob | None] | None = None
+    inputs: list[list[TokenLogprob]] = []
+    width = len(Scored._fields)
+    for number, listing in enumerate(listings):
+        scores = listed(arrays[number * width : (number + 1) * width], listing.top_nums)
+        if listing.at is None:
+            inputs.append([scored.logprob for scored in scores])
+            if any(scored.bad for scored in scores):
+                bad.add(listing.entry)
+        else:
+            sampled = [None] * count
+            for i, scored in zip(listing.at, scores, strict=True):
+                sampled[i] = scored.logprob
+    return sampled, inputs

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from .cluster_secret import ClusterSecret, addresses
 from .cpu_list import PlacementError, parse_cpus
-from .options import ServerOptions
+from .options import RECENT_TOKENS, ServerOptions
+from .tier_checks import tier_complaints
 from .web.keys import KeyFileError, read_keys
 from .web.ports import is_loopback
 
@@ -23,6 +24,9 @@ AT_LEAST_ONE = (
     "context_length",
     "tp_size",
     "nnodes",
+    "ds_heavy_channel_num",
+    "flashinfer_workspace_size",
+    "cuda_graph_max_bs",
 )
 ABOVE_ZERO = (
     "schedule_conservativeness",
@@ -51,6 +55,9 @@ def check_options(options: ServerOptions) -> None:
         *_memory(options),
         *_schedule(options),
         *_ranks(options),
+        *tier_complaints(options),
+        *_double_sparsity(options),
+        *_graphs(options),
     ]
     if complaints:
         raise OptionError("\n".join(complaints))
@@ -217,3 +224,40 @@ def _ranks(options: ServerOptions) -> Iterator[str]:
         )
     if options.threads is not None and options.threads % max(size // nodes, 1):
         yield f"--threads {options.threads} does not divide among the {size // nodes} ranks of a host"
+
+
+def _double_sparsity(options: ServerOptions) -> Iterator[str]:
+    path = options.ds_channel_config_path
+    if not options.enable_double_sparsity:
+        if path is not None:
+            yield "--ds-channel-config-path is for --enable-double-sparsity: give both or neither"
+        return
+    asked = "--enable-double-sparsity"
+    if path is None:
+        yield f"{asked} needs --ds-channel-config-path FILE: `pdserve calibrate` writes one for a model"
+    elif not Path(path).is_file():
+        yield f"--ds-channel-config-path {path}: there is no such file; `pdserve calibrate` writes one"
+    if options.attention_backend != "torch":
+        yield f"{asked} needs --attention-backend torch: the CPU kernels attend to all tokens"
+    if options.kv_cache_dtype in ("fp8_e4m3", "fp8_e5m2", "int8"):
+        yield f"{asked} and --kv-cache-dtype {options.kv_cache_dtype}: labels of one byte are not there; drop one"
+    if options.tp_size > 1:
+        yield f"{asked} and --tp-size {options.tp_size}: labels are not divided among ranks; drop one of the two"
+    if options.ds_heavy_token_num < RECENT_TOKENS:
+        yield (
+            f"--ds-heavy-token-num is {options.ds_heavy_token_num}: the last {RECENT_TOKENS} tokens of a request are "
+            "always among them, so it must be that many or more"
+        )
+    if options.ds_sparse_decode_threshold < 0:
+        yield f"--ds-sparse-decode-threshold is {options.ds_sparse_decode_threshold}: it must be 0 or more"
+
+
+def _graphs(options: ServerOptions) -> Iterator[str]:
+    try:
+        sizes = options.graph_sizes
+    except ValueError:
+        sizes = (0,)
+    if any(size < 1 for size in sizes):
+        yield f"--cuda-graph-bs is {options.cuda_graph_bs}: it is batch sizes of 1 or more, like 1,2,4,8"
+    if options.disable_cuda_graph and (sizes or options.cuda_graph_max_bs is not None):
+        yield "--disable-cuda-graph leaves --cuda-graph-bs and --cuda-graph-max-bs without a meaning: drop them"

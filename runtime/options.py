@@ -7,6 +7,8 @@ from typing import Literal
 
 DisaggregationMode = Literal["unified", "prefill", "decode"]
 DEFAULT_BOOTSTRAP_PORT = 8998
+RECENT_TOKENS = 16
+"""Of a row, which --enable-double-sparsity attends to in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +157,32 @@ class ServerOptions:
         Keep no prefix of finished requests.
     radix_eviction_policy
         Which cached prefixes go first when memory is short.
+    enable_hierarchical_cache
+        Keep computed prefixes in host memory as well, the second tier, when the KV pool has no room for them.
+    hicache_ratio
+        Size of the second tier as a multiple of the KV pool's.
+    hicache_size
+        The same in GB; 0: as --hicache-ratio says.
+    hicache_folder
+        Where the second tier's file lies, which has no name and goes with the server; default: where the system keeps
+        temporary ones. It should be a disk, or memory that is free.
+    hicache_write_policy
+        When a page goes to the second tier: as soon as it is computed (write_through), when it was found for another
+        request (write_through_selective), or when the pool gives it up (write_back).
+    hicache_io_backend
+        Accepted for SGLang's command lines: pages are copied by the processor here.
+    hicache_storage_backend
+        A third tier behind it, which outlives the server and may be shared by several: file (a folder) or redis (Redis
+        or Valkey).
+    hicache_storage_url
+        The folder, or redis://HOST:PORT/DB. Who may write to it is trusted.
+    hicache_storage_size
+        Most GB that the folder's pages take together; the longest unused go. Redis has a limit of its own (maxmemory).
+    hicache_storage_timeout
+        Seconds of each wait for Redis. A store that fails three times in a row is left alone for a while.
+    hicache_storage_prefetch_policy
+        How long a request waits for the third tier: not at all (best_effort), until it has answered (wait_complete, 10
+        s at most), or for 0.25 s and 0.1 s more per 1,000 tokens (timeout).
     disable_overlap_schedule
         Plan a step only when the one before it is done.
     stream_interval
@@ -194,7 +222,31 @@ class ServerOptions:
         Niceness of the model worker's compute threads, 0 to 19: the higher, the sooner other processes get their cores.
         Default: 0, and 10 for a prefill that `pdserve up` starts beside decodes on a CPU.
     attention_backend
-        Implementation of forward passes: cpu (compiled kernels), torch (reference); auto takes the best that runs here.
+        Implementation of forward passes: cpu (compiled kernels), flashinfer and triton (on NVIDIA GPUs), torch
+        (reference); auto takes the best that runs here.
+    flashinfer_workspace_size
+        MiB of the GPU's memory that FlashInfer keeps partial results in.
+    cuda_graph_bs
+        Batch sizes of decode steps to capture as CUDA graphs, with commas in between. Default: 1, 2, 4, the multiples
+        of 8 up to 128 and of 16 beyond.
+    cuda_graph_max_bs
+        Largest of them where cuda_graph_bs does not say; default: max_running_requests, 256 at most.
+    disable_cuda_graph
+        Launch each kernel of a decode step by itself.
+    fail_on_host_sync
+        Fail where a step's launch waits for the GPU, which it must not: for tests.
+    enable_double_sparsity
+        In long requests, attend to few tokens: each generated token looks at a part of every key, its label, and
+        attends to those that score highest there. Prompts attend in full. An approximation, and with the torch backend
+        alone.
+    ds_channel_config_path
+        File that says which channels of a model's keys are their labels, as pdserve calibrate writes it.
+    ds_heavy_channel_num
+        Channels of a label; default: a quarter of a head's.
+    ds_heavy_token_num
+        Tokens that a generated token attends to, the last 16 among them.
+    ds_sparse_decode_threshold
+        Generated tokens that see no more tokens than this attend to all of them, however many are chosen otherwise.
     random_seed
         Seed of dummy weights.
     watchdog_timeout
@@ -269,6 +321,17 @@ class ServerOptions:
     schedule_conservativeness: float = 1.0
     disable_radix_cache: bool = False
     radix_eviction_policy: Literal["lru", "lfu", "fifo", "mru"] = "lru"
+    enable_hierarchical_cache: bool = False
+    hicache_ratio: float = 2.0
+    hicache_size: float = 0.0
+    hicache_folder: str | None = None
+    hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"] = "write_through"
+    hicache_io_backend: Literal["kernel", "direct"] = "kernel"
+    hicache_storage_backend: Literal["file", "redis"] | None = None
+    hicache_storage_url: str | None = None
+    hicache_storage_size: float = 10.0
+    hicache_storage_timeout: float = 2.0
+    hicache_storage_prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = "timeout"
     disable_overlap_schedule: bool = False
     stream_interval: int = 1
     incremental_streaming_output: bool = False
@@ -284,7 +347,17 @@ class ServerOptions:
     dist_init_addr: str | None = None
     pp_size: int = 1
     compute_nice: int | None = None
-    attention_backend: Literal["auto", "cpu", "torch"] = "auto"
+    attention_backend: Literal["auto", "cpu", "torch", "triton", "flashinfer"] = "auto"
+    flashinfer_workspace_size: int = 384
+    cuda_graph_bs: str | None = None
+    cuda_graph_max_bs: int | None = None
+    disable_cuda_graph: bool = False
+    fail_on_host_sync: bool = False
+    enable_double_sparsity: bool = False
+    ds_channel_config_path: str | None = None
+    ds_heavy_channel_num: int | None = None
+    ds_heavy_token_num: int = 256
+    ds_sparse_decode_threshold: int = 4096
     random_seed: int = 0
     watchdog_timeout: float = 60.0
     startup_timeout: float = 300.0
@@ -313,6 +386,11 @@ class ServerOptions:
     def uses_priorities(self) -> bool:
         """Whether the priorities of requests count."""
         return self.enable_priority_scheduling or self.schedule_policy == "priority"
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """``cuda_graph_bs``; raises ``ValueError`` where it is no list of numbers."""
+        return tuple(int(size) for size in (self.cuda_graph_bs or "").split(",") if size.strip())
 
     @property
     def hands_over(self) -> bool:

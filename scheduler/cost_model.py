@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..messages.worker import MeasuredStep
+from ..messages.worker import MeasuredStep, WorkerReady
 from .non_negative import F64, solve_non_negative
 from .step_shape import StepShape
 
@@ -283,3 +283,13 @@ class CostModel:
         # All of the above says nothing of milliseconds. This does, so faintly that one observed step silences it.
         a[CONSTANT, CONSTANT] += PRIOR_WEIGHT**2 / PRIOR_MS**2
         b[CONSTANT] += PRIOR_WEIGHT**2 / PRIOR_MS
+
+
+def make_cost_model(worker: WorkerReady) -> CostModel:
+    """With what the worker measured before the first request came."""
+    kv_ms = 0.0
+    if worker.measured and worker.step_weight_bytes:
+        # A small step reads the weights once; KV comes from the same memory, hardly faster.
+        bytes_per_ms = worker.step_weight_bytes / min(m.forward_ms for m in worker.measured)
+        kv_ms = worker.layout.page_bytes / worker.layout.page_size / bytes_per_ms
+    return CostModel(worker.measured, kv_ms)

@@ -11,7 +11,8 @@ writer is not in that order, so ``disaggregation/handover/kv_receiver.py`` waits
 before it offers fresh pages to a peer: steps that were sent since touch nothing but what is still in use.
 
 Where layers have windows, the pages behind these go back while a request runs (``mem_cache/window_pages.py``): whoever
-plans a piece of a prompt asks how long it may be (``chunk_room``) and says what it has become (``move_window``).
+plans a piece of a prompt asks how long it may be (``chunk_room``) and says what it has become (``move_window``). What a
+hand-over moves of a row is a ``PageRun``: its pages of each group.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from typing import NamedTuple
 import numpy as np
 
 from ..mem_cache.allocator import PagedTokenToKVPoolAllocator
-from ..mem_cache.base_prefix_cache import KVHold, Rewrite, require_live
+from ..mem_cache.base_prefix_cache import KVHold, PrefixMatch, Rewrite, require_live
+from ..mem_cache.errors import WindowPagesShort
 from ..mem_cache.factory import make_prefix_cache
 from ..mem_cache.invariants import require
+from ..mem_cache.page_run import PageRun
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..mem_cache.window_pages import WindowPages
 from ..messages.base import I32, pack_i32
 from ..messages.worker import WorkerReady
 from ..runtime.options import ServerOptions
 from .req import Req
+from .tiers import KVTiers
 
 USUAL_PIECE = 512
 """Tokens of a prompt that a step computes where the options don't say."""
@@ -51,11 +55,34 @@ class PoolSizes(NamedTuple):
         return cls(worker.max_total_tokens, group.window if group is not None else 0, worker.max_window_tokens)
 
 
+class Reserve(NamedTuple):
+    """What must stay obtainable for others: slots, and pages to be promised behind windows."""
+
+    slots: int = 0
+    window_pages: int = 0
+
+
+NO_RESERVE = Reserve()
+
+
+class Fence(NamedTuple):
+    """A step, and copies between the tiers, up to which what was planned may touch memory that was let go of."""
+
+    step: int = 0
+    copies: int = 0
+
+
+NO_FENCE = Fence()
+
+
 class KVMemory:
     """Owner of every row and slot of the instance. See the module for the life of a request's memory."""
 
-    def __init__(self, options: ServerOptions, sizes: PoolSizes, context_length: int) -> None:
+    def __init__(
+        self, options: ServerOptions, sizes: PoolSizes, context_length: int, tiers: KVTiers | None = None
+    ) -> None:
         self.page_size = page_size = options.page_size
+        self.tiers = tiers
         self.max_total_tokens = sizes.tokens
         self._windows: WindowPages | None = None
         if sizes.window:
@@ -65,7 +92,7 @@ class KVMemory:
         self._allocator = PagedTokenToKVPoolAllocator(sizes.tokens, page_size, self._windows)
         # An output's last token may be computed once too often while its end is not known yet: room for two more.
         self._table = ReqToTokenPool(options.max_running_requests, context_length + 2)
-        self._cache = make_prefix_cache(options, self._allocator, self._table)
+        self._cache = make_prefix_cache(options, self._allocator, self._table, tiers)
         self._holds: set[KVHold] = set()
         self.newest_step = 0
         """The newest step that was planned: it and those before it may touch all that is in use now."""
@@ -96,12 +123,25 @@ class KVMemory:
         """How much of the request is cached now (tokens). Takes nothing, and is no use of it."""
         return self._cache.peek(req.token_ids[: req.longest_reusable_prefix], req.msg.extra_key)
 
-    def admit(self, req: Req, reserve: int, *, prefix_limit: int, verified: bool = True) -> bool:
+    @property
+    def most_window_pages(self) -> int:
+        """What a long request is promised."""
+        return self._windows.most if self._windows is not None else 0
+
+    def needs(self, reqs: Iterable[Req]) -> Reserve:
+        """What requests take that have no memory yet, none of it found cached."""
+        slots = window_pages = 0
+        for req in reqs:
+            slots += self.pages_up(req.known_len)
+            window_pages += self._windows.needs(_most_tokens(req)) if self._windows is not None else 0
+        return Reserve(slots, window_pages)
+
+    def admit(self, req: Req, reserve: Reserve, *, prefix_limit: int, verified: bool = True) -> bool:
         """Take a row, the cached prefix (at most ``prefix_limit`` tokens) and slots for the rest of the known tokens.
 
-        ``reserve``: slots that must stay obtainable for others. Returns False, having changed nothing, where row or
-        slots are short. Sets ``req.hold`` and ``req.computed``. ``verified`` False for KV that a peer will write: the
-        hold's own mark turns True when it has been checked.
+        ``reserve``: for others. Returns False, having changed nothing, where row, slots or window pages are short.
+        Sets ``req.hold`` and ``req.computed``, which counts what comes from host memory, too. ``verified`` False for KV
+        that a peer will write: the hold's own mark turns True when it has been checked.
         """
         if self._table.available_size() == 0:
             return False
@@ -109,21 +149,37 @@ class KVMemory:
         cached = len(match.slots)
         self._cache.inc_lock_ref(match.node)
         need = self.pages_up(req.known_len) - cached
-        # Its prompt, its output, and the two more of ``__init__``.
-        most = req.prompt_len + req.max_new_tokens + 2
-        fits = need + reserve <= self.obtainable and (self._windows is None or self._windows.can_promise(most))
+        most, windows = _most_tokens(req), self._windows
+        fits = need + reserve.slots <= self.obtainable
+        fits = fits and (windows is None or windows.can_promise(most, reserve.window_pages))
         if fits:
             row = self._table.alloc()
             assert row is not None
             req.hold = self._cache.hold(row, match, req.msg.extra_key)
             req.hold.verified = verified
             self._holds.add(req.hold)
-            if self._windows is not None:
-                self._windows.promise(req.hold.window, most)
-            self._extend(req.hold, req.known_len)
+            if windows is not None:
+                windows.promise(req.hold.window, most)
             req.computed = req.reused = cached
+            if self.tiers is None:
+                self._extend(req.hold, req.known_len)
+            else:
+                self._extend_and_load(self.tiers, req, prefix_limit, match)
         self._cache.dec_lock_ref(match.node)
         return fits
+
+    def _extend_and_load(self, tiers: KVTiers, req: Req, limit: int, match: PrefixMatch) -> None:
+        hold, cached = self.hold_of(req), req.computed
+        found = tiers.find(req, cached, limit)
+        # Nothing that is saved meanwhile may be written over what the request is about to read.
+        tiers.host.pin(found)
+        self._extend(hold, req.known_len)
+        if found:
+            req.computed = cached + len(found) * self.page_size
+            tiers.load(req, cached, found, self._pages(hold, cached, req.computed))
+        tiers.host.unpin(found)
+        if cached:
+            tiers.used(req, self._pages(hold, 0, cached), match.node.hit_count)
 
     def grow(self, reqs: Sequence[Req]) -> I32 | None:
         """One more slot for each request, in order; None, with nothing changed, where slots are short even after
@@ -145,6 +201,11 @@ class KVMemory:
                 self._move_on(hold)
         return slots
 
+    def _pages(self, hold: KVHold, start: int, end: int) -> I32:
+        """The pages of positions ``[start, end)``, whole ones."""
+        pages: I32 = self._table.table[hold.row, start : end : self.page_size] // self.page_size
+        return pages
+
     def chunk_room(self, req: Req, start: int) -> int | None:
         """How many tokens from position ``start`` on window pages suffice for in one step, at least 1; None: any."""
         if self._windows is None:
@@ -155,7 +216,14 @@ class KVMemory:
     def move_window(self, req: Req, start: int, end: int) -> None:
         """The next step computes positions ``[start, end)`` of the request, within ``chunk_room``."""
         if self._windows is not None:
-            self._cache.move_window(self.hold_of(req), start, end)
+            self._move_window(self.hold_of(req), start, end)
+
+    def _move_window(self, hold: KVHold, start: int, end: int) -> None:
+        begin = hold.window.begin
+        self._cache.move_window(hold, start, end)
+        if hold.window.begin > begin:
+            # Steps up to this one may still read what has just left: no peer may write it before.
+            self.let_go_step = self.newest_step
 
     def _move_on(self, hold: KVHold) -> None:
         """The window of a request that decodes, which has just got the slot of its next token: it changes from page to
@@ -163,7 +231,61 @@ class KVMemory:
         """
         span = hold.window
         if span.end * self.page_size < hold.kv_len or span.end - span.begin > span.promised:
-            self._cache.move_window(hold, hold.kv_len - 1, hold.kv_len)
+            self._move_window(hold, hold.kv_len - 1, hold.kv_len)
+
+    def growable(self, reqs: list[Req]) -> list[Req]:
+        """Those of the requests that need not wait for a hand-over to let go of their window before they ``grow``."""
+        if self._windows is None or not self._windows.kept:
+            return reqs
+        holds = [self.hold_of(req) for req in reqs]
+        able = self._windows.growable([hold.window for hold in holds], [hold.kv_len for hold in holds])
+        return [req for req, is_able in zip(reqs, able, strict=True) if is_able]
+
+    # --- what hand-overs move ---
+
+    def run(self, start: int, end: int, goes_on: int) -> PageRun:
+        """The pages of positions ``[start, end)``, which are handed over (``start`` page-aligned) to who goes on in the
+        page of position ``goes_on``, or behind it.
+        """
+        first, last = start // self.page_size, -(-end // self.page_size)
+        if self._windows is None:
+            return PageRun(first, last)
+        return PageRun(first, last, min(max(first, self._windows.first_page(goes_on)), last))
+
+    def pages_in(self, hold: KVHold, run: PageRun, begin: int, end: int) -> list[I32]:
+        """Of a hold's row, what is moved of pages ``[begin, end)``, by group.
+
+        Raises ``WindowPagesShort`` where it lacks a window page.
+        """
+        parts = run.within(begin, end)
+        pages = [
+            self._table.table[hold.row, a * self.page_size : b * self.page_size : self.page_size] for a, b in parts
+        ]
+        pages = [slots // self.page_size for slots in pages]
+        if self._windows is not None:
+            pages[1] = self._windows.page_of[pages[1]]
+            if not pages[1].all():
+                raise WindowPagesShort(f"row {hold.row}: of pages {parts[1]} some have no window page")
+        return pages
+
+    def expect(self, req: Req, length: int, goes_on: int) -> None:
+        """A peer writes the KV of the request's first ``length`` tokens: have window pages for what is sent of them.
+
+        They were promised when the request was admitted. Steps up to ``let_go_step`` may still touch them.
+        """
+        if self._windows is not None:
+            self._move_window(self.hold_of(req), goes_on, length)
+
+    def keep_window(self, hold: KVHold, run: PageRun) -> bool:
+        """A hand-over reads the window pages of ``run`` from now on, though the request goes on meanwhile; False, with
+        nothing changed, where that can't be had. Until ``let_window_go``.
+        """
+        return run.window is None or self._cache.keep_window(hold, run.window)
+
+    def let_window_go(self, hold: KVHold) -> None:
+        """Nobody reads it any more."""
+        if self._windows is not None:
+            self._windows.let_go(hold.window)
 
     def take_window_changes(self) -> bytes | None:
         """``ForwardStep.window_pages`` of the step that is about to be sent; None: nothing has changed."""
@@ -184,19 +306,13 @@ class KVMemory:
         """The slots of positions ``[start, end)``."""
         return self._table.table[self.hold_of(req).row, start:end]
 
-    def pages(self, req: Req, start: int, end: int) -> I32:
-        """The pages of positions ``[start, end)``; ``start`` is page-aligned."""
-        return self.pages_of(self.hold_of(req), start, end)
-
-    def pages_of(self, hold: KVHold, start: int, end: int) -> I32:
-        """The same of memory that is pinned, whether its request lives or not."""
-        return self._table.table[hold.row, start : end : self.page_size] // self.page_size
-
     def share(self, req: Req, computed: int) -> Rewrite | None:
         """Let others reuse the first ``computed`` tokens; returns the row positions whose slots changed thereby."""
         hold, tokens = self.hold_of(req), req.known_tokens(computed)
-        before = hold.cached_len
+        before, mark = hold.cached_len, self.tiers.mark() if self.tiers is not None else 0
         rewrite = self._cache.cache_unfinished_req(hold, tokens)
+        if self.tiers is not None:
+            self.tiers.defer(mark)
         if rewrite is not None:
             self.let_go_step = self.newest_step
         self._tell_stored(hold, tokens, before)
@@ -239,6 +355,8 @@ class KVMemory:
             req.hold.verified = False
         self.losses += 1
         self._cache.condemn(req.known_tokens(req.known_len), req.msg.extra_key)
+        if self.tiers is not None:
+            self.tiers.condemned(req)
 
     def hold_of(self, req: Req) -> KVHold:
         """The request's memory; it must have some."""
@@ -256,16 +374,41 @@ class KVMemory:
             private += node.num_tokens
         return private
 
-    def could_admit(self, req: Req, reserve: int, given: int = 0) -> bool:
-        """Whether ``admit`` would do, if so many slots more were free. Takes nothing; errs to the side of no."""
-        if self._table.available_size() == 0 and not given:
+    def gives(self, reqs: Iterable[Req]) -> Reserve:
+        """What would come free if these let go of their memory, at least."""
+        slots = window_pages = 0
+        for req in reqs:
+            slots += self.pages_up(self.private_len(req))
+            window_pages += self.hold_of(req).window.committed
+        return Reserve(slots, window_pages)
+
+    def could_admit(self, req: Req, reserve: Reserve, given: Reserve = NO_RESERVE) -> bool:
+        """Whether ``admit`` would do, if ``given`` were free besides. Takes nothing; errs to the side of no."""
+        if self._table.available_size() == 0 and not given.slots:
             return False
-        return self.pages_up(req.known_len) + reserve <= self.obtainable + given
+        windows, short = self._windows, reserve.window_pages - given.window_pages
+        if windows is not None and not windows.can_promise(_most_tokens(req), short):
+            return False
+        return self.pages_up(req.known_len) + reserve.slots <= self.obtainable + given.slots
 
     def flush(self) -> int:
-        """Drop every cached prefix that no request uses; returns the tokens dropped."""
+        """Drop every cached prefix that no request uses; returns the tokens dropped, of the pool alone."""
         self.losses += 1
+        if self.tiers is not None:
+            self.tiers.flush()
         return self._cache.reset()
+
+    def must_wait(self, req: Req, now: float) -> bool:
+        """Whether a store is about to bring some of the request (``tiers.py``)."""
+        return self.tiers is not None and self.tiers.must_wait(req, now)
+
+    def fence(self) -> Fence:
+        """What of ours may still touch memory that can be had now. Not within a plan."""
+        return Fence(self.let_go_step, self.tiers.fence() if self.tiers is not None else 0)
+
+    def is_past(self, fence: Fence, completed_step: int) -> bool:
+        """Whether all of it is done."""
+        return completed_step >= fence.step and (self.tiers is None or self.tiers.copied >= fence.copies)
 
     def usage(self) -> dict[str, int]:
         """Tokens: total, free, cached (evictable), in use, the same of window pages; rows: total, in use."""
@@ -290,6 +433,8 @@ class KVMemory:
     def check_invariants(self, users: Iterable[KVHold]) -> None:
         """Every page exactly once, and every pin one of ``users``; raises ``mem_cache.errors.InvariantViolation``."""
         self._cache.check_invariants(self._holds)
+        if self.tiers is not None:
+            self.tiers.check_invariants()
         pins = {hold: hold.pins for hold in self._holds}
         require(pins == Counter(users), f"pins {list(pins.values())} are not those of requests and hand-overs")
 
@@ -312,3 +457,8 @@ class KVMemory:
             self.losses += 1
             self._cache.evict(short)
         return tokens <= self._allocator.available_size()
+
+
+def _most_tokens(req: Req) -> int:
+    """Its prompt, its output, and the two more of ``KVMemory.__init__``."""
+    return req.prompt_len + req.max_new_tokens + 2

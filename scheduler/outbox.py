@@ -58,6 +58,10 @@ class Outbox:
         """Queue for the worker."""
         self._to_worker.append(message)
 
+    def all_to_worker(self, messages: list[Message]) -> None:
+        """The same of several, in order."""
+        self._to_worker += messages
+
     def to_transfer(self, message: Message) -> None:
         """Queue for the worker's transfer engine, past the steps that the worker has to do."""
         self._to_transfer.append(message)

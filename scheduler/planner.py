@@ -20,7 +20,7 @@ from ..runtime.options import ServerOptions
 from .admission import Admission
 from .cost_model import CostModel
 from .fairness import FairShares
-from .kv_memory import KVMemory
+from .kv_memory import NO_RESERVE, KVMemory, Reserve
 from .policies.registry import make_policy
 from .prompt_pieces import PromptPieces
 from .req import Req, ReqState, Route
@@ -146,7 +146,9 @@ class StepPlanner:
         req.times.admitted = req.times.arrival
         self._take_row(req, req.computed)
         self._share(req)
-        req.state = ReqState.RUNNING if req.remaining <= 1 else ReqState.PREFILLING
+        # Who decodes gets a slot for the token that is computed; a moved request may have it already.
+        decodes = req.remaining <= 1 and self._memory.hold_of(req).kv_len == req.computed
+        req.state = ReqState.RUNNING if decodes else ReqState.PREFILLING
         self.arriving.pop(req.rid, None)
         self.running[req.rid] = req
 
@@ -187,13 +189,14 @@ class StepPlanner:
         decoding = [r for r in self.running.values() if r.state is ReqState.RUNNING]
         return StepShape(len(decoding), sum(r.computed for r in decoding))
 
-    def room_for(self, req: Req) -> int:
-        """Slots to keep back for running requests' output, and the request's own, when it is admitted; and for those
+    def room_for(self, req: Req) -> Reserve:
+        """What to keep back for running requests' output, and the request's own, when it is admitted; and for those
         that came before it, whose KV is to come from elsewhere.
         """
         output = self.needed_output(req)
         # Nobody comes before one that was retracted: it has run already, and newcomers wait for it.
-        return output if req.retractions else output + self._needed_before(req, self.arriving.values())
+        before = NO_RESERVE if req.retractions else self._needed_before(req, self.arriving.values())
+        return before._replace(slots=before.slots + output)
 
     def needed_output(self, req: Req, others: Iterable[Req] = ()) -> int:
         """Slots that will be needed for the output of the request and of those that hold memory here: who runs, who
@@ -203,18 +206,19 @@ class StepPlanner:
         holders = dict.fromkeys((*self.running.values(), *landing, *others))
         return self.admission.reserve(holders, req) if holders else 0
 
-    def needed_before(self, req: Req) -> int:
-        """Slots that requests need which came before this one and wait to be computed here."""
+    def needed_before(self, req: Req) -> Reserve:
+        """What requests need which came before this one and wait to be computed here."""
         return self._needed_before(req, self.waiting.values())
 
-    def _needed_before(self, req: Req, others: Iterable[Req]) -> int:
+    def _needed_before(self, req: Req, others: Iterable[Req]) -> Reserve:
         # Both kinds take memory as they came: else whichever is tried first would leave the other none.
         earlier = (r for r in others if r.hold is None and r.times.ready and r.times.turn < req.times.turn)
-        return sum(self._memory.pages_up(r.known_len) for r in itertools.islice(earlier, MOST_BEFORE))
+        return self._memory.needs(itertools.islice(earlier, MOST_BEFORE))
 
     def _plan_decodes(self, builder: StepBuilder) -> bool:
         """Returns whether a request that decodes can't, for want of memory."""
         reqs = [r for r in self.running.values() if r.state is ReqState.RUNNING and r.wants_tokens]
+        reqs = self._memory.growable(reqs)
         while reqs:
             slots = self._memory.grow(reqs)
             if slots is not None:
@@ -240,8 +244,7 @@ class StepPlanner:
             for r in self.running.values()
             if r.state is ReqState.RUNNING and self.waiting.rank(r) - rank > self._threshold
         ]
-        given = sum(self._memory.pages_up(self._memory.private_len(r)) for r in below)
-        if not below or not self._memory.could_admit(req, 0, given):
+        if not below or not self._memory.could_admit(req, NO_RESERVE, self._memory.gives(below)):
             return
         while below and not self._memory.could_admit(req, reserve):
             victim = choose_victim(below, self._memory, self.keeper, self.waiting.rank)
@@ -269,7 +272,7 @@ class StepPlanner:
             return
         if waiting.has_ranks:
             begun.sort(key=waiting.rank)
-        candidates = self._candidates(pieces, begun)
+        candidates = self._candidates(pieces, begun, now)
         # Where nobody that waits passes one that is begun, who is next need not be known before.
         newcomer = next(candidates, None) if begun and (waiting.has_ranks or waiting.policy.may_pass) else None
         for req in begun:
@@ -281,13 +284,15 @@ class StepPlanner:
             newcomer = self._begin(newcomer, candidates, pieces, now)
         self.budget.planned(refused=not pieces.prefilled)
 
-    def _candidates(self, pieces: PromptPieces, begun: list[Req]) -> Generator[Req]:
+    def _candidates(self, pieces: PromptPieces, begun: list[Req], now: float) -> Generator[Req]:
         """Those that wait and can begin; who waits for another's prompt is set aside."""
         if not len(self.waiting) or not pieces.may_begin:
             return
         aside = 0
         for req in self.waiting.order():
             if req.pending:  # retracted while its last token was on its way
+                continue
+            if self._memory.must_wait(req, now):
                 continue
             ahead = [*begun, *(r for r in pieces.prefilled if r not in begun)]
             if ahead and not req.retractions and self.shared_prompts.follows(req, self._memory.prefix_len(req), ahead):

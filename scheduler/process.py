@@ -38,6 +38,7 @@ from ..messages.moves import MigrateReq, MigrateResult
 from ..messages.outputs import ReqError
 from ..messages.requests import AbortReq, GenerateReq, StopReq
 from ..messages.routes import ToScheduler, ToSchedulerFromWorker
+from ..messages.tiers import TierEvent
 from ..messages.worker import StepResult, WorkerEvent, WorkerReady
 from ..runtime.child import ChildContext, start_child
 from ..runtime.malloc import return_freed_memory
@@ -112,7 +113,11 @@ class SchedulerProcess:
         ms = self._wake_ms()
         if self._scheduler is None:
             return ms
-        left = self._scheduler.deadlines.seconds_left(time.monotonic())
+        now = time.monotonic()
+        waits = [self._scheduler.deadlines.seconds_left(now)]
+        if (tiers := self._scheduler.tiers) is not None and (wait := tiers.timeout(now)) is not None:
+            waits.append(wait)
+        left = min(waits)
         return ms if math.isinf(left) else min(math.ceil(left * 1000), ms if ms >= 0 else MAX_SLEEP_MS)
 
     def _wake_ms(self) -> int:
@@ -142,6 +147,9 @@ class SchedulerProcess:
         assert self._scheduler is not None
         if isinstance(event, StepResult):
             self._scheduler.on_step_result(event, now)
+        elif isinstance(event, TierEvent):
+            assert self._scheduler.tiers is not None
+            self._scheduler.tiers.on_event(event, now)
         elif self._handovers is not None:
             self._handovers.on_transfer_event(event, now)
 

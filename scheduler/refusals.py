@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..messages.requests import GenerateReq
 from ..runtime.options import ServerOptions
 from .kv_memory import KVMemory
 
@@ -26,9 +25,17 @@ class Refusal(NamedTuple):
     retry_after: int = 0
 
 
-def refuse_prompt(msg: GenerateReq, memory: KVMemory) -> Refusal | None:
-    """Of a prompt that the pool can't hold."""
-    prompt_len, limit = len(msg.input_ids) // 4, memory.max_total_tokens
+NO_EXCHANGE = Refusal(
+    400,
+    "bootstrap_room was given, but this instance exchanges no KV; use a prefill and a decode instance, or --handover on",
+    BAD_REQUEST,
+    "bootstrap_room",
+)
+
+
+def refuse_prompt(prompt_len: int, memory: KVMemory) -> Refusal | None:
+    """Where it can never have the memory that it needs."""
+    limit = memory.max_total_tokens
     # One slot for the token that follows the prompt; whole pages only.
     if memory.pages_up(prompt_len + 1) <= limit:
         return None

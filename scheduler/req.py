@@ -140,6 +140,8 @@ class Req:
     """Of all output tokens, where they are wanted: who goes on elsewhere takes them along."""
     input_logprobs: list[TokenLogprob] | None = None
     timing: Timing = field(default_factory=Timing)
+    page_hashes: list[bytes] = field(default_factory=list)
+    """Of its first whole pages, as far as somebody has asked (``tiers.py``)."""
     uncached: int = 0
     """Tokens to be computed, as it seemed when the request began to wait for that."""
     foreseen: Foreseen | None = None

@@ -27,7 +27,7 @@ from ..messages.outputs import FinishReason, FinishType, ReqError, ReqMeta, Toke
 from ..messages.requests import AbortReq, Bootstrap, GenerateReq, StopReq
 from ..messages.worker import StepResult, WorkerReady
 from ..runtime.options import DisaggregationMode, ServerOptions
-from .cost_model import CostModel
+from .cost_model import make_cost_model
 from .counters import Counters
 from .deadlines import Deadlines
 from .forecast import PromptForecast
@@ -37,22 +37,13 @@ from .kv_memory import KVMemory, PoolSizes
 from .outbox import Outbox, news_interval
 from .pace import PaceMeter
 from .planner import StepPlanner
-from .refusals import BAD_REQUEST, BUSY, Refusal, refuse_more, refuse_prompt
+from .refusals import BAD_REQUEST, BUSY, NO_EXCHANGE, Refusal, refuse_more, refuse_prompt
 from .req import Req, ReqState, Route
 from .step_builder import InFlightStep
+from .tiers import KVTiers
 from .turns import Turns
 
 log = logging.getLogger(__name__)
-
-
-def make_cost_model(worker: WorkerReady) -> CostModel:
-    """With what the worker measured before the first request came."""
-    kv_ms = 0.0
-    if worker.measured and worker.step_weight_bytes:
-        # A small step reads the weights once; KV comes from the same memory, hardly faster.
-        bytes_per_ms = worker.step_weight_bytes / min(m.forward_ms for m in worker.measured)
-        kv_ms = worker.layout.page_bytes / worker.layout.page_size / bytes_per_ms
-    return CostModel(worker.measured, kv_ms)
 
 
 def _route_told(req: Req) -> str:
@@ -66,7 +57,8 @@ class Scheduler:
     def __init__(self, options: ServerOptions, worker: WorkerReady, outbox: Outbox) -> None:
         self.options = options
         self.worker = worker
-        self.memory = KVMemory(options, PoolSizes.of(worker), worker.context_length)
+        self.tiers = KVTiers(options, worker) if worker.host_pages else None
+        self.memory = KVMemory(options, PoolSizes.of(worker), worker.context_length, self.tiers)
         self.cost_model = make_cost_model(worker)
         self.planner = StepPlanner(options, self.memory, worker.device, self.cost_model)
         self.outbox = outbox
@@ -149,14 +141,10 @@ class Scheduler:
             return Refusal(503, "the instance is draining; send the request to another one", BUSY)
         if msg.rid in self.reqs:
             return Refusal(400, f"rid {msg.rid!r} is in use by a running request; choose another", BAD_REQUEST, "rid")
-        if (refusal := refuse_prompt(msg, self.memory)) is not None:
+        if (refusal := refuse_prompt(len(msg.input_ids) // 4, self.memory)) is not None:
             return refusal
         if msg.bootstrap is not None and self.handovers is None:
-            text = (
-                "bootstrap_room was given, but this instance exchanges no KV; "
-                "use a prefill and a decode instance, or --handover on"
-            )
-            return Refusal(400, text, BAD_REQUEST, "bootstrap_room")
+            return NO_EXCHANGE
         if msg.bootstrap is not None and msg.bootstrap.refusal and self._route(msg.bootstrap) is Route.INCOMING:
             text = f"bootstrap_host {msg.bootstrap.host}: {msg.bootstrap.refusal}"
             return Refusal(403, text, "permission_error", "bootstrap_host")
@@ -166,8 +154,11 @@ class Scheduler:
         """The request waits for its turn to compute here."""
         req.state = ReqState.WAITING
         req.times.ready = now
-        req.uncached = req.known_len - self.memory.prefix_len(req)
+        cached = self.memory.prefix_len(req)
+        req.uncached = req.known_len - cached
         self.planner.waiting.add(req)
+        if self.tiers is not None:
+            self.tiers.prefetch(req, cached, now)
 
     def may_compute_ahead(self, req: Req) -> bool:
         """Whether a request that is to be handed over may begin before anybody has asked for it: nobody waits then,
@@ -235,6 +226,8 @@ class Scheduler:
         self.planner.forget(req.rid)
         self.planner.admission.learn(req)
         self.counters.ended(req)
+        if self.tiers is not None:
+            self.tiers.forget(req.rid)
         if req.hold is not None:
             self.memory.finish(req)
         log.debug("%s after %d output tokens", state, req.output_len, extra={"rid": req.rid})
@@ -267,12 +260,15 @@ class Scheduler:
         """Keep the worker supplied."""
         self._expire(now)
         self.forks.release(lambda req: self.enqueue(req, now))
+        self._move_pages(now)
         while len(self._in_flight) < self._max_in_flight:
             turns = self.planner.turns
             step = self.planner.plan(now)
             self.turns.had(self.planner.turns - turns, now, waited=len(self.planner.waiting) > 0)
             for req in self.planner.retracted:
                 self._tell(req)
+            if self.tiers is not None:
+                self.outbox.all_to_worker(self.tiers.take_before())
             if step is None:
                 self._end_stuck(now)
                 return
@@ -281,6 +277,12 @@ class Scheduler:
                 step.message.pushes = [push for push in pushes if push is not None]
             self.outbox.to_worker(step.message)
             self._in_flight.append(step.in_flight)
+            self._move_pages(now)
+
+    def _move_pages(self, now: float) -> None:
+        """Tell the worker what is to be copied between the tiers, behind all steps that were planned."""
+        if self.tiers is not None:
+            self.outbox.all_to_worker(self.tiers.take(now))
 
     def _expire(self, now: float) -> None:
         """End those whose clients wait no longer, as they said beforehand."""
@@ -392,7 +394,11 @@ class Scheduler:
         planner = self.planner
         if planner.waiting.any_retracted:
             return False
-        reserve = planner.needed_output(req, others) + planner.needed_before(req)
+        reserve = planner.needed_before(req)
+        if self.role != "decode":
+            # Who computes for others must be able to: two that have let each other's KV in everywhere would both wait.
+            reserve = reserve._replace(window_pages=reserve.window_pages + self.memory.most_window_pages)
+        reserve = reserve._replace(slots=reserve.slots + planner.needed_output(req, others))
         admitted = self.memory.admit(req, reserve, prefix_limit=length, verified=False)
         if admitted and looked_up:
             planner.count_lookup(req)

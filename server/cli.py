@@ -1,4 +1,4 @@
-"""The command line: ``pdserve server | router | up | chat | check | bench | completion | version``.
+"""The command line: ``pdserve server | router | up | chat | check | calibrate | bench | completion | version``.
 
 What a command runs is imported inside it: ``pdserve router`` never loads what only a server needs.
 """
@@ -16,6 +16,7 @@ from ..benchmark.errors import BenchOptionsError
 from ..benchmark.options import BenchOptions
 from ..benchmark.schedule.options import ScheduleBenchOptions
 from ..benchmark.transfer.options import TransferBenchOptions
+from ..model_runner.double_sparsity.options import CalibrateOptions, CalibrateOptionsError
 from ..router.options import RouterOptions, RouterOptionsError
 from ..runtime.config_file import apply_config
 from ..runtime.option_checks import OptionError, check_options
@@ -28,7 +29,11 @@ from .cluster_options import ClusterOptions, ClusterOptionsError
 EXIT_USAGE = 2
 SERVER_DEFAULTS, ROUTER_DEFAULTS, CLUSTER_DEFAULTS = ServerOptions(), RouterOptions(), ClusterOptions()
 BENCH_DEFAULTS, CHAT_DEFAULTS, CHECK_DEFAULTS = BenchOptions(), ChatOptions(), CheckOptions()
-TRANSFER_DEFAULTS, SCHEDULE_DEFAULTS = TransferBenchOptions(), ScheduleBenchOptions()
+TRANSFER_DEFAULTS, SCHEDULE_DEFAULTS, CALIBRATE_DEFAULTS = (
+    TransferBenchOptions(),
+    ScheduleBenchOptions(),
+    CalibrateOptions(),
+)
 
 
 def _show_default(value: Any) -> Any:
@@ -114,6 +119,20 @@ def check(*, options: Annotated[CheckOptions, Parameter(name="*")] = CHECK_DEFAU
     from ..terminal.check.run import run_check
 
     return run_check(options)
+
+
+@app.command
+def calibrate(
+    *, options: Annotated[CalibrateOptions, Parameter(name="*")] = CALIBRATE_DEFAULTS, config: Config = None
+) -> int:
+    """Find out which channels of a model's keys --enable-double-sparsity should look at."""
+    try:
+        options.check()
+    except CalibrateOptionsError as e:
+        return _refuse("calibrate", e)
+    from ..model_runner.double_sparsity.calibrate import run_calibrate
+
+    return run_calibrate(options)
 
 
 bench = App(name="bench", help="Measure a server, this one or another, or the parts of this one.")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ...disaggregation.transfer.backends.base import TransferBackend
 from ...disaggregation.transfer.backends.registry import make_backend
 from ...disaggregation.transfer.engine import TransferEngine
+from ...disaggregation.transfer.pages import PageGroup
 from ...disaggregation.transfer.region import KVRegion
 from ...messages.base import I32, HandoverId, pack_i32
 from ...messages.worker import (
@@ -46,7 +47,7 @@ class _Driven:
 
     def __init__(self, backend: TransferBackend, region: KVRegion, page_bytes: int, epoch: str) -> None:
         self._events: queue.SimpleQueue[tuple[float, TransferEvent]] = queue.SimpleQueue()
-        self._engine = TransferEngine(backend, region, page_bytes, epoch, HOST, self._emit).start()
+        self._engine = TransferEngine(backend, [PageGroup(region, page_bytes)], epoch, HOST, self._emit).start()
         self.metadata = self._engine.metadata
 
     def _emit(self, event: TransferEvent) -> None:
@@ -81,12 +82,12 @@ class EngineOwner(Owner):
         # One that has granted nothing leaves its library alone, and the processor to who has its turn.
         self._driven.submit(RevokePages(HANDOVER))
         if len(pages):
-            self._driven.submit(GrantPages(HANDOVER, WRITER, pack_i32(pages)))
+            self._driven.submit(GrantPages(HANDOVER, WRITER, [pack_i32(pages)]))
         # A grant is not answered. What is asked behind it is, and commands are obeyed in order.
-        self._driven.ask(VerifyPages(FENCE, b"", []))
+        self._driven.ask(VerifyPages(FENCE, [b""], []))
 
     def verify(self, pages: I32, slices: Sequence[SliceChecksum]) -> float:
-        answer = self._driven.ask(VerifyPages(HANDOVER, pack_i32(pages), list(slices)))
+        answer = self._driven.ask(VerifyPages(HANDOVER, [pack_i32(pages)], list(slices)))
         if answer.event != PagesVerified(HANDOVER, ok=True):
             raise SideFailed(f"what landed is not what was sent: {answer.event}")
         return answer.seconds
@@ -104,7 +105,7 @@ class EngineWriter(Writer):
             raise SideFailed(f"the owner was not reached: {answer.event}")
 
     def move(self, src: I32, dst: I32, *, hashed: bool) -> Moving:
-        answer = self._driven.ask(SendPages(HANDOVER, pack_i32(src), pack_i32(dst), last=True, checksum=hashed))
+        answer = self._driven.ask(SendPages(HANDOVER, [pack_i32(src)], [pack_i32(dst)], last=True, checksum=hashed))
         if not isinstance(answer.event, SendEnded) or answer.event.error is not None:
             raise SideFailed(f"the hand-over failed: {answer.event}")
         return Moving(answer.seconds, answer.event.slices)

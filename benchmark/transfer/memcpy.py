@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...disaggregation.transfer.engine import CHECK_BYTES
-from ...disaggregation.transfer.page_check import PageCheck
-from ...disaggregation.transfer.pages import PageGroup, neighbour_spans
+from ...disaggregation.transfer.page_check import Landed, PageCheck
+from ...disaggregation.transfer.pages import PageGroup, PagePool, neighbour_spans
 from ...messages.base import I32
 from ...messages.worker import SliceChecksum
 from .engine_sides import HANDOVER
@@ -22,9 +22,8 @@ class MemcpyWriter(Writer):
     def __init__(self, pools: Pools) -> None:
         self._source = np.frombuffer(pools.source.buffer, np.uint8)
         self._destination = np.frombuffer(pools.destination.buffer, np.uint8)
-        self._view = pools.destination.view()
+        self._pool = PagePool(PageGroup(pools.destination, pools.page_bytes), 0, pools.destination.view())
         self._page_bytes = pools.page_bytes
-        self._group = PageGroup(pools.destination, pools.page_bytes)
 
     def move(self, src: I32, dst: I32, *, hashed: bool) -> Moving:
         began = time.perf_counter()
@@ -35,7 +34,7 @@ class MemcpyWriter(Writer):
 
     def verify(self, pages: I32, slices: Sequence[SliceChecksum]) -> float:
         began = time.perf_counter()
-        check = PageCheck(HANDOVER, pages, [SliceChecksum(0, len(pages), 0, 1, 0)], self._group)
-        while check.step(self._view, CHECK_BYTES) is None:
+        check = PageCheck(HANDOVER, [Landed(0, self._pool, pages)], [SliceChecksum(0, len(pages), 0, 1, 0)])
+        while check.step(CHECK_BYTES) is None:
             continue
         return time.perf_counter() - began

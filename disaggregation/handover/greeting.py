@@ -54,8 +54,13 @@ class Greeting(NamedTuple):
                 "use equal --model-path, --dtype and --quantization"
             )
         if not can_exchange(hello.layout, worker.layout):
-            flags = "--page-size, --dtype and --kv-cache-dtype"
+            flags = "--page-size, --dtype and --kv-cache-dtype, and one file of channels where there are any"
             unlike = self._two(hello, *_unlike(hello.layout, worker.layout))
+            if len(hello.layout.groups) != len(worker.layout.groups):
+                return (
+                    f"{unlike} lay out their KV in different ways: only one of them keeps what lies behind windows, as "
+                    "it does with --tp-size and with --chunked-prefill-size -1; use one of these on both, or neither"
+                )
             return f"{unlike} lay out their KV in different ways; use equal {flags}"
         return None
 

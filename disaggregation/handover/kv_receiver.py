@@ -42,12 +42,12 @@ from ...messages.handover import (
     TransferRequest,
 )
 from ...messages.metrics import DirectionCounts
-from ...messages.outputs import FinishReason, FinishType, TokenLogprob
+from ...messages.outputs import FinishReason, FinishType
 from ...messages.worker import MAX_PAGES, GrantPages, PagesVerified, RevokePages, VerifyPages
 from ...scheduler.req import Req, ReqState, Route
 from ...scheduler.scheduler import Scheduler
 from .choice import Choice
-from .landing import KVReceiver, Newcomer, ReceiverState, take_times, why
+from .landing import KVReceiver, Newcomer, ReceiverState, first_token_problem, take_times, why
 from .limits import HandoverLimits
 from .peer import Peer
 from .sending import digest_of
@@ -58,9 +58,6 @@ OVERTAKING_SECONDS = 2.0
 """How long a big prompt that does not fit lets smaller ones pass it."""
 
 CLIENT_GONE = 499
-ROUNDING = 0.5
-"""A logprob may be above 0 by less."""
-
 STUCK_SECONDS = 10.0
 """After so long, memory that a peer holds is somebody's to look after."""
 
@@ -138,8 +135,10 @@ class KVReceivers:
             if not receiver.decided and not receiver.asked:
                 receiver.asked = True
                 receiver.peer.send(ForecastRequest(receiver.peer.epoch, receiver.handover))
-            elif receiver.decided and self._scheduler.completed_step >= receiver.fence:
-                self._request(receiver, now)
+            elif receiver.decided:
+                self._expect(receiver)
+                if self._scheduler.memory.is_past(receiver.fence, self._scheduler.completed_step):
+                    self._request(receiver, now)
 
     # --- here or there ---
 
@@ -209,7 +208,7 @@ class KVReceivers:
             if self._scheduler.admit_landing(receiver.req, holders, most, looked_up=receiver.newcomer is None):
                 receiver.state, receiver.req.state = ReceiverState.PREALLOCATED, ReqState.PREALLOCATED
                 receiver.allocated_at = now
-                receiver.fence = self._scheduler.memory.let_go_step
+                receiver.fence = self._scheduler.memory.fence()
                 receiver.hold = self._scheduler.memory.pin(receiver.req)
                 receiver.prefix_len = receiver.req.computed
                 # The prefill's queue, too, is between here and the last page.
@@ -222,15 +221,25 @@ class KVReceivers:
             if misfits > MOST_OVERTAKEN or now - receiver.queued_at > OVERTAKING_SECONDS:
                 return
 
+    def _expect(self, receiver: KVReceiver) -> None:
+        """Its KV is to come, for certain: have window pages for it, which may be fresher than the others."""
+        if not receiver.expects:
+            receiver.expects = True
+            memory = self._scheduler.memory
+            memory.expect(receiver.req, receiver.length, receiver.goes_on)
+            receiver.fence = memory.fence()
+
     def _request(self, receiver: KVReceiver, now: float) -> None:
-        req, peer = receiver.req, receiver.peer
-        pages = self._scheduler.memory.pages(req, receiver.prefix_len, receiver.length)
-        if len(pages) > MAX_PAGES:
-            text = f"it needs {len(pages)} KV pages, a hand-over can name {MAX_PAGES}; use a larger --page-size"
+        req, peer, memory = receiver.req, receiver.peer, self._scheduler.memory
+        run = memory.run(receiver.prefix_len, receiver.length, receiver.goes_on)
+        if sum(run.counts) > MAX_PAGES:
+            text = f"it needs {sum(run.counts)} KV pages, a hand-over can name {MAX_PAGES}; use a larger --page-size"
             self._fail(receiver, 400, text)
             return
         receiver.state, req.state = ReceiverState.TRANSFERRING, ReqState.TRANSFERRING
-        receiver.granted, receiver.pages = True, pack_i32(pages)
+        assert receiver.hold is not None
+        pages = memory.pages_in(receiver.hold, run, run.begin, run.end)
+        receiver.granted, receiver.pages = True, [pack_i32(numbers) for numbers in pages]
         self._scheduler.outbox.to_transfer(GrantPages(receiver.handover, peer.epoch, receiver.pages))
         receiver.requested_at = now
         peer.send(
@@ -255,28 +264,18 @@ class KVReceivers:
         if receiver.newcomer is not None:
             return  # it has one
         req = receiver.req
-        if not 0 <= msg.token < self._vocab_size:
-            self._fail(receiver, 502, f"the prefill instance sent a first token that is none: {msg.token}")
+        problem = first_token_problem(msg, req, self._vocab_size)
+        if problem is not None:
+            self._fail(receiver, 502, problem)
             return
         # What nobody asked for goes nowhere.
         logprob = msg.logprob if req.msg.logprobs is not None else None
         scores = msg.input_logprobs if req.wants_input_logprobs else None
-        if scores is not None and len(scores) > req.prompt_len:
-            self._fail(receiver, 502, "the prefill instance sent more prompt logprobs than the prompt has tokens")
-            return
-        if not all(self.is_sound(score) for score in [*(scores or ()), *([logprob] if logprob else [])]):
-            self._fail(receiver, 502, "the prefill instance sent logprobs that are none")
-            return
         receiver.begun = True
         req.times.first_token = now
         take_times(receiver, msg.timing, now)
         req.cached_tokens, req.input_logprobs = min(msg.cached_tokens, req.prompt_len), scores
         self._scheduler.take_first_token(req, msg.token, logprob, now)
-
-    def is_sound(self, score: TokenLogprob) -> bool:
-        """Whether it is of tokens that there are, and a number; a little above 0 is rounding."""
-        pairs = [(score.token_id, score.logprob), *score.top]
-        return all(0 <= token < self._vocab_size and (p is None or p < ROUNDING) for token, p in pairs)
 
     def on_done(self, peer: Peer, msg: TransferDone) -> None:
         """All pages have landed, says the prefill: check that they are what it sent."""
@@ -309,7 +308,7 @@ class KVReceivers:
         req, there = receiver.req, receiver.there
         assert there is not None
         if receiver.begun and not req.is_ended:
-            self._choice.learn_lag(receiver.peer.epoch, len(receiver.pages) // 4, now - req.times.first_token, now)
+            self._choice.learn_lag(receiver.peer.epoch, len(receiver.pages[0]) // 4, now - req.times.first_token, now)
         assert receiver.hold is not None
         receiver.hold.verified = True
         self._over(receiver)

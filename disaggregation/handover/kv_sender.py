@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from ...mem_cache.base_prefix_cache import KVHold
+from ...mem_cache.page_run import PageRun
 from ...messages.base import REASON_CHARS, HandoverId, pack_i32, unpack_i32
 from ...messages.decode import shown
 from ...messages.handover import (
@@ -44,7 +45,7 @@ from ...messages.outputs import FinishReason, FinishType, Timing, TokenLogprob
 from ...messages.worker import CancelSend, SendEnded, SendPages
 from ...scheduler.req import Req, ReqState
 from ...scheduler.scheduler import Scheduler
-from ..transfer.outgoing_pages import MIN_GROUP_BYTES
+from ..transfer.outgoing_pages import MIN_AHEAD_BYTES
 from .choice import Choice
 from .foretelling import Foretelling
 from .limits import HandoverLimits
@@ -197,7 +198,7 @@ class KVSenders:
         if known is not None and known.handover == msg.handover and known.request is not None:
             self._drain(known, 409, f"bootstrap_room {known.room} was asked for twice")
             return
-        sender = self._opened(peer, msg.handover, len(msg.dst_pages), now)
+        sender = self._opened(peer, msg.handover, sum(map(len, msg.dst_pages)), now)
         if sender is None:
             return
         sender.request = msg
@@ -214,11 +215,14 @@ class KVSenders:
                 sender.state = SenderState.AHEAD
                 self._scheduler.enqueue(req, now)
             return
-        problem = self._mismatch(req, request)
+        sender.run = run = self._scheduler.memory.run(
+            request.decode_prefix_len, req.prompt_len, goes_on=req.prompt_len - 1
+        )
+        problem = self._mismatch(req, request, run)
         if problem is not None:
             self._drain(sender, 409, problem)
             return
-        sender.next_page = request.decode_prefix_len // self._page_size
+        sender.next_page = run.begin
         ahead = sender.state is SenderState.AHEAD
         sender.state, sender.deadline = SenderState.QUEUED, now + self._limits.queue
         if not ahead:
@@ -236,16 +240,18 @@ class KVSenders:
         """Whether its KV is too little to be pushed by layers: that takes being asked before the step begins, and is
         worth more to a long prompt than an early beginning.
         """
-        pages = -(-req.prompt_len // self._page_size)
-        return pages * self._scheduler.worker.layout.page_bytes <= MIN_GROUP_BYTES
+        run = self._scheduler.memory.run(0, req.prompt_len, goes_on=req.prompt_len - 1)
+        groups = self._scheduler.worker.layout.groups
+        nbytes = sum(pages * group.page_bytes for pages, group in zip(run.counts, groups, strict=True))
+        return nbytes <= MIN_AHEAD_BYTES
 
-    def _mismatch(self, req: Req, request: TransferRequest) -> str | None:
+    def _mismatch(self, req: Req, request: TransferRequest, run: PageRun) -> str | None:
         if request.prompt_len != req.prompt_len or request.prompt_digest != digest_of(req, req.prompt_len):
             return f"bootstrap_room {request.handover.room} means another prompt on the decode instance"
-        pages = -(-req.prompt_len // self._page_size) - request.decode_prefix_len // self._page_size
+        offered = [len(pages) // 4 for pages in request.dst_pages]
         bad_prefix = request.decode_prefix_len % self._page_size or not 0 <= request.decode_prefix_len <= req.prompt_len
-        if bad_prefix or len(request.dst_pages) != 4 * pages:
-            return f"the decode instance offers {len(request.dst_pages) // 4} pages where {pages} are needed"
+        if bad_prefix or offered != run.counts:
+            return f"the decode instance offers {_told(offered)} pages where {_told(run.counts)} are needed"
         return None
 
     # --- the request computes ---
@@ -257,20 +263,21 @@ class KVSenders:
             return None
         assert sender.request is not None
         assert sender.handover is not None
+        assert sender.run is not None
         if sender.state is SenderState.QUEUED:
             sender.state, sender.deadline = SenderState.PUSHING, self._now + self._limits.transfer
-        last = req.computed >= req.prompt_len
-        end = -(-req.prompt_len // self._page_size) if last else req.computed // self._page_size
+        run, last = sender.run, req.computed >= req.prompt_len
+        end = run.end if last else req.computed // self._page_size
         start = sender.next_page
         if end <= start and not last:
             return None
-        skipped = sender.request.decode_prefix_len // self._page_size
-        src = self._scheduler.memory.pages(req, start * self._page_size, min(end * self._page_size, req.prompt_len))
-        dst = unpack_i32(sender.request.dst_pages)[start - skipped : end - skipped]
-        sender.next_page = max(start, end)
         if sender.hold is None:
             sender.hold = self._scheduler.memory.pin(req)
-        return SendPages(sender.handover, pack_i32(src), pack_i32(dst), last, sender.request.checksum)
+        src = self._scheduler.memory.pages_in(sender.hold, run, start, end)
+        theirs = zip(sender.request.dst_pages, run.places(start, end), strict=True)
+        dst = [pack_i32(unpack_i32(pages)[part]) for pages, part in theirs]
+        sender.next_page = max(start, end)
+        return SendPages(sender.handover, [pack_i32(pages) for pages in src], dst, last, sender.request.checksum)
 
     def first_token(self, req: Req, token: int, logprob: TokenLogprob | None) -> None:
         """The prompt is computed; the decode goes on from this token, and its client need not wait for the KV."""
@@ -475,3 +482,8 @@ class KVSenders:
             peer.send(AbortAck(peer.epoch, handover))
         else:
             self._deny(peer, handover, status, reason)
+
+
+def _told(counts: list[int]) -> str:
+    """For people: of each group of pages."""
+    return " and ".join(map(str, counts))

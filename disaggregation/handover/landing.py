@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
 from ...mem_cache.base_prefix_cache import KVHold
 from ...messages.base import HandoverId
-from ...messages.outputs import Timeline, Timing
+from ...messages.handover import FirstToken
+from ...messages.outputs import Timeline, Timing, TokenLogprob
+from ...messages.worker import PagesByGroup
+from ...scheduler.kv_memory import NO_FENCE, Fence
 from ...scheduler.req import Req
 from .peer import Peer
+
+ROUNDING = 0.5
+"""A logprob may be above 0 by less."""
 
 
 class Newcomer(Protocol):
@@ -39,12 +45,13 @@ class ReceiverState(Enum):
 class KVReceiver:
     """One room.
 
-    ``fence``: the step that must be done before its pages are offered to the prefill. ``pages``: where its KV lands
-    (int32). ``granted``: the prefill may write them. ``begun``: the first token is here. ``there``: where the prefill's
-    time went. ``checking``: the worker has its pages, to check and perhaps to convert them. ``asked``: the prefill
-    for its forecast. ``decided``: who computes the prompt. ``tried_again``: to reach a prefill that is to be told of
-    that. ``hold``: the request's memory, pinned as long as anybody may write it. ``length``: of how many tokens the KV
-    comes: the prompt's, or those that a ``newcomer`` had when it was offered.
+    ``fence``: what must be done before its pages are offered to the prefill. ``expects``: it has window pages for what
+    comes, if there are any. ``pages``: where its KV lands, by group. ``granted``: the prefill may write them.
+    ``begun``: the first token is here. ``there``: where the prefill's time went. ``checking``: the worker has its
+    pages, to check and perhaps to convert them. ``asked``: the prefill for its forecast. ``decided``: who computes the
+    prompt. ``tried_again``: to reach a prefill that is to be told of that. ``hold``: the request's memory, pinned as
+    long as anybody may write it. ``length``: of how many tokens the KV comes: the prompt's, or those that a
+    ``newcomer`` had when it was offered.
     """
 
     handover: HandoverId
@@ -57,10 +64,11 @@ class KVReceiver:
     newcomer: Newcomer | None = None
     queued_at: float = 0.0
     allocated_at: float = 0.0
-    fence: int = 0
+    fence: Fence = NO_FENCE
     prefix_len: int = 0
     requested_at: float = 0.0
-    pages: bytes = b""
+    pages: PagesByGroup = field(default_factory=list)
+    expects: bool = False
     draining_since: float = 0.0
     begun: bool = False
     there: Timing | None = None
@@ -70,6 +78,32 @@ class KVReceiver:
     decided: bool = True
     tried_again: bool = False
     hold: KVHold | None = None
+
+    @property
+    def goes_on(self) -> int:
+        """From which position on something is computed here: what it sees of windowed layers has to come. Another
+        answer to the same prompt begins in the page of the prompt's last token.
+        """
+        return self.length - 1 if self.newcomer is None else self.length
+
+
+def is_sound(score: TokenLogprob, vocab_size: int) -> bool:
+    """Whether it is of tokens that there are, and a number; a little above 0 is rounding."""
+    pairs = [(score.token_id, score.logprob), *score.top]
+    return all(0 <= token < vocab_size and (p is None or p < ROUNDING) for token, p in pairs)
+
+
+def first_token_problem(msg: FirstToken, req: Req, vocab_size: int) -> str | None:
+    """Why what a prefill sent ahead of the KV can't be meant, None where it can."""
+    if not 0 <= msg.token < vocab_size:
+        return f"the prefill instance sent a first token that is none: {msg.token}"
+    scores = msg.input_logprobs if req.wants_input_logprobs else None
+    if scores is not None and len(scores) > req.prompt_len:
+        return "the prefill instance sent more prompt logprobs than the prompt has tokens"
+    logprob = msg.logprob if req.msg.logprobs is not None else None
+    if not all(is_sound(score, vocab_size) for score in [*(scores or ()), *([logprob] if logprob else [])]):
+        return "the prefill instance sent logprobs that are none"
+    return None
 
 
 def take_times(receiver: KVReceiver, there: Timing, now: float) -> None:

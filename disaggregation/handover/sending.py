@@ -8,6 +8,7 @@ from enum import Enum, auto
 import xxhash
 
 from ...mem_cache.base_prefix_cache import KVHold
+from ...mem_cache.page_run import PageRun
 from ...messages.base import HandoverId
 from ...messages.handover import TransferRequest
 from ...messages.outputs import Timeline, TokenLogprob
@@ -34,10 +35,10 @@ class SenderState(Enum):
 
 @dataclass(slots=True)
 class KVSender:
-    """One room. ``next_page`` counts the prompt's pages; ``computed``: all of them are, and the peer was told what
-    follows. ``first``: what follows a prompt that is done and that nobody has asked for. ``asks``: the decode waits
-    for a forecast, which it gets once. ``foretold``: what it may still want, since it got it. ``failure`` says why the
-    room drains.
+    """One room. ``run``: which of the prompt's pages were asked for, by group; ``next_page``: the first that is not
+    pushed; ``computed``: all of them are, and the peer was told what follows. ``first``: what follows a prompt that is
+    done and that nobody has asked for. ``asks``: the decode waits for a forecast, which it gets once. ``foretold``:
+    what it may still want, since it got it. ``failure`` says why the room drains.
 
     ``hold``: the request's memory, pinned from its first push to the worker's ``SendEnded``.
     """
@@ -50,6 +51,7 @@ class KVSender:
     peer: Peer | None = None
     handover: HandoverId | None = None
     request: TransferRequest | None = None
+    run: PageRun | None = None
     next_page: int = 0
     hold: KVHold | None = None
     computed: bool = False

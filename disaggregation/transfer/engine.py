@@ -21,11 +21,11 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...messages.base import HandoverId
+from ...messages.base import I32, HandoverId
 from ...messages.worker import (
     AdmitPeer,
     CancelSend,
@@ -34,6 +34,7 @@ from ...messages.worker import (
     GrantPages,
     KVLayout,
     KVOrder,
+    PagesByGroup,
     PagesVerified,
     PeerAdmitted,
     PeerConnected,
@@ -52,10 +53,9 @@ from ..errors import BadPages, TransferError
 from .backends.base import Admitted, Completion, ConnectFailed, LinkEvent, LinkUp, TransferBackend
 from .backends.registry import make_backend
 from .outgoing_pages import OutgoingPages
-from .page_check import PageCheck
+from .page_check import Landed, PageCheck
 from .page_order import PageConverter
-from .pages import PageGroup, unpack_pages
-from .region import KVRegion
+from .pages import PageGroup, PagePool, unpack_pages
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +64,8 @@ WINDOW_BYTES = 16 << 20
 """Bytes under way to a peer: enough to keep a fast link busy while the next slice is prepared."""
 WINDOW_SLICES = 64
 CHECK_BYTES = 4 << 20
+MAX_PAGE = 1 << 31
+"""What page numbers of pools that are not ours stay below."""
 MAX_BROKEN = 4096
 MAX_DOWN = 4096
 CLOSE_SECONDS = 5.0
@@ -121,8 +123,7 @@ class TransferEngine:
     def __init__(
         self,
         backend: str | TransferBackend,
-        region: KVRegion,
-        page_bytes: int,
+        groups: Sequence[PageGroup | None],
         epoch: str,
         host: str,
         emit: Callable[[TransferEvent], None],
@@ -132,8 +133,9 @@ class TransferEngine:
         advertise_host: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open ``region`` (page 0 at its start) to peers at once. Raises ``UnknownBackend`` and ``RegionError``.
+        """Open ``groups`` to peers at once. Raises ``UnknownBackend`` and ``RegionError``.
 
+        ``groups``: those of the layout, in its order; None for one that has no bytes, whose pages are mere numbers.
         ``host`` and ``port`` are where to listen, ``advertise_host`` is where others reach that. ``layout`` is that of
         the pages; without it none of another order are taken. ``on_failure`` is called, in the engine's thread, should
         that break.
@@ -141,10 +143,12 @@ class TransferEngine:
         self._backend = (
             make_backend(backend, epoch, host, port, advertise_host) if isinstance(backend, str) else backend
         )
-        self._pages = PageGroup(region, page_bytes, 1 if layout is None else layout.groups[0].num_layers)
-        self.metadata = self._backend.register([self._pages])
+        moved = [group for group in groups if group is not None]
+        self.metadata = self._backend.register(moved)
         self._layout = layout
-        self._pool = region.view()
+        self._pools = [g if g is None else PagePool(g, moved.index(g), g.region.view()) for g in groups]
+        self._most = [MAX_PAGE if pool is None else pool.group.num_pages for pool in self._pools]
+        self._unbounded = [MAX_PAGE] * len(self._pools)
         self._emit = emit
         self._clock = clock
         self._on_failure = on_failure
@@ -206,7 +210,9 @@ class TransferEngine:
             if self._thread.is_alive():
                 raise TransferError(f"the transfer engine did not end within {CLOSE_SECONDS:g} s")
         self._backend.close()
-        self._pool.release()
+        for pool in self._pools:
+            if pool is not None:
+                pool.memory.release()
 
     def turn(self, *, wait: bool) -> bool:
         """Obey, do a piece of what is to be done, take note of what has happened; ``wait`` for that where there is
@@ -293,12 +299,21 @@ class TransferEngine:
 
     def _grant(self, command: GrantPages) -> None:
         try:
-            pages = unpack_pages(command.pages, self._pages.num_pages, "destination")
+            granted = self._unpack(command.pages, "destination")
         except BadPages as e:
             log.error("can't grant room %d its pages: %s", command.handover.room, e)
             return
         self._granted[command.handover] = command.peer
-        self._backend.grant(command.peer, command.handover, pages)
+        for pool, pages in zip(self._pools, granted, strict=True):
+            if pool is not None:
+                self._backend.grant(command.peer, command.handover, pages, pool.number)
+
+    def _unpack(self, pages: PagesByGroup, what: str, *, theirs: bool = False) -> list[I32]:
+        """Page numbers of each group, of our pools or of a peer's; raises ``BadPages``."""
+        if len(pages) != len(self._pools):
+            raise BadPages(f"{what} pages of {len(pages)} groups where there are {len(self._pools)}")
+        most = self._unbounded if theirs else self._most
+        return [unpack_pages(packed, count, what) for packed, count in zip(pages, most, strict=True)]
 
     def _revoke(self, handover: HandoverId) -> None:
         peer = self._granted.pop(handover, None)
@@ -313,7 +328,7 @@ class TransferEngine:
             return
         outgoing = self._outgoing.get(handover)
         if outgoing is None:
-            outgoing = OutgoingPages(handover, self._pages, self._clock, summed=command.checksum)
+            outgoing = OutgoingPages(handover, self._pools, self._clock, summed=command.checksum)
             self._outgoing[handover] = outgoing
             if handover.epoch not in self._writing:
                 # Now, and not when its turn comes: by then there may be a link again, for other hand-overs.
@@ -321,15 +336,17 @@ class TransferEngine:
         waiting = outgoing.pending
         outgoing.whole = command.last
         try:
-            src = unpack_pages(command.src_pages, self._pages.num_pages, "source")
-            dst = unpack_pages(command.dst_pages, 1 << 31, "destination")
-            if len(src) != len(dst):
-                raise BadPages(f"room {handover.room} was given {len(src)} pages for {len(dst)}")
+            src = self._unpack(command.src_pages, "source")
+            dst = self._unpack(command.dst_pages, "destination", theirs=True)
+            counts, others = list(map(len, src)), list(map(len, dst))
+            if counts != others:
+                raise BadPages(f"room {handover.room} was given {counts} pages of its groups for {others}")
         except BadPages as e:
             outgoing.fail(str(e))
         else:
-            if outgoing.error is None:
-                outgoing.add(src, dst, done)
+            for group, pool in enumerate(self._pools) if outgoing.error is None else ():
+                if pool is not None:
+                    outgoing.add(group, src[group], dst[group], done)
         if outgoing.pending and not waiting:
             self._turns.append(outgoing)
         self._end_if_over(outgoing)
@@ -348,22 +365,27 @@ class TransferEngine:
             self._emit(PagesVerified(command.handover, ok=True))
             return
         try:
-            pages = unpack_pages(command.pages, self._pages.num_pages, "landed")
-            converter = self._converter(command.order)
-            check = PageCheck(command.handover, pages, command.slices, self._pages, converter, hashed=command.checksum)
+            landed = [
+                Landed(group, pool, pages, self._converter(command.order, group))
+                for group, (pool, pages) in enumerate(
+                    zip(self._pools, self._unpack(command.pages, "landed"), strict=True)
+                )
+                if pool is not None
+            ]
+            check = PageCheck(command.handover, landed, command.slices, hashed=command.checksum)
         except (BadPages, ValueError) as e:
             log.error("can't verify room %d: %s", command.handover.room, e)
             self._emit(PagesVerified(command.handover, ok=False))
             return
         self._checks.append(check)
 
-    def _converter(self, order: KVOrder | None) -> PageConverter | None:
-        """What makes pages of ``order`` ours; None where they are. Raises ``ValueError``."""
+    def _converter(self, order: KVOrder | None, group: int) -> PageConverter | None:
+        """What makes pages of ``order`` ours, in a group; None where they are. Raises ``ValueError``."""
         if order is None or (self._layout is not None and order == self._layout.order):
             return None
         if self._layout is None:
             raise ValueError(f"pages in the order {order!r}, and nothing is known of our own")
-        return PageConverter(self._layout, order)
+        return PageConverter(self._layout, order, group)
 
     # Work
 
@@ -380,7 +402,7 @@ class TransferEngine:
             self._computing = self._computing or not ready
             if window.open and ready:
                 try:
-                    nbytes = outgoing.push_slice(self._backend, self._pool, SLICE_BYTES)
+                    nbytes = outgoing.push_slice(self._backend, SLICE_BYTES)
                 except TransferError as e:
                     outgoing.fail(str(e))
                     self._end_if_over(outgoing)
@@ -399,7 +421,7 @@ class TransferEngine:
         """Hash, or convert, a part of the landed pages that wait for it; False when none is left."""
         if self._checks:
             check = self._checks.popleft()
-            ok = check.step(self._pool, CHECK_BYTES)
+            ok = check.step(CHECK_BYTES)
             if ok is None:
                 self._checks.append(check)
             else:

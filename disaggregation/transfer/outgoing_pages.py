@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,37 +14,39 @@ from ...messages.handover import MAX_SLICES
 from ...messages.worker import SendEnded, SliceChecksum
 from ...runtime.layers_done import LayersDone
 from .backends.base import TransferBackend, WriteHandle, WriteState
-from .pages import LayerRange, PageGroup, PageWrite
+from .pages import LayerRange, PageGroup, PagePool, PageWrite
 
 MAX_SLICE_PAGES = 1024
-MIN_GROUP_BYTES = 4 << 20
-"""Layers are pushed ahead of the others in groups that come to so much. Less is not worth writing a page in parts: its
-neighbours can't be written together with it then."""
+MIN_AHEAD_BYTES = 4 << 20
+"""Layers are pushed ahead of the others when as many are there as come to so much. Less is not worth writing a page in
+parts: its neighbours can't be written together with it then."""
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Pages that one step makes whole; ``first`` numbers them within the hand-over.
+    """Pages of ``group`` that one step makes whole; ``first`` numbers them within the hand-over.
 
-    ``done`` counts the step's layers, None where all are there; ``group``: how many at least are pushed ahead of the
+    ``done`` counts the step's layers, None where all are there; ``ahead``: how many at least are pushed ahead of the
     others. Being pushed are layers from ``begin`` on, ``at`` pages of them have been.
     """
 
+    group: PageGroup
     first: int
     src: I32
     dst: I32
     done: LayersDone | None
-    group: int
+    ahead: int
     begin: int = 0
     at: int = 0
     end: int = 0
 
-    def next_layers(self, num_layers: int) -> LayerRange | None:
+    def next_layers(self) -> LayerRange | None:
         """Which may be pushed now, None where none."""
         if not self.at:
-            count = num_layers if self.done is None else min(self.done.count, num_layers)
+            num_layers = self.group.num_layers
+            count = num_layers if self.done is None else self.group.layers_done(self.done.count)
             # All that are there: a page is written in as few parts as may be.
-            self.end = count if count == num_layers or count >= self.begin + self.group else self.begin
+            self.end = count if count == num_layers or count >= self.begin + self.ahead else self.begin
         return LayerRange(self.begin, self.end) if self.end > self.begin else None
 
     def advance(self, pages: int) -> None:
@@ -61,26 +63,41 @@ class _Landing(NamedTuple):
     nbytes: int
 
 
+class _Queue:
+    """Chunks of a group that wait; ``pages`` have been handed in."""
+
+    def __init__(self, number: int, pool: PagePool) -> None:
+        self.number = number
+        self.pool = pool
+        self.pages = 0
+        self.chunks: deque[_Chunk] = deque()
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.chunks) and self.chunks[0].next_layers() is not None
+
+
 class OutgoingPages:
-    """Chunks wait in ``_chunks``, are pushed in slices, and count once they have landed.
+    """Chunks wait in queues, one a group, are pushed in slices, and count once they have landed.
 
     It is over when it failed, was cancelled, or has its last pages and pushed all; it may end when nothing is under way
     any more. ``whole`` says that the last pages were handed in, ``lost`` that the end of a slice can't be known: then
     it may end with its link. ``summed``: whether the slices have checksums.
     """
 
-    def __init__(self, handover: HandoverId, group: PageGroup, clock: Callable[[], float], *, summed: bool) -> None:
+    def __init__(
+        self, handover: HandoverId, pools: Sequence[PagePool | None], clock: Callable[[], float], *, summed: bool
+    ) -> None:
+        """``pools``: of each group of the layout, None where it has no bytes."""
         self.handover = handover
         self.whole = False
         self.error: str | None = None
         self.cancelled = False
         self.lost = False
-        self._group = group
+        self._queues = [_Queue(i, pool) for i, pool in enumerate(pools) if pool is not None]
         self._summed = summed
-        self._pages = 0
         self._writes = 0
         self._clock = clock
-        self._chunks: deque[_Chunk] = deque()
         self._landing: deque[_Landing] = deque()
         self._slices: list[SliceChecksum] = []
         self._nbytes = 0
@@ -92,12 +109,12 @@ class OutgoingPages:
     @property
     def pending(self) -> bool:
         """Whether something is to be pushed, now or when it is computed."""
-        return bool(self._chunks)
+        return any(queue.chunks for queue in self._queues)
 
     @property
     def ready(self) -> bool:
         """Whether a slice can be pushed now."""
-        return bool(self._chunks) and self._chunks[0].next_layers(self._group.num_layers) is not None
+        return self._next() is not None
 
     @property
     def landing(self) -> bool:
@@ -107,53 +124,61 @@ class OutgoingPages:
     @property
     def over(self) -> bool:
         """Whether nothing can happen to its pages any more."""
-        ended = self.error is not None or self.cancelled or (self.whole and not self._chunks)
+        ended = self.error is not None or self.cancelled or (self.whole and not self.pending)
         return ended and not self._landing
 
-    def add(self, src: I32, dst: I32, done: LayersDone | None = None) -> None:
-        """Push ``src`` to ``dst`` after what was added before, as their layers are ``done``."""
+    def add(self, group: int, src: I32, dst: I32, done: LayersDone | None = None) -> None:
+        """Push ``src`` to ``dst``, of a group that has bytes, after what was added of it before, as their layers are
+        ``done``.
+        """
         if len(src):
-            nbytes, layers = len(src) * self._group.page_bytes, self._group.num_layers
-            group = min(layers, max(1, -(-MIN_GROUP_BYTES * layers // nbytes)))
-            self._chunks.append(_Chunk(self._pages, src, dst, done, group))
-            self._pages += len(src)
+            queue = next(queue for queue in self._queues if queue.number == group)
+            kind = queue.pool.group
+            nbytes, layers = len(src) * kind.page_bytes, kind.num_layers
+            ahead = min(layers, max(1, -(-MIN_AHEAD_BYTES * layers // nbytes)))
+            queue.chunks.append(_Chunk(kind, queue.pages, src, dst, done, ahead))
+            queue.pages += len(src)
 
-    def push_slice(self, backend: TransferBackend, pool: memoryview, slice_bytes: int) -> int:
+    def push_slice(self, backend: TransferBackend, slice_bytes: int) -> int:
         """Start to write up to ``slice_bytes`` (one page at least); returns how many. Raises as ``backend.write``.
 
         Only while it is ``ready``.
         """
-        chunk = self._chunks[0]
-        layers = chunk.next_layers(self._group.num_layers)
+        queue = self._next()
+        assert queue is not None
+        pool, chunk = queue.pool, queue.chunks[0]
+        layers = chunk.next_layers()
         assert layers is not None
         if self._busy_since is None:
             self._busy_since = self._clock()
             self._began = self._began or self._busy_since
-        piece_bytes = self._group.piece_bytes(layers)
+        piece_bytes = pool.group.piece_bytes(layers)
         at, first = chunk.at, chunk.first + chunk.at
         count = min(max(1, slice_bytes // piece_bytes), MAX_SLICE_PAGES, len(chunk.src) - at)
         src, dst = chunk.src[at : at + count], chunk.dst[at : at + count]
         nbytes = count * piece_bytes
-        self._landing.append(_Landing(backend.write(PageWrite(self.handover, self._writes, src, dst, layers)), nbytes))
+        write = PageWrite(self.handover, self._writes, src, dst, layers, pool.number)
+        self._landing.append(_Landing(backend.write(write), nbytes))
         self._writes += 1
         chunk.advance(count)
-        if chunk.begin == self._group.num_layers:
-            self._chunks.popleft()
+        if chunk.begin == pool.group.num_layers:
+            queue.chunks.popleft()
         if backend.can.moves_data:
-            self._note_slice(first, src, layers, pool)
+            self._note_slice(queue, first, src, layers)
         return nbytes
 
-    def _note_slice(self, first: int, src: I32, layers: LayerRange, pool: memoryview) -> None:
+    def _note_slice(self, queue: _Queue, first: int, src: I32, layers: LayerRange) -> None:
         if len(self._slices) == MAX_SLICES:
             self.fail(f"the prompt needs more than {MAX_SLICES} writes; use a larger --page-size")
             return
         checksum = 0
         if self._summed:
             hasher = xxhash.xxh3_64()
-            for offset, length in self._group.spans(src, layers).tolist():
-                hasher.update(pool[offset : offset + length])
+            memory = queue.pool.memory
+            for offset, length in queue.pool.group.spans(src, layers).tolist():
+                hasher.update(memory[offset : offset + length])
             checksum = hasher.intdigest()
-        self._slices.append(SliceChecksum(first, len(src), *layers, checksum))
+        self._slices.append(SliceChecksum(first, len(src), *layers, checksum, queue.number))
 
     def reap(self, backend: TransferBackend) -> tuple[int, int]:
         """Take note of slices that have landed or failed; returns their number and bytes."""
@@ -180,12 +205,12 @@ class OutgoingPages:
     def fail(self, error: str) -> None:
         """Push nothing more; the first reason counts."""
         self.error = self.error or error
-        self._chunks.clear()
+        self._drop()
 
     def cancel(self) -> None:
         """Push nothing more."""
         self.cancelled = True
-        self._chunks.clear()
+        self._drop()
 
     def ended(self) -> SendEnded:
         """What to tell the scheduler."""
@@ -200,6 +225,17 @@ class OutgoingPages:
             self._began,
             self._ended,
         )
+
+    def _drop(self) -> None:
+        for queue in self._queues:
+            queue.chunks.clear()
+
+    def _next(self) -> _Queue | None:
+        """The first queue of which something can be pushed now."""
+        for queue in self._queues:
+            if queue.ready:
+                return queue
+        return None
 
     def _rest(self) -> None:
         """Nothing is under way, and nothing waits."""

@@ -48,7 +48,7 @@ def _has_whole_words(group: KVGroup) -> bool:
     item = _ITEM_BYTES.get(group.dtype, 0)
     if item == 0 or (group.scale_dtype is not None and group.scale_dtype not in _SCALE_BYTES):
         return False
-    if group.kind == "mla" and group.scale_dtype is not None:
+    if group.kind == "sparse" or (group.kind == "mla" and group.scale_dtype is not None):
         return False  # which only torch reads
     return group.head_dim % _together(item) == 0 and group.head_dim * item % max(_scale_bytes(group), 1) == 0
 

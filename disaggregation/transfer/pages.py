@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...messages.base import I32, HandoverId, unpack_i32
+from ...messages.worker import KVGroup
 from ..errors import BadPages
 from .region import KVRegion
 
@@ -27,17 +29,28 @@ class LayerRange(NamedTuple):
 class PageGroup:
     """Pages of one shape. Page ``i`` is ``page_bytes`` at ``i * page_bytes``: ``num_layers`` equal parts, in order.
 
-    Page 0 belongs to padding, not to any hand-over.
+    Page 0 belongs to padding, not to any hand-over. ``layers``: what the model calls them, ascending; they are its
+    first ones where it is empty.
     """
 
     region: KVRegion
     page_bytes: int
     num_layers: int = 1
+    layers: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, group: KVGroup, region: KVRegion) -> PageGroup:
+        """Those of a layout's group."""
+        return cls(region, group.page_bytes, group.num_layers, group.layers)
 
     @property
     def num_pages(self) -> int:
         """Page 0 included."""
         return self.region.nbytes // self.page_bytes
+
+    def layers_done(self, count: int) -> int:
+        """How many of these layers are among the model's first ``count``."""
+        return bisect_left(self.layers, count) if self.layers else min(count, self.num_layers)
 
     def whole(self) -> LayerRange:
         """All layers."""
@@ -53,6 +66,14 @@ class PageGroup:
             return neighbour_spans(pages, pages, self.page_bytes)[0]
         starts = pages.astype(np.int64) * self.page_bytes + self.page_bytes // self.num_layers * layers.begin
         return np.stack((starts, np.full(len(pages), self.piece_bytes(layers))), axis=1)
+
+
+class PagePool(NamedTuple):
+    """Pages that are open to peers; ``number`` is that of the group among those of the backend."""
+
+    group: PageGroup
+    number: int
+    memory: memoryview
 
 
 class PageWrite(NamedTuple):

@@ -42,8 +42,8 @@ V3_DEFAULTS = {
     "norm_topk_prob": True,
     "rope_interleave": True,
 }
-SIGMOID = 2
-"""Of a GGUF's expert_gating_func; 1, or none in older files, is softmax."""
+SOFTMAX, SIGMOID = (None, 0, 1), (2,)
+"""A GGUF's expert_gating_func; older files have none."""
 
 
 def v2_from_hf(config: HFConfig) -> ModelSpec:
@@ -97,7 +97,10 @@ def from_gguf(config: GGUFConfig) -> ModelSpec:
         norm=config.norm(),
     )
     dense = int(config.number("leading_dense_block_count", 0))
-    is_sigmoid = config.get("expert_gating_func") == SIGMOID
+    gating = config.get("expert_gating_func")
+    if gating not in SOFTMAX + SIGMOID:
+        raise UnsupportedModel(f"expert_gating_func {gating!r} is not supported for this family")
+    is_sigmoid = gating in SIGMOID
     inner = config.integer("expert_feed_forward_length")
     experts = ExpertsSpec(
         count=config.integer("expert_count"),
@@ -105,12 +108,13 @@ def from_gguf(config: GGUFConfig) -> ModelSpec:
         inner=inner,
         scoring=ExpertScoring.SIGMOID if is_sigmoid else ExpertScoring.SOFTMAX,
         normalised=bool(config.get("expert_weights_norm")),
-        weight_scale=config.number("expert_weights_scale", 1.0),
+        # Nought is llama.cpp's word for none.
+        weight_scale=config.number("expert_weights_scale", 0.0) or 1.0,
         choice_bias=config.has(f"blk.{dense}.exp_probs_b.bias"),
         groups=int(config.number("expert_group_count", 1)) or 1,
         groups_chosen=int(config.number("expert_group_used_count", 1)) or 1,
         group_score=GroupScore.TWO_LARGEST if is_sigmoid else GroupScore.LARGEST,
-        shared=MLPSpec(inner=inner * config.integer("expert_shared_count")),
+        shared=_shared(MLPSpec(inner=inner), config.integer("expert_shared_count")),
     )
     layers = _layers(attention, config.mlp(), experts, config.norm(), dense, config.num_layers)
     return config.model(layers, rope, tensors=GGUF_TENSORS)
@@ -148,8 +152,12 @@ def _experts(config: HFConfig) -> ExpertsSpec:
         inner=inner,
         activation=mlp.activation,
         weight_scale=config.number("routed_scaling_factor", 1.0),
-        shared=replace(mlp, inner=inner * config.integer("n_shared_experts")),
+        shared=_shared(replace(mlp, inner=inner), int(config.number("n_shared_experts", 0))),
     )
+
+
+def _shared(one: MLPSpec, count: int) -> MLPSpec | None:
+    return replace(one, inner=one.inner * count) if count else None
 
 
 def _layers(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import UnsupportedModel
+from ..packing import read_packing
 from ..spec import Activation, AttentionSpec, ExpertsSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
 from .hf_rope import read_rope, stretched_context
 from .hf_values import HFValues
@@ -129,8 +130,13 @@ class HFConfig(HFValues):
             self.read.add("quantization_config")
 
     def _refuse_unread(self) -> None:
-        if self.raw.get("quantization_config") and "quantization_config" not in self.read:
-            raise UnsupportedModel("quantised safetensors are not supported; take the plain model, or a GGUF of it")
+        quantised = self.raw.get("quantization_config")
+        if quantised and "quantization_config" not in self.read:
+            if isinstance(why_not := read_packing(quantised), str):
+                raise UnsupportedModel(
+                    f"quantised safetensors ({why_not}) are not supported; take the plain model, or a GGUF of it"
+                )
+            self.read.add("quantization_config")
         for key, neutral in NEUTRAL.items():
             value = self.raw.get(key)
             if key not in self.read and value not in neutral and not _is_all_full(value):

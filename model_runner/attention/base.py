@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from ...model_files.spec import AttentionSpec, MLASpec
+from ...model_files.spec import AttentionSpec, MLASpec, ModelSpec
 from ..forward_batch import ForwardBatch
 
 
+class AttentionLimits(NamedTuple):
+    """What a backend makes room for before the first pass, so that nothing moves afterwards.
+
+    ``heads``: of queries, of every layer. ``windows``: those that layers have, in tokens; layers without aside.
+    ``max_entries``: rows that decode at a time. ``context_length``: tokens of a row.
+    """
+
+    heads: int
+    windows: tuple[int, ...]
+    max_entries: int
+    context_length: int
+
+
+def attention_limits(spec: ModelSpec, max_entries: int, context_length: int) -> AttentionLimits:
+    """Of a model; its layers have equally many KV heads, of which a backend divides the work."""
+    attentions = [layer.attention for layer in spec.layers]
+    windows = {a.window for a in attentions if isinstance(a, AttentionSpec) and a.window is not None}
+    return AttentionLimits(
+        max(attention.heads for attention in attentions), tuple(sorted(windows)), max_entries, context_length
+    )
+
+
 class AttentionBackend(ABC):
-    """Causal attention of a pass's tokens over their rows' KV: ``plan`` once a pass, then ``forward`` once a layer."""
+    """Causal attention of a pass's tokens over their rows' KV: ``plan`` once a pass, then ``forward`` once a layer.
+
+    ``is_graph_safe``: whether it keeps ``ForwardBatch.is_captured``. ``reads_whole_pages``: whether what lies behind a
+    row's end must be finite numbers (which it multiplies with 0).
+    """
+
+    is_graph_safe: ClassVar[bool] = False
+    reads_whole_pages: ClassVar[bool] = False
 
     @abstractmethod
     def plan(self, batch: ForwardBatch) -> None:

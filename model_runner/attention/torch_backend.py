@@ -58,6 +58,8 @@ class ExtendPlan(NamedTuple):
 class TorchAttention(AttentionBackend):
     """The reference backend."""
 
+    reads_whole_pages = True
+
     def __init__(self, pool: KVPool, dtype: torch.dtype, window_pool: KVPool | None = None) -> None:
         """``window_pool``: of the layers that ``pool`` has not; see ``ForwardBatch.window_pages``."""
         if pool.layout.order != "tokens":
@@ -80,9 +82,10 @@ class TorchAttention(AttentionBackend):
         firsts = [0]
         for q_len in batch.q_lens:
             firsts.append(firsts[-1] + q_len)
-        short = [b for b, q_len in enumerate(batch.q_lens) if q_len == 1]
+        lens = [self._dense_len(batch, b) for b in range(len(batch.q_lens))]
+        short = [b for b, q_len in enumerate(lens) if q_len == 1]
         self._decode = self._plan_decode(batch, short, [firsts[b] for b in short]) if short else None
-        self._extends = [self._plan_extend(batch, b, firsts[b]) for b, q_len in enumerate(batch.q_lens) if q_len > 1]
+        self._extends = [self._plan_extend(batch, b, firsts[b], q_len) for b, q_len in enumerate(lens) if q_len > 1]
         self._decode_masks.clear()
         self._extend_masks.clear()
 
@@ -100,7 +103,7 @@ class TorchAttention(AttentionBackend):
             self._window_pool.store(layer, self._window_rows, k, v)
         else:
             self._pool.store(layer, self._token_rows, k, v)
-        if self._decode is not None and not self._extends:
+        if self._decode is not None and len(self._decode.tokens) == len(q):
             return self._run_decode(layer, self._decode, q, spec, sinks).flatten(1)
         out_THD = q.new_empty((*q.shape[:2], v.shape[2]))
         if self._decode is not None:
@@ -111,23 +114,31 @@ class TorchAttention(AttentionBackend):
             self._run_extend(layer, entry, q[span], out_THD[span], spec, sinks)
         return out_THD.flatten(1)
 
+    def _dense_len(self, batch: ForwardBatch, entry: int) -> int:
+        """Of the entry's tokens, how many of the first attend here; a backend that adds to this one does the rest."""
+        return batch.q_lens[entry]
+
     def _plan_decode(self, batch: ForwardBatch, entries: list[int], tokens: list[int]) -> DecodePlan:
-        device = batch.input_ids.device
-        index = torch.tensor(tokens, device=device)
+        index = torch.tensor(tokens, device=batch.input_ids.device)
         kv_lens = batch.positions[index] + 1
-        num_pages = _ceil_div(max(batch.starts[b] + 1 for b in entries), self._page_size)
+        pages = self._decode_pages(batch, entries, kv_lens, max(batch.starts[b] + 1 for b in entries))
+        return DecodePlan(index, self._row_pages(batch, pages, kv_lens[:, None]), kv_lens)
+
+    def _decode_pages(self, batch: ForwardBatch, entries: list[int], kv_lens: Tensor, longest: int) -> Tensor:
+        """[B, S / page_size]: of a token of each of ``entries``, which sees ``kv_lens`` [B] tokens."""
+        device = batch.input_ids.device
+        num_pages = _ceil_div(longest, self._page_size)
         table = batch.req_to_token[:, : num_pages * self._page_size : self._page_size]
         table = table.index_select(0, batch.rows[torch.tensor(entries, device=device)])
         first_lane = torch.arange(num_pages, device=device) * self._page_size
         # Beyond a row's end the table holds anything: such lanes read page 0.
-        pages = torch.where(first_lane < kv_lens[:, None], table // self._page_size, 0).to(torch.int64)
-        return DecodePlan(index, self._row_pages(batch, pages, kv_lens[:, None]), kv_lens)
+        return torch.where(first_lane < kv_lens[:, None], table // self._page_size, 0).to(torch.int64)
 
-    def _plan_extend(self, batch: ForwardBatch, entry: int, first: int) -> ExtendPlan:
-        kv_len = batch.starts[entry] + batch.q_lens[entry]
+    def _plan_extend(self, batch: ForwardBatch, entry: int, first: int, q_len: int) -> ExtendPlan:
+        kv_len = batch.starts[entry] + q_len
         slots = batch.req_to_token[batch.rows[entry], : kv_len : self._page_size]
         pages = self._row_pages(batch, (slots // self._page_size).to(torch.int64), batch.starts[entry] + 1)
-        return ExtendPlan(first, batch.q_lens[entry], kv_len, pages)
+        return ExtendPlan(first, q_len, kv_len, pages)
 
     def _row_pages(self, batch: ForwardBatch, pages: Tensor, seen_by_first: Tensor | int) -> RowPages:
         """Of ``pages`` [..., P] in the order of positions; the first query sees up to ``seen_by_first`` tokens."""

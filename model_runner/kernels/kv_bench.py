@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ...runtime.options import ServerOptions
-from ..device import KVDTypeName
+from ..device.choice import KVDTypeName
 from ..forward_batch import ForwardBatch
 from ..kv_pool import KVPool
 from ..model_runner import ModelRunner
@@ -51,7 +51,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     print(f"level {choose_level().name}, {args.threads} threads, {args.model_path}, bfloat16, {args.quantization}")
     slots = max(case.rows * (case.context + ServerOptions().page_size) for case in CASES)
-    models = {}
+    models: dict[str, ModelRunner] = {}
     for dtype in DTYPES:
         options = ServerOptions(
             model_path=args.model_path,
@@ -67,7 +67,7 @@ def main() -> None:
         token_bytes = model.layout.page_bytes // model.layout.page_size
         print(f"{dtype:9}: {token_bytes:6} bytes a token, {GIB // token_bytes} tokens in a GiB")
     for case in CASES:
-        _measure(case, models, args.turns)
+        measure(case, models, args.turns)
 
 
 def fill(pool: KVPool) -> None:
@@ -80,20 +80,21 @@ def fill(pool: KVPool) -> None:
         pool.data.uniform_(-1.0, 1.0)
 
 
-def _measure(case: Decodes, models: dict[KVDTypeName, ModelRunner], turns: int) -> None:
+def measure(case: Decodes, models: dict[str, ModelRunner], turns: int) -> None:
+    """Print what a step takes with each of ``models``, and the median of the turns' ratios to the first."""
     first = next(iter(models))
-    seconds: dict[KVDTypeName, list[float]] = {dtype: [] for dtype in models}
+    seconds: dict[str, list[float]] = {name: [] for name in models}
     batch = _batch(case, models[first])
     for turn in range(turns + 1):
-        for dtype, model in models.items():
+        for name, model in models.items():
             begin = time.perf_counter()
             model.forward(batch)
             if turn > 0:
-                seconds[dtype].append(time.perf_counter() - begin)
+                seconds[name].append(time.perf_counter() - begin)
     told = []
-    for dtype, times in seconds.items():
+    for name, times in seconds.items():
         ratio = statistics.median(ours / theirs for ours, theirs in zip(times, seconds[first], strict=True))
-        told.append(f"{dtype} {min(times) * 1e3:.2f} ms ({ratio:.2f})")
+        told.append(f"{name} {min(times) * 1e3:.2f} ms ({ratio:.2f})")
     print(f"{case.rows} streams of {case.context} tokens: {', '.join(told)}")
 
 

@@ -191,7 +191,9 @@ def lower_latent(spec: MLASpec) -> LatentOp:
 
 def lower_experts(spec: ExpertsSpec) -> ExpertsOp:
     """What is beside the two products of each expert."""
-    shared = spec.shared or MLPSpec(inner=0)
+    shared_inner, activation = (
+        (0, spec.activation) if spec.shared is None else (spec.shared.inner, spec.shared.activation)
+    )
     return ExpertsOp(
         spec.count,
         spec.chosen,
@@ -202,8 +204,8 @@ def lower_experts(spec: ExpertsSpec) -> ExpertsOp:
         spec.groups,
         spec.groups_chosen,
         GROUP_SCORES[spec.group_score],
-        shared.inner,
-        ACTIVATIONS[shared.activation],
+        shared_inner,
+        ACTIVATIONS[activation],
         spec.shared_gate,
     )
 

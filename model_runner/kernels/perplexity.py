@@ -32,7 +32,7 @@ from ...model_files.spec_reader import read_spec
 from ...model_files.tensor_names import HEAD, find_parts
 from ...model_files.text.load import load_tokenizer
 from ...runtime.options import ServerOptions
-from ..device import KVDTypeName
+from ..device.choice import KVDTypeName
 from ..forward_batch import ForwardBatch
 from ..loader.load import load_model_weights
 from ..model_runner import ModelRunner
@@ -65,7 +65,7 @@ def main() -> None:
     args = parser.parse_args()
     if not 2 <= args.window <= args.tokens:
         parser.error("--window is at least 2 and at most --tokens")
-    windows = read_windows(args.model_path, args.tokens, args.window)
+    windows = read_windows(ServerOptions(model_path=args.model_path), args.tokens, args.window)
     if len(windows) < args.tokens // args.window:
         parser.error(f"the text has only {windows.numel()} tokens in whole windows")
     print(
@@ -80,14 +80,16 @@ def main() -> None:
         print(f"{name:24} {score.perplexity:11.4f} {ratio:9.5f} {score.divergence:20.2e}")
 
 
-def read_windows(model_path: str, tokens: int, window: int) -> Tensor:
-    """The first ``tokens`` tokens of the text (fewer if it ends), [windows, W] int64; what fills no window is left out.
+def read_windows(options: ServerOptions, tokens: int, window: int, skip: int = 0, text: str | None = None) -> Tensor:
+    """``tokens`` tokens of the text (fewer if it ends) behind the first ``skip``, [windows, W] int64; what fills no
+    window is left out. ``options``: of the model whose tokens they are. ``text``: another one.
 
     No token begins a window but the text's own.
     """
-    text = "".join(topics[name] for name in sorted(topics))
-    tokenizer = load_tokenizer(ServerOptions(model_path=model_path))
-    ids = tokenizer.encode_batch([text], add_special_tokens=False)[0][:tokens]
+    if text is None:
+        text = "".join(topics[name] for name in sorted(topics))
+    tokenizer = load_tokenizer(options)
+    ids = tokenizer.encode_batch([text], add_special_tokens=False)[0][skip : skip + tokens]
     whole = len(ids) // window
     return torch.tensor(ids[: whole * window], dtype=torch.int64).view(whole, window)
 

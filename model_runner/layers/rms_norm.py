@@ -13,6 +13,7 @@ class RMSNorm:
     """Normalises the last dimension, of size ``size``; weights and arithmetic are float32, whatever goes in."""
 
     def __init__(self, size: int, spec: NormSpec, *, device: torch.device) -> None:
+        self.spec = spec
         self.eps = spec.eps
         self._offset = spec.offset
         self.weight = torch.empty(size, dtype=torch.float32, device=device)

@@ -23,19 +23,22 @@ class Rotation(NamedTuple):
 
 
 class RotaryEmbedding:
-    """Turns positions into rotations, a pass at a time: a table of all positions would cost more than it saves."""
+    """Turns positions into rotations, a pass at a time: a table of all positions would cost more than it saves.
+
+    ``inv_freq`` (radians per token) and ``scale`` (of cosines and sines): [head_dim / 2] float32.
+    """
 
     def __init__(self, rope: RopeSpec, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
         unrotated = torch.zeros((head_dim - rope.rotary_dim) // 2)
         self._dtype = dtype
-        self._inv_freq = torch.cat((inverse_frequencies(rope), unrotated)).to(device)
+        self.inv_freq = torch.cat((inverse_frequencies(rope), unrotated)).to(device)
         scales = torch.full((rope.rotary_dim // 2,), attention_factor(rope))
-        self._scale = torch.cat((scales, unrotated + 1.0)).to(device)
+        self.scale = torch.cat((scales, unrotated + 1.0)).to(device)
 
     def forward(self, positions: Tensor) -> Rotation:
         """The rotations of ``positions`` [T], computed in float32."""
-        angles = positions.to(torch.float32)[:, None] * self._inv_freq
-        cos, sin = angles.cos().mul_(self._scale), angles.sin().mul_(self._scale)
+        angles = positions.to(torch.float32)[:, None] * self.inv_freq
+        cos, sin = angles.cos().mul_(self.scale), angles.sin().mul_(self.scale)
         return Rotation(
             torch.cat((cos, cos), -1).to(self._dtype)[:, None], torch.cat((-sin, sin), -1).to(self._dtype)[:, None]
         )

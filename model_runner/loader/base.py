@@ -51,6 +51,8 @@ def as_ours(spec: ModelSpec, name: str, stored: Stored) -> Iterator[tuple[str, T
         if not is_draft(spec, name):
             yield name, stored.read(None)
         return
+    if not stored.shape:
+        raise InvalidWeights(f"{name!r} is a single number")
     if parts[-1].expert is not None and stored.shape[0] != parts[-1].expert + 1:
         raise InvalidWeights(f"{name!r} is of {stored.shape[0]} experts, the config means {parts[-1].expert + 1}")
     for expert, group in groupby(parts, lambda part: part.expert):
@@ -104,12 +106,14 @@ def load_weights(targets: Mapping[str, Target], source: WeightSource) -> dict[st
     for name, tensor in source.tensors():
         target = missing.pop(name, None)
         if target is None:
-            # A head that is tied to the embedding may lie in the file all the same.
-            if is_not_needed(name) or name == HEAD:
+            # A head that is tied to the embedding may lie in the file all the same; and so may a network of no size.
+            if is_not_needed(name) or name == HEAD or not tensor.numel():
                 continue
             raise InvalidWeights(f"the checkpoint holds {name!r}, which its config does not account for")
         if target.shape != tensor.shape:
             raise InvalidWeights(f"{name!r} has shape {list(tensor.shape)}, the config means {list(target.shape)}")
+        if not tensor.is_floating_point():
+            raise InvalidWeights(f"{name!r} is of {str(tensor.dtype).removeprefix('torch.')}, not of a float type")
         target.take(tensor)
         samples[name] = sample(name, tensor, target.view.dtype)
         progress.advance(target.view.nbytes)

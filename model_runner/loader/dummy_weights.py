@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +11,10 @@ from torch import Tensor
 from .base import WeightSource
 
 STD = 0.02
+PERIOD = 4_194_301
+"""Values that are drawn of a tensor; larger ones repeat them, as drawing billions takes minutes. A prime, so that rows
+differ.
+"""
 
 
 class DummyWeights(WeightSource):
@@ -26,4 +31,6 @@ class DummyWeights(WeightSource):
             if len(shape) == 1 and name.endswith(".weight"):
                 yield name, torch.ones(shape)
             else:
-                yield name, torch.empty(shape).normal_(0.0, STD, generator=generator)
+                size = math.prod(shape)
+                drawn = torch.empty(min(size, PERIOD)).normal_(0.0, STD, generator=generator)
+                yield name, (drawn if size <= PERIOD else drawn.repeat(-(-size // PERIOD))[:size]).view(shape)

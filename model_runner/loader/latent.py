@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ...model_files.errors import InvalidWeights
 from ...model_files.spec import MLASpec
 from ...model_files.tensor_names import Part
 
@@ -25,7 +26,9 @@ def is_by_head(parts: Sequence[Part]) -> bool:
 
 
 def by_head(spec: MLASpec, parts: Sequence[Part], tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """``parts`` of a checkpoint's ``tensor``, whose number of rows is right, by name."""
+    """``parts`` of a checkpoint's ``tensor``, whose number of rows is right, by name. Raises ``InvalidWeights``."""
+    if tensor.dim() < 2 or (len(parts) > 1 and tensor.dim() != 2):
+        raise InvalidWeights(f"{parts[0].name!r} has shape {list(tensor.shape)}, which is no matrix")
     if len(parts) == 1:
         yield parts[0].name, tensor.flatten(0, -2)
         return

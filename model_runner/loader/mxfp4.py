@@ -11,6 +11,7 @@ from torch import Tensor
 BLOCKS, SCALES = "_blocks", "_scales"
 """How the names of the two tensors of a weight end."""
 WEIGHTS_A_BYTE = 2
+BLOCK_BYTES = 16
 BIAS = 127
 """Of the exponents."""
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

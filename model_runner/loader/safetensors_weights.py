@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...model_files.checkpoint import checkpoint_files
 from ...model_files.errors import InvalidWeights
+from ...model_files.packing import Packing, read_packing
 from ...model_files.spec import ModelSpec
 from .base import Stored, WeightSource, as_ours
-from .mxfp4 import BLOCKS, SCALES, dequantise
+from .mxfp4 import BLOCK_BYTES, BLOCKS, SCALES, dequantise
+from .packed_weights import is_beside, unpacked
+
+log = logging.getLogger(__name__)
 
 
 class SafetensorsWeights(WeightSource):
@@ -23,16 +30,27 @@ class SafetensorsWeights(WeightSource):
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self._spec = spec
         self._files = checkpoint_files(folder)
+        self._packing = packing_of(folder)
+        if self._packing is not None:
+            log.warning(
+                "weights in %s are dequantised as they are read: nothing here multiplies them as they are, so they "
+                "take the memory of the model's type, and activations are not quantised",
+                self._packing.kind,
+            )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See the base class; weights in MXFP4 come dequantised."""
+        """See the base class; weights in MXFP4, FP8 and four bits come dequantised."""
         places = self._places()
         for file in self._files:
             with _opened(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
                     if name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in places:
                         continue
+                    if self._packing is not None and is_beside(name):
+                        continue
                     tensor = tensors.get_tensor(name)
+                    if self._packing is not None:
+                        name, tensor = unpacked(name, tensor, self._packing, lambda other: _read(other, places))
                     stored = _mxfp4(name, tensor, places) if name.endswith(BLOCKS) else _plain(tensor)
                     yield from as_ours(self._spec, name, stored)
 
@@ -54,6 +72,23 @@ def _opened(file: Path) -> Iterator[Any]:
         raise InvalidWeights(f"{file} can't be read: {e}") from e
 
 
+def packing_of(folder: Path) -> Packing | None:
+    """What the folder's config says, where it has one; ``spec_reader.py`` has refused what can't be read."""
+    config = folder / "config.json"
+    raw = json.loads(config.read_text()) if config.is_file() else {}
+    quantised = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")
+    found = read_packing(quantised or {})
+    return found if isinstance(found, Packing) else None
+
+
+def _read(name: str, places: dict[str, Path]) -> Tensor | None:
+    if name not in places:
+        return None
+    with _opened(places[name]) as tensors:
+        tensor: Tensor = tensors.get_tensor(name)
+    return tensor
+
+
 def _plain(tensor: Tensor) -> Stored:
     return Stored(tuple(tensor.shape), lambda expert: tensor if expert is None else tensor[expert])
 
@@ -65,7 +100,9 @@ def _mxfp4(name: str, blocks: Tensor, places: dict[str, Path]) -> Stored:
         raise InvalidWeights(f"the checkpoint lacks {scales_name!r}")
     with _opened(places[scales_name]) as tensors:
         scales = tensors.get_tensor(scales_name)
-    if blocks.shape[:-1] != scales.shape:
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise InvalidWeights(f"{name!r} and its scales are of {blocks.dtype} and {scales.dtype}, not of bytes")
+    if blocks.shape[:-1] != scales.shape or blocks.shape[-1:] != (BLOCK_BYTES,):
         raise InvalidWeights(f"{name!r} has shape {list(blocks.shape)}, its scales {list(scales.shape)}")
 
     def read(expert: int | None) -> Tensor:

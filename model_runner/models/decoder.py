@@ -13,11 +13,13 @@ from ...model_files.sharding import Slice
 from ...model_files.spec import AttentionSpec, ExpertsSpec, MLASpec, ModelSpec, NormSpec, QKNorm
 from ...model_files.tensor_names import EMBEDDING, HEAD, NORM
 from ..attention.base import AttentionBackend
+from ..device_ops.base import DeviceOps, PassRotation
+from ..device_ops.torch_ops import TorchOps
 from ..forward_batch import ForwardBatch
-from ..kernels.reference import linear, rope
+from ..kernels.reference import linear
 from ..layers.linear import Linear
 from ..layers.rms_norm import RMSNorm
-from ..layers.rotary import RotaryEmbedding, Rotation
+from ..layers.rotary import RotaryEmbedding
 from ..tensor_parallel.group import RankGroup, alone
 from .experts import Experts
 from .latent_attention import LatentAttention
@@ -42,15 +44,18 @@ class Attention:
             self.k_norm = RMSNorm(kv_size, spec.qk_norm_spec, device=device)
         self.sinks = torch.empty(spec.heads, dtype=torch.float32, device=device) if spec.sinks else None
 
-    def forward(self, x_TN: Tensor, rotation: Rotation | None, attention: AttentionBackend) -> Tensor:
+    def forward(
+        self, x_TN: Tensor, rotation: PassRotation | None, attention: AttentionBackend, ops: DeviceOps
+    ) -> Tensor:
         """[T, N]; ``rotation`` None: the layer does not know positions."""
         heads, kv_heads = self.spec.heads, self.spec.kv_heads
         qkv = self.qkv_proj.forward(x_TN).view(x_TN.shape[0], -1, self.spec.head_dim)
         q_THD, k_TKD, v_TKD = torch.split(qkv, [heads, kv_heads, kv_heads], 1)
         if self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_TKD = self._normalise(q_THD, self.q_norm), self._normalise(k_TKD, self.k_norm)
+            q_THD = self._normalise(q_THD, self.q_norm, ops)
+            k_TKD = self._normalise(k_TKD, self.k_norm, ops)
         if rotation is not None:
-            q_THD, k_TKD = rope(q_THD, *rotation), rope(k_TKD, *rotation)
+            q_THD, k_TKD = ops.rotate(q_THD, k_TKD, rotation)
         return self.o_proj.forward(attention.forward(self._layer, q_THD, k_TKD, v_TKD, self.spec, self.sinks))
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
@@ -63,10 +68,10 @@ class Attention:
             views[f"{prefix}.sinks"] = self.sinks
         return views
 
-    def _normalise(self, x_THD: Tensor, norm: RMSNorm) -> Tensor:
+    def _normalise(self, x_THD: Tensor, norm: RMSNorm, ops: DeviceOps) -> Tensor:
         if self.spec.qk_norm == QKNorm.HEAD:
-            return norm.forward(x_THD)
-        return norm.forward(x_THD.flatten(1)).view(x_THD.shape)
+            return ops.norm(norm, x_THD)
+        return ops.norm(norm, x_THD.flatten(1)).view(x_THD.shape)
 
 
 class Layer:
@@ -95,13 +100,23 @@ class Layer:
         else:
             self.mlp = MLP(spec.mlp, hidden, dtype=dtype, device=device)
 
-    def forward(self, x_TN: Tensor, rotation: Rotation | None, attention: AttentionBackend) -> None:
-        """Apply the layer to ``x_TN`` in place."""
-        part = self.attention.forward(_normalised(self.before_attention, x_TN), rotation, attention)
-        attended = self._ranks.sum(part)
-        x_TN.add_(_normalised(self.after_attention, attended), alpha=self.spec.residual_scale)
-        more = self._ranks.sum(self.mlp.forward(_normalised(self.before_mlp, x_TN)))
-        x_TN.add_(_normalised(self.after_mlp, more), alpha=self.spec.residual_scale)
+    def forward(
+        self,
+        x_TN: Tensor,
+        normed_TN: Tensor,
+        rotation: PassRotation | None,
+        attention: AttentionBackend,
+        ops: DeviceOps,
+        following: RMSNorm | None,
+    ) -> Tensor:
+        """Apply the layer to ``x_TN`` in place. ``normed_TN``: the same behind ``before_attention``. Returns ``x_TN``
+        behind the norm ``following``.
+        """
+        scale = self.spec.residual_scale
+        attended = self._ranks.sum(self.attention.forward(normed_TN, rotation, attention, ops))
+        normed_TN = ops.add_and_norm(x_TN, attended, scale, self.after_attention, self.before_mlp)
+        more = self._ranks.sum(self.mlp.forward(normed_TN, ops))
+        return ops.add_and_norm(x_TN, more, scale, self.after_mlp, following)
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
         """The views that take the layer's tensors, by our names."""
@@ -128,10 +143,14 @@ class Decoder:
         device: torch.device,
         vocab: Slice | None = None,
         ranks: RankGroup = alone,
+        ops: DeviceOps | None = None,
     ) -> None:
-        """``vocab``: a rank's rows of the head; ``ranks``: whom it adds its parts up with (``spec`` is its own)."""
+        """``vocab``: a rank's rows of the head; ``ranks``: whom it adds its parts up with (``spec`` is its own).
+        ``ops``: None: torch's.
+        """
         self.spec = spec
         self.ranks = ranks
+        self.ops = ops or TorchOps()
         self.embed_tokens = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         self.layers = [Layer(spec, i, ranks, dtype=dtype, device=device) for i in range(spec.num_layers)]
         self.norm = RMSNorm(spec.hidden_size, spec.final_norm, device=device)
@@ -145,19 +164,31 @@ class Decoder:
         x_TN = F.embedding(batch.input_ids, self.embed_tokens)
         if self._embedding_scale != 1.0:
             x_TN.mul_(self._embedding_scale)
-        rotations = [rotary.forward(batch.positions) for rotary in self._rotaries]
-        for i, layer in enumerate(self.layers):
+        ops = self.ops
+        rotations = [ops.rotation(rotary, batch.positions) for rotary in self._rotaries]
+        # What goes into each layer; the last one's sum is normalised where it is wanted alone.
+        befores = [layer.before_attention for layer in self.layers]
+        normed_TN = x_TN if befores[0] is None else ops.norm(befores[0], x_TN)
+        for i, (layer, following) in enumerate(zip(self.layers, [*befores[1:], None], strict=True)):
             index = layer.spec.attention.rope
-            layer.forward(x_TN, None if index is None else rotations[index], attention)
+            rotation = None if index is None else rotations[index]
+            normed_TN = layer.forward(x_TN, normed_TN, rotation, attention, ops, following)
             if batch.done is not None and x_TN.device.type == "cpu":
                 batch.done.advance(i + 1)
-        x_LN = self.norm.forward(x_TN.index_select(0, batch.logit_indices))
+        x_LN = ops.norm(self.norm, x_TN.index_select(0, batch.logit_indices))
         logits = self.ranks.join(linear(x_LN, self.lm_head, None).float())
         if self.spec.logit_scale != 1.0:
             logits.mul_(self.spec.logit_scale)
         if self.spec.logit_softcap is not None:
             logits.div_(self.spec.logit_softcap).tanh_().mul_(self.spec.logit_softcap)
         return logits
+
+    @property
+    def why_no_graphs(self) -> str | None:
+        """Why a pass can't be captured, None where it can: the host must know nothing of what was computed."""
+        if any(isinstance(layer.mlp, Experts) for layer in self.layers):
+            return "experts are looked through on the host"
+        return None
 
     @property
     def idle_bytes(self) -> int:
@@ -172,7 +203,3 @@ class Decoder:
         if not self.spec.tied_head:
             views[HEAD] = self.lm_head
         return views
-
-
-def _normalised(norm: RMSNorm | None, x_TN: Tensor) -> Tensor:
-    return x_TN if norm is None else norm.forward(x_TN)

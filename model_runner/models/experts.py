@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...model_files.spec import ExpertsSpec
+from ..device_ops.base import DeviceOps
 from ..kernels.reference import clamped_gate_and_mul, gate_and_mul, linear
 from ..layers.linear import Linear
 from .mlp import MLP
@@ -72,14 +73,14 @@ class Experts:
         stacks = (self.gate_up_proj.weight, self.down_proj.weight)
         return sum(stack.nbytes for stack in stacks) * (self.spec.count - self.spec.chosen) // self.spec.count
 
-    def forward(self, x_TN: Tensor) -> Tensor:
+    def forward(self, x_TN: Tensor, ops: DeviceOps) -> Tensor:
         """[T, N]."""
         exact_TN = x_TN.float()
         choice = choose_experts(self.spec, self.router.forward(exact_TN), self.choice_bias)
         sum_TN = torch.zeros_like(exact_TN)
         self._add_chosen(sum_TN, x_TN, choice)
         if self.shared is not None:
-            common_TN = self.shared.forward(x_TN).float()
+            common_TN = self.shared.forward(x_TN, ops).float()
             if self.shared_gate is not None:
                 common_TN *= linear(exact_TN, self.shared_gate, None).sigmoid()
             sum_TN += common_TN

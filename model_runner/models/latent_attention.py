@@ -16,10 +16,9 @@ from torch import Tensor
 
 from ...model_files.spec import MLASpec
 from ..attention.base import AttentionBackend
-from ..kernels.reference import rope
+from ..device_ops.base import DeviceOps, PassRotation
 from ..layers.linear import Linear
 from ..layers.rms_norm import RMSNorm
-from ..layers.rotary import Rotation
 
 
 class LatentAttention:
@@ -41,11 +40,15 @@ class LatentAttention:
         self.v_b_proj = linear(spec.kv_lora_rank, spec.heads * spec.v_head_dim)
         self.o_proj = linear(spec.heads * spec.v_head_dim, hidden, bias=spec.o_bias)
 
-    def forward(self, x_TN: Tensor, rotation: Rotation | None, attention: AttentionBackend) -> Tensor:
+    def forward(
+        self, x_TN: Tensor, rotation: PassRotation | None, attention: AttentionBackend, ops: DeviceOps
+    ) -> Tensor:
         """[T, N]."""
         if rotation is None:
             raise ValueError("latent attention without positions is not known")
-        q_THD, row_T1D = self._queries(x_TN, rotation), self._row(x_TN, rotation)
+        (latent_THR, q_THP), (row_T1R, k_T1P) = self._queries(x_TN, ops), self._row(x_TN, ops)
+        q_THP, k_T1P = ops.rotate(q_THP, k_T1P, rotation)
+        q_THD, row_T1D = torch.cat((latent_THR, q_THP), -1), torch.cat((row_T1R, k_T1P), -1)
         values = row_T1D[..., : self.spec.kv_lora_rank]
         latent = attention.forward(self._layer, q_THD, row_T1D, values, self.spec)
         latent_HTR = latent.view(len(x_TN), self.spec.heads, -1).transpose(0, 1)
@@ -62,19 +65,18 @@ class LatentAttention:
         views |= self.q_a_proj.weights(f"{prefix}.q_a_proj") | self.q_b_proj.weights(f"{prefix}.q_b_proj")
         return views | {f"{prefix}.q_a_norm.weight": self.q_a_norm.weight}
 
-    def _queries(self, x_TN: Tensor, rotation: Rotation) -> Tensor:
-        """What rows are multiplied with: [T, H, R + P]."""
+    def _queries(self, x_TN: Tensor, ops: DeviceOps) -> tuple[Tensor, Tensor]:
+        """What rows are multiplied with, and what is to be rotated of it: [T, H, R], [T, H, P]."""
         spec = self.spec
         if self.q_a_proj is not None and self.q_a_norm is not None:
-            x_TN = self.q_a_norm.forward(self.q_a_proj.forward(x_TN))
+            x_TN = ops.norm(self.q_a_norm, self.q_a_proj.forward(x_TN))
         q_THD = self.q_b_proj.forward(x_TN).view(len(x_TN), spec.heads, -1)
         q_THQ, q_THP = torch.split(q_THD, [spec.qk_nope_head_dim, spec.qk_rope_head_dim], -1)
         k_b_HQR = self.k_b_proj.weight.view(spec.heads, spec.kv_lora_rank, -1).transpose(1, 2)
-        latent_THR = (q_THQ.transpose(0, 1) @ k_b_HQR).transpose(0, 1)
-        return torch.cat((latent_THR, rope(q_THP, *rotation)), -1)
+        return (q_THQ.transpose(0, 1) @ k_b_HQR).transpose(0, 1), q_THP
 
-    def _row(self, x_TN: Tensor, rotation: Rotation) -> Tensor:
-        """What is kept of each token: [T, 1, R + P]."""
+    def _row(self, x_TN: Tensor, ops: DeviceOps) -> tuple[Tensor, Tensor]:
+        """What is kept of each token, and what is to be rotated of it: [T, 1, R], [T, 1, P]."""
         sizes = [self.spec.kv_lora_rank, self.spec.qk_rope_head_dim]
         latent_TR, k_TP = torch.split(self.kv_a_proj.forward(x_TN), sizes, -1)
-        return torch.cat((self.kv_a_norm.forward(latent_TR)[:, None], rope(k_TP[:, None], *rotation)), -1)
+        return ops.norm(self.kv_a_norm, latent_TR)[:, None], k_TP[:, None]

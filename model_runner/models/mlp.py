@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...model_files.spec import MLPSpec
-from ..kernels.reference import gate_and_mul
+from ..device_ops.base import DeviceOps
 from ..layers.linear import Linear
 
 
@@ -18,9 +18,9 @@ class MLP:
         self.gate_up_proj = Linear(hidden, (spec.inner, spec.inner), bias=spec.bias, dtype=dtype, device=device)
         self.down_proj = Linear(spec.inner, (hidden,), bias=spec.bias, dtype=dtype, device=device)
 
-    def forward(self, x_TN: Tensor) -> Tensor:
+    def forward(self, x_TN: Tensor, ops: DeviceOps) -> Tensor:
         """[T, N]."""
-        return self.down_proj.forward(gate_and_mul(self.gate_up_proj.forward(x_TN), self._activation))
+        return self.down_proj.forward(ops.gate_and_mul(self.gate_up_proj.forward(x_TN), self._activation))
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
         """The views that take the layer's tensors, by our names."""

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from ...model_files.spec import ExpertScoring, ExpertsSpec, GroupScore
 
+LEAST_TOTAL = 1e-20
+"""So that scores that are all nought have weights of nought."""
+
 
 class Choice(NamedTuple):
     """Of each token: ``experts`` int64 [T, C], best first, and ``weights`` float32 [T, C] of what they give."""
@@ -30,7 +33,7 @@ def choose_experts(spec: ExpertsSpec, logits_TE: Tensor, choice_bias_E: Tensor |
     experts = wanted.sort(dim=-1, descending=True, stable=True).indices[:, : spec.chosen]
     weights = scores.gather(-1, experts)
     if spec.normalised:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / (weights.sum(-1, keepdim=True) + LEAST_TOTAL)
     return Choice(experts, weights * spec.weight_scale)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...model_files.errors import UnsupportedModel
-from ..attention.registry import make_attention_backend
+from ..attention.registry import BackendNeeds, make_attention_backend
 from ..forward_batch import ForwardBatch
 from ..kv_pool import KVShape, MHATokenToKVPool, make_layout
 from .interface import PAGED, set_attention
@@ -99,7 +99,7 @@ def _paged(layer: AttentionLayer, tokens: Tensor) -> LayerAttention:
         req_to_token=(positions + PAGE).to(torch.int32)[None],
         logit_indices=positions,
     )
-    attention = make_attention_backend("torch", pool, torch.float32)
+    attention = make_attention_backend("torch", BackendNeeds(pool, torch.float32))
     attention.plan(batch)
     paged = PagedPass()
     paged.begin(batch, attention)

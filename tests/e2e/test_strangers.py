@@ -229,7 +229,9 @@ class Insider:
         if kind == 0:
             return Abort(epoch, handover, "mine")
         if kind == 1:
-            return TransferRequest(epoch, handover, rng.randrange(1 << 31), 1, 0, rng.randbytes(4 * rng.randrange(50)))
+            return TransferRequest(
+                epoch, handover, rng.randrange(1 << 31), 1, 0, [rng.randbytes(4 * rng.randrange(50))]
+            )
         return RoomQueued(epoch, handover)
 
     def _serve(self) -> None:

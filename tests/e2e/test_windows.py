@@ -1,5 +1,5 @@
-"""A model with windows behind real processes: unified, where pages behind the window go back, and by a prefill-decode
-pair, where they are kept. Its tokens are those that transformers chooses, over contexts many windows long.
+"""A model with windows behind real processes, unified and by a prefill-decode pair: pages behind the window go back, a
+hand-over moves the last ones. Its tokens are those that transformers chooses, over contexts many windows long.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from support.libraries import is_missing
 from support.model_harness import draw_weights, reference_logits
 from support.processes import Launched, launched, pd_pair, wait_until
+from support.reader import Reader
 from support.tiny_model import CONFIG
 
 TOKENS = 12
@@ -64,10 +66,95 @@ def test_a_unified_server_gives_pages_back(served: tuple[Path, list[list[int]]],
         assert info["pool"]["in_use"] == info["pool"]["window_in_use"] == 0
 
 
-def test_a_pair_keeps_them(served: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
+def pages_of(length: int, info: dict) -> tuple[int, int]:
+    """Bytes that a prompt's hand-over moves of both groups, where nothing of it is cached."""
+    kept, windowed = (group["page_bytes"] for group in info["kv_layout"]["groups"])
+    size = info["kv_layout"]["page_size"]
+    seen = -(-(WINDOW - 1) // size) + 1
+    count = -(-length // size)
+    return count * kept, min(count, seen) * windowed
+
+
+@pytest.mark.parametrize(
+    ("backend", "prefill"),
+    [
+        ("tcp", "torch"),
+        ("shm", "cpu"),
+        *(pytest.param(library, "cpu", marks=pytest.mark.slow) for library in ("nixl", "mooncake")),
+    ],
+)
+def test_a_pair_hands_over_the_last_window(
+    served: tuple[Path, list[list[int]]], tmp_path: Path, backend: str, prefill: str
+) -> None:
+    """Pages of the windowed layers as far as the decode sees, and both give back what is behind."""
     folder, expected = served
-    with pd_pair(tmp_path, "tcp", "--model-path", str(folder), *ARGS, "--max-total-tokens", "2048") as pair:
-        assert answers(pair.router) == expected
-        assert "window_total" not in pair.prefill.info()["pool"]
-        assert pair.decode.info()["disaggregation"]["received"]["done"] == len(PROMPTS)
+    if backend in ("nixl", "mooncake") and is_missing(backend):
+        pytest.skip(f"{backend} is not installed here")
+    args = ("--model-path", str(folder), *ARGS, "--max-total-tokens", "2048")
+    own = {
+        "prefill_args": ("--attention-backend", prefill),
+        "decode_args": ("--attention-backend", "cpu"),
+    }
+    with pd_pair(tmp_path, backend, *args, **own) as pair:
+        params = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+        first, second = PROMPTS[2], PROMPTS[2] + expected[2] + [9 * i + 50 for i in range(40)]
+
+        def moved() -> int:
+            return pair.decode.info()["disaggregation"]["received"]["bytes"]
+
+        assert pair.router.generate(input_ids=first, sampling_params=params)["output_ids"] == expected[2]
+        whole = sum(pages_of(len(first), pair.decode.info()))
+        assert moved() == whole
+        # What it has of the first is a prefix of this one, with the window before its end.
+        answer = pair.router.generate(input_ids=second, sampling_params=params)
+        assert answer["output_ids"] == pair.prefill.generate(input_ids=second, sampling_params=params)["output_ids"]
+        cached = (len(first) + TOKENS - 1) // 16 * 16
+        assert moved() - whole == sum(pages_of(len(second) - cached, pair.decode.info()))
+        # A shorter prefix of it has no window any more.
+        third = first[:200] + second[-30:]
+        again = pair.router.generate(input_ids=third, sampling_params=params | {"n": 2})
+        here = pair.prefill.generate(input_ids=third, sampling_params=params)
+        assert [one["output_ids"] for one in again] == [here["output_ids"]] * 2
+        for _ in range(2):
+            assert answers(pair.router) == expected
+        assert pair.decode.info()["disaggregation"]["received"]["done"] == 3 + 2 * len(PROMPTS)
+        for server in (pair.prefill, pair.decode):
+            pool = server.info()["pool"]
+            assert pool["window_total"] < sum(map(len, PROMPTS))
+        pair.assert_all_returned()
+
+
+@pytest.mark.slow
+def test_a_pair_of_a_model_whose_layers_all_have_windows(tmp_path: Path) -> None:
+    """Full pages are mere numbers then, and nothing of them is moved."""
+    config = transformers.MistralConfig(**CONFIG | {"sliding_window": WINDOW}, attn_implementation="eager")
+    model = draw_weights(transformers.MistralForCausalLM(config))
+    model.save_pretrained(tmp_path)
+    args = ("--model-path", str(tmp_path), *ARGS, "--max-total-tokens", "2048")
+    with pd_pair(tmp_path, "tcp", *args, prefill_args=("--attention-backend", "torch")) as pair:
+        expected = [greedy(model, prompt) for prompt in PROMPTS]
+        assert answers(pair.router) == answers(pair.router) == expected
+        info = pair.decode.info()
+        assert [group["page_bytes"] > 0 for group in info["kv_layout"]["groups"]] == [False, True]
+        assert 0 < info["disaggregation"]["received"]["bytes"] <= 2 * len(PROMPTS) * pages_of(400, info)[1]
+        pair.assert_all_returned()
+
+
+def test_a_stream_moves_with_its_window(served: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
+    """To the prefill that its prompt came from, when it is many windows behind that."""
+    folder, _ = served
+    args = ("--model-path", str(folder), *ARGS, "--max-total-tokens", "2048")
+    params = {"temperature": 0, "max_new_tokens": 900, "ignore_eos": True}
+    asked = {"input_ids": FIRST[:150], "sampling_params": params}
+    with pd_pair(tmp_path, "tcp", *args) as pair:
+        expected = pair.prefill.generate(**asked)["output_ids"]
+        reader = Reader(pair.router.url, "/generate", asked | {"stream": True, "rid": "moves"})
+        reader.start()
+        reader.met(100)
+        port = pair.prefill.info()["disaggregation"]["bootstrap_port"]
+        to = {"rid": "moves", "bootstrap_host": "127.0.0.1", "bootstrap_port": port}
+        wait_until(lambda: pair.decode.post("/migrate", to).status_code == 200, 15, "it has moved")
+        last = reader.ended()[-1]
+        assert last["output_ids"] == expected
+        assert pair.decode.info()["pool"]["window_in_use"] == 0
         pair.assert_all_returned()

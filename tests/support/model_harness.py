@@ -41,6 +41,7 @@ class Rows:
         self.table = torch.full((8, CONTEXT), 10**9, dtype=torch.int32)  # what no row has mapped yet must not matter
         order = torch.randperm(PAGES, generator=torch.Generator().manual_seed(1)) + 1
         self._free_pages = order.tolist()
+        self.prompt_lens: dict[int, int] = {}  # of rows; what it doesn't name is told by nobody
         self._lens = [0] * 8
 
     def share(self, source: int, row: int, length: int) -> None:
@@ -68,6 +69,7 @@ class Rows:
                 q_lens=[len(tokens) for _, tokens in entries],
                 req_to_token=self.table,
                 logit_indices=torch.tensor(list(wanted), dtype=torch.int64),
+                prompt_lens=[self.prompt_lens[row] for row, _ in entries] if self.prompt_lens else None,
             )
         )
 

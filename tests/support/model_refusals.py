@@ -26,6 +26,7 @@ Ask = Callable[[Path], object]
 MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 DEEPSEEK = MLA | {"num_key_value_heads": 6, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+DEEPSEEK |= {"n_group": 4, "topk_group": 2}
 LINEAR_LAYERS = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 CHUNKED_LAYERS = {"layer_types": ["chunked_attention"] * 3}
@@ -100,9 +101,13 @@ def on_ranks(size: int, name: str = "llama", **changes: Any) -> Ask:
 BY_FAMILY: dict[str, Ask] = {
     "a family that pdserve lacks, by `--model-impl native`": started("stablelm", {"model_impl": "native"}),
     "a model of texts and images, but for Gemma 3": config("llava", text_config=SHAPE),
-    "AWQ, GPTQ, FP8 and the like": config(quantization_config={"quant_method": "awq"}),
+    "bitsandbytes, AWQ and GPTQ of other than 4 bits, and the like": config(
+        quantization_config={"quant_method": "bitsandbytes"}
+    ),
     "another activation": config(hidden_act="relu2"),
     "experts in a dense family": config(num_local_experts=8),
+    "more experts a token than there are": config("mixtral", num_local_experts=4, num_experts_per_tok=5),
+    "groups that experts can't be divided into": config("deepseek_v3", **DEEPSEEK | {"n_group": 3}),
     "another activation of GPT-OSS's experts": config("gpt_oss", **EXPERTS, swiglu_alpha=2.0),
     "latent attention (MLA)": config(kv_lora_rank=512),
     "a DeepSeek-V2 whose experts' weights are divided by their sum": config(

@@ -172,6 +172,7 @@ class Pair:
             told = [server.info() for server in (self.prefill, self.decode)]
             return all(
                 info["requests"]["total"] == info["pool"]["in_use"] == info["invariants_steps_ago"] == 0
+                and not info["pool"].get("window_in_use")
                 for info in told
             )
 

@@ -85,7 +85,7 @@ NO_WINDOW = SimWindow()
 
 
 def make_worker_ready(
-    options: ServerOptions, context_length: int = 512, measured=(), window: SimWindow = NO_WINDOW
+    options: ServerOptions, context_length: int = 512, measured=(), window: SimWindow = NO_WINDOW, host_pages: int = 0
 ) -> WorkerReady:
     """What a worker of the simulated model says of itself."""
     layout = uniform_layout(options.page_size, 1, 1, 1, "int64", options.page_size * 8, window=window.window)
@@ -102,6 +102,7 @@ def make_worker_ready(
         load_seconds={},
         measured=list(measured),
         max_window_tokens=window.tokens,
+        host_pages=host_pages,
     )
 
 
@@ -189,6 +190,10 @@ class SimWorker:
         self.last = np.zeros(options.max_running_requests, dtype=np.int32)
         self.wants_logprobs: dict[int, bool] = {}
 
+    def pools(self) -> list[np.ndarray]:
+        """The KV of each group of the layout, by slot."""
+        return [self.kv] if self.windowed is None else [self.kv, self.windowed.kv]
+
     def run(self, step: ForwardStep) -> StepResult:
         """One forward pass."""
         self.wants_logprobs |= {row.row: row.logprobs is not None for row in step.new_rows}
@@ -210,6 +215,9 @@ class SimWorker:
             if unpack_i32(step.use_last)[b]:
                 ids[at] = self.last[row]
             for i in range(q_len):
+                assert (slots[at + i] - start - i) % self.page_size == 0, (
+                    "a token is written to another's place in a page"
+                )
                 self.table[row, start + i] = slots[at + i]
                 before = int(self.kv[self.table[row, start + i - 1]]) if start + i else 0
                 self.kv[slots[at + i]] = mix(before, int(ids[at + i]))
@@ -245,11 +253,12 @@ class SimInstance:
         context_length: int = 512,
         measured=(),
         window: SimWindow = NO_WINDOW,
+        host_pages: int = 0,
     ) -> None:
         self.options = options or make_options()
         self.to_worker, self.to_detokenizer, self.to_transfer = Sent(), Sent(), Sent()
         self.outbox = Outbox(self.to_worker, self.to_detokenizer, self.to_transfer)
-        ready = make_worker_ready(self.options, context_length, measured, window)
+        ready = make_worker_ready(self.options, context_length, measured, window, host_pages)
         self.scheduler = Scheduler(self.options, ready, self.outbox)
         self.worker = SimWorker(self.options, context_length, window)
         self.tokens: dict[str, list[int]] = {}

@@ -6,7 +6,7 @@ interleaving is reachable.
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from pdserve.disaggregation.handover.choice import Choice
@@ -40,19 +40,32 @@ from pdserve.messages.worker import (
     SliceChecksum,
     VerifyPages,
 )
-from support.sim import SimInstance, make_options
+from support.sim import NO_WINDOW, SimInstance, SimWindow, make_options
 
 LIMITS = HandoverLimits(bootstrap=5.0, queue=20.0, transfer=5.0)
 
 
 @dataclass
 class Push:
-    """A hand-over on its way through the engine."""
+    """A hand-over on its way through the engine. ``pages``: their group, here and there; ``counts``: those that have
+    been copied, by group.
+    """
 
-    pages: deque[tuple[int, int]] = field(default_factory=deque)
+    pages: deque[tuple[int, int, int]] = field(default_factory=deque)
     whole: bool = False
+    counts: Counter[int] = field(default_factory=Counter)
     slices: list[SliceChecksum] = field(default_factory=list)
     nbytes: int = 0
+
+
+def numbered(pages) -> list[tuple[int, int]]:
+    """Pages with their groups."""
+    return [(group, page) for group, packed in enumerate(pages) for page in unpack_i32(packed).tolist()]
+
+
+def in_order(piece: SliceChecksum) -> tuple[int, int]:
+    """What slices are told apart by."""
+    return piece.group, piece.first
 
 
 def make_peer(epoch: str, number: int = 1, **directions) -> Peer:
@@ -63,8 +76,8 @@ def make_peer(epoch: str, number: int = 1, **directions) -> Peer:
 class SimSide(SimInstance):
     """One instance of the pair, with the part of ``KVManager`` that the scheduler sees."""
 
-    def __init__(self, pair: SimPair, mode: str, **changes) -> None:
-        super().__init__(make_options(disaggregation_mode=mode, **changes))
+    def __init__(self, pair: SimPair, mode: str, window: SimWindow, **changes) -> None:
+        super().__init__(make_options(disaggregation_mode=mode, **changes), window=window)
         self.pair = pair
         self.choice = Choice(self.options.disaggregation_threshold, self.scheduler.forecast)
         self.senders = KVSenders(self.scheduler, self.options.page_size, LIMITS, self.choice)
@@ -126,14 +139,15 @@ class SimSide(SimInstance):
 class SimPair:
     """See the module."""
 
-    def __init__(self, **changes) -> None:
+    def __init__(self, window: SimWindow = NO_WINDOW, **changes) -> None:
         self.now = 1.0
-        self.prefill = SimSide(self, "prefill", **changes)
-        self.decode = SimSide(self, "decode", **changes)
+        self.prefill = SimSide(self, "prefill", window, **changes)
+        self.decode = SimSide(self, "decode", window, **changes)
         self.to_prefill: deque[Message] = deque()
         self.to_decode: deque[Message] = deque()
         self.pushes: dict[HandoverId, Push] = {}
-        self.granted: dict[HandoverId, set[int]] = {}
+        self.granted: dict[HandoverId, set[tuple[int, int]]] = {}
+        """Groups and pages."""
         self.corrupt = False
         self.stale: list[Message] = []
         self.link: Peer | None = None
@@ -231,18 +245,23 @@ class SimPair:
             side.senders.on_send_ended(SendEnded(message.handover, error="not connected"))
         elif isinstance(message, SendPages):
             push = self.pushes.setdefault(message.handover, Push())
-            push.pages.extend(zip(unpack_i32(message.src_pages), unpack_i32(message.dst_pages), strict=True))
+            here, there = numbered(message.src_pages), numbered(message.dst_pages)
+            push.pages.extend((group, src, dst) for (group, src), (_, dst) in zip(here, there, strict=True))
             push.whole = message.last
         elif isinstance(message, CancelSend):
             self.pushes.pop(message.handover, None)
             side.senders.on_send_ended(SendEnded(message.handover, cancelled=True))
         elif isinstance(message, VerifyPages):
             assert message.handover not in self.granted, "pages are checked that may still be written"
-            pages = unpack_i32(message.pages).tolist()
-            sums = [self.sum_up(number, self.page(self.decode, page)) for number, page in enumerate(pages)]
-            side.receivers.on_verified(PagesVerified(message.handover, sums == message.slices), self.now)
+            counts: Counter[int] = Counter()
+            sums = [
+                self.sum_up(counts, group, self.page(self.decode, group, page))
+                for group, page in numbered(message.pages)
+            ]
+            right = sorted(sums, key=in_order) == sorted(message.slices, key=in_order)
+            side.receivers.on_verified(PagesVerified(message.handover, right), self.now)
         elif isinstance(message, GrantPages):
-            self.granted[message.handover] = set(unpack_i32(message.pages).tolist())
+            self.granted[message.handover] = set(numbered(message.pages))
         elif isinstance(message, RevokePages):
             del self.granted[message.handover]
         elif isinstance(message, DisconnectPeer):
@@ -253,26 +272,27 @@ class SimPair:
         """One page of a hand-over, read and written now, whatever happened meanwhile."""
         push = self.pushes[handover]
         if push.pages:
-            src, dst = push.pages.popleft()
-            assert dst in self.granted[handover], "a page is written that was not granted"
-            values = self.page(self.prefill, src).copy()
-            push.slices.append(self.sum_up(len(push.slices), values))
+            group, src, dst = push.pages.popleft()
+            assert (group, dst) in self.granted[handover], "a page is written that was not granted"
+            values = self.page(self.prefill, group, src).copy()
+            push.slices.append(self.sum_up(push.counts, group, values))
             push.nbytes += 8 * len(values)
-            self.page(self.decode, dst)[:] = values + (1 if self.corrupt else 0)
+            self.page(self.decode, group, dst)[:] = values + (1 if self.corrupt else 0)
         if not push.pages and push.whole:
             del self.pushes[handover]
             self.prefill.senders.on_send_ended(SendEnded(handover, push.slices, push.nbytes, 0.001))
         self.collect()
 
     @staticmethod
-    def sum_up(number: int, values) -> SliceChecksum:
-        """One page of a hand-over."""
-        return SliceChecksum(number, 1, 0, 1, hash(tuple(values)) % (1 << 64))
+    def sum_up(counts: Counter[int], group: int, values) -> SliceChecksum:
+        """The next page of a group of a hand-over."""
+        counts[group] += 1
+        return SliceChecksum(counts[group] - 1, 1, 0, 1, hash(tuple(values)) % (1 << 64), group)
 
-    def page(self, side: SimSide, page: int):
+    def page(self, side: SimSide, group: int, page: int):
         """A page of a worker's KV."""
         size = side.options.page_size
-        return side.worker.kv[page * size : (page + 1) * size]
+        return side.worker.pools()[group][page * size : (page + 1) * size]
 
     # --- death ---
 
@@ -333,6 +353,6 @@ def assert_all_returned(pair: SimPair) -> None:
     """Neither side holds memory, and nobody may write any."""
     for side in (pair.prefill, pair.decode):
         usage = side.scheduler.memory.usage()
-        assert (usage["in_use"], usage["rows_in_use"]) == (0, 0)
+        assert (usage["in_use"], usage["rows_in_use"], usage.get("window_in_use", 0)) == (0, 0, 0)
     assert pair.granted == {}
     pair.check()

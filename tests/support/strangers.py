@@ -176,7 +176,7 @@ class Stranger:
                 Declined(epoch, handover),
                 Abort(epoch, handover, rng.choice(["", "no\nnew [forged] line", "x" * 2048])),
                 TransferRequest(
-                    epoch, handover, rng.randrange(1 << 31), rng.getrandbits(64), rng.randrange(4096), pages
+                    epoch, handover, rng.randrange(1 << 31), rng.getrandbits(64), rng.randrange(4096), [pages]
                 ),
                 self._hello(epoch),
                 self._hello(target.registration.epoch),

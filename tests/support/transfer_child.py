@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from pdserve.disaggregation.transfer.engine import TransferEngine
+from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import KVRegion, allocate_region
 from pdserve.messages.channel import encode
 from pdserve.messages.worker import TransferCommand, TransferEvent
@@ -92,7 +93,7 @@ def main() -> None:
     def emit(event: TransferEvent) -> None:
         print(encode([event]).hex(), file=out, flush=True)
 
-    engine = TransferEngine(backend, region, page, epoch, "127.0.0.1", emit).start()
+    engine = TransferEngine(backend, [PageGroup(region, page)], epoch, "127.0.0.1", emit).start()
     print(engine.metadata.hex(), file=out, flush=True)
     for line in sys.stdin:
         [command] = COMMANDS.decode(bytes.fromhex(line))

@@ -6,80 +6,28 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.attention_reference import (
+    DIM,
+    HEADS,
+    KV_HEADS,
+    LATENT,
+    LAYERS,
+    PAGES,
+    PLAIN,
+    SPECS,
+    attend_in_float64,
+    make_batch,
+)
 from support.kv_pages import as_stored, make_pool_layout, values_of
 from support.layouts import latent_layout, uniform_layout
 
-from pdserve.model_files.spec import AttentionSpec, MLASpec, NormSpec
-from pdserve.model_runner.attention.registry import make_attention_backend
-from pdserve.model_runner.forward_batch import ForwardBatch
+from pdserve.model_runner.attention.registry import BackendNeeds, make_attention_backend
 from pdserve.model_runner.kv_pool import MHATokenToKVPool, MLATokenToKVPool
 
 BACKENDS = ["torch"]
-HEADS, KV_HEADS, DIM, LAYERS, PAGES = 6, 2, 16, 2, 700
-PLAIN = AttentionSpec(heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, scale=DIM**-0.5)
-SPECS = {
-    "plain": PLAIN,
-    "scaled": replace(PLAIN, scale=0.4),
-    "window": replace(PLAIN, window=37),
-    "window of one": replace(PLAIN, window=1),
-    "capped": replace(PLAIN, scale=0.5, softcap=1.5),
-    "capped window": replace(PLAIN, window=5, softcap=2.0),
-    "sinks": replace(PLAIN, sinks=True),
-    "capped sinks in a window": replace(PLAIN, window=20, softcap=2.0, sinks=True),
-}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def make_batch(starts: list[int], q_lens: list[int], page_size: int) -> ForwardBatch:
-    """Rows 1, 2, … over random pages; what a row does not map yet is out of every range."""
-    free = (torch.randperm(PAGES - 1) + 1).tolist()
-    table = torch.full((len(starts) + 1, 512), 10**9, dtype=torch.int32)
-    locs, positions = [], []
-    for row, (start, q_len) in enumerate(zip(starts, q_lens, strict=True), 1):
-        for position in range(start + q_len):
-            first = position % page_size == 0
-            table[row, position] = free.pop() * page_size if first else table[row, position - 1] + 1
-        positions.append(torch.arange(start, start + q_len))
-        locs.append(table[row, start : start + q_len].long())
-    return ForwardBatch(
-        input_ids=torch.zeros(sum(q_lens), dtype=torch.int64),
-        positions=torch.cat(positions),
-        out_cache_loc=torch.cat(locs),
-        rows=torch.arange(1, len(starts) + 1),
-        starts=starts,
-        q_lens=q_lens,
-        req_to_token=table,
-        logit_indices=torch.empty(0, dtype=torch.int64),
-    )
-
-
-def attend_in_float64(
-    batch: ForwardBatch,
-    data: torch.Tensor,
-    layer: int,
-    q: torch.Tensor,
-    spec: AttentionSpec,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """``data`` is what the pool holds with this pass's KV stored."""
-    page_size, out, first = data.shape[3], [], 0
-    for row, start, q_len in zip(batch.rows.tolist(), batch.starts, batch.q_lens, strict=True):
-        for i in range(q_len):
-            begin = 0 if spec.window is None else max(0, start + i + 1 - spec.window)
-            slots = batch.req_to_token[row, begin : start + i + 1].long()
-            kv = data[slots // page_size, layer, :, slots % page_size].double()
-            k, v = (kv[:, part].repeat_interleave(HEADS // KV_HEADS, 1) for part in (0, 1))
-            scores = torch.einsum("hd,shd->hs", q[first + i].double(), k) * spec.scale
-            if spec.softcap is not None:
-                scores = spec.softcap * (scores / spec.softcap).tanh()
-            shares = scores.exp()
-            everything = shares.sum(-1, keepdim=True) + (0 if sinks is None else sinks.double().exp()[:, None])
-            weights = shares / everything
-            out.append(torch.einsum("hs,shd->hd", weights, v).flatten())
-        first += q_len
-    return torch.stack(out)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -129,7 +77,7 @@ def test_equals_float64(
     pool = MHATokenToKVPool(make_pool_layout(page_size, LAYERS, KV_HEADS, DIM, kv_dtype), PAGES, torch.device("cpu"))
     pool.data[1:] = as_stored(torch.randn(PAGES - 1, LAYERS, 2, page_size, KV_HEADS, DIM), pool)
     batch = make_batch(starts, q_lens, page_size)
-    attention = make_attention_backend(backend, pool, dtype)
+    attention = make_attention_backend(backend, BackendNeeds(pool, dtype))
     attention.plan(batch)
     total = sum(q_lens)
     for layer in range(LAYERS):
@@ -146,18 +94,6 @@ def test_equals_float64(
         assert out.shape == (total, HEADS * DIM)
 
 
-LATENT = MLASpec(
-    heads=HEADS,
-    q_lora_rank=None,
-    kv_lora_rank=DIM,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=6,
-    v_head_dim=8,
-    scale=0.3,
-    norm=NormSpec(eps=1e-6),
-)
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize(("starts", "q_lens"), [([31, 0, 15], [1, 1, 1]), ([7, 40, 0, 130], [9, 1, 150, 1])])
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -170,7 +106,7 @@ def test_latent_rows_are_keys_and_values(
     pool = MLATokenToKVPool(layout, PAGES, torch.device("cpu"))
     pool.data[1:] = torch.randn_like(pool.data[1:])
     batch = make_batch(starts, q_lens, page_size)
-    attention = make_attention_backend("torch", pool, dtype)
+    attention = make_attention_backend("torch", BackendNeeds(pool, dtype))
     attention.plan(batch)
     for layer in range(LAYERS):
         q, rows = torch.randn(total, HEADS, dim).to(dtype), torch.randn(total, 1, dim).to(dtype)
@@ -188,5 +124,5 @@ def test_latent_rows_are_keys_and_values(
 def test_unknown_backend_is_named() -> None:
     layout = uniform_layout(4, 1, 1, 2, "float32", 0)
     pool = MHATokenToKVPool(layout, 2, torch.device("cpu"))
-    with pytest.raises(ValueError, match="no attention backend 'magic'; there is torch"):
-        make_attention_backend("magic", pool, torch.float32)
+    with pytest.raises(ValueError, match="no attention backend 'magic'; there are torch"):
+        make_attention_backend("magic", BackendNeeds(pool, torch.float32))

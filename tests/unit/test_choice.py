@@ -288,7 +288,7 @@ def test_a_room_that_was_declined_is_over():
     (forecast,) = pair.peer.unsent
     assert isinstance(forecast, Forecast)
     senders.on_declined(pair.peer, Declined("prefill", name), pair.now)
-    senders.on_request(pair.peer, TransferRequest("prefill", name, 9, 1, 0, bytes(12)), pair.now)
+    senders.on_request(pair.peer, TransferRequest("prefill", name, 9, 1, 0, [bytes(12)]), pair.now)
     senders.on_declined(pair.peer, Declined("prefill", name), pair.now)
     assert senders.rooms == {}
     run_until_idle(pair)

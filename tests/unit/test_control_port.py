@@ -100,6 +100,13 @@ def test_layouts_may_differ_in_their_order_only(port):
     [refused] = port.answer(unlike)
     assert isinstance(refused, Refused)
     assert "--page-size" in refused.reason
+    labelled = msgspec.structs.replace(LAYOUT.groups[0], kind="sparse", label_dim=4, labels="abc")
+    unlike = port.socket()
+    unlike.send(hello("F", layout=msgspec.structs.replace(LAYOUT, groups=(labelled,))))
+    [refused] = port.answer(unlike)
+    assert isinstance(refused, Refused)
+    assert "labels=abc" in refused.reason
+    assert "one file of channels where there are any" in refused.reason
     other.send(hello("D", layout=blocks))
     port.until(lambda: port.links("D"))
 

@@ -113,7 +113,9 @@ def test_the_longest_frame_of_an_honest_peer_is_taken(server):
     client = Dialled("127.0.0.1", server.port)
     client.send([Heartbeat("P")])
     server.keep(first(server)[0])
-    longest = TransferRequest("P" * 128, named((1 << 63) - 1, (1 << 63) - 1, "D" * 128), 1, 1, 1, bytes(4 * MAX_PAGES))
+    longest = TransferRequest(
+        "P" * 128, named((1 << 63) - 1, (1 << 63) - 1, "D" * 128), 1, 1, 1, [bytes(4 * MAX_PAGES)]
+    )
     assert client.send([longest]) == []
     frames = until(server, lambda: client.recv() or (not client.connection.unsent and not readable(server)))
     assert [messages for _, messages in frames] == [[longest]]

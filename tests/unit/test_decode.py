@@ -39,7 +39,7 @@ from pdserve.runtime import refusal_log
 from pdserve.runtime.refusal_log import RefusalLog
 
 LAYOUT = uniform_layout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
-REQUEST = TransferRequest("e", named(7), 30, 1 << 63, 16, b"\1\0\0\0")
+REQUEST = TransferRequest("e", named(7), 30, 1 << 63, 16, [b"\1\0\0\0"])
 LONGEST = named((1 << 63) - 1, (1 << 63) - 1, "D" * 128)
 HONEST = [
     Hello("e", "d", 1, 1, "f", LAYOUT, "tcp", b"m"),
@@ -123,8 +123,12 @@ DONE = TransferDone("e", named(7), [SliceChecksum(0, 1, 0, 1, 1)], Timing())
         (REQUEST, {"prompt_len": -1}),
         (REQUEST, {"decode_prefix_len": -16}),
         (REQUEST, {"prompt_digest": -1}),
-        (REQUEST, {"dst_pages": b"\1\0\0"}),
-        (REQUEST, {"dst_pages": bytes((1 << 20) + 4)}),
+        (REQUEST, {"dst_pages": [b"\1\0\0"]}),
+        (REQUEST, {"dst_pages": [b"\1\0\0\0", b"\1\0\0"]}),
+        (REQUEST, {"dst_pages": []}),
+        (REQUEST, {"dst_pages": [b""] * 9}),
+        (REQUEST, {"dst_pages": [bytes(1 << 20), bytes(4)]}),
+        (REQUEST, {"dst_pages": [bytes((1 << 20) + 4)]}),
         (REQUEST, {"epoch": "x" * 129}),
         (HONEST[0], {"metadata": bytes(4097)}),
         (HONEST[0], {"sender": ""}),
@@ -197,12 +201,12 @@ def test_refusals_are_counted_and_the_log_stays_short(caplog, monkeypatch):
 
 def test_what_is_sent_stays_within_the_receivers_limits():
     pages = bytes(4 << 18)
-    requests = [TransferRequest("e", named(i), 1, 1, 0, pages[: 4 * i]) for i in range(0, 4 * FRAME_MESSAGES, 2)]
+    requests = [TransferRequest("e", named(i), 1, 1, 0, [pages[: 4 * i]]) for i in range(0, 4 * FRAME_MESSAGES, 2)]
     frames, too_long = make_frames([*requests, *[Heartbeat("e")] * 3000], SHORT_FRAME_BYTES)
     codec = Codec(PeerMessage, SHORT_FRAME_BYTES, FRAME_MESSAGES)
     assert [m for frame in frames for m in codec.decode(frame)] == [*requests, *[Heartbeat("e")] * 3000]
     assert too_long == []
-    longest = TransferRequest("e" * 128, LONGEST, (1 << 31) - 1, (1 << 64) - 1, (1 << 31) - 1, pages)
+    longest = TransferRequest("e" * 128, LONGEST, (1 << 31) - 1, (1 << 64) - 1, (1 << 31) - 1, [pages])
     (frame,), too_long = make_frames([longest], SHORT_FRAME_BYTES)
     assert codec.decode(frame) == [longest]
     done = TransferDone("e", named(7), [SliceChecksum(0, 1, 0, 1, 1)], Timing())

@@ -15,6 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from pdserve.model_files.spec import Activation, ExpertScoring, ExpertsSpec, GroupScore, MLPSpec
+from pdserve.model_runner.device_ops.torch_ops import TorchOps
 from pdserve.model_runner.models.experts import Experts
 
 HIDDEN, INNER, COUNT, TOKENS = 20, 14, 12, 33
@@ -42,6 +43,9 @@ SPECS = {
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+OPS = TorchOps()
 
 
 def make_experts(spec: ExpertsSpec, dtype: torch.dtype = torch.float32) -> Experts:
@@ -105,7 +109,7 @@ def computed_in_float64(experts: Experts, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", SPECS)
 def test_equals_float64(name: str) -> None:
     experts, x = make_experts(SPECS[name]), draw()
-    torch.testing.assert_close(experts.forward(x).double(), computed_in_float64(experts, x), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(experts.forward(x, OPS).double(), computed_in_float64(experts, x), atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -113,18 +117,18 @@ def test_short_types_choose_in_float32(name: str) -> None:
     """The router is not rounded, so that nothing but products is."""
     experts, x = make_experts(SPECS[name], torch.bfloat16), draw().bfloat16()
     assert experts.router.weight.dtype == torch.float32
-    out, expected = experts.forward(x), computed_in_float64(experts, x)
+    out, expected = experts.forward(x, OPS), computed_in_float64(experts, x)
     assert out.dtype == torch.bfloat16
     assert (out.double() - expected).norm() / expected.norm() < 0.01
 
 
 def test_a_token_by_itself_is_a_token_among_others() -> None:
     experts, x = make_experts(DEEPSEEK_V3), draw()
-    together, alone = experts.forward(x), torch.cat([experts.forward(row[None]) for row in x])
+    together, alone = experts.forward(x, OPS), torch.cat([experts.forward(row[None], OPS) for row in x])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     # In another order each expert has the same tokens, so that not even rounding differs.
-    assert torch.equal(experts.forward(x.flip(0)).flip(0), together)
-    assert experts.forward(x[:0]).shape == (0, HIDDEN)
+    assert torch.equal(experts.forward(x.flip(0), OPS).flip(0), together)
+    assert experts.forward(x[:0], OPS).shape == (0, HIDDEN)
 
 
 SIZES: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_experts_per_tok": 3}
@@ -191,7 +195,7 @@ def test_equals_transformers(name: str) -> None:
     with torch.inference_mode():
         out = block(x[None])
     expected = out[0] if isinstance(out, tuple) else out
-    torch.testing.assert_close(experts.forward(x), expected[0], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(experts.forward(x, OPS), expected[0], atol=2e-5, rtol=1e-5)
 
 
 def test_what_one_token_does_not_read() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.handovers import named
-from support.sim import make_generate, reference_output
+from support.sim import NO_WINDOW, SimWindow, make_generate, reference_output
 from support.sim_pair import LIMITS, SimPair, assert_all_returned, make_peer, run_until_idle
 
 from pdserve.disaggregation.handover import kv_sender, unclaimed_rooms
@@ -196,7 +196,7 @@ def test_pages_that_the_worker_still_checks_are_not_reused(how: str) -> None:
         pair.lose_link()
         pair.link_is_down()
     in_use = pair.decode.scheduler.memory.usage()["in_use"]
-    assert in_use >= len(unpack_i32(check.pages)) * pair.decode.options.page_size
+    assert in_use >= len(unpack_i32(check.pages[0])) * pair.decode.options.page_size
     pair.check()
     run_until_idle(pair)
     assert_all_returned(pair)
@@ -420,7 +420,7 @@ def test_what_was_refused_once_is_over_whatever_comes_behind(why, monkeypatch):
         stranger.state = PeerState.GONE
         senders.on_gone(stranger)
     pages = bytes(4 * 3)
-    senders.on_request(pair.peer, TransferRequest("prefill", name, 9, 1, 0, pages), pair.now)
+    senders.on_request(pair.peer, TransferRequest("prefill", name, 9, 1, 0, [pages]), pair.now)
     senders.on_queued(pair.peer, RoomQueued("prefill", name), pair.now)
     assert [type(m) for m in pair.peer.unsent] == [TransferFailed]
     assert senders.rooms == {}
@@ -687,6 +687,21 @@ def test_open_handovers_are_told_with_where_they_stand():
     assert pair.prefill.senders.info(pair.now) == pair.decode.receivers.info(pair.now) == []
 
 
+def test_window_pages_are_offered_when_nobody_reads_them_any_more():
+    pair = SimPair(SimWindow(10, 96))
+    pair.decode.submit("long", list(range(60)))
+    pair.decode.plan()  # two steps are under way, and the second has left a page that the first sees
+    pair.submit("a", [1, 2, 3, 4, 5, 6, 7, 8, 9], 5)
+    pair.advance()
+    assert [type(message) for message in pair.to_prefill] == [RoomQueued]
+    pair.decode.work()
+    pair.advance()
+    assert isinstance(pair.to_prefill[-1], TransferRequest)
+    run_until_idle(pair)
+    assert pair.decode.tokens["a"] == reference_output([1, 2, 3, 4, 5, 6, 7, 8, 9], 8)
+    assert_all_returned(pair)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
@@ -695,10 +710,13 @@ def test_open_handovers_are_told_with_where_they_stand():
     radix=st.booleans(),
     faults=st.booleans(),
     interval=st.sampled_from([1, 3, 32]),
+    window=st.sampled_from([NO_WINDOW, SimWindow(6, 32), SimWindow(13, 64)]),
 )
-def test_random_handovers(seed, pool, chunk, radix, faults, interval):
+def test_random_handovers(seed, pool, chunk, radix, faults, interval, window):
     rng = random.Random(seed)
+    # A prompt that is not cut needs all of its window pages at once.
     pair = SimPair(
+        NO_WINDOW if chunk == -1 else window,
         max_total_tokens=pool,
         chunked_prefill_size=chunk,
         disable_radix_cache=not radix,
@@ -812,7 +830,7 @@ def test_memory_that_nobody_has_asked_for_is_given_to_who_waits_for_it():
 @pytest.mark.parametrize("why", ["busy", "prompt logprobs", "no cache", "long"])
 def test_who_is_not_idle_or_could_not_keep_it_or_sends_by_layers_waits_to_be_asked(why, monkeypatch):
     if why == "long":
-        monkeypatch.setattr(kv_sender, "MIN_GROUP_BYTES", 8 * 22 - 1)
+        monkeypatch.setattr(kv_sender, "MIN_AHEAD_BYTES", 8 * 22 - 1)
     pair = SimPair(disable_radix_cache=why == "no cache")
     if why == "busy":
         pair.prefill.submit("b", range(50, 60), max_new_tokens=3)

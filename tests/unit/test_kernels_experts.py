@@ -149,6 +149,16 @@ def test_extreme_logits_choose_all_the_same(scoring: ExpertScoring) -> None:
         assert ((experts >= 0) & (experts < 20)).all()
 
 
+@pytest.mark.parametrize("scoring", ExpertScoring)
+def test_what_is_chosen_by_no_numbers_counts_for_no_number(scoring: ExpertScoring) -> None:
+    """A checkpoint's router may be broken where the token is not: its output must not look like one."""
+    logits = torch.zeros(2, 20)
+    logits[0, 13] = torch.nan
+    _, weights = choose_experts(replace(PLAIN, count=20, chosen=3, scoring=scoring), logits, None)
+    assert weights[0].isnan().all()
+    assert weights[1].isfinite().all()
+
+
 # --- whole models ---
 
 

@@ -118,8 +118,8 @@ class Odd(AttentionSpec):
 
 REFUSED = {
     "they compute in bfloat16 and float32, not in torch.float16 over": (make_spec(LAYER), torch.float16),
-    "a head_dim that is a multiple of 16, not 24": (
-        make_spec(replace(LAYER, attention=replace(ATTENTION, head_dim=24))),
+    "a head_dim that is a multiple of 16, not 40": (
+        make_spec(replace(LAYER, attention=replace(ATTENTION, head_dim=40))),
         torch.float32,
     ),
     "even hidden and intermediate": (make_spec(LAYER, replace(LAYER, mlp=MLPSpec(inner=7))), torch.float32),

@@ -13,7 +13,7 @@ from support.machine import limit
 from pdserve.disaggregation.errors import LinkLost
 from pdserve.disaggregation.transfer.backends.leased_backend import Courier, Door, LeasedBackend
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.disaggregation.transfer.pages import paired_spans
+from pdserve.disaggregation.transfer.pages import PageGroup, paired_spans
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
@@ -96,7 +96,9 @@ class Side:
         region = allocate_region(PAGE * PAGES, shared=False)
         self.pool = np.frombuffer(region.buffer, np.uint8).reshape(PAGES, PAGE)
         self.events = queue.Queue()
-        self.engine = TransferEngine(self.library, region, PAGE, epoch, "127.0.0.1", self.events.put).start()
+        self.engine = TransferEngine(
+            self.library, [PageGroup(region, PAGE)], epoch, "127.0.0.1", self.events.put
+        ).start()
 
     def next(self):
         return self.events.get(timeout=limit(10))
@@ -132,7 +134,7 @@ def pair(start):
 
 
 def send(side, room=1):
-    side.engine.submit(SendPages(named(room), pack_i32([1, 2, 5]), pack_i32([3, 4, 8]), True))
+    side.engine.submit(SendPages(named(room), [pack_i32([1, 2, 5])], [pack_i32([3, 4, 8])], True))
 
 
 def test_pages_go_by_the_library(pair):

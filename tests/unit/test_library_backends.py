@@ -63,7 +63,7 @@ def connect(writer, owner, link=1):
 
 
 def send(room, src, dst, *, last=True, peer="D"):
-    return SendPages(named(room, epoch=peer), pack_i32(src), pack_i32(dst), last)
+    return SendPages(named(room, epoch=peer), [pack_i32(src)], [pack_i32(dst)], last)
 
 
 def write_for_ever(writer, epoch="D"):
@@ -108,7 +108,7 @@ def test_pages_land_and_no_others_and_the_checksum_verifies(start):
     assert (ended.error, ended.nbytes) == (None, 300 * PAGE)
     assert np.array_equal(owner.pool[1:], expected[1:])  # page 0 is where the first contact goes
     for slices, ok in ((ended.slices, True), (ended.slices[:-1], False)):
-        owner.submit(VerifyPages(named(1), pack_i32(dst), slices))
+        owner.submit(VerifyPages(named(1), [pack_i32(dst)], slices))
         assert owner.next() == PagesVerified(named(1), ok)
 
 

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.model_runner.logprobs import CHUNK_LOGPROBS, score
+from pdserve.model_runner import logprobs
+from pdserve.model_runner.logprobs import CHUNK_LOGPROBS, Scores
+
+
+def score(logits: torch.Tensor, targets: list[int], top_nums: list[int]) -> list[Scores]:
+    scored = logprobs.score(logits, torch.tensor(targets), max(top_nums))
+    return logprobs.listed([tensor.numpy() for tensor in scored], top_nums)
 
 
 def test_scores_are_the_log_softmax_of_the_logits() -> None:

@@ -141,8 +141,24 @@ def test_mxfp4_whose_scales_lie_in_another_file(tmp_path: Path) -> None:
     same(load(source)[1], expected)
 
 
+@pytest.mark.parametrize("change", [lambda t: t.float(), lambda t: t[..., :8], lambda t: t[0, 0]])
+def test_mxfp4_of_another_form_is_refused(change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    source = quantised(save("gpt-oss", tmp_path, **BLOCKY))
+    name = f"{LAYER}.down_proj"
+
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{name}_blocks"] = change(tensors[f"{name}_blocks"]).contiguous()
+        if tensors[f"{name}_blocks"].dim() < 3:
+            tensors[f"{name}_scales"] = tensors[f"{name}_scales"][0, 0].contiguous()
+
+    rewrite(source, with_mxfp4)
+    rewrite(source, spoil)
+    with pytest.raises(InvalidWeights, match="down_proj_blocks"):
+        load(source)
+
+
 def test_another_quantisation_is_refused() -> None:
-    raw = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "fp8"}}
+    raw = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "bitsandbytes"}}
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "head_dim": 16}
     more = {"vocab_size": 9, "max_position_embeddings": 64, "num_local_experts": 4}

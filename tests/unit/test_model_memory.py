@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pdserve.model_runner.device import choose_dtype
+from pdserve.model_runner.device.choice import choose_dtype
 from pdserve.model_runner.errors import NotEnoughMemory
 from pdserve.model_runner.pool_size import (
     PoolRequest,
@@ -118,6 +118,8 @@ def test_where_all_layers_have_windows_pages_that_are_kept_are_mere_numbers() ->
     kept, windowed = pages(choose_both(kept_bytes=0))
     assert 5 * (windowed + 1) <= 10 * 1024 < 5 * (windowed + 2)
     assert abs(windowed / kept - 1040 / 4096) < 0.001
+    # As many of them as could ever be needed cost nothing.
+    assert pages(choose_both(kept_bytes=0, ratio=1e-9, most_tokens=16 * 10**6)) == (10**6, 2047)
 
 
 def test_explicit_tokens_are_those_that_are_kept() -> None:

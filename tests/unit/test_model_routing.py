@@ -93,3 +93,8 @@ def test_a_token_s_choice_does_not_depend_on_those_beside_it() -> None:
         alone = choose_experts(spec, logits(8)[token : token + 1], None)
         assert torch.equal(alone.experts[0], together.experts[token])
         assert torch.equal(alone.weights[0], together.weights[token])
+
+
+def test_scores_of_nought_have_weights_of_nought() -> None:
+    spec = ExpertsSpec(count=4, chosen=2, inner=4, scoring=ExpertScoring.SIGMOID)
+    assert choose_experts(spec, torch.full((1, 4), -300.0), None).weights.tolist() == [[0.0, 0.0]]

@@ -32,7 +32,8 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
 COMPOSE = ROOT / "docker" / "compose.yaml"
 NOT_PRODUCT = {"tests", "docs", "docker", "build", "dist"}
 SHIPPED = {".py", ".cpp", ".h", ".yaml"}
-FOREIGN_FLAGS = {"--build", "--wait", "--help", "--mix", "--experts", "--chosen", "--inner"}
+FOREIGN_FLAGS = {"--build", "--wait", "--help", "--mix", "--experts", "--chosen", "--inner", "--no-deps"}
+FOREIGN_FLAGS |= {"--no-repack", "--wheels", "--only", "--dry-run", "--cache"}  # llama.cpp's, and of make gpu-check
 """Flags that are not options, or not ours, and that the pages mention."""
 
 

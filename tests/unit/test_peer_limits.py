@@ -20,7 +20,7 @@ def small(monkeypatch):
 
 
 def request(room, pages=1, epoch="decode"):
-    return TransferRequest("prefill", named(room, epoch=epoch), 30, 1, 0, bytes(4 * pages))
+    return TransferRequest("prefill", named(room, epoch=epoch), 30, 1, 0, [bytes(4 * pages)])
 
 
 def queued(peer, room):
@@ -128,8 +128,8 @@ def test_aborts_of_rooms_that_are_nowhere_leave_a_bounded_trace():
     [
         {"decode_prefix_len": 5},  # no page's border
         {"decode_prefix_len": 1 << 20},
-        {"dst_pages": b""},
-        {"dst_pages": bytes(4 * 9)},
+        {"dst_pages": [b""]},
+        {"dst_pages": [bytes(4 * 9)]},
         {"prompt_len": 29},
         {"prompt_digest": 1},
     ],
@@ -138,7 +138,12 @@ def test_a_request_that_does_not_fit_its_room_fails_it_and_writes_nothing(change
     pair = SimPair()
     pair.submit("a", range(30), 7, max_new_tokens=6, legs=["prefill"])
     req = pair.prefill.senders.rooms[7].req
-    fields = {"prompt_len": 30, "prompt_digest": digest_of(req, 30), "decode_prefix_len": 0, "dst_pages": bytes(4 * 8)}
+    fields = {
+        "prompt_len": 30,
+        "prompt_digest": digest_of(req, 30),
+        "decode_prefix_len": 0,
+        "dst_pages": [bytes(4 * 8)],
+    }
     pair.prefill.senders.on_request(
         pair.peer, TransferRequest("prefill", named(7, epoch="decode"), **(fields | change)), pair.now
     )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import socket
 
+import msgspec
 import pytest
 from support.dialled import Dialled
 from support.handovers import named
+from support.layouts import uniform_layout
 from support.processes import wait_until
 from support.side import LIMIT, Side, make_worker
 
 from pdserve.disaggregation.bootstrap.finder import REACH_SECONDS
 from pdserve.disaggregation.bootstrap.registration import Reached
+from pdserve.disaggregation.handover.greeting import Greeting
 from pdserve.disaggregation.handover.peer import PeerState, Reading, Writing
 from pdserve.disaggregation.handover.peers import WORKER_SECONDS
 from pdserve.messages.handover import Abort, AbortAck, Hello, Invite, RoomQueued, Welcome
@@ -314,3 +317,15 @@ def test_nobody_learns_how_to_reach_a_pool_by_saying_hello(sides):
     stranger.close()
     assert [m.metadata for m in heard if isinstance(m, Hello)] == [b""]
     assert not any(isinstance(m, Invite) for m in heard)
+
+
+def test_one_that_keeps_what_lies_behind_windows_is_refused_by_one_that_does_not():
+    """As ranks do: the reason says which flags to look at."""
+    kept = uniform_layout(16, 4, 1, 8, "float32", 4096)
+    apart = uniform_layout(16, 2, 1, 8, "float32", 2048, window=32)
+    ours = Greeting("P", msgspec.structs.replace(make_worker(), layout=apart), "tcp")
+    theirs = Greeting("D", msgspec.structs.replace(make_worker(), layout=kept), "tcp")
+    problem = ours.problem(theirs.hello("P", 1, dialling=False))
+    assert "instances D (1 groups of pages) and P (2 groups of pages)" in problem
+    assert "--tp-size" in problem
+    assert ours.problem(Greeting("D", ours.worker, "tcp").hello("P", 1, dialling=False)) is None

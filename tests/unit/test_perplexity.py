@@ -17,6 +17,7 @@ import torch
 from pdserve.model_runner.kernels.build import BuildError
 from pdserve.model_runner.kernels.library import load_library
 from pdserve.model_runner.kernels.perplexity import REFERENCE, Score, make_ways, measure, read_windows
+from pdserve.runtime.options import ServerOptions
 
 WINDOWS, WINDOW = 2, 192
 
@@ -31,7 +32,7 @@ def scores() -> dict[str, Score]:
         load_library()
     except BuildError as e:
         pytest.skip(str(e))
-    windows = read_windows("smollm2", WINDOWS * WINDOW, WINDOW)
+    windows = read_windows(ServerOptions(), WINDOWS * WINDOW, WINDOW)
     assert windows.shape == (WINDOWS, WINDOW)
     return measure(dict(make_ways("smollm2", WINDOW)), windows)
 

@@ -115,7 +115,8 @@ def test_heads_of_latent_attention_are_divided_and_their_row_is_not() -> None:
         o_bias=True,
     )
     whole = make_spec()
-    spec = replace(whole, layers=tuple(replace(layer, attention=latent) for layer in whole.layers))
+    layers = tuple(replace(layer, attention=latent) for layer in whole.layers)
+    spec = replace(whole, layers=layers, ropes=(RopeSpec(rotary_dim=2),))
     shards = [shard(spec, rank, 2) for rank in range(2)]
     for name, rows in {"q_b_proj": 4 * 5, "k_b_proj": 4 * 8, "v_b_proj": 4 * 5}.items():
         weight = np.arange(rows)[:, None]

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from support.recording_device import RecordingDevice
 
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec
@@ -37,7 +38,8 @@ def test_a_plan_is_what_walking_the_entries_gives(seed: int) -> None:
             input_ids=pack_i32(ids),
             out_cache_loc=pack_i32(slots),
             input_logprobs=specs,
-        )
+        ),
+        page_size=16,
     )
     positions, token_rows, wanted, places, first = [], [], [], [], 0
     for row, start, q_len, last, samples in zip(rows, starts, q_lens, use_last, sample, strict=True):
@@ -54,6 +56,14 @@ def test_a_plan_is_what_walking_the_entries_gives(seed: int) -> None:
     assert list(zip(plan.last_at.tolist(), plan.last_rows.tolist(), strict=True)) == places
     end = sum(q_lens[: scored + 1])
     assert plan.logit_indices.tolist() == [at for at, _, _ in wanted] + [end - 1]
+    ends = np.cumsum(q_lens)
+    begun = []
+    for start, q_len, after in zip(starts, q_lens, ends.tolist(), strict=True):
+        last = start + q_len - 1
+        if last % 16 != 15 and last // 16 * 16 >= start:
+            begun.append(after - 1)
+    assert plan.begun_at.tolist() == begun
+    assert plan.is_decode == (q_lens == [1] * count)
     assert plan.sampled_rows.tolist() == [row for _, row, _ in wanted]
     assert plan.sampled_positions.tolist() == [position for _, _, position in wanted]
 
@@ -67,8 +77,10 @@ def test_pages_are_where_the_table_says(page_size: int, seed: int) -> None:
     tokens = table.repeat_interleave(page_size, 1) * page_size + torch.arange(width) % page_size
     rows, kv_lens = rng.permutation(12)[:count], rng.integers(1, width + 1, count)
     kv_lens[0] = rng.choice([1, page_size, width])  # borders
-    indices = paged_indices(rows, kv_lens, page_size)
-    found = kv_indices(tokens, torch.from_numpy(indices.rows), torch.from_numpy(indices.columns), page_size)
+    indices = paged_indices(kv_lens, page_size)
+    with RecordingDevice().no_sync():
+        indptr = torch.from_numpy(indices.kv_indptr)
+        found = kv_indices(tokens, torch.from_numpy(rows), indptr, indices.num_pages, page_size)
     for b, (row, length) in enumerate(zip(rows, kv_lens, strict=True)):
         begin, end = indices.kv_indptr[b], indices.kv_indptr[b + 1]
         assert found[begin:end].tolist() == table[row, : -(-length // page_size)].tolist()

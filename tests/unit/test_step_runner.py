@@ -11,6 +11,7 @@ import torch
 
 from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.worker import ForwardStep, InputLogprobSpec, RowInit, SlotDelta
+from pdserve.model_runner.device.cpu import CpuDevice
 from pdserve.model_runner.forward_batch import ForwardBatch
 from pdserve.model_runner.step_runner import StepRunner
 
@@ -23,7 +24,8 @@ class FakeModel:
     vocab_size = VOCAB
     context_length = 64
     num_slots = 512
-    device = torch.device("cpu")
+    hardware = CpuDevice()
+    graph_sizes = ()
     engine = None
     sampler = None
     clears_begun_pages = False
@@ -35,7 +37,10 @@ class FakeModel:
         self.tables: list[torch.Tensor] = []
         self.bad_tokens: set[int] = set()
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def prepare(self, batch: ForwardBatch) -> None:
+        pass
+
+    def compute(self, batch: ForwardBatch) -> torch.Tensor:
         # The arrays are the next step's as soon as that begins.
         tensors = ("input_ids", "positions", "out_cache_loc", "rows", "logit_indices")
         self.batches.append(dataclasses.replace(batch, **{name: getattr(batch, name).clone() for name in tensors}))
@@ -110,6 +115,13 @@ def test_chunks_and_decode_steps_share_a_pass(runner: StepRunner, model: FakeMod
     assert batch.logit_indices.tolist() == [2, 3]
     assert next_tokens(result) == [12, 20]
     assert result.logprobs is None
+
+
+def test_a_pass_knows_where_its_rows_prompts_end(runner: StepRunner, model: FakeModel) -> None:
+    rows = [make_row(0, prompt_len=2), make_row(3, prompt_len=40)]
+    runner.run(make_step((3, 0, [1, 2], False), (0, 0, [5, 6], True), new_rows=rows))
+    runner.run(make_step((0, 2, None, True), (3, 2, [3], False)))
+    assert [batch.prompt_lens for batch in model.batches] == [[40, 2], [2, 40]]
 
 
 def test_a_step_is_ready_before_the_result_of_the_one_before_is_known(runner: StepRunner, model: FakeModel) -> None:
@@ -342,13 +354,13 @@ def test_steps_that_are_launched_ahead_come_to_the_same(ahead: int) -> None:
 
 def test_small_steps_find_their_arrays_where_they_were(model: FakeModel) -> None:
     seen: list[int] = []
-    forward = model.forward
+    forward = model.compute
 
     def looked_at(batch: ForwardBatch) -> torch.Tensor:
         seen.append(batch.input_ids.data_ptr())
         return forward(batch)
 
-    model.forward = looked_at
+    model.compute = looked_at
     runner = StepRunner(model, max_reqs=4)
     runner.run(make_step((0, 0, [1], True), new_rows=[make_row(0)]))
     runner.run(make_step((1, 0, list(range(30)), True), new_rows=[make_row(1)]))

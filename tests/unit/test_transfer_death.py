@@ -15,6 +15,7 @@ from support.machine import limit
 from pdserve.disaggregation.transfer.backends.registry import make_backend
 from pdserve.disaggregation.transfer.backends.tcp import TcpBackend
 from pdserve.disaggregation.transfer.engine import TransferEngine
+from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.messages.base import HandoverId, pack_i32
 from pdserve.messages.worker import (
@@ -38,6 +39,7 @@ CHILD = """
 import queue, sys
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.disaggregation.transfer.engine import TransferEngine
+from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.messages.base import HandoverId, pack_i32
 from pdserve.messages.worker import ConnectPeer, GrantPages, PeerConnected, SendPages
 
@@ -45,8 +47,8 @@ backend, peer, page, pages = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys
 region = allocate_region(page * pages, shared=backend == "shm")
 region.buffer[:] = b"c" * region.nbytes
 events = queue.Queue()
-engine = TransferEngine(backend, region, page, "child", "127.0.0.1", events.put).start()
-engine.submit(GrantPages(HandoverId("child", 1, 1), peer, pack_i32(range(1, pages))))
+engine = TransferEngine(backend, [PageGroup(region, page)], "child", "127.0.0.1", events.put).start()
+engine.submit(GrantPages(HandoverId("child", 1, 1), peer, [pack_i32(range(1, pages))]))
 print(engine.metadata.hex(), flush=True)
 metadata = bytes.fromhex(sys.stdin.readline())
 writing = False
@@ -54,7 +56,7 @@ if metadata:  # write into the peer's pool for ever
     engine.submit(ConnectPeer(peer, 1, metadata))
     assert events.get() == PeerConnected(peer, 1)
 while metadata:
-    engine.submit(SendPages(HandoverId(peer, 1, 1), pack_i32(range(1, pages)), pack_i32(range(1, pages)), True))
+    engine.submit(SendPages(HandoverId(peer, 1, 1), [pack_i32(range(1, pages))], [pack_i32(range(1, pages))], True))
     ended = events.get()
     if not writing:
         print("writing", flush=True)
@@ -77,8 +79,10 @@ class Parent:
         self.pool[:] = ord("p")
         self.events = queue.Queue()
         backend = backend or make_backend(kind, "parent", "127.0.0.1")
-        self.engine = TransferEngine(backend, self.region, PAGE, "parent", "127.0.0.1", self.events.put).start()
-        self.engine.submit(GrantPages(HandoverId("parent", 1, 1), "child", pack_i32(range(1, PAGES))))
+        self.engine = TransferEngine(
+            backend, [PageGroup(self.region, PAGE)], "parent", "127.0.0.1", self.events.put
+        ).start()
+        self.engine.submit(GrantPages(HandoverId("parent", 1, 1), "child", [pack_i32(range(1, PAGES))]))
         command = [sys.executable, "-c", CHILD, kind, "parent", str(PAGE), str(PAGES)]
         self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.child_metadata = bytes.fromhex(self.child.stdout.readline())
@@ -106,7 +110,7 @@ class Parent:
         return self.events.get(timeout=timeout)
 
     def send(self, room, *, last=True):
-        self.engine.submit(SendPages(HandoverId("child", room, 1), PAGE_LIST, PAGE_LIST, last))
+        self.engine.submit(SendPages(HandoverId("child", room, 1), [PAGE_LIST], [PAGE_LIST], last))
 
 
 @pytest.fixture

@@ -65,7 +65,8 @@ class Node:
         self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8).reshape(pages, page)
         self.pool[:] = np.random.default_rng(len(epoch)).integers(0, 256, self.pool.shape)
         self.events = queue.Queue()
-        made = TransferEngine(backend, self.region, page, epoch, "127.0.0.1", self.events.put, layout=layout)
+        groups = [PageGroup(self.region, page, 1 if layout is None else layout.groups[0].num_layers)]
+        made = TransferEngine(backend, groups, epoch, "127.0.0.1", self.events.put, layout=layout)
         self.engine = made.start()
         self.epoch = epoch
         self.layers = 1 if layout is None else layout.groups[0].num_layers
@@ -82,7 +83,7 @@ class Node:
 
 
 def send(room, src, dst, *, last=True, peer="D"):
-    return SendPages(named(room, epoch=peer), pack_i32(src), pack_i32(dst), last)
+    return SendPages(named(room, epoch=peer), [pack_i32(src)], [pack_i32(dst)], last)
 
 
 def summed(node, pages, *bounds):
@@ -132,10 +133,10 @@ def test_pages_of_all_chunks_land_and_the_checksum_verifies(pair):
     assert np.array_equal(receiver.pool[dst], writer.pool[src])
     assert np.array_equal(receiver.pool[untouched], before)
 
-    receiver.submit(VerifyPages(named(5), pack_i32(dst), ended.slices))
+    receiver.submit(VerifyPages(named(5), [pack_i32(dst)], ended.slices))
     assert receiver.next() == PagesVerified(named(5), True)
     receiver.pool[dst[150], 7] ^= 1
-    receiver.submit(VerifyPages(named(5), pack_i32(dst), ended.slices))
+    receiver.submit(VerifyPages(named(5), [pack_i32(dst)], ended.slices))
     assert receiver.next() == PagesVerified(named(5), False)
 
 
@@ -159,16 +160,16 @@ def test_pages_of_another_order_are_ours_once_they_are_verified(make_node, monke
     for page in pages:
         converter.convert(expected[page])
     right = summed(node, pages)
-    node.submit(VerifyPages(named(1), pack_i32(pages), [right[0], right[0]], "tokens"))
+    node.submit(VerifyPages(named(1), [pack_i32(pages)], [right[0], right[0]], "tokens"))
     assert node.next() == PagesVerified(named(1), False)
-    node.submit(VerifyPages(named(2), pack_i32(pages), right, "blocks"))
+    node.submit(VerifyPages(named(2), [pack_i32(pages)], right, "blocks"))
     assert node.next() == PagesVerified(named(2), True)
     assert np.array_equal(node.pool, before)
-    node.submit(VerifyPages(named(3), pack_i32(pages), right, "tokens"))
+    node.submit(VerifyPages(named(3), [pack_i32(pages)], right, "tokens"))
     assert node.next() == PagesVerified(named(3), True)
     assert not np.array_equal(expected, before)
     assert np.array_equal(node.pool, expected)
-    blind.submit(VerifyPages(named(4), pack_i32([1]), summed(blind, [1]), "tokens"))
+    blind.submit(VerifyPages(named(4), [pack_i32([1])], summed(blind, [1]), "tokens"))
     assert blind.next() == PagesVerified(named(4), False)
 
 
@@ -180,13 +181,13 @@ SOME = np.arange(1, 101)
 @pytest.fixture
 def layered(make_node, kind, monkeypatch):
     """A pair whose pages have layers, two of which are worth a write."""
-    monkeypatch.setattr(outgoing_pages, "MIN_GROUP_BYTES", len(SOME) * PAGE // 2)
+    monkeypatch.setattr(outgoing_pages, "MIN_AHEAD_BYTES", len(SOME) * PAGE // 2)
     writer, receiver = make_node(kind, "P", layout=LAYERED), make_node(kind, "D", layout=LAYERED)
     receiver.submit(AdmitPeer("P", 1))
     assert receiver.next() == PeerAdmitted("P", 1)
     writer.submit(ConnectPeer("D", 1, receiver.engine.metadata))
     assert writer.next() == PeerConnected("D", 1)
-    receiver.engine.submit(GrantPages(named(1), "P", pack_i32(SOME + 100)))
+    receiver.engine.submit(GrantPages(named(1), "P", [pack_i32(SOME + 100)]))
     receiver.pool[:] = 0
     return writer, receiver
 
@@ -197,7 +198,7 @@ def test_layers_leave_while_the_others_are_computed(layered):
     done = LayersDone()
     writer.engine.push(send(1, SOME, SOME + 100), done)
     done.advance(1)
-    writer.engine.submit(VerifyPages(named(9), b"", []))
+    writer.engine.submit(VerifyPages(named(9), [b""], []))
     assert writer.next() == PagesVerified(named(9), ok=True)  # it has looked at what there is to do
     assert not receiver.pool.any()  # alone a layer is not worth a write
     done.advance(2)
@@ -215,10 +216,10 @@ def test_layers_leave_while_the_others_are_computed(layered):
     assert not receiver.pool[: SOME[0] + 100].any()
     whole, wrong = ended.slices, [*ended.slices[:-1], msgspec.structs.replace(ended.slices[-1], checksum=1)]
     for slices, ok in ((whole, True), (wrong, False), (whole[:-1], False), ([*whole, whole[0]], False)):
-        receiver.submit(VerifyPages(named(1), pack_i32(SOME + 100), slices))
+        receiver.submit(VerifyPages(named(1), [pack_i32(SOME + 100)], slices))
         assert receiver.next() == PagesVerified(named(1), ok)
     receiver.pool[150, -1] ^= 1
-    receiver.submit(VerifyPages(named(1), pack_i32(SOME + 100), whole))
+    receiver.submit(VerifyPages(named(1), [pack_i32(SOME + 100)], whole))
     assert receiver.next() == PagesVerified(named(1), ok=False)
 
 
@@ -237,7 +238,7 @@ def test_pages_that_are_being_computed_wait_for_nobody_who_ends_them(layered):
     writer.engine.push(send(1, SOME, SOME + 100), done)
     writer.submit(CancelSend(named(1)))
     assert writer.next() == SendEnded(named(1), cancelled=True)
-    receiver.engine.submit(GrantPages(named(2), "P", pack_i32(SOME + 200)))
+    receiver.engine.submit(GrantPages(named(2), "P", [pack_i32(SOME + 200)]))
     writer.engine.push(send(2, SOME, SOME + 200), done)
     receiver.submit(DisconnectPeer("P", 1))
     assert writer.next() == PeerLinkDown("D", 1)
@@ -265,7 +266,7 @@ def test_pages_that_are_being_computed_wait_for_nobody_who_ends_them(layered):
 )
 def test_slices_are_all_of_the_pages_or_nothing(slices, whole):
     def look():
-        found.append((yield from covers([SliceChecksum(*piece, 1) for piece in slices], 3, 2)))
+        found.append((yield from covers([SliceChecksum(*piece, 1) for piece in slices], {0: (3, 2)})))
 
     found = []
     list(look())
@@ -279,7 +280,7 @@ def test_without_checksums_slices_are_still_all_of_the_pages(pair):
     assert [piece.checksum for piece in ended.slices] == [0]
     receiver.pool[3] ^= 1
     for slices, checksum, ok in ((ended.slices, False, True), ([], False, False), (ended.slices, True, False)):
-        receiver.submit(VerifyPages(named(1), pack_i32([3, 4]), slices, checksum=checksum))
+        receiver.submit(VerifyPages(named(1), [pack_i32([3, 4])], slices, checksum=checksum))
         assert receiver.next() == PagesVerified(named(1), ok)
 
 
@@ -289,7 +290,9 @@ def test_a_peer_that_stands_still_costs_no_core(completion):
     clock = [100.0]
     backend = SlowBackend(completion)
     region = allocate_region(PAGE * PAGES, shared=False)
-    made = TransferEngine(backend, region, PAGE, "P", "127.0.0.1", lambda event: None, clock=lambda: clock[0])
+    made = TransferEngine(
+        backend, [PageGroup(region, PAGE)], "P", "127.0.0.1", lambda event: None, clock=lambda: clock[0]
+    )
     made._writing["D"] = 1
     made.submit(send(1, [1], [2]))
     made.turn(wait=False)
@@ -304,10 +307,10 @@ def test_verifying_more_than_one_slice_and_pages_that_cannot_be(pair, monkeypatc
     node = pair[1]
     pages = [*range(1, 12), 40, 30]
     node.submit(
-        VerifyPages(named(1), pack_i32(pages), summed(node, pages)),
-        VerifyPages(named(2), pack_i32([0]), summed(node, [0])),
-        VerifyPages(named(3), b"", []),
-        VerifyPages(named(4), pack_i32([PAGES]), []),
+        VerifyPages(named(1), [pack_i32(pages)], summed(node, pages)),
+        VerifyPages(named(2), [pack_i32([0])], summed(node, [0])),
+        VerifyPages(named(3), [b""], []),
+        VerifyPages(named(4), [pack_i32([PAGES])], []),
     )
     answers = [node.next() for _ in range(4)]
     assert sorted((answer.handover.room, answer.ok) for answer in answers) == [
@@ -430,9 +433,9 @@ def test_a_later_attempt_at_a_broken_room_is_another_hand_over(pair):
     writer.submit(send(1, [0], [1], last=False))
     assert writer.next().error
     again = named(1, 2)
-    writer.submit(SendPages(again, pack_i32([5]), pack_i32([6]), last=False))
+    writer.submit(SendPages(again, [pack_i32([5])], [pack_i32([6])], last=False))
     writer.submit(send(1, [3], [3]))  # the rest of the first crossed its end
-    writer.submit(SendPages(again, pack_i32([7]), pack_i32([8]), last=True))
+    writer.submit(SendPages(again, [pack_i32([7])], [pack_i32([8])], last=True))
     ended = writer.next()
     assert (ended.handover, ended.slices, ended.nbytes) == (again, summed(writer, [5, 7], 0, 1, 2), 2 * PAGE)
     assert (ended.error, ended.cancelled) == (None, False)
@@ -515,7 +518,7 @@ def test_the_fake_backend_moves_nothing_and_is_always_right(make_node):
     assert PeerConnected("D", 1) in events
     ended = next(event for event in events if isinstance(event, SendEnded))
     assert (ended.slices, ended.nbytes, ended.error) == ([], 2 * PAGE, None)
-    receiver.submit(VerifyPages(named(1), pack_i32([3, 4]), 0))
+    receiver.submit(VerifyPages(named(1), [pack_i32([3, 4])], 0))
     assert receiver.next() == PagesVerified(named(1), True)
     assert np.array_equal(receiver.pool, before)
     writer.submit(DisconnectPeer("D", 1))
@@ -662,7 +665,7 @@ def test_a_broken_engine_says_so_instead_of_limping_on():
     def emit(event):
         raise RuntimeError("the channel is gone")
 
-    engine = TransferEngine("fake", region, PAGE, "P", "127.0.0.1", emit, broken.append).start()
+    engine = TransferEngine("fake", [PageGroup(region, PAGE)], "P", "127.0.0.1", emit, broken.append).start()
     engine.submit(CancelSend(named(1)))
     engine.close()
     assert [str(error) for error in broken] == ["the channel is gone"]

@@ -13,6 +13,7 @@ from support.slices import assert_summed_up
 
 from pdserve.disaggregation.transfer import engine
 from pdserve.disaggregation.transfer.engine import TransferEngine
+from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
@@ -54,7 +55,7 @@ class Side:
         self.region = allocate_region(PAGE * PAGES, shared=kind == "shm")
         self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8).reshape(PAGES, PAGE)
         self.events = queue.Queue()
-        self.engine = TransferEngine(kind, self.region, PAGE, epoch, "127.0.0.1", self.events.put).start()
+        self.engine = TransferEngine(kind, [PageGroup(self.region, PAGE)], epoch, "127.0.0.1", self.events.put).start()
 
 
 class Campaign:
@@ -89,7 +90,7 @@ class Campaign:
         dst, self.free = np.array(self.free[:size]), self.free[size:]
         number = len(self.rooms) + 1
         self.rooms[number] = Room(number, self.rng.integers(1, PAGES, size), dst)
-        self.d.engine.submit(GrantPages(named(number), "P", pack_i32(dst)))
+        self.d.engine.submit(GrantPages(named(number), "P", [pack_i32(dst)]))
 
     def push_chunk(self):
         rooms = [room for room in self.live() if room.pushed < len(room.src) and not room.cancelled]
@@ -98,7 +99,7 @@ class Campaign:
             end = min(len(room.src), room.pushed + int(self.rng.integers(1, 300)))
             part = slice(room.pushed, end)
             room.pushed = end
-            src, dst = pack_i32(room.src[part]), pack_i32(room.dst[part])
+            src, dst = [pack_i32(room.src[part])], [pack_i32(room.dst[part])]
             self.p.engine.submit(SendPages(named(room.number), src, dst, end == len(room.src)))
 
     def cancel(self):

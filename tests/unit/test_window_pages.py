@@ -114,6 +114,37 @@ def test_several_answers_begin_in_the_window_of_the_first():
     assert all(sim.tokens[f"r{i}"] == reference_output(prompt(50), 12) for i in range(3))
 
 
+def test_what_has_left_a_window_is_let_go_of_by_the_steps_before():
+    """Who lets a peer write it waits for these: they may still read it."""
+    sim = make_sim(SimWindow(10, 64))
+    sim.submit("a", prompt(60))
+    sim.plan()
+    memory = sim.scheduler.memory
+    assert (memory.newest_step, memory.let_go_step, sim.scheduler.completed_step) == (2, 1, 0)
+
+
+def test_a_window_that_is_kept_stays_where_the_request_moves_on():
+    pages, moving, other = make_pages(window=6, num_pages=6), WindowSpan(), WindowSpan()
+    pages.promise(moving, 100)
+    pages.promise(other, 100)
+    pages.extend(moving, i32(1, 2, 3))
+    assert pages.keep(moving, 0, i32())
+    assert pages.growable([moving, other], [12, 0]) == [False, True]  # all others' to count on
+    pages.end(other)
+    assert pages.growable([moving, moving], [12, 12]) == [True, True]
+    pages.extend(moving, i32(4, 5, 6))
+    assert pages.growable([moving], [24]) == [False]
+    pages.let_go(moving)
+    pages.leave(moving, i32(1, 2, 3, 4))
+    assert pages.growable([moving], [24]) == [True]
+    # What has left is had again as long as nobody else has taken it.
+    assert pages.keep(moving, 3, i32(4))
+    pages.let_go(moving)
+    pages.leave(moving, i32(4))
+    pages.extend(other, i32(7, 8, 9))
+    assert not pages.keep(moving, 2, i32(3, 4))
+
+
 def test_retraction_and_flush_give_all_window_pages_back():
     options = {"max_total_tokens": 64, "schedule_conservativeness": 0.01}
     sim = make_sim(SimWindow(6, 48), **options)

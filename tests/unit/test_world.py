@@ -9,20 +9,24 @@ from __future__ import annotations
 import os
 
 import pytest
+from support.sim import NO_WINDOW, SimWindow
 from support.world.campaign import EQUALS, PAIR, Campaign
 from support.world.explorer import Found, explore
-from support.world.seeded import MISTAKES, QUICKLY_FOUND
+from support.world.seeded import MISTAKES, QUICKLY_FOUND, WINDOW_MISTAKES, WINDOWED
 from support.world.sim_backend import SimBackend
 from support.world.two_rooms import FAULTS, TwoRooms
 from support.world.world import Violation
 
 from pdserve.disaggregation.transfer.backends.base import WriteState
+from pdserve.mem_cache.errors import WindowPagesShort
 
 HANDOVERS = int(os.environ.get("PDSERVE_SIMULATED_HANDOVERS", "100000"))
 SEARCH_SECONDS = 600.0
 RULES = {"tcp": {}, "shm": {"lets_go": True}, "hostile": {"hostile": True}}
 """Of the links, see ``SimBackend``."""
 SHARES = 2 * len(RULES)
+WINDOW = SimWindow(10, 64)
+"""Of which no more than four requests have enough."""
 LONG = (1, 3, 12, 40, 80)
 """Outputs, in tokens: long enough to be met while they grow."""
 WHOLE = ("none", "abort", "repeat", "corrupt")
@@ -41,17 +45,18 @@ def explored(seconds: float = SEARCH_SECONDS, **scene) -> Found:
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
-def test_where_nothing_goes_wrong_nothing_fails(modes, rules) -> None:
-    campaign = Campaign(1, modes, **rules)
+@pytest.mark.parametrize("window", [NO_WINDOW, WINDOW], ids=["one group", "windows"])
+def test_where_nothing_goes_wrong_nothing_fails(modes, rules, window) -> None:
+    campaign = Campaign(1, modes, window=window, **rules)
     campaign.run(200)
     assert campaign.outcomes["finished"] > 300
 
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_whatever_goes_wrong_nothing_is_lost(modes, rules, seed) -> None:
-    campaign = Campaign(seed, modes, faults=8, **rules)
+@pytest.mark.parametrize(("seed", "window"), [(1, NO_WINDOW), (2, NO_WINDOW), (3, WINDOW)])
+def test_whatever_goes_wrong_nothing_is_lost(modes, rules, seed, window) -> None:
+    campaign = Campaign(seed, modes, faults=8, window=window, **rules)
     campaign.run(200, rate=15.0)
     assert campaign.outcomes["finished"] > 80
     assert campaign.faults.total() > 5
@@ -59,8 +64,9 @@ def test_whatever_goes_wrong_nothing_is_lost(modes, rules, seed) -> None:
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
-def test_a_running_request_goes_on_elsewhere(modes, rules) -> None:
-    campaign = Campaign(3, modes, moves=100, outputs=LONG, **rules)
+@pytest.mark.parametrize("window", [NO_WINDOW, WINDOW], ids=["one group", "windows"])
+def test_a_running_request_goes_on_elsewhere(modes, rules, window) -> None:
+    campaign = Campaign(3, modes, moves=100, outputs=LONG, window=window, **rules)
     campaign.run(200, rate=20.0)
     assert campaign.moves["moved"] > 20
     assert campaign.outcomes["finished"] > 250
@@ -68,19 +74,19 @@ def test_a_running_request_goes_on_elsewhere(modes, rules) -> None:
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
-@pytest.mark.parametrize("seed", [1, 3])
-def test_whatever_goes_wrong_a_request_is_not_lost_on_its_way(modes, rules, seed) -> None:
+@pytest.mark.parametrize(("seed", "window"), [(1, NO_WINDOW), (3, NO_WINDOW), (2, WINDOW)])
+def test_whatever_goes_wrong_a_request_is_not_lost_on_its_way(modes, rules, seed, window) -> None:
     """It goes on where it was, or where it was to go to."""
-    campaign = Campaign(seed, modes, moves=100, faults=8, outputs=LONG, **rules)
+    campaign = Campaign(seed, modes, moves=100, faults=8, outputs=LONG, window=window, **rules)
     campaign.run(200, rate=15.0)
     assert campaign.outcomes["moved"] >= 3
     assert campaign.faults.total() > 5
 
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("faults", [0, 8])
-def test_kv_that_is_given_back_is_right_or_not_there(faults, rules) -> None:
-    campaign = Campaign(2, PAIR, faults=faults, moves=30, outputs=LONG, return_kv=True, **rules)
+@pytest.mark.parametrize(("faults", "window"), [(0, NO_WINDOW), (8, NO_WINDOW), (0, WINDOW), (8, WINDOW)])
+def test_kv_that_is_given_back_is_right_or_not_there(faults, rules, window) -> None:
+    campaign = Campaign(2, PAIR, faults=faults, moves=30, outputs=LONG, return_kv=True, window=window, **rules)
     campaign.run(200, rate=15.0)
     assert campaign.kept() > (0 if faults else 50)  # of the latest lives only
 
@@ -93,7 +99,8 @@ def test_a_hundred_thousand_hand_overs(modes, rules, capsys) -> None:
     """A share of them here, in worlds of a thousand: an old world has little that is new."""
     finished = faults = 0
     for seed in range(100, 100 - (-HANDOVERS // SHARES // 1000)):
-        campaign = Campaign(seed, modes, faults=seed % 5 * 2.0, **rules)
+        window = WINDOW if seed % 2 else NO_WINDOW
+        campaign = Campaign(seed, modes, faults=seed % 5 * 2.0, window=window, **rules)
         campaign.run(1000, rate=20.0)
         finished += campaign.outcomes["finished"]
         faults += campaign.faults.total()
@@ -107,14 +114,16 @@ def test_a_hundred_thousand_hand_overs(modes, rules, capsys) -> None:
 @pytest.mark.parametrize("threshold", ["auto", "12"])
 @pytest.mark.parametrize("faults", [0, 8])
 def test_nothing_is_lost_whoever_computes(modes, rules, threshold, faults) -> None:
-    campaign = Campaign(4, modes, faults=faults, moves=20, disaggregation_threshold=threshold, **rules)
+    window = WINDOW if threshold == "auto" else NO_WINDOW
+    campaign = Campaign(4, modes, faults=faults, moves=20, disaggregation_threshold=threshold, window=window, **rules)
     campaign.run(150, rate=20.0)
     assert campaign.outcomes["finished"] > (60 if faults else 120)
     assert faults or min(campaign.places()) > 20  # of the latest lives only
 
 
-def test_every_order_of_two_rooms() -> None:
-    found = explored(seconds=60)
+@pytest.mark.parametrize("window", [NO_WINDOW, WINDOWED], ids=["one group", "windows"])
+def test_every_order_of_two_rooms(window) -> None:
+    found = explored(seconds=60, window=window)
     assert found.violation is None, found
     assert found.complete
 
@@ -171,6 +180,18 @@ def test_a_mistake_is_found(mistake, monkeypatch, capsys) -> None:
 def test_some_mistakes_are_found_at_once(mistake, monkeypatch) -> None:
     mistake(monkeypatch)
     assert explored(**MISTAKES[mistake]).violation is not None
+
+
+@pytest.mark.parametrize("mistake", WINDOW_MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_mistakes_with_windows_are_found(mistake, monkeypatch) -> None:
+    mistake(monkeypatch)
+
+    def many() -> None:
+        for seed in range(1, 10):
+            Campaign(seed, EQUALS, moves=100, outputs=LONG, window=WINDOW).run(200, rate=20.0)
+
+    with pytest.raises((WindowPagesShort, AssertionError), match=r"window|KV that landed"):
+        many()
 
 
 def test_a_lost_write_that_is_taken_for_a_failed_one_is_found(monkeypatch) -> None:

@@ -30,6 +30,7 @@ from ....messages.moves import (
 from ....scheduler.req import Req, ReqState
 from ....scheduler.scheduler import Scheduler
 from ..kv_receiver import KVReceivers
+from ..landing import is_sound
 from ..limits import HandoverLimits
 from ..peer import Peer
 from ..peers import Peers
@@ -200,7 +201,9 @@ class MovesIn:
         if len(msg.logprobs) != (output_len if req.msg.logprobs is not None else 0):
             return "its logprobs are not those of its output"
         scores = msg.input_logprobs or []
-        if len(scores) > req.prompt_len or not all(map(self._receivers.is_sound, [*scores, *msg.logprobs])):
+        if len(scores) > req.prompt_len or not all(
+            is_sound(score, self._vocab_size) for score in [*scores, *msg.logprobs]
+        ):
             return "its logprobs are none"
         return None
 

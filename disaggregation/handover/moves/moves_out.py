@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from ....mem_cache.base_prefix_cache import KVHold
+from ....mem_cache.page_run import PageRun
 from ....messages.base import REASON_CHARS, HandoverId, pack_i32
 from ....messages.decode import shown
 from ....messages.handover import Abort, AbortAck, TransferDone, TransferFailed, TransferRequest
@@ -270,28 +271,32 @@ class MovesOut:
         move = self._of(peer, msg.handover)
         if move is None or move.state is not MoveState.OFFERED:
             return
-        problem = self._mismatch(move, msg)
+        memory = self._scheduler.memory
+        run = memory.run(msg.decode_prefix_len, move.kv_len, goes_on=move.kv_len)
+        problem = self._mismatch(move, msg, run)
+        hold = move.hold or move.req.hold
+        if problem is None and hold is not None and not memory.keep_window(hold, run):
+            problem = "it has moved on meanwhile, and what its windows held is needed for other requests"
         if problem is not None:
             peer.send(TransferFailed(peer.epoch, msg.handover, 409, problem))
             self._fail(move, problem)
             return
-        memory = self._scheduler.memory
         move.state, move.deadline = MoveState.PUSHING, self._now + self._limits.transfer
         if move.hold is None:
             move.hold = memory.pin(move.req)
-        src = memory.pages_of(move.hold, msg.decode_prefix_len, move.kv_len)
+        src = [pack_i32(pages) for pages in memory.pages_in(move.hold, run, run.begin, run.end)]
         # In the order of the steps, so that those which compute these pages come before.
-        push = SendPages(msg.handover, pack_i32(src), msg.dst_pages, last=True, checksum=msg.checksum)
+        push = SendPages(msg.handover, src, msg.dst_pages, last=True, checksum=msg.checksum)
         self._scheduler.outbox.to_worker(push)
 
-    def _mismatch(self, move: Move, msg: TransferRequest) -> str | None:
+    def _mismatch(self, move: Move, msg: TransferRequest, run: PageRun) -> str | None:
         req, skipped = move.req, msg.decode_prefix_len
         if not move.gift and (req.hold is None or req.computed < move.kv_len):
             return "its memory was taken meanwhile, for other requests"
         if msg.prompt_len != move.kv_len or msg.prompt_digest != digest_of(req, move.kv_len):
             return "the other instance means another request"
         bad_prefix = skipped % self._page_size or not 0 <= skipped <= move.kv_len
-        if bad_prefix or len(msg.dst_pages) != 4 * ((move.kv_len - skipped) // self._page_size):
+        if bad_prefix or [len(pages) // 4 for pages in msg.dst_pages] != run.counts:
             return "the other instance offers other pages than are needed"
         return None
 
@@ -302,8 +307,7 @@ class MovesOut:
             return
         if move.state is MoveState.DRAINING and not event.cancelled:
             return  # it crossed our cancel, whose own answer is under way, and must find this move
-        self._scheduler.memory.unpin(move.hold)
-        move.hold = None
+        self._let_go_of(move)
         if move.state is MoveState.DRAINING:
             self._forget(move)
         elif event.error is not None or event.cancelled:
@@ -448,13 +452,19 @@ class MovesOut:
         if self._targets and not move.req.is_ended:
             self._again_at[move.req.rid] = self._now + AGAIN_SECONDS
         if move.hold is not None and state is not MoveState.PUSHING:
-            self._scheduler.memory.unpin(move.hold)  # nobody reads it yet
-            move.hold = None
+            self._let_go_of(move)  # nobody reads it yet
         if move.hold is None:
             self._forget(move)
         else:
             assert move.handover is not None
             self._scheduler.outbox.to_worker(CancelSend(move.handover))
+
+    def _let_go_of(self, move: Move) -> None:
+        """Nobody reads its memory any more."""
+        hold, move.hold = move.hold, None
+        assert hold is not None
+        self._scheduler.memory.let_window_go(hold)
+        self._scheduler.memory.unpin(hold)
 
     def _forget(self, move: Move) -> None:
         if self._moves.get(move.req.rid) is move:

@@ -356,7 +356,9 @@ class AttentionWorker {
     if (sinks_ == nullptr) return 0.0f;
     // With such a weight nothing is left of the others; a larger one need not be a number.
     constexpr float kMost = 120.0f;
-    return first_lane(exp2(broadcast(std::min(kMost, sinks_[query_head] * kLog2E - largest))));
+    const float score = sinks_[query_head] * kLog2E - largest;
+    // A NaN stays one.
+    return first_lane(exp2(broadcast(score > kMost ? kMost : score)));
   }
 
   template <class Out>

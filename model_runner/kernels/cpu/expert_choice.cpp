@@ -96,7 +96,11 @@ void choose_experts(const ExpertsOp& op, const float* logits, const float* bias,
     weights[c] = scores[best];
     total += scores[best];
   }
-  const float scale = op.normalised ? op.weight_scale / (total + kLeastTotal) : op.weight_scale;
+  float scale = op.normalised ? op.weight_scale / (total + kLeastTotal) : op.weight_scale;
+  // exp makes numbers of those that are none.
+  for (int64_t i = 0; i < op.count; ++i) {
+    if (logits[i] != logits[i]) scale = logits[i];
+  }
   for (int32_t c = 0; c < op.chosen; ++c) weights[c] *= scale;
 }
 

@@ -4,8 +4,8 @@
 //   chosen: the largest of scores + choice bias, among the best groups; of equal ones, the first
 //   weights = the chosen ones' scores, over their sum where normalised, times weight_scale
 //
-// A function of the token's logits alone. Where these are no numbers it chooses some experts all the same: what they make
-// of such a token is no number either, and is seen.
+// A function of the token's logits alone. Where one of these is no number it chooses some experts all the same, and their
+// weights are no numbers, which is seen.
 #pragma once
 
 #include <cstdint>

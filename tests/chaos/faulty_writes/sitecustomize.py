@@ -83,7 +83,7 @@ class Finder(importlib.abc.MetaPathFinder):
         def exec_module(module) -> None:
             run(module)
             # Small as the model is, its pages leave by layers.
-            importlib.import_module(OUTGOING).MIN_GROUP_BYTES = 1
+            importlib.import_module(OUTGOING).MIN_AHEAD_BYTES = 1
             make = module.make_backend
             module.make_backend = lambda *args: Faulty(make(*args), Path(os.environ["PDSERVE_CHAOS_WRITES"]))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from pdserve.messages.moves import ReqMoved
 from pdserve.messages.outputs import FinishType, ReqError
-from support.sim import VOCAB, make_options, reference_output
+from support.sim import NO_WINDOW, VOCAB, SimWindow, make_options, reference_output
 from support.world.node import Node
 from support.world.timed import Chance
 from support.world.world import Channel, Violation, World
@@ -66,6 +66,7 @@ class Campaign:
         outputs: tuple[int, ...] = (1, 2, 3, 6, 12),
         lets_go: bool = False,
         hostile: bool = False,
+        window: SimWindow = NO_WINDOW,
         **options: object,
     ) -> None:
         self.rng = random.Random(seed)
@@ -82,7 +83,7 @@ class Campaign:
         self._options = options
         self.moves: Counter[str] = Counter()
         """How they went."""
-        self._lets_go, self._hostile = lets_go, hostile
+        self._lets_go, self._hostile, self._window = lets_go, hostile, window
         self._slots = [Slot(mode, 9000 + i) for i, mode in enumerate(modes)]
         self._rids = itertools.count()
         self._rooms: list[int] = []
@@ -123,7 +124,7 @@ class Campaign:
         options = make_options(**(OPTIONS | self._options | {"disaggregation_mode": slot.mode}))
         epoch = f"{slot.mode[0]}{slot.bootstrap_port - 9000}.{slot.lives}"
         sealed = bool(self._options.get("return_kv"))
-        rules = {"lets_go": self._lets_go, "hostile": self._hostile, "sealed": sealed}
+        rules = {"lets_go": self._lets_go, "hostile": self._hostile, "sealed": sealed, "window": self._window}
         whim = lambda req: zlib.crc32(f"{epoch} {req.rid}".encode()) / 1e8  # noqa: E731
         slot.node = Node(self.world, epoch, slot.bootstrap_port, options, foresees=whim, **rules)
         self._beat(slot, slot.node)
@@ -352,6 +353,9 @@ class Campaign:
         alive = {node.epoch for node in self._nodes()}
         for told in (told for node in self._nodes() for told in node.told):
             self.moves[told.message or "moved"] += 1
+        # The prompt is computed again then, so that nothing else tells.
+        if self._is_calm and any(node.mismatches for node in self._nodes()):
+            raise Violation("KV that landed was not what was sent, although nothing went wrong")
         for (epoch, rid), fate in self.submitted.items():
             end = self.world.ends.get((epoch, rid))
             if end is None:

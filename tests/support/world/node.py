@@ -17,6 +17,7 @@ from pdserve.disaggregation.errors import NotRegistered, RegistrationConflict
 from pdserve.disaggregation.handover.kv_manager import KVManager
 from pdserve.disaggregation.transfer import engine as engine_module
 from pdserve.disaggregation.transfer.engine import TransferEngine
+from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.messages.base import Message
 from pdserve.messages.channel import encode
 from pdserve.messages.moves import MigrateReq, MigrateResult, ReqArrived, ReqMoved
@@ -29,7 +30,7 @@ from pdserve.scheduler.forecast import NOTHING, Load, PromptForecast
 from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.req import Req
 from pdserve.scheduler.scheduler import Scheduler
-from support.sim import Sent, SimWorker, make_generate, make_worker_ready
+from support.sim import NO_WINDOW, Sent, SimWindow, SimWorker, make_generate, make_worker_ready
 from support.world.sim_backend import SimBackend, SimRegion
 from support.world.sim_port import SimPort
 from support.world.world import Violation, World
@@ -141,6 +142,7 @@ class Node:
         lets_go: bool = False,
         hostile: bool = False,
         sealed: bool = False,
+        window: SimWindow = NO_WINDOW,
         foresees: Callable[[Req], float] | None = None,
     ) -> None:
         self.world = world
@@ -149,13 +151,13 @@ class Node:
         self.alive = True
         self.frozen = self.worker_frozen = False
         """Whether its scheduler, and its worker, hang."""
-        self.sim_worker = SimWorker(options)
+        self.sim_worker = SimWorker(options, window=window)
         self.backend = SimBackend(world, epoch, self.work, lets_go=lets_go, hostile=hostile)
-        page_bytes = options.page_size * 8
-        region: Any = SimRegion(self.sim_worker.kv)
-        said = make_worker_ready(options)
+        regions: list[Any] = [SimRegion(kv) for kv in self.sim_worker.pools()]
+        said = make_worker_ready(options, window=window)
+        groups = [PageGroup.of(group, region) for group, region in zip(said.layout.groups, regions, strict=True)]
         self.engine = TransferEngine(
-            *(self.backend, region, page_bytes, epoch, HOST, self._emit),
+            *(self.backend, groups, epoch, HOST, self._emit),
             layout=said.layout,
             clock=lambda: world.now,
         )
@@ -314,10 +316,11 @@ class Node:
         """Everything has ended and was given back."""
         usage = self.scheduler.memory.usage()
         rooms = self.manager.transfers(self.world.now)
-        if self.open or rooms or usage["in_use"] or usage["rows_in_use"] or self.backend.granted:
+        in_use = usage["in_use"] + usage.get("window_in_use", 0)
+        if self.open or rooms or in_use or usage["rows_in_use"] or self.backend.granted:
             raise Violation(
                 f"{self.epoch}: at the end there are requests {sorted(self.open)}, rooms {rooms}, "
-                f"{usage['in_use']} tokens in use, pages granted {sorted(self.backend.granted)}"
+                f"{in_use} tokens in use, pages granted {sorted(self.backend.granted)}"
             )
         expected = self.manager.senders.foretelling.expected
         if expected != NOTHING:

@@ -16,9 +16,11 @@ from pdserve.disaggregation.handover.kv_sender import KVSenders
 from pdserve.disaggregation.handover.unclaimed_rooms import Tombstones
 from pdserve.disaggregation.transfer.backends.base import LinkDown
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.messages.worker import ForwardStep, SendEnded
-from pdserve.scheduler.kv_memory import KVMemory
+from pdserve.mem_cache.page_run import PageRun
+from pdserve.messages.worker import ForwardStep, GrantPages, SendEnded
+from pdserve.scheduler.kv_memory import Fence, KVMemory
 from pdserve.scheduler.outbox import Outbox
+from support.sim import SimWindow
 
 Patch = pytest.MonkeyPatch
 
@@ -79,7 +81,7 @@ def pages_offered_before_steps_are_done(patch: Patch) -> None:
         original(self, now)
         for receiver in self.rooms.values():
             if receiver.state is ReceiverState.PREALLOCATED:
-                receiver.fence = 0
+                receiver.fence = Fence()
 
     patch.setattr(KVReceivers, "_preallocate", preallocate)
 
@@ -135,6 +137,63 @@ def memory_goes_back_with_its_first_user(patch: Patch) -> None:
     patch.setattr(KVMemory, "unpin", unpin)
 
 
+def window_pages_go_before_they_are_pushed(patch: Patch) -> None:
+    """The prefill gives its window pages back as soon as the prompt's last step is sent."""
+    original = KVSenders.chunk_planned
+
+    def chunk_planned(self: KVSenders, req: Any) -> Any:
+        push = original(self, req)
+        if push is not None and push.last:
+            cache, hold = self._scheduler.memory._cache, req.hold
+            pages = cache._pages(hold, hold.window.begin, hold.window.end)
+            cache.allocator.windows.leave(hold.window, pages)
+            for page in pages.tolist():
+                cache.allocator.windows._detach(page)
+        return push
+
+    patch.setattr(KVSenders, "chunk_planned", chunk_planned)
+
+
+def a_window_page_is_not_granted(patch: Patch) -> None:
+    """Of the pages that a peer may write the last one is left out."""
+    original = Outbox.to_transfer
+
+    def to_transfer(self: Outbox, message: Any) -> None:
+        if isinstance(message, GrantPages):
+            message = msgspec.structs.replace(message, pages=[*message.pages[:-1], message.pages[-1][:-4]])
+        original(self, message)
+
+    patch.setattr(Outbox, "to_transfer", to_transfer)
+
+
+def a_page_less_of_the_window(patch: Patch) -> None:
+    """Both sides leave out the window's first page."""
+    original = KVMemory.run
+
+    def run(self: KVMemory, start: int, end: int, goes_on: int) -> PageRun:
+        found = original(self, start, end, goes_on)
+        return found._replace(window=min(found.window + 1, found.end)) if found.window is not None else found
+
+    patch.setattr(KVMemory, "run", run)
+
+
+def the_last_window_is_not_expected(patch: Patch) -> None:
+    """The decode has window pages for the page that it decodes in, and none before."""
+    original = KVMemory.expect
+
+    def expect(self: KVMemory, req: Any, length: int, goes_on: int) -> None:
+        original(self, req, length, goes_on + self.page_size)
+
+    patch.setattr(KVMemory, "expect", expect)
+
+
+def a_moved_window_is_not_kept(patch: Patch) -> None:
+    """What a request that moves goes on from is let go of as it runs on."""
+    patch.setattr(KVMemory, "keep_window", lambda self, hold, run: True)
+
+
+WINDOWED = SimWindow(3, 4)
+"""Both pages are needed at once."""
 MISTAKES: dict[Callable[[Patch], None], dict[str, Any]] = {
     pages_freed_at_abort: {"fault": "abort"},
     sender_lets_go_too_soon: {"fault": "abort"},
@@ -147,10 +206,18 @@ MISTAKES: dict[Callable[[Patch], None], dict[str, Any]] = {
     done_before_it_has_landed: {},
     pages_pushed_before_they_are_computed: {},
     memory_goes_back_with_its_first_user: {"fault": "abort"},
+    a_window_page_is_not_granted: {"window": WINDOWED},
+    a_page_less_of_the_window: {"window": WINDOWED},
+    the_last_window_is_not_expected: {"window": WINDOWED},
 }
 QUICKLY_FOUND = (
     a_room_in_use_is_opened_again,
     done_before_it_has_landed,
     late_legs_are_not_told,
     memory_goes_back_with_its_first_user,
+    a_window_page_is_not_granted,
+    a_page_less_of_the_window,
+    the_last_window_is_not_expected,
 )
+WINDOW_MISTAKES = (window_pages_go_before_they_are_pushed, a_moved_window_is_not_kept)
+"""Which show where many requests share the window pages."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from enum import Enum
 from typing import Any
 
@@ -77,6 +77,7 @@ SKIPPED = frozenset(
         "_world",
         "_on_news",
         "pool",
+        "group",
         "_refusals",
         "hello",
         "invitation",
@@ -131,6 +132,8 @@ class _Walk:
             self.out.append(len(value))
             for item in value:
                 self.take(item)
+        elif kind is OrderedDict:
+            self.take(list(value.items()))
         elif kind is dict:
             self.out.append(len(value))
             for key in sorted(value, key=repr):
@@ -194,7 +197,8 @@ def signature(world: World, nodes: list[Node], more: object = None) -> int:
         for queue in (node.scheduler.planner.waiting, node.scheduler.planner.running, manager.receivers.rooms):
             walk.out.append(tuple(queue))  # the order of who comes first
         walk.out.append(tuple(req.rid for req in node.scheduler.planner.waiting.order()))
-        walk.take(node.sim_worker.kv)
+        walk.take(node.sim_worker.pools())
+        walk.take(node.sim_worker.windowed and node.sim_worker.windowed.page_of)
         walk.take(node.network.registration is not None)
     for channel in sorted(world.channels, key=repr):
         walk.out.append((channel, tuple((h.what, h.content) for h in world.channels[channel])))

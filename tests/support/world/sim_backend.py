@@ -74,9 +74,10 @@ class SimBackend(TransferBackend):
         """Whether what it writes arrives wrong."""
         self.loses = False
         """Whether nobody will know what becomes of its next write."""
-        self.pool = memoryview(b"")
-        self.page_bytes = 0
-        self.granted: dict[int, tuple[str, HandoverId]] = {}
+        self.pools: list[tuple[memoryview, int]] = []
+        """Of each group: all of it, and the bytes of a page."""
+        self.granted: dict[tuple[int, int], tuple[str, HandoverId]] = {}
+        """By group and page."""
         self._world = world
         self._on_news = on_news
         self._lets_go = lets_go
@@ -89,14 +90,13 @@ class SimBackend(TransferBackend):
     # --- TransferBackend ---
 
     def register(self, groups: Sequence[PageGroup]) -> bytes:
-        (group,) = groups
-        self.pool, self.page_bytes = group.region.view(), group.page_bytes
+        self.pools = [(group.region.view(), group.page_bytes) for group in groups]
         metadata = f"pool of {self.epoch}".encode()
         self._world.pools[metadata] = self
         return metadata
 
     def grant(self, peer: str, handover: HandoverId, pages: I32, group: int = 0) -> None:
-        self.granted |= dict.fromkeys(pages.tolist(), (peer, handover))
+        self.granted |= dict.fromkeys(((group, page) for page in pages.tolist()), (peer, handover))
 
     def revoke(self, peer: str, handover: HandoverId) -> None:
         self.granted = {page: who for page, who in self.granted.items() if who != (peer, handover)}
@@ -133,7 +133,7 @@ class SimBackend(TransferBackend):
         both = list(zip(pages.src.tolist(), pages.dst.tolist(), strict=True))
         left = set(both)
         for here, there in both:
-            self._post_page(link, handle, pages.handover, here, there, left)
+            self._post_page(link, handle, pages, here, there, left)
         if self.loses:
             self.loses = False
             handle.state, handle.error = WriteState.LOST, "nobody knows"
@@ -191,10 +191,12 @@ class SimBackend(TransferBackend):
                 self._post_end(link, "back", "the owner died")
 
     def _post_page(
-        self, link: Link, handle: WriteHandle, handover: HandoverId, here: int, there: int, left: set[tuple[int, int]]
+        self, link: Link, handle: WriteHandle, pages: PageWrite, here: int, there: int, left: set[tuple[int, int]]
     ) -> None:
+        group, writer = pages.group, (self.epoch, pages.handover)
+
         def land() -> None:
-            self._land(link, handle, here, there, left)
+            self._land(link, handle, group, here, there, left)
 
         def ready() -> bool:
             owner = link.owner
@@ -203,25 +205,25 @@ class SimBackend(TransferBackend):
                 return not self.frozen
             if owner.frozen and owner.alive:
                 return False
-            return (
-                self._hostile or not owner.alive or not link.owned or owner.granted.get(there) == (self.epoch, handover)
-            )
+            return self._hostile or not owner.alive or not link.owned or owner.granted.get((group, there)) == writer
 
-        what = f"{self.epoch} writes page {there}"
-        channel = link.channel(f"page {there}" if self._hostile else "out")
+        page = f"window page {there}" if group else f"page {there}"
+        channel = link.channel(page if self._hostile else "out")
         if self.loses:
-            channel = ("late", link.number, f"page {there}")
-        self._world.post(channel, what, land, b"%d %d" % (here, there), ready)
+            channel = ("late", link.number, page)
+        self._world.post(channel, f"{self.epoch} writes {page}", land, b"%d %d" % (here, there), ready)
 
-    def _land(self, link: Link, handle: WriteHandle, here: int, there: int, left: set[tuple[int, int]]) -> None:
+    def _land(
+        self, link: Link, handle: WriteHandle, group: int, here: int, there: int, left: set[tuple[int, int]]
+    ) -> None:
         owner = link.owner
         assert owner is not None
         if not owner.alive or not link.owned or (self._lets_go and not link.written):
             return
-        size = self.page_bytes
-        owner.pool[there * size : (there + 1) * size] = self.pool[here * size : (here + 1) * size]
+        (ours, size), (theirs, _) = self.pools[group], owner.pools[group]
+        theirs[there * size : (there + 1) * size] = ours[here * size : (here + 1) * size]
         if self.corrupts:
-            owner.pool[(there + 1) * size - 8] ^= 1  # of the last token, which the next one is computed from
+            theirs[(there + 1) * size - 8] ^= 1  # of the last token, which the next one is computed from
         left.discard((here, there))
         if not left and link.written and self.alive and handle.state is WriteState.PENDING:
             handle.state = WriteState.DONE

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from pdserve.messages.outputs import ReqError
 from pdserve.scheduler.req import Req, Route
-from support.sim import make_options, reference_output
+from support.sim import NO_WINDOW, SimWindow, make_options, reference_output
 from support.world.node import HOST, Node
 from support.world.signature import signature
 from support.world.world import Channel, Happening, Violation, World
@@ -58,11 +58,13 @@ class TwoRooms:
         same: bool = False,
         lets_go: bool = False,
         cached: bool = False,
+        window: SimWindow = NO_WINDOW,
         here: frozenset[str] | None = None,
     ) -> None:
         self.world = World()
         self._options = OPTIONS | {"disable_radix_cache": not cached}
         self._here = here or frozenset()
+        self._window = window
         if here is not None:
             self._options |= {"disaggregation_threshold": "auto"}
         self.prefill = self._node("p", "unified" if equals else "prefill", PORT, 8, lets_go=lets_go)
@@ -117,7 +119,7 @@ class TwoRooms:
 
     def _node(self, epoch: str, mode: str, port: int, pool: int, *, lets_go: bool) -> Node:
         options = make_options(**(self._options | {"disaggregation_mode": mode, "max_total_tokens": pool}))
-        node = Node(self.world, epoch, port, options, lets_go=lets_go, foresees=self._foresee)
+        node = Node(self.world, epoch, port, options, lets_go=lets_go, window=self._window, foresees=self._foresee)
         node.manager.came_true = lambda req, now: None  # type: ignore[method-assign]  # what is learned decides nothing
         return node
 

@@ -1,4 +1,4 @@
-"""What the device is, which type it computes in, and how much memory it has."""
+"""Which device there is, and which type it computes in."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import Literal
 
 import torch
 
-from ..model_files.errors import UnsupportedModel
-from ..runtime.machine.memory import Memory, host_memory
+from ...model_files.errors import UnsupportedModel
+from .base import Device
+from .cpu import CpuDevice
+from .cuda import CudaDevice
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KVDTypeName = Literal["auto", "float32", "bfloat16", "float16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"]
@@ -49,9 +51,8 @@ def choose_kv_dtype(name: KVDTypeName, dtype: torch.dtype) -> torch.dtype:
     return chosen
 
 
-def device_memory(device: torch.device) -> Memory:
-    """Memory of ``device``; on the CPU within the control group that this process runs in."""
+def open_device(device: torch.device, *, strict: bool = False) -> Device:
+    """What runs work on ``device``. ``strict``: see ``CudaDevice``."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return Memory(total, free)
-    return host_memory()
+        return CudaDevice(device, strict=strict)
+    return CpuDevice()

@@ -1,0 +1,214 @@
+"""Every kernel of the GPU path against the reference, on the device: attention of all backends, and a model's answers
+with graphs and without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...messages.base import pack_i32
+from ...messages.worker import RowInit
+from ...model_files.spec import AttentionSpec
+from ...model_runner.attention.base import AttentionLimits
+from ...model_runner.attention.flashinfer_support import missing, unsupported
+from ...model_runner.attention.registry import BackendNeeds, make_attention_backend
+from ...model_runner.device.choice import open_device
+from ...model_runner.forward_batch import ForwardBatch
+from ...model_runner.kv_pool import KVShape, make_layout, make_pool
+from ...model_runner.queued_sampler import QueuedSampler
+from ...model_runner.rows import RowStates
+from ...model_runner.sampler import sample
+from ...model_runner.seen_tokens import SeenTokens
+from .part import Part, open_part
+from .record import Finding
+
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+"""Of the largest difference to the reference in float32. Products of float32 may round to TF32."""
+
+
+Lens = tuple[tuple[int, int], ...]
+"""(computed before, computed now) of each row."""
+
+
+class Shape(NamedTuple):
+    """Of attention."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    lens: Lens
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+def shapes(dry_run: bool) -> list[Shape]:
+    """Decode steps, prompts and both, of the sizes that models have."""
+    decodes: Lens
+    mixed: Lens
+    if dry_run:
+        decodes, mixed = ((0, 1), (17, 1), (40, 1)), ((5, 9), (30, 1), (0, 20))
+        return [
+            Shape("decode", 4, 2, 64, decodes),
+            Shape("decode, window and cap", 4, 2, 64, decodes, window=7, softcap=2.0),
+            Shape("mixed, sinks", 4, 2, 64, mixed, sinks=True),
+        ]
+    decodes = tuple((length, 1) for length in (0, 1, 15, 16, 17, 500, 1023, 4000, 9000))
+    mixed = ((0, 700), (33, 1), (1000, 512), (4095, 1), (16, 129))
+    return [
+        *(
+            Shape(f"decode, {h}/{k} heads of {d}", h, k, d, decodes)
+            for h, k, d in ((32, 8, 128), (9, 3, 64), (8, 4, 256))
+        ),
+        *(Shape(f"mixed, {h}/{k} heads of {d}", h, k, d, mixed) for h, k, d in ((32, 8, 128), (9, 3, 64), (8, 4, 256))),
+        Shape("decode, window and cap", 32, 8, 128, decodes, window=1000, softcap=30.0),
+        Shape("mixed, window and cap", 32, 8, 128, mixed, window=300, softcap=30.0),
+        Shape("decode, sinks", 64, 8, 64, decodes, window=128, sinks=True),
+        Shape("mixed, sinks", 64, 8, 64, mixed, sinks=True),
+    ]
+
+
+def main() -> None:
+    """All of them."""
+    part = open_part("kernels")
+    for name, find in checks(part):
+        part.recorder.check(name, find)
+    part.recorder.finish()
+
+
+def checks(part: Part) -> Iterator[tuple[str, Callable[[], Finding]]]:
+    """Names, and what finds out."""
+    for shape in shapes(part.dry_run):
+        for dtype in (torch.float32,) if part.dry_run else TOLERANCE:
+            for backend in ("triton", "flashinfer"):
+                name = f"{backend}, {str(dtype).removeprefix('torch.')}: {shape.name}"
+                yield name, lambda s=shape, d=dtype, b=backend: check_attention(part, s, d, b)  # type: ignore[misc]
+    yield "sampler: the CPU's tokens", lambda: check_sampler(part)
+
+
+def check_attention(part: Part, shape: Shape, dtype: torch.dtype, backend: str) -> Finding:
+    """``backend`` against the torch backend in float32, on the same device."""
+    spec = AttentionSpec(
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        scale=shape.head_dim**-0.5,
+        window=shape.window,
+        softcap=shape.softcap,
+        sinks=shape.sinks,
+    )
+    if backend == "flashinfer":
+        reason = missing() or unsupported([spec], dtype, dtype)
+        if part.dry_run or reason:
+            return Finding("", f"not run: {reason or 'it has no interpreter'}")
+    torch.manual_seed(1)
+    batch, pages = _batch(shape, part.device)
+    most = sum(-(-(start + count) // PAGE) for start, count in shape.lens)
+    windows = () if shape.window is None else (shape.window,)
+    limits = AttentionLimits(shape.heads, windows, len(shape.lens), batch.req_to_token.shape[1])
+
+    def attend(name: str, kind: torch.dtype) -> Tensor:
+        layout = make_layout(KVShape(1, shape.kv_heads, shape.head_dim), PAGE, kind)
+        pool = make_pool(layout, pages, part.device)
+        pool.data.copy_(kv)
+        device = open_device(part.device)
+        attention = make_attention_backend(name, BackendNeeds(pool, kind, None, limits, device, [spec], most, 256))
+        attention.plan(batch)
+        return attention.forward(0, q.to(kind), k.to(kind), v.to(kind), spec, sinks).float()
+
+    kv = torch.randn(pages, 1, 2, PAGE, shape.kv_heads, shape.head_dim, device=part.device).to(dtype)
+    q, k, v = (
+        torch.randn(batch.num_tokens, heads, shape.head_dim, device=part.device).to(dtype)
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    )
+    sinks = torch.randn(shape.heads, device=part.device) if shape.sinks else None
+    error = (attend(backend, dtype) - attend("torch", torch.float32)).abs().max().item()
+    return Finding("", f"off by {error:.1e} at most", f"at most {TOLERANCE[dtype]:.0e}", error <= TOLERANCE[dtype])
+
+
+PAGE = 16
+
+
+def _batch(shape: Shape, device: torch.device) -> tuple[ForwardBatch, int]:
+    """Rows over scattered pages; the second is how many pages there are, with page 0."""
+    columns = max(start + count for start, count in shape.lens) // PAGE * PAGE + PAGE
+    per_row = columns // PAGE
+    pages = len(shape.lens) * per_row + 1
+    order = np.random.default_rng(0).permutation(pages - 1).reshape(len(shape.lens), per_row) + 1
+    table = (order[:, :, None] * PAGE + np.arange(PAGE)).reshape(len(shape.lens), columns)
+    positions = np.concatenate([np.arange(start, start + count) for start, count in shape.lens])
+    rows = np.repeat(np.arange(len(shape.lens)), [count for _, count in shape.lens])
+
+    def there(array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    batch = ForwardBatch(
+        input_ids=torch.zeros(len(rows), dtype=torch.int64, device=device),
+        positions=there(positions),
+        out_cache_loc=there(table[rows, positions]),
+        rows=there(np.arange(len(shape.lens))),
+        starts=[start for start, _ in shape.lens],
+        q_lens=[count for _, count in shape.lens],
+        req_to_token=there(table).to(torch.int32),
+        logit_indices=torch.empty(0, dtype=torch.int64, device=device),
+    )
+    return batch, pages
+
+
+def check_sampler(part: Part) -> Finding:
+    """Tokens of rows that ask for everything there is, against the sampler of a CPU: where rounding decides, they may
+    differ.
+    """
+    rows, vocab, steps = (8, 500, 3) if part.dry_run else (64, 128_256, 8)
+    rng = np.random.default_rng(0)
+    device = open_device(part.device, strict=True)
+    states, seen = RowStates(rows, vocab, part.device), SeenTokens(device, vocab)
+    for row in range(rows):
+        init = _row(row, rng, vocab)
+        states.start(init)
+        if init.history is not None:
+            seen.start(row, np.frombuffer(init.history, dtype=np.int32), init.prompt_len)
+    sampler, same = QueuedSampler(device), 0
+    which = np.arange(rows)
+    for position in range(8, 8 + steps):
+        logits = torch.from_numpy(rng.normal(0, 3, (rows, vocab)).astype(np.float32))
+        params, positions = states.params(which), np.full(rows, position)
+        edits = states.edits(which, params, positions)
+        there = device.upload(logits.numpy())
+        with device.no_sync():
+            chosen = sampler.sample(there, params, positions, edits, seen.of(which))
+        tokens = device.fetch([chosen.tokens]).wait()[0]
+        same += int((sample(logits, params, positions, edits).tokens.numpy() == tokens).sum())
+        for i, history in states.histories(which, params):
+            history.append(int(tokens[i]))
+    total = rows * steps
+    return Finding("", f"{same} of {total} the same", f"at least {total - total // 100}", same >= total - total // 100)
+
+
+def _row(row: int, rng: np.random.Generator, vocab: int) -> RowInit:
+    history = pack_i32(rng.integers(0, vocab, 8)) if row % 3 == 0 else None
+    return RowInit(
+        row=row,
+        seed=row,
+        prompt_len=6,
+        temperature=float(rng.choice([0.0, 0.7, 1.0])),
+        top_p=float(rng.choice([1.0, 0.9])),
+        top_k=int(rng.choice([-1, 20, 200])),
+        min_p=float(rng.choice([0.0, 0.05])),
+        frequency_penalty=0.5,
+        presence_penalty=0.2,
+        repetition_penalty=1.2,
+        min_new_tokens=0,
+        stop_ids=(),
+        history=history,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Real servers: in float32 the GPU's tokens are those of the CPU engine and of transformers, with graphs and without,
+and nothing in a step's launch waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .part import Part, open_part
+from .record import Finding
+from .servers import ask, generate, serve
+
+Prompts = list[list[int]]
+Tokens = list[list[int]]
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+CONFIG = SIZES | {"num_key_value_heads": 2, "vocab_size": 49152, "head_dim": 64, "max_position_embeddings": 2048}
+LENGTH = 24
+SAME = "the same tokens"
+
+
+def main() -> None:
+    """All servers, one after another."""
+    part = open_part("server")
+    with tempfile.TemporaryDirectory() as folder:
+        check_servers(part, Path(folder))
+    part.recorder.finish()
+
+
+def check_servers(part: Part, folder: Path) -> None:
+    """``folder``: for the model and the logs."""
+    model = save_model(folder / "model", 2 if part.dry_run else SIZES["num_hidden_layers"])
+    rng = np.random.default_rng(0)
+    lens = (5, 40) if part.dry_run else (5, 40, 300, 17, 64, 100)
+    prompts = [rng.integers(3, CONFIG["vocab_size"], length).tolist() for length in lens]
+    common = ["--model-path", str(folder / "model"), "--tokenizer-path", "smollm2", "--max-total-tokens", "8192"]
+    device, reference = part.device.type, answers_of(model, prompts)
+    exact = [*common, "--dtype", "float32"]
+
+    def check(name: str, args: Sequence[str], expected: Tokens = reference, least: float = 1.0) -> None:
+        log = folder / f"{name.replace(' ', '-')}.log"
+        part.recorder.check(name, lambda: compare(args, log, prompts, expected, least))
+
+    check("CPU engine, float32, against transformers", [*exact, "--device", "cpu"])
+    on_device = [*exact, "--device", device]
+    if part.dry_run:
+        for backend in ("torch", "triton"):
+            check(f"{backend}, float32, against transformers", [*on_device, "--attention-backend", backend])
+        return
+    strict = ["--attention-backend", "triton", "--fail-on-host-sync"]
+    check("triton, float32, graphs", [*on_device, *strict])
+    check("triton, float32, no graphs", [*on_device, *strict, "--disable-cuda-graph"])
+    check("triton, float32, no overlap", [*on_device, *strict, "--disable-overlap-schedule"])
+    check("torch backend, float32", [*on_device, "--attention-backend", "torch"])
+    half = [*common, "--dtype", "bfloat16", "--device", device]
+    for backend in ("triton", "flashinfer"):
+        # In 16 bits rounding decides now and then, and what follows is another text.
+        check(f"{backend}, bfloat16, graphs", [*half, "--attention-backend", backend, "--fail-on-host-sync"], least=0.5)
+    part.recorder.check("prefill and decode on one GPU", lambda: check_pair(on_device, folder, prompts, reference))
+
+
+def compare(args: Sequence[str], log: Path, prompts: Prompts, expected: Tokens, least: float) -> Finding:
+    """Each prompt's tokens, asked twice: the second time its prefix is cached. ``least``: share that must agree."""
+    with serve(args, log) as address:
+        backend = _backend(address)
+        found = [generate(address, prompt, LENGTH) for prompt in [*prompts, *prompts]]
+    return judge(found, [*expected, *expected], least, backend)
+
+
+def judge(found: Tokens, expected: Tokens, least: float, what: str) -> Finding:
+    """How many tokens agree up to the first that does not."""
+    same = sum(_common(one, other) for one, other in zip(found, expected, strict=True))
+    total = sum(map(len, expected))
+    asked = SAME if least == 1.0 else f"at least {least:.0%} of them"
+    return Finding("", f"{same} of {total} the same ({what})", asked, same >= least * total)
+
+
+def check_pair(args: Sequence[str], folder: Path, prompts: Prompts, expected: Tokens) -> Finding:
+    """A prefill and a decode instance on the same GPU, each with a share of it."""
+    share = [*args, "--attention-backend", "triton"]
+    prefill = [*share, "--disaggregation-mode", "prefill"]
+    decode = [*share, "--disaggregation-mode", "decode", "--disaggregation-threshold", "always"]
+    port = 18998
+    with (
+        serve([*prefill, "--disaggregation-bootstrap-port", str(port)], folder / "prefill.log") as one,
+        serve(decode, folder / "decode.log") as other,
+    ):
+        found = []
+        for room, prompt in enumerate(prompts, 1):
+            where: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room}
+            generate_later = _later(one, prompt, where)
+            found.append(generate(other, prompt, LENGTH, **where))
+            generate_later.join(30)
+    return judge(found, expected, 1.0, "by tcp")
+
+
+def _later(address: str, prompt: Sequence[int], where: dict[str, Any]) -> Any:
+    import threading
+
+    thread = threading.Thread(target=generate, args=(address, prompt, LENGTH), kwargs=where, daemon=True)
+    thread.start()
+    return thread
+
+
+def save_model(folder: Path, layers: int) -> Any:
+    """A random Llama in ``folder``, and in transformers' hands."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(5)
+    sizes = CONFIG | {"num_hidden_layers": layers, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).float().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.inference_mode()
+def answers_of(model: Any, prompts: Prompts) -> Tokens:
+    """What transformers generates, in float32 on the CPU."""
+    answers = []
+    for prompt in prompts:
+        out = model.generate(
+            torch.tensor([prompt]), max_new_tokens=LENGTH, min_new_tokens=LENGTH, do_sample=False, pad_token_id=0
+        )
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+def _backend(address: str) -> str:
+    info = ask(f"{address}/server_info")
+    return str(info.get("worker", info).get("attention_backend", "?"))
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return i
+    return min(len(one), len(other))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Server processes of the check: started, asked, ended. Of the standard library, as a bare machine has it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class ServerFailed(RuntimeError):
+    """It did not start; the message is the end of its log."""
+
+
+@contextmanager
+def serve(args: Sequence[str], log: Path, seconds: float = 60.0) -> Iterator[str]:
+    """The address of ``pdserve server`` with ``args``; raises ``ServerFailed``."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "pdserve.server.cli", "server", *args, "--port", str(port)]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        _wait_ready(process, port, log, seconds)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def generate(address: str, prompt: Sequence[int], length: int, **more: Any) -> list[int]:
+    """The tokens that follow, the most likely ones."""
+    sampling = {"temperature": 0.0, "max_new_tokens": length, "ignore_eos": True}
+    body = {"input_ids": list(prompt), "sampling_params": sampling, **more}
+    answer = ask(f"{address}/generate", body, 60.0)
+    tokens: list[int] = answer["output_ids"]
+    return tokens
+
+
+def ask(url: str, body: Any = None, seconds: float = 5.0) -> Any:
+    """The answer to GET, or with a ``body`` to POST."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=seconds) as answer:
+        text = answer.read()
+    return json.loads(text) if text else None
+
+
+def _wait_ready(process: subprocess.Popen[bytes], port: int, log: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            ask(f"http://127.0.0.1:{port}/health")
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+        else:
+            return
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    raise ServerFailed(" / ".join(lines[-2:])[-300:] or f"not ready within {seconds:.0f} s")

@@ -1,0 +1,153 @@
+"""The second tier's bookkeeping: which page of host memory holds which KV page, by its hash.
+
+Life of a host page: free → (``keep``) indexed, its bytes on their way → evicted, longest unused first, or dropped →
+free. Or: free → (``reserve``) reserved, for bytes that a store may bring → (``settle``) indexed, or free. A page that
+a thread beside the worker's loop reads or writes is *pinned*: it is nobody else's before that has ended, whatever the
+index says meanwhile.
+
+The worker copies between the tiers in the order in which it was told to, between its steps. So a page may be named in
+the index as soon as the copy is planned, and may be given to another as soon as nobody plans with it any more.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from .errors import DoubleFree, InvariantViolation
+
+
+class HostTier:
+    """``num_pages`` pages, numbered from 0. Hashes are those of ``page_hash.py``."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._index: OrderedDict[bytes, int] = OrderedDict()
+        """Longest unused first."""
+        self._reserved: set[int] = set()
+        self._pins: dict[int, int] = {}
+        self._orphans: set[int] = set()
+        """Dropped while they were pinned."""
+        self.evicted_pages = 0
+
+    def __contains__(self, page_hash: bytes) -> bool:
+        return page_hash in self._index
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that hold nothing."""
+        return len(self._free)
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """The host pages of the first ``hashes``, up to the first that is not here. Looking is not using."""
+        pages = []
+        for page_hash in hashes:
+            page = self._index.get(page_hash)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def page(self, page_hash: bytes) -> int | None:
+        """Where it lies."""
+        return self._index.get(page_hash)
+
+    def use(self, hashes: Sequence[bytes]) -> None:
+        """A prefix of these pages was used just now. Its end is forgotten before its beginning."""
+        for page_hash in reversed(hashes):
+            if page_hash in self._index:
+                self._index.move_to_end(page_hash)
+
+    def keep(self, page_hash: bytes) -> int | None:
+        """A page to copy ``page_hash`` to, which is indexed from now on; None where all others are pinned or reserved.
+
+        Must not be here already.
+        """
+        page = self._take()
+        if page is not None:
+            self._index[page_hash] = page
+        return page
+
+    def reserve(self, count: int) -> list[int]:
+        """Up to ``count`` pages for bytes that may come, pinned."""
+        pages: list[int] = []
+        while len(pages) < count and (page := self._take()) is not None:
+            self._reserved.add(page)
+            self._pins[page] = 1
+            pages.append(page)
+        return pages
+
+    def settle(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Of reserved ``pages`` the first hold ``hashes`` now, the others nothing; nobody touches them any more."""
+        for i, page in enumerate(pages):
+            self._reserved.remove(page)
+            del self._pins[page]
+            if i < len(hashes) and hashes[i] not in self._index:
+                self._index[hashes[i]] = page
+            else:
+                self._free.append(page)
+
+    def pin(self, pages: Iterable[int]) -> None:
+        """Somebody reads them beside the worker's loop."""
+        for page in pages:
+            self._pins[page] = self._pins.get(page, 0) + 1
+
+    def unpin(self, pages: Iterable[int]) -> None:
+        """That has ended."""
+        for page in pages:
+            left = self._pins.get(page, 0) - 1
+            if left < 0:
+                raise DoubleFree(f"host page {page} was unpinned more often than pinned")
+            if left:
+                self._pins[page] = left
+                continue
+            del self._pins[page]
+            if page in self._orphans:
+                self._orphans.remove(page)
+                self._free.append(page)
+
+    def drop(self, hashes: Iterable[bytes]) -> None:
+        """Forget these; what is not here is no error."""
+        for page_hash in hashes:
+            page = self._index.pop(page_hash, None)
+            if page is not None:
+                self._let_go(page)
+
+    def clear(self) -> int:
+        """Forget everything; returns how many pages that were."""
+        count = len(self._index)
+        self.drop(list(self._index))
+        return count
+
+    def check_invariants(self) -> None:
+        """Raise ``InvariantViolation`` unless every page is in one state."""
+        indexed = list(self._index.values())
+        pages = [*self._free, *indexed, *self._reserved, *self._orphans]
+        if sorted(pages) != list(range(self.num_pages)):
+            raise InvariantViolation(
+                f"of {self.num_pages} host pages {len(self._free)} are free, {len(indexed)} indexed, "
+                f"{len(self._reserved)} reserved and {len(self._orphans)} dropped: {len(set(pages))} different ones"
+            )
+        loose = (self._reserved | self._orphans) - self._pins.keys()
+        if loose or self._pins.keys() & set(self._free):
+            raise InvariantViolation(f"host pages {sorted(loose)} wait for nobody, or free ones are pinned")
+
+    def _take(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        for page_hash, page in self._index.items():
+            if page not in self._pins:
+                del self._index[page_hash]
+                self.evicted_pages += 1
+                return page
+        return None
+
+    def _let_go(self, page: int) -> None:
+        if page in self._pins:
+            self._orphans.add(page)
+        else:
+            self._free.append(page)

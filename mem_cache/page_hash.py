@@ -1,0 +1,46 @@
+"""Names of KV pages that hold wherever they lie: a page's hash chains over its whole prefix.
+
+``hash(i) = blake2b(hash(i - 1) + tokens of page i)``, and before the first page stands the hash of whatever else the KV
+depends on: the model's fingerprint, the layout, and the namespace. So equal hash means equal prefix, in every process
+and on every host. A hash that withstands attacks, since prompts are anybody's: who could make two prompts collide would
+be answered from another's.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import msgspec
+
+from ..messages.base import I32
+from ..messages.worker import KVLayout
+
+HASH_BYTES = 16
+TOKEN_BYTES = 4
+
+
+def model_seed(fingerprint: str, layout: KVLayout) -> bytes:
+    """What the hashes of one model's pages begin with; another layout's bytes mean something else."""
+    return blake2b(fingerprint.encode() + msgspec.json.encode(layout), digest_size=HASH_BYTES).digest()
+
+
+def namespace_seed(seed: bytes, namespace: bytes) -> bytes:
+    """The same of one namespace (a request's ``extra_key``)."""
+    return blake2b(seed + namespace, digest_size=HASH_BYTES).digest() if namespace else seed
+
+
+def chain(before: bytes, key: bytes, page_size: int) -> list[bytes]:
+    """Hashes of the pages of ``key`` (int32 tokens as bytes, whole pages), which follow the page named ``before``."""
+    step = page_size * TOKEN_BYTES
+    hashes = []
+    for at in range(0, len(key), step):
+        before = blake2b(before + key[at : at + step], digest_size=HASH_BYTES).digest()
+        hashes.append(before)
+    return hashes
+
+
+def prompt_hashes(seed: bytes, tokens: I32, page_size: int, extra_key: str) -> list[bytes]:
+    """Of the whole pages of ``tokens``."""
+    whole = len(tokens) // page_size * page_size
+    start = namespace_seed(seed, extra_key.encode(errors="surrogatepass"))
+    return chain(start, tokens[:whole].tobytes(), page_size)

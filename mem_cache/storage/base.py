@@ -1,0 +1,80 @@
+"""What a store of KV pages is: the third tier, behind device and host memory.
+
+A page is found by its hash, which chains over its whole prefix and begins with the model's fingerprint, the layout and
+the namespace (``mem_cache/page_hash.py``): equal hash, equal prefix. So what a store holds never becomes stale, and
+instances can share one without asking each other. It may be slow, full, dead or lying; that costs time and never a
+wrong token: what comes out is held against its frame (``frame.py``), and a page that is not right counts as not there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class StoreError(Exception):
+    """The store did not do what it was asked for. The message says what to look at."""
+
+
+class StoreUnavailable(StoreError):
+    """It does not answer: dead, out of reach, or slower than its time-out."""
+
+
+class StoreFull(StoreError):
+    """It takes no more; what it holds can be read."""
+
+
+class StoreMisconfigured(StoreError):
+    """It can't be used as the options say: refused at start."""
+
+
+class StoreUsage(NamedTuple):
+    """What a store holds, as far as it can tell cheaply (None: it can't), and what became of it."""
+
+    pages: int | None
+    nbytes: int | None
+    bad_pages: int
+    """Found corrupt, truncated or foreign since this process began; each was dropped, or will be written over."""
+    evicted_pages: int
+
+
+class PageStore(ABC):
+    """Pages of ``page_bytes`` by hash (``page_hash.py``). Calls block; they come from one thread at a time."""
+
+    def __init__(self, page_bytes: int) -> None:
+        self.page_bytes = page_bytes
+
+    @abstractmethod
+    def exists(self, hashes: Sequence[bytes]) -> int:
+        """How many of the first ``hashes`` are there, up to the first that is not. Changes nothing.
+
+        Raises ``StoreUnavailable``.
+        """
+
+    @abstractmethod
+    def get(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
+        """Read pages into ``into`` (each writable, ``page_bytes`` long); a use of them, where that matters.
+
+        Returns how many of the first were there and right; what lies in the others' memory means nothing.
+        Raises ``StoreUnavailable``, and nothing that was read counts then.
+        """
+
+    @abstractmethod
+    def set(self, hashes: Sequence[bytes], pages: Sequence[memoryview]) -> None:
+        """Keep pages; those that are there already may be left as they are.
+
+        Raises ``StoreUnavailable`` and ``StoreFull``; any of them may be kept then.
+        """
+
+    @abstractmethod
+    def remove(self, hashes: Sequence[bytes]) -> None:
+        """Forget pages, wherever they stand; what is not there is no error. Raises ``StoreUnavailable``."""
+
+    @abstractmethod
+    def usage(self) -> StoreUsage:
+        """For people; cheap."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of connections. What is stored stays."""

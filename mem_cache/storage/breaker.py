@@ -1,0 +1,55 @@
+"""When a store is left alone: after failures in a row, for seconds that double with each further one.
+
+CLOSED (asked) → after ``FAILURES`` in a row OPEN (not asked) → when its time is over HALF_OPEN (asked once) → CLOSED,
+or OPEN for twice as long. Nobody waits for a store that is not asked: what it holds counts as not there.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+FAILURES = 3
+FIRST_SECONDS = 1.0
+MOST_SECONDS = 60.0
+
+
+class BreakerState(StrEnum):
+    """See the module."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+class Breaker:
+    """Times are ``time.monotonic()``."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._seconds = FIRST_SECONDS
+        self._until = 0.0
+        self.trips = 0
+        """How often it opened."""
+        self.reason = ""
+        """The failure that opened it last."""
+
+    def state(self, now: float) -> BreakerState:
+        """Whether the store may be asked: not while OPEN."""
+        if self._failures < FAILURES:
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if now < self._until else BreakerState.HALF_OPEN
+
+    def succeeded(self) -> None:
+        """The store answered."""
+        self._failures, self._seconds = 0, FIRST_SECONDS
+
+    def failed(self, reason: str, now: float) -> None:
+        """It did not, or not in time."""
+        was = self.state(now)
+        self._failures += 1
+        if self.state(now) is BreakerState.CLOSED or was is BreakerState.OPEN:
+            return
+        if was is BreakerState.HALF_OPEN:
+            self._seconds = min(2 * self._seconds, MOST_SECONDS)
+        self._until, self.reason = now + self._seconds, reason
+        self.trips += 1

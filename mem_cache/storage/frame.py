@@ -1,0 +1,40 @@
+"""The few bytes before a stored page by which it is known to be the right one, and whole.
+
+``magic, version, hash of the page's prefix, length, xxh3_64 of the bytes``. The checksum finds what disks and networks
+do; it is no signature: who may write to a store is trusted, as docs/security.md says.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import xxhash
+
+MAGIC = b"pdKV"
+VERSION = 1
+_HEADER = struct.Struct("<4sHxx16sQQ")
+HEADER_BYTES = _HEADER.size
+
+
+class BadFrame(ValueError):
+    """What was read is not the page that was asked for. The message says in which respect."""
+
+
+def header(page_hash: bytes, page: memoryview) -> bytes:
+    """What stands before ``page`` in a store."""
+    return _HEADER.pack(MAGIC, VERSION, page_hash, page.nbytes, xxhash.xxh3_64_intdigest(page))
+
+
+def check(head: bytes | memoryview, page_hash: bytes, page: memoryview) -> None:
+    """Raises ``BadFrame`` unless ``head`` says that ``page`` is what ``page_hash`` names."""
+    if len(head) != HEADER_BYTES:
+        raise BadFrame(f"{len(head)} bytes are less than a header of {HEADER_BYTES}")
+    magic, version, named, nbytes, checksum = _HEADER.unpack(head)
+    if magic != MAGIC or version != VERSION:
+        raise BadFrame(f"not a page of version {VERSION} of this format")
+    if named != page_hash:
+        raise BadFrame("another page's bytes stand under its name")
+    if nbytes != page.nbytes:
+        raise BadFrame(f"a page of {nbytes} bytes in the place of one of {page.nbytes}")
+    if xxhash.xxh3_64_intdigest(page) != checksum:
+        raise BadFrame("its bytes are not those that were written")

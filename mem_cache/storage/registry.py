@@ -1,0 +1,30 @@
+"""Stores by name, imported only when chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from .base import PageStore, StoreMisconfigured
+
+StoreName = Literal["file", "redis"]
+INSTALL_REDIS = "--hicache-storage-backend redis needs the redis client: pip install 'pdserve[redis]'"
+
+
+def make_store(name: StoreName, url: str | None, page_bytes: int, limit: int, timeout: float) -> PageStore:
+    """``url``: a folder, or where Redis listens. ``limit``: bytes, of a folder. ``timeout``: seconds of one wait.
+
+    Raises ``StoreMisconfigured``.
+    """
+    if not url:
+        example = "/var/cache/pdserve" if name == "file" else "redis://127.0.0.1:6379/0"
+        raise StoreMisconfigured(f"--hicache-storage-backend {name} needs --hicache-storage-url, like {example}")
+    if name == "file":
+        from .file_store import FileStore
+
+        return FileStore(Path(url), page_bytes, limit)
+    try:
+        from .redis_store import RedisStore
+    except ImportError as e:
+        raise StoreMisconfigured(INSTALL_REDIS) from e
+    return RedisStore(url, page_bytes, timeout)

@@ -1,0 +1,87 @@
+"""Messages about KV pages that lie elsewhere than in the pool: in host memory (the second tier) and stores (the third).
+
+They travel the worker's own channel, in one order with the steps. So a copy finds what the steps before it computed,
+and what it overwrites the steps behind it have no use for. Stores are read and written by a thread of their own, which
+is asked in the same order and answers when it is done.
+"""
+
+from __future__ import annotations
+
+from .base import Message
+
+
+class CopyPages(Message):
+    """Scheduler → worker: copy whole pages, in this order. ``copies`` (int32 triples): 1 for a copy to the pool, 0 for
+    one from it; the pool's page; the host's page. Answered by ``PagesCopied``.
+    """
+
+    id: int
+    copies: bytes
+
+
+class PagesCopied(Message):
+    """Worker → scheduler: everything up to ``CopyPages.id`` was copied; ``seconds`` is what the last one took."""
+
+    id: int
+    seconds: float
+
+
+class StorePages(Message):
+    """Scheduler → worker: write host pages (int32) to the store, each under its hash (16 bytes, one after another).
+
+    Answered by ``PagesStored``; nobody overwrites the pages before.
+    """
+
+    id: int
+    hashes: bytes
+    pages: bytes
+
+
+class PagesStored(Message):
+    """Worker → scheduler: the pages of ``StorePages`` are read no more. ``count``: all of them are stored, or 0."""
+
+    id: int
+    count: int
+    seconds: float
+    error: str = ""
+
+
+class FetchPages(Message):
+    """Scheduler → worker: read pages from the store into host pages (int32). Answered by ``PagesFetched``."""
+
+    id: int
+    hashes: bytes
+    pages: bytes
+
+
+class PagesFetched(Message):
+    """Worker → scheduler: the pages of ``FetchPages`` are written no more; the first ``count`` hold what was asked."""
+
+    id: int
+    count: int
+    seconds: float
+    error: str = ""
+
+
+class DropPages(Message):
+    """Scheduler → worker: what these hashes name in the store is bad. No answer."""
+
+    hashes: bytes
+
+
+class StoreState(Message):
+    """Worker → scheduler: whether the store is asked (``breaker``: closed), or left alone since it fails (``reason``).
+
+    Told when it changes, and with the counts of what it holds now and then; -1: it can't say.
+    """
+
+    breaker: str
+    reason: str
+    pages: int = -1
+    nbytes: int = -1
+    bad_pages: int = 0
+    evicted_pages: int = 0
+
+
+TierCommand = CopyPages | StorePages | FetchPages | DropPages
+TierEvent = PagesCopied | PagesStored | PagesFetched | StoreState

@@ -1,0 +1,60 @@
+"""How a checkpoint's linear weights are packed, as its ``quantization_config`` says. Imports no torch.
+
+Read, and dequantised as they are: FP8 (E4M3) with a scale for a matrix, a row, or a block (DeepSeek-V3's form, and
+compressed-tensors'), AWQ and GPTQ of four bits. What else there is is refused by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+
+class PackingKind(StrEnum):
+    """How weights lie."""
+
+    FP8 = "FP8"
+    AWQ = "AWQ"
+    GPTQ = "GPTQ"
+
+
+class Packing(NamedTuple):
+    """``block``: rows and columns of a weight that share a scale of FP8; None: a matrix or a row does.
+    ``zero_offset``: what is added to GPTQ's zero points.
+    """
+
+    kind: PackingKind
+    block: tuple[int, int] | None = None
+    zero_offset: int = 0
+
+
+def read_packing(config: Mapping[str, Any]) -> Packing | str:
+    """Of a ``quantization_config``: how to read it, or why it can't be."""
+    method = config.get("quant_method")
+    if method == "fp8":
+        block = config.get("weight_block_size")
+        return Packing(PackingKind.FP8, None if block is None else (int(block[0]), int(block[1])))
+    if method == "compressed-tensors":
+        return _compressed(config)
+    if method in ("awq", "gptq"):
+        if config.get("bits") != 4:
+            return f"{method} of {config.get('bits')} bits"
+        if method == "awq":
+            version = str(config.get("version", "gemm")).lower()
+            return Packing(PackingKind.AWQ) if version == "gemm" else f"awq in the version {version!r}"
+        # The first form of the files has zero points less one.
+        return Packing(PackingKind.GPTQ, zero_offset=0 if config.get("checkpoint_format") == "gptq_v2" else 1)
+    return f"{method!r}"
+
+
+def _compressed(config: Mapping[str, Any]) -> Packing | str:
+    groups = config.get("config_groups") or {}
+    for group in groups.values():
+        weights = group.get("weights") or {}
+        if weights.get("type") != "float" or weights.get("num_bits") != 8:
+            return f"compressed-tensors in the format {config.get('format')!r}"
+        block = weights.get("block_structure")
+        if weights.get("strategy") == "block" and block:
+            return Packing(PackingKind.FP8, (int(block[0]), int(block[1])))
+    return Packing(PackingKind.FP8) if groups else "compressed-tensors that name no groups"

@@ -1,0 +1,41 @@
+"""Which layers share a plan: kernels that plan ahead bake a layer's window, cap and scale into it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...model_files.spec import AttentionSpec, MLASpec
+
+
+class LayerKind(NamedTuple):
+    """What layers have in common that are planned together. ``windowed``: their pages are those of the window pool.
+
+    ``window``: tokens that one sees, its own included; None: all. ``latent``: (kv_lora_rank, qk_rope_head_dim), or
+    None.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+    latent: tuple[int, int] | None
+    windowed: bool
+
+
+def layer_kinds(
+    attentions: Sequence[AttentionSpec | MLASpec], windowed_layers: frozenset[int]
+) -> tuple[list[LayerKind], list[int]]:
+    """The kinds, in the order of their first layers, and which of them each layer is of."""
+    kinds: dict[LayerKind, int] = {}
+    of_layer = []
+    for layer, spec in enumerate(attentions):
+        latent = (spec.kv_lora_rank, spec.qk_rope_head_dim) if isinstance(spec, MLASpec) else None
+        window = None if isinstance(spec, MLASpec) else spec.window
+        softcap = None if isinstance(spec, MLASpec) else spec.softcap
+        sizes = (spec.heads, spec.kv_heads, spec.head_dim)
+        kind = LayerKind(*sizes, spec.scale, window, softcap, latent, layer in windowed_layers)
+        of_layer.append(kinds.setdefault(kind, len(kinds)))
+    return list(kinds), of_layer

@@ -1,0 +1,102 @@
+"""What the step loop needs of a device: copies that nobody waits for, events, graphs, and a guard against waiting.
+
+A device that computes beside the worker has two streams. On the main one all work is queued in the order of the calls;
+results travel to the host on the other, so that the next step's work is not behind them. What is queued reads its
+arguments when its turn comes: memory of the host that is sent must not change until then, which ``upload`` sees to, and
+so do the two turns of ``step_arrays.py``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ...runtime.machine.memory import Memory
+
+T = TypeVar("T")
+
+
+class HostSync(RuntimeError):
+    """The host waited for the device where it must not; see ``Device.no_sync``."""
+
+
+class Fetch(Protocol):
+    """Tensors on their way to the host."""
+
+    def wait(self) -> list[npt.NDArray[Any]]:
+        """The arrays, and with them everything that was queued before ``fetch``: waits for it."""
+        ...
+
+
+class Graph(Protocol, Generic[T]):
+    """Captured work. ``output``: what the captured function returned; each replay writes it anew, at its place."""
+
+    output: T
+
+    def replay(self) -> None:
+        """Queue the captured work again, on the arguments that lie at the same addresses."""
+        ...
+
+
+class Device(ABC):
+    """One device; see the module. ``beside``: whether it computes beside the host, so that work can be queued."""
+
+    beside: bool
+    can_capture: bool
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch = device
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """All of it, and what is free."""
+
+    @abstractmethod
+    def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Zeros on the host, from where copies to the device are queued without anybody waiting."""
+
+    @abstractmethod
+    def send(self, there: Tensor, here: Tensor) -> None:
+        """Queue a copy of ``here`` (``host_zeros``) to ``there``. ``here`` must stay as it is until that is done."""
+
+    @abstractmethod
+    def upload(self, array: npt.NDArray[Any]) -> Tensor:
+        """A copy of ``array`` on the device, queued; the array is free again at once."""
+
+    @abstractmethod
+    def staged(self, array: npt.NDArray[Any]) -> Tensor:
+        """A copy of ``array`` on the host, from where others may queue copies to the device without waiting."""
+
+    @abstractmethod
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
+        """Start copies to the host, behind what is queued so far; the tensors stay as they are until they are done."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, waiting for the device raises, where this device can tell (``HostSync``, ``RuntimeError``)."""
+
+    @abstractmethod
+    def capture(self, run: Callable[[], T]) -> Graph[T]:
+        """Record what ``run`` queues, without doing it. It has run before, on the same shapes: nothing is compiled or
+        allocated for good while work is recorded. Graphs share the memory of what they compute in between.
+        """
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until all that was queued is done."""
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """Return memory that nothing uses to the system."""
+
+
+def as_tensor(array: npt.NDArray[Any]) -> Tensor:
+    """The array as a tensor on the host, which may share its memory; read-only ones are copied."""
+    return torch.from_numpy(array if array.flags.writeable else np.array(array))

@@ -1,0 +1,70 @@
+"""The host's own processor: work is done when the call returns, nothing is queued and nothing captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ...runtime.machine.memory import Memory, host_memory
+from .base import Device, Fetch, Graph, T, as_tensor
+
+
+class _There:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def wait(self) -> list[npt.NDArray[Any]]:
+        return [tensor.numpy() for tensor in self._tensors]
+
+
+class CpuDevice(Device):
+    """See the module."""
+
+    beside = False
+    can_capture = False
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def memory(self) -> Memory:
+        """Of the host, within the control group that this process runs in."""
+        return host_memory()
+
+    def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See the base class."""
+        return torch.zeros(*shape, dtype=dtype)
+
+    def send(self, there: Tensor, here: Tensor) -> None:
+        """See the base class."""
+        there.copy_(here)
+
+    def upload(self, array: npt.NDArray[Any]) -> Tensor:
+        """See the base class."""
+        return as_tensor(array).clone()
+
+    def staged(self, array: npt.NDArray[Any]) -> Tensor:
+        """See the base class."""
+        return as_tensor(array).clone()
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
+        """See the base class; the arrays are the tensors' own memory."""
+        return _There(tensors)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """There is nothing to wait for."""
+        return nullcontext()
+
+    def capture(self, run: Callable[[], T]) -> Graph[T]:
+        """Raises ``NotImplementedError``."""
+        raise NotImplementedError("nothing is captured on a CPU")
+
+    def synchronize(self) -> None:
+        """Nothing is queued."""
+
+    def give_back(self) -> None:
+        """The allocator has done so."""

@@ -1,0 +1,119 @@
+"""An NVIDIA GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Generic
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ...runtime.machine.memory import Memory
+from .base import Device, Fetch, Graph, T, as_tensor
+
+
+class _Pinned:
+    """Copies in pinned memory, and the event behind them. The tensors are held until they are read."""
+
+    def __init__(self, tensors: Sequence[Tensor], copies: Sequence[Tensor], done: torch.cuda.Event) -> None:
+        self._tensors: Sequence[Tensor] | None = tensors
+        self._copies = copies
+        self._done = done
+
+    def wait(self) -> list[npt.NDArray[Any]]:
+        self._done.synchronize()
+        self._tensors = None
+        return [copy.numpy() for copy in self._copies]
+
+
+class _CudaGraph(Generic[T]):
+    def __init__(self, graph: torch.cuda.CUDAGraph, output: T) -> None:
+        self._graph = graph
+        self.output = output
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class CudaDevice(Device):
+    """The GPU that torch calls ``device``; its current stream is the main one.
+
+    ``strict``: have ``no_sync`` mean it. Without, it costs nothing and does nothing.
+    """
+
+    beside = True
+    can_capture = True
+
+    def __init__(self, device: torch.device, *, strict: bool = False) -> None:
+        super().__init__(device)
+        self._strict = strict
+        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._graph_memory: Any = None
+
+    def memory(self) -> Memory:
+        """See the base class; what torch holds for later is given back first."""
+        self.give_back()
+        free, total = torch.cuda.mem_get_info(self.torch)
+        return Memory(total, free)
+
+    def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """See the base class."""
+        return torch.zeros(*shape, dtype=dtype, pin_memory=True)
+
+    def send(self, there: Tensor, here: Tensor) -> None:
+        """See the base class."""
+        there.copy_(here, non_blocking=True)
+
+    def upload(self, array: npt.NDArray[Any]) -> Tensor:
+        """See the base class; torch gives a pinned area to nobody else before the copy from it is done."""
+        return self.staged(array).to(self.torch, non_blocking=True)
+
+    def staged(self, array: npt.NDArray[Any]) -> Tensor:
+        """See the base class."""
+        return as_tensor(array).pin_memory()
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
+        """See the base class."""
+        self._copies.wait_stream(torch.cuda.current_stream(self.torch))
+        copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._copies):
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+            done.record(self._copies)
+        return _Pinned(tensors, copies, done)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See the base class; torch tells, but for what libraries do without it."""
+        return _no_sync() if self._strict else nullcontext()
+
+    def capture(self, run: Callable[[], T]) -> Graph[T]:
+        """See the base class."""
+        if self._graph_memory is None:
+            self._graph_memory = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        self.synchronize()
+        # Other threads (a transfer's) may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
+            output = run()
+        return _CudaGraph(graph, output)
+
+    def synchronize(self) -> None:
+        """See the base class."""
+        torch.cuda.synchronize(self.torch)
+
+    def give_back(self) -> None:
+        """See the base class."""
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _no_sync() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -1,0 +1,39 @@
+"""Plain torch, on every device."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...model_files.spec import Activation
+from ..kernels.reference import gate_and_mul, rope
+from ..layers.rms_norm import RMSNorm
+from ..layers.rotary import RotaryEmbedding, Rotation
+from .base import DeviceOps, PassRotation
+
+
+class TorchOps(DeviceOps):
+    """The reference."""
+
+    def norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        """See the base class."""
+        return norm.forward(x)
+
+    def add_and_norm(
+        self, x_TN: Tensor, y_TN: Tensor, scale: float, after: RMSNorm | None, following: RMSNorm | None
+    ) -> Tensor:
+        """See the base class."""
+        x_TN.add_(y_TN if after is None else after.forward(y_TN), alpha=scale)
+        return x_TN if following is None else following.forward(x_TN)
+
+    def rotation(self, rotary: RotaryEmbedding, positions: Tensor) -> PassRotation:
+        """See the base class."""
+        return rotary.forward(positions)
+
+    def rotate(self, q_THD: Tensor, k_TKD: Tensor, rotation: PassRotation) -> tuple[Tensor, Tensor]:
+        """See the base class."""
+        assert isinstance(rotation, Rotation)
+        return rope(q_THD, *rotation), rope(k_TKD, *rotation)
+
+    def gate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
+        """See the base class."""
+        return gate_and_mul(x, activation)

@@ -1,0 +1,77 @@
+"""Measures decode steps that attend to few tokens: ``python -m pdserve.model_runner.double_sparsity.bench --channels
+FILE``.
+
+Beside it, on the same weights, the torch engine and the CPU kernels attending to all tokens. Passes take turns, so that
+what a machine does meanwhile is done to all, and a ratio is the median of those of the turns, to the first. Contexts
+may be longer than the model's own: what is computed means nothing, and takes as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+
+import torch
+
+from ...runtime.options import ServerOptions
+from ..kernels.kv_bench import Decodes, fill, measure
+from ..model_runner import ModelRunner
+
+
+def main() -> None:
+    """Run everything and print it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--channels", required=True, help="file of `pdserve calibrate`")
+    parser.add_argument("--model-path", default="smollm2")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--chosen", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=7)
+    args = parser.parse_args()
+    cpus = tuple(sorted(os.sched_getaffinity(0))[: args.threads])
+    torch.set_num_threads(args.threads)
+    cases = [Decodes(rows, context) for rows in args.rows for context in args.contexts]
+    slots = max(case.rows * (case.context + ServerOptions().page_size) for case in cases)
+    models = make_models(args.model_path, args.channels, args.chosen, slots, cpus)
+    print(f"{args.threads} threads, {args.model_path}, bfloat16")
+    for name, model in models.items():
+        print(f"{name}: {model.layout.page_bytes // model.layout.page_size} bytes a token")
+    for case in cases:
+        measure(case, models, args.turns)
+
+
+def make_models(
+    model_path: str, channels: str, chosen: int, slots: int, cpus: tuple[int, ...]
+) -> dict[str, ModelRunner]:
+    """Those that are compared, their pools full of something."""
+    torch_all = ServerOptions(
+        model_path=model_path,
+        device="cpu",
+        dtype="bfloat16",
+        quantization="none",
+        max_total_tokens=slots,
+        attention_backend="torch",
+    )
+    sparse = replace(
+        torch_all,
+        enable_double_sparsity=True,
+        ds_channel_config_path=channels,
+        ds_heavy_token_num=chosen,
+        ds_sparse_decode_threshold=0,
+    )
+    asked = {
+        "torch, all": torch_all,
+        f"torch, {chosen}": sparse,
+        "cpu, all": replace(torch_all, attention_backend="cpu"),
+    }
+    models = {}
+    for name, options in asked.items():
+        model = models[name] = ModelRunner(options, cpus=cpus)
+        fill(model.pool)
+    return models
+
+
+if __name__ == "__main__":
+    main()

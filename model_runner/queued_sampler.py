@@ -1,0 +1,100 @@
+"""Chooses tokens by ``sampler.py``'s rules without ever waiting: a row's way follows from its parameters alone, which
+the host knows, and never from its logits.
+
+Where the sampler of a CPU looks at as few of a row's probabilities as will do, this one sorts them all, which a device
+does quickly. Rows whose logits are not finite are drawn from like the others, and their tokens mean nothing.
+
+Shapes: S sampled rows, N of them drawn, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .device.base import Device
+from .draws import CANDIDATES, DrawnRows, from_all, from_top_k
+from .inverse_cdf import pick
+from .penalties import I64, LogitEdits, add_biases, ban_tokens
+from .rows import RowParams
+from .sampler import Sampled
+from .seen_tokens import SeenRows
+from .top_tokens import top_tokens
+
+
+class QueuedSampler:
+    """Chooses on ``device``."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def sample(
+        self,
+        logits_SV: Tensor,
+        params: RowParams,
+        positions: I64,
+        edits: LogitEdits | None = None,
+        seen: SeenRows | None = None,
+    ) -> Sampled:
+        """As ``sampler.sample``. ``edits``: biases and bans; what is penalised is ``seen``, which counts the tokens."""
+        logits_SV = self._edited(logits_SV, params, edits, seen)
+        # Not argmax, which leaves open on some devices which of several largest it names.
+        best = top_tokens(logits_SV, 1)
+        tokens_S, max_S = best.ids[:, 0], best.values[:, 0]
+        finite_S = logits_SV.sum(1, dtype=torch.float64).isnan().logical_not_() & max_S.isfinite()
+        drawn = np.flatnonzero(~params["greedy"])
+        if len(drawn):
+            rows = DrawnRows.of(logits_SV, max_S, params, positions, self._device.upload)
+            tokens_S = self._draw(tokens_S, rows, params, drawn)
+        if seen is not None:
+            seen.count(tokens_S)
+        return Sampled(tokens_S, finite_S)
+
+    def _edited(self, logits_SV: Tensor, params: RowParams, edits: LogitEdits | None, seen: SeenRows | None) -> Tensor:
+        if edits is None and seen is None:
+            return logits_SV
+        logits_SV = logits_SV.clone()
+        if edits is not None:
+            add_biases(logits_SV, edits.biases, self._device.upload)
+        if seen is not None:
+            seen.penalise(logits_SV, params)
+        if edits is not None:
+            ban_tokens(logits_SV, edits.banned, self._device.upload)
+        return logits_SV
+
+    def _draw(self, tokens_S: Tensor, rows: DrawnRows, params: RowParams, drawn: I64) -> Tensor:
+        """``tokens_S`` with those of the drawn rows."""
+        top_k, top_p, min_p = params["top_k"][drawn], params["top_p"][drawn], params["min_p"][drawn]
+        is_few = (top_k > 0) & (top_k <= CANDIDATES)
+        is_whole = (top_k == 0) & (top_p == np.inf)
+        for way, members in (("few", is_few), ("whole", is_whole), ("sorted", ~is_few & ~is_whole)):
+            which = drawn[members]
+            if not len(which):
+                continue
+            part = rows.take(which, self._device.upload)
+            if way == "few":
+                chosen = from_top_k(part)
+            elif way == "whole":
+                chosen = from_all(part, has_min_p=bool((min_p[members] > 0).any()))
+            else:
+                chosen = from_sorted(part)
+            everybody = len(which) == len(tokens_S)
+            tokens_S = chosen if everybody else tokens_S.index_copy(0, self._device.upload(which), chosen)
+        return tokens_S
+
+
+def from_sorted(rows: DrawnRows) -> Tensor:
+    """Any top-k, top-p and min-p: of all probabilities in their order, equal ones by id."""
+    weights_NV = torch.softmax(rows.scaled(rows.logits_NV), 1)
+    ordered_NV = weights_NV.sort(dim=1, descending=True, stable=True)
+    sorted_NV, vocab = ordered_NV.values, weights_NV.shape[1]
+    cumulative_NV = sorted_NV.cumsum(1, dtype=torch.float64)
+    limit_N1 = torch.where(rows.top_k_N1 > 0, rows.top_k_N1, vocab)
+    total_N1 = torch.where(rows.top_k_N1 > 0, cumulative_NV.gather(1, limit_N1 - 1), 1.0)
+    ranks_V = torch.arange(vocab, device=weights_NV.device)
+    keep_NV = (cumulative_NV - sorted_NV < rows.top_p_N1 * total_N1) & (ranks_V < limit_N1)
+    keep_NV &= sorted_NV >= rows.min_p_N1 * sorted_NV[:, :1]
+    keep_NV[:, :1].fill_(True)
+    kept_NV = torch.zeros_like(weights_NV).scatter_(1, ordered_NV.indices, sorted_NV * keep_NV)
+    return pick(kept_NV, rows.uniforms_N)

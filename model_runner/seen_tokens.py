@@ -1,0 +1,99 @@
+"""What penalties count, on the device: which tokens each penalised row's request has seen, and how often it had them as
+output. The next token of a row is penalised before the host knows the one before.
+
+A row of counts lives as long as the request's row: ``start`` at its ``RowInit``, ``stop`` at the next one. The host's
+own (``penalties.TokenHistory``) is for processors that are through with a step when it returns.
+
+Shapes: S sampled rows, M of them penalised, V vocabulary, P rows of counts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .device.base import Device
+from .penalties import I64
+from .rows import RowParams
+
+UNSEEN = -1
+FIRST_ROWS = 4
+
+
+class SeenTokens:
+    """``counts``: [P, V] int32, -1 for tokens that were not seen, else how often they were output."""
+
+    def __init__(self, device: Device, vocab_size: int) -> None:
+        self._device = device
+        self._vocab_size = vocab_size
+        self.counts = torch.empty((0, vocab_size), dtype=torch.int32, device=device.torch)
+        self._places: dict[int, int] = {}
+        self._free: list[int] = []
+
+    def start(self, row: int, tokens: npt.NDArray[np.int32], prompt_len: int) -> None:
+        """The request in ``row`` has seen ``tokens``, those from ``prompt_len`` on as output."""
+        self.stop(row)
+        if not self._free:
+            self._grow()
+        place = self._places[row] = self._free.pop()
+        distinct, where = np.unique(tokens, return_inverse=True)
+        counts = np.bincount(where[prompt_len:], minlength=len(distinct)).astype(np.int32)
+        own = self.counts[place]
+        own.fill_(UNSEEN)
+        own.index_copy_(0, self._device.upload(distinct.astype(np.int64)), self._device.upload(counts))
+
+    def stop(self, row: int) -> None:
+        """Another request takes the row."""
+        if (place := self._places.pop(row, None)) is not None:
+            self._free.append(place)
+
+    def of(self, rows: I64) -> SeenRows | None:
+        """Those of ``rows`` [S] that are penalised; None where none is."""
+        at = [i for i, row in enumerate(rows.tolist()) if row in self._places]
+        if not at:
+            return None
+        places = [self._places[int(rows[i])] for i in at]
+        return SeenRows(self, np.array(at, dtype=np.int64), np.array(places, dtype=np.int64))
+
+    def _grow(self) -> None:
+        old = len(self.counts)
+        grown = torch.empty(
+            (max(FIRST_ROWS, 2 * old), self._vocab_size), dtype=self.counts.dtype, device=self._device.torch
+        )
+        grown[:old] = self.counts
+        self.counts = grown
+        self._free = list(range(old, len(grown)))
+
+    def put(self, array: npt.NDArray[np.generic]) -> Tensor:
+        """The array on the device."""
+        return self._device.upload(array)
+
+
+class SeenRows:
+    """The penalised ones among the rows of one step."""
+
+    def __init__(self, seen: SeenTokens, at: I64, places: I64) -> None:
+        self._seen = seen
+        self._rows = at
+        self._at_M, self._places_M = seen.put(at), seen.put(places)
+
+    def penalise(self, logits_SV: Tensor, params: RowParams) -> None:
+        """Change the rows' logits in place; the arithmetic is ``penalties.apply_penalties``'s, operation by operation,
+        so that the same tokens come of it.
+        """
+        names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+        values = np.stack([params[name][self._rows] for name in names]).astype(np.float32)
+        repetition_M1, frequency_M1, presence_M1 = self._seen.put(values).unsqueeze(2)
+        old_MV = logits_SV.index_select(0, self._at_M)
+        counts_MV = self._seen.counts.index_select(0, self._places_M)
+        output_MV = counts_MV.clamp(min=0).to(torch.float32)
+        minus_MV = frequency_M1 * output_MV + presence_M1 * (output_MV > 0)
+        new_MV = torch.where(old_MV > 0, old_MV / repetition_M1, old_MV * repetition_M1) - minus_MV
+        logits_SV.index_copy_(0, self._at_M, torch.where(counts_MV >= 0, new_MV, old_MV))
+
+    def count(self, tokens_S: Tensor) -> None:
+        """The rows' tokens were chosen."""
+        where = (self._places_M, tokens_S.index_select(0, self._at_M))
+        self._seen.counts[where] = self._seen.counts[where].clamp(min=0) + 1

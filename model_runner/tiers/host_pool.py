@@ -1,0 +1,57 @@
+"""The second tier's memory: whole KV pages outside the pool, copied to and from it between steps.
+
+On a CPU the pool is host memory already. What this adds is a file's: mapped, and without a name from the beginning, so
+that nothing is left behind whatever is killed. The system keeps as much of it in memory as it has no better use for.
+All of its blocks are reserved at the start, since a disk that is full later would end the process (SIGBUS).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ...messages.base import I32
+from ..errors import NotEnoughMemory
+
+Bytes = npt.NDArray[np.uint8]
+TO_HOST, TO_POOL = 0, 1
+
+
+class HostPool:
+    """``num_pages`` pages of ``page_bytes`` in a file of ``folder`` (None: where the system keeps temporary ones)."""
+
+    def __init__(self, num_pages: int, page_bytes: int, folder: Path | None) -> None:
+        self.num_pages, self.page_bytes = num_pages, page_bytes
+        self._memory = _map_file(num_pages * page_bytes, folder)
+        self._pages: Bytes = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_pages, page_bytes)
+
+    def page(self, page: int) -> memoryview:
+        """A page's bytes, writable."""
+        return memoryview(self._memory)[page * self.page_bytes : (page + 1) * self.page_bytes]
+
+    def copy(self, pool: Bytes, copies: I32) -> None:
+        """``pool``: [pages, page_bytes]. ``copies``: [N, 3] of ``CopyPages``, done in their order."""
+        for direction, pool_page, host_page in copies.tolist():
+            if direction == TO_POOL:
+                pool[pool_page] = self._pages[host_page]
+            else:
+                self._pages[host_page] = pool[pool_page]
+
+
+def _map_file(nbytes: int, folder: Path | None) -> mmap.mmap:
+    """Raises ``NotEnoughMemory``."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, prefix="pdserve-hicache-") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return mmap.mmap(file.fileno(), nbytes)
+    except OSError as e:
+        where = folder or Path(tempfile.gettempdir())
+        raise NotEnoughMemory(
+            f"no file of {nbytes / 2**30:.2f} GiB in {where} for the second KV tier: {e.strerror or e}; set a smaller "
+            "--hicache-size, or another --hicache-folder"
+        ) from e

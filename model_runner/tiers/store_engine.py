@@ -1,0 +1,122 @@
+"""The third tier's thread: reads and writes a store beside the worker's loop, one thing at a time, in order.
+
+Nobody waits for it. What fails, or is not asked for because the store failed before (``Breaker``), is answered at once
+with a count of 0, and serving goes on without. The host pages of a command are its own until it is answered.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from ...mem_cache.page_hash import HASH_BYTES
+from ...mem_cache.storage.base import PageStore, StoreError, StoreFull
+from ...mem_cache.storage.breaker import Breaker, BreakerState
+from ...messages.base import unpack_i32
+from ...messages.tiers import DropPages, FetchPages, PagesFetched, PagesStored, StorePages, StoreState
+from .host_pool import HostPool
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+USAGE_SECONDS = 1.0
+"""Between two tellings of what the store holds."""
+
+StoreCommand = StorePages | FetchPages | DropPages
+
+
+class StoreEngine:
+    """``emit`` sends to the scheduler, from this thread alone."""
+
+    def __init__(
+        self,
+        store: PageStore,
+        pool: HostPool,
+        emit: Callable[[PagesStored | PagesFetched | StoreState], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._pool, self._emit, self._clock = store, pool, emit, clock
+        self._breaker = Breaker()
+        self._told: StoreState | None = None
+        self._told_at = float("-inf")
+        self._commands: queue.SimpleQueue[StoreCommand | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kv-store", daemon=True)
+
+    def start(self) -> StoreEngine:
+        """Begin; returns itself."""
+        self._thread.start()
+        return self
+
+    def submit(self, command: StoreCommand) -> None:
+        """From any thread."""
+        self._commands.put(command)
+
+    def stop(self) -> None:
+        """Do what was submitted, and end. Waits."""
+        self._commands.put(None)
+        self._thread.join()
+        self._store.close()
+
+    def _run(self) -> None:
+        while (command := self._commands.get()) is not None:
+            self.obey(command)
+
+    def obey(self, command: StoreCommand) -> None:
+        """One command, from begin to end; its answer is emitted, and how the store is if that has changed."""
+        self._obey(command)
+        self._tell_state()
+
+    def _obey(self, command: StoreCommand) -> None:
+        began = self._clock()
+        hashes = [command.hashes[i : i + HASH_BYTES] for i in range(0, len(command.hashes), HASH_BYTES)]
+        if isinstance(command, DropPages):
+            self._ask(lambda: self._store.remove(hashes), None)
+            return
+        views = [self._pool.page(page) for page in unpack_i32(command.pages).tolist()]
+        if isinstance(command, FetchPages):
+            count, error = self._ask(lambda: self._store.get(hashes, views), 0)
+            self._emit(PagesFetched(command.id, count, self._clock() - began, error))
+        else:
+            stored, error = self._ask(lambda: self._set(hashes, views), 0)
+            self._emit(PagesStored(command.id, stored, self._clock() - began, error))
+
+    def _set(self, hashes: list[bytes], views: list[memoryview]) -> int:
+        self._store.set(hashes, views)
+        return len(hashes)
+
+    def _ask(self, work: Callable[[], T], otherwise: T) -> tuple[T, str]:
+        """What ``work`` gives, or ``otherwise`` and why."""
+        if self._breaker.state(self._clock()) is BreakerState.OPEN:
+            return otherwise, self._breaker.reason
+        try:
+            result = work()
+        except StoreFull as e:
+            # It can be read, and may have room again.
+            log.debug("%s", e)
+            return otherwise, str(e)
+        except StoreError as e:
+            trips = self._breaker.trips
+            self._breaker.failed(str(e), self._clock())
+            if self._breaker.trips > trips:
+                log.warning("the KV store is left alone for a while: %s", e)
+            return otherwise, str(e)
+        self._breaker.succeeded()
+        return result, ""
+
+    def _tell_state(self) -> None:
+        now = self._clock()
+        breaker = self._breaker.state(now)
+        if self._told is not None and self._told.breaker == breaker and now - self._told_at < USAGE_SECONDS:
+            return
+        usage = self._store.usage()
+        pages, nbytes = (-1 if value is None else value for value in usage[:2])
+        reason = "" if breaker is BreakerState.CLOSED else self._breaker.reason
+        state = StoreState(str(breaker), reason, pages, nbytes, usage.bad_pages, usage.evicted_pages)
+        if state != self._told:
+            self._emit(state)
+        self._told, self._told_at = state, now

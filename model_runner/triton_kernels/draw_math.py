@@ -1,0 +1,133 @@
+"""The sampler's arithmetic on a device, so that sums come out alike whoever adds them up in which order.
+
+What a token weighs is a fixed-point number: ``exp((logit - largest) / temperature)`` in units of 2^-43, an int64.
+Integer sums are exact, so neither the division of a row among programs nor a batch changes a bit of them, and whatever
+is found by them (a border of top-p, the token at a uniform number) is the same however it is looked for. The CPU adds
+the same float32 weights in float64; a weight is rounded by at most 2^-44 here, less than float64 sums over a vocabulary
+and float32's ``exp`` differ by anyway.
+
+A token's *order* is one int64, too: larger logit first, then lower id, as in ``top_tokens.py``. All are distinct.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ONE = tl.constexpr(1 << 43)
+"""The mass of the best token."""
+ID_BITS = tl.constexpr(20)
+_LARGEST_ID = tl.constexpr((1 << 20) - 1)
+ORDER_BITS = tl.constexpr(52)
+MAX_VOCAB = 1 << 19
+"""Weights of so many tokens add up to less than 2^63."""
+
+_MINUS_INFINITY_KEY = tl.constexpr(0x007FFFFF)
+_INFINITY_KEY = tl.constexpr(0xFF800000)
+_NAN_KEY = tl.constexpr(0xFFFFFFFF)
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+_MIX_2 = tl.constexpr(0x94D049BB133111EB)
+
+
+@triton.jit
+def mix(bits: tl.tensor) -> tl.tensor:
+    """splitmix64's mixer (``inverse_cdf.py``) of uint64."""
+    bits = (bits ^ (bits >> 30)) * _MIX_1
+    bits = (bits ^ (bits >> 27)) * _MIX_2
+    return bits ^ (bits >> 31)
+
+
+@triton.jit
+def uniform(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
+    """``inverse_cdf.uniforms`` of one (seed, position), both int64 bits: float64 in [0, 1)."""
+    seed = seed.to(tl.uint64, bitcast=True)
+    counter = mix(seed + GOLDEN) + (position.to(tl.uint64, bitcast=True) + 1) * GOLDEN
+    return (mix(counter) >> 11).to(tl.int64).to(tl.float64) * (1.0 / (1 << 53))
+
+
+@triton.jit
+def order_of(logits: tl.tensor, ids: tl.tensor) -> tl.tensor:
+    """int64 of ``ORDER_BITS``: better tokens have larger ones. NaN counts as better than any number."""
+    # Adding 0.0 turns -0.0, which equals 0.0 but has other bits, into 0.0.
+    bits = (logits + 0.0).to(tl.int32, bitcast=True)
+    key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000
+    key = tl.where(logits == logits, key, _NAN_KEY)
+    return (key << ID_BITS) | (ids.to(tl.int64) ^ _LARGEST_ID)
+
+
+@triton.jit
+def id_of(order: tl.tensor) -> tl.tensor:
+    """int64."""
+    return (order & _LARGEST_ID) ^ _LARGEST_ID
+
+
+@triton.jit
+def logit_of(order: tl.tensor) -> tl.tensor:
+    """float32."""
+    bits = ((order >> ID_BITS) - 0x80000000).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def is_finite(best: tl.tensor) -> tl.tensor:
+    """Whether a row whose best order this is has neither NaN nor infinity, and not only -inf."""
+    key = best >> ID_BITS
+    return (key > _MINUS_INFINITY_KEY) & (key < _INFINITY_KEY)
+
+
+@triton.jit
+def is_above_numbers(best: tl.tensor) -> tl.tensor:
+    """Whether what has this order is NaN or +inf."""
+    return (best >> ID_BITS) >= _INFINITY_KEY
+
+
+@triton.jit
+def distance(logits: tl.tensor, largest: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """(logit - largest) / temperature, float32 rounded as the CPU's: 0 and below."""
+    return tl.div_rn(logits - largest, tl.zeros_like(logits) + temperature)
+
+
+@triton.jit
+def weight_at(x: tl.tensor) -> tl.tensor:
+    """exp of distances ``x`` <= 0, float32 to one unit in the last place, the same on every device; exp(0) is 1.
+
+    Hardware's own exponential is off by more, the further from 0 the more. Below exp(-40) it stays: nothing, as a mass.
+    """
+    x = tl.maximum(x, -40.0)
+    whole = tl.floor(x * 1.4426950408889634 + 0.5)
+    # ln 2 in two parts, of which the first has few bits: its product is exact.
+    rest = tl.fma(whole, tl.full(x.shape, -0.693359375, tl.float32), x)
+    rest = tl.fma(whole, tl.full(x.shape, 2.12194440e-4, tl.float32), rest)
+    series = tl.full(x.shape, 1.0 / 5040.0, tl.float32)
+    series = tl.fma(series, rest, tl.full(x.shape, 1.0 / 720.0, tl.float32))
+    series = tl.fma(series, rest, tl.full(x.shape, 1.0 / 120.0, tl.float32))
+    series = tl.fma(series, rest, tl.full(x.shape, 1.0 / 24.0, tl.float32))
+    series = tl.fma(series, rest, tl.full(x.shape, 1.0 / 6.0, tl.float32))
+    series = tl.fma(series, rest, tl.full(x.shape, 0.5, tl.float32))
+    series = tl.fma(series, rest, tl.full(x.shape, 1.0, tl.float32))
+    series = tl.fma(series, rest, tl.full(x.shape, 1.0, tl.float32))
+    return series * ((whole.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mass_of(weight: tl.tensor) -> tl.tensor:
+    """The fixed-point number of a weight in [0, 1]."""
+    return (weight * ONE + 0.5).to(tl.int64)
+
+
+@triton.jit
+def share_of(total: tl.tensor, share: tl.tensor) -> tl.tensor:
+    """The least mass that is not below ``share`` (float64) of ``total``: in 1 … total."""
+    wanted = tl.ceil(total.to(tl.float64) * tl.minimum(share, 1.0))
+    return tl.minimum(tl.maximum(wanted.to(tl.int64), 1), total)
+
+
+@triton.jit
+def target_in(total: tl.tensor, at: tl.tensor) -> tl.tensor:
+    """The first token whose cumulated mass exceeds this is the one at the uniform number ``at``: in 0 … total - 1.
+
+    ``at`` is at most 1 - 2^-53, so that the product is one place below the total's float64 at least, which is more
+    than the total may have been rounded up by.
+    """
+    return (total.to(tl.float64) * at).to(tl.int64)

@@ -1,0 +1,95 @@
+"""How the sampler's kernels read a row: its parameters, and its logits as they are after biases, penalties and bans.
+
+Every kernel edits what it reads by itself: a row's edited logits are kept nowhere, and the model's stay as they are,
+which log-probabilities are of.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .row_table import (
+    EDITS,
+    FREQUENCY,
+    GREEDY,
+    MIN_NEW_TOKENS,
+    MIN_P,
+    ONE_OUTPUT,
+    PRESENCE,
+    PROMPT_LEN,
+    REPETITION,
+    STOPS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    WORDS,
+)
+
+
+@triton.jit
+def float_word(words_ptr: tl.tensor, row: tl.tensor, word: tl.constexpr) -> tl.tensor:
+    """float64."""
+    return tl.load(words_ptr + row * WORDS + word).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def is_drawn(words_ptr: tl.tensor, row: tl.tensor) -> tl.tensor:
+    """Whether the row's token is chosen at random. ``row`` < 0 fills up a batch."""
+    is_greedy = tl.load(words_ptr + row * WORDS + GREEDY, mask=row >= 0, other=1)
+    return (row >= 0) & (is_greedy == 0)
+
+
+@triton.jit
+def draws_from_all(words_ptr: tl.tensor, row: tl.tensor) -> tl.tensor:
+    """Whether neither top-k nor top-p keeps it from any token."""
+    top_k = tl.load(words_ptr + row * WORDS + TOP_K)
+    return (top_k == 0) & (float_word(words_ptr, row, TOP_P) == float("inf"))
+
+
+@triton.jit
+def temperature_of(words_ptr: tl.tensor, row: tl.tensor) -> tl.tensor:
+    """float32."""
+    return float_word(words_ptr, row, TEMPERATURE).to(tl.float32)
+
+
+@triton.jit
+def least_weight(words_ptr: tl.tensor, row: tl.tensor) -> tl.tensor:
+    """Below which min-p drops a token; the best one weighs 1 and stays. float32."""
+    return tl.minimum(float_word(words_ptr, row, MIN_P).to(tl.float32), 1.0)
+
+
+@triton.jit
+def edited_logits(
+    logits_ptr: tl.tensor,
+    words_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    biases_ptr: tl.tensor,
+    row: tl.tensor,
+    position: tl.tensor,
+    ids: tl.tensor,
+    vocab: tl.tensor,
+) -> tl.tensor:
+    """float32 of the row's tokens ``ids``; -inf where there are none. ``logits_ptr`` points to the row's first.
+
+    As ``penalties.py``, operation by operation: products go by float64, which holds them exactly, as a fused
+    multiply-add would round once where the CPU rounds twice.
+    """
+    is_there = ids < vocab
+    logits = tl.load(logits_ptr + ids, mask=is_there, other=-float("inf")).to(tl.float32)
+    place = tl.load(words_ptr + row * WORDS + EDITS)
+    if place >= 0:
+        counts = tl.load(counts_ptr + place * vocab + ids, mask=is_there, other=0)
+        logits += tl.load(biases_ptr + place * vocab + ids, mask=is_there, other=0.0)
+        outputs = counts // ONE_OUTPUT
+        repetition = tl.zeros_like(logits) + float_word(words_ptr, row, REPETITION).to(tl.float32)
+        by_frequency = (float_word(words_ptr, row, FREQUENCY) * outputs.to(tl.float64)).to(tl.float32)
+        by_presence = tl.where(outputs > 0, float_word(words_ptr, row, PRESENCE).to(tl.float32), 0.0)
+        multiplied = (logits.to(tl.float64) * repetition.to(tl.float64)).to(tl.float32)
+        repeated = tl.where(logits > 0, tl.div_rn(logits, repetition), multiplied)
+        is_seen = (counts & ~STOPS) != 0
+        logits = tl.where(is_seen, repeated - (by_frequency + by_presence), logits)
+        new_tokens = position - tl.load(words_ptr + row * WORDS + PROMPT_LEN)
+        is_short = new_tokens < tl.load(words_ptr + row * WORDS + MIN_NEW_TOKENS)
+        logits = tl.where(is_short & ((counts & STOPS) != 0), -float("inf"), logits)
+    return logits

@@ -1,0 +1,193 @@
+"""The sampler's table of rows on the device: parameters, and what changes a row's logits.
+
+A row's words (int64, floats as the bits of a float64) are written when its request begins. What its penalties count,
+its biases and the tokens it must not stop with have a place of their own in the *edits* (a word of the row says which,
+NO_EDITS: none), dense, so that every program finds those of its tokens without a search, and so that the token that a
+step chooses is counted by the kernel that chooses it, with no word from the host: 8 bytes a token of the vocabulary and
+place. Who owns the places is the caller's matter.
+
+Shapes: R rows, N of them that begin, V vocabulary, M places of edits, H entries of lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..penalties import F32, I64, TokenBias
+from ..rows import RowParams
+from .draw_math import MAX_VOCAB
+
+NO_EDITS = -1
+SEED = tl.constexpr(0)
+PROMPT_LEN = tl.constexpr(1)
+GREEDY = tl.constexpr(2)
+TEMPERATURE = tl.constexpr(3)
+TOP_P = tl.constexpr(4)
+TOP_K = tl.constexpr(5)
+MIN_P = tl.constexpr(6)
+FREQUENCY = tl.constexpr(7)
+PRESENCE = tl.constexpr(8)
+REPETITION = tl.constexpr(9)
+MIN_NEW_TOKENS = tl.constexpr(10)
+EDITS = tl.constexpr(11)
+WORDS = tl.constexpr(12)
+
+_INTEGERS = {0: "seed", 1: "prompt_len", 2: "greedy", 5: "top_k", 10: "min_new_tokens"}
+_FLOATS = {
+    3: "temperature",
+    4: "top_p",
+    6: "min_p",
+    7: "frequency_penalty",
+    8: "presence_penalty",
+    9: "repetition_penalty",
+}
+
+# What edits count of a token: its outputs in units of ONE_OUTPUT, and these two bits.
+SEEN = tl.constexpr(1)
+STOPS = tl.constexpr(2)
+ONE_OUTPUT = tl.constexpr(4)
+
+
+@dataclass(frozen=True, slots=True)
+class RowTable:
+    """On the device, at addresses that stay."""
+
+    words: Tensor
+    """[R, WORDS] int64."""
+    last_tokens: Tensor
+    """[R] int64: each row's last sampled token, which the sampler writes."""
+    counts: Tensor
+    """[M, V] int32: of each token, ONE_OUTPUT for each time that it was output, SEEN and STOPS."""
+    biases: Tensor
+    """[M, V] float32."""
+
+
+def make_table(rows: int, vocab_size: int, places: int, device: torch.device) -> RowTable:
+    """A table without requests. Raises ``ValueError`` for a vocabulary whose weights can't be added up."""
+    if vocab_size > MAX_VOCAB:
+        raise ValueError(f"a vocabulary of {vocab_size} tokens is larger than {MAX_VOCAB}, which these kernels sum")
+    return RowTable(
+        words=torch.zeros((rows, WORDS.value), dtype=torch.int64, device=device),
+        last_tokens=torch.full((rows,), -1, dtype=torch.int64, device=device),
+        counts=torch.zeros((places, vocab_size), dtype=torch.int32, device=device),
+        biases=torch.zeros((places, vocab_size), dtype=torch.float32, device=device),
+    )
+
+
+def pack_words(params: RowParams, places: I64) -> I64:
+    """[N, WORDS]: the words of rows with these parameters ([N]) and places of edits ([N], ``NO_EDITS``: none)."""
+    words = np.empty((len(params), WORDS.value), dtype=np.int64)
+    for word, name in _INTEGERS.items():
+        words[:, word] = params[name].astype(np.uint64).view(np.int64)
+    for word, name in _FLOATS.items():
+        words[:, word] = params[name].astype(np.float64).view(np.int64)
+    words[:, EDITS.value] = places
+    return words
+
+
+class EditLists(NamedTuple):
+    """What is to stand in the places of some rows, sparse; entry ``i`` is of token ``tokens[i]`` in ``places[i]``."""
+
+    places: I64
+    """[H]"""
+    tokens: I64
+    """[H]: each once in a place."""
+    counts: npt.NDArray[np.int32]
+    """[H]"""
+    biases: F32
+    """[H]"""
+
+
+def list_edits(place: int, history: I64, prompt_len: int, stop_ids: I64, bias: TokenBias | None) -> EditLists:
+    """Of a row that begins: ``history`` is its prompt, then its output; empty where nothing is penalised."""
+    biased = np.empty(0, dtype=np.int64) if bias is None else bias.ids
+    tokens, where = np.unique(np.concatenate((history, stop_ids, biased)), return_inverse=True)
+    counts = np.zeros(len(tokens), dtype=np.int32)
+    seen, stops, has_bias = np.split(where, [len(history), len(history) + len(stop_ids)])
+    np.add.at(counts, seen[prompt_len:], ONE_OUTPUT.value)
+    counts[seen] |= SEEN.value
+    counts[stops] |= STOPS.value
+    biases = np.zeros(len(tokens), dtype=np.float32)
+    if bias is not None:
+        biases[has_bias] = bias.values
+    return EditLists(np.full(len(tokens), place, dtype=np.int64), tokens, counts, biases)
+
+
+def join_edits(lists: Sequence[EditLists]) -> EditLists:
+    """Those of several rows, of a place each."""
+    return EditLists(*(np.concatenate(columns) for columns in zip(*lists, strict=True)))
+
+
+def start_rows(table: RowTable, rows: Tensor, words: Tensor) -> None:
+    """Rows ``rows`` ([N] int64) begin with ``words`` ([N, WORDS] int64), and have no last token. On the device."""
+    if len(rows):
+        _start_rows[(len(rows),)](table.words, table.last_tokens, rows, words, WORDS=WORDS, BLOCK=16, num_warps=1)
+
+
+def write_edits(
+    table: RowTable, cleared: Tensor, places: Tensor, tokens: Tensor, counts: Tensor, biases: Tensor
+) -> None:
+    """Clear places ``cleared`` ([N] int64), then write the ``EditLists`` (all on the device; two launches)."""
+    vocab = table.counts.shape[1]
+    block = 1024
+    if len(cleared):
+        _clear_edits[(len(cleared), triton.cdiv(vocab, block))](table.counts, table.biases, cleared, vocab, BLOCK=block)
+    if len(tokens):
+        grid = (triton.cdiv(len(tokens), block),)
+        lists = (places, tokens, counts, biases)
+        _write_edits[grid](table.counts, table.biases, *lists, len(tokens), vocab, BLOCK=block)
+
+
+@triton.jit
+def _start_rows(
+    words_ptr: tl.tensor,
+    last_tokens_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    new_words_ptr: tl.tensor,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    new = tl.program_id(0)
+    row = tl.load(rows_ptr + new)
+    at = tl.arange(0, BLOCK)
+    words = tl.load(new_words_ptr + new * WORDS + at, mask=at < WORDS)
+    tl.store(words_ptr + row * WORDS + at, words, mask=at < WORDS)
+    tl.store(last_tokens_ptr + row, -1)
+
+
+@triton.jit
+def _clear_edits(
+    counts_ptr: tl.tensor, biases_ptr: tl.tensor, cleared_ptr: tl.tensor, vocab: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    to = tl.load(cleared_ptr + tl.program_id(0)) * vocab + at
+    tl.store(counts_ptr + to, tl.zeros([BLOCK], tl.int32), mask=at < vocab)
+    tl.store(biases_ptr + to, tl.zeros([BLOCK], tl.float32), mask=at < vocab)
+
+
+@triton.jit
+def _write_edits(
+    counts_ptr: tl.tensor,
+    biases_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    tokens_ptr: tl.tensor,
+    new_counts_ptr: tl.tensor,
+    new_biases_ptr: tl.tensor,
+    size: tl.tensor,
+    vocab: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_one = at < size
+    to = tl.load(places_ptr + at, mask=is_one) * vocab + tl.load(tokens_ptr + at, mask=is_one)
+    tl.store(counts_ptr + to, tl.load(new_counts_ptr + at, mask=is_one), mask=is_one)
+    tl.store(biases_ptr + to, tl.load(new_biases_ptr + at, mask=is_one), mask=is_one)

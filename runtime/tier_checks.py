@@ -1,0 +1,34 @@
+"""Refuses options of the tiers behind the KV pool that can't work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from .options import ServerOptions
+
+
+def tier_complaints(options: ServerOptions) -> Iterator[str]:
+    """Each a line that says what to write instead."""
+    if not (options.hicache_size >= 0 and math.isfinite(options.hicache_size)):
+        yield f"--hicache-size is {options.hicache_size:g}: it is a number of GB, or 0 for --hicache-ratio"
+    for flag, value in (
+        ("--hicache-ratio", options.hicache_ratio),
+        ("--hicache-storage-size", options.hicache_storage_size),
+        ("--hicache-storage-timeout", options.hicache_storage_timeout),
+    ):
+        if not (value > 0 and math.isfinite(value)):
+            yield f"{flag} is {value:g}: it must be above 0"
+    if options.hicache_folder is not None and not Path(options.hicache_folder).is_dir():
+        yield f"--hicache-folder {options.hicache_folder}: there is no such folder"
+    if options.hicache_storage_backend is not None and not options.enable_hierarchical_cache:
+        yield "--hicache-storage-backend is the third tier, behind the second: add --enable-hierarchical-cache"
+    if options.hicache_storage_backend is not None and not options.hicache_storage_url:
+        yield "--hicache-storage-backend needs --hicache-storage-url: a folder, or redis://HOST:PORT/DB"
+    if not options.enable_hierarchical_cache:
+        return
+    if options.disable_radix_cache:
+        yield "--enable-hierarchical-cache keeps cached prefixes, --disable-radix-cache has none: drop one of the two"
+    if options.tp_size > 1:
+        yield "--enable-hierarchical-cache with --tp-size above 1 is not there yet: drop one of the two"

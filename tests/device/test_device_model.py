@@ -1,0 +1,30 @@
+"""A whole model by the fused operations, and attention by Triton, against plain torch: pass by pass the same logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.model_harness import Harness, close, draw
+from support.triton_device import CAN_RUN, DEVICE
+
+from pdserve.model_runner import model_runner
+from pdserve.model_runner.device_ops.torch_ops import TorchOps
+from pdserve.model_runner.device_ops.triton_ops import TritonOps
+from tests.unit.test_kernels_engine import save_model
+
+pytestmark = pytest.mark.skipif(not CAN_RUN, reason="needs a GPU or Triton's interpreter")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "biased"])
+@pytest.mark.parametrize("attention", ["torch", "triton"])
+def test_fused_operations_compute_what_single_ones_do(monkeypatch, tmp_path: Path, name: str, attention: str) -> None:
+    folder = save_model(tmp_path, name)
+    prompts = [(0, draw(21, 1)), (1, draw(3, 2))]
+    logits = []
+    for ops, backend in ((TorchOps(), "torch"), (TritonOps(), attention)):
+        monkeypatch.setattr(model_runner, "choose_ops", lambda device, ops=ops: ops)
+        harness = Harness(folder, device=DEVICE.type, attention_backend=backend)
+        logits.append(torch.cat((harness.forward(*prompts), harness.forward((0, [5]), (1, [6])))))
+    close(logits[1], logits[0])

@@ -1,0 +1,97 @@
+"""KV that outlives pool and server: a conversation goes on from the store, after kill -9 and at another instance."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from support.processes import ONE_THREAD, free_ports, launched, wait_until
+from support.redis_server import SERVER, redis_server
+
+PROMPT = [(7 * i) % 90 + 3 for i in range(700)]
+POOL = ["--max-total-tokens", "1024", "--hicache-storage-prefetch-policy", "wait_complete"]
+
+
+def ask(server, tokens: list[int], count: int = 8) -> dict:
+    sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
+    return server.generate(input_ids=tokens, sampling_params=sampling)
+
+
+def tiers(server) -> dict:
+    return server.info()["tiers"]
+
+
+@pytest.fixture(params=["file", "redis"])
+def store(request, tmp_path):
+    """The options that name one."""
+    if request.param == "file":
+        (tmp_path / "kv").mkdir(mode=0o700)
+        yield ["file", str(tmp_path / "kv")]
+    elif SERVER is None:
+        pytest.skip("redis-server is not installed (Debian: redis-server)")
+    else:
+        with redis_server(tmp_path) as url:
+            yield ["redis", url]
+
+
+def args(tiny_args, kind: str, url: str) -> list[str]:
+    tier = ["--enable-hierarchical-cache", "--hicache-storage-backend", kind, "--hicache-storage-url", url]
+    return [*ONE_THREAD, *tiny_args, *POOL, *tier]
+
+
+def test_a_conversation_goes_on_after_a_kill_and_elsewhere(tmp_path, tiny_args, store):
+    with launched(tmp_path, "first", "server", *args(tiny_args, *store)) as first:
+        first.wait_healthy()
+        answer = ask(first, PROMPT)
+        assert answer["meta_info"]["cached_tokens"] == 0
+        # What displaces it goes to the host, and comes back from there.
+        ask(first, PROMPT[::-1])
+        again = ask(first, PROMPT)
+        assert again["output_ids"] == answer["output_ids"]
+        assert again["meta_info"]["cached_tokens"] == 688
+        assert tiers(first)["loaded"] > 0
+        wait_until(lambda: not tiers(first)["backlog"] and tiers(first)["stored"] >= 86, 20, "all is stored")
+        first.stop(signal.SIGKILL)
+    for name in ("second", "third"):
+        with launched(tmp_path, name, "server", *args(tiny_args, *store)) as server:
+            server.wait_healthy()
+            turn = PROMPT + answer["output_ids"] + [5, 6, 7]
+            found = ask(server, turn)
+            assert found["meta_info"]["cached_tokens"] >= 688
+            assert tiers(server)["fetched"] >= 43
+            server.post("/flush_cache", {})
+            wait_until(lambda s=server: s.info()["invariants"] == "ok", 15, "checked")
+    with launched(tmp_path, "plain", "server", *ONE_THREAD, *tiny_args, "--max-total-tokens", "1024") as plain:
+        plain.wait_healthy()
+        assert ask(plain, turn)["output_ids"] == found["output_ids"]
+
+
+def test_a_dead_store_costs_nothing_but_time(tmp_path, tiny_args):
+    pytest.importorskip("redis")
+    [port] = free_ports(1)
+    with launched(tmp_path, "i", "server", *args(tiny_args, "redis", f"redis://127.0.0.1:{port}/0")) as server:
+        server.wait_healthy()
+        first = ask(server, PROMPT)
+        for i in range(4):
+            ask(server, [i + 3, *PROMPT[:300]])
+        assert ask(server, PROMPT)["output_ids"] == first["output_ids"]
+        assert tiers(server)["store"]["breaker"] == "open"
+        assert "Redis" in tiers(server)["store"]["reason"]
+
+
+def test_what_a_store_damaged_is_computed(tmp_path, tiny_args):
+    folder = tmp_path / "kv"
+    folder.mkdir(mode=0o700)
+    with launched(tmp_path, "first", "server", *args(tiny_args, "file", str(folder))) as first:
+        first.wait_healthy()
+        answer = ask(first, PROMPT)
+        wait_until(lambda: not tiers(first)["backlog"] and tiers(first)["stored"] >= 43, 20, "all is stored")
+    for path in folder.rglob("*.page"):
+        framed = bytearray(path.read_bytes())
+        framed[-1] ^= 1
+        path.write_bytes(framed)
+    with launched(tmp_path, "second", "server", *args(tiny_args, "file", str(folder))) as second:
+        second.wait_healthy()
+        found = ask(second, PROMPT)
+        assert (found["output_ids"], found["meta_info"]["cached_tokens"]) == (answer["output_ids"], 0)
+        wait_until(lambda: tiers(second)["store"]["bad_pages"] > 0, 10, "it is told")

@@ -1,0 +1,129 @@
+"""Launches of ``model_runner/triton_kernels``, as they compile for models of real sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pdserve.model_runner.triton_kernels.compile_check import CompileRequest
+
+Constant = int | float | str | bool | None
+PACKAGE = "pdserve.model_runner.triton_kernels."
+
+# What parameters are, by name; what is not listed is an int32.
+POINTERS = {
+    **dict.fromkeys(("words", "rows", "positions", "best", "level_counts", "level_masses", "lists"), "*i64"),
+    **dict.fromkeys(("tokens", "last_tokens", "chosen", "targets", "best_ids", "slots", "cleared", "places"), "*i64"),
+    **dict.fromkeys(("input_ids", "last_at", "last_rows", "new_words"), "*i64"),
+    **dict.fromkeys(("pairs", "experts", "counts", "pages", "units", "table", "window_pages", "new_counts"), "*i32"),
+    **dict.fromkeys(("logits", "biases", "weight", "after_weight", "q_weight", "k_weight", "sums", "scales"), "*fp32"),
+    **dict.fromkeys(("largest", "best_logprobs", "scale", "new_biases", "pair_weights"), "*fp32"),
+    **dict.fromkeys(("x", "y", "q", "k", "bias", "out", "common"), "*bf16"),
+    **dict.fromkeys(("pool", "staging"), "*i64"),
+    "finite": "*i1",
+}
+NUMBERS = {**dict.fromkeys(("eps", "offset", "after_eps", "after_offset", "limit"), "fp32"), "stride": "i64"}
+
+
+def launch(
+    name: str, constants: dict[str, Constant], types: dict[str, str] | None = None, *, warps: int = 4, **options: Any
+) -> CompileRequest:
+    """``name``: "file:kernel". ``types``: of the parameters that have others here."""
+    import importlib
+
+    file, _, kernel = name.partition(":")
+    names = getattr(importlib.import_module(PACKAGE + file), kernel).arg_names
+    found = {}
+    for parameter in names:
+        if parameter not in constants:
+            is_pointer = parameter.endswith("_ptr")
+            usual = POINTERS[parameter.removesuffix("_ptr")] if is_pointer else NUMBERS.get(parameter, "i32")
+            found[parameter] = (types or {}).get(parameter, usual)
+    return CompileRequest(kernel=PACKAGE + name, types=found, constants=constants, num_warps=warps, **options)
+
+
+def all_launches() -> Iterator[CompileRequest]:
+    """Of all kernels but attention's. The first of each file is the one that says most of it."""
+    yield from _sampling()
+    yield from _layers()
+    yield from _experts()
+    yield from _pages()
+
+
+def _sampling() -> Iterator[CompileRequest]:
+    sizes: dict[str, Constant] = {"CHUNK": 2048, "CHUNKS": 128}  # a vocabulary of 262,144
+    yield launch("draw_choice:choose", {**sizes, "LIST": 4096, "DRAWS": True}, warps=16)
+    yield launch("draw_choice:choose", {**sizes, "LIST": 4096, "DRAWS": False})
+    yield launch("draw_choice:search", {**sizes, "LIST": 4096}, warps=8)
+    yield launch("draw_levels:measure", sizes, warps=8)
+    yield launch("draw_levels:collect", {**sizes, "LIST": 4096}, warps=8)
+    for dtype in ("*fp32", "*bf16"):
+        yield launch("draw_levels:find_best", {"CHUNK": 2048}, {"logits_ptr": dtype}, warps=8)
+    yield launch("row_table:_start_rows", {"WORDS": 12, "BLOCK": 16}, warps=1)
+    yield launch("row_table:_clear_edits", {"BLOCK": 1024})
+    yield launch("row_table:_write_edits", {"BLOCK": 1024}, {"tokens_ptr": "*i64"})
+    yield launch("token_logprobs:_chunk_best", {"CHUNK": 4096}, warps=8)
+    yield launch(
+        "token_logprobs:_join_chunks", {"CHUNKS": 64, "BEST": 4096}, {"targets_ptr": "*i64", "chosen_ptr": "*fp32"}
+    )
+
+
+def _layers() -> Iterator[CompileRequest]:
+    for block, warps in ((4096, 8), (16384, 32)):
+        norms: dict[str, Constant] = {"NORM": True, "AFTER": block <= 8192, "BLOCK": block}
+        yield launch("norms:_add_and_norm", norms, {"scale": "fp32"}, warps=warps)
+        yield launch("norms:_norm_rows", {"BLOCK": block}, warps=warps)
+    both: dict[str, Constant] = {"NORM": True, "AFTER": True}
+    yield launch("norms:_add_and_norm", {**both, "BLOCK": 8192}, {"scale": "fp32"}, warps=16)
+    yield launch("norms:_norm_rows", {"BLOCK": 128}, warps=1)
+    head: dict[str, Constant] = {"DIM": 128, "ROTATED": 128, "BLOCK": 128}
+    floats = {"table_ptr": "*fp32"}
+    yield launch("rope:_rotate", {**head, "NEIGHBOURS": False, "NORM": True}, floats, warps=1)
+    plain: dict[str, Constant] = dict.fromkeys(("positions_ptr", "q_weight_ptr", "k_weight_ptr"))
+    yield launch("rope:_rotate", {**head, **plain, "NEIGHBOURS": True, "NORM": False}, floats, warps=1)
+    for kind in range(4):
+        yield launch("activations:_gate_and_mul", {"KIND": kind, "BLOCK": 1024})
+    bits = {"out_ptr": "*u8"}
+    yield launch("quantise:_by_blocks", {"BLOCK": 128}, bits, warps=1)
+    yield launch("quantise:_by_token", {"BLOCK": 4096}, bits, warps=8)
+    yield launch("quantise:_by_one_scale", {"BLOCK": 4096}, {**bits, "size": "i64"}, warps=8)
+    yield launch("quantise:_find_largest", {"BLOCK": 4096}, {"size": "i64"}, warps=8)
+    yield launch("quantise:_finish_scale", {}, warps=1)
+
+
+def _experts() -> Iterator[CompileRequest]:
+    import torch
+
+    from pdserve.model_runner.triton_kernels.grouped_gemm import _tile
+
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    for name, block_m in [*(("bf16", m) for m in (16, 32, 64, 128)), ("fp16", 64), ("fp32", 16), ("fp32", 128)]:
+        for kernel, halves in (("_experts_up", 2), ("_experts_down", 1)):
+            tile = _tile(block_m, names[name], halves)
+            warps, stages = tile.pop("num_warps"), tile.pop("num_stages")
+            types = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{name}")
+            constants: dict[str, Constant] = {**tile, "KIND": 3} if halves == 2 else {**tile}
+            if halves == 1:
+                types["out_ptr"] = "*fp32"
+            divisible = ("inner", "hidden")
+            yield launch(
+                f"grouped_gemm:{kernel}",
+                constants,
+                {**types, "chosen": "i32"},
+                warps=warps,
+                num_stages=stages,
+                divisible=divisible,
+            )
+    yield launch("grouped_gemm:_count_pairs", {"SCAN": 1024})
+    yield launch("grouped_gemm:_place_pairs", {"M": 16, "EXPERTS": 256, "SCAN": 1024})
+    yield launch("grouped_gemm:_combine", {"COUNT": 8, "CHOSEN": 8, "BLOCK": 1024}, {"pairs_ptr": "*fp32"})
+
+
+def _pages() -> Iterator[CompileRequest]:
+    yield launch("checksum:_page_checksum", {"BLOCK": 4096}, {"out_ptr": "*i64"}, warps=8)
+    copied = ("page_words", "first", "piece")
+    yield launch("pages:_move_pages", {"units_ptr": None, "GATHER": True, "BLOCK": 2048}, warps=8, divisible=copied)
+    yield launch(
+        "pages:_move_pages", {"GATHER": False, "BLOCK": 2048}, {"pool_ptr": "*i16", "staging_ptr": "*i16"}, warps=8
+    )
+    yield launch("table:_apply_step", {"WINDOWS": True, "BLOCK": 256})

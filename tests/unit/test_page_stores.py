@@ -1,0 +1,275 @@
+"""Stores of KV pages: what was kept comes back or counts as not there, whatever happened to it meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+
+import pytest
+from support.processes import free_ports
+from support.redis_server import SERVER, redis_server
+
+from pdserve.mem_cache.storage import file_store
+from pdserve.mem_cache.storage.base import StoreFull, StoreMisconfigured, StoreUnavailable
+from pdserve.mem_cache.storage.breaker import FAILURES, MOST_SECONDS, Breaker, BreakerState
+from pdserve.mem_cache.storage.file_store import FileStore
+from pdserve.mem_cache.storage.frame import HEADER_BYTES
+from pdserve.mem_cache.storage.registry import make_store
+
+PAGE = 5_000
+FILE_BYTES = HEADER_BYTES + PAGE
+
+
+def page_hash(i: int) -> bytes:
+    return i.to_bytes(16, "big")
+
+
+def page(i: int) -> memoryview:
+    return memoryview(bytes([i % 251]) * PAGE)
+
+
+def keep(store, *numbers: int) -> None:
+    store.set([page_hash(i) for i in numbers], [page(i) for i in numbers])
+
+
+def fetch(store, *numbers: int) -> list[bytes]:
+    into = [memoryview(bytearray(PAGE)) for _ in numbers]
+    count = store.get([page_hash(i) for i in numbers], into)
+    return [bytes(view) for view in into[:count]]
+
+
+def pages(*numbers: int) -> list[bytes]:
+    return [bytes(page(i)) for i in numbers]
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory):
+    if SERVER is None:
+        pytest.skip("redis-server is not installed (Debian: redis-server)")
+    with redis_server(tmp_path_factory.mktemp("redis")) as url:
+        yield url
+
+
+@pytest.fixture(params=["file", "redis"])
+def store(request, tmp_path):
+    url = str(tmp_path / "kv") if request.param == "file" else request.getfixturevalue("redis_url")
+    store = make_store(request.param, url, PAGE, 1 << 30, 5.0)
+    yield store
+    if request.param == "redis":
+        store._client.flushdb()
+    store.close()
+
+
+def test_pages_come_back_as_far_as_they_are_there(store):
+    keep(store, 1, 2, 4)
+    keep(store, 2)
+    assert store.exists([page_hash(i) for i in (1, 2, 3, 4)]) == 2
+    assert fetch(store, 1, 2, 3, 4) == pages(1, 2)
+    assert fetch(store, 4) == pages(4)
+    assert fetch(store, 3) == []
+    assert store.exists([]) == 0
+    assert fetch(store) == []
+
+
+def test_another_instance_finds_them(tmp_path):
+    keep(FileStore(tmp_path, PAGE, 1 << 30), 7)
+    assert fetch(FileStore(tmp_path, PAGE, 1 << 30), 7) == pages(7)
+
+
+def _file(folder, i: int):
+    return folder / page_hash(i).hex()[:2] / f"{page_hash(i).hex()}.page"
+
+
+def _damages():
+    return {
+        "one bit": lambda raw: raw[:100] + bytes([raw[100] ^ 1]) + raw[101:],
+        "its end": lambda raw: raw[:-1],
+        "its end, and its header": lambda raw: raw[: HEADER_BYTES - 1],
+        "everything": lambda raw: b"",
+        "a byte too many": lambda raw: raw + b"\0",
+        "another page": lambda raw: raw.replace(page_hash(1), page_hash(2)),
+        "another length": lambda raw: raw[:24] + (PAGE - 1).to_bytes(8, "little") + raw[32:],
+        "a later version": lambda raw: raw[:4] + b"\2" + raw[5:],
+        "no page at all": lambda raw: bytes(len(raw)),
+    }
+
+
+@pytest.mark.parametrize("damage", _damages())
+@pytest.mark.parametrize("kind", ["file", "redis"])
+def test_what_is_not_right_is_not_there_and_makes_way(request, tmp_path, kind, damage):
+    url = str(tmp_path) if kind == "file" else request.getfixturevalue("redis_url")
+    store = make_store(kind, url, PAGE, 1 << 30, 5.0)
+    keep(store, 0, 1)
+    if kind == "file":
+        where = _file(tmp_path, 1)
+        where.write_bytes(_damages()[damage](where.read_bytes()))
+    else:
+        key = b"pdserve:kv:1:" + page_hash(1)
+        store._client.set(key, _damages()[damage](store._client.get(key)))
+    assert fetch(store, 0, 1) == pages(0)
+    assert store.usage().bad_pages == 1
+    assert store.exists([page_hash(1)]) == 0
+    keep(store, 1)
+    assert fetch(store, 0, 1) == pages(0, 1)
+    store.close()
+
+
+def _ages(folder, **seconds: float) -> None:
+    for name, age in seconds.items():
+        at = time.time() - age
+        os.utime(_file(folder, int(name[1:])), (at, at))
+
+
+def test_a_folder_keeps_to_its_limit_and_drops_the_longest_unused(tmp_path):
+    store = FileStore(tmp_path, PAGE, 4 * FILE_BYTES)
+    keep(store, 0, 1, 2, 3)
+    _ages(tmp_path, _0=3000, _1=4000, _2=2000, _3=1000)
+    assert fetch(store, 1) == pages(1)  # used just now
+    keep(store, 4)
+    assert [i for i in range(5) if _file(tmp_path, i).exists()] == [1, 3, 4]
+    assert store.usage() == (3, 3 * FILE_BYTES, 0, 2)
+
+
+def test_what_others_wrote_counts_when_a_folder_is_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_store, "RECOUNT_SECONDS", 0.0)
+    one, other = (FileStore(tmp_path, PAGE, 4 * FILE_BYTES) for _ in range(2))
+    keep(one, 0, 1, 2)
+    keep(other, 3, 4, 5, 6, 7)
+    assert sum(_file(tmp_path, i).exists() for i in range(8)) == 3
+    keep(one, 8, 9, 10, 11, 12)
+    assert sum(_file(tmp_path, i).exists() for i in range(13)) == 3
+    assert one.usage().pages == 3
+
+
+def test_a_full_disk_is_said_and_makes_room(tmp_path, monkeypatch):
+    store = FileStore(tmp_path, PAGE, 1 << 30)
+    keep(store, 0, 1, 2, 3)
+
+    def full(fd, buffers):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", full)
+        with pytest.raises(StoreFull, match="hicache-storage-size"):
+            keep(store, 4)
+    assert store.usage().pages == 2
+    assert not list(tmp_path.glob("unfinished-*"))
+    keep(store, 4)
+    assert fetch(store, 4) == pages(4)
+
+
+def test_a_disk_that_fails_is_said(tmp_path, monkeypatch):
+    store = FileStore(tmp_path, PAGE, 1 << 30)
+    keep(store, 0)
+
+    def broken(fd, buffers, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(StoreUnavailable, match=str(tmp_path)):
+        fetch(store, 0)
+
+
+def test_unfinished_files_of_killed_processes_go(tmp_path):
+    old, young = tmp_path / "unfinished-1-0", tmp_path / "unfinished-2-0"
+    old.write_bytes(b"x")
+    young.write_bytes(b"x")
+    os.utime(old, (0, 0))
+    FileStore(tmp_path, PAGE, 1 << 30)
+    assert (old.exists(), young.exists()) == (False, True)
+
+
+def test_readers_find_whole_pages_while_others_write_and_evict(tmp_path):
+    wrong = []
+
+    def work(seed: int) -> None:
+        store = FileStore(tmp_path, PAGE, 8 * FILE_BYTES)
+        for i in range(200):
+            number = (i * 7 + seed) % 16
+            keep(store, number)
+            wrong.extend(found for found in fetch(store, number) if found != bytes(page(number)))
+        wrong.extend([b"bad"] * store.usage().bad_pages)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "url", "words"),
+    [
+        ("file", None, "--hicache-storage-url"),
+        ("file", "/dev/null/kv", "Not a directory"),
+        ("redis", None, "redis://127.0.0.1"),
+        ("redis", "http://127.0.0.1", "--hicache-storage-url"),
+    ],
+)
+def test_what_cant_be_used_is_refused_by_name(name, url, words):
+    with pytest.raises(StoreMisconfigured, match=words):
+        make_store(name, url, PAGE, 1 << 30, 1.0)
+
+
+def test_a_folder_that_anybody_may_write_to_is_refused(tmp_path):
+    tmp_path.chmod(0o777)
+    with pytest.raises(StoreMisconfigured, match="chmod"):
+        FileStore(tmp_path, PAGE, 1 << 30)
+
+
+def test_a_dead_redis_is_said_without_its_password():
+    [port] = free_ports(1)
+    store = make_store("redis", f"redis://user:secret@127.0.0.1:{port}/0", PAGE, 0, 1.0)
+    with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{port}") as told:
+        keep(store, 1)
+    assert "secret" not in str(told.value)
+
+
+def test_a_redis_that_hangs_is_given_up(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store = make_store("redis", f"redis://127.0.0.1:{silent.getsockname()[1]}/0", PAGE, 0, 0.2)
+        for ask in (lambda: fetch(store, 1), lambda: keep(store, 1), lambda: store.exists([page_hash(1)])):
+            with pytest.raises(StoreUnavailable, match="Timeout"):
+                ask()
+        store.close()
+
+
+def test_a_redis_that_is_full_is_said(tmp_path):
+    if SERVER is None:
+        pytest.skip("redis-server is not installed (Debian: redis-server)")
+    with redis_server(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as url:
+        store = make_store("redis", url, PAGE, 0, 5.0)
+        most = 4 << 20
+        with pytest.raises(StoreFull, match="allkeys-lru"):
+            keep(store, *range(most // PAGE))
+        assert fetch(store, 0) == pages(0)
+        store.close()
+
+
+def test_the_breaker_opens_after_failures_in_a_row_for_longer_each_time():
+    breaker = Breaker()
+    for now in range(FAILURES - 1):
+        breaker.failed("slow", now)
+    breaker.succeeded()
+    for now in range(FAILURES):
+        assert breaker.state(now) is BreakerState.CLOSED
+        breaker.failed("dead", now)
+    now, seconds = FAILURES - 1.0, 1.0
+    for _ in range(10):
+        assert breaker.state(now + seconds - 0.01) is BreakerState.OPEN
+        now += seconds
+        assert breaker.state(now) is BreakerState.HALF_OPEN
+        breaker.failed("still", now)
+        seconds = min(2 * seconds, MOST_SECONDS)
+    assert (breaker.trips, breaker.reason) == (11, "still")
+    now += seconds
+    breaker.succeeded()
+    assert breaker.state(now) is BreakerState.CLOSED
+    for _ in range(FAILURES):
+        breaker.failed("again", now)
+    assert breaker.state(now + 0.9) is BreakerState.OPEN
+    assert breaker.state(now + 1.0) is BreakerState.HALF_OPEN

@@ -1,0 +1,184 @@
+"""The tiers behind the KV pool, over the simulated model: a page that comes back is the right one, or doesn't."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from support.sim import reference_output
+from support.sim_tiers import TieredSim
+
+from pdserve.mem_cache.host_tier import HostTier
+from pdserve.mem_cache.page_hash import prompt_hashes
+from pdserve.model_runner.tiers import store_engine
+from pdserve.scheduler import tiers as scheduler_tiers
+
+
+@pytest.fixture(autouse=True)
+def _small_fetches(monkeypatch):
+    monkeypatch.setattr(scheduler_tiers, "LEAST_FETCH", 4)
+
+
+def prompt(seed: int, length: int = 40) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(97) for _ in range(length)]
+
+
+def ask(sim: TieredSim, rid: str, tokens: list[int], max_new_tokens: int = 4) -> int:
+    """Have it answered, rightly; tokens that were found cached."""
+    sim.submit(rid, tokens, max_new_tokens=max_new_tokens)
+    sim.settle()
+    assert sim.tokens[rid] == reference_output(tokens, max_new_tokens), rid
+    return sim.ends[rid].meta.cached_tokens
+
+
+def displace(sim: TieredSim, count: int = 8) -> None:
+    """Fill the pool (256 tokens) with others."""
+    for i in range(count):
+        ask(sim, f"other-{sim.now}-{i}", prompt(1000 + i))
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_what_the_pool_gave_up_comes_back_from_the_host(policy):
+    sim = TieredSim(200, hicache_write_policy=policy, store=False)
+    assert ask(sim, "first", prompt(1)) == 0
+    displace(sim)
+    assert sim.scheduler.memory._cache.peek(prompt(1)) == 0
+    assert ask(sim, "again", prompt(1)) == 36
+    assert sim.tiers.counts.loaded == 9
+
+
+def test_write_through_selective_keeps_what_was_found_twice():
+    sim = TieredSim(200, hicache_write_policy="write_through_selective", store=False)
+    for name in "abc":
+        ask(sim, f"first-{name}", prompt(1))
+    ask(sim, "other", prompt(2))
+    displace(sim)
+    assert ask(sim, "again", prompt(1)) == 36
+    assert ask(sim, "other again", prompt(2)) == 0
+
+
+def test_another_instance_goes_on_from_the_store():
+    sim = TieredSim()
+    ask(sim, "first", prompt(1), max_new_tokens=20)
+    other = TieredSim(200, kept=sim.store.kept)
+    follow_up = prompt(1) + reference_output(prompt(1), 20) + prompt(2, 10)
+    # The last token's KV was not computed, and a page is stored whole.
+    assert ask(other, "second turn", follow_up) == 56
+    assert other.tiers.counts.fetched == 14
+
+
+def test_namespaces_and_models_share_nothing():
+    ids = np.array(prompt(1), dtype=np.int32)
+    seeds = [b"one", b"two"]
+    names = {h for seed in seeds for key in ("", "tenant") for h in prompt_hashes(seed, ids, 4, key)}
+    assert len(names) == 4 * 10
+
+
+def test_a_request_waits_for_the_store_as_long_as_its_policy_says(monkeypatch):
+    stored = TieredSim()
+    ask(stored, "first", prompt(1))
+    waits = {}
+    for policy in ("best_effort", "timeout", "wait_complete"):
+        sim = TieredSim(kept=stored.store.kept, hicache_storage_prefetch_policy=policy)
+        sim.submit("r", prompt(1), max_new_tokens=4)
+        begun = sim.now
+        while "r" not in sim.ends and sim.now - begun < 60:
+            sim.plan()
+            sim.now += 0.05
+            sim.work()
+        waits[policy] = sim.now - begun
+        # It is served without: nobody has asked the store as yet.
+        assert sim.tokens["r"] == reference_output(prompt(1), 4)
+        assert sim.ends["r"].meta.cached_tokens == 0
+        sim.settle()
+    assert 0.2 < waits["timeout"] - waits["best_effort"] < 0.4
+    assert 9.9 < waits["wait_complete"] - waits["best_effort"] < 10.2
+
+
+def test_a_dead_store_is_left_alone_and_asked_again_later():
+    sim = TieredSim(200)
+    sim.store.dead = True
+    for i in range(6):
+        ask(sim, f"r{i}", prompt(i))
+    assert sim.tiers.store.breaker == "open"
+    assert sim.tiers.store.reason == "dead"
+    sim.store.dead = False
+    sim.now += 100
+    ask(sim, "after", prompt(6))
+    # What it could not take before is given to it as well.
+    assert len(sim.store.kept) > 60
+    assert sim.tiers.store.breaker == "closed"
+
+
+@pytest.mark.parametrize("bit", [0, 5, 40 * 8 + 3])
+def test_a_spoilt_page_is_computed_again(bit):
+    stored = TieredSim()
+    ask(stored, "first", prompt(1))
+    kept = dict(stored.store.kept)
+    victim = prompt_hashes(stored.tiers.seed(), np.array(prompt(1), dtype=np.int32), 4, "")[3]
+    frame = bytearray(kept[victim])
+    frame[bit // 8] ^= 1 << bit % 8
+    kept[victim] = bytes(frame)
+    sim = TieredSim(kept=kept)
+    assert ask(sim, "again", prompt(1)) == 12
+    assert sim.store.bad == 1
+
+
+def test_condemned_pages_are_nowhere():
+    sim = TieredSim(200)
+    ask(sim, "first", prompt(1))
+    assert sim.store.kept
+    original = sim.scheduler.on_step_result
+
+    def spoil(result, now):
+        result.bad_entries = [0]
+        original(result, now)
+
+    sim.scheduler.on_step_result = spoil
+    sim.submit("bad", prompt(1), max_new_tokens=4)
+    sim.settle()
+    sim.scheduler.on_step_result = original
+    assert not sim.store.kept
+    assert len(sim.tiers.host) == 0
+    assert ask(sim, "again", prompt(1)) == 0
+
+
+def test_flushing_forgets_the_host_and_keeps_the_store():
+    sim = TieredSim(200)
+    ask(sim, "first", prompt(1))
+    sim.scheduler.memory.flush()
+    assert len(sim.tiers.host) == 0
+    assert sim.store.kept
+    sim.scheduler.check_invariants()
+
+
+def test_host_pages_that_are_read_are_nobody_elses():
+    host = HostTier(3)
+    pages = [host.keep(bytes([i])) for i in range(3)]
+    host.pin(pages[:2])
+    host.drop([bytes([0])])
+    assert host.free_pages == 0
+    assert host.keep(b"x") == pages[2]
+    assert host.keep(b"y") == pages[2]
+    host.pin([pages[2]])
+    assert host.keep(b"z") is None
+    host.check_invariants()
+    host.unpin(pages)
+    assert host.free_pages == 1
+    host.check_invariants()
+
+
+def test_the_breaker_answers_in_the_stores_place(monkeypatch):
+    monkeypatch.setattr(store_engine, "USAGE_SECONDS", 0.0)
+    sim = TieredSim(200)
+    sim.store.dead = True
+    asked = []
+    monkeypatch.setattr(
+        sim.store, "_ask", lambda: asked.append(1) or (_ for _ in ()).throw(store_engine.StoreError("x"))
+    )
+    for i in range(10):
+        ask(sim, f"r{i}", prompt(i))
+    # Three in a row, and then one a second, two, four …: virtual time goes on by seconds only.
+    assert len(asked) < 12

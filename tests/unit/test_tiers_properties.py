@@ -1,0 +1,254 @@
+"""Pool, tree, tiers and the real scheduler under random attack: every token right, every page somebody's.
+
+``make test`` takes a few thousand steps, ``make test-slow`` 200,000 (``PDSERVE_TIER_STEPS``). Each mistake of
+``MISTAKES`` is made on purpose, to see it found.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from support.sim import reference_output
+from support.sim_tiers import TieredSim
+
+from pdserve.mem_cache.host_tier import HostTier
+from pdserve.scheduler import tiers as scheduler_tiers
+from pdserve.scheduler.tiers import KVTiers
+
+CAMPAIGN_STEPS = int(os.environ.get("PDSERVE_TIER_STEPS", "200000"))
+STEPS = 60
+USUAL_STEPS = 25
+"""That an instance takes: many are shorter."""
+POLICIES = ("write_through", "write_through_selective", "write_back")
+PATIENCE = ("best_effort", "wait_complete", "timeout")
+
+
+class Tiers(RuleBasedStateMachine):
+    """One instance after another over one store."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        scheduler_tiers.LEAST_FETCH = 4
+        self.asked: dict[str, tuple[list[int], int]] = {}
+        self.count = 0
+
+    @initialize(
+        page_size=st.sampled_from((1, 4, 16)),
+        host_pages=st.sampled_from((2, 16, 200)),
+        policy=st.sampled_from(POLICIES),
+        patience=st.sampled_from(PATIENCE),
+        store=st.booleans(),
+    )
+    def start(self, page_size, host_pages, policy, patience, store):
+        self.options = {
+            "page_size": page_size,
+            "max_total_tokens": 128,
+            "chunked_prefill_size": 16,
+            "hicache_write_policy": policy,
+            "hicache_storage_prefetch_policy": patience,
+        }
+        self.host_pages, self.has_store = host_pages, store
+        self.sim = TieredSim(host_pages, store=store, **self.options)
+
+    @rule(
+        family=st.integers(0, 3),
+        length=st.sampled_from((1, 7, 20, 33, 40, 60)),
+        own=st.integers(0, 3),
+        output=st.integers(1, 24),
+    )
+    def submit(self, family, length, own, output):
+        """Prompts of families that share beginnings, in one of which all pages look alike; some go on for an answer."""
+        tokens = [(i * 7 + family * 31) % 97 if family < 3 else 5 for i in range(length)] + [own] * own
+        if own == 3:
+            tokens += reference_output(tokens, 9)
+        rid = f"r{self.count}"
+        self.count += 1
+        self.asked[rid] = (tokens, output)
+        self.sim.submit(rid, tokens, max_new_tokens=output)
+
+    @rule()
+    def settle(self):
+        self.sim.settle()
+
+    @rule(turns=st.integers(1, 20))
+    def turn(self, turns):
+        for _ in range(turns):
+            self.sim.plan()
+            self.sim.work()
+
+    @rule()
+    def work(self):
+        self.sim.work()
+
+    @rule(seconds=st.sampled_from((0.1, 1.0, 20.0)))
+    def pass_time(self, seconds):
+        self.sim.now += seconds
+
+    @rule(times=st.integers(1, 6))
+    def serve_store(self, times):
+        for _ in range(times):
+            self.sim.serve_store()
+
+    @precondition(lambda self: self.sim.scheduler.reqs)
+    @rule(data=st.data())
+    def abort(self, data):
+        from pdserve.messages.requests import AbortReq
+
+        rid = data.draw(st.sampled_from(sorted(self.sim.scheduler.reqs)))
+        self.asked.pop(rid)
+        self.sim.scheduler.abort(AbortReq(rid, "test"))
+
+    @precondition(lambda self: self.sim.store.kept)
+    @rule(data=st.data(), kind=st.sampled_from(("flip", "flip all", "cut", "swap", "lose")))
+    def spoil(self, data, kind):
+        kept = self.sim.store.kept
+        names = sorted(kept)
+        name = data.draw(st.sampled_from(names))
+        if kind == "flip":
+            at = data.draw(st.integers(0, len(kept[name]) - 1))
+            kept[name] = kept[name][:at] + bytes([kept[name][at] ^ 0x40]) + kept[name][at + 1 :]
+        elif kind == "flip all":
+            kept |= {name: framed[:-1] + bytes([framed[-1] ^ 1]) for name, framed in kept.items()}
+        elif kind == "cut":
+            kept[name] = kept[name][:-1]
+        elif kind == "swap":
+            kept[name] = kept[names[0]]
+        else:
+            del kept[name]
+
+    @rule(what=st.sampled_from(("flush", "dies", "lives", "lives", "restart")))
+    def happen(self, what):
+        """Restart: what the store was told before is lost, and so are pool and host."""
+        if what == "flush":
+            self.sim.scheduler.memory.flush()
+        elif what == "restart":
+            self.check_answers()
+            kept = self.sim.store.kept
+            self.asked.clear()
+            self.sim = TieredSim(self.host_pages, kept, store=self.has_store, **self.options)
+        else:
+            self.sim.store.dead = what == "dies"
+
+    @invariant()
+    def is_whole(self):
+        if hasattr(self, "sim"):
+            self.sim.scheduler.check_invariants()
+            self.check_answers()
+
+    def check_answers(self):
+        for rid in [rid for rid in self.asked if rid in self.sim.ends]:
+            tokens, output = self.asked.pop(rid)
+            assert self.sim.tokens[rid] == reference_output(tokens, output), (rid, self.sim.ends[rid])
+
+    def teardown(self):
+        if hasattr(self, "sim"):
+            self.sim.settle()
+            self.is_whole()
+            assert not self.asked
+            assert not self.sim.tiers._fetches
+
+
+def attack(examples: int, *, shrink: bool = True) -> None:
+    """Random instances, ``STEPS`` steps each."""
+    phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+    config = settings(
+        max_examples=examples, stateful_step_count=STEPS, deadline=None, suppress_health_check=checks, phases=phases
+    )
+    run_state_machine_as_test(Tiers, settings=settings(config, print_blob=False, derandomize=True, database=None))
+
+
+def test_every_token_is_right_and_every_page_somebodys():
+    attack(40)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_long_campaign():
+    attack(CAMPAIGN_STEPS // USUAL_STEPS)
+
+
+def _copies_that_come_late(patch):
+    """What the pool gives up is copied behind the step that overwrites it."""
+    patch.setattr(KVTiers, "take_before", lambda self: [])
+
+
+def _pages_that_are_overwritten_while_they_are_read(patch):
+    patch.setattr(HostTier, "pin", lambda self, pages: None)
+    patch.setattr(HostTier, "unpin", lambda self, pages: None)
+
+
+def _frames_that_nobody_checks(patch):
+    import support.sim_tiers
+
+    patch.setattr(support.sim_tiers, "check", lambda head, page_hash, page: None)
+
+
+def _pages_that_count_as_fetched_before_they_are(patch):
+    settle = HostTier.settle
+    patch.setattr(HostTier, "settle", lambda self, pages, hashes: settle(self, pages, self._asked[tuple(pages)]))
+    reserve = KVTiers.prefetch
+
+    def prefetch(self, req, cached, now):
+        reserve(self, req, cached, now)
+        self.host._asked = {tuple(f.pages): f.hashes for f in self._fetches.values()}
+
+    patch.setattr(KVTiers, "prefetch", prefetch)
+
+
+def _a_step_too_little_in_a_hash(patch):
+    """Pages are named by their own tokens alone."""
+    import pdserve.mem_cache.page_hash as page_hash
+
+    def chain(before, key, page_size):
+        step = page_size * 4
+        return [page_hash.blake2b(key[at : at + step], digest_size=16).digest() for at in range(0, len(key), step)]
+
+    patch.setattr(page_hash, "chain", chain)
+    patch.setattr("pdserve.mem_cache.radix_cache.chain", chain)
+
+
+def _loads_of_the_wrong_page(patch):
+    load = KVTiers.load
+    patch.setattr(KVTiers, "load", lambda self, req, cached, host, pool: load(self, req, cached, host[::-1], pool))
+
+
+def _a_page_that_is_never_given_back(patch):
+    patch.setattr(HostTier, "_let_go", lambda self, page: None)
+
+
+def _copies_from_the_pages_before(patch):
+    """Evicted pages are named after their neighbours."""
+    leaving = KVTiers.leaving
+    patch.setattr(KVTiers, "leaving", lambda self, hashes, pages: leaving(self, hashes, pages - 1))
+
+
+MISTAKES = [
+    _copies_that_come_late,
+    _pages_that_are_overwritten_while_they_are_read,
+    _frames_that_nobody_checks,
+    _pages_that_count_as_fetched_before_they_are,
+    _a_step_too_little_in_a_hash,
+    _loads_of_the_wrong_page,
+    _a_page_that_is_never_given_back,
+    _copies_from_the_pages_before,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__.strip("_"))
+def test_a_mistake_is_found(monkeypatch, mistake):
+    mistake(monkeypatch)
+    with pytest.raises(Exception):  # noqa: B017, PT011 - whichever check finds it
+        attack(400, shrink=False)

@@ -1,0 +1,103 @@
+"""Our kernels but attention's without a GPU: in Triton's interpreter, and compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.machine import limit
+from support.triton_compiles import all_launches
+
+from pdserve.model_runner.triton_kernels.compile_check import SHARED_BYTES, CompileRequest, compile_kernels
+
+DEVICE_TESTS = Path(__file__).parents[1] / "device"
+KERNELS = Path(__file__).parents[2] / "model_runner" / "triton_kernels"
+FILES = (
+    *("activations", "checksum", "draw_choice", "draw_levels", "grouped_gemm", "norms"),
+    *("pages", "quantise", "rope", "row_table", "table", "token_logprobs"),
+)
+
+
+def interpret(marks: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "no:cacheprovider", str(DEVICE_TESTS)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=limit(900),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.timeout(120)
+def test_a_sample_agrees_with_the_reference_in_the_interpreter() -> None:
+    assert " passed" in interpret("not slow")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_the_rest_agrees_with_the_reference_in_the_interpreter() -> None:
+    assert " passed" in interpret("slow")
+
+
+def check_resources(requests: list[CompileRequest]) -> None:
+    for request, compiled in zip(requests, compile_kernels(requests), strict=True):
+        told = f"{request.kernel} {request.constants} for {request.capability}: {compiled.registers} registers"
+        assert compiled.stack_bytes == 0, f"{told}, and {compiled.stack_bytes} bytes of a thread spill"
+        assert compiled.shared_bytes <= SHARED_BYTES[request.capability], (
+            f"{told}, {compiled.shared_bytes} bytes shared"
+        )
+        assert compiled.registers * 32 * request.num_warps <= 65536, f"{told} do not fit"
+
+
+def for_capability(requests: list[CompileRequest], capability: int) -> list[CompileRequest]:
+    return [msgspec.structs.replace(request, capability=capability) for request in requests]
+
+
+def test_a_sample_compiles_without_spills() -> None:
+    """One of each file, for one of the two."""
+    first = {request.kernel.split(":")[0]: request for request in reversed(list(all_launches()))}
+    assert {name.rpartition(".")[2] for name in first} == set(FILES)
+    sample = list(first.values())
+    check_resources([*for_capability(sample[::2], 80), *for_capability(sample[1::2], 90)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("capability", [80, 90])
+def test_all_compile_without_spills(capability: int) -> None:
+    check_resources(for_capability(list(all_launches()), capability))
+
+
+@pytest.mark.slow
+def test_copies_of_pages_are_wide_and_experts_meet_the_tensor_cores() -> None:
+    """What the compiler must see for itself, as it is for nothing that a result would tell."""
+    launches = {(r.kernel.rpartition(":")[2], r.constants.get("M")): r for r in all_launches()}
+    copy = next(r for r in all_launches() if r.kernel.endswith("_move_pages") and r.constants["units_ptr"] is None)
+    down = launches["_experts_down", 64]
+    wide, on_80, on_90 = compile_kernels([copy, *for_capability([down], 80), *for_capability([down], 90)])
+    assert wide.count("ld.global.v2.b64")
+    assert wide.count("st.global.v2.b64")
+    assert on_80.count("mma.sync")
+    assert on_80.count("cp.async.cg.shared.global")
+    assert on_90.count("wgmma.mma_async")
+
+
+def test_every_kernel_that_is_launched_is_in_the_list() -> None:
+    listed = {request.kernel.rpartition(".")[2] for request in all_launches()}
+    texts = {file: (KERNELS / f"{file}.py").read_text() for file in FILES}
+    launches = "".join(texts.values()) + (KERNELS / "sampling.py").read_text()
+    kernels = {
+        f"{file}:{kernel}"
+        for file, text in texts.items()
+        for kernel in re.findall(r"@triton\.jit\ndef (\w+)\(", text)
+        if re.search(rf"\b{kernel}\[", launches)
+    }
+    assert kernels == listed
