@@ -27,7 +27,8 @@ class Refusal(NamedTuple):
 
 NO_EXCHANGE = Refusal(
     400,
-    "bootstrap_room was given, but this instance exchanges no KV; use a prefill and a decode instance, or --handover on",
+    "bootstrap_room was given, but this instance exchanges no KV; "
+    "use a prefill and a decode instance, or --handover on",
     BAD_REQUEST,
     "bootstrap_room",
 )
