@@ -199,12 +199,15 @@ class StepPlanner:
         return before._replace(slots=before.slots + output)
 
     def needed_output(self, req: Req, others: Iterable[Req] = ()) -> int:
-        """Slots that will be needed for the output of the request and of those that hold memory here: who runs, who
-        will as soon as its KV has landed, and ``others``. 0 where nobody does: one alone always fits.
+        """Slots that will be needed for the output of the request and of those that hold memory here: who runs,
+        ``others``, and who will run as soon as its KV has landed. 0 where nobody does: one alone always fits. Nor is
+        anything kept for those alone whose KV is to land: their peers may wait for what this request computes.
         """
-        landing = (r for r in self.arriving.values() if r.hold is not None)
-        holders = dict.fromkeys((*self.running.values(), *landing, *others))
-        return self.admission.reserve(holders, req) if holders else 0
+        holders = dict.fromkeys((*self.running.values(), *others))
+        if not holders:
+            return 0
+        holders |= dict.fromkeys(r for r in self.arriving.values() if r.hold is not None)
+        return self.admission.reserve(holders, req)
 
     def needed_before(self, req: Req) -> Reserve:
         """What requests need which came before this one and wait to be computed here."""
