@@ -1,4 +1,4 @@
-"""The promise of docs/determinism.md: a request's tokens and log-probabilities are its own, to the last bit, in bfloat16.
+"""The promise of docs/determinism.md: a request's tokens and log-probabilities are its own, to the last bit.
 
 Random requests are answered by a server that does nothing else: one at a time, whole prompts, no cache. Whoever answers
 them otherwise has to give the same, on the same processor.
