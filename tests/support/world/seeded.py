@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.disaggregation.handover.kv_receiver import KVReceivers, ReceiverState
+from pdserve.disaggregation.handover.kv_receiver import KVReceivers
 from pdserve.disaggregation.handover.kv_sender import KVSenders
 from pdserve.disaggregation.handover.unclaimed_rooms import Tombstones
 from pdserve.disaggregation.transfer.backends.base import LinkDown
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.mem_cache.page_run import PageRun
 from pdserve.messages.worker import ForwardStep, GrantPages, SendEnded
-from pdserve.scheduler.kv_memory import Fence, KVMemory
+from pdserve.scheduler.kv_memory import KVMemory
 from pdserve.scheduler.outbox import Outbox
 from support.sim import SimWindow
 
@@ -75,15 +75,7 @@ def what_was_refused_is_taken(patch: Patch) -> None:
 
 def pages_offered_before_steps_are_done(patch: Patch) -> None:
     """The decode offers pages that a step under way still writes."""
-    original = KVReceivers._preallocate
-
-    def preallocate(self: KVReceivers, now: float) -> None:
-        original(self, now)
-        for receiver in self.rooms.values():
-            if receiver.state is ReceiverState.PREALLOCATED:
-                receiver.fence = Fence()
-
-    patch.setattr(KVReceivers, "_preallocate", preallocate)
+    patch.setattr(KVMemory, "is_past", lambda self, fence, completed_step: True)
 
 
 def checksum_is_not_looked_at(patch: Patch) -> None:
