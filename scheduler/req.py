@@ -29,7 +29,7 @@ import numpy as np
 
 from ..mem_cache.base_prefix_cache import KVHold
 from ..messages.base import I32, unpack_i32
-from ..messages.outputs import Timing, TokenLogprob
+from ..messages.outputs import CachedBeyond, Timing, TokenLogprob
 from ..messages.requests import GenerateReq
 from ..messages.worker import RowInit
 
@@ -123,6 +123,8 @@ class Req:
     computed: int = 0
     hold: KVHold | None = None
     cached_tokens: int = 0
+    cached_beyond: CachedBeyond | None = None
+    """Those of them that came from other tiers (``tiers.py``); None: none did."""
     retractions: int = 0
     started_over: bool = False
     """Whether its whole prompt was computed before, and then let go of."""

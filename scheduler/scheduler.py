@@ -23,7 +23,7 @@ import msgspec
 
 from ..messages.base import I32, unpack_i32
 from ..messages.moves import ReqMoved
-from ..messages.outputs import FinishReason, FinishType, ReqError, ReqMeta, TokenLogprob
+from ..messages.outputs import CachedBeyond, FinishReason, FinishType, ReqError, ReqMeta, TokenLogprob
 from ..messages.requests import AbortReq, Bootstrap, GenerateReq, StopReq
 from ..messages.worker import StepResult, WorkerReady
 from ..runtime.options import DisaggregationMode, ServerOptions
@@ -42,6 +42,8 @@ from .step_builder import InFlightStep
 from .tiers import KVTiers
 
 log = logging.getLogger(__name__)
+
+NOTHING_BEYOND = CachedBeyond(0, 0)
 
 
 def make_cost_model(worker: WorkerReady) -> CostModel:
@@ -251,6 +253,7 @@ class Scheduler:
             timing=req.timing,
             retractions=req.retractions,
             route=_route_told(req),
+            cached_beyond=req.cached_beyond or (NOTHING_BEYOND if self.tiers is not None else None),
         )
 
     # --- steps ---

@@ -64,6 +64,9 @@ class MemoryStore(PageStore):
         for page_hash in hashes:
             self.kept.pop(page_hash, None)
 
+    def probe(self) -> None:
+        self._ask()
+
     def usage(self) -> StoreUsage:
         return StoreUsage(len(self.kept), None, self.bad, 0)
 
@@ -103,7 +106,12 @@ class TieredSim(SimInstance):
             super().on_command(message)
 
     def serve_store(self) -> bool:
-        """Let the store do the oldest thing that it was asked; False where there is none."""
+        """Let the store do the oldest thing that it was asked; False where there is none. A dead one is tried again
+        when that is due.
+        """
+        if self.engine.probe_in == 0.0:
+            self.engine.probe()
+            return True
         if not self.store_queue:
             return False
         self.engine.obey(self.store_queue.popleft())

@@ -23,7 +23,8 @@ from support.sim import reference_output
 from support.sim_tiers import TieredSim
 
 from pdserve.mem_cache.host_tier import HostTier
-from pdserve.scheduler import tiers as scheduler_tiers
+from pdserve.scheduler import store_link
+from pdserve.scheduler.store_link import StoreLink
 from pdserve.scheduler.tiers import KVTiers
 
 CAMPAIGN_STEPS = int(os.environ.get("PDSERVE_TIER_STEPS", "200000"))
@@ -39,7 +40,7 @@ class Tiers(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        scheduler_tiers.LEAST_FETCH = 4
+        store_link.LEAST_FETCH = 4
         self.asked: dict[str, tuple[list[int], int]] = {}
         self.count = 0
 
@@ -156,7 +157,7 @@ class Tiers(RuleBasedStateMachine):
             self.sim.settle()
             self.is_whole()
             assert not self.asked
-            assert not self.sim.tiers._fetches
+            assert not self.sim.tiers.store or not self.sim.tiers.store.fetching
 
 
 def attack(examples: int, *, shrink: bool = True) -> None:
@@ -198,13 +199,13 @@ def _frames_that_nobody_checks(patch):
 def _pages_that_count_as_fetched_before_they_are(patch):
     settle = HostTier.settle
     patch.setattr(HostTier, "settle", lambda self, pages, hashes: settle(self, pages, self._asked[tuple(pages)]))
-    reserve = KVTiers.prefetch
+    reserve = StoreLink.prefetch
 
-    def prefetch(self, req, cached, now):
-        reserve(self, req, cached, now)
-        self.host._asked = {tuple(f.pages): f.hashes for f in self._fetches.values()}
+    def prefetch(self, rid, hashes, now):
+        reserve(self, rid, hashes, now)
+        self._host._asked = {tuple(f.pages): f.hashes for f in self._fetches.values()}
 
-    patch.setattr(KVTiers, "prefetch", prefetch)
+    patch.setattr(StoreLink, "prefetch", prefetch)
 
 
 def _a_step_too_little_in_a_hash(patch):
