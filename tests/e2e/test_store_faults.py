@@ -98,8 +98,8 @@ class Campaign:
 
     def verdict(self) -> str:
         return (
-            f"{self.struck.total()} faults {dict(self.struck)}: {len(self.wrong)} wrong, {len(self.late)} late, slowest "
-            f"answer {self.slowest:.1f} s, store left alone in {self.opened}, {self.from_store} tokens from it"
+            f"{self.struck.total()} faults {dict(self.struck)}: {len(self.wrong)} wrong, {len(self.late)} late, "
+            f"slowest answer {self.slowest:.1f} s, store left alone in {self.opened}, {self.from_store} tokens from it"
         )
 
 

@@ -1,7 +1,7 @@
 """What may happen to a store of KV pages, on a folder and on a Redis that are really there.
 
-A strike begins (``strike``), and what does not pass by itself ends (``heal``). A folder lies on a file system of its own
-where the tests may mount one: then its disk can be full, or turn read-only.
+Each kind begins at once, and returns what ends it. A folder lies on a file system of its own where the tests may mount
+one: then its disk can be full.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FolderFaults:
             "gone": lambda _: self._move_away(),
         }
         if mounted:
-            self.kinds |= {"full disk": lambda _: self._fill(), "read-only": lambda _: self._remount()}
+            self.kinds["full disk"] = lambda _: self._fill()
 
     def close(self) -> None:
         """Nothing runs."""
@@ -91,10 +91,6 @@ class FolderFaults:
         with ballast.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, max(1, state.f_bavail * state.f_frsize))
         return ballast.unlink
-
-    def _remount(self) -> Heal:
-        _mount("remount,ro", self.disk)
-        return lambda: _mount("remount,rw", self.disk)
 
 
 class RedisFaults:
@@ -143,19 +139,11 @@ class RedisFaults:
         return lambda: self.server.client.config_set("maxmemory", "0") and None
 
     def _lock(self) -> Heal:
+        # Who is connected stays so: the tests.
         client = self.server.client
         client.config_set("requirepass", "another")
-        client.connection_pool.disconnect()
-        # Who is connected stays so; others, and the tests, must now say it.
-        client.connection_pool.connection_kwargs["password"] = "another"
         client.client_kill_filter(_type="normal", skipme=True)
-
-        def heal() -> None:
-            client.config_set("requirepass", "")
-            client.connection_pool.connection_kwargs["password"] = None
-            client.connection_pool.disconnect()
-
-        return heal
+        return lambda: client.config_set("requirepass", "") and None
 
 
 @contextmanager
@@ -172,10 +160,6 @@ def small_disk(where: Path, megabytes: int) -> Iterator[bool]:
     finally:
         if mounted:
             subprocess.run(["umount", "--lazy", str(where)], check=True)
-
-
-def _mount(options: str, where: Path) -> None:
-    subprocess.run(["mount", "-o", options, str(where)], check=True)
 
 
 def _read(page: Path) -> bytes:
