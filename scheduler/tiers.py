@@ -52,6 +52,7 @@ class KVTiers:
         self.store = StoreLink(options, self.host, self.counts, self._ids) if has_store else None
         self._policy = options.hicache_write_policy
         self._page_size = options.page_size
+        self._page_bytes = worker.layout.page_bytes
         self._seed = model_seed(worker.fingerprint, worker.layout)
         self._before: list[tuple[int, int, int]] = []
         self._after: list[tuple[int, int, int]] = []
@@ -234,6 +235,7 @@ class KVTiers:
         host = self.host
         return {
             "host_pages": {"total": host.num_pages, "used": len(host), "free": host.free_pages},
+            "page_bytes": self._page_bytes,
             "host_evicted": host.evicted_pages,
             "store": msgspec.to_builtins(self.store.state) if self.store is not None else None,
             "fetching": self.store.fetching if self.store is not None else 0,
