@@ -206,6 +206,8 @@ class StoreLink:
         fetch = self._fetches.pop(event.id)
         came = fetch.hashes[: event.count]
         self._host.settle(fetch.pages, came)
+        # What it lacks it may have had, and lost: once somebody has computed it, it is to have it again.
+        self._stored.difference_update(fetch.hashes[event.count :])
         self._stored.update(came)
         self._brought.update(came)
         self._counts.fetched += event.count

@@ -53,7 +53,9 @@ class KVTiers:
         self._policy = options.hicache_write_policy
         self._page_size = options.page_size
         self._page_bytes = worker.layout.page_bytes
-        self._seed = model_seed(worker.fingerprint, worker.layout)
+        # What is rounded there has names of its own: who keeps pages as they are must not find it.
+        rounding = "" if options.hicache_host_dtype == "auto" else f" in {options.hicache_host_dtype}"
+        self._seed = model_seed(worker.fingerprint + rounding, worker.layout)
         self._before: list[tuple[int, int, int]] = []
         self._after: list[tuple[int, int, int]] = []
         self._copy_commands: list[Message] = []

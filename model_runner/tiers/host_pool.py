@@ -17,18 +17,21 @@ import numpy.typing as npt
 
 from ...messages.base import I32
 from ..errors import NotEnoughMemory
+from .page_codec import PageCodec
 
 Bytes = npt.NDArray[np.uint8]
 TO_HOST, TO_POOL = 0, 1
 
 
 class HostPool:
-    """``num_pages`` pages of ``page_bytes`` in a file of ``folder`` (None: where the system keeps temporary ones)."""
+    """``num_pages`` pages as ``codec`` makes them, in a file of ``folder`` (None: where the system keeps temporary
+    ones).
+    """
 
-    def __init__(self, num_pages: int, page_bytes: int, folder: Path | None) -> None:
-        self.num_pages, self.page_bytes = num_pages, page_bytes
-        self._memory = _map_file(num_pages * page_bytes, folder)
-        self._pages: Bytes = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_pages, page_bytes)
+    def __init__(self, num_pages: int, codec: PageCodec, folder: Path | None) -> None:
+        self.num_pages, self.page_bytes, self._codec = num_pages, codec.nbytes, codec
+        self._memory = _map_file(num_pages * self.page_bytes, folder)
+        self._pages: Bytes = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_pages, self.page_bytes)
 
     def page(self, page: int) -> memoryview:
         """A page's bytes, writable."""
@@ -38,9 +41,9 @@ class HostPool:
         """``pool``: [pages, page_bytes]. ``copies``: [N, 3] of ``CopyPages``, done in their order."""
         for direction, pool_page, host_page in copies.tolist():
             if direction == TO_POOL:
-                pool[pool_page] = self._pages[host_page]
+                self._codec.decode(self._pages[host_page], pool[pool_page])
             else:
-                self._pages[host_page] = pool[pool_page]
+                self._codec.encode(pool[pool_page], self._pages[host_page])
 
 
 def _map_file(nbytes: int, folder: Path | None) -> mmap.mmap:

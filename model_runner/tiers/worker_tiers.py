@@ -16,6 +16,7 @@ from ...model_files.errors import UnsupportedModel
 from ...runtime.options import ServerOptions
 from ..model_runner import ModelRunner
 from .host_pool import HostPool
+from .page_codec import make_codec
 from .store_engine import StoreEngine
 
 GB = 10**9
@@ -23,7 +24,7 @@ EmitStored = Callable[[PagesStored | PagesFetched | StoreState], None]
 
 
 def host_pages(options: ServerOptions, num_pages: int, page_bytes: int) -> int:
-    """How many pages the second tier has beside a pool of ``num_pages``."""
+    """How many pages of ``page_bytes`` the second tier has beside a pool of ``num_pages``."""
     if options.hicache_size:
         return max(1, int(options.hicache_size * GB) // page_bytes)
     return max(1, int(options.hicache_ratio * num_pages))
@@ -38,18 +39,18 @@ class WorkerTiers:
             raise UnsupportedModel(
                 f"--enable-hierarchical-cache keeps KV of CPU memory alone as yet, and this is {model.device.type}'s"
             )
-        page_bytes = model.layout.page_bytes
-        self._pool = np.frombuffer(model.kv_region.buffer, dtype=np.uint8).reshape(-1, page_bytes)
+        codec = make_codec(options.hicache_host_dtype, model.layout)
+        self._pool = np.frombuffer(model.kv_region.buffer, dtype=np.uint8).reshape(-1, model.layout.page_bytes)
         folder = Path(options.hicache_folder) if options.hicache_folder else None
-        self.num_pages = host_pages(options, len(self._pool) - 1, page_bytes)
-        self._host = HostPool(self.num_pages, page_bytes, folder)
+        self.num_pages = host_pages(options, len(self._pool) - 1, codec.nbytes)
+        self._host = HostPool(self.num_pages, codec, folder)
         self._store: StoreEngine | None = None
         if options.hicache_storage_backend is not None:
             try:
                 store = make_store(
                     options.hicache_storage_backend,
                     options.hicache_storage_url,
-                    page_bytes,
+                    codec.nbytes,
                     int(options.hicache_storage_size * GB),
                     options.hicache_storage_timeout,
                 )

@@ -25,15 +25,15 @@ TOKENS = 8
 PROMPTS = [[(7 * i * (k + 1) + k) % 90 + 3 for i in range(400 + 16 * k)] for k in range(9)]
 PATIENCE_SECONDS = 15.0
 """Any answer is here by then, or hangs: a request waits 10 s for a store at most."""
-POOL = ["--max-total-tokens", "1024", "--hicache-ratio", "2", "--hicache-storage-timeout", "0.3"]
+POOL = ["--max-total-tokens", "1024", "--hicache-ratio", "1.5", "--hicache-storage-timeout", "0.3"]
 KILL_EVERY = 50
 
 
-def ask(server: Launched, prompt: list[int]) -> tuple[list[int], float]:
+def ask(server: Launched, prompt: list[int], namespace: str = "") -> tuple[list[int], float]:
     """Its tokens, and seconds."""
     began = time.monotonic()
     sampling = {"max_new_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    answer = server.generate(input_ids=prompt, sampling_params=sampling)
+    answer = server.generate(input_ids=prompt, sampling_params=sampling, extra_key=namespace)
     return answer["output_ids"], time.monotonic() - began
 
 
@@ -55,7 +55,7 @@ class Campaign:
         self.wrong: list[str] = []
         self.late: list[str] = []
         self.slowest = 0.0
-        self.opened = self.from_store = 0
+        self.opened = self.from_store = self.asked = 0
 
     def strike(self, server: Launched, kind: str) -> None:
         """Once, with requests before, at and behind it."""
@@ -66,8 +66,13 @@ class Campaign:
             heal = self.faults.kinds[kind](self.rng)
             for one in before:
                 one.result()
-            for one in [clients.submit(self.ask, server, kind) for _ in range(3)]:
+            # In a namespace of its own a prompt has pages that the store has yet to get.
+            news = [clients.submit(self.ask, server, kind, f"{self.struck.total()}-{i}") for i in range(2)]
+            for one in [*news, clients.submit(self.ask, server, kind)]:
                 one.result()
+        if kind in self.faults.dead and self.struck[kind] % 4 == 1:
+            # What fails is tried three times, though nobody asks for anything, before the store is left alone.
+            wait_until(lambda: not self.is_well(server), 10, f"{kind} is told", every=0.1)
         health = server.client.get(server.url + "/health")
         assert health.status_code == 200, health.text
         self.opened += "KV store" in health.json().get("warning", "")
@@ -76,10 +81,11 @@ class Campaign:
         wait_until(lambda: self.is_well(server), 10, f"the store is used again after: {kind}", every=0.1)
         self.ask(server, f"behind {kind}")
 
-    def ask(self, server: Launched, when: str) -> None:
-        """One of the conversations."""
-        which = self.rng.randrange(len(PROMPTS))
-        tokens, seconds = ask(server, PROMPTS[which])
+    def ask(self, server: Launched, when: str, namespace: str = "") -> None:
+        """Of all conversations the one whose turn was longest ago: it has left pool and host."""
+        self.asked += 1
+        which = self.asked % len(PROMPTS)
+        tokens, seconds = ask(server, PROMPTS[which], namespace)
         self.slowest = max(self.slowest, seconds)
         if tokens != self.expected[which]:
             self.wrong.append(when)

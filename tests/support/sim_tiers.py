@@ -16,6 +16,7 @@ from pdserve.mem_cache.storage.frame import HEADER_BYTES, BadFrame, check, heade
 from pdserve.messages.base import Message, unpack_i32
 from pdserve.messages.tiers import CopyPages, DropPages, FetchPages, PagesCopied, StorePages
 from pdserve.model_runner.tiers.host_pool import HostPool
+from pdserve.model_runner.tiers.page_codec import AsItIs
 from pdserve.model_runner.tiers.store_engine import StoreEngine
 
 from .sim import SimInstance, make_options
@@ -86,7 +87,7 @@ class TieredSim(SimInstance):
         super().__init__(make_options(**(given | options)), host_pages=host_pages)
         page_bytes = self.options.page_size * 8
         self.pool = self.worker.kv.view(np.uint8).reshape(-1, page_bytes)
-        self.host = HostPool(host_pages, page_bytes, None)
+        self.host = HostPool(host_pages, AsItIs(page_bytes), None)
         self.store = MemoryStore(page_bytes, kept)
         self.store_queue: deque[StorePages | FetchPages | DropPages] = deque()
         self.engine = StoreEngine(self.store, self.host, self._on_store_event, clock=lambda: self.now)

@@ -51,6 +51,8 @@ class FolderFaults:
             "lost": self._lose,
             "gone": lambda _: self._move_away(),
         }
+        self.dead = {"gone"}
+        """Those in which nothing can be written, nor read."""
         if mounted:
             self.kinds["full disk"] = lambda _: self._fill()
 
@@ -110,6 +112,7 @@ class RedisFaults:
             "full": lambda _: self._limit(),
             "asks for a password": lambda _: self._lock(),
         }
+        self.dead = {"killed, restarted", "frozen", "asks for a password"}
 
     def close(self) -> None:
         """End it."""
