@@ -11,6 +11,10 @@ The tree knows the pool alone; host and store are asked by hash (``mem_cache/pag
 host are done by the worker in the order in which they are told, between the steps. ``before`` the next step go those
 of pages that are about to be overwritten or needed, ``after`` it those of what it computes.
 
+Where layers have windows (``mem_cache/window_pages.py``) a host page has both: it is saved while its window page is
+still there, so when it is computed (write_through alone); and of what is loaded, those get window pages that the next
+token sees.
+
 A store (``store_link.py``) is never waited for longer than ``--hicache-storage-prefetch-policy`` says: not at all
 (best_effort), until it has answered (wait_complete), or for a time that grows with what was asked (timeout); and no
 longer than ``LONGEST_WAIT`` in any case.
@@ -27,18 +31,20 @@ import numpy as np
 
 from ..mem_cache.host_tier import HostTier
 from ..mem_cache.page_hash import model_seed, prompt_hashes
+from ..mem_cache.window_pages import WindowPages
 from ..messages.base import I32, Message, pack_i32
 from ..messages.metrics import TierMetrics
 from ..messages.outputs import CachedBeyond
-from ..messages.tiers import CopyPages, PagesCopied, PagesFetched, PagesStored, StoreState, TierEvent
+from ..messages.tiers import CopyPages, PageCopy, PagesCopied, PagesFetched, PagesStored, StoreState, TierEvent
 from ..messages.worker import WorkerReady
 from ..runtime.options import ServerOptions
 from .req import Req
 from .store_link import StoreLink
 from .tier_counts import TierCounts
 
-TO_HOST, TO_POOL = 0, 1
 SELECTIVE_HITS = 2
+NONE = 0
+"""Where there is no window page (``WindowPages.page_of``)."""
 
 
 class KVTiers:
@@ -55,6 +61,8 @@ class KVTiers:
         self._page_bytes = worker.layout.page_bytes
         # What is rounded there has names of its own: who keeps pages as they are must not find it.
         rounding = "" if options.hicache_host_dtype == "auto" else f" in {options.hicache_host_dtype}"
+        self.windows: WindowPages | None = None
+        """``KVMemory``'s, where layers have windows."""
         self._seed = model_seed(worker.fingerprint + rounding, worker.layout)
         self._before: list[tuple[int, int, int]] = []
         self._after: list[tuple[int, int, int]] = []
@@ -115,16 +123,25 @@ class KVTiers:
             self.store.drop(hashes)
 
     def _save(self, hashes: Sequence[bytes], pages: I32, to: list[tuple[int, int, int]]) -> None:
-        for page_hash, page in zip(hashes, pages.tolist(), strict=True):
+        behind = self._window_pages(pages)
+        for page_hash, page, window_page in zip(hashes, pages.tolist(), behind, strict=True):
             if page_hash in self.host:
                 continue
+            if window_page == NONE:
+                return  # without it nobody can go on from here, nor from what follows
             host_page = self.host.keep(page_hash)
             if host_page is None:
                 return
-            to.append((TO_HOST, page, host_page))
+            to.append((PageCopy.TO_HOST, page, host_page))
+            if window_page is not None:
+                to.append((PageCopy.WINDOW_TO_HOST, window_page, host_page))
             self.counts.saved += 1
             if self.store is not None:
                 self.store.remember(page_hash)
+
+    def _window_pages(self, pages: I32) -> list[int | None]:
+        """Which window page each of these has, ``NONE`` for none; None where there are no windows."""
+        return [None] * len(pages) if self.windows is None else self.windows.page_of[pages].tolist()
 
     # --- host → pool ---
 
@@ -133,10 +150,14 @@ class KVTiers:
         return self.host.match(self.hashes(req, limit)[cached // self._page_size :])
 
     def load(self, req: Req, cached: int, host_pages: Sequence[int], pool_pages: I32) -> None:
-        """Copy them into the pool, before the next step. What a request finds that had its turn before is its own, and
-        no hit.
+        """Copy them into the pool, before the next step, and into the window pages that these have. What a request
+        finds that had its turn before is its own, and no hit.
         """
-        self._before += [(TO_POOL, page, host) for page, host in zip(pool_pages.tolist(), host_pages, strict=True)]
+        behind = self._window_pages(pool_pages)
+        for page, window_page, host_page in zip(pool_pages.tolist(), behind, host_pages, strict=True):
+            self._before.append((PageCopy.TO_POOL, page, host_page))
+            if window_page:
+                self._before.append((PageCopy.WINDOW_TO_POOL, window_page, host_page))
         self.counts.loaded += len(host_pages)
         first = cached // self._page_size
         hashes = req.page_hashes[: first + len(host_pages)]

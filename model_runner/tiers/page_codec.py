@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...messages.worker import KVLayout
+from ...messages.worker import KVGroup, KVLayout
 from ...model_files.errors import UnsupportedModel
 
 Bytes = npt.NDArray[np.uint8]
@@ -82,11 +82,14 @@ class Int8:
         torch.from_numpy(page).view(self._dtype).copy_((values_BE * scales_B1).view(-1))
 
 
-def make_codec(name: Literal["auto", "int8"], layout: KVLayout) -> PageCodec:
-    """``name`` as in ``--hicache-host-dtype``. Raises ``UnsupportedModel``."""
+def make_codecs(name: Literal["auto", "int8"], layout: KVLayout) -> list[PageCodec]:
+    """Of each group. ``name`` as in ``--hicache-host-dtype``. Raises ``UnsupportedModel``."""
     if name == "auto":
-        return AsItIs(layout.page_bytes)
-    [group] = layout.groups
+        return [AsItIs(group.page_bytes) for group in layout.groups]
+    return [_int8_of(group) for group in layout.groups]
+
+
+def _int8_of(group: KVGroup) -> Int8:
     dtype = DTYPES.get(group.dtype)
     if dtype is None or group.scale_dtype is not None:
         raise UnsupportedModel(

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from pdserve.messages.tiers import PageCopy
 from pdserve.messages.worker import KVGroup, KVLayout
 from pdserve.model_files.errors import UnsupportedModel
-from pdserve.model_runner.tiers.host_pool import TO_HOST, TO_POOL, HostPool
-from pdserve.model_runner.tiers.page_codec import Int8, make_codec
+from pdserve.model_runner.tiers.host_pool import HostPool
+from pdserve.model_runner.tiers.page_codec import Int8, make_codecs
 
 
 def layout(dtype: str = "bfloat16", elements: int = 2 * 3 * 16 * 64, **changes) -> KVLayout:
@@ -22,8 +23,8 @@ def moved(name, shape: KVLayout, values: torch.Tensor) -> torch.Tensor:
     """What is left of a page that went to the host and came back into another page."""
     pool = np.zeros((3, shape.page_bytes), dtype=np.uint8)
     pool[1] = values.view(torch.uint8).numpy()
-    host = HostPool(2, make_codec(name, shape), None)
-    host.copy(pool, np.array([[TO_HOST, 1, 1], [TO_POOL, 2, 1]], dtype=np.int32))
+    host = HostPool(2, make_codecs(name, shape), None)
+    host.copy([pool], np.array([[PageCopy.TO_HOST, 1, 1], [PageCopy.TO_POOL, 2, 1]], dtype=np.int32))
     return torch.from_numpy(pool[2].copy()).view(values.dtype)
 
 
@@ -45,7 +46,7 @@ def test_a_page_comes_back_as_it_is_or_within_half_a_step(dtype):
 
 
 def test_int8_takes_little_more_than_half():
-    codec = make_codec("int8", layout())
+    [codec] = make_codecs("int8", layout())
     assert codec.nbytes == 2 * 3 * 16 * 64 * (1 + 4 / 64)
 
 
@@ -64,4 +65,4 @@ def test_smaller_blocks_where_a_page_has_no_whole_ones():
 @pytest.mark.parametrize("changes", [{"dtype": "int8"}, {"scale_dtype": "bfloat16"}])
 def test_what_is_small_already_is_refused_by_name(changes):
     with pytest.raises(UnsupportedModel, match="--hicache-host-dtype"):
-        make_codec("int8", layout(**changes))
+        make_codecs("int8", layout(**changes))

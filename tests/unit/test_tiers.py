@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
-from support.sim import SimInstance, reference_output
+from support.sim import SimInstance, SimWindow, reference_output
 from support.sim_tiers import TieredSim
 
 from pdserve.mem_cache.host_tier import HostTier
 from pdserve.mem_cache.page_hash import prompt_hashes
 from pdserve.messages.outputs import CachedBeyond
+from pdserve.messages.tiers import PageCopy
 from pdserve.model_runner.tiers import store_engine
 from pdserve.scheduler import store_link
 from pdserve.scheduler.metrics_report import take_metrics
@@ -250,3 +252,39 @@ def test_a_client_is_told_from_where_its_cached_tokens_came():
     alone.submit("r", prompt(1), max_new_tokens=4)
     alone.run_until_idle()
     assert alone.ends["r"].meta.cached_beyond is None
+
+
+WINDOWED = SimWindow(window=12, tokens=64)
+
+
+def test_what_lies_behind_windows_comes_back_as_far_as_the_next_token_sees():
+    sim = TieredSim(200, window=WINDOWED)
+    assert ask(sim, "first", prompt(1)) == 0
+    displace(sim)
+    copies = []
+    original = sim.host.copy
+    sim.host.copy = lambda pools, triples: (copies.extend(triples.tolist()), original(pools, triples))
+    assert ask(sim, "again", prompt(1)) == 36
+    kinds = Counter(what for what, _, _ in copies)
+    # A token sees itself and 11 before it: 3 pages.
+    assert (kinds[PageCopy.TO_POOL], kinds[PageCopy.WINDOW_TO_POOL]) == (9, 3)
+    other = TieredSim(200, kept=sim.store.kept, window=WINDOWED)
+    assert ask(other, "elsewhere", prompt(1) + prompt(2, 9)) == 40
+    assert other.tiers.counts.fetched == 10
+
+
+def test_who_keeps_what_lies_behind_windows_finds_nothing_of_who_does_not():
+    sim = TieredSim(200, window=WINDOWED)
+    ask(sim, "first", prompt(1))
+    masks = TieredSim(200, kept=sim.store.kept)
+    assert ask(masks, "again", prompt(1)) == 0
+
+
+def test_a_long_output_is_saved_as_far_as_its_windows_were_there():
+    """Behind them it is computed again, and right: window pages are few here, and the output's first ones went on."""
+    sim = TieredSim(200, window=WINDOWED._replace(tokens=24))
+    ask(sim, "first", prompt(1), max_new_tokens=60)
+    displace(sim)
+    follow_up = prompt(1) + reference_output(prompt(1), 60) + [3, 4]
+    assert ask(sim, "again", follow_up) == 40
+    sim.scheduler.check_invariants()

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.sim import reference_output
+from support.sim import NO_WINDOW, SimWindow, reference_output
 from support.sim_tiers import TieredSim
 
 from pdserve.mem_cache.host_tier import HostTier
@@ -50,8 +50,11 @@ class Tiers(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         patience=st.sampled_from(PATIENCE),
         store=st.booleans(),
+        windowed=st.booleans(),
     )
-    def start(self, page_size, host_pages, policy, patience, store):
+    def start(self, page_size, host_pages, policy, patience, store, windowed):
+        """Windows of 16 tokens go with write_through alone."""
+        self.window = SimWindow(16, 64) if windowed and policy == "write_through" else NO_WINDOW
         self.options = {
             "page_size": page_size,
             "max_total_tokens": 128,
@@ -60,7 +63,7 @@ class Tiers(RuleBasedStateMachine):
             "hicache_storage_prefetch_policy": patience,
         }
         self.host_pages, self.has_store = host_pages, store
-        self.sim = TieredSim(host_pages, store=store, **self.options)
+        self.sim = TieredSim(host_pages, store=store, window=self.window, **self.options)
 
     @rule(
         family=st.integers(0, 3),
@@ -137,7 +140,7 @@ class Tiers(RuleBasedStateMachine):
             self.check_answers()
             kept = self.sim.store.kept
             self.asked.clear()
-            self.sim = TieredSim(self.host_pages, kept, store=self.has_store, **self.options)
+            self.sim = TieredSim(self.host_pages, kept, self.has_store, self.window, **self.options)
         else:
             self.sim.store.dead = what == "dies"
 
