@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -23,6 +24,8 @@ from support.sim import NO_WINDOW, SimWindow, reference_output
 from support.sim_tiers import TieredSim
 
 from pdserve.mem_cache.host_tier import HostTier
+from pdserve.messages.tiers import PageCopy
+from pdserve.model_runner.tiers.host_pool import HostPool
 from pdserve.scheduler import store_link
 from pdserve.scheduler.store_link import StoreLink
 from pdserve.scheduler.tiers import KVTiers
@@ -238,7 +241,24 @@ def _copies_from_the_pages_before(patch):
     patch.setattr(KVTiers, "leaving", lambda self, hashes, pages: leaving(self, hashes, pages - 1))
 
 
+def _windows_that_nobody_loads(patch):
+    copy = HostPool.copy
+    kept = [PageCopy.TO_HOST, PageCopy.TO_POOL, PageCopy.WINDOW_TO_HOST]
+    patch.setattr(HostPool, "copy", lambda self, pools, c: copy(self, pools, c[np.isin(c[:, 0], kept)]))
+
+
+def _pages_saved_without_their_window(patch):
+    """Whatever lay behind the window of the host page's last owner is taken for theirs."""
+
+    def window_pages(self, pages):
+        return [None] * len(pages) if self.windows is None else [w or None for w in self.windows.page_of[pages]]
+
+    patch.setattr(KVTiers, "_window_pages", window_pages)
+
+
 MISTAKES = [
+    _windows_that_nobody_loads,
+    _pages_saved_without_their_window,
     _copies_that_come_late,
     _pages_that_are_overwritten_while_they_are_read,
     _frames_that_nobody_checks,
