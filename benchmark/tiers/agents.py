@@ -15,8 +15,8 @@ from .instance import Instance, instance
 from .options import TierBenchOptions
 from .resume import random_tokens
 
-HOST_SMALL = 0.5
-"""Of the pool: what the second tier holds where the third is to be seen."""
+HOST_SMALL = 1.0
+"""Times the pool: what the second tier holds where the third is to be seen. Half of it may be on its way at a time."""
 
 
 class AgentResult(NamedTuple):
