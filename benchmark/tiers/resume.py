@@ -85,9 +85,10 @@ def measure_resume(options: TierBenchOptions, folder: Path) -> ResumeResult:
             _out_of_memory(Path(store))
         with instance(folder, *plain, *(tiers if place != "computed" else ())) as server:
             server.ask(random_tokens(rng, WARM_UP_TOKENS), 2)
-            answers = [server.ask(turn := talk.second_turn(rng), 1) for talk in talks]
+            turns = [talk.second_turn(rng) for talk in talks]
+            answers = [server.ask(turn, 1) for turn in turns]
             seconds[place] = [answer.seconds for answer in answers]
-            cached[place] = [answer.cached / len(turn) for answer in answers]
+            cached[place] = [answer.cached / len(turn) for answer, turn in zip(answers, turns, strict=True)]
             if place != "computed":
                 told = server.info()["tiers"]
                 rates[place] = told["fetched"] * page_bytes / told["fetch_seconds"]

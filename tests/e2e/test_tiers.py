@@ -124,7 +124,7 @@ def test_ranks_of_one_host_share_the_tiers(tmp_path, tiny_args):
     """Their pool is one memory; a page is all of theirs, in host memory and in a store."""
     folder = tmp_path / "kv"
     folder.mkdir(mode=0o700)
-    flags = [*args(tiny_args, "file", str(folder)), "--tp-size", "2"]
+    flags = [*args(tiny_args, "file", str(folder))[len(ONE_THREAD) :], "--threads", "2", "--tp-size", "2"]
     with launched(tmp_path, "first", "server", *flags) as first:
         first.wait_healthy()
         answer = ask(first, PROMPT)
