@@ -17,10 +17,10 @@ import msgspec
 from msgspec import Meta
 
 from .base import Epoch, HandoverId, Message, Reason
-from .outputs import Timing, TokenLogprob
+from .outputs import CachedBeyond, Timing, TokenLogprob
 from .worker import MAX_GROUPS, MAX_PAGES, KVLayout, SliceChecksum
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAX_METADATA_BYTES = 4096
 MAX_TOKENS = (1 << 31) - 1
 MAX_DURATION_MS = 1e9
@@ -159,7 +159,7 @@ class FirstToken(Message):
     """Sender → receiver: the prompt is computed, and this is what follows it; its KV lands when it does.
 
     The receiver's client need not wait for the KV. ``timing``: where the time went there, so far. ``input_logprobs``:
-    those of the prompt, where they were asked for.
+    those of the prompt, where they were asked for. ``cached_beyond``: of the cached tokens.
     """
 
     epoch: Epoch
@@ -169,6 +169,7 @@ class FirstToken(Message):
     timing: Timing
     logprob: TokenLogprob | None = None
     input_logprobs: list[TokenLogprob] | None = None
+    cached_beyond: CachedBeyond | None = None
 
     def __post_init__(self) -> None:
         check_timing(self.timing)

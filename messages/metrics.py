@@ -113,6 +113,40 @@ class HandoverCounts(msgspec.Struct, forbid_unknown_fields=True):
     choices: ChoiceCounts = msgspec.field(default_factory=ChoiceCounts)
 
 
+class StoreMetrics(msgspec.Struct, forbid_unknown_fields=True):
+    """A store of KV pages: ``breaker`` as in ``StoreState``; what it holds in bytes and tokens, None: it can't say."""
+
+    breaker: str
+    tokens: int | None
+    nbytes: int | None
+    bad_pages: int
+    evicted_pages: int
+
+
+class TierMetrics(msgspec.Struct, forbid_unknown_fields=True):
+    """KV beyond the pool, in tokens: what the host holds, and what was saved there, loaded from there, written to the
+    store and read from it since the start. ``asked``: of the store; ``skipped``: came faster than it takes them.
+
+    ``hit_host`` and ``hit_store``: those of the ``hit_tokens`` that came from there. Seconds are those of the worker,
+    and of the store's thread beside it.
+    """
+
+    host_total: int
+    host_used: int
+    saved: int
+    loaded: int
+    stored: int
+    fetched: int
+    asked: int
+    skipped: int
+    hit_host: int
+    hit_store: int
+    copy_seconds: float
+    fetch_seconds: float
+    store_seconds: float
+    store: StoreMetrics | None = None
+
+
 class SchedulerMetrics(Message):
     """Scheduler → detokenizer → HTTP, behind the tokens that it counts; twice a second at most while requests run.
 
@@ -142,3 +176,5 @@ class SchedulerMetrics(Message):
     """Half of the last steps were off by less, relative to what was foreseen; None before the first step."""
     promises: PromiseCounts | None
     handovers: HandoverCounts | None
+    tiers: TierMetrics | None
+    """None where there are none behind the pool."""

@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from .base import Epoch, HandoverId, Message, Reason, unpack_i32
 from .handover import MAX_TOKENS, Tokens, check_timing
-from .outputs import Timing, TokenLogprob
+from .outputs import CachedBeyond, Timing, TokenLogprob
 from .requests import GenerateReq
 from .sampling import SamplingParams
 
@@ -83,6 +83,7 @@ class MoveCommit(Message):
     timing: Timing
     logprobs: list[TokenLogprob] = []
     input_logprobs: list[TokenLogprob] | None = None
+    cached_beyond: CachedBeyond | None = None
 
     def __post_init__(self) -> None:
         check_timing(self.timing)

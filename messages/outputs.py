@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
@@ -86,9 +87,21 @@ class Timing(msgspec.Struct, forbid_unknown_fields=True):
     timeline: Timeline | None = None
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+
+
+class CachedBeyond(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Those of a request's cached tokens that were not in the pool of KV memory: found in ``host`` memory, or brought
+    by a ``store``.
+    """
+
+    host: Count
+    store: Count
+
+
 class ReqMeta(msgspec.Struct, forbid_unknown_fields=True):
     """What is known of a request when it ends. ``route``: "local", or which leg of a hand-over it is here: "outgoing",
-    "incoming".
+    "incoming". ``cached_beyond``: None where the instance that computed the prompt has its pool alone.
     """
 
     prompt_tokens: int
@@ -97,6 +110,7 @@ class ReqMeta(msgspec.Struct, forbid_unknown_fields=True):
     timing: Timing
     retractions: int = 0
     route: str = "local"
+    cached_beyond: CachedBeyond | None = None
 
 
 class PromptReport(msgspec.Struct, array_like=True):

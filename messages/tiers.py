@@ -7,12 +7,35 @@ is asked in the same order and answers when it is done.
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 from .base import Message
 
 
+class PageCopy(IntEnum):
+    """Which way, and of which group of the layout's pages: the first, or that behind a window. A host page has a part
+    for each.
+    """
+
+    TO_HOST = 0
+    TO_POOL = 1
+    WINDOW_TO_HOST = 2
+    WINDOW_TO_POOL = 3
+
+    @property
+    def group(self) -> int:
+        """Its place in ``KVLayout.groups``."""
+        return self >> 1
+
+    @property
+    def to_pool(self) -> bool:
+        """Or from it."""
+        return bool(self & 1)
+
+
 class CopyPages(Message):
-    """Scheduler → worker: copy whole pages, in this order. ``copies`` (int32 triples): 1 for a copy to the pool, 0 for
-    one from it; the pool's page; the host's page. Answered by ``PagesCopied``.
+    """Scheduler → worker: copy whole pages, in this order. ``copies`` (int32 triples): what is copied, a ``PageCopy``;
+    the page of the pool, or of the pool behind windows; the host's page. Answered by ``PagesCopied``.
     """
 
     id: int

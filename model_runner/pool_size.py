@@ -52,9 +52,11 @@ class PoolTokens(NamedTuple):
 
 def layers_apart(options: ServerOptions, spec: ModelSpec) -> dict[int, int]:
     """Layers with a window whose pages go back, and their windows. None where prompts are never cut: each needs all of
-    its pages at once; nor with a second tier, which moves pages of one group.
+    its pages at once; nor with a second tier that gets pages later than they are computed, when windows have moved on,
+    or rounds them.
     """
-    if options.chunked_prefill_size == -1 or options.enable_hierarchical_cache:
+    keeps_whole = options.hicache_write_policy == "write_through" and options.hicache_host_dtype == "auto"
+    if options.chunked_prefill_size == -1 or (options.enable_hierarchical_cache and not keeps_whole):
         return {}
     attentions = enumerate(layer.attention for layer in spec.layers)
     windows = ((i, attention.window) for i, attention in attentions if isinstance(attention, AttentionSpec))

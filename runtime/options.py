@@ -166,6 +166,9 @@ class ServerOptions:
     hicache_folder
         Where the second tier's file lies, which has no name and goes with the server; default: where the system keeps
         temporary ones. It should be a disk, or memory that is free.
+    hicache_host_dtype
+        How pages look in the second and third tier: as in the pool (auto), or rounded to int8, which takes about half
+        the memory, and what comes back is no longer exactly what was computed.
     hicache_write_policy
         When a page goes to the second tier: as soon as it is computed (write_through), when it was found for another
         request (write_through_selective), or when the pool gives it up (write_back).
@@ -325,6 +328,7 @@ class ServerOptions:
     hicache_ratio: float = 2.0
     hicache_size: float = 0.0
     hicache_folder: str | None = None
+    hicache_host_dtype: Literal["auto", "int8"] = "auto"
     hicache_write_policy: Literal["write_through", "write_through_selective", "write_back"] = "write_through"
     hicache_io_backend: Literal["kernel", "direct"] = "kernel"
     hicache_storage_backend: Literal["file", "redis"] | None = None

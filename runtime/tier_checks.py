@@ -30,5 +30,8 @@ def tier_complaints(options: ServerOptions) -> Iterator[str]:
         return
     if options.disable_radix_cache:
         yield "--enable-hierarchical-cache keeps cached prefixes, --disable-radix-cache has none: drop one of the two"
-    if options.tp_size > 1:
-        yield "--enable-hierarchical-cache with --tp-size above 1 is not there yet: drop one of the two"
+    if options.nnodes > 1:
+        yield (
+            "--enable-hierarchical-cache with --nnodes above 1 is not there yet, as each host has a part of the KV: "
+            "give the instance all of its ranks on one host (--nnodes 1)"
+        )

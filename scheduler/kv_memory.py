@@ -89,6 +89,8 @@ class KVMemory:
             piece = max(options.chunked_prefill_size or USUAL_PIECE, page_size) // page_size
             slack = min(piece, sizes.window_tokens // page_size // 4)
             self._windows = WindowPages(sizes.window, sizes.window_tokens, sizes.tokens // page_size, page_size, slack)
+        if tiers is not None:
+            tiers.windows = self._windows
         self._allocator = PagedTokenToKVPoolAllocator(sizes.tokens, page_size, self._windows)
         # An output's last token may be computed once too often while its end is not known yet: room for two more.
         self._table = ReqToTokenPool(options.max_running_requests, context_length + 2)
@@ -176,6 +178,8 @@ class KVMemory:
         self._extend(hold, req.known_len)
         if found:
             req.computed = cached + len(found) * self.page_size
+            if self._windows is not None:
+                self._move_window(hold, req.computed, req.computed)
             tiers.load(req, cached, found, self._pages(hold, cached, req.computed))
         tiers.host.unpin(found)
         if cached:

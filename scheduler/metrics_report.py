@@ -63,4 +63,5 @@ def take_metrics(scheduler: Scheduler) -> SchedulerMetrics:
         cost_model_error=scheduler.cost_model.median_error,
         promises=itl.counts() if itl is not None else None,
         handovers=handovers.counts() if handovers is not None else None,
+        tiers=scheduler.tiers.metrics() if scheduler.tiers is not None else None,
     )

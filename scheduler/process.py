@@ -237,13 +237,16 @@ class SchedulerProcess:
         if scheduler is None:
             return Pong(ping.id, False, "the model is still loading")
         problem = self._problem(scheduler, now)
-        warning = handovers.warning(now) if handovers is not None else None
+        warning = (handovers.warning(now) if handovers is not None else None) or self._tier_problem(scheduler, now)
         host, port = (handovers.found_at() if handovers is not None else None) or ("", None)
         identity = Identity(self._ctx.epoch, scheduler.role, host, port)
         # Only who is free to choose may be chosen for what it was not named for.
         is_free = handovers is not None and scheduler.options.disaggregation_threshold == "auto"
         pace = scheduler.pace.pace(now) if is_free else None
         return Pong(ping.id, problem is None, problem or warning or "", identity, pace)
+
+    def _tier_problem(self, scheduler: Scheduler, now: float) -> str:
+        return scheduler.tiers.problem(now) if scheduler.tiers is not None else ""
 
     def _problem(self, scheduler: Scheduler, now: float) -> str | None:
         if scheduler.draining:

@@ -40,6 +40,7 @@ from .planner import StepPlanner
 from .refusals import BAD_REQUEST, BUSY, NO_EXCHANGE, Refusal, refuse_more, refuse_prompt
 from .req import Req, ReqState, Route
 from .step_builder import InFlightStep
+from .tier_counts import NOTHING_BEYOND
 from .tiers import KVTiers
 from .turns import Turns
 
@@ -237,6 +238,7 @@ class Scheduler:
             timing=req.timing,
             retractions=req.retractions,
             route=req.route_told,
+            cached_beyond=req.cached_beyond or (NOTHING_BEYOND if self.tiers is not None else None),
         )
 
     # --- steps ---

@@ -12,88 +12,40 @@ The tree knows the pool alone; host and store are asked by hash (``mem_cache/pag
 host are done by the worker in the order in which they are told, between the steps. ``before`` the next step go those
 of pages that are about to be overwritten or needed, ``after`` it those of what it computes.
 
-A store is never waited for longer than ``--hicache-storage-prefetch-policy`` says: not at all (best_effort), until it
-has answered (wait_complete), or for a time that grows with what was asked (timeout); and no longer than
-``LONGEST_WAIT`` in any case.
+Where layers have windows (``mem_cache/window_pages.py``) a host page has both: it is saved while its window page is
+still there, so when it is computed (write_through alone); and of what is loaded, those get window pages that the next
+token sees.
+
+A store (``store_link.py``) is never waited for longer than ``--hicache-storage-prefetch-policy`` says: not at all
+(best_effort), until it has answered (wait_complete), or for a time that grows with what was asked (timeout); and no
+longer than ``LONGEST_WAIT`` in any case.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from ..mem_cache.host_tier import HostTier
 from ..mem_cache.page_hash import model_seed, prompt_hashes
+from ..mem_cache.window_pages import WindowPages
 from ..messages.base import I32, Message, pack_i32
-from ..messages.tiers import (
-    CopyPages,
-    DropPages,
-    FetchPages,
-    PagesCopied,
-    PagesFetched,
-    PagesStored,
-    StorePages,
-    StoreState,
-    TierEvent,
-)
+from ..messages.metrics import TierMetrics
+from ..messages.outputs import CachedBeyond
+from ..messages.tiers import CopyPages, PageCopy, PagesCopied, PagesFetched, PagesStored, StoreState, TierEvent
 from ..messages.worker import WorkerReady
 from ..runtime.options import ServerOptions
 from .req import Req
+from .store_link import StoreLink
+from .tier_counts import TierCounts
 
-TO_HOST, TO_POOL = 0, 1
-LEAST_FETCH = 256
-"""Tokens: fewer are computed sooner than asked for (SGLang's prefetch threshold)."""
 SELECTIVE_HITS = 2
-BACKLOG_PAGES = 1 << 16
-STORE_BATCH = 64
-"""Pages under way to the store at a time: what is pinned for it."""
-STORE_PAUSE = 1.0
-"""Seconds before it is given anything again after it has failed."""
-LONGEST_WAIT = 10.0
-"""Seconds, for a store that hangs."""
-WAIT_BASE, WAIT_PER_KILOTOKEN = 0.25, 0.1
-"""Seconds that the policy "timeout" waits."""
-
-
-class Fetch(NamedTuple):
-    """Pages on their way from the store."""
-
-    rid: str
-    hashes: list[bytes]
-    pages: list[int]
-    asked_at: float
-    patience: float
-
-
-class Storing(NamedTuple):
-    """Pages on their way to the store."""
-
-    hashes: list[bytes]
-    pages: list[int]
-
-
-class TierCounts:
-    """Pages since start, for /server_info and metrics."""
-
-    def __init__(self) -> None:
-        self.saved = 0
-        """To the host."""
-        self.loaded = 0
-        """From there, into the pool."""
-        self.stored = 0
-        self.fetched = 0
-        self.asked = 0
-        """Of the store."""
-        self.skipped = 0
-        """Not stored: more came than the store takes."""
-        self.copy_seconds = 0.0
-        self.fetch_seconds = 0.0
-        self.store_seconds = 0.0
+NONE = 0
+"""Where there is no window page (``WindowPages.page_of``)."""
 
 
 class KVTiers:
@@ -102,23 +54,19 @@ class KVTiers:
     def __init__(self, options: ServerOptions, worker: WorkerReady) -> None:
         self.host = HostTier(worker.host_pages)
         self.counts = TierCounts()
-        self.store = StoreState("closed", "")
-        self._has_store = options.hicache_storage_backend is not None
-        self._policy = options.hicache_write_policy
-        self._patience = options.hicache_storage_prefetch_policy
-        self._page_size = options.page_size
-        self._seed = model_seed(worker.fingerprint, worker.layout)
         self._ids = itertools.count(1)
+        has_store = options.hicache_storage_backend is not None
+        self.store = StoreLink(options, self.host, self.counts, self._ids) if has_store else None
+        self._policy = options.hicache_write_policy
+        self._page_size = options.page_size
+        self._page_bytes = worker.layout.page_bytes
+        # What is rounded there has names of its own: who keeps pages as they are must not find it.
+        rounding = "" if options.hicache_host_dtype == "auto" else f" in {options.hicache_host_dtype}"
+        self.windows: WindowPages | None = None
+        """``KVMemory``'s, where layers have windows."""
+        self._seed = model_seed(worker.fingerprint + rounding, worker.layout)
         self._before: list[tuple[int, int, int]] = []
         self._after: list[tuple[int, int, int]] = []
-        self._store_commands: list[Message] = []
-        self._backlog: OrderedDict[bytes, None] = OrderedDict()
-        self._storing: dict[int, Storing] = {}
-        self._store_again_at = 0.0
-        self._stored: set[bytes] = set()
-        """Of what the host has, what the store has as well."""
-        self._fetches: dict[int, Fetch] = {}
-        self._fetching: dict[str, int] = {}
         self._copy_commands: list[Message] = []
         self._newest_copy = 0
         self.copied = 0
@@ -178,31 +126,29 @@ class KVTiers:
         """What the request computed, or began with, is bad, from whichever page on."""
         hashes = self.hashes(req, req.known_len)
         self.host.drop(hashes)
-        for page_hash in hashes:
-            self._backlog.pop(page_hash, None)
-            self._stored.discard(page_hash)
-        if self._has_store and hashes:
-            self._store_commands.append(DropPages(b"".join(hashes)))
+        if self.store is not None:
+            self.store.drop(hashes)
 
     def _save(self, hashes: Sequence[bytes], pages: I32, to: list[tuple[int, int, int]]) -> None:
-        for page_hash, page in zip(hashes, pages.tolist(), strict=True):
+        behind = self._window_pages(pages)
+        for page_hash, page, window_page in zip(hashes, pages.tolist(), behind, strict=True):
             if page_hash in self.host:
                 continue
+            if window_page == NONE:
+                return  # without it nobody can go on from here, nor from what follows
             host_page = self.host.keep(page_hash)
             if host_page is None:
                 return
-            to.append((TO_HOST, page, host_page))
+            to.append((PageCopy.TO_HOST, page, host_page))
+            if window_page is not None:
+                to.append((PageCopy.WINDOW_TO_HOST, window_page, host_page))
             self.counts.saved += 1
-            self._remember(page_hash)
+            if self.store is not None:
+                self.store.remember(page_hash)
 
-    def _remember(self, page_hash: bytes) -> None:
-        """It is to go to the store as well."""
-        if not self._has_store or page_hash in self._stored:
-            return
-        self._backlog[page_hash] = None
-        if len(self._backlog) > BACKLOG_PAGES:
-            self._backlog.popitem(last=False)
-            self.counts.skipped += 1
+    def _window_pages(self, pages: I32) -> list[int | None]:
+        """Which window page each of these has, ``NONE`` for none; None where there are no windows."""
+        return [None] * len(pages) if self.windows is None else self.windows.page_of[pages].tolist()
 
     # --- host → pool ---
 
@@ -211,50 +157,47 @@ class KVTiers:
         return self.host.match(self.hashes(req, limit)[cached // self._page_size :])
 
     def load(self, req: Req, cached: int, host_pages: Sequence[int], pool_pages: I32) -> None:
-        """Copy them into the pool, before the next step."""
-        self._before += [(TO_POOL, page, host) for page, host in zip(pool_pages.tolist(), host_pages, strict=True)]
+        """Copy them into the pool, before the next step, and into the window pages that these have. What a request
+        finds that had its turn before is its own, and no hit.
+        """
+        behind = self._window_pages(pool_pages)
+        for page, window_page, host_page in zip(pool_pages.tolist(), behind, host_pages, strict=True):
+            self._before.append((PageCopy.TO_POOL, page, host_page))
+            if window_page:
+                self._before.append((PageCopy.WINDOW_TO_POOL, window_page, host_page))
         self.counts.loaded += len(host_pages)
-        self.host.use(req.page_hashes[: cached // self._page_size + len(host_pages)])
+        first = cached // self._page_size
+        hashes = req.page_hashes[: first + len(host_pages)]
+        self.host.use(hashes)
+        brought = self.store.take_brought(hashes[first:]) if self.store is not None else 0
+        if not req.times.admitted:
+            found = len(host_pages) - brought
+            req.cached_beyond = CachedBeyond(found * self._page_size, brought * self._page_size)
+            self.counts.hit(req.cached_beyond)
 
     # --- store → host ---
 
     def prefetch(self, req: Req, cached: int, now: float) -> None:
         """Ask the store for what neither pool nor host have of a request that has just come."""
-        if not self._has_store or req.rid in self._fetching:
+        if self.store is None:
             return
         hashes = self.hashes(req, req.longest_reusable_prefix)
         known = cached // self._page_size
         known += len(self.host.match(hashes[known:]))
-        room = self.host.num_pages // 2 - sum(len(f.pages) for f in self._fetches.values())
-        missing = hashes[known : known + max(0, room)]
-        if len(missing) * self._page_size < LEAST_FETCH:
-            return
-        pages = self.host.reserve(len(missing))
-        fetch_id = next(self._ids)
-        tokens = len(pages) * self._page_size
-        patience = {"best_effort": 0.0, "wait_complete": LONGEST_WAIT}.get(
-            self._patience, min(LONGEST_WAIT, WAIT_BASE + WAIT_PER_KILOTOKEN * tokens / 1000)
-        )
-        self._fetches[fetch_id] = Fetch(req.rid, missing[: len(pages)], pages, now, patience)
-        self._fetching[req.rid] = fetch_id
-        self.counts.asked += len(pages)
-        asked = b"".join(missing[: len(pages)])
-        self._store_commands.append(FetchPages(fetch_id, asked, pack_i32(np.array(pages, dtype=np.int32))))
+        self.store.prefetch(req.rid, hashes[known:], now)
 
     def must_wait(self, req: Req, now: float) -> bool:
         """Whether the request is not to be admitted yet, since more of it may be here soon."""
-        fetch = self._fetches.get(self._fetching.get(req.rid, 0))
-        return fetch is not None and now < fetch.asked_at + fetch.patience
+        return self.store is not None and self.store.must_wait(req.rid, now)
 
     def timeout(self, now: float) -> float | None:
-        """Seconds until somebody has waited long enough; None: nobody waits."""
-        left = [f.asked_at + f.patience - now for f in self._fetches.values() if f.patience and f.rid in self._fetching]
-        left = [seconds for seconds in left if seconds > 0]
-        return min(left) if left else None
+        """Seconds until somebody has waited long enough, or something is to be tried again; None: no such thing."""
+        return self.store.timeout(now) if self.store is not None else None
 
     def forget(self, rid: str) -> None:
-        """The request has ended, or begun. What is on its way for it is kept for others."""
-        self._fetching.pop(rid, None)
+        """The request has ended, or begun."""
+        if self.store is not None:
+            self.store.forget(rid)
 
     # --- the worker ---
 
@@ -267,9 +210,7 @@ class KVTiers:
     def take(self, now: float) -> list[Message]:
         """All that it has to be told, with no step planned that was not sent."""
         self.fence()
-        if now >= self._store_again_at:
-            self._next_batch()
-        return self._take() + self._take_store_commands()
+        return self._take() + (self.store.take(now) if self.store is not None else [])
 
     def fence(self) -> int:
         """What ``copied`` has come to when no copy touches memory any more that can be had now. Not within a plan."""
@@ -287,76 +228,48 @@ class KVTiers:
         messages, self._copy_commands = self._copy_commands, []
         return messages
 
-    def _take_store_commands(self) -> list[Message]:
-        messages, self._store_commands = self._store_commands, []
-        return messages
-
-    def _next_batch(self) -> None:
-        """Have the store write what it has yet to, a batch at a time."""
-        if self._storing or not self._backlog:
-            return
-        hashes: list[bytes] = []
-        pages: list[int] = []
-        while self._backlog and len(hashes) < STORE_BATCH:
-            page_hash, _ = self._backlog.popitem(last=False)
-            page = self.host.page(page_hash)
-            if page is not None:
-                hashes.append(page_hash)
-                pages.append(page)
-        if not hashes:
-            return
-        store_id = next(self._ids)
-        self.host.pin(pages)
-        self._storing[store_id] = Storing(hashes, pages)
-        self._stored.update(hashes)
-        packed = pack_i32(np.array(pages, dtype=np.int32))
-        self._store_commands.append(StorePages(store_id, b"".join(hashes), packed))
-
     def on_event(self, event: TierEvent, now: float) -> None:
         """What the worker says."""
         if isinstance(event, PagesCopied):
             self.copied = event.id
             self.counts.copy_seconds += event.seconds
-        elif isinstance(event, StoreState):
-            self.store = event
+            return
+        assert self.store is not None
+        if isinstance(event, StoreState):
+            self.store.on_state(event, now)
         elif isinstance(event, PagesStored):
-            self._on_stored(event, now)
+            self.store.on_stored(event, now)
         elif isinstance(event, PagesFetched):
-            fetch = self._fetches.pop(event.id)
-            self.host.settle(fetch.pages, fetch.hashes[: event.count])
-            self._stored.update(fetch.hashes[: event.count])
-            self.counts.fetched += event.count
-            self.counts.fetch_seconds += event.seconds
-            if self._fetching.get(fetch.rid) == event.id:
-                del self._fetching[fetch.rid]
-
-    def _on_stored(self, event: PagesStored, now: float) -> None:
-        hashes, pages = self._storing.pop(event.id)
-        self.host.unpin(pages)
-        self.counts.stored += event.count
-        self.counts.store_seconds += event.seconds
-        if event.error:
-            # Once more, as far as the host has them by then.
-            self._stored.difference_update(hashes)
-            self._backlog.update(dict.fromkeys(hashes))
-            self._store_again_at = now + STORE_PAUSE
-        if len(self._stored) > 2 * self.host.num_pages:
-            self._stored = {page_hash for page_hash in self._stored if page_hash in self.host}
+            self.store.on_fetched(event)
 
     def flush(self) -> int:
         """Forget what the host has; the store keeps its own. Returns the pages."""
-        self._backlog.clear()
+        if self.store is not None:
+            self.store.forget_backlog()
         return self.host.clear()
+
+    def problem(self, now: float) -> str:
+        """What somebody should look after, "" for nothing."""
+        return self.store.problem(now) if self.store is not None else ""
+
+    def metrics(self) -> TierMetrics:
+        """For the HTTP process."""
+        told = self.counts.metrics(self._page_size)
+        told.host_total = self.host.num_pages * self._page_size
+        told.host_used = len(self.host) * self._page_size
+        told.store = self.store.metrics() if self.store is not None else None
+        return told
 
     def info(self) -> dict[str, Any]:
         """JSON-ready: pages, and what became of them."""
         host = self.host
         return {
             "host_pages": {"total": host.num_pages, "used": len(host), "free": host.free_pages},
+            "page_bytes": self._page_bytes,
             "host_evicted": host.evicted_pages,
-            "store": msgspec.to_builtins(self.store) if self._has_store else None,
-            "fetching": len(self._fetches),
-            "backlog": len(self._backlog),
+            "store": msgspec.to_builtins(self.store.state) if self.store is not None else None,
+            "fetching": self.store.fetching if self.store is not None else 0,
+            "backlog": self.store.backlog if self.store is not None else 0,
             **vars(self.counts),
         }
 

@@ -275,6 +275,7 @@ class KVReceivers:
         req.times.first_token = now
         take_times(receiver, msg.timing, now)
         req.cached_tokens, req.input_logprobs = min(msg.cached_tokens, req.prompt_len), scores
+        req.cached_beyond = msg.cached_beyond
         self._scheduler.take_first_token(req, msg.token, logprob, now)
 
     def on_done(self, peer: Peer, msg: TransferDone) -> None:

@@ -292,7 +292,8 @@ class KVSenders:
         assert handover is not None
         sender.computed = True
         timing = self._timing(req, None)
-        peer.send(FirstToken(peer.epoch, handover, token, req.cached_tokens, timing, logprob, req.input_logprobs))
+        scores, beyond = req.input_logprobs, req.cached_beyond
+        peer.send(FirstToken(peer.epoch, handover, token, req.cached_tokens, timing, logprob, scores, beyond))
         self._finish_if_whole(sender)
 
     def on_send_ended(self, event: SendEnded) -> None:

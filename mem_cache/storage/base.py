@@ -72,6 +72,13 @@ class PageStore(ABC):
         """Forget pages, wherever they stand; what is not there is no error. Raises ``StoreUnavailable``."""
 
     @abstractmethod
+    def probe(self) -> None:
+        """Try whether it can be read and written again, with as little as will tell; one that is full can be read.
+
+        Raises ``StoreUnavailable``.
+        """
+
+    @abstractmethod
     def usage(self) -> StoreUsage:
         """For people; cheap."""
 

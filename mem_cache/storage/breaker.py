@@ -39,6 +39,10 @@ class Breaker:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now < self._until else BreakerState.HALF_OPEN
 
+    def probe_in(self, now: float) -> float | None:
+        """Seconds until it is worth a try again, None while it is asked anyway."""
+        return max(0.0, self._until - now) if self._failures >= FAILURES else None
+
     def succeeded(self) -> None:
         """The store answered."""
         self._failures, self._seconds = 0, FIRST_SECONDS

@@ -25,6 +25,7 @@ from .base import PageStore, StoreFull, StoreMisconfigured, StoreUnavailable, St
 from .frame import HEADER_BYTES, BadFrame, check, header
 
 SUFFIX = ".page"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 TOUCH_SECONDS = 60.0
 """A file read again within this time keeps its place in the order of eviction: a read need not be a write."""
 ABANDONED_SECONDS = 3600.0
@@ -92,7 +93,7 @@ class FileStore(PageStore):
             try:
                 self._write(page_hash, page)
             except OSError as e:
-                if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                if e.errno in FULL:
                     self._evict(self._nbytes // 2)
                     raise StoreFull(f"{self._folder}: {e.strerror}; make room, or set --hicache-storage-size") from e
                 raise self._unavailable(e) from e
@@ -111,6 +112,16 @@ class FileStore(PageStore):
             except OSError as e:
                 raise self._unavailable(e) from e
 
+    def probe(self) -> None:
+        """See the base class."""
+        trial = self._folder / f"unfinished-{self._own}-{next(self._names)}"
+        try:
+            os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            trial.unlink()
+        except OSError as e:
+            if e.errno not in FULL:
+                raise self._unavailable(e) from e
+
     def usage(self) -> StoreUsage:
         """See the base class."""
         return StoreUsage(self._pages, self._nbytes, self._bad, self._evicted)
@@ -126,23 +137,33 @@ class FileStore(PageStore):
     def _read(self, page_hash: bytes, page: memoryview) -> bool:
         path = self._path(page_hash)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            # What is no file, as a pipe in its place, must not hold us up.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return False
+        except OSError as e:
+            if e.errno != errno.ELOOP:
+                raise
+            return self._spoilt(path, 0)  # a link, which nobody here makes
         try:
             state = os.fstat(fd)
+            if not stat.S_ISREG(state.st_mode):
+                raise BadFrame("no file")
             head = bytearray(HEADER_BYTES)
             got = _read_all(fd, [memoryview(head), page])
             check(bytes(head[:got]), page_hash, page[: max(0, got - HEADER_BYTES)])
         except BadFrame:
-            self._bad += 1
-            self._remove(_Found(0.0, state.st_size, str(path)))
-            return False
+            return self._spoilt(path, state.st_size)
         finally:
             os.close(fd)
         if time.time() - state.st_mtime > TOUCH_SECONDS:
             self._touch(path)
         return True
+
+    def _spoilt(self, path: Path, nbytes: int) -> bool:
+        self._bad += 1
+        self._remove(_Found(0.0, nbytes, str(path)))
+        return False
 
     def _touch(self, path: Path) -> None:
         try:

@@ -81,6 +81,13 @@ class RedisStore(PageStore):
         except redis.RedisError as e:
             raise self._unavailable(e) from e
 
+    def probe(self) -> None:
+        """See the base class."""
+        try:
+            self._client.ping()
+        except redis.RedisError as e:
+            raise self._unavailable(e) from e
+
     def usage(self) -> StoreUsage:
         """See the base class."""
         return StoreUsage(None, None, self._bad, 0)

@@ -7,40 +7,51 @@ All of its blocks are reserved at the start, since a disk that is full later wou
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from ...messages.base import I32
+from ...messages.tiers import PageCopy
 from ..errors import NotEnoughMemory
+from .page_codec import PageCodec
 
 Bytes = npt.NDArray[np.uint8]
-TO_HOST, TO_POOL = 0, 1
+COPIES = tuple(PageCopy)
 
 
 class HostPool:
-    """``num_pages`` pages of ``page_bytes`` in a file of ``folder`` (None: where the system keeps temporary ones)."""
+    """``num_pages`` pages in a file of ``folder`` (None: where the system keeps temporary ones). A page has a part for
+    each group of the layout, one behind the other, as its one of ``codecs`` makes it.
+    """
 
-    def __init__(self, num_pages: int, page_bytes: int, folder: Path | None) -> None:
-        self.num_pages, self.page_bytes = num_pages, page_bytes
-        self._memory = _map_file(num_pages * page_bytes, folder)
-        self._pages: Bytes = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_pages, page_bytes)
+    def __init__(self, num_pages: int, codecs: Sequence[PageCodec], folder: Path | None) -> None:
+        self.num_pages, self._codecs = num_pages, codecs
+        ends = list(itertools.accumulate((codec.nbytes for codec in codecs), initial=0))
+        self.page_bytes = ends[-1]
+        self._parts = [slice(*part) for part in itertools.pairwise(ends)]
+        self._memory = _map_file(num_pages * self.page_bytes, folder)
+        self._pages: Bytes = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_pages, self.page_bytes)
 
     def page(self, page: int) -> memoryview:
         """A page's bytes, writable."""
         return memoryview(self._memory)[page * self.page_bytes : (page + 1) * self.page_bytes]
 
-    def copy(self, pool: Bytes, copies: I32) -> None:
-        """``pool``: [pages, page_bytes]. ``copies``: [N, 3] of ``CopyPages``, done in their order."""
-        for direction, pool_page, host_page in copies.tolist():
-            if direction == TO_POOL:
-                pool[pool_page] = self._pages[host_page]
+    def copy(self, pools: Sequence[Bytes], copies: I32) -> None:
+        """``pools``: [pages, bytes] of each group. ``copies``: [N, 3] of ``CopyPages``, done in their order."""
+        for number, pool_page, host_page in copies.tolist():
+            what = COPIES[number]
+            page, kept = pools[what.group][pool_page], self._pages[host_page, self._parts[what.group]]
+            if what.to_pool:
+                self._codecs[what.group].decode(kept, page)
             else:
-                self._pages[host_page] = pool[pool_page]
+                self._codecs[what.group].encode(page, kept)
 
 
 def _map_file(nbytes: int, folder: Path | None) -> mmap.mmap:

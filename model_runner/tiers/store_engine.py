@@ -1,7 +1,8 @@
 """The third tier's thread: reads and writes a store beside the worker's loop, one thing at a time, in order.
 
 Nobody waits for it. What fails, or is not asked for because the store failed before (``Breaker``), is answered at once
-with a count of 0, and serving goes on without. The host pages of a command are its own until it is answered.
+with a count of 0, and serving goes on without. The host pages of a command are its own until it is answered. A store
+that is left alone is tried again when its time is over, and the scheduler hears of it.
 """
 
 from __future__ import annotations
@@ -63,8 +64,25 @@ class StoreEngine:
         self._store.close()
 
     def _run(self) -> None:
-        while (command := self._commands.get()) is not None:
+        while True:
+            try:
+                command = self._commands.get(timeout=self.probe_in)
+            except queue.Empty:
+                self.probe()
+                continue
+            if command is None:
+                return
             self.obey(command)
+
+    @property
+    def probe_in(self) -> float | None:
+        """Seconds until ``probe`` is due, None: not before something fails."""
+        return self._breaker.probe_in(self._clock())
+
+    def probe(self) -> None:
+        """Nothing is asked of a store that is left alone; so it is tried here, whether or not anybody waits."""
+        self._ask(self._store.probe, None)
+        self._tell_state()
 
     def obey(self, command: StoreCommand) -> None:
         """One command, from begin to end; its answer is emitted, and how the store is if that has changed."""

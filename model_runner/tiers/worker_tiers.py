@@ -15,7 +15,8 @@ from ...messages.tiers import CopyPages, PagesCopied, PagesFetched, PagesStored,
 from ...model_files.errors import UnsupportedModel
 from ...runtime.options import ServerOptions
 from ..model_runner import ModelRunner
-from .host_pool import HostPool
+from .host_pool import Bytes, HostPool
+from .page_codec import make_codecs
 from .store_engine import StoreEngine
 
 GB = 10**9
@@ -23,10 +24,18 @@ EmitStored = Callable[[PagesStored | PagesFetched | StoreState], None]
 
 
 def host_pages(options: ServerOptions, num_pages: int, page_bytes: int) -> int:
-    """How many pages the second tier has beside a pool of ``num_pages``."""
+    """How many pages of ``page_bytes`` the second tier has beside a pool of ``num_pages``."""
     if options.hicache_size:
         return max(1, int(options.hicache_size * GB) // page_bytes)
     return max(1, int(options.hicache_ratio * num_pages))
+
+
+def _bytes_of(model: ModelRunner, group: int) -> Bytes:
+    """[pages, bytes] of a group's pool; of one without bytes, whose pages are mere numbers, as many without any."""
+    region = (model.kv_region, model.window_region)[group]
+    if region is None:
+        return np.empty((model.max_total_tokens // model.page_size + 1, 0), dtype=np.uint8)
+    return np.frombuffer(region.buffer, dtype=np.uint8).reshape(-1, model.layout.groups[group].page_bytes)
 
 
 class WorkerTiers:
@@ -34,15 +43,16 @@ class WorkerTiers:
 
     def __init__(self, options: ServerOptions, model: ModelRunner, make_emit: Callable[[], EmitStored]) -> None:
         """``make_emit``: a way to the scheduler for another thread. Raises ``ModelError``."""
-        if model.kv_region is None:
+        if model.device.type != "cpu":
             raise UnsupportedModel(
                 f"--enable-hierarchical-cache keeps KV of CPU memory alone as yet, and this is {model.device.type}'s"
             )
-        page_bytes = model.layout.page_bytes
-        self._pool = np.frombuffer(model.kv_region.buffer, dtype=np.uint8).reshape(-1, page_bytes)
+        codecs = make_codecs(options.hicache_host_dtype, model.layout)
+        self._pools = [_bytes_of(model, group) for group in range(len(codecs))]
+        page_bytes = sum(codec.nbytes for codec in codecs)
         folder = Path(options.hicache_folder) if options.hicache_folder else None
-        self.num_pages = host_pages(options, len(self._pool) - 1, page_bytes)
-        self._host = HostPool(self.num_pages, page_bytes, folder)
+        self.num_pages = host_pages(options, model.max_total_tokens // options.page_size, page_bytes)
+        self._host = HostPool(self.num_pages, codecs, folder)
         self._store: StoreEngine | None = None
         if options.hicache_storage_backend is not None:
             try:
@@ -61,7 +71,7 @@ class WorkerTiers:
         """One command; its answer, where it is done already."""
         if isinstance(command, CopyPages):
             began = time.monotonic()
-            self._host.copy(self._pool, unpack_i32(command.copies).reshape(-1, 3))
+            self._host.copy(self._pools, unpack_i32(command.copies).reshape(-1, 3))
             return PagesCopied(command.id, time.monotonic() - began)
         if self._store is None:
             raise RuntimeError(f"an instance without a store was sent {type(command).__name__}")

@@ -72,6 +72,14 @@ class TimingAnswer(Answer):
 ScoredToken = tuple[float | None, int, str | None]
 
 
+class CachedTokensDetails(Answer):
+    """Where cached tokens were found: the KV pool, host memory, a store. Of instances with tiers alone."""
+
+    device: int
+    host: int
+    storage: int
+
+
 class MetaInfo(Answer):
     """What is known of one answer besides its text."""
 
@@ -80,6 +88,7 @@ class MetaInfo(Answer):
     prompt_tokens: int | None
     completion_tokens: int
     cached_tokens: int | None
+    cached_tokens_details: CachedTokensDetails | None = None
     e2e_latency: float | None = None
     retractions: int | None = None
     timing: TimingAnswer | None = None

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...messages.outputs import FinishReason, FinishType
+from ...messages.outputs import FinishReason, FinishType, ReqMeta
 from ...messages.requests import LogprobOptions
 from ...model_files.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from .bootstrap_gate import BootstrapGate
@@ -150,6 +150,8 @@ class NativeRenderer:
         if choice.meta is not None and choice.finish is not None:
             meta_info["retractions"] = choice.meta.retractions
             meta_info["timing"] = timing(choice.meta.timing)
+        if choice.meta is not None and choice.meta.cached_beyond is not None:
+            meta_info["cached_tokens_details"] = by_tier(choice.meta)
         options = self._logprobs[choice.prompt_index]
         if options is not None:
             lists = self._lists.get(choice.index)
@@ -164,6 +166,14 @@ class NativeRenderer:
             meta_info["prompt_token_ids"] = choice.prompt.token_ids
         new = choice if delta is None else delta
         return {"text": new.text, "output_ids": new.token_ids, "meta_info": meta_info}
+
+
+def by_tier(meta: ReqMeta) -> dict[str, int]:
+    """Where cached tokens were found, as SGLang names it: together they are ``cached_tokens``."""
+    assert meta.cached_beyond is not None
+    # Another instance may have said how many there were, and need not be right.
+    host, storage = meta.cached_beyond.host, meta.cached_beyond.store
+    return {"device": max(0, meta.cached_tokens - host - storage), "host": host, "storage": storage}
 
 
 def finish_reason(finish: FinishReason | None, completion_tokens: int) -> dict[str, Any] | None:

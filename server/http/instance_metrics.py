@@ -10,13 +10,15 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import Metric
 
-from ...messages.metrics import ChoiceCounts, DirectionCounts, SchedulerMetrics
+from ...messages.metrics import ChoiceCounts, DirectionCounts, SchedulerMetrics, StoreMetrics, TierMetrics
 from ...runtime.options import ServerOptions
 from ...runtime.web.exposition import Families
 from ...runtime.web.visits import VisitCounts
 from .engine_client import EngineClient
 from .metric_aliases import ALIASES, HIT_RATE, THROUGHPUT, Alias, Growth, aliased
 from .request_metrics import ERROR_TYPES, LEG_OUTCOMES, REASONS, RequestMetrics
+
+BREAKER_STATES = ("closed", "open", "half-open")
 
 
 class InstanceMetrics:
@@ -49,6 +51,7 @@ class InstanceMetrics:
             add_scheduler(families, scheduler)
             add_steps(families, scheduler)
             add_handovers(families, scheduler)
+            add_tiers(families, scheduler)
         if not self._aliases:
             return families.made
         labels = {"model_name": self._options.model_name}
@@ -238,6 +241,66 @@ def add_handovers(families: Families, counts: SchedulerMetrics) -> None:
     families.counter(
         "pdserve_control_refusals_total", "Frames and connections that the control plane refused.", handovers.refused
     )
+
+
+def add_tiers(families: Families, counts: SchedulerMetrics) -> None:
+    """KV beyond the pool."""
+    tiers = counts.tiers
+    if tiers is None:
+        return
+    families.gauge(
+        "pdserve_kv_host_tokens",
+        "KV in host memory, behind the pool: used, and free.",
+        {("used",): tiers.host_used, ("free",): tiers.host_total - tiers.host_used},
+        "state",
+    )
+    families.counter(
+        "pdserve_prefix_cache_beyond_tokens_total",
+        "Those of the prefix cache's hits that were not in the pool, by the tier that had them.",
+        {("host",): tiers.hit_host, ("store",): tiers.hit_store},
+        "tier",
+    )
+    families.counter(
+        "pdserve_kv_tier_tokens_total",
+        "KV copied between tiers.",
+        {
+            ("pool", "host"): tiers.saved,
+            ("host", "pool"): tiers.loaded,
+            ("host", "store"): tiers.stored,
+            ("store", "host"): tiers.fetched,
+        },
+        "source",
+        "target",
+    )
+    families.counter(
+        "pdserve_kv_tier_seconds_total",
+        "Time spent on that: copies between pool and host hold up steps, what the store takes does not.",
+        {("copy",): tiers.copy_seconds, ("store",): tiers.store_seconds, ("fetch",): tiers.fetch_seconds},
+        "work",
+    )
+    if tiers.store is not None:
+        _add_store(families, tiers, tiers.store)
+
+
+def _add_store(families: Families, tiers: TierMetrics, store: StoreMetrics) -> None:
+    families.gauge(
+        "pdserve_kv_store_state",
+        "1 for the state that the store's breaker is in: closed (asked), open (left alone), half-open (tried).",
+        {(state,): int(state == store.breaker) for state in BREAKER_STATES},
+        "state",
+    )
+    families.counter("pdserve_kv_store_asked_tokens_total", "KV that the store was asked for.", tiers.asked)
+    families.counter(
+        "pdserve_kv_store_skipped_tokens_total", "KV that came faster than the store took it.", tiers.skipped
+    )
+    families.counter(
+        "pdserve_kv_store_bad_pages_total", "Pages found damaged or another's, and dropped.", store.bad_pages
+    )
+    families.counter("pdserve_kv_store_evicted_pages_total", "Pages dropped to make room.", store.evicted_pages)
+    if store.tokens is not None:
+        families.gauge("pdserve_kv_store_tokens", "KV in the store, as far as this instance knows.", store.tokens)
+    if store.nbytes is not None:
+        families.gauge("pdserve_kv_store_bytes", "The same in bytes.", store.nbytes)
 
 
 def _add_choices(families: Families, choices: ChoiceCounts) -> None:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from support.processes import ONE_THREAD, free_ports, launched, wait_until
-from support.redis_server import SERVER, redis_server
+from support.redis_server import SERVER, RedisServer, redis_server
 
 PROMPT = [(7 * i) % 90 + 3 for i in range(700)]
 POOL = ["--max-total-tokens", "1024", "--hicache-storage-prefetch-policy", "wait_complete"]
@@ -95,3 +95,51 @@ def test_what_a_store_damaged_is_computed(tmp_path, tiny_args):
         found = ask(second, PROMPT)
         assert (found["output_ids"], found["meta_info"]["cached_tokens"]) == (answer["output_ids"], 0)
         wait_until(lambda: tiers(second)["store"]["bad_pages"] > 0, 10, "it is told")
+
+
+def test_a_store_that_comes_back_is_given_what_it_missed_while_nobody_asks(tmp_path, tiny_args):
+    if SERVER is None:
+        pytest.skip("redis-server is not installed (Debian: redis-server)")
+    redis = RedisServer(tmp_path)
+    try:
+        with launched(tmp_path, "i", "server", *args(tiny_args, "redis", redis.url)) as server:
+            server.wait_healthy()
+            ask(server, PROMPT)
+
+            def warning() -> str:
+                return server.client.get(server.url + "/health").raise_for_status().json().get("warning", "")
+
+            wait_until(lambda: "KV store" in warning(), 10, "it is told")
+            metrics = server.client.get(server.url + "/metrics").text
+            assert 'pdserve_kv_store_state{role="unified",state="open"} 1.0' in metrics
+            redis.start()
+            wait_until(lambda: not warning(), 10, "it is well again")
+            wait_until(lambda: tiers(server)["stored"] >= 43, 10, "it has what it missed")
+    finally:
+        redis.kill()
+        redis.client.close()
+
+
+def test_ranks_of_one_host_share_the_tiers(tmp_path, tiny_args):
+    """Their pool is one memory; a page is all of theirs, in host memory and in a store."""
+    folder = tmp_path / "kv"
+    folder.mkdir(mode=0o700)
+    flags = [*args(tiny_args, "file", str(folder))[len(ONE_THREAD) :], "--threads", "2", "--tp-size", "2"]
+    with launched(tmp_path, "first", "server", *flags) as first:
+        first.wait_healthy()
+        answer = ask(first, PROMPT)
+        ask(first, PROMPT[::-1])
+        again = ask(first, PROMPT)
+        assert again["output_ids"] == answer["output_ids"]
+        assert again["meta_info"]["cached_tokens_details"] == {"device": 0, "host": 688, "storage": 0}
+        wait_until(lambda: not tiers(first)["backlog"] and tiers(first)["stored"] >= 86, 20, "all is stored")
+        first.stop(signal.SIGKILL)
+    with launched(tmp_path, "second", "server", *flags) as second:
+        second.wait_healthy()
+        found = ask(second, PROMPT)
+        assert found["output_ids"] == answer["output_ids"]
+        assert found["meta_info"]["cached_tokens_details"] == {"device": 0, "host": 0, "storage": 688}
+        wait_until(lambda: second.info()["invariants"] == "ok", 15, "checked")
+    with launched(tmp_path, "alone", "server", *ONE_THREAD, *tiny_args, "--max-total-tokens", "1024") as alone:
+        alone.wait_healthy()
+        assert ask(alone, PROMPT)["output_ids"] == answer["output_ids"]

@@ -4,6 +4,7 @@ hand-over moves the last ones. Its tokens are those that transformers chooses, o
 
 from __future__ import annotations
 
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -64,6 +65,41 @@ def test_a_unified_server_gives_pages_back(served: tuple[Path, list[list[int]]],
         wait_until(lambda: server.info()["invariants_steps_ago"] == 0, 15, "a check of the idle server")
         info = server.info()
         assert info["pool"]["in_use"] == info["pool"]["window_in_use"] == 0
+
+
+def goes_on_from_a_store(folder: Path, tmp: Path, expected: list[list[int]]) -> list[int]:
+    """One instance answers, is killed, and another one answers from what it left; bytes of a page by group."""
+    store = tmp / "kv"
+    args = ["--model-path", str(folder), *ARGS, "--max-total-tokens", "2048", "--enable-hierarchical-cache"]
+    args += ["--hicache-storage-backend", "file", "--hicache-storage-url", str(store)]
+    args += ["--hicache-storage-prefetch-policy", "wait_complete"]
+    with launched(tmp, "first", "server", *args) as server:
+        server.wait_healthy()
+        assert answers(server) == expected
+        wait_until(lambda: (t := server.info()["tiers"])["stored"] >= t["saved"] > 0, 20, "all is stored")
+        server.stop(signal.SIGKILL)
+    with launched(tmp, "second", "server", *args) as server:
+        server.wait_healthy()
+        assert answers(server) == expected
+        wait_until(lambda: server.info()["invariants_steps_ago"] == 0, 15, "a check of the idle server")
+        info = server.info()
+        assert info["tiers"]["hit_store"] >= 300
+        assert info["pool"]["in_use"] == info["pool"]["window_in_use"] == 0
+        return [group["page_bytes"] for group in info["kv_layout"]["groups"]]
+
+
+def test_what_lies_behind_windows_outlives_the_server(served: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
+    assert min(goes_on_from_a_store(served[0], tmp_path, served[1])) > 0
+
+
+@pytest.mark.slow
+def test_so_it_does_where_all_layers_have_windows(tmp_path: Path) -> None:
+    config = transformers.MistralConfig(**CONFIG | {"sliding_window": WINDOW}, attn_implementation="eager")
+    model = draw_weights(transformers.MistralForCausalLM(config))
+    model.save_pretrained(tmp_path / "model")
+    expected = [greedy(model, prompt) for prompt in PROMPTS]
+    none, some = goes_on_from_a_store(tmp_path / "model", tmp_path, expected)
+    assert none == 0 < some
 
 
 def pages_of(length: int, info: dict) -> tuple[int, int]:

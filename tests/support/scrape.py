@@ -11,6 +11,8 @@ from pdserve.messages.metrics import (
     PoolUsage,
     PromiseCounts,
     SchedulerMetrics,
+    StoreMetrics,
+    TierMetrics,
 )
 
 
@@ -58,6 +60,22 @@ def scheduler_metrics(**changes) -> SchedulerMetrics:
         "step_seconds": steps,
         "cost_model_error": 0.25,
         "promises": PromiseCounts(steps=10, late=1),
+        "tiers": TierMetrics(
+            host_total=200,
+            host_used=90,
+            saved=120,
+            loaded=60,
+            stored=110,
+            fetched=40,
+            asked=50,
+            skipped=2,
+            hit_host=12,
+            hit_store=8,
+            copy_seconds=0.25,
+            fetch_seconds=0.5,
+            store_seconds=0.75,
+            store=StoreMetrics("open", 110, 4096, 1, 3),
+        ),
         "handovers": HandoverCounts(sent=side, received=side, peers=1, refused=6),
     }
     return SchedulerMetrics(**(said | changes))

@@ -16,9 +16,10 @@ from pdserve.mem_cache.storage.frame import HEADER_BYTES, BadFrame, check, heade
 from pdserve.messages.base import Message, unpack_i32
 from pdserve.messages.tiers import CopyPages, DropPages, FetchPages, PagesCopied, StorePages
 from pdserve.model_runner.tiers.host_pool import HostPool
+from pdserve.model_runner.tiers.page_codec import AsItIs
 from pdserve.model_runner.tiers.store_engine import StoreEngine
 
-from .sim import SimInstance, make_options
+from .sim import NO_WINDOW, SimInstance, SimWindow, make_options
 
 
 class MemoryStore(PageStore):
@@ -64,6 +65,9 @@ class MemoryStore(PageStore):
         for page_hash in hashes:
             self.kept.pop(page_hash, None)
 
+    def probe(self) -> None:
+        self._ask()
+
     def usage(self) -> StoreUsage:
         return StoreUsage(len(self.kept), None, self.bad, 0)
 
@@ -74,17 +78,24 @@ class MemoryStore(PageStore):
 class TieredSim(SimInstance):
     """``host_pages`` of the second tier; ``kept``: what the store has from before, None: an empty one."""
 
-    def __init__(self, host_pages: int = 24, kept: dict[bytes, bytes] | None = None, store: bool = True, **options):
+    def __init__(
+        self,
+        host_pages: int = 24,
+        kept: dict[bytes, bytes] | None = None,
+        store: bool = True,
+        window: SimWindow = NO_WINDOW,
+        **options,
+    ):
         given = {
             "enable_hierarchical_cache": True,
             "hicache_storage_backend": "file" if store else None,
             "hicache_storage_prefetch_policy": "wait_complete",
         }
-        super().__init__(make_options(**(given | options)), host_pages=host_pages)
+        super().__init__(make_options(**(given | options)), host_pages=host_pages, window=window)
         page_bytes = self.options.page_size * 8
-        self.pool = self.worker.kv.view(np.uint8).reshape(-1, page_bytes)
-        self.host = HostPool(host_pages, page_bytes, None)
-        self.store = MemoryStore(page_bytes, kept)
+        self.pools = [pool.view(np.uint8).reshape(-1, page_bytes) for pool in self.worker.pools()]
+        self.host = HostPool(host_pages, [AsItIs(page_bytes)] * len(self.pools), None)
+        self.store = MemoryStore(page_bytes * len(self.pools), kept)
         self.store_queue: deque[StorePages | FetchPages | DropPages] = deque()
         self.engine = StoreEngine(self.store, self.host, self._on_store_event, clock=lambda: self.now)
 
@@ -95,7 +106,7 @@ class TieredSim(SimInstance):
 
     def on_command(self, message: Message) -> None:
         if isinstance(message, CopyPages):
-            self.host.copy(self.pool, unpack_i32(message.copies).reshape(-1, 3))
+            self.host.copy(self.pools, unpack_i32(message.copies).reshape(-1, 3))
             self.tiers.on_event(PagesCopied(message.id, 0.0), self.now)
         elif isinstance(message, StorePages | FetchPages | DropPages):
             self.store_queue.append(message)
@@ -103,7 +114,12 @@ class TieredSim(SimInstance):
             super().on_command(message)
 
     def serve_store(self) -> bool:
-        """Let the store do the oldest thing that it was asked; False where there is none."""
+        """Let the store do the oldest thing that it was asked; False where there is none. A dead one is tried again
+        when that is due.
+        """
+        if self.engine.probe_in == 0.0:
+            self.engine.probe()
+            return True
         if not self.store_queue:
             return False
         self.engine.obey(self.store_queue.popleft())

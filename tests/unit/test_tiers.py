@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
-from support.sim import reference_output
+from support.sim import SimInstance, SimWindow, reference_output
 from support.sim_tiers import TieredSim
 
 from pdserve.mem_cache.host_tier import HostTier
 from pdserve.mem_cache.page_hash import prompt_hashes
+from pdserve.messages.outputs import CachedBeyond
+from pdserve.messages.tiers import PageCopy
 from pdserve.model_runner.tiers import store_engine
-from pdserve.scheduler import tiers as scheduler_tiers
+from pdserve.scheduler import store_link
+from pdserve.scheduler.metrics_report import take_metrics
 
 
 @pytest.fixture(autouse=True)
 def _small_fetches(monkeypatch):
-    monkeypatch.setattr(scheduler_tiers, "LEAST_FETCH", 4)
+    monkeypatch.setattr(store_link, "LEAST_FETCH", 4)
 
 
 def prompt(seed: int, length: int = 40) -> list[int]:
@@ -102,14 +106,59 @@ def test_a_dead_store_is_left_alone_and_asked_again_later():
     sim.store.dead = True
     for i in range(6):
         ask(sim, f"r{i}", prompt(i))
-    assert sim.tiers.store.breaker == "open"
-    assert sim.tiers.store.reason == "dead"
+    assert sim.tiers.store.state.breaker == "open"
+    assert sim.tiers.problem(sim.now).endswith("without it: dead")
     sim.store.dead = False
     sim.now += 100
-    ask(sim, "after", prompt(6))
-    # What it could not take before is given to it as well.
-    assert len(sim.store.kept) > 60
-    assert sim.tiers.store.breaker == "closed"
+    # Nobody asks for anything: what it could not take before is given to it as well.
+    sim.settle()
+    assert len(sim.store.kept) > 50
+    assert sim.tiers.store.state.breaker == "closed"
+    assert sim.tiers.problem(sim.now) == ""
+
+
+def test_what_could_not_be_stored_is_tried_again_without_anybody_asking():
+    sim = TieredSim(200)
+    sim.store.dead = True
+    ask(sim, "r", prompt(1))
+    sim.store.dead = False
+    assert not sim.store.kept
+    while (wait := sim.tiers.timeout(sim.now)) is not None:
+        assert wait <= 2
+        sim.now += wait
+        sim.settle()
+    assert len(sim.store.kept) == 10
+
+
+def test_what_comes_due_behind_a_turn_is_no_reason_to_sleep():
+    sim = TieredSim(kept={b"x": b""}, hicache_storage_prefetch_policy="timeout")
+    sim.submit("r", prompt(1), max_new_tokens=4)
+    sim.plan()
+    assert sim.tiers.timeout(sim.now) > 0.2
+    assert sim.tiers.timeout(sim.now + 9) == 0
+    sim.now += 9
+    sim.plan()
+    assert sim.tiers.timeout(sim.now) is None
+    sim.settle()
+
+
+def test_a_store_that_owes_an_answer_is_asked_nothing_more_and_said_to():
+    sim = TieredSim(200)
+    sim.submit("r", prompt(1), max_new_tokens=4)
+    while "r" not in sim.ends:  # nobody serves the store
+        sim.plan()
+        sim.work()
+        sim.now += 0.1
+    asked = len(sim.store_queue)
+    assert "has not answered for 1" in sim.tiers.problem(sim.now)
+    sim.submit("other", prompt(2), max_new_tokens=4)
+    while "other" not in sim.ends:
+        sim.plan()
+        sim.work()
+    assert len(sim.store_queue) == asked
+    sim.settle()
+    assert sim.tiers.problem(sim.now) == ""
+    assert len(sim.store.kept) == 20
 
 
 @pytest.mark.parametrize("bit", [0, 5, 40 * 8 + 3])
@@ -182,3 +231,60 @@ def test_the_breaker_answers_in_the_stores_place(monkeypatch):
         ask(sim, f"r{i}", prompt(i))
     # Three in a row, and then one a second, two, four …: virtual time goes on by seconds only.
     assert len(asked) < 12
+
+
+def test_a_client_is_told_from_where_its_cached_tokens_came():
+    stored = TieredSim()
+    ask(stored, "first", prompt(1))
+    sim = TieredSim(200, kept=stored.store.kept)
+    ask(sim, "begin", prompt(1)[:9])  # too short for the store to be asked for more than its two pages
+    ask(sim, "r", prompt(1))
+    meta = sim.ends["r"].meta
+    assert (meta.cached_tokens, meta.cached_beyond) == (36, CachedBeyond(host=0, store=28))
+    displace(sim)
+    ask(sim, "again", prompt(1))
+    meta = sim.ends["again"].meta
+    assert (meta.cached_tokens, meta.cached_beyond) == (36, CachedBeyond(host=36, store=0))
+    metrics = take_metrics(sim.scheduler)
+    assert (metrics.tiers.hit_host, metrics.tiers.hit_store) == (36, 36)
+    assert 200 < metrics.tiers.store.tokens <= 4 * len(sim.store.kept)  # told once a second
+    alone = SimInstance()
+    alone.submit("r", prompt(1), max_new_tokens=4)
+    alone.run_until_idle()
+    assert alone.ends["r"].meta.cached_beyond is None
+
+
+WINDOWED = SimWindow(window=12, tokens=64)
+
+
+def test_what_lies_behind_windows_comes_back_as_far_as_the_next_token_sees():
+    sim = TieredSim(200, window=WINDOWED)
+    assert ask(sim, "first", prompt(1)) == 0
+    displace(sim)
+    copies = []
+    original = sim.host.copy
+    sim.host.copy = lambda pools, triples: (copies.extend(triples.tolist()), original(pools, triples))
+    assert ask(sim, "again", prompt(1)) == 36
+    kinds = Counter(what for what, _, _ in copies)
+    # A token sees itself and 11 before it: 3 pages.
+    assert (kinds[PageCopy.TO_POOL], kinds[PageCopy.WINDOW_TO_POOL]) == (9, 3)
+    other = TieredSim(200, kept=sim.store.kept, window=WINDOWED)
+    assert ask(other, "elsewhere", prompt(1) + prompt(2, 9)) == 40
+    assert other.tiers.counts.fetched == 10
+
+
+def test_who_keeps_what_lies_behind_windows_finds_nothing_of_who_does_not():
+    sim = TieredSim(200, window=WINDOWED)
+    ask(sim, "first", prompt(1))
+    masks = TieredSim(200, kept=sim.store.kept)
+    assert ask(masks, "again", prompt(1)) == 0
+
+
+def test_a_long_output_is_saved_as_far_as_its_windows_were_there():
+    """Behind them it is computed again, and right: window pages are few here, and the output's first ones went on."""
+    sim = TieredSim(200, window=WINDOWED._replace(tokens=24))
+    ask(sim, "first", prompt(1), max_new_tokens=60)
+    displace(sim)
+    follow_up = prompt(1) + reference_output(prompt(1), 60) + [3, 4]
+    assert ask(sim, "again", follow_up) == 40
+    sim.scheduler.check_invariants()

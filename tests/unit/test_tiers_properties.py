@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -19,11 +20,14 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.sim import reference_output
+from support.sim import NO_WINDOW, SimWindow, reference_output
 from support.sim_tiers import TieredSim
 
 from pdserve.mem_cache.host_tier import HostTier
-from pdserve.scheduler import tiers as scheduler_tiers
+from pdserve.messages.tiers import PageCopy
+from pdserve.model_runner.tiers.host_pool import HostPool
+from pdserve.scheduler import store_link
+from pdserve.scheduler.store_link import StoreLink
 from pdserve.scheduler.tiers import KVTiers
 
 CAMPAIGN_STEPS = int(os.environ.get("PDSERVE_TIER_STEPS", "200000"))
@@ -39,7 +43,7 @@ class Tiers(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        scheduler_tiers.LEAST_FETCH = 4
+        store_link.LEAST_FETCH = 4
         self.asked: dict[str, tuple[list[int], int]] = {}
         self.count = 0
 
@@ -49,8 +53,11 @@ class Tiers(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         patience=st.sampled_from(PATIENCE),
         store=st.booleans(),
+        windowed=st.booleans(),
     )
-    def start(self, page_size, host_pages, policy, patience, store):
+    def start(self, page_size, host_pages, policy, patience, store, windowed):
+        """Windows of 16 tokens go with write_through alone."""
+        self.window = SimWindow(16, 64) if windowed and policy == "write_through" else NO_WINDOW
         self.options = {
             "page_size": page_size,
             "max_total_tokens": 128,
@@ -59,7 +66,7 @@ class Tiers(RuleBasedStateMachine):
             "hicache_storage_prefetch_policy": patience,
         }
         self.host_pages, self.has_store = host_pages, store
-        self.sim = TieredSim(host_pages, store=store, **self.options)
+        self.sim = TieredSim(host_pages, store=store, window=self.window, **self.options)
 
     @rule(
         family=st.integers(0, 3),
@@ -136,7 +143,7 @@ class Tiers(RuleBasedStateMachine):
             self.check_answers()
             kept = self.sim.store.kept
             self.asked.clear()
-            self.sim = TieredSim(self.host_pages, kept, store=self.has_store, **self.options)
+            self.sim = TieredSim(self.host_pages, kept, self.has_store, self.window, **self.options)
         else:
             self.sim.store.dead = what == "dies"
 
@@ -156,7 +163,7 @@ class Tiers(RuleBasedStateMachine):
             self.sim.settle()
             self.is_whole()
             assert not self.asked
-            assert not self.sim.tiers._fetches
+            assert not self.sim.tiers.store or not self.sim.tiers.store.fetching
 
 
 def attack(examples: int, *, shrink: bool = True) -> None:
@@ -198,13 +205,13 @@ def _frames_that_nobody_checks(patch):
 def _pages_that_count_as_fetched_before_they_are(patch):
     settle = HostTier.settle
     patch.setattr(HostTier, "settle", lambda self, pages, hashes: settle(self, pages, self._asked[tuple(pages)]))
-    reserve = KVTiers.prefetch
+    reserve = StoreLink.prefetch
 
-    def prefetch(self, req, cached, now):
-        reserve(self, req, cached, now)
-        self.host._asked = {tuple(f.pages): f.hashes for f in self._fetches.values()}
+    def prefetch(self, rid, hashes, now):
+        reserve(self, rid, hashes, now)
+        self._host._asked = {tuple(f.pages): f.hashes for f in self._fetches.values()}
 
-    patch.setattr(KVTiers, "prefetch", prefetch)
+    patch.setattr(StoreLink, "prefetch", prefetch)
 
 
 def _a_step_too_little_in_a_hash(patch):
@@ -234,7 +241,24 @@ def _copies_from_the_pages_before(patch):
     patch.setattr(KVTiers, "leaving", lambda self, hashes, pages: leaving(self, hashes, pages - 1))
 
 
+def _windows_that_nobody_loads(patch):
+    copy = HostPool.copy
+    kept = [PageCopy.TO_HOST, PageCopy.TO_POOL, PageCopy.WINDOW_TO_HOST]
+    patch.setattr(HostPool, "copy", lambda self, pools, c: copy(self, pools, c[np.isin(c[:, 0], kept)]))
+
+
+def _pages_saved_without_their_window(patch):
+    """Whatever lay behind the window of the host page's last owner is taken for theirs."""
+
+    def window_pages(self, pages):
+        return [None] * len(pages) if self.windows is None else [w or None for w in self.windows.page_of[pages]]
+
+    patch.setattr(KVTiers, "_window_pages", window_pages)
+
+
 MISTAKES = [
+    _windows_that_nobody_loads,
+    _pages_saved_without_their_window,
     _copies_that_come_late,
     _pages_that_are_overwritten_while_they_are_read,
     _frames_that_nobody_checks,

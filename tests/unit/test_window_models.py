@@ -100,10 +100,15 @@ def test_tokens_are_those_of_transformers(family: str, engine: str, tmp_path: Pa
     assert served.tokens["last"] == expected[1]
 
 
-def test_who_has_tiers_or_never_cuts_a_prompt_keeps_one_group(tmp_path: Path) -> None:
+def test_who_saves_pages_late_or_rounded_or_never_cuts_a_prompt_keeps_one_group(tmp_path: Path) -> None:
     make_reference("gemma3").save_pretrained(tmp_path)
-    one = ({"enable_hierarchical_cache": True}, {"chunked_prefill_size": -1})
-    for changes, groups in (({"handover": "on"}, 2), *((changes, 1) for changes in one)):
+    tiers = {"enable_hierarchical_cache": True}
+    one = (
+        tiers | {"hicache_write_policy": "write_back"},
+        tiers | {"hicache_host_dtype": "int8"},
+        {"chunked_prefill_size": -1},
+    )
+    for changes, groups in (({"handover": "on"}, 2), (tiers, 2), *((changes, 1) for changes in one)):
         runner = ServedModel(tmp_path, **changes).runner
         assert [group is not None for group in runner.page_groups()] == [True] * groups
         assert (runner.window_pool is None) == (groups == 1)

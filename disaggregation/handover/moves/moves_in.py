@@ -177,7 +177,7 @@ class MovesIn:
         self.done += 1
         req.extend(unpack_i32(msg.output))
         req.cached_tokens, req.retractions = min(msg.cached_tokens, req.prompt_len), msg.retractions
-        req.timing = msg.timing
+        req.timing, req.cached_beyond = msg.timing, msg.cached_beyond
         if req.output_len:
             req.times.first_token = now - msg.first_token_age
             req.times.admitted = req.times.arrival

@@ -348,6 +348,7 @@ class MovesOut:
             timing=req.timing,
             logprobs=req.logprobs,
             input_logprobs=req.input_logprobs,
+            cached_beyond=req.cached_beyond,
         )
         peer.send(commit)
 

@@ -1,0 +1,84 @@
+"""``python -m pdserve.benchmark.tiers``: what the tiers behind the KV pool are worth on this machine."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import BenchError, BenchOptionsError
+from .agents import AgentResult, measure_agents
+from .options import TierBenchOptions
+from .resume import PLACES, ResumeResult, measure_resume
+
+EXIT_FAILED, EXIT_USAGE = 1, 2
+MILLION = 1e6
+PIPE_COLUMNS = 150
+
+app = App(
+    name="python -m pdserve.benchmark.tiers",
+    help="Start instances and measure what the tiers behind the KV pool are worth on this machine.",
+    version_flags=[],
+    default_parameter=Parameter(negative=(), consume_multiple=True),
+)
+DEFAULTS = TierBenchOptions()
+
+
+def show_resume(result: ResumeResult, console: Console) -> None:
+    """TTFT by place, and what a store must give to be worth it."""
+    table = Table("tokens", *(f"{place}: ms" for place in PLACES), "restarted / computed", "not computed")
+    for row in result.rows:
+        ms = [f"{1000 * row.seconds[place]:,.0f}" if place in row.seconds else "–" for place in PLACES]
+        ratio = row.seconds["restarted"] / row.seconds["computed"]
+        table.add_row(f"{row.tokens:,}", *ms, f"{ratio:.2f}", f"{row.cached['restarted']:.1%}")
+    console.print(table)
+    for row in result.rows:
+        rate = row.tokens / row.seconds["computed"]
+        console.print(
+            f"{row.tokens:,} tokens: computed at {rate:,.0f}/s; a store is worth it from "
+            f"{rate * result.kv_bytes / MILLION:,.0f} MB/s on ({result.kv_bytes:,.0f} bytes a token)"
+        )
+    rates = ", ".join(f"{place} {rate / MILLION:,.0f} MB/s" for place, rate in result.fetch_rate.items())
+    console.print(f"The store gave: {rates}; it took {result.store_rate / MILLION:,.0f} MB/s")
+
+
+def show_agents(results: list[AgentResult], console: Console) -> None:
+    """Tokens computed again, by what is behind the pool."""
+    table = Table("behind the pool", "prompt tokens", "computed", "again", "found in pool / host / store", "TTFT, ms")
+    table.add_column("copies, s")
+    for r in results:
+        found = " / ".join(f"{count:,}" for count in r.found.values())
+        ttft, copies = f"{r.first_token_ms:,.0f}", f"{r.copy_seconds:.2f}"
+        table.add_row(r.name, f"{r.prompt_tokens:,}", f"{r.computed:,}", f"{r.again:,}", found, ttft, copies)
+    console.print(table)
+    same = all(r.tokens == results[0].tokens for r in results)
+    console.print("All answers are the same." if same else "ANSWERS DIFFER.")
+
+
+@app.default
+def main(*, options: Annotated[TierBenchOptions, Parameter(name="*")] = DEFAULTS) -> int:
+    """Measure, and print tables."""
+    console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    try:
+        options.check()
+        with tempfile.TemporaryDirectory(prefix="pdserve-tiers-") as folder:
+            if options.measure == "resume":
+                show_resume(measure_resume(options, Path(folder)), console)
+            else:
+                show_agents(measure_agents(options, Path(folder)), console)
+    except BenchOptionsError as e:
+        print(f"tiers: {e}", file=sys.stderr)
+        return EXIT_USAGE
+    except BenchError as e:
+        print(f"tiers: {e}", file=sys.stderr)
+        return EXIT_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(app(result_action="return_value"))

@@ -1,0 +1,113 @@
+"""An instance for the time of a block, asked one request after the other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from ...runtime.web.ports import free_ports
+from ..errors import ServerError
+
+READY_SECONDS = 300.0
+STOP_SECONDS = 30.0
+ANSWER_SECONDS = 300.0
+POLL_SECONDS = 0.1
+
+
+class Answer(NamedTuple):
+    """``seconds``: from the request to its whole answer, which is one token where the first one is measured.
+
+    ``details``: cached tokens by tier, empty on an instance that has its pool alone.
+    """
+
+    tokens: list[int]
+    cached: int
+    details: dict[str, int]
+    seconds: float
+
+
+class Instance:
+    """Where it listens, and its process."""
+
+    def __init__(self, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._process, self._log = process, log
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_SECONDS, trust_env=False)
+
+    def ask(self, tokens: list[int], count: int) -> Answer:
+        """Greedy, ``count`` tokens whatever they are."""
+        sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
+        began = time.perf_counter()
+        told = self._client.post("/generate", json={"input_ids": tokens, "sampling_params": sampling})
+        seconds = time.perf_counter() - began
+        if told.status_code != 200:
+            raise ServerError(f"/generate answers {told.status_code}: {told.text[:200]}")
+        answer = told.json()
+        meta = answer["meta_info"]
+        return Answer(answer["output_ids"], meta["cached_tokens"], meta.get("cached_tokens_details", {}), seconds)
+
+    def info(self) -> dict[str, Any]:
+        """/server_info."""
+        told: dict[str, Any] = self._client.get("/server_info").raise_for_status().json()
+        return told
+
+    def wait_stored(self) -> None:
+        """Until the store has all that it is to have."""
+        while (tiers := self.info()["tiers"])["backlog"] or tiers["stored"] + tiers["fetched"] < tiers["saved"]:
+            if tiers["store"]["breaker"] != "closed":
+                raise ServerError(f"the store fails: {tiers['store']['reason']}")
+            time.sleep(POLL_SECONDS)
+
+    def kill(self) -> None:
+        """-9, all of its processes."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def wait_ready(self) -> None:
+        """Raises ``ServerError`` when it does not come up."""
+        deadline = time.monotonic() + READY_SECONDS
+        while not self._is_ready():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-10:])
+                raise ServerError(f"the instance did not become ready:\n{tail}")
+            time.sleep(POLL_SECONDS)
+
+    def close(self) -> None:
+        """End it, if it has not ended."""
+        self._client.close()
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def _is_ready(self) -> bool:
+        try:
+            return self._client.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+@contextmanager
+def instance(folder: Path, *flags: str) -> Iterator[Instance]:
+    """``pdserve server FLAGS``, on a port of its own; its log lies in ``folder``."""
+    [port] = free_ports(1)
+    argv = [sys.executable, "-m", "pdserve.server.cli", "server", "--port", str(port), *flags]
+    log = folder / "instance.log"
+    with log.open("ab") as output:
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+    started = Instance(port, process, log)
+    try:
+        started.wait_ready()
+        yield started
+    finally:
+        started.close()

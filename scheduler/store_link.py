@@ -1,0 +1,261 @@
+"""The scheduler's side of a store of KV pages: what it has yet to write, what it was asked for, and whether it answers.
+
+::
+
+    to be written: backlog ──(a batch at a time)──▶ storing ──▶ stored; or, where that failed, backlog again
+    to be read:    prefetch ──▶ fetching ──▶ its host pages are indexed, as far as the store had them
+
+Nothing is asked of a store that is left alone because it fails (``StoreState``), nor of one that owes an answer for
+``STALL_SECONDS``. What keeps the store's thread is told in ``problem``, for ``/health``; serving goes on without.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from ..mem_cache.host_tier import HostTier
+from ..messages.base import Message, pack_i32
+from ..messages.metrics import StoreMetrics
+from ..messages.tiers import DropPages, FetchPages, PagesFetched, PagesStored, StorePages, StoreState
+from ..runtime.options import ServerOptions
+from .tier_counts import TierCounts
+
+LEAST_FETCH = 256
+"""Tokens: fewer are computed sooner than asked for (SGLang's prefetch threshold)."""
+BACKLOG_PAGES = 1 << 16
+STORE_BATCH = 64
+"""Pages under way to the store at a time: what is pinned for it."""
+FIRST_PAUSE, MOST_PAUSE = 1.0, 60.0
+"""Seconds before it is given anything again after it has failed; they double with each failure in a row."""
+LONGEST_WAIT = 10.0
+"""Seconds that a request waits at most, whatever its policy."""
+STALL_SECONDS = 10.0
+WAIT_BASE, WAIT_PER_KILOTOKEN = 0.25, 0.1
+"""Seconds that the policy "timeout" waits."""
+
+
+class Fetch(NamedTuple):
+    """Pages on their way from the store."""
+
+    rid: str
+    hashes: list[bytes]
+    pages: list[int]
+    asked_at: float
+    patience: float
+
+
+class Storing(NamedTuple):
+    """Pages on their way to the store."""
+
+    hashes: list[bytes]
+    pages: list[int]
+    asked_at: float
+
+
+class StoreLink:
+    """See the module. ``ids`` number all that the worker is told."""
+
+    def __init__(self, options: ServerOptions, host: HostTier, counts: TierCounts, ids: itertools.count[int]) -> None:
+        self.state = StoreState("closed", "")
+        self._host, self._counts, self._ids = host, counts, ids
+        self._patience = options.hicache_storage_prefetch_policy
+        self._page_size = options.page_size
+        self._commands: list[Message] = []
+        self._backlog: OrderedDict[bytes, None] = OrderedDict()
+        self._storing: dict[int, Storing] = {}
+        self._pause = 0.0
+        self._again_at = 0.0
+        self._turn_at = 0.0
+        self._stored: set[bytes] = set()
+        """Of what the host has, what the store has as well."""
+        self._brought: set[bytes] = set()
+        """Of what the host has, what nobody had used since the store brought it."""
+        self._fetches: dict[int, Fetch] = {}
+        self._fetching: dict[str, int] = {}
+
+    # --- to be written ---
+
+    def remember(self, page_hash: bytes) -> None:
+        """The host has it; the store is to have it, too."""
+        if page_hash in self._stored:
+            return
+        self._backlog[page_hash] = None
+        if len(self._backlog) > BACKLOG_PAGES:
+            self._backlog.popitem(last=False)
+            self._counts.skipped += 1
+
+    def drop(self, hashes: Iterable[bytes]) -> None:
+        """These are bad, wherever they lie."""
+        hashes = list(hashes)
+        for page_hash in hashes:
+            self._backlog.pop(page_hash, None)
+            self._stored.discard(page_hash)
+        if hashes:
+            self._commands.append(DropPages(b"".join(hashes)))
+
+    def forget_backlog(self) -> None:
+        """The host has nothing any more."""
+        self._backlog.clear()
+
+    def _next_batch(self, now: float) -> None:
+        """Have the store write what it has yet to."""
+        if self._storing or not self._backlog or now < self._again_at or not self._answers(now):
+            return
+        hashes: list[bytes] = []
+        pages: list[int] = []
+        while self._backlog and len(hashes) < STORE_BATCH:
+            page_hash, _ = self._backlog.popitem(last=False)
+            page = self._host.page(page_hash)
+            if page is not None:
+                hashes.append(page_hash)
+                pages.append(page)
+        if not hashes:
+            return
+        store_id = next(self._ids)
+        self._host.pin(pages)
+        self._storing[store_id] = Storing(hashes, pages, now)
+        self._stored.update(hashes)
+        packed = pack_i32(np.array(pages, dtype=np.int32))
+        self._commands.append(StorePages(store_id, b"".join(hashes), packed))
+
+    # --- to be read ---
+
+    def prefetch(self, rid: str, hashes: list[bytes], now: float) -> None:
+        """The request waits from now on, and nobody here has these, in a row behind what somebody has."""
+        if rid in self._fetching or not self._answers(now):
+            return
+        room = self._host.num_pages // 2 - sum(len(f.pages) for f in self._fetches.values())
+        missing = hashes[: max(0, room)]
+        if len(missing) * self._page_size < LEAST_FETCH:
+            return
+        pages = self._host.reserve(len(missing))
+        fetch_id = next(self._ids)
+        tokens = len(pages) * self._page_size
+        patience = {"best_effort": 0.0, "wait_complete": LONGEST_WAIT}.get(
+            self._patience, min(LONGEST_WAIT, WAIT_BASE + WAIT_PER_KILOTOKEN * tokens / 1000)
+        )
+        missing = missing[: len(pages)]
+        self._fetches[fetch_id] = Fetch(rid, missing, pages, now, patience)
+        self._fetching[rid] = fetch_id
+        self._counts.asked += len(pages)
+        packed = pack_i32(np.array(pages, dtype=np.int32))
+        self._commands.append(FetchPages(fetch_id, b"".join(missing), packed))
+
+    def must_wait(self, rid: str, now: float) -> bool:
+        """Whether the request is not to be admitted yet, since more of it may be here soon."""
+        fetch = self._fetches.get(self._fetching.get(rid, 0))
+        return fetch is not None and now < fetch.asked_at + fetch.patience
+
+    def forget(self, rid: str) -> None:
+        """The request has ended, or begun. What is on its way for it is kept for others."""
+        self._fetching.pop(rid, None)
+
+    def take_brought(self, hashes: list[bytes]) -> int:
+        """A request uses these, which the host has; how many are here because the store brought them just now."""
+        brought = self._brought.intersection(hashes)
+        self._brought -= brought
+        return len(brought)
+
+    # --- the worker ---
+
+    def take(self, now: float) -> list[Message]:
+        """All that it has to be told. Once a turn: what has come due until ``now`` is seen to in it."""
+        self._turn_at = now
+        self._next_batch(now)
+        messages, self._commands = self._commands, []
+        return messages
+
+    def timeout(self, now: float) -> float | None:
+        """Seconds until ``take`` or ``must_wait`` says something else than now, None: not of itself."""
+        ends = [f.asked_at + f.patience for f in self._fetches.values() if f.patience and f.rid in self._fetching]
+        if self._backlog and not self._storing and self.state.breaker != "open":
+            ends.append(self._again_at)
+        # What came due since this turn began has not been seen yet.
+        left = [max(0.0, end - now) for end in ends if end > self._turn_at]
+        return min(left) if left else None
+
+    def on_state(self, state: StoreState, now: float) -> None:
+        """The worker says how it is."""
+        if self.state.breaker != "closed" and state.breaker == "closed":
+            self._pause, self._again_at = 0.0, now
+        self.state = state
+
+    def on_stored(self, event: PagesStored, now: float) -> None:
+        """A batch is over."""
+        hashes, pages, _ = self._storing.pop(event.id)
+        self._host.unpin(pages)
+        self._counts.stored += event.count
+        self._counts.store_seconds += event.seconds
+        if event.error:
+            # Once more, as far as the host has them by then.
+            self._stored.difference_update(hashes)
+            self._backlog.update(dict.fromkeys(hashes))
+            self._pause = min(MOST_PAUSE, 2 * self._pause or FIRST_PAUSE)
+            self._again_at = now + self._pause
+        else:
+            self._pause = 0.0
+        self._prune()
+
+    def on_fetched(self, event: PagesFetched) -> None:
+        """What there was has come."""
+        fetch = self._fetches.pop(event.id)
+        came = fetch.hashes[: event.count]
+        self._host.settle(fetch.pages, came)
+        # What it lacks it may have had, and lost: once somebody has computed it, it is to have it again.
+        self._stored.difference_update(fetch.hashes[event.count :])
+        self._stored.update(came)
+        self._brought.update(came)
+        self._counts.fetched += event.count
+        self._counts.fetch_seconds += event.seconds
+        if self._fetching.get(fetch.rid) == event.id:
+            del self._fetching[fetch.rid]
+        self._prune()
+
+    def _prune(self) -> None:
+        """Both sets are of what the host has; that it has no more is found out now and then."""
+        if len(self._stored) > 2 * self._host.num_pages:
+            self._stored = {page_hash for page_hash in self._stored if page_hash in self._host}
+        if len(self._brought) > 2 * self._host.num_pages:
+            self._brought = {page_hash for page_hash in self._brought if page_hash in self._host}
+
+    # --- for people ---
+
+    def _silence(self, now: float) -> float:
+        """Seconds for which it has owed an answer."""
+        asked = [fetch.asked_at for fetch in self._fetches.values()]
+        asked += [storing.asked_at for storing in self._storing.values()]
+        return now - min(asked) if asked else 0.0
+
+    def _answers(self, now: float) -> bool:
+        return self.state.breaker != "open" and self._silence(now) < STALL_SECONDS
+
+    def problem(self, now: float) -> str:
+        """What somebody should look after, "" for nothing."""
+        silence = self._silence(now)
+        if silence >= STALL_SECONDS:
+            return f"the KV store has not answered for {silence:.0f} s; serving goes on without it"
+        if self.state.breaker == "closed":
+            return ""
+        return f"the KV store is left alone for a while, serving goes on without it: {self.state.reason}"
+
+    @property
+    def fetching(self) -> int:
+        """Requests' pages on their way, by request."""
+        return len(self._fetches)
+
+    @property
+    def backlog(self) -> int:
+        """Pages that it has yet to write, those under way not among them."""
+        return len(self._backlog)
+
+    def metrics(self) -> StoreMetrics:
+        """For the HTTP process."""
+        state = self.state
+        tokens = state.pages * self._page_size if state.pages >= 0 else None
+        nbytes = state.nbytes if state.nbytes >= 0 else None
+        return StoreMetrics(state.breaker, tokens, nbytes, state.bad_pages, state.evicted_pages)
