@@ -97,12 +97,13 @@ class RadixCache(BasePrefixCache):
             return pos // TOKEN_BYTES
         return self._usable(np.concatenate(found))
 
-    def insert(self, tokens: I32, slots: I32, extra_key: str = "") -> int:
+    def insert(self, tokens: I32, slots: I32, extra_key: str = "", priority: int = 0) -> int:
         if len(tokens) % self.page_size or len(tokens) != len(slots):
             raise UnalignedLength(f"{len(tokens)} tokens in {len(slots)} slots, pages of {self.page_size}")
         path = self._walk(self._root, self._key(tokens), extra_key)
         known = path.slots.size
         self._extend(self._root, path, self._key(tokens), slots, extra_key)
+        self._raise_priority(path.nodes, priority)
         self._touch(path.nodes)
         return known
 
@@ -146,14 +147,15 @@ class RadixCache(BasePrefixCache):
     def protected_size(self) -> int:
         return self._protected
 
-    def hold(self, row: int, match: PrefixMatch, extra_key: str) -> KVHold:
+    def hold(self, row: int, match: PrefixMatch, extra_key: str, priority: int = 0) -> KVHold:
         path = list(match.node.path_up())
         matched = match.slots.size
         if path[-1] is not self._root or sum(node.num_tokens for node in path) != matched:
             raise StaleMatch(f"a match of {matched} tokens was evicted before it was held")
         self._lock(path)
+        self._raise_priority(path[:-1], priority)
         self.req_to_token.table[row, :matched] = match.slots
-        hold = KVHold(row, extra_key, match.node, cached_len=matched, kv_len=matched)
+        hold = KVHold(row, extra_key, match.node, cached_len=matched, kv_len=matched, priority=priority)
         if (windows := self.allocator.windows) is not None:
             first = windows.first_page(matched)
             windows.begin(hold.window, first, self._pages(hold, first, matched // self.page_size))
@@ -172,6 +174,7 @@ class RadixCache(BasePrefixCache):
         path = self._walk(hold.node, key, hold.extra_key)
         known = path.slots
         self._extend(hold.node, path, key, row[start:end], hold.extra_key)
+        self._raise_priority(path.nodes, hold.priority)
         self._touch(path.nodes)
         self._lock(path.nodes)
         hold.node, hold.cached_len = path.nodes[-1], end
@@ -321,6 +324,7 @@ class RadixCache(BasePrefixCache):
         num = at // TOKEN_BYTES
         upper = TreeNode(parent, node.edge, node.key[:at], node.slots[:num], node.created)
         upper.lock_ref, upper.last_access, upper.hit_count = node.lock_ref, node.last_access, node.hit_count
+        upper.priority = node.priority
         if node.hashes is not None:
             pages = num // self.page_size
             upper.hashes, node.hashes = node.hashes[:pages], node.hashes[pages:]
@@ -353,6 +357,13 @@ class RadixCache(BasePrefixCache):
             node.last_access = self._now
         if nodes and nodes[-1].is_evictable:
             self._heap.push(nodes[-1])
+
+    def _raise_priority(self, nodes: list[TreeNode], priority: int) -> None:
+        """What a request uses is worth as much as the request. Before the nodes are touched or while they are locked,
+        so that the heap learns of it.
+        """
+        for node in nodes:
+            node.priority = max(node.priority, priority)
 
     def _lock(self, nodes: list[TreeNode]) -> None:
         for node in nodes:

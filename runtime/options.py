@@ -156,7 +156,9 @@ class ServerOptions:
     disable_radix_cache
         Keep no prefix of finished requests.
     radix_eviction_policy
-        Which cached prefixes go first when memory is short.
+        Which cached prefixes go first when memory is short: lru (least recently used), lfu (least often found), fifo
+        (oldest), mru (most recently used), priority (of the lowest "priority" of requests), slru (what nobody came back
+        for, then what somebody did). Among equals the least recently used.
     enable_hierarchical_cache
         Keep computed prefixes in host memory as well, the second tier, when the KV pool has no room for them.
     hicache_ratio
@@ -320,7 +322,7 @@ class ServerOptions:
     fair_scheduling: bool = False
     schedule_conservativeness: float = 1.0
     disable_radix_cache: bool = False
-    radix_eviction_policy: Literal["lru", "lfu", "fifo", "mru"] = "lru"
+    radix_eviction_policy: Literal["lru", "lfu", "fifo", "mru", "priority", "slru"] = "lru"
     enable_hierarchical_cache: bool = False
     hicache_ratio: float = 2.0
     hicache_size: float = 0.0

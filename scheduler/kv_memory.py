@@ -94,6 +94,7 @@ class KVMemory:
         self._table = ReqToTokenPool(options.max_running_requests, context_length + 2)
         self._cache = make_prefix_cache(options, self._allocator, self._table, tiers)
         self._holds: set[KVHold] = set()
+        self._worth = -1 if options.schedule_low_priority_values_first else 1
         self.newest_step = 0
         """The newest step that was planned: it and those before it may touch all that is in use now."""
         self.let_go_step = 0
@@ -155,7 +156,7 @@ class KVMemory:
         if fits:
             row = self._table.alloc()
             assert row is not None
-            req.hold = self._cache.hold(row, match, req.msg.extra_key)
+            req.hold = self._cache.hold(row, match, req.msg.extra_key, self._worth * req.msg.priority)
             req.hold.verified = verified
             self._holds.add(req.hold)
             if windows is not None:
