@@ -17,7 +17,7 @@ import msgspec
 from ..errors import BenchError
 from .hit_rates import HitRate, draw, hit_rate, make_jobs, table, totals
 from .options import CacheBenchOptions
-from .queue import measure_queue
+from .queue import QueueTimes, measure_queue
 from .workload import write_workload
 
 Times = dict[str, list[float]]
@@ -66,27 +66,32 @@ def _speeds(options: CacheBenchOptions) -> int:
             if options.vllm_python is not None:
                 script = Path(__file__).with_name("vllm_side.py")
                 _gather(theirs, [str(options.vllm_python), str(script), str(load)])
-    print(
-        f"A tree of {options.cached_tokens:,} tokens, pages of {options.page_size}; medians of {options.rounds} rounds.\n"
-    )
+    size = f"{options.cached_tokens:,} tokens, pages of {options.page_size}"
+    print(f"A tree of {size}; medians of {options.rounds} rounds.\n")
     print("| µs | pdserve | P99 | bar | vLLM | times as fast |\n|---|---:|---:|---:|---:|---:|")
     for row in ROWS:
         mine, other = statistics.median(ours[row.key]), theirs.get(row.other or "")
         their = statistics.median(other) if other else None
         _print(row.what.format(**asdict(options)), mine, _p99(ours[row.key]), row.bar, their)
     queue = measure_queue(options)
-    step, brute = statistics.median(queue.step), statistics.median(queue.brute)
-    print(
-        f"\nA step of {options.queued:,} that wait in order of longest cached prefix, of which the first few get memory, "
-        f"others lose theirs ({queue.losses} times in {len(queue.step)} steps), and what is computed is stored: "
-        f"{step / 1e3:.2f} ms (P99 {_p99(queue.step) / 1e3:.2f}, bar {LPM_BAR / 1e3:.0f}).\n"
-        f"Asking the tree for each and sorting: {brute / 1e3:.1f} ms, {brute / step:.0f} times that. All of them put in "
-        f"order at once: {statistics.median(queue.whole) / 1e3:.1f} ms. The orders were equal, {len(queue.brute)} times."
-    )
+    _tell_queue(options, queue)
     if options.output_json is not None:
         results = {"pdserve": ours, "vllm": theirs, "queue": queue._asdict()}
         options.output_json.write_bytes(msgspec.json.encode(results))
     return 0
+
+
+def _tell_queue(options: CacheBenchOptions, queue: QueueTimes) -> None:
+    step, brute, whole = (statistics.median(times) / 1e3 for times in (queue.step, queue.brute, queue.whole))
+    print(f"\n{options.queued:,} requests wait, in order of longest cached prefix:\n")
+    print("| ms | median | P99 | bar |\n|---|---:|---:|---:|")
+    what = (
+        f"a step: a few get memory ({queue.losses} evictions in {len(queue.step)} steps), what they compute is stored"
+    )
+    print(f"| {what} | {step:.2f} | {_p99(queue.step) / 1e3:.2f} | {LPM_BAR / 1e3:.0f} |")
+    print(f"| all of them put in order | {whole:.1f} | {_p99(queue.whole) / 1e3:.1f} | |")
+    print(f"| brute force: the tree is asked for each | {brute:.1f} | {_p99(queue.brute) / 1e3:.1f} | |")
+    print(f"\nThe order was brute force's each of {len(queue.brute)} times.")
 
 
 def _print(what: str, mine: float, p99: float, bar: float | None, their: float | None) -> None:
