@@ -46,6 +46,22 @@ class TreeListener(Protocol):
         """It gives these back to the pool, for want of memory."""
 
 
+class TreeEvents(Protocol):
+    """Who tells others which pages can be found in the tree, by their hashes."""
+
+    def seed(self) -> bytes:
+        """As a listener's; where there are both, they are the same."""
+
+    def stored(self, parent: bytes | None, hashes: Sequence[bytes], key: bytes) -> None:
+        """The tokens ``key`` (int32 as bytes) can be found behind the page ``parent``, None: at the start."""
+
+    def removed(self, hashes: Sequence[bytes]) -> None:
+        """These pages can't."""
+
+    def cleared(self) -> None:
+        """None can."""
+
+
 class RadixCache(BasePrefixCache):
     """Keeps every computed prefix until its pages are needed. Namespaces share nothing but the root."""
 
@@ -55,9 +71,11 @@ class RadixCache(BasePrefixCache):
         req_to_token: ReqToTokenPool,
         priority: Priority = lru,
         listener: TreeListener | None = None,
+        events: TreeEvents | None = None,
     ) -> None:
         super().__init__(allocator, req_to_token)
         self._listener = listener
+        self._events = events
         self._page_bytes = self.page_size * TOKEN_BYTES
         self._root = make_root()
         self._condemned = make_root()
@@ -131,8 +149,7 @@ class RadixCache(BasePrefixCache):
         goal = ceil_to_page(num_tokens, self.page_size)
         freed: list[I32] = []
         while goal > 0 and (leaf := self._heap.peek()) is not None:
-            if self._listener is not None:
-                self._tell_leaving(leaf, min(goal, leaf.num_tokens))
+            self._tell_leaving(leaf, min(goal, leaf.num_tokens))
             if goal < leaf.num_tokens:
                 freed.append(self._trim(leaf, goal))
             else:
@@ -193,6 +210,9 @@ class RadixCache(BasePrefixCache):
         top = self._root.children.pop(self._edge(self._root, key, 0, extra_key), None) if key else None
         if top is None:
             return
+        if self._events is not None:
+            for node in top.subtree():
+                self._events.removed(self.hashes_of(node))
         # Of one prefix there may be several.
         self._condemned_tops += 1
         top.edge = self._condemned_tops.to_bytes(8) + top.key[: self._page_bytes]
@@ -215,6 +235,8 @@ class RadixCache(BasePrefixCache):
             return node.lock_ref == 0 and parent is not None and (parent is root or parent.lock_ref > 0)
 
         tops = [node for node in root.subtree() if is_top(node)]
+        if self._events is not None and root is self._root:
+            self._tell_dropped(self._events, tops)
         freed = []
         for top in tops:
             assert top.parent is not None
@@ -349,6 +371,9 @@ class RadixCache(BasePrefixCache):
         self._evictable += leaf.num_tokens
         if self._listener is not None:
             self._listener.stored(self.hashes_of(leaf), own[:: self.page_size] // self.page_size)
+        if self._events is not None:
+            before = self.hashes_of(parent)
+            self._events.stored(before[-1] if before else None, self.hashes_of(leaf), leaf.key)
 
     def _touch(self, nodes: list[TreeNode]) -> None:
         """Note that a path was used just now. Only its last node can be a leaf, so only that can move in the heap."""
@@ -373,8 +398,9 @@ class RadixCache(BasePrefixCache):
             node.lock_ref += 1
 
     def hashes_of(self, node: TreeNode) -> list[bytes]:
-        """Of the node's pages, in order; those of its ancestors are found out, too. Only where there is a listener."""
-        assert self._listener is not None
+        """Of the node's pages, in order; those of its ancestors are found out, too. Only where somebody listens."""
+        seeded = self._listener or self._events
+        assert seeded is not None
         unknown = []
         while node.hashes is None and node.parent is not None:
             unknown.append(node)
@@ -383,16 +409,26 @@ class RadixCache(BasePrefixCache):
             if below.parent is not None and below.parent.hashes:
                 before = below.parent.hashes[-1]
             else:
-                before = namespace_seed(self._listener.seed(), below.edge[: -self._page_bytes])
+                before = namespace_seed(seeded.seed(), below.edge[: -self._page_bytes])
             below.hashes = chain(before, below.key, self.page_size)
             node = below
         return node.hashes or []
 
     def _tell_leaving(self, leaf: TreeNode, num_tokens: int) -> None:
-        assert self._listener is not None
         pages = num_tokens // self.page_size
-        slots = leaf.slots[-num_tokens :: self.page_size]
-        self._listener.leaving(self.hashes_of(leaf)[-pages:], slots // self.page_size)
+        if self._listener is not None:
+            slots = leaf.slots[-num_tokens :: self.page_size]
+            self._listener.leaving(self.hashes_of(leaf)[-pages:], slots // self.page_size)
+        if self._events is not None:
+            self._events.removed(self.hashes_of(leaf)[-pages:])
+
+    def _tell_dropped(self, events: TreeEvents, tops: list[TreeNode]) -> None:
+        if all(child.lock_ref == 0 for child in self._root.children.values()):
+            events.cleared()
+            return
+        for top in tops:
+            for node in top.subtree():
+                events.removed(self.hashes_of(node))
 
     def _trim(self, leaf: TreeNode, num_tokens: int) -> I32:
         """Cut the last ``num_tokens`` (whole pages, not all) off an unlocked leaf; returns their slots."""

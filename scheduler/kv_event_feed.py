@@ -1,0 +1,92 @@
+"""Publishes what the prefix cache stores and loses (``messages/kv_events.py`` says how), and replays it.
+
+Nobody is waited for: who reads too slowly misses batches, sees the gap and asks again. What comes from the sockets is
+hostile: one request of 8 bytes is all that is understood, and a turn answers few.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+import zmq
+
+from ..mem_cache.kv_events import KVEventLog
+from ..messages.kv_events import END, Frame, KVEventBatch, encode_batch, pack_seq, unpack_seq
+from ..runtime.options import ServerOptions
+
+log = logging.getLogger(__name__)
+
+REPLAYS_A_TURN = 4
+LONGEST_REQUEST = 64
+"""Bytes: anything longer ends the connection."""
+
+
+class KVEventFeed:
+    """Owner of both sockets. Raises ``zmq.ZMQError`` where an address can't be had."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], options: ServerOptions, events: KVEventLog) -> None:
+        self._events = events
+        self._topic = options.kv_events_topic.encode()
+        self._kept: deque[Frame] = deque(maxlen=options.kv_events_buffer)
+        self._next = 0
+        assert options.kv_events_endpoint is not None
+        self._pub = context.socket(zmq.PUB)
+        self._pub.linger = 0
+        self._pub.bind(options.kv_events_endpoint)
+        self.replay: zmq.Socket[bytes] | None = None
+        """Whoever has a poller registers it."""
+        if options.kv_events_replay_endpoint is not None:
+            self.replay = context.socket(zmq.ROUTER)
+            self.replay.linger = 0
+            # A whole replay is queued at once.
+            self.replay.sndhwm = options.kv_events_buffer + REPLAYS_A_TURN
+            self.replay.maxmsgsize = LONGEST_REQUEST
+            self.replay.bind(options.kv_events_replay_endpoint)
+        log.info("KV events: %s, replay: %s", options.kv_events_endpoint, options.kv_events_replay_endpoint or "none")
+
+    @property
+    def addresses(self) -> tuple[str, str | None]:
+        """Where both are bound."""
+        replay = self.replay.last_endpoint.decode() if self.replay is not None else None
+        return self._pub.last_endpoint.decode(), replay
+
+    @property
+    def newest_seq(self) -> int:
+        """Of what was published last, -1: nothing yet."""
+        return self._next - 1
+
+    def turn(self) -> None:
+        """Tell what has happened since the last one, and answer who asks for a replay."""
+        if events := self._events.take():
+            frame = Frame(self._next, encode_batch(KVEventBatch(time.time(), events)))
+            self._next += 1
+            self._kept.append(frame)
+            self._pub.send_multipart([self._topic, pack_seq(frame.seq), frame.payload], zmq.NOBLOCK)
+        if self.replay is not None:
+            for _ in range(REPLAYS_A_TURN):
+                try:
+                    asked = self.replay.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+                self._answer(self.replay, asked)
+
+    def _answer(self, socket: zmq.Socket[bytes], asked: list[bytes]) -> None:
+        try:
+            who, _, number = asked
+            first = unpack_seq(number)
+        except ValueError:
+            return
+        frames = [frame for frame in self._kept if frame.seq >= first]
+        try:
+            for frame in (*frames, Frame(END, b"")):
+                socket.send_multipart([who, b"", pack_seq(frame.seq), frame.payload], zmq.NOBLOCK)
+        except zmq.ZMQError as e:
+            log.debug("a replay was not taken: %s", e)
+
+    def close(self) -> None:
+        """Let go of the sockets."""
+        self._pub.close()
+        if self.replay is not None:
+            self.replay.close()
