@@ -120,7 +120,7 @@ class RadixCache(BasePrefixCache):
             raise UnalignedLength(f"{len(tokens)} tokens in {len(slots)} slots, pages of {self.page_size}")
         path = self._walk(self._root, self._key(tokens), extra_key)
         known = path.slots.size
-        self._extend(self._root, path, self._key(tokens), slots, extra_key)
+        self._extend(self._root, path, self._key(tokens), slots, extra_key, priority)
         self._raise_priority(path.nodes, priority)
         self._touch(path.nodes)
         return known
@@ -190,7 +190,7 @@ class RadixCache(BasePrefixCache):
         key = self._key(tokens[start:end])
         path = self._walk(hold.node, key, hold.extra_key)
         known = path.slots
-        self._extend(hold.node, path, key, row[start:end], hold.extra_key)
+        self._extend(hold.node, path, key, row[start:end], hold.extra_key, hold.priority)
         self._raise_priority(path.nodes, hold.priority)
         self._touch(path.nodes)
         self._lock(path.nodes)
@@ -356,7 +356,7 @@ class RadixCache(BasePrefixCache):
         upper.children[node.edge] = node
         return upper
 
-    def _extend(self, start: TreeNode, path: Path, key: bytes, slots: I32, extra_key: str) -> None:
+    def _extend(self, start: TreeNode, path: Path, key: bytes, slots: I32, extra_key: str, priority: int) -> None:
         """Append to ``path``, walked from ``start``, a leaf for what of ``key`` and ``slots`` it does not reach."""
         known = path.slots.size
         if known == len(slots):
@@ -366,6 +366,7 @@ class RadixCache(BasePrefixCache):
         own = np.array(slots[known:], dtype=np.int32)
         own.setflags(write=False)
         leaf = TreeNode(parent, self._edge(parent, key, pos, extra_key), key[pos:], own, self._now)
+        leaf.priority = priority
         parent.children[leaf.edge] = leaf
         path.nodes.append(leaf)
         self._evictable += leaf.num_tokens

@@ -97,7 +97,8 @@ class SlowTree:
         known = sum(len(n.pages) for n in path)
         if known < len(pages):
             parent = path[-1] if path else self.root
-            parent.children.append(leaf := SlowNode(pages[known:], parent, self.clock, 0))
+            leaf = SlowNode(pages[known:], parent, self.clock, 0, priority=priority)
+            parent.children.append(leaf)
             path.append(leaf)
         self.use(path, priority=priority)
         return known
@@ -217,6 +218,21 @@ def test_evicts_what_the_policy_says(policy, steps):
     for name, *arguments in steps:
         getattr(both, name)(*arguments)
         both.check()
+
+
+def test_both_parts_of_a_prefix_that_is_divided_are_worth_the_same():
+    both = Both("priority")
+    a, b, c, d = ((n, n) for n in range(4))
+    both.put([a, b], 5)
+    both.put([c], 5)
+    both.put([d], -1)
+    both.match([a])
+    left = {(a,), (a, b), (c,), (d,)}
+    for gone in ((d,), (a, b), (c,), (a,)):
+        both.evict(1)
+        both.check()
+        left.remove(gone)
+        assert both.slow.prefixes() == left
 
 
 @pytest.mark.parametrize("low_first", [False, True])
