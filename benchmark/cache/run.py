@@ -17,7 +17,7 @@ import msgspec
 from ..errors import BenchError
 from .hit_rates import HitRate, draw, hit_rate, make_jobs, table, totals
 from .options import CacheBenchOptions
-from .queue import QueueTimes, measure_queue
+from .waiting_order import QueueTimes, measure_queue
 from .workload import write_workload
 
 Times = dict[str, list[float]]
