@@ -15,8 +15,7 @@ from .page_forecast import Held, extra_slots, moments
 from .req import Req, ReqState, Route
 
 SPREAD = 2.0
-"""Standard deviations of the use that are kept beside its mean. With 1 a tenth of the requests was retracted where
-memory was short all the time, and throughput was no higher (docs/performance.md)."""
+"""Standard deviations of the use that are kept beside its mean."""
 
 
 class Admission:

@@ -336,6 +336,20 @@ class KVMemory:
         hold.left = req.known_tokens(min(req.computed, hold.kv_len))
         self.unpin(hold)
 
+    def give_way(self, req: Req) -> None:
+        """``finish`` of a request that is going to be computed again: the host tier, if there is one, keeps its KV."""
+        hold = self.hold_of(req)
+        if self.tiers is not None and hold.verified:
+            self.tiers.keep(req, self._pages(hold, 0, self.kept_len(req)))
+        self.finish(req)
+
+    def kept_len(self, req: Req) -> int:
+        """How many of its first tokens need not be computed again, should it give way. Changes nothing."""
+        if self.tiers is None or not self.hold_of(req).verified:
+            return 0
+        pages = min(req.computed, req.known_len) // self.page_size
+        return min(pages, self.tiers.host.num_pages) * self.page_size
+
     def pin(self, req: Req) -> KVHold:
         """Keep the request's memory as it is until ``unpin``, though the request may end before."""
         hold = self.hold_of(req)

@@ -24,7 +24,7 @@ from .kv_memory import NO_RESERVE, KVMemory, Reserve
 from .policies.registry import make_policy
 from .prompt_pieces import PromptPieces
 from .req import Req, ReqState, Route
-from .retraction import Keeper, KeepsNothing, choose_victim
+from .retraction import choose_victim
 from .shared_prompts import MOST_A_TURN, SharedPrompts
 from .step_budget import StepBudget
 from .step_builder import Foresight, InFlightStep, StepBuilder
@@ -67,7 +67,6 @@ class StepPlanner:
         )
         memory.on_stored = self.waiting.stored
         self.shared_prompts = SharedPrompts(memory.page_size, enabled=not options.disable_radix_cache)
-        self.keeper: Keeper = KeepsNothing()
         self.running: dict[str, Req] = {}
         self.arriving: dict[str, Req] = {}
         self.budget = StepBudget.of(options, device, model)
@@ -199,12 +198,15 @@ class StepPlanner:
         return before._replace(slots=before.slots + output)
 
     def needed_output(self, req: Req, others: Iterable[Req] = ()) -> int:
-        """Slots that will be needed for the output of the request and of those that hold memory here: who runs, who
-        will as soon as its KV has landed, and ``others``. 0 where nobody does: one alone always fits.
+        """Slots that will be needed for the output of the request and of those that hold memory here: who runs,
+        ``others``, and who will run as soon as its KV has landed. 0 where nobody does: one alone always fits. Nor is
+        anything kept for those alone whose KV is to land: their peers may wait for what this request computes.
         """
-        landing = (r for r in self.arriving.values() if r.hold is not None)
-        holders = dict.fromkeys((*self.running.values(), *landing, *others))
-        return self.admission.reserve(holders, req) if holders else 0
+        holders = dict.fromkeys((*self.running.values(), *others))
+        if not holders:
+            return 0
+        holders |= dict.fromkeys(r for r in self.arriving.values() if r.hold is not None)
+        return self.admission.reserve(holders, req)
 
     def needed_before(self, req: Req) -> Reserve:
         """What requests need which came before this one and wait to be computed here."""
@@ -228,7 +230,7 @@ class StepPlanner:
             # those whose writer can't be stopped and does not stop; so there is a limit to the wait.
             if len(reqs) == 1 and len(self.running) == 1:
                 return True
-            victim = choose_victim(reqs, self._memory, self.keeper, self.waiting.rank)
+            victim = choose_victim(reqs, self._memory, self.waiting.rank)
             reqs.remove(victim)
             self._retract(victim)
         return False
@@ -247,15 +249,14 @@ class StepPlanner:
         if not below or not self._memory.could_admit(req, NO_RESERVE, self._memory.gives(below)):
             return
         while below and not self._memory.could_admit(req, reserve):
-            victim = choose_victim(below, self._memory, self.keeper, self.waiting.rank)
+            victim = choose_victim(below, self._memory, self.waiting.rank)
             below.remove(victim)
             self.preemptions += 1
             self._retract(victim)
             reserve = self.room_for(req)
 
     def _retract(self, req: Req) -> None:
-        self.keeper.keep(req)
-        self._memory.finish(req)
+        self._memory.give_way(req)
         del self.running[req.rid]
         req.state = ReqState.WAITING
         req.route = Route.LOCAL

@@ -177,6 +177,11 @@ class Req:
         return Tenant(self.msg.key_name, self.msg.user)
 
     @property
+    def route_told(self) -> str:
+        """Which leg it is, or was: a request that was handed over and retracted is computed here now."""
+        return str(Route.INCOMING if self.timing.timeline is not None else self.route)
+
+    @property
     def total_len(self) -> int:
         """Prompt and output tokens, those not yet known included."""
         return self.known_len + self.pending

@@ -47,11 +47,6 @@ from .turns import Turns
 log = logging.getLogger(__name__)
 
 
-def _route_told(req: Req) -> str:
-    """Which leg it is, or was: a request that was handed over and retracted is computed here now."""
-    return str(Route.INCOMING if req.timing.timeline is not None else req.route)
-
-
 class Scheduler:
     """See the module."""
 
@@ -217,7 +212,7 @@ class Scheduler:
         log.debug("fails with %d: %s", status, message, extra={"rid": req.rid})
         self._tell(req)
         self.leave(req, ReqState.FAILED)
-        self.outbox.error(ReqError(req.rid, status, message, kind, route=_route_told(req)))
+        self.outbox.error(ReqError(req.rid, status, message, kind, route=req.route_told))
 
     def leave(self, req: Req, state: ReqState) -> None:
         """Take the request out of every queue, and let go of its memory, silently; a second time is an error."""
@@ -243,7 +238,7 @@ class Scheduler:
             cached_tokens=req.cached_tokens,
             timing=req.timing,
             retractions=req.retractions,
-            route=_route_told(req),
+            route=req.route_told,
         )
 
     # --- steps ---

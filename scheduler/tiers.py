@@ -4,6 +4,7 @@
 
     computed, shared ──(write_through, or its second use)──▶ host ──▶ store
     evicted from the pool ──(write_back, write_through)────▶ host ──▶ store
+    a running request is retracted ────────────────────────▶ host ──▶ store
     a request arrives: what neither pool nor host have of it ◀── store, into host pages (prefetch)
     a request is admitted: what the host has behind the cached prefix ──▶ pool, before the step that needs it
 
@@ -166,6 +167,12 @@ class KVTiers:
         """The tree is about to give them back; what overwrites them is computed by the next step at the soonest."""
         if self._policy != "write_through_selective":
             self._save(hashes, pages, self._before)
+
+    def keep(self, req: Req, pages: I32) -> None:
+        """The request gives way, these are its first pages: it comes back for them, whatever the policy says of others.
+        What it lets go of may be overwritten by the next step at the soonest.
+        """
+        self._save(self.hashes(req, len(pages) * self._page_size), pages, self._before)
 
     def condemned(self, req: Req) -> None:
         """What the request computed, or began with, is bad, from whichever page on."""

@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support import machine
+from support import machine, sampling
 
 # How long examples take, to make or to run, says how busy the machine is: two test files run at a time. Every test has
 # a limit of its own.
@@ -31,14 +31,17 @@ def pytest_configure(config: pytest.Config) -> None:
     machine.slowness()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every test's own limit is stretched like those inside it; the files that take longest come first.
+    """Grids are sampled; each test's own limit is stretched like those inside it; what takes longest comes first.
 
     Two workers take file after file in this order (``--no-loadscope-reorder``). Without it files of few tests come
     last, which are those of real processes: one worker would be idle while the other is at the longest of all.
     """
     items.sort(key=lambda item: "e2e" not in item.path.parts)
     for item in items:
+        if not sampling.is_in_sample(item):
+            item.add_marker(pytest.mark.slow)
         marker = item.get_closest_marker("timeout")
         seconds = marker.args[0] if marker else float(config.getini("timeout"))
         item.add_marker(pytest.mark.timeout(machine.limit(seconds)), append=False)

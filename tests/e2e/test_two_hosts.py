@@ -16,13 +16,15 @@ pytestmark = pytest.mark.timeout(300)
 TESTS = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("engine", ["cpu", "torch"])
-def test_two_hosts_answer_as_one(engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "size"), [("cpu", 4), ("torch", 2), pytest.param("torch", 4, marks=pytest.mark.slow)]
+)
+def test_two_hosts_answer_as_one(engine: str, size: int, tmp_path: Path) -> None:
     """And the death of any rank, on either host, ends both by name; see ``support/two_hosts.py``."""
     if reason := why_not():
         pytest.skip(f"no network namespaces here: {reason}")
     model = ",".join(tiny_args(tmp_path / "model"))
-    argv = [*inside(), sys.executable, "-m", "support.two_hosts", model, engine, str(tmp_path)]
+    argv = [*inside(), sys.executable, "-m", "support.two_hosts", model, engine, str(size), str(tmp_path)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=limit(200), check=False)
     logs = "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(tmp_path.glob("*.log")))

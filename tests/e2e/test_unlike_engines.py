@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.processes import Launched, launched, pd_pair
+from support.processes import ONE_THREAD, Launched, launched, pd_pair
 
 from pdserve.model_runner.kernels.build import ISA_VARIABLE, levels_here
 
@@ -38,7 +38,7 @@ def crowd_of(server: Launched, at_once: int) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory, tiny_args: Sequence[str]) -> list[list[int]]:
     folder = tmp_path_factory.mktemp("reference")
-    with launched(folder, "reference", "server", *tiny_args, *ENGINES["torch"]) as server:
+    with launched(folder, "reference", "server", *tiny_args, *ENGINES["torch"], *ONE_THREAD) as server:
         server.wait_healthy()
         return outputs(server)
 
@@ -59,14 +59,14 @@ def test_float32_gives_the_tokens_of_one_instance(tmp_path, tiny_args, reference
 def test_quantised_kv_gives_the_tokens_of_one_instance(tmp_path, tiny_args, kv_dtype) -> None:
     """Computed at once, again from the prefix cache, and where memory is so short that requests are retracted."""
     args, short = (*tiny_args, "--kv-cache-dtype", kv_dtype), ("--max-total-tokens", "256")
-    with launched(tmp_path, "unified", "server", *args, *ENGINES["cpu"]) as server:
+    with launched(tmp_path, "unified", "server", *args, *ENGINES["cpu"], *ONE_THREAD) as server:
         server.wait_healthy()
         reference = outputs(server)
         assert outputs(server) == reference
         crowd = crowd_of(server, at_once=1)
         assert server.info()["kv_layout"]["groups"][0]["scale_dtype"] == "float32"
     bold = ("--schedule-conservativeness", "0.01")
-    with launched(tmp_path, "small", "server", *args, *ENGINES["cpu"], *short, *bold) as server:
+    with launched(tmp_path, "small", "server", *args, *ENGINES["cpu"], *ONE_THREAD, *short, *bold) as server:
         server.wait_healthy()
         assert crowd_of(server, at_once=8) == crowd
         assert server.info()["retractions"] > 0
@@ -77,7 +77,7 @@ def test_quantised_kv_gives_the_tokens_of_one_instance(tmp_path, tiny_args, kv_d
         pair.assert_all_returned()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_prefill_of_the_lowest_level_hands_over_to_the_best(tmp_path, tiny_args, reference, dtype) -> None:
     args = [*tiny_args[: tiny_args.index("--dtype")], "--dtype", dtype]
     best, lowest = levels_here()[0].name, levels_here()[-1].name

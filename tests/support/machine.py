@@ -2,6 +2,8 @@
 
 A limit in a test tells a hang from slow work. Written for one machine it fails on a slower one, and written for the
 slowest it notices a hang late: so every limit goes through ``limit()``, which stretches it by one measured factor.
+
+Processes that tests start import this for a limit: torch, which is most of a second, only what measures or asks.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from functools import cache
 from pathlib import Path
 
 from pdserve.model_runner.kernels.build import LEVELS, BuildError, choose_level, levels_here
-from pdserve.model_runner.kernels.library import fetch_hint
 
 VARIABLE = "PDSERVE_TEST_SLOWNESS"
 """How the process that measures tells those that it starts: xdist's workers, and tests in processes of their own."""
@@ -86,6 +87,8 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def kernels() -> str:
     """The level that the kernels run at in this process and its children, and how they fetch weights."""
+    from pdserve.model_runner.kernels.library import fetch_hint
+
     try:
         return f"{choose_level().name}, weights fetched with hint {fetch_hint().name.lower().replace('_', '-')}"
     except BuildError as e:

@@ -1,6 +1,7 @@
-"""One instance on two hosts of our own, against the same one on a single host: run inside a new network namespace.
+"""One instance on two hosts of our own, against one rank alone: run inside a new network namespace.
 
-``python -m support.two_hosts MODEL ENGINE FOLDER``: MODEL are the arguments of ``tiny_args``, with commas in between.
+``python -m support.two_hosts MODEL ENGINE SIZE FOLDER``: MODEL are the arguments of ``tiny_args``, with commas in
+between, SIZE the ranks of both hosts together.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from chaos.hosts import Host, hosts
 
-from support.processes import Launched, free_ports, wait_until
+from support.processes import ONE_THREAD, Launched, free_ports, wait_until
 
 PROMPTS = [[(7 * i * i + 13 * i + n) % 40000 + 10 for i in range(length)] for n, length in enumerate((5, 33, 300))]
 SAMPLINGS = ({"temperature": 0}, {"temperature": 0.9, "sampling_seed": 3})
@@ -24,18 +25,18 @@ SOON_OVER = {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}
 HASTY = {"RES_OPTIONS": "timeout:1 attempts:1"}
 """Nobody in here knows names, and torch asks for those of its peers."""
 MEETING_PORT = 29500
-# Each has two ranks where there are two cores for both hosts.
-SIZE = 4
+ONE_EACH = 2
+"""Ranks, where more of them would only take longer to start: most of that is what each of them imports."""
 
 
-def start(host: Host, node: int, lead: Host, args: list[str], folder: Path, nodes: int = 2) -> Launched:
-    """One host's part of the instance."""
+def start(host: Host, node: int, lead: Host, args: list[str], folder: Path, size: int = ONE_EACH) -> Launched:
+    """One host's part of the instance, which has ``size`` ranks; the whole of it where that is one."""
     port = free_ports(1)[0]
-    own = ["server", *args, "--host", host.address, "--port", str(port), "--tp-size", str(SIZE)]
-    if nodes > 1:
-        own += ["--nnodes", str(nodes), "--node-rank", str(node)]
+    own = ["server", *args, "--host", host.address, "--port", str(port), "--tp-size", str(size)]
+    if size > 1:
+        own += ["--nnodes", "2", "--node-rank", str(node)]
         own += ["--dist-init-addr", f"{lead.address}:{MEETING_PORT}"]
-    log = folder / f"host{node}-{nodes}.log"
+    log = folder / f"host{node}-{size}.log"
     server = Launched(own, port, log, host=host.address, enter=host.enter, env=os.environ | HASTY)
     server.start()
     return server
@@ -59,26 +60,26 @@ def answers(server: Launched) -> list[list[int]]:
 
 def main() -> None:
     """See the module; ends with a traceback where anything is not as it should be."""
-    model, engine, folder = sys.argv[1].split(","), sys.argv[2], Path(sys.argv[3])
+    model, engine, size, folder = sys.argv[1].split(","), sys.argv[2], int(sys.argv[3]), Path(sys.argv[4])
     args = [*model, "--attention-backend", engine]
     with ExitStack() as stack:
         first, second = stack.enter_context(hosts(["first", "second"])).values()
 
         both = list(enumerate((first, second)))
 
-        def together() -> tuple[Launched, Launched]:
-            servers = tuple(start(host, node, first, args, folder) for node, host in both)
+        def together(size: int = ONE_EACH) -> tuple[Launched, Launched]:
+            servers = tuple(start(host, node, first, args, folder, size) for node, host in both)
             for server in servers:
                 stack.callback(end, server)
             servers[0].wait_healthy()
             return servers[0], servers[1]
 
-        alone = start(first, 0, first, args, folder, nodes=1)
+        alone = start(first, 0, first, [*args, *ONE_THREAD], folder, size=1)
         stack.callback(end, alone)
         alone.wait_healthy()
         expected = answers(alone)
         end(alone)
-        lead, other = together()
+        lead, other = together(size)
         assert answers(lead) == expected
         if engine == "cpu":
             how_they_end(together, lead, other)
@@ -88,13 +89,7 @@ def main() -> None:
 
 def how_they_end(together: Callable[[], tuple[Launched, Launched]], lead: Launched, other: Launched) -> None:
     """The death of any rank, on either host, ends both by name; a stop of the first host ends both in good order."""
-    # While nothing runs.
-    other.family()["worker-3"].send_signal(signal.SIGKILL)
-    wait_until(lambda: ended(other) and ended(lead), 10, "both hosts end")
-    assert "process worker-3 was killed by SIGKILL" in other.log(), other.log()
-    assert "--node-rank 1 of the instance is gone" in lead.log(), lead.log()
-    lead, other = together()
-    # While something does.
+    # While something runs.
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(lead.post, "/generate", {"input_ids": PROMPTS[2], "sampling_params": ENDLESS})
         wait_until(lambda: lead.info()["counters"]["decode_tokens"] > 5, 20, "a stream runs")
@@ -103,6 +98,12 @@ def how_they_end(together: Callable[[], tuple[Launched, Launched]], lead: Launch
         assert answer.result().status_code == 503
     assert "process worker-1 was killed by SIGKILL" in lead.log(), lead.log()
     assert "--node-rank 0 of the instance is gone" in other.log(), other.log()
+    lead, other = together()
+    # While nothing does.
+    other.family()["worker-1"].send_signal(signal.SIGKILL)
+    wait_until(lambda: ended(other) and ended(lead), 10, "both hosts end")
+    assert "process worker-1 was killed by SIGKILL" in other.log(), other.log()
+    assert "--node-rank 1 of the instance is gone" in lead.log(), lead.log()
     lead, other = together()
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(lead.post, "/generate", {"input_ids": PROMPTS[2], "sampling_params": SOON_OVER})

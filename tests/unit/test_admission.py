@@ -10,12 +10,14 @@ import random
 import numpy as np
 import pytest
 from support.sim import SimInstance, make_options, reference_output
+from support.sim_tiers import TieredSim
 
 from pdserve.scheduler.admission import Admission
 from pdserve.scheduler.output_lengths import CLIP, MEMORY, OutputLengths
 from pdserve.scheduler.page_forecast import Held, extra_slots, moments
 from pdserve.scheduler.req import Req, Route
-from pdserve.scheduler.retraction import KeepsNothing, choose_victim
+from pdserve.scheduler.retraction import choose_victim
+from pdserve.scheduler.tiers import KVTiers
 
 ONE = np.array([1.0])
 
@@ -214,33 +216,62 @@ def test_the_victim_is_the_cheapest_a_page_and_never_the_oldest():
         again = req.total_len - (memory.hold_of(req).kv_len - private)
         return again / (memory.pages_up(private) // memory.page_size)
 
-    chosen = choose_victim(list(reqs.values()), memory, KeepsNothing())
+    chosen = choose_victim(list(reqs.values()), memory)
     assert chosen.rid != "old"
     assert price(chosen) == min(price(r) for r in reqs.values() if r.rid != "old")
-    assert choose_victim(list(reversed(list(reqs.values()))), memory, KeepsNothing()) is chosen
-    assert choose_victim([reqs["old"]], memory, KeepsNothing()) is reqs["old"]
+    assert choose_victim(list(reversed(list(reqs.values()))), memory) is chosen
+    assert choose_victim([reqs["old"]], memory) is reqs["old"]
 
 
-def test_what_is_kept_elsewhere_makes_a_victim_cheap():
-    class Keeps(KeepsNothing):
-        def __init__(self, whose: str) -> None:
-            self.whose = whose
-            self.kept: list[str] = []
-
-        def would_keep(self, req: Req) -> int:
-            return req.total_len - 1 if req.rid == self.whose else 0
-
-        def keep(self, req: Req) -> None:
-            assert req.hold is not None  # it still has it
-            self.kept.append(req.rid)
-
+def test_what_the_host_keeps_makes_a_victim_cheap(monkeypatch):
     sim = started(("old", [1]), ("a", [2, 3, 4]), ("long", list(range(60))))
-    reqs = running_reqs(sim)
+    reqs, memory = running_reqs(sim), sim.scheduler.memory
     for rid in ("a", "long"):
-        assert choose_victim(reqs, sim.scheduler.memory, Keeps(rid)).rid == rid
-    small = SimInstance(make_options(max_total_tokens=64, schedule_conservativeness=0.01))
-    small.scheduler.planner.keeper = keeper = Keeps("r3")
-    for i in range(6):
-        small.submit(f"r{i}", [i, 1, 2, 7], max_new_tokens=30)
-    small.run_until_idle()
-    assert small.scheduler.planner.retractions == len(keeper.kept) > 0
+        monkeypatch.setattr(memory, "kept_len", lambda req, rid=rid: req.total_len - 1 if req.rid == rid else 0)
+        assert choose_victim(reqs, memory).rid == rid
+
+
+def gave_way(policy: str) -> TieredSim:
+    """Six requests on a pool for three of them, and what became of those that had to give way."""
+    sim = TieredSim(
+        200,
+        store=False,
+        max_total_tokens=64,
+        schedule_conservativeness=0.01,
+        hicache_write_policy=policy,
+    )
+    prompts = {f"r{i}": [i, 1, 2, 7, 5] for i in range(6)}
+    for rid, prompt in prompts.items():
+        sim.submit(rid, prompt, max_new_tokens=30)
+    sim.settle()
+    assert all(sim.tokens[rid] == reference_output(prompt, 30) for rid, prompt in prompts.items())
+    assert sim.scheduler.planner.retractions > 0
+    return sim
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_who_gave_way_finds_its_kv_in_the_host_tier(policy):
+    sim = gave_way(policy)
+    assert sim.tiers.counts.loaded > 0
+    # Nothing but the last page of each, and the token that is sampled from.
+    assert sim.scheduler.counters.recomputed_tokens <= sim.scheduler.planner.retractions * (sim.options.page_size + 1)
+
+
+def test_without_keeping_it_there_it_is_computed_again(monkeypatch):
+    """The mistake that the test above is to find: a policy that keeps what is used twice keeps none of it."""
+    monkeypatch.setattr(KVTiers, "keep", lambda self, req, pages: None)
+    sim = gave_way("write_through_selective")
+    page = sim.options.page_size
+    assert sim.scheduler.counters.recomputed_tokens > sim.scheduler.planner.retractions * (page + 1)
+
+
+def test_kv_of_a_peer_that_is_not_verified_is_not_kept():
+    sim = TieredSim(200, store=False)
+    sim.submit("a", range(20), max_new_tokens=9)
+    sim.plan()
+    sim.work()
+    req, memory = sim.scheduler.reqs["a"], sim.scheduler.memory
+    assert memory.kept_len(req) >= 16
+    memory.hold_of(req).verified = False
+    assert memory.kept_len(req) == 0
+    sim.settle()

@@ -137,6 +137,7 @@ def attend_in_float64(case: Case, layer: int = 1, rule: Rule = PLAIN) -> Tensor:
     return torch.cat(outs)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("page_size", [1, 4, 16, 48])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -194,6 +195,7 @@ def test_equals_float64_for_random_sizes_and_strides(
     torch.testing.assert_close(out_THD.double(), attend_in_float64(case, rule=rule), atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("window", [1, 2, 16, 127, 128, 129, 256, 257, 300, 10**6])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", PASSES)
@@ -255,6 +257,7 @@ def test_nan_in_a_query_stays_in_its_row_and_scores_may_be_huge() -> None:
     assert torch.equal(broken[1], clean[1])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("threads", [2, 3, 5])
 @pytest.mark.parametrize("group", [13, 16, 24, 32])
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -112,6 +112,7 @@ def run_all(runner: ModelRunner) -> list[torch.Tensor]:
     return [runner.forward(make_batch(table, entries)).clone() for entries in PASSES]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("name", ["heads-64", "heads-16", "biased", "qwen2", "qwen3", "glm"])
 def test_float32_is_the_torch_model(tmp_path: Path, name: str, threads: int) -> None:

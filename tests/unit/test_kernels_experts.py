@@ -174,6 +174,7 @@ def noise(ours: Tensor, exact: Tensor) -> float:
     return float((ours - exact).square().mean() / exact.square().mean())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_float32_is_float64_but_for_rounding(name: str, threads: int) -> None:
@@ -184,6 +185,7 @@ def test_float32_is_float64_but_for_rounding(name: str, threads: int) -> None:
     torch.testing.assert_close(ours, exact, rtol=3e-4, atol=3e-4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", SPECS)
 def test_bfloat16_is_near(name: str, threads: int) -> None:
@@ -197,6 +199,7 @@ KINDS: list[Kinds] = [(kind, kind) for kind in FORMATS]
 MIXED: list[Kinds] = [(Kind.Q4_K, Kind.Q6_K), (Kind.Q4_K, Kind.Q5_0), (None, Kind.Q8_0), (Kind.Q8_0, None)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kinds", KINDS + MIXED, ids=str)
 def test_quantised_experts_are_their_blocks(kinds: Kinds, dtype: torch.dtype) -> None:
@@ -256,6 +259,7 @@ INVARIANT = {name: (MODELS[name], (None, None)) for name in MODELS} | {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", INVARIANT)
 def test_a_token_depends_on_its_text_alone_to_the_last_bit(name: str, dtype: torch.dtype) -> None:

@@ -88,6 +88,7 @@ def attend_in_float64(case: Case) -> Tensor:
     return torch.cat(outs)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("shape", list(SHAPES))

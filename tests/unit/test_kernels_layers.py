@@ -394,6 +394,7 @@ def exact_logits(model: Model, engine: Engine, places: list[tuple[int, int]]) ->
     return compute_exactly(model, engine, places).logits
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("name", ALL)
 def test_float32_is_float64_but_for_rounding(name: str, threads: int) -> None:
@@ -405,6 +406,7 @@ def test_float32_is_float64_but_for_rounding(name: str, threads: int) -> None:
     torch.testing.assert_close(torch.stack(list(found.values())).double(), exact, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", ALL)
 def test_bfloat16_is_near(name: str, threads: int) -> None:
@@ -416,6 +418,7 @@ def test_bfloat16_is_near(name: str, threads: int) -> None:
     assert noise < 1e-3
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ALL)
 def test_a_token_depends_on_its_text_alone_to_the_last_bit(name: str, dtype: torch.dtype) -> None:

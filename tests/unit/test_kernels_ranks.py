@@ -135,6 +135,7 @@ def assert_same(found: dict[tuple[int, int], Tensor], expected: dict[tuple[int, 
         torch.testing.assert_close(found[place], logits, atol=off, rtol=off)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SHARED)
 @pytest.mark.parametrize(("size", "threads"), [(2, 1), (4, 1), (2, 2)])
 def test_ranks_compute_what_one_computes(name: str, size: int, threads: int) -> None:

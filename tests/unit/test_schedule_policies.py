@@ -14,7 +14,7 @@ from support.sim import SimInstance, make_generate, make_options, reference_outp
 from support.sim_machine import Machine, TimedSim
 
 from pdserve.messages.requests import AbortReq
-from pdserve.scheduler.kv_memory import KVMemory, PoolSizes
+from pdserve.scheduler.kv_memory import NO_RESERVE, KVMemory, PoolSizes
 from pdserve.scheduler.policies.by_prefix import HeaviestPrefixFirst, LongestPrefixMatch
 from pdserve.scheduler.policies.by_remaining import PATIENCE, ShortestRemainingFirst
 from pdserve.scheduler.policies.registry import make_policy
@@ -36,7 +36,7 @@ def make_memory(tokens: int = 96, rows: int = 64) -> KVMemory:
 
 def run_through(memory: KVMemory, req: Req) -> None:
     """Compute a request and leave its prefix in the tree."""
-    assert memory.admit(req, 0, prefix_limit=req.longest_reusable_prefix)
+    assert memory.admit(req, NO_RESERVE, prefix_limit=req.longest_reusable_prefix)
     req.computed = req.known_len
     memory.share(req, req.computed)
     memory.finish(req)

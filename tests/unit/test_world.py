@@ -43,6 +43,7 @@ def explored(seconds: float = SEARCH_SECONDS, **scene) -> Found:
     return explore(lambda: TwoRooms(**scene), seconds=seconds)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
 @pytest.mark.parametrize("window", [NO_WINDOW, WINDOW], ids=["one group", "windows"])
@@ -52,6 +53,7 @@ def test_where_nothing_goes_wrong_nothing_fails(modes, rules, window) -> None:
     assert campaign.outcomes["finished"] > 300
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
 @pytest.mark.parametrize(("seed", "window"), [(1, NO_WINDOW), (2, NO_WINDOW), (3, WINDOW)])
@@ -62,6 +64,7 @@ def test_whatever_goes_wrong_nothing_is_lost(modes, rules, seed, window) -> None
     assert campaign.faults.total() > 5
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
 @pytest.mark.parametrize("window", [NO_WINDOW, WINDOW], ids=["one group", "windows"])
@@ -72,6 +75,7 @@ def test_a_running_request_goes_on_elsewhere(modes, rules, window) -> None:
     assert campaign.outcomes["finished"] > 250
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
 @pytest.mark.parametrize(("seed", "window"), [(1, NO_WINDOW), (3, NO_WINDOW), (2, WINDOW)])
@@ -83,6 +87,7 @@ def test_whatever_goes_wrong_a_request_is_not_lost_on_its_way(modes, rules, seed
     assert campaign.faults.total() > 5
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize(("faults", "window"), [(0, NO_WINDOW), (8, NO_WINDOW), (0, WINDOW), (8, WINDOW)])
 def test_kv_that_is_given_back_is_right_or_not_there(faults, rules, window) -> None:
@@ -109,6 +114,7 @@ def test_a_hundred_thousand_hand_overs(modes, rules, capsys) -> None:
     assert finished > HANDOVERS // SHARES
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
 @pytest.mark.parametrize("threshold", ["auto", "12"])
@@ -128,7 +134,14 @@ def test_every_order_of_two_rooms(window) -> None:
     assert found.complete
 
 
-@pytest.mark.parametrize("here", [(), ("r0",), ("r1",)], ids=["there", "the first here", "the second here"])
+@pytest.mark.parametrize(
+    "here",
+    [
+        pytest.param((), id="there", marks=pytest.mark.slow),
+        pytest.param(("r0",), id="the first here"),
+        pytest.param(("r1",), id="the second here", marks=pytest.mark.slow),
+    ],
+)
 def test_every_order_of_two_rooms_that_ask_where(here) -> None:
     found = explored(seconds=60, here=frozenset(here), cached=True)
     assert found.violation is None, found

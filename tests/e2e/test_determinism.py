@@ -1,0 +1,101 @@
+"""The promise of docs/determinism.md: a request's tokens and log-probabilities are its own, to the last bit.
+
+Random requests are answered by a server that does nothing else: one at a time, whole prompts, no cache. Whoever answers
+them otherwise has to give the same, on the same processor.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from support.processes import ONE_THREAD, Launched, launched, pd_pair
+
+BFLOAT16 = ("--dtype", "bfloat16", "--quantization", "none")
+BLOCKS = ("--dtype", "bfloat16", "--quantization", "gguf")
+REQUESTS = 24
+SMALL_POOL = ("--max-total-tokens", "1536", "--schedule-conservativeness", "0.01", "--max-running-requests", "32")
+"""The longest request is two thirds of it."""
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def requests(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Prompts of one to some hundreds of tokens, some of which begin alike, sampled in every way."""
+    rng = random.Random(seed)
+    openings = [[rng.randrange(100, 40_000) for _ in range(length)] for length in (33, 160, 400)]
+    made = []
+    for number in range(count):
+        opening = rng.choice([[], [], *openings])
+        ids = opening + [rng.randrange(100, 40_000) for _ in range(rng.choice([1, 7, 40, 130, rng.randrange(1, 500)]))]
+        params = {"max_new_tokens": rng.randrange(1, 40), "ignore_eos": rng.random() < 0.7}
+        params["temperature"] = rng.choice([0, 0.6, 1.0, 1.4])
+        params |= rng.choice([{}, {"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.05}, {"top_k": 50, "top_p": 0.9}])
+        params |= rng.choice([{}, {}, {"frequency_penalty": 0.4}, {"repetition_penalty": 1.2}])
+        sampled = {"sampling_params": params | {"sampling_seed": number}}
+        made.append({"input_ids": ids, "return_logprob": True, "top_logprobs_num": rng.choice([0, 3])} | sampled)
+    return made
+
+
+def essence(answer: dict[str, Any]) -> tuple[Any, ...]:
+    """What must be the same: tokens, how it ended, log-probabilities as the JSON has them."""
+    meta = answer["meta_info"]
+    logprobs = [meta["output_token_logprobs"], meta.get("output_top_logprobs")]
+    return answer["output_ids"], meta["finish_reason"], logprobs
+
+
+def answers(server: Launched, bodies: list[dict[str, Any]], at_once: int) -> list[tuple[Any, ...]]:
+    with ThreadPoolExecutor(at_once) as pool:
+        return [essence(answer) for answer in pool.map(lambda body: server.generate(**body), bodies)]
+
+
+def assert_same(got: list[tuple[Any, ...]], alone: list[tuple[Any, ...]]) -> None:
+    different = [number for number, (one, other) in enumerate(zip(got, alone, strict=True)) if one != other]
+    assert not different, f"{len(different)} of {len(alone)}; the first: {got[different[0]]}\n{alone[different[0]]}"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(BFLOAT16, id="bfloat16"), pytest.param(BLOCKS, id="gguf", marks=pytest.mark.slow)],
+)
+def kind(request) -> tuple[str, ...]:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=[REQUESTS, pytest.param(200, marks=pytest.mark.slow)])
+def bodies(request) -> list[dict[str, Any]]:
+    return requests(request.param)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, kind, bodies) -> Iterator[list[tuple[Any, ...]]]:
+    args = (*kind, *ONE_THREAD, "--disable-radix-cache", "--chunked-prefill-size", "-1")
+    with launched(tmp_path_factory.mktemp("alone"), "alone", "server", *args) as server:
+        server.wait_healthy()
+        yield answers(server, bodies, 1)
+
+
+def test_in_batches_in_pieces_and_retracted(tmp_path, kind, bodies, alone):
+    args = (*kind, "--chunked-prefill-size", "48", "--page-size", "16", *SMALL_POOL)
+    with launched(tmp_path, "batches", "server", *args) as server:
+        server.wait_healthy()
+        assert_same(answers(server, bodies, 24), alone)
+        assert server.info()["retractions"] > 0
+
+
+def test_by_a_pair(tmp_path, kind, bodies, alone):
+    with pd_pair(tmp_path, "shm", *kind, "--disaggregation-threshold", "always") as pair:
+        assert_same(answers(pair.router, bodies, 12), alone)
+        pair.assert_all_returned()
+
+
+def test_from_the_tiers(tmp_path, kind, bodies, alone):
+    args = (*kind, *SMALL_POOL, "--enable-hierarchical-cache", "--hicache-size", "1")
+    with launched(tmp_path, "tiers", "server", *args) as server:
+        server.wait_healthy()
+        assert_same(answers(server, bodies, 8), alone)
+        assert_same(answers(server, bodies[::-1], 8), alone[::-1])
+        assert server.info()["tiers"]["loaded"] > 0

@@ -1,0 +1,41 @@
+"""Which combinations of a test's parameters ``make test`` runs: ``@pytest.mark.sample(n)`` makes it one in ``n``.
+
+The others are slow tests. Combinations are numbered along every parameter, and those are in the sample whose numbers
+add up to a multiple of ``n``: neighbours along any parameter are in it by turns, and every value is in it, which is
+checked. Of a grid with two parameters more, every pair of values is as well.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+ParameterSet = type(pytest.param())
+
+
+def is_in_sample(item: pytest.Item) -> bool:
+    """Whether ``make test`` runs it, as far as sampling goes; raises ``UsageError`` where values would be left out."""
+    mark = item.get_closest_marker("sample")
+    if mark is None or not isinstance(item, pytest.Function):
+        return True
+    [one_in] = mark.args
+    axes = [axis.args for axis in item.iter_markers("parametrize")]
+    steps = [len(values) - 1 for _, values in axes]
+    if any(sum(steps) - own < one_in - 1 for own in steps):
+        raise pytest.UsageError(f"{item.nodeid}: one in {one_in} leaves out values; sample more")
+    return sum(place(names, values, item.callspec.params) for names, values in axes) % one_in == 0
+
+
+def place(names: str | Sequence[str], values: Collection[Any], params: Mapping[str, Any]) -> int:
+    """Which of the ``values`` of one ``parametrize`` the test has."""
+    if isinstance(names, str):
+        names = [name.strip() for name in names.split(",")]
+    own = [params[name] for name in names]
+    for i, value in enumerate(values):
+        several = value.values if isinstance(value, ParameterSet) else value if len(names) > 1 else (value,)
+        if all(map(operator.is_, several, own)):
+            return i
+    raise AssertionError(f"{own} is not among the values of {names}")
