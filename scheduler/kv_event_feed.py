@@ -49,8 +49,7 @@ class KVEventFeed:
     @property
     def addresses(self) -> tuple[str, str | None]:
         """Where both are bound."""
-        replay = self.replay.last_endpoint.decode() if self.replay is not None else None
-        return self._pub.last_endpoint.decode(), replay
+        return _bound(self._pub), _bound(self.replay) if self.replay is not None else None
 
     @property
     def newest_seq(self) -> int:
@@ -90,3 +89,9 @@ class KVEventFeed:
         self._pub.close()
         if self.replay is not None:
             self.replay.close()
+
+
+def _bound(socket: zmq.Socket[bytes]) -> str:
+    address = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(address, bytes)
+    return address.rstrip(b"\0").decode()

@@ -112,7 +112,9 @@ def _gather(times: Times, argv: list[str]) -> None:
     if done.returncode:
         tail = "\n".join(done.stderr.splitlines()[-8:])
         raise BenchError(f"{' '.join(argv[:3])} ended with {done.returncode}:\n{tail}")
-    for name, values in json.loads(done.stdout.splitlines()[-1]).items():
+    # Libraries print what they like before and behind it.
+    answer = next(line for line in done.stdout.splitlines() if line.startswith("{"))
+    for name, values in json.loads(answer).items():
         times[name] += values
 
 
