@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from http.client import HTTPConnection
 
 import msgspec
 import numpy as np
@@ -10,13 +12,16 @@ import pytest
 import zmq
 from support.sim import SimInstance, make_options
 
+from pdserve.benchmark.fake_instance import fake_instance
 from pdserve.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from pdserve.mem_cache.kv_events import KVEventLog
 from pdserve.mem_cache.page_hash import prompt_hashes
 from pdserve.mem_cache.radix_cache import RadixCache
 from pdserve.mem_cache.req_to_token_pool import ReqToTokenPool
-from pdserve.messages.kv_events import END, Follower, Frame, pack_seq, unpack_seq
+from pdserve.messages.kv_events import END, Follower, Frame, KVEventBatch, encode_batch, pack_seq, unpack_seq
+from pdserve.runtime.kv_event_checks import kv_event_complaints
 from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.web.ports import free_ports
 from pdserve.scheduler.kv_event_feed import KVEventFeed
 
 PAGE, SEED = 2, b"model"
@@ -184,8 +189,6 @@ def test_a_scheduler_tells_what_requests_leave():
     sim = SimInstance(make_options(page_size=PAGE, max_total_tokens=64, kv_events_endpoint=ANY))
     follower, log = Follower(), sim.scheduler.kv_events
     rng = random.Random(0)
-    from pdserve.messages.kv_events import KVEventBatch, encode_batch
-
     for i in range(60):
         sim.submit(f"r{i}", [1, 2, 3, 4] * rng.randrange(1, 4) + [5 + rng.randrange(9), 6, 7], max_new_tokens=3)
         if i % 3 == 0:
@@ -199,3 +202,44 @@ def test_a_scheduler_tells_what_requests_leave():
     sim.scheduler.memory.flush()
     follower.take(Frame(follower.next_seq, encode_batch(KVEventBatch(0.0, log.take()))))
     assert not follower.pages
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"kv_events_endpoint": "127.0.0.1:5557"}, "write it like tcp"),
+        ({"kv_events_endpoint": "tcp://127.0.0.1:port"}, "write it like tcp"),
+        ({"kv_events_replay_endpoint": "tcp://127.0.0.1:1"}, "add --kv-events-endpoint"),
+        ({"kv_events_endpoint": "tcp://127.0.0.1:1", "disable_radix_cache": True}, "drop one"),
+        ({"kv_events_buffer": 0}, "--kv-events-buffer"),
+    ],
+)
+def test_options_that_cant_work_are_refused_by_name(fields, named):
+    assert any(named in line for line in kv_event_complaints(ServerOptions(**fields)))
+    assert not list(kv_event_complaints(ServerOptions(kv_events_endpoint="tcp://127.0.0.1:5557")))
+
+
+def test_an_instance_tells_what_a_request_left_and_replays_it():
+    """Through its processes, the model's excepted."""
+    http, published, replay = free_ports(3)
+    options = ServerOptions(
+        port=http,
+        kv_events_endpoint=f"tcp://127.0.0.1:{published}",
+        kv_events_replay_endpoint=f"tcp://127.0.0.1:{replay}",
+        log_level="error",
+    )
+    prompt = [9, 8, 7, 6] * 16
+    with fake_instance(options) as instance, zmq.Context() as context, context.socket(zmq.DEALER) as asks:
+        asks.rcvtimeo, asks.linger = 10_000, 0
+        asks.connect(options.kv_events_replay_endpoint)
+        body = json.dumps({"input_ids": prompt, "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}})
+        connection = HTTPConnection("127.0.0.1", instance.port, timeout=20)
+        connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+        assert connection.getresponse().status == 200
+        connection.close()
+        asks.send_multipart([b"", pack_seq(0)])
+        follower = Follower()
+        while unpack_seq((frames := asks.recv_multipart())[1]) != END:
+            assert follower.take(Frame(unpack_seq(frames[1]), frames[2]))
+    tokens = [token for _, page in follower.pages.values() for token in page]
+    assert tokens[: len(prompt)] == prompt
