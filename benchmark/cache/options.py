@@ -36,6 +36,8 @@ class CacheBenchOptions:
     vllm_python
         Interpreter of an environment with vLLM, whose prefix cache is measured beside ours, such as
         .bench/vllm/bin/python of the peer comparison.
+    sglang_python
+        The same with SGLang (pip install torch numpy; pip install --no-deps sglang): its RadixCache and allocator.
     trace
         A trace in Mooncake's format. Instead of all this, it is sent through the scheduler in virtual time, and hit
         rates are told by policy and size of the pool.
@@ -62,6 +64,7 @@ class CacheBenchOptions:
     evicted_tokens: int = 100_000
     rounds: int = 3
     vllm_python: Path | None = None
+    sglang_python: Path | None = None
     trace: Path | None = None
     num_requests: int | None = None
     length_scale: float = 1 / 32

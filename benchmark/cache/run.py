@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -25,19 +26,19 @@ Times = dict[str, list[float]]
 
 
 class Row(NamedTuple):
-    """``key``: what of ours; ``bar``: µs that it may take, None where nobody said; ``other``: what of vLLM's stands
-    beside it.
+    """``key``: what of ours, and of SGLang's; ``bar``: µs that it may take, None where nobody said; ``vllm``: what of
+    vLLM's stands beside it.
     """
 
     key: str
     bar: float | None
-    other: str | None
+    vllm: str | None
     what: str
 
 
 ROWS = (
     Row("match", 150, "match", "match {prompt_tokens:,} tokens, {path_nodes} nodes, from token ids"),
-    Row("match", None, "lookup", "the same against a lookup alone, hashes at hand"),
+    Row("match", None, "lookup", "the same, beside vLLM's lookup alone, with hashes at hand"),
     Row("insert", None, None, "insert the prompt and 512 more, from its first token"),
     Row("store", None, "store", "store 512 tokens behind the cached prompt"),
     Row("decode", 30, "decode", "a slot for each of {decoding} requests"),
@@ -57,26 +58,28 @@ def run_cache_bench(options: CacheBenchOptions) -> int:
 
 def _speeds(options: CacheBenchOptions) -> int:
     ours: Times = defaultdict(list)
-    theirs: Times = defaultdict(list)
+    theirs: dict[str, Times] = {"sglang": defaultdict(list), "vllm": defaultdict(list)}
+    pythons = {"sglang": options.sglang_python, "vllm": options.vllm_python}
     with tempfile.TemporaryDirectory() as folder:
         load = Path(folder) / "workload.npz"
         write_workload(options, load)
         for _ in range(options.rounds):
             _gather(ours, [sys.executable, "-m", "pdserve.benchmark.cache.ours", str(load)])
-            if options.vllm_python is not None:
-                script = Path(__file__).with_name("vllm_side.py")
-                _gather(theirs, [str(options.vllm_python), str(script), str(load)])
+            for name, python in pythons.items():
+                if python is not None:
+                    script = Path(__file__).with_name(f"{name}_side.py")
+                    _gather(theirs[name], [str(python), str(script), str(load)])
     size = f"{options.cached_tokens:,} tokens, pages of {options.page_size}"
     print(f"A tree of {size}; medians of {options.rounds} rounds.\n")
-    print("| µs | pdserve | P99 | bar | vLLM | times as fast |\n|---|---:|---:|---:|---:|---:|")
+    print("| µs | pdserve | P99 | bar | SGLang | times as fast | vLLM | times as fast |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for row in ROWS:
-        mine, other = statistics.median(ours[row.key]), theirs.get(row.other or "")
-        their = statistics.median(other) if other else None
-        _print(row.what.format(**asdict(options)), mine, _p99(ours[row.key]), row.bar, their)
+        others = theirs["sglang"].get(row.key), theirs["vllm"].get(row.vllm or "")
+        _print(row.what.format(**asdict(options)), ours[row.key], row.bar, others)
     queue = measure_queue(options)
     _tell_queue(options, queue)
     if options.output_json is not None:
-        results = {"pdserve": ours, "vllm": theirs, "queue": queue._asdict()}
+        results = {"pdserve": ours, **theirs, "queue": queue._asdict()}
         options.output_json.write_bytes(msgspec.json.encode(results))
     return 0
 
@@ -94,9 +97,13 @@ def _tell_queue(options: CacheBenchOptions, queue: QueueTimes) -> None:
     print(f"\nThe order was brute force's each of {len(queue.brute)} times.")
 
 
-def _print(what: str, mine: float, p99: float, bar: float | None, their: float | None) -> None:
-    beside = f"{their:,.1f} | {their / mine:.1f}" if their is not None else " | "
-    print(f"| {what} | {mine:,.1f} | {p99:,.1f} | {f'{bar:,.0f}' if bar else ''} | {beside} |")
+def _print(what: str, ours: list[float], bar: float | None, others: Iterable[list[float] | None]) -> None:
+    mine = statistics.median(ours)
+    cells = [f"{mine:,.1f}", f"{_p99(ours):,.1f}", f"{bar:,.0f}" if bar else ""]
+    for times in others:
+        their = statistics.median(times) if times else None
+        cells += [f"{their:,.1f}", f"{their / mine:.1f}"] if their is not None else ["", ""]
+    print(f"| {what} | " + " | ".join(cells) + " |")
 
 
 def _p99(times: list[float]) -> float:
