@@ -1,7 +1,7 @@
 """Publishes what the prefix cache stores and loses (``messages/kv_events.py`` says how), and replays it.
 
 Nobody is waited for: who reads too slowly misses batches, sees the gap and asks again. What comes from the sockets is
-hostile: one request of 8 bytes is all that is understood, and a turn answers few.
+hostile: one request of 8 bytes is all that is understood, and a turn sends few batches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from ..runtime.options import ServerOptions
 
 log = logging.getLogger(__name__)
 
-REPLAYS_A_TURN = 4
+REQUESTS_A_TURN, BATCHES_A_TURN, MOST_REPLAYS = 8, 64, 64
+"""The scheduler serves replays between two of its turns: neither many nor long ones hold it up."""
 LONGEST_REQUEST = 64
 """Bytes: anything longer ends the connection."""
 
@@ -31,6 +32,8 @@ class KVEventFeed:
         self._topic = options.kv_events_topic.encode()
         self._kept: deque[Frame] = deque(maxlen=options.kv_events_buffer)
         self._next = 0
+        self._replays: dict[bytes, int] = {}
+        """Who waits for batches, from which number on; in turn."""
         assert options.kv_events_endpoint is not None
         self._pub = context.socket(zmq.PUB)
         self._pub.linger = 0
@@ -40,8 +43,6 @@ class KVEventFeed:
         if options.kv_events_replay_endpoint is not None:
             self.replay = context.socket(zmq.ROUTER)
             self.replay.linger = 0
-            # A whole replay is queued at once.
-            self.replay.sndhwm = options.kv_events_buffer + REPLAYS_A_TURN
             self.replay.maxmsgsize = LONGEST_REQUEST
             self.replay.bind(options.kv_events_replay_endpoint)
         log.info("KV events: %s, replay: %s", options.kv_events_endpoint, options.kv_events_replay_endpoint or "none")
@@ -64,25 +65,46 @@ class KVEventFeed:
             self._kept.append(frame)
             self._pub.send_multipart([self._topic, pack_seq(frame.seq), frame.payload], zmq.NOBLOCK)
         if self.replay is not None:
-            for _ in range(REPLAYS_A_TURN):
-                try:
-                    asked = self.replay.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    return
-                self._answer(self.replay, asked)
+            self._take_requests(self.replay)
+            self._replay_some(self.replay)
 
-    def _answer(self, socket: zmq.Socket[bytes], asked: list[bytes]) -> None:
-        try:
-            who, _, number = asked
-            first = unpack_seq(number)
-        except ValueError:
-            return
-        frames = [frame for frame in self._kept if frame.seq >= first]
-        try:
-            for frame in (*frames, Frame(END, b"")):
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the next turn has something to do, though nothing comes."""
+        return bool(self._replays)
+
+    def _take_requests(self, socket: zmq.Socket[bytes]) -> None:
+        for _ in range(REQUESTS_A_TURN):
+            try:
+                asked = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                who, _, number = asked
+                first = unpack_seq(number)
+            except ValueError:
+                continue
+            # Who asks again before it was answered begins anew; of too many, the last ones have to ask again.
+            if who in self._replays or len(self._replays) < MOST_REPLAYS:
+                self._replays[who] = first
+
+    def _replay_some(self, socket: zmq.Socket[bytes]) -> None:
+        """A few batches, to those who wait for them in turn."""
+        for _ in range(min(BATCHES_A_TURN, len(self._kept) + 1)):
+            if not self._replays:
+                return
+            who, wanted = next(iter(self._replays.items()))
+            del self._replays[who]
+            oldest = self._next - len(self._kept)
+            at = max(wanted, oldest)
+            frame = self._kept[at - oldest] if at < self._next else Frame(END, b"")
+            try:
                 socket.send_multipart([who, b"", pack_seq(frame.seq), frame.payload], zmq.NOBLOCK)
-        except zmq.ZMQError as e:
-            log.debug("a replay was not taken: %s", e)
+            except zmq.ZMQError as e:
+                log.debug("a replay was not taken: %s", e)
+                continue
+            if frame.seq != END:
+                self._replays[who] = at + 1
 
     def close(self) -> None:
         """Let go of the sockets."""

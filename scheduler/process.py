@@ -117,6 +117,8 @@ class SchedulerProcess:
         ms = self._wake_ms()
         if self._scheduler is None:
             return ms
+        if self._kv_feed is not None and self._kv_feed.is_replaying:
+            return 0
         now = time.monotonic()
         waits = [self._scheduler.deadlines.seconds_left(now)]
         if (tiers := self._scheduler.tiers) is not None and (wait := tiers.timeout(now)) is not None:

@@ -185,6 +185,29 @@ def test_what_is_too_old_is_gone_and_strangers_are_answered_nothing(context):
     rig.close()
 
 
+def test_replays_are_served_in_turn_a_few_batches_at_a_time(context):
+    rig = Rig(context)
+    for _ in range(500):
+        rig.log.cleared()
+        rig.feed.turn()
+    with context.socket(zmq.DEALER) as other:
+        other.rcvtimeo = 5000
+        other.connect(rig.feed.addresses[1])
+        for socket in (rig.asks, other):
+            socket.send_multipart([b"", pack_seq(0)])
+            while not rig.feed.is_replaying:
+                rig.feed.turn()
+        turns = 0
+        while rig.feed.is_replaying:
+            rig.feed.turn()
+            turns += 1
+        for socket in (rig.asks, other):
+            seqs = [unpack_seq(socket.recv_multipart()[1]) for _ in range(501)]
+            assert seqs == [*range(500), END]
+    assert turns > 500 // 64
+    rig.close()
+
+
 def test_a_scheduler_tells_what_requests_leave():
     sim = SimInstance(make_options(page_size=PAGE, max_total_tokens=64, kv_events_endpoint=ANY))
     follower, log = Follower(), sim.scheduler.kv_events
