@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -101,11 +102,14 @@ class ByRank(ByPrefix):
         places = np.flatnonzero(left)
         ranks, turns = rank(slots[places]), index.turn[slots[places]]
         by_rank = np.lexsort((turns, ranks))
-        # What is in order is a heap already.
         columns = (ranks, turns, places, slots[places], index.matched[slots[places]])
-        heap = list(zip(*(column[by_rank].tolist() for column in columns), strict=True))
-        while heap and index.raises == raises:
-            _, turn, place, slot, bound = heapq.heappop(heap)
+        line = deque(zip(*(column[by_rank].tolist() for column in columns), strict=True))
+        fallen: list[tuple[float, float, int, int, int]] = []
+        while (line or fallen) and index.raises == raises:
+            if fallen and (not line or fallen[0] < line[0]):
+                _, turn, place, slot, bound = heapq.heappop(fallen)
+            else:
+                _, turn, place, slot, bound = line.popleft()
             if not index.alive[slot]:
                 left[place] = False
             elif index.matched[slot] == bound and index.confirm(slot):
@@ -113,7 +117,7 @@ class ByRank(ByPrefix):
                 yield index.req_at(slot)
             else:
                 now = rank(np.array([slot]))[0]
-                heapq.heappush(heap, (float(now), turn, place, slot, int(index.matched[slot])))
+                heapq.heappush(fallen, (float(now), turn, place, slot, int(index.matched[slot])))
 
 
 class LongestPrefixMatch(ByRank):
