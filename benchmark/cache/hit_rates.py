@@ -117,8 +117,9 @@ def draw(path: Path, rates: list[HitRate], bound: float) -> None:
         for i, policy in enumerate(dict.fromkeys(rate.policy for rate in rates)):
             points = sorted((rate.share * 100, rate.rate) for rate in rates if rate.policy == policy)
             # Policies agree often: a line that lies over another is the thinner one.
-            style = {"linewidth": max(1.2, 5.6 - 1.1 * i), "markersize": max(3.0, 9.0 - 1.5 * i)}
-            axes.plot(*zip(*points, strict=True), "o-", label=policy, color=chart.color(i), **style)
+            (line,) = axes.plot(*zip(*points, strict=True), "o-", label=policy, color=chart.color(i))
+            line.set_linewidth(max(1.2, 5.6 - 1.1 * i))
+            line.set_markersize(max(3.0, 9.0 - 1.5 * i))
         axes.axhline(bound, linestyle="--", color="#555555", linewidth=1.2, label="infinite cache")
         axes.set(xscale="log", ylim=(0, None), title="Hit rate by eviction policy")
         axes.set(xlabel="KV pool, % of the trace's different tokens", ylabel="share of prompt tokens")
