@@ -5,7 +5,11 @@ from __future__ import annotations
 import heapq
 import math
 
-from .req import Req
+from .req import Req, Route
+
+SENDERS_GRACE = 1.0
+"""Seconds. Of a request that is handed over the instance that answers the client says when its time is over, and calls
+its sender off; a sender that hears nothing of it ends it a little later."""
 
 
 class Deadlines:
@@ -23,7 +27,8 @@ class Deadlines:
         if not req.msg.timeout_s:
             return
         self._count += 1
-        heapq.heappush(self._heap, (req.times.arrival + req.msg.timeout_s, self._count, req))
+        grace = SENDERS_GRACE if req.route is Route.OUTGOING else 0.0
+        heapq.heappush(self._heap, (req.times.arrival + req.msg.timeout_s + grace, self._count, req))
         if len(self._heap) > self._sweep_above:
             self._heap = [entry for entry in self._heap if not entry[2].is_ended]
             heapq.heapify(self._heap)

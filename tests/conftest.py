@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 # The machine that runs the tests has few cores: a team of OpenMP threads with another busy process beside it waits for
 # whole scheduler ticks at every barrier. OpenMP reads this when torch is loaded.
@@ -12,6 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 from support import machine, sampling
+
+from pdserve.runtime.collector import uncollected
 
 # How long examples take, to make or to run, says how busy the machine is: two test files run at a time. Every test has
 # a limit of its own.
@@ -22,6 +25,13 @@ settings.register_profile("ci", settings.get_profile("shared"), derandomize=True
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
+LONGEST = [
+    *("test_failures", "test_token_identity", "test_tensor_parallel", "test_two_hosts", "test_unlike_engines"),
+    *("test_library_backends", "test_kernels_experts", "test_world", "test_kernels_attention", "test_triton_ops"),
+    *("test_bootstrap_process", "test_models_page", "test_triton_attention", "test_kernels_layers"),
+]
+"""Files that take longest, those of real processes and the others. The later they came, the longer one worker would be
+alone with the last."""
 LEVEL = "kernels_level"
 """Property of a test that ran the kernels at another level than this process: the level's name."""
 
@@ -31,14 +41,34 @@ def pytest_configure(config: pytest.Config) -> None:
     machine.slowness()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests live to the end: each full collection of garbage would walk a million objects for 0.6 s."""
+    with uncollected():
+        return (yield)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """The same for what the files before this one have imported."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Libraries say what they had to leave behind."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Grids are sampled; each test's own limit is stretched like those inside it; what takes longest comes first.
 
-    Two workers take file after file in this order (``--no-loadscope-reorder``). Without it files of few tests come
-    last, which are those of real processes: one worker would be idle while the other is at the longest of all.
+    Workers take file after file in this order (``--no-loadscope-reorder``): real processes' first. Without it files of
+    few tests come last, which are theirs: one worker would be idle while the other is at the longest of all.
     """
-    items.sort(key=lambda item: "e2e" not in item.path.parts)
+    order = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ("e2e" not in item.path.parts, order.get(item.path.stem, len(order))))
     for item in items:
         if not sampling.is_in_sample(item):
             item.add_marker(pytest.mark.slow)

@@ -17,6 +17,7 @@ from tests.unit.test_kernels_engine import save_model
 pytestmark = pytest.mark.skipif(not CAN_RUN, reason="needs a GPU or Triton's interpreter")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["qwen3", "biased"])
 @pytest.mark.parametrize("attention", ["torch", "triton"])
 def test_fused_operations_compute_what_single_ones_do(monkeypatch, tmp_path: Path, name: str, attention: str) -> None:

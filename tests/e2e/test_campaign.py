@@ -90,7 +90,7 @@ async def campaign(pair: Pair, seed: int) -> Tally:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["shm", "tcp"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_random_load_with_aborts_and_disconnects_gives_everything_back(tmp_path, tiny_args, backend):
     # A pool that is too small for the load: eviction, waiting for memory and retraction are part of the campaign.
     args = [*tiny_args, "--max-total-tokens", "4096", "--schedule-conservativeness", "0.3"]

@@ -129,7 +129,7 @@ def test_an_instance_with_another_secret_gets_nowhere(pair, secrets, tmp_path, e
     assert asked(pair.router).json()["output_ids"] == expected
 
 
-@pytest.mark.parametrize("backend", ["tcp", "shm"])
+@pytest.mark.parametrize("backend", ["tcp", pytest.param("shm", marks=pytest.mark.slow)])
 def test_unified_instances_hand_over_in_both_directions_by_one_connection(tmp_path, backend):
     args = ["--handover", "on", "--disaggregation-transfer-backend", backend, *ONE_THREAD]
     control, data = free_ports(2)

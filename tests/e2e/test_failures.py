@@ -8,6 +8,8 @@ import contextlib
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import httpx
 import psutil
@@ -18,7 +20,22 @@ from support.processes import ONE_THREAD, Pair, free_ports, launched, pd_pair, w
 from pdserve.disaggregation.handover.kv_manager import LEASE_SECONDS
 
 CHILDREN = ["worker", "scheduler", "tokenizer", "detokenizer", "http", "supervisor"]
-ERROR_SECONDS = limit(2.0)
+ERROR_SECONDS = limit(4.0)
+"""Until a client is told of a death or a silence. An instance that dies takes half a second to end all its processes;
+who hangs waits for a minute."""
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory, tiny_args) -> Iterator[Callable[[str], Pair]]:
+    """Gives the pair of a backend, which is started once."""
+    with contextlib.ExitStack() as stack:
+        yield cache(lambda backend: stack.enter_context(pd_pair(tmp_path_factory.mktemp(backend), backend, *tiny_args)))
+
+
+@pytest.fixture
+def pair(request, pairs) -> Pair:
+    """Of the backend that the test names. Every test leaves it as it found it: all running, nothing in use."""
+    return pairs(request.param)
 
 
 class Load:
@@ -87,7 +104,7 @@ def kill_under_load(pair: Pair, victim_name: str, child: str) -> None:
     body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
     response = pair.router.post("/generate", body)
     assert response.status_code in (502, 503), response.text
-    assert time.monotonic() - asked_at < ERROR_SECONDS + limit(0.5)
+    assert time.monotonic() - asked_at < ERROR_SECONDS
     victim.start()
     victim.wait_healthy()
     wait_until(lambda: answers(pair), 10, "the router and its peer use the restarted instance", every=0.1)
@@ -99,58 +116,62 @@ def kill_under_load(pair: Pair, victim_name: str, child: str) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("victim", "children"),
+    ("pair", "victim", "children"),
     [
-        pytest.param("prefill", ["worker", "scheduler", "bootstrap"], id="prefill"),
-        pytest.param("decode", CHILDREN, id="decode"),
+        pytest.param("tcp", "prefill", ["worker", "scheduler", "bootstrap"], id="prefill"),
+        pytest.param("shm", "decode", CHILDREN, id="decode"),
         # Which of the pair they belong to is all the same to these, so every change does with the decode's.
         pytest.param(
-            "prefill", ["tokenizer", "detokenizer", "http", "supervisor"], id="others", marks=pytest.mark.slow
+            *("tcp", "prefill", ["tokenizer", "detokenizer", "http", "supervisor"]), id="others", marks=pytest.mark.slow
         ),
     ],
+    indirect=["pair"],
 )
-def test_kill_each_process_in_turn(tmp_path, tiny_args, victim, children):
-    with pd_pair(tmp_path, "tcp" if victim == "prefill" else "shm", *tiny_args) as pair:
-        for child in children:
-            kill_under_load(pair, victim, child)
-        pair.assert_all_returned()
+def test_kill_each_process_in_turn(pair, victim, children):
+    for child in children:
+        kill_under_load(pair, victim, child)
+    pair.assert_all_returned()
 
 
-def test_killed_router_leaves_nothing_running_on_the_instances(tmp_path, tiny_args):
-    with pd_pair(tmp_path, "shm", *tiny_args) as pair:
-        load = Load(pair, 2)
-        killed_at = time.monotonic()
-        pair.router.process.kill()
-        load.join()
-        assert all(at - killed_at < ERROR_SECONDS for at, _ in load.ends)
-        pair.assert_all_returned()
+@pytest.mark.parametrize("pair", ["shm"], indirect=True)
+def test_killed_router_leaves_nothing_running_on_the_instances(pair):
+    load = Load(pair, 2)
+    killed_at = time.monotonic()
+    pair.router.process.kill()
+    load.join()
+    assert all(at - killed_at < ERROR_SECONDS for at, _ in load.ends)
+    pair.assert_all_returned()
+    pair.router.process.wait()
+    pair.router.start()
+    pair.router.wait_healthy()
 
 
-@pytest.mark.parametrize("backend", ["tcp", "shm"])
-def test_frozen_prefill_is_an_error_in_seconds_and_the_pair_heals_by_itself(tmp_path, tiny_args, backend):
-    with pd_pair(tmp_path, backend, *tiny_args) as pair:
-        assert answers(pair)
-        scheduler = pair.prefill.family()["scheduler"]
-        scheduler.suspend()
-        try:
-            asked_at = time.monotonic()
-            body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
-            response = pair.router.post("/generate", body)
-            assert response.status_code in (502, 503, 504), response.text
-            assert time.monotonic() - asked_at < 2 * ERROR_SECONDS
-            wait_until(lambda: "silent" in pair.decode.log(), 5, "the decode notices the silence")
-        finally:
-            scheduler.resume()
-        wait_until(lambda: answers(pair), 10, "the pair serves again", every=0.1)
-        pair.assert_all_returned()
+@pytest.mark.parametrize("pair", ["tcp", pytest.param("shm", marks=pytest.mark.slow)], indirect=True)
+def test_frozen_prefill_is_an_error_in_seconds_and_the_pair_heals_by_itself(pair):
+    assert answers(pair)
+    before = len(pair.decode.log())
+    scheduler = pair.prefill.family()["scheduler"]
+    scheduler.suspend()
+    try:
+        asked_at = time.monotonic()
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+        response = pair.router.post("/generate", body)
+        assert response.status_code in (502, 503, 504), response.text
+        assert time.monotonic() - asked_at < ERROR_SECONDS
+        wait_until(lambda: "silent" in pair.decode.log()[before:], 5, "the decode notices the silence")
+    finally:
+        scheduler.resume()
+    wait_until(lambda: answers(pair), 10, "the pair serves again", every=0.1)
+    pair.assert_all_returned()
 
 
-def test_a_frozen_prefill_that_holds_memory_is_named_and_others_take_its_place(tmp_path, tiny_args):
+@pytest.mark.parametrize("pair", ["shm"], indirect=True)
+def test_a_frozen_prefill_that_holds_memory_is_named_and_others_take_its_place(tmp_path, tiny_args, pair):
     """By shm only it can let go of the decode's pages."""
     spare_port = free_ports(1)[0]
     args = ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "shm", *ONE_THREAD, *tiny_args]
     args += ["--disaggregation-bootstrap-port", str(spare_port)]
-    with pd_pair(tmp_path, "shm", *tiny_args) as pair, launched(tmp_path, "spare", "server", *args) as spare:
+    with launched(tmp_path, "spare", "server", *args) as spare:
         spare.wait_healthy()
         port = pair.prefill.info()["disaggregation"]["bootstrap_port"]
         prefills = ["--prefill", pair.prefill.url, str(port), spare.url, str(spare_port)]
@@ -177,12 +198,12 @@ def test_a_frozen_prefill_that_holds_memory_is_named_and_others_take_its_place(t
                 frozen_at = time.monotonic()
                 legs[1].join(limit(10))
                 assert (held[0].status_code, "silent" in held[0].text) == (503, True)
-                assert time.monotonic() - frozen_at < 2 * ERROR_SECONDS
+                assert time.monotonic() - frozen_at < ERROR_SECONDS
                 for i in range(4):
                     asked_at = time.monotonic()
                     plain = {"input_ids": [9, 8, i], "sampling_params": {"max_new_tokens": 2}}
                     assert router.post("/generate", plain).is_success
-                    assert time.monotonic() - asked_at < 2 * ERROR_SECONDS
+                    assert time.monotonic() - asked_at < ERROR_SECONDS
                 health = lambda: pair.decode.client.get(pair.decode.url + "/health").json()  # noqa: E731
                 wait_until(
                     lambda: epoch in health().get("warning", ""), 20, "/health names who holds memory", every=0.2

@@ -55,7 +55,12 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("backend", "prefill", "decode"),
-    [("tcp", "torch", "torch"), ("shm", "cpu", "cpu"), ("shm", "torch", "cpu"), ("tcp", "cpu", "torch")],
+    [
+        ("shm", "torch", "cpu"),
+        ("tcp", "cpu", "torch"),
+        pytest.param("tcp", "torch", "torch", marks=pytest.mark.slow),
+        pytest.param("shm", "cpu", "cpu", marks=pytest.mark.slow),
+    ],
 )
 def test_a_pair_hands_latent_rows_over(tmp_path: Path, served: Served, backend: str, prefill: str, decode: str) -> None:
     args = ["--model-path", str(served.folder), "--tokenizer-path", "smollm2", "--dtype", "float32"]

@@ -105,6 +105,7 @@ def test_a_moved_stream_has_the_tokens_of_one_that_stays(pair, way):
     pair.assert_all_returned()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", ["direct", "router"])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_an_openai_stream_moves_as_if_it_had_not(pair, way, path):

@@ -105,7 +105,7 @@ def test_by_itself_it_is_here_or_there_by_who_is_busy(tmp_path, tiny_args, expec
         pair.assert_all_returned()
 
 
-@pytest.mark.parametrize("backend", ["tcp", "shm"])
+@pytest.mark.parametrize("backend", ["tcp", pytest.param("shm", marks=pytest.mark.slow)])
 def test_whoever_computes_under_load_the_answers_are_the_same(tmp_path, tiny_args, expected, backend):
     auto = ("--disaggregation-threshold", "auto")
     with (

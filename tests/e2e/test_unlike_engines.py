@@ -55,7 +55,8 @@ def test_float32_gives_the_tokens_of_one_instance(tmp_path, tiny_args, reference
         pair.assert_all_returned()
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
+# Which of the types it is matters to the kernels alone, whose tests have all of them.
+@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.slow)])
 def test_quantised_kv_gives_the_tokens_of_one_instance(tmp_path, tiny_args, kv_dtype) -> None:
     """Computed at once, again from the prefix cache, and where memory is so short that requests are retracted."""
     args, short = (*tiny_args, "--kv-cache-dtype", kv_dtype), ("--max-total-tokens", "256")

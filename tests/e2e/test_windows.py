@@ -12,7 +12,7 @@ import torch
 import transformers
 from support.libraries import is_missing
 from support.model_harness import draw_weights, reference_logits
-from support.processes import Launched, launched, pd_pair, wait_until
+from support.processes import ONE_THREAD, Launched, launched, pd_pair, wait_until
 from support.reader import Reader
 from support.tiny_model import CONFIG
 
@@ -53,7 +53,7 @@ def answers(server: Launched) -> list[list[int]]:
 def test_a_unified_server_gives_pages_back(served: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     folder, expected = served
     with launched(
-        tmp_path, "unified", "server", "--model-path", str(folder), *ARGS, "--max-total-tokens", "2048"
+        tmp_path, "unified", "server", "--model-path", str(folder), *ARGS, *ONE_THREAD, "--max-total-tokens", "2048"
     ) as server:
         server.wait_healthy()
         # The second time what is cached is found, as far as its windows are.

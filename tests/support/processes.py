@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -29,12 +31,34 @@ NO_REUSE = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago (held open together, so that they differ)."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
+    """Ports that were free a moment ago, each given once.
+
+    Until a server listens there, nothing else may: they are below those that the system gives to whoever connects or
+    asks for any, and each worker of xdist has its own, from a random one on.
+    """
+    return list(itertools.islice(filter(is_free, _own_ports), count))
+
+
+def is_free(port: int) -> bool:
+    """Whether one could listen there."""
+    with socket.socket() as sock:
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def own_ports(first: int = 10_000, workers: int = 16) -> Iterator[int]:
+    """Those of this process, over and over."""
+    lowest_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    size = (max(lowest_given, 32_768) - first) // workers
+    first += int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % workers * size
+    begin = random.randrange(size)
+    return (first + (begin + i) % size for i in itertools.count())
+
+
+_own_ports = own_ports()
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str, *, every: float = 0.02) -> None:

@@ -7,8 +7,8 @@ WEATHER = "今天天气很好，我们去"
 FAMILY = "👨‍👩‍👧‍👦 is an emoji that shows"
 FOX = "The quick brown fox jumps over the lazy dog. " * 32
 """About 320 tokens."""
-LONG = "The history of the lighthouse is a history of light itself. " * 170
-"""About 2,000 tokens."""
+LONG = "The history of the lighthouse is a history of light itself. " * 90
+"""About 1,080 tokens: three of the usual chunks."""
 
 PROMPTS = [
     FRANCE,

@@ -15,7 +15,10 @@ from support.triton_compiles import all_launches
 
 from pdserve.model_runner.triton_kernels.compile_check import SHARED_BYTES, CompileRequest, compile_kernels
 
-DEVICE_TESTS = Path(__file__).parents[1] / "device"
+# test_triton_attention.py runs those of attention.
+DEVICE_TESTS = sorted(
+    path for path in (Path(__file__).parents[1] / "device").glob("test_*.py") if "attention" not in path.name
+)
 KERNELS = Path(__file__).parents[2] / "model_runner" / "triton_kernels"
 FILES = (
     *("activations", "checksum", "draw_choice", "draw_levels", "grouped_gemm", "norms"),
@@ -25,7 +28,7 @@ FILES = (
 
 def interpret(marks: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "no:cacheprovider", str(DEVICE_TESTS)],
+        [sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "no:cacheprovider", *map(str, DEVICE_TESTS)],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

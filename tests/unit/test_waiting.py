@@ -16,7 +16,7 @@ from support.sim_pair import run_until_idle as pair_run_until_idle
 
 from pdserve.messages.outputs import FinishType, ReqError, ReqTokens
 from pdserve.messages.requests import AbortReq
-from pdserve.scheduler.deadlines import Deadlines
+from pdserve.scheduler.deadlines import SENDERS_GRACE, Deadlines
 from pdserve.scheduler.fairness import OUTPUT_WEIGHT, FairShares, Tenant
 from pdserve.scheduler.req import Req, ReqState, Route
 from pdserve.scheduler.shared_prompts import LEAST_SHARED, MOST_STANDSTILL, SharedPrompts
@@ -287,6 +287,17 @@ def test_the_loop_is_woken_for_a_deadline_and_ended_ones_are_forgotten():
     assert deadlines.pop(5.0) == []
     assert deadlines.seconds_left(5.0) == math.inf
     assert deadlines.expired == 1
+
+
+def test_who_answers_says_when_the_time_is_over_and_its_sender_only_later():
+    deadlines = Deadlines()
+    msg = make_generate("a", range(3))
+    msg.arrival, msg.timeout_s = 1.0, 2.0
+    sender, receiver = (Req.create(msg, route, ReqState.WAITING, 8, 1) for route in (Route.OUTGOING, Route.INCOMING))
+    deadlines.add(sender)
+    deadlines.add(receiver)
+    assert deadlines.pop(3.0) == [receiver]
+    assert deadlines.pop(3.0 + SENDERS_GRACE) == [sender]
 
 
 def test_both_legs_of_a_pair_end_at_the_deadline_and_give_everything_back():
