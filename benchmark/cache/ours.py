@@ -40,7 +40,7 @@ class Ours:
     def __init__(self, load: Any) -> None:
         self.page = int(load["page_size"])
         self.stored, self.tails = _runs(load, "stored"), _runs(load, "tails")
-        self.deep = self.stored[: int(load["deep"])]
+        self.deep, self.nodes = self.stored[: int(load["deep"])], int(load["path_nodes"])
         self.decoding, self.evicted = int(load["decoding"]), int(load["evicted_tokens"])
         spare = 2 * sum(len(t) - len(self.deep[0]) for t in self.tails) + 64 * self.decoding * self.page
         pages = (int(load["kept_tokens"]) + spare + max(len(s) for s in self.stored)) // self.page + 1
@@ -58,7 +58,10 @@ class Ours:
         return slots
 
     def match(self) -> list[float]:
-        """From token ids to slots, 64 nodes down."""
+        """From token ids to slots, through all nodes of a path."""
+        for tokens in self.deep:
+            found = self.cache.match_prefix(tokens)
+            assert (len(found.slots), len(list(found.node.path_up())) - 1) == (len(tokens), self.nodes)
         return microseconds(lambda i: self.cache.match_prefix(self.deep[i % len(self.deep)]), LOOKUPS)
 
     def insert(self) -> list[float]:

@@ -55,6 +55,7 @@ def write_workload(options: CacheBenchOptions, path: Path) -> None:
         tails_ends=np.cumsum([len(p) for p in tails]),
         deep=DEEP,
         page_size=page,
+        path_nodes=options.path_nodes,
         kept_tokens=kept,
         decoding=options.decoding,
         evicted_tokens=options.evicted_tokens,
