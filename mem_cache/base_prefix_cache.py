@@ -55,7 +55,8 @@ class KVHold:
     ``verified``: whether its KV is what it should be. False while a peer may still write it, and for good where it is
     known to be bad: none of it is shared then. ``window``: which of its pages it uses in the window pool, where there
     is one (``window_pages.py``). ``pins`` and ``left`` are ``KVMemory``'s: how many use it, and the
-    tokens of a request that is over, whose prefix may stay when the last one lets go.
+    tokens of a request that is over, whose prefix may stay when the last one lets go. ``priority``: of the request,
+    higher is dearer; what it shares or found is worth that much to the eviction policy of that name.
     """
 
     row: int
@@ -68,6 +69,7 @@ class KVHold:
     window: WindowSpan = field(default_factory=WindowSpan)
     pins: int = 1
     left: I32 | None = None
+    priority: int = 0
 
 
 class BasePrefixCache(ABC):
@@ -92,7 +94,7 @@ class BasePrefixCache(ABC):
         """The length of what ``match_prefix`` would find. Changes nothing, and does not count as a use."""
 
     @abstractmethod
-    def insert(self, tokens: I32, slots: I32, extra_key: str = "") -> int:
+    def insert(self, tokens: I32, slots: I32, extra_key: str = "", priority: int = 0) -> int:
         """Offer ``slots`` [N], which hold the KV of ``tokens`` [N]; N is a whole number of pages.
 
         Returns K: ``slots[:K]`` stay the caller's, since the cache has that prefix elsewhere or keeps nothing;
@@ -127,7 +129,7 @@ class BasePrefixCache(ABC):
         return self.evictable_size() + self.protected_size()
 
     @abstractmethod
-    def hold(self, row: int, match: PrefixMatch, extra_key: str) -> KVHold:
+    def hold(self, row: int, match: PrefixMatch, extra_key: str, priority: int = 0) -> KVHold:
         """Lock ``match``, which came from ``match_prefix(…, extra_key)``, and write its slots to ``row``.
 
         ``row`` (from ``ReqToTokenPool.alloc``) is the hold's from now on. Raises ``StaleMatch``; changes nothing then.

@@ -26,7 +26,7 @@ class ChunkCache(BasePrefixCache):
     def peek(self, tokens: I32, extra_key: str = "") -> int:
         return 0
 
-    def insert(self, tokens: I32, slots: I32, extra_key: str = "") -> int:
+    def insert(self, tokens: I32, slots: I32, extra_key: str = "", priority: int = 0) -> int:
         return len(tokens)
 
     def inc_lock_ref(self, node: TreeNode) -> None:
@@ -46,9 +46,9 @@ class ChunkCache(BasePrefixCache):
     def protected_size(self) -> int:
         return 0
 
-    def hold(self, row: int, match: PrefixMatch, extra_key: str) -> KVHold:
+    def hold(self, row: int, match: PrefixMatch, extra_key: str, priority: int = 0) -> KVHold:
         self.inc_lock_ref(match.node)
-        return KVHold(row, extra_key, match.node, cached_len=0, kv_len=0)
+        return KVHold(row, extra_key, match.node, cached_len=0, kv_len=0, priority=priority)
 
     def cache_unfinished_req(self, hold: KVHold, tokens: I32) -> Rewrite | None:
         require_live(hold)

@@ -37,7 +37,21 @@ def mru(node: TreeNode) -> tuple[int, int]:
     return -node.last_access, 0
 
 
-EVICTION_POLICIES: Mapping[str, Priority] = MappingProxyType({"lru": lru, "lfu": lfu, "fifo": fifo, "mru": mru})
+def priority(node: TreeNode) -> tuple[int, int]:
+    """What only requests of low priority used first, among equals the least recently used."""
+    return node.priority, node.last_access
+
+
+def slru(node: TreeNode) -> tuple[int, int]:
+    """Segmented: what nobody came back for before what somebody did, each the least recently used first. So prompts
+    that come once can't drive out those that come again, however many they are.
+    """
+    return int(node.hit_count > 0), node.last_access
+
+
+EVICTION_POLICIES: Mapping[str, Priority] = MappingProxyType(
+    {"lru": lru, "lfu": lfu, "fifo": fifo, "mru": mru, "priority": priority, "slru": slru}
+)
 
 
 class EvictionHeap:

@@ -7,7 +7,7 @@ from .allocator import TokenToKVPoolAllocator
 from .base_prefix_cache import BasePrefixCache
 from .chunk_cache import ChunkCache
 from .eviction import EVICTION_POLICIES
-from .radix_cache import RadixCache, TreeListener
+from .radix_cache import RadixCache, TreeEvents, TreeListener
 from .req_to_token_pool import ReqToTokenPool
 
 
@@ -16,8 +16,9 @@ def make_prefix_cache(
     allocator: TokenToKVPoolAllocator,
     req_to_token: ReqToTokenPool,
     listener: TreeListener | None = None,
+    events: TreeEvents | None = None,
 ) -> BasePrefixCache:
     """``ChunkCache`` with ``disable_radix_cache``, otherwise ``RadixCache`` with ``radix_eviction_policy``."""
     if options.disable_radix_cache:
         return ChunkCache(allocator, req_to_token)
-    return RadixCache(allocator, req_to_token, EVICTION_POLICIES[options.radix_eviction_policy], listener)
+    return RadixCache(allocator, req_to_token, EVICTION_POLICIES[options.radix_eviction_policy], listener, events)

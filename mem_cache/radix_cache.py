@@ -46,6 +46,22 @@ class TreeListener(Protocol):
         """It gives these back to the pool, for want of memory."""
 
 
+class TreeEvents(Protocol):
+    """Who tells others which pages can be found in the tree, by their hashes."""
+
+    def seed(self) -> bytes:
+        """As a listener's; where there are both, they are the same."""
+
+    def stored(self, parent: bytes | None, hashes: Sequence[bytes], key: bytes) -> None:
+        """The tokens ``key`` (int32 as bytes) can be found behind the page ``parent``, None: at the start."""
+
+    def removed(self, hashes: Sequence[bytes]) -> None:
+        """These pages can't."""
+
+    def cleared(self) -> None:
+        """None can."""
+
+
 class RadixCache(BasePrefixCache):
     """Keeps every computed prefix until its pages are needed. Namespaces share nothing but the root."""
 
@@ -55,9 +71,11 @@ class RadixCache(BasePrefixCache):
         req_to_token: ReqToTokenPool,
         priority: Priority = lru,
         listener: TreeListener | None = None,
+        events: TreeEvents | None = None,
     ) -> None:
         super().__init__(allocator, req_to_token)
         self._listener = listener
+        self._events = events
         self._page_bytes = self.page_size * TOKEN_BYTES
         self._root = make_root()
         self._condemned = make_root()
@@ -97,12 +115,13 @@ class RadixCache(BasePrefixCache):
             return pos // TOKEN_BYTES
         return self._usable(np.concatenate(found))
 
-    def insert(self, tokens: I32, slots: I32, extra_key: str = "") -> int:
+    def insert(self, tokens: I32, slots: I32, extra_key: str = "", priority: int = 0) -> int:
         if len(tokens) % self.page_size or len(tokens) != len(slots):
             raise UnalignedLength(f"{len(tokens)} tokens in {len(slots)} slots, pages of {self.page_size}")
         path = self._walk(self._root, self._key(tokens), extra_key)
         known = path.slots.size
-        self._extend(self._root, path, self._key(tokens), slots, extra_key)
+        self._extend(self._root, path, self._key(tokens), slots, extra_key, priority)
+        self._raise_priority(path.nodes, priority)
         self._touch(path.nodes)
         return known
 
@@ -130,8 +149,7 @@ class RadixCache(BasePrefixCache):
         goal = ceil_to_page(num_tokens, self.page_size)
         freed: list[I32] = []
         while goal > 0 and (leaf := self._heap.peek()) is not None:
-            if self._listener is not None:
-                self._tell_leaving(leaf, min(goal, leaf.num_tokens))
+            self._tell_leaving(leaf, min(goal, leaf.num_tokens))
             if goal < leaf.num_tokens:
                 freed.append(self._trim(leaf, goal))
             else:
@@ -146,14 +164,15 @@ class RadixCache(BasePrefixCache):
     def protected_size(self) -> int:
         return self._protected
 
-    def hold(self, row: int, match: PrefixMatch, extra_key: str) -> KVHold:
+    def hold(self, row: int, match: PrefixMatch, extra_key: str, priority: int = 0) -> KVHold:
         path = list(match.node.path_up())
         matched = match.slots.size
         if path[-1] is not self._root or sum(node.num_tokens for node in path) != matched:
             raise StaleMatch(f"a match of {matched} tokens was evicted before it was held")
         self._lock(path)
+        self._raise_priority(path[:-1], priority)
         self.req_to_token.table[row, :matched] = match.slots
-        hold = KVHold(row, extra_key, match.node, cached_len=matched, kv_len=matched)
+        hold = KVHold(row, extra_key, match.node, cached_len=matched, kv_len=matched, priority=priority)
         if (windows := self.allocator.windows) is not None:
             first = windows.first_page(matched)
             windows.begin(hold.window, first, self._pages(hold, first, matched // self.page_size))
@@ -171,7 +190,8 @@ class RadixCache(BasePrefixCache):
         key = self._key(tokens[start:end])
         path = self._walk(hold.node, key, hold.extra_key)
         known = path.slots
-        self._extend(hold.node, path, key, row[start:end], hold.extra_key)
+        self._extend(hold.node, path, key, row[start:end], hold.extra_key, hold.priority)
+        self._raise_priority(path.nodes, hold.priority)
         self._touch(path.nodes)
         self._lock(path.nodes)
         hold.node, hold.cached_len = path.nodes[-1], end
@@ -190,6 +210,9 @@ class RadixCache(BasePrefixCache):
         top = self._root.children.pop(self._edge(self._root, key, 0, extra_key), None) if key else None
         if top is None:
             return
+        if self._events is not None:
+            for node in top.subtree():
+                self._events.removed(self.hashes_of(node))
         # Of one prefix there may be several.
         self._condemned_tops += 1
         top.edge = self._condemned_tops.to_bytes(8) + top.key[: self._page_bytes]
@@ -212,6 +235,8 @@ class RadixCache(BasePrefixCache):
             return node.lock_ref == 0 and parent is not None and (parent is root or parent.lock_ref > 0)
 
         tops = [node for node in root.subtree() if is_top(node)]
+        if self._events is not None and root is self._root:
+            self._tell_dropped(self._events, tops)
         freed = []
         for top in tops:
             assert top.parent is not None
@@ -321,6 +346,7 @@ class RadixCache(BasePrefixCache):
         num = at // TOKEN_BYTES
         upper = TreeNode(parent, node.edge, node.key[:at], node.slots[:num], node.created)
         upper.lock_ref, upper.last_access, upper.hit_count = node.lock_ref, node.last_access, node.hit_count
+        upper.priority = node.priority
         if node.hashes is not None:
             pages = num // self.page_size
             upper.hashes, node.hashes = node.hashes[:pages], node.hashes[pages:]
@@ -330,7 +356,7 @@ class RadixCache(BasePrefixCache):
         upper.children[node.edge] = node
         return upper
 
-    def _extend(self, start: TreeNode, path: Path, key: bytes, slots: I32, extra_key: str) -> None:
+    def _extend(self, start: TreeNode, path: Path, key: bytes, slots: I32, extra_key: str, priority: int) -> None:
         """Append to ``path``, walked from ``start``, a leaf for what of ``key`` and ``slots`` it does not reach."""
         known = path.slots.size
         if known == len(slots):
@@ -340,11 +366,15 @@ class RadixCache(BasePrefixCache):
         own = np.array(slots[known:], dtype=np.int32)
         own.setflags(write=False)
         leaf = TreeNode(parent, self._edge(parent, key, pos, extra_key), key[pos:], own, self._now)
+        leaf.priority = priority
         parent.children[leaf.edge] = leaf
         path.nodes.append(leaf)
         self._evictable += leaf.num_tokens
         if self._listener is not None:
             self._listener.stored(self.hashes_of(leaf), own[:: self.page_size] // self.page_size)
+        if self._events is not None:
+            before = self.hashes_of(parent)
+            self._events.stored(before[-1] if before else None, self.hashes_of(leaf), leaf.key)
 
     def _touch(self, nodes: list[TreeNode]) -> None:
         """Note that a path was used just now. Only its last node can be a leaf, so only that can move in the heap."""
@@ -354,6 +384,13 @@ class RadixCache(BasePrefixCache):
         if nodes and nodes[-1].is_evictable:
             self._heap.push(nodes[-1])
 
+    def _raise_priority(self, nodes: list[TreeNode], priority: int) -> None:
+        """What a request uses is worth as much as the request. Before the nodes are touched or while they are locked,
+        so that the heap learns of it.
+        """
+        for node in nodes:
+            node.priority = max(node.priority, priority)
+
     def _lock(self, nodes: list[TreeNode]) -> None:
         for node in nodes:
             if node.lock_ref == 0:
@@ -362,8 +399,9 @@ class RadixCache(BasePrefixCache):
             node.lock_ref += 1
 
     def hashes_of(self, node: TreeNode) -> list[bytes]:
-        """Of the node's pages, in order; those of its ancestors are found out, too. Only where there is a listener."""
-        assert self._listener is not None
+        """Of the node's pages, in order; those of its ancestors are found out, too. Only where somebody listens."""
+        seeded = self._listener or self._events
+        assert seeded is not None
         unknown = []
         while node.hashes is None and node.parent is not None:
             unknown.append(node)
@@ -372,16 +410,26 @@ class RadixCache(BasePrefixCache):
             if below.parent is not None and below.parent.hashes:
                 before = below.parent.hashes[-1]
             else:
-                before = namespace_seed(self._listener.seed(), below.edge[: -self._page_bytes])
+                before = namespace_seed(seeded.seed(), below.edge[: -self._page_bytes])
             below.hashes = chain(before, below.key, self.page_size)
             node = below
         return node.hashes or []
 
     def _tell_leaving(self, leaf: TreeNode, num_tokens: int) -> None:
-        assert self._listener is not None
         pages = num_tokens // self.page_size
-        slots = leaf.slots[-num_tokens :: self.page_size]
-        self._listener.leaving(self.hashes_of(leaf)[-pages:], slots // self.page_size)
+        if self._listener is not None:
+            slots = leaf.slots[-num_tokens :: self.page_size]
+            self._listener.leaving(self.hashes_of(leaf)[-pages:], slots // self.page_size)
+        if self._events is not None:
+            self._events.removed(self.hashes_of(leaf)[-pages:])
+
+    def _tell_dropped(self, events: TreeEvents, tops: list[TreeNode]) -> None:
+        if all(child.lock_ref == 0 for child in self._root.children.values()):
+            events.cleared()
+            return
+        for top in tops:
+            for node in top.subtree():
+                events.removed(self.hashes_of(node))
 
     def _trim(self, leaf: TreeNode, num_tokens: int) -> I32:
         """Cut the last ``num_tokens`` (whole pages, not all) off an unlocked leaf; returns their slots."""

@@ -20,7 +20,8 @@ class TreeNode:
     ``key`` is the run's int32 tokens as bytes, because a compare in place is then one ``memcmp``. ``slots``
     [len(key) / 4] is read-only. ``lock_ref`` counts the requests that pin the node, so it never grows from parent
     to child. ``hashes`` are those of its pages (``page_hash.py``), None until asked for. Times are ticks of the tree's
-    own clock. A node without parent is the root, or has left the tree.
+    own clock. ``priority`` is the highest of the requests that stored or held it. A node without parent is the root, or
+    has left the tree.
     """
 
     __slots__ = (
@@ -34,6 +35,7 @@ class TreeNode:
         "last_access",
         "lock_ref",
         "parent",
+        "priority",
         "slots",
     )
 
@@ -47,6 +49,7 @@ class TreeNode:
         self.created = now
         self.last_access = now
         self.hit_count = 0
+        self.priority = 0
         self.heap_seq = 0
         self.hashes: list[bytes] | None = None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .cluster_secret import ClusterSecret, addresses
 from .cpu_list import PlacementError, parse_cpus
+from .kv_event_checks import kv_event_complaints
 from .options import RECENT_TOKENS, ServerOptions
 from .tier_checks import tier_complaints
 from .web.keys import KeyFileError, read_keys
@@ -56,6 +57,7 @@ def check_options(options: ServerOptions) -> None:
         *_schedule(options),
         *_ranks(options),
         *tier_complaints(options),
+        *kv_event_complaints(options),
         *_double_sparsity(options),
         *_graphs(options),
     ]

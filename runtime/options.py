@@ -156,7 +156,9 @@ class ServerOptions:
     disable_radix_cache
         Keep no prefix of finished requests.
     radix_eviction_policy
-        Which cached prefixes go first when memory is short.
+        Which cached prefixes go first when memory is short: lru (least recently used), lfu (least often found), fifo
+        (oldest), mru (most recently used), priority (of the lowest "priority" of requests), slru (what nobody came back
+        for, then what somebody did). Among equals the least recently used.
     enable_hierarchical_cache
         Keep computed prefixes in host memory as well, the second tier, when the KV pool has no room for them.
     hicache_ratio
@@ -186,6 +188,15 @@ class ServerOptions:
     hicache_storage_prefetch_policy
         How long a request waits for the third tier: not at all (best_effort), until it has answered (wait_complete, 10
         s at most), or for 0.25 s and 0.1 s more per 1,000 tokens (timeout).
+    kv_events_endpoint
+        Publish what the prefix cache stores and loses, as vLLM does, at this ZMQ address, such as tcp://127.0.0.1:5557.
+        Who can reach it reads the token ids of all prompts: mind that where it is no loopback address.
+    kv_events_replay_endpoint
+        Where followers that missed something ask for it again, such as tcp://127.0.0.1:5558.
+    kv_events_topic
+        What the published messages begin with.
+    kv_events_buffer
+        How many of the newest messages are kept for replay.
     disable_overlap_schedule
         Plan a step only when the one before it is done.
     stream_interval
@@ -323,7 +334,7 @@ class ServerOptions:
     fair_scheduling: bool = False
     schedule_conservativeness: float = 1.0
     disable_radix_cache: bool = False
-    radix_eviction_policy: Literal["lru", "lfu", "fifo", "mru"] = "lru"
+    radix_eviction_policy: Literal["lru", "lfu", "fifo", "mru", "priority", "slru"] = "lru"
     enable_hierarchical_cache: bool = False
     hicache_ratio: float = 2.0
     hicache_size: float = 0.0
@@ -336,6 +347,10 @@ class ServerOptions:
     hicache_storage_size: float = 10.0
     hicache_storage_timeout: float = 2.0
     hicache_storage_prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = "timeout"
+    kv_events_endpoint: str | None = None
+    kv_events_replay_endpoint: str | None = None
+    kv_events_topic: str = ""
+    kv_events_buffer: int = 10_000
     disable_overlap_schedule: bool = False
     stream_interval: int = 1
     incremental_streaming_output: bool = False

@@ -28,6 +28,7 @@ from ..mem_cache.base_prefix_cache import KVHold, PrefixMatch, Rewrite, require_
 from ..mem_cache.errors import WindowPagesShort
 from ..mem_cache.factory import make_prefix_cache
 from ..mem_cache.invariants import require
+from ..mem_cache.kv_events import KVEventLog
 from ..mem_cache.page_run import PageRun
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..mem_cache.window_pages import WindowPages
@@ -79,7 +80,12 @@ class KVMemory:
     """Owner of every row and slot of the instance. See the module for the life of a request's memory."""
 
     def __init__(
-        self, options: ServerOptions, sizes: PoolSizes, context_length: int, tiers: KVTiers | None = None
+        self,
+        options: ServerOptions,
+        sizes: PoolSizes,
+        context_length: int,
+        tiers: KVTiers | None = None,
+        events: KVEventLog | None = None,
     ) -> None:
         self.page_size = page_size = options.page_size
         self.tiers = tiers
@@ -94,8 +100,9 @@ class KVMemory:
         self._allocator = PagedTokenToKVPoolAllocator(sizes.tokens, page_size, self._windows)
         # An output's last token may be computed once too often while its end is not known yet: room for two more.
         self._table = ReqToTokenPool(options.max_running_requests, context_length + 2)
-        self._cache = make_prefix_cache(options, self._allocator, self._table, tiers)
+        self._cache = make_prefix_cache(options, self._allocator, self._table, tiers, events)
         self._holds: set[KVHold] = set()
+        self._worth = -1 if options.schedule_low_priority_values_first else 1
         self.newest_step = 0
         """The newest step that was planned: it and those before it may touch all that is in use now."""
         self.let_go_step = 0
@@ -157,7 +164,7 @@ class KVMemory:
         if fits:
             row = self._table.alloc()
             assert row is not None
-            req.hold = self._cache.hold(row, match, req.msg.extra_key)
+            req.hold = self._cache.hold(row, match, req.msg.extra_key, self._worth * req.msg.priority)
             req.hold.verified = verified
             self._holds.add(req.hold)
             if windows is not None:

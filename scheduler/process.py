@@ -44,6 +44,7 @@ from ..runtime.child import ChildContext, start_child
 from ..runtime.malloc import return_freed_memory
 from .handover import Handovers
 from .info import Verdict, server_info
+from .kv_event_feed import KVEventFeed
 from .metrics_report import MetricsReport
 from .outbox import Outbox
 from .scheduler import Scheduler
@@ -81,6 +82,7 @@ class SchedulerProcess:
         self._scheduler: Scheduler | None = None
         self._handovers: Handovers | None = None
         self._report: MetricsReport | None = None
+        self._kv_feed: KVEventFeed | None = None
         self._checked_at = 0.0
         self._checked_step = -1
         self._verdict = Verdict()
@@ -102,6 +104,8 @@ class SchedulerProcess:
                 self._when_idle(self._scheduler, now)
             if self._report is not None:
                 self._report.turn(now)
+            if self._kv_feed is not None:
+                self._kv_feed.turn()
             # Peers first: "drained" leaves with the outbox, and what peers wait for must be on its way by then.
             if self._handovers is not None:
                 self._handovers.flush()
@@ -113,6 +117,8 @@ class SchedulerProcess:
         ms = self._wake_ms()
         if self._scheduler is None:
             return ms
+        if self._kv_feed is not None and self._kv_feed.is_replaying:
+            return 0
         now = time.monotonic()
         waits = [self._scheduler.deadlines.seconds_left(now)]
         if (tiers := self._scheduler.tiers) is not None and (wait := tiers.timeout(now)) is not None:
@@ -160,6 +166,10 @@ class SchedulerProcess:
             self._scheduler.handovers = self._handovers
             self._handovers.start(now)
         self._report = MetricsReport(self._scheduler, self._outbox)
+        if self._scheduler.kv_events is not None:
+            self._kv_feed = KVEventFeed(self._ctx.zmq_ctx, self._ctx.options, self._scheduler.kv_events)
+            if self._kv_feed.replay is not None:
+                self._poller.register(self._kv_feed.replay, zmq.POLLIN)
         # What exists now lives as long as the process: a full collection need not look at it again.
         gc.collect()
         gc.freeze()

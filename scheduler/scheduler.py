@@ -21,6 +21,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from ..mem_cache.kv_events import make_event_log
 from ..messages.base import I32, unpack_i32
 from ..messages.moves import ReqMoved
 from ..messages.outputs import FinishReason, FinishType, ReqError, ReqMeta, TokenLogprob
@@ -54,7 +55,8 @@ class Scheduler:
         self.options = options
         self.worker = worker
         self.tiers = KVTiers(options, worker) if worker.host_pages else None
-        self.memory = KVMemory(options, PoolSizes.of(worker), worker.context_length, self.tiers)
+        self.kv_events = make_event_log(options, worker)
+        self.memory = KVMemory(options, PoolSizes.of(worker), worker.context_length, self.tiers, self.kv_events)
         self.cost_model = make_cost_model(worker)
         self.planner = StepPlanner(options, self.memory, worker.device, self.cost_model)
         self.outbox = outbox

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from ..benchmark.cache.options import CacheBenchOptions
 from ..benchmark.errors import BenchOptionsError
 from ..benchmark.options import BenchOptions
 from ..benchmark.schedule.options import ScheduleBenchOptions
@@ -29,6 +30,7 @@ from .cluster_options import ClusterOptions, ClusterOptionsError
 EXIT_USAGE = 2
 SERVER_DEFAULTS, ROUTER_DEFAULTS, CLUSTER_DEFAULTS = ServerOptions(), RouterOptions(), ClusterOptions()
 BENCH_DEFAULTS, CHAT_DEFAULTS, CHECK_DEFAULTS = BenchOptions(), ChatOptions(), CheckOptions()
+CACHE_DEFAULTS = CacheBenchOptions()
 TRANSFER_DEFAULTS, SCHEDULE_DEFAULTS, CALIBRATE_DEFAULTS = (
     TransferBenchOptions(),
     ScheduleBenchOptions(),
@@ -185,6 +187,23 @@ def bench_schedule(
     from ..benchmark.schedule.run import run_schedule_bench
 
     return run_schedule_bench(options)
+
+
+@bench.command(name="cache")
+def bench_cache(
+    *, options: Annotated[CacheBenchOptions, Parameter(name="*")] = CACHE_DEFAULTS, config: Config = None
+) -> int:
+    """Measure the prefix tree, the queue in order of cached prefixes, and the allocator, without a model.
+
+    Beside it, where it is installed, vLLM's prefix cache. With --trace: hit rates by eviction policy and pool size.
+    """
+    try:
+        options.check()
+    except BenchOptionsError as e:
+        return _refuse("bench cache", e)
+    from ..benchmark.cache.run import run_cache_bench
+
+    return run_cache_bench(options)
 
 
 @app.command

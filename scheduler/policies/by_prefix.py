@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -15,9 +18,14 @@ from .base import SchedulePolicy
 from .prefix_index import PrefixIndex, Slots
 
 I64 = NDArray[np.int64]
+F64 = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Chooser = Callable[[Flags], int]
 """Which of N slots is the first of those that are left ([N]), of which there are some. Looks at the bounds of now."""
+Ranker = Callable[[Slots], F64]
+"""Of slots [N] by the bounds of now: the lowest first, among equals as they came. A lower bound ranks no lower."""
+FEW = 16
+"""A step seldom asks for more: so many are found by looking at all, each time; then all are put in order."""
 
 
 class ByPrefix(SchedulePolicy):
@@ -42,11 +50,12 @@ class ByPrefix(SchedulePolicy):
         """See the base class."""
         positions = np.flatnonzero(self.index.lane[self.index.order] == lane)
         slots = self.index.order[positions]
-        return self._taken(slots, self.chooser(slots, positions))
-
-    def _taken(self, slots: Slots, choose: Chooser) -> Iterator[Req]:
-        index = self.index
         left: Flags = np.ones(len(slots), dtype=np.bool_)
+        return self._taken(slots, left, self.chooser(slots, positions))
+
+    def _taken(self, slots: Slots, left: Flags, choose: Chooser) -> Iterator[Req]:
+        """Those that are ``left``, and ``left`` no more when they are given."""
+        index = self.index
         while True:
             left &= index.alive[slots]
             if not left.any():
@@ -61,21 +70,64 @@ class ByPrefix(SchedulePolicy):
         """For those that wait in ``slots`` [N], at ``positions`` [N] of the index's order."""
 
 
-class LongestPrefixMatch(ByPrefix):
+class ByRank(ByPrefix):
+    """By a number that each bound gives."""
+
+    @abstractmethod
+    def ranker(self) -> Ranker:
+        """For one order."""
+
+    def chooser(self, slots: Slots, positions: Slots) -> Chooser:
+        """See the base class."""
+        turn, rank = self.index.turn[slots], self.ranker()
+
+        def choose(left: Flags) -> int:
+            ranks = np.where(left, rank(slots), np.inf)
+            lowest = np.flatnonzero(ranks == ranks.min())
+            return int(lowest[turn[lowest].argmin()])
+
+        return choose
+
+    def _taken(self, slots: Slots, left: Flags, choose: Chooser) -> Iterator[Req]:
+        few = super()._taken(slots, left, choose)
+        yield from itertools.islice(few, FEW)
+        while (left & self.index.alive[slots]).any():
+            yield from self._queued(slots, left)
+
+    def _queued(self, slots: Slots, left: Flags) -> Iterator[Req]:
+        """As ``_taken``, until something is stored. A bound that falls meanwhile takes its place anew when its turn
+        comes, as nothing but its own fall moves it.
+        """
+        index, rank, raises = self.index, self.ranker(), self.index.raises
+        places = np.flatnonzero(left)
+        ranks, turns = rank(slots[places]), index.turn[slots[places]]
+        by_rank = np.lexsort((turns, ranks))
+        columns = (ranks, turns, places, slots[places], index.matched[slots[places]])
+        line = deque(zip(*(column[by_rank].tolist() for column in columns), strict=True))
+        fallen: list[tuple[float, float, int, int, int]] = []
+        while (line or fallen) and index.raises == raises:
+            if fallen and (not line or fallen[0] < line[0]):
+                _, turn, place, slot, bound = heapq.heappop(fallen)
+            else:
+                _, turn, place, slot, bound = line.popleft()
+            if not index.alive[slot]:
+                left[place] = False
+            elif index.matched[slot] == bound and index.confirm(slot):
+                left[place] = False
+                yield index.req_at(slot)
+            else:
+                now = rank(np.array([slot]))[0]
+                heapq.heappush(fallen, (float(now), turn, place, slot, int(index.matched[slot])))
+
+
+class LongestPrefixMatch(ByRank):
     """Longest cached prefix first (SGLang's lpm), among equals as they came: prompts that share a prefix run while it
     is still cached.
     """
 
-    def chooser(self, slots: Slots, positions: Slots) -> Chooser:
+    def ranker(self) -> Ranker:
         """See the base class."""
-        index, turn = self.index, self.index.turn[slots]
-
-        def choose(left: Flags) -> int:
-            matched = np.where(left, index.matched[slots], -1)
-            longest = np.flatnonzero(matched == matched.max())
-            return int(longest[turn[longest].argmin()])
-
-        return choose
+        return lambda slots: -self.index.matched[slots].astype(np.float64)
 
 
 class HeaviestPrefixFirst(ByPrefix):

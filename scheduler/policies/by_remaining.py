@@ -8,7 +8,7 @@ from ..cost_model import CostModel
 from ..kv_memory import KVMemory
 from ..req import Req
 from ..step_shape import StepShape
-from .by_prefix import ByPrefix, Chooser, Flags
+from .by_prefix import F64, ByRank, Ranker
 from .prefix_index import Slots
 
 PATIENCE = 8.0
@@ -17,7 +17,7 @@ PIECE = 256
 """The time of a prompt is foreseen from that of a piece of so many tokens."""
 
 
-class ShortestRemainingFirst(ByPrefix):
+class ShortestRemainingFirst(ByRank):
     """By *due time*: when a request came, and ``PATIENCE`` times what the rest of its prompt takes by itself.
 
     Without load that is shortest first: a prompt of 30 ms does not queue behind one of 3 s, and goes between its pieces
@@ -33,18 +33,18 @@ class ShortestRemainingFirst(ByPrefix):
         super().__init__(memory)
         self._model = model
 
-    def chooser(self, slots: Slots, positions: Slots) -> Chooser:
+    def ranker(self) -> Ranker:
         """See the base class."""
-        index, turn, length = self.index, self.index.turn[slots], self.index.length[slots]
+        index = self.index
         per_token, per_pair = self._rates()
 
-        def choose(left: Flags) -> int:
-            matched = index.matched[slots]
+        def due(slots: Slots) -> F64:
+            matched, length = index.matched[slots], index.length[slots]
             pairs = (length * length - matched * matched) / 2
-            due = turn + per_token * (length - matched) + per_pair * pairs
-            return int(np.where(left, due, np.inf).argmin())
+            times: F64 = index.turn[slots] + per_token * (length - matched) + per_pair * pairs
+            return times
 
-        return choose
+        return due
 
     def begun(self, reqs: list[Req]) -> list[Req]:
         """See the base class."""

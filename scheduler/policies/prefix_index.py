@@ -65,6 +65,8 @@ class PrefixIndex:
         self._limit = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         self._confirmed = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         """How many losses there had been when the bound was exact."""
+        self.raises = 0
+        """How often bounds may have risen."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -156,6 +158,7 @@ class PrefixIndex:
         return low, bisect_right(self._keys, sought, low, key=beginning)
 
     def _raise(self, low: int, high: int, length: int) -> None:
+        self.raises += 1
         slots = self.order[low:high]
         self.matched[slots] = np.maximum(self.matched[slots], np.minimum(self._limit[slots], length))
 

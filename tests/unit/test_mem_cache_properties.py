@@ -56,7 +56,7 @@ class MemCacheMachine(RuleBasedStateMachine):
 
     @initialize(
         page_size=st.sampled_from([1, 2, 4]),
-        policy=st.sampled_from(["lru", "lfu", "fifo", "mru"]),
+        policy=st.sampled_from(["lru", "lfu", "fifo", "mru", "priority", "slru"]),
         keep=st.sampled_from([True, True, True, False]),
         window=st.sampled_from([0, 0, 1, 3, 6, 9]),
         spare=st.integers(0, 8),

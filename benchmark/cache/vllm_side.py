@@ -1,0 +1,135 @@
+"""``PYTHON vllm_side.py WORKLOAD``: vLLM's prefix cache, asked the same; prints JSON of µs by what was done.
+
+A program by itself, for an interpreter that has vLLM and no pdserve. What each figure holds: ``match`` is the hash of a
+new prompt's blocks and the lookup, ``lookup`` the lookup alone, with hashes at hand; ``store`` is ``cache_blocks``;
+``decode`` is ``allocate_slots`` for each request; ``evict`` takes that many blocks, which are all cached.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams  # type: ignore[import-not-found]
+from vllm.utils.hashing import get_hash_fn_by_name  # type: ignore[import-not-found]
+from vllm.v1.core.kv_cache_manager import KVCacheManager  # type: ignore[import-not-found]
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # type: ignore[import-not-found]
+from vllm.v1.kv_cache_interface import (  # type: ignore[import-not-found]
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
+from vllm.v1.request import Request  # type: ignore[import-not-found]
+
+LOOKUPS, DECODES, EVICTIONS = 50, 100, 4
+
+
+def microseconds(what: Callable[[int], object], times: int) -> list[float]:
+    """Of each call."""
+    took = []
+    for i in range(times):
+        began = time.perf_counter()
+        what(i)
+        took.append((time.perf_counter() - began) * 1e6)
+    return took
+
+
+class Theirs:
+    """See ``ours.Ours``."""
+
+    def __init__(self, load: dict[str, Any]) -> None:
+        self.page = page = int(load["page_size"])
+        self.stored = np.split(load["stored"], load["stored_ends"][:-1])
+        self.tails = np.split(load["tails"], load["tails_ends"][:-1])
+        self.deep = self.stored[: int(load["deep"])]
+        self.decoding, self.evicted = int(load["decoding"]), int(load["evicted_tokens"])
+        # The pool is full when the workload is stored: whatever is taken then is evicted first.
+        self.blocks = int(load["kept_tokens"]) // page + sum(len(t) for t in self.tails[:8]) // page
+        spec = FullAttentionSpec(block_size=page, num_kv_heads=1, head_size=64, dtype=torch.float16)
+        config = KVCacheConfig(self.blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        hash_fn = get_hash_fn_by_name("sha256")
+        init_none_hash(hash_fn)
+        self.hasher = get_request_block_hasher(page, hash_fn)
+        self.manager = KVCacheManager(config, 1 << 20, scheduler_block_size=page, hash_block_size=page)
+        self.count = 0
+        for tokens in self.stored:
+            self.manager.free(self.run(tokens))
+
+    def request(self, tokens: Any) -> Any:
+        """Hashes its blocks, as a server does when a prompt comes."""
+        self.count += 1
+        sampling = SamplingParams(max_tokens=4096)
+        return Request(str(self.count), tokens.tolist(), sampling, None, block_hasher=self.hasher)
+
+    def run(self, tokens: Any, *, delay: bool = False) -> Any:
+        """Give a request all of its blocks."""
+        request = self.request(tokens)
+        cached, found, _ = self.manager.get_computed_blocks(request)
+        given = self.manager.allocate_slots(request, len(tokens) - found, found, cached, delay_cache_blocks=delay)
+        assert given is not None
+        request.num_computed_tokens = len(tokens)
+        return request
+
+    def match(self) -> list[float]:
+        """From token ids to blocks."""
+        deep = self.deep
+        return microseconds(lambda i: self.manager.get_computed_blocks(self.request(deep[i % len(deep)])), LOOKUPS)
+
+    def lookup(self) -> list[float]:
+        """From hashes to blocks."""
+        requests = [self.request(tokens) for tokens in self.deep]
+        found = self.manager.get_computed_blocks(requests[0])[1]
+        assert found >= len(self.deep[0]) - self.page
+        return microseconds(lambda i: self.manager.get_computed_blocks(requests[i % len(requests)]), LOOKUPS)
+
+    def store(self) -> list[float]:
+        """The blocks behind a cached prompt."""
+        requests = [self.run(tail, delay=True) for tail in self.tails[1:16:2]]
+        took = microseconds(lambda i: self.manager.cache_blocks(requests[i], requests[i].num_tokens), len(requests))
+        for request in requests:
+            self.manager.free(request)
+        return took
+
+    def decode(self) -> list[float]:
+        """One token for each request."""
+        lens = np.random.default_rng(1).integers(100, 1000, self.decoding)
+        requests = [self.run(np.arange(n, dtype=np.int64) + 40_000 * (i + 1)) for i, n in enumerate(lens)]
+        took = []
+        for _ in range(DECODES):
+            for request in requests:
+                request.append_output_token_ids(7)
+            began = time.perf_counter()
+            for request in requests:
+                assert self.manager.allocate_slots(request, 1) is not None
+            took.append((time.perf_counter() - began) * 1e6)
+            for request in requests:
+                request.num_computed_tokens += 1
+        for request in requests:
+            self.manager.free(request)
+        return took
+
+    def evict(self) -> list[float]:
+        """So many tokens' blocks are found, forgotten and handed out."""
+        pool = self.manager.block_pool
+        return microseconds(lambda _: pool.get_new_blocks(self.evicted // self.page), EVICTIONS)
+
+
+def main() -> None:
+    """Entry point."""
+    with np.load(sys.argv[1]) as load:
+        theirs = Theirs({name: load[name] for name in load.files})
+    gc.collect()
+    gc.freeze()
+    names = ("match", "lookup", "store", "decode", "evict")
+    out = {name: getattr(theirs, name)() for name in names}
+    print("\n" + json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()

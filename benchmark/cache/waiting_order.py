@@ -1,0 +1,96 @@
+"""Requests that wait in true order of longest cached prefix, and what asking the tree for each would cost."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from ...messages.base import pack_i32
+from ...messages.requests import GenerateReq
+from ...messages.sampling import SamplingParams
+from ...runtime.options import ServerOptions
+from ...scheduler.kv_memory import NO_RESERVE, KVMemory, PoolSizes
+from ...scheduler.policies.by_prefix import LongestPrefixMatch
+from ...scheduler.req import Req, ReqState, Route
+from ..errors import BenchError
+from .options import CacheBenchOptions
+
+STEPS, ADMITTED, BRUTE_EVERY = 200, 4, 20
+GROUPS, SYSTEM_TOKENS, GROUP_TOKENS, MOST_OWN_TOKENS = 500, 512, 256, 512
+POOL_TOKENS = 1 << 16
+"""Far less than the prompts: nearly every step evicts."""
+
+
+class QueueTimes(NamedTuple):
+    """In µs: of each step (the first few are found, get memory, and what they compute is stored), of putting all in
+    order, and of brute force: a lookup of each and a sort. ``losses``: how often prefixes were evicted meanwhile.
+    """
+
+    step: list[float]
+    whole: list[float]
+    brute: list[float]
+    losses: int
+
+
+def _waiting(count: int) -> list[Req]:
+    rng = np.random.default_rng(0)
+    system = rng.integers(0, 30_000, SYSTEM_TOKENS, dtype=np.int32)
+    groups = [
+        np.concatenate([system, rng.integers(0, 30_000, GROUP_TOKENS, dtype=np.int32)])
+        for _ in range(max(1, min(GROUPS, count // 20)))
+    ]
+    sampling = SamplingParams(seed=0, max_new_tokens=1, temperature=0.0)
+    reqs = []
+    for n in range(count):
+        own = rng.integers(0, 30_000, rng.integers(16, MOST_OWN_TOKENS), dtype=np.int32)
+        prompt = np.concatenate([groups[rng.integers(len(groups))], own])
+        msg = GenerateReq(f"r{n}", pack_i32(prompt), sampling, (1,), n / 100)
+        reqs.append(Req.create(msg, Route.LOCAL, ReqState.WAITING, 1, 1))
+    return reqs
+
+
+def measure_queue(options: CacheBenchOptions) -> QueueTimes:
+    """Raises ``BenchError`` where the order is not that of brute force."""
+    page = options.page_size
+    reqs = _waiting(options.queued)
+    tokens = POOL_TOKENS // page * page
+    server = ServerOptions(page_size=page, max_total_tokens=tokens, max_running_requests=ADMITTED)
+    memory = KVMemory(server, PoolSizes(tokens), 4096)
+    policy = LongestPrefixMatch(memory)
+    memory.on_stored = policy.stored
+    for req in reqs:
+        policy.add(req, 0)
+    waiting = dict.fromkeys(reqs)
+    times = QueueTimes([], [], [], 0)
+    for step in range(min(STEPS, max(1, options.queued // ADMITTED // 2))):
+        if step % BRUTE_EVERY == 0:
+            _compare(policy, memory, list(waiting), times)
+        began = time.perf_counter()
+        for req in list(itertools.islice(policy.order(0), ADMITTED)):
+            policy.remove(req)
+            del waiting[req]
+            _run_through(memory, req)
+        times.step.append((time.perf_counter() - began) * 1e6)
+    return times._replace(losses=memory.losses)
+
+
+def _compare(policy: LongestPrefixMatch, memory: KVMemory, waiting: list[Req], times: QueueTimes) -> None:
+    began = time.perf_counter()
+    brute = sorted(waiting, key=lambda r: (-min(memory.prefix_len(r), r.prompt_len), r.times.turn))
+    times.brute.append((time.perf_counter() - began) * 1e6)
+    began = time.perf_counter()
+    order = list(policy.order(0))
+    times.whole.append((time.perf_counter() - began) * 1e6)
+    if order != brute:
+        raise BenchError("the order of the queue is not that of brute force")
+
+
+def _run_through(memory: KVMemory, req: Req) -> None:
+    if not memory.admit(req, NO_RESERVE, prefix_limit=req.longest_reusable_prefix):
+        raise BenchError("a request got no memory")
+    req.computed = req.known_len
+    memory.share(req, req.computed)
+    memory.finish(req)

@@ -1,0 +1,50 @@
+"""Notes what the tree stores and loses, for whoever tells others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..messages.base import unpack_i32
+from ..messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from ..messages.worker import WorkerReady
+from ..runtime.options import ServerOptions
+from .page_hash import model_seed
+
+
+class KVEventLog:
+    """``seed``: what the hashes of pages begin with (``page_hash.model_seed``)."""
+
+    def __init__(self, seed: bytes, page_size: int) -> None:
+        self._seed = seed
+        self._page_size = page_size
+        self._events: list[Event] = []
+
+    def seed(self) -> bytes:
+        """See ``RadixCache``."""
+        return self._seed
+
+    def stored(self, parent: bytes | None, hashes: Sequence[bytes], key: bytes) -> None:
+        """Pages of the tokens ``key`` (int32 as bytes), behind the page ``parent``."""
+        tokens = unpack_i32(key).tolist()
+        self._events.append(BlockStored(list(hashes), parent, tokens, self._page_size))
+
+    def removed(self, hashes: Sequence[bytes]) -> None:
+        """Nobody finds these any more."""
+        if hashes:
+            self._events.append(BlockRemoved(list(hashes)))
+
+    def cleared(self) -> None:
+        """Nobody finds anything any more."""
+        self._events.append(AllBlocksCleared())
+
+    def take(self) -> list[Event]:
+        """All since it was asked last."""
+        events, self._events = self._events, []
+        return events
+
+
+def make_event_log(options: ServerOptions, worker: WorkerReady) -> KVEventLog | None:
+    """None where nobody is to be told."""
+    if options.kv_events_endpoint is None:
+        return None
+    return KVEventLog(model_seed(worker.fingerprint, worker.layout), options.page_size)
