@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,8 @@ from ..disaggregation.transfer.staging import Piece, Slabs, Staging, divide
 from ..messages.worker import KVLayout
 from .device.base import Device
 from .kv_pool import KVPool
+
+log = logging.getLogger(__name__)
 
 GB = 10**9
 DEFAULT_GB = 0.25
@@ -51,6 +54,12 @@ def staged_groups(
     """
     kept = [group for group in layout.groups if group.page_bytes]
     sizes = divide(int((DEFAULT_GB if gigabytes is None else gigabytes) * GB), [group.page_bytes for group in kept])
+    log.info(
+        "KV goes to peers through %s pages of host memory, and comes through %d slabs of %.1f MiB",
+        " and ".join(map(str, sizes.slots)),
+        sizes.slabs,
+        sizes.slab_bytes / 2**20,
+    )
     slabs = Slabs(_host_memory(device, sizes.slabs * sizes.slab_bytes), sizes.slab_bytes)
     slots = dict(zip(kept, sizes.slots, strict=True))
     groups: list[PageGroup | None] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -43,9 +44,11 @@ from pdserve.messages.worker import (
     SendPages,
     VerifyPages,
 )
+from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_runner.device.cpu import CpuDevice
 from pdserve.model_runner.kv_pool import KVShape, make_layout, make_pool
 from pdserve.model_runner.kv_staging import PoolPages, staged_groups
+from pdserve.model_runner.process import _start_engine
 from pdserve.runtime.layers_done import LayersDone
 
 LIMIT = limit(10.0)
@@ -344,6 +347,12 @@ def test_libraries_that_write_by_themselves_refuse_such_pools():
 
 class _Library:
     name = "nixl"
+
+
+def test_an_instance_whose_backend_takes_no_such_pool_is_refused_by_name():
+    options = SimpleNamespace(hands_over=True, disaggregation_transfer_backend="mooncake")
+    with pytest.raises(UnsupportedModel, match="mooncake moves KV of the host's memory alone: use tcp or shm"):
+        _start_engine(SimpleNamespace(options=options), SimpleNamespace(is_staged=True), None)
 
 
 def test_the_answer_of_a_check_is_no_when_nothing_passed(kind):
