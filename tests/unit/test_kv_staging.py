@@ -266,43 +266,64 @@ def test_a_send_that_is_cancelled_gives_its_slots_back_when_nothing_reads_them(m
     assert 0 < sum(device.writes) < len(SRC[0]) * owner.pools[0].shape[1]
 
 
-def test_who_waits_for_a_slab_gets_that_of_a_writer_that_has_gone(kind):
-    layout = layout_of()
-    owner, writer = Node(kind, "D", layout, staged=True), Node(kind, "P", layout, staged=True)
-    offer = msgspec.msgpack.decode(owner.engine.metadata, type=Offer)
-    if kind == "tcp":
-        hog = socket.create_connection((offer.place, offer.port), LIMIT)
-    else:
-        hog = socket.socket(socket.AF_UNIX)
-        hog.connect(f"\0{offer.place}")
-    try:
-        owner.engine.submit(GrantPages(named(9), "Q", packed([np.array([2, 3]), np.array([], np.int32)])))
-        page = owner.pools[0].shape[1]
-        hog.sendall(frame(Greeting(WIRE_VERSION, "Q", "D", offer.secret)))
-        batch = BATCH.pack(0, 9, 1, 0, 0, 2, 2) + np.array([2, 3], "<i4").tobytes()
-        hog.sendall(batch + bytes(page))  # and not the second page
-        wait_until(lambda: owner.slabs.free == 0, LIMIT, "it has the slab")
-        link(writer, owner, 1)
-        owner.engine.submit(GrantPages(named(1), "P", packed(DST)))
-        writer.engine.submit(send())
-        wait_until(lambda: owner.engine._backend._line, LIMIT, "the other stands in line")
-        assert not owner.devices[0].writes
-        hog.close()
-        ended = owner_and(writer, owner)
+class Crowd:
+    """D, whose only slab Q has, of whose two pages (2 and 3) one has come; and P, which waits for it."""
+
+    def __init__(self, kind: str) -> None:
+        layout = layout_of()
+        self.owner, self.writer = Node(kind, "D", layout, staged=True), Node(kind, "P", layout, staged=True)
+        self.page = self.owner.pools[0].shape[1]
+        offer = msgspec.msgpack.decode(self.owner.engine.metadata, type=Offer)
+        if kind == "tcp":
+            self.q = socket.create_connection((offer.place, offer.port), LIMIT)
+        else:
+            self.q = socket.socket(socket.AF_UNIX)
+            self.q.connect(f"\0{offer.place}")
+        self.owner.engine.submit(GrantPages(named(9), "Q", packed([np.array([2, 3, 4]), np.array([], np.int32)])))
+        self.q.sendall(frame(Greeting(WIRE_VERSION, "Q", "D", offer.secret)))
+        self.q.sendall(self.batch(0, 2, 3)[: -self.page])
+        wait_until(lambda: self.owner.slabs.free == 0, LIMIT, "Q has the slab")
+        link(self.writer, self.owner, 1)
+        self.owner.engine.submit(GrantPages(named(1), "P", packed(DST)))
+        self.writer.engine.submit(send())
+        wait_until(lambda: self.owner.engine._backend._line, LIMIT, "P stands in line")
+        assert not self.owner.devices[0].writes
+
+    def batch(self, number: int, *pages: int) -> bytes:
+        header = BATCH.pack(number, 9, 1, 0, 0, 2, len(pages))
+        return header + np.array(pages, "<i4").tobytes() + bytes(len(pages) * self.page)
+
+    def assert_all_lands(self) -> None:
+        ended = self.writer.next()
+        assert isinstance(ended, SendEnded)
         assert ended.error is None
-        assert verify(owner, ended.slices)
-        assert held(writer.engine) == held(owner.engine) == 0
-    finally:
-        hog.close()
-        owner.engine.close()
-        writer.engine.close()
+        assert verify(self.owner, ended.slices)
+        assert held(self.writer.engine) == held(self.owner.engine) == 0
+
+    def close(self) -> None:
+        self.q.close()
+        self.owner.engine.close()
+        self.writer.engine.close()
 
 
-def owner_and(writer: Node, owner: Node) -> SendEnded:
-    assert isinstance(owner.next(), PeerLinkDown)
-    ended = writer.next()
-    assert isinstance(ended, SendEnded)
-    return ended
+@pytest.fixture
+def crowd(kind):
+    crowd = Crowd(kind)
+    yield crowd
+    crowd.close()
+
+
+def test_who_waits_for_a_slab_gets_that_of_a_writer_that_has_gone(crowd):
+    crowd.q.close()
+    assert isinstance(crowd.owner.next(), PeerLinkDown)
+    crowd.assert_all_lands()
+
+
+def test_who_waits_for_a_slab_gets_it_before_who_had_it_last(crowd):
+    crowd.q.sendall(bytes(crowd.page) + crowd.batch(1, 4))
+    crowd.assert_all_lands()
+    wait_until(lambda: crowd.page in crowd.owner.devices[0].writes, LIMIT, "so has the last of Q")
+    assert crowd.owner.devices[0].writes[:2] == [2 * crowd.page, SLOTS * crowd.page]
 
 
 def test_the_memory_is_divided_so_that_every_group_can_move():

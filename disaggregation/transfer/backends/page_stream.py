@@ -116,7 +116,7 @@ class StreamBackend(SocketBackend):
         """Have those who wait for a slab read on, in their order, as long as there are any."""
         while self._line and self._line[0].has_slab():
             link = self._line.popleft()
-            link.next_slab()
+            link.next_slab(in_turn=True)
             self._rewatch(link)
 
 
@@ -293,11 +293,13 @@ class StreamReader(IncomingLink):
         """Whether there is one to be had, for who waits for it."""
         return self._passing is not None and self._passing.staging.slabs.free > 0
 
-    def next_slab(self) -> None:
-        """Read the next pages of a batch that passes through slabs, as many as one takes; or wait for one."""
+    def next_slab(self, *, in_turn: bool = False) -> None:
+        """Read the next pages of a batch that passes through slabs, as many as one takes; or wait for one: also where
+        others do, unless it is its turn, so that none is held up by one that has much to write.
+        """
         passing = self._passing
         assert passing is not None
-        passing.slab = slab = passing.staging.slabs.take()
+        passing.slab = slab = passing.staging.slabs.take() if in_turn or not self._line else None
         if slab is None:
             self._line.append(self)
             self.stream.pause()
