@@ -181,11 +181,9 @@ def test_pages_that_were_written_twice_are_not_trusted(make_pair):
     writer.engine.submit(send(last=False))
     ended = writer.ask(send([pages[-1:] for pages in SRC], again))
     assert ended.error is None
-    count = sum(map(len, DST))
-    slices, pages = [], 0
-    for piece in ended.slices:  # those of the first time, which are all of the pages
-        pages += piece.count
-        slices += [piece] if pages <= count else []
+    # Those of the first time, which are all of the pages.
+    slices = [piece for piece in ended.slices if piece.first + piece.count <= len(DST[piece.group])]
+    assert sum(piece.count for piece in slices) == sum(map(len, DST))
     assert not verify(owner, slices)
 
 
@@ -244,6 +242,7 @@ def test_a_link_that_goes_down_in_the_middle_leaves_nothing_behind(make_pair):
     assert held(writer.engine) == held(owner.engine) == 0
     owner.engine.submit(RevokePages(named(1)))
     link(writer, owner, 2)
+    assert not owner.engine._landed
     assert all(np.array_equal(before, after) for before, after in zip(landed, owner.pools, strict=True))
     owner.engine.submit(GrantPages(named(1), "P", packed(DST)))
     ended = writer.ask(send())
@@ -313,8 +312,12 @@ def crowd(kind):
     crowd.close()
 
 
-def test_who_waits_for_a_slab_gets_that_of_a_writer_that_has_gone(crowd):
-    crowd.q.close()
+@pytest.mark.parametrize("how", ["it ends", "it is put out"])
+def test_who_waits_for_a_slab_gets_that_of_a_writer_that_has_gone(crowd, how):
+    if how == "it ends":
+        crowd.q.close()
+    else:
+        crowd.owner.engine.submit(RevokePages(named(9)))
     assert isinstance(crowd.owner.next(), PeerLinkDown)
     crowd.assert_all_lands()
 

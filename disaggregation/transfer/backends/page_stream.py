@@ -34,7 +34,7 @@ from ..staging import Piece, Staging
 from .base import WriteHandle, WriteState
 from .grants import Grants, Writer
 from .handshake import Offer
-from .link import IncomingLink, Link, OutgoingLink
+from .link import IncomingLink, OutgoingLink
 from .socket_backend import SocketBackend
 
 BATCH = struct.Struct("<QQQHHHI")
@@ -106,14 +106,10 @@ class StreamBackend(SocketBackend):
         return StreamReader(stream, self._pools, self._landed, self._line, self.stall_seconds)
 
     def _advance(self) -> None:
-        self._serve_line()
+        """Have those who wait for a slab read on, in their order, as long as there are any.
 
-    def _close_link(self, link: Link, reason: str) -> None:
-        super()._close_link(link, reason)
-        self._serve_line()  # it may have had a slab
-
-    def _serve_line(self) -> None:
-        """Have those who wait for a slab read on, in their order, as long as there are any."""
+        Slabs become free by I/O, or with a link, and the news of its end keep the next turn from waiting.
+        """
         while self._line and self._line[0].has_slab():
             link = self._line.popleft()
             link.next_slab(in_turn=True)
