@@ -373,17 +373,24 @@ class SendEnded(Message):
 
 
 class GrantPages(Message):
-    """Scheduler → worker: ``peer`` may write these pages of our pools, until the hand-over's are revoked."""
+    """Scheduler → worker: ``peer`` may write these pages of our pools, until the hand-over's are revoked.
+
+    ``order``, ``checksum``: as of ``VerifyPages``, for pools on a device, where pages are hashed and brought into our
+    order as they come.
+    """
 
     handover: HandoverId
     peer: str
     pages: PagesByGroup
+    order: KVOrder | None = None
+    checksum: bool = True
 
 
 class RevokePages(Message):
-    """Scheduler → worker: nobody may write the pages of ``handover`` any more."""
+    """Scheduler → worker: nobody may write the pages of ``handover`` any more. ``are_checked``: they are, next."""
 
     handover: HandoverId
+    are_checked: bool = False
 
 
 class VerifyPages(Message):

@@ -27,6 +27,7 @@ from ..messages.worker import (
     MachineUse,
     MeasuredStep,
     ReceiveCommand,
+    SendPages,
     StepResult,
     TransferEvent,
     WorkerCommand,
@@ -46,6 +47,10 @@ if TYPE_CHECKING:
     from .tiers.worker_tiers import WorkerTiers
 
 log = logging.getLogger(__name__)
+
+
+STAGED_BACKENDS = ("tcp", "shm", "fake")
+"""Those that take pages of a pool on a device."""
 
 
 class Worker(NamedTuple):
@@ -129,6 +134,8 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
             copied = worker.tiers.obey(command)
             if copied is not None:
                 events.send(copied)
+        elif isinstance(command, SendPages):
+            steps.send(command)
         elif worker.engine is not None:
             worker.engine.submit(command)
         else:
@@ -165,8 +172,12 @@ def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -
     options = ctx.options
     if not options.hands_over:
         return None
-    if model.device.type != "cpu":
-        raise UnsupportedModel(f"KV hand-over from {model.device.type} memory is not there yet; use --device cpu")
+    backend = options.disaggregation_transfer_backend
+    if model.is_staged and backend not in STAGED_BACKENDS:
+        raise UnsupportedModel(
+            f"--disaggregation-transfer-backend {backend} moves KV of the host's memory alone: use "
+            f"{' or '.join(STAGED_BACKENDS[:2])}, which take it through there (--kv-staging-size)"
+        )
     from ..disaggregation.transfer.engine import TransferEngine
 
     # Made here, used by the engine's thread alone.
@@ -177,7 +188,7 @@ def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -
 
     with floating(placement):
         engine = TransferEngine(
-            options.disaggregation_transfer_backend,
+            backend,
             model.page_groups(),
             ctx.epoch,
             options.host,

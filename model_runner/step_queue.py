@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..messages.worker import ForwardStep, StepResult
+from ..messages.worker import ForwardStep, SendPages, StepResult
 from ..runtime.layers_done import LayersDone
 
 if TYPE_CHECKING:
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 
 class _Open(NamedTuple):
+    """``ends``: what counts its layers, and others that only its end is told."""
+
     launched: Launched
-    done: LayersDone | None
+    ends: list[LayersDone]
 
 
 class StepQueue:
@@ -46,16 +48,28 @@ class StepQueue:
     def launch(self, step: ForwardStep) -> None:
         """Have the step computed."""
         done = self._push(step) if step.pushes else None
-        self._open.append(_Open(self._steps.launch(step, done), done))
+        self._open.append(_Open(self._steps.launch(step, done), [] if done is None else [done]))
 
     def collect(self) -> StepResult:
         """The oldest step's result; waits for it. There is one."""
-        launched, done = self._open.popleft()
+        launched, ends = self._open.popleft()
         result = self._steps.collect(launched)
-        if done is not None and self._engine is not None:
+        for done in ends:
             done.finish()
+        if ends and self._engine is not None:
             self._engine.wake()
         return result
+
+    def send(self, pages: SendPages) -> None:
+        """Push pages that steps launched so far compute, when the last of these has ended: the device may be behind."""
+        if self._engine is None:
+            raise RuntimeError("an instance without hand-overs was asked to push pages")
+        if not self._open:
+            self._engine.submit(pages)
+            return
+        done = LayersDone()
+        self._open[-1].ends.append(done)
+        self._engine.push(pages, done)
 
     def _push(self, step: ForwardStep) -> LayersDone:
         if self._engine is None:

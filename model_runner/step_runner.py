@@ -37,6 +37,7 @@ from ..messages.worker import ForwardStep, RowInit, StepResult
 from ..runtime.layers_done import LayersDone
 from .decode_graphs import DecodeGraphs
 from .device.base import Device, Fetch
+from .device_ops.choose import choose_ops
 from .forward_batch import ForwardBatch
 from .logprobs import Scored, listed, score
 from .penalties import TokenHistory
@@ -118,6 +119,7 @@ class StepRunner:
     def __init__(self, model: Model, max_reqs: int) -> None:
         self._model = model
         self._device = device = model.hardware
+        self._ops = choose_ops(device.torch)
         self._rows = rows = RowStates(max_reqs, model.vocab_size, device.torch)
         self._req_to_token = torch.zeros((max_reqs, model.context_length), dtype=torch.int32, device=device.torch)
         pages, window_pages = model.num_slots // model.page_size, model.num_window_pages
@@ -205,8 +207,7 @@ class StepRunner:
         plan = plan_step(step, self._model.page_size)
         size = self._graphs.size_for(len(plan.rows)) if plan.is_decode else None
         there = self._arrays.load(plan, size or 0)
-        there.input_ids.index_copy_(0, there.last_at, self._rows.last_tokens.index_select(0, there.last_rows))
-        self._req_to_token[there.token_rows, there.positions] = there.out_cache_loc.to(torch.int32)
+        self._ops.enter(there, self._req_to_token, self._rows.last_tokens)
         logits_LV = self._compute(plan, there, done) if size is None else self._replay(plan, there, size)
         params = self._rows.params(plan.sampled_rows)
         chosen = self._choose(logits_LV[: len(plan.sampled)], plan, params)

@@ -88,6 +88,10 @@ class ServerOptions:
     disaggregation_transfer_backend
         How KV pages move: tcp (any host), shm (same host, one copy), nixl and mooncake (by these libraries, any host),
         fake (moves nothing, for tests).
+    kv_staging_size
+        Host memory that KV passes through on its way from and to a GPU, in GB; default 0.25. Half of it is for what is
+        sent and half for what arrives; a prompt may be longer. On a CPU, where KV goes from pool to pool, none is used
+        unless this is given.
     disaggregation_threshold
         Who computes a prompt whose request names a prefill, as its decode instance decides it: auto, the one of the two
         whose first token comes sooner, as both foresee it; a number, the decode where fewer tokens than that are not
@@ -309,6 +313,7 @@ class ServerOptions:
     disaggregation_data_port: int = 0
     advertise_host: str | None = None
     disaggregation_transfer_backend: Literal["tcp", "shm", "nixl", "mooncake", "fake"] = "tcp"
+    kv_staging_size: float | None = None
     disaggregation_threshold: str = "auto"
     disaggregation_ib_device: str | None = None
     disaggregation_bootstrap_timeout: float = 30.0

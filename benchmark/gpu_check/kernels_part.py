@@ -1,5 +1,5 @@
-"""Every kernel of the GPU path against the reference, on the device: attention of all backends, and a model's answers
-with graphs and without.
+"""Every kernel of the GPU path against the reference, on the device: attention of all backends, the sampler, what a
+layer has beside them, and pages on their way.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ...model_runner.queued_sampler import QueuedSampler
 from ...model_runner.rows import RowStates
 from ...model_runner.sampler import sample
 from ...model_runner.seen_tokens import SeenTokens
+from . import op_checks
 from .part import Part, open_part
 from .record import Finding
 
@@ -90,6 +91,7 @@ def checks(part: Part) -> Iterator[tuple[str, Callable[[], Finding]]]:
                 name = f"{backend}, {str(dtype).removeprefix('torch.')}: {shape.name}"
                 yield name, lambda s=shape, d=dtype, b=backend: check_attention(part, s, d, b)  # type: ignore[misc]
     yield "sampler: the CPU's tokens", lambda: check_sampler(part)
+    yield from op_checks.checks(part)
 
 
 def check_attention(part: Part, shape: Shape, dtype: torch.dtype, backend: str) -> Finding:

@@ -48,20 +48,30 @@ def check_servers(part: Part, folder: Path) -> None:
 
     check("CPU engine, float32, against transformers", [*exact, "--device", "cpu"])
     on_device = [*exact, "--device", device]
+
+    def check_kv(name: str, backend: str, prefill: Sequence[str], decode: Sequence[str]) -> None:
+        sides = prefill, decode
+        part.recorder.check(name, lambda: check_pair(backend, sides, folder, prompts, reference))
+
     if part.dry_run:
         for backend in ("torch", "triton"):
             check(f"{backend}, float32, against transformers", [*on_device, "--attention-backend", backend])
+        staged = [*on_device, "--attention-backend", "torch", "--kv-staging-size", "0.002"]
+        check_kv("prefill and decode through host memory, by tcp", "tcp", staged, staged)
         return
     strict = ["--attention-backend", "triton", "--fail-on-host-sync"]
     check("triton, float32, graphs", [*on_device, *strict])
     check("triton, float32, no graphs", [*on_device, *strict, "--disable-cuda-graph"])
     check("triton, float32, no overlap", [*on_device, *strict, "--disable-overlap-schedule"])
     check("torch backend, float32", [*on_device, "--attention-backend", "torch"])
+    triton, on_cpu = [*on_device, "--attention-backend", "triton"], [*exact, "--device", "cpu"]
+    check_kv("prefill and decode on one GPU, by tcp", "tcp", triton, triton)
+    check_kv("prefill on the CPU, decode on the GPU, by shm", "shm", on_cpu, triton)
+    check_kv("prefill on the GPU, decode on the CPU, by shm", "shm", triton, on_cpu)
     half = [*common, "--dtype", "bfloat16", "--device", device]
     for backend in ("triton", "flashinfer"):
         # In 16 bits rounding decides now and then, and what follows is another text.
         check(f"{backend}, bfloat16, graphs", [*half, "--attention-backend", backend, "--fail-on-host-sync"], least=0.5)
-    part.recorder.check("prefill and decode on one GPU", lambda: check_pair(on_device, folder, prompts, reference))
 
 
 def compare(args: Sequence[str], log: Path, prompts: Prompts, expected: Tokens, least: float) -> Finding:
@@ -80,11 +90,13 @@ def judge(found: Tokens, expected: Tokens, least: float, what: str) -> Finding:
     return Finding("", f"{same} of {total} the same ({what})", asked, same >= least * total)
 
 
-def check_pair(args: Sequence[str], folder: Path, prompts: Prompts, expected: Tokens) -> Finding:
-    """A prefill and a decode instance on the same GPU, each with a share of it."""
-    share = [*args, "--attention-backend", "triton"]
-    prefill = [*share, "--disaggregation-mode", "prefill"]
-    decode = [*share, "--disaggregation-mode", "decode", "--disaggregation-threshold", "always"]
+def check_pair(
+    backend: str, sides: tuple[Sequence[str], Sequence[str]], folder: Path, prompts: Prompts, expected: Tokens
+) -> Finding:
+    """A prefill and a decode instance, by the options of each, with KV from one to the other by ``backend``."""
+    transfer = ["--disaggregation-transfer-backend", backend]
+    prefill = [*sides[0], *transfer, "--disaggregation-mode", "prefill"]
+    decode = [*sides[1], *transfer, "--disaggregation-mode", "decode", "--disaggregation-threshold", "always"]
     port = 18998
     with (
         serve([*prefill, "--disaggregation-bootstrap-port", str(port)], folder / "prefill.log") as one,
@@ -96,7 +108,7 @@ def check_pair(args: Sequence[str], folder: Path, prompts: Prompts, expected: To
             generate_later = _later(one, prompt, where)
             found.append(generate(other, prompt, LENGTH, **where))
             generate_later.join(30)
-    return judge(found, expected, 1.0, "by tcp")
+    return judge(found, expected, 1.0, f"by {backend}")
 
 
 def _later(address: str, prompt: Sequence[int], where: dict[str, Any]) -> Any:

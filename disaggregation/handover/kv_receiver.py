@@ -60,10 +60,8 @@ OVERTAKING_SECONDS = 2.0
 CLIENT_GONE = 499
 STUCK_SECONDS = 10.0
 """After so long, memory that a peer holds is somebody's to look after."""
-
 MOST_UNTOLD = 1024
 """Rooms whose prefill can't be told yet that the prompt is computed here: others find out by their own limit."""
-
 MOST_OVERTAKEN = 4
 """How many that do not fit are passed over in one turn: each try costs a walk of the prefix tree."""
 
@@ -240,7 +238,8 @@ class KVReceivers:
         assert receiver.hold is not None
         pages = memory.pages_in(receiver.hold, run, run.begin, run.end)
         receiver.granted, receiver.pages = True, [pack_i32(numbers) for numbers in pages]
-        self._scheduler.outbox.to_transfer(GrantPages(receiver.handover, peer.epoch, receiver.pages))
+        grant = GrantPages(receiver.handover, peer.epoch, receiver.pages, peer.order, self._checksum)
+        self._scheduler.outbox.to_transfer(grant)
         receiver.requested_at = now
         peer.send(
             TransferRequest(
@@ -290,7 +289,7 @@ class KVReceivers:
             self._fail(receiver, 502, "the prefill instance sent the prompt's KV without a first token")
         elif receiver.state is ReceiverState.TRANSFERRING:
             receiver.state, receiver.there, receiver.checking = ReceiverState.VERIFYING, msg.timing, True
-            self._revoke(receiver)  # what changed while it is checked would never be noticed
+            self._revoke(receiver, are_checked=True)  # what changed while it is checked would never be noticed
             check = VerifyPages(receiver.handover, receiver.pages, msg.slices, peer.order, self._checksum)
             self._scheduler.outbox.to_transfer(check)
 
@@ -487,10 +486,10 @@ class KVReceivers:
         if receiver.state is not ReceiverState.DRAINING:
             receiver.state, receiver.draining_since = ReceiverState.DRAINING, self._now
 
-    def _revoke(self, receiver: KVReceiver) -> None:
+    def _revoke(self, receiver: KVReceiver, *, are_checked: bool = False) -> None:
         if receiver.granted:
             receiver.granted = False
-            self._scheduler.outbox.to_transfer(RevokePages(receiver.handover))
+            self._scheduler.outbox.to_transfer(RevokePages(receiver.handover, are_checked))
 
     def _over(self, receiver: KVReceiver) -> None:
         """Nothing more comes of a room: its memory is no longer held for it."""

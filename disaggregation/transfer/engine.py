@@ -52,10 +52,12 @@ from ...runtime.refusal_log import RefusalLog
 from ..errors import BadPages, TransferError
 from .backends.base import Admitted, Completion, ConnectFailed, LinkEvent, LinkUp, TransferBackend
 from .backends.registry import make_backend
+from .landed_pages import LandedPages
 from .outgoing_pages import OutgoingPages
-from .page_check import Landed, PageCheck
+from .page_check import Landed, PageCheck, make_check
 from .page_order import PageConverter
-from .pages import PageGroup, PagePool, unpack_pages
+from .page_pool import pool_of
+from .pages import PageGroup, unpack_pages
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +137,8 @@ class TransferEngine:
     ) -> None:
         """Open ``groups`` to peers at once. Raises ``UnknownBackend`` and ``RegionError``.
 
-        ``groups``: those of the layout, in its order; None for one that has no bytes, whose pages are mere numbers.
+        ``groups``: those of the layout, in its order; None for one that has no bytes, whose pages are mere numbers. All
+        pools are on a device, or none is.
         ``host`` and ``port`` are where to listen, ``advertise_host`` is where others reach that. ``layout`` is that of
         the pages; without it none of another order are taken. ``on_failure`` is called, in the engine's thread, should
         that break.
@@ -146,7 +149,8 @@ class TransferEngine:
         moved = [group for group in groups if group is not None]
         self.metadata = self._backend.register(moved)
         self._layout = layout
-        self._pools = [g if g is None else PagePool(g, moved.index(g), g.region.view()) for g in groups]
+        self._pools = [g if g is None else pool_of(g, moved.index(g)) for g in groups]
+        self._is_staged = self._backend.can.moves_data and any(group.staging is not None for group in moved)
         self._most = [MAX_PAGE if pool is None else pool.group.num_pages for pool in self._pools]
         self._unbounded = [MAX_PAGE] * len(self._pools)
         self._emit = emit
@@ -163,6 +167,8 @@ class TransferEngine:
         self._checks: deque[PageCheck] = deque()
         self._granted: dict[HandoverId, str] = {}
         """Who may write for which hand-over."""
+        self._landed: dict[HandoverId, LandedPages] = {}
+        """What is known of pages that are on a device, until they are checked, or nobody wants to know."""
         self._links: dict[str, int] = {}
         self._writing: dict[str, int] = {}
         """Links by which peers are written to, or were last."""
@@ -268,7 +274,7 @@ class TransferEngine:
                 case GrantPages():
                     self._grant(command)
                 case RevokePages():
-                    self._revoke(command.handover)
+                    self._revoke(command)
                 case AdmitPeer() | ConnectPeer():
                     self._open(command)
                 case DisconnectPeer():
@@ -300,13 +306,21 @@ class TransferEngine:
     def _grant(self, command: GrantPages) -> None:
         try:
             granted = self._unpack(command.pages, "destination")
-        except BadPages as e:
+            landed = self._to_land(command) if self._is_staged else None
+        except (BadPages, ValueError) as e:
             log.error("can't grant room %d its pages: %s", command.handover.room, e)
             return
+        if landed is not None:
+            self._landed[command.handover] = landed
+            self._backend.note_landings(command.peer, command.handover, landed)
         self._granted[command.handover] = command.peer
         for pool, pages in zip(self._pools, granted, strict=True):
             if pool is not None:
                 self._backend.grant(command.peer, command.handover, pages, pool.number)
+
+    def _to_land(self, command: GrantPages) -> LandedPages:
+        numbers = [number for number, pool in enumerate(self._pools) if pool is not None]
+        return LandedPages(self._layout, command.order, numbers, summed=command.checksum)
 
     def _unpack(self, pages: PagesByGroup, what: str, *, theirs: bool = False) -> list[I32]:
         """Page numbers of each group, of our pools or of a peer's; raises ``BadPages``."""
@@ -315,10 +329,12 @@ class TransferEngine:
         most = self._unbounded if theirs else self._most
         return [unpack_pages(packed, count, what) for packed, count in zip(pages, most, strict=True)]
 
-    def _revoke(self, handover: HandoverId) -> None:
-        peer = self._granted.pop(handover, None)
+    def _revoke(self, command: RevokePages) -> None:
+        peer = self._granted.pop(command.handover, None)
+        if not command.are_checked:
+            self._landed.pop(command.handover, None)
         if peer is not None:
-            self._backend.revoke(peer, handover)
+            self._backend.revoke(peer, command.handover)
 
     def _send(self, command: SendPages, done: LayersDone | None) -> None:
         handover = command.handover
@@ -366,13 +382,14 @@ class TransferEngine:
             return
         try:
             landed = [
-                Landed(group, pool, pages, self._converter(command.order, group))
+                Landed(group, pool, pages, None if self._is_staged else self._converter(command.order, group))
                 for group, (pool, pages) in enumerate(
                     zip(self._pools, self._unpack(command.pages, "landed"), strict=True)
                 )
                 if pool is not None
             ]
-            check = PageCheck(command.handover, landed, command.slices, hashed=command.checksum)
+            passed = self._landed.pop(command.handover, None) if self._is_staged else None
+            check = make_check(command, landed, passed)
         except (BadPages, ValueError) as e:
             log.error("can't verify room %d: %s", command.handover.room, e)
             self._emit(PagesVerified(command.handover, ok=False))

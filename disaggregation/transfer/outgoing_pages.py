@@ -13,8 +13,10 @@ from ...messages.base import I32, HandoverId
 from ...messages.handover import MAX_SLICES
 from ...messages.worker import SendEnded, SliceChecksum
 from ...runtime.layers_done import LayersDone
+from ..errors import TransferError
 from .backends.base import TransferBackend, WriteHandle, WriteState
-from .pages import LayerRange, PageGroup, PagePool, PageWrite
+from .page_pool import PagePool
+from .pages import LayerRange, PageGroup, PageWrite
 
 MAX_SLICE_PAGES = 1024
 MIN_AHEAD_BYTES = 4 << 20
@@ -57,10 +59,12 @@ class _Chunk:
 
 
 class _Landing(NamedTuple):
-    """A slice under way."""
+    """A slice under way; ``slots``: what it holds of ``pool``'s, until then."""
 
     handle: WriteHandle
     nbytes: int
+    pool: PagePool
+    slots: I32 | None
 
 
 class _Queue:
@@ -74,7 +78,8 @@ class _Queue:
 
     @property
     def ready(self) -> bool:
-        return bool(self.chunks) and self.chunks[0].next_layers() is not None
+        has_room = self.pool.slots is None or self.pool.slots.free > 0
+        return has_room and bool(self.chunks) and self.chunks[0].next_layers() is not None
 
 
 class OutgoingPages:
@@ -155,10 +160,18 @@ class OutgoingPages:
         piece_bytes = pool.group.piece_bytes(layers)
         at, first = chunk.at, chunk.first + chunk.at
         count = min(max(1, slice_bytes // piece_bytes), MAX_SLICE_PAGES, len(chunk.src) - at)
-        src, dst = chunk.src[at : at + count], chunk.dst[at : at + count]
+        src, slots = chunk.src[at : at + count], None
+        if pool.slots is not None:
+            src = slots = pool.slots.fetch(src, layers)
+            count = len(slots)
         nbytes = count * piece_bytes
-        write = PageWrite(self.handover, self._writes, src, dst, layers, pool.number)
-        self._landing.append(_Landing(backend.write(write), nbytes))
+        write = PageWrite(self.handover, self._writes, src, chunk.dst[at : at + count], layers, pool.number)
+        try:
+            handle = backend.write(write)
+        except TransferError:
+            _give_back(pool, slots)
+            raise
+        self._landing.append(_Landing(handle, nbytes, pool, slots))
         self._writes += 1
         chunk.advance(count)
         if chunk.begin == pool.group.num_layers:
@@ -193,6 +206,7 @@ class OutgoingPages:
                 self.fail(landing.handle.error)
                 break
             self._landing.popleft()
+            _give_back(landing.pool, landing.slots)
             count, nbytes = count + 1, nbytes + landing.nbytes
             if state is WriteState.DONE:
                 self._nbytes += landing.nbytes
@@ -243,3 +257,8 @@ class OutgoingPages:
             self._ended = self._clock()
             self._seconds += self._ended - self._busy_since
             self._busy_since = None
+
+
+def _give_back(pool: PagePool, slots: I32 | None) -> None:
+    if pool.slots is not None and slots is not None:
+        pool.slots.give(slots)

@@ -9,9 +9,11 @@ import numpy as np
 import xxhash
 
 from ...messages.base import I32, HandoverId
-from ...messages.worker import SliceChecksum
+from ...messages.worker import SliceChecksum, VerifyPages
+from .landed_pages import LandedPages
 from .page_order import PageConverter
-from .pages import LayerRange, PagePool
+from .page_pool import PagePool
+from .pages import LayerRange
 
 BATCH_BYTES = 1 << 20
 """Hashed at a time: a peer may say that all it has sent was one slice."""
@@ -86,6 +88,44 @@ class PageCheck:
                 hasher.update(pool[offset : offset + length])
             yield len(some) * piece_bytes
         self._right = bool(hasher.intdigest() == piece.checksum)
+
+
+class PassedCheck(PageCheck):
+    """Of pages that are on a device by now: what is known of them since they passed (``landed_pages.py``).
+
+    All that was written has to be of the slices: a page that was written twice may not be what its slice had.
+    """
+
+    def __init__(
+        self,
+        handover: HandoverId,
+        landed: Sequence[Landed],
+        slices: Sequence[SliceChecksum],
+        passed: LandedPages,
+        *,
+        hashed: bool = True,
+    ) -> None:
+        super().__init__(handover, landed, slices, hashed=hashed)
+        self._passed = passed
+
+    def _check(self) -> Iterator[int]:
+        yield from super()._check()
+        pieces = sum(len(part.pages) * part.pool.group.num_layers for part in self._landed.values())
+        self._right = self._right and self._passed.pieces == pieces
+
+    def _hash(self, piece: SliceChecksum) -> Iterator[int]:
+        part = self._landed[piece.group]
+        pages, layers = part.pages[piece.first : piece.first + piece.count], LayerRange(piece.begin, piece.end)
+        self._right = self._passed.checksum(part.pool.number, layers, pages) == piece.checksum
+        yield SLICE_BYTES
+
+
+def make_check(command: VerifyPages, landed: Sequence[Landed], passed: LandedPages | None) -> PageCheck:
+    """Of a host's pool, or, where they ``passed``, of one on a device."""
+    handover, slices, hashed = command.handover, command.slices, command.checksum
+    if all(part.pool.group.staging is None for part in landed):
+        return PageCheck(handover, landed, slices, hashed=hashed)
+    return PassedCheck(handover, landed, slices, passed or LandedPages(), hashed=hashed)
 
 
 def _convert(part: Landed, converter: PageConverter) -> Iterator[int]:

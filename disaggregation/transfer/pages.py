@@ -12,7 +12,8 @@ import numpy.typing as npt
 from ...messages.base import I32, HandoverId, unpack_i32
 from ...messages.worker import KVGroup
 from ..errors import BadPages
-from .region import KVRegion
+from .region import Region
+from .staging import Staging
 
 Spans = npt.NDArray[np.int64]
 """[N, 2]: offset and length in bytes of N pieces of a region."""
@@ -31,21 +32,30 @@ class PageGroup:
 
     Page 0 belongs to padding, not to any hand-over. ``layers``: what the model calls them, ascending; they are its
     first ones where it is empty.
+
+    ``region`` is the pool itself, unless that is on a device: then pages are written to peers from slots, which lie in
+    ``region`` as pages do, and ``staging`` says how they get there.
     """
 
-    region: KVRegion
+    region: Region
     page_bytes: int
     num_layers: int = 1
     layers: tuple[int, ...] = ()
+    staging: Staging | None = None
 
     @classmethod
-    def of(cls, group: KVGroup, region: KVRegion) -> PageGroup:
+    def of(cls, group: KVGroup, region: Region, staging: Staging | None = None) -> PageGroup:
         """Those of a layout's group."""
-        return cls(region, group.page_bytes, group.num_layers, group.layers)
+        return cls(region, group.page_bytes, group.num_layers, group.layers, staging)
 
     @property
     def num_pages(self) -> int:
-        """Page 0 included."""
+        """Of the pool, page 0 included."""
+        return (self.region if self.staging is None else self.staging.device).nbytes // self.page_bytes
+
+    @property
+    def num_sources(self) -> int:
+        """What ``PageWrite.src`` stays below: pages of the pool, or slots."""
         return self.region.nbytes // self.page_bytes
 
     def layers_done(self, count: int) -> int:
@@ -68,16 +78,9 @@ class PageGroup:
         return np.stack((starts, np.full(len(pages), self.piece_bytes(layers))), axis=1)
 
 
-class PagePool(NamedTuple):
-    """Pages that are open to peers; ``number`` is that of the group among those of the backend."""
-
-    group: PageGroup
-    number: int
-    memory: memoryview
-
-
 class PageWrite(NamedTuple):
-    """``layers`` of pages ``src`` here, to pages ``dst`` of the peer, for ``handover``, whose epoch is the peer's.
+    """``layers`` of pages ``src`` here (slots, where the pool is on a device), to pages ``dst`` of the peer, for
+    ``handover``, whose epoch is the peer's.
 
     ``number`` counts the writes of a hand-over.
     """

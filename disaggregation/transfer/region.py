@@ -12,11 +12,51 @@ import fcntl
 import mmap
 import os
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..errors import RegionError
 
 _MADV_POPULATE_WRITE = 23
 """linux/mman.h; Python's ``mmap`` doesn't name it yet."""
+
+
+class Region(Protocol):
+    """``nbytes`` of the host's, from where pages are written to peers. ``fd`` only where they can map it."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def fd(self) -> int | None: ...
+
+    @property
+    def address(self) -> int: ...
+
+    def view(self) -> memoryview:
+        """A writable view of all bytes."""
+        ...
+
+
+@dataclass(eq=False)
+class HostMemory:
+    """Memory that somebody else allocated, and keeps."""
+
+    memory: memoryview
+    fd: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it."""
+        return self.memory.nbytes
+
+    @property
+    def address(self) -> int:
+        """Of byte 0 in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def view(self) -> memoryview:
+        """See ``Region``."""
+        return self.memory[:]
 
 
 @dataclass(eq=False)

@@ -1,9 +1,9 @@
 """What the step loop needs of a device: copies that nobody waits for, events, graphs, and a guard against waiting.
 
-A device that computes beside the worker has two streams. On the main one all work is queued in the order of the calls;
-results travel to the host on the other, so that the next step's work is not behind them. What is queued reads its
-arguments when its turn comes: memory of the host that is sent must not change until then, which ``upload`` sees to, and
-so do the two turns of ``step_arrays.py``.
+A device that computes beside the worker has three streams. On the main one all work is queued in the order of the
+calls; results travel to the host on another, so that the next step's work is not behind them, and pages of KV on a
+third. What is queued reads its arguments when its turn comes: memory of the host that is sent must not change until
+then, which ``upload`` sees to, and so do the two turns of ``step_arrays.py``.
 """
 
 from __future__ import annotations
@@ -77,6 +77,13 @@ class Device(ABC):
     @abstractmethod
     def fetch(self, tensors: Sequence[Tensor]) -> Fetch:
         """Start copies to the host, behind what is queued so far; the tensors stay as they are until they are done."""
+
+    @abstractmethod
+    def transfer(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy each second tensor to the first, one of them in ``host_zeros``, beside all that is queued; waits for
+        these copies. What is read must be there, and what is written nobody's, by what the caller knows. May be called
+        by another thread than the one that calls the rest.
+        """
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:

@@ -55,6 +55,11 @@ class CpuDevice(Device):
         """See the base class; the arrays are the tensors' own memory."""
         return _There(tensors)
 
+    def transfer(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """See the base class."""
+        for to, source in copies:
+            to.copy_(source)
+
     def no_sync(self) -> AbstractContextManager[None]:
         """There is nothing to wait for."""
         return nullcontext()

@@ -50,6 +50,7 @@ class CudaDevice(Device):
         super().__init__(device)
         self._strict = strict
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._transfers = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph_memory: Any = None
 
     def memory(self) -> Memory:
@@ -84,6 +85,15 @@ class CudaDevice(Device):
                 copy.copy_(tensor, non_blocking=True)
             done.record(self._copies)
         return _Pinned(tensors, copies, done)
+
+    def transfer(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """See the base class."""
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._transfers):
+            for to, source in copies:
+                to.copy_(source, non_blocking=True)
+            done.record(self._transfers)
+        done.synchronize()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """See the base class; torch tells, but for what libraries do without it."""

@@ -1,6 +1,6 @@
-"""What of a layer a device does better in one kernel than torch does in several: one interface, chosen once a model.
+"""What of a pass a device does better in one kernel than torch does in several: one interface, chosen once a model.
 
-Shapes: T tokens, N elements of a row, H heads, D head_dim, I inner size.
+Shapes: T tokens, N elements of a row, H heads, D head_dim, I inner size, R rows and C columns of the request table.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 from ...model_files.spec import Activation
 from ..layers.rms_norm import RMSNorm
 from ..layers.rotary import RotaryEmbedding, Rotation
+from ..step_arrays import DeviceArrays
 
 PassRotation = Rotation | Tensor
 """What a pass's tokens turn by, for the ops that made it."""
@@ -43,3 +44,9 @@ class DeviceOps(ABC):
     @abstractmethod
     def gate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
         """``activation(gate) * up`` for ``x`` = [gate, up] of shape [T, 2 I]: [T, I]. ``x`` may be overwritten."""
+
+    @abstractmethod
+    def enter(self, step: DeviceArrays, req_to_token: Tensor, last_tokens: Tensor) -> None:
+        """Before the pass: the slots of its tokens go into ``req_to_token`` ([R, C] int32), and of rows whose token
+        only the device knows the last one (of ``last_tokens``: [R] int64) into the step's ``input_ids``.
+        """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...model_files.spec import Activation
 from ..kernels.reference import gate_and_mul, rope
 from ..layers.rms_norm import RMSNorm
 from ..layers.rotary import RotaryEmbedding, Rotation
+from ..step_arrays import DeviceArrays
 from .base import DeviceOps, PassRotation
 
 
@@ -37,3 +39,8 @@ class TorchOps(DeviceOps):
     def gate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
         """See the base class."""
         return gate_and_mul(x, activation)
+
+    def enter(self, step: DeviceArrays, req_to_token: Tensor, last_tokens: Tensor) -> None:
+        """See the base class."""
+        step.input_ids.index_copy_(0, step.last_at, last_tokens.index_select(0, step.last_rows))
+        req_to_token[step.token_rows, step.positions] = step.out_cache_loc.to(torch.int32)

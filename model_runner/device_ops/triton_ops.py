@@ -7,7 +7,8 @@ from torch import Tensor
 from ...model_files.spec import Activation
 from ..layers.rms_norm import RMSNorm
 from ..layers.rotary import RotaryEmbedding
-from ..triton_kernels import activations, norms, rope
+from ..step_arrays import DeviceArrays
+from ..triton_kernels import activations, norms, rope, table
 from .base import DeviceOps, PassRotation
 
 
@@ -46,3 +47,8 @@ class TritonOps(DeviceOps):
     def gate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
         """See the base class."""
         return activations.gate_and_mul(x, activation)
+
+    def enter(self, step: DeviceArrays, req_to_token: Tensor, last_tokens: Tensor) -> None:
+        """See the base class: one launch. A step has each place of the table once."""
+        places = (step.token_rows, step.positions, step.out_cache_loc)
+        table.apply_step(req_to_token, *places, step.input_ids, last_tokens, step.last_at, step.last_rows)

@@ -14,7 +14,10 @@ from pdserve.disaggregation.transfer.page_order import PageConverter
 from pdserve.disaggregation.transfer.pages import LayerRange
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import SlotDelta
+from pdserve.model_runner.device_ops.torch_ops import TorchOps
+from pdserve.model_runner.device_ops.triton_ops import TritonOps
 from pdserve.model_runner.kv_pool import KVShape, make_layout
+from pdserve.model_runner.step_arrays import DeviceArrays
 from pdserve.model_runner.triton_kernels.checksum import host_checksum, page_checksum
 from pdserve.model_runner.triton_kernels.pages import gather_pages, order_units, scatter_pages
 from pdserve.model_runner.triton_kernels.table import apply_step, plan_writes
@@ -165,3 +168,21 @@ def test_arrays_of_a_graph_are_filled_up_by_rows_of_minus_one() -> None:
     apply_step(table, none, none, none, ids, there(np.array([5, 6])), none, none)
     assert not table.any()
     assert ids.tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_a_pass_s_tokens_enter_the_table_as_by_torch(last: int) -> None:
+    rng = np.random.default_rng(last)
+    step = {name: np.zeros(0, np.int64) for name in DeviceArrays._fields}
+    step |= {"token_rows": np.array([3, 3, 0, 5]), "positions": np.array([7, 8, 39, 0])}
+    step |= {"out_cache_loc": rng.integers(0, 99, 4), "input_ids": rng.integers(0, 99, 4)}
+    step |= {"last_at": np.array([2, 3])[:last], "last_rows": np.array([0, 5])[:last]}
+    table, tokens = rng.integers(0, 99, (6, 40)).astype(np.int32), rng.integers(100, 200, 6)
+    found = []
+    for ops in (TritonOps(), TorchOps()):
+        arrays, rows = DeviceArrays(**{name: there(array) for name, array in step.items()}), there(table)
+        ops.enter(arrays, rows, there(tokens))
+        found.append((rows.cpu().tolist(), arrays.input_ids.tolist()))
+    assert found[0] == found[1]
+    assert (np.array(found[0][0]) != table).sum() >= 3
+    assert sum(token >= 100 for token in found[0][1]) == last

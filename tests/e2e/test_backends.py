@@ -85,6 +85,32 @@ def test_tokens_are_those_of_one_instance_and_streams_outlive_their_prefill(tmp_
         outlive(pair, long)
 
 
+SMALL = ("--kv-staging-size", "0.0004")
+"""Of the tiny model's pages a few at a time, each way; less than any of the long prompts."""
+STAGED = {
+    "tcp, both": ("tcp", SMALL, SMALL),
+    "shm, the decode": ("shm", (), SMALL),
+    "tcp, the prefill, of torch's order": ("tcp", (*SMALL, "--attention-backend", "torch"), ()),
+    "shm, both, of unlike orders": ("shm", SMALL, (*SMALL, "--attention-backend", "torch")),
+}
+QUICK_STAGED = ("tcp, both", "shm, the decode")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK_STAGED else pytest.mark.slow) for case in STAGED]
+)
+def test_tokens_are_the_same_through_host_memory_that_no_prompt_fits_into(tmp_path, tiny_args, reference, case):
+    """As from and to a GPU's memory, whose part the host's plays here."""
+    kind, prefill_args, decode_args = STAGED[case]
+    expected, long = reference
+    with pd_pair(tmp_path, kind, *tiny_args, *CHUNKED, prefill_args=prefill_args, decode_args=decode_args) as pair:
+        found = answered(pair.router)
+        assert outputs(found) == expected
+        assert all(answer["meta_info"]["timing"]["transfer_bytes"] for answer in found["chunked"])
+        pair.assert_all_returned()
+        outlive(pair, long)
+
+
 def outlive(pair, expected: list[int]) -> None:
     """Kill the prefill between the first token, which the client has, and its KV, which can't land."""
     worker = pair.decode.family()["worker"]

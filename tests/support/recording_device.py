@@ -101,6 +101,7 @@ class RecordingDevice(Device):
         self.is_guarded = False
         self._is_capturing = False
         self._hosts: set[int] = set()
+        self._host_memory: list[Tensor] = []
 
     def memory(self) -> Memory:
         return Memory(2**30, 2**29)
@@ -108,6 +109,7 @@ class RecordingDevice(Device):
     def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         zeros = torch.zeros(*shape, dtype=dtype)
         self._hosts.add(zeros.untyped_storage().data_ptr())
+        self._host_memory.append(zeros)
         return zeros
 
     def send(self, there: Tensor, here: Tensor) -> None:
@@ -128,6 +130,17 @@ class RecordingDevice(Device):
         self._note("fetch")
         with torch._C.DisableTorchFunction():
             return _Fetched(self, tensors)
+
+    def transfer(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._note("transfer")
+        for to, source in copies:
+            assert self._is_host(to) != self._is_host(source)
+            to.copy_(source)
+
+    def _is_host(self, tensor: Tensor) -> bool:
+        """Whether it lies in ``host_zeros``, or a part of them."""
+        at = tensor.data_ptr()
+        return any(0 <= at - zeros.data_ptr() < zeros.nbytes for zeros in self._host_memory)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -16,14 +16,15 @@ import pytest
 from support.handovers import named, write_of
 from support.processes import wait_until
 
-from pdserve.disaggregation.transfer.backends import socket_backend, tcp
+from pdserve.disaggregation.transfer.backends import page_stream, socket_backend, tcp
 from pdserve.disaggregation.transfer.backends.base import LinkDown, LinkUp, WriteState
 from pdserve.disaggregation.transfer.backends.grants import Writer
 from pdserve.disaggregation.transfer.backends.handshake import LENGTH, Greeting, Offer, OfferedGroup, frame
 from pdserve.disaggregation.transfer.backends.link import LinkPhase
+from pdserve.disaggregation.transfer.backends.page_stream import ANSWER, BATCH
 from pdserve.disaggregation.transfer.backends.shm import ShmBackend
 from pdserve.disaggregation.transfer.backends.socket_backend import MAX_STRANGERS
-from pdserve.disaggregation.transfer.backends.tcp import ANSWER, BATCH, TcpBackend
+from pdserve.disaggregation.transfer.backends.tcp import TcpBackend
 from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.disaggregation.wire.listener import ACCEPT_PAUSE_SECONDS
@@ -304,7 +305,7 @@ def test_page_0_is_not_written_whatever_a_writer_says(make_node, pages):
 
 
 def test_a_writer_that_reads_no_answers_is_dropped(make_node, monkeypatch):
-    monkeypatch.setattr(tcp, "MAX_UNREAD_ANSWERS", 50)
+    monkeypatch.setattr(page_stream, "MAX_UNREAD_ANSWERS", 50)
     monkeypatch.setattr(tcp.TcpBackend, "_accepted", shrunk(tcp.TcpBackend._accepted))
     writer, receiver = make_node("tcp", "P", 1), make_node("tcp", "D", 2)
     writer.backend.connect("D", receiver.metadata)

@@ -50,6 +50,15 @@ def test_what_is_queued_does_not_wait() -> None:
     assert device.log == ["send", "upload", "fetch", "wait"]
 
 
+def test_transfers_go_between_host_and_device_in_both_directions() -> None:
+    for device in (RecordingDevice(), open_device(torch.device("cpu"))):
+        here, there = device.host_zeros((4,), torch.uint8), torch.arange(4, dtype=torch.uint8)
+        device.transfer([(here[:2], there[2:]), (here[2:], there[:2])])
+        assert here.tolist() == [2, 3, 0, 1]
+        device.transfer([(there, here)])
+        assert there.tolist() == [2, 3, 0, 1]
+
+
 def test_uploads_are_copies() -> None:
     for device in (RecordingDevice(), open_device(torch.device("cpu"))):
         array = np.array([1, 2])

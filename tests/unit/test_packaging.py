@@ -30,6 +30,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
 COMPOSE = ROOT / "docker" / "compose.yaml"
+COMPOSE_CUDA = ROOT / "docker" / "compose.cuda.yaml"
+DOCKERFILES = [ROOT / "docker" / "Dockerfile", ROOT / "docker" / "Dockerfile.cuda"]
 NOT_PRODUCT = {"tests", "docs", "docker", "build", "dist"}
 SHIPPED = {".py", ".cpp", ".h", ".yaml"}
 FOREIGN_FLAGS = {"--build", "--wait", "--help", "--mix", "--experts", "--chosen", "--inner", "--no-deps"}
@@ -121,40 +123,102 @@ def test_every_dependency_is_pinned_within_its_bounds():
         assert versions[canonicalize_name(wanted.name)] in wanted.specifier, wanted
 
 
-def test_compose_services_start():
-    services = yaml.safe_load(COMPOSE.read_text())["services"]
+def services_of(*files: Path) -> dict[str, dict]:
+    """What ``docker compose -f FILE -f FILE`` starts, as far as is looked at here: what comes later counts."""
+    services: dict[str, dict] = {}
+    for file in files:
+        for name, service in yaml.safe_load(file.read_text())["services"].items():
+            services[name] = services.get(name, {}) | service
+    return services
+
+
+COMPOSED = pytest.mark.parametrize("files", [(COMPOSE,), (COMPOSE, COMPOSE_CUDA)], ids=["cpu", "cuda"])
+
+
+@COMPOSED
+def test_compose_services_start(files):
+    services = services_of(*files)
     assert set(services) == {"prefill", "decode", "router"}
     for service in services.values():
         check_command(compose_command(service))
 
 
-def test_compose_services_are_where_the_router_and_the_health_checks_look():
-    services = yaml.safe_load(COMPOSE.read_text())["services"]
+@COMPOSED
+def test_compose_services_are_where_the_router_and_the_health_checks_look(files):
+    services = services_of(*files)
     router = compose_command(services["router"])
-    for service in services.values():
+    for name, service in services.items():
         assert "--port=8000" in service["command"]
-        assert "127.0.0.1:8000/health" in service["healthcheck"]["test"][-1]
+        # Of which the file for GPUs changes how long it may take, and no more.
+        assert "127.0.0.1:8000/health" in services_of(COMPOSE)[name]["healthcheck"]["test"][-1]
+        assert "test" not in services_of(COMPOSE_CUDA)[name].get("healthcheck", {})
     assert router[router.index("--prefill") + 1 :][:2] == ["http://prefill:8000", "8998"]
     assert "--disaggregation-bootstrap-port=8998" in services["prefill"]["command"]
     assert router[router.index("--decode") + 1] == "http://decode:8000"
 
 
-def test_the_image_carries_the_kernels_and_no_compiler():
-    text = (ROOT / "docker" / "Dockerfile").read_text()
-    build, final = re.split(r"^FROM .*$", text, flags=re.MULTILINE)[1:]
+def test_instances_of_the_cuda_compose_file_have_a_gpu_each_and_the_cuda_image():
+    services = services_of(COMPOSE, COMPOSE_CUDA)
+    assert {service["build"]["dockerfile"] for service in services.values()} == {"docker/Dockerfile.cuda"}
+    gpus = []
+    for name in ("prefill", "decode"):
+        assert "--device=cuda" in services[name]["command"]
+        [device] = services[name]["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+        gpus += device["device_ids"]
+    assert len(set(gpus)) == 2
+
+
+def stages(dockerfile: Path) -> tuple[str, str]:
+    """What builds, and what runs."""
+    build, final = re.split(r"^FROM .*$", dockerfile.read_text(), flags=re.MULTILINE)[1:]
+    return build, final
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda file: file.name)
+def test_the_image_carries_the_kernels(dockerfile):
+    build, final = stages(dockerfile)
     installs = re.search(r"apt-get install .* g\+\+", build)
     compiles = re.search(rf"python -m {re.escape(MODULE)} --all$", build, flags=re.MULTILINE)
+    itself = re.search(r"pip install -c \S+ --no-build-isolation ('\.\[[a-z,]+\]'|\.)", build)
     assert installs
     assert compiles
-    assert build.index("pip install -c constraints.txt --no-build-isolation .") < compiles.start()
+    assert itself
+    assert itself.start() < compiles.start()
     # Into the environment that is copied, which has the same path in both stages.
     [folder] = re.findall(r"^COPY --from=build (\S+) \1$", final, flags=re.MULTILINE)
-    assert f"python -m venv {folder}\n" in build
-    assert "apt-get" not in final
+    assert re.search(rf"python3? -m venv {folder}\n", build)
 
 
-def test_dockerfile_command_starts():
-    [command] = re.findall(r"^CMD (\[.*\])$", (ROOT / "docker" / "Dockerfile").read_text(), flags=re.MULTILINE)
+def test_the_image_for_cpus_has_no_compiler():
+    assert "apt-get" not in stages(DOCKERFILES[0])[1]
+
+
+def test_the_image_for_gpus_has_the_extras_and_what_they_compile_with():
+    build, final = stages(DOCKERFILES[1])
+    [extras] = re.findall(r"pip install .* '\.\[([a-z,]+)\]'", build)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(extras.split(",")) == {"flashinfer", "triton"} <= set(project["optional-dependencies"])
+    froms = re.findall(r"^FROM (\S+)", DOCKERFILES[1].read_text(), flags=re.MULTILINE)
+    assert len(set(froms)) == 1  # one CUDA, and its nvcc
+    assert "-devel-" in froms[0]
+    assert re.search(r"apt-get install .* g\+\+ python3-dev", final)
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda file: file.name)
+def test_the_image_runs_as_nobody_in_particular_and_is_looked_after(dockerfile):
+    _, final = stages(dockerfile)
+    [user] = re.findall(r"^USER (\d+)$", final, flags=re.MULTILINE)
+    assert f"--uid {user} " in final
+    assert user != "0"
+    [check] = re.findall(r"^HEALTHCHECK .*\\\n  CMD (\[.*\])$", final, flags=re.MULTILINE)
+    assert "127.0.0.1:8000/health" in yaml.safe_load(check)[-1]
+    assert "EXPOSE 8000" in final
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda file: file.name)
+def test_dockerfile_command_starts(dockerfile):
+    [command] = re.findall(r"^CMD (\[.*\])$", dockerfile.read_text(), flags=re.MULTILINE)
     check_command(yaml.safe_load(command))
 
 

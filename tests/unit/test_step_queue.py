@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from support.handovers import named
 
-from pdserve.messages.worker import StepResult
+from pdserve.messages.worker import SendPages, StepResult
 from pdserve.model_runner.step_queue import StepQueue
 from tests.unit.test_step_runner import make_step
 
@@ -29,7 +30,10 @@ class Engine:
     """What is pushed, and how much of it was there."""
 
     def __init__(self) -> None:
-        self.pushed, self.woken = [], 0
+        self.pushed, self.submitted, self.woken = [], [], 0
+
+    def submit(self, command) -> None:
+        self.submitted.append(command)
 
     def push(self, push, done) -> None:
         self.pushed.append((push, done))
@@ -75,3 +79,23 @@ def test_what_is_pushed_is_all_there_with_the_result() -> None:
 def test_who_hands_nothing_over_pushes_nothing() -> None:
     with pytest.raises(RuntimeError, match="without hand-overs"):
         StepQueue(Steps(), None, ahead=0).launch(step(0, pushes=["pages"]))
+
+
+def test_pages_of_steps_that_the_device_may_not_have_computed_wait_for_these() -> None:
+    engine = Engine()
+    queue = StepQueue(Steps(), engine, 1)
+    pages = SendPages(named(1), [b""], [b""], False)
+    queue.send(pages)
+    assert engine.submitted == [pages]  # nothing is under way: they are there
+    queue.launch(step(0))
+    queue.launch(step(1, pushes=[pages]))
+    queue.send(pages)
+    ends = [done for _, done in engine.pushed]
+    queue.collect()
+    assert [done.count for done in ends] == [0, 0]
+    assert engine.woken == 0
+    queue.collect()
+    assert all(done.count for done in ends)
+    assert engine.woken == 1
+    queue.send(pages)
+    assert engine.submitted == [pages, pages]

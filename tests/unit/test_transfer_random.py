@@ -10,6 +10,7 @@ import pytest
 from support.handovers import named
 from support.machine import limit
 from support.slices import assert_summed_up
+from support.staged_pools import held, slabs_of, staged_group
 
 from pdserve.disaggregation.transfer import engine
 from pdserve.disaggregation.transfer.engine import TransferEngine
@@ -51,19 +52,20 @@ class Room:
 class Side:
     """An engine and its events."""
 
-    def __init__(self, kind, epoch):
+    def __init__(self, kind, epoch, *, staged=False):
         self.region = allocate_region(PAGE * PAGES, shared=kind == "shm")
         self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8).reshape(PAGES, PAGE)
         self.events = queue.Queue()
-        self.engine = TransferEngine(kind, [PageGroup(self.region, PAGE)], epoch, "127.0.0.1", self.events.put).start()
+        group = staged_group(self.pool, 24, slabs_of(2, 5 * PAGE)) if staged else PageGroup(self.region, PAGE)
+        self.engine = TransferEngine(kind, [group], epoch, "127.0.0.1", self.events.put).start()
 
 
 class Campaign:
     """Drives P as a scheduler would, and checks after each event what must hold from then on."""
 
-    def __init__(self, kind, seed):
+    def __init__(self, kind, seed, staged=""):
         self.rng = np.random.default_rng(seed)
-        self.p, self.d = Side(kind, "P"), Side(kind, "D")
+        self.p, self.d = (Side(kind, epoch, staged=epoch in staged) for epoch in "PD")
         self.p.pool[:] = self.rng.integers(0, 256, self.p.pool.shape)
         self.d.pool[:] = CANARY
         self.free = list(self.rng.permutation(np.arange(1, PAGES)))
@@ -168,14 +170,18 @@ class Campaign:
         self.check_canary()
         assert self.p.events.empty()
         assert self.d.events.empty()
+        assert held(self.p.engine) == held(self.d.engine) == 0
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("kind", ["tcp", "shm"])
-def test_every_room_ends_once_and_nothing_is_written_after(kind, seed, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "staged", "seed"),
+    [(kind, "", seed) for kind in ("tcp", "shm") for seed in range(4)]
+    + [("tcp", "PD", 4), ("shm", "PD", 5), ("tcp", "P", 6), ("shm", "P", 7), ("tcp", "D", 8), ("shm", "D", 9)],
+)
+def test_every_room_ends_once_and_nothing_is_written_after(kind, staged, seed, monkeypatch):
     monkeypatch.setattr(engine, "SLICE_BYTES", 16 * PAGE)
     monkeypatch.setattr(engine, "WINDOW_BYTES", 64 * PAGE)
-    campaign = Campaign(kind, seed)
+    campaign = Campaign(kind, seed, staged)
     operations = [campaign.open_room, campaign.push_chunk, campaign.cancel, campaign.disconnect]
     try:
         for choice in campaign.rng.choice(len(operations), OPERATIONS, p=[0.25, 0.6, 0.1, 0.05]):

@@ -26,6 +26,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from ....messages.base import I32, HandoverId
+from ...errors import RegionError
+from ..landed_pages import LandedPages
 from ..pages import PageGroup, PageWrite
 
 
@@ -118,6 +120,13 @@ class TransferBackend(ABC):
 
     def grant(self, peer: str, handover: HandoverId, pages: I32, group: int = 0) -> None:  # noqa: B027
         """``peer`` may write ``pages`` of a pool of ours for ``handover`` from now on, and nobody else."""
+
+    def note_landings(self, peer: str, handover: HandoverId, landed: LandedPages) -> None:
+        """What ``peer`` writes for ``handover`` is on a device afterwards: note it. Before the first grant.
+
+        Raises ``RegionError`` where pools on a device can't be written.
+        """
+        raise RegionError(f"{type(self).__name__} can't write to a device")
 
     def revoke(self, peer: str, handover: HandoverId) -> None:  # noqa: B027
         """``peer`` may write no pages for ``handover`` any more."""

@@ -34,7 +34,8 @@ class OfferedGroup(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where and how to reach the pools of instance ``epoch``. ``place`` is an IP address or a name.
+    """Where and how to reach the pools of instance ``epoch``. ``place`` is an IP address or a name. ``streams``: what
+    would be mapped elsewhere is not to be mapped here, and pages go by the connection.
 
     It comes over the network, so its fields are bounded to what the system calls behind them take.
     """
@@ -46,6 +47,7 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     place: Annotated[str, Meta(max_length=64)]
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     host_id: str = ""
+    streams: bool = False
 
 
 class Greeting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

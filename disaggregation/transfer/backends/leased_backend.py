@@ -17,6 +17,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -24,10 +25,10 @@ from msgspec import Meta
 
 from ....messages.base import I32, HandoverId
 from ....messages.decode import UndeclaredMessage, decode
-from ...errors import LinkLost
+from ...errors import LinkLost, RegionError
 from ...wire import tcp_socket
 from ...wire.stream import Stream, expect_end
-from ..pages import PageWrite
+from ..pages import PageGroup, PageWrite
 from . import tcp_place
 from .base import Capabilities, Completion, WriteHandle, WriteState
 from .handshake import MAX_GROUPS, MAX_MEANS, Offer
@@ -90,6 +91,11 @@ class LeasedBackend(SocketBackend):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._granted: set[tuple[str, HandoverId]] = set()
+
+    def register(self, groups: Sequence[PageGroup]) -> bytes:
+        if any(group.staging is not None for group in groups):
+            raise RegionError(f"the {self.name} backend moves KV of the host's memory alone: use tcp or shm")
+        return super().register(groups)
 
     def grant(self, peer: str, handover: HandoverId, pages: I32, group: int = 0) -> None:
         self._granted.add((peer, handover))

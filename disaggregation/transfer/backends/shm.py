@@ -4,6 +4,9 @@ A pool is a memfd. Its owner listens on an abstract Unix socket, which has no fi
 introduces itself well gets the descriptors of all pools. The connection stays open as the lease: the kernel closes it
 after the writer's last access, however the writer ends, so its end means that nothing more can be written. The owner
 can't take the mappings away. To part, it half-closes the connection; the writer then unmaps and closes its end.
+
+A pool on a device is no memfd, nor anything else that another process may map: its owner says so in its offer, and
+takes the pages by the connection itself (``page_stream.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from ..pages import PageGroup, PageWrite, paired_spans
 from .base import Capabilities, Completion, WriteHandle, WriteState
 from .handshake import MAX_GROUPS, Offer
 from .link import IncomingLink, OutgoingLink
-from .socket_backend import SocketBackend
+from .page_stream import StreamBackend, StreamWriter
 
 CREDENTIALS = struct.Struct("3i")
 SHORT_BYTES = 128 << 10
@@ -38,14 +41,20 @@ SHORT_BYTES = 128 << 10
 DESCRIPTOR_BYTES = array.array("i").itemsize
 
 
-class ShmBackend(SocketBackend):
+class ShmBackend(StreamBackend):
     """See the module; ``host`` means nothing here."""
 
     name = "shm"
     can = Capabilities(revokes=False, completion=Completion.AT_ONCE)
 
+    def register(self, groups: Sequence[PageGroup]) -> bytes:
+        self.streams = any(group.staging is not None for group in groups)
+        if self.streams:
+            self.can = Capabilities(checks_grants=True)
+        return super().register(groups)
+
     def _listen(self) -> tuple[socket.socket, Offer]:
-        if any(group.region.fd is None for group in self.groups):
+        if not self.streams and any(group.region.fd is None for group in self.groups):
             raise RegionError("the shm backend needs a KV region in shared memory: allocate_region(…, shared=True)")
         place = f"pdserve-kv-{secrets.token_hex(16)}"
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -55,7 +64,7 @@ class ShmBackend(SocketBackend):
         except OSError:
             sock.close()
             raise
-        return sock, self._offer(place, host_id=host_id())
+        return sock, self._offer(place, host_id=host_id(), streams=self.streams)
 
     def _dial(self, offer: Offer) -> OutgoingLink:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -66,6 +75,8 @@ class ShmBackend(SocketBackend):
         except (OSError, LinkLost):
             sock.close()
             raise
+        if offer.streams:
+            return StreamWriter(Stream(sock), offer, self.groups, self.stall_seconds)
         return _ShmWriter(_DescriptorStream(sock), offer, self.groups)
 
     def _unreachable(self, offer: Offer, reason: str) -> str:
@@ -79,9 +90,12 @@ class ShmBackend(SocketBackend):
 
     def _accepted(self, sock: socket.socket) -> IncomingLink:
         check_user(sock)
-        return _ShmReader(Stream(sock))
+        return self._reader(Stream(sock)) if self.streams else _ShmReader(Stream(sock))
 
     def _send_welcome(self, link: IncomingLink, data: bytes) -> None:
+        if self.streams:
+            super()._send_welcome(link, data)
+            return
         # Directly, since a descriptor can't be queued; so few bytes always fit into a new connection's buffer.
         try:
             descriptors = [group.region.fd for group in self.groups if group.region.fd is not None]

@@ -117,9 +117,9 @@ class SocketBackend(TransferBackend):
     def _send_welcome(self, link: IncomingLink, data: bytes) -> None:
         link.stream.send([data])
 
-    def _offer(self, place: str, port: int = 0, host_id: str = "") -> Offer:
+    def _offer(self, place: str, port: int = 0, host_id: str = "", *, streams: bool = False) -> Offer:
         groups = [OfferedGroup(group.num_pages, group.page_bytes, group.num_layers) for group in self.groups]
-        return Offer(self.name, self.epoch, self._secret, groups, place, port, host_id)
+        return Offer(self.name, self.epoch, self._secret, groups, place, port, host_id, streams)
 
     # TransferBackend
 
@@ -190,7 +190,7 @@ class SocketBackend(TransferBackend):
         group = self.groups[pages.group]
         if not 0 <= pages.layers.begin < pages.layers.end <= group.num_layers:
             raise BadPages(f"a page has {group.num_layers} layers, none of {pages.layers.begin} … {pages.layers.end}")
-        check_pages(pages.src, group.num_pages, "source")
+        check_pages(pages.src, group.num_sources, "source")
         check_pages(pages.dst, offer.groups[pages.group].num_pages, "destination")
 
     def poll(self, handle: WriteHandle) -> WriteState:

@@ -1,0 +1,342 @@
+"""KV pages as bytes of a connection, between pools that neither end maps.
+
+After the handshake the writer sends batches and the receiver answers each, in order, when it has landed:
+
+    batch: header (id, hand-over, group, layers, number of pages), the receiver's pages, then their bytes
+    answer: id, whether the pool has these pages (their bytes are thrown away otherwise)
+
+Bytes for pages that the hand-over was not granted are not read; where the grant doesn't come, the link ends.
+
+Bytes go from the pool to the socket and from the socket to the pool with nothing in between, where the pool is the
+host's. Pages of a pool on a device (``staging.py``) come through a slab of host memory, or several one after another,
+and have landed when they are on the device. While no slab is free nothing is read: the connection itself holds the
+writer up.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ....messages.base import I32, HandoverId
+from ...errors import BadPages, LinkLost
+from ...wire.stream import Stream
+from ..landed_pages import LandedPages, Landing
+from ..pages import LayerRange, PageGroup, PageWrite, check_pages, paired_spans
+from ..staging import Piece, Staging
+from .base import WriteHandle, WriteState
+from .grants import Grants, Writer
+from .handshake import Offer
+from .link import IncomingLink, OutgoingLink
+from .socket_backend import SocketBackend
+
+BATCH = struct.Struct("<QQQHHHI")
+ANSWER = struct.Struct("<QB")
+PAGE_NUMBER = np.dtype("<i4")
+MAX_PAGES = 1 << 16
+MAX_BATCH_BYTES = 1 << 30
+DISCARD_BYTES = 256 << 10
+MAX_UNREAD_ANSWERS = 4096
+"""An honest writer reads the answer to a batch before it sends dozens more."""
+
+
+class StreamedPool(NamedTuple):
+    """A group of pages that peers write; ``number``: of it, for the backend."""
+
+    number: int
+    group: PageGroup
+    memory: memoryview
+    grants: Grants
+
+
+class StreamBackend(SocketBackend):
+    """Has the ends of such connections, and says who may write what by them. ``streams``: whether any bytes come so."""
+
+    streams = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pools: list[StreamedPool] = []
+        self._landed: dict[Writer, LandedPages] = {}
+        self._line: deque[StreamReader] = deque()
+        """Who waits for a slab."""
+
+    def register(self, groups: Sequence[PageGroup]) -> bytes:
+        metadata = super().register(groups)
+        if self.streams:
+            self._pools = [
+                StreamedPool(number, group, group.region.view(), Grants(group.num_pages))
+                for number, group in enumerate(groups)
+            ]
+        return metadata
+
+    def note_landings(self, peer: str, handover: HandoverId, landed: LandedPages) -> None:
+        self._landed[Writer(peer, handover.room, handover.attempt)] = landed
+
+    def grant(self, peer: str, handover: HandoverId, pages: I32, group: int = 0) -> None:
+        if not self.streams:
+            return
+        self._pools[group].grants.grant(Writer(peer, handover.room, handover.attempt), pages)
+        # Control messages and grants take different ways here: a peer may be quicker than its grant.
+        for link in [k for k in self._links if isinstance(k, StreamReader) and k.peer == peer and k.paused]:
+            link.granted()
+            self._rewatch(link)
+
+    def revoke(self, peer: str, handover: HandoverId) -> None:
+        writer = Writer(peer, handover.room, handover.attempt)
+        self._landed.pop(writer, None)
+        for pool in self._pools:
+            pool.grants.revoke(writer)
+        for link in [k for k in self._links if isinstance(k, StreamReader) and k.reading == writer]:
+            self._lost(link, "the peer was still writing pages that it may not write any more")
+
+    def close(self) -> None:
+        super().close()
+        for pool in self._pools:
+            pool.memory.release()
+
+    def _reader(self, stream: Stream) -> StreamReader:
+        return StreamReader(stream, self._pools, self._landed, self._line, self.stall_seconds)
+
+    def _advance(self) -> None:
+        """Have those who wait for a slab read on, in their order, as long as there are any.
+
+        Slabs become free by I/O, or with a link, and the news of its end keep the next turn from waiting.
+        """
+        while self._line and self._line[0].has_slab():
+            link = self._line.popleft()
+            link.next_slab(in_turn=True)
+            self._rewatch(link)
+
+
+class StreamWriter(OutgoingLink):
+    """The writer's end."""
+
+    def __init__(self, stream: Stream, offer: Offer, groups: Sequence[PageGroup], stall_seconds: float) -> None:
+        super().__init__(stream, offer)
+        self._groups = groups
+        self._memory = [group.region.view() for group in groups]
+        self._stall_seconds = stall_seconds
+        self._answer = bytearray(ANSWER.size)
+        self._unanswered: deque[tuple[int, WriteHandle]] = deque()
+        self._next_id = 0
+
+    def opened(self) -> None:
+        self._read_answer()
+
+    def write(self, pages: PageWrite) -> WriteHandle:
+        group, memory = self._groups[pages.group], self._memory[pages.group]
+        total = len(pages.dst) * group.piece_bytes(pages.layers)
+        if len(pages.dst) > MAX_PAGES or total > MAX_BATCH_BYTES:
+            raise BadPages(f"a batch of {len(pages.dst)} pages and {total} bytes is too large")
+        handle = WriteHandle()
+        if not self._unanswered:
+            self.stream.last_progress = time.monotonic()  # silence before this was nobody's fault
+        self._unanswered.append((self._next_id, handle))
+        room, attempt = pages.handover.room, pages.handover.attempt
+        header = BATCH.pack(self._next_id, room, attempt, pages.group, *pages.layers, len(pages.dst))
+        self.stream.send([header + pages.dst.astype(PAGE_NUMBER).tobytes()])
+        local, _ = paired_spans(pages, group)
+        self.stream.send(memory[offset : offset + length] for offset, length in local.tolist())
+        self._next_id += 1
+        return handle
+
+    def stalled_at(self) -> float | None:
+        return self.stream.last_progress + self._stall_seconds if self._unanswered else None
+
+    def closed(self, reason: str) -> None:
+        for _, handle in self._unanswered:
+            handle.state = WriteState.FAILED
+            handle.error = reason
+        self._unanswered.clear()
+        for memory in self._memory:
+            memory.release()
+
+    def _read_answer(self) -> None:
+        self.stream.read([memoryview(self._answer)], self._on_answer)
+
+    def _on_answer(self) -> None:
+        number, landed = ANSWER.unpack(self._answer)
+        if not self._unanswered or self._unanswered[0][0] != number:
+            raise LinkLost("the peer answered a batch that was not sent")
+        handle = self._unanswered.popleft()[1]
+        handle.state = WriteState.DONE if landed else WriteState.FAILED
+        handle.error = "" if landed else "the peer has no such pages"
+        self._read_answer()
+
+
+class _Batch(NamedTuple):
+    """Pages that a peer wants to write."""
+
+    number: int
+    writer: Writer
+    pool: StreamedPool
+    layers: LayerRange
+    pages: npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class _Passing:
+    """A batch whose pages pass through slabs; ``at`` of them are on the device."""
+
+    batch: _Batch
+    staging: Staging
+    landing: Landing
+    slab: memoryview | None = None
+    at: int = 0
+
+
+class StreamReader(IncomingLink):
+    """The pool's end. ``reading``: the hand-over whose bytes may be under way into the pool."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        pools: Sequence[StreamedPool],
+        landed: Mapping[Writer, LandedPages],
+        line: deque[StreamReader],
+        stall_seconds: float,
+    ) -> None:
+        """``landed``: where to note what has landed on a device; ``line``: where to wait for a slab."""
+        super().__init__(stream)
+        self._pools = pools
+        self._landed = landed
+        self._line = line
+        self._passing: _Passing | None = None
+        self._stall_seconds = stall_seconds
+        self._header = bytearray(BATCH.size)
+        self._in_batch = False
+        self._discard = memoryview(b"")
+        self._ungranted: _Batch | None = None
+        self.reading: Writer | None = None
+
+    def opened(self) -> None:
+        self._read_header()
+
+    def stalled_at(self) -> float | None:
+        waits_for_us = self._waits_for_slab
+        return self.stream.last_progress + self._stall_seconds if self._in_batch and not waits_for_us else None
+
+    def closed(self, reason: str) -> None:
+        passing, self._passing = self._passing, None
+        if self in self._line:
+            self._line.remove(self)
+        if passing is not None and passing.slab is not None:
+            passing.staging.slabs.give(passing.slab)
+
+    def _read_header(self) -> None:
+        self._in_batch, self.reading = False, None
+        self.stream.read([memoryview(self._header)], self._on_header)
+
+    def _on_header(self) -> None:
+        number, room, attempt, group, begin, end, count = BATCH.unpack(self._header)
+        if not 0 < count <= MAX_PAGES or group >= len(self._pools):
+            raise LinkLost("the peer sent a malformed batch")
+        pool, layers = self._pools[group], LayerRange(begin, end)
+        if not begin < end <= pool.group.num_layers or count * pool.group.piece_bytes(layers) > MAX_BATCH_BYTES:
+            raise LinkLost("the peer sent a malformed batch")
+        self._in_batch = True
+        table = bytearray(count * PAGE_NUMBER.itemsize)
+        batch = _Batch(number, Writer(self.peer, room, attempt), pool, layers, np.frombuffer(table, PAGE_NUMBER))
+        self.stream.read([memoryview(table)], lambda: self._on_pages(batch))
+
+    def _on_pages(self, batch: _Batch) -> None:
+        group = batch.pool.group
+        try:
+            check_pages(batch.pages, group.num_pages, "destination")
+        except BadPages:
+            total = len(batch.pages) * group.piece_bytes(batch.layers)
+            self.stream.read(self._to_discard(total), lambda: self._on_payload(batch.number, landed=False))
+            return
+        self._ungranted = batch
+        self.granted()
+
+    @property
+    def paused(self) -> bool:
+        return self._ungranted is not None or self._waits_for_slab
+
+    @property
+    def _waits_for_slab(self) -> bool:
+        return self._passing is not None and self._passing.slab is None
+
+    def granted(self) -> None:
+        """Read the pages that wait for it, if they may be written by now."""
+        batch = self._ungranted
+        if batch is None:
+            return
+        if not batch.pool.grants.covers(batch.writer, batch.pages):
+            self.stream.pause()
+            return
+        self._ungranted, self.reading = None, batch.writer
+        group = batch.pool.group
+        if group.staging is not None:
+            landing = self._landed[batch.writer].landing(group, batch.pool.number, batch.layers, batch.pages)
+            self._passing = _Passing(batch, group.staging, landing)
+            self.next_slab()
+            return
+        spans = group.spans(batch.pages, batch.layers)
+        views = (batch.pool.memory[offset : offset + length] for offset, length in spans.tolist())
+        self.stream.read(views, lambda: self._on_payload(batch.number, landed=True))
+
+    def has_slab(self) -> bool:
+        """Whether there is one to be had, for who waits for it."""
+        return self._passing is not None and self._passing.staging.slabs.free > 0
+
+    def next_slab(self, *, in_turn: bool = False) -> None:
+        """Read the next pages of a batch that passes through slabs, as many as one takes; or wait for one: also where
+        others do, unless it is its turn, so that none is held up by one that has much to write.
+        """
+        passing = self._passing
+        assert passing is not None
+        passing.slab = slab = passing.staging.slabs.take() if in_turn or not self._line else None
+        if slab is None:
+            self._line.append(self)
+            self.stream.pause()
+            return
+        self.stream.last_progress = time.monotonic()  # silence before this was nobody's fault
+        pages, piece_bytes = passing.batch.pages, passing.batch.pool.group.piece_bytes(passing.batch.layers)
+        part = pages[passing.at : passing.at + len(slab) // piece_bytes]
+        self.stream.read([slab[: len(part) * piece_bytes]], lambda: self._on_slab(part))
+
+    def _on_slab(self, part: I32) -> None:
+        passing = self._passing
+        assert passing is not None
+        assert passing.slab is not None
+        batch, slab = passing.batch, passing.slab
+        spans = batch.pool.group.spans(part, batch.layers)
+        passing.landing.pass_on(slab[: int(spans[:, 1].sum())])
+        starts = np.concatenate(([0], np.cumsum(spans[:-1, 1])))
+        passing.staging.device.write(
+            [
+                Piece(offset, slab[at : at + length])
+                for (offset, length), at in zip(spans.tolist(), starts.tolist(), strict=True)
+            ]
+        )
+        passing.staging.slabs.give(slab)
+        passing.slab = None
+        passing.at += len(part)
+        if passing.at < len(batch.pages):
+            self.next_slab()
+            return
+        self._passing = None
+        passing.landing.done()
+        self._on_payload(batch.number, landed=True)
+
+    def _to_discard(self, total: int) -> list[memoryview]:
+        if not self._discard:
+            self._discard = memoryview(bytearray(DISCARD_BYTES))
+        whole, rest = divmod(total, DISCARD_BYTES)
+        return [self._discard] * whole + ([self._discard[:rest]] if rest else [])
+
+    def _on_payload(self, number: int, *, landed: bool) -> None:
+        if self.stream.queued >= MAX_UNREAD_ANSWERS:
+            raise LinkLost("the peer does not read its answers")
+        self.stream.send([ANSWER.pack(number, landed)])
+        self._read_header()

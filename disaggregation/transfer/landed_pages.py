@@ -1,0 +1,111 @@
+"""What is known of a hand-over's pages that have passed through host memory on their way to a device.
+
+Their bytes are out of reach of the host by the time that they are checked. So they are hashed as they pass, a batch
+at a time, as the writer hashed its slices: a batch is a slice. From then on the copy to the device is trusted.
+
+Pages of another order are brought into ours on the way, behind the hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import xxhash
+
+from ...messages.base import I32
+from ...messages.handover import MAX_SLICES
+from ...messages.worker import KVLayout, KVOrder
+from ..errors import LinkLost
+from .page_order import PageConverter
+from .pages import LayerRange, PageGroup
+
+_Key = tuple[int, int, int, bytes]
+
+
+class LandedPages:
+    """``pieces``: layers of pages that came, each counted as often as it did."""
+
+    def __init__(
+        self,
+        layout: KVLayout | None = None,
+        order: KVOrder | None = None,
+        groups: Sequence[int] = (),
+        *,
+        summed: bool = True,
+    ) -> None:
+        """``order``: of what comes, None for that of ``layout``, ours. ``groups``: numbers within the layout, by those
+        of the backend. ``summed``: whether there will be checksums. Raises ``ValueError`` for what can't be converted.
+        """
+        self._layout = layout
+        self._order = None if layout is not None and order == layout.order else order
+        if self._order is not None and layout is None:
+            raise ValueError(f"pages in the order {order!r}, and nothing is known of our own")
+        self._groups = groups
+        self._summed = summed
+        self._sums: dict[_Key, int] = {}
+        self._converters: dict[tuple[int, int], PageConverter] = {}
+        self.pieces = 0
+        for number in range(len(groups)):
+            self.converter(number, 1)
+
+    def landing(self, group: PageGroup, number: int, layers: LayerRange, pages: I32) -> Landing:
+        """A batch that begins to pass; ``number``: of the group, for the backend."""
+        return Landing(self, group, number, layers, pages)
+
+    def note(self, number: int, layers: LayerRange, pages: I32, checksum: int) -> None:
+        """A batch is on the device. Raises ``LinkLost`` where there are more than an honest writer makes."""
+        if len(self._sums) >= MAX_SLICES:
+            raise LinkLost(f"the peer wrote more than {MAX_SLICES} batches for one hand-over")
+        self.pieces += len(pages) * (layers.end - layers.begin)
+        self._sums[_key(number, layers, pages)] = checksum
+
+    def checksum(self, number: int, layers: LayerRange, pages: I32) -> int | None:
+        """Of the batch that brought these ``layers`` of these ``pages``, None where none did."""
+        return self._sums.get(_key(number, layers, pages))
+
+    def hasher(self) -> xxhash.xxh3_64 | None:
+        """For a batch; None where nobody will ask."""
+        return xxhash.xxh3_64() if self._summed else None
+
+    def converter(self, number: int, num_layers: int) -> PageConverter | None:
+        """What makes ``num_layers`` of a page ours, None where they are: layers are alike."""
+        if self._order is None or self._layout is None:
+            return None
+        found = self._converters.get((number, num_layers))
+        if found is None:
+            kept = self._layout.groups[self._groups[number]]
+            part = msgspec.structs.replace(
+                kept, layers=kept.layers[:num_layers], page_bytes=kept.page_bytes // kept.num_layers * num_layers
+            )
+            layout = msgspec.structs.replace(self._layout, groups=(part,))
+            found = self._converters[number, num_layers] = PageConverter(layout, self._order)
+        return found
+
+
+class Landing:
+    """A batch on its way, in parts."""
+
+    def __init__(self, landed: LandedPages, group: PageGroup, number: int, layers: LayerRange, pages: I32) -> None:
+        self._landed = landed
+        self._batch = number, layers, pages
+        self._hasher = landed.hasher()
+        self._converter = landed.converter(number, layers.end - layers.begin)
+        self._piece_bytes = group.piece_bytes(layers)
+
+    def pass_on(self, memory: memoryview) -> None:
+        """The next pages, one after another: hash them and make them ours, in place."""
+        if self._hasher is not None:
+            self._hasher.update(memory)
+        if self._converter is not None:
+            for begin in range(0, len(memory), self._piece_bytes):
+                self._converter.convert(np.frombuffer(memory[begin : begin + self._piece_bytes], dtype=np.uint8))
+
+    def done(self) -> None:
+        """All of them are on the device."""
+        self._landed.note(*self._batch, self._hasher.intdigest() if self._hasher is not None else 0)
+
+
+def _key(number: int, layers: LayerRange, pages: I32) -> _Key:
+    return number, layers.begin, layers.end, pages.astype(np.int32).tobytes()

@@ -1,0 +1,76 @@
+"""A pool on a device as the transfer engine takes it: bytes that come and go through pinned memory of the host."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..disaggregation.transfer.pages import PageGroup
+from ..disaggregation.transfer.region import HostMemory
+from ..disaggregation.transfer.staging import Piece, Slabs, Staging, divide
+from ..messages.worker import KVLayout
+from .device.base import Device
+from .kv_pool import KVPool
+
+log = logging.getLogger(__name__)
+
+GB = 10**9
+DEFAULT_GB = 0.25
+
+
+class PoolPages:
+    """Bytes of a pool; see ``DevicePages``. For one thread, which need not be the one that runs steps."""
+
+    def __init__(self, pool: KVPool, device: Device) -> None:
+        self._pool = pool
+        self._device = device
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pages."""
+        return self._pool.data.nbytes
+
+    def read(self, pieces: Sequence[Piece]) -> None:
+        """Copy bytes of the pool to the host's; waits."""
+        self._device.transfer([(host, there) for there, host in self._pairs(pieces)])
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Copy the host's to the pool; waits."""
+        self._device.transfer(self._pairs(pieces))
+
+    def _pairs(self, pieces: Sequence[Piece]) -> list[tuple[Tensor, Tensor]]:
+        flat = self._pool.data.view(-1).view(torch.uint8)
+        return [(flat[at : at + len(memory)], torch.frombuffer(memory, dtype=torch.uint8)) for at, memory in pieces]
+
+
+def staged_groups(
+    layout: KVLayout, pools: Sequence[KVPool | None], device: Device, gigabytes: float | None
+) -> list[PageGroup | None]:
+    """What peers may read and write of ``pools``, one for each group of the layout (None where it has no bytes),
+    through ``gigabytes`` of the host's memory, which is allocated here.
+    """
+    kept = [group for group in layout.groups if group.page_bytes]
+    sizes = divide(int((DEFAULT_GB if gigabytes is None else gigabytes) * GB), [group.page_bytes for group in kept])
+    log.info(
+        "KV goes to peers through %s pages of host memory, and comes through %d slabs of %.1f MiB",
+        " and ".join(map(str, sizes.slots)),
+        sizes.slabs,
+        sizes.slab_bytes / 2**20,
+    )
+    slabs = Slabs(_host_memory(device, sizes.slabs * sizes.slab_bytes), sizes.slab_bytes)
+    slots = dict(zip(kept, sizes.slots, strict=True))
+    groups: list[PageGroup | None] = []
+    for group, pool in zip(layout.groups, pools, strict=True):
+        if pool is None or not group.page_bytes:
+            groups.append(None)
+            continue
+        region = HostMemory(_host_memory(device, (slots[group] + 1) * group.page_bytes))
+        groups.append(PageGroup.of(group, region, Staging(PoolPages(pool, device), slabs)))
+    return groups
+
+
+def _host_memory(device: Device, nbytes: int) -> memoryview:
+    return memoryview(device.host_zeros((nbytes,), torch.uint8).numpy().data)

@@ -1,0 +1,63 @@
+"""Pools that the transfer engine must reach through host memory, as those on a device; their memory is the host's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from pdserve.disaggregation.transfer.engine import TransferEngine
+from pdserve.disaggregation.transfer.pages import PageGroup
+from pdserve.disaggregation.transfer.region import HostMemory
+from pdserve.disaggregation.transfer.staging import Piece, Slabs, Staging
+from pdserve.messages.worker import KVGroup
+
+
+class PretendedDevice:
+    """Copies when it is told to, and stops before the ``gate`` where there is one. ``writes``: bytes of each call."""
+
+    def __init__(self, pool: np.ndarray) -> None:
+        self.bytes = pool.reshape(-1)
+        self.writes: list[int] = []
+        self.reads: list[int] = []
+        self.reached = threading.Event()
+        self.gate: threading.Event | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.bytes.nbytes
+
+    def read(self, pieces: Sequence[Piece]) -> None:
+        self.reads.append(sum(len(memory) for _, memory in pieces))
+        for at, memory in pieces:
+            memory[:] = self.bytes[at : at + len(memory)].data
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        self.writes.append(sum(len(memory) for _, memory in pieces))
+        if self.gate is not None:
+            self.reached.set()
+            assert self.gate.wait(20)
+        for at, memory in pieces:
+            self.bytes[at : at + len(memory)] = np.frombuffer(memory, np.uint8)
+
+
+def slabs_of(count: int, slab_bytes: int) -> Slabs:
+    """``count`` of them."""
+    return Slabs(memoryview(bytearray(count * slab_bytes)), slab_bytes)
+
+
+def staged_group(pool: np.ndarray, slots: int, slabs: Slabs, kept: KVGroup | None = None) -> PageGroup:
+    """Of ``pool`` [pages, page_bytes]; pages of one layer where no group says otherwise."""
+    page_bytes = pool.shape[1]
+    region = HostMemory(memoryview(bytearray((slots + 1) * page_bytes)))
+    staging = Staging(PretendedDevice(pool), slabs)
+    return PageGroup(region, page_bytes, staging=staging) if kept is None else PageGroup.of(kept, region, staging)
+
+
+def held(engine: TransferEngine) -> int:
+    """Slots and slabs of an engine that somebody has. Only while nothing happens."""
+    pools = [pool for pool in engine._pools if pool is not None and pool.group.staging is not None]
+    slots = sum(pool.slots.count - pool.slots.free for pool in pools if pool.slots is not None)
+    slabs = [pool.group.staging.slabs for pool in pools[:1] if pool.group.staging is not None]
+    return slots + sum(one.count - one.free for one in slabs)
