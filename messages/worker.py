@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from .base import HandoverId, Message
+from .memory import MemoryChanged, MemoryCommand, MemoryUse, Unreleasable
 from .outputs import TokenLogprob
 from .tiers import TierCommand, TierEvent
 
@@ -129,6 +130,7 @@ class WorkerReady(Message):
     ``backend_metadata``: opaque address of this worker's transfer backend, for the peer's ``ConnectPeer``.
     ``load_seconds``: what start-up spent where. ``measured``: steps of several sizes, from which the time of the first
     request's can be foreseen. ``step_weight_bytes``: what a decode step reads of weights, 0 where unknown.
+    ``unreleasable``: memory that ``ReleaseMemory`` may not ask for.
     """
 
     fingerprint: str
@@ -146,6 +148,8 @@ class WorkerReady(Message):
     machine: MachineUse = MachineUse()
     max_window_tokens: int = 0
     host_pages: int = 0
+    unreleasable: list[Unreleasable] = []
+    memory: MemoryUse = MemoryUse()
 
 
 class RowInit(msgspec.Struct, forbid_unknown_fields=True):
@@ -416,6 +420,6 @@ TransferCommand = SendCommand | ReceiveCommand
 PeerCommand = AdmitPeer | ConnectPeer | DisconnectPeer
 PeerEvent = PeerAdmitted | PeerConnected | PeerFailed | PeerLinkDown
 TransferEvent = PeerEvent | SendEnded | PagesVerified
-WorkerCommand = ForwardStep | SendCommand | TierCommand
-WorkerEvent = WorkerReady | StepResult | TransferEvent | TierEvent
+WorkerCommand = ForwardStep | SendCommand | TierCommand | MemoryCommand
+WorkerEvent = WorkerReady | StepResult | TransferEvent | TierEvent | MemoryChanged
 FollowerCommand = RankSetup | ForwardStep

@@ -81,6 +81,15 @@ class PoolPrefault:
         if self._region is not None:
             self._target = max(self._target, min((slot + 1) * self._slot_bytes + self._margin, self._region.nbytes))
 
+    def forget(self) -> None:
+        """The region's memory was given back: commit none of it until ``again``."""
+        self._end = self._looked_until = self._target = 0
+
+    def again(self) -> None:
+        """It is used from the beginning."""
+        if self._region is not None:
+            self._target = min(self._margin, self._region.nbytes)
+
     def advance(self) -> None:
         """Nothing came within ``wait_ms``: commit the next slice."""
         self._is_idle = True

@@ -53,6 +53,15 @@ class KVRegion:
             return False
         return True
 
+    def give_back(self) -> None:
+        """Let the system have the memory; the bytes are zero from now on, and committed anew as they are touched, at
+        the same addresses. Of a shared region that is so for whoever maps it. Raises ``RegionError``.
+        """
+        try:
+            self.buffer.madvise(mmap.MADV_DONTNEED if self.fd is None else mmap.MADV_REMOVE)
+        except OSError as e:
+            raise RegionError(f"the system does not take the KV pool's memory back: {e.strerror}") from e
+
     def close(self) -> None:
         """Close the descriptor and unmap; memory that a tensor or view still uses is unmapped with the last of them."""
         if self.fd is not None:

@@ -59,6 +59,10 @@ class Device(ABC):
         """All of it, and what is free."""
 
     @abstractmethod
+    def used(self) -> int:
+        """Bytes that are in use: by this process on the host, by all on an accelerator."""
+
+    @abstractmethod
     def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeros on the host, from where copies to the device are queued without anybody waiting."""
 

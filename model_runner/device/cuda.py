@@ -58,6 +58,11 @@ class CudaDevice(Device):
         free, total = torch.cuda.mem_get_info(self.torch)
         return Memory(total, free)
 
+    def used(self) -> int:
+        """See the base class."""
+        memory = self.memory()
+        return memory.total - memory.free
+
     def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See the base class."""
         return torch.zeros(*shape, dtype=dtype, pin_memory=True)
