@@ -56,7 +56,7 @@ class ResumeMemory(Message):
 
 
 class MemoryChanged(Message):
-    """Worker → scheduler: what is not there now; ``error``: why nothing has changed. The rest: see ``MemoryResult``."""
+    """Worker → scheduler: what is not there now. ``error``: why it is not as was told. The rest: ``MemoryResult``."""
 
     released: list[MemoryTag]
     nbytes: int
@@ -89,6 +89,32 @@ class Unreleasable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tag: MemoryTag
     reason: str
+
+
+class ResizeReq(Message):
+    """HTTP → scheduler: have a KV pool of this many tokens, of those that there were at the start. ``wait_s``: seconds
+    for requests that use pages at the end to be over.
+    """
+
+    id: int
+    max_total_tokens: int
+    wait_s: float = 0.0
+
+
+class ResizeResult(Message):
+    """``status``: as of HTTP, with the reason unless it is 200. Tokens, whole pages of them: now, and before."""
+
+    id: int
+    status: int
+    max_total_tokens: int
+    before: int
+    message: str = ""
+
+
+class TrimPool(Message):
+    """Scheduler → worker: pages from ``first`` on are nobody's; their memory can go. No answer."""
+
+    first: int
 
 
 MemoryCommand = ReleaseMemory | ResumeMemory

@@ -138,3 +138,7 @@ class SchedulerMetrics(Message):
     """Half of the last steps were off by less, relative to what was foreseen; None before the first step."""
     promises: PromiseCounts | None
     handovers: HandoverCounts | None
+    pressure: str = "none"
+    """On KV memory (``scheduler/pressure.py``)."""
+    released: list[str] = []
+    """What memory was given back (``MemoryTag``)."""

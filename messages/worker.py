@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from .base import HandoverId, Message
-from .memory import MemoryChanged, MemoryCommand, MemoryUse, Unreleasable
+from .memory import MemoryChanged, MemoryCommand, MemoryUse, TrimPool, Unreleasable
 from .outputs import TokenLogprob
 from .tiers import TierCommand, TierEvent
 
@@ -273,10 +273,13 @@ class StepResult(Message):
 
 
 class RankLoaded(Message):
-    """Another rank → the lead of its host: its weights are loaded, and take so many bytes."""
+    """Another rank → the lead of its host: its weights are loaded, and take so many bytes; or it has done what a
+    ``MemoryCommand`` says, or has not (``error``).
+    """
 
     rank: int
     weight_bytes: int
+    error: str = ""
 
 
 class RankSetup(Message):
@@ -420,6 +423,6 @@ TransferCommand = SendCommand | ReceiveCommand
 PeerCommand = AdmitPeer | ConnectPeer | DisconnectPeer
 PeerEvent = PeerAdmitted | PeerConnected | PeerFailed | PeerLinkDown
 TransferEvent = PeerEvent | SendEnded | PagesVerified
-WorkerCommand = ForwardStep | SendCommand | TierCommand | MemoryCommand
+WorkerCommand = ForwardStep | SendCommand | TierCommand | MemoryCommand | TrimPool
 WorkerEvent = WorkerReady | StepResult | TransferEvent | TierEvent | MemoryChanged
-FollowerCommand = RankSetup | ForwardStep
+FollowerCommand = RankSetup | ForwardStep | MemoryCommand

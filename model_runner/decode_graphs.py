@@ -108,3 +108,4 @@ class DecodeGraphs:
     def drop(self) -> None:
         """Forget the graphs, whose memory goes back."""
         self._graphs.clear()
+        self._device.forget_graphs()

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..disaggregation.errors import TransferError
-from ..messages.memory import ALL_TAGS, MemoryChanged, MemoryCommand, MemoryTag, ReleaseMemory, Unreleasable
+from ..messages.memory import (
+    ALL_TAGS,
+    MemoryChanged,
+    MemoryCommand,
+    MemoryTag,
+    ReleaseMemory,
+    ResumeMemory,
+    Unreleasable,
+)
 from ..model_files.errors import ModelError
 from ..model_files.model_impl import ModelImpl
 from ..runtime.options import ServerOptions
@@ -29,6 +37,7 @@ if TYPE_CHECKING:
     from .model_runner import ModelRunner
     from .prefault import PoolPrefault
     from .step_runner import StepRunner
+    from .tensor_parallel.host_ranks import Lead
 
 log = logging.getLogger(__name__)
 GIB = 2**30
@@ -36,8 +45,8 @@ GIB = 2**30
 
 def unreleasable(model: ModelRunner, options: ServerOptions) -> list[Unreleasable]:
     """What can't be given back."""
-    if options.tp_size > 1:
-        text = "the ranks of --tp-size keep their memory"
+    if options.nnodes > 1:
+        text = "ranks on several hosts (--nnodes) keep their memory"
         return [Unreleasable(tag, text) for tag in ALL_TAGS]
     if model.implementation is ModelImpl.TRANSFORMERS:
         return [Unreleasable("weights", "a model by transformers' own class (--model-impl) keeps its weights")]
@@ -47,25 +56,64 @@ def unreleasable(model: ModelRunner, options: ServerOptions) -> list[Unreleasabl
 class Occupation:
     """Obeys ``ReleaseMemory`` and ``ResumeMemory``, in the thread that computes."""
 
-    def __init__(self, model: ModelRunner, steps: StepRunner, prefault: PoolPrefault) -> None:
+    def __init__(self, model: ModelRunner, steps: StepRunner, prefault: PoolPrefault, lead: Lead | None = None) -> None:
+        """``lead``: of other ranks, which do the same with their parts."""
         self._model = model
+        self._lead = lead
         self._steps = steps
         self._prefault = prefault
         self._released: set[MemoryTag] = set()
 
     def obey(self, command: MemoryCommand) -> MemoryChanged:
-        """Do as told; nothing has changed where the answer has an error."""
+        """Do as told. Where memory can't be had again, all of it is away as before; should the system not take some
+        back, that is only what is said: what computes by it is away all the same.
+        """
         begin, used, error = time.monotonic(), self._model.hardware.used(), ""
         if isinstance(command, ReleaseMemory):
-            for tag in command.tags:
-                self._release(tag)
+            error = self._release_all(command.tags)
         else:
-            error = self._resume(command.tags)
+            error = self._resume_all(command.tags)
         self._give_back()
         seconds, nbytes = time.monotonic() - begin, abs(self._model.hardware.used() - used)
-        what = "could not have" if error else "gave back" if isinstance(command, ReleaseMemory) else "has again"
-        log.info("%s %s: %.2f GiB in %.2f s %s", what, ", ".join(command.tags), nbytes / GIB, seconds, error)
+        what = "given back" if isinstance(command, ReleaseMemory) else "taken again"
+        text = f"{', '.join(command.tags)} {what}: {nbytes / GIB:.2f} GiB in {seconds:.2f} s"
+        log.warning("not %s: %s", text, error) if error else log.info("%s", text)
         return MemoryChanged(self.released, nbytes, seconds, error)
+
+    def _release_all(self, tags: list[MemoryTag]) -> str:
+        errors: list[str] = []
+        if self._lead is not None:
+            # They first: until they know of it they may commit what they share with this one.
+            self._lead.tell(ReleaseMemory(tags))
+            errors = self._lead.answers()
+        try:
+            for tag in tags:
+                self._release(tag)
+        except TransferError as e:
+            return str(e)
+        return errors[0] if errors else ""
+
+    def _resume_all(self, tags: list[MemoryTag]) -> str:
+        if self._lead is None:
+            return self._resume(tags)
+        # All load at the same time.
+        self._lead.tell(ResumeMemory(tags))
+        error = self._resume(tags)
+        errors = self._lead.answers()
+        if error or errors:
+            # Who has it gives it back again; for who hasn't, that changes nothing.
+            self._release_all(tags)
+        return error or (errors[0] if errors else "")
+
+    def trim(self, first_page: int) -> None:
+        """Pages from this one on are nobody's: their memory goes. Where they are used again it comes as zeros."""
+        region, page_bytes = self._model.kv_region, self._model.layout.groups[0].page_bytes
+        if region is not None:
+            try:
+                region.give_back(first_page * page_bytes)
+            except TransferError as e:
+                log.warning("%s", e)
+            self._prefault.trim(min(first_page * page_bytes, region.nbytes))
 
     @property
     def released(self) -> list[MemoryTag]:
@@ -74,20 +122,20 @@ class Occupation:
 
     def _release(self, tag: MemoryTag) -> None:
         model = self._model
+        self._released.add(tag)
         # Graphs know the addresses of both.
         self._steps.drop_graphs()
         if tag == "weights":
             model.drop_weights()
             self._steps.use_engine()
-        else:
-            self._prefault.forget()
-            for region in (model.kv_region, model.window_region):
-                if region is not None:
-                    region.give_back()
-            if model.device.type != "cpu":
-                for pool in model.pools:
-                    pool.data.untyped_storage().resize_(0)
-        self._released.add(tag)
+            return
+        self._prefault.forget()
+        for region in (model.kv_region, model.window_region):
+            if region is not None:
+                region.give_back()
+        if model.device.type != "cpu":
+            for pool in model.pools:
+                pool.data.untyped_storage().resize_(0)
 
     def _resume(self, tags: list[MemoryTag]) -> str:
         taken: list[MemoryTag] = []
@@ -126,7 +174,8 @@ class Occupation:
         """All at once: a host's pool is reserved, and taken later."""
         model = self._model
         pool_bytes = sum(pool.data.nbytes for pool in model.pools)
-        needed = sum(model.weight_bytes if tag == "weights" else pool_bytes for tag in tags)
+        ranks = 1 if self._lead is None else len(self._lead.followers) + 1
+        needed = sum(model.weight_bytes * ranks if tag == "weights" else pool_bytes for tag in tags)
         free = model.hardware.memory().free
         if needed > free:
             raise NotEnoughMemory(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ..disaggregation.errors import TransferError
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
-from ..messages.memory import MemoryCommand, MemoryUse, Unreleasable
+from ..messages.memory import MemoryCommand, MemoryUse, TrimPool, Unreleasable
 from ..messages.routes import ToTransfer, ToWorker
 from ..messages.tiers import TierCommand
 from ..messages.worker import (
@@ -94,6 +94,7 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     from .memory_table import describe_weights, memory_use, table
     from .occupation import Occupation, unreleasable
     from .step_queue import StepQueue
+    from .tensor_parallel.host_ranks import Lead
     from .warm_up import warm_up
 
     model, steps = started.model, started.steps
@@ -111,8 +112,9 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     use = memory_use(model, 0 if tiers is None else tiers.num_pages * model.layout.page_bytes)
     for line in table(use, model.layout, model.context_length, describe_weights(model)):
         log.info("%s", line)
+    occupation = Occupation(model, steps, prefault, started.ranks if isinstance(started.ranks, Lead) else None)
     return Worker(
-        *(model, queue, engine, tiers, prefault, Occupation(model, steps, prefault)),
+        *(model, queue, engine, tiers, prefault, occupation),
         *(started.machine, seconds, measured, use, unreleasable(model, options)),
     )
 
@@ -139,6 +141,8 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
             worker.prefault.used(highest_slot(command))
         elif isinstance(command, MemoryCommand):
             events.send(worker.occupation.obey(command))
+        elif isinstance(command, TrimPool):
+            worker.occupation.trim(command.first)
         elif isinstance(command, TierCommand):
             assert worker.tiers is not None
             copied = worker.tiers.obey(command)

@@ -92,6 +92,9 @@ class Device(ABC):
         allocated for good while work is recorded. Graphs share the memory of what they compute in between.
         """
 
+    def forget_graphs(self) -> None:  # noqa: B027 - nothing, where there are none
+        """All graphs are dropped: the next one begins with memory of its own."""
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until all that was queued is done."""

@@ -105,6 +105,10 @@ class CudaDevice(Device):
             output = run()
         return _CudaGraph(graph, output)
 
+    def forget_graphs(self) -> None:
+        """See the base class; torch lets nobody allocate in a pool of memory that is on its way out."""
+        self._graph_memory = None
+
     def synchronize(self) -> None:
         """See the base class."""
         torch.cuda.synchronize(self.torch)
