@@ -61,6 +61,16 @@ class TokenToKVPoolAllocator(ABC):
         """
 
     @abstractmethod
+    def in_use_above(self, num_pages: int) -> int:
+        """How many pages beyond the first ``num_pages`` are in use."""
+
+    @abstractmethod
+    def resize(self, num_pages: int) -> None:
+        """Hand out no page but the first ``num_pages`` from now on, up to as many as there were at first; those beyond
+        are free. Raises ``ValueError``.
+        """
+
+    @abstractmethod
     def free_pages(self) -> I32:
         """The free pages, in no particular order (a copy)."""
 
@@ -78,6 +88,7 @@ class PagedTokenToKVPoolAllocator(TokenToKVPoolAllocator):
 
     def __init__(self, num_slots: int, page_size: int, windows: WindowPages | None = None) -> None:
         super().__init__(num_slots, page_size, windows)
+        self._most_pages = self.num_pages
         self._stack: I32 = np.arange(self.num_pages, 0, -1, dtype=np.int32)
         self._top = self.num_pages
         self._in_use = np.zeros(self.num_pages + 1, dtype=np.bool_)
@@ -142,13 +153,28 @@ class PagedTokenToKVPoolAllocator(TokenToKVPoolAllocator):
         self._stack[self._top : self._top + pages.size] = pages[::-1]
         self._top += pages.size
 
+    def in_use_above(self, num_pages: int) -> int:
+        return int(np.count_nonzero(self._in_use[num_pages + 1 :]))
+
+    def resize(self, num_pages: int) -> None:
+        if not 1 <= num_pages <= self._most_pages or self.in_use_above(num_pages):
+            raise ValueError(f"a pool of {self._most_pages} pages can't be one of {num_pages} now")
+        kept = self._stack[: self._top]
+        kept = kept[kept <= num_pages]
+        # At the bottom, the lowest last: what is new is handed out when all else is.
+        more = np.arange(num_pages, self.num_pages, -1, dtype=np.int32)
+        free = np.concatenate((more, kept))
+        self._stack[: free.size], self._top = free, free.size
+        self.num_pages, self.size = num_pages, num_pages * self.page_size
+
     def free_pages(self) -> I32:
         return self._stack[: self._top].copy()
 
     def check_invariants(self) -> None:
-        named = np.bincount(self._stack[: self._top], minlength=self.num_pages + 1)
+        named = np.bincount(self._stack[: self._top], minlength=self._most_pages + 1)
         expected = ~self._in_use
         expected[0] = False
+        expected[self.num_pages + 1 :] = False
         wrong = named != expected
         if wrong.any():
             page = int(wrong.argmax())

@@ -178,3 +178,7 @@ class SchedulerMetrics(Message):
     handovers: HandoverCounts | None
     tiers: TierMetrics | None
     """None where there are none behind the pool."""
+    pressure: str = "none"
+    """On KV memory (``scheduler/pressure.py``)."""
+    released: list[str] = []
+    """What memory was given back (``MemoryTag``)."""

@@ -24,6 +24,7 @@ from .control import (
     Transfers,
     TransfersReq,
 )
+from .memory import MemoryReq, MemoryResult, ResizeReq, ResizeResult
 from .metrics import SchedulerMetrics
 from .moves import MigrateReq, MigrateResult, ReqArrived, ReqMoved
 from .outputs import ReqError, TextBatch, TokenBatch
@@ -31,8 +32,8 @@ from .requests import AbortReq, GenerateReq, StopReq, TokenizeReq
 from .text import TextAnswer, TextQuestion
 from .worker import FollowerCommand, RankLoaded, ReceiveCommand, WorkerCommand, WorkerEvent
 
-Question = Ping | FlushCacheReq | ServerInfoReq | TransfersReq | MigrateReq | RoleReq
-Answer = Pong | FlushCacheResult | ServerInfo | Transfers | MigrateResult | RoleResult
+Question = Ping | FlushCacheReq | ServerInfoReq | TransfersReq | MigrateReq | RoleReq | MemoryReq | ResizeReq
+Answer = Pong | FlushCacheResult | ServerInfo | Transfers | MigrateResult | RoleResult | MemoryResult | ResizeResult
 Moved = ReqMoved | ReqArrived
 
 ToTokenizer = TokenizeReq | AbortReq | Question | TextQuestion

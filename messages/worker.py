@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from .base import HandoverId, Message
+from .memory import MemoryChanged, MemoryCommand, MemoryUse, TrimPool, Unreleasable
 from .outputs import TokenLogprob
 from .tiers import TierCommand, TierEvent
 
@@ -129,6 +130,7 @@ class WorkerReady(Message):
     ``backend_metadata``: opaque address of this worker's transfer backend, for the peer's ``ConnectPeer``.
     ``load_seconds``: what start-up spent where. ``measured``: steps of several sizes, from which the time of the first
     request's can be foreseen. ``step_weight_bytes``: what a decode step reads of weights, 0 where unknown.
+    ``unreleasable``: memory that ``ReleaseMemory`` may not ask for.
     """
 
     fingerprint: str
@@ -146,6 +148,8 @@ class WorkerReady(Message):
     machine: MachineUse = MachineUse()
     max_window_tokens: int = 0
     host_pages: int = 0
+    unreleasable: list[Unreleasable] = []
+    memory: MemoryUse = MemoryUse()
 
 
 class RowInit(msgspec.Struct, forbid_unknown_fields=True):
@@ -269,10 +273,13 @@ class StepResult(Message):
 
 
 class RankLoaded(Message):
-    """Another rank → the lead of its host: its weights are loaded, and take so many bytes."""
+    """Another rank → the lead of its host: its weights are loaded, and take so many bytes; or it has done what a
+    ``MemoryCommand`` says, or has not (``error``).
+    """
 
     rank: int
     weight_bytes: int
+    error: str = ""
 
 
 class RankSetup(Message):
@@ -423,6 +430,6 @@ TransferCommand = SendCommand | ReceiveCommand
 PeerCommand = AdmitPeer | ConnectPeer | DisconnectPeer
 PeerEvent = PeerAdmitted | PeerConnected | PeerFailed | PeerLinkDown
 TransferEvent = PeerEvent | SendEnded | PagesVerified
-WorkerCommand = ForwardStep | SendCommand | TierCommand
-WorkerEvent = WorkerReady | StepResult | TransferEvent | TierEvent
-FollowerCommand = RankSetup | ForwardStep
+WorkerCommand = ForwardStep | SendCommand | TierCommand | MemoryCommand | TrimPool
+WorkerEvent = WorkerReady | StepResult | TransferEvent | TierEvent | MemoryChanged
+FollowerCommand = RankSetup | ForwardStep | MemoryCommand

@@ -20,8 +20,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..runtime.options import ServerOptions
 from .device.base import Device, Graph
 from .forward_batch import ForwardBatch
+from .models.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,19 @@ def size_for(sizes: tuple[int, ...], count: int) -> int | None:
     return sizes[at] if at < len(sizes) else None
 
 
+def why_no_graphs(options: ServerOptions, device: Device, model: object, is_safe: bool) -> str | None:
+    """Why decode steps of ``model`` run without, None where they can be captured; ``is_safe``: its attention can be."""
+    if options.disable_cuda_graph:
+        return "--disable-cuda-graph"
+    if not device.can_capture:
+        return f"{device.torch.type} has none"
+    if not is_safe:
+        return "the attention backend can't be captured"
+    if not isinstance(model, Decoder):
+        return "a model by transformers' own class may wait for the device"
+    return model.why_no_graphs
+
+
 class DecodeGraphs:
     """Graphs of ``sizes``; none before ``capture``."""
 
@@ -93,3 +108,4 @@ class DecodeGraphs:
     def drop(self) -> None:
         """Forget the graphs, whose memory goes back."""
         self._graphs.clear()
+        self._device.forget_graphs()

@@ -22,7 +22,7 @@ from ..disaggregation.transfer.pages import PageGroup
 from ..disaggregation.transfer.region import KVRegion, allocate_region
 from ..messages.worker import KVOrder
 from ..model_files.context_length import choose_context_length, with_context, without_idle_windows
-from ..model_files.errors import UnsupportedModel
+from ..model_files.errors import InvalidWeights, UnsupportedModel
 from ..model_files.foreign_config import read_foreign
 from ..model_files.model_impl import ModelImpl, choose_model_impl
 from ..model_files.model_path import ModelSource, resolve_model
@@ -32,7 +32,7 @@ from ..model_files.spec_reader import read_spec
 from ..runtime.options import ServerOptions
 from .attention.base import AttentionBackend, attention_limits
 from .attention.registry import BackendNeeds, choose_attention_backend, make_attention_backend
-from .decode_graphs import graph_sizes
+from .decode_graphs import graph_sizes, why_no_graphs
 from .device.choice import choose_device, choose_dtype, choose_kv_dtype, open_device
 from .device_ops.choose import choose_ops
 from .double_sparsity.channels import LabelChannels, choose_channels
@@ -48,11 +48,13 @@ from .placement import SPIN_US
 from .pool_size import PoolRequest, WindowRequest, choose_max_total_tokens, choose_pool_tokens, layers_apart, piece_of
 from .step_plan import begun_tokens
 from .tensor_parallel.group import alone
+from .transformers_model.refusals import refuse_for_transformers
 
 if TYPE_CHECKING:
     from .kernels.cpu_engine import CpuEngine
     from .kernels.ranks import ExchangeRoom, NativeRanks
     from .kernels.sampling import NativeSampler
+    from .kernels.team import Team
     from .tensor_parallel.host_ranks import HostRanks
 
 log = logging.getLogger(__name__)
@@ -80,8 +82,9 @@ class ModelRunner:
     ``num_window_pages`` (of that, without and with page 0; else 0), ``fingerprint``, ``attention_backend`` (its name),
     ``engine`` and ``sampler`` (what computes passes and chooses tokens, where the CPU kernels run),
     ``hardware`` (the device, as the step loop uses it), ``graph_sizes`` (of decode steps to capture; none: nothing is),
-    ``step_weight_bytes`` (what a decode step reads of weights), ``clears_begun_pages``, ``load_seconds``. Of a rank,
-    the description, ``layout`` and ``fingerprint`` are of the whole model on its host, the weights its own.
+    ``weight_bytes`` (in memory; ``step_weight_bytes``: what a decode step reads of them), ``clears_begun_pages``,
+    ``load_seconds``. Of a rank, the description, ``layout`` and ``fingerprint`` are of the whole model on its host, the
+    weights its own.
     """
 
     def __init__(
@@ -109,12 +112,17 @@ class ModelRunner:
         kv_dtype = choose_kv_dtype(options.kv_cache_dtype, self.dtype)
         self.spec: ModelSpec | None = None
         self.quantization: Quantization = "none"
+        self.fingerprint = ""
+        self.weight_bytes = 0
+        self._team: Team | None = None
         self.sampler: NativeSampler | None = None
         self.engine: CpuEngine | None = None
         self.graph_sizes: tuple[int, ...] = ()
         self._attention: AttentionBackend | None = None
         self._clears = False
         self._compute: Callable[[ForwardBatch], Tensor]
+        self._again: Callable[[], None] | None = None
+        """Loads the weights as they were loaded first."""
         self._meet: Callable[[], None] | None = None
         # The engine reads nothing beyond a row's end, but the peer that gets a page may run on the torch backend.
         self.clears_begun_pages = options.hands_over
@@ -160,18 +168,54 @@ class ModelRunner:
                 options.attention_backend, spec if shard is None else shard.spec, self.device, self.dtype, kv_dtype
             )
         log.info("model implementation: native, family %s", spec.family)
-        with self._timed("weights"):
+
+        def load() -> tuple[Decoder, BlockSource | None]:
             blocks = self._open_blocks(options, source, spec, shard)
-            model = self._load(options, source, spec, identity, blocks, shard)
+            return self._load(options, source, spec, identity, blocks, shard), blocks
+
+        with self._timed("weights"):
+            model, blocks = load()
         with self._timed("kv_pool"):
             windows = layers_apart(options, spec) if self._ranks is None else {}
             self._allocate_pool(options, _kept(spec, self._ranks), kv_dtype, shard, windows, labels)
-        self.step_weight_bytes = self._weight_bytes - model.idle_bytes
+        self.step_weight_bytes = self.weight_bytes - model.idle_bytes
         with self._timed("kernels"):
             if self.attention_backend == "cpu":
                 self._use_kernels(model, blocks, shard)
             else:
                 self._use_torch(options, model, shard)
+        self._again = lambda: self._use_again(*load(), shard)
+
+    def drop_weights(self) -> None:
+        """Give the weights back, with what computes with them; what knows ``engine`` has to let go of it, too.
+
+        Raises ``UnsupportedModel``.
+        """
+        if self._again is None:
+            raise UnsupportedModel("a model by transformers' own class (--model-impl) keeps its weights")
+        self.engine = None
+        self._meet, self._compute = None, _without_weights
+
+    def take_weights(self) -> None:
+        """Load the weights again, as at the start, into a new ``engine`` where there was one. Raises ``ModelError``
+        where that can't be done, or where the files hold other weights now.
+        """
+        assert self._again is not None
+        before = self.fingerprint
+        try:
+            self._again()
+            if self.fingerprint != before:
+                raise InvalidWeights("the files hold other weights than at the start; restart to serve those")
+        except BaseException:
+            self.fingerprint = before
+            self.drop_weights()
+            raise
+
+    def _use_again(self, model: Decoder, blocks: BlockSource | None, shard: Shard | None) -> None:
+        if self.attention_backend == "cpu":
+            self._use_kernels(model, blocks, shard)
+        else:
+            self._compute_by(model, shard)
 
     def _shard(self, spec: ModelSpec) -> Shard | None:
         if self._ranks is None:
@@ -203,8 +247,8 @@ class ModelRunner:
                 )
             )
             self.fingerprint = foreign_fingerprint(loaded.config, loaded.weights)
-            self._weight_bytes = sum(tensor.nbytes for tensor in loaded.weights.values())
-            self.step_weight_bytes = self._weight_bytes
+            self.weight_bytes = sum(tensor.nbytes for tensor in loaded.weights.values())
+            self.step_weight_bytes = self.weight_bytes
         with self._timed("kv_pool"):
             self._allocate_pool(options, loaded.shape, kv_dtype)
         self._use_torch(options, loaded.model)
@@ -231,9 +275,9 @@ class ModelRunner:
             log.warning("--tp-size %d: rows that are no whole blocks on a rank are not rounded", shard.size)
             rounding = f"{rounding} on {shard.size} ranks"
         self.fingerprint = fingerprint(identity, samples, rounding, blocks)
-        self._weight_bytes = sum(view.nbytes for view in weights.values())
+        self.weight_bytes = sum(view.nbytes for view in weights.values())
         if blocks is not None:
-            self._weight_bytes += blocks.nbytes - sum(weights[name].nbytes for name in blocks.left_out)
+            self.weight_bytes += blocks.nbytes - sum(weights[name].nbytes for name in blocks.left_out)
         return model
 
     def _open_blocks(
@@ -279,25 +323,19 @@ class ModelRunner:
         )
         attention = self._attention = make_attention_backend(self.attention_backend, needs)
         self._clears = self.clears_begun_pages or attention.reads_whole_pages
-        if shard is not None and shard.shares_kv_heads and isinstance(model, Decoder):
-            self._meet = model.ranks.meet
-        self._compute = lambda batch: model.forward(batch, attention)
-        why_not = self._why_no_graphs(options, model, attention)
+        self._compute_by(model, shard)
+        why_not = why_no_graphs(options, self.hardware, model, attention.is_graph_safe)
         if why_not is None:
             self.graph_sizes = sizes
         elif self.hardware.can_capture:
             log.info("decode steps run without CUDA graphs: %s", why_not)
 
-    def _why_no_graphs(self, options: ServerOptions, model: TorchModel, attention: AttentionBackend) -> str | None:
-        if options.disable_cuda_graph:
-            return "--disable-cuda-graph"
-        if not self.hardware.can_capture:
-            return f"{self.device.type} has none"
-        if not attention.is_graph_safe:
-            return f"attention backend {self.attention_backend} can't be captured"
-        if not isinstance(model, Decoder):
-            return "a model by transformers' own class may wait for the device"
-        return model.why_no_graphs
+    def _compute_by(self, model: TorchModel, shard: Shard | None) -> None:
+        attention = self._attention
+        assert attention is not None
+        if shard is not None and shard.shares_kv_heads and isinstance(model, Decoder):
+            self._meet = model.ranks.meet
+        self._compute = lambda batch: model.forward(batch, attention)
 
     def _use_kernels(self, model: Decoder, blocks: BlockSource | None, shard: Shard | None) -> None:
         # Imported here: it loads the compiled kernels.
@@ -307,9 +345,10 @@ class ModelRunner:
         from .kernels.team import Team
 
         ranks = None if shard is None or self._exchange is None else Ranks(shard, self._exchange)
-        team = Team(torch.get_num_threads(), self._cpus, self._spin_us)
-        self.sampler = NativeSampler(team)
-        engine = self.engine = CpuEngine(model, self.pool, team, blocks, ranks, self.window_pool)
+        if self._team is None:
+            self._team = Team(torch.get_num_threads(), self._cpus, self._spin_us)
+            self.sampler = NativeSampler(self._team)
+        engine = self.engine = CpuEngine(model, self.pool, self._team, blocks, ranks, self.window_pool)
         self.step_weight_bytes = engine.weight_bytes
         if engine.shares_heads:
             self._meet = engine.meet
@@ -339,7 +378,7 @@ class ModelRunner:
             from .tensor_parallel.host_ranks import Own
 
             own = Own(
-                self._weight_bytes,
+                self.weight_bytes,
                 layout.page_bytes,
                 lambda weight_bytes: self._choose_pages(options, weight_bytes),
                 self._room(options),
@@ -347,7 +386,7 @@ class ModelRunner:
             )
             num_pages, self.kv_region, self._exchange = self._ranks.share(own)
         else:
-            num_pages = self._choose_pages(options, self._weight_bytes)
+            num_pages = self._choose_pages(options, self.weight_bytes)
             kept_bytes = num_pages * layout.groups[0].page_bytes
             if self.device.type == "cpu" and kept_bytes:
                 self.kv_region = allocate_region(kept_bytes, shared=is_shared)
@@ -362,22 +401,11 @@ class ModelRunner:
             self.window_pool = make_pool(layout, self.num_window_pages, self.device, buffer, group=1)
         self.max_window_tokens = max(0, self.num_window_pages - 1) * options.page_size
         self.max_total_tokens, self.num_slots = (num_pages - 1) * options.page_size, num_pages * options.page_size
-        log.info(
-            "%s: %.2f GiB of weights%s, KV pool of %d tokens (%.2f GiB)",
-            options.model_path,
-            self._weight_bytes / 2**30,
-            "" if self._ranks is None else " on this rank",
-            self.max_total_tokens,
-            num_pages * layout.groups[0].page_bytes / 2**30,
-        )
-        if layout.window_group is not None:
-            log.info(
-                "%d layers keep a window of %d tokens: a pool of their own, of %d tokens (%.2f GiB)",
-                layout.window_group.num_layers,
-                layout.window_group.window,
-                self.max_window_tokens,
-                self.num_window_pages * layout.window_group.page_bytes / 2**30,
-            )
+
+    @property
+    def pools(self) -> list[KVPool]:
+        """All of them."""
+        return [self.pool] if self.window_pool is None else [self.pool, self.window_pool]
 
     @property
     def is_staged(self) -> bool:
@@ -464,33 +492,12 @@ class ModelRunner:
         self.load_seconds[what] = self.load_seconds.get(what, 0.0) + time.monotonic() - begin
 
 
+def _without_weights(_batch: ForwardBatch) -> Tensor:
+    raise RuntimeError("a pass was asked for while the weights are not there")
+
+
 def _kept(spec: ModelSpec, ranks: HostRanks | None) -> HasKV:
     if ranks is None:
         return spec
     begin, end = ranks.pool_heads(spec)
     return KVShape(spec.num_layers, end - begin, spec.head_dim, spec.latent_dim)
-
-
-def refuse_for_transformers(options: ServerOptions) -> None:
-    """Raise ``UnsupportedModel`` for what a model by transformers' own class can't have."""
-    if options.attention_backend == "cpu":
-        raise UnsupportedModel(
-            "--attention-backend cpu: the CPU kernels can't run a model by transformers' own class (--model-impl)"
-        )
-    if options.enable_double_sparsity:
-        raise UnsupportedModel(
-            "--enable-double-sparsity: a model by transformers' own class (--model-impl) attends to all tokens"
-        )
-    if options.attention_backend in ("triton", "flashinfer"):
-        raise UnsupportedModel(
-            f"--attention-backend {options.attention_backend}: a model by transformers' own class (--model-impl) "
-            "attends by torch alone"
-        )
-    if options.tp_size > 1:
-        raise UnsupportedModel(
-            f"--tp-size {options.tp_size}: a model by transformers' own class (--model-impl) can't be divided"
-        )
-    if options.quantization not in ("auto", "none"):
-        raise UnsupportedModel(
-            f"--quantization {options.quantization} can't be had for a model by transformers' own class (--model-impl)"
-        )

@@ -54,7 +54,8 @@ class PoolPrefault:
         self._looked_until = 0
         self._end = 0
         self._is_idle = False
-        self._target = 0 if region is None else min(margin_bytes, region.nbytes)
+        self._most = 0 if region is None else region.nbytes
+        self._target = min(margin_bytes, self._most)
 
     @classmethod
     def of(cls, region: KVRegion | None, layout: KVLayout) -> PoolPrefault:
@@ -79,7 +80,22 @@ class PoolPrefault:
         """A step writes ``slot``."""
         self._is_idle = False
         if self._region is not None:
-            self._target = max(self._target, min((slot + 1) * self._slot_bytes + self._margin, self._region.nbytes))
+            self._target = max(self._target, min((slot + 1) * self._slot_bytes + self._margin, self._most))
+
+    def trim(self, nbytes: int) -> None:
+        """The region ends behind ``nbytes`` from now on: what is beyond was given back."""
+        self._most = nbytes
+        self._end = self._looked_until = min(self._end, nbytes)
+        self._target = min(self._target, nbytes)
+
+    def forget(self) -> None:
+        """The region's memory was given back: commit none of it until ``again``."""
+        self._end = self._looked_until = self._target = 0
+
+    def again(self) -> None:
+        """It is used from the beginning."""
+        if self._region is not None:
+            self._target = min(self._margin, self._most)
 
     def advance(self) -> None:
         """Nothing came within ``wait_ms``: commit the next slice."""
@@ -93,7 +109,7 @@ class PoolPrefault:
                 self._target = self._end
                 return
             self._looked_until = self._end + LOOK_BYTES
-        end = min(self._end + SLICE_BYTES, self._region.nbytes)
+        end = min(self._end + SLICE_BYTES, self._most)
         if not self._region.commit(self._end, end):
             log.info(
                 "memory can't be committed ahead (Linux before 5.14, or none left): each KV page's first use is slower"

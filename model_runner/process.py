@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ..disaggregation.errors import TransferError
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
+from ..messages.memory import MemoryCommand, MemoryUse, TrimPool, Unreleasable
 from ..messages.routes import ToTransfer, ToWorker
 from ..messages.tiers import TierCommand
 from ..messages.worker import (
@@ -43,6 +44,7 @@ from .start_model import RankChannels, freeze, open_channels, start_model
 if TYPE_CHECKING:
     from ..disaggregation.transfer.engine import TransferEngine
     from .model_runner import ModelRunner
+    from .occupation import Occupation
     from .step_queue import StepQueue
     from .tiers.worker_tiers import WorkerTiers
 
@@ -61,9 +63,12 @@ class Worker(NamedTuple):
     engine: TransferEngine | None
     tiers: WorkerTiers | None
     prefault: PoolPrefault
+    occupation: Occupation
     machine: MachineUse
     load_seconds: dict[str, float]
     measured: list[MeasuredStep]
+    memory: MemoryUse
+    unreleasable: list[Unreleasable]
 
 
 def main() -> NoReturn:
@@ -91,7 +96,10 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     options = ctx.options
     started = start_model(ctx, channels)
     from .measure_steps import measure_steps
+    from .memory_table import describe_weights, memory_use, table
+    from .occupation import Occupation, unreleasable
     from .step_queue import StepQueue
+    from .tensor_parallel.host_ranks import Lead
     from .warm_up import warm_up
 
     model, steps = started.model, started.steps
@@ -106,7 +114,14 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     seconds = {**started.seconds, "warm_up": time.monotonic() - loaded}
     prefault = PoolPrefault.of(model.kv_region, model.layout)
     queue = StepQueue(steps, engine, ahead=1 if model.hardware.beside else 0)
-    return Worker(model, queue, engine, tiers, prefault, started.machine, seconds, measured)
+    use = memory_use(model, 0 if tiers is None else tiers.num_pages * model.layout.page_bytes)
+    for line in table(use, model.layout, model.context_length, describe_weights(model)):
+        log.info("%s", line)
+    occupation = Occupation(model, steps, prefault, started.ranks if isinstance(started.ranks, Lead) else None)
+    return Worker(
+        *(model, queue, engine, tiers, prefault, occupation),
+        *(started.machine, seconds, measured, use, unreleasable(model, options)),
+    )
 
 
 def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worker) -> None:
@@ -129,6 +144,10 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
             if steps.is_full:
                 events.send(_result(worker))
             worker.prefault.used(highest_slot(command))
+        elif isinstance(command, MemoryCommand):
+            events.send(worker.occupation.obey(command))
+        elif isinstance(command, TrimPool):
+            worker.occupation.trim(command.first)
         elif isinstance(command, TierCommand):
             assert worker.tiers is not None
             copied = worker.tiers.obey(command)
@@ -229,6 +248,8 @@ def _ready_message(worker: Worker) -> WorkerReady:
         measured=worker.measured,
         step_weight_bytes=model.step_weight_bytes,
         machine=worker.machine,
+        memory=worker.memory,
+        unreleasable=worker.unreleasable,
     )
 
 

@@ -120,7 +120,7 @@ class StepRunner:
         self._model = model
         self._device = device = model.hardware
         self._ops = choose_ops(device.torch)
-        self._rows = rows = RowStates(max_reqs, model.vocab_size, device.torch)
+        self._rows = RowStates(max_reqs, model.vocab_size, device.torch)
         self._req_to_token = torch.zeros((max_reqs, model.context_length), dtype=torch.int32, device=device.torch)
         pages, window_pages = model.num_slots // model.page_size, model.num_window_pages
         self._limits = StepLimits(max_reqs, model.context_length, model.num_slots, pages, window_pages)
@@ -136,13 +136,20 @@ class StepRunner:
         """Launched and not fetched, in order."""
         self._ended_at = 0.0
         self._native: NativeSteps | None = None
-        if model.engine is not None:
+        self.use_engine()
+
+    def use_engine(self) -> None:
+        """Have common steps computed by the model's engine, where it has one now."""
+        self._native = None
+        if self._model.engine is not None:
             # Imported here: it loads the compiled kernels.
             from .kernels.native_steps import NativeSteps
 
-            tables = (self._req_to_token, rows.last_tokens, rows.table)
             self._native = NativeSteps(
-                model.engine, *tables, clear_begun=model.clears_begun_pages, window_pages=self._window_pages
+                self._model.engine,
+                *(self._req_to_token, self._rows.last_tokens, self._rows.table),
+                clear_begun=self._model.clears_begun_pages,
+                window_pages=self._window_pages,
             )
 
     def run(self, step: ForwardStep, done: LayersDone | None = None) -> StepResult:
@@ -155,6 +162,10 @@ class StepRunner:
         if self._model.graph_sizes:
             self._arrays.clear()
             self._graphs.capture(self._padded_batch)
+
+    def drop_graphs(self) -> None:
+        """Compute without, until they are captured again; no step is open."""
+        self._graphs.drop()
 
     @torch.inference_mode()
     def launch(self, step: ForwardStep, done: LayersDone | None = None) -> Launched:

@@ -22,3 +22,10 @@ def return_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
         mallopt(M_TRIM_THRESHOLD, MAX_KEPT)
+
+
+def trim() -> None:
+    """Give what is free in the heap back to the kernel: worth a walk through it behind large things that are over."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)

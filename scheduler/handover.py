@@ -36,6 +36,16 @@ class Handovers(Protocol):
     def withdraw(self) -> None:
         """Peers shall not find this instance any more."""
 
+    def close(self, reason: str) -> None:
+        """Part from all peers, withdraw, and take none in until ``open``; peers are told why. Nothing is open."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no peer can write here any more, nor is written to."""
+
+    def open(self) -> None:
+        """Be found by peers again; nothing where it was not closed."""
+
     def names_here(self, where: Bootstrap) -> bool:
         """Whether a request's bootstrap address is this instance's own."""
 

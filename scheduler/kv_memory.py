@@ -423,6 +423,28 @@ class KVMemory:
             self.tiers.flush()
         return self._cache.reset()
 
+    def empty(self) -> int:
+        """Evict every cached prefix, though nobody needs the room; saves to a host tier are to be told before the pool
+        is overwritten (``KVTiers.take_before``). Returns the tokens dropped. No request holds memory.
+        """
+        dropped = self._cache.evictable_size()
+        if not self._make_room(self.max_total_tokens):
+            raise AssertionError("requests hold memory of a pool that is to be empty")
+        return dropped
+
+    def resize(self, tokens: int) -> bool:
+        """Hand out no slots but the first ``tokens``, whole pages; False where requests use some beyond, or none fit so
+        many. What is cached there is evicted for it, least worth first.
+        """
+        pages = tokens // self.page_size
+        while (above := self._allocator.in_use_above(pages)) and self._cache.evictable_size():
+            self._cache.evict(above * self.page_size)
+        if above:
+            return False
+        self._allocator.resize(pages)
+        self.max_total_tokens = pages * self.page_size
+        return True
+
     def must_wait(self, req: Req, now: float) -> bool:
         """Whether a store is about to bring some of the request (``tiers.py``)."""
         return self.tiers is not None and self.tiers.must_wait(req, now)

@@ -10,7 +10,9 @@ from collections import Counter
 from operator import attrgetter
 
 from ..messages.metrics import PoolUsage, SchedulerMetrics
+from .occupation import Occupation
 from .outbox import Outbox
+from .pressure import PressureMeter
 from .req import ENDED, ReqState
 from .scheduler import Scheduler
 
@@ -22,17 +24,23 @@ STATE_OF = attrgetter("state")
 class MetricsReport:
     """Sends ``SchedulerMetrics`` where something has changed. Called once a turn of the loop."""
 
-    def __init__(self, scheduler: Scheduler, outbox: Outbox) -> None:
+    def __init__(self, scheduler: Scheduler, outbox: Outbox, occupation: Occupation | None = None) -> None:
         self._scheduler = scheduler
+        self._occupation = occupation
+        self.pressure = PressureMeter(scheduler)
         self._outbox = outbox
         self._last: SchedulerMetrics | None = None
         self._sent_at = float("-inf")
 
     def turn(self, now: float) -> None:
         """``now``: ``time.monotonic()``."""
+        self.pressure.turn(now)
         if self._scheduler.reqs and now - self._sent_at < REPORT_SECONDS:
             return
         metrics = take_metrics(self._scheduler)
+        metrics.pressure = self.pressure.level(now)
+        if self._occupation is not None:
+            metrics.released = list(self._occupation.released)
         self._sent_at = now
         if metrics != self._last:
             self._last = metrics

@@ -34,6 +34,7 @@ from ..messages.control import (
     Transfers,
     TransfersReq,
 )
+from ..messages.memory import MemoryChanged, MemoryReq, MemoryResult, ResizeReq, ResizeResult
 from ..messages.moves import MigrateReq, MigrateResult
 from ..messages.outputs import ReqError
 from ..messages.requests import AbortReq, GenerateReq, StopReq
@@ -46,6 +47,7 @@ from .handover import Handovers
 from .info import Verdict, server_info
 from .kv_event_feed import KVEventFeed
 from .metrics_report import MetricsReport
+from .occupation import Occupation
 from .outbox import Outbox
 from .scheduler import Scheduler
 
@@ -81,6 +83,7 @@ class SchedulerProcess:
         self._poller.register(self._events.socket, zmq.POLLIN)
         self._scheduler: Scheduler | None = None
         self._handovers: Handovers | None = None
+        self._occupation: Occupation | None = None
         self._report: MetricsReport | None = None
         self._kv_feed: KVEventFeed | None = None
         self._checked_at = 0.0
@@ -99,6 +102,8 @@ class SchedulerProcess:
                 self._on_message(message, now)
             if self._handovers is not None:
                 self._handovers.poll(now)
+            if self._occupation is not None:
+                self._occupation.advance(now)
             if self._scheduler is not None:
                 self._scheduler.run_steps(now)
                 self._when_idle(self._scheduler, now)
@@ -121,6 +126,8 @@ class SchedulerProcess:
             return 0
         now = time.monotonic()
         waits = [self._scheduler.deadlines.seconds_left(now)]
+        if self._occupation is not None:
+            waits.append(self._occupation.seconds_left(now))
         if (tiers := self._scheduler.tiers) is not None and (wait := tiers.timeout(now)) is not None:
             waits.append(wait)
         left = min(waits)
@@ -153,6 +160,9 @@ class SchedulerProcess:
         assert self._scheduler is not None
         if isinstance(event, StepResult):
             self._scheduler.on_step_result(event, now)
+        elif isinstance(event, MemoryChanged):
+            assert self._occupation is not None
+            self._occupation.on_changed(event)
         elif isinstance(event, TierEvent):
             assert self._scheduler.tiers is not None
             self._scheduler.tiers.on_event(event, now)
@@ -165,7 +175,8 @@ class SchedulerProcess:
             self._handovers = self._make_handovers(self._scheduler, self._poller)
             self._scheduler.handovers = self._handovers
             self._handovers.start(now)
-        self._report = MetricsReport(self._scheduler, self._outbox)
+        self._occupation = Occupation(self._scheduler)
+        self._report = MetricsReport(self._scheduler, self._outbox, self._occupation)
         if self._scheduler.kv_events is not None:
             self._kv_feed = KVEventFeed(self._ctx.zmq_ctx, self._ctx.options, self._scheduler.kv_events)
             if self._kv_feed.replay is not None:
@@ -194,8 +205,12 @@ class SchedulerProcess:
             elif isinstance(message, RoleReq):
                 role = self._ctx.options.disaggregation_mode
                 self._outbox.answer(RoleResult(message.id, role, role, "the model is still loading"))
+            elif isinstance(message, MemoryReq):
+                self._outbox.answer(MemoryResult(message.id, 503, "the model is still loading"))
+            elif isinstance(message, ResizeReq):
+                self._outbox.answer(ResizeResult(message.id, 503, 0, 0, "the model is still loading"))
         elif isinstance(message, GenerateReq):
-            scheduler.admit_message(message, now)
+            self._admit(scheduler, message, now)
         elif isinstance(message, AbortReq):
             scheduler.abort(message)
         elif isinstance(message, StopReq):
@@ -221,10 +236,25 @@ class SchedulerProcess:
                 self._handovers.move_all(message.to)
         elif isinstance(message, RoleReq):
             self._outbox.answer(self._change_role(scheduler, message))
+        elif isinstance(message, MemoryReq) and self._occupation is not None:
+            self._occupation.ask(message, now)
+        elif isinstance(message, ResizeReq) and self._occupation is not None:
+            self._occupation.ask_resize(message, now)
+
+    def _admit(self, scheduler: Scheduler, message: GenerateReq, now: float) -> None:
+        refusal = self._occupation.refusal if self._occupation is not None else None
+        if refusal is not None:
+            self._outbox.answer(ReqError(message.rid, 503, refusal, "overloaded_error"))
+        else:
+            scheduler.admit_message(message, now)
 
     def _server_info(self, scheduler: Scheduler, message: ServerInfoReq) -> ServerInfo:
         self._verdict = Verdict.of(scheduler, self._verdict)
-        return ServerInfo(message.id, server_info(scheduler, self._ctx.epoch, self._verdict))
+        info = server_info(scheduler, self._ctx.epoch, self._verdict)
+        if self._occupation is not None and self._report is not None:
+            info["memory"] |= self._occupation.info()
+            info["pressure"] = self._report.pressure.level(time.monotonic())
+        return ServerInfo(message.id, info)
 
     def _change_role(self, scheduler: Scheduler, message: RoleReq) -> RoleResult:
         before = scheduler.role
@@ -261,6 +291,8 @@ class SchedulerProcess:
     def _problem(self, scheduler: Scheduler, now: float) -> str | None:
         if scheduler.draining:
             return "the instance is draining"
+        if self._occupation is not None and self._occupation.refusal is not None:
+            return self._occupation.refusal
         since = scheduler.in_flight_since
         if since is not None and now - since > self._ctx.options.watchdog_timeout:
             return f"the model worker has been busy with one step for {now - since:.0f} s"

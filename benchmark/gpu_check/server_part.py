@@ -72,6 +72,8 @@ def check_servers(part: Part, folder: Path) -> None:
     for backend in ("triton", "flashinfer"):
         # In 16 bits rounding decides now and then, and what follows is another text.
         check(f"{backend}, bfloat16, graphs", [*half, "--attention-backend", backend, "--fail-on-host-sync"], least=0.5)
+    again = [*exact, "--device", device, "--attention-backend", "triton"]
+    part.recorder.check("memory given back and taken again", lambda: check_memory(again, folder, prompts, reference))
 
 
 def compare(args: Sequence[str], log: Path, prompts: Prompts, expected: Tokens, least: float) -> Finding:
@@ -88,6 +90,18 @@ def judge(found: Tokens, expected: Tokens, least: float, what: str) -> Finding:
     total = sum(map(len, expected))
     asked = SAME if least == 1.0 else f"at least {least:.0%} of them"
     return Finding("", f"{same} of {total} the same ({what})", asked, same >= least * total)
+
+
+def check_memory(args: Sequence[str], folder: Path, prompts: Prompts, expected: Tokens) -> Finding:
+    """The same tokens after weights and KV pool were away, and as many bytes as they take free meanwhile."""
+    with serve(args, folder / "memory.log") as address:
+        use = ask(f"{address}/server_info")["memory"]
+        freed = ask(f"{address}/release_memory_occupation", {}, 30.0)["freed_bytes"]
+        ask(f"{address}/resume_memory_occupation", {}, 60.0)
+        found = judge([generate(address, prompt, LENGTH) for prompt in prompts], expected, 1.0, "")
+    share = freed / (use["weights"] + use["kv_pool"])
+    told = f"{share:.0%} of weights and pool given back, then {found.figure}"
+    return Finding("", told, f"90%, then {SAME}", bool(found.ok) and share >= 0.9)
 
 
 def check_pair(

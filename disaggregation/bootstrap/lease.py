@@ -1,8 +1,9 @@
 """Keeps an instance's registration known to its bootstrap server.
 
     start ─▶ registers ─▶ renews every third of the lease ─▶ withdraw or stop
-                 ▲                │ no answer, or an error
-                 └── after a pause ┘
+               ▲  ▲               │ no answer, or an error        │ pause
+               │  └─ some time ───┘                               │
+               └─ change ─ withdrawn for now ◀────────────────────┘
 
 Nothing but its owner ends it: a lease that is lost is taken again. A bootstrap server that does not answer is asked
 again soon, as it may be starting, or starting again without memory; one that answers with an error, after pauses that
@@ -44,6 +45,9 @@ class LeaseKeeper:
         self._problem = ""
         self._ended = threading.Event()
         self._withdraw = False
+        self._paused = False
+        self._news = threading.Event()
+        """Something was said that is to be looked at."""
         self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
 
     def start(self) -> None:
@@ -52,17 +56,26 @@ class LeaseKeeper:
         self._thread.start()
 
     def change(self, registration: Registration) -> None:
-        """Renew with this from now on, first within a third of the lease."""
+        """Renew with this from now on, first within a third of the lease; at once where it was paused."""
         self._registration = registration
+        if self._paused:
+            self._renewed_at, self._paused = time.monotonic(), False
+            self._news.set()
+
+    def pause(self) -> None:
+        """Take the registration out until ``change``."""
+        self._paused = True
+        self._news.set()
 
     def withdraw(self) -> None:
         """Renew no more and take the registration out."""
         self._withdraw = True
-        self._ended.set()
+        self.stop()
 
     def stop(self) -> None:
         """Renew no more; the lease runs out by itself."""
         self._ended.set()
+        self._news.set()
 
     def join(self, timeout: float) -> bool:
         """Wait until the thread has done what it was told; False after ``timeout`` seconds."""
@@ -71,6 +84,8 @@ class LeaseKeeper:
 
     def lost(self, now: float) -> str | None:
         """Why decodes can't find this instance at ``now`` (``time.monotonic()``); None while the lease lasts."""
+        if self._paused:
+            return None
         late = now - self._renewed_at - self._registration.ttl
         if late <= 0:
             return None
@@ -81,6 +96,10 @@ class LeaseKeeper:
         with httpx.Client(timeout=REQUEST_SECONDS, trust_env=False, headers=self._headers) as client:
             pause = RETRY_SECONDS
             while not self._ended.is_set():
+                if self._paused:
+                    self._take_out(client, for_now=True)
+                    self._sleep(None)
+                    continue
                 status, problem = self._register(client)
                 self._note(problem)
                 if not problem:
@@ -91,9 +110,13 @@ class LeaseKeeper:
                     wait = RETRY_SECONDS
                 else:
                     wait, pause = pause, min(2 * pause, self._registration.ttl / 3)
-                self._ended.wait(wait)
+                self._sleep(wait)
             if self._withdraw:
                 self._take_out(client)
+
+    def _sleep(self, seconds: float | None) -> None:
+        self._news.wait(seconds)
+        self._news.clear()
 
     def _register(self, client: httpx.Client) -> tuple[int | None, str]:
         """Ask for the lease; the answer's status (None for no answer), and what is wrong with it, "" for nothing."""
@@ -119,12 +142,12 @@ class LeaseKeeper:
             log.info("registered with the bootstrap server again")
         self._problem = problem
 
-    def _take_out(self, client: httpx.Client) -> None:
+    def _take_out(self, client: httpx.Client, *, for_now: bool = False) -> None:
         port = self._port()
         if port is None:
             return
         url = registration_url(self._host, port)
         try:
-            client.delete(url, params={"epoch": self._registration.epoch})
+            client.delete(url, params={"epoch": self._registration.epoch, "for_now": int(for_now)})
         except httpx.HTTPError as e:
             log.warning("can't withdraw from the bootstrap server %s: %s; the lease will run out", url, e)

@@ -1,6 +1,8 @@
 """The registration that a bootstrap server gives out.
 
     (none) ─register─▶ current ─▶ withdrawn, expired or replaced by another epoch
+                  ▲       │ for now
+                  └─ away ◀
 
 A renewal keeps the lease; an expired lease can be renewed, since its owner may only have been slow. An epoch that was
 replaced or has withdrawn is over: what still arrives from it is refused, so that it can't come back over its successor.
@@ -25,6 +27,8 @@ class Registry:
         self._clock = clock
         self._registration: Registration | None = None
         self._expires = 0.0
+        self._away: str | None = None
+        """The epoch that has withdrawn for now."""
         self._retired: deque[str] = deque(maxlen=MAX_RETIRED)
 
     def register(self, registration: Registration) -> None:
@@ -34,13 +38,17 @@ class Registry:
         """
         if registration.epoch in self._retired:
             raise RegistrationConflict(f"epoch {registration.epoch} has withdrawn or was replaced by a newer instance")
-        if self._registration is not None and self._registration.epoch != registration.epoch:
-            self._retired.append(self._registration.epoch)
+        before = self._away if self._registration is None else self._registration.epoch
+        if before is not None and before != registration.epoch:
+            self._retired.append(before)
+        self._away = None
         self._registration = registration
         self._expires = self._clock() + registration.ttl
 
     def current(self) -> Registration:
         """The registration; raises ``NotRegistered`` with the reason why there is none."""
+        if self._away is not None:
+            raise NotRegistered("the instance exchanges no KV just now: its memory was given back")
         if self._registration is None:
             raise NotRegistered("the instance is draining" if self._retired else "the instance has not registered yet")
         late = self._clock() - self._expires
@@ -48,14 +56,21 @@ class Registry:
             raise NotRegistered(f"the lease of the instance ran out {late:.1f} s ago: it hangs or has just died")
         return self._registration
 
-    def withdraw(self, epoch: str) -> None:
+    def withdraw(self, epoch: str, *, for_now: bool = False) -> None:
         """Take the registration of ``epoch`` out; raises ``RegistrationConflict`` where it is not the current one.
 
-        Withdrawing twice is fine.
+        Withdrawing twice is fine. ``for_now``: it may register again.
         """
-        if epoch in self._retired:
+        if epoch in self._retired or (for_now and epoch == self._away):
+            return
+        if epoch == self._away:
+            self._away = None
+            self._retired.append(epoch)
             return
         if self._registration is None or self._registration.epoch != epoch:
             raise RegistrationConflict(f"epoch {epoch} is not registered here")
-        self._retired.append(epoch)
+        if for_now:
+            self._away = epoch
+        else:
+            self._retired.append(epoch)
         self._registration = None

@@ -81,7 +81,7 @@ def make_app(registry: Registry, secret: str) -> Starlette:
         if not epoch:
             return _refusal(400, "say which instance withdraws: DELETE /registration?epoch=…")
         try:
-            registry.withdraw(epoch)
+            registry.withdraw(epoch, for_now=request.query_params.get("for_now") == "1")
         except RegistrationConflict as e:
             return _refusal(409, str(e))
         return Response(status_code=204)

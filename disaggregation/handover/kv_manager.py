@@ -93,6 +93,8 @@ class KVManager:
         self._register()
 
     def _register(self) -> None:
+        if self._peers.closed is not None:
+            return
         worker = self._scheduler.worker
         registration = Registration(
             epoch=self._epoch,
@@ -110,6 +112,23 @@ class KVManager:
     def withdraw(self) -> None:
         """See ``Handovers``."""
         self._network.withdraw()
+
+    def close(self, reason: str) -> None:
+        """See ``Handovers``."""
+        self._network.pause()
+        self._peers.close(reason)
+
+    @property
+    def is_closed(self) -> bool:
+        """See ``Handovers``."""
+        return self._peers.closed is not None and not self._peers.lingering
+
+    def open(self) -> None:
+        """See ``Handovers``."""
+        if self._peers.closed is not None:
+            self._peers.closed = None
+            if not self._scheduler.draining:
+                self._register()
 
     def problem(self, now: float) -> str | None:
         """See ``Handovers``."""

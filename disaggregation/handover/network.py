@@ -64,6 +64,11 @@ class Network:
         self._lease = LeaseKeeper(registration, self._ctx.options.host, port, self._ctx.secret)
         self._lease.start()
 
+    def pause(self) -> None:
+        """Others shall not find this instance until it registers again."""
+        if self._lease is not None:
+            self._lease.pause()
+
     def withdraw(self) -> None:
         """Others shall not find this instance any more."""
         if self._lease is not None:

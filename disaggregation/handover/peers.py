@@ -111,6 +111,8 @@ class Peers:
         self._numbers = itertools.count(1)
         self._beat_at = 0.0
         self._refusals = port.refusals
+        self.closed: str | None = None
+        """Why nobody is taken in, None where peers are."""
 
     def peer_at(self, host: str, port: int, now: float, *, want: bool = True) -> Peer:
         """The instance behind this bootstrap address, whose KV is wanted, or which is only to be talked to; a new peer
@@ -124,6 +126,17 @@ class Peers:
         if want:
             self.want(peer, now)
         return peer
+
+    def close(self, reason: str) -> None:
+        """Part from all, and refuse whoever comes, as long as ``closed``."""
+        self.closed = reason
+        for peer in list(self._all()):
+            self._gone(peer, f"this instance parts from all others: {reason}")
+
+    @property
+    def lingering(self) -> bool:
+        """Whether a link to anybody is not down yet."""
+        return bool(self._closing)
 
     def want(self, peer: Peer, now: float) -> None:
         """Its KV shall come here."""
@@ -253,6 +266,11 @@ class Peers:
         problem = self._greeting.problem(hello)
         if own is not None:
             self._answered(own, hello, problem, now)
+            return
+        if self.closed is not None and problem is None:
+            # Not Refused, which is for good: who tries again finds no registration, or this instance as it was.
+            self._refusals.add(f"hung up on instance {hello.sender}: {self.closed}")
+            self._port.drop(identity)
             return
         problem = problem or self._intrusion(hello)
         if problem is not None:

@@ -93,6 +93,19 @@ class KVRegion:
             return False
         return True
 
+    def give_back(self, begin: int = 0) -> None:
+        """Let the system have the memory from byte ``begin`` on (rounded up to its pages); the bytes are zero from now
+        on, and committed anew as they are touched, at the same addresses. Of a shared region that is so for whoever
+        maps it. Raises ``RegionError``.
+        """
+        begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        if begin >= self.nbytes:
+            return
+        try:
+            self.buffer.madvise(mmap.MADV_DONTNEED if self.fd is None else mmap.MADV_REMOVE, begin, self.nbytes - begin)
+        except OSError as e:
+            raise RegionError(f"the system does not take the KV pool's memory back: {e.strerror}") from e
+
     def close(self) -> None:
         """Close the descriptor and unmap; memory that a tensor or view still uses is unmapped with the last of them."""
         if self.fd is not None:

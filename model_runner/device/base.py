@@ -59,6 +59,10 @@ class Device(ABC):
         """All of it, and what is free."""
 
     @abstractmethod
+    def used(self) -> int:
+        """Bytes that are in use: by this process on the host, by all on an accelerator."""
+
+    @abstractmethod
     def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeros on the host, from where copies to the device are queued without anybody waiting."""
 
@@ -94,6 +98,9 @@ class Device(ABC):
         """Record what ``run`` queues, without doing it. It has run before, on the same shapes: nothing is compiled or
         allocated for good while work is recorded. Graphs share the memory of what they compute in between.
         """
+
+    def forget_graphs(self) -> None:  # noqa: B027 - nothing, where there are none
+        """All graphs are dropped: the next one begins with memory of its own."""
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...runtime.machine.memory import Memory, host_memory
+from ...runtime.machine.memory import Memory, host_memory, resident_bytes
+from ...runtime.malloc import trim
 from .base import Device, Fetch, Graph, T, as_tensor
 
 
@@ -34,6 +35,10 @@ class CpuDevice(Device):
     def memory(self) -> Memory:
         """Of the host, within the control group that this process runs in."""
         return host_memory()
+
+    def used(self) -> int:
+        """See the base class."""
+        return resident_bytes()
 
     def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See the base class."""
@@ -72,4 +77,5 @@ class CpuDevice(Device):
         """Nothing is queued."""
 
     def give_back(self) -> None:
-        """The allocator has done so."""
+        """See the base class: what the heap has free."""
+        trim()

@@ -59,6 +59,11 @@ class CudaDevice(Device):
         free, total = torch.cuda.mem_get_info(self.torch)
         return Memory(total, free)
 
+    def used(self) -> int:
+        """See the base class."""
+        memory = self.memory()
+        return memory.total - memory.free
+
     def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """See the base class."""
         return torch.zeros(*shape, dtype=dtype, pin_memory=True)
@@ -109,6 +114,10 @@ class CudaDevice(Device):
         with torch.cuda.graph(graph, pool=self._graph_memory, capture_error_mode="thread_local"):
             output = run()
         return _CudaGraph(graph, output)
+
+    def forget_graphs(self) -> None:
+        """See the base class; torch lets nobody allocate in a pool of memory that is on its way out."""
+        self._graph_memory = None
 
     def synchronize(self) -> None:
         """See the base class."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ...disaggregation.transfer.region import KVRegion, allocate_region, map_region
 from ...messages.channel import Receiver, Sender
+from ...messages.memory import MemoryCommand
 from ...messages.worker import FollowerCommand, ForwardStep, RankLoaded, RankSetup
 from ...model_files.sharding import Shard, shard
 from ...model_files.spec import ModelSpec
@@ -130,6 +131,18 @@ class Lead(HostRanks):
             follower.send(setup)
         return Shared(pages, region, exchange)
 
+    def tell(self, command: MemoryCommand) -> None:
+        """Have the other ranks of this host do it, behind the steps that they were told; ``answers`` waits for them."""
+        for follower in self.followers:
+            follower.send(command)
+
+    def answers(self) -> list[str]:
+        """Why ranks could not do what they were told; none: all have done it."""
+        loaded: list[RankLoaded] = []
+        while self._loaded is not None and len(loaded) < len(self.followers):
+            loaded += self._loaded.recv(-1)
+        return [f"rank {rank.rank}: {rank.error}" for rank in loaded if rank.error]
+
     def next_frame(self) -> bytes:
         """The step that rank 0, on another host, computes now; waits for it. Ends the process where that is gone."""
         try:
@@ -167,8 +180,12 @@ class Follower(HostRanks):
             exchange = NativeRanks(self.place, own.room, _opened(setup.pid, setup.exchange))
         return Shared(setup.num_pages, region, exchange)
 
-    def next_step(self, timeout_ms: int) -> ForwardStep | None:
-        """What the lead computes now; None where nothing comes for so long (-1: waits for ever).
+    def answer(self, weight_bytes: int, error: str) -> None:
+        """A ``MemoryCommand`` is done, or is not."""
+        self._lead.send(RankLoaded(self.place.rank, weight_bytes, error))
+
+    def next_step(self, timeout_ms: int) -> ForwardStep | MemoryCommand | None:
+        """What the lead computes now, or has done; None where nothing comes for so long (-1: waits for ever).
 
         Raises ``UndeclaredMessage`` and ``RuntimeError`` for anything else: a step that one rank skips hangs them all.
         """
@@ -176,7 +193,7 @@ class Follower(HostRanks):
         if not commands:
             return None
         [step] = commands
-        if not isinstance(step, ForwardStep):
+        if isinstance(step, RankSetup):
             raise RuntimeError(f"rank {self.place.rank} was set up twice")
         return step
 

@@ -34,16 +34,21 @@ def main() -> NoReturn:
 
 
 def _serve(started: Started) -> NoReturn:
+    from ..occupation import Occupation
     from .host_ranks import Follower, Lead
 
     ranks, steps, model = started.ranks, started.steps, started.model
     if isinstance(ranks, Follower):
         # Of memory that the lead has committed, this process still lacks the page tables.
         prefault = PoolPrefault.of(model.kv_region, model.layout)
+        occupation = Occupation(model, steps, prefault)
         while True:
             step = ranks.next_step(prefault.wait_ms)
             if step is None:
                 prefault.advance()
+                continue
+            if not isinstance(step, ForwardStep):
+                ranks.answer(model.weight_bytes, occupation.obey(step).error)
                 continue
             steps.follow(step)
             prefault.used(highest_slot(step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 from .control_groups import SystemTree, memory_limits
@@ -23,3 +24,8 @@ def host_memory(tree: SystemTree = SystemTree()) -> Memory:  # noqa: B008 - immu
         total = min(total, limit)
         free = max(0, min(free, limit - used))
     return Memory(total, free)
+
+
+def resident_bytes(tree: SystemTree = SystemTree()) -> int:  # noqa: B008 - immutable
+    """What this process has in memory, of files and of shared memory too."""
+    return int((tree.proc / "self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

@@ -350,6 +350,29 @@ class RoleChanged(Answer):
     before: str
 
 
+class MemoryReleased(Answer):
+    """``POST /release_memory_occupation``: what is not there now, and how much less is used."""
+
+    released: list[Literal["kv_cache", "weights"]]
+    freed_bytes: int
+    seconds: float
+
+
+class MemoryResumed(Answer):
+    """``POST /resume_memory_occupation``: what is still not there, and how much more is used."""
+
+    released: list[Literal["kv_cache", "weights"]]
+    taken_bytes: int
+    seconds: float
+
+
+class PoolResized(Answer):
+    """``POST /kv/resize``: tokens of the pool now, and before."""
+
+    max_total_tokens: int
+    before: int
+
+
 class Flushed(Answer):
     """``POST /flush_cache``; a router also says what each instance answered."""
 

@@ -42,11 +42,14 @@ from .answers import (
     Flushed,
     GenerateAnswer,
     Generated,
+    MemoryReleased,
+    MemoryResumed,
     MetricsText,
     Migrated,
     ModelCard,
     ModelInfo,
     ModelList,
+    PoolResized,
     Ready,
     RoleChanged,
     ServerInfoAnswer,
@@ -64,6 +67,7 @@ from .generate import generate
 from .generate_schemas import GenerateBody
 from .health import HealthCheck
 from .instance_metrics import InstanceMetrics
+from .memory import ReleaseBody, ResizeBody, ResumeBody, release_memory, resize_pool, resume_memory
 from .models import detokenize, get_model, list_models, tokenize
 from .moved_answers import PATH as MOVED_PATH
 from .moving import DrainBody, MigrateBody, RoleBody, drain, migrate, moved, role
@@ -100,6 +104,9 @@ ORDERS: tuple[tuple[str, Endpoint, type[Body], type[BaseModel]], ...] = (
     ("/migrate", migrate, MigrateBody, Migrated),
     ("/drain", drain, DrainBody, Draining),
     ("/role", role, RoleBody, RoleChanged),
+    ("/release_memory_occupation", release_memory, ReleaseBody, MemoryReleased),
+    ("/resume_memory_occupation", resume_memory, ResumeBody, MemoryResumed),
+    ("/kv/resize", resize_pool, ResizeBody, PoolResized),
 )
 USERS_ORDERS = frozenset(
     {"/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_request"}

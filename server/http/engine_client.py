@@ -20,6 +20,7 @@ import msgspec
 from ...messages.base import Message
 from ...messages.channel import IPC_FRAME_BYTES, AsyncReceiver, UndeclaredMessage
 from ...messages.control import Drained, FlushCacheResult, Pong, RoleResult, ServerInfo, StopAsked, Transfers
+from ...messages.memory import MemoryResult, ResizeResult
 from ...messages.metrics import SchedulerMetrics
 from ...messages.moves import MigrateResult, ReqArrived, ReqMoved
 from ...messages.outputs import ReqError, TextBatch
@@ -35,7 +36,20 @@ from .request_metrics import CLIENT_GONE, ERROR, MOVED, RequestMetrics
 from .running_names import RunningNames
 from .submission import Choice, Kind, Submission
 
-A = TypeVar("A", Pong, FlushCacheResult, ServerInfo, Transfers, MigrateResult, RoleResult, Encoded, Decoded, Limits)
+A = TypeVar(
+    "A",
+    Pong,
+    FlushCacheResult,
+    ServerInfo,
+    Transfers,
+    MigrateResult,
+    RoleResult,
+    MemoryResult,
+    ResizeResult,
+    Encoded,
+    Decoded,
+    Limits,
+)
 INT63 = 2**63
 ABORTED = "aborted by the client"
 MAX_CHARACTERS = IPC_FRAME_BYTES // 8

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import Metric
 
+from ...messages.memory import ALL_TAGS
 from ...messages.metrics import ChoiceCounts, DirectionCounts, SchedulerMetrics, StoreMetrics, TierMetrics
 from ...runtime.options import ServerOptions
 from ...runtime.web.exposition import Families
@@ -19,6 +20,8 @@ from .metric_aliases import ALIASES, HIT_RATE, THROUGHPUT, Alias, Growth, aliase
 from .request_metrics import ERROR_TYPES, LEG_OUTCOMES, REASONS, RequestMetrics
 
 BREAKER_STATES = ("closed", "open", "half-open")
+PRESSURES = ("none", "some", "high")
+"""``scheduler/pressure.py`` says what they mean."""
 
 
 class InstanceMetrics:
@@ -141,6 +144,18 @@ def add_scheduler(families: Families, counts: SchedulerMetrics) -> None:
         "state",
     )
     families.gauge("pdserve_kv_pool_usage_ratio", "Share of the KV pool that requests need.", pool.in_use / pool.total)
+    families.gauge(
+        "pdserve_kv_pressure",
+        "1 at the level of how short KV memory is: none, some (under a quarter can be had), high.",
+        {(level,): int(level == counts.pressure) for level in PRESSURES},
+        "level",
+    )
+    families.gauge(
+        "pdserve_memory_released",
+        "1 for memory that was given back, which makes the instance unready.",
+        {(tag,): int(tag in counts.released) for tag in ALL_TAGS},
+        "tag",
+    )
     families.counter(
         "pdserve_prompt_tokens_total",
         "Prompt tokens by where they came from: computed here, or cached here for a prompt computed here.",

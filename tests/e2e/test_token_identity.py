@@ -123,6 +123,14 @@ def test_chunked_prefill(tmp_path, prompt_ids, reference):
         assert_same(answers(server, chosen(WAYS, prompt_ids), 4), reference, WAYS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 64, 128])
+def test_page_sizes(tmp_path, prompt_ids, reference, page_size):
+    with pd_pair(tmp_path, "tcp", *FLOAT32, "--page-size", str(page_size)) as pair:
+        assert_same(answers(pair.router, chosen(WAYS, prompt_ids), 4), reference, WAYS)
+        assert_same(answers(pair.prefill, chosen(WAYS, prompt_ids), 4), reference, WAYS)
+
+
 def test_pool_so_small_that_requests_are_retracted(tmp_path, prompt_ids, reference):
     # FOX alone takes most of it, so that the others, admitted on a bold estimate, run out of pages while they decode.
     # And the one server here with a thread for every core.

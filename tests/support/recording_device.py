@@ -106,6 +106,9 @@ class RecordingDevice(Device):
     def memory(self) -> Memory:
         return Memory(2**30, 2**29)
 
+    def used(self) -> int:
+        return 0
+
     def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         zeros = torch.zeros(*shape, dtype=dtype)
         self._hosts.add(zeros.untyped_storage().data_ptr())

@@ -19,11 +19,13 @@ CONFIG = {
 }
 
 
-def tiny_args(folder: Path) -> list[str]:
-    """Write its config into ``folder``; flags that serve it in float32, with a real tokenizer."""
+def tiny_args(folder: Path, **sizes: int) -> list[str]:
+    """Write its config into ``folder``, of other ``sizes`` where they are given; flags that serve it in float32, with a
+    real tokenizer.
+    """
     from transformers import LlamaConfig
 
-    config = LlamaConfig(**CONFIG)
+    config = LlamaConfig(**(CONFIG | sizes))
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     return ["--model-path", str(folder), "--load-format", "dummy", "--tokenizer-path", "smollm2", "--dtype", "float32"]

@@ -168,6 +168,12 @@ def test_fetcher_waits_for_a_prefill_that_is_starting(start, finder):
         server.port,
         Reached(make_registration("a"), "127.0.0.1"),
     )
+    with httpx.Client(trust_env=False) as client:
+        keeper.pause()
+        wait_until(lambda: "memory was given back" in client.get(server.url).text)
+        assert keeper.lost(time.monotonic() + 3600) is None
+        keeper.change(make_registration("a"))
+        wait_until(lambda: client.get(server.url).status_code == 200)
     keeper.withdraw()
     assert keeper.join(LIMIT)
     with httpx.Client(trust_env=False) as client:

@@ -77,6 +77,25 @@ def test_only_the_current_epoch_withdraws_and_stays_away(registry):
     assert registry.current().epoch == "b"
 
 
+def test_who_withdraws_for_now_comes_back_unless_another_has_come(registry):
+    registry.register(make_registration("a"))
+    registry.withdraw("a", for_now=True)
+    registry.withdraw("a", for_now=True)
+    with pytest.raises(NotRegistered, match="memory was given back"):
+        registry.current()
+    registry.register(make_registration("a"))
+    assert registry.current().epoch == "a"
+    registry.withdraw("a", for_now=True)
+    registry.withdraw("a")
+    with pytest.raises(NotRegistered, match="draining"):
+        registry.current()
+    registry.register(make_registration("b"))
+    registry.withdraw("b", for_now=True)
+    registry.register(make_registration("c"))
+    with pytest.raises(RegistrationConflict):
+        registry.register(make_registration("b"))
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [

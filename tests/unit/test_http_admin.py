@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import orjson
 import pytest
 from hypothesis import given
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from support.fake_engine import FakeEngine, with_engine
 
 from pdserve.messages.control import FlushCacheResult, Ping, Pong
+from pdserve.messages.memory import MemoryReq, MemoryResult
 from pdserve.messages.outputs import ReqError
 from pdserve.server.http import health as health_module
-from pdserve.server.http.answers import TransfersAnswer
+from pdserve.server.http.answers import MemoryReleased, MemoryResumed, TransfersAnswer
 from pdserve.server.http.parsing import MAX_BODY_BYTES
 
 
@@ -103,6 +105,44 @@ def test_health_generate_makes_a_token() -> None:
         assert (await engine.get("/health_generate")).status_code == 503
 
     with_engine(run)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "asked"),
+    [
+        ("release", {}, MemoryReq(0, True)),
+        ("release", {"tags": None, "wait_s": 2.5}, MemoryReq(0, True, [], 2.5)),
+        ("resume", {"tags": ["weights"]}, MemoryReq(0, False, ["weights"])),
+    ],
+)
+def test_memory_is_given_back_and_taken(path: str, body: dict[str, Any], asked: MemoryReq) -> None:
+    async def run(engine: FakeEngine) -> None:
+        for result in (MemoryResult(0, 200, "", ["weights"], 5, 0.25), MemoryResult(0, 409, "2 requests are running")):
+            answer = asyncio.create_task(engine.post(f"/{path}_memory_occupation", body))
+            await engine.wait_for(lambda: bool(engine.questions))
+            question = engine.questions.pop()
+            assert isinstance(question, MemoryReq)
+            assert msgspec.structs.replace(question, id=0) == asked
+            engine.client.dispatch([msgspec.structs.replace(result, id=question.id)])
+            told = await answer
+            assert told.status_code == result.status
+            if result.status == 200:
+                (MemoryReleased if path == "release" else MemoryResumed).model_validate(told.json())
+        assert told.json()["error"]["message"] == "2 requests are running"
+
+    with_engine(run, mute=True)
+
+
+def test_memory_of_an_unknown_name_is_refused_with_those_that_are_known() -> None:
+    async def run(engine: FakeEngine) -> None:
+        for body in ({"tags": ["cuda_graph"]}, {"tags": "weights"}, {"wait_s": -1}):
+            answer = await engine.post("/release_memory_occupation", body)
+            assert answer.status_code == 400
+        assert "kv_cache" in (await engine.post("/resume_memory_occupation", {"tags": ["kv"]})).text
+        assert (await engine.post("/resume_memory_occupation", {"wait_s": 1})).status_code == 400
+        assert engine.questions == []
+
+    with_engine(run, mute=True)
 
 
 def test_transfers_are_shown() -> None:

@@ -81,6 +81,12 @@ class SimNetwork:
         self._world.registries[HOST, self.bootstrap_port].withdraw(self.registration.epoch)
         self.registration = None
 
+    def pause(self) -> None:
+        """See ``Network``."""
+        assert self.registration is not None
+        self._world.registries[HOST, self.bootstrap_port].withdraw(self.registration.epoch, for_now=True)
+        self.registration = None
+
     def lost(self, now: float) -> str | None:
         """See ``Network``."""
         return None

@@ -1,0 +1,190 @@
+"""What of the device's memory this worker holds: KV pool and weights go back to the system, and are had again.
+
+A pool on the host keeps its addresses: its pages alone go, and come as zeros when they are touched again, so that
+views, engines and registered regions know nothing of it. On an accelerator the storage behind the tensors goes and
+comes, and with it the addresses: graphs are captured again. Weights are dropped with all that computes by them, and
+loaded from where they came from; other weights than before are refused (``ModelRunner.take_weights``).
+
+Nothing computes, reads or writes the memory meanwhile: that is the scheduler's part (``scheduler/occupation.py``).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..disaggregation.errors import TransferError
+from ..messages.memory import (
+    ALL_TAGS,
+    MemoryChanged,
+    MemoryCommand,
+    MemoryTag,
+    ReleaseMemory,
+    ResumeMemory,
+    Unreleasable,
+)
+from ..model_files.errors import ModelError
+from ..model_files.model_impl import ModelImpl
+from ..runtime.options import ServerOptions
+from .errors import NotEnoughMemory
+from .start_model import freeze
+
+if TYPE_CHECKING:
+    from .model_runner import ModelRunner
+    from .prefault import PoolPrefault
+    from .step_runner import StepRunner
+    from .tensor_parallel.host_ranks import Lead
+
+log = logging.getLogger(__name__)
+GIB = 2**30
+
+
+def unreleasable(model: ModelRunner, options: ServerOptions) -> list[Unreleasable]:
+    """What can't be given back."""
+    if options.nnodes > 1:
+        text = "ranks on several hosts (--nnodes) keep their memory"
+        return [Unreleasable(tag, text) for tag in ALL_TAGS]
+    if model.implementation is ModelImpl.TRANSFORMERS:
+        return [Unreleasable("weights", "a model by transformers' own class (--model-impl) keeps its weights")]
+    return []
+
+
+class Occupation:
+    """Obeys ``ReleaseMemory`` and ``ResumeMemory``, in the thread that computes."""
+
+    def __init__(self, model: ModelRunner, steps: StepRunner, prefault: PoolPrefault, lead: Lead | None = None) -> None:
+        """``lead``: of other ranks, which do the same with their parts."""
+        self._model = model
+        self._lead = lead
+        self._steps = steps
+        self._prefault = prefault
+        self._released: set[MemoryTag] = set()
+
+    def obey(self, command: MemoryCommand) -> MemoryChanged:
+        """Do as told. Where memory can't be had again, all of it is away as before; should the system not take some
+        back, that is only what is said: what computes by it is away all the same.
+        """
+        begin, used, error = time.monotonic(), self._model.hardware.used(), ""
+        if isinstance(command, ReleaseMemory):
+            error = self._release_all(command.tags)
+        else:
+            error = self._resume_all(command.tags)
+        self._give_back()
+        seconds, nbytes = time.monotonic() - begin, abs(self._model.hardware.used() - used)
+        what = "given back" if isinstance(command, ReleaseMemory) else "taken again"
+        text = f"{', '.join(command.tags)} {what}: {nbytes / GIB:.2f} GiB in {seconds:.2f} s"
+        log.warning("not %s: %s", text, error) if error else log.info("%s", text)
+        return MemoryChanged(self.released, nbytes, seconds, error)
+
+    def _release_all(self, tags: list[MemoryTag]) -> str:
+        errors: list[str] = []
+        if self._lead is not None:
+            # They first: until they know of it they may commit what they share with this one.
+            self._lead.tell(ReleaseMemory(tags))
+            errors = self._lead.answers()
+        try:
+            for tag in tags:
+                self._release(tag)
+        except TransferError as e:
+            return str(e)
+        return errors[0] if errors else ""
+
+    def _resume_all(self, tags: list[MemoryTag]) -> str:
+        if self._lead is None:
+            return self._resume(tags)
+        # All load at the same time.
+        self._lead.tell(ResumeMemory(tags))
+        error = self._resume(tags)
+        errors = self._lead.answers()
+        if error or errors:
+            # Who has it gives it back again; for who hasn't, that changes nothing.
+            self._release_all(tags)
+        return error or (errors[0] if errors else "")
+
+    def trim(self, first_page: int) -> None:
+        """Pages from this one on are nobody's: their memory goes. Where they are used again it comes as zeros."""
+        region, page_bytes = self._model.kv_region, self._model.layout.groups[0].page_bytes
+        if region is not None:
+            try:
+                region.give_back(first_page * page_bytes)
+            except TransferError as e:
+                log.warning("%s", e)
+            self._prefault.trim(min(first_page * page_bytes, region.nbytes))
+
+    @property
+    def released(self) -> list[MemoryTag]:
+        """What is not there now."""
+        return [tag for tag in ALL_TAGS if tag in self._released]
+
+    def _release(self, tag: MemoryTag) -> None:
+        model = self._model
+        self._released.add(tag)
+        # Graphs know the addresses of both.
+        self._steps.drop_graphs()
+        if tag == "weights":
+            model.drop_weights()
+            self._steps.use_engine()
+            return
+        self._prefault.forget()
+        for region in (model.kv_region, model.window_region):
+            if region is not None:
+                region.give_back()
+        if model.device.type != "cpu":
+            for pool in model.pools:
+                pool.data.untyped_storage().resize_(0)
+
+    def _resume(self, tags: list[MemoryTag]) -> str:
+        taken: list[MemoryTag] = []
+        try:
+            self._check_room(tags)
+            for tag in tags:
+                self._take(tag)
+                taken.append(tag)
+                self._released.discard(tag)
+            if not self._released:
+                self._steps.capture_graphs()
+        except (ModelError, TransferError, OSError, MemoryError, torch.OutOfMemoryError) as e:
+            # All or nothing: half of it would be held for nobody.
+            for tag in taken:
+                self._release(tag)
+            return str(e) or type(e).__name__
+        return ""
+
+    def _take(self, tag: MemoryTag) -> None:
+        model = self._model
+        if tag == "weights":
+            model.take_weights()
+            self._steps.use_engine()
+            return
+        if model.device.type != "cpu":
+            try:
+                for pool in model.pools:
+                    pool.data.untyped_storage().resize_(pool.data.nbytes)
+                    pool.data.zero_()
+            except BaseException:
+                self._release(tag)
+                raise
+        self._prefault.again()
+
+    def _check_room(self, tags: list[MemoryTag]) -> None:
+        """All at once: a host's pool is reserved, and taken later."""
+        model = self._model
+        pool_bytes = sum(pool.data.nbytes for pool in model.pools)
+        ranks = 1 if self._lead is None else len(self._lead.followers) + 1
+        needed = sum(model.weight_bytes * ranks if tag == "weights" else pool_bytes for tag in tags)
+        free = model.hardware.memory().free
+        if needed > free:
+            raise NotEnoughMemory(
+                f"{' and '.join(tags)} take {needed / GIB:.2f} GiB, but {free / GIB:.2f} GiB are free; free memory and "
+                "ask again"
+            )
+
+    def _give_back(self) -> None:
+        # What was frozen at the start is not collected while it is.
+        gc.unfreeze()
+        freeze()
+        self._model.hardware.give_back()

@@ -1,0 +1,220 @@
+"""Memory that is given back to the system while nobody needs this instance, and taken again.
+
+::
+
+    HELD ─release─▶ EMPTYING ─nothing runs─▶ PARTING ─no peer can write─▶ RELEASING ─the worker's word─▶ RELEASED
+      ▲                 │ still running after wait_s    │ a link that stays                                  │
+      ├─────────────────┴───────────────────────────────┘                                                 resume
+      └─────────────────────────────────── RESUMING ◀────────────────────────────────────────────────────────┘
+
+- Running and queued requests are never cut short: a release waits ``wait_s`` for their end (0: not at all), and is
+  refused with 409 where they go on. From the moment that it is asked for until all is held again, requests that come
+  are refused with 503, and ``/health`` says why: a router asks somebody else.
+- An instance that lacks memory exchanges no KV, whichever part it is: it withdraws its registration, parts from all
+  peers and takes none in; once the last link is down nobody can write to the pool. It is found again when all is held.
+- Giving up the pool empties the prefix cache: what a host tier has stays there, and saves are done first. Weights
+  alone leave it as it is, as they come back the same or not at all.
+- What was given back can be had in parts, and more can be given back; a part that is there already, or gone already,
+  is a 409, and so is anything while a change is under way.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from enum import StrEnum
+from typing import Any
+
+from ..messages.memory import (
+    ALL_TAGS,
+    MemoryChanged,
+    MemoryReq,
+    MemoryResult,
+    MemoryTag,
+    ReleaseMemory,
+    ResizeReq,
+    ResizeResult,
+    ResumeMemory,
+)
+from .pool_resize import PoolResize
+from .scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+PARTING_SECONDS = 10.0
+"""For peers to let go of their links; a library's own limits are shorter."""
+ORDERS = {True: "release", False: "resume"}
+PATHS = {True: "POST /release_memory_occupation", False: "POST /resume_memory_occupation"}
+
+
+class Occupied(StrEnum):
+    """See the module."""
+
+    HELD = "held"
+    EMPTYING = "emptying"
+    PARTING = "parting"
+    RELEASING = "releasing"
+    RELEASED = "released"
+    RESUMING = "resuming"
+
+
+AT_REST = (Occupied.HELD, Occupied.RELEASED)
+
+
+class Occupation:
+    """The instance's memory, as its scheduler sees it. Called from the scheduler's loop."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.resize = PoolResize(scheduler)
+        self._kept = {item.tag: item.reason for item in scheduler.worker.unreleasable}
+        self._order: MemoryReq | None = None
+        self._tags: list[MemoryTag] = []
+        self._until = math.inf
+        self.state = Occupied.HELD
+        self.released: list[MemoryTag] = []
+        """What is not there."""
+
+    @property
+    def refusal(self) -> str | None:
+        """Why nothing is computed here, None where all is there and shall stay."""
+        if self.state is Occupied.HELD:
+            return None
+        if self.state is Occupied.RESUMING:
+            return "the instance takes its memory again; try again in a few seconds"
+        if not self.released:
+            return "the instance gives its memory back; send the request to another one"
+        return f"memory was given back ({', '.join(self.released)}); {PATHS[False]} takes it again"
+
+    def seconds_left(self, now: float) -> float:
+        """Until ``advance`` has something to do by itself; infinity where it hasn't."""
+        return min(max(0.0, self._until - now), self.resize.seconds_left(now))
+
+    def ask_resize(self, order: ResizeReq, now: float) -> None:
+        """Another size of the KV pool, where there is one."""
+        if (refusal := self.refusal) is not None:
+            tokens = self._scheduler.memory.max_total_tokens
+            self._scheduler.outbox.answer(ResizeResult(order.id, 409, tokens, tokens, refusal))
+        else:
+            self.resize.ask(order, now)
+
+    def ask(self, order: MemoryReq, now: float) -> None:
+        """Begin with it, or say why not; ``now``: ``time.monotonic()``."""
+        tags = self._meant(order)
+        problem = self._problem(order, tags)
+        if problem is not None:
+            self._answer(order, MemoryResult(order.id, 409, problem, self.released))
+            return
+        self._order, self._tags = order, tags
+        if not order.release:
+            self._tell_worker(ResumeMemory(tags), Occupied.RESUMING)
+        elif self.state is Occupied.RELEASED:
+            self._release()
+        else:
+            self.state, self._until = Occupied.EMPTYING, now + order.wait_s
+            self.advance(now)
+
+    def advance(self, now: float) -> None:
+        """One turn of whatever is under way."""
+        self.resize.advance(now)
+        scheduler, handovers = self._scheduler, self._scheduler.handovers
+        if self.state is Occupied.EMPTYING:
+            if not self._is_quiet:
+                if now >= self._until:
+                    self._stay(f"{self._running()}; wait for them (wait_s), abort them, or drain the instance")
+                return
+            self.state, self._until = Occupied.PARTING, now + PARTING_SECONDS
+            if handovers is not None:
+                handovers.close("its memory was given back")
+        if self.state is Occupied.PARTING:
+            if handovers is not None and not handovers.is_closed:
+                if now >= self._until:
+                    self._stay(f"a peer did not let go of this instance's KV memory within {PARTING_SECONDS:.0f} s")
+                return
+            if not self._is_quiet:
+                raise AssertionError(f"{len(scheduler.reqs)} requests began while memory was being given back")
+            self._release()
+
+    def on_changed(self, changed: MemoryChanged) -> None:
+        """The worker has done as told, or has not."""
+        order, self._order = self._order, None
+        assert order is not None
+        self.released = changed.released
+        self.state = Occupied.RELEASED if self.released else Occupied.HELD
+        if self.state is Occupied.HELD and self._scheduler.handovers is not None:
+            self._scheduler.handovers.open()
+        status = 503 if changed.error else 200
+        log.info("%s of %s: %s", ORDERS[order.release], ", ".join(self._tags), changed.error or "done")
+        self._answer(
+            order, MemoryResult(order.id, status, changed.error, self.released, changed.nbytes, changed.seconds)
+        )
+
+    def info(self) -> dict[str, Any]:
+        """For /server_info."""
+        return {"state": self.state, "released": self.released, "unreleasable": self._kept}
+
+    def _meant(self, order: MemoryReq) -> list[MemoryTag]:
+        """The tags that the order names, once each; without any, what there is to do."""
+        if order.tags:
+            return [tag for tag in ALL_TAGS if tag in order.tags]
+        return [tag for tag in ALL_TAGS if (tag in self.released) != order.release]
+
+    def _problem(self, order: MemoryReq, tags: list[MemoryTag]) -> str | None:
+        if self.state not in AT_REST:
+            return f"memory is {self.state} just now; ask again when that is over"
+        if not order.release:
+            there = [tag for tag in tags if tag not in self.released]
+            if there or not tags:
+                return f"{', '.join(there) or 'all memory'} was not given back: there is nothing to resume"
+            return None
+        gone = [tag for tag in tags if tag in self.released]
+        if gone or not tags:
+            return f"{', '.join(gone or ALL_TAGS)} was given back already; {PATHS[False]} takes it again"
+        kept = [tag for tag in tags if tag in self._kept]
+        if kept:
+            others = [tag for tag in ALL_TAGS if tag not in self._kept]
+            advice = f'; ask with "tags": {others}'.replace("'", '"') if others else ""
+            return f"{', '.join(kept)} can't be given back: {self._kept[kept[0]]}{advice}"
+        if self._scheduler.draining:
+            return "the instance is draining, and gives everything back as it ends"
+        if order.wait_s <= 0 and not self._is_quiet:
+            return f"{self._running()}; wait for them (wait_s), abort them, or drain the instance"
+        return None
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether nothing computes, and no hand-over has memory of ours."""
+        handovers = self._scheduler.handovers
+        return self._scheduler.is_idle and not (handovers is not None and handovers.pinned())
+
+    def _running(self) -> str:
+        count = len(self._scheduler.reqs)
+        return f"{count} requests are running or queued" if count else "hand-overs or steps are not over"
+
+    def _release(self) -> None:
+        scheduler = self._scheduler
+        if "kv_cache" in self._tags:
+            dropped = scheduler.memory.empty()
+            log.info("the prefix cache is empty, of %d tokens", dropped)
+            if scheduler.tiers is not None:
+                # In the worker's order: pages are saved before their memory goes.
+                scheduler.outbox.all_to_worker(scheduler.tiers.take_before())
+        self._tell_worker(ReleaseMemory(self._tags), Occupied.RELEASING)
+
+    def _tell_worker(self, command: ReleaseMemory | ResumeMemory, state: Occupied) -> None:
+        self.state, self._until = state, math.inf
+        self._scheduler.outbox.to_worker(command)
+
+    def _stay(self, why: str) -> None:
+        """Go on as before."""
+        order, self._order = self._order, None
+        assert order is not None
+        self.state, self._until = Occupied.HELD, math.inf
+        if self._scheduler.handovers is not None:
+            self._scheduler.handovers.open()
+        self._answer(order, MemoryResult(order.id, 409, why))
+
+    def _answer(self, order: MemoryReq, result: MemoryResult) -> None:
+        if result.status != 200:
+            log.info("memory stays as it is (%s): %s", ORDERS[order.release], result.message)
+        self._scheduler.outbox.answer(result)

@@ -1,0 +1,68 @@
+"""How short KV memory is: a word for dashboards, alarms and whoever spreads load.
+
+=====  =================================================================================================
+none   a quarter of the pool or more can be had (free, or cached and needed by nobody)
+some   less than a quarter, or a request was retracted within the last minute
+high   a request was retracted within the last ten seconds, or requests wait while a sixteenth is left
+=====  =================================================================================================
+
+Where layers have windows, the pool that has less left counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+
+from .scheduler import Scheduler
+
+SOME_SHARE, HIGH_SHARE = 1 / 4, 1 / 16
+SOME_SECONDS, HIGH_SECONDS = 60.0, 10.0
+
+
+class Pressure(StrEnum):
+    """See the module."""
+
+    NONE = "none"
+    SOME = "some"
+    HIGH = "high"
+
+
+def pressure(left: float, waiting: int, since_retraction: float) -> Pressure:
+    """``left``: share of the pool that can be had; ``waiting``: requests without memory; seconds since somebody was
+    retracted, infinity for never.
+    """
+    if since_retraction < HIGH_SECONDS or (waiting and left < HIGH_SHARE):
+        return Pressure.HIGH
+    if since_retraction < SOME_SECONDS or left < SOME_SHARE:
+        return Pressure.SOME
+    return Pressure.NONE
+
+
+def share_left(usage: Mapping[str, int]) -> float:
+    """Of ``KVMemory.usage``."""
+    left = (usage["free"] + usage["cached"]) / usage["total"]
+    if not usage.get("window_total"):
+        return left
+    return min(left, (usage["window_free"] + usage["window_cached"]) / usage["window_total"])
+
+
+class PressureMeter:
+    """Knows when somebody was retracted last."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._retractions = 0
+        self._at = -math.inf
+
+    def turn(self, now: float) -> None:
+        """Once a turn of the loop; ``now``: ``time.monotonic()``."""
+        count = self._scheduler.planner.retractions
+        if count != self._retractions:
+            self._retractions, self._at = count, now
+
+    def level(self, now: float) -> Pressure:
+        """At this moment."""
+        scheduler = self._scheduler
+        return pressure(share_left(scheduler.memory.usage()), len(scheduler.planner.waiting), now - self._at)

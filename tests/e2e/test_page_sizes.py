@@ -1,0 +1,36 @@
+"""The same tokens at every page size, alone and over a pair: whatever a page holds, a token is where it should be."""
+
+from __future__ import annotations
+
+import pytest
+from support.processes import Launched, pd_pair
+
+PROMPTS = [[(7 * i + length) % 90 + 3 for i in range(length)] for length in (1, 63, 64, 129, 300)]
+TOKENS = 70
+"""At least one border is crossed while decoding, whatever the page."""
+
+
+def answers(server: Launched) -> list[list[int]]:
+    """Each prompt, and each again, which finds its pages cached."""
+    params = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    return [server.generate(input_ids=ids, sampling_params=params)["output_ids"] for ids in PROMPTS * 2]
+
+
+@pytest.mark.parametrize("page_size", [1, 64, 128])
+def test_tokens_do_not_depend_on_the_page(tmp_path, tiny_args, page_size: int, usual: list[list[int]]) -> None:
+    with pd_pair(tmp_path, "shm", *tiny_args, "--page-size", str(page_size)) as pair:
+        assert answers(pair.router) == usual
+        assert pair.decode.info()["disaggregation"]["received"]["done"] > 0
+        # Without a router nobody names a hand-over: the prefill answers by itself.
+        assert answers(pair.prefill) == usual
+        pair.assert_all_returned()
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory, tiny_args) -> list[list[int]]:
+    """Those of pages of 16 tokens."""
+    with pd_pair(tmp_path_factory.mktemp("usual"), "shm", *tiny_args) as pair:
+        given = answers(pair.router)
+        assert answers(pair.prefill) == given
+        assert given[: len(PROMPTS)] == given[len(PROMPTS) :]
+        return given

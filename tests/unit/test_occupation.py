@@ -1,0 +1,254 @@
+"""What a worker gives back is the system's, and what it takes again computes as before, to the last bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from support.recording_device import RecordingDevice
+from support.tiny_model import CONFIG
+
+from pdserve.messages.base import pack_i32
+from pdserve.messages.memory import MemoryUse, ReleaseMemory, ResumeMemory
+from pdserve.messages.worker import ForwardStep, RowInit, StepResult
+from pdserve.model_files.errors import InvalidWeights
+from pdserve.model_runner.kv_pool import KVShape, make_layout, make_pool
+from pdserve.model_runner.memory_table import full_requests, table
+from pdserve.model_runner.model_runner import ModelRunner
+from pdserve.model_runner.occupation import Occupation, unreleasable
+from pdserve.model_runner.prefault import PoolPrefault
+from pdserve.model_runner.step_runner import StepRunner
+from pdserve.runtime.machine.memory import Memory, resident_bytes
+from pdserve.runtime.options import ServerOptions
+
+MIB, GIB = 2**20, 2**30
+PAGE = 16
+PROMPT = [(7 * i) % 90 + 3 for i in range(50)]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Rig:
+    """A worker's parts. ``wide``: with some 60 MiB of weights, and as much KV; else as small as can be."""
+
+    def __init__(self, folder: Path, *, wide: bool = False, **options: object) -> None:
+        sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 8192}
+        config = CONFIG | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97}
+        (folder / "config.json").write_text(json.dumps(config | (sizes if wide else {})))
+        defaults = {"load_format": "dummy", "dtype": "float32", "max_total_tokens": 16384 if wide else 512}
+        defaults |= {"max_running_requests": 2, "device": "cpu"}
+        self.options = ServerOptions(model_path=str(folder), **(defaults | options))
+        self.model = ModelRunner(self.options)
+        self.steps = StepRunner(self.model, 2)
+        self.prefault = PoolPrefault.of(self.model.kv_region, self.model.layout)
+        self.occupation = Occupation(self.model, self.steps, self.prefault)
+
+    def answer(self, count: int = 6, first_page: int = 1) -> list[int]:
+        """Greedy, with the prompt computed anew."""
+        row = RowInit(0, 0, len(PROMPT), 0.0, 1.0, -1, 0.0, 0.0, 0.0, 1.0, 0, ())
+        slots = np.arange(len(PROMPT) + count) + first_page * PAGE
+        step = self.step(PROMPT, 0, slots[: len(PROMPT)], [row])
+        tokens = [int(np.frombuffer(self.steps.run(step).next_tokens, np.int32)[0])]
+        for i in range(len(PROMPT), len(PROMPT) + count - 1):
+            result: StepResult = self.steps.run(self.step([tokens[-1]], i, slots[i : i + 1], []))
+            tokens.append(int(np.frombuffer(result.next_tokens, np.int32)[0]))
+        return tokens
+
+    def step(self, tokens: list[int], start: int, slots: np.ndarray, rows: list[RowInit]) -> ForwardStep:
+        one, q_lens = pack_i32([1]), pack_i32([len(tokens)])
+        loc = pack_i32(slots)
+        return ForwardStep(1, pack_i32([0]), pack_i32([start]), q_lens, pack_i32([0]), one, pack_i32(tokens), loc, rows)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("tags", [["kv_cache"], ["weights"], ["kv_cache", "weights"]], ids="+".join)
+def test_what_comes_back_answers_as_before(tmp_path: Path, backend: str, tags: list) -> None:
+    rig = Rig(tmp_path, attention_backend=backend)
+    before = rig.answer()
+    kept = rig.model.pool.data.clone()
+    changed = rig.occupation.obey(ReleaseMemory(tags))
+    assert (changed.released, changed.error) == (tags, "")
+    if len(tags) == 2:
+        with pytest.raises(RuntimeError, match="weights are not there"):
+            rig.answer()
+    changed = rig.occupation.obey(ResumeMemory(tags))
+    assert (changed.released, changed.error) == ([], "")
+    # Weights alone leave the pool as it is: what is cached there goes on being right.
+    assert torch.equal(rig.model.pool.data, kept) == ("kv_cache" not in tags)
+    assert ("kv_cache" not in tags) or not rig.model.pool.data.any()
+    assert rig.answer(first_page=4) == before
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("transfer", ["tcp", "shm"])
+def test_memory_goes_back_to_the_system(tmp_path: Path, backend: str, transfer: str) -> None:
+    rig = Rig(tmp_path, wide=True, attention_backend=backend, disaggregation_transfer_backend=transfer)
+    pool, weights = rig.model.pool.data.nbytes, rig.model.weight_bytes
+    assert min(pool, weights) > 48 * MIB
+    rig.answer()
+    assert rig.model.kv_region is not None
+    assert (rig.model.kv_region.fd is not None) == (transfer == "shm")
+    rig.model.kv_region.commit(0, rig.model.kv_region.nbytes)
+    full = resident_bytes()
+    changed = rig.occupation.obey(ReleaseMemory(["kv_cache"]))
+    without_kv = resident_bytes()
+    assert full - without_kv > 0.9 * pool
+    assert changed.nbytes > 0.9 * pool
+    assert rig.prefault.wait_ms == -1  # nothing is committed ahead of a use that is not near
+    rig.occupation.obey(ReleaseMemory(["weights"]))
+    assert without_kv - resident_bytes() > 0.9 * weights
+    rig.occupation.obey(ResumeMemory(["kv_cache", "weights"]))
+    assert rig.prefault.wait_ms >= 0
+    # No more than at first, the packed copy of the weights included; the pool is taken as it is used.
+    assert resident_bytes() < full - 0.9 * pool + 24 * MIB
+
+
+def test_other_weights_than_before_are_refused_and_nothing_is_held(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    before = rig.answer()
+    rig.occupation.obey(ReleaseMemory(["kv_cache", "weights"]))
+    good = rig.model._again
+    assert good is not None
+
+    def missing() -> None:
+        raise InvalidWeights("the checkpoint lacks 3 tensors")
+
+    rig.model._again = missing
+    changed = rig.occupation.obey(ResumeMemory(["kv_cache", "weights"]))
+    assert (changed.released, changed.error) == (["kv_cache", "weights"], "the checkpoint lacks 3 tensors")
+    changed = rig.occupation.obey(ResumeMemory(["kv_cache"]))
+    assert (changed.released, changed.error) == (["weights"], "")
+
+    def others() -> None:
+        good()
+        rig.model.fingerprint = "another"
+
+    rig.model._again = others
+    changed = rig.occupation.obey(ResumeMemory(["weights"]))
+    assert changed.released == ["weights"]
+    assert "other weights than at the start" in changed.error
+    rig.model._again = good
+    assert rig.occupation.obey(ResumeMemory(["weights"])).error == ""
+    assert rig.answer() == before
+
+
+def test_what_does_not_fit_is_refused_before_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(tmp_path)
+    rig.occupation.obey(ReleaseMemory(["kv_cache", "weights"]))
+    both = rig.model.pool.data.nbytes + rig.model.weight_bytes
+    monkeypatch.setattr(rig.model.hardware, "memory", lambda: Memory(2 * both, both - 1))
+    changed = rig.occupation.obey(ResumeMemory(["kv_cache", "weights"]))
+    assert changed.released == ["kv_cache", "weights"]
+    assert "are free; free memory and ask again" in changed.error
+    assert rig.occupation.obey(ResumeMemory(["weights"])).error == ""
+
+
+def test_pages_at_the_end_go_and_are_not_committed_again_ahead(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, wide=True)
+    before, region, page_bytes = rig.answer(), rig.model.kv_region, rig.model.layout.groups[0].page_bytes
+    assert region is not None
+    region.commit(0, region.nbytes)
+    full = resident_bytes()
+    rig.occupation.trim(8)
+    assert full - resident_bytes() > 0.9 * (region.nbytes - 8 * page_bytes)
+    rig.prefault.used(7 * PAGE)
+    while rig.prefault.wait_ms >= 0:
+        rig.prefault.advance()
+    assert rig.prefault.committed <= 8 * page_bytes
+    assert rig.answer() == before
+    # More again.
+    rig.occupation.trim(region.nbytes // page_bytes)
+    assert rig.answer(first_page=20) == before
+
+
+class Ranks:
+    """The other ranks of a host."""
+
+    followers: ClassVar = [None]
+
+    def __init__(self, errors: list[str]) -> None:
+        self.told: list[object] = []
+        self.errors = errors
+
+    def tell(self, command: object) -> None:
+        self.told.append(command)
+
+    def answers(self) -> list[str]:
+        return self.errors if isinstance(self.told[-1], ResumeMemory) else []
+
+
+def test_ranks_have_all_of_it_or_none(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    ranks: Any = Ranks(["rank 1: no memory"])
+    occupation = Occupation(rig.model, rig.steps, rig.prefault, ranks)
+    before = rig.answer()
+    occupation.obey(ReleaseMemory(["weights"]))
+    changed = occupation.obey(ResumeMemory(["weights"]))
+    assert (changed.released, changed.error) == (["weights"], "rank 1: no memory")
+    assert ranks.told == [ReleaseMemory(["weights"]), ResumeMemory(["weights"]), ReleaseMemory(["weights"])]
+    ranks.errors = []
+    assert occupation.obey(ResumeMemory(["weights"])).error == ""
+    assert rig.answer() == before
+
+
+def test_what_cannot_go_back_is_named(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    assert unreleasable(rig.model, rig.options) == []
+    ranks = dataclasses.replace(rig.options, nnodes=2)
+    assert {item.tag for item in unreleasable(rig.model, ranks)} == {"kv_cache", "weights"}
+
+
+def test_an_accelerators_pool_goes_by_its_storage_and_graphs_are_captured_again() -> None:
+    """Its views are those of before, at other addresses; what was captured at the old ones is forgotten first."""
+    events: list[str] = []
+
+    class Steps:
+        def drop_graphs(self) -> None:
+            events.append("dropped")
+
+        def capture_graphs(self) -> None:
+            events.append("captured")
+
+    layout = make_layout(KVShape(2, 2, 8), PAGE, torch.float32)
+    pool = make_pool(layout, 4, torch.device("cpu"))
+    hardware = RecordingDevice()
+    model: Any = SimpleNamespace(
+        device=torch.device("cuda"), hardware=hardware, pools=[pool], kv_region=None, window_region=None, weight_bytes=0
+    )
+    steps: Any = Steps()
+    occupation = Occupation(model, steps, PoolPrefault(None, 1, hardware.memory))
+    rows = pool.token_rows(torch.tensor([PAGE, PAGE + 1]))
+    pool.store(1, rows, torch.ones(2, 2, 8), torch.ones(2, 2, 8))
+    assert occupation.obey(ReleaseMemory(["kv_cache"])).released == ["kv_cache"]
+    assert (pool.data.untyped_storage().nbytes(), events) == (0, ["dropped"])
+    assert occupation.obey(ResumeMemory(["kv_cache"])).error == ""
+    assert events == ["dropped", "captured"]
+    assert not pool.data.any()
+    pool.store(1, rows, torch.full((2, 2, 8), 3.0), torch.ones(2, 2, 8))
+    assert pool.gather(1, torch.tensor([1]))[0][:2].eq(3).all()
+
+
+def test_the_table_says_where_memory_is_and_how_many_requests_fit() -> None:
+    layout = make_layout(KVShape(2, 2, 8), PAGE, torch.float32)
+    use = MemoryUse(
+        GIB, 2 * GIB, 0, GIB // 2, GIB // 4, 16 * GIB, 9 * GIB, 4096, 0, full_requests(layout, 1000, 4096, 0)
+    )
+    assert table(use, layout, 1000, "float32") == [
+        "weights       1.00 GiB  float32",
+        "KV pool       2.00 GiB  4096 tokens of 0.25 KiB, in pages of 16",
+        "host tier     0.50 GiB  reserved, and taken as it is used",
+        "rest          0.25 GiB  libraries, activations, tables",
+        "free          9.00 GiB  of 16.00 GiB",
+        "requests of the whole context (1000 tokens) at a time: 4.1",
+    ]
+    windowed = make_layout(KVShape(2, 2, 8), PAGE, torch.float32, windows={1: 100})
+    # 4 requests by the pool that keeps all; each needs 8 pages behind its window.
+    assert full_requests(windowed, 1024, 4096, 4096) == 4
+    assert full_requests(windowed, 1024, 4096, 3 * 8 * PAGE) == 3
+    assert any("windows" in line and "see 100" in line for line in table(use, windowed, 1024, "float32"))
