@@ -37,6 +37,7 @@ from ..messages.moves import MigrateReq, MigrateResult
 from ..messages.outputs import ReqError
 from ..messages.requests import AbortReq, GenerateReq, StopReq
 from ..messages.routes import ToScheduler, ToSchedulerFromWorker
+from ..messages.sessions import ResumeReq, SessionMessage, SnapshotReq
 from ..messages.tiers import TierEvent
 from ..messages.worker import StepResult, WorkerEvent, WorkerReady
 from ..runtime.child import ChildContext, start_child
@@ -46,6 +47,7 @@ from .info import Verdict, server_info
 from .metrics_report import MetricsReport
 from .outbox import Outbox
 from .scheduler import Scheduler
+from .sessions import refuse_loading
 
 log = logging.getLogger(__name__)
 
@@ -180,12 +182,16 @@ class SchedulerProcess:
             elif isinstance(message, RoleReq):
                 role = self._ctx.options.disaggregation_mode
                 self._outbox.answer(RoleResult(message.id, role, role, "the model is still loading"))
+            elif isinstance(message, SnapshotReq | ResumeReq):
+                self._outbox.answer(refuse_loading(message))
         elif isinstance(message, GenerateReq):
             scheduler.admit_message(message, now)
         elif isinstance(message, AbortReq):
             scheduler.abort(message)
         elif isinstance(message, StopReq):
             scheduler.stop(message)
+        elif isinstance(message, SessionMessage):
+            scheduler.sessions.on_message(message, now)
         elif isinstance(message, FlushCacheReq):
             self._outbox.answer(self._flush_cache(scheduler, message))
         elif isinstance(message, ServerInfoReq):

@@ -35,6 +35,7 @@ from ..messages.tiers import (
     FetchPages,
     PagesCopied,
     PagesFetched,
+    PagesKept,
     PagesStored,
     StorePages,
     StoreState,
@@ -42,6 +43,7 @@ from ..messages.tiers import (
 )
 from ..messages.worker import WorkerReady
 from ..runtime.options import ServerOptions
+from .kept_pages import KeptPages
 from .req import Req
 
 TO_HOST, TO_POOL = 0, 1
@@ -118,6 +120,8 @@ class KVTiers:
         """Of what the host has, what the store has as well."""
         self._fetches: dict[int, Fetch] = {}
         self._fetching: dict[str, int] = {}
+        self._insistent: set[str] = set()
+        self.kept = KeptPages(self, lambda: next(self._ids))
         self._copy_commands: list[Message] = []
         self._newest_copy = 0
         self.copied = 0
@@ -132,6 +136,11 @@ class KVTiers:
             known = req.token_ids[: req.known_len // self._page_size * self._page_size]
             req.page_hashes = prompt_hashes(self._seed, known, self._page_size, req.msg.extra_key)
         return req.page_hashes[:pages]
+
+    @property
+    def has_store(self) -> bool:
+        """Whether there is a third tier."""
+        return self._has_store
 
     def seed(self) -> bytes:
         """What the hashes of the tree's nodes begin with."""
@@ -188,6 +197,36 @@ class KVTiers:
             self.counts.saved += 1
             self._remember(page_hash)
 
+    # --- what somebody wants to find again ---
+
+    def save(self, hashes: Sequence[bytes], pages: I32) -> None:
+        """Whatever the policy is: to the host, and before anything else to the store. Not within a plan."""
+        self.host.use(hashes)
+        self._save(hashes, pages, self._before)
+        for page_hash in reversed(hashes):
+            if page_hash in self._backlog:
+                self._backlog.move_to_end(page_hash, last=False)
+
+    def is_saving(self, hashes: Sequence[bytes]) -> bool:
+        """See ``SavesPages``."""
+        under_way = {page_hash for storing in self._storing.values() for page_hash in storing.hashes}
+        return any(page_hash in self._backlog or page_hash in under_way for page_hash in hashes)
+
+    def save_again(self, hashes: Sequence[bytes]) -> None:
+        """See ``SavesPages``."""
+        self._stored.difference_update(hashes)
+        for page_hash in hashes:
+            if page_hash in self.host:
+                self._remember(page_hash)
+
+    def tell_store(self, message: Message) -> None:
+        """See ``SavesPages``."""
+        self._store_commands.append(message)
+
+    def insist(self, rid: str) -> None:
+        """This request, which comes now, is worth waiting for the store."""
+        self._insistent.add(rid)
+
     def _remember(self, page_hash: bytes) -> None:
         """It is to go to the store as well."""
         if not self._has_store or page_hash in self._stored:
@@ -225,8 +264,9 @@ class KVTiers:
         pages = self.host.reserve(len(missing))
         fetch_id = next(self._ids)
         tokens = len(pages) * self._page_size
+        policy = "wait_complete" if req.rid in self._insistent else self._patience
         patience = {"best_effort": 0.0, "wait_complete": LONGEST_WAIT}.get(
-            self._patience, min(LONGEST_WAIT, WAIT_BASE + WAIT_PER_KILOTOKEN * tokens / 1000)
+            policy, min(LONGEST_WAIT, WAIT_BASE + WAIT_PER_KILOTOKEN * tokens / 1000)
         )
         self._fetches[fetch_id] = Fetch(req.rid, missing[: len(pages)], pages, now, patience)
         self._fetching[req.rid] = fetch_id
@@ -243,11 +283,14 @@ class KVTiers:
         """Seconds until somebody has waited long enough; None: nobody waits."""
         left = [f.asked_at + f.patience - now for f in self._fetches.values() if f.patience and f.rid in self._fetching]
         left = [seconds for seconds in left if seconds > 0]
+        if (keeping := self.kept.timeout(now)) is not None:
+            left.append(keeping)
         return min(left) if left else None
 
     def forget(self, rid: str) -> None:
         """The request has ended, or begun. What is on its way for it is kept for others."""
         self._fetching.pop(rid, None)
+        self._insistent.discard(rid)
 
     # --- the worker ---
 
@@ -262,6 +305,7 @@ class KVTiers:
         self.fence()
         if now >= self._store_again_at:
             self._next_batch()
+        self.kept.advance(now)
         return self._take() + self._take_store_commands()
 
     def fence(self) -> int:
@@ -314,6 +358,8 @@ class KVTiers:
             self.store = event
         elif isinstance(event, PagesStored):
             self._on_stored(event, now)
+        elif isinstance(event, PagesKept):
+            self.kept.on_kept(event)
         elif isinstance(event, PagesFetched):
             fetch = self._fetches.pop(event.id)
             self.host.settle(fetch.pages, fetch.hashes[: event.count])

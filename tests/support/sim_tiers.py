@@ -14,7 +14,7 @@ import numpy as np
 from pdserve.mem_cache.storage.base import PageStore, StoreUnavailable, StoreUsage
 from pdserve.mem_cache.storage.frame import HEADER_BYTES, BadFrame, check, header
 from pdserve.messages.base import Message, unpack_i32
-from pdserve.messages.tiers import CopyPages, DropPages, FetchPages, PagesCopied, StorePages
+from pdserve.messages.tiers import CopyPages, DropPages, FetchPages, KeepPages, PagesCopied, StorePages
 from pdserve.model_runner.tiers.host_pool import HostPool
 from pdserve.model_runner.tiers.store_engine import StoreEngine
 
@@ -64,6 +64,9 @@ class MemoryStore(PageStore):
         for page_hash in hashes:
             self.kept.pop(page_hash, None)
 
+    def keep(self, hashes: Sequence[bytes], until: float) -> int:
+        return self.exists(hashes)
+
     def usage(self) -> StoreUsage:
         return StoreUsage(len(self.kept), None, self.bad, 0)
 
@@ -85,7 +88,7 @@ class TieredSim(SimInstance):
         self.pool = self.worker.kv.view(np.uint8).reshape(-1, page_bytes)
         self.host = HostPool(host_pages, page_bytes, None)
         self.store = MemoryStore(page_bytes, kept)
-        self.store_queue: deque[StorePages | FetchPages | DropPages] = deque()
+        self.store_queue: deque[StorePages | FetchPages | DropPages | KeepPages] = deque()
         self.engine = StoreEngine(self.store, self.host, self._on_store_event, clock=lambda: self.now)
 
     @property
@@ -97,7 +100,7 @@ class TieredSim(SimInstance):
         if isinstance(message, CopyPages):
             self.host.copy(self.pool, unpack_i32(message.copies).reshape(-1, 3))
             self.tiers.on_event(PagesCopied(message.id, 0.0), self.now)
-        elif isinstance(message, StorePages | FetchPages | DropPages):
+        elif isinstance(message, StorePages | FetchPages | DropPages | KeepPages):
             self.store_queue.append(message)
         else:
             super().on_command(message)
