@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from .base import Message
+from .base import Message, unpack_i32
 from .moves import RunningRequest
 from .outputs import TokenLogprob
 
@@ -29,6 +29,23 @@ class SessionState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_seed: Annotated[bytes, Meta(min_length=16, max_length=16)]
     logprobs: list[TokenLogprob] = []
     input_logprobs: list[TokenLogprob] | None = None
+
+    @property
+    def token_ids(self) -> bytes:
+        """Its prompt and its output, int32."""
+        return self.running.request.input_ids + self.running.output
+
+    @property
+    def output_len(self) -> int:
+        """Tokens that it has generated."""
+        return len(self.running.output) // 4
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more of its answer is to come."""
+        output = unpack_i32(self.running.output)
+        is_stopped = len(output) > 0 and int(output[-1]) in self.running.request.stop_ids
+        return len(output) < self.running.max_new_tokens and not is_stopped
 
 
 class SnapshotReq(Message):

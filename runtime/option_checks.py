@@ -9,7 +9,7 @@ from pathlib import Path
 from .cluster_secret import ClusterSecret, addresses
 from .cpu_list import PlacementError, parse_cpus
 from .options import RECENT_TOKENS, ServerOptions
-from .tier_checks import tier_complaints
+from .tier_checks import session_complaints, tier_complaints
 from .web.keys import KeyFileError, read_keys
 from .web.ports import is_loopback
 
@@ -56,6 +56,7 @@ def check_options(options: ServerOptions) -> None:
         *_schedule(options),
         *_ranks(options),
         *tier_complaints(options),
+        *session_complaints(options),
         *_double_sparsity(options),
         *_graphs(options),
     ]

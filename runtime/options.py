@@ -170,6 +170,15 @@ class ServerOptions:
     hicache_storage_prefetch_policy
         How long a request waits for the third tier: not at all (best_effort), until it has answered (wait_complete, 10
         s at most), or for 0.25 s and 0.1 s more per 1,000 tokens (timeout).
+    kv_sessions_dir
+        A folder in which POST /kv/snapshot writes requests down, that go on after a restart or at another instance that
+        has it, too. Their KV goes to the third tier; without one it is computed again. Who may write there is trusted.
+    kv_sessions_ttl
+        Hours after which a session is gone, and its KV may go from the store. A request may ask for less.
+    kv_sessions_size
+        Most GB that all sessions take together, with the KV that is kept for them.
+    kv_sessions_quota
+        The same of the sessions of one API key.
     disable_overlap_schedule
         Plan a step only when the one before it is done.
     stream_interval
@@ -315,6 +324,10 @@ class ServerOptions:
     hicache_storage_size: float = 10.0
     hicache_storage_timeout: float = 2.0
     hicache_storage_prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = "timeout"
+    kv_sessions_dir: str | None = None
+    kv_sessions_ttl: float = 168.0
+    kv_sessions_size: float = 10.0
+    kv_sessions_quota: float = 2.0
     disable_overlap_schedule: bool = False
     stream_interval: int = 1
     incremental_streaming_output: bool = False

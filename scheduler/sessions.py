@@ -187,12 +187,13 @@ class Sessions:
                 "was made, or make it anew"
             )
             return Refusal(409, text, BAD_REQUEST)
-        output_len = len(state.running.output) // 4
-        wanted = output_len if state.running.request.logprobs is not None else 0
+        wanted = state.output_len if state.running.request.logprobs is not None else 0
         problem = problem_of(state.running, self._worker.vocab_size)
+        if problem is None and not state.is_open:
+            problem = "its answer has ended; send what comes next as a prompt that begins with its tokens"
         if problem is None and len(state.logprobs) != wanted:
             problem = "its logprobs are not those of its output"
-        return Refusal(409, f"the session can't be: {problem}", BAD_REQUEST) if problem is not None else None
+        return Refusal(409, f"the session can't go on: {problem}", BAD_REQUEST) if problem is not None else None
 
 
 def refuse_loading(message: SnapshotReq | ResumeReq) -> SnapshotResult | ReqError:

@@ -127,7 +127,7 @@ def test_what_has_ended_lately_can_be_kept_and_its_prompt_alone():
     assert sim.tokens["anew"] == sim.tokens["a"]
     assert sim.tokens["left again"] == reference_output(prompt(2), 12)
     resume(sim, whole.state, "over")
-    assert (sim.ends["over"].status, "all of its output" in sim.ends["over"].message) == (409, True)
+    assert (sim.ends["over"].status, "its answer has ended" in sim.ends["over"].message) == (409, True)
     assert snapshot(sim, "nobody").status == 404
 
 
