@@ -132,7 +132,7 @@ class Deleted(Answer):
     """``DELETE /kv/sessions/{name}``; a router says where."""
 
     deleted: str
-    instances: list[Told] = []
+    instances: list[Told] | None = None
 
 
 class SlotAnswer(Answer):
