@@ -281,8 +281,11 @@ def _read(path: Path, limit: int) -> bytes | None:
         if e.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
             return None
         raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        return None
     with os.fdopen(fd, "rb") as file:
-        return file.read(limit) if stat.S_ISREG(os.fstat(fd).st_mode) else None
+        return file.read(limit)
 
 
 def _listed(folder: Path) -> Iterator[Listed]:
