@@ -33,6 +33,7 @@ from ...messages.sessions import SessionState
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """No folder, no hidden file, none of a path's own signs."""
+WANTED_NAME = "has up to 128 letters, digits, dots, dashes and underscores, and begins with one of the first two"
 SUFFIX = ".session"
 UNFINISHED = "unfinished-"
 MAX_FILE_BYTES = 64 << 20
@@ -165,7 +166,7 @@ class SessionFiles:
 
     def _path(self, owner: str, name: str) -> Path:
         if not NAME.fullmatch(name):
-            raise SessionError(400, "a session's name has up to 128 letters, digits, dots, dashes and underscores")
+            raise SessionError(400, f"a session's name {WANTED_NAME}")
         return self._folder / _folder_name(owner) / (name + SUFFIX)
 
     def _folders(self, owner: str | None) -> list[Path]:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from .answers import Answer, Told
 from .errors import bad_request
 from .fields import Body, PromptIds, Rid, Shallow
 from .generate_schemas import SamplingParamsBody
 from .openai_schemas import MAX_MESSAGES, Message
+from .session_files import NAME, WANTED_NAME
 
-Name = Annotated[str, Field(min_length=1, max_length=128)]
+
+def _check_name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise ValueError(WANTED_NAME)
+    return name
+
+
+Name = Annotated[str, AfterValidator(_check_name)]
 Owner = Annotated[str, Field(max_length=64)]
 
 
