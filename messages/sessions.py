@@ -83,10 +83,13 @@ class ResumeReq(Message):
 
 
 class ReleaseReq(Message):
-    """HTTP → scheduler: nobody comes back for the KV of these tokens (int32). No answer."""
+    """HTTP → scheduler: nobody comes back for the KV of these tokens (int32), but for the first ``shared`` of them. No
+    answer.
+    """
 
     token_ids: bytes
     extra_key: str
+    shared: int = 0
 
 
 SessionMessage = SnapshotReq | ResumeReq | ReleaseReq

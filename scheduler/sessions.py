@@ -153,7 +153,9 @@ class Sessions:
         tiers, page_size = self._scheduler.tiers, self._scheduler.memory.page_size
         tokens = unpack_i32(message.token_ids)
         if tiers is not None and tiers.has_store and len(tokens) >= page_size:
-            tiers.kept.release(prompt_hashes(self._seed, tokens, page_size, message.extra_key))
+            hashes = prompt_hashes(self._seed, tokens, page_size, message.extra_key)[message.shared // page_size :]
+            if hashes:
+                tiers.kept.release(hashes)
 
     def _answer(self, result: SnapshotResult) -> None:
         self._scheduler.outbox.answer(result)

@@ -226,9 +226,9 @@ class EngineClient:
         self._live[wire_rid] = _Live(choice, submission)
         return submission
 
-    def release(self, token_ids: bytes, extra_key: str) -> None:
-        """Nobody comes back for the KV of these tokens (int32)."""
-        self._tokenizer.send(ReleaseReq(token_ids, extra_key))
+    def release(self, token_ids: bytes, extra_key: str, shared: int = 0) -> None:
+        """Nobody comes back for the KV of these tokens (int32), but for the first ``shared``."""
+        self._tokenizer.send(ReleaseReq(token_ids, extra_key, shared))
 
     def end(self, submission: Submission) -> None:
         """Forget a submission; whatever of it still runs is aborted."""

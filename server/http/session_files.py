@@ -103,7 +103,9 @@ class SessionFiles:
             raise PermissionError(errno.EPERM, "anybody may write there, and so into answers; chmod o-w it")
 
     def save(self, info: SessionInfo, state: SessionState) -> int:
-        """Write it down, in the place of an older one of its name; returns the file's bytes."""
+        """Write it down, in the place of an older one of its name; returns the file's bytes. Where that fails, the
+        older one stays.
+        """
         path = self._path(info.owner, info.name)
         content = _pack(info, state)
         if len(content) > MAX_FILE_BYTES:
@@ -140,6 +142,15 @@ class SessionFiles:
         if session.info.expires <= time.time():
             raise _missing(name)
         return session
+
+    def find(self, owner: str, name: str) -> Session | None:
+        """The same as ``load``; None where there is none, or it is damaged."""
+        try:
+            return self.load(owner, name)
+        except SessionError as e:
+            if e.status not in (404, 409):
+                raise
+            return None
 
     def listed(self, owner: str | None) -> list[Listed]:
         """One owner's, or everybody's, by name; without those whose time is over."""

@@ -127,8 +127,29 @@ async def _write_down(
         kv_tokens=said.kv_tokens,
         kv_bytes=said.kv_bytes,
     )
-    nbytes = await http.sessions.run(lambda files: files.save(info, state))
+    older = await http.sessions.run(lambda files: files.find(owner, name))
+    try:
+        nbytes = await http.sessions.run(lambda files: files.save(info, state))
+    except ApiError:
+        _release(http, Session(info, state), older)
+        raise
+    if older is not None:
+        _release(http, older, Session(info, state))
     return info, nbytes, said.message or "stored"
+
+
+def _release(http: HttpState, session: Session, other: Session | None = None) -> None:
+    """Let the KV go that the store keeps for a session, but for the beginning that it has in common with ``other``."""
+    if not session.info.kv_tokens:
+        return
+    token_ids, key = session.state.token_ids[: 4 * session.info.kv_tokens], session.state.running.request.extra_key
+    shared = 0
+    if other is not None and other.state.running.request.extra_key == key:
+        a, b = unpack_i32(token_ids), unpack_i32(other.state.token_ids[: 4 * other.info.kv_tokens])
+        length = min(len(a), len(b))
+        differ = (a[:length] != b[:length]).nonzero()[0]
+        shared = int(differ[0]) if len(differ) else length
+    http.engine.release(token_ids, key, shared)
 
 
 # --- going on ---
@@ -247,9 +268,8 @@ async def remove(request: Request, owner: str, name: str) -> Session | None:
     """Delete a session, and let its KV go."""
     http = HttpState.of(request)
     session = await http.sessions.run(lambda files: files.remove(owner, name))
-    if session is not None and session.info.kv_tokens:
-        kept = session.state.token_ids[: 4 * session.info.kv_tokens]
-        http.engine.release(kept, session.state.running.request.extra_key)
+    if session is not None:
+        _release(http, session)
     return session
 
 

@@ -222,6 +222,24 @@ def test_what_is_deleted_may_go_from_the_store(options):
     with_engine(run, **options)
 
 
+@pytest.mark.parametrize("quota", [2.0, 0.000005])
+def test_what_is_replaced_or_has_no_room_may_go_but_for_what_both_have(options, quota):
+    """The quota is full with the first one, or holds both."""
+
+    async def run(engine: FakeEngine) -> None:
+        await saved(engine, "s")
+        request = make_generate("r", [1, 2, 3, 9, 9, 9], max_new_tokens=9)
+        longer = RunningRequest(request, b"", 9, 0.0)
+        engine.snapshot = SnapshotResult(0, msgspec.structs.replace(STATE, running=longer), 200, "", 6, 6144)
+        said = await engine.post("/kv/snapshot", {"name": "s", "rid": "done"})
+        [released] = [q for q in engine.questions if isinstance(q, ReleaseReq)]
+        gone = [1, 2, 3, 4] if said.status_code == 200 else [1, 2, 3, 9, 9, 9]
+        assert (said.status_code, unpack_i32(released.token_ids).tolist()) == (200 if quota > 1 else 507, gone)
+        assert released.shared == 3
+
+    with_engine(run, kv_sessions_quota=quota, **options)
+
+
 def test_in_the_words_of_llama_server(options):
     async def run(engine: FakeEngine) -> None:
         knows(engine)

@@ -201,6 +201,6 @@ def test_what_the_store_lost_is_sent_again_and_released_in_the_end():
     assert set(lost) <= set(sim.store.kept)
     wishes: list[tuple[int, float]] = []
     sim.store.keep = lambda hashes, until: wishes.append((len(hashes), until)) or len(hashes)
-    sim.scheduler.sessions.on_message(ReleaseReq(pack_i32(prompt(1)), ""), sim.now)
+    sim.scheduler.sessions.on_message(ReleaseReq(pack_i32(prompt(1)), "", 9), sim.now)
     sim.settle()
-    assert wishes == [(7, 0.0)]
+    assert wishes == [(5, 0.0)]
