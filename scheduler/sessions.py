@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -22,12 +22,13 @@ from ..messages.moves import RunningRequest, problem_of
 from ..messages.outputs import ReqError, TokenLogprob
 from ..messages.requests import GenerateReq
 from ..messages.sessions import ReleaseReq, ResumeReq, SessionMessage, SessionState, SnapshotReq, SnapshotResult
+from ..messages.worker import WorkerReady
 from .kept_pages import Kept
+from .kv_memory import KVMemory
+from .outbox import Outbox
 from .refusals import BAD_REQUEST, BUSY, Refusal
 from .req import Req, ReqState, Route
-
-if TYPE_CHECKING:
-    from .scheduler import Scheduler
+from .tiers import KVTiers
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +60,29 @@ class _Known:
         return len(self.token_ids) * (1 if wanted is None else LOGPROB_WEIGHT + wanted.top_num)
 
 
+class RunsRequests(Protocol):
+    """What is needed of the scheduler."""
+
+    worker: WorkerReady
+    tiers: KVTiers | None
+    memory: KVMemory
+    outbox: Outbox
+    reqs: dict[str, Req]
+
+    def refusal(self, msg: GenerateReq) -> Refusal | None:
+        """Why a request is not taken in now."""
+
+    def admit_moved(self, msg: GenerateReq, output: I32, max_new_tokens: int) -> Req | str:
+        """Take in a request that has output already, or say why not."""
+
+    def start_moved(self, req: Req, now: float) -> None:
+        """Go on with it."""
+
+
 class Sessions:
     """See the module. ``scheduler`` asks it by ``on_message`` and tells it of every request that ends."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: RunsRequests) -> None:
         self._scheduler = scheduler
         self._worker = scheduler.worker
         self._seed = model_seed(scheduler.worker.fingerprint, scheduler.worker.layout)
