@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 MAX_ENDED = 256
 MAX_ENDED_TOKENS = 1 << 20
-"""Remembered of requests that have ended, 4 MiB."""
+"""Remembered of requests that have ended, 4 MiB; and how many one session may hold."""
 LOGPROB_WEIGHT = 16
 NO_STORE = (
     "this instance has no KV store, so that the KV is computed again; start it with --enable-hierarchical-cache "
@@ -125,6 +125,10 @@ class Sessions:
         if req is not None and req.route is Route.OUTGOING:
             text = f"request {ask.rid!r} is computed for another instance; ask that one, which answers it"
             self._answer(SnapshotResult(ask.id, status=409, message=text))
+            return
+        if known.weight > MAX_ENDED_TOKENS:
+            text = "it has more tokens, or logprobs of them, than a session holds; ask for fewer top_logprobs"
+            self._answer(SnapshotResult(ask.id, status=413, message=text))
             return
         state = self._state(known, with_output=ask.with_output)
         problem = problem_of(state.running, self._worker.vocab_size)

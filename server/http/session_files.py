@@ -29,6 +29,7 @@ from typing import NamedTuple
 import msgspec
 
 from ...mem_cache.storage.frame import HEADER_BYTES, BadFrame, check, header
+from ...messages.decode import UndeclaredMessage, decode
 from ...messages.sessions import SessionState
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -74,6 +75,10 @@ class Session(NamedTuple):
 
     info: SessionInfo
     state: SessionState
+
+
+_INFO = msgspec.msgpack.Decoder(SessionInfo)
+_STATE = msgspec.msgpack.Decoder(SessionState)
 
 
 class Listed(NamedTuple):
@@ -137,7 +142,7 @@ class SessionFiles:
             raise _missing(name)
         try:
             session = _unpack(owner, name, content)
-        except (BadFrame, msgspec.MsgspecError) as e:
+        except (BadFrame, UndeclaredMessage) as e:
             raise SessionError(409, f'session "{name}" is damaged and not used: {e}; delete it') from None
         if session.info.expires <= time.time():
             raise _missing(name)
@@ -258,14 +263,14 @@ def _pack(info: SessionInfo, state: SessionState) -> bytes:
 
 
 def _unpack_info(owner: str, name: str, content: bytes) -> tuple[SessionInfo, bytes]:
-    """What lists show, and its bytes. Raises ``BadFrame``, ``msgspec.MsgspecError``."""
+    """What lists show, and its bytes. Raises ``BadFrame``, ``UndeclaredMessage``."""
     begin = _LENGTH_BYTES + HEADER_BYTES
     length = int.from_bytes(content[:_LENGTH_BYTES], "little")
     if length > MAX_INFO_BYTES:
         raise BadFrame("it is no session's file")
     first = content[begin : begin + length]
     check(content[_LENGTH_BYTES:begin], _digest(owner, name), memoryview(first))
-    return msgspec.msgpack.decode(first, type=SessionInfo), first
+    return decode(_INFO, first, MAX_INFO_BYTES), first
 
 
 def _unpack(owner: str, name: str, content: bytes) -> Session:
@@ -273,7 +278,7 @@ def _unpack(owner: str, name: str, content: bytes) -> Session:
     begin = _LENGTH_BYTES + HEADER_BYTES + len(first)
     second = content[begin + HEADER_BYTES :]
     check(content[begin : begin + HEADER_BYTES], _digest_of(first), memoryview(second))
-    return Session(info, msgspec.msgpack.decode(second, type=SessionState))
+    return Session(info, decode(_STATE, second, MAX_FILE_BYTES))
 
 
 def _digest(owner: str, name: str) -> bytes:
@@ -316,7 +321,7 @@ def _listed(folder: Path) -> Iterator[Listed]:
             continue
         try:
             info: SessionInfo | None = _unpack_info(owner, name, content)[0]
-        except (BadFrame, msgspec.MsgspecError):
+        except (BadFrame, UndeclaredMessage):
             info = None
         with contextlib.suppress(FileNotFoundError):
             yield Listed(name, info, path.lstat().st_size)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from support.sim import make_generate
 
-from pdserve.mem_cache.storage.frame import HEADER_BYTES
+from pdserve.mem_cache.storage.frame import HEADER_BYTES, header
 from pdserve.messages.base import pack_i32
 from pdserve.messages.moves import RunningRequest
 from pdserve.messages.sessions import SessionState
@@ -114,6 +114,25 @@ def test_a_session_under_another_name_or_owner_or_with_another_state_is_none(tmp
     head = 4 + HEADER_BYTES + int.from_bytes(ours[:4], "little")
     path_of(tmp_path, "a", "key-alice").write_bytes(ours[:head] + second[head:])
     assert refusal(lambda: store.load("alice", "a")).status == 409
+
+
+@pytest.mark.parametrize(
+    "junk", [b"", b"\x91" * 10_000, b"\xa2\xff\xff", b"\x80", msgspec.msgpack.encode({"running": 1})]
+)
+def test_content_that_no_session_has_is_refused_though_its_checksums_are_right(tmp_path, junk):
+    """As from a later version, or from somebody who can compute a checksum."""
+    store = files(tmp_path)
+    store.save(info("a"), STATE)
+    path = path_of(tmp_path, "a")
+    intact = path.read_bytes()
+    first = intact[4 + HEADER_BYTES :][: int.from_bytes(intact[:4], "little")]
+    digest = session_files._digest_of(first)
+    path.write_bytes(intact[: 4 + HEADER_BYTES + len(first)] + header(digest, memoryview(junk)) + junk)
+    assert refusal(lambda: store.load("", "a")).status == 409
+    head = header(session_files._digest("", "a"), memoryview(junk))
+    path.write_bytes(len(junk).to_bytes(4, "little") + head + junk)
+    assert refusal(lambda: store.load("", "a")).status == 409
+    assert [s.info for s in store.listed("")] == [None]
 
 
 def test_links_pipes_and_folders_are_no_sessions(tmp_path):

@@ -131,6 +131,14 @@ def test_what_has_ended_lately_can_be_kept_and_its_prompt_alone():
     assert snapshot(sim, "nobody").status == 404
 
 
+def test_a_session_holds_so_much_and_no_more(monkeypatch):
+    monkeypatch.setattr(sessions_module, "MAX_ENDED_TOKENS", 100)
+    sim = SimInstance()
+    sim.submit("a", prompt(1), max_new_tokens=12, logprobs=(-1, 5))
+    run_until(sim, "a", 3)
+    assert snapshot(sim, "a").status == 413
+
+
 def test_what_has_ended_is_not_remembered_for_ever(monkeypatch):
     monkeypatch.setattr(sessions_module, "MAX_ENDED_TOKENS", 100)
     sim = SimInstance()
