@@ -16,6 +16,7 @@ from pdserve.messages.sessions import ReleaseReq, ResumeReq, SessionState, Snaps
 from pdserve.scheduler import sessions as sessions_module
 from pdserve.scheduler import tiers as tiers_module
 from pdserve.scheduler.kept_pages import MOST_SECONDS
+from pdserve.scheduler.req import ReqState, Route
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +130,22 @@ def test_what_has_ended_lately_can_be_kept_and_its_prompt_alone():
     resume(sim, whole.state, "over")
     assert (sim.ends["over"].status, "its answer has ended" in sim.ends["over"].message) == (409, True)
     assert snapshot(sim, "nobody").status == 404
+
+
+def test_a_prefills_leg_is_its_decodes_and_kv_that_nobody_checked_stays_out_of_the_store():
+    sim = TieredSim(200)
+    sim.submit("a", prompt(1), max_new_tokens=12)
+    run_until(sim, "a", 3)
+    req = sim.scheduler.reqs["a"]
+    req.hold.verified = False
+    unchecked = snapshot(sim, "a")
+    assert (unchecked.status, unchecked.state is not None, unchecked.kv_tokens) == (200, True, 0)
+    req.hold.verified = True
+    req.route = Route.OUTGOING
+    said = snapshot(sim, "a")
+    assert (said.status, "ask that one" in said.message) == (409, True)
+    sim.scheduler.leave(req, ReqState.FINISHED)
+    assert snapshot(sim, "a").status == 404
 
 
 def test_a_session_holds_so_much_and_no_more(monkeypatch):
