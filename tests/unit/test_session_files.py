@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import time
 
 import msgspec
@@ -199,3 +201,44 @@ def test_what_a_killed_process_left_is_removed_in_time(tmp_path):
         os.utime(path, (time.time() - age,) * 2)
     store.save(info("b"), STATE)
     assert {p.name for p in (tmp_path / "sessions" / "anybody").iterdir()} == {"a.session", "b.session", "unfinished-2"}
+
+
+WRITER = """
+import itertools, sys, time
+from pathlib import Path
+import msgspec
+from pdserve.messages.sessions import SessionState
+from pdserve.server.http.session_files import Limits, SessionFiles, SessionInfo
+
+files = SessionFiles(Path(sys.argv[1]), Limits(1 << 40, 1 << 40, 100.0))
+state = msgspec.msgpack.decode(Path(sys.argv[2]).read_bytes(), type=SessionState)
+now = time.time()
+for i in itertools.count():
+    info = SessionInfo("a", "", now, now + 100, "m", i, 2, 0, 0)
+    files.save(info, msgspec.structs.replace(state, fingerprint=f"f{i}"))
+"""
+
+
+def test_whoever_is_killed_while_it_writes_leaves_the_one_or_the_other(tmp_path):
+    """A writer that does nothing else, killed wherever it is; a reader finds a whole session at any moment."""
+    running = msgspec.structs.replace(STATE.running, output=pack_i32(range(100_000)))
+    (tmp_path / "state").write_bytes(msgspec.msgpack.encode(msgspec.structs.replace(STATE, running=running)))
+    store = files(tmp_path)
+    for versions in (1, 4, 9):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "sessions"), str(tmp_path / "state")])
+        try:
+            seen: set[int] = set()
+            while len(seen) < versions:
+                found = store.find("", "a") if path_of(tmp_path, "a").exists() else None
+                if found is None:
+                    assert writer.poll() is None
+                    continue
+                assert found.state.fingerprint == f"f{found.info.prompt_tokens}"
+                seen.add(found.info.prompt_tokens)
+        finally:
+            writer.kill()
+            writer.wait()
+        found = store.load("", "a")
+        assert found.state.fingerprint == f"f{found.info.prompt_tokens}"
+        assert found.state.running.output == running.output
+    store.save(info("b"), STATE)  # nobody holds the lock
