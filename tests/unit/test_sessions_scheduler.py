@@ -80,6 +80,23 @@ def test_a_running_request_goes_on_elsewhere_from_the_store(output):
     assert other.items["again"][0].prompt == sim.items["a"][0].prompt
 
 
+def test_of_a_prompt_that_is_half_computed_no_more_is_kept_than_there_is():
+    sim = TieredSim(200, hicache_storage_prefetch_policy="best_effort", disable_overlap_schedule=True)
+    sim.submit("a", prompt(1, 64), max_new_tokens=20)
+    sim.plan()  # its first piece of 16
+    sim.scheduler.sessions.on_message(SnapshotReq(1, "a", True, 1e10), sim.now)
+    while not sim.answers:
+        sim.scheduler._move_pages(sim.now)
+        sim.outbox.flush()
+        sim._read()
+        assert sim.work() or sim.serve_store() or sim.answers
+    [saved] = sim.answers
+    assert (saved.kv_tokens, saved.state.running.output) == (16, b"")
+    other = TieredSim(200, kept=dict(sim.store.kept))
+    resume(other, saved.state, "again")
+    assert other.tokens["again"] == reference_output(prompt(1, 64), 20)
+
+
 def test_it_is_computed_again_without_a_store_and_from_a_bad_one():
     sim = TieredSim(200)
     sim.submit("a", prompt(1), max_new_tokens=20)
