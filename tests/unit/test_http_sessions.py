@@ -116,6 +116,8 @@ def test_a_name_of_the_engine_that_another_key_has_now_is_not_asked_for(keyed):
         async with engine.http(**alice) as a:
             await a.post("/generate", json={"text": "x", "rid": "r"})
             assert (await a.post("/kv/snapshot", json={"name": "s", "rid": "r"})).status_code == 200
+            async with engine.http(**bob) as b:
+                assert (await b.post("/kv/snapshot", json={"name": "s", "rid": "r"})).status_code == 404
             engine.hold = True
             task = await run_one(engine, "r", **bob)
             asked = len(engine.questions)

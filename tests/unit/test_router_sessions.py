@@ -62,12 +62,13 @@ async def test_lists_are_one_list_and_a_session_is_deleted_wherever_it_is(rig):
 
 @scenario()
 async def test_the_words_of_llama_server(rig):
-    w = await rig.instance()
-    client = await rig.route(worker=[w])
+    w, other = await rig.instance(), await rig.instance()
+    client = await rig.route(worker=[w, other])
     for action in ("save", "restore", "erase"):
         w.answers[f"/slots/0?action={action}"] = (200, {"id_slot": 0})
         said = await client.post(f"/slots/0?action={action}", json={"filename": "f"})
         assert said.json() == {"id_slot": 0}
+    assert [path for path in paths(other) if "slots" in path] == ["/slots/0?action=erase"]  # wherever it is
     asked = len(w.questions)
     for query in ("", "?action=steal", "?action=save&x=1", "?action=save%20HTTP"):
         assert (await client.post(f"/slots/0{query}", json={"filename": "f"})).status_code == 400
