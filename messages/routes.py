@@ -29,15 +29,29 @@ from .metrics import SchedulerMetrics
 from .moves import MigrateReq, MigrateResult, ReqArrived, ReqMoved
 from .outputs import ReqError, TextBatch, TokenBatch
 from .requests import AbortReq, GenerateReq, StopReq, TokenizeReq
+from .sessions import ReleaseReq, ResumeReq, SnapshotReq, SnapshotResult
 from .text import TextAnswer, TextQuestion
 from .worker import FollowerCommand, RankLoaded, ReceiveCommand, WorkerCommand, WorkerEvent
 
-Question = Ping | FlushCacheReq | ServerInfoReq | TransfersReq | MigrateReq | RoleReq | MemoryReq | ResizeReq
-Answer = Pong | FlushCacheResult | ServerInfo | Transfers | MigrateResult | RoleResult | MemoryResult | ResizeResult
+Question = (
+    Ping | FlushCacheReq | ServerInfoReq | TransfersReq | MigrateReq | RoleReq | MemoryReq | ResizeReq | SnapshotReq
+)
+Answer = (
+    Pong
+    | FlushCacheResult
+    | ServerInfo
+    | Transfers
+    | MigrateResult
+    | RoleResult
+    | MemoryResult
+    | ResizeResult
+    | SnapshotResult
+)
+Session = ResumeReq | ReleaseReq
 Moved = ReqMoved | ReqArrived
 
-ToTokenizer = TokenizeReq | AbortReq | Question | TextQuestion
-ToScheduler = GenerateReq | AbortReq | StopReq | Question | Drain
+ToTokenizer = TokenizeReq | AbortReq | Session | Question | TextQuestion
+ToScheduler = GenerateReq | AbortReq | StopReq | Session | Question | Drain
 ToWorker = WorkerCommand
 ToTransfer = ReceiveCommand
 ToFollower = FollowerCommand

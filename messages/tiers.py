@@ -92,6 +92,24 @@ class DropPages(Message):
     hashes: bytes
 
 
+class KeepPages(Message):
+    """Scheduler → worker: what these hashes name is to stay in the store until then (Unix time), as far as the store
+    can choose; 0: no longer than anything else. Answered by ``PagesKept``.
+    """
+
+    id: int
+    hashes: bytes
+    until: float
+
+
+class PagesKept(Message):
+    """Worker → scheduler: the first ``count`` of the pages of ``KeepPages`` are there."""
+
+    id: int
+    count: int
+    error: str = ""
+
+
 class StoreState(Message):
     """Worker → scheduler: whether the store is asked (``breaker``: closed), or left alone since it fails (``reason``).
 
@@ -106,5 +124,5 @@ class StoreState(Message):
     evicted_pages: int = 0
 
 
-TierCommand = CopyPages | StorePages | FetchPages | DropPages
-TierEvent = PagesCopied | PagesStored | PagesFetched | StoreState
+TierCommand = CopyPages | StorePages | FetchPages | DropPages | KeepPages
+TierEvent = PagesCopied | PagesStored | PagesFetched | PagesKept | StoreState

@@ -31,13 +31,17 @@ from .fleet import Fleet
 from .health import HealthMonitor
 from .metrics import RouterMetrics
 from .options import RouterOptions
+from .sessions import SessionEndpoints
 
 GENERATION_PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
 TEXT_PATHS = ("/tokenize", "/detokenize")
 MODEL_PATHS = ("/v1/models", "/v1/models/{name:path}", "/model_info", "/get_model_info", "/openapi.json")
 HEALTH_PATHS = ("/health", "/readyz", "/livez", "/health_generate")
 QUESTION_PATHS = (*HEALTH_PATHS, "/metrics", "/metrics/targets", "/server_info", "/get_server_info")
-USERS_PATHS = frozenset((*GENERATION_PATHS, *MODEL_PATHS, *TEXT_PATHS, *QUESTION_PATHS, "/abort_request"))
+SESSION_PATHS = ("/kv/sessions", "/kv/sessions/{name:path}", "/kv/snapshot", "/kv/restore", "/slots/{id:path}")
+USERS_PATHS = frozenset(
+    (*GENERATION_PATHS, *MODEL_PATHS, *TEXT_PATHS, *QUESTION_PATHS, *SESSION_PATHS, "/abort_request")
+)
 """For whoever has a key; every other path is the admin's."""
 PATHS = (*sorted(USERS_PATHS), "/flush_cache")
 """By which answers are counted."""
@@ -69,6 +73,7 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
     bodies = ClientBodies(options.max_body_bytes)
     control = ControlEndpoints(fleet, client, bodies, options)
     generation = GenerationEndpoint(dispatcher, bodies)
+    sessions = SessionEndpoints(control, fleet, bodies)
     health_prompt = GenerationEndpoint(dispatcher, bodies, orjson.dumps(HEALTH_PROMPT))
     visits = VisitCounts()
     metrics = RouterMetrics(fleet, visits, GENERATION_PATHS)
@@ -103,6 +108,11 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
             *(Route(path, control.server_info) for path in ("/server_info", "/get_server_info")),
             Route("/transfers", control.transfers),
             Route("/abort_request", control.abort_request, methods=["POST"]),
+            Route("/kv/sessions", sessions.listed, methods=["GET"]),
+            Route("/kv/sessions/{name:path}", sessions.delete, methods=["DELETE"]),
+            Route("/kv/snapshot", sessions.snapshot, methods=["POST"]),
+            Route("/kv/restore", sessions.restore, methods=["POST"]),
+            Route("/slots/{id:path}", sessions.slots, methods=["POST"]),
             Route("/flush_cache", control.flush_cache, methods=["POST"]),
         ],
         exception_handlers={

@@ -118,7 +118,7 @@ class ControlEndpoints:
         body = await self._bodies.read(request) if request.method == "POST" else b""
         answers_clients = (Role.WORKER, Role.DECODE, Role.PREFILL)
         for instance in sorted(self._fleet.healthy(), key=lambda i: answers_clients.index(i.role)):
-            said = await self._ask(instance, request, body)
+            said = await self.ask(instance, request, body)
             if said.status:
                 return answer_of(said)
             if said.is_late:
@@ -128,7 +128,7 @@ class ControlEndpoints:
 
     async def server_info(self, request: Request) -> Response:
         """GET /server_info: the router's view of every instance, and each instance's own."""
-        told = await self._ask_all(request)
+        told = await self.ask_all(request)
         instances = [{**said.instance.summary(), "info" if said.ok else "error": said.body} for said in told]
         options = self._options
         router = {"policy": options.policy, "can_serve": self._fleet.can_serve(), "retries": options.retries}
@@ -136,7 +136,7 @@ class ControlEndpoints:
 
     async def transfers(self, request: Request) -> Response:
         """GET /transfers: those of every instance; 503 where none tells of any."""
-        told = [said for said in await self._ask_all(request) if said.ok and isinstance(said.body, dict)]
+        told = [said for said in await self.ask_all(request) if said.ok and isinstance(said.body, dict)]
         if not told:
             return error_response(NoInstanceError("no instance tells of its hand-overs"))
         rooms = [room | {"instance": said.instance.url} for said in told for room in said.body.get("transfers", [])]
@@ -144,7 +144,7 @@ class ControlEndpoints:
 
     async def abort_request(self, request: Request) -> Response:
         """POST /abort_request: to all; a request of a pair runs on both of its legs and counts once."""
-        told = await self._ask_all(request, await self._bodies.read(request))
+        told = await self.ask_all(request, await self._bodies.read(request))
         if refused := refusal(told):
             return refused
         # A prefill serves whole requests as well; legs are those that another instance answers.
@@ -153,28 +153,40 @@ class ControlEndpoints:
 
     async def flush_cache(self, request: Request) -> Response:
         """POST /flush_cache: to all; an error as soon as one that is up refuses."""
-        told = await self._ask_all(request)
+        told = await self.ask_all(request)
         if refused := refusal(told):
             return refused
         flushed = sum(said.count("flushed") for said in told)
         return json_response({"success": True, "flushed": flushed, "instances": [said.report() for said in told]})
 
-    async def _ask_all(self, request: Request, body: bytes = b"") -> list[Said]:
-        return await asyncio.gather(*(self._ask(i, request, body) for i in self._fleet.instances))
+    async def ask_all(self, request: Request, body: bytes = b"") -> list[Said]:
+        """The answers of all, in the order of the fleet; see ``ask``."""
+        return await asyncio.gather(*(self.ask(i, request, body) for i in self._fleet.instances))
 
-    async def _ask(self, instance: Instance, request: Request, body: bytes = b"") -> Said:
-        """An instance's answer to the client's own question. Never raises: a failure is what the answer tells."""
+    async def ask(
+        self,
+        instance: Instance,
+        request: Request,
+        body: bytes = b"",
+        *,
+        seconds: float = QUESTION_TIMEOUT,
+        query: str = "",
+    ) -> Said:
+        """An instance's answer to the client's own question. Never raises: a failure is what the answer tells.
+
+        ``seconds``: how long it may take. ``query``: goes behind the path, with its question mark.
+        """
         if instance.state is HealthState.UNHEALTHY:
             return Said(instance, 0, instance.reason)
         scope = request.scope
         # The server leaves out the body of an answer to HEAD by itself.
         method = "GET" if request.method == "HEAD" else request.method
         try:
-            async with asyncio.timeout(QUESTION_TIMEOUT):
-                path, headers = quote(scope["path"]), passed_on(scope["headers"])
+            async with asyncio.timeout(seconds):
+                path, headers = quote(scope["path"]) + query, passed_on(scope["headers"])
                 answer = await self._client.fetch(method, instance.url, path, body, headers)
         except TimeoutError:
-            return Said(instance, 0, f"no answer within {QUESTION_TIMEOUT:g} s", is_late=True)
+            return Said(instance, 0, f"no answer within {seconds:g} s", is_late=True)
         except BadAnswer as exc:
             # It answers, so it lives; what it says is no use.
             return Said(instance, 502, error_body(502, f"{instance} answered what can't be passed on: {exc}"))

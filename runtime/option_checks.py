@@ -10,7 +10,7 @@ from .cluster_secret import ClusterSecret, addresses
 from .cpu_list import PlacementError, parse_cpus
 from .kv_event_checks import kv_event_complaints
 from .options import RECENT_TOKENS, ServerOptions
-from .tier_checks import tier_complaints
+from .tier_checks import session_complaints, tier_complaints
 from .web.keys import KeyFileError, read_keys
 from .web.ports import is_loopback
 
@@ -58,6 +58,7 @@ def check_options(options: ServerOptions) -> None:
         *_ranks(options),
         *tier_complaints(options),
         *kv_event_complaints(options),
+        *session_complaints(options),
         *_double_sparsity(options),
         *_graphs(options),
     ]

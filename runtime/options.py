@@ -201,6 +201,15 @@ class ServerOptions:
         What the published messages begin with.
     kv_events_buffer
         How many of the newest messages are kept for replay.
+    kv_sessions_dir
+        A folder in which POST /kv/snapshot writes requests down, that go on after a restart or at another instance that
+        has it, too. Their KV goes to the third tier; without one it is computed again. Who may write there is trusted.
+    kv_sessions_ttl
+        Hours after which a session is gone, and its KV may go from the store. A request may ask for less.
+    kv_sessions_size
+        Most GB that all sessions take together, with the KV that is kept for them.
+    kv_sessions_quota
+        The same of the sessions of one API key.
     disable_overlap_schedule
         Plan a step only when the one before it is done.
     stream_interval
@@ -356,6 +365,10 @@ class ServerOptions:
     kv_events_replay_endpoint: str | None = None
     kv_events_topic: str = ""
     kv_events_buffer: int = 10_000
+    kv_sessions_dir: str | None = None
+    kv_sessions_ttl: float = 168.0
+    kv_sessions_size: float = 10.0
+    kv_sessions_quota: float = 2.0
     disable_overlap_schedule: bool = False
     stream_interval: int = 1
     incremental_streaming_output: bool = False

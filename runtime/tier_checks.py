@@ -1,4 +1,4 @@
-"""Refuses options of the tiers behind the KV pool that can't work."""
+"""Refuses options of the tiers behind the KV pool, and of sessions, that can't work."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .options import ServerOptions
+
+
+def session_complaints(options: ServerOptions) -> Iterator[str]:
+    """As ``tier_complaints``."""
+    for flag, value in (
+        ("--kv-sessions-ttl", options.kv_sessions_ttl),
+        ("--kv-sessions-size", options.kv_sessions_size),
+        ("--kv-sessions-quota", options.kv_sessions_quota),
+    ):
+        if not (value > 0 and math.isfinite(value)):
+            yield f"{flag} is {value:g}: it must be above 0"
+    if options.kv_sessions_dir is not None and not options.kv_sessions_dir:
+        yield "--kv-sessions-dir is empty: name a folder, or leave it out"
 
 
 def tier_complaints(options: ServerOptions) -> Iterator[str]:

@@ -217,6 +217,15 @@ class KVMemory:
         pages: I32 = self._table.table[hold.row, start : end : self.page_size] // self.page_size
         return pages
 
+    def pages_with_kv(self, req: Req | None, tokens: I32, extra_key: str) -> I32:
+        """The pages that hold the KV of ``tokens`` (whole pages, of which all is computed by what was sent), as far as
+        they are there: a request's own where it has some, else what is cached. They are anybody's after this turn.
+        """
+        if req is not None and req.hold is not None:
+            return self._pages(req.hold, 0, len(tokens)) if req.hold.verified else np.empty(0, dtype=np.int32)
+        found: I32 = self._cache.match_prefix(tokens, extra_key).slots[:: self.page_size] // self.page_size
+        return found
+
     def chunk_room(self, req: Req, start: int) -> int | None:
         """How many tokens from position ``start`` on window pages suffice for in one step, at least 1; None: any."""
         if self._windows is None:

@@ -39,6 +39,7 @@ from ..messages.moves import MigrateReq, MigrateResult
 from ..messages.outputs import ReqError
 from ..messages.requests import AbortReq, GenerateReq, StopReq
 from ..messages.routes import ToScheduler, ToSchedulerFromWorker
+from ..messages.sessions import ResumeReq, SessionMessage, SnapshotReq
 from ..messages.tiers import TierEvent
 from ..messages.worker import StepResult, WorkerEvent, WorkerReady
 from ..runtime.child import ChildContext, start_child
@@ -50,6 +51,7 @@ from .metrics_report import MetricsReport
 from .occupation import Occupation
 from .outbox import Outbox
 from .scheduler import Scheduler
+from .sessions import refuse_loading
 
 log = logging.getLogger(__name__)
 
@@ -209,12 +211,16 @@ class SchedulerProcess:
                 self._outbox.answer(MemoryResult(message.id, 503, "the model is still loading"))
             elif isinstance(message, ResizeReq):
                 self._outbox.answer(ResizeResult(message.id, 503, 0, 0, "the model is still loading"))
+            elif isinstance(message, SnapshotReq | ResumeReq):
+                self._outbox.answer(refuse_loading(message))
         elif isinstance(message, GenerateReq):
             self._admit(scheduler, message, now)
         elif isinstance(message, AbortReq):
             scheduler.abort(message)
         elif isinstance(message, StopReq):
             scheduler.stop(message)
+        elif isinstance(message, SessionMessage):
+            scheduler.sessions.on_message(message, now)
         elif isinstance(message, FlushCacheReq):
             self._outbox.answer(self._flush_cache(scheduler, message))
         elif isinstance(message, ServerInfoReq):

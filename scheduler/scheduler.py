@@ -40,6 +40,7 @@ from .pace import PaceMeter
 from .planner import StepPlanner
 from .refusals import BAD_REQUEST, BUSY, NO_EXCHANGE, Refusal, refuse_more, refuse_prompt
 from .req import Req, ReqState, Route
+from .sessions import Sessions
 from .step_builder import InFlightStep
 from .tier_counts import NOTHING_BEYOND
 from .tiers import KVTiers
@@ -61,6 +62,7 @@ class Scheduler:
         self.planner = StepPlanner(options, self.memory, worker.device, self.cost_model)
         self.outbox = outbox
         self.reqs: dict[str, Req] = {}
+        self.sessions = Sessions(self)
         self.forks = Forks(self.reqs)
         self.counters = Counters()
         self.draining = False
@@ -84,7 +86,7 @@ class Scheduler:
 
     def admit_message(self, msg: GenerateReq, now: float) -> None:
         """Take a request in, or refuse it with a reason."""
-        refusal = self._refusal(msg)
+        refusal = self.refusal(msg)
         if refusal is not None:
             log.debug("refused with %d: %s", refusal.status, refusal.message, extra={"rid": msg.rid})
             self.outbox.error(ReqError(msg.rid, *refusal))
@@ -134,7 +136,8 @@ class Scheduler:
         is_sender = self.handovers.names_here(where) or (self.role == "prefill" and self.handovers.may_mean_here(where))
         return Route.OUTGOING if is_sender else Route.INCOMING
 
-    def _refusal(self, msg: GenerateReq) -> Refusal | None:
+    def refusal(self, msg: GenerateReq) -> Refusal | None:
+        """Why a request is not taken in now, None where it is."""
         if self.draining:
             return Refusal(503, "the instance is draining; send the request to another one", BUSY)
         if msg.rid in self.reqs:
@@ -226,6 +229,7 @@ class Scheduler:
         self.counters.ended(req)
         if self.tiers is not None:
             self.tiers.forget(req.rid)
+        self.sessions.ended(req)
         if req.hold is not None:
             self.memory.finish(req)
         log.debug("%s after %d output tokens", state, req.output_len, extra={"rid": req.rid})
@@ -450,7 +454,7 @@ class Scheduler:
     def admit_moved(self, msg: GenerateReq, output: I32, max_new_tokens: int) -> Req | str:
         """Take in a request that ran elsewhere and has ``output``; it waits for ``start_moved``. Or why not."""
         prompt_len = len(msg.input_ids) // 4
-        refusal = self._refusal(msg)
+        refusal = self.refusal(msg)
         if refusal is not None:
             return refusal.message
         limit = min(self.worker.context_length, self.memory.max_total_tokens)
@@ -469,7 +473,7 @@ class Scheduler:
 
     def admit_gift(self, msg: GenerateReq) -> Req | str:
         """Make room for the KV of a prompt that ran elsewhere, or say why not; nothing is computed of it."""
-        refusal = self._refusal(msg)
+        refusal = self.refusal(msg)
         if refusal is not None:
             return refusal.message
         req = self.reqs[msg.rid] = Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, 1, 1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from ..messages.base import Message, pack_i32
 from ..messages.metrics import StoreMetrics
 from ..messages.tiers import DropPages, FetchPages, PagesFetched, PagesStored, StorePages, StoreState
 from ..runtime.options import ServerOptions
+from .kept_pages import KeptPages
 from .tier_counts import TierCounts
 
 LEAST_FETCH = 256
@@ -77,6 +78,8 @@ class StoreLink:
         """Of what the host has, what nobody had used since the store brought it."""
         self._fetches: dict[int, Fetch] = {}
         self._fetching: dict[str, int] = {}
+        self._insistent: set[str] = set()
+        self.kept = KeptPages(self, lambda: next(ids))
 
     # --- to be written ---
 
@@ -97,6 +100,28 @@ class StoreLink:
             self._stored.discard(page_hash)
         if hashes:
             self._commands.append(DropPages(b"".join(hashes)))
+
+    def save_first(self, hashes: Sequence[bytes]) -> None:
+        """Of what is to be written, these before all others."""
+        for page_hash in reversed(hashes):
+            if page_hash in self._backlog:
+                self._backlog.move_to_end(page_hash, last=False)
+
+    def is_saving(self, hashes: Sequence[bytes]) -> bool:
+        """See ``SavesPages``."""
+        under_way = {page_hash for storing in self._storing.values() for page_hash in storing.hashes}
+        return any(page_hash in self._backlog or page_hash in under_way for page_hash in hashes)
+
+    def save_again(self, hashes: Sequence[bytes]) -> None:
+        """See ``SavesPages``."""
+        self._stored.difference_update(hashes)
+        for page_hash in hashes:
+            if page_hash in self._host:
+                self.remember(page_hash)
+
+    def tell_store(self, message: Message) -> None:
+        """See ``SavesPages``."""
+        self._commands.append(message)
 
     def forget_backlog(self) -> None:
         """The host has nothing any more."""
@@ -136,8 +161,9 @@ class StoreLink:
         pages = self._host.reserve(len(missing))
         fetch_id = next(self._ids)
         tokens = len(pages) * self._page_size
+        policy = "wait_complete" if rid in self._insistent else self._patience
         patience = {"best_effort": 0.0, "wait_complete": LONGEST_WAIT}.get(
-            self._patience, min(LONGEST_WAIT, WAIT_BASE + WAIT_PER_KILOTOKEN * tokens / 1000)
+            policy, min(LONGEST_WAIT, WAIT_BASE + WAIT_PER_KILOTOKEN * tokens / 1000)
         )
         missing = missing[: len(pages)]
         self._fetches[fetch_id] = Fetch(rid, missing, pages, now, patience)
@@ -145,6 +171,10 @@ class StoreLink:
         self._counts.asked += len(pages)
         packed = pack_i32(np.array(pages, dtype=np.int32))
         self._commands.append(FetchPages(fetch_id, b"".join(missing), packed))
+
+    def insist(self, rid: str) -> None:
+        """This request, which comes now, is worth waiting for."""
+        self._insistent.add(rid)
 
     def must_wait(self, rid: str, now: float) -> bool:
         """Whether the request is not to be admitted yet, since more of it may be here soon."""
@@ -154,6 +184,7 @@ class StoreLink:
     def forget(self, rid: str) -> None:
         """The request has ended, or begun. What is on its way for it is kept for others."""
         self._fetching.pop(rid, None)
+        self._insistent.discard(rid)
 
     def take_brought(self, hashes: list[bytes]) -> int:
         """A request uses these, which the host has; how many are here because the store brought them just now."""
@@ -167,6 +198,7 @@ class StoreLink:
         """All that it has to be told. Once a turn: what has come due until ``now`` is seen to in it."""
         self._turn_at = now
         self._next_batch(now)
+        self.kept.advance(now)
         messages, self._commands = self._commands, []
         return messages
 
@@ -175,6 +207,8 @@ class StoreLink:
         ends = [f.asked_at + f.patience for f in self._fetches.values() if f.patience and f.rid in self._fetching]
         if self._backlog and not self._storing and self.state.breaker != "open":
             ends.append(self._again_at)
+        if (keeping := self.kept.timeout(now)) is not None:
+            ends.append(now + keeping)
         # What came due since this turn began has not been seen yet.
         left = [max(0.0, end - now) for end in ends if end > self._turn_at]
         return min(left) if left else None

@@ -36,7 +36,16 @@ from ..mem_cache.window_pages import WindowPages
 from ..messages.base import I32, Message, pack_i32
 from ..messages.metrics import TierMetrics
 from ..messages.outputs import CachedBeyond
-from ..messages.tiers import CopyPages, PageCopy, PagesCopied, PagesFetched, PagesStored, StoreState, TierEvent
+from ..messages.tiers import (
+    CopyPages,
+    PageCopy,
+    PagesCopied,
+    PagesFetched,
+    PagesKept,
+    PagesStored,
+    StoreState,
+    TierEvent,
+)
 from ..messages.worker import WorkerReady
 from ..runtime.options import ServerOptions
 from .req import Req
@@ -150,6 +159,15 @@ class KVTiers:
         """Which window page each of these has, ``NONE`` for none; None where there are no windows."""
         return [None] * len(pages) if self.windows is None else self.windows.page_of[pages].tolist()
 
+    def save(self, hashes: Sequence[bytes], pages: I32) -> None:
+        """Whatever the policy is, somebody wants to find these again: to the host, and before anything else to the
+        store. Not within a plan.
+        """
+        self.host.use(hashes)
+        self._save(hashes, pages, self._before)
+        if self.store is not None:
+            self.store.save_first(hashes)
+
     # --- host → pool ---
 
     def find(self, req: Req, cached: int, limit: int) -> list[int]:
@@ -239,6 +257,8 @@ class KVTiers:
             self.store.on_state(event, now)
         elif isinstance(event, PagesStored):
             self.store.on_stored(event, now)
+        elif isinstance(event, PagesKept):
+            self.store.kept.on_kept(event)
         elif isinstance(event, PagesFetched):
             self.store.on_fetched(event)
 

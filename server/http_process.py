@@ -27,6 +27,8 @@ from ..runtime.web.server import ChildServer
 from .http.app import make_app
 from .http.engine_client import EngineClient
 from .http.served_model import ServedModel
+from .http.session_files import SessionError
+from .http.session_folder import open_sessions
 
 BACKLOG = 2048
 CLOSE_TIMEOUT_SECONDS = 1
@@ -87,7 +89,8 @@ def main() -> None:
         sys.exit(1)
     try:
         model = ServedModel.read(ctx.options)
-    except ModelError as e:
+        open_sessions(ctx.options)
+    except (ModelError, SessionError) as e:
         sys.exit(f"http: {e}")
     uvloop.run(serve(ctx, listener, model))
 

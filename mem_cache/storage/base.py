@@ -79,6 +79,13 @@ class PageStore(ABC):
         """
 
     @abstractmethod
+    def keep(self, hashes: Sequence[bytes], until: float) -> int:
+        """Let these go after all others until that time (Unix), where it is this store's to choose; 0: no longer.
+
+        Returns how many of the first are there. Raises ``StoreUnavailable``.
+        """
+
+    @abstractmethod
     def usage(self) -> StoreUsage:
         """For people; cheap."""
 

@@ -1,9 +1,9 @@
 """KV pages as files of a folder, which instances of one host, or of several with a shared file system, may share.
 
-Life of a file: written beside its place under a name of this process's → renamed into place, so that a reader finds
-all of it or nothing → its time of change is moved on when it is read → removed when the folder has outgrown its limit,
-longest unused first, or at once where it is found bad. A process that is killed leaves at most one unfinished file,
-which the next one removes when it is an hour old.
+Life of a file: written beside its place under a name of this process's → renamed into place, so that a reader finds all
+of it or nothing → its time of change is moved on when it is read, or far on where it is to be kept → removed when the
+folder has outgrown its limit, longest unused first, or at once where it is found bad. A process that is killed leaves
+at most one unfinished file, which the next one removes when it is an hour old.
 
 Nothing is flushed to the disk: what a loss of power leaves behind is found by its checksum.
 """
@@ -121,6 +121,22 @@ class FileStore(PageStore):
         except OSError as e:
             if e.errno not in FULL:
                 raise self._unavailable(e) from e
+
+    def keep(self, hashes: Sequence[bytes], until: float) -> int:
+        """See the base class."""
+        for i, page_hash in enumerate(hashes):
+            path = self._path(page_hash)
+            try:
+                changed = path.stat().st_mtime
+                when = until or time.time()
+                if (changed < when) if until else (changed > when):
+                    os.utime(path, (when, when))
+            except FileNotFoundError:
+                return i
+            except OSError as e:
+                if e.errno not in (errno.EROFS, errno.EPERM, errno.EACCES):
+                    raise self._unavailable(e) from e
+        return len(hashes)
 
     def usage(self) -> StoreUsage:
         """See the base class."""

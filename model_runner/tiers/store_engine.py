@@ -18,7 +18,16 @@ from ...mem_cache.page_hash import HASH_BYTES
 from ...mem_cache.storage.base import PageStore, StoreError, StoreFull
 from ...mem_cache.storage.breaker import Breaker, BreakerState
 from ...messages.base import unpack_i32
-from ...messages.tiers import DropPages, FetchPages, PagesFetched, PagesStored, StorePages, StoreState
+from ...messages.tiers import (
+    DropPages,
+    FetchPages,
+    KeepPages,
+    PagesFetched,
+    PagesKept,
+    PagesStored,
+    StorePages,
+    StoreState,
+)
 from .host_pool import HostPool
 
 log = logging.getLogger(__name__)
@@ -28,7 +37,8 @@ T = TypeVar("T")
 USAGE_SECONDS = 1.0
 """Between two tellings of what the store holds."""
 
-StoreCommand = StorePages | FetchPages | DropPages
+StoreCommand = StorePages | FetchPages | DropPages | KeepPages
+StoreEvent = PagesStored | PagesFetched | PagesKept | StoreState
 
 
 class StoreEngine:
@@ -38,7 +48,7 @@ class StoreEngine:
         self,
         store: PageStore,
         pool: HostPool,
-        emit: Callable[[PagesStored | PagesFetched | StoreState], None],
+        emit: Callable[[StoreEvent], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._pool, self._emit, self._clock = store, pool, emit, clock
@@ -94,6 +104,10 @@ class StoreEngine:
         hashes = [command.hashes[i : i + HASH_BYTES] for i in range(0, len(command.hashes), HASH_BYTES)]
         if isinstance(command, DropPages):
             self._ask(lambda: self._store.remove(hashes), None)
+            return
+        if isinstance(command, KeepPages):
+            count, error = self._ask(lambda: self._store.keep(hashes, command.until), 0)
+            self._emit(PagesKept(command.id, count, error))
             return
         views = [self._pool.page(page) for page in unpack_i32(command.pages).tolist()]
         if isinstance(command, FetchPages):

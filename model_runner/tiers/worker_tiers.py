@@ -11,16 +11,16 @@ import numpy as np
 from ...mem_cache.storage.base import StoreMisconfigured
 from ...mem_cache.storage.registry import make_store
 from ...messages.base import unpack_i32
-from ...messages.tiers import CopyPages, PagesCopied, PagesFetched, PagesStored, StoreState, TierCommand
+from ...messages.tiers import CopyPages, PagesCopied, TierCommand
 from ...model_files.errors import UnsupportedModel
 from ...runtime.options import ServerOptions
 from ..model_runner import ModelRunner
 from .host_pool import Bytes, HostPool
 from .page_codec import make_codecs
-from .store_engine import StoreEngine
+from .store_engine import StoreEngine, StoreEvent
 
 GB = 10**9
-EmitStored = Callable[[PagesStored | PagesFetched | StoreState], None]
+EmitStored = Callable[[StoreEvent], None]
 
 
 def host_pages(options: ServerOptions, num_pages: int, page_bytes: int) -> int:

@@ -75,11 +75,26 @@ from .openai_schemas import ChatBody, CompletionBody
 from .openapi import Described, make_openapi
 from .parsing import MAX_BODY_BYTES, MAX_BODY_VALUES, MAX_UPLOADS
 from .served_model import ServedModel
+from .session_folder import Sessions, open_sessions
+from .session_schemas import (
+    Deleted,
+    RestoreAnswer,
+    RestoreBody,
+    SessionList,
+    SlotAnswer,
+    SlotBody,
+    SnapshotAnswer,
+    SnapshotBody,
+)
+from .sessions import delete_session, list_sessions, restore, snapshot
+from .slots import slot_action
 from .state import HttpState
 from .text_schemas import DetokenizeBody, TokenizeBody
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
+SESSION_PATH = "/kv/sessions/{name:path}"
+SLOTS_PATH = "/slots/{id:path}"
 QUESTIONS: tuple[tuple[str, Endpoint, type[BaseModel]], ...] = (
     ("/health", health, Ready),
     ("/readyz", health, Ready),
@@ -91,6 +106,7 @@ QUESTIONS: tuple[tuple[str, Endpoint, type[BaseModel]], ...] = (
     ("/transfers", transfers, TransfersAnswer),
     ("/model_info", model_info, ModelInfo),
     ("/get_model_info", model_info, ModelInfo),
+    ("/kv/sessions", list_sessions, SessionList),
     ("/v1/models", list_models, ModelList),
     ("/v1/models/{name:path}", get_model, ModelCard),
 )
@@ -101,6 +117,9 @@ ORDERS: tuple[tuple[str, Endpoint, type[Body], type[BaseModel]], ...] = (
     ("/tokenize", tokenize, TokenizeBody, Tokens),
     ("/detokenize", detokenize, DetokenizeBody, Text),
     ("/abort_request", abort_request, AbortBody, Aborted),
+    ("/kv/snapshot", snapshot, SnapshotBody, SnapshotAnswer),
+    ("/kv/restore", restore, RestoreBody, RestoreAnswer),
+    (SLOTS_PATH, slot_action, SlotBody, SlotAnswer),
     ("/migrate", migrate, MigrateBody, Migrated),
     ("/drain", drain, DrainBody, Draining),
     ("/role", role, RoleBody, RoleChanged),
@@ -109,12 +128,16 @@ ORDERS: tuple[tuple[str, Endpoint, type[Body], type[BaseModel]], ...] = (
     ("/kv/resize", resize_pool, ResizeBody, PoolResized),
 )
 USERS_ORDERS = frozenset(
-    {"/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_request"}
+    {
+        *("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_request"),
+        *("/kv/snapshot", "/kv/restore", SESSION_PATH, SLOTS_PATH),
+    }
 )
-"""For whoever has a key, as questions are; an abort ends no more than the caller's own. Every other path is taken to
-change what others see, and is the admin's, also one that comes later and is forgotten here."""
+"""For whoever has a key, as questions are; an abort ends no more than the caller's own, and sessions are its own. Every
+other path is taken to change what others see, and is the admin's, also one that comes later and is forgotten here."""
 STREAMS: dict[str, type[BaseModel]] = {
     "/generate": Generated,
+    "/kv/restore": Generated,
     "/v1/completions": CompletionAnswer,
     "/v1/chat/completions": ChatChunk,
 }
@@ -124,7 +147,13 @@ STREAMS: dict[str, type[BaseModel]] = {
 def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: ServedModel | None = None) -> ASGIApp:
     """The application in front of ``engine``; ``model`` None: what the options say of it, without its files."""
     app = FastAPI(title="pdserve", version=version("pdserve"))
-    paths = [*(path for path, _, _ in QUESTIONS), *(path for path, _, _, _ in ORDERS), "/flush_cache", MOVED_PATH]
+    paths = [
+        *(path for path, _, _ in QUESTIONS),
+        *(path for path, _, _, _ in ORDERS),
+        "/flush_cache",
+        SESSION_PATH,
+        MOVED_PATH,
+    ]
     counts = VisitCounts()
     info = {"model": options.model_name, "version": version("pdserve"), "epoch": epoch}
     app.state.http = HttpState(
@@ -135,12 +164,13 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: Se
         model=model or ServedModel(options.model_names, options.model_path),
         ignored=Ignored(),
         metrics=MetricsPage(InstanceMetrics(options, engine, counts, info).families),
+        sessions=Sessions(open_sessions(options)),
         uploads=Uploads(MAX_UPLOADS * MAX_BODY_BYTES, MAX_BODY_VALUES),
         epoch=epoch,
         version=version("pdserve"),
         started=int(time.time()),
     )
-    described = {"/flush_cache": Described(None, Flushed)}
+    described = {"/flush_cache": Described(None, Flushed), SESSION_PATH: Described(None, Deleted)}
     for path, endpoint, answer in QUESTIONS:
         app.add_api_route(path, endpoint, methods=["GET"])
         described[path] = Described(None, answer)
@@ -148,6 +178,7 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: Se
         app.add_api_route(path, endpoint, methods=["POST"])
         described[path] = Described(body, answer, STREAMS.get(path))
     app.add_api_route("/flush_cache", flush_cache, methods=["POST"])
+    app.add_api_route(SESSION_PATH, delete_session, methods=["DELETE"])
     # For instances: who has a ticket needs no other key.
     app.add_api_route(MOVED_PATH, moved, methods=["POST"], include_in_schema=False)
     app.openapi = make_openapi(app, described)  # type: ignore[method-assign]

@@ -26,6 +26,7 @@ from ...messages.moves import MigrateResult, ReqArrived, ReqMoved
 from ...messages.outputs import ReqError, TextBatch
 from ...messages.requests import AbortReq, TokenizeReq
 from ...messages.routes import Question, ToHttp
+from ...messages.sessions import ReleaseReq, ResumeReq, SessionState, SnapshotResult
 from ...messages.text import Decoded, Encoded, Limits, LimitsReq, TextQuestion
 from ...runtime.web.keys import ANYBODY, Caller
 from ...runtime.web.moved_answer import Ticket
@@ -46,6 +47,7 @@ A = TypeVar(
     RoleResult,
     MemoryResult,
     ResizeResult,
+    SnapshotResult,
     Encoded,
     Decoded,
     Limits,
@@ -202,6 +204,35 @@ class EngineClient:
         submission.owner, submission.names, submission.follows = caller.name, names, follows
         return submission
 
+    def resume(
+        self, state: SessionState, owner: str, *, streaming: bool, caller: Caller = ANYBODY, follows: bool = False
+    ) -> Submission:
+        """Go on with what was written down for ``owner``, under the name that its request has now. Raises ``ApiError``
+        where that is in use, or after ``close``.
+        """
+        self._check_open()
+        request, arrival = state.running.request, time.monotonic()
+        if self.is_named(request.rid, caller):
+            raise bad_request("rid", f'"{request.rid}" is in use by a running request; choose another')
+        wire_rid = self._wire_rid(request.rid, ())
+        kind = Kind.STREAM if streaming else Kind.WHOLE
+        choice = Choice(0, 0, request.rid, wire_rid, arrival, kind=kind, replay=bool(state.running.output))
+        key = request.extra_key
+        if self._cache_by_key and not key.startswith(f"{owner}\0"):
+            key = f"{owner}\0{key}"  # it was written down where prefixes are everybody's
+        request = msgspec.structs.replace(request, rid=wire_rid, arrival=arrival, stream=streaming, extra_key=key)
+        running = msgspec.structs.replace(state.running, request=request)
+        names = {choice.rid: [choice]}
+        submission = Submission([choice], owner=caller.name, names=list(names), streaming=streaming, follows=follows)
+        self._tokenizer.send(ResumeReq(msgspec.structs.replace(state, running=running)))
+        self._names.add(caller.name, names)
+        self._live[wire_rid] = _Live(choice, submission)
+        return submission
+
+    def release(self, token_ids: bytes, extra_key: str, shared: int = 0) -> None:
+        """Nobody comes back for the KV of these tokens (int32), but for the first ``shared``."""
+        self._tokenizer.send(ReleaseReq(token_ids, extra_key, shared))
+
     def end(self, submission: Submission) -> None:
         """Forget a submission; whatever of it still runs is aborted."""
         self._names.remove(submission.owner, submission.names)
@@ -234,6 +265,10 @@ class EngineClient:
         """The engine's names of the running requests that ``caller`` calls ``rid``."""
         choices = self._names.find(caller, rid)
         return [choice.wire_rid for choice in choices if self._live.get(choice.wire_rid) is not None]
+
+    def known(self, rid: str, caller: Caller = ANYBODY) -> list[str]:
+        """The same, or of those of this name that have ended last."""
+        return self.running(rid, caller) or self._names.find_ended(caller, rid)
 
     def _abort(self, choices: Iterable[Choice], reason: str) -> AbortCount:
         running = [choice for choice in choices if self._live.get(choice.wire_rid) is not None]

@@ -106,13 +106,15 @@ class NativeRenderer:
         incremental: bool = False,
         texts: bool = False,
         prompt_ids: bool = False,
+        prompt_lens: list[int | None] | None = None,
     ) -> None:
         self._logprobs = [plan.logprobs for plan in plans]
         self._incremental = incremental
         self._texts = texts
         self._prompt_ids = prompt_ids
         self._lists: dict[int, LogprobLists] = {}
-        self._prompt_lens = [None if p.prompt.input_ids is None else len(p.prompt.input_ids) for p in plans]
+        known = [None if p.prompt.input_ids is None else len(p.prompt.input_ids) for p in plans]
+        self._prompt_lens = known if prompt_lens is None else prompt_lens
         self._as_list = as_list
 
     @property

@@ -1,11 +1,28 @@
-"""What clients call the requests that run. Each caller has names of its own, and means its own requests by them."""
+"""What clients call their requests. Each caller has names of its own, and means its own requests by them.
+
+Names of requests that have ended are known a little longer, for who wants to keep what they were (``sessions.py``),
+until the engine's name for one is given to another request.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from ...runtime.web.keys import Caller
 from .submission import Choice
+
+MAX_ENDED = 256
+
+
+@dataclass(slots=True)
+class _Ended:
+    """A submission that is over: its names, and the engine's of its choices, as far as they are no other's yet."""
+
+    owner: str
+    names: dict[str, list[str]]
+    still_its_own: set[str]
 
 
 class RunningNames:
@@ -13,6 +30,8 @@ class RunningNames:
 
     def __init__(self) -> None:
         self._choices: dict[tuple[str, str], list[Choice]] = {}
+        self._ended: deque[_Ended] = deque()
+        self._ended_by_wire_rid: dict[str, _Ended] = {}
 
     def __contains__(self, name: tuple[str, str]) -> bool:
         """Whether a caller, by its name, has a running request that goes by the second one."""
@@ -21,17 +40,34 @@ class RunningNames:
     def add(self, owner: str, named: Mapping[str, list[Choice]]) -> None:
         """These run now; none of the names may be taken."""
         self._choices.update(((owner, name), choices) for name, choices in named.items())
+        for choices in named.values():
+            for choice in choices:
+                ended = self._ended_by_wire_rid.pop(choice.wire_rid, None)
+                if ended is not None:
+                    ended.still_its_own.discard(choice.wire_rid)
 
     def remove(self, owner: str, names: Iterable[str]) -> None:
-        """Nothing goes by these names any more."""
-        for name in names:
-            del self._choices[owner, name]
+        """Nothing that runs goes by these names any more."""
+        removed = {name: [choice.wire_rid for choice in self._choices.pop((owner, name))] for name in names}
+        ended = _Ended(owner, removed, {wire_rid for wire_rids in removed.values() for wire_rid in wire_rids})
+        self._ended.append(ended)
+        self._ended_by_wire_rid.update(dict.fromkeys(ended.still_its_own, ended))
+        if len(self._ended) > MAX_ENDED:
+            for wire_rid in self._ended.popleft().still_its_own:
+                del self._ended_by_wire_rid[wire_rid]
 
     def find(self, caller: Caller, name: str) -> list[Choice]:
         """The choices that ``caller`` means: an admin anybody's, others their own."""
         if not caller.is_admin:
             return self._choices.get((caller.name, name), [])
         return [choice for (_, known), choices in self._choices.items() if known == name for choice in choices]
+
+    def find_ended(self, caller: Caller, name: str) -> list[str]:
+        """The engine's names of the choices that ended last of those that ``caller`` called so."""
+        for ended in reversed(self._ended):
+            if name in ended.names and (caller.is_admin or ended.owner == caller.name):
+                return [wire_rid for wire_rid in ended.names[name] if wire_rid in ended.still_its_own]
+        return []
 
     def owned(self, caller: Caller) -> list[Choice]:
         """Every choice that is ``caller``'s own, once."""

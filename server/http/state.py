@@ -15,6 +15,7 @@ from .engine_client import EngineClient
 from .fields import Ignored
 from .health import HealthCheck
 from .served_model import ServedModel
+from .session_folder import Sessions
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class HttpState:
     ignored: Ignored
     metrics: MetricsPage
     uploads: Uploads
+    sessions: Sessions
     epoch: str
     version: str
     started: int

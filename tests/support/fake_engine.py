@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import httpx
+import msgspec
 import orjson
 from starlette.types import ASGIApp
 
@@ -32,7 +33,8 @@ from pdserve.messages.outputs import (
     TextBatch,
     Timing,
 )
-from pdserve.messages.requests import AbortReq, TokenizeReq
+from pdserve.messages.requests import AbortReq, GenerateReq, TokenizeReq
+from pdserve.messages.sessions import ResumeReq, SnapshotReq, SnapshotResult
 from pdserve.messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits, LimitsReq
 from pdserve.runtime.options import ServerOptions
 from pdserve.server.http.app import make_app
@@ -62,6 +64,8 @@ class FakeEngine:
         self.end_aborted = True
         self.flush_result = FlushCacheResult(0, True, flushed=5)
         self.transfers: list[dict] = []
+        self.snapshot = SnapshotResult(0, status=404, message="unknown")
+        self.resumed: list[ResumeReq] = []
         self.errors: list[ReqError] = []
         self.requests: list[TokenizeReq] = []
         self.aborts: list[AbortReq] = []
@@ -79,6 +83,9 @@ class FakeEngine:
                     self._soon(ReqError(message.rid, error.status, error.message, error.kind, error.field, error.code))
                 elif not self.hold:
                     self.step(message, 0)
+            elif isinstance(message, ResumeReq):
+                self.resumed.append(message)
+                self.step(message.state.running.request, 0)
             elif isinstance(message, AbortReq):
                 self.aborts.append(message)
                 named = [r for r in self.requests if message.rid in ("", r.rid)] if self.end_aborted else []
@@ -99,7 +106,7 @@ class FakeEngine:
         async with asyncio.timeout(10), self.arrived:
             await self.arrived.wait_for(condition)
 
-    def step(self, request: TokenizeReq, i: int) -> None:
+    def step(self, request: TokenizeReq | GenerateReq, i: int) -> None:
         """Answer token ``i`` and, later, the rest."""
         last = i + 1 == min(request.sampling.max_new_tokens, MAX_OUTPUT)
         item = self.text(request, f"w{i} ", [i], FinishType.LENGTH if last else None)
@@ -109,7 +116,7 @@ class FakeEngine:
 
     def text(
         self,
-        request: TokenizeReq,
+        request: TokenizeReq | GenerateReq,
         text: str,
         token_ids: list[int],
         finish: FinishType | None = None,
@@ -142,6 +149,8 @@ class FakeEngine:
             self._soon(FlushCacheResult(question.id, result.success, result.flushed, result.message))
         elif isinstance(question, ServerInfoReq):
             self._soon(ServerInfo(question.id, {"role": "unified", "pool": {"in_use": 0}}))
+        elif isinstance(question, SnapshotReq):
+            self._soon(msgspec.structs.replace(self.snapshot, id=question.id))
         elif isinstance(question, TransfersReq):
             self._soon(Transfers(question.id, len(self.transfers), self.transfers))
         elif isinstance(question, LimitsReq):

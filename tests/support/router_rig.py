@@ -37,6 +37,8 @@ class FakeInstance:
     def __init__(self, script="ok", health=200):
         self.script, self.health, self.told = script, health, {}
         self.requests, self.questions = [], []
+        self.answers = {}
+        """Status and body of what is asked at a path."""
         self.arrived = asyncio.Event()
         self.go_on = asyncio.Event()
         self.port = 0
@@ -84,6 +86,10 @@ class FakeInstance:
             await getattr(self, "do_" + self.script)(seen, reader, writer)
         else:
             self.questions.append((method, path, body))
+            if path in self.answers:
+                self.reply(writer, *self.answers[path])
+                await writer.drain()
+                return True
             answer = {"from": self.port, "flushed": 3, "aborted": 1, "legs": self.legs}
             answer |= {"open": 2, "transfers": [{"room": self.port}]}
             self.reply(writer, *((400, {"error": {"message": "busy"}}) if self.refuses else (200, answer)))

@@ -264,6 +264,8 @@ class SimInstance:
         self.tokens: dict[str, list[int]] = {}
         self.items: dict[str, list[ReqTokens]] = {}
         self.ends: dict[str, ReqTokens | ReqError] = {}
+        self.answers: list[Message] = []
+        """To HTTP, that are no request's."""
         self.now = 1.0
 
     def submit(self, *args, **kwargs) -> None:
@@ -319,6 +321,8 @@ class SimInstance:
                     self.items.setdefault(item.rid, []).append(item)
                     if item.finish is not None:
                         self.ends[item.rid] = item
+            else:
+                self.answers.append(message)
 
 
 __all__ = ["SimInstance", "SimWorker", "SlotDelta", "make_generate", "make_options", "reference_output"]

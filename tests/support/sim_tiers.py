@@ -14,7 +14,7 @@ import numpy as np
 from pdserve.mem_cache.storage.base import PageStore, StoreUnavailable, StoreUsage
 from pdserve.mem_cache.storage.frame import HEADER_BYTES, BadFrame, check, header
 from pdserve.messages.base import Message, unpack_i32
-from pdserve.messages.tiers import CopyPages, DropPages, FetchPages, PagesCopied, StorePages
+from pdserve.messages.tiers import CopyPages, DropPages, FetchPages, KeepPages, PagesCopied, StorePages
 from pdserve.model_runner.tiers.host_pool import HostPool
 from pdserve.model_runner.tiers.page_codec import AsItIs
 from pdserve.model_runner.tiers.store_engine import StoreEngine
@@ -68,6 +68,9 @@ class MemoryStore(PageStore):
     def probe(self) -> None:
         self._ask()
 
+    def keep(self, hashes: Sequence[bytes], until: float) -> int:
+        return self.exists(hashes)
+
     def usage(self) -> StoreUsage:
         return StoreUsage(len(self.kept), None, self.bad, 0)
 
@@ -96,7 +99,7 @@ class TieredSim(SimInstance):
         self.pools = [pool.view(np.uint8).reshape(-1, page_bytes) for pool in self.worker.pools()]
         self.host = HostPool(host_pages, [AsItIs(page_bytes)] * len(self.pools), None)
         self.store = MemoryStore(page_bytes * len(self.pools), kept)
-        self.store_queue: deque[StorePages | FetchPages | DropPages] = deque()
+        self.store_queue: deque[StorePages | FetchPages | DropPages | KeepPages] = deque()
         self.engine = StoreEngine(self.store, self.host, self._on_store_event, clock=lambda: self.now)
 
     @property
@@ -108,7 +111,7 @@ class TieredSim(SimInstance):
         if isinstance(message, CopyPages):
             self.host.copy(self.pools, unpack_i32(message.copies).reshape(-1, 3))
             self.tiers.on_event(PagesCopied(message.id, 0.0), self.now)
-        elif isinstance(message, StorePages | FetchPages | DropPages):
+        elif isinstance(message, StorePages | FetchPages | DropPages | KeepPages):
             self.store_queue.append(message)
         else:
             super().on_command(message)

@@ -133,6 +133,21 @@ def test_a_folder_keeps_to_its_limit_and_drops_the_longest_unused(tmp_path):
     assert store.usage() == (3, 3 * FILE_BYTES, 0, 2)
 
 
+def test_what_is_kept_for_somebody_goes_last_until_its_time_is_over(tmp_path):
+    store = FileStore(tmp_path, PAGE, 4 * FILE_BYTES)
+    keep(store, 0, 1, 2, 3)
+    _ages(tmp_path, _0=4000, _1=3000, _2=2000, _3=1000)
+    later = time.time() + 1000
+    assert store.keep([page_hash(i) for i in (0, 1, 9, 2)], later) == 2
+    assert store.keep([page_hash(0)], later - 500) == 1  # another's wish makes it no shorter
+    assert fetch(store, 0) == pages(0)
+    keep(store, 4)
+    assert [i for i in range(5) if _file(tmp_path, i).exists()] == [0, 1, 4]
+    assert _file(tmp_path, 0).stat().st_mtime == pytest.approx(later)
+    assert store.keep([page_hash(0)], 0) == 1
+    assert _file(tmp_path, 0).stat().st_mtime <= time.time()
+
+
 def test_what_others_wrote_counts_when_a_folder_is_full(tmp_path, monkeypatch):
     monkeypatch.setattr(file_store, "RECOUNT_SECONDS", 0.0)
     one, other = (FileStore(tmp_path, PAGE, 4 * FILE_BYTES) for _ in range(2))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -24,9 +25,11 @@ from support.sim import NO_WINDOW, SimWindow, reference_output
 from support.sim_tiers import TieredSim
 
 from pdserve.mem_cache.host_tier import HostTier
+from pdserve.messages.sessions import ResumeReq, SessionState, SnapshotReq, SnapshotResult
 from pdserve.messages.tiers import PageCopy
 from pdserve.model_runner.tiers.host_pool import HostPool
 from pdserve.scheduler import store_link
+from pdserve.scheduler.kv_memory import KVMemory
 from pdserve.scheduler.store_link import StoreLink
 from pdserve.scheduler.tiers import KVTiers
 
@@ -45,6 +48,8 @@ class Tiers(RuleBasedStateMachine):
         super().__init__()
         store_link.LEAST_FETCH = 4
         self.asked: dict[str, tuple[list[int], int]] = {}
+        self.snapshots: dict[int, tuple[list[int], int]] = {}
+        self.saved: list[tuple[SessionState, tuple[list[int], int]]] = []
         self.count = 0
 
     @initialize(
@@ -116,6 +121,26 @@ class Tiers(RuleBasedStateMachine):
         self.asked.pop(rid)
         self.sim.scheduler.abort(AbortReq(rid, "test"))
 
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), with_output=st.booleans())
+    def snapshot(self, data, with_output):
+        rid = data.draw(st.sampled_from(sorted(self.asked)))
+        self.count += 1
+        self.snapshots[self.count] = self.asked[rid]
+        self.sim.scheduler.sessions.on_message(SnapshotReq(self.count, rid, with_output, 1e10), self.sim.now)
+
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data())
+    def resume(self, data):
+        """Sessions outlive restarts, and what became of their pages."""
+        state, meant = data.draw(st.sampled_from(self.saved))
+        rid = f"r{self.count}"
+        self.count += 1
+        self.asked[rid] = meant
+        request = msgspec.structs.replace(state.running.request, rid=rid, arrival=self.sim.now)
+        running = msgspec.structs.replace(state.running, request=request)
+        self.sim.scheduler.sessions.on_message(ResumeReq(msgspec.structs.replace(state, running=running)), self.sim.now)
+
     @precondition(lambda self: self.sim.store.kept)
     @rule(data=st.data(), kind=st.sampled_from(("flip", "flip all", "cut", "swap", "lose")))
     def spoil(self, data, kind):
@@ -154,6 +179,11 @@ class Tiers(RuleBasedStateMachine):
             self.check_answers()
 
     def check_answers(self):
+        for said in self.sim.answers:
+            assert isinstance(said, SnapshotResult)
+            if said.state is not None and said.state.is_open:
+                self.saved.append((said.state, self.snapshots[said.id]))
+        self.sim.answers.clear()
         for rid in [rid for rid in self.asked if rid in self.sim.ends]:
             tokens, output = self.asked.pop(rid)
             assert self.sim.tokens[rid] == reference_output(tokens, output), (rid, self.sim.ends[rid])
@@ -256,7 +286,13 @@ def _pages_saved_without_their_window(patch):
     patch.setattr(KVTiers, "_window_pages", window_pages)
 
 
+def _snapshots_of_pages_that_are_anothers(patch):
+    pages = KVMemory.pages_with_kv
+    patch.setattr(KVMemory, "pages_with_kv", lambda self, *what: pages(self, *what)[::-1].copy())
+
+
 MISTAKES = [
+    _snapshots_of_pages_that_are_anothers,
     _windows_that_nobody_loads,
     _pages_saved_without_their_window,
     _copies_that_come_late,

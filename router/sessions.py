@@ -1,0 +1,123 @@
+"""Sessions over the router: an instance's own, found by asking one after the other.
+
+Where the instances share a folder, and a store, each has all sessions; else it has its own, and the router finds who. A
+request is snapshotted where it is answered. What a router can't do, it refuses: a restored answer as a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from .client_bodies import ClientBodies
+from .dispatcher import drop
+from .endpoints import ControlEndpoints, Said, answer_of, error_response, json_response, until_disconnect
+from .errors import BadRequestError, InstanceSilentError, NoInstanceError
+from .fleet import Fleet
+from .instance import Instance, Role
+
+SESSION_SECONDS = 600.0
+"""For a prompt to be computed, or the rest of an answer."""
+ACTION = re.compile(r"action=(save|restore|erase)")
+NOT_HERE = (404, 501)
+"""What an instance answers that has no such session or request, or no sessions at all."""
+ELSEWHERE = (*NOT_HERE, 409, 429, 502, 503)
+"""What may be another one's to answer."""
+NO_STREAM = (
+    "stream: a restored answer comes whole over the router; leave it out, or ask an instance itself (GET /server_info "
+    "has their addresses)"
+)
+
+
+class SessionEndpoints:
+    """``/kv/…`` and ``/slots/…``."""
+
+    def __init__(self, control: ControlEndpoints, fleet: Fleet, bodies: ClientBodies) -> None:
+        self._control = control
+        self._fleet = fleet
+        self._bodies = bodies
+
+    async def snapshot(self, request: Request) -> Response:
+        """POST /kv/snapshot: where the request is answered; a prompt, at the first that takes it."""
+        return await self._first(request, await self._bodies.read(request))
+
+    async def restore(self, request: Request) -> Response:
+        """POST /kv/restore: at the first that has the session."""
+        body = await self._bodies.read(request)
+        try:
+            fields = orjson.loads(body)
+        except orjson.JSONDecodeError as e:
+            raise BadRequestError(f"the body is not valid JSON: {e}") from None
+        if isinstance(fields, dict) and fields.get("stream"):
+            raise BadRequestError(NO_STREAM)
+        return await self._first(request, body)
+
+    async def slots(self, request: Request) -> Response:
+        """POST /slots/{id}: as its action says."""
+        query = request.url.query
+        if not ACTION.fullmatch(query):
+            raise BadRequestError("action: is save, restore or erase: POST /slots/ID?action=save")
+        body = await self._bodies.read(request)
+        if query.endswith("erase"):
+            return await self._everywhere(request, body, f"?{query}")
+        return await self._first(request, body, f"?{query}")
+
+    async def listed(self, request: Request) -> Response:
+        """GET /kv/sessions: those of all, each once, with the instances that have it."""
+        told = [said for said in await self._control.ask_all(request) if said.status]
+        good = [said for said in told if said.ok and isinstance(said.body, dict)]
+        if not good:
+            return answer_of(told[0]) if told else error_response(NoInstanceError("no instance can be reached"))
+        merged: dict[tuple[str, str], dict[str, Any]] = {}
+        for said in good:
+            for session in said.body.get("sessions", []):
+                known = merged.setdefault((session.get("owner", ""), session["name"]), session | {"instances": []})
+                known["instances"].append(said.instance.url)
+        return json_response({"sessions": [merged[key] for key in sorted(merged)]})
+
+    async def delete(self, request: Request) -> Response:
+        """DELETE /kv/sessions/{name}: wherever it is."""
+        query = f"?{request.url.query}" if request.url.query else ""
+        return await self._everywhere(request, b"", query)
+
+    async def _everywhere(self, request: Request, body: bytes, query: str) -> Response:
+        asked = (self._control.ask(instance, request, body, query=query) for instance in self._fleet.instances)
+        told = [said for said in await asyncio.gather(*asked) if said.status]
+        # Instances with one folder delete one file: the first of them has it.
+        done = [said for said in told if said.ok] or [said for said in told if said.status not in NOT_HERE] or told
+        return answer_of(done[0]) if done else error_response(NoInstanceError("no instance can be reached"))
+
+    async def _first(self, request: Request, body: bytes, query: str = "") -> Response:
+        """What the first instance says that knows what is meant; given up when the client leaves."""
+        work = asyncio.create_task(self._ask_in_turn(request, body, query))
+        left = asyncio.create_task(until_disconnect(request.receive))
+        try:
+            await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
+            return await work if work.done() else Response(status_code=499)
+        finally:
+            work.cancel()
+            await drop(left)
+
+    async def _ask_in_turn(self, request: Request, body: bytes, query: str) -> Response:
+        refused: Said | None = None
+        for instance in self._in_order():
+            said = await self._control.ask(instance, request, body, seconds=SESSION_SECONDS, query=query)
+            if said.is_late:
+                return error_response(InstanceSilentError(said.body))
+            if said.status and said.status not in ELSEWHERE:
+                return answer_of(said)
+            if said.status and (refused is None or refused.status in NOT_HERE):
+                refused = said
+        if refused is None:
+            return error_response(NoInstanceError("no instance is healthy"))
+        return answer_of(refused)
+
+    def _in_order(self) -> list[Instance]:
+        """Those first that answer clients."""
+        order = (Role.WORKER, Role.DECODE, Role.PREFILL)
+        return sorted(self._fleet.healthy(), key=lambda instance: order.index(instance.role))

@@ -1,0 +1,237 @@
+"""Requests whose state is written down, and that go on from it.
+
+A snapshot takes nothing from a request: it says what is known of it, as a move would (``messages/moves.py``), and has
+the pages that it fills put into the store. One that has ended is remembered for a while, so that a conversation can be
+kept when its turn is over. Going on is what a moved request does that brings no KV: what pool, host and store have of
+its tokens is found by its hashes, and the rest computed. So there is nothing here that could decode from a wrong page.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from ..mem_cache.page_hash import model_seed, prompt_hashes
+from ..messages.base import I32, unpack_i32
+from ..messages.moves import RunningRequest, problem_of
+from ..messages.outputs import ReqError, TokenLogprob
+from ..messages.requests import GenerateReq
+from ..messages.sessions import ReleaseReq, ResumeReq, SessionMessage, SessionState, SnapshotReq, SnapshotResult
+from ..messages.worker import WorkerReady
+from .kept_pages import Kept
+from .kv_memory import KVMemory
+from .outbox import Outbox
+from .refusals import BAD_REQUEST, BUSY, Refusal
+from .req import Req, ReqState, Route
+from .tiers import KVTiers
+
+log = logging.getLogger(__name__)
+
+MAX_ENDED = 256
+MAX_ENDED_TOKENS = 1 << 20
+"""Remembered of requests that have ended, 4 MiB; and how many one session may hold."""
+LOGPROB_WEIGHT = 16
+NO_STORE = (
+    "this instance has no KV store, so that the KV is computed again; start it with --enable-hierarchical-cache "
+    "--hicache-storage-backend file|redis --hicache-storage-url …"
+)
+
+
+@dataclass(slots=True, frozen=True)
+class _Known:
+    """A request, live or not. ``token_ids``: prompt and output. ``computed``: of how many there was KV."""
+
+    msg: GenerateReq
+    token_ids: I32
+    computed: int
+    max_new_tokens: int
+    logprobs: list[TokenLogprob]
+    input_logprobs: list[TokenLogprob] | None
+
+    @property
+    def weight(self) -> int:
+        """How many tokens it counts for, of those that are remembered."""
+        wanted = self.msg.logprobs
+        return len(self.token_ids) * (1 if wanted is None else LOGPROB_WEIGHT + wanted.top_num)
+
+
+class RunsRequests(Protocol):
+    """What is needed of the scheduler."""
+
+    worker: WorkerReady
+    tiers: KVTiers | None
+    memory: KVMemory
+    outbox: Outbox
+    reqs: dict[str, Req]
+
+    def refusal(self, msg: GenerateReq) -> Refusal | None:
+        """Why a request is not taken in now."""
+
+    def admit_moved(self, msg: GenerateReq, output: I32, max_new_tokens: int) -> Req | str:
+        """Take in a request that has output already, or say why not."""
+
+    def start_moved(self, req: Req, now: float) -> None:
+        """Go on with it."""
+
+
+class Sessions:
+    """See the module. ``scheduler`` asks it by ``on_message`` and tells it of every request that ends."""
+
+    def __init__(self, scheduler: RunsRequests) -> None:
+        self._scheduler = scheduler
+        self._worker = scheduler.worker
+        tiers, worker = scheduler.tiers, scheduler.worker
+        self._seed = tiers.seed() if tiers is not None else model_seed(worker.fingerprint, worker.layout)
+        self._ended: OrderedDict[str, _Known] = OrderedDict()
+        self._ended_tokens = 0
+
+    def on_message(self, message: SessionMessage, now: float) -> None:
+        """What HTTP asks for."""
+        if isinstance(message, SnapshotReq):
+            self._snapshot(message, now)
+        elif isinstance(message, ResumeReq):
+            self._resume(message.state, now)
+        else:
+            self._release(message)
+
+    def ended(self, req: Req) -> None:
+        """It is over: its KV is its own no more, but is found as long as nobody needed the memory."""
+        if req.route is Route.OUTGOING or req.state not in (ReqState.FINISHED, ReqState.ABORTED):
+            return
+        self._forget(req.rid)
+        known = self._ended[req.rid] = _known(req)
+        self._ended_tokens += known.weight
+        while len(self._ended) > MAX_ENDED or self._ended_tokens > MAX_ENDED_TOKENS:
+            self._forget(next(iter(self._ended)))
+
+    def _forget(self, rid: str) -> None:
+        known = self._ended.pop(rid, None)
+        if known is not None:
+            self._ended_tokens -= known.weight
+
+    # --- writing down ---
+
+    def _snapshot(self, ask: SnapshotReq, now: float) -> None:
+        req = self._scheduler.reqs.get(ask.rid)
+        known = _known(req) if req is not None else self._ended.get(ask.rid)
+        if known is None:
+            text = f"no request {ask.rid!r} runs here, or has ended lately"
+            self._answer(SnapshotResult(ask.id, status=404, message=text))
+            return
+        if req is not None and req.route is Route.OUTGOING:
+            text = f"request {ask.rid!r} is computed for another instance; ask that one, which answers it"
+            self._answer(SnapshotResult(ask.id, status=409, message=text))
+            return
+        if known.weight > MAX_ENDED_TOKENS:
+            text = "it has more tokens, or logprobs of them, than a session holds; ask for fewer top_logprobs"
+            self._answer(SnapshotResult(ask.id, status=413, message=text))
+            return
+        state = self._state(known, with_output=ask.with_output)
+        problem = problem_of(state.running, self._worker.vocab_size)
+        if problem is not None:
+            self._answer(SnapshotResult(ask.id, status=409, message=f"it can't be written down: {problem}"))
+            return
+        self._save(ask, state, known, req, now)
+
+    def _state(self, known: _Known, *, with_output: bool) -> SessionState:
+        msg = known.msg
+        output = known.token_ids[len(msg.input_ids) // 4 :] if with_output else np.empty(0, dtype=np.int32)
+        request = msgspec.structs.replace(msg, bootstrap=None, fork_of="", place=0, arrival=0.0)
+        return SessionState(
+            running=RunningRequest(request, output.tobytes(), known.max_new_tokens, 0.0),
+            fingerprint=self._worker.fingerprint,
+            kv_seed=self._seed,
+            logprobs=known.logprobs if with_output else [],
+            input_logprobs=known.input_logprobs if len(output) else None,
+        )
+
+    def _save(self, ask: SnapshotReq, state: SessionState, known: _Known, req: Req | None, now: float) -> None:
+        """Have the KV kept, and answer."""
+        tiers, page_size = self._scheduler.tiers, self._scheduler.memory.page_size
+        if tiers is None or tiers.store is None:
+            self._answer(SnapshotResult(ask.id, state, message=NO_STORE))
+            return
+        tokens = known.token_ids if ask.with_output else known.token_ids[: len(known.msg.input_ids) // 4]
+        wanted = min(len(tokens), known.computed) // page_size * page_size
+        pages = self._scheduler.memory.pages_with_kv(req, tokens[:wanted], known.msg.extra_key)
+        hashes = prompt_hashes(self._seed, tokens[: len(pages) * page_size], page_size, known.msg.extra_key)
+        short = "" if len(pages) * page_size == wanted else "others needed the memory before it was saved"
+        page_bytes = self._worker.layout.page_bytes
+
+        def done(kept: Kept) -> None:
+            message = kept.problem or short
+            result = SnapshotResult(ask.id, state, 200, message, kept.pages * page_size, kept.pages * page_bytes)
+            self._answer(result)
+
+        if not hashes:
+            done(Kept(0))
+            return
+        tiers.save(hashes, pages)
+        tiers.store.kept.want(hashes, ask.keep_until, now, done)
+
+    def _release(self, message: ReleaseReq) -> None:
+        tiers, page_size = self._scheduler.tiers, self._scheduler.memory.page_size
+        tokens = unpack_i32(message.token_ids)
+        if tiers is not None and tiers.store is not None and len(tokens) >= page_size:
+            hashes = prompt_hashes(self._seed, tokens, page_size, message.extra_key)[message.shared // page_size :]
+            if hashes:
+                tiers.store.kept.release(hashes)
+
+    def _answer(self, result: SnapshotResult) -> None:
+        self._scheduler.outbox.answer(result)
+
+    # --- going on ---
+
+    def _resume(self, state: SessionState, now: float) -> None:
+        request, output = state.running.request, unpack_i32(state.running.output)
+        refusal = self._refusal(state) or self._scheduler.refusal(request)
+        if refusal is not None:
+            self._scheduler.outbox.error(ReqError(request.rid, *refusal))
+            return
+        req = self._scheduler.admit_moved(request, output, state.running.max_new_tokens)
+        if isinstance(req, str):
+            self._scheduler.outbox.error(ReqError(request.rid, 409, f"it can't go on here: {req}", BAD_REQUEST))
+            return
+        if req.msg.logprobs is not None:
+            req.logprobs = list(state.logprobs)
+        if req.wants_input_logprobs and req.output_len:
+            req.input_logprobs = state.input_logprobs
+        if self._scheduler.tiers is not None and self._scheduler.tiers.store is not None:
+            self._scheduler.tiers.store.insist(req.rid)
+        log.info("it goes on after %d tokens of output", req.output_len, extra={"rid": req.rid})
+        self._scheduler.start_moved(req, now)
+
+    def _refusal(self, state: SessionState) -> Refusal | None:
+        if state.fingerprint != self._worker.fingerprint:
+            text = (
+                "the session is another model's, or that of another checkpoint, type or quantization of this one "
+                f"(fingerprint {state.fingerprint[:16]}, here {self._worker.fingerprint[:16]}); restore it where it "
+                "was made, or make it anew"
+            )
+            return Refusal(409, text, BAD_REQUEST)
+        wanted = state.output_len if state.running.request.logprobs is not None else 0
+        problem = problem_of(state.running, self._worker.vocab_size)
+        if problem is None and not state.is_open:
+            problem = "its answer has ended; send what comes next as a prompt that begins with its tokens"
+        if problem is None and len(state.logprobs) != wanted:
+            problem = "its logprobs are not those of its output"
+        return Refusal(409, f"the session can't go on: {problem}", BAD_REQUEST) if problem is not None else None
+
+
+def refuse_loading(message: SnapshotReq | ResumeReq) -> SnapshotResult | ReqError:
+    """What is said while there is no model yet."""
+    text = "the model is still loading; try again in a few seconds"
+    if isinstance(message, SnapshotReq):
+        return SnapshotResult(message.id, status=503, message=text)
+    return ReqError(message.state.running.request.rid, 503, text, BUSY)
+
+
+def _known(req: Req) -> _Known:
+    scores = list(req.input_logprobs) if req.input_logprobs is not None else None
+    tokens = req.token_ids[: req.known_len].copy()
+    return _Known(req.msg, tokens, min(req.computed, req.known_len), req.max_new_tokens, list(req.logprobs), scores)

@@ -1,0 +1,144 @@
+"""Sessions through real processes: written down, killed, started anew or elsewhere, and the same tokens."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import httpx
+from support.processes import ONE_THREAD, Launched, launched, pd_pair, wait_until
+
+PROMPT = [(7 * i) % 90 + 3 for i in range(400)]
+GREEDY = {"max_new_tokens": 300, "temperature": 0, "ignore_eos": True}
+SEEDED = {
+    **{"max_new_tokens": 300, "temperature": 0.9, "top_p": 0.95, "sampling_seed": 11, "ignore_eos": True},
+    **{"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2},
+}
+
+
+def args(tiny_args: list[str], folder: Path, *, store: bool = True) -> list[str]:
+    """Flags of an instance whose sessions and store lie in ``folder``."""
+    tier = ["--enable-hierarchical-cache", "--hicache-storage-backend", "file"]
+    tier += ["--hicache-storage-url", str(folder / "kv")]
+    sessions = ["--kv-sessions-dir", str(folder / "sessions")]
+    return [*ONE_THREAD, *tiny_args, "--max-total-tokens", "4096", *sessions, *(tier if store else [])]
+
+
+def snapshot_midway(server: Launched, name: str, sampling: dict, after: int = 40, **body) -> dict:
+    """Begin an answer, snapshot it in the middle, and leave."""
+    asked = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True, "rid": f"run-{name}", **body}
+    with server.client.stream("POST", server.url + "/generate", json=asked) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        for _ in range(after):
+            next(lines)
+        with httpx.Client(timeout=60, trust_env=False) as other:
+            said = other.post(server.url + "/kv/snapshot", json={"name": name, "rid": f"run-{name}"})
+    assert said.status_code == 200, said.text
+    return said.json()
+
+
+def restored(server: Launched, name: str, **body) -> dict:
+    response = server.post("/kv/restore", {"name": name, **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_an_answer_goes_on_after_a_kill_and_at_another_instance(tmp_path, tiny_args):
+    flags = args(tiny_args, tmp_path)
+    wanted = {"return_logprob": True, "logprob_start_len": 390}
+    with launched(tmp_path, "first", "server", *flags) as first:
+        first.wait_healthy()
+        saved = {
+            "greedy": snapshot_midway(first, "greedy", GREEDY),
+            "seeded": snapshot_midway(first, "seeded", SEEDED, **wanted),
+        }
+        for said in saved.values():
+            known = said["prompt_tokens"] + said["output_tokens"]
+            assert said["kv"] == "stored"
+            assert (said["prompt_tokens"], said["kv_tokens"]) == (400, (known - 1) // 16 * 16)
+            assert 40 <= said["output_tokens"] < 300
+        first.stop(signal.SIGKILL)
+    with launched(tmp_path, "first", "server", *flags) as again, launched(tmp_path, "other", "server", *flags) as other:
+        for server in (again, other):
+            server.wait_healthy()
+            listed = {s["name"]: s for s in server.client.get(server.url + "/kv/sessions").json()["sessions"]}
+            assert {name: s["kv_tokens"] for name, s in listed.items()} == {
+                name: s["kv_tokens"] for name, s in saved.items()
+            }
+        found = {name: restored(other, name) for name in saved}
+        assert restored(again, "greedy")["output_ids"] == found["greedy"]["output_ids"]
+        assert found["greedy"]["meta_info"]["cached_tokens"] == saved["greedy"]["kv_tokens"]
+        # The second one finds the prompt of the first; what little is left of its own is computed sooner than fetched.
+        assert found["seeded"]["meta_info"]["cached_tokens"] >= 400
+        streamed = other.post("/kv/restore", {"name": "greedy", "stream": True, "incremental": True})
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        assert other.client.delete(other.url + "/kv/sessions/greedy").status_code == 200
+        assert again.post("/kv/restore", {"name": "greedy"}).status_code == 404
+    with launched(tmp_path, "plain", "server", *ONE_THREAD, *tiny_args, "--max-total-tokens", "4096") as plain:
+        plain.wait_healthy()
+        for name, sampling in (("greedy", GREEDY), ("seeded", SEEDED)):
+            whole = plain.generate(input_ids=PROMPT, sampling_params=sampling, **(wanted if name == "seeded" else {}))
+            assert found[name]["output_ids"] == whole["output_ids"], name
+            assert found[name]["text"] == whole["text"]
+            for field in ("output_token_logprobs", "input_token_logprobs"):
+                assert found[name]["meta_info"].get(field) == whole["meta_info"].get(field)
+        assert plain.post("/kv/restore", {"name": "x"}).status_code == 501
+
+
+def test_without_a_store_and_with_a_damaged_one_it_is_computed(tmp_path, tiny_args):
+    flags = args(tiny_args, tmp_path)
+    with launched(tmp_path, "first", "server", *flags) as first:
+        first.wait_healthy()
+        snapshot_midway(first, "a", GREEDY)
+        intact = restored(first, "a")["output_ids"]
+    for path in (tmp_path / "kv").rglob("*.page"):
+        framed = bytearray(path.read_bytes())
+        framed[-1] ^= 1
+        path.write_bytes(framed)
+    without = args(tiny_args, tmp_path, store=False)
+    for name, given in (("damaged", flags), ("without", without), ("pages", [*flags, "--page-size", "32"])):
+        with launched(tmp_path, name, "server", *given) as server:
+            server.wait_healthy()
+            found = restored(server, "a")
+            assert (found["output_ids"], found["meta_info"]["cached_tokens"]) == (intact, 0), name
+    with launched(tmp_path, "bf16", "server", *[w.replace("float32", "bfloat16") for w in flags]) as foreign:
+        foreign.wait_healthy()
+        refused = foreign.post("/kv/restore", {"name": "a"})
+        assert refused.status_code == 409
+        assert "another model's" in refused.json()["error"]["message"]
+
+
+def test_a_prompt_is_computed_once_and_for_all(tmp_path, tiny_args):
+    flags = args(tiny_args, tmp_path)
+    with launched(tmp_path, "first", "server", *flags) as first:
+        first.wait_healthy()
+        asked = {"name": "context", "input_ids": PROMPT, "sampling_params": GREEDY}
+        assert first.post("/kv/snapshot", asked).json()["kv_tokens"] == 400
+        chat = {"name": "chat", "messages": [{"role": "user", "content": "tell me " * 200}]}
+        assert first.post("/kv/snapshot", chat).json()["kv"] == "stored"
+        # In the words of llama-server: what has ended, by its rid.
+        first.generate(input_ids=PROMPT[::-1], sampling_params={**GREEDY, "max_new_tokens": 20}, rid="3")
+        saved = first.post("/slots/3?action=save", {"filename": "slot.bin"}).json()
+        assert (saved["id_slot"], saved["n_saved"]) == (3, 420)
+        first.stop(signal.SIGKILL)
+    with launched(tmp_path, "second", "server", *flags) as second:
+        second.wait_healthy()
+        assert restored(second, "context")["cached_tokens"] == 384
+        follow_up = second.generate(input_ids=[*PROMPT, 5, 6], sampling_params={**GREEDY, "max_new_tokens": 4})
+        assert follow_up["meta_info"]["cached_tokens"] == 384
+        back = second.post("/slots/0?action=restore", {"filename": "slot.bin"}).json()
+        assert (back["n_restored"], back["n_read"] > 0) == (416, True)
+        answer = restored(second, "context", resume=True)
+        assert answer["output_ids"] == second.generate(input_ids=PROMPT, sampling_params=GREEDY)["output_ids"]
+        assert second.post("/slots/0?action=erase", {"filename": "slot.bin"}).json()["n_erased"] == 420
+        wait_until(lambda: second.info()["invariants"] == "ok", 15, "checked")
+
+
+def test_over_a_pair(tmp_path, tiny_args):
+    with pd_pair(tmp_path, "tcp", *args(tiny_args, tmp_path)[len(ONE_THREAD) :]) as pair:
+        said = snapshot_midway(pair.router, "a", GREEDY)
+        assert said["kv"] == "stored"
+        found = restored(pair.router, "a")
+        assert len(found["output_ids"]) == 300
+        whole = pair.router.generate(input_ids=PROMPT, sampling_params=GREEDY)
+        assert found["output_ids"] == whole["output_ids"]
