@@ -131,7 +131,10 @@ def test_ranks_of_one_host_share_the_tiers(tmp_path, tiny_args):
         ask(first, PROMPT[::-1])
         again = ask(first, PROMPT)
         assert again["output_ids"] == answer["output_ids"]
-        assert again["meta_info"]["cached_tokens_details"] == {"device": 0, "host": 688, "storage": 0}
+        details = again["meta_info"]["cached_tokens_details"]
+        # A node of the tree is a piece of the prompt, and pieces are cut by time: some may have been left in the pool.
+        assert (sum(details.values()), details["storage"]) == (688, 0)
+        assert details["host"] > 0
         wait_until(lambda: not tiers(first)["backlog"] and tiers(first)["stored"] >= 86, 20, "all is stored")
         first.stop(signal.SIGKILL)
     with launched(tmp_path, "second", "server", *flags) as second:
