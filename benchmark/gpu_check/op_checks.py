@@ -23,8 +23,10 @@ from ...model_runner.layers.rotary import RotaryEmbedding
 from .part import Part
 from .record import Finding
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
-"""Of the largest difference to torch's operations on the CPU, of numbers around 1. Theirs round more often."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+"""Of the largest difference to torch's operations on the CPU, which round more often: as a share of the number, or of 1
+where it is less.
+"""
 ROUNDS = 8
 
 
@@ -48,7 +50,7 @@ def check_op(
     tokens = 3 if part.dry_run else 257
     expected = run(TorchOps(), dtype, torch.device("cpu"), tokens).float()
     found = run(TritonOps(), dtype, part.device, tokens).float().cpu()
-    error = (found - expected).abs().max().item()
+    error = ((found - expected).abs() / expected.abs().clamp(min=1.0)).max().item()
     return Finding("", f"off by {error:.1e} at most", f"at most {TOLERANCE[dtype]:.0e}", error <= TOLERANCE[dtype])
 
 
