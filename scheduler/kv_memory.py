@@ -361,8 +361,8 @@ class KVMemory:
         many. What is cached there is evicted for it, least worth first.
         """
         pages = tokens // self.page_size
-        while (above := self._allocator.in_use_above(pages)) and self._cache.evictable_size():
-            self._cache.evict(above * self.page_size)
+        while (above := self._allocator.in_use_above(pages)) and (evictable := self._cache.evictable_size()):
+            self._make_room(self._allocator.available_size() + min(above * self.page_size, evictable))
         if above:
             return False
         self._allocator.resize(pages)
