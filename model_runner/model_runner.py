@@ -37,7 +37,7 @@ from .device.choice import choose_device, choose_dtype, choose_kv_dtype, open_de
 from .device_ops.choose import choose_ops
 from .double_sparsity.channels import LabelChannels, choose_channels
 from .forward_batch import ForwardBatch
-from .kv_pool import HasKV, KVPool, KVShape, make_layout, make_pool
+from .kv_pool import HasKV, KVPool, make_layout, make_pool
 from .kv_quantization import LARGEST
 from .kv_staging import staged_groups
 from .loader.load import fingerprint, foreign_fingerprint, load_model_weights
@@ -177,7 +177,8 @@ class ModelRunner:
             model, blocks = load()
         with self._timed("kv_pool"):
             windows = layers_apart(options, spec) if self._ranks is None else {}
-            self._allocate_pool(options, _kept(spec, self._ranks), kv_dtype, shard, windows, labels)
+            kept = spec if self._ranks is None else self._ranks.kept(spec)
+            self._allocate_pool(options, kept, kv_dtype, shard, windows, labels)
         self.step_weight_bytes = self.weight_bytes - model.idle_bytes
         with self._timed("kernels"):
             if self.attention_backend == "cpu":
@@ -494,10 +495,3 @@ class ModelRunner:
 
 def _without_weights(_batch: ForwardBatch) -> Tensor:
     raise RuntimeError("a pass was asked for while the weights are not there")
-
-
-def _kept(spec: ModelSpec, ranks: HostRanks | None) -> HasKV:
-    if ranks is None:
-        return spec
-    begin, end = ranks.pool_heads(spec)
-    return KVShape(spec.num_layers, end - begin, spec.head_dim, spec.latent_dim)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,47 +32,13 @@ from ..mem_cache.page_run import PageRun
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..mem_cache.window_pages import WindowPages
 from ..messages.base import I32, pack_i32
-from ..messages.worker import WorkerReady
 from ..runtime.options import ServerOptions
+from .memory_terms import NO_RESERVE, Fence, PoolSizes, Reserve
 from .req import Req
 from .tiers import KVTiers
 
 USUAL_PIECE = 512
 """Tokens of a prompt that a step computes where the options don't say."""
-
-
-class PoolSizes(NamedTuple):
-    """Tokens that the pools hold, ``window_tokens`` of them behind a window of ``window`` tokens; 0: there is none."""
-
-    tokens: int
-    window: int = 0
-    window_tokens: int = 0
-
-    @classmethod
-    def of(cls, worker: WorkerReady) -> PoolSizes:
-        """Those of a worker."""
-        group = worker.layout.window_group
-        return cls(worker.max_total_tokens, group.window if group is not None else 0, worker.max_window_tokens)
-
-
-class Reserve(NamedTuple):
-    """What must stay obtainable for others: slots, and pages to be promised behind windows."""
-
-    slots: int = 0
-    window_pages: int = 0
-
-
-NO_RESERVE = Reserve()
-
-
-class Fence(NamedTuple):
-    """A step, and copies between the tiers, up to which what was planned may touch memory that was let go of."""
-
-    step: int = 0
-    copies: int = 0
-
-
-NO_FENCE = Fence()
 
 
 class KVMemory:

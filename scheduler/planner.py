@@ -20,7 +20,8 @@ from ..runtime.options import ServerOptions
 from .admission import Admission
 from .cost_model import CostModel
 from .fairness import FairShares
-from .kv_memory import NO_RESERVE, KVMemory, Reserve
+from .kv_memory import KVMemory
+from .memory_terms import NO_RESERVE, Reserve
 from .policies.registry import make_policy
 from .prompt_pieces import PromptPieces
 from .req import Req, ReqState, Route

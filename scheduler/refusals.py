@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..messages.requests import Bootstrap
 from ..runtime.options import ServerOptions
 from .kv_memory import KVMemory
 
@@ -25,6 +26,7 @@ class Refusal(NamedTuple):
     retry_after: int = 0
 
 
+DRAINING = Refusal(503, "the instance is draining; send the request to another one", BUSY)
 NO_EXCHANGE = Refusal(
     400,
     "bootstrap_room was given, but this instance exchanges no KV; "
@@ -52,3 +54,13 @@ def refuse_more(living: int, options: ServerOptions, seconds: Callable[[], float
     again = max(1, min(math.ceil(seconds()), MOST_SECONDS))
     text = f"{living} requests are queued or running; try again in {again} s"
     return Refusal(429, text, BUSY, code="rate_limit_exceeded", retry_after=again)
+
+
+def refuse_rid(rid: str) -> Refusal:
+    """Of one that bears a running one's name."""
+    return Refusal(400, f"rid {rid!r} is in use by a running request; choose another", BAD_REQUEST, "rid")
+
+
+def refuse_peer(where: Bootstrap) -> Refusal:
+    """Where the peer that it names is none to be asked."""
+    return Refusal(403, f"bootstrap_host {where.host}: {where.refusal}", "permission_error", "bootstrap_host")

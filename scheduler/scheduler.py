@@ -34,11 +34,12 @@ from .deadlines import Deadlines
 from .forecast import PromptForecast
 from .forks import Forks
 from .handover import Handovers
-from .kv_memory import KVMemory, PoolSizes
+from .kv_memory import KVMemory
+from .memory_terms import PoolSizes
 from .outbox import Outbox, news_interval
 from .pace import PaceMeter
 from .planner import StepPlanner
-from .refusals import BAD_REQUEST, BUSY, NO_EXCHANGE, Refusal, refuse_more, refuse_prompt
+from .refusals import DRAINING, NO_EXCHANGE, Refusal, refuse_more, refuse_peer, refuse_prompt, refuse_rid
 from .req import Req, ReqState, Route
 from .sessions import Sessions
 from .step_builder import InFlightStep
@@ -139,16 +140,15 @@ class Scheduler:
     def refusal(self, msg: GenerateReq) -> Refusal | None:
         """Why a request is not taken in now, None where it is."""
         if self.draining:
-            return Refusal(503, "the instance is draining; send the request to another one", BUSY)
+            return DRAINING
         if msg.rid in self.reqs:
-            return Refusal(400, f"rid {msg.rid!r} is in use by a running request; choose another", BAD_REQUEST, "rid")
+            return refuse_rid(msg.rid)
         if (refusal := refuse_prompt(len(msg.input_ids) // 4, self.memory)) is not None:
             return refusal
         if msg.bootstrap is not None and self.handovers is None:
             return NO_EXCHANGE
         if msg.bootstrap is not None and msg.bootstrap.refusal and self._route(msg.bootstrap) is Route.INCOMING:
-            text = f"bootstrap_host {msg.bootstrap.host}: {msg.bootstrap.refusal}"
-            return Refusal(403, text, "permission_error", "bootstrap_host")
+            return refuse_peer(msg.bootstrap)
         return refuse_more(len(self.reqs), self.options, lambda: self.turns.seconds(len(self.planner.waiting) // 2))
 
     def enqueue(self, req: Req, now: float) -> None:

@@ -12,7 +12,8 @@ from ...messages.base import pack_i32
 from ...messages.requests import GenerateReq
 from ...messages.sampling import SamplingParams
 from ...runtime.options import ServerOptions
-from ...scheduler.kv_memory import NO_RESERVE, KVMemory, PoolSizes
+from ...scheduler.kv_memory import KVMemory
+from ...scheduler.memory_terms import NO_RESERVE, PoolSizes
 from ...scheduler.policies.by_prefix import LongestPrefixMatch
 from ...scheduler.req import Req, ReqState, Route
 from ..errors import BenchError

@@ -11,7 +11,7 @@ from ...messages.base import HandoverId
 from ...messages.handover import FirstToken
 from ...messages.outputs import Timeline, Timing, TokenLogprob
 from ...messages.worker import PagesByGroup
-from ...scheduler.kv_memory import NO_FENCE, Fence
+from ...scheduler.memory_terms import NO_FENCE, Fence
 from ...scheduler.req import Req
 from .peer import Peer
 

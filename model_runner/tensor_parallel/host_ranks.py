@@ -22,6 +22,7 @@ from ...model_files.sharding import Shard, shard
 from ...model_files.spec import ModelSpec
 from ...runtime.ranks import RankPlace
 from ..kernels.ranks import ExchangeRoom, NativeRanks
+from ..kv_pool import KVShape
 from .carrier import Carrier
 from .watch import end_process, gone, start_watch
 from .world import World
@@ -90,6 +91,11 @@ class HostRanks(ABC):
         first = shard(spec, self.place.first, self.place.size).kv_heads()
         last = shard(spec, self.place.first + self.place.local_size - 1, self.place.size).kv_heads()
         return first[0], last[1]
+
+    def kept(self, spec: ModelSpec) -> KVShape:
+        """What of a model the host's pool keeps."""
+        begin, end = self.pool_heads(spec)
+        return KVShape(spec.num_layers, end - begin, spec.head_dim, spec.latent_dim)
 
     def own_heads(self, spec: ModelSpec) -> tuple[int, int]:
         """``[begin, end)`` of the pool's heads that are this rank's."""

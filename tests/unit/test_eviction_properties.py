@@ -18,7 +18,8 @@ from pdserve.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from pdserve.mem_cache.factory import make_prefix_cache
 from pdserve.mem_cache.req_to_token_pool import ReqToTokenPool
 from pdserve.runtime.options import ServerOptions
-from pdserve.scheduler.kv_memory import NO_RESERVE, KVMemory, PoolSizes
+from pdserve.scheduler.kv_memory import KVMemory
+from pdserve.scheduler.memory_terms import NO_RESERVE, PoolSizes
 from pdserve.scheduler.req import Req, ReqState, Route
 
 PAGE, NUM_PAGES, MAX_REQS = 2, 24, 3

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from support.sim import SimWindow, make_options
 
 from pdserve.mem_cache.page_run import PageRun
-from pdserve.scheduler.kv_memory import KVMemory, PoolSizes
+from pdserve.scheduler.kv_memory import KVMemory
+from pdserve.scheduler.memory_terms import PoolSizes
 
 SIZE = 4
 

@@ -14,7 +14,8 @@ from support.sim import SimInstance, make_generate, make_options, reference_outp
 from support.sim_machine import Machine, TimedSim
 
 from pdserve.messages.requests import AbortReq
-from pdserve.scheduler.kv_memory import NO_RESERVE, KVMemory, PoolSizes
+from pdserve.scheduler.kv_memory import KVMemory
+from pdserve.scheduler.memory_terms import NO_RESERVE, PoolSizes
 from pdserve.scheduler.policies.by_prefix import HeaviestPrefixFirst, LongestPrefixMatch
 from pdserve.scheduler.policies.by_remaining import PATIENCE, ShortestRemainingFirst
 from pdserve.scheduler.policies.registry import make_policy
