@@ -71,8 +71,7 @@ class Scheduler:
         self.handovers: Handovers | None = None
         self._in_flight: deque[InFlightStep] = deque()
         self.forecast = PromptForecast(self.planner, self.memory, self.cost_model, self._in_flight)
-        longest = min(worker.context_length, self.memory.max_total_tokens)
-        self.pace = PaceMeter(self.planner, self.cost_model, self.reqs, longest)
+        self.pace = PaceMeter(self.planner, self.cost_model, self.reqs, self.longest)
         self.turns = Turns(self.pace)
         self.deadlines = Deadlines()
         self._last_result_at = 0.0
@@ -83,12 +82,16 @@ class Scheduler:
         """Which work this instance is offered now; what it can do does not depend on it."""
         return self.planner.budget.role
 
+    @property
+    def longest(self) -> int:
+        """Tokens that a request may come to."""
+        return min(self.worker.context_length, self.memory.max_total_tokens)
+
     # --- requests in ---
 
     def admit_message(self, msg: GenerateReq, now: float) -> None:
         """Take a request in, or refuse it with a reason."""
-        refusal = self.refusal(msg)
-        if refusal is not None:
+        if (refusal := self.refusal(msg)) is not None:
             log.debug("refused with %d: %s", refusal.status, refusal.message, extra={"rid": msg.rid})
             self.outbox.error(ReqError(msg.rid, *refusal))
             return
@@ -100,8 +103,7 @@ class Scheduler:
                 msg = msgspec.structs.replace(msg, extra_key=msg.extra_key + msg.bootstrap.source)
         room = self.memory.max_total_tokens - len(msg.input_ids) // 4
         budget = max(1, min(msg.sampling.max_new_tokens, room))
-        interval = news_interval(msg, self.options.stream_interval)
-        req = Req.create(msg, route, ReqState.WAITING, budget, interval)
+        req = Req.create(msg, route, ReqState.WAITING, budget, news_interval(msg, self.options.stream_interval))
         self.reqs[req.rid] = req
         self.deadlines.add(req)
         self.counters.requests += 1
@@ -118,9 +120,7 @@ class Scheduler:
             self.handovers.add(req, now)
 
     def _fork(self, req: Req, now: float) -> None:
-        """Another answer to a prompt. It needs no hand-over of its own; so where the first one is computed for another
-        instance there is nothing to do.
-        """
+        """Another answer to a prompt. It needs no hand-over of its own: nothing to do where the first is another's."""
         if req.route is Route.OUTGOING:
             self.end(req, ReqState.FINISHED, FinishReason(FinishType.LENGTH))
             return
@@ -453,17 +453,14 @@ class Scheduler:
 
     def admit_moved(self, msg: GenerateReq, output: I32, max_new_tokens: int) -> Req | str:
         """Take in a request that ran elsewhere and has ``output``; it waits for ``start_moved``. Or why not."""
-        prompt_len = len(msg.input_ids) // 4
-        refusal = self.refusal(msg)
-        if refusal is not None:
+        if (refusal := self.refusal(msg)) is not None:
             return refusal.message
-        limit = min(self.worker.context_length, self.memory.max_total_tokens)
-        if prompt_len + max_new_tokens > limit:
-            return f"it may grow to {prompt_len + max_new_tokens} tokens, there is room for {limit} here"
+        if (most := len(msg.input_ids) // 4 + max_new_tokens) > self.longest:
+            return f"it may grow to {most} tokens, there is room for {self.longest} here"
         if len(output) >= max_new_tokens:
             return "it has all of its output"
-        interval = news_interval(msg, self.options.stream_interval)
-        req = Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, max_new_tokens, interval)
+        news = news_interval(msg, self.options.stream_interval)
+        req = Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, max_new_tokens, news)
         req.extend(output)
         self.reqs[req.rid] = req
         self.deadlines.add(req)
@@ -473,11 +470,9 @@ class Scheduler:
 
     def admit_gift(self, msg: GenerateReq) -> Req | str:
         """Make room for the KV of a prompt that ran elsewhere, or say why not; nothing is computed of it."""
-        refusal = self.refusal(msg)
-        if refusal is not None:
+        if (refusal := self.refusal(msg)) is not None:
             return refusal.message
-        req = self.reqs[msg.rid] = Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, 1, 1)
-        return req
+        return self.reqs.setdefault(msg.rid, Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, 1, 1))
 
     def start_moved(self, req: Req, now: float) -> None:
         """Go on with a moved request: all of its output is known, and its KV is here as far as it was handed over."""
