@@ -6,8 +6,7 @@ One loop for all routes (docs/architecture.md). ``process.py`` feeds it messages
 1. ``admit_message`` takes a request in: it is checked and queued, or handed to the KV manager when a peer is involved.
 2. ``run_steps`` plans and sends forward passes while fewer than ``max_in_flight`` are on their way. With overlap (the
    default) that is two: step n+1 is planned while the worker runs step n, with n's tokens still unknown.
-3. ``on_step_result`` makes tokens known, ends requests, and sends the tokens to the detokenizer: each at once, or
-   several at a time (``outbox.py``).
+3. ``on_step_result`` makes tokens known, ends requests, and sends the tokens to the detokenizer (``outbox.py``).
 
 Every request ends exactly once, through ``leave``, and lets go of its memory there. Where a transfer still touches its
 pages, the hand-over has pinned them.

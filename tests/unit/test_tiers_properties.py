@@ -48,6 +48,8 @@ class Tiers(RuleBasedStateMachine):
         super().__init__()
         store_link.LEAST_FETCH = 4
         self.asked: dict[str, tuple[list[int], int]] = {}
+        self.meant: dict[str, tuple[list[int], int]] = {}
+        """All that this instance was asked."""
         self.snapshots: dict[int, tuple[list[int], int]] = {}
         self.saved: list[tuple[SessionState, tuple[list[int], int]]] = []
         self.count = 0
@@ -86,7 +88,7 @@ class Tiers(RuleBasedStateMachine):
             tokens += reference_output(tokens, 9)
         rid = f"r{self.count}"
         self.count += 1
-        self.asked[rid] = (tokens, output)
+        self.asked[rid] = self.meant[rid] = (tokens, output)
         self.sim.submit(rid, tokens, max_new_tokens=output)
 
     @rule()
@@ -121,12 +123,14 @@ class Tiers(RuleBasedStateMachine):
         self.asked.pop(rid)
         self.sim.scheduler.abort(AbortReq(rid, "test"))
 
-    @precondition(lambda self: self.asked)
-    @rule(data=st.data(), with_output=st.booleans())
-    def snapshot(self, data, with_output):
-        rid = data.draw(st.sampled_from(sorted(self.asked)))
+    @precondition(lambda self: self.meant)
+    @rule(data=st.data(), turns=st.sampled_from((0, 3, 9)), with_output=st.booleans())
+    def snapshot(self, data, turns, with_output):
+        """Of what runs, after a while, or has ended."""
+        self.turn(turns)
+        rid = data.draw(st.sampled_from(list(self.meant)[-4:]))
         self.count += 1
-        self.snapshots[self.count] = self.asked[rid]
+        self.snapshots[self.count] = self.meant[rid]
         self.sim.scheduler.sessions.on_message(SnapshotReq(self.count, rid, with_output, 1e10), self.sim.now)
 
     @precondition(lambda self: self.saved)
@@ -136,7 +140,7 @@ class Tiers(RuleBasedStateMachine):
         state, meant = data.draw(st.sampled_from(self.saved))
         rid = f"r{self.count}"
         self.count += 1
-        self.asked[rid] = meant
+        self.asked[rid] = self.meant[rid] = meant
         request = msgspec.structs.replace(state.running.request, rid=rid, arrival=self.sim.now)
         running = msgspec.structs.replace(state.running, request=request)
         self.sim.scheduler.sessions.on_message(ResumeReq(msgspec.structs.replace(state, running=running)), self.sim.now)
@@ -168,6 +172,7 @@ class Tiers(RuleBasedStateMachine):
             self.check_answers()
             kept = self.sim.store.kept
             self.asked.clear()
+            self.meant.clear()
             self.sim = TieredSim(self.host_pages, kept, self.has_store, self.window, **self.options)
         else:
             self.sim.store.dead = what == "dies"
