@@ -131,10 +131,9 @@ def test_ranks_of_one_host_share_the_tiers(tmp_path, tiny_args):
         ask(first, PROMPT[::-1])
         again = ask(first, PROMPT)
         assert again["output_ids"] == answer["output_ids"]
-        details = again["meta_info"]["cached_tokens_details"]
-        # A node of the tree is a piece of the prompt, and pieces are cut by time: some may have been left in the pool.
-        assert (sum(details.values()), details["storage"]) == (688, 0)
-        assert details["host"] > 0
+        found = again["meta_info"]["cached_tokens_details"]
+        assert (found["device"] + found["host"], found["storage"]) == (688, 0)
+        assert found["host"] >= 320  # the pool of 1,024 tokens has had 1,400 since
         wait_until(lambda: not tiers(first)["backlog"] and tiers(first)["stored"] >= 86, 20, "all is stored")
         first.stop(signal.SIGKILL)
     with launched(tmp_path, "second", "server", *flags) as second:

@@ -87,11 +87,12 @@ class SlowTree:
         upper.children, node.parent, node.pages = [node], upper, node.pages[at:]
         return upper
 
-    def use(self, path, *, hit=False, priority=0):
+    def use(self, path, *, hit=False, priority=None):
+        """Who only looks for a prefix says nothing of its priority."""
         self.clock += 1
         for node in path:
             node.used, node.hits = self.clock, node.hits + hit
-            node.priority = max(node.priority, priority)
+            node.priority = node.priority if priority is None else max(node.priority, priority)
 
     def put(self, pages, priority):
         path = self.walk(pages)

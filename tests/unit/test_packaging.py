@@ -36,6 +36,7 @@ NOT_PRODUCT = {"tests", "docs", "docker", "build", "dist"}
 SHIPPED = {".py", ".cpp", ".h", ".yaml"}
 FOREIGN_FLAGS = {"--build", "--wait", "--help", "--mix", "--experts", "--chosen", "--inner", "--no-deps"}
 FOREIGN_FLAGS |= {"--no-repack", "--wheels", "--only", "--dry-run", "--cache"}  # llama.cpp's, and of make gpu-check
+FOREIGN_FLAGS |= {"--channels", "--windows", "--label", "--kv-events-config"}  # of benchmarks of a module, and vLLM's
 """Flags that are not options, or not ours, and that the pages mention."""
 
 
@@ -259,7 +260,7 @@ def test_http_page_names_every_endpoint_and_field():
     text = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
     paths = [path for path, *_ in (*QUESTIONS, *ORDERS)]
     for path in (*paths, "/flush_cache"):
-        assert path.replace("{name:path}", "NAME") in text, path
+        assert path.replace("{name:path}", "NAME").replace("{id:path}", "ID") in text, path
     for body in (GenerateBody, SamplingParamsBody, CompletionBody, ChatBody, StreamOptions, AbortBody):
         for name in body.model_fields:
             assert re.search(rf"[`.\"]{name}[`\"]", text), f"{body.__name__}.{name}"

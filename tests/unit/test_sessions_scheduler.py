@@ -14,14 +14,14 @@ from pdserve.messages.outputs import ReqError
 from pdserve.messages.requests import AbortReq
 from pdserve.messages.sessions import ReleaseReq, ResumeReq, SessionState, SnapshotReq, SnapshotResult
 from pdserve.scheduler import sessions as sessions_module
-from pdserve.scheduler import tiers as tiers_module
+from pdserve.scheduler import store_link
 from pdserve.scheduler.kept_pages import MOST_SECONDS
 from pdserve.scheduler.req import ReqState, Route
 
 
 @pytest.fixture(autouse=True)
 def _small_fetches(monkeypatch):
-    monkeypatch.setattr(tiers_module, "LEAST_FETCH", 4)
+    monkeypatch.setattr(store_link, "LEAST_FETCH", 4)
 
 
 def prompt(seed: int, length: int = 30) -> list[int]:
