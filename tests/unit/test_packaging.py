@@ -36,7 +36,13 @@ NOT_PRODUCT = {"tests", "docs", "docker", "build", "dist"}
 SHIPPED = {".py", ".cpp", ".h", ".yaml"}
 FOREIGN_FLAGS = {"--build", "--wait", "--help", "--mix", "--experts", "--chosen", "--inner", "--no-deps"}
 FOREIGN_FLAGS |= {"--no-repack", "--wheels", "--only", "--dry-run", "--cache"}  # llama.cpp's, and of make gpu-check
-FOREIGN_FLAGS |= {"--channels", "--windows", "--label", "--kv-events-config"}  # of benchmarks of a module, and vLLM's
+FOREIGN_FLAGS |= {
+    "--measure",
+    "--channels",
+    "--windows",
+    "--label",
+    "--kv-events-config",
+}  # of benchmarks of a module, and vLLM's
 """Flags that are not options, or not ours, and that the pages mention."""
 
 
