@@ -348,26 +348,25 @@ class KVMemory:
         return self._cache.reset()
 
     def empty(self) -> int:
-        """Evict every cached prefix, though nobody needs the room; saves to a host tier are to be told before the pool
-        is overwritten (``KVTiers.take_before``). Returns the tokens dropped. No request holds memory.
+        """Evict every cached prefix: no request holds memory. Returns the tokens dropped. A host tier's saves are to be
+        told before the pool is overwritten (``KVTiers.take_before``).
         """
         dropped = self._cache.evictable_size()
-        if not self._make_room(self.max_total_tokens):
-            raise AssertionError("requests hold memory of a pool that is to be empty")
+        is_empty = self._make_room(self.max_total_tokens)
+        assert is_empty, "requests hold memory of a pool that is to be empty"
         return dropped
 
     def resize(self, tokens: int) -> bool:
-        """Hand out no slots but the first ``tokens``, whole pages; False where requests use some beyond, or none fit so
-        many. What is cached there is evicted for it, least worth first.
+        """Hand out no slots but the first ``tokens``, evicting what is cached beyond, least worth first (saves: see
+        ``empty``); False where requests use some of those.
         """
-        pages = tokens // self.page_size
-        while (above := self._allocator.in_use_above(pages)) and self._cache.evictable_size():
-            self._cache.evict(above * self.page_size)
-        if above:
-            return False
-        self._allocator.resize(pages)
-        self.max_total_tokens = pages * self.page_size
-        return True
+        pages, free = tokens // self.page_size, self._allocator.available_size
+        while (above := self._allocator.in_use_above(pages)) and (evictable := self._cache.evictable_size()):
+            self._make_room(free() + min(above * self.page_size, evictable))
+        if not above:
+            self._allocator.resize(pages)
+            self.max_total_tokens = pages * self.page_size
+        return not above
 
     def must_wait(self, req: Req, now: float) -> bool:
         """Whether a store is about to bring some of the request (``tiers.py``)."""
