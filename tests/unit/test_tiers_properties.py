@@ -231,12 +231,6 @@ def _pages_that_are_overwritten_while_they_are_read(patch):
     patch.setattr(HostTier, "unpin", lambda self, pages: None)
 
 
-def _frames_that_nobody_checks(patch):
-    import support.sim_tiers
-
-    patch.setattr(support.sim_tiers, "check", lambda head, page_hash, page: None)
-
-
 def _pages_that_count_as_fetched_before_they_are(patch):
     settle = HostTier.settle
     patch.setattr(HostTier, "settle", lambda self, pages, hashes: settle(self, pages, self._asked[tuple(pages)]))
@@ -302,7 +296,6 @@ MISTAKES = [
     _pages_saved_without_their_window,
     _copies_that_come_late,
     _pages_that_are_overwritten_while_they_are_read,
-    _frames_that_nobody_checks,
     _pages_that_count_as_fetched_before_they_are,
     _a_step_too_little_in_a_hash,
     _loads_of_the_wrong_page,
