@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -67,7 +68,7 @@ def test_streamed_answers(path: str, body: dict[str, Any], usage: dict[str, bool
     with_engine(run)
 
 
-def test_questions() -> None:
+def test_questions(tmp_path: Path) -> None:
     async def run(engine: FakeEngine) -> None:
         for path, _, answer in QUESTIONS:
             response = await engine.get(path.replace("{name:path}", "smollm2"))
@@ -75,7 +76,7 @@ def test_questions() -> None:
             if answer is not MetricsText:
                 check(answer, response.json())
 
-    with_engine(run)
+    with_engine(run, kv_sessions_dir=str(tmp_path))
 
 
 def test_errors() -> None:
