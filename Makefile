@@ -8,7 +8,7 @@ SHELL := bash
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
-WORKERS ?= 2
+WORKERS ?= 3
 BIN := .venv/bin
 
 # The repository root is the package: every folder with an __init__.py is pdserve.FOLDER.
@@ -53,7 +53,7 @@ demo: $(STAMP) ## start 1 prefill + 1 decode + router, stream an answer with cur
 run: $(STAMP) ## the same cluster on port 8000 (PORT=…), until Ctrl-C
 	@exec $(BIN)/pdserve up --port $(PORT)
 
-test: $(STAMP) ## run the tests, WORKERS=2 files at a time: those of real processes, then those of single parts
+test: $(STAMP) ## run the tests, WORKERS=3 files at a time: those of real processes, then those of single parts
 	@$(QUIETLY) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not slow' $(TESTS)
 
 test-slow: $(STAMP) ## run the tests that take too long for every change: perplexity, the kernels' lower levels, simulated worlds, the rest of large grids

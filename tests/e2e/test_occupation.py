@@ -100,7 +100,9 @@ def test_a_pool_shrinks_and_grows(tmp_path, tiny_args) -> None:
         wait_until(lambda: server.info()["invariants"] == "ok", 15, "checked")
 
 
-@pytest.mark.parametrize("backend", ["tcp", "shm", "nixl"])
+@pytest.mark.parametrize(
+    "backend", ["shm", *(pytest.param(other, marks=pytest.mark.slow) for other in ("tcp", "nixl"))]
+)
 def test_a_pair_parts_and_finds_itself_again(tmp_path, tiny_args, backend: str) -> None:
     if backend == "nixl":
         pytest.importorskip("nixl_cu12")

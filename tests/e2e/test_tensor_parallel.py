@@ -64,7 +64,7 @@ def expected(model: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield found
 
 
-@pytest.mark.parametrize("engine", ["cpu", "torch"])
+@pytest.mark.parametrize("engine", ["cpu", pytest.param("torch", marks=pytest.mark.slow)])
 def test_two_ranks_answer_as_one(engine: str, model: list[str], expected: list[list[int]], tmp_path: Path) -> None:
     with launched(tmp_path, "two", "server", *model, *TWO, "--attention-backend", engine) as server:
         server.wait_healthy()
@@ -79,7 +79,7 @@ def test_two_ranks_answer_as_one(engine: str, model: list[str], expected: list[l
 @pytest.mark.parametrize(
     ("backend", "prefill", "decode"),
     [
-        ("tcp", (), TWO),
+        pytest.param("tcp", (), TWO, marks=pytest.mark.slow),
         ("shm", TWO, ()),
         pytest.param("tcp", TWO, ("--tp-size", "4"), marks=pytest.mark.slow),
     ],
@@ -94,6 +94,7 @@ def test_pairs_of_unlike_sizes(
         pair.assert_all_returned()
 
 
+@pytest.mark.slow
 def test_three_ranks_of_a_published_model(tmp_path: Path) -> None:
     """SmolLM2 has nine heads, and three that keep KV. The file's own blocks are divided as well."""
     asked = [
