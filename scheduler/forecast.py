@@ -52,7 +52,7 @@ class PromptForecast:
         if req.state in (ReqState.PREFILLING, ReqState.SENDING):
             uncached = req.remaining if req.state is ReqState.PREFILLING else 0  # what isn't left is under way
         own = self._pieces_ms(req, uncached, req.known_len - uncached / 2)
-        ahead = self._ahead_of(req) + expected
+        ahead = self._ahead_of(req, uncached) + expected
         # Each begins at its own beginning: half of one is how deep a piece is on average.
         before = self._pieces_ms(req, ahead.tokens, ahead.tokens / max(ahead.prompts, 1) / 2)
         return self._under_way_ms(now) + before + own
@@ -61,17 +61,19 @@ class PromptForecast:
         """Tokens of its prompt that would have to be computed here."""
         return req.prompt_len - self._memory.prefix_len(req)
 
-    def _ahead_of(self, req: Req) -> Load:
-        planner = self._planner
-        begun = [r.remaining for r in planner.running.values() if r.state is ReqState.PREFILLING and r is not req]
-        running = Load(len(begun), sum(begun))
+    def _ahead_of(self, req: Req, uncached: int) -> Load:
+        planner, queue = self._planner, self._planner.waiting
+        begun = [r for r in planner.running.values() if r.state is ReqState.PREFILLING and r is not req]
+        left = [r.remaining for r in queue.ahead_of(req, uncached, begun)]
+        running = Load(len(left), sum(left))
         if req.hold is not None:
             return running  # who has memory comes before all that wait for some
-        looked_at = list(itertools.islice(planner.waiting.values(), MOST_AHEAD))
-        earlier = [r.uncached or r.known_len for r in looked_at if r is not req and r.times.turn < req.times.turn]
-        others = len(planner.waiting) - len(looked_at)  # like these, most likely
+        looked_at = list(itertools.islice(queue.values(), MOST_AHEAD))
+        earlier = queue.ahead_of(req, uncached, (r for r in looked_at if r is not req))
+        tokens = sum(r.uncached or r.known_len for r in earlier)
+        others = len(queue) - len(looked_at)  # like these, most likely
         share = 1 + others / max(1, len(looked_at))
-        return running + Load(int(len(earlier) * share), int(sum(earlier) * share))
+        return running + Load(int(len(earlier) * share), int(tokens * share))
 
     def _under_way_ms(self, now: float) -> float:
         """Until the steps that the worker has are done."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..messages.base import I32
@@ -108,6 +108,14 @@ class WaitingQueue:
                     yield from self.policy.order(self._lanes[lane])
             else:
                 yield from self._in_turn(lanes, self.shares)
+
+    def ahead_of(self, req: Req, uncached: int, others: Iterable[Req]) -> list[Req]:
+        """Of ``others``, who wait or are begun, those that go before ``req``: see the policy. Shares are left out."""
+        if not self.has_ranks:
+            return self.policy.ahead_of(req, uncached, others)
+        rank, others = self.rank(req), list(others)
+        alike = [r for r in others if self.rank(r) == rank]
+        return [r for r in others if self.rank(r) < rank] + self.policy.ahead_of(req, uncached, alike)
 
     def is_before(self, waiting: Req, begun: Req) -> bool:
         """Whether one that waits goes before one that is in the middle of its prompt."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ...messages.base import I32
-from ..req import Req
+from ..req import Req, ReqState
 
 
 class SchedulePolicy(ABC):
@@ -45,3 +45,9 @@ class SchedulePolicy(ABC):
     def is_before(self, waiting: Req, begun: Req) -> bool:
         """Whether one that waits goes before one that is in the middle of its prompt."""
         return False
+
+    def ahead_of(self, req: Req, uncached: int, others: Iterable[Req]) -> list[Req]:
+        """Of ``others``, who wait or are in the middle of their prompts, those that go before ``req``, of which
+        ``uncached`` tokens are to be computed; as far as can be foreseen: who is begun, and who came before it.
+        """
+        return [r for r in others if r.state is ReqState.PREFILLING or r.times.turn < req.times.turn]

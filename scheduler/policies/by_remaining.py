@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from ..cost_model import CostModel
 from ..kv_memory import KVMemory
-from ..req import Req
+from ..req import Req, ReqState
 from ..step_shape import StepShape
 from .by_prefix import F64, ByRank, Ranker
 from .prefix_index import Slots
@@ -63,6 +65,17 @@ class ShortestRemainingFirst(ByRank):
         pairs = (length * length - computed * computed) / 2
         return req.times.turn + per_token * (length - computed) + per_pair * pairs
 
+    def ahead_of(self, req: Req, uncached: int, others: Iterable[Req]) -> list[Req]:
+        """See the base class."""
+        per_token, per_pair = self._rates()
+
+        def due(one: Req, left: int) -> float:
+            computed = one.known_len - left
+            return one.times.turn + per_token * left + per_pair * (one.known_len**2 - computed**2) / 2
+
+        mine = due(req, uncached)
+        return [r for r in others if due(r, left_of(r)) < mine]
+
     def _due_begun(self, req: Req) -> float:
         # One that was retracted has waited before; it goes first, as it does among those that wait.
         return self.due(req, req.total_len, req.computed) if not req.retractions else -np.inf
@@ -73,3 +86,8 @@ class ShortestRemainingFirst(ByRank):
         token_ms = (model.estimate(StepShape(prompt_tokens=PIECE)) + model.overhead_ms) / PIECE
         pair_ms = model.estimate(StepShape(prompt_pairs=1e6)) - model.estimate(StepShape())
         return PATIENCE * token_ms / 1e3, PATIENCE * pair_ms / 1e6 / 1e3
+
+
+def left_of(req: Req) -> int:
+    """Tokens of its prompt that are yet to be computed, as far as is known."""
+    return req.remaining if req.state is ReqState.PREFILLING else req.uncached or req.known_len

@@ -326,6 +326,22 @@ def test_an_instance_foresees_what_it_then_takes():
     assert forecast.ms(b, 64, now) < sooner
 
 
+@pytest.mark.parametrize(("policy", "ahead"), [("fcfs", [0, 400, 440]), ("srpf", [48, 8, 0])])
+def test_whom_the_queue_lets_go_first_counts_and_nobody_else(policy, ahead):
+    """Where the shortest goes first, a long prompt that came before is none of its business."""
+    sim = SimInstance(make_options(schedule_policy=policy, max_running_requests=1, max_total_tokens=4096))
+    sim.submit("runs", range(9), max_new_tokens=400)
+    sim.plan()
+    lengths = {"long": 400, "short": 40, "shortest": 8}
+    for number, (rid, length) in enumerate(lengths.items()):
+        sim.submit(rid, range(1000 * (number + 1), 1000 * (number + 1) + length))
+    forecast, reqs = sim.scheduler.forecast, sim.scheduler.reqs
+    for number, rid in enumerate(lengths):
+        reqs[rid].times.turn += number * 1e-6
+    loads = [forecast._ahead_of(reqs[rid], length).tokens for rid, length in lengths.items()]
+    assert loads == ahead
+
+
 def test_what_the_worker_computes_already_is_not_computed_again():
     sim = SimInstance(make_options(chunked_prefill_size=64, max_total_tokens=512))
     for step in range(40):
@@ -351,7 +367,7 @@ def test_of_thousands_that_wait_all_count():
         sim.submit("last", range(8), max_new_tokens=1, place=number)  # behind them all
         req = sim.scheduler.reqs["last"]
         next(iter(sim.scheduler.planner.waiting.values())).times.turn = req.times.turn + 60  # one of them comes later
-        load = sim.scheduler.forecast._ahead_of(req)
+        load = sim.scheduler.forecast._ahead_of(req, 8)
         sim.scheduler.abort(AbortReq("last"))
         return load
 
