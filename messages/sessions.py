@@ -52,13 +52,14 @@ class SnapshotReq(Message):
     """HTTP → scheduler: the state of a request that runs here, or has ended lately.
 
     ``with_output`` False: as it was before its first token. ``keep_until``: when its KV may go from the store (Unix
-    time).
+    time). ``key_name``: whose it has to be, None for anybody's: another key's request may have had the name before.
     """
 
     id: int
     rid: str
     with_output: bool
     keep_until: float
+    key_name: str | None = None
 
 
 class SnapshotResult(Message):

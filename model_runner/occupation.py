@@ -173,7 +173,8 @@ class Occupation:
     def _check_room(self, tags: list[MemoryTag]) -> None:
         """All at once: a host's pool is reserved, and taken later."""
         model = self._model
-        pool_bytes = sum(pool.data.nbytes for pool in model.pools)
+        # What a smaller pool (/kv/resize) does without is not taken again.
+        pool_bytes = sum(pool.data.nbytes for pool in model.pools) - self._prefault.trimmed
         ranks = 1 if self._lead is None else len(self._lead.followers) + 1
         needed = sum(model.weight_bytes * ranks if tag == "weights" else pool_bytes for tag in tags)
         free = model.hardware.memory().free

@@ -70,6 +70,11 @@ class PoolPrefault:
         return self._end
 
     @property
+    def trimmed(self) -> int:
+        """Bytes at the region's end that are not used."""
+        return 0 if self._region is None else self._region.nbytes - self._most
+
+    @property
     def wait_ms(self) -> int:
         """How long to wait for work before the next ``advance``; -1, for ever, when there is nothing to commit."""
         if self._end >= self._target:

@@ -10,6 +10,8 @@ from .req import Req, Route
 SENDERS_GRACE = 1.0
 """Seconds. Of a request that is handed over the instance that answers the client says when its time is over, and calls
 its sender off; a sender that hears nothing of it ends it a little later."""
+FEW = 64
+"""Ended requests, with all their tokens, that may be kept beside as many as live."""
 
 
 class Deadlines:
@@ -18,7 +20,7 @@ class Deadlines:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Req]] = []
         self._count = 0
-        self._sweep_above = 1024
+        self._sweep_above = FEW
         self.expired = 0
         """Since the start."""
 
@@ -32,7 +34,7 @@ class Deadlines:
         if len(self._heap) > self._sweep_above:
             self._heap = [entry for entry in self._heap if not entry[2].is_ended]
             heapq.heapify(self._heap)
-            self._sweep_above = 2 * len(self._heap) + 1024
+            self._sweep_above = 2 * len(self._heap) + FEW
 
     def pop(self, now: float) -> list[Req]:
         """Those whose time is over."""

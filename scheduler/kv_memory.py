@@ -411,6 +411,9 @@ class KVMemory:
         ``empty``); False where requests use some of those.
         """
         pages, free = tokens // self.page_size, self._allocator.available_size
+        rows = (self._table.table[hold.row, : hold.kv_len] for hold in self._holds)
+        if any(row.max(initial=0) // self.page_size > pages for row in rows):
+            return False  # whatever is evicted; it would be, at every try, while somebody waits for these requests
         while (above := self._allocator.in_use_above(pages)) and (evictable := self._cache.evictable_size()):
             self._make_room(free() + min(above * self.page_size, evictable))
         if not above:

@@ -74,6 +74,7 @@ class Occupation:
         self.state = Occupied.HELD
         self.released: list[MemoryTag] = []
         """What is not there."""
+        scheduler.withheld = lambda: self.refusal
 
     @property
     def refusal(self) -> str | None:

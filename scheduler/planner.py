@@ -99,7 +99,7 @@ class StepPlanner:
         for req in self.shared_prompts.ready():
             self.waiting.give_back(req)
         if self.waiting.has_ranks:
-            self._preempt()
+            self._preempt(now)
         stuck = self._plan_decodes(builder)
         room = self.budget.room(builder.shape, awaited=stuck or bool(self.arriving))
         pieces = PromptPieces(builder, room, self.budget, self._memory)
@@ -129,7 +129,7 @@ class StepPlanner:
         """A request that is alone, or first in line with none running, lacks memory that only hand-overs can hold."""
         first = None
         if nothing and not self.running:
-            first = next((r for r in self.waiting.values() if not r.pending), None)
+            first = next((r for r in self.waiting.values() if not (r.pending or self._memory.must_wait(r, now))), None)
         elif nothing and len(self.running) == 1:
             lone = next(iter(self.running.values()))
             first = lone if lone.state is ReqState.RUNNING and lone.wants_tokens and not lone.pending else None
@@ -236,10 +236,11 @@ class StepPlanner:
             self._retract(victim)
         return False
 
-    def _preempt(self) -> None:
+    def _preempt(self, now: float) -> None:
         """Make room for the first that waits, where those that run are far enough below it and have enough."""
-        req = next((r for r in self.waiting.order() if not r.pending), None)
-        if req is None:
+        # Who waits for a store can't begin: the victims would have it back at once, and give it up again.
+        able = (r for r in self.waiting.order() if not (r.pending or self._memory.must_wait(r, now)))
+        if (req := next(able, None)) is None:
             return
         rank, reserve = self.waiting.rank(req), self.room_for(req)
         below = [

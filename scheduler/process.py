@@ -214,7 +214,7 @@ class SchedulerProcess:
             elif isinstance(message, SnapshotReq | ResumeReq):
                 self._outbox.answer(refuse_loading(message))
         elif isinstance(message, GenerateReq):
-            self._admit(scheduler, message, now)
+            scheduler.admit_message(message, now)
         elif isinstance(message, AbortReq):
             scheduler.abort(message)
         elif isinstance(message, StopReq):
@@ -246,13 +246,6 @@ class SchedulerProcess:
             self._occupation.ask(message, now)
         elif isinstance(message, ResizeReq) and self._occupation is not None:
             self._occupation.ask_resize(message, now)
-
-    def _admit(self, scheduler: Scheduler, message: GenerateReq, now: float) -> None:
-        refusal = self._occupation.refusal if self._occupation is not None else None
-        if refusal is not None:
-            self._outbox.answer(ReqError(message.rid, 503, refusal, "overloaded_error"))
-        else:
-            scheduler.admit_message(message, now)
 
     def _server_info(self, scheduler: Scheduler, message: ServerInfoReq) -> ServerInfo:
         self._verdict = Verdict.of(scheduler, self._verdict)

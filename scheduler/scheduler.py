@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -38,7 +38,7 @@ from .memory_terms import PoolSizes
 from .outbox import Outbox, news_interval
 from .pace import PaceMeter
 from .planner import StepPlanner
-from .refusals import DRAINING, NO_EXCHANGE, Refusal, refuse_more, refuse_peer, refuse_prompt, refuse_rid
+from .refusals import BUSY, DRAINING, NO_EXCHANGE, Refusal, refuse_more, refuse_peer, refuse_prompt, refuse_rid
 from .req import Req, ReqState, Route
 from .sessions import Sessions
 from .step_builder import InFlightStep
@@ -66,6 +66,8 @@ class Scheduler:
         self.forks = Forks(self.reqs)
         self.counters = Counters()
         self.draining = False
+        self.withheld: Callable[[], str | None] = lambda: None
+        """Why nothing is computed here, None where it is (``occupation.py``)."""
         self.completed_step = 0
         self.handovers: Handovers | None = None
         self._in_flight: deque[InFlightStep] = deque()
@@ -140,6 +142,8 @@ class Scheduler:
         """Why a request is not taken in now, None where it is."""
         if self.draining:
             return DRAINING
+        if (withheld := self.withheld()) is not None:
+            return Refusal(503, withheld, BUSY)
         if msg.rid in self.reqs:
             return refuse_rid(msg.rid)
         if (refusal := refuse_prompt(len(msg.input_ids) // 4, self.memory)) is not None:

@@ -119,7 +119,8 @@ class Sessions:
     def _snapshot(self, ask: SnapshotReq, now: float) -> None:
         req = self._scheduler.reqs.get(ask.rid)
         known = _known(req) if req is not None else self._ended.get(ask.rid)
-        if known is None:
+        # A name may be given to the next request, of another key, which may have been refused before it came here.
+        if known is None or ask.key_name not in (None, known.msg.key_name):
             text = f"no request {ask.rid!r} runs here, or has ended lately"
             self._answer(SnapshotResult(ask.id, status=404, message=text))
             return
@@ -159,8 +160,12 @@ class Sessions:
         tokens = known.token_ids if ask.with_output else known.token_ids[: len(known.msg.input_ids) // 4]
         wanted = min(len(tokens), known.computed) // page_size * page_size
         pages = self._scheduler.memory.pages_with_kv(req, tokens[:wanted], known.msg.extra_key)
-        hashes = prompt_hashes(self._seed, tokens[: len(pages) * page_size], page_size, known.msg.extra_key)
-        short = "" if len(pages) * page_size == wanted else "others needed the memory before it was saved"
+        hashes = prompt_hashes(self._seed, tokens[:wanted], page_size, known.msg.extra_key)
+        count = len(pages)
+        if req is None or req.hold is None:  # what the pool has no more the host may have yet
+            count += len(tiers.host.match(hashes[count:]))
+        del hashes[count:]
+        short = "" if len(hashes) * page_size == wanted else "others needed the memory before it was saved"
         page_bytes = self._worker.layout.page_bytes
 
         def done(kept: Kept) -> None:

@@ -52,9 +52,11 @@ class SharedPrompts:
         for first in begun:
             common = self._common(req, first)
             if first is not req and common - max(cached, _shared(first)) >= LEAST_SHARED:
+                leader = self._leaders.setdefault(first, _Leader(computed=first.computed))
+                if leader.standstill >= MOST_STANDSTILL:
+                    continue  # nobody waits for it until it moves on
                 self._count += 1
                 self.set_aside += 1
-                leader = self._leaders.setdefault(first, _Leader(computed=first.computed))
                 heapq.heappush(leader.followers, (common, self._count, req))
                 return True
         return False
@@ -69,7 +71,8 @@ class SharedPrompts:
             there = _shared(first)
             while leader.followers and (over or leader.followers[0][0] - there < LEAST_SHARED):
                 found.append(heapq.heappop(leader.followers)[2])
-            if not leader.followers:
+            # One that stands still is remembered: who was given back would only be set aside for it again.
+            if not leader.followers and (first.state is not ReqState.PREFILLING or not leader.standstill):
                 del self._leaders[first]
         return found
 

@@ -161,10 +161,10 @@ class KVTiers:
 
     def save(self, hashes: Sequence[bytes], pages: I32) -> None:
         """Whatever the policy is, somebody wants to find these again: to the host, and before anything else to the
-        store. Not within a plan.
+        store. ``pages``: of the first of them; the host has the others. Not within a plan.
         """
         self.host.use(hashes)
-        self._save(hashes, pages, self._before)
+        self._save(hashes[: len(pages)], pages, self._before)
         if self.store is not None:
             self.store.save_first(hashes)
 

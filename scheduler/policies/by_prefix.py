@@ -48,10 +48,11 @@ class ByPrefix(SchedulePolicy):
 
     def order(self, lane: int) -> Iterator[Req]:
         """See the base class."""
+        # Nothing is looked at before somebody asks: of thousands of lanes a step may get to one.
         positions = np.flatnonzero(self.index.lane[self.index.order] == lane)
         slots = self.index.order[positions]
         left: Flags = np.ones(len(slots), dtype=np.bool_)
-        return self._taken(slots, left, self.chooser(slots, positions))
+        yield from self._taken(slots, left, self.chooser(slots, positions))
 
     def _taken(self, slots: Slots, left: Flags, choose: Chooser) -> Iterator[Req]:
         """Those that are ``left``, and ``left`` no more when they are given."""

@@ -31,6 +31,8 @@ import msgspec
 from ...mem_cache.storage.frame import HEADER_BYTES, BadFrame, check, header
 from ...messages.decode import UndeclaredMessage, decode
 from ...messages.sessions import SessionState
+from ...runtime.web.keys import ADMIN
+from ...runtime.web.keys import NAME as KEY_NAME
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """No folder, no hidden file, none of a path's own signs."""
@@ -42,6 +44,8 @@ MAX_INFO_BYTES = 4096
 MAX_SESSIONS = 1024
 """Of one owner."""
 ABANDONED_SECONDS = 3600.0
+LOCK_SECONDS, LOCK_POLL_SECONDS = 10.0, 0.02
+"""For others who write."""
 DIGEST_BYTES = 16
 _LENGTH_BYTES = 4
 
@@ -183,6 +187,8 @@ class SessionFiles:
     def _path(self, owner: str, name: str) -> Path:
         if not NAME.fullmatch(name):
             raise SessionError(400, f"a session's name {WANTED_NAME}")
+        if owner not in ("", ADMIN) and not KEY_NAME.fullmatch(owner):
+            raise SessionError(400, "owner: no API key has such a name (GET /kv/sessions tells an admin the owners)")
         return self._folder / _folder_name(owner) / (name + SUFFIX)
 
     def _folders(self, owner: str | None) -> list[Path]:
@@ -232,7 +238,12 @@ class SessionFiles:
         """One writes at a time, of all instances: what is left of a quota is known then."""
         fd = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            until = time.monotonic() + LOCK_SECONDS
+            while not _lock(fd):
+                # Another instance may be stopped or cut off with it: who waits here keeps a thread that others need.
+                if time.monotonic() >= until:
+                    raise SessionError(503, f"another instance has been writing for {LOCK_SECONDS:g} s; try again")
+                time.sleep(LOCK_POLL_SECONDS)
             yield
         finally:
             os.close(fd)
@@ -325,6 +336,15 @@ def _listed(folder: Path) -> Iterator[Listed]:
             info = None
         with contextlib.suppress(FileNotFoundError):
             yield Listed(name, info, path.lstat().st_size)
+
+
+def _lock(fd: int) -> bool:
+    """Whether nobody else has it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _sync(folder: Path) -> None:

@@ -106,10 +106,11 @@ def _free_name(request: Request, prefix: str) -> str:
 async def _write_down(
     request: Request, name: str, wire_rid: str, ttl: float, *, with_output: bool
 ) -> tuple[SessionInfo, int, str]:
-    http, owner, now = HttpState.of(request), Caller.of(request.scope).name, time.time()
+    http, caller, now = HttpState.of(request), Caller.of(request.scope), time.time()
+    owner, key_name = caller.name, None if caller.is_admin else caller.name
     try:
         said = await http.engine.ask(
-            lambda id_: SnapshotReq(id_, wire_rid, with_output, now + ttl), SnapshotResult, SNAPSHOT_SECONDS
+            lambda id_: SnapshotReq(id_, wire_rid, with_output, now + ttl, key_name), SnapshotResult, SNAPSHOT_SECONDS
         )
     except TimeoutError:
         raise ApiError(503, f"the scheduler did not answer within {SNAPSHOT_SECONDS:g} s") from None
@@ -193,6 +194,7 @@ async def bring_back(request: Request, owner: str, state: SessionState) -> Choic
         stop_ids=(),
         logprobs=None,
         return_prompt=False,
+        timeout_s=0.0,  # that was for its answer
     )
     running = msgspec.structs.replace(state.running, request=msg, output=b"", max_new_tokens=1)
     whole = msgspec.structs.replace(state, running=running, logprobs=[], input_logprobs=None)

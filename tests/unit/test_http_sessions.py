@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from urllib.parse import unquote
 
 import msgspec
 import pytest
@@ -290,5 +291,50 @@ def test_what_is_refused_names_its_field(options, path, body, says):
         assert answer.status_code == 400
         assert says in answer.json()["error"]["message"]
         assert not engine.requests
+
+    with_engine(run, **options)
+
+
+def test_a_snapshot_says_whose_request_it_has_to_be(keyed):
+    """The engine may know another key's request by a name that is the caller's last one's."""
+
+    async def run(engine: FakeEngine) -> None:
+        for name in KEYS:
+            await saved(engine, "s", authorization=KEYS[name])
+        asked = [q.key_name for q in engine.questions if isinstance(q, SnapshotReq)]
+        assert asked == ["alice", "bob", None]
+        async with engine.http(authorization=KEYS["admin"]) as client:
+            await client.post("/kv/restore", json={"name": "s", "owner": "bob", "resume": False})
+        assert engine.resumed[-1].state.running.request.key_name == "bob"
+        assert engine.resumed[-1].state.running.request.timeout_s == 0.0
+
+    with_engine(run, **keyed)
+
+
+@pytest.mark.parametrize("owner", ["a/../../elsewhere", "a%00b", "x" * 300, "(no one)", "a%0Ab"])
+def test_an_owner_is_a_key_and_no_path(options, tmp_path, owner):
+    # A folder of the first part of the path, and a file that is none of ours.
+    (tmp_path / "sessions" / "key-a").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    other = tmp_path / "elsewhere" / "s.session"
+    other.write_text("not ours")
+
+    async def run(engine: FakeEngine) -> None:
+        async with engine.http() as client:
+            assert (await client.delete(f"/kv/sessions/s?owner={owner}")).status_code == 400
+            body = {"name": "s", "owner": unquote(owner)}
+            assert (await client.post("/kv/restore", json=body)).status_code in (400, 422)
+
+    with_engine(run, **options)
+    assert other.exists()
+
+
+@pytest.mark.parametrize("slot", ["9" * 5000, "99999999999999999999", "\u0663", "a"])
+def test_a_slot_that_is_no_small_number_is_a_name(options, slot):
+    async def run(engine: FakeEngine) -> None:
+        await saved(engine, "s")
+        async with engine.http() as client:
+            answer = await client.post(f"/slots/{slot}?action=erase", json={"filename": "s"})
+        assert (answer.status_code, answer.json()["id_slot"]) == (200, slot)
 
     with_engine(run, **options)

@@ -6,10 +6,14 @@ import math
 from typing import Any
 
 import pytest
-from support.sim import SimInstance, make_options, reference_output
+from support.sim import SimInstance, make_generate, make_options, reference_output
 from support.sim_tiers import TieredSim
 
+from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.memory import MemoryChanged, MemoryReq, MemoryResult, ReleaseMemory, ResumeMemory, Unreleasable
+from pdserve.messages.moves import RunningRequest
+from pdserve.messages.outputs import ReqError
+from pdserve.messages.sessions import ResumeReq, SessionState
 from pdserve.messages.tiers import CopyPages
 from pdserve.scheduler.metrics_report import MetricsReport
 from pdserve.scheduler.occupation import PARTING_SECONDS, Occupation, Occupied
@@ -126,6 +130,29 @@ def test_the_wrong_order_is_refused(order: tuple, says: str | None) -> None:
     assert rig.obey().released == ["kv_cache"]
     assert rig.occupation.refusal is not None
     assert "(kv_cache)" in rig.occupation.refusal
+
+
+def test_nobody_comes_in_by_another_door() -> None:
+    """Sessions that go on, and requests that move here, are requests as well."""
+    rig = Rig()
+    msg = make_generate("again", range(8), max_new_tokens=6)
+    running = RunningRequest(msg, pack_i32([1]), 6, 0.0)
+    state = SessionState(running, rig.scheduler.worker.fingerprint, bytes(16))
+    rig.sim.submit("a", range(8), max_new_tokens=6)
+    assert rig.ask(True, wait_s=5.0) is None
+    for _ in range(2):  # while it waits for the end of what runs, and when all is gone
+        moved = rig.scheduler.admit_moved(msg, unpack_i32(running.output), 6)
+        assert moved == rig.occupation.refusal
+        rig.scheduler.sessions.on_message(ResumeReq(state), rig.sim.now)
+        rig.sim.outbox.flush()
+        [error] = [m for m in rig.sim.to_detokenizer.messages if isinstance(m, ReqError)]
+        rig.sim.to_detokenizer.messages.clear()
+        assert (error.rid, error.status, error.message) == ("again", 503, rig.occupation.refusal)
+        rig.sim.run_until_idle()
+        rig.occupation.advance(rig.sim.now)
+        if rig.occupation.state is Occupied.RELEASING:
+            rig.obey()
+    assert rig.occupation.state is Occupied.RELEASED
 
 
 def test_requests_are_not_cut_short() -> None:

@@ -149,6 +149,16 @@ def test_what_does_not_fit_is_refused_before_it_is_taken(tmp_path: Path, monkeyp
     assert rig.occupation.obey(ResumeMemory(["weights"])).error == ""
 
 
+def test_a_pool_that_became_smaller_needs_no_more_than_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(tmp_path)
+    rig.occupation.trim(8)
+    rig.occupation.obey(ReleaseMemory(["kv_cache"]))
+    left = 8 * rig.model.layout.groups[0].page_bytes
+    monkeypatch.setattr(rig.model.hardware, "memory", lambda: Memory(GIB, left))
+    assert left < rig.model.pool.data.nbytes
+    assert rig.occupation.obey(ResumeMemory(["kv_cache"])).error == ""
+
+
 def test_pages_at_the_end_go_and_are_not_committed_again_ahead(tmp_path: Path) -> None:
     rig = Rig(tmp_path, wide=True)
     before, region, page_bytes = rig.answer(), rig.model.kv_region, rig.model.layout.groups[0].page_bytes

@@ -101,6 +101,25 @@ def test_what_is_cached_gives_way_and_nothing_else_is_lost(make: Any) -> None:
     assert make is Trimmed or all(sim.ends[f"s{i}"].meta.cached_tokens == 56 for i in range(3))  # type: ignore[union-attr]
 
 
+def test_nothing_is_evicted_in_vain() -> None:
+    sim = Trimmed(make_options())
+    resize = PoolResize(sim.scheduler)
+    sim.submit("cached", range(100, 120), max_new_tokens=4)
+    sim.run_until_idle()
+    sim.submit("a", range(90), max_new_tokens=6)
+    for _ in range(4):
+        sim.plan()
+        sim.work()
+    cached = sim.scheduler.memory.usage()["cached"]
+    assert cached
+    assert order(sim, resize, 100, wait_s=1e6) is None
+    assert sim.scheduler.memory.usage()["cached"] == cached
+    sim.run_until_idle()
+    resize.advance(sim.now)
+    assert told(sim) == ResizeResult(3, 200, 100, 256)
+    assert sim.tokens["a"] == reference_output(range(90), 6)
+
+
 def test_requests_keep_their_pages_and_what_they_were_promised() -> None:
     sim = Trimmed(make_options())
     resize = PoolResize(sim.scheduler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -201,6 +202,15 @@ def test_what_a_killed_process_left_is_removed_in_time(tmp_path):
         os.utime(path, (time.time() - age,) * 2)
     store.save(info("b"), STATE)
     assert {p.name for p in (tmp_path / "sessions" / "anybody").iterdir()} == {"a.session", "b.session", "unfinished-2"}
+
+
+def test_another_instance_that_stopped_while_it_wrote_holds_nobody_up_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(session_files, "LOCK_SECONDS", 0.0)
+    store = files(tmp_path)
+    with (tmp_path / "sessions" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert refusal(lambda: store.save(info("a"), STATE)).status == 503
+    store.save(info("a"), STATE)
 
 
 WRITER = """

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 import msgspec
+import numpy as np
 import pytest
-from support.sim import SimInstance, reference_output
+from support.sim import SimInstance, make_generate, reference_output
 from support.sim_tiers import TieredSim
 
 from pdserve.messages.base import pack_i32, unpack_i32
@@ -246,3 +247,31 @@ def test_what_the_store_lost_is_sent_again_and_released_in_the_end():
     sim.scheduler.sessions.on_message(ReleaseReq(pack_i32(prompt(1)), "", 9), sim.now)
     sim.settle()
     assert wishes == [(5, 0.0)]
+
+
+def test_a_name_that_another_key_had_is_not_its_request():
+    sim = TieredSim(200)
+    msg = make_generate("a", prompt(1), max_new_tokens=4)
+    msg.key_name = "alice"
+    sim.scheduler.admit_message(msg, sim.now)
+    run_until(sim, "a", 2)
+    for _ in range(2):  # while it runs, and when it has ended
+        for key_name, status in (("bob", 404), ("", 404), ("alice", 200), (None, 200)):
+            sim.scheduler.sessions.on_message(SnapshotReq(1, "a", True, 1e10, key_name), sim.now)
+            while not sim.answers:
+                sim.plan()
+                _ = sim.work() or sim.serve_store()
+            said = sim.answers.pop()
+            assert (said.status, said.state is None) == (status, status == 404)
+        sim.settle()
+
+
+def test_what_the_host_has_of_an_ended_request_is_kept_as_well():
+    sim = TieredSim(200, max_total_tokens=64)
+    sim.submit("a", prompt(1), max_new_tokens=4)
+    sim.settle()
+    sim.submit("b", prompt(2, 56), max_new_tokens=4)  # takes the pool
+    sim.settle()
+    assert len(sim.scheduler.memory.pages_with_kv(None, np.array(prompt(1), dtype=np.int32), "")) < 7
+    saved = snapshot(sim, "a")
+    assert (saved.kv_tokens, saved.message) == (32, "")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -13,9 +15,12 @@ from support.sim_machine import Machine, TimedSim
 from support.sim_pair import SimPair
 from support.sim_pair import assert_all_returned as pair_assert_all_returned
 from support.sim_pair import run_until_idle as pair_run_until_idle
+from support.sim_tiers import TieredSim
 
 from pdserve.messages.outputs import FinishType, ReqError, ReqTokens
 from pdserve.messages.requests import AbortReq
+from pdserve.scheduler import deadlines as deadlines_module
+from pdserve.scheduler import store_link
 from pdserve.scheduler.deadlines import SENDERS_GRACE, Deadlines
 from pdserve.scheduler.fairness import OUTPUT_WEIGHT, FairShares, Tenant
 from pdserve.scheduler.req import Req, ReqState, Route
@@ -99,6 +104,36 @@ def test_a_far_higher_priority_takes_the_memory_of_lower_ones(threshold: int, pr
         assert sim.tokens[f"low{i}"] == reference_output([i] * 12, 6)
     assert sim.tokens["high"] == reference_output([50] * 30, 4)
     assert_all_returned(sim)
+
+
+def test_nobody_gives_way_to_one_that_waits_for_the_store(monkeypatch):
+    before = TieredSim(200)
+    before.submit("a", [50] * 30, max_new_tokens=4)
+    before.settle()
+    options = {"max_total_tokens": 64, "schedule_policy": "priority", "schedule_conservativeness": 0.01}
+    sim = TieredSim(200, kept=before.store.kept, **options)
+
+    def turns(count: int) -> None:
+        for _ in range(count):
+            sim.plan()
+            while sim.work():
+                pass
+
+    for i in range(3):
+        send(sim, f"low{i}", [i] * 12, max_new_tokens=9)
+    turns(2)
+    monkeypatch.setattr(store_link, "LEAST_FETCH", 4)
+    send(sim, "high", [50] * 30, max_new_tokens=4, priority=50)
+    turns(2)
+    assert sim.scheduler.planner.running.keys() == {"low0", "low1", "low2"}
+    assert sim.scheduler.planner.preemptions == 0
+    while sim.serve_store():
+        pass
+    turns(1)
+    assert sim.scheduler.planner.preemptions > 0
+    sim.settle()
+    assert sim.tokens["high"] == reference_output([50] * 30, 4)
+    assert sim.ends["high"].meta.cached_tokens
 
 
 def test_nobody_is_preempted_in_vain():
@@ -235,7 +270,12 @@ def test_the_wait_for_a_prompt_that_stands_still_ends():
     while not (ready := shared.ready()):
         waits += 1
     assert (ready, waits) == ([second], MOST_STANDSTILL - 1)
-    # One that moves on is waited for.
+    # Nobody waits for it again; for one that moves on they do.
+    assert not shared.follows(second, 0, [first])
+    assert not shared.ready()
+    assert not shared.follows(second, 0, [first])
+    first.computed += 1
+    assert not shared.ready()
     assert shared.follows(second, 0, [first])
     for _ in range(3 * MOST_STANDSTILL):
         first.computed += 1
@@ -244,7 +284,33 @@ def test_the_wait_for_a_prompt_that_stands_still_ends():
     assert shared.ready() == [second]
 
 
+@pytest.mark.parametrize("policy", ["lpm", "srpf", "dfs-weight"])
+def test_lanes_that_have_no_turn_cost_nothing(policy: str, monkeypatch):
+    sim = SimInstance(make_options(schedule_policy=policy, fair_scheduling=True, max_running_requests=1))
+    for i in range(20):
+        send(sim, f"r{i}", [i] * 6, user=f"u{i}")
+    waiting, looked = sim.scheduler.planner.waiting, []
+    chooser = waiting.policy.chooser
+    monkeypatch.setattr(waiting.policy, "chooser", lambda *args: looked.append(args) or chooser(*args))
+    turn(sim)
+    assert len(waiting) == 19
+    assert len(looked) < 6
+    sim.run_until_idle()
+    assert len(sim.ends) == 20
+
+
 # --- deadlines ---
+
+
+def test_requests_that_ended_are_not_kept_until_their_time_comes():
+    sim = SimInstance()
+    ended = []
+    for i in range(300):
+        send(sim, f"r{i}", range(3), timeout_s=1e5)
+        ended.append(weakref.ref(sim.scheduler.reqs[f"r{i}"].token_ids))
+        sim.scheduler.abort(AbortReq(f"r{i}"))
+    gc.collect()
+    assert sum(tokens() is not None for tokens in ended) <= 2 * deadlines_module.FEW
 
 
 def test_a_deadline_ends_who_waits_and_who_runs():
