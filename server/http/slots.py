@@ -17,6 +17,8 @@ from .session_schemas import SlotBody
 from .sessions import bring_back, remove, save_request
 from .state import HttpState
 
+SLOT_DIGITS = 9
+
 
 async def slot_action(request: Request) -> Response:
     """Save the request ``id`` as a file, bring a file's KV back, or delete it."""
@@ -26,7 +28,9 @@ async def slot_action(request: Request) -> Response:
         raise bad_request("action", "is save, restore or erase: POST /slots/ID?action=save")
     ttl = sessions.files.limits.ttl
     name = (await parse_body(request, SlotBody)).filename
-    content: dict[str, object] = {"id_slot": int(slot) if slot.isdecimal() else slot, "filename": name}
+    # Its clients want a number where they sent one; a long one is no slot's, and more than JSON holds.
+    is_number = len(slot) <= SLOT_DIGITS and slot.isascii() and slot.isdecimal()
+    content: dict[str, object] = {"id_slot": int(slot) if is_number else slot, "filename": name}
     owner = Caller.of(request.scope).name
     if action == "save":
         info, nbytes, _ = await save_request(request, name, slot, ttl)
