@@ -166,6 +166,19 @@ def test_a_prompt_is_computed_and_no_more(options, prompt):
     with_engine(run, **options)
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_what_its_deadline_cut_off_goes_on_without_one(options, resume):
+    async def run(engine: FakeEngine) -> None:
+        request = msgspec.structs.replace(STATE.running.request, timeout_s=0.5)
+        knows(engine, msgspec.structs.replace(STATE, running=msgspec.structs.replace(STATE.running, request=request)))
+        await engine.post("/generate", {"text": "x", "rid": "done"})
+        await engine.post("/kv/snapshot", {"name": "s", "rid": "done"})
+        assert (await engine.post("/kv/restore", {"name": "s", "resume": resume})).status_code == 200
+        assert [resumed.state.running.request.timeout_s for resumed in engine.resumed] == [0.0]
+
+    with_engine(run, **options)
+
+
 def test_it_goes_on_as_it_was_meant_under_a_name_of_its_own(options):
     async def run(engine: FakeEngine) -> None:
         await saved(engine, "s")
