@@ -36,6 +36,9 @@ class SavesPages(Protocol):
     def tell_store(self, message: KeepPages) -> None:
         """Send it."""
 
+    def problem(self, now: float) -> str:
+        """What is wrong with the store, "" for nothing."""
+
 
 @dataclass(slots=True, eq=False)
 class _Wish:
@@ -68,7 +71,8 @@ class KeptPages:
         """Ask for what has been saved; give up what has taken too long."""
         for wish in list(self._wishes):
             if now > wish.deadline:
-                self._end(wish, Kept(0, f"the KV store did not take it within {MOST_SECONDS:.0f} s"))
+                late = f"the KV store did not take it within {MOST_SECONDS:.0f} s"
+                self._end(wish, Kept(0, "; ".join(filter(None, (late, self._tiers.problem(now))))))
             elif wish.asked is None and not self._tiers.is_saving(wish.hashes):
                 wish.asked = self._next_id()
                 wish.tries += 1

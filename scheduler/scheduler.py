@@ -53,21 +53,18 @@ class Scheduler:
     """See the module."""
 
     def __init__(self, options: ServerOptions, worker: WorkerReady, outbox: Outbox) -> None:
-        self.options = options
-        self.worker = worker
+        self.options, self.worker, self.outbox = options, worker, outbox
         self.tiers = KVTiers(options, worker) if worker.host_pages else None
         self.kv_events = make_event_log(options, worker)
         self.memory = KVMemory(options, PoolSizes.of(worker), worker.context_length, self.tiers, self.kv_events)
         self.cost_model = make_cost_model(worker)
         self.planner = StepPlanner(options, self.memory, worker.device, self.cost_model)
-        self.outbox = outbox
         self.reqs: dict[str, Req] = {}
         self.sessions = Sessions(self)
         self.forks = Forks(self.reqs)
         self.counters = Counters()
         self.draining = False
-        self.withheld: Callable[[], str | None] = lambda: None
-        """Why nothing is computed here, None where it is (``occupation.py``)."""
+        self.withheld: Callable[[], str | None] = lambda: None  # why nothing is computed now (``occupation.py``)
         self.completed_step = 0
         self.handovers: Handovers | None = None
         self._in_flight: deque[InFlightStep] = deque()
@@ -148,10 +145,10 @@ class Scheduler:
             return refuse_rid(msg.rid)
         if (refusal := refuse_prompt(len(msg.input_ids) // 4, self.memory)) is not None:
             return refusal
-        if msg.bootstrap is not None and self.handovers is None:
+        if (where := msg.bootstrap) is not None and self.handovers is None:
             return NO_EXCHANGE
-        if msg.bootstrap is not None and msg.bootstrap.refusal and self._route(msg.bootstrap) is Route.INCOMING:
-            return refuse_peer(msg.bootstrap)
+        if where is not None and where.refusal and self._route(where) is Route.INCOMING:
+            return refuse_peer(where)
         return refuse_more(len(self.reqs), self.options, lambda: self.turns.seconds(len(self.planner.waiting) // 2))
 
     def enqueue(self, req: Req, now: float) -> None:

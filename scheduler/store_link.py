@@ -33,6 +33,8 @@ STORE_BATCH = 64
 """Pages under way to the store at a time: what is pinned for it."""
 FIRST_PAUSE, MOST_PAUSE = 1.0, 60.0
 """Seconds before it is given anything again after it has failed; they double with each failure in a row."""
+LASTING_PAUSE = 4.0
+"""Seconds: as long as the pause after the third failure, somebody should look after it."""
 LONGEST_WAIT = 10.0
 """Seconds that a request waits at most, whatever its policy."""
 STALL_SECONDS = 10.0
@@ -70,6 +72,8 @@ class StoreLink:
         self._backlog: OrderedDict[bytes, None] = OrderedDict()
         self._storing: dict[int, Storing] = {}
         self._pause = 0.0
+        self._refusal = ""
+        """Why it took nothing, when it was given something last."""
         self._again_at = 0.0
         self._turn_at = 0.0
         self._stored: set[bytes] = set()
@@ -229,6 +233,7 @@ class StoreLink:
             # Once more, as far as the host has them by then.
             self._stored.difference_update(hashes)
             self._backlog.update(dict.fromkeys(hashes))
+            self._refusal = event.error
             self._pause = min(MOST_PAUSE, 2 * self._pause or FIRST_PAUSE)
             self._again_at = now + self._pause
         else:
@@ -274,7 +279,9 @@ class StoreLink:
         if silence >= STALL_SECONDS:
             return f"the KV store has not answered for {silence:.0f} s; serving goes on without it"
         if self.state.breaker == "closed":
-            return ""
+            # One that answers what is read from it may yet be read-only, full of others' files, or gone.
+            is_refusing = self._pause >= LASTING_PAUSE
+            return f"the KV store takes nothing, serving goes on without: {self._refusal}" if is_refusing else ""
         return f"the KV store is left alone for a while, serving goes on without it: {self.state.reason}"
 
     @property

@@ -220,9 +220,9 @@ class EngineClient:
         key = request.extra_key
         if self._cache_by_key and not key.startswith(f"{owner}\0"):
             key = f"{owner}\0{key}"  # it was written down where prefixes are everybody's
-        request = msgspec.structs.replace(
-            request, rid=wire_rid, arrival=arrival, stream=streaming, extra_key=key, key_name=owner
-        )
+        # The time that was over, or would have been, was another client's.
+        fields = {"stream": streaming, "extra_key": key, "key_name": owner, "timeout_s": 0.0}
+        request = msgspec.structs.replace(request, rid=wire_rid, arrival=arrival, **fields)
         running = msgspec.structs.replace(state.running, request=request)
         names = {choice.rid: [choice]}
         submission = Submission([choice], owner=caller.name, names=list(names), streaming=streaming, follows=follows)

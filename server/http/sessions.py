@@ -18,6 +18,7 @@ from starlette.types import Scope
 from ...messages.base import unpack_i32
 from ...messages.sampling import SamplingParams
 from ...messages.sessions import SessionState, SnapshotReq, SnapshotResult
+from ...runtime.web.keys import NAME as KEY_NAME
 from ...runtime.web.keys import Caller
 from ...runtime.web.visits import Visit
 from .conversation import read_conversation
@@ -71,7 +72,8 @@ async def _save_prompt(request: Request, body: SnapshotBody, ttl: float) -> tupl
             await submission.news()  # its first token: the prompt is computed
             return await _write_down(request, body.name, submission.choices[0].wire_rid, ttl, with_output=False)
     except ApiError as e:
-        raise e.renamed({"text": "messages"} if body.messages is not None else {}) from None
+        sent = next(name for name in ("messages", "text", "input_ids") if getattr(body, name) is not None)
+        raise e.renamed({"text": sent, "input_ids": sent}) from None
     except ClientGone:
         raise ApiError(499, "the client has gone") from None
     finally:
@@ -281,4 +283,8 @@ def _owner(request: Request, named: str | None) -> str:
         return caller.name
     if not caller.is_admin:
         raise ApiError(403, "owner: only the admin means other owners' sessions; leave it out", param="owner")
+    if named and not KEY_NAME.fullmatch(named):
+        raise bad_request(
+            "owner", "is no key's name: these have up to 64 letters, digits, dots, dashes and underscores"
+        )
     return named

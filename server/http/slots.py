@@ -17,7 +17,7 @@ from .session_schemas import SlotBody
 from .sessions import bring_back, remove, save_request
 from .state import HttpState
 
-MOST_DIGITS = 15
+SLOT_DIGITS = 9
 
 
 async def slot_action(request: Request) -> Response:
@@ -28,8 +28,8 @@ async def slot_action(request: Request) -> Response:
         raise bad_request("action", "is save, restore or erase: POST /slots/ID?action=save")
     ttl = sessions.files.limits.ttl
     name = (await parse_body(request, SlotBody)).filename
-    # A number that JSON's readers may not know as it is stays a string.
-    is_number = slot.isascii() and slot.isdecimal() and len(slot) <= MOST_DIGITS
+    # Its clients want a number where they sent one; a long one is no slot's, and more than JSON holds.
+    is_number = len(slot) <= SLOT_DIGITS and slot.isascii() and slot.isdecimal()
     content: dict[str, object] = {"id_slot": int(slot) if is_number else slot, "filename": name}
     owner = Caller.of(request.scope).name
     if action == "save":

@@ -96,12 +96,16 @@ def test_each_key_means_its_own_requests_and_sessions(keyed):
                 (b, {"name": "s"}, 404),
                 (b, {"name": "s", "owner": "alice"}, 403),
                 (c, {"name": "s"}, 404),
+                (c, {"name": "s", "owner": "a\0b"}, 400),
+                (c, {"name": "s", "owner": "../key-alice"}, 400),
                 (c, {"name": "s", "owner": "alice", "resume": False}, 200),
             ):
                 engine.hold = False
                 assert (await client.post("/kv/restore", json=body)).status_code == status, body
             assert (await b.delete("/kv/sessions/s")).status_code == 404
             assert (await b.delete("/kv/sessions/s?owner=alice")).status_code == 403
+            for owner in ("%00", "a" * 3000):
+                assert (await c.delete(f"/kv/sessions/s?owner={owner}")).status_code == 400
             assert (await c.delete("/kv/sessions/s?owner=alice")).status_code == 200
             await a.post("/abort_request", json={"rid": "r"})
         await task
@@ -159,6 +163,19 @@ def test_a_prompt_is_computed_and_no_more(options, prompt):
         assert not engine.client.is_named(request.rid)
         assert (await engine.post("/kv/restore", {"name": "s"})).json()["resumable"] is True
         assert (await engine.post("/kv/restore", {"name": "s", "resume": True})).json()["output_ids"]
+
+    with_engine(run, **options)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_what_its_deadline_cut_off_goes_on_without_one(options, resume):
+    async def run(engine: FakeEngine) -> None:
+        request = msgspec.structs.replace(STATE.running.request, timeout_s=0.5)
+        knows(engine, msgspec.structs.replace(STATE, running=msgspec.structs.replace(STATE.running, request=request)))
+        await engine.post("/generate", {"text": "x", "rid": "done"})
+        await engine.post("/kv/snapshot", {"name": "s", "rid": "done"})
+        assert (await engine.post("/kv/restore", {"name": "s", "resume": resume})).status_code == 200
+        assert [resumed.state.running.request.timeout_s for resumed in engine.resumed] == [0.0]
 
     with_engine(run, **options)
 
@@ -264,6 +281,12 @@ def test_in_the_words_of_llama_server(options):
             ("/slots/9?action=save", {"filename": "a"}, 404),
         ):
             assert (await engine.post(path, body)).status_code == status, path
+        for slot in ("9" * 30, "9" * 5000, "\u0663"):  # none of these is a number that JSON or a client has
+            await engine.post("/generate", {"text": "x", "rid": "0"})
+            await engine.post("/slots/0?action=save", {"filename": "a"})
+            for action in ("restore", "erase"):
+                said = await engine.post(f"/slots/{slot}?action={action}", {"filename": "a"})
+                assert (said.status_code, said.json()["id_slot"]) == (200, slot)
 
     with_engine(run, **options)
 

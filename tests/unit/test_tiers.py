@@ -12,6 +12,7 @@ from support.sim_tiers import TieredSim
 
 from pdserve.mem_cache.host_tier import HostTier
 from pdserve.mem_cache.page_hash import prompt_hashes
+from pdserve.mem_cache.storage.base import StoreUnavailable
 from pdserve.messages.outputs import CachedBeyond
 from pdserve.messages.tiers import PageCopy
 from pdserve.model_runner.tiers import store_engine
@@ -128,6 +129,25 @@ def test_what_could_not_be_stored_is_tried_again_without_anybody_asking():
         sim.now += wait
         sim.settle()
     assert len(sim.store.kept) == 10
+
+
+def test_a_store_that_can_be_read_and_takes_nothing_is_said_to(monkeypatch):
+    def refuse(*_) -> None:
+        raise StoreUnavailable("read-only")
+
+    sim = TieredSim(200)
+    with monkeypatch.context() as broken:
+        broken.setattr(sim.store, "set", refuse)
+        for i in range(4):  # what is read between writes keeps the store from being left alone
+            ask(sim, f"r{i}", prompt(i))
+            sim.now += 10
+            sim.settle()
+        assert sim.tiers.store.state.breaker == "closed"
+        assert sim.tiers.problem(sim.now).endswith("takes nothing, serving goes on without: read-only")
+    sim.now += 100
+    sim.settle()
+    assert len(sim.store.kept) == 40
+    assert sim.tiers.problem(sim.now) == ""
 
 
 def test_what_comes_due_behind_a_turn_is_no_reason_to_sleep():
