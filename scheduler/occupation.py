@@ -37,6 +37,7 @@ from ..messages.memory import (
     ResumeMemory,
 )
 from .pool_resize import PoolResize
+from .refusals import BUSY, Refusal
 from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Occupation:
         self.state = Occupied.HELD
         self.released: list[MemoryTag] = []
         """What is not there."""
-        scheduler.withheld = lambda: self.refusal
+        scheduler.withheld = lambda: Refusal(503, self.refusal, BUSY) if self.refusal is not None else None
 
     @property
     def refusal(self) -> str | None:

@@ -38,7 +38,7 @@ from .memory_terms import PoolSizes
 from .outbox import Outbox, news_interval
 from .pace import PaceMeter
 from .planner import StepPlanner
-from .refusals import BUSY, DRAINING, NO_EXCHANGE, Refusal, refuse_more, refuse_peer, refuse_prompt, refuse_rid
+from .refusals import DRAINING, NO_EXCHANGE, Refusal, refuse_more, refuse_peer, refuse_prompt, refuse_rid
 from .req import Req, ReqState, Route
 from .sessions import Sessions
 from .step_builder import InFlightStep
@@ -63,9 +63,8 @@ class Scheduler:
         self.sessions = Sessions(self)
         self.forks = Forks(self.reqs)
         self.counters = Counters()
-        self.draining = False
-        self.withheld: Callable[[], str | None] = lambda: None  # why nothing is computed now (``occupation.py``)
-        self.completed_step = 0
+        self.draining, self.completed_step = False, 0
+        self.withheld: Callable[[], Refusal | None] = lambda: None  # while memory is given back (``occupation.py``)
         self.handovers: Handovers | None = None
         self._in_flight: deque[InFlightStep] = deque()
         self.forecast = PromptForecast(self.planner, self.memory, self.cost_model, self._in_flight)
@@ -137,10 +136,8 @@ class Scheduler:
 
     def refusal(self, msg: GenerateReq) -> Refusal | None:
         """Why a request is not taken in now, None where it is."""
-        if self.draining:
-            return DRAINING
-        if (withheld := self.withheld()) is not None:
-            return Refusal(503, withheld, BUSY)
+        if (closed := DRAINING if self.draining else self.withheld()) is not None:
+            return closed
         if msg.rid in self.reqs:
             return refuse_rid(msg.rid)
         if (refusal := refuse_prompt(len(msg.input_ids) // 4, self.memory)) is not None:
