@@ -20,7 +20,7 @@ from pdserve.model_runner.double_sparsity.calibrate import CalibrateOptions, ran
 from pdserve.model_runner.double_sparsity.channels import write_channels
 
 pytestmark = pytest.mark.timeout(300)
-TOKENS = 40
+TOKENS = 100
 FIRST = [(7 * i * i + 3) % 900 + 50 for i in range(200)]
 PROMPTS = [FIRST, FIRST[:112] + [5 * i + 60 for i in range(70)], [11 * i % 800 + 70 for i in range(150)], FIRST[7:27]]
 POOL = ("--max-total-tokens", "2048")
@@ -77,7 +77,7 @@ def test_at_once_and_behind_cached_prompts(served: Served, tmp_path: Path) -> No
 
 def test_after_a_retraction(served: Served, tmp_path: Path) -> None:
     # What is recomputed is never found in the cache.
-    small = ("--max-total-tokens", "592", "--schedule-conservativeness", "0.01", "--disable-radix-cache")
+    small = ("--max-total-tokens", "640", "--schedule-conservativeness", "0.01", "--disable-radix-cache")
     with launched(tmp_path, "small", "server", *served.args, *ONE_THREAD, *small) as server:
         server.wait_healthy()
         assert answers(server) == served.expected
