@@ -6,7 +6,9 @@ import signal
 from pathlib import Path
 
 import httpx
+import pytest
 from support.processes import ONE_THREAD, Launched, launched, pd_pair, wait_until
+from support.redis_server import SERVER, redis_server
 
 PROMPT = [(7 * i) % 90 + 3 for i in range(400)]
 GREEDY = {"max_new_tokens": 300, "temperature": 0, "ignore_eos": True}
@@ -83,6 +85,46 @@ def test_an_answer_goes_on_after_a_kill_and_at_another_instance(tmp_path, tiny_a
             for field in ("output_token_logprobs", "input_token_logprobs"):
                 assert found[name]["meta_info"].get(field) == whole["meta_info"].get(field)
         assert plain.post("/kv/restore", {"name": "x"}).status_code == 501
+
+
+def goes_on_elsewhere(tmp_path: Path, flags: list[str], unified: list[str]) -> None:
+    """Written down at one instance, which is killed, and gone on with at another: the answer that it would have been,
+    from KV that came from the store.
+    """
+    with launched(tmp_path, "first", "server", *flags) as first:
+        first.wait_healthy()
+        said = {
+            "greedy": snapshot_midway(first, "greedy", GREEDY),
+            "seeded": snapshot_midway(first, "seeded", SEEDED),
+        }
+        assert {s["kv"] for s in said.values()} == {"stored"}
+        first.stop(signal.SIGKILL)
+    with launched(tmp_path, "other", "server", *flags) as other:
+        other.wait_healthy()
+        found = {name: restored(other, name) for name in said}
+        details = found["greedy"]["meta_info"]["cached_tokens_details"]
+        assert details == {"device": 0, "host": 0, "storage": said["greedy"]["kv_tokens"]}
+        assert found["seeded"]["meta_info"]["cached_tokens"] >= 400  # the prompt is also the other's
+        wait_until(lambda: other.info()["invariants"] == "ok", 15, "checked")
+    with launched(tmp_path, "plain", "server", *unified) as plain:
+        plain.wait_healthy()
+        for name, sampling in (("greedy", GREEDY), ("seeded", SEEDED)):
+            whole = plain.generate(input_ids=PROMPT, sampling_params=sampling)
+            assert found[name]["output_ids"] == whole["output_ids"], name
+
+
+@pytest.mark.skipif(SERVER is None, reason="redis-server is not installed (Debian: redis-server)")
+def test_an_answer_goes_on_elsewhere_with_its_kv_in_redis(tmp_path, tiny_args):
+    plain = [*ONE_THREAD, *tiny_args, "--max-total-tokens", "4096"]
+    with redis_server(tmp_path) as url:
+        tier = ["--enable-hierarchical-cache", "--hicache-storage-backend", "redis", "--hicache-storage-url", url]
+        goes_on_elsewhere(tmp_path, [*plain, *tier, "--kv-sessions-dir", str(tmp_path / "sessions")], plain)
+
+
+def test_an_answer_of_two_ranks_goes_on_elsewhere(tmp_path, tiny_args):
+    plain = [*ONE_THREAD, *tiny_args, "--max-total-tokens", "4096"]
+    ranks = args(tiny_args, tmp_path)[len(ONE_THREAD) :]
+    goes_on_elsewhere(tmp_path, [*ranks, "--threads", "2", "--tp-size", "2"], plain)
 
 
 def test_without_a_store_and_with_a_damaged_one_it_is_computed(tmp_path, tiny_args):
