@@ -24,6 +24,7 @@ PASSED_BACK = frozenset(
         b"cache-control",
         b"x-accel-buffering",
         b"retry-after",
+        b"x-should-retry",
         b"x-request-id",
     }
 )

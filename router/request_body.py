@@ -57,7 +57,11 @@ class RequestBody:
 
     @classmethod
     def parse(cls, raw: bytes, request_id: str = "", rid_prefix: str = "") -> RequestBody:
-        """Raises ``BadRequestError`` for anything but a JSON object, and for one with too many prompts."""
+        """Raises ``BadRequestError`` for anything but a JSON object, and for one with too many prompts.
+
+        No bytes at all are an object without fields, of which an instance says what it lacks.
+        """
+        raw = raw or b"{}"
         try:
             fields = orjson.loads(raw)
         except orjson.JSONDecodeError as exc:

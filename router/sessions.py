@@ -50,7 +50,7 @@ class SessionEndpoints:
         """POST /kv/restore: at the first that has the session."""
         body = await self._bodies.read(request)
         try:
-            fields = orjson.loads(body)
+            fields = orjson.loads(body or b"{}")
         except orjson.JSONDecodeError as e:
             raise BadRequestError(f"the body is not valid JSON: {e}") from None
         if isinstance(fields, dict) and fields.get("stream"):

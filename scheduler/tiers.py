@@ -287,7 +287,7 @@ class KVTiers:
             "host_pages": {"total": host.num_pages, "used": len(host), "free": host.free_pages},
             "page_bytes": self._page_bytes,
             "host_evicted": host.evicted_pages,
-            "store": msgspec.to_builtins(self.store.state) if self.store is not None else None,
+            "store": msgspec.structs.asdict(self.store.state) if self.store is not None else None,
             "fetching": self.store.fetching if self.store is not None else 0,
             "backlog": self.store.backlog if self.store is not None else 0,
             **vars(self.counts),

@@ -70,10 +70,13 @@ def error_status(error: dict[str, Any]) -> int:
 
 
 def error_headers(status: int, retry_after: int = 0) -> dict[str, str]:
-    """What goes with the body: when to try again (``retry_after`` seconds, where somebody knows), or how to say who one
-    is.
+    """What goes with the body: when to try again (``retry_after`` seconds, where somebody knows) or not to, or how to
+    say who one is.
     """
     headers = {}
+    if status == 408:
+        # OpenAI's clients send again by themselves what was answered with 408: here it was the client's own time.
+        headers["x-should-retry"] = "false"
     if status in (429, 503):
         headers["Retry-After"] = str(retry_after or RETRY_AFTER_SECONDS)
     if status == 401:

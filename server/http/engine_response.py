@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import orjson
 from starlette.responses import Response
@@ -45,9 +45,11 @@ EVENT_STREAM = (
 
 
 class Renderer(Protocol):
-    """One API's way to write answers. ``field_names``: its names of the engine's fields, where they differ."""
+    """One API's way to write answers."""
 
-    field_names: ClassVar[Mapping[str, str]]
+    @property
+    def field_names(self) -> Mapping[str, str]:
+        """Its names of the engine's fields, where they differ."""
 
     @property
     def created(self) -> int:

@@ -112,6 +112,8 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
     path: ClassVar[str] = ""
+    may_be_left_out: ClassVar[bool] = False
+    """Whether a request without a body asks for something."""
     unserved: ClassVar[Unserved] = {}
     belongs: ClassVar[Mapping[str, str]] = {}
     """Fields that are known, but in another object: name → that object."""

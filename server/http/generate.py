@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -87,16 +86,14 @@ def plan_generate(
     ]
 
 
+SAMPLING_NAMES = {"stop": "sampling_params.stop", "stop_token_ids": "sampling_params.stop_token_ids"}
+
+
 class NativeRenderer:
     """Objects of text, output_ids and meta_info; in a stream with ``index`` where there are several.
 
     A stream's objects hold everything so far, or, ``incremental``, what is new; counts are of everything either way.
     """
-
-    field_names: ClassVar[Mapping[str, str]] = {
-        "stop": "sampling_params.stop",
-        "stop_token_ids": "sampling_params.stop_token_ids",
-    }
 
     def __init__(
         self,
@@ -116,6 +113,7 @@ class NativeRenderer:
         known = [None if p.prompt.input_ids is None else len(p.prompt.input_ids) for p in plans]
         self._prompt_lens = known if prompt_lens is None else prompt_lens
         self._as_list = as_list
+        self.field_names = SAMPLING_NAMES | ({"input_ids": "text"} if plans[0].prompt.text is not None else {})
 
     @property
     def created(self) -> int:

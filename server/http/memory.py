@@ -4,7 +4,7 @@ SGLang's names; and ``POST /kv/resize``. An admin's.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from starlette.requests import Request
@@ -25,6 +25,7 @@ LONGEST_WAIT = 3600.0
 class ResumeBody(Body):
     """``POST /resume_memory_occupation``: of what; nothing or [] means all that was given back."""
 
+    may_be_left_out: ClassVar[bool] = True
     tags: Annotated[list[MemoryTag], Field(max_length=len(ALL_TAGS))] = Field(default_factory=list)
 
 

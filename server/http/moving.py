@@ -65,6 +65,7 @@ async def migrate(request: Request) -> Response:
 class DrainBody(Body):
     """``POST /drain``: who goes on with what runs, as HOST:PORT of bootstrap servers; nobody: it is finished here."""
 
+    may_be_left_out: ClassVar[bool] = True
     to: list[str] = Field(default_factory=list)
 
 

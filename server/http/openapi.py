@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from .answers import ErrorAnswer, MetricsText
+from .fields import Body
 
 PARAMETER = re.compile(r"\{(\w+)\}")
 REF = "#/components/schemas/{model}"
@@ -24,7 +25,7 @@ STREAMED = 'With "stream": true, each event but the last, [DONE], holds one of t
 class Described(NamedTuple):
     """One path: the body that it takes, what it answers, and what an event of its stream holds."""
 
-    body: type[BaseModel] | None
+    body: type[Body] | None
     answer: type[BaseModel]
     event: type[BaseModel] | None = None
 
@@ -56,7 +57,7 @@ def make_openapi(app: FastAPI, described: Mapping[str, Described]) -> Callable[[
 
 def _describe(operation: dict[str, Any], path: Described, ref_of: Mapping[Any, dict[str, Any]]) -> None:
     if path.body is not None:
-        operation["requestBody"] = {"required": True, "content": _json(ref_of[path.body])}
+        operation["requestBody"] = {"required": not path.body.may_be_left_out, "content": _json(ref_of[path.body])}
     good: dict[str, Any] = {"description": "done", "content": _json(ref_of[path.answer])}
     if path.answer is MetricsText:
         good["content"] = {"text/plain": {"schema": {"type": "string"}}}

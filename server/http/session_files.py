@@ -39,6 +39,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 WANTED_NAME = "has up to 128 letters, digits, dots, dashes and underscores, and begins with one of the first two"
 SUFFIX = ".session"
 UNFINISHED = "unfinished-"
+NO_FILE = "it is no file"
 MAX_FILE_BYTES = 64 << 20
 MAX_INFO_BYTES = 4096
 MAX_SESSIONS = 1024
@@ -88,6 +89,7 @@ _STATE = msgspec.msgpack.Decoder(SessionState)
 class Listed(NamedTuple):
     """A file as a list shows it; ``info`` None: it is damaged, or no session."""
 
+    owner: str
     name: str
     info: SessionInfo | None
     nbytes: int
@@ -140,11 +142,11 @@ class SessionFiles:
     def load(self, owner: str, name: str) -> Session:
         """Read it; 404 where there is none, or its time is over, 409 where it is damaged."""
         path = self._path(owner, name)
-        with self._io():
-            content = _read(path, MAX_FILE_BYTES)
-        if content is None:
-            raise _missing(name)
         try:
+            with self._io():
+                content = _read(path, MAX_FILE_BYTES)
+            if content is None:
+                raise _missing(name)
             session = _unpack(owner, name, content)
         except (BadFrame, UndeclaredMessage) as e:
             raise SessionError(409, f'session "{name}" is damaged and not used: {e}; delete it') from None
@@ -182,6 +184,8 @@ class SessionFiles:
                 os.unlink(path)
             except FileNotFoundError:
                 raise _missing(name) from None
+            except IsADirectoryError:
+                _remove_folder(path)
         return session
 
     def _path(self, owner: str, name: str) -> Path:
@@ -252,6 +256,8 @@ class SessionFiles:
     def _io(self) -> Iterator[None]:
         try:
             yield
+        except IsADirectoryError:
+            raise SessionError(409, "a folder stands in its place; delete it (DELETE /kv/sessions/NAME)") from None
         except OSError as e:
             status = 507 if e.errno in (errno.ENOSPC, errno.EDQUOT) else 503
             raise SessionError(status, f"the folder of sessions can't be used: {e.strerror or e}") from e
@@ -301,17 +307,21 @@ def _digest_of(data: bytes) -> bytes:
 
 
 def _read(path: Path, limit: int) -> bytes | None:
-    """At most the first ``limit`` bytes of a plain file; None where there is none."""
+    """At most the first ``limit`` bytes of a plain file, None where there is nothing; raises ``BadFrame`` for anything
+    else that somebody put there.
+    """
     try:
         # A pipe or a device that somebody put there would hold up whoever opens it.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as e:
-        if e.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
+        if e.errno in (errno.ENOENT, errno.ENOTDIR):
             return None
+        if e.errno in (errno.ELOOP, errno.ENXIO):
+            raise BadFrame(NO_FILE) from None
         raise
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        return None
+        raise BadFrame(NO_FILE)
     with os.fdopen(fd, "rb") as file:
         return file.read(limit)
 
@@ -327,15 +337,26 @@ def _listed(folder: Path) -> Iterator[Listed]:
         if name == entry.name or not NAME.fullmatch(name):
             continue
         path = folder / entry.name
-        content = _read(path, _LENGTH_BYTES + HEADER_BYTES + MAX_INFO_BYTES)
-        if content is None:
-            continue
         try:
+            content = _read(path, _LENGTH_BYTES + HEADER_BYTES + MAX_INFO_BYTES)
+            if content is None:
+                continue
             info: SessionInfo | None = _unpack_info(owner, name, content)[0]
         except (BadFrame, UndeclaredMessage):
             info = None
         with contextlib.suppress(FileNotFoundError):
-            yield Listed(name, info, path.lstat().st_size)
+            yield Listed(owner, name, info, path.lstat().st_size)
+
+
+def _remove_folder(path: Path) -> None:
+    """What nobody here has made: where it holds anything, whoever did so may want that."""
+    try:
+        os.rmdir(path)
+    except OSError as e:
+        if e.errno != errno.ENOTEMPTY:
+            raise
+        text = f"a folder with something in it stands in its place; remove {path.parent.name}/{path.name} by hand"
+        raise SessionError(409, text) from None
 
 
 def _lock(fd: int) -> bool:

@@ -256,8 +256,9 @@ async def list_sessions(request: Request) -> Response:
 
 def _entry(listed: Listed, *, with_owner: bool) -> dict[str, object]:
     if listed.info is None:
-        return {"name": listed.name, "bytes": listed.nbytes, "damaged": True}
-    shown = msgspec.structs.asdict(listed.info) | {"bytes": listed.nbytes}
+        shown = {"name": listed.name, "owner": listed.owner, "bytes": listed.nbytes, "damaged": True}
+    else:
+        shown = msgspec.structs.asdict(listed.info) | {"bytes": listed.nbytes}
     return shown if with_owner else {name: value for name, value in shown.items() if name != "owner"}
 
 

@@ -133,6 +133,24 @@ def test_memory_is_given_back_and_taken(path: str, body: dict[str, Any], asked: 
     with_engine(run, mute=True)
 
 
+@pytest.mark.parametrize("path", ["release", "resume"])
+def test_without_a_body_all_memory_is_meant(path: str) -> None:
+    async def run(engine: FakeEngine) -> None:
+        async with engine.http() as client:
+            answer = asyncio.create_task(client.post(f"/{path}_memory_occupation"))
+            await engine.wait_for(lambda: bool(engine.questions))
+            [question] = engine.questions
+            assert isinstance(question, MemoryReq)
+            assert (question.release, question.tags, question.wait_s) == (path == "release", [], 0.0)
+            engine.client.dispatch([MemoryResult(question.id, 200)])
+            assert (await answer).status_code == 200
+            page = (await client.get("/openapi.json")).json()["paths"]
+        orders = [page[name]["post"]["requestBody"] for name in (f"/{path}_memory_occupation", "/role")]
+        assert [order["required"] for order in orders] == [False, True]
+
+    with_engine(run, mute=True)
+
+
 def test_memory_of_an_unknown_name_is_refused_with_those_that_are_known() -> None:
     async def run(engine: FakeEngine) -> None:
         for body in ({"tags": ["cuda_graph"]}, {"tags": "weights"}, {"wait_s": -1}):

@@ -237,3 +237,24 @@ def test_after_close_everything_is_503() -> None:
             assert (response.status_code, response.json()["error"]["message"]) == (503, "going down")
 
     with_engine(run, hold=True)
+
+
+@pytest.mark.parametrize(("field", "prompt"), [("text", "a long one"), ("input_ids", [1, 2])])
+def test_what_the_scheduler_says_of_a_prompt_names_the_field_that_was_sent(field: str, prompt: Any) -> None:
+    async def run(engine: FakeEngine) -> None:
+        engine.errors = [ReqError("", 400, "the prompt has 9 tokens, the KV pool holds 8", field="input_ids")] * 2
+        for stream in (False, True):
+            error = (await engine.post("/generate", {field: prompt, "stream": stream})).json()["error"]
+            assert (error["param"], error["message"].split(":")[0]) == (field, field)
+
+    with_engine(run)
+
+
+def test_a_deadline_is_no_reason_to_send_the_same_again() -> None:
+    async def run(engine: FakeEngine) -> None:
+        for status, told in ((408, "false"), (503, None)):
+            engine.errors = [ReqError("", status, "too late")]
+            answer = await engine.post("/v1/completions", {"prompt": "a"})
+            assert (answer.status_code, answer.headers.get("x-should-retry")) == (status, told)
+
+    with_engine(run)

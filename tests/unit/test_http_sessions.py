@@ -361,3 +361,30 @@ def test_a_slot_that_is_no_small_number_is_a_name(options, slot):
         assert (answer.status_code, answer.json()["id_slot"]) == (200, slot)
 
     with_engine(run, **options)
+
+
+def test_a_name_may_end_as_its_file_does(options):
+    name = "x.session"
+
+    async def run(engine: FakeEngine) -> None:
+        await saved(engine, name)
+        async with engine.http() as client:
+            assert [s["name"] for s in (await client.get("/kv/sessions")).json()["sessions"]] == [name]
+            assert (await client.delete(f"/kv/sessions/{name}")).json() == {"deleted": name}
+            assert (await client.get("/kv/sessions")).json() == {"sessions": []}
+
+    with_engine(run, **options)
+
+
+def test_an_admin_sees_whose_a_damaged_one_is_and_can_delete_it(keyed, tmp_path):
+    async def run(engine: FakeEngine) -> None:
+        await saved(engine, "a", authorization=KEYS["alice"])
+        (tmp_path / "sessions" / "key-alice" / "a.session").write_bytes(b"?")
+        entry = {"name": "a", "bytes": 1, "damaged": True}
+        async with engine.http(authorization=KEYS["alice"]) as client:
+            assert (await client.get("/kv/sessions")).json()["sessions"] == [entry]
+        async with engine.http(authorization=KEYS["admin"]) as client:
+            assert (await client.get("/kv/sessions")).json()["sessions"] == [entry | {"owner": "alice"}]
+            assert (await client.delete("/kv/sessions/a?owner=alice")).status_code == 200
+
+    with_engine(run, **keyed)

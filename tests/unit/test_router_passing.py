@@ -23,6 +23,7 @@ def test_headers_that_are_for_the_client_come_back(status):
             b"x-accel-buffering": b"no",
             b"cache-control": b"private",
             b"retry-after": b"7",
+            b"x-should-retry": b"false",
         }
 
     run()

@@ -150,3 +150,8 @@ def test_drawn_ids_are_those_of_the_api_and_name_the_request(prompt):
     assert first.startswith("cmpl-req-7-")
     assert first != second
     assert drawn(prompt=prompt, rid="mine") == "mine"
+
+
+def test_no_body_at_all_has_no_fields():
+    assert RequestBody.parse(b"") == RequestBody.parse(b"{}")
+    assert json.loads(RequestBody.parse(b"").for_pair(PREFILL).decode)["bootstrap_leg"] == "decode"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from support.sim import SimInstance
+from support.sim_tiers import TieredSim
 
 from pdserve.mem_cache.errors import InvariantViolation
 from pdserve.scheduler.info import Verdict, server_info
@@ -36,3 +39,16 @@ def test_before_the_first_idle_moment_it_says_so() -> None:
     sim.submit("a", range(10), max_new_tokens=4)
     told = server_info(sim.scheduler, "epoch", Verdict.of(sim.scheduler, Verdict()))
     assert (told["invariants"], told["invariants_steps_ago"]) == (None, None)
+
+
+def test_it_shows_no_tag_that_messages_bear_between_processes() -> None:
+    told = server_info(TieredSim().scheduler, "epoch", Verdict())
+    assert told["tiers"]["store"]["breaker"] == "closed"
+    assert not {path for path in paths(told) if path.endswith(".type")}
+
+
+def paths(value: object, path: str = "") -> Iterator[str]:
+    """Of every entry of an object, whatever lies in it."""
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield f"{path}.{name}"
+        yield from paths(inner, f"{path}.{name}")

@@ -138,7 +138,7 @@ def test_content_that_no_session_has_is_refused_though_its_checksums_are_right(t
     assert [s.info for s in store.listed("")] == [None]
 
 
-def test_links_pipes_and_folders_are_no_sessions(tmp_path):
+def test_links_pipes_and_folders_are_no_sessions_and_can_be_deleted(tmp_path):
     store = files(tmp_path)
     store.save(info("a"), STATE)
     secret = tmp_path / "secret"
@@ -147,10 +147,22 @@ def test_links_pipes_and_folders_are_no_sessions(tmp_path):
     os.mkfifo(path_of(tmp_path, "pipe"))
     path_of(tmp_path, "folder").mkdir()
     for name in ("a", "pipe", "folder"):
-        assert refusal(lambda name=name: store.load("", name)).status == 404
-    assert store.listed("") == []
+        assert refusal(lambda name=name: store.load("", name)).status == 409
+    assert [(s.name, s.info) for s in store.listed("")] == [("a", None), ("folder", None), ("pipe", None)]
     store.save(info("a"), STATE)  # takes the link's place, and leaves alone what it led to
     assert not path_of(tmp_path, "a").is_symlink()
+    said = refusal(lambda: store.save(info("folder"), STATE))
+    assert (said.status, "a folder stands in its place" in str(said)) == (409, True)
+    (path_of(tmp_path, "folder") / "somebody's").touch()
+    said = refusal(lambda: store.remove("", "folder"))
+    assert (said.status, "remove anybody/folder.session by hand" in str(said)) == (409, True)
+    (path_of(tmp_path, "folder") / "somebody's").unlink()
+    for name in ("pipe", "folder"):
+        assert store.remove("", name) is None
+    path_of(tmp_path, "b").symlink_to(secret)
+    assert store.remove("", "b") is None
+    assert [s.name for s in store.listed("")] == ["a"]
+    assert secret.exists()
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(PermissionError):
