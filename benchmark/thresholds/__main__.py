@@ -1,0 +1,89 @@
+"""``python -m pdserve.benchmark.thresholds``: who should compute a prompt, by measurement."""
+
+from __future__ import annotations
+
+import sys
+from statistics import median
+from typing import Annotated
+
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import BenchError, BenchOptionsError
+from .options import ThresholdOptions
+from .run import Outcome, measure_thresholds
+
+EXIT_FAILED, EXIT_USAGE = 1, 2
+PIPE_COLUMNS = 150
+
+app = App(
+    name="python -m pdserve.benchmark.thresholds",
+    help="Start clusters of every --disaggregation-threshold and of unified instances, and send each the same loads.",
+    version_flags=[],
+    default_parameter=Parameter(negative=(), consume_multiple=True),
+)
+DEFAULTS = ThresholdOptions()
+
+
+def show(outcomes: list[Outcome], options: ThresholdOptions, console: Console) -> None:
+    """Medians over the rounds: output tokens a second / P99 of the first token in seconds, and the goodput."""
+    for title, form in (
+        ("output tokens a second / P99 of the first token, s", figures),
+        ("goodput (first token within 3 s, 40 ms a token), requests a second", goodput),
+    ):
+        table = Table("load", *options.contestants, title=title)
+        for load in options.loads:
+            cells = [middle(load, contestant, outcomes) for contestant in options.contestants]
+            table.add_row(load, *(form(cell) for cell in cells))
+        console.print(table)
+
+
+def figures(outcome: Outcome) -> str:
+    """Throughput and wait."""
+    return f"{outcome.tokens:,.0f} / {outcome.ttft_p99:.2f}"
+
+
+def goodput(outcome: Outcome) -> str:
+    """Of both promises."""
+    return f"{outcome.goodput:.2f}"
+
+
+def middle(load: str, cluster: str, outcomes: list[Outcome]) -> Outcome:
+    """Of all rounds; each figure's own median."""
+    of = [o for o in outcomes if (o.load, o.cluster) == (load, cluster)]
+    return Outcome(
+        load=load,
+        seed=of[0].seed,
+        cluster=cluster,
+        tokens=median(o.tokens for o in of),
+        ttft_p99=median(o.ttft_p99 for o in of),
+        goodput=median(o.goodput for o in of),
+        failed=sum(o.failed for o in of),
+    )
+
+
+@app.default
+def main(*, options: Annotated[ThresholdOptions, Parameter(name="*")] = DEFAULTS) -> int:
+    """Measure, and print tables."""
+    console, notes = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS), Console(stderr=True)
+    outcomes = []
+    try:
+        options.check()
+        for outcome in measure_thresholds(options, notes):
+            failed = f", {outcome.failed} FAILED" if outcome.failed else ""
+            what = f"{outcome.load} {outcome.seed} {outcome.cluster}"
+            notes.print(f"{what}: {figures(outcome)}{failed}", highlight=False)
+            outcomes.append(outcome)
+        show(outcomes, options, console)
+    except BenchOptionsError as e:
+        print(f"thresholds: {e}", file=sys.stderr)
+        return EXIT_USAGE
+    except BenchError as e:
+        print(f"thresholds: {e}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_FAILED if any(outcome.failed for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(app(result_action="return_value"))
