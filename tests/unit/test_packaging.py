@@ -42,6 +42,9 @@ FOREIGN_FLAGS |= {
     "--windows",
     "--label",
     "--kv-events-config",
+    "--clusters",
+    "--loads",
+    "--seeds",
 }  # of benchmarks of a module, and vLLM's
 """Flags that are not options, or not ours, and that the pages mention."""
 
