@@ -20,6 +20,8 @@ POINTERS = {
     **dict.fromkeys(("largest", "best_logprobs", "scale", "new_biases", "pair_weights"), "*fp32"),
     **dict.fromkeys(("x", "y", "q", "k", "bias", "out", "common"), "*bf16"),
     **dict.fromkeys(("pool", "staging"), "*i64"),
+    **dict.fromkeys(("halves", "zeros"), "*u8"),
+    "x_scales": "*fp32",
     "finite": "*i1",
 }
 NUMBERS = {**dict.fromkeys(("eps", "offset", "after_eps", "after_offset", "limit"), "fp32"), "stride": "i64"}
@@ -47,6 +49,7 @@ def all_launches() -> Iterator[CompileRequest]:
     yield from _sampling()
     yield from _layers()
     yield from _experts()
+    yield from _packed()
     yield from _pages()
 
 
@@ -117,6 +120,29 @@ def _experts() -> Iterator[CompileRequest]:
     yield launch("grouped_gemm:_count_pairs", {"SCAN": 1024})
     yield launch("grouped_gemm:_place_pairs", {"M": 16, "EXPERTS": 256, "SCAN": 1024})
     yield launch("grouped_gemm:_combine", {"COUNT": 8, "CHOSEN": 8, "BLOCK": 1024}, {"pairs_ptr": "*fp32"})
+
+
+def _packed() -> Iterator[CompileRequest]:
+    from pdserve.model_runner.triton_kernels.fp8_gemm import fp8_tile
+    from pdserve.model_runner.triton_kernels.int4_gemm import int4_tile
+
+    sizes = ("inputs", "outputs", "x_token", "row_bytes")
+    for name, tokens in [*(("bf16", t) for t in (16, 128, 32, 64)), ("fp16", 16), ("fp32", 16)]:
+        floats = dict.fromkeys(("x_ptr", "out_ptr", "bias_ptr"), f"*{name}")
+        for is_blocked in (True, False):
+            for eight in (False, True) if name != "fp32" else (False,):
+                tile = fp8_tile(tokens, is_wide=name == "fp32")
+                launched = {"warps": tile.pop("num_warps"), "num_stages": tile.pop("num_stages"), "divisible": sizes}
+                flags: dict[str, Constant] = {"ROWS": 128 if is_blocked else 1, "BLOCKED": is_blocked, "EIGHT": eight}
+                x = {"x_ptr": "*u8"} if eight else {}
+                left_out: dict[str, Constant] = {} if eight else {"x_scales_ptr": None}
+                constants = {**tile, **flags, **left_out}
+                yield launch("fp8_gemm:_fp8_product", constants, {**floats, **x, "weight_ptr": "*u8"}, **launched)
+        for group in (128, 64, 32):
+            tile = int4_tile(tokens, group, is_wide=name == "fp32")
+            launched = {"warps": tile.pop("num_warps"), "num_stages": tile.pop("num_stages"), "divisible": sizes}
+            types = {**floats, "scales_ptr": "*fp16"}
+            yield launch("int4_gemm:_int4_product", {**tile, "GROUP": group}, types, **launched)
 
 
 def _pages() -> Iterator[CompileRequest]:

@@ -21,7 +21,7 @@ DEVICE_TESTS = sorted(
 )
 KERNELS = Path(__file__).parents[2] / "model_runner" / "triton_kernels"
 FILES = (
-    *("activations", "checksum", "draw_choice", "draw_levels", "grouped_gemm", "norms"),
+    *("activations", "checksum", "draw_choice", "draw_levels", "fp8_gemm", "grouped_gemm", "int4_gemm", "norms"),
     *("pages", "quantise", "rope", "row_table", "table", "token_logprobs"),
 )
 
@@ -61,7 +61,9 @@ def check_resources(requests: list[CompileRequest]) -> None:
 
 
 def for_capability(requests: list[CompileRequest], capability: int) -> list[CompileRequest]:
-    return [msgspec.structs.replace(request, capability=capability) for request in requests]
+    """Those that there are: before 8.9 nothing multiplies FP8."""
+    found = [request for request in requests if capability >= 89 or not request.constants.get("EIGHT")]
+    return [msgspec.structs.replace(request, capability=capability) for request in found]
 
 
 def test_a_sample_compiles_without_spills() -> None:
@@ -80,7 +82,7 @@ def test_all_compile_without_spills(capability: int) -> None:
 
 
 @pytest.mark.slow
-def test_copies_of_pages_are_wide_and_experts_meet_the_tensor_cores() -> None:
+def test_copies_of_pages_are_wide_and_products_meet_the_tensor_cores() -> None:
     """What the compiler must see for itself, as it is for nothing that a result would tell."""
     launches = {(r.kernel.rpartition(":")[2], r.constants.get("M")): r for r in all_launches()}
     copy = next(r for r in all_launches() if r.kernel.endswith("_move_pages") and r.constants["units_ptr"] is None)
@@ -88,6 +90,20 @@ def test_copies_of_pages_are_wide_and_experts_meet_the_tensor_cores() -> None:
     wide, on_80, on_90 = compile_kernels([copy, *for_capability([down], 80), *for_capability([down], 90)])
     assert wide.count("ld.global.v2.b64")
     assert wide.count("st.global.v2.b64")
+    four, eight = (
+        next(
+            r
+            for r in all_launches()
+            if r.kernel.endswith(name) and r.constants["M"] == 128 and r.constants.get("EIGHT") == eight
+        )
+        for name, eight in (("_int4_product", None), ("_fp8_product", True))
+    )
+    four_on_80, eight_on_90 = compile_kernels([*for_capability([four], 80), *for_capability([eight], 90)])
+    assert four_on_80.count("mma.sync")
+    assert four_on_80.count("cp.async.cg.shared.global")
+    # Multiplied as FP8, and added up beyond 128 by other instructions.
+    assert "e4m3.e4m3" in eight_on_90.ptx
+    assert eight_on_90.count("wgmma.mma_async") == 4
     assert on_80.count("mma.sync")
     assert on_80.count("cp.async.cg.shared.global")
     assert on_90.count("wgmma.mma_async")
