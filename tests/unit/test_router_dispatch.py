@@ -66,7 +66,7 @@ async def test_a_clients_bootstrap_host_reaches_no_instance_on_any_path(rig):
 async def test_bad_json_touches_no_instance(rig):
     p, d = await rig.instance(), await rig.instance()
     client = await rig.route([p], [d])
-    for body in (b"{", b"[1]", b"", b'{"text": NaN}'):
+    for body in (b"{", b"[1]", b" ", b'{"text": NaN}'):
         response = await client.post("/generate", content=body)
         assert response.status_code == 400
         assert response.json()["error"]["type"] == "invalid_request_error"

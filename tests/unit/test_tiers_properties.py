@@ -41,6 +41,11 @@ POLICIES = ("write_through", "write_through_selective", "write_back")
 PATIENCE = ("best_effort", "wait_complete", "timeout")
 
 
+@pytest.fixture(autouse=True)
+def _small_fetches(monkeypatch):
+    monkeypatch.setattr(store_link, "LEAST_FETCH", 4)
+
+
 class Tiers(RuleBasedStateMachine):
     """One instance after another over one store."""
 
@@ -49,7 +54,6 @@ class Tiers(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        store_link.LEAST_FETCH = 4
         self.asked: dict[str, tuple[list[int], int]] = {}
         self.meant: dict[str, tuple[list[int], int]] = {}
         """All that this instance was asked."""
