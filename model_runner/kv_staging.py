@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..disaggregation.transfer.pages import PageGroup
 from ..disaggregation.transfer.region import HostMemory
-from ..disaggregation.transfer.staging import Piece, Slabs, Staging, divide
+from ..disaggregation.transfer.staging import SCRATCH_BYTES, Piece, Slabs, Staging, divide
 from ..messages.worker import KVLayout
 from .device.base import Device
 from .kv_pool import KVPool
@@ -60,7 +60,7 @@ def staged_groups(
         sizes.slabs,
         sizes.slab_bytes / 2**20,
     )
-    slabs = Slabs(_host_memory(device, sizes.slabs * sizes.slab_bytes), sizes.slab_bytes)
+    slabs = Slabs(_host_memory(device, sizes.slabs * sizes.slab_bytes + SCRATCH_BYTES), sizes.slab_bytes)
     slots = dict(zip(kept, sizes.slots, strict=True))
     groups: list[PageGroup | None] = []
     for group, pool in zip(layout.groups, pools, strict=True):

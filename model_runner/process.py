@@ -34,7 +34,7 @@ from ..messages.worker import (
     WorkerCommand,
     WorkerReady,
 )
-from ..model_files.errors import ModelError, UnsupportedModel
+from ..model_files.errors import ModelError
 from ..runtime.child import ChildContext, start_child
 from ..runtime.cpu_list import PlacementError
 from .placement import Placement, floating
@@ -49,10 +49,6 @@ if TYPE_CHECKING:
     from .tiers.worker_tiers import WorkerTiers
 
 log = logging.getLogger(__name__)
-
-
-STAGED_BACKENDS = ("tcp", "shm", "fake")
-"""Those that take pages of a pool on a device."""
 
 
 class Worker(NamedTuple):
@@ -192,11 +188,6 @@ def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -
     if not options.hands_over:
         return None
     backend = options.disaggregation_transfer_backend
-    if model.is_staged and backend not in STAGED_BACKENDS:
-        raise UnsupportedModel(
-            f"--disaggregation-transfer-backend {backend} moves KV of the host's memory alone: use "
-            f"{' or '.join(STAGED_BACKENDS[:2])}, which take it through there (--kv-staging-size)"
-        )
     from ..disaggregation.transfer.engine import TransferEngine
 
     # Made here, used by the engine's thread alone.

@@ -1,7 +1,8 @@
 """Host memory between a pool on a device and backends that move bytes of the host.
 
     sending      pages ─ copied ─▶ a slot each ─ hashed, written by the backend, landed ─▶ the slots are free
-    receiving    connection ─▶ a slab ─ hashed, brought into our order, copied ─▶ pages; the slab is free
+    receiving    connection, or the writer's library ─▶ a slab ─ hashed, brought into our order, copied ─▶ pages; the
+                 slab is free
 
 All of it is the transfer engine's, in its thread. A copy is done when its call returns, so what is said of pages on a
 device is what is said of those in host memory: when a hand-over has ended, nothing reads or writes them any more, and
@@ -14,11 +15,14 @@ a hand-over needs one slot, and one slab at the other end, however long it is, a
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 SLAB_BYTES = 4 << 20
 """Of a slab, where pages aren't larger."""
+SCRATCH_BYTES = 4096
+"""Behind the slabs, where a library may try whether it reaches them."""
 
 
 class Piece(NamedTuple):
@@ -46,12 +50,27 @@ class DevicePages(Protocol):
 
 
 class Slabs:
-    """Equal parts of ``memory``, handed out one by one. What is left over at its end is not used."""
+    """Equal parts of ``memory``, handed out one by one. What is left over at its end is nobody's."""
 
     def __init__(self, memory: memoryview, slab_bytes: int) -> None:
         self.slab_bytes = slab_bytes
         self.count = len(memory) // slab_bytes
+        self.memory = memory
         self._free = [memory[i * slab_bytes : (i + 1) * slab_bytes] for i in range(self.count)]
+
+    @property
+    def address(self) -> int:
+        """Of the first one, in this process."""
+        return _address(self.memory)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slabs together."""
+        return self.count * self.slab_bytes
+
+    def offset_of(self, slab: memoryview) -> int:
+        """Where a slab begins, from the first one on."""
+        return _address(slab) - self.address
 
     @property
     def free(self) -> int:
@@ -65,6 +84,10 @@ class Slabs:
     def give(self, slab: memoryview) -> None:
         """Nobody reads or writes it any more."""
         self._free.append(slab)
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class Staging(NamedTuple):

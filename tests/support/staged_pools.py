@@ -10,7 +10,7 @@ import numpy as np
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import HostMemory
-from pdserve.disaggregation.transfer.staging import Piece, Slabs, Staging
+from pdserve.disaggregation.transfer.staging import SCRATCH_BYTES, Piece, Slabs, Staging
 from pdserve.messages.worker import KVGroup
 
 
@@ -44,7 +44,7 @@ class PretendedDevice:
 
 def slabs_of(count: int, slab_bytes: int) -> Slabs:
     """``count`` of them."""
-    return Slabs(memoryview(bytearray(count * slab_bytes)), slab_bytes)
+    return Slabs(memoryview(bytearray(count * slab_bytes + min(SCRATCH_BYTES, slab_bytes - 1))), slab_bytes)
 
 
 def staged_group(pool: np.ndarray, slots: int, slabs: Slabs, kept: KVGroup | None = None) -> PageGroup:

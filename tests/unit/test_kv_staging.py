@@ -5,22 +5,20 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from support.copy_library import CopyLibrary
 from support.handovers import named
 from support.machine import limit
 from support.processes import wait_until
 from support.recording_device import RecordingDevice
 from support.staged_pools import held, slabs_of, staged_group
 
-from pdserve.disaggregation.errors import RegionError
 from pdserve.disaggregation.transfer import outgoing_pages
 from pdserve.disaggregation.transfer.backends.handshake import WIRE_VERSION, Greeting, Offer, frame
-from pdserve.disaggregation.transfer.backends.leased_backend import LeasedBackend
 from pdserve.disaggregation.transfer.backends.page_stream import BATCH
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.page_order import PageConverter
@@ -44,11 +42,9 @@ from pdserve.messages.worker import (
     SendPages,
     VerifyPages,
 )
-from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_runner.device.cpu import CpuDevice
 from pdserve.model_runner.kv_pool import KVShape, make_layout, make_pool
 from pdserve.model_runner.kv_staging import PoolPages, staged_groups
-from pdserve.model_runner.process import _start_engine
 from pdserve.runtime.layers_done import LayersDone
 
 LIMIT = limit(10.0)
@@ -79,7 +75,8 @@ class Node:
             groups.append(staging if staged else PageGroup.of(group, region))
         self.devices = [group.staging.device for group in groups if group.staging is not None]
         self.events = queue.Queue()
-        self.engine = TransferEngine(kind, groups, epoch, "127.0.0.1", self.events.put, layout=layout).start()
+        backend = CopyLibrary(epoch) if kind == "copy" else kind
+        self.engine = TransferEngine(backend, groups, epoch, "127.0.0.1", self.events.put, layout=layout).start()
 
     def ask(self, command):
         self.engine.submit(command)
@@ -89,7 +86,7 @@ class Node:
         return self.events.get(timeout=LIMIT)
 
 
-@pytest.fixture(params=["tcp", "shm"])
+@pytest.fixture(params=["tcp", "shm", "copy"])
 def kind(request):
     return request.param
 
@@ -285,7 +282,7 @@ class Crowd:
         link(self.writer, self.owner, 1)
         self.owner.engine.submit(GrantPages(named(1), "P", packed(DST)))
         self.writer.engine.submit(send())
-        wait_until(lambda: self.owner.engine._backend._line, LIMIT, "P stands in line")
+        wait_until(lambda: self.owner.engine._backend._landings.line, LIMIT, "P stands in line")
         assert not self.owner.devices[0].writes
 
     def batch(self, number: int, *pages: int) -> bytes:
@@ -305,9 +302,9 @@ class Crowd:
         self.writer.engine.close()
 
 
-@pytest.fixture
-def crowd(kind):
-    crowd = Crowd(kind)
+@pytest.fixture(params=["tcp", "shm"])
+def crowd(request):
+    crowd = Crowd(request.param)
     yield crowd
     crowd.close()
 
@@ -361,22 +358,6 @@ def test_a_pool_of_any_type_is_bytes(make, dtype):
         again = group.region.view()[kept.page_bytes : 2 * kept.page_bytes]
         pages.read([Piece(3 * kept.page_bytes, again)])
         assert again == memory
-
-
-def test_libraries_that_write_by_themselves_refuse_such_pools():
-    pool = np.zeros((4, 64), np.uint8)
-    with pytest.raises(RegionError, match="use tcp or shm"):
-        LeasedBackend.register(_Library(), [staged_group(pool, 1, slabs_of(1, 64))])
-
-
-class _Library:
-    name = "nixl"
-
-
-def test_an_instance_whose_backend_takes_no_such_pool_is_refused_by_name():
-    options = SimpleNamespace(hands_over=True, disaggregation_transfer_backend="mooncake")
-    with pytest.raises(UnsupportedModel, match="mooncake moves KV of the host's memory alone: use tcp or shm"):
-        _start_engine(SimpleNamespace(options=options), SimpleNamespace(is_staged=True), None)
 
 
 def test_the_answer_of_a_check_is_no_when_nothing_passed(kind):

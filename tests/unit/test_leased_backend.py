@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import queue
 
 import numpy as np
 import pytest
+from support.copy_library import CopyLibrary
 from support.handovers import named
 from support.machine import limit
 
-from pdserve.disaggregation.errors import LinkLost
-from pdserve.disaggregation.transfer.backends.leased_backend import Courier, Door, LeasedBackend
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.disaggregation.transfer.pages import PageGroup, paired_spans
+from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
@@ -30,69 +28,9 @@ from pdserve.messages.worker import (
 PAGE, PAGES = 4096, 9
 
 
-class CopyDoor(Door):
-    end = b"here"
-
-    def __init__(self, library):
-        self.library = library
-        library.doors += 1
-
-    def look(self):
-        if self.library.door_breaks:
-            raise LinkLost("the door broke")
-
-    def close(self):
-        self.library.doors -= 1
-
-
-class CopyCourier(Courier):
-    def __init__(self, library, group, means):
-        self.library, self.group, self.address = library, group, means.addresses[0]
-        library.couriers += 1
-
-    def is_ready(self):
-        if self.library.ready is None:
-            raise LinkLost("nobody there")
-        return self.library.ready
-
-    def start(self, pages):
-        if self.library.refuses:
-            raise LinkLost("not taken")
-        local, remote = paired_spans(pages, self.group)
-        for (source, size), (target, _) in zip(local.tolist(), remote.tolist(), strict=True):
-            ctypes.memmove(self.address + target, self.group.region.address + source, size)
-        return "ticket"
-
-    def has_landed(self, write):
-        assert write == "ticket"
-        if self.library.fails:
-            raise LinkLost("it failed")
-        return not self.library.holds
-
-    def close(self):
-        self.library.couriers -= 1
-
-
-class Library(LeasedBackend):
-    """``ready`` None: it never will be."""
-
-    name = "copy"
-
-    def __init__(self, epoch, **limits):
-        super().__init__(epoch, "127.0.0.1", **limits)
-        self.ready, self.refuses, self.fails, self.holds, self.door_breaks = True, False, False, False, False
-        self.doors = self.couriers = 0
-
-    def door(self):
-        return CopyDoor(self)
-
-    def _courier(self, offer, means):
-        return CopyCourier(self, self.groups[0], means)
-
-
 class Side:
     def __init__(self, epoch, **limits):
-        self.library = Library(epoch, **limits)
+        self.library = CopyLibrary(epoch, **limits)
         region = allocate_region(PAGE * PAGES, shared=False)
         self.pool = np.frombuffer(region.buffer, np.uint8).reshape(PAGES, PAGE)
         self.events = queue.Queue()

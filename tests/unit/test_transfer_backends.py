@@ -24,7 +24,8 @@ from pdserve.disaggregation.transfer.backends.base import (
 )
 from pdserve.disaggregation.transfer.backends.fake import FakeBackend
 from pdserve.disaggregation.transfer.backends.handshake import LENGTH, Offer, OfferedGroup, Verdict, frame
-from pdserve.disaggregation.transfer.backends.page_stream import BATCH, MAX_PAGES
+from pdserve.disaggregation.transfer.backends.landings import MAX_PAGES
+from pdserve.disaggregation.transfer.backends.page_stream import BATCH
 from pdserve.disaggregation.transfer.backends.registry import make_backend
 from pdserve.disaggregation.transfer.backends.shm import ShmBackend, host_id
 from pdserve.disaggregation.transfer.backends.tcp import TcpBackend

@@ -7,6 +7,9 @@ its own: the owner's (``Door``) is made for one peer and is unmade with the link
 write any more; the writer's (``Courier``) can be left behind with all that it had under way. What was tried before
 this was chosen is in docs/disaggregation.md, and in tests/proofs.
 
+Where the owner's pool is on a device, the library writes to slabs of its host memory, and the lease carries what the
+two have to say of them (``leased_slabs.py``); what it opens to peers then are the slabs alone.
+
     writer: dials ─▶ Greeting ────────────────▶ Verdict(means) ─▶ courier, first contact ─▶ LinkUp
     owner:                      door for it ────┘                       the lease ends ─▶ door closed ─▶ LinkDown
 """
@@ -17,8 +20,8 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -28,22 +31,42 @@ from ....messages.decode import UndeclaredMessage, decode
 from ...errors import LinkLost, RegionError
 from ...wire import tcp_socket
 from ...wire.stream import Stream, expect_end
-from ..pages import PageGroup, PageWrite
+from ..landed_pages import LandedPages
+from ..pages import PageGroup, PageWrite, Spans
+from ..staging import Slabs
 from . import tcp_place
 from .base import Capabilities, Completion, WriteHandle, WriteState
+from .grants import Writer
 from .handshake import MAX_GROUPS, MAX_MEANS, Offer
-from .link import IncomingLink, LinkPhase, OutgoingLink
+from .landings import Landings, Passage
+from .leased_slabs import SlabReader, SlabWriter
+from .link import IncomingLink, Link, LinkPhase, OutgoingLink
 from .socket_backend import SocketBackend
+
+CONTACT_BYTES = 64
+"""Of a writer's first contact."""
+Address = Annotated[int, Meta(ge=1, le=1 << 62)]
 
 
 class Means(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``end``: how the library finds a door. ``addresses``: of the pools behind it, in the owner's process."""
+    """``end``: how the library finds a door. ``addresses``: of the pools behind it, in the owner's process; or of the
+    slabs that pages go to, of ``slab_bytes`` together. ``contact``: where to try whether they are reached.
+    """
 
     end: Annotated[bytes, Meta(max_length=MAX_MEANS)]
-    addresses: Annotated[list[Annotated[int, Meta(ge=1, le=1 << 62)]], Meta(min_length=1, max_length=MAX_GROUPS)]
+    addresses: Annotated[list[Address], Meta(min_length=1, max_length=MAX_GROUPS)]
+    contact: Address
+    slab_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
 
 
 _MEANS = msgspec.msgpack.Decoder(Means)
+
+
+class Memory(NamedTuple):
+    """What is told to a library: memory of ours."""
+
+    address: int
+    nbytes: int
 
 
 class Door(ABC):
@@ -71,8 +94,12 @@ class Courier(ABC):
         """Begin to write; returns what ``has_landed`` is asked with, for as long as it says no."""
 
     @abstractmethod
+    def fill(self, group: int, spans: Spans, there: int) -> Any:
+        """Begin to write pieces of a pool of ours, one behind the other, to an address of the peer's; as ``start``."""
+
+    @abstractmethod
     def has_landed(self, write: Any) -> bool:
-        """Whether every byte is in the peer's pool."""
+        """Whether every byte is there."""
 
     @abstractmethod
     def close(self) -> None:
@@ -91,17 +118,50 @@ class LeasedBackend(SocketBackend):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._granted: set[tuple[str, HandoverId]] = set()
+        self._landings = Landings(())
+        self.slabs: Slabs | None = None
 
     def register(self, groups: Sequence[PageGroup]) -> bytes:
-        if any(group.staging is not None for group in groups):
-            raise RegionError(f"the {self.name} backend moves KV of the host's memory alone: use tcp or shm")
+        staged = [group.staging for group in groups if group.staging is not None]
+        if staged:
+            self.slabs = staged[0].slabs
+            if len(self.slabs.memory) < self.slabs.nbytes + CONTACT_BYTES:
+                raise RegionError(f"the {self.name} backend needs {CONTACT_BYTES} bytes behind the slabs")
+            self._landings = Landings(groups)
         return super().register(groups)
+
+    @property
+    def sources(self) -> list[Memory]:
+        """What is written to peers, of each group."""
+        return [Memory(group.region.address, group.region.nbytes) for group in self.groups]
+
+    @property
+    def targets(self) -> list[Memory]:
+        """What peers write."""
+        if self.slabs is not None:
+            return [Memory(self.slabs.address, len(self.slabs.memory))]
+        return self.sources
+
+    def note_landings(self, peer: str, handover: HandoverId, landed: LandedPages) -> None:
+        self._landings.note(peer, handover, landed)
 
     def grant(self, peer: str, handover: HandoverId, pages: I32, group: int = 0) -> None:
         self._granted.add((peer, handover))
+        if self.slabs is None:
+            return
+        self._landings.grant(peer, handover, pages, group)
+        for link in [k for k in self._links if isinstance(k, LeaseReader) and k.peer == peer]:
+            self._carry_on(link, link.granted)
 
     def revoke(self, peer: str, handover: HandoverId) -> None:
         self._granted.discard((peer, handover))
+        writer = self._landings.revoke(peer, handover)
+        for link in [k for k in self._links if isinstance(k, LeaseReader) and k.is_writing(writer)]:
+            self._lost(link, "the peer was still writing pages that it may not write any more")
+
+    def close(self) -> None:
+        super().close()
+        self._landings.close()
 
     @abstractmethod
     def door(self) -> Door:
@@ -113,46 +173,64 @@ class LeasedBackend(SocketBackend):
 
     def means_of(self, door: Door) -> bytes:
         """What a peer is told of its door."""
-        return msgspec.msgpack.encode(Means(door.end, [group.region.address for group in self.groups]))
+        addresses = [memory.address for memory in self.targets]
+        if self.slabs is None:
+            return msgspec.msgpack.encode(Means(door.end, addresses, addresses[0]))  # page 0, which is padding
+        contact = self.slabs.address + self.slabs.nbytes
+        return msgspec.msgpack.encode(Means(door.end, addresses, contact, self.slabs.nbytes))
 
-    def courier_to(self, offer: Offer, told: bytes) -> Courier:
-        """To the peer that has told this of its door. Raises ``LinkLost``."""
+    def courier_to(self, offer: Offer, told: bytes) -> tuple[Courier, Means]:
+        """To the peer that has told this of its door, and what it has told. Raises ``LinkLost``."""
         try:
             means = decode(_MEANS, told, MAX_MEANS)
         except UndeclaredMessage as e:
             raise LinkLost(f"the peer does not say how {self.name} reaches it: {e}") from e
-        if len(means.addresses) != len(offer.groups):
+        if len(means.addresses) != (1 if means.slab_bytes else len(offer.groups)):
             raise LinkLost("the peer has other pools than it said")
-        return self._courier(offer, means)
+        return self._courier(offer, means), means
 
     def _listen(self) -> tuple[socket.socket, Offer]:
         sock, self.place, port = tcp_place.listen(self.host, self.port, self.advertise_host)
         return sock, self._offer(self.place, port)
 
     def _dial(self, offer: Offer) -> OutgoingLink:
-        return _LeaseWriter(Stream(tcp_place.dial(offer, self._tune)), offer, self)
+        return LeaseWriter(Stream(tcp_place.dial(offer, self._tune)), offer, self)
 
     def _unreachable(self, offer: Offer, reason: str) -> str:
         return tcp_place.unreachable(offer, reason)
 
     def _accepted(self, sock: socket.socket) -> IncomingLink:
         self._tune(sock)
-        return _LeaseReader(Stream(sock), self)
+        return LeaseReader(Stream(sock), self, self.slabs, self._landings)
 
     def _tune(self, sock: socket.socket) -> None:
         tcp_socket.tune(sock, self.stall_seconds)
 
     def _advance(self) -> None:
         for link in list(self._links):
-            try:
-                if isinstance(link, _LeaseReader):
-                    link.look()
-                elif isinstance(link, _LeaseWriter) and link.phase is LinkPhase.OPENING:
-                    self._open_if_ready(link)
-                elif isinstance(link, _LeaseWriter) and link.phase is LinkPhase.OPEN:
-                    link.look()
-            except LinkLost as e:
-                self._lost(link, str(e))
+            if isinstance(link, LeaseReader | LeaseWriter) and link.phase in (LinkPhase.OPENING, LinkPhase.OPEN):
+                self._carry_on(link, lambda link=link: self._look(link))  # type: ignore[misc]
+        while (turn := self._landings.next_in_line()) is not None:
+            link, passage = turn
+            assert isinstance(link, LeaseReader)
+            self._carry_on(link, lambda link=link, passage=passage: link.next_slab(passage))  # type: ignore[misc]
+
+    def _look(self, link: LeaseReader | LeaseWriter) -> None:
+        if isinstance(link, LeaseWriter) and link.phase is LinkPhase.OPENING:
+            self._open_if_ready(link)
+        else:
+            link.look()
+
+    def _carry_on(self, link: Link, do: Callable[[], None]) -> None:
+        """``do`` what concerns a link, and send what it has to say."""
+        try:
+            do()
+            if link.stream.sending:
+                link.stream.on_writable()
+        except LinkLost as e:
+            self._lost(link, str(e))
+        else:
+            self._rewatch(link)
 
     def _until_deadline(self, timeout: float | None) -> float | None:
         left = super()._until_deadline(timeout)
@@ -163,7 +241,7 @@ class LeasedBackend(SocketBackend):
         """Seconds after which the library is to be looked after again; None: it needs nobody."""
         if any(link.phase is LinkPhase.OPENING for link in self._links):
             return OPENING_SECONDS
-        doors = [link for link in self._links if isinstance(link, _LeaseReader)] if self.asks_doors else []
+        doors = [link for link in self._links if isinstance(link, LeaseReader)] if self.asks_doors else []
         if not doors:
             return None
         newest = max(link.opened_at for link in doors)
@@ -178,12 +256,15 @@ POLL_SECONDS = 0.0005
 IDLE_SECONDS = 0.05
 
 
-class _LeaseReader(IncomingLink):
-    def __init__(self, stream: Stream, backend: LeasedBackend) -> None:
+class LeaseReader(IncomingLink):
+    """The owner's end."""
+
+    def __init__(self, stream: Stream, backend: LeasedBackend, slabs: Slabs | None, landings: Landings) -> None:
         super().__init__(stream)
         self.opened_at = 0.0
         self._backend = backend
         self._door: Door | None = None
+        self._slabs = None if slabs is None else SlabReader(self, landings, slabs, backend.stall_seconds)
 
     def welcome(self) -> bytes:
         self._door = self._backend.door()
@@ -191,32 +272,61 @@ class _LeaseReader(IncomingLink):
 
     def opened(self) -> None:
         self.opened_at = time.monotonic()
-        expect_end(self.stream)
+        if self._slabs is None:
+            expect_end(self.stream)
+        else:
+            self._slabs.read()
 
     def look(self) -> None:
         """Let what has come land."""
         if self._door is not None:
             self._door.look()
+        if self._slabs is not None:
+            self._slabs.look()
+
+    def granted(self) -> None:
+        """There is a grant that it may have waited for."""
+        if self._slabs is not None:
+            self._slabs.granted()
+
+    def next_slab(self, passage: Passage) -> None:
+        """It is this one's turn."""
+        if self._slabs is not None:
+            self._slabs.next_slab(passage, in_turn=True)
+
+    def is_writing(self, writer: Writer) -> bool:
+        """Whether pages of a hand-over may be under way through slabs."""
+        return self._slabs is not None and self._slabs.is_writing(writer)
+
+    def stalled_at(self) -> float | None:
+        return None if self._slabs is None else self._slabs.stalled_at()
 
     def closed(self, reason: str) -> None:
         door, self._door = self._door, None
         if door is not None:
             door.close()
+        if self._slabs is not None:
+            self._slabs.close()
 
 
-class _LeaseWriter(OutgoingLink):
+class LeaseWriter(OutgoingLink):
+    """The writer's end."""
+
     def __init__(self, stream: Stream, offer: Offer, backend: LeasedBackend) -> None:
         super().__init__(stream, offer)
         self._backend = backend
         self._courier: Courier | None = None
+        self._slabs: SlabWriter | None = None
         self._under_way: deque[tuple[WriteHandle, Any]] = deque()
         self._not_taken: list[WriteHandle] = []
 
-    def opened(self) -> None:
-        expect_end(self.stream)
-
     def welcomed(self, means: bytes) -> None:
-        self._courier = self._backend.courier_to(self.offer, means)
+        self._courier, told = self._backend.courier_to(self.offer, means)
+        if told.slab_bytes:
+            self._slabs = SlabWriter(self, self._courier, self._backend.groups, told.addresses[0], told.slab_bytes)
+            self._slabs.read()
+        else:
+            expect_end(self.stream)
 
     def is_ready(self) -> bool:
         assert self._courier is not None
@@ -224,8 +334,10 @@ class _LeaseWriter(OutgoingLink):
 
     def write(self, pages: PageWrite) -> WriteHandle:
         assert self._courier is not None
-        if not self._under_way:
-            self.stream.last_progress = time.monotonic()
+        if not self._is_writing:
+            self.stream.last_progress = time.monotonic()  # silence before this was nobody's fault
+        if self._slabs is not None:
+            return self._slabs.write(pages)
         handle = WriteHandle()
         try:
             self._under_way.append((handle, self._courier.start(pages)))
@@ -238,6 +350,8 @@ class _LeaseWriter(OutgoingLink):
     def look(self) -> None:
         """Take note of writes that have landed."""
         assert self._courier is not None
+        if self._slabs is not None:
+            self._slabs.look()
         left = deque[tuple[WriteHandle, Any]]()
         for handle, write in self._under_way:
             if self._courier.has_landed(write):
@@ -247,14 +361,20 @@ class _LeaseWriter(OutgoingLink):
                 left.append((handle, write))
         self._under_way = left
 
+    @property
+    def _is_writing(self) -> bool:
+        return bool(self._under_way) or (self._slabs is not None and self._slabs.under_way)
+
     def stalled_at(self) -> float | None:
-        return self.stream.last_progress + self._backend.stall_seconds if self._under_way else None
+        return self.stream.last_progress + self._backend.stall_seconds if self._is_writing else None
 
     def closed(self, reason: str) -> None:
         for handle in (*(handle for handle, _ in self._under_way), *self._not_taken):
             handle.state, handle.error = WriteState.FAILED, handle.error or reason
         self._under_way.clear()
         self._not_taken.clear()
+        if self._slabs is not None:
+            self._slabs.close(reason)
         courier, self._courier = self._courier, None
         if courier is not None:
             courier.close()

@@ -26,12 +26,11 @@ from importlib import import_module
 from typing import Any
 
 from ...errors import LinkLost, RegionError
-from ..pages import PageGroup, PageWrite, paired_spans
+from ..pages import PageGroup, PageWrite, Spans, paired_spans
 from .handshake import Offer
-from .leased_backend import Courier, Door, LeasedBackend, Means
+from .leased_backend import CONTACT_BYTES, Courier, Door, LeasedBackend, Means, Memory
 
 ACCEPT_SECONDS = 0.02
-FIRST_BYTES = 64
 FIRST_SECONDS = 0.001
 """How often the first contact is asked whether it is made."""
 UNDER_WAY, LANDED = 0, 1
@@ -70,17 +69,17 @@ class MooncakeBackend(LeasedBackend):
         return sock, offer
 
     def door(self) -> Door:
-        return _MooncakeDoor(self.place, self.groups)
+        return _MooncakeDoor(self.place, self.targets)
 
     def _courier(self, offer: Offer, means: Means) -> Courier:
-        return _MooncakeCourier(self.place, self.groups, means, self.wake)
+        return _MooncakeCourier(self.place, self.groups, self.sources, means, self.wake)
 
 
-def _make_engine(place: str, groups: Sequence[PageGroup]) -> Any:
+def _make_engine(place: str, memory: Sequence[Memory]) -> Any:
     engine = _LIBRARY.TransferEngine()
     code = engine.initialize(place, "P2PHANDSHAKE", "tcp", "")
-    for group in groups:
-        code = code or engine.register_memory(group.region.address, group.region.nbytes)
+    for address, nbytes in memory:
+        code = code or engine.register_memory(address, nbytes)
     if code:
         raise LinkLost(f"mooncake's transfer engine can't start on {place} (code {code}); its own messages are above")
     _limit_accept(engine.get_rpc_port())
@@ -100,8 +99,8 @@ def _limit_accept(port: int) -> None:
 
 
 class _MooncakeDoor(Door):
-    def __init__(self, place: str, groups: Sequence[PageGroup]) -> None:
-        self._engine = _make_engine(place, groups)
+    def __init__(self, place: str, targets: Sequence[Memory]) -> None:
+        self._engine = _make_engine(place, targets)
         self.end = f"{place}:{self._engine.get_rpc_port()}".encode()
 
     def close(self) -> None:
@@ -110,15 +109,21 @@ class _MooncakeDoor(Door):
 
 
 class _MooncakeCourier(Courier):
-    def __init__(self, place: str, groups: Sequence[PageGroup], means: Means, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        place: str,
+        groups: Sequence[PageGroup],
+        sources: Sequence[Memory],
+        means: Means,
+        wake: Callable[[], None],
+    ) -> None:
         self._groups = groups
         self._addresses = means.addresses
         self._session = means.end.decode(errors="replace")
-        self._engine = _make_engine(place, groups)
+        self._engine = _make_engine(place, sources)
         self._contact = _Contact()
-        here, there = groups[0].region.address, means.addresses[0]
-        # Into page 0, which is padding. The thread has the engine while it waits, whatever becomes of the link.
-        args = (self._engine, self._session, here, there, self._contact, wake)
+        # The thread has the engine while it waits, whatever becomes of the link.
+        args = (self._engine, self._session, sources[0].address, means.contact, self._contact, wake)
         threading.Thread(target=_make_contact, args=args, name="mooncake-contact", daemon=True).start()
 
     def is_ready(self) -> bool:
@@ -133,6 +138,13 @@ class _MooncakeCourier(Courier):
             self._submit(here + source, there + target, length)
             for (source, length), (target, _) in zip(local.tolist(), remote.tolist(), strict=True)
         ]
+
+    def fill(self, group: int, spans: Spans, there: int) -> list[int]:
+        here, tickets = self._groups[group].region.address, []
+        for source, length in spans.tolist():
+            tickets.append(self._submit(here + source, there, length))
+            there += length
+        return tickets
 
     def _submit(self, here: int, there: int, length: int) -> int:
         number = int(self._engine.transfer_submit_write(self._session, here, there, length))
@@ -165,7 +177,7 @@ class _Contact:
 def _make_contact(
     engine: Any, session: str, here: int, there: int, contact: _Contact, wake: Callable[[], None]
 ) -> None:
-    number = engine.transfer_submit_write(session, here, there, FIRST_BYTES)
+    number = engine.transfer_submit_write(session, here, there, CONTACT_BYTES)
     code = UNDER_WAY if number else -1
     while code == UNDER_WAY:
         time.sleep(FIRST_SECONDS)

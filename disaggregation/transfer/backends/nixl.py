@@ -22,25 +22,23 @@ import socket
 import struct
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from msgspec import Meta
+import numpy.typing as npt
 
 from ...errors import LinkLost
-from ..pages import PageGroup, PageWrite
+from ..pages import PageGroup, PageWrite, Spans
 from .base import Capabilities, Completion
 from .handshake import Offer
-from .leased_backend import Courier, Door, LeasedBackend, Means
+from .leased_backend import CONTACT_BYTES, Courier, Door, LeasedBackend, Means, Memory
 
 TRANSPORTS = "tcp"
 PLUGIN = "UCX"
 MEMORY = "DRAM"
 DONE, UNDER_WAY = "DONE", "PROC"
-FIRST_BYTES = 64
 SIOCGIFADDR = 0x8915
 """linux/sockios.h: the IPv4 address of an interface."""
-Address = Annotated[int, Meta(ge=1, le=1 << 62)]
 
 
 def _load() -> tuple[Any, tuple[type[Exception], ...]]:
@@ -70,39 +68,33 @@ class NixlBackend(LeasedBackend):
             os.environ.setdefault("UCX_NET_DEVICES", device)
         # The first agent of a process takes half a second, others a thirtieth of that: no request shall wait for it.
         try:
-            _make_agent(self.epoch, self.groups)
+            _make_agent(self.epoch, self.sources)
         except LinkLost:
             sock.close()
             raise
         return sock, offer
 
     def door(self) -> Door:
-        return _NixlDoor(self.epoch, self.groups)
+        return _NixlDoor(self.epoch, self.targets)
 
     def _courier(self, offer: Offer, means: Means) -> Courier:
-        return _NixlCourier(self.epoch, self.groups, means, offer)
+        return _NixlCourier(self.epoch, self.groups, self.sources, means, offer)
 
 
-def _make_agent(epoch: str, groups: Sequence[PageGroup]) -> Any:
+def _make_agent(epoch: str, memory: Sequence[Memory]) -> Any:
     try:
         name = f"{epoch}/{secrets.token_hex(8)}"
         agent = _LIBRARY.nixl_agent(name, _LIBRARY.nixl_agent_config(backends=[], enable_prog_thread=False))
         agent.create_backend(PLUGIN, {})
-        memory = [(group.region.address, group.region.nbytes, 0, "") for group in groups]
-        agent.register_memory(memory, MEMORY)
+        agent.register_memory([(address, nbytes, 0, "") for address, nbytes in memory], MEMORY)
     except _ERRORS as e:
         raise LinkLost(f"NIXL can't start an agent: {e}") from e
     return agent
 
 
-def _pages_at(address: int, num_pages: int, page_bytes: int) -> Any:
-    """[1, 5]: pages behind one another (address, bytes, device, stride, count)."""
-    return np.array([[address, page_bytes, 0, page_bytes, num_pages]], dtype=np.uint64)
-
-
 class _NixlDoor(Door):
-    def __init__(self, epoch: str, groups: Sequence[PageGroup]) -> None:
-        self._agent = _make_agent(epoch, groups)
+    def __init__(self, epoch: str, targets: Sequence[Memory]) -> None:
+        self._agent = _make_agent(epoch, targets)
         self.end: bytes = self._agent.get_agent_metadata()
 
     def look(self) -> None:
@@ -117,30 +109,35 @@ class _NixlDoor(Door):
 
 
 class _NixlCourier(Courier):
-    def __init__(self, epoch: str, groups: Sequence[PageGroup], means: Means, offer: Offer) -> None:
+    def __init__(
+        self, epoch: str, groups: Sequence[PageGroup], sources: Sequence[Memory], means: Means, offer: Offer
+    ) -> None:
         self._groups = groups
         self._addresses = means.addresses
-        self._agent = _make_agent(epoch, groups)
+        self._agent = _make_agent(epoch, sources)
+        self._lists: list[tuple[Any, Any]] = []
         try:
             self._peer = self._agent.add_remote_agent(means.end)
-            self._lists = [
-                (
-                    self._agent.prep_xfer_dlist(
-                        "NIXL_INIT_AGENT", _pages_at(ours.region.address, ours.num_pages, ours.page_bytes), MEMORY
-                    ),
-                    self._agent.prep_xfer_dlist(
-                        self._peer, _pages_at(address, theirs.num_pages, theirs.page_bytes), MEMORY
-                    ),
-                )
-                for ours, theirs, address in zip(groups, offer.groups, means.addresses, strict=True)
-            ]
-            # Into page 0, which is padding.
+            if not means.slab_bytes:
+                self._lists = [
+                    (
+                        self._prepare("NIXL_INIT_AGENT", ours.region.address, ours.num_sources, ours.page_bytes),
+                        self._prepare(self._peer, address, theirs.num_pages, theirs.page_bytes),
+                    )
+                    for ours, theirs, address in zip(groups, offer.groups, means.addresses, strict=True)
+                ]
             self._first = self._post(
-                [(groups[0].region.address, FIRST_BYTES, 0)], [(means.addresses[0], FIRST_BYTES, 0)]
+                [(sources[0].address, CONTACT_BYTES, 0)],
+                [(means.contact, CONTACT_BYTES, 0)],
             )
         except _ERRORS as e:
             raise LinkLost(f"NIXL can't reach the peer: {e}") from e
         self._reached = False
+
+    def _prepare(self, agent: Any, address: int, num_pages: int, page_bytes: int) -> Any:
+        """Pages behind one another, as (address, bytes, device, stride, count)."""
+        pages = np.array([[address, page_bytes, 0, page_bytes, num_pages]], dtype=np.uint64)
+        return self._agent.prep_xfer_dlist(agent, pages, MEMORY)
 
     def is_ready(self) -> bool:
         self._reached = self._reached or self.has_landed(self._first)
@@ -157,6 +154,14 @@ class _NixlCourier(Courier):
         except _ERRORS as e:
             raise LinkLost(f"NIXL did not take a write: {e}") from e
 
+    def fill(self, group: int, spans: Spans, there: int) -> Any:
+        here, lengths = self._groups[group].region.address, spans[:, 1]
+        places = there + np.cumsum(lengths) - lengths
+        try:
+            return self._post(_pieces(spans[:, 0] + here, lengths), _pieces(places, lengths))
+        except _ERRORS as e:
+            raise LinkLost(f"NIXL did not take a write: {e}") from e
+
     def _parts(self, pages: PageWrite) -> tuple[Any, Any]:
         """[N, 3] each: some layers of pages, here and there."""
         group, sides = self._groups[pages.group], []
@@ -165,8 +170,7 @@ class _NixlCourier(Courier):
             (self._addresses[pages.group], pages.dst),
         ):
             spans = group.spans(numbers, pages.layers)
-            device = np.zeros(len(spans), np.int64)
-            sides.append(np.stack((spans[:, 0] + address, spans[:, 1], device), axis=1).astype(np.uint64))
+            sides.append(_pieces(spans[:, 0] + address, spans[:, 1]))
         return sides[0], sides[1]
 
     def _post(self, here: Any, there: Any) -> Any:
@@ -193,6 +197,11 @@ class _NixlCourier(Courier):
         self._first = None
         self._lists.clear()
         self._agent = None
+
+
+def _pieces(addresses: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """[N, 3]: address, bytes, device."""
+    return np.stack((addresses, lengths, np.zeros_like(lengths)), axis=1).astype(np.uint64)
 
 
 def interface_of(address: str) -> str:

@@ -18,42 +18,28 @@ from __future__ import annotations
 import struct
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ....messages.base import I32, HandoverId
 from ...errors import BadPages, LinkLost
 from ...wire.stream import Stream
-from ..landed_pages import LandedPages, Landing
+from ..landed_pages import LandedPages
 from ..pages import LayerRange, PageGroup, PageWrite, check_pages, paired_spans
-from ..staging import Piece, Staging
 from .base import WriteHandle, WriteState
-from .grants import Grants, Writer
+from .grants import Writer
 from .handshake import Offer
+from .landings import MAX_BATCH_BYTES, MAX_PAGES, PAGE_NUMBER, Batch, Landings, Passage
 from .link import IncomingLink, OutgoingLink
 from .socket_backend import SocketBackend
 
 BATCH = struct.Struct("<QQQHHHI")
 ANSWER = struct.Struct("<QB")
-PAGE_NUMBER = np.dtype("<i4")
-MAX_PAGES = 1 << 16
-MAX_BATCH_BYTES = 1 << 30
 DISCARD_BYTES = 256 << 10
 MAX_UNREAD_ANSWERS = 4096
 """An honest writer reads the answer to a batch before it sends dozens more."""
-
-
-class StreamedPool(NamedTuple):
-    """A group of pages that peers write; ``number``: of it, for the backend."""
-
-    number: int
-    group: PageGroup
-    memory: memoryview
-    grants: Grants
 
 
 class StreamBackend(SocketBackend):
@@ -63,55 +49,46 @@ class StreamBackend(SocketBackend):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._pools: list[StreamedPool] = []
-        self._landed: dict[Writer, LandedPages] = {}
-        self._line: deque[StreamReader] = deque()
-        """Who waits for a slab."""
+        self._landings = Landings(())
 
     def register(self, groups: Sequence[PageGroup]) -> bytes:
         metadata = super().register(groups)
         if self.streams:
-            self._pools = [
-                StreamedPool(number, group, group.region.view(), Grants(group.num_pages))
-                for number, group in enumerate(groups)
-            ]
+            self._landings = Landings(groups)
         return metadata
 
     def note_landings(self, peer: str, handover: HandoverId, landed: LandedPages) -> None:
-        self._landed[Writer(peer, handover.room, handover.attempt)] = landed
+        self._landings.note(peer, handover, landed)
 
     def grant(self, peer: str, handover: HandoverId, pages: I32, group: int = 0) -> None:
         if not self.streams:
             return
-        self._pools[group].grants.grant(Writer(peer, handover.room, handover.attempt), pages)
+        self._landings.grant(peer, handover, pages, group)
         # Control messages and grants take different ways here: a peer may be quicker than its grant.
         for link in [k for k in self._links if isinstance(k, StreamReader) and k.peer == peer and k.paused]:
             link.granted()
             self._rewatch(link)
 
     def revoke(self, peer: str, handover: HandoverId) -> None:
-        writer = Writer(peer, handover.room, handover.attempt)
-        self._landed.pop(writer, None)
-        for pool in self._pools:
-            pool.grants.revoke(writer)
+        writer = self._landings.revoke(peer, handover)
         for link in [k for k in self._links if isinstance(k, StreamReader) and k.reading == writer]:
             self._lost(link, "the peer was still writing pages that it may not write any more")
 
     def close(self) -> None:
         super().close()
-        for pool in self._pools:
-            pool.memory.release()
+        self._landings.close()
 
     def _reader(self, stream: Stream) -> StreamReader:
-        return StreamReader(stream, self._pools, self._landed, self._line, self.stall_seconds)
+        return StreamReader(stream, self._landings, self.stall_seconds)
 
     def _advance(self) -> None:
         """Have those who wait for a slab read on, in their order, as long as there are any.
 
         Slabs become free by I/O, or with a link, and the news of its end keep the next turn from waiting.
         """
-        while self._line and self._line[0].has_slab():
-            link = self._line.popleft()
+        while (turn := self._landings.next_in_line()) is not None:
+            link, _ = turn
+            assert isinstance(link, StreamReader)
             link.next_slab(in_turn=True)
             self._rewatch(link)
 
@@ -172,49 +149,18 @@ class StreamWriter(OutgoingLink):
         self._read_answer()
 
 
-class _Batch(NamedTuple):
-    """Pages that a peer wants to write."""
-
-    number: int
-    writer: Writer
-    pool: StreamedPool
-    layers: LayerRange
-    pages: npt.NDArray[np.int32]
-
-
-@dataclass(slots=True)
-class _Passing:
-    """A batch whose pages pass through slabs; ``at`` of them are on the device."""
-
-    batch: _Batch
-    staging: Staging
-    landing: Landing
-    slab: memoryview | None = None
-    at: int = 0
-
-
 class StreamReader(IncomingLink):
     """The pool's end. ``reading``: the hand-over whose bytes may be under way into the pool."""
 
-    def __init__(
-        self,
-        stream: Stream,
-        pools: Sequence[StreamedPool],
-        landed: Mapping[Writer, LandedPages],
-        line: deque[StreamReader],
-        stall_seconds: float,
-    ) -> None:
-        """``landed``: where to note what has landed on a device; ``line``: where to wait for a slab."""
+    def __init__(self, stream: Stream, landings: Landings, stall_seconds: float) -> None:
         super().__init__(stream)
-        self._pools = pools
-        self._landed = landed
-        self._line = line
-        self._passing: _Passing | None = None
+        self._landings = landings
+        self._passage: Passage | None = None
         self._stall_seconds = stall_seconds
         self._header = bytearray(BATCH.size)
         self._in_batch = False
         self._discard = memoryview(b"")
-        self._ungranted: _Batch | None = None
+        self._ungranted: Batch | None = None
         self.reading: Writer | None = None
 
     def opened(self) -> None:
@@ -225,11 +171,10 @@ class StreamReader(IncomingLink):
         return self.stream.last_progress + self._stall_seconds if self._in_batch and not waits_for_us else None
 
     def closed(self, reason: str) -> None:
-        passing, self._passing = self._passing, None
-        if self in self._line:
-            self._line.remove(self)
-        if passing is not None and passing.slab is not None:
-            passing.staging.slabs.give(passing.slab)
+        passage, self._passage = self._passage, None
+        self._landings.leave(self)
+        if passage is not None:
+            passage.drop()
 
     def _read_header(self) -> None:
         self._in_batch, self.reading = False, None
@@ -237,23 +182,21 @@ class StreamReader(IncomingLink):
 
     def _on_header(self) -> None:
         number, room, attempt, group, begin, end, count = BATCH.unpack(self._header)
-        if not 0 < count <= MAX_PAGES or group >= len(self._pools):
+        if not 0 < count <= MAX_PAGES or group >= len(self._landings.pools):
             raise LinkLost("the peer sent a malformed batch")
-        pool, layers = self._pools[group], LayerRange(begin, end)
+        pool, layers = self._landings.pools[group], LayerRange(begin, end)
         if not begin < end <= pool.group.num_layers or count * pool.group.piece_bytes(layers) > MAX_BATCH_BYTES:
             raise LinkLost("the peer sent a malformed batch")
         self._in_batch = True
         table = bytearray(count * PAGE_NUMBER.itemsize)
-        batch = _Batch(number, Writer(self.peer, room, attempt), pool, layers, np.frombuffer(table, PAGE_NUMBER))
+        batch = Batch(number, Writer(self.peer, room, attempt), pool, layers, np.frombuffer(table, PAGE_NUMBER))
         self.stream.read([memoryview(table)], lambda: self._on_pages(batch))
 
-    def _on_pages(self, batch: _Batch) -> None:
-        group = batch.pool.group
+    def _on_pages(self, batch: Batch) -> None:
         try:
-            check_pages(batch.pages, group.num_pages, "destination")
+            check_pages(batch.pages, batch.pool.group.num_pages, "destination")
         except BadPages:
-            total = len(batch.pages) * group.piece_bytes(batch.layers)
-            self.stream.read(self._to_discard(total), lambda: self._on_payload(batch.number, landed=False))
+            self.stream.read(self._to_discard(batch.nbytes), lambda: self._on_payload(batch.number, landed=False))
             return
         self._ungranted = batch
         self.granted()
@@ -264,70 +207,44 @@ class StreamReader(IncomingLink):
 
     @property
     def _waits_for_slab(self) -> bool:
-        return self._passing is not None and self._passing.slab is None
+        return self._passage is not None and self._passage.slab is None
 
     def granted(self) -> None:
         """Read the pages that wait for it, if they may be written by now."""
         batch = self._ungranted
         if batch is None:
             return
-        if not batch.pool.grants.covers(batch.writer, batch.pages):
+        if not batch.is_granted:
             self.stream.pause()
             return
         self._ungranted, self.reading = None, batch.writer
         group = batch.pool.group
         if group.staging is not None:
-            landing = self._landed[batch.writer].landing(group, batch.pool.number, batch.layers, batch.pages)
-            self._passing = _Passing(batch, group.staging, landing)
+            self._passage = self._landings.passage(batch)
             self.next_slab()
             return
         spans = group.spans(batch.pages, batch.layers)
         views = (batch.pool.memory[offset : offset + length] for offset, length in spans.tolist())
         self.stream.read(views, lambda: self._on_payload(batch.number, landed=True))
 
-    def has_slab(self) -> bool:
-        """Whether there is one to be had, for who waits for it."""
-        return self._passing is not None and self._passing.staging.slabs.free > 0
-
     def next_slab(self, *, in_turn: bool = False) -> None:
-        """Read the next pages of a batch that passes through slabs, as many as one takes; or wait for one: also where
-        others do, unless it is its turn, so that none is held up by one that has much to write.
-        """
-        passing = self._passing
-        assert passing is not None
-        passing.slab = slab = passing.staging.slabs.take() if in_turn or not self._line else None
-        if slab is None:
-            self._line.append(self)
+        """Read the next pages of a batch that passes through slabs, as many as one takes; or wait for one."""
+        passage = self._passage
+        assert passage is not None
+        if not self._landings.take_slab(self, passage, in_turn=in_turn):
             self.stream.pause()
             return
         self.stream.last_progress = time.monotonic()  # silence before this was nobody's fault
-        pages, piece_bytes = passing.batch.pages, passing.batch.pool.group.piece_bytes(passing.batch.layers)
-        part = pages[passing.at : passing.at + len(slab) // piece_bytes]
-        self.stream.read([slab[: len(part) * piece_bytes]], lambda: self._on_slab(part))
+        self.stream.read([passage.memory], self._on_slab)
 
-    def _on_slab(self, part: I32) -> None:
-        passing = self._passing
-        assert passing is not None
-        assert passing.slab is not None
-        batch, slab = passing.batch, passing.slab
-        spans = batch.pool.group.spans(part, batch.layers)
-        passing.landing.pass_on(slab[: int(spans[:, 1].sum())])
-        starts = np.concatenate(([0], np.cumsum(spans[:-1, 1])))
-        passing.staging.device.write(
-            [
-                Piece(offset, slab[at : at + length])
-                for (offset, length), at in zip(spans.tolist(), starts.tolist(), strict=True)
-            ]
-        )
-        passing.staging.slabs.give(slab)
-        passing.slab = None
-        passing.at += len(part)
-        if passing.at < len(batch.pages):
+    def _on_slab(self) -> None:
+        passage = self._passage
+        assert passage is not None
+        if not passage.land():
             self.next_slab()
             return
-        self._passing = None
-        passing.landing.done()
-        self._on_payload(batch.number, landed=True)
+        self._passage = None
+        self._on_payload(passage.batch.number, landed=True)
 
     def _to_discard(self, total: int) -> list[memoryview]:
         if not self._discard:

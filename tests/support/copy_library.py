@@ -1,0 +1,78 @@
+"""A leased backend whose library is ``memmove`` within a process, and does on command what a library may do."""
+
+from __future__ import annotations
+
+import ctypes
+
+from pdserve.disaggregation.errors import LinkLost
+from pdserve.disaggregation.transfer.backends.leased_backend import Courier, Door, LeasedBackend
+from pdserve.disaggregation.transfer.pages import paired_spans
+
+
+class CopyDoor(Door):
+    end = b"here"
+
+    def __init__(self, library):
+        self.library = library
+        library.doors += 1
+
+    def look(self):
+        if self.library.door_breaks:
+            raise LinkLost("the door broke")
+
+    def close(self):
+        self.library.doors -= 1
+
+
+class CopyCourier(Courier):
+    def __init__(self, library, groups, means):
+        self.library, self.groups, self.addresses = library, groups, means.addresses
+        library.couriers += 1
+
+    def is_ready(self):
+        if self.library.ready is None:
+            raise LinkLost("nobody there")
+        return self.library.ready
+
+    def start(self, pages):
+        if self.library.refuses:
+            raise LinkLost("not taken")
+        group = self.groups[pages.group]
+        local, remote = paired_spans(pages, group)
+        for (source, size), (target, _) in zip(local.tolist(), remote.tolist(), strict=True):
+            ctypes.memmove(self.addresses[pages.group] + target, group.region.address + source, size)
+        return "ticket"
+
+    def fill(self, group, spans, there):
+        if self.library.refuses:
+            raise LinkLost("not taken")
+        for source, size in spans.tolist():
+            ctypes.memmove(there, self.groups[group].region.address + source, size)
+            there += size
+        return "ticket"
+
+    def has_landed(self, write):
+        assert write == "ticket"
+        if self.library.fails:
+            raise LinkLost("it failed")
+        return not self.library.holds
+
+    def close(self):
+        self.library.couriers -= 1
+
+
+class CopyLibrary(LeasedBackend):
+    """``ready`` None: it never will be."""
+
+    name = "copy"
+
+    def __init__(self, epoch, **limits):
+        super().__init__(epoch, "127.0.0.1", **limits)
+        self.ready, self.refuses, self.fails, self.holds, self.door_breaks = True, False, False, False, False
+        self.doors = self.couriers = 0
+
+    def door(self):
+        return CopyDoor(self)
+
+    def _courier(self, offer, means):
+        return CopyCourier(self, self.groups, means)
