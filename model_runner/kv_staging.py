@@ -1,19 +1,25 @@
-"""A pool on a device as the transfer engine takes it: bytes that come and go through pinned memory of the host."""
+"""Pools as the transfer engine takes them: the host's, and those on a device, through pinned memory or by address."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..disaggregation.transfer.direct import WINDOW_BYTES, DeviceMemory, Direct
 from ..disaggregation.transfer.pages import PageGroup
 from ..disaggregation.transfer.region import HostMemory
 from ..disaggregation.transfer.staging import SCRATCH_BYTES, Piece, Slabs, Staging, divide
 from ..messages.worker import KVLayout
+from ..runtime.options import ServerOptions
 from .device.base import Device
 from .kv_pool import KVPool
+
+if TYPE_CHECKING:
+    from .model_runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +39,11 @@ class PoolPages:
         """Of all pages."""
         return self._pool.data.nbytes
 
+    @property
+    def address(self) -> int:
+        """Of page 0, on the device."""
+        return self._pool.data.data_ptr()
+
     def read(self, pieces: Sequence[Piece]) -> None:
         """Copy bytes of the pool to the host's; waits."""
         self._device.transfer([(host, there) for there, host in self._pairs(pieces)])
@@ -44,6 +55,40 @@ class PoolPages:
     def _pairs(self, pieces: Sequence[Piece]) -> list[tuple[Tensor, Tensor]]:
         flat = self._pool.data.view(-1).view(torch.uint8)
         return [(flat[at : at + len(memory)], torch.frombuffer(memory, dtype=torch.uint8)) for at, memory in pieces]
+
+
+def page_groups(model: ModelRunner, options: ServerOptions) -> list[PageGroup | None]:
+    """What peers may read and write of a model's pools: the pages of each group of the layout, None for one without
+    bytes. On a device they pass through memory of the host, unless ``kv_staging_size`` is 0: then they are ``direct``.
+    """
+    size, layout = options.kv_staging_size, model.layout
+    pools = (model.pool, model.window_pool)[: len(layout.groups)]
+    if size == 0 and model.device.type != "cpu":
+        return direct_groups(layout, pools, model.hardware)
+    if model.device.type != "cpu" or size:
+        return staged_groups(layout, pools, model.hardware, size)
+    regions = (model.kv_region, model.window_region)
+    return [
+        PageGroup.of(group, region) if region is not None else None
+        for group, region in zip(layout.groups, regions, strict=False)
+    ]
+
+
+def direct_groups(layout: KVLayout, pools: Sequence[KVPool | None], device: Device) -> list[PageGroup | None]:
+    """What peers may read and write of ``pools`` where they lie, one for each group of the layout (None where it has no
+    bytes); with one window to see them by, which is allocated here.
+    """
+    largest = max(group.page_bytes for group in layout.groups)
+    window = _host_memory(device, max(largest, WINDOW_BYTES))
+    groups: list[PageGroup | None] = []
+    for group, pool in zip(layout.groups, pools, strict=True):
+        if pool is None or not group.page_bytes:
+            groups.append(None)
+            continue
+        pages = PoolPages(pool, device)
+        direct = Direct(pages, window, device.torch.index or 0)
+        groups.append(PageGroup.of(group, DeviceMemory(pages), direct=direct))
+    return groups
 
 
 def staged_groups(

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..disaggregation.transfer.pages import PageGroup
 from ..disaggregation.transfer.region import KVRegion, allocate_region
 from ..messages.worker import KVOrder
 from ..model_files.context_length import choose_context_length, with_context, without_idle_windows
@@ -39,7 +38,6 @@ from .double_sparsity.channels import LabelChannels, choose_channels
 from .forward_batch import ForwardBatch
 from .kv_pool import HasKV, KVPool, make_layout, make_pool
 from .kv_quantization import LARGEST
-from .kv_staging import staged_groups
 from .loader.load import fingerprint, foreign_fingerprint, load_model_weights
 from .loader.open_blocks import open_blocks
 from .loader.quantized_blocks import BlockSource, has_whole_blocks
@@ -101,7 +99,6 @@ class ModelRunner:
         self._spin_us = spin_us
         self._cpus = cpus
         self._ranks = ranks
-        self._options = options
         self.load_seconds: dict[str, float] = {}
         with self._timed("config"):
             source = resolve_model(options.model_path, weights=options.load_format != "dummy")
@@ -407,22 +404,6 @@ class ModelRunner:
     def pools(self) -> list[KVPool]:
         """All of them."""
         return [self.pool] if self.window_pool is None else [self.pool, self.window_pool]
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether pages of KV come and go through other memory of the host's: those on a device must."""
-        return self._options.hands_over and (self.device.type != "cpu" or self._options.kv_staging_size is not None)
-
-    def page_groups(self) -> list[PageGroup | None]:
-        """What peers may read and write: the pages of each group of the layout, None for one without bytes."""
-        if self.is_staged:
-            pools = (self.pool, self.window_pool)[: len(self.layout.groups)]
-            return staged_groups(self.layout, pools, self.hardware, self._options.kv_staging_size)
-        regions = (self.kv_region, self.window_region)
-        return [
-            PageGroup.of(group, region) if region is not None else None
-            for group, region in zip(self.layout.groups, regions, strict=False)
-        ]
 
     def _choose_pages(self, options: ServerOptions, weight_bytes: int) -> int:
         """With page 0, beside weights that are loaded."""

@@ -189,6 +189,7 @@ def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -
         return None
     backend = options.disaggregation_transfer_backend
     from ..disaggregation.transfer.engine import TransferEngine
+    from .kv_staging import page_groups
 
     # Made here, used by the engine's thread alone.
     sender = Sender(ctx.zmq_ctx, ctx.address("worker_events"))
@@ -199,7 +200,7 @@ def _start_engine(ctx: ChildContext, model: ModelRunner, placement: Placement) -
     with floating(placement):
         engine = TransferEngine(
             backend,
-            model.page_groups(),
+            page_groups(model, options),
             ctx.epoch,
             options.host,
             emit,

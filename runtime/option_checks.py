@@ -126,8 +126,8 @@ def _ports(options: ServerOptions) -> Iterator[str]:
         for port in sorted({p for p in ports.values() if p}):
             if len(flags := [flag for flag, given in ports.items() if given == port]) > 1:
                 yield f"{' and '.join(flags)} are both {port}: an instance listens on each, so give them different ones"
-    if options.kv_staging_size is not None and not 0 < options.kv_staging_size < math.inf:
-        yield f"--kv-staging-size is {options.kv_staging_size:g}: it is a number of GB above 0"
+    if options.kv_staging_size is not None and not 0 <= options.kv_staging_size < math.inf:
+        yield f"--kv-staging-size is {options.kv_staging_size:g}: it is a number of GB, 0 for none"
     threshold = options.disaggregation_threshold
     if threshold not in ("auto", "always", "never") and not (threshold.isascii() and threshold.isdigit()):
         yield f"--disaggregation-threshold is {threshold}: it must be auto, always, never or a number of tokens"

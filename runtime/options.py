@@ -90,8 +90,9 @@ class ServerOptions:
         fake (moves nothing, for tests).
     kv_staging_size
         Host memory that KV passes through on its way from and to a GPU, in GB; default 0.25. Half of it is for what is
-        sent and half for what arrives; a prompt may be longer. On a CPU, where KV goes from pool to pool, none is used
-        unless this is given.
+        sent and half for what arrives; a prompt may be longer. 0: peers write to the GPU's memory itself, which only
+        nixl does (not tried on a GPU yet). On a CPU, where KV goes from pool to pool, none is used unless more than 0
+        is given.
     disaggregation_threshold
         Who computes a prompt whose request names a prefill, as its decode instance decides it: auto, the one of the two
         whose first token comes sooner, as both foresee it; a number, the decode where fewer tokens than that are not

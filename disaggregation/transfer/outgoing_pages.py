@@ -187,9 +187,8 @@ class OutgoingPages:
         checksum = 0
         if self._summed:
             hasher = xxhash.xxh3_64()
-            memory = queue.pool.memory
-            for offset, length in queue.pool.group.spans(src, layers).tolist():
-                hasher.update(memory[offset : offset + length])
+            for piece in queue.pool.look(queue.pool.group.spans(src, layers)):
+                hasher.update(piece)
             checksum = hasher.intdigest()
         self._slices.append(SliceChecksum(first, len(src), *layers, checksum, queue.number))
 

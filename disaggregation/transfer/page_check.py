@@ -77,15 +77,15 @@ class PageCheck:
 
     def _hash(self, piece: SliceChecksum) -> Iterator[int]:
         part = self._landed[piece.group]
-        group, pool = part.pool.group, part.pool.memory
+        group = part.pool.group
         pages, layers = part.pages[piece.first : piece.first + piece.count], LayerRange(piece.begin, piece.end)
         piece_bytes = group.piece_bytes(layers)
         batch = max(1, BATCH_BYTES // piece_bytes)
         hasher = xxhash.xxh3_64()
         for at in range(0, len(pages), batch):
             some = pages[at : at + batch]
-            for offset, length in group.spans(some, layers).tolist():
-                hasher.update(pool[offset : offset + length])
+            for seen in part.pool.look(group.spans(some, layers)):
+                hasher.update(seen)
             yield len(some) * piece_bytes
         self._right = bool(hasher.intdigest() == piece.checksum)
 
@@ -129,10 +129,9 @@ def make_check(command: VerifyPages, landed: Sequence[Landed], passed: LandedPag
 
 
 def _convert(part: Landed, converter: PageConverter) -> Iterator[int]:
-    page_bytes, memory = part.pool.group.page_bytes, part.pool.memory
     for page in part.pages.tolist():
-        converter.convert(np.frombuffer(memory[page * page_bytes : (page + 1) * page_bytes], dtype=np.uint8))
-        yield page_bytes
+        part.pool.change(page, converter.convert)
+        yield part.pool.group.page_bytes
 
 
 def covers(slices: Sequence[SliceChecksum], sizes: Mapping[int, tuple[int, int]]) -> Generator[int, None, bool]:

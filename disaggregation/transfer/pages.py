@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ...messages.base import I32, HandoverId, unpack_i32
 from ...messages.worker import KVGroup
 from ..errors import BadPages
+from .direct import Direct
 from .region import Region
 from .staging import Staging
 
@@ -33,8 +34,8 @@ class PageGroup:
     Page 0 belongs to padding, not to any hand-over. ``layers``: what the model calls them, ascending; they are its
     first ones where it is empty.
 
-    ``region`` is the pool itself, unless that is on a device: then pages are written to peers from slots, which lie in
-    ``region`` as pages do, and ``staging`` says how they get there.
+    ``region`` is the pool itself, on a device where it is ``direct``. One on a device that is not is ``staging``: pages
+    are then written to peers from slots, which lie in ``region`` as pages do.
     """
 
     region: Region
@@ -42,11 +43,14 @@ class PageGroup:
     num_layers: int = 1
     layers: tuple[int, ...] = ()
     staging: Staging | None = None
+    direct: Direct | None = None
 
     @classmethod
-    def of(cls, group: KVGroup, region: Region, staging: Staging | None = None) -> PageGroup:
+    def of(
+        cls, group: KVGroup, region: Region, staging: Staging | None = None, direct: Direct | None = None
+    ) -> PageGroup:
         """Those of a layout's group."""
-        return cls(region, group.page_bytes, group.num_layers, group.layers, staging)
+        return cls(region, group.page_bytes, group.num_layers, group.layers, staging, direct)
 
     @property
     def num_pages(self) -> int:

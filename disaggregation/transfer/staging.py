@@ -40,6 +40,11 @@ class DevicePages(Protocol):
         """Of the whole pool."""
         ...
 
+    @property
+    def address(self) -> int:
+        """Of its first byte, on the device."""
+        ...
+
     def read(self, pieces: Sequence[Piece]) -> None:
         """Copy bytes of the pool to the host's."""
         ...

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pdserve.disaggregation.transfer.direct import DeviceMemory, Direct
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import HostMemory
@@ -27,6 +28,10 @@ class PretendedDevice:
     @property
     def nbytes(self) -> int:
         return self.bytes.nbytes
+
+    @property
+    def address(self) -> int:
+        return self.bytes.ctypes.data
 
     def read(self, pieces: Sequence[Piece]) -> None:
         self.reads.append(sum(len(memory) for _, memory in pieces))
@@ -53,6 +58,14 @@ def staged_group(pool: np.ndarray, slots: int, slabs: Slabs, kept: KVGroup | Non
     region = HostMemory(memoryview(bytearray((slots + 1) * page_bytes)))
     staging = Staging(PretendedDevice(pool), slabs)
     return PageGroup(region, page_bytes, staging=staging) if kept is None else PageGroup.of(kept, region, staging)
+
+
+def direct_group(pool: np.ndarray, kept: KVGroup | None = None, ordinal: int = 0, window: int = 0) -> PageGroup:
+    """Of ``pool`` [pages, page_bytes], where it lies; the window takes a page and ``window`` bytes more."""
+    page_bytes, device = pool.shape[1], PretendedDevice(pool)
+    direct = Direct(device, memoryview(bytearray(page_bytes + window)), ordinal)
+    region = DeviceMemory(device)
+    return PageGroup(region, page_bytes, direct=direct) if kept is None else PageGroup.of(kept, region, direct=direct)
 
 
 def held(engine: TransferEngine) -> int:

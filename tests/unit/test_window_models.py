@@ -13,6 +13,7 @@ from support.model_harness import draw
 from support.sim import SimInstance, make_options
 
 from pdserve.messages.worker import WorkerReady
+from pdserve.model_runner.kv_staging import page_groups
 from pdserve.model_runner.model_runner import ModelRunner
 from pdserve.model_runner.step_runner import StepRunner
 from pdserve.scheduler.scheduler import Scheduler
@@ -40,7 +41,7 @@ class ServedModel(SimInstance):
     def __init__(self, folder: Path, **changes: object) -> None:
         defaults = {"model_path": str(folder), "page_size": PAGE, "max_total_tokens": 768, "dtype": "float32"}
         defaults |= {"device": "cpu", "chunked_prefill_size": 32, "max_running_requests": 4}
-        options = make_options(**(defaults | changes))
+        self.options = options = make_options(**(defaults | changes))
         super().__init__(options)
         self.runner = runner = ModelRunner(options)
         ready = WorkerReady(
@@ -109,7 +110,8 @@ def test_who_saves_pages_late_or_rounded_or_never_cuts_a_prompt_keeps_one_group(
         {"chunked_prefill_size": -1},
     )
     for changes, groups in (({"handover": "on"}, 2), (tiers, 2), *((changes, 1) for changes in one)):
-        runner = ServedModel(tmp_path, **changes).runner
-        assert [group is not None for group in runner.page_groups()] == [True] * groups
+        served = ServedModel(tmp_path, **changes)
+        runner = served.runner
+        assert [group is not None for group in page_groups(runner, served.options)] == [True] * groups
         assert (runner.window_pool is None) == (groups == 1)
         assert len(runner.layout.groups) == groups

@@ -50,23 +50,26 @@ Address = Annotated[int, Meta(ge=1, le=1 << 62)]
 
 class Means(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``end``: how the library finds a door. ``addresses``: of the pools behind it, in the owner's process; or of the
-    slabs that pages go to, of ``slab_bytes`` together. ``contact``: where to try whether they are reached.
+    slabs that pages go to, of ``slab_bytes`` together. ``contact``: where to try whether they are reached. ``device``:
+    whose memory that is, None for the host's.
     """
 
     end: Annotated[bytes, Meta(max_length=MAX_MEANS)]
     addresses: Annotated[list[Address], Meta(min_length=1, max_length=MAX_GROUPS)]
     contact: Address
     slab_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
+    device: Annotated[int, Meta(ge=0, lt=1 << 10)] | None = None
 
 
 _MEANS = msgspec.msgpack.Decoder(Means)
 
 
 class Memory(NamedTuple):
-    """What is told to a library: memory of ours."""
+    """What is told to a library: memory of ours, of the host where ``device`` is None."""
 
     address: int
     nbytes: int
+    device: int | None = None
 
 
 class Door(ABC):
@@ -133,7 +136,10 @@ class LeasedBackend(SocketBackend):
     @property
     def sources(self) -> list[Memory]:
         """What is written to peers, of each group."""
-        return [Memory(group.region.address, group.region.nbytes) for group in self.groups]
+        return [
+            Memory(group.region.address, group.region.nbytes, None if group.direct is None else group.direct.ordinal)
+            for group in self.groups
+        ]
 
     @property
     def targets(self) -> list[Memory]:
@@ -175,7 +181,8 @@ class LeasedBackend(SocketBackend):
         """What a peer is told of its door."""
         addresses = [memory.address for memory in self.targets]
         if self.slabs is None:
-            return msgspec.msgpack.encode(Means(door.end, addresses, addresses[0]))  # page 0, which is padding
+            # Into page 0, which is padding.
+            return msgspec.msgpack.encode(Means(door.end, addresses, addresses[0], device=self.targets[0].device))
         contact = self.slabs.address + self.slabs.nbytes
         return msgspec.msgpack.encode(Means(door.end, addresses, contact, self.slabs.nbytes))
 

@@ -78,7 +78,7 @@ class MooncakeBackend(LeasedBackend):
 def _make_engine(place: str, memory: Sequence[Memory]) -> Any:
     engine = _LIBRARY.TransferEngine()
     code = engine.initialize(place, "P2PHANDSHAKE", "tcp", "")
-    for address, nbytes in memory:
+    for address, nbytes, _ in memory:
         code = code or engine.register_memory(address, nbytes)
     if code:
         raise LinkLost(f"mooncake's transfer engine can't start on {place} (code {code}); its own messages are above")

@@ -8,6 +8,9 @@ Its ways are those of ``leased_backend``; what else it asks for:
 - everything by one thread, which asks after each write, and lets each door take what has come: without being asked, an
   agent would keep a thread busy that takes a twelfth of a core, also when there is nothing to do.
 
+A pool on a device (``--kv-staging-size 0``) is registered as what it is, "VRAM", by its address there; either end may
+have its pool so or so.
+
 UCX chooses TCP alone. Where it may let a writer copy by itself, into the memory of another process on the same host,
 no agent that ends can take that memory away. Who sets ``UCX_TLS`` (for RDMA, say) chooses otherwise.
 """
@@ -35,8 +38,10 @@ from .leased_backend import CONTACT_BYTES, Courier, Door, LeasedBackend, Means, 
 
 TRANSPORTS = "tcp"
 PLUGIN = "UCX"
-MEMORY = "DRAM"
+DEVICE_TRANSPORTS = "tcp,cuda_copy"
+"""Where a pool is on a device: UCX knows such memory by this, and copies it to and from what it sends."""
 DONE, UNDER_WAY = "DONE", "PROC"
+Int64s = npt.NDArray[np.int64]
 SIOCGIFADDR = 0x8915
 """linux/sockios.h: the IPv4 address of an interface."""
 
@@ -59,6 +64,7 @@ class NixlBackend(LeasedBackend):
     name = "nixl"
     can = Capabilities(completion=Completion.DRIVEN)
     asks_doors = True
+    reaches_devices = True
 
     def _listen(self) -> tuple[socket.socket, Offer]:
         sock, offer = super()._listen()
@@ -66,6 +72,8 @@ class NixlBackend(LeasedBackend):
         if device:
             # Read as the first agent is made. Without it, agents listen on every interface.
             os.environ.setdefault("UCX_NET_DEVICES", device)
+        if any(memory.device is not None for memory in self.sources) and os.environ["UCX_TLS"] == TRANSPORTS:
+            os.environ["UCX_TLS"] = DEVICE_TRANSPORTS
         # The first agent of a process takes half a second, others a thirtieth of that: no request shall wait for it.
         try:
             _make_agent(self.epoch, self.sources)
@@ -86,10 +94,16 @@ def _make_agent(epoch: str, memory: Sequence[Memory]) -> Any:
         name = f"{epoch}/{secrets.token_hex(8)}"
         agent = _LIBRARY.nixl_agent(name, _LIBRARY.nixl_agent_config(backends=[], enable_prog_thread=False))
         agent.create_backend(PLUGIN, {})
-        agent.register_memory([(address, nbytes, 0, "") for address, nbytes in memory], MEMORY)
+        for address, nbytes, device in memory:
+            agent.register_memory([(address, nbytes, device or 0, "")], kind_of(device))
     except _ERRORS as e:
         raise LinkLost(f"NIXL can't start an agent: {e}") from e
     return agent
+
+
+def kind_of(device: int | None) -> str:
+    """What NIXL calls the memory of a device, None for the host's."""
+    return "DRAM" if device is None else "VRAM"
 
 
 class _NixlDoor(Door):
@@ -114,6 +128,7 @@ class _NixlCourier(Courier):
     ) -> None:
         self._groups = groups
         self._addresses = means.addresses
+        self._here, self._there = sources[0].device, means.device
         self._agent = _make_agent(epoch, sources)
         self._lists: list[tuple[Any, Any]] = []
         try:
@@ -121,23 +136,21 @@ class _NixlCourier(Courier):
             if not means.slab_bytes:
                 self._lists = [
                     (
-                        self._prepare("NIXL_INIT_AGENT", ours.region.address, ours.num_sources, ours.page_bytes),
-                        self._prepare(self._peer, address, theirs.num_pages, theirs.page_bytes),
+                        self._prepare("NIXL_INIT_AGENT", mine.address, ours.num_sources, ours.page_bytes, self._here),
+                        self._prepare(self._peer, address, theirs.num_pages, theirs.page_bytes, self._there),
                     )
-                    for ours, theirs, address in zip(groups, offer.groups, means.addresses, strict=True)
+                    for ours, mine, theirs, address in zip(groups, sources, offer.groups, means.addresses, strict=True)
                 ]
-            self._first = self._post(
-                [(sources[0].address, CONTACT_BYTES, 0)],
-                [(means.contact, CONTACT_BYTES, 0)],
-            )
+            nbytes = np.array([CONTACT_BYTES])
+            self._first = self._post(np.array([sources[0].address]), np.array([means.contact]), nbytes)
         except _ERRORS as e:
             raise LinkLost(f"NIXL can't reach the peer: {e}") from e
         self._reached = False
 
-    def _prepare(self, agent: Any, address: int, num_pages: int, page_bytes: int) -> Any:
+    def _prepare(self, agent: Any, address: int, num_pages: int, page_bytes: int, device: int | None) -> Any:
         """Pages behind one another, as (address, bytes, device, stride, count)."""
-        pages = np.array([[address, page_bytes, 0, page_bytes, num_pages]], dtype=np.uint64)
-        return self._agent.prep_xfer_dlist(agent, pages, MEMORY)
+        pages = np.array([[address, page_bytes, device or 0, page_bytes, num_pages]], dtype=np.uint64)
+        return self._agent.prep_xfer_dlist(agent, pages, kind_of(device))
 
     def is_ready(self) -> bool:
         self._reached = self._reached or self.has_landed(self._first)
@@ -158,24 +171,19 @@ class _NixlCourier(Courier):
         here, lengths = self._groups[group].region.address, spans[:, 1]
         places = there + np.cumsum(lengths) - lengths
         try:
-            return self._post(_pieces(spans[:, 0] + here, lengths), _pieces(places, lengths))
+            return self._post(spans[:, 0] + here, places, lengths)
         except _ERRORS as e:
             raise LinkLost(f"NIXL did not take a write: {e}") from e
 
-    def _parts(self, pages: PageWrite) -> tuple[Any, Any]:
-        """[N, 3] each: some layers of pages, here and there."""
-        group, sides = self._groups[pages.group], []
-        for address, numbers in (
-            (group.region.address, pages.src),
-            (self._addresses[pages.group], pages.dst),
-        ):
-            spans = group.spans(numbers, pages.layers)
-            sides.append(_pieces(spans[:, 0] + address, spans[:, 1]))
-        return sides[0], sides[1]
+    def _parts(self, pages: PageWrite) -> tuple[Int64s, Int64s, Int64s]:
+        """Some layers of pages: their addresses here and there, and their bytes."""
+        group = self._groups[pages.group]
+        here, there = group.spans(pages.src, pages.layers), group.spans(pages.dst, pages.layers)
+        return here[:, 0] + group.region.address, there[:, 0] + self._addresses[pages.group], here[:, 1]
 
-    def _post(self, here: Any, there: Any) -> Any:
-        local = self._agent.get_xfer_descs(here, MEMORY)
-        remote = self._agent.get_xfer_descs(there, MEMORY)
+    def _post(self, here: Int64s, there: Int64s, lengths: Int64s) -> Any:
+        local = self._agent.get_xfer_descs(_pieces(here, lengths, self._here), kind_of(self._here))
+        remote = self._agent.get_xfer_descs(_pieces(there, lengths, self._there), kind_of(self._there))
         handle = self._agent.initialize_xfer("WRITE", local, remote, self._peer)
         self._agent.transfer(handle)
         return handle
@@ -199,9 +207,9 @@ class _NixlCourier(Courier):
         self._agent = None
 
 
-def _pieces(addresses: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+def _pieces(addresses: Int64s, lengths: Int64s, device: int | None) -> npt.NDArray[np.uint64]:
     """[N, 3]: address, bytes, device."""
-    return np.stack((addresses, lengths, np.zeros_like(lengths)), axis=1).astype(np.uint64)
+    return np.stack((addresses, lengths, np.full_like(lengths, device or 0)), axis=1).astype(np.uint64)
 
 
 def interface_of(address: str) -> str:

@@ -66,6 +66,8 @@ class SocketBackend(TransferBackend):
     """``handshake_seconds``: limit of ``connect``; ``stall_seconds``: silence of a peer that owes us bytes."""
 
     name: str
+    reaches_devices = False
+    """Whether it moves pages of a pool that is ``direct``."""
 
     def __init__(
         self,
@@ -124,6 +126,11 @@ class SocketBackend(TransferBackend):
     # TransferBackend
 
     def register(self, groups: Sequence[PageGroup]) -> bytes:
+        if not self.reaches_devices and any(group.direct is not None for group in groups):
+            raise RegionError(
+                f"the {self.name} backend does not reach the memory of a GPU: have KV pass through the host's "
+                "(leave out --kv-staging-size 0), or use the nixl backend"
+            )
         for group in groups:
             nbytes, page_bytes = group.region.nbytes, group.page_bytes
             if page_bytes <= 0 or nbytes % page_bytes or page_bytes % group.num_layers:
