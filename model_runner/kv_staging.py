@@ -59,11 +59,12 @@ class PoolPages:
 
 def page_groups(model: ModelRunner, options: ServerOptions) -> list[PageGroup | None]:
     """What peers may read and write of a model's pools: the pages of each group of the layout, None for one without
-    bytes. On a device they pass through memory of the host, unless ``kv_staging_size`` is 0: then they are ``direct``.
+    bytes. On a device they pass through memory of the host, unless ``kv_staging_size`` is 0, or the backend knows no
+    other: then they are ``direct``.
     """
     size, layout = options.kv_staging_size, model.layout
     pools = (model.pool, model.window_pool)[: len(layout.groups)]
-    if size == 0 and model.device.type != "cpu":
+    if options.disaggregation_transfer_backend == "cuda_ipc" or (size == 0 and model.device.type != "cpu"):
         return direct_groups(layout, pools, model.hardware)
     if model.device.type != "cpu" or size:
         return staged_groups(layout, pools, model.hardware, size)

@@ -103,7 +103,7 @@ class ModelRunner:
         with self._timed("config"):
             source = resolve_model(options.model_path, weights=options.load_format != "dummy")
             self.implementation = choose_model_impl(options.model_impl, source)
-            self.device = choose_device(options.device)
+            self.device = choose_device(options.device, options.base_gpu_id)
             self.hardware = open_device(self.device, strict=options.fail_on_host_sync)
             self.dtype = choose_dtype(options.dtype, self.device)
         kv_dtype = choose_kv_dtype(options.kv_cache_dtype, self.dtype)

@@ -83,6 +83,8 @@ def _numbers(options: ServerOptions) -> Iterator[str]:
             yield f"{_flag(name)} is {value}: it must be above 0"
     if not (options.drain_timeout >= 0 and math.isfinite(options.drain_timeout)):
         yield f"--drain-timeout is {options.drain_timeout}: it must be 0 or more"
+    if options.base_gpu_id < 0:
+        yield f"--base-gpu-id is {options.base_gpu_id}: GPUs are counted from 0"
     if options.random_seed < 0:
         yield f"--random-seed is {options.random_seed}: it must be 0 or more"
 
@@ -128,6 +130,8 @@ def _ports(options: ServerOptions) -> Iterator[str]:
                 yield f"{' and '.join(flags)} are both {port}: an instance listens on each, so give them different ones"
     if options.kv_staging_size is not None and not 0 <= options.kv_staging_size < math.inf:
         yield f"--kv-staging-size is {options.kv_staging_size:g}: it is a number of GB, 0 for none"
+    if options.hands_over and options.disaggregation_transfer_backend == "cuda_ipc":
+        yield from _cuda_ipc(options)
     threshold = options.disaggregation_threshold
     if threshold not in ("auto", "always", "never") and not (threshold.isascii() and threshold.isdigit()):
         yield f"--disaggregation-threshold is {threshold}: it must be auto, always, never or a number of tokens"
@@ -136,6 +140,16 @@ def _ports(options: ServerOptions) -> Iterator[str]:
             f"--disaggregation-heartbeat-timeout {options.disaggregation_heartbeat_timeout} must be longer than "
             f"--disaggregation-heartbeat-interval {options.disaggregation_heartbeat_interval}, best three times as long"
         )
+
+
+def _cuda_ipc(options: ServerOptions) -> Iterator[str]:
+    if options.device == "cpu":
+        yield (
+            "--disaggregation-transfer-backend cuda_ipc moves KV from GPU to GPU, and --device cpu has none: use shm, "
+            "which also goes between a GPU and a CPU"
+        )
+    if options.kv_staging_size:
+        yield "--kv-staging-size and cuda_ipc: nothing passes through the host's memory there; drop one of the two"
 
 
 def _cluster(options: ServerOptions) -> Iterator[str]:

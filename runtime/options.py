@@ -87,12 +87,12 @@ class ServerOptions:
         Name or address that other instances reach this one at, where that is not --host (0.0.0.0, or behind a NAT).
     disaggregation_transfer_backend
         How KV pages move: tcp (any host), shm (same host, one copy), nixl and mooncake (by these libraries, any host),
-        fake (moves nothing, for tests).
+        cuda_ipc (from GPU to GPU of one host, or within one; not tried on a GPU yet), fake (moves nothing, for tests).
     kv_staging_size
         Host memory that KV passes through on its way from and to a GPU, in GB; default 0.25. Half of it is for what is
-        sent and half for what arrives; a prompt may be longer. 0: peers write to the GPU's memory itself, which only
-        nixl does (not tried on a GPU yet). On a CPU, where KV goes from pool to pool, none is used unless more than 0
-        is given.
+        sent and half for what arrives; a prompt may be longer. 0: peers write to the GPU's memory itself, which nixl
+        does (not tried on a GPU yet), and cuda_ipc always. On a CPU, where KV goes from pool to pool, none is used
+        unless more than 0 is given.
     disaggregation_threshold
         Who computes a prompt whose request names a prefill, as its decode instance decides it: auto, the one of the two
         whose first token comes sooner, as both foresee it; a number, the decode where fewer tokens than that are not
@@ -227,6 +227,8 @@ class ServerOptions:
         each head of each token, and hold nearly twice as many tokens as bfloat16, which bf16 is short for.
     device
         cpu or cuda; auto takes cuda where there is one.
+    base_gpu_id
+        Which of the GPUs that this instance sees it computes on, counted from 0.
     threads
         Compute threads of the model worker; default: one for each physical core of one NUMA node, efficiency cores left
         out, and no more than the control groups' CPU quota.
@@ -322,7 +324,7 @@ class ServerOptions:
     disaggregation_control_port: int = 0
     disaggregation_data_port: int = 0
     advertise_host: str | None = None
-    disaggregation_transfer_backend: Literal["tcp", "shm", "nixl", "mooncake", "fake"] = "tcp"
+    disaggregation_transfer_backend: Literal["tcp", "shm", "nixl", "mooncake", "cuda_ipc", "fake"] = "tcp"
     kv_staging_size: float | None = None
     disaggregation_threshold: str = "auto"
     disaggregation_ib_device: str | None = None
@@ -377,6 +379,7 @@ class ServerOptions:
     quantization: Literal["auto", "none", "gguf", "int8", "int4"] = "auto"
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    base_gpu_id: int = 0
     threads: int | None = None
     cpus: str | None = None
     tp_size: int = 1

@@ -40,7 +40,7 @@ class ClusterOptions(ServerOptions):
         How often in a minute a process that died is started again; one more death ends the cluster.
     disaggregation_transfer_backend
         How KV pages move: shm (same host, one copy), tcp (any host), nixl and mooncake (by these libraries,
-        any host), fake (moves nothing, for tests).
+        any host), cuda_ipc (within one GPU; not tried on one yet), fake (moves nothing, for tests).
     mem_fraction_static
         Share of the device's memory for weights and KV pools of all instances together, split evenly;
         default 0.88 on cuda, 0.3 on cpu.
@@ -62,7 +62,7 @@ class ClusterOptions(ServerOptions):
     policy: Literal["random", "round_robin"] = "round_robin"
     log_dir: str | None = None
     max_restarts: int = 10
-    disaggregation_transfer_backend: Literal["tcp", "shm", "nixl", "mooncake", "fake"] = "shm"
+    disaggregation_transfer_backend: Literal["tcp", "shm", "nixl", "mooncake", "cuda_ipc", "fake"] = "shm"
     drain_timeout: float = 10.0
     disaggregation_mode: Annotated[DisaggregationMode, Parameter(parse=False)] = "unified"
     disaggregation_bootstrap_port: Annotated[int | None, Parameter(parse=False)] = None

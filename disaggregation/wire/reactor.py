@@ -20,8 +20,10 @@ class Reactor:
         self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._doorbell, selectors.EVENT_READ)
 
-    def watch(self, sock: socket.socket, data: object, *, read: bool, write: bool) -> None:
-        """Report ``data`` when ``sock`` can be read or written; also changes what is watched for."""
+    def watch(self, sock: socket.socket | int, data: object, *, read: bool, write: bool) -> None:
+        """Report ``data`` when a socket, or another descriptor, can be read or written; also changes what is watched
+        for.
+        """
         mask = (selectors.EVENT_READ if read else 0) | (selectors.EVENT_WRITE if write else 0)
         key = self._selector.get_map().get(sock)
         if key is None:
@@ -29,7 +31,7 @@ class Reactor:
         elif key.events != mask:
             self._selector.modify(sock, mask, data)
 
-    def forget(self, sock: socket.socket) -> None:
+    def forget(self, sock: socket.socket | int) -> None:
         """Watch it no more; comes before closing it. Harmless for one that isn't watched."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(sock)

@@ -22,11 +22,21 @@ KV_DTYPES = {
 """Those whose name is not torch's own, or that weights can't have."""
 
 
-def choose_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """The device that ``name`` means; raises ``UnsupportedModel`` where it is not there."""
+def choose_device(name: Literal["auto", "cpu", "cuda"], number: int = 0) -> torch.device:
+    """The device that ``name`` means, of GPUs the one with this number; raises ``UnsupportedModel`` where it is not
+    there.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise UnsupportedModel("--device cuda: torch sees no CUDA device here; use --device cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if number >= count:
+        raise UnsupportedModel(
+            f"GPU {number} is asked for (--base-gpu-id, and one for each rank from there on), and torch sees {count} "
+            "here (CUDA_VISIBLE_DEVICES)"
+        )
+    return torch.device("cuda", number)
 
 
 def choose_dtype(name: DTypeName, device: torch.device) -> torch.dtype:

@@ -38,7 +38,7 @@ class _CudaGraph(Generic[T]):
 
 
 class CudaDevice(Device):
-    """The GPU that torch calls ``device``; its current stream is the main one.
+    """The GPU that torch calls ``device``, and takes from now on in this thread; its current stream is the main one.
 
     ``strict``: have ``no_sync`` mean it. Without, it costs nothing and does nothing.
     """
@@ -48,6 +48,8 @@ class CudaDevice(Device):
 
     def __init__(self, device: torch.device, *, strict: bool = False) -> None:
         super().__init__(device)
+        # Kernels that Triton and FlashInfer launch go to the thread's device, whatever their arguments are on.
+        torch.cuda.set_device(device)
         self._strict = strict
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._transfers = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -9,15 +9,17 @@ import threading
 
 import httpx
 import pytest
+from support.fake_cuda_driver import IMPORT_PATH
 from support.libraries import is_missing
 from support.machine import limit
 from support.processes import ONE_THREAD, launched, pd_pair, wait_until
 from support.reader import Reader
 from support.scrape import Page
 
-KINDS = ("tcp", "nixl", "mooncake", "shm")
-QUICK = KINDS[:-1]
-"""Those of every change; shm has most of the other tests."""
+KINDS = ("tcp", "nixl", "mooncake", "shm", "cuda_ipc")
+QUICK = KINDS[:-2]
+"""Those of every change; shm has most of the other tests, and cuda_ipc, over memory of the host in a GPU's part, the
+units'."""
 TOKENS = 24
 CHUNKED = ("--chunked-prefill-size", "64")
 LAYERED = ("--chunked-prefill-size", "256")
@@ -34,8 +36,10 @@ PROMPTS = {
 
 
 @pytest.fixture
-def kind(request):
-    if is_missing(request.param):
+def kind(request, monkeypatch):
+    if request.param == "cuda_ipc":
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join((IMPORT_PATH, os.environ.get("PYTHONPATH", ""))))
+    elif is_missing(request.param):
         pytest.skip(f"{request.param} is not installed here")
     return request.param
 
@@ -71,7 +75,7 @@ def reference(tmp_path_factory, tiny_args):
         return outputs(answered(server)), long
 
 
-@pytest.mark.parametrize("kind", QUICK, indirect=True)
+@pytest.mark.parametrize("kind", [*QUICK, pytest.param("cuda_ipc", marks=pytest.mark.slow)], indirect=True)
 def test_tokens_are_those_of_one_instance_and_streams_outlive_their_prefill(tmp_path, tiny_args, reference, kind):
     expected, long = reference
     with pd_pair(tmp_path, kind, *tiny_args, *CHUNKED) as pair:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from pdserve.disaggregation.transfer.direct import DeviceMemory, Direct
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.pages import PageGroup
-from pdserve.disaggregation.transfer.region import HostMemory
+from pdserve.disaggregation.transfer.region import HostMemory, KVRegion
 from pdserve.disaggregation.transfer.staging import SCRATCH_BYTES, Piece, Slabs, Staging
 from pdserve.messages.worker import KVGroup
 
@@ -66,6 +67,16 @@ def direct_group(pool: np.ndarray, kept: KVGroup | None = None, ordinal: int = 0
     direct = Direct(device, memoryview(bytearray(page_bytes + window)), ordinal)
     region = DeviceMemory(device)
     return PageGroup(region, page_bytes, direct=direct) if kept is None else PageGroup.of(kept, region, direct=direct)
+
+
+def pool_group(
+    kind: str, region: KVRegion, page_bytes: int, num_layers: int = 1, kept: KVGroup | None = None
+) -> PageGroup:
+    """Of a whole ``region``, as the backend ``kind`` takes it."""
+    if kind != "cuda_ipc":
+        return PageGroup(region, page_bytes, num_layers) if kept is None else PageGroup.of(kept, region)
+    group = direct_group(np.frombuffer(region.buffer, np.uint8).reshape(-1, page_bytes), kept, window=100)
+    return replace(group, num_layers=num_layers) if kept is None else group
 
 
 def held(engine: TransferEngine) -> int:

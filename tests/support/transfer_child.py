@@ -24,6 +24,7 @@ from pdserve.disaggregation.transfer.region import KVRegion, allocate_region
 from pdserve.messages.channel import encode
 from pdserve.messages.worker import TransferCommand, TransferEvent
 from support.machine import limit
+from support.staged_pools import direct_group
 
 TESTS = Path(__file__).parents[1]
 COMMANDS: msgspec.msgpack.Decoder[list[TransferCommand]] = msgspec.msgpack.Decoder(list[TransferCommand])
@@ -38,7 +39,9 @@ class Child:
         self.pool = np.frombuffer(region.buffer, np.uint8).reshape(pages, page)
         self.epoch = epoch
         command = [sys.executable, "-m", __name__, backend, epoch, str(region.fd), str(page), str(pages)]
-        python_path = os.pathsep.join([str(TESTS), str(TESTS.parent / ".ns")])
+        # Not where NVIDIA's driver is looked for by others.
+        found_first = [str(TESTS / "support" / "fake_cuda")] if backend == "cuda_ipc" else []
+        python_path = os.pathsep.join([*found_first, str(TESTS), str(TESTS.parent / ".ns")])
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -93,7 +96,10 @@ def main() -> None:
     def emit(event: TransferEvent) -> None:
         print(encode([event]).hex(), file=out, flush=True)
 
-    engine = TransferEngine(backend, [PageGroup(region, page)], epoch, "127.0.0.1", emit).start()
+    group = PageGroup(region, page)
+    if backend == "cuda_ipc":
+        group = direct_group(np.frombuffer(region.buffer, np.uint8).reshape(pages, page))
+    engine = TransferEngine(backend, [group], epoch, "127.0.0.1", emit).start()
     print(engine.metadata.hex(), file=out, flush=True)
     for line in sys.stdin:
         [command] = COMMANDS.decode(bytes.fromhex(line))

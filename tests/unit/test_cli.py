@@ -174,6 +174,15 @@ def test_a_bad_command_line_is_refused(argv: list[str], says: str, capsys: pytes
         ({"api_key": ""}, "--api-key is empty"),
         ({"chat_template": "/nowhere.jinja"}, "no such file"),
         ({"random_seed": -1}, "--random-seed"),
+        ({"base_gpu_id": -1}, "--base-gpu-id is -1"),
+        (
+            {"disaggregation_transfer_backend": "cuda_ipc", "disaggregation_mode": "decode", "device": "cpu"},
+            "--device cpu has none: use shm",
+        ),
+        (
+            {"disaggregation_transfer_backend": "cuda_ipc", "disaggregation_mode": "decode", "kv_staging_size": 1.0},
+            "drop one of the two",
+        ),
         ({"tp_size": 0}, "--tp-size is 0"),
         ({"tp_size": 2, "threads": 3}, "--threads 3 does not divide among the 2 ranks"),
         ({"tp_size": 3, "nnodes": 2, "dist_init_addr": "a:1"}, "--tp-size 3 does not divide among --nnodes 2"),
@@ -196,6 +205,12 @@ def test_options_that_cannot_work_are_refused_with_what_to_do(changes: dict[str,
 def test_defaults_and_usual_combinations_pass() -> None:
     check_options(ServerOptions())
     check_options(ServerOptions(port=8998, cpus="0,2-3", mem_fraction_static=0.5, max_total_tokens=16))
+    for size in (None, 0.0):
+        check_options(
+            ServerOptions(
+                disaggregation_mode="prefill", disaggregation_transfer_backend="cuda_ipc", kv_staging_size=size
+            )
+        )
     check_options(ServerOptions(tp_size=4, nnodes=2, node_rank=1, dist_init_addr="[::1]:29500", threads=4))
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from support.recording_device import RecordingDevice
 
+from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_runner.device.base import HostSync
-from pdserve.model_runner.device.choice import open_device
+from pdserve.model_runner.device.choice import choose_device, open_device
 
 X = torch.arange(6.0)
 
@@ -76,3 +77,12 @@ def test_nothing_is_sent_or_fetched_while_capturing() -> None:
     graph = device.capture(lambda: X.reshape(2, 3).sum(0))
     graph.replay()
     assert graph.output.tolist() == [3.0, 5.0, 7.0]
+
+
+def test_which_gpu_is_a_number_among_those_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto", 1) == choose_device("cuda", 1) == torch.device("cuda:1")
+    assert choose_device("cpu", 1) == torch.device("cpu")
+    with pytest.raises(UnsupportedModel, match=r"GPU 2 is asked for \(--base-gpu-id"):
+        choose_device("cuda", 2)

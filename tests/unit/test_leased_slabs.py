@@ -17,7 +17,7 @@ from support.staged_pools import held, slabs_of, staged_group
 from pdserve.disaggregation.errors import RegionError
 from pdserve.disaggregation.transfer.backends.handshake import WIRE_VERSION, Greeting, Offer, frame
 from pdserve.disaggregation.transfer.backends.leased_backend import CONTACT_BYTES
-from pdserve.disaggregation.transfer.backends.leased_slabs import MAX_WISHES, NOTE, WORD, Kind
+from pdserve.disaggregation.transfer.backends.wishes import MAX_WISHES, NOTE, WORD, Kind
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
@@ -169,10 +169,10 @@ WORDS = {
     "layers that are none": lambda q: q.wish(0, [1], layers=(0, 2)),
     "no pages": lambda q: q.wish(0, []),
     "more pages than any batch": lambda q: q.wish(0, [], count=1 << 30),
-    "filled, and nothing was asked for": lambda q: q.wish(0, [], kind=Kind.FILLED),
+    "filled, and nothing was asked for": lambda q: q.wish(0, [], kind=Kind.WRITTEN),
     "the same batch again": lambda q: [q.wish(0, [5]), q.wish(0, [5])],
     "more batches than any writer": lambda q: [q.wish(i, [5]) for i in range(MAX_WISHES + 1)],
-    "filled before there was a slab": lambda q: [q.wish(0, [5]), q.wish(0, [], kind=Kind.FILLED)],
+    "filled before there was a slab": lambda q: [q.wish(0, [5]), q.wish(0, [], kind=Kind.WRITTEN)],
 }
 
 
@@ -204,11 +204,12 @@ def test_a_writer_that_goes_in_the_middle_leaves_its_slab(start):
 
 NOTES = {
     "a slab behind the last": ((Kind.SLAB, 0, PAGE, 2), "does not have"),
-    "a slab for more pages than were asked for": ((Kind.SLAB, 0, 0, 4), "does not have"),
-    "a slab for none": ((Kind.SLAB, 0, 0, 0), "does not have"),
+    "a slab for more pages than were asked for": ((Kind.SLAB, 0, 0, 4), "nobody asked for"),
+    "a slab for none": ((Kind.SLAB, 0, 0, 0), "nobody asked for"),
     "landed before it was sent": ((Kind.LANDED, 0, 0, 0), "no meaning"),
     "another batch": ((Kind.SLAB, 7, 0, 1), "was not sent"),
     "the writer's kind": ((Kind.WISH, 0, 0, 0), "no meaning"),
+    "another kind of leave": ((Kind.POOL, 0, 0, 3), "no meaning"),
 }
 
 

@@ -10,8 +10,10 @@ import time
 import msgspec
 import numpy as np
 import pytest
+from support import fake_cuda_driver
 from support.handovers import named, write_of
 from support.machine import limit
+from support.staged_pools import pool_group
 
 from pdserve.disaggregation.errors import BadPages, NotConnected, RegionError, UnknownBackend
 from pdserve.disaggregation.transfer.backends import tcp
@@ -26,10 +28,10 @@ from pdserve.disaggregation.transfer.backends.fake import FakeBackend
 from pdserve.disaggregation.transfer.backends.handshake import LENGTH, Offer, OfferedGroup, Verdict, frame
 from pdserve.disaggregation.transfer.backends.landings import MAX_PAGES
 from pdserve.disaggregation.transfer.backends.page_stream import BATCH
-from pdserve.disaggregation.transfer.backends.registry import make_backend
-from pdserve.disaggregation.transfer.backends.shm import ShmBackend, host_id
-from pdserve.disaggregation.transfer.backends.tcp import TcpBackend
+from pdserve.disaggregation.transfer.backends.registry import find_backend, make_backend
+from pdserve.disaggregation.transfer.backends.shm import ShmBackend
 from pdserve.disaggregation.transfer.backends.tcp_place import reachable_address
+from pdserve.disaggregation.transfer.backends.unix_place import host_id
 from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import allocate_region
 
@@ -37,7 +39,6 @@ PAGE = 4096
 PAGES = 8
 LAYERS = 4
 LIMIT = limit(10.0)
-BACKENDS = {"tcp": TcpBackend, "shm": ShmBackend}
 
 
 class Node:
@@ -47,8 +48,8 @@ class Node:
         self.region = allocate_region(PAGE * pages, shared=kind == "shm")
         self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8)
         self.pool[:] = fill
-        self.backend = BACKENDS[kind](epoch, host, **timeouts)
-        self.metadata = self.backend.register([PageGroup(self.region, PAGE, LAYERS)])
+        self.backend = find_backend(kind)(epoch, host, **timeouts)
+        self.metadata = self.backend.register([pool_group(kind, self.region, PAGE, LAYERS)])
         self.backend.grant("P", named(1), np.arange(1, pages, dtype=np.int32))
         self.epoch = epoch
         self.events = []
@@ -68,6 +69,12 @@ def whole(src, dst):
     return write_of(src, dst, (0, LAYERS))
 
 
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch):
+    """Of which there are none here."""
+    fake_cuda_driver.install(monkeypatch)
+
+
 @pytest.fixture
 def make_node():
     nodes = []
@@ -81,7 +88,7 @@ def make_node():
         node.backend.close()
 
 
-@pytest.fixture(params=["tcp", "shm"])
+@pytest.fixture(params=["tcp", "shm", "cuda_ipc"])
 def kind(request):
     return request.param
 
@@ -283,7 +290,7 @@ def test_an_ended_peer_is_unreachable_with_a_hint(make_node, kind):
     receiver.backend.close()
     writer.backend.connect("D", receiver.metadata)
     pump((writer,), lambda: writer.events)
-    assert {"tcp": "loopback", "shm": "ended"}[kind] in writer.events[0].error
+    assert {"tcp": "loopback", "shm": "ended", "cuda_ipc": "ended"}[kind] in writer.events[0].error
 
 
 def test_shm_on_another_host_says_use_tcp(make_node):
@@ -454,5 +461,5 @@ def test_no_descriptor_is_left_behind(kind):
 def test_registry_names_the_backends():
     backend = make_backend("fake", "P", "127.0.0.1")
     assert isinstance(backend, FakeBackend)
-    with pytest.raises(UnknownBackend, match="tcp, shm, nixl, mooncake, fake"):
+    with pytest.raises(UnknownBackend, match="tcp, shm, nixl, mooncake, cuda_ipc, fake"):
         make_backend("rdma", "P", "127.0.0.1")

@@ -9,11 +9,13 @@ import threading
 import msgspec
 import numpy as np
 import pytest
+from support import fake_cuda_driver
 from support.handovers import named
 from support.layouts import uniform_layout
 from support.machine import limit
 from support.processes import wait_until
 from support.slices import assert_summed_up, summed_up
+from support.staged_pools import pool_group
 
 from pdserve.disaggregation.errors import NotConnected
 from pdserve.disaggregation.transfer import engine, outgoing_pages
@@ -65,7 +67,7 @@ class Node:
         self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8).reshape(pages, page)
         self.pool[:] = np.random.default_rng(len(epoch)).integers(0, 256, self.pool.shape)
         self.events = queue.Queue()
-        groups = [PageGroup(self.region, page, 1 if layout is None else layout.groups[0].num_layers)]
+        groups = [pool_group(backend, self.region, page, 1 if layout is None else layout.groups[0].num_layers)]
         made = TransferEngine(backend, groups, epoch, "127.0.0.1", self.events.put, layout=layout)
         self.engine = made.start()
         self.epoch = epoch
@@ -90,6 +92,12 @@ def summed(node, pages, *bounds):
     return summed_up(node.pool, pages, *bounds, num_layers=node.layers)
 
 
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch):
+    """Of which there are none here."""
+    fake_cuda_driver.install(monkeypatch)
+
+
 @pytest.fixture
 def make_node():
     nodes = {}
@@ -103,7 +111,7 @@ def make_node():
         node.engine.close()
 
 
-@pytest.fixture(params=["tcp", "shm"])
+@pytest.fixture(params=["tcp", "shm", "cuda_ipc"])
 def kind(request):
     return request.param
 
@@ -415,7 +423,7 @@ def test_a_disconnect_ends_a_connect_that_is_under_way_by_its_number(make_node, 
     writer = make_node(kind, "P")
     silent = make_backend(kind, "D", "127.0.0.1")
     with contextlib.closing(allocate_region(PAGE * PAGES, shared=kind == "shm")) as region, contextlib.closing(silent):
-        writer.submit(ConnectPeer("D", 7, silent.register([PageGroup(region, PAGE)])), DisconnectPeer("D", 7))
+        writer.submit(ConnectPeer("D", 7, silent.register([pool_group(kind, region, PAGE)])), DisconnectPeer("D", 7))
         events = [writer.next(), writer.next()]
     assert [(type(event), event.link) for event in events] == [(PeerFailed, 7), (PeerLinkDown, 7)]
     assert events[0].error

@@ -7,14 +7,15 @@ import queue
 import msgspec
 import numpy as np
 import pytest
+from support import fake_cuda_driver
 from support.handovers import named
 from support.machine import limit
 from support.processes import wait_until
+from support.staged_pools import pool_group
 
 from pdserve.disaggregation.transfer import outgoing_pages
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.page_order import PageConverter
-from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
@@ -57,7 +58,7 @@ class Node:
             region = allocate_region(nbytes, shared=kind == "shm") if nbytes else None
             pool = np.frombuffer(region.buffer, np.uint8) if region is not None else np.empty(0, np.uint8)
             self.pools.append(pool.reshape(count, -1))
-            groups.append(None if region is None else PageGroup.of(group, region))
+            groups.append(None if region is None else pool_group(kind, region, group.page_bytes, kept=group))
             self.pools[-1][:] = np.random.default_rng(len(epoch)).integers(0, 256, self.pools[-1].shape)
         self.events = queue.Queue()
         self.engine = TransferEngine(kind, groups, epoch, "127.0.0.1", self.events.put, layout=layout).start()
@@ -70,9 +71,15 @@ class Node:
         return self.events.get(timeout=LIMIT)
 
 
-@pytest.fixture(params=["tcp", "shm"])
+@pytest.fixture(params=["tcp", "shm", "cuda_ipc"])
 def kind(request):
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch):
+    """Of which there are none here."""
+    fake_cuda_driver.install(monkeypatch)
 
 
 @pytest.fixture

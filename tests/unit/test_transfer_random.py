@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from support import fake_cuda_driver
 from support.handovers import named
 from support.machine import limit
 from support.slices import assert_summed_up
-from support.staged_pools import held, slabs_of, staged_group
+from support.staged_pools import held, pool_group, slabs_of, staged_group
 
 from pdserve.disaggregation.transfer import engine
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.messages.base import pack_i32
 from pdserve.messages.worker import (
@@ -56,7 +56,7 @@ class Side:
         self.region = allocate_region(PAGE * PAGES, shared=kind == "shm")
         self.pool = np.frombuffer(self.region.buffer, dtype=np.uint8).reshape(PAGES, PAGE)
         self.events = queue.Queue()
-        group = staged_group(self.pool, 24, slabs_of(2, 5 * PAGE)) if staged else PageGroup(self.region, PAGE)
+        group = staged_group(self.pool, 24, slabs_of(2, 5 * PAGE)) if staged else pool_group(kind, self.region, PAGE)
         self.engine = TransferEngine(kind, [group], epoch, "127.0.0.1", self.events.put).start()
 
 
@@ -175,10 +175,11 @@ class Campaign:
 
 @pytest.mark.parametrize(
     ("kind", "staged", "seed"),
-    [(kind, "", seed) for kind in ("tcp", "shm") for seed in range(4)]
+    [(kind, "", seed) for kind in ("tcp", "shm", "cuda_ipc") for seed in range(4)]
     + [("tcp", "PD", 4), ("shm", "PD", 5), ("tcp", "P", 6), ("shm", "P", 7), ("tcp", "D", 8), ("shm", "D", 9)],
 )
 def test_every_room_ends_once_and_nothing_is_written_after(kind, staged, seed, monkeypatch):
+    fake_cuda_driver.install(monkeypatch)
     monkeypatch.setattr(engine, "SLICE_BYTES", 16 * PAGE)
     monkeypatch.setattr(engine, "WINDOW_BYTES", 64 * PAGE)
     campaign = Campaign(kind, seed, staged)

@@ -25,7 +25,9 @@ MAX_BATCH_BYTES = 1 << 30
 
 
 class GrantedPool(NamedTuple):
-    """A group of pages that peers write; ``number``: of it, for the backend."""
+    """A group of pages that peers write; ``number``: of it, for the backend. ``memory``: empty for a pool on a device
+    that they write themselves.
+    """
 
     number: int
     group: PageGroup
@@ -119,7 +121,12 @@ class Landings:
 
     def __init__(self, groups: Sequence[PageGroup]) -> None:
         self.pools = [
-            GrantedPool(number, group, group.region.view(), Grants(group.num_pages))
+            GrantedPool(
+                number,
+                group,
+                group.region.view() if group.direct is None else memoryview(b""),
+                Grants(group.num_pages),
+            )
             for number, group in enumerate(groups)
         ]
         self.line: deque[tuple[Link, Passage]] = deque()

@@ -20,7 +20,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -40,7 +40,7 @@ from .grants import Writer
 from .handshake import MAX_GROUPS, MAX_MEANS, Offer
 from .landings import Landings, Passage
 from .leased_slabs import SlabReader, SlabWriter
-from .link import IncomingLink, Link, LinkPhase, OutgoingLink
+from .link import IncomingLink, LinkPhase, OutgoingLink
 from .socket_backend import SocketBackend
 
 CONTACT_BYTES = 64
@@ -227,17 +227,6 @@ class LeasedBackend(SocketBackend):
             self._open_if_ready(link)
         else:
             link.look()
-
-    def _carry_on(self, link: Link, do: Callable[[], None]) -> None:
-        """``do`` what concerns a link, and send what it has to say."""
-        try:
-            do()
-            if link.stream.sending:
-                link.stream.on_writable()
-        except LinkLost as e:
-            self._lost(link, str(e))
-        else:
-            self._rewatch(link)
 
     def _until_deadline(self, timeout: float | None) -> float | None:
         left = super()._until_deadline(timeout)

@@ -13,6 +13,7 @@ BACKENDS = {
     "shm": ("shm", "ShmBackend"),
     "nixl": ("nixl", "NixlBackend"),
     "mooncake": ("mooncake", "MooncakeBackend"),
+    "cuda_ipc": ("cuda_ipc", "CudaIpcBackend"),
     "fake": ("fake", "FakeBackend"),
 }
 
@@ -20,6 +21,7 @@ BACKENDS = {
 NEEDS = {
     "nixl": "pip install 'pdserve[nixl]'",
     "mooncake": "pip install 'pdserve[mooncake]' and, on Debian, apt-get install libibverbs1 librdmacm1 libnuma1",
+    "cuda_ipc": "it needs an NVIDIA GPU and its driver; between instances of one host without one, use shm",
 }
 """How to get what a backend needs beside pdserve itself."""
 

@@ -11,34 +11,29 @@ takes the pages by the connection itself (``page_stream.py``).
 
 from __future__ import annotations
 
-import array
 import contextlib
 import fcntl
 import mmap
 import os
-import secrets
 import socket
-import struct
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...errors import LinkLost, RegionError
-from ...wire.listener import BACKLOG
 from ...wire.stream import Stream, expect_end
 from ..pages import PageGroup, PageWrite, paired_spans
+from . import unix_place
 from .base import Capabilities, Completion, WriteHandle, WriteState
-from .handshake import MAX_GROUPS, Offer
+from .handshake import Offer
 from .link import IncomingLink, OutgoingLink
 from .page_stream import StreamBackend, StreamWriter
+from .unix_place import DescriptorStream, host_id
 
-CREDENTIALS = struct.Struct("3i")
 SHORT_BYTES = 128 << 10
 """What is copied as a memoryview: half the overhead of an array, which in return lets other threads run meanwhile."""
-DESCRIPTOR_BYTES = array.array("i").itemsize
 
 
 class ShmBackend(StreamBackend):
@@ -56,28 +51,14 @@ class ShmBackend(StreamBackend):
     def _listen(self) -> tuple[socket.socket, Offer]:
         if not self.streams and any(group.region.fd is None for group in self.groups):
             raise RegionError("the shm backend needs a KV region in shared memory: allocate_region(…, shared=True)")
-        place = f"pdserve-kv-{secrets.token_hex(16)}"
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.bind(f"\0{place}")
-            sock.listen(BACKLOG)
-        except OSError:
-            sock.close()
-            raise
+        sock, place = unix_place.listen()
         return sock, self._offer(place, host_id=host_id(), streams=self.streams)
 
     def _dial(self, offer: Offer) -> OutgoingLink:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        try:
-            sock.connect(f"\0{offer.place}")
-            check_user(sock)
-        except (OSError, LinkLost):
-            sock.close()
-            raise
+        sock = unix_place.dial(offer.place)
         if offer.streams:
             return StreamWriter(Stream(sock), offer, self.groups, self.stall_seconds)
-        return _ShmWriter(_DescriptorStream(sock), offer, self.groups)
+        return _ShmWriter(DescriptorStream(sock), offer, self.groups)
 
     def _unreachable(self, offer: Offer, reason: str) -> str:
         why = (
@@ -89,48 +70,21 @@ class ShmBackend(StreamBackend):
         return f"can't reach the KV pool of peer {offer.epoch}: {reason}; {why}"
 
     def _accepted(self, sock: socket.socket) -> IncomingLink:
-        check_user(sock)
+        unix_place.check_user(sock)
         return self._reader(Stream(sock)) if self.streams else _ShmReader(Stream(sock))
 
     def _send_welcome(self, link: IncomingLink, data: bytes) -> None:
         if self.streams:
             super()._send_welcome(link, data)
             return
-        # Directly, since a descriptor can't be queued; so few bytes always fit into a new connection's buffer.
-        try:
-            descriptors = [group.region.fd for group in self.groups if group.region.fd is not None]
-            socket.send_fds(link.stream.sock, [data], descriptors)
-        except OSError as e:
-            raise LinkLost(f"the connection broke: {e.strerror}") from e
-
-
-class _DescriptorStream(Stream):
-    """Keeps the descriptors that arrive with the bytes."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        super().__init__(sock)
-        self.descriptors: list[int] = []
-
-    def _receive(self, views: list[memoryview]) -> int:
-        received, ancillary, _, _ = self.sock.recvmsg_into(
-            views, socket.CMSG_SPACE(MAX_GROUPS * DESCRIPTOR_BYTES), socket.MSG_CMSG_CLOEXEC
-        )
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                self.descriptors += array.array("i", data[: len(data) - len(data) % DESCRIPTOR_BYTES])
-        return received
-
-    def close(self) -> None:
-        super().close()
-        for fd in self.descriptors:
-            os.close(fd)
-        self.descriptors.clear()
+        descriptors = [group.region.fd for group in self.groups if group.region.fd is not None]
+        unix_place.send_descriptors(link.stream.sock, data, descriptors)
 
 
 class _ShmWriter(OutgoingLink):
-    stream: _DescriptorStream
+    stream: DescriptorStream
 
-    def __init__(self, stream: _DescriptorStream, offer: Offer, groups: Sequence[PageGroup]) -> None:
+    def __init__(self, stream: DescriptorStream, offer: Offer, groups: Sequence[PageGroup]) -> None:
         super().__init__(stream, offer)
         self._groups = groups
         self._local = [np.frombuffer(group.region.view(), dtype=np.uint8) for group in groups]
@@ -181,16 +135,3 @@ class _ShmReader(IncomingLink):
         with contextlib.suppress(OSError):  # the writer may be gone already: its end is about to be read
             self.stream.sock.shutdown(socket.SHUT_WR)
         return False
-
-
-def check_user(sock: socket.socket) -> None:
-    """Raise ``LinkLost`` where the other end is another user's."""
-    uid = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))[1]
-    if uid != os.getuid():
-        raise LinkLost(f"user {uid} and user {os.getuid()} don't share KV pools")
-
-
-def host_id() -> str:
-    """Names the kernel and network namespace that this process runs in, outside of which nobody reaches our socket."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"

@@ -116,6 +116,9 @@ class SocketBackend(TransferBackend):
     def _advance(self) -> None:
         """What goes on without I/O of ours."""
 
+    def _noticed(self, data: object) -> None:
+        """What a backend has the reactor watch beside links."""
+
     def _send_welcome(self, link: IncomingLink, data: bytes) -> None:
         link.stream.send([data])
 
@@ -129,7 +132,7 @@ class SocketBackend(TransferBackend):
         if not self.reaches_devices and any(group.direct is not None for group in groups):
             raise RegionError(
                 f"the {self.name} backend does not reach the memory of a GPU: have KV pass through the host's "
-                "(leave out --kv-staging-size 0), or use the nixl backend"
+                "(leave out --kv-staging-size 0), or use the nixl or cuda_ipc backend"
             )
         for group in groups:
             nbytes, page_bytes = group.region.nbytes, group.page_bytes
@@ -213,8 +216,10 @@ class SocketBackend(TransferBackend):
         for data, readable, writable in self._reactor.wait(self._until_deadline(timeout)):
             if isinstance(data, Link):
                 self._serve(data, readable, writable)
-            else:
+            elif data is self._listener:
                 self._accept()
+            else:
+                self._noticed(data)
         self._advance()
         self._check_deadlines()
         events, self._events = self._events, []
@@ -385,6 +390,17 @@ class SocketBackend(TransferBackend):
             self._lost(link, str(e))
         except OSError as e:  # of a socket that the other side may reset between any two calls
             self._lost(link, f"the connection broke: {e.strerror}")
+        else:
+            self._rewatch(link)
+
+    def _carry_on(self, link: Link, do: Callable[[], None]) -> None:
+        """``do`` what concerns a link, and send what it has to say."""
+        try:
+            do()
+            if link.stream.sending:
+                link.stream.on_writable()
+        except LinkLost as e:
+            self._lost(link, str(e))
         else:
             self._rewatch(link)
 

@@ -1,0 +1,162 @@
+"""KV pages from GPU to GPU of one host, or within one: the writer maps the peer's pool and copies, device to device.
+
+The owner listens on an abstract Unix socket, as ``shm`` does. A writer of the same user that introduces itself well is
+given a handle for each pool's allocation (``cuIpcGetMemHandle``), and opens it. The connection is the lease: by it the
+writer asks for pages (``wishes.py``), is given leave once they are granted, copies them on a stream of its own, says so
+when the event behind the copies has come, and hears that they have landed.
+
+The owner can't end a writer's access: what is mapped stays mapped, and a copy that is queued is carried out. So when
+a link ends, its pages wait until the writer has let go: it has waited for its copies, unmapped the pool and said so, by
+an eventfd that came with the handles. Or until its process has ended, as the kernel tells by a pidfd: the end of the
+connection is not enough, which comes before the driver has taken down what the process had queued.
+
+A writer that asks for nothing and writes all the same can't be kept from it; both ends are one user's processes.
+
+**Not tried on a GPU yet.** The tests have a driver for shared memory of the host in the place of CUDA's.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from ....messages.base import I32, HandoverId
+from ...errors import LinkLost, PeerUnreachable, RegionError
+from ..pages import PageGroup
+from . import unix_place
+from .base import Capabilities, Completion
+from .cuda_driver import load_driver
+from .handshake import Offer
+from .ipc_driver import Export, IpcDriver
+from .ipc_links import IpcReader, IpcWriter
+from .landings import Landings
+from .link import IncomingLink, Link, LinkPhase, OutgoingLink
+from .socket_backend import SocketBackend
+from .unix_place import DescriptorStream, host_id
+
+_open_driver = load_driver()
+"""Of the device with a number. Raises ``RegionError``."""
+
+
+class CudaIpcBackend(SocketBackend):
+    """See the module; ``host`` means nothing here."""
+
+    name = "cuda_ipc"
+    # What an honest writer asks for is held against the grants; one that doesn't ask is not held up.
+    can = Capabilities(revokes=False, completion=Completion.POLLED)
+    reaches_devices = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._landings = Landings(())
+        self._driver: IpcDriver | None = None
+
+    def register(self, groups: Sequence[PageGroup]) -> bytes:
+        direct = [group.direct for group in groups if group.direct is not None]
+        if len(direct) != len(groups):
+            raise RegionError(
+                "the cuda_ipc backend moves KV between the memories of GPUs: leave out --kv-staging-size, or use the "
+                "shm backend, by way of the host's"
+            )
+        self._driver = _open_driver(direct[0].ordinal)
+        for group in groups:
+            # What can't be opened to others is refused now, and not to each peer.
+            self._driver.export(group.region.address, group.region.nbytes)
+        self._landings = Landings(groups)
+        return super().register(groups)
+
+    def grant(self, peer: str, handover: HandoverId, pages: I32, group: int = 0) -> None:
+        self._landings.grant(peer, handover, pages, group)
+        for link in self._readers(peer):
+            self._carry_on(link, link.wishes.granted)
+
+    def revoke(self, peer: str, handover: HandoverId) -> None:
+        writer = self._landings.revoke(peer, handover)
+        for link in self._readers(peer):
+            if link.wishes.is_writing(writer):
+                self._lost(link, "the peer was still writing pages that it may not write any more")
+
+    def close(self) -> None:
+        super().close()
+        self._landings.close()
+        if self._driver is not None:
+            self._driver.close()
+
+    def _readers(self, peer: str) -> list[IpcReader]:
+        return [k for k in self._links if isinstance(k, IpcReader) and k.peer == peer and k.phase is LinkPhase.OPEN]
+
+    @property
+    def _gpu(self) -> IpcDriver:
+        assert self._driver is not None
+        return self._driver
+
+    def _exports(self) -> tuple[bytes, list[Export]]:
+        """The device, and the pools where they are now: memory that was given back and taken again lies elsewhere."""
+        try:
+            return self._gpu.device, [self._gpu.export(g.region.address, g.region.nbytes) for g in self.groups]
+        except RegionError as e:
+            raise LinkLost(str(e)) from e
+
+    def _listen(self) -> tuple[socket.socket, Offer]:
+        sock, place = unix_place.listen()
+        return sock, self._offer(place, host_id=host_id())
+
+    def _dial(self, offer: Offer) -> OutgoingLink:
+        if offer.host_id != host_id():
+            raise PeerUnreachable(self._unreachable(offer, "it is elsewhere"))
+        stream = DescriptorStream(unix_place.dial(offer.place))
+        return IpcWriter(stream, offer, self.groups, self._gpu, self.stall_seconds)
+
+    def _unreachable(self, offer: Offer, reason: str) -> str:
+        why = (
+            "it runs on another host or in another network namespace (container), which cuda_ipc does not reach; start "
+            "both instances with --disaggregation-transfer-backend nixl or tcp"
+            if offer.host_id != host_id()
+            else "its process has ended"
+        )
+        return f"can't reach the KV pool of peer {offer.epoch}: {reason}; {why}"
+
+    def _accepted(self, sock: socket.socket) -> IncomingLink:
+        unix_place.check_user(sock)
+        return IpcReader(sock, self._landings, self.stall_seconds, self._exports, self._wait_for)
+
+    def _send_welcome(self, link: IncomingLink, data: bytes) -> None:
+        assert isinstance(link, IpcReader)
+        unix_place.send_descriptors(link.stream.sock, data, [link.let_go_fd])
+
+    def _advance(self) -> None:
+        for link in list(self._links):
+            if isinstance(link, IpcWriter) and link.phase is LinkPhase.OPEN:
+                self._carry_on(link, link.look)
+
+    # The end of a link, which is the writer's to give
+
+    def _lost(self, link: Link, reason: str) -> None:
+        if isinstance(link, IpcReader) and link.phase is LinkPhase.OPEN:
+            self._part(link.peer, reason)
+        else:
+            super()._lost(link, reason)
+
+    def _wait_for(self, link: IpcReader) -> None:
+        self._reactor.forget(link.stream.sock)
+        for fd in (link.let_go_fd, link.process_fd):
+            self._reactor.watch(fd, _Over(link), read=True, write=False)
+
+    def _noticed(self, data: object) -> None:
+        assert isinstance(data, _Over)
+        if data.link.phase is LinkPhase.OPEN:
+            super()._lost(data.link, "the peer has let go")
+
+    def _close_link(self, link: Link, reason: str) -> None:
+        if isinstance(link, IpcReader):
+            self._reactor.forget(link.let_go_fd)
+            self._reactor.forget(link.process_fd)
+        super()._close_link(link, reason)
+
+
+class _Over:
+    """What is reported when a writer can't write any more."""
+
+    def __init__(self, link: IpcReader) -> None:
+        self.link = link

@@ -1,0 +1,275 @@
+"""Both ends of a ``cuda_ipc`` link. See ``cuda_ipc.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from ....messages.decode import UndeclaredMessage, decode
+from ...errors import LinkLost
+from ...wire.stream import Stream
+from ..pages import PageGroup, PageWrite, paired_spans
+from .base import WriteHandle
+from .handshake import MAX_GROUPS, MAX_MEANS, Offer
+from .ipc_driver import DeviceCopy, Export, IpcDriver
+from .landings import Batch, Landings
+from .link import IncomingLink, OutgoingLink
+from .unix_place import DescriptorStream, process_of
+from .wishes import Kind, Wish, WishReader, WishWriter
+
+log = logging.getLogger(__name__)
+
+SETTLE_SECONDS = 5.0
+"""For what was queued to end, before the peer's memory is unmapped. It takes milliseconds, or the GPU is stuck."""
+SETTLE_POLL_SECONDS = 0.0005
+MAX_HANDLE = 256
+MAX_DEVICE = 64
+
+
+class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The allocation that a pool lies in, and where in it."""
+
+    handle: Annotated[bytes, Meta(min_length=1, max_length=MAX_HANDLE)]
+    offset: Annotated[int, Meta(ge=0, le=1 << 48)]
+
+
+class IpcMeans(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the owner tells a writer that it lets in."""
+
+    device: Annotated[bytes, Meta(max_length=MAX_DEVICE)]
+    pools: Annotated[list[Pool], Meta(min_length=1, max_length=MAX_GROUPS)]
+
+
+_MEANS = msgspec.msgpack.Decoder(IpcMeans)
+
+
+class _PoolReader(WishReader):
+    """Gives leave for whole batches, to where their pages lie."""
+
+    @property
+    def _is_owed(self) -> bool:
+        return bool(self._begun)
+
+    def _begin(self, batch: Batch) -> None:
+        self._give_leave(Kind.POOL, batch, 0, len(batch.pages))
+
+    def _on_written(self, batch: Batch) -> bool:
+        return True
+
+
+class IpcReader(IncomingLink):
+    """The owner's end. ``let_go_fd`` and ``process_fd``: one of them can be read once the writer can't write any more.
+
+    OPEN ─▶ leaving: nothing is read or allowed any more ─▶ the writer has let go, or has ended ─▶ CLOSED
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        landings: Landings,
+        stall_seconds: float,
+        export: Callable[[], tuple[bytes, list[Export]]],
+        leave: Callable[[IpcReader], None],
+    ) -> None:
+        """``export``: the device, and each pool where it is now. ``leave``: have both descriptors watched, and not the
+        connection. Raises ``LinkLost``.
+        """
+        super().__init__(Stream(sock))
+        self.process_fd = process_of(sock)
+        try:
+            self.let_go_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError:
+            os.close(self.process_fd)
+            raise
+        self.wishes = _PoolReader(self, landings, stall_seconds)
+        self.is_leaving = False
+        self._export = export
+        self._leave = leave
+
+    def welcome(self) -> bytes:
+        device, exports = self._export()
+        return msgspec.msgpack.encode(IpcMeans(device, [Pool(*export) for export in exports]))
+
+    def opened(self) -> None:
+        self.wishes.read()
+
+    @property
+    def paused(self) -> bool:
+        return self.is_leaving
+
+    def stalled_at(self) -> float | None:
+        return None if self.is_leaving else self.wishes.stalled_at()
+
+    def let_go(self) -> bool:
+        if not self.is_leaving:
+            self.is_leaving = True
+            self.wishes.close()
+            with contextlib.suppress(OSError):  # the writer may be gone already
+                self.stream.sock.shutdown(socket.SHUT_WR)
+            self._leave(self)
+        return False
+
+    def closed(self, reason: str) -> None:
+        self.wishes.close()
+        os.close(self.let_go_fd)
+        os.close(self.process_fd)
+
+
+class _PoolWriter(WishWriter):
+    """Has the driver write to the peer's pool, where it is mapped here."""
+
+    leave = Kind.POOL
+
+    def __init__(
+        self,
+        link: IpcWriter,
+        groups: Sequence[PageGroup],
+        mover: _Copies,
+        there: Sequence[int],
+    ) -> None:
+        """``there``: where each pool of the peer's begins."""
+        super().__init__(link, mover, groups)
+        self._copies = mover
+        self._there = there
+
+    def _start(self, wish: Wish, place: int, count: int) -> Any:
+        pages = wish.pages
+        if count != len(pages.src):
+            raise LinkLost("the peer gives leave for a part of what was asked for")
+        group, there = self._groups[pages.group], self._there[pages.group]
+        here, (local, remote) = group.region.address, paired_spans(pages, group)
+        return self._copies.start(
+            [
+                DeviceCopy(there + target, here + source, nbytes)
+                for (source, nbytes), (target, _) in zip(local.tolist(), remote.tolist(), strict=True)
+            ]
+        )
+
+
+class _Copies:
+    """What is under way by one link."""
+
+    def __init__(self, driver: IpcDriver) -> None:
+        self._driver = driver
+        self._tickets: list[Any] = []
+        self._is_broken = False
+        """Whether something may have been queued of which there is no ticket."""
+
+    def start(self, pieces: Sequence[DeviceCopy]) -> Any:
+        """Raises ``LinkLost``."""
+        try:
+            ticket = self._driver.copy(pieces)
+        except LinkLost:
+            self._is_broken = True
+            raise
+        self._tickets.append(ticket)
+        return ticket
+
+    def has_landed(self, write: Any) -> bool:
+        """See ``wishes.Mover``."""
+        if not self._driver.is_done(write):
+            return False
+        self._tickets.remove(write)
+        return True
+
+    def settle(self) -> bool:
+        """Wait for all of them; False where their end can't be known."""
+        until = time.monotonic() + SETTLE_SECONDS
+        try:
+            while self._tickets and time.monotonic() < until:
+                if not self.has_landed(self._tickets[0]):
+                    time.sleep(SETTLE_POLL_SECONDS)
+        except LinkLost as e:
+            log.error("the copies to a peer ended badly: %s", e)
+            return False
+        return not self._tickets and not self._is_broken
+
+
+class IpcWriter(OutgoingLink):
+    """The writer's end: maps the peer's pools, and tells when it has let go of them."""
+
+    stream: DescriptorStream
+
+    def __init__(
+        self,
+        stream: DescriptorStream,
+        offer: Offer,
+        groups: Sequence[PageGroup],
+        driver: IpcDriver,
+        stall_seconds: float,
+    ) -> None:
+        super().__init__(stream, offer)
+        self._groups = groups
+        self._driver = driver
+        self._stall_seconds = stall_seconds
+        self._copies = _Copies(driver)
+        self._let_go_fd: int | None = None
+        self._mapped: dict[bytes, int] = {}
+        self._wishes: _PoolWriter | None = None
+
+    def opened(self) -> None:
+        if len(self.stream.descriptors) != 1:
+            raise LinkLost("the peer did not send what to tell it by that this end has let go")
+        self._let_go_fd = self.stream.descriptors.pop()
+
+    def welcomed(self, means: bytes) -> None:
+        try:
+            told = decode(_MEANS, means, MAX_MEANS)
+        except UndeclaredMessage as e:
+            raise LinkLost(f"the peer does not say where its pools are: {e}") from e
+        if len(told.pools) != len(self.offer.groups):
+            raise LinkLost("the peer has other pools than it said")
+        if why_not := self._driver.why_not(told.device):
+            raise LinkLost(why_not)
+        for pool in told.pools:
+            if pool.handle not in self._mapped:  # pools may lie in one allocation
+                self._mapped[pool.handle] = self._driver.open(pool.handle)
+        there = [self._mapped[pool.handle] + pool.offset for pool in told.pools]
+        self._wishes = _PoolWriter(self, self._groups, self._copies, there)
+        self._wishes.read()
+
+    def write(self, pages: PageWrite) -> WriteHandle:
+        assert self._wishes is not None
+        return self._wishes.write(pages)
+
+    def look(self) -> None:
+        """Say what has been written. Raises ``LinkLost``."""
+        if self._wishes is not None:
+            self._wishes.look()
+
+    def stalled_at(self) -> float | None:
+        is_writing = self._wishes is not None and self._wishes.under_way
+        return self.stream.last_progress + self._stall_seconds if is_writing else None
+
+    def closed(self, reason: str) -> None:
+        if self._wishes is not None:
+            self._wishes.close(reason)
+        if self._unmap() and self._let_go_fd is not None:
+            with contextlib.suppress(OSError):  # nobody waits for it any more
+                os.eventfd_write(self._let_go_fd, 1)
+        if self._let_go_fd is not None:
+            os.close(self._let_go_fd)
+            self._let_go_fd = None
+
+    def _unmap(self) -> bool:
+        """Whether nothing can be written any more. Else the peer waits for the end of this process."""
+        if not self._copies.settle():
+            log.error("pages of peer %s may still be written: it can use them again when this process ends", self.peer)
+            return False
+        try:
+            for address in self._mapped.values():
+                self._driver.shut(address)
+        except LinkLost as e:
+            # Nobody writes to it, but as long as it is mapped the peer must not free it.
+            log.error("the memory of peer %s stays mapped: %s", self.peer, e)
+            return False
+        self._mapped.clear()
+        return True
