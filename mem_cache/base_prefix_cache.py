@@ -56,7 +56,8 @@ class KVHold:
     known to be bad: none of it is shared then. ``window``: which of its pages it uses in the window pool, where there
     is one (``window_pages.py``). ``pins`` and ``left`` are ``KVMemory``'s: how many use it, and the
     tokens of a request that is over, whose prefix may stay when the last one lets go. ``priority``: of the request,
-    higher is dearer; what it shares or found is worth that much to the eviction policy of that name.
+    higher is dearer; what it shares or found is worth that much to the eviction policy of that name. ``hashed``: of so
+    many tokens the pages were looked at (``scheduler/kv_debug.py``).
     """
 
     row: int
@@ -70,6 +71,7 @@ class KVHold:
     pins: int = 1
     left: I32 | None = None
     priority: int = 0
+    hashed: int = 0
 
 
 class BasePrefixCache(ABC):

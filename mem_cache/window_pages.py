@@ -246,6 +246,12 @@ class WindowPages:
         """Idle pages, in tokens."""
         return len(self._idle) * self.page_size
 
+    def usage(self) -> dict[str, int]:
+        """Tokens: all, free, idle, in use."""
+        total, free, idle = self.num_pages * self.page_size, self.available_size(), self.idle_size()
+        used = total - free - idle
+        return {"window_total": total, "window_free": free, "window_cached": idle, "window_in_use": used}
+
     def free_pages(self) -> list[int]:
         """The free window pages, in no particular order (a copy)."""
         return list(self._free)

@@ -147,6 +147,13 @@ class TierMetrics(msgspec.Struct, forbid_unknown_fields=True):
     store: StoreMetrics | None = None
 
 
+class KVDebugMetrics(msgspec.Struct, forbid_unknown_fields=True):
+    """With ``--kv-debug``, by place: pages that were compared, and hashes of a layer's keys or values that differed."""
+
+    compared: dict[str, int]
+    mismatches: dict[str, int]
+
+
 class SchedulerMetrics(Message):
     """Scheduler → detokenizer → HTTP, behind the tokens that it counts; twice a second at most while requests run.
 
@@ -182,3 +189,5 @@ class SchedulerMetrics(Message):
     """On KV memory (``scheduler/pressure.py``)."""
     released: list[str] = []
     """What memory was given back (``MemoryTag``)."""
+    kv_debug: KVDebugMetrics | None = None
+    """None without it."""

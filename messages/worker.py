@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from .base import HandoverId, Message
+from .kv_debug import HashPages, PagesHashed
 from .memory import MemoryChanged, MemoryCommand, MemoryUse, TrimPool, Unreleasable
 from .outputs import TokenLogprob
 from .tiers import TierCommand, TierEvent
@@ -65,6 +66,20 @@ class KVGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def num_layers(self) -> int:
         """How many layers share the pages."""
         return len(self.layers)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What lies of a layer in a page, in that order."""
+        return {"mha": ("K", "V"), "mla": ("latent",), "sparse": ("K", "V", "labels")}[self.kind]
+
+    @property
+    def part_bytes(self) -> tuple[int, ...]:
+        """How long each of the ``parts`` is, scales included."""
+        layer = self.page_bytes // max(self.num_layers, 1)
+        if self.kind != "sparse":
+            return (layer // len(self.parts),) * len(self.parts)
+        keys = layer * self.head_dim // (2 * self.head_dim + self.label_dim)
+        return keys, keys, layer - 2 * keys
 
 
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -430,6 +445,6 @@ TransferCommand = SendCommand | ReceiveCommand
 PeerCommand = AdmitPeer | ConnectPeer | DisconnectPeer
 PeerEvent = PeerAdmitted | PeerConnected | PeerFailed | PeerLinkDown
 TransferEvent = PeerEvent | SendEnded | PagesVerified
-WorkerCommand = ForwardStep | SendCommand | TierCommand | MemoryCommand | TrimPool
-WorkerEvent = WorkerReady | StepResult | TransferEvent | TierEvent | MemoryChanged
+WorkerCommand = ForwardStep | SendCommand | TierCommand | MemoryCommand | TrimPool | HashPages
+WorkerEvent = WorkerReady | StepResult | TransferEvent | TierEvent | MemoryChanged | PagesHashed
 FollowerCommand = RankSetup | ForwardStep | MemoryCommand

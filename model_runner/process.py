@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from ..disaggregation.errors import TransferError
 from ..messages.channel import Receiver, Sender, UndeclaredMessage
+from ..messages.kv_debug import HashPages
 from ..messages.memory import MemoryCommand, MemoryUse, TrimPool, Unreleasable
 from ..messages.routes import ToTransfer, ToWorker
 from ..messages.tiers import TierCommand
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from ..disaggregation.transfer.engine import TransferEngine
     from .model_runner import ModelRunner
     from .occupation import Occupation
+    from .pool_hasher import PoolHasher
     from .step_queue import StepQueue
     from .tiers.worker_tiers import WorkerTiers
 
@@ -52,12 +54,15 @@ log = logging.getLogger(__name__)
 
 
 class Worker(NamedTuple):
-    """A loaded worker; ``engine`` None on an instance that hands nothing over, ``tiers`` where the pool is alone."""
+    """A loaded worker; ``engine`` None on an instance that hands nothing over, ``tiers`` where the pool is alone,
+    ``hasher`` without ``--kv-debug``.
+    """
 
     model: ModelRunner
     steps: StepQueue
     engine: TransferEngine | None
     tiers: WorkerTiers | None
+    hasher: PoolHasher | None
     prefault: PoolPrefault
     occupation: Occupation
     machine: MachineUse
@@ -94,6 +99,7 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
     from .measure_steps import measure_steps
     from .memory_table import describe_weights, memory_use, table
     from .occupation import Occupation, unreleasable
+    from .pool_hasher import PoolHasher
     from .step_queue import StepQueue
     from .tensor_parallel.host_ranks import Lead
     from .warm_up import warm_up
@@ -115,7 +121,7 @@ def load(ctx: ChildContext, channels: RankChannels) -> Worker:
         log.info("%s", line)
     occupation = Occupation(model, steps, prefault, started.ranks if isinstance(started.ranks, Lead) else None)
     return Worker(
-        *(model, queue, engine, tiers, prefault, occupation),
+        *(model, queue, engine, tiers, PoolHasher(model) if options.kv_debug else None, prefault, occupation),
         *(started.machine, seconds, measured, use, unreleasable(model, options)),
     )
 
@@ -149,6 +155,9 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
             copied = worker.tiers.obey(command)
             if copied is not None:
                 events.send(copied)
+        elif isinstance(command, HashPages):
+            assert worker.hasher is not None
+            events.send(worker.hasher.obey(command))
         elif isinstance(command, SendPages):
             steps.send(command)
         elif worker.engine is not None:

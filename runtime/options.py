@@ -211,6 +211,9 @@ class ServerOptions:
         Most GB that all sessions take together, with the KV that is kept for them.
     kv_sessions_quota
         The same of the sessions of one API key.
+    kv_debug
+        Hash keys and values of every whole page by layer, as they are computed, handed over, brought back from other
+        tiers and sessions, and reused; compare, and report what differs. For who looks for a fault: it takes time.
     disable_overlap_schedule
         Plan a step only when the one before it is done.
     stream_interval
@@ -372,6 +375,7 @@ class ServerOptions:
     kv_sessions_ttl: float = 168.0
     kv_sessions_size: float = 10.0
     kv_sessions_quota: float = 2.0
+    kv_debug: bool = False
     disable_overlap_schedule: bool = False
     stream_interval: int = 1
     incremental_streaming_output: bool = False

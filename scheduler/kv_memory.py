@@ -33,6 +33,7 @@ from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..mem_cache.window_pages import WindowPages
 from ..messages.base import I32, pack_i32
 from ..runtime.options import ServerOptions
+from .kv_debug import KVDebug, Place
 from .memory_terms import NO_RESERVE, Fence, PoolSizes, Reserve
 from .req import Req
 from .tiers import KVTiers
@@ -51,9 +52,10 @@ class KVMemory:
         context_length: int,
         tiers: KVTiers | None = None,
         events: KVEventLog | None = None,
+        debug: KVDebug | None = None,
     ) -> None:
         self.page_size = page_size = options.page_size
-        self.tiers = tiers
+        self.tiers, self.debug = tiers, debug
         self.max_total_tokens = sizes.tokens
         self._windows: WindowPages | None = None
         if sizes.window:
@@ -62,6 +64,8 @@ class KVMemory:
             self._windows = WindowPages(sizes.window, sizes.window_tokens, sizes.tokens // page_size, page_size, slack)
         if tiers is not None:
             tiers.windows = self._windows
+        if debug is not None:
+            debug.windows, debug.condemn = self._windows, self.condemn
         self._allocator = PagedTokenToKVPoolAllocator(sizes.tokens, page_size, self._windows)
         # An output's last token may be computed once too often while its end is not known yet: room for two more.
         self._table = ReqToTokenPool(options.max_running_requests, context_length + 2)
@@ -135,6 +139,7 @@ class KVMemory:
             if windows is not None:
                 windows.promise(req.hold.window, most)
             req.computed = req.reused = cached
+            self._look(req, cached, Place.REUSE)
             if self.tiers is None:
                 self._extend(req.hold, req.known_len)
             else:
@@ -152,7 +157,8 @@ class KVMemory:
             req.computed = cached + len(found) * self.page_size
             if self._windows is not None:
                 self._move_window(hold, req.computed, req.computed)
-            tiers.load(req, cached, found, self._pages(hold, cached, req.computed))
+            brought = tiers.load(req, cached, found, self._pages(hold, cached, req.computed))
+            self._look(req, req.computed, Place.HOST, brought)
         tiers.host.unpin(found)
         if cached:
             tiers.used(req, self._pages(hold, 0, cached), match.node.hit_count)
@@ -190,6 +196,12 @@ class KVMemory:
             return self._pages(req.hold, 0, len(tokens)) if req.hold.verified else np.empty(0, dtype=np.int32)
         found: I32 = self._cache.match_prefix(tokens, extra_key).slots[:: self.page_size] // self.page_size
         return found
+
+    def _look(self, req: Req, end: int, place: Place, brought: Iterable[bytes] = (), *, planned: bool = True) -> None:
+        """See ``KVDebug.look``."""
+        if self.debug is not None:
+            row = self._table.table[self.hold_of(req).row]
+            self.debug.look(place, req, row, end, planned=planned, brought=brought)
 
     def chunk_room(self, req: Req, start: int) -> int | None:
         """How many tokens from position ``start`` on window pages suffice for in one step, at least 1; None: any."""
@@ -301,6 +313,7 @@ class KVMemory:
         if rewrite is not None:
             self.let_go_step = self.newest_step
         self._tell_stored(hold, tokens, before)
+        self._look(req, computed, Place.PREFILL)
         return rewrite
 
     def _tell_stored(self, hold: KVHold, tokens: I32, before: int) -> None:
@@ -310,6 +323,7 @@ class KVMemory:
     def finish(self, req: Req) -> None:
         """The request lets go of its memory. What it computed stays cached once nobody else uses the memory either."""
         hold = self.hold_of(req)
+        self._look(req, min(req.computed, hold.kv_len), Place.PREFILL, planned=False)
         req.hold = None
         hold.left = req.known_tokens(min(req.computed, hold.kv_len))
         self.unpin(hold)
@@ -427,22 +441,18 @@ class KVMemory:
 
     def fence(self) -> Fence:
         """What of ours may still touch memory that can be had now. Not within a plan."""
-        return Fence(self.let_go_step, self.tiers.fence() if self.tiers is not None else 0)
+        copies, looks = self.tiers.fence() if self.tiers is not None else 0, self.debug.newest if self.debug else 0
+        return Fence(self.let_go_step, copies, looks)
 
     def is_past(self, fence: Fence, completed_step: int) -> bool:
         """Whether all of it is done."""
-        return completed_step >= fence.step and (self.tiers is None or self.tiers.copied >= fence.copies)
+        is_past = completed_step >= fence.step and (self.tiers is None or self.tiers.copied >= fence.copies)
+        return is_past and (self.debug is None or self.debug.is_past(fence.looks))
 
     def usage(self) -> dict[str, int]:
         """Tokens: total, free, cached (evictable), in use, the same of window pages; rows: total, in use."""
         free, cached = self._allocator.available_size(), self._cache.evictable_size()
         rows = len(self._table.table)
-        windows: dict[str, int] = {}
-        if self._windows is not None:
-            total = self._windows.num_pages * self.page_size
-            free_there, idle = self._windows.available_size(), self._windows.idle_size()
-            windows = {"window_total": total, "window_free": free_there, "window_cached": idle}
-            windows["window_in_use"] = total - free_there - idle
         return {
             "total": self.max_total_tokens,
             "free": free,
@@ -450,7 +460,7 @@ class KVMemory:
             "in_use": self.max_total_tokens - free - cached,
             "rows_total": rows,
             "rows_in_use": rows - self._table.available_size(),
-            **windows,
+            **(self._windows.usage() if self._windows is not None else {}),
         }
 
     def check_invariants(self, users: Iterable[KVHold]) -> None:

@@ -32,10 +32,13 @@ NO_RESERVE = Reserve()
 
 
 class Fence(NamedTuple):
-    """A step, and copies between the tiers, up to which what was planned may touch memory that was let go of."""
+    """A step, copies between the tiers, and looks at pages (``kv_debug.py``), up to which what was planned may touch
+    memory that was let go of.
+    """
 
     step: int = 0
     copies: int = 0
+    looks: int = 0
 
 
 NO_FENCE = Fence()

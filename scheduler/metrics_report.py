@@ -72,4 +72,5 @@ def take_metrics(scheduler: Scheduler) -> SchedulerMetrics:
         promises=itl.counts() if itl is not None else None,
         handovers=handovers.counts() if handovers is not None else None,
         tiers=scheduler.tiers.metrics() if scheduler.tiers is not None else None,
+        kv_debug=scheduler.memory.debug.metrics() if scheduler.memory.debug is not None else None,
     )

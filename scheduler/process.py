@@ -34,6 +34,7 @@ from ..messages.control import (
     Transfers,
     TransfersReq,
 )
+from ..messages.kv_debug import PagesHashed
 from ..messages.memory import MemoryChanged, MemoryReq, MemoryResult, ResizeReq, ResizeResult
 from ..messages.moves import MigrateReq, MigrateResult
 from ..messages.outputs import ReqError
@@ -165,6 +166,9 @@ class SchedulerProcess:
         elif isinstance(event, MemoryChanged):
             assert self._occupation is not None
             self._occupation.on_changed(event)
+        elif isinstance(event, PagesHashed):
+            assert self._scheduler.memory.debug is not None
+            self._scheduler.memory.debug.on_hashed(event)
         elif isinstance(event, TierEvent):
             assert self._scheduler.tiers is not None
             self._scheduler.tiers.on_event(event, now)
@@ -276,7 +280,7 @@ class SchedulerProcess:
         if scheduler is None:
             return Pong(ping.id, False, "the model is still loading")
         problem = self._problem(scheduler, now)
-        warning = (handovers.warning(now) if handovers is not None else None) or self._tier_problem(scheduler, now)
+        warning = (handovers.warning(now) if handovers is not None else None) or self._kv_problem(scheduler, now)
         host, port = (handovers.found_at() if handovers is not None else None) or ("", None)
         identity = Identity(self._ctx.epoch, scheduler.role, host, port)
         # Only who is free to choose may be chosen for what it was not named for.
@@ -284,8 +288,10 @@ class SchedulerProcess:
         pace = scheduler.pace.pace(now) if is_free else None
         return Pong(ping.id, problem is None, problem or warning or "", identity, pace)
 
-    def _tier_problem(self, scheduler: Scheduler, now: float) -> str:
-        return scheduler.tiers.problem(now) if scheduler.tiers is not None else ""
+    def _kv_problem(self, scheduler: Scheduler, now: float) -> str:
+        debug, tiers = scheduler.memory.debug, scheduler.tiers
+        found = debug.problem if debug is not None else ""
+        return found or (tiers.problem(now) if tiers is not None else "")
 
     def _problem(self, scheduler: Scheduler, now: float) -> str | None:
         if scheduler.draining:

@@ -148,6 +148,8 @@ class Req:
     """Tokens to be computed, as it seemed when the request began to wait for that."""
     foreseen: Foreseen | None = None
     """Until the first token is known."""
+    restored: bool = False
+    """Whether it goes on from a session."""
 
     @staticmethod
     def create(msg: GenerateReq, route: Route, state: ReqState, max_new_tokens: int, news_interval: int) -> Req:

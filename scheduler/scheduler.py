@@ -33,6 +33,7 @@ from .deadlines import Deadlines
 from .forecast import PromptForecast
 from .forks import Forks
 from .handover import Handovers
+from .kv_debug import make_kv_debug
 from .kv_memory import KVMemory
 from .memory_terms import PoolSizes
 from .outbox import Outbox, news_interval
@@ -56,7 +57,8 @@ class Scheduler:
         self.options, self.worker, self.outbox = options, worker, outbox
         self.tiers = KVTiers(options, worker) if worker.host_pages else None
         self.kv_events = make_event_log(options, worker)
-        self.memory = KVMemory(options, PoolSizes.of(worker), worker.context_length, self.tiers, self.kv_events)
+        debug = make_kv_debug(options, worker, self.tiers, outbox)
+        self.memory = KVMemory(options, PoolSizes.of(worker), worker.context_length, self.tiers, self.kv_events, debug)
         self.cost_model = make_cost_model(worker)
         self.planner = StepPlanner(options, self.memory, worker.device, self.cost_model)
         self.reqs: dict[str, Req] = {}
@@ -70,8 +72,7 @@ class Scheduler:
         self.forecast = PromptForecast(self.planner, self.memory, self.cost_model, self._in_flight)
         self.pace = PaceMeter(self.planner, self.cost_model, self.reqs, self.longest)
         self.turns = Turns(self.pace)
-        self.deadlines = Deadlines()
-        self._last_result_at = 0.0
+        self.deadlines, self._last_result_at = Deadlines(), 0.0
         self._max_in_flight = 1 if options.disable_overlap_schedule else 2
 
     @property
@@ -280,9 +281,11 @@ class Scheduler:
             self._move_pages(now)
 
     def _move_pages(self, now: float) -> None:
-        """Tell the worker what is to be copied between the tiers, behind all steps that were planned."""
+        """Tell the worker what is to be copied, and looked at, behind all steps that were planned."""
         if self.tiers is not None:
             self.outbox.all_to_worker(self.tiers.take(now))
+        if self.memory.debug is not None:
+            self.memory.debug.flush()
 
     def _expire(self, now: float) -> None:
         """End those whose clients wait no longer, as they said beforehand."""

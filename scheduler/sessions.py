@@ -202,6 +202,7 @@ class Sessions:
         if isinstance(req, str):
             self._scheduler.outbox.error(ReqError(request.rid, 409, f"it can't go on here: {req}", BAD_REQUEST))
             return
+        req.restored = True
         if req.msg.logprobs is not None:
             req.logprobs = list(state.logprobs)
         if req.wants_input_logprobs and req.output_len:

@@ -190,11 +190,11 @@ class StoreLink:
         self._fetching.pop(rid, None)
         self._insistent.discard(rid)
 
-    def take_brought(self, hashes: list[bytes]) -> int:
-        """A request uses these, which the host has; how many are here because the store brought them just now."""
+    def take_brought(self, hashes: list[bytes]) -> set[bytes]:
+        """A request uses these, which the host has; those that are here because the store brought them just now."""
         brought = self._brought.intersection(hashes)
         self._brought -= brought
-        return len(brought)
+        return brought
 
     # --- the worker ---
 

@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 
 from ..mem_cache.host_tier import HostTier
-from ..mem_cache.page_hash import model_seed, prompt_hashes
+from ..mem_cache.page_hash import model_seed
 from ..mem_cache.window_pages import WindowPages
 from ..messages.base import I32, Message, pack_i32
 from ..messages.metrics import TierMetrics
@@ -48,6 +48,7 @@ from ..messages.tiers import (
 )
 from ..messages.worker import WorkerReady
 from ..runtime.options import ServerOptions
+from .page_names import PageNames
 from .req import Req
 from .store_link import StoreLink
 from .tier_counts import TierCounts
@@ -73,7 +74,7 @@ class KVTiers:
         rounding = "" if options.hicache_host_dtype == "auto" else f" in {options.hicache_host_dtype}"
         self.windows: WindowPages | None = None
         """``KVMemory``'s, where layers have windows."""
-        self._seed = model_seed(worker.fingerprint + rounding, worker.layout)
+        self.names = PageNames(model_seed(worker.fingerprint + rounding, worker.layout), options.page_size)
         self._before: list[tuple[int, int, int]] = []
         self._after: list[tuple[int, int, int]] = []
         self._copy_commands: list[Message] = []
@@ -85,15 +86,11 @@ class KVTiers:
 
     def hashes(self, req: Req, limit: int) -> list[bytes]:
         """Of the request's whole pages within its first ``limit`` tokens."""
-        pages = limit // self._page_size
-        if len(req.page_hashes) < pages:
-            known = req.token_ids[: req.known_len // self._page_size * self._page_size]
-            req.page_hashes = prompt_hashes(self._seed, known, self._page_size, req.msg.extra_key)
-        return req.page_hashes[:pages]
+        return self.names.of(req, limit)
 
     def seed(self) -> bytes:
         """What the hashes of the tree's nodes begin with."""
-        return self._seed
+        return self.names.seed
 
     # --- pool → host ---
 
@@ -174,9 +171,9 @@ class KVTiers:
         """The host pages of what follows the first ``cached`` tokens, within ``limit``. Uses nothing."""
         return self.host.match(self.hashes(req, limit)[cached // self._page_size :])
 
-    def load(self, req: Req, cached: int, host_pages: Sequence[int], pool_pages: I32) -> None:
+    def load(self, req: Req, cached: int, host_pages: Sequence[int], pool_pages: I32) -> set[bytes]:
         """Copy them into the pool, before the next step, and into the window pages that these have. What a request
-        finds that had its turn before is its own, and no hit.
+        finds that had its turn before is its own, and no hit. Returns which of them the store brought just now.
         """
         behind = self._window_pages(pool_pages)
         for page, window_page, host_page in zip(pool_pages.tolist(), behind, host_pages, strict=True):
@@ -187,11 +184,12 @@ class KVTiers:
         first = cached // self._page_size
         hashes = req.page_hashes[: first + len(host_pages)]
         self.host.use(hashes)
-        brought = self.store.take_brought(hashes[first:]) if self.store is not None else 0
+        brought = self.store.take_brought(hashes[first:]) if self.store is not None else set()
         if not req.times.admitted:
-            found = len(host_pages) - brought
-            req.cached_beyond = CachedBeyond(found * self._page_size, brought * self._page_size)
+            found = len(host_pages) - len(brought)
+            req.cached_beyond = CachedBeyond(found * self._page_size, len(brought) * self._page_size)
             self.counts.hit(req.cached_beyond)
+        return brought
 
     # --- store → host ---
 

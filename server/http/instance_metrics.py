@@ -55,6 +55,7 @@ class InstanceMetrics:
             add_steps(families, scheduler)
             add_handovers(families, scheduler)
             add_tiers(families, scheduler)
+            add_kv_debug(families, scheduler)
         if not self._aliases:
             return families.made
         labels = {"model_name": self._options.model_name}
@@ -295,6 +296,24 @@ def add_tiers(families: Families, counts: SchedulerMetrics) -> None:
     )
     if tiers.store is not None:
         _add_store(families, tiers, tiers.store)
+
+
+def add_kv_debug(families: Families, counts: SchedulerMetrics) -> None:
+    """With ``--kv-debug``."""
+    if (debug := counts.kv_debug) is None:
+        return
+    families.counter(
+        "pdserve_kv_debug_compared_pages_total",
+        "Pages whose hashes were compared, by where.",
+        {(place,): count for place, count in debug.compared.items()},
+        "place",
+    )
+    families.counter(
+        "pdserve_kv_debug_mismatches_total",
+        "Hashes of a layer's keys or values in a page that were not what they had been.",
+        {(place,): count for place, count in debug.mismatches.items()},
+        "place",
+    )
 
 
 def _add_store(families: Families, tiers: TierMetrics, store: StoreMetrics) -> None:

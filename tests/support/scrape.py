@@ -8,6 +8,7 @@ from pdserve.messages.metrics import (
     DirectionCounts,
     HandoverCounts,
     Histogram,
+    KVDebugMetrics,
     PoolUsage,
     PromiseCounts,
     SchedulerMetrics,
@@ -77,5 +78,6 @@ def scheduler_metrics(**changes) -> SchedulerMetrics:
             store=StoreMetrics("open", 110, 4096, 1, 3),
         ),
         "handovers": HandoverCounts(sent=side, received=side, peers=1, refused=6),
+        "kv_debug": KVDebugMetrics({"reuse": 7, "store": 4}, {"reuse": 0, "store": 2}),
     }
     return SchedulerMetrics(**(said | changes))

@@ -17,10 +17,12 @@ import numpy as np
 from msgspec import UnsetType
 
 from pdserve.messages.base import Message, pack_i32, unpack_i32
+from pdserve.messages.kv_debug import HashPages, PagesHashed
 from pdserve.messages.outputs import ReqError, ReqTokens, TokenBatch, TokenLogprob
 from pdserve.messages.requests import Bootstrap, GenerateReq, LogprobOptions
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, SlotDelta, StepResult, WorkerReady
+from pdserve.model_runner.page_hasher import PageHasher
 from pdserve.runtime.options import ServerOptions
 from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.scheduler import Scheduler
@@ -281,19 +283,32 @@ class SimInstance:
         self._read()
 
     def work(self) -> bool:
-        """Let the worker do its oldest message; False when it has none."""
+        """Let the worker do its oldest message, and look at pages before that; False when it has none."""
         if not self.to_worker.messages:
             return False
         message = self.to_worker.messages.popleft()
+        while isinstance(message, HashPages) and self.to_worker.messages:
+            self._hash(message)
+            message = self.to_worker.messages.popleft()
         if isinstance(message, ForwardStep):
             self.scheduler.on_step_result(self.worker.run(message), self.now)
             for push in message.pushes:
                 self.on_command(push)
+        elif isinstance(message, HashPages):
+            self._hash(message)
         else:
             self.on_command(message)
         self.outbox.flush()
         self._read()
         return True
+
+    def _hash(self, message: HashPages) -> None:
+        """What ``PoolHasher`` does."""
+        hashes = []
+        for group, (pages, pool) in enumerate(zip(message.pages, self.worker.pools(), strict=True)):
+            held = pool.view(np.uint8).reshape(-1, self.options.page_size * 8)
+            hashes.append(PageHasher(self.scheduler.worker.layout, group).hash_all(pages, held.__getitem__))
+        self.scheduler.memory.debug.on_hashed(PagesHashed(message.id, hashes))
 
     def on_command(self, message: Message) -> None:
         """A transfer command; a plain instance sends none."""

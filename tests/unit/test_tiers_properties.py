@@ -80,6 +80,7 @@ class Tiers(RuleBasedStateMachine):
             "chunked_prefill_size": 16,
             "hicache_write_policy": policy,
             "hicache_storage_prefetch_policy": patience,
+            "kv_debug": host_pages != 16,
         }
         self.host_pages, self.has_store = host_pages, store
         self.sim = TieredSim(host_pages, store=store, window=self.window, **self.options)
@@ -191,6 +192,8 @@ class Tiers(RuleBasedStateMachine):
         if hasattr(self, "sim"):
             self.sim.scheduler.check_invariants()
             self.check_answers()
+            debug = self.sim.scheduler.memory.debug
+            assert debug is None or not sum(debug.mismatches.values()), debug.info()
 
     def check_answers(self):
         for said in self.sim.answers:

@@ -1,0 +1,318 @@
+"""Finds out where KV changes that should not (``--kv-debug``).
+
+The worker hashes whole pages, layer by layer, at each turning point of their life; here it is remembered, by the page's
+name (its hash over the tokens), what each held when it was last known to be right, and compared. Life of a question::
+
+    hash ──▶ (with ``planned``: waits for the step) ──▶ HashPages ──▶ PagesHashed ──▶ remembered | compared, reported
+
+What a step has computed is right by definition; where it computes a page again that is known, the two are compared as
+well (``PREFILL``). KV that is found wrong elsewhere is condemned: nobody finds it in the cache any more, and who has it
+goes on with it; but for what was handed over, which is not used.
+
+The table is bounded: what is forgotten is not compared. Lossy tiers are not compared either, by nature: what they bring
+back is remembered as it came.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..mem_cache.page_hash import model_seed
+from ..mem_cache.window_pages import WindowPages
+from ..messages.base import I32, pack_i32
+from ..messages.kv_debug import HASH_BYTES, HashPages, PagesHashed
+from ..messages.metrics import KVDebugMetrics
+from ..messages.worker import KVGroup, WorkerReady
+from ..runtime.options import ServerOptions
+from .outbox import Outbox
+from .page_names import PageNames
+from .req import Req
+from .tiers import KVTiers
+
+log = logging.getLogger(__name__)
+
+TABLE_BYTES = 64 << 20
+MOST_LINES = 8
+"""Of one question: pages that are wrong are mostly wrong in every layer."""
+NAMES_BYTES = 128
+"""What an entry of the table takes beside its hashes, about."""
+
+Row = tuple[bytes, ...]
+"""The hashes of a page: of each group of the layout, layer by layer, part by part."""
+
+
+class Place(StrEnum):
+    """Where a page was looked at."""
+
+    PREFILL = "prefill"
+    TRANSFER = "transfer"
+    HOST = "host"
+    STORE = "store"
+    RESTORE = "restore"
+    REUSE = "reuse"
+
+
+NOW = {
+    Place.PREFILL: "now that it was computed again",
+    Place.TRANSFER: "as it landed",
+    Place.HOST: "back from host memory",
+    Place.STORE: "back from the store",
+    Place.RESTORE: "as its session was restored",
+    Place.REUSE: "as it was found in the cache",
+}
+BEFORE = {
+    Place.PREFILL: "when it was computed",
+    Place.TRANSFER: "when it had landed",
+    Place.HOST: "when it had come from host memory",
+    Place.STORE: "when it had come from the store",
+    Place.RESTORE: "when its session was written down",
+    Place.REUSE: "when it was found in the cache first",
+}
+
+
+AT_SENDER = "at the instance that computed it"
+
+
+class Known(NamedTuple):
+    """What a page held, and when it was seen so."""
+
+    row: Row
+    when: str
+
+
+class Difference(NamedTuple):
+    """Two hashes that should be one."""
+
+    layer: int
+    part: str
+    now: int
+    before: int
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """``first``: the number of the first page within the request. ``pages``: full pages of the pool. ``brought``: names
+    of those that the store has brought. ``theirs``: what the pages held at the instance that computed them, as far as
+    it said. ``done``: told whether all were right.
+    """
+
+    req: Req
+    place: Place
+    first: int
+    names: list[bytes]
+    pages: I32
+    brought: frozenset[bytes] = frozenset()
+    theirs: list[Row] = field(default_factory=list)
+    done: Callable[[bool], None] | None = None
+
+    def place_of(self, name: bytes) -> Place:
+        """Of one page: what comes from other tiers need not all come from the same one."""
+        if self.req.restored and self.place in (Place.HOST, Place.REUSE):
+            return Place.RESTORE
+        return Place.STORE if name in self.brought else self.place
+
+
+class KVDebug:
+    """See the module. ``send``: to the worker, in one order with its steps."""
+
+    def __init__(
+        self, options: ServerOptions, worker: WorkerReady, names: PageNames, send: Callable[[HashPages], None]
+    ) -> None:
+        self._names = names
+        self._send = send
+        self._groups = worker.layout.groups
+        self._is_lossy = options.hicache_host_dtype != "auto"
+        self._row_bytes = [HASH_BYTES * group.num_layers * len(group.parts) for group in self._groups]
+        self._most = max(1, TABLE_BYTES // (sum(self._row_bytes) + NAMES_BYTES))
+        self._table: OrderedDict[bytes, Known] = OrderedDict()
+        self._ids = itertools.count(1)
+        self._newest = 0
+        self._open: dict[int, _Question] = {}
+        """Those without an answer, in the order of their numbers."""
+        self._planned: list[int] = []
+        """Those that wait for the step that is being planned."""
+        self.windows: WindowPages | None = None
+        self.condemn: Callable[[Req], None] = lambda req: None
+        """``KVMemory``'s, both."""
+        self.compared: Counter[Place] = Counter()
+        self.mismatches: Counter[Place] = Counter()
+        self._last = ""
+
+    # --- questions ---
+
+    def look(self, place: Place, req: Req, row: I32, end: int, *, planned: bool, brought: Iterable[bytes] = ()) -> None:
+        """Have the worker look at the request's whole pages that end before ``end`` and were not looked at since it got
+        its memory. ``row``: its slots. ``brought``: names of pages that the store has brought.
+
+        ``planned``: the step that is being planned writes some of them, or copies before it do; else what was sent has,
+        and this is asked before anything else is. What it computes on KV that is not verified is none of its own.
+        """
+        hold, size = req.hold, self._names.page_size
+        assert hold is not None
+        first, last = hold.hashed // size, min(end, req.known_len) // size
+        if last <= first or not (hold.verified or place is not Place.PREFILL):
+            return
+        hold.hashed = last * size
+        pages = row[first * size : last * size : size] // size
+        names = self._names.of(req, last * size)[first:]
+        self._ask(_Question(req, place, first, names, pages, frozenset(brought)), planned=planned)
+
+    def check(self, req: Req, first: int, pages: I32, theirs: list[Row], done: Callable[[bool], None]) -> None:
+        """The same of ``pages`` that a peer has written; ``theirs``: what each held there, as far as it said. ``done``
+        is called with whether they are right, at once where there are none.
+        """
+        if not len(pages):
+            done(True)
+            return
+        names = self._names.of(req, (first + len(pages)) * self._names.page_size)[first:]
+        self._ask(_Question(req, Place.TRANSFER, first, names, pages, theirs=theirs, done=done), planned=False)
+
+    def _ask(self, question: _Question, *, planned: bool) -> None:
+        self._newest = next(self._ids)
+        self._open[self._newest] = question
+        if planned:
+            self._planned.append(self._newest)
+        else:
+            self._tell(self._newest)
+
+    def flush(self) -> None:
+        """Ask what waited for a step, which was sent, and so were copies before it."""
+        for number in self._planned:
+            self._tell(number)
+        self._planned = []
+
+    def _tell(self, number: int) -> None:
+        pages = self._open[number].pages
+        packed = [pack_i32(pages)]
+        if self.windows is not None:
+            # As it is now: what a window has left may be another's in the step that was sent.
+            packed.append(pack_i32(self.windows.page_of[pages]))
+        self._send(HashPages(number, packed))
+
+    # --- what may still be looked at ---
+
+    @property
+    def newest(self) -> int:
+        """The number of the last question."""
+        return self._newest
+
+    def is_past(self, number: int) -> bool:
+        """Whether all questions up to this one are answered: nobody looks at their pages any more."""
+        return next(iter(self._open), number + 1) > number
+
+    # --- answers ---
+
+    def on_hashed(self, event: PagesHashed) -> None:
+        """The worker has looked."""
+        question = self._open.pop(event.id)
+        wrong: list[str] = []
+        is_right = True
+        for i, name in enumerate(question.names):
+            place, row = question.place_of(name), self._row(event.hashes, i)
+            known = self._known(question, i)
+            if known is not None:
+                self.compared[place] += 1
+                if differences := self._differences(row, known.row):
+                    self.mismatches[place] += len(differences)
+                    is_right = is_right and place is Place.PREFILL
+                    wrong += [self._line(question.first + i, d, place, known.when) for d in differences]
+            if known is None or place in (Place.PREFILL, Place.TRANSFER):
+                self._remember(name, row, BEFORE[place])
+            else:
+                self._table.move_to_end(name)
+        if wrong:
+            self._report(question.req.rid, wrong, logging.WARNING if is_right else logging.ERROR)
+        if question.done is not None:
+            question.done(is_right)
+        elif not is_right:
+            self.condemn(question.req)
+
+    def _row(self, hashes: Sequence[bytes], index: int) -> Row:
+        return tuple(
+            packed[index * size : (index + 1) * size] for packed, size in zip(hashes, self._row_bytes, strict=True)
+        )
+
+    def _known(self, question: _Question, index: int) -> Known | None:
+        """What a page of the question is to be compared with, None for nothing."""
+        if question.place is Place.TRANSFER:
+            return Known(question.theirs[index], AT_SENDER) if question.theirs else None
+        if question.place is Place.HOST and self._is_lossy:
+            return None
+        return self._table.get(question.names[index])
+
+    def _remember(self, name: bytes, row: Row, when: str) -> None:
+        self._table[name] = Known(row, when)
+        self._table.move_to_end(name)
+        if len(self._table) > self._most:
+            self._table.popitem(last=False)
+
+    def _differences(self, now: Row, before: Row) -> list[Difference]:
+        found = []
+        for group, a, b in zip(self._groups, now, before, strict=True):
+            # Zeros: the page behind a window was not there, then or now.
+            if a != b and any(a) and any(b):
+                found += _between(group, a, b)
+        return found
+
+    # --- reports ---
+
+    def _line(self, page: int, found: Difference, place: Place, when: str) -> str:
+        size = self._names.page_size
+        return (
+            f"page {page} (tokens {page * size} to {(page + 1) * size - 1}), layer {found.layer}, {found.part}: "
+            f"{found.now:016x} {NOW[place]}, {found.before:016x} {when}"
+        )
+
+    def _report(self, rid: str, wrong: list[str], level: int) -> None:
+        for line in wrong[:MOST_LINES]:
+            log.log(level, "KV differs: %s", line, extra={"rid": rid})
+        if len(wrong) > MOST_LINES:
+            log.log(level, "KV differs in %d more places", len(wrong) - MOST_LINES, extra={"rid": rid})
+        self._last = f"{rid}: {wrong[0]}"
+
+    @property
+    def problem(self) -> str:
+        """What somebody should look after, "" for nothing."""
+        count = sum(self.mismatches.values()) - self.mismatches[Place.PREFILL]
+        return f"--kv-debug has found {count} hashes of KV that differ; the last request: {self._last}" if count else ""
+
+    def metrics(self) -> KVDebugMetrics:
+        """For the HTTP process."""
+        compared = {place.value: self.compared[place] for place in Place}
+        return KVDebugMetrics(compared, {place.value: self.mismatches[place] for place in Place})
+
+    def info(self) -> dict[str, Any]:
+        """JSON-ready."""
+        told = self.metrics()
+        return {
+            "remembered_pages": len(self._table),
+            "compared_pages": told.compared,
+            "mismatches": told.mismatches,
+            "last": self._last,
+        }
+
+
+def _between(group: KVGroup, now: bytes, before: bytes) -> list[Difference]:
+    a, b = np.frombuffer(now, dtype="<u8"), np.frombuffer(before, dtype="<u8")
+    parts = group.parts
+    return [
+        Difference(group.layers[at // len(parts)], parts[at % len(parts)], int(a[at]), int(b[at]))
+        for at in (a != b).nonzero()[0].tolist()
+    ]
+
+
+def make_kv_debug(options: ServerOptions, worker: WorkerReady, tiers: KVTiers | None, outbox: Outbox) -> KVDebug | None:
+    """None without ``--kv-debug``."""
+    if not options.kv_debug:
+        return None
+    seed = model_seed(worker.fingerprint, worker.layout)
+    names = PageNames(seed, options.page_size) if tiers is None else tiers.names
+    return KVDebug(options, worker, names, outbox.to_worker)

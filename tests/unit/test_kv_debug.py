@@ -1,0 +1,226 @@
+"""``--kv-debug``: equal KV hashes the same in every order, what changes is found, named and not found again."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from support.layouts import latent_layout
+from support.sim import SimInstance, SimWindow, make_options, reference_output
+from support.sim_tiers import TieredSim
+
+from pdserve.disaggregation.transfer.page_order import PageConverter
+from pdserve.mem_cache.page_hash import prompt_hashes
+from pdserve.mem_cache.storage.frame import HEADER_BYTES, header
+from pdserve.messages.worker import KVGroup, KVLayout
+from pdserve.model_runner.kv_pool import KVShape, make_layout
+from pdserve.model_runner.page_hasher import PageHasher
+from pdserve.scheduler import store_link
+from pdserve.scheduler.kv_debug import MOST_LINES, KVDebug, Place
+from pdserve.scheduler.metrics_report import take_metrics
+
+
+def prompt(seed: int, length: int = 40) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(97) for _ in range(length)]
+
+
+def ask(sim: SimInstance, rid: str, tokens: list[int], count: int = 4) -> None:
+    sim.submit(rid, tokens, max_new_tokens=count)
+    if isinstance(sim, TieredSim):
+        sim.settle()
+    else:
+        sim.run_until_idle()
+
+
+def displace(sim: TieredSim) -> None:
+    """Fill the pool with others."""
+    for i in range(8):
+        ask(sim, f"other-{i}", prompt(10 + i))
+
+
+def debug_of(sim: SimInstance) -> KVDebug:
+    debug = sim.scheduler.memory.debug
+    assert debug is not None
+    return debug
+
+
+def watched(**options) -> SimInstance:
+    return SimInstance(make_options(kv_debug=True, **options))
+
+
+# --- hashes ---
+
+
+def in_blocks(layout: KVLayout, page: np.ndarray) -> tuple[KVLayout, np.ndarray]:
+    """The same KV as the CPU engine has it."""
+    blocks, page = msgspec.structs.replace(layout, order="blocks"), page.copy()
+    PageConverter(blocks, "tokens").convert(page)
+    return blocks, page
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("page_size", [1, 8, 16, 64])
+def test_a_page_hashes_the_same_in_either_order(dtype, page_size):
+    layout = make_layout(KVShape(3, 2, 16), page_size, getattr(torch, dtype))
+    page = np.random.default_rng(1).integers(0, 256, layout.page_bytes, dtype=np.uint8)
+    blocks, there = in_blocks(layout, page)
+    before = there.copy()
+    hashed = PageHasher(layout, 0).hash(page)
+    assert len(hashed) == 3 * 2 * 8
+    assert PageHasher(blocks, 0).hash(there) == hashed
+    assert np.array_equal(there, before)
+    assert PageHasher(blocks, 0).is_canonical
+
+
+def test_a_part_of_a_layer_changes_its_own_hash_alone():
+    layout = make_layout(KVShape(4, 2, 16), 16, torch.int8)
+    page = np.random.default_rng(2).integers(0, 256, layout.page_bytes, dtype=np.uint8)
+    hashed = np.frombuffer(PageHasher(layout, 0).hash(page), dtype="<u8")
+    blocks, there = in_blocks(layout, page)
+    for layer in range(4):
+        for part in (0, 1):
+            changed = there.copy()
+            at = (2 * layer + part) * (layout.page_bytes // 8)
+            changed[at + 5] ^= 1  # an element; a head's scales are at its block's end
+            differs = np.frombuffer(PageHasher(blocks, 0).hash(changed), dtype="<u8") != hashed
+            assert differs.nonzero()[0].tolist() == [2 * layer + part]
+
+
+def test_latent_rows_have_one_hash_a_layer_and_labels_one_of_their_own():
+    layout = latent_layout(16, 2, 32, "bfloat16", 2 * 16 * 32 * 2)
+    page = np.random.default_rng(3).integers(0, 256, layout.page_bytes, dtype=np.uint8)
+    blocks, there = in_blocks(layout, page)
+    assert len(PageHasher(layout, 0).hash(page)) == 2 * 8
+    assert PageHasher(blocks, 0).hash(there) == PageHasher(layout, 0).hash(page)
+    sparse = KVGroup((0, 1), "sparse", 2, 16, "bfloat16", 2 * 8 * 2 * (16 + 16 + 4) * 2, label_dim=4)
+    assert sparse.parts == ("K", "V", "labels")
+    assert sparse.part_bytes == (8 * 2 * 16 * 2, 8 * 2 * 16 * 2, 8 * 2 * 4 * 2)
+
+
+def test_pages_of_one_order_only_hash_as_they_lie():
+    layout = msgspec.structs.replace(make_layout(KVShape(1, 1, 16), 24, torch.bfloat16), order="blocks")
+    hasher = PageHasher(layout, 0)
+    assert not hasher.is_canonical
+    assert len(hasher.hash(np.zeros(layout.page_bytes, dtype=np.uint8))) == 16
+
+
+# --- what is compared ---
+
+
+def test_without_the_flag_nobody_looks():
+    sim = SimInstance()
+    ask(sim, "a", prompt(1))
+    assert sim.scheduler.memory.debug is None
+    assert take_metrics(sim.scheduler).kv_debug is None
+
+
+def test_a_prefix_that_is_reused_is_what_was_computed():
+    sim = watched()
+    ask(sim, "a", prompt(1), 12)
+    assert len(debug_of(sim)._table) == 12  # whole pages of prompt and output, but for the last token's
+    ask(sim, "b", prompt(1) + reference_output(prompt(1), 8))
+    assert debug_of(sim).compared == {Place.REUSE: 11, Place.PREFILL: 1}  # the last page is computed again
+    assert not debug_of(sim).mismatches
+    assert debug_of(sim).problem == ""
+
+
+def test_kv_that_changed_in_the_pool_is_named_and_not_found_again(caplog):
+    sim = watched()
+    ask(sim, "a", prompt(1))
+    [slot] = sim.scheduler.memory._cache.match_prefix(np.array(prompt(1), dtype=np.int32)).slots[[13]]
+    sim.worker.kv[slot] ^= 1 << 40  # token 13 is in page 3; the first half of a page stands for its keys here
+    ask(sim, "b", prompt(1))
+    assert debug_of(sim).mismatches == {Place.REUSE: 1}, debug_of(sim).info()
+    [line] = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert line.rid == "b"
+    assert "page 3 (tokens 12 to 15), layer 0, K: " in line.getMessage()
+    assert "as it was found in the cache" in line.getMessage()
+    assert "when it was computed" in line.getMessage()
+    assert "1 hashes of KV that differ; the last request: b: page 3" in debug_of(sim).problem
+    assert sim.scheduler.memory._cache.peek(np.array(prompt(1), dtype=np.int32)) == 0
+    ask(sim, "c", prompt(1))
+    assert sim.tokens["c"] == reference_output(prompt(1), 4)
+    assert sum(debug_of(sim).mismatches.values()) == 1
+
+
+def test_what_is_computed_again_otherwise_is_told_and_no_fault_of_the_cache(caplog, monkeypatch):
+    sim = watched(disable_radix_cache=True, chunked_prefill_size=64)
+    ask(sim, "a", prompt(1))
+    monkeypatch.setattr("support.sim.mix", lambda before, token: before + token + 1)
+    ask(sim, "b", prompt(1))
+    assert debug_of(sim).mismatches == {Place.PREFILL: 20}
+    assert debug_of(sim).problem == ""
+    assert {record.levelname for record in caplog.records if "KV differs" in record.getMessage()} == {"WARNING"}
+    assert len(caplog.records) == MOST_LINES + 1
+    ask(sim, "c", prompt(1))
+    assert debug_of(sim).mismatches == {Place.PREFILL: 20}  # the newest counts
+
+
+@pytest.mark.parametrize("window", [SimWindow(), SimWindow(8, 64)])
+def test_what_comes_back_from_the_host_and_the_store_is_what_went(monkeypatch, window):
+    monkeypatch.setattr(store_link, "LEAST_FETCH", 4)
+    sim = TieredSim(24, kv_debug=True, window=window)
+    ask(sim, "a", prompt(1))
+    displace(sim)
+    ask(sim, "b", prompt(1))
+    assert debug_of(sim).compared[Place.STORE] == 9
+    assert debug_of(sim).compared[Place.HOST] == 0
+    roomy = TieredSim(200, kv_debug=True, store=False, window=window)
+    ask(roomy, "a", prompt(1))
+    displace(roomy)
+    ask(roomy, "b", prompt(1))
+    assert debug_of(roomy).compared[Place.HOST] == 9
+    assert not debug_of(sim).mismatches
+    assert not debug_of(roomy).mismatches
+
+
+def test_a_store_that_lies_under_a_right_checksum_is_found_out(monkeypatch, caplog):
+    monkeypatch.setattr(store_link, "LEAST_FETCH", 4)
+    sim = TieredSim(24, kv_debug=True)
+    ask(sim, "a", prompt(1))
+    displace(sim)
+    name = prompt_hashes(sim.tiers.seed(), np.array(prompt(1), dtype=np.int32), 4, "")[2]
+    page = bytearray(sim.store.kept[name][HEADER_BYTES:])
+    page[-1] ^= 1
+    sim.store.kept[name] = header(name, memoryview(page)) + bytes(page)
+    ask(sim, "b", prompt(1))
+    assert debug_of(sim).mismatches == {Place.STORE: 1}
+    assert "page 2 (tokens 8 to 11), layer 0, V: " in caplog.text
+    assert "back from the store" in caplog.text
+    assert name not in sim.store.kept
+
+
+def test_rounded_pages_are_taken_as_they_come():
+    sim = TieredSim(200, kv_debug=True, store=False)
+    debug_of(sim)._is_lossy = True
+    ask(sim, "a", prompt(1))
+    displace(sim)
+    ask(sim, "b", prompt(1))
+    assert debug_of(sim).compared[Place.HOST] == 0
+    ask(sim, "c", prompt(1))
+    assert debug_of(sim).compared[Place.REUSE] == 9
+
+
+def test_memory_that_is_looked_at_is_offered_to_no_peer():
+    sim = watched()
+    sim.submit("a", prompt(1, 8), max_new_tokens=1)
+    sim.plan()
+    sim.work()  # the step; what was asked behind it is not answered
+    memory = sim.scheduler.memory
+    fence = memory.fence()
+    assert not memory.is_past(fence, sim.scheduler.completed_step)
+    sim.run_until_idle()
+    assert memory.is_past(fence, sim.scheduler.completed_step)
+
+
+def test_the_table_is_bounded():
+    sim = watched()
+    debug_of(sim)._most = 6
+    ask(sim, "a", prompt(1))
+    assert len(debug_of(sim)._table) == 6
+    ask(sim, "b", prompt(1))
+    assert not debug_of(sim).mismatches
