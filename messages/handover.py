@@ -20,7 +20,7 @@ from .base import Epoch, HandoverId, Message, Reason
 from .outputs import CachedBeyond, Timing, TokenLogprob
 from .worker import MAX_GROUPS, MAX_PAGES, KVLayout, SliceChecksum
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 MAX_METADATA_BYTES = 4096
 MAX_TOKENS = (1 << 31) - 1
 MAX_DURATION_MS = 1e9
@@ -36,6 +36,8 @@ Checksum = Annotated[int, Meta(ge=0)]
 """xxh3_64; the wire format ends at 64 bits by itself."""
 MAX_SLICES = 1 << 16
 """Of one hand-over: as many writes of 4 MiB, or of a longer page, are 256 GiB."""
+MAX_HASH_BYTES = 16 << 20
+"""Of one hand-over: 64 bits for each part of each layer of a page."""
 PageNumbers = Annotated[bytes, Meta(max_length=4 * MAX_PAGES)]
 PageNumbersByGroup = Annotated[list[PageNumbers], Meta(min_length=1, max_length=MAX_GROUPS)]
 
@@ -100,7 +102,8 @@ class TransferRequest(Message):
     last ones, as far as whoever goes on sees.
 
     ``prompt_digest`` (xxh3_64 of the int32 prompt) guards against a room that means another prompt there. ``checksum``:
-    whether the slices of ``TransferDone`` shall have theirs.
+    whether the slices of ``TransferDone`` shall have theirs. ``hashes``: it compares what each page held when it was
+    computed, if the sender knows (``--kv-debug``).
     """
 
     epoch: Epoch
@@ -110,6 +113,7 @@ class TransferRequest(Message):
     decode_prefix_len: Tokens
     dst_pages: PageNumbersByGroup
     checksum: bool = True
+    hashes: bool = False
 
     def __post_init__(self) -> None:
         if any(len(pages) % 4 for pages in self.dst_pages):
@@ -179,12 +183,15 @@ class TransferDone(Message):
     """Sender → receiver: every page has landed; nothing more will be written for this room. ``FirstToken`` came before.
 
     ``slices``: what was written, with checksums where they were asked for. ``timing``: where the time went there.
+    ``hashes``: what the whole pages of the tokens that were asked for held, one after another, of each its groups, as
+    in ``PagesHashed``; 0: not known. b"": nothing is, or it was not asked for.
     """
 
     epoch: Epoch
     handover: HandoverId
     slices: Annotated[list[SliceChecksum], Meta(max_length=MAX_SLICES)]
     timing: Timing
+    hashes: Annotated[bytes, Meta(max_length=MAX_HASH_BYTES)] = b""
 
     def __post_init__(self) -> None:
         check_timing(self.timing)

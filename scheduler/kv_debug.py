@@ -25,9 +25,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..mem_cache.base_prefix_cache import KVHold
 from ..mem_cache.page_hash import model_seed
 from ..mem_cache.window_pages import WindowPages
 from ..messages.base import I32, pack_i32
+from ..messages.handover import MAX_HASH_BYTES
 from ..messages.kv_debug import HASH_BYTES, HashPages, PagesHashed
 from ..messages.metrics import KVDebugMetrics
 from ..messages.worker import KVGroup, WorkerReady
@@ -101,7 +103,7 @@ class Difference(NamedTuple):
 class _Question:
     """``first``: the number of the first page within the request. ``pages``: full pages of the pool. ``brought``: names
     of those that the store has brought. ``theirs``: what the pages held at the instance that computed them, as far as
-    it said. ``done``: told whether all were right.
+    it said. ``done``: told what is wrong, and when; without it what is wrong is condemned.
     """
 
     req: Req
@@ -111,7 +113,7 @@ class _Question:
     pages: I32
     brought: frozenset[bytes] = frozenset()
     theirs: list[Row] = field(default_factory=list)
-    done: Callable[[bool], None] | None = None
+    done: Callable[[str, float], None] | None = None
 
     def place_of(self, name: bytes) -> Place:
         """Of one page: what comes from other tiers need not all come from the same one."""
@@ -139,6 +141,7 @@ class KVDebug:
         """Those without an answer, in the order of their numbers."""
         self._planned: list[int] = []
         """Those that wait for the step that is being planned."""
+        self._waiting: list[tuple[int, Callable[[], None]]] = []
         self.windows: WindowPages | None = None
         self.condemn: Callable[[Req], None] = lambda req: None
         """``KVMemory``'s, both."""
@@ -165,15 +168,33 @@ class KVDebug:
         names = self._names.of(req, last * size)[first:]
         self._ask(_Question(req, place, first, names, pages, frozenset(brought)), planned=planned)
 
-    def check(self, req: Req, first: int, pages: I32, theirs: list[Row], done: Callable[[bool], None]) -> None:
-        """The same of ``pages`` that a peer has written; ``theirs``: what each held there, as far as it said. ``done``
-        is called with whether they are right, at once where there are none.
+    def landed(
+        self, req: Req, hold: KVHold, first: int, pages: I32, theirs: bytes, done: Callable[[str, float], None]
+    ) -> None:
+        """The same of ``pages`` that a peer has written, the request's from the ``first`` on, which are in ``hold``;
+        ``theirs``: as in ``TransferDone``. ``done`` is told what is wrong with them, "" for nothing, and when.
         """
-        if not len(pages):
-            done(True)
-            return
-        names = self._names.of(req, (first + len(pages)) * self._names.page_size)[first:]
-        self._ask(_Question(req, Place.TRANSFER, first, names, pages, theirs=theirs, done=done), planned=False)
+        last = first + len(pages)
+        hold.hashed = max(hold.hashed, last * self._names.page_size)
+        size = sum(self._row_bytes)
+        rows = [theirs[at : at + size] for at in range(0, len(theirs), size)] if size else []
+        told = [self._split(row) for row in rows] if len(rows) == len(pages) else []
+        names = self._names.of(req, last * self._names.page_size)[first:]
+        self._ask(_Question(req, Place.TRANSFER, first, names, pages, theirs=told, done=done), planned=False)
+
+    def _split(self, row: bytes) -> Row:
+        ends = list(itertools.accumulate(self._row_bytes))
+        return tuple(row[end - size : end] for end, size in zip(ends, self._row_bytes, strict=True))
+
+    def told(self, req: Req, first: int, last: int) -> bytes:
+        """What pages ``[first, last)`` of the request held when they were computed, as in ``TransferDone``."""
+        names = self._names.of(req, last * self._names.page_size)[first:]
+        none = bytes(sum(self._row_bytes))
+        if len(none) * len(names) > MAX_HASH_BYTES:
+            log.info("its %d pages have more hashes than a message takes", len(names), extra={"rid": req.rid})
+            return b""
+        known = [self._table.get(name) for name in names]
+        return b"".join(none if page is None else b"".join(page.row) for page in known)
 
     def _ask(self, question: _Question, *, planned: bool) -> None:
         self._newest = next(self._ids)
@@ -208,32 +229,46 @@ class KVDebug:
         """Whether all questions up to this one are answered: nobody looks at their pages any more."""
         return next(iter(self._open), number + 1) > number
 
+    def when_past(self, number: int, call: Callable[[], None]) -> bool:
+        """Whether they are; else ``call`` is made once they are."""
+        if self.is_past(number):
+            return True
+        self._waiting.append((number, call))
+        return False
+
     # --- answers ---
 
-    def on_hashed(self, event: PagesHashed) -> None:
+    def on_hashed(self, event: PagesHashed, now: float) -> None:
         """The worker has looked."""
         question = self._open.pop(event.id)
         wrong: list[str] = []
         is_right = True
         for i, name in enumerate(question.names):
             place, row = question.place_of(name), self._row(event.hashes, i)
-            known = self._known(question, i)
+            known, differences = self._known(question, i), []
             if known is not None:
                 self.compared[place] += 1
-                if differences := self._differences(row, known.row):
-                    self.mismatches[place] += len(differences)
-                    is_right = is_right and place is Place.PREFILL
-                    wrong += [self._line(question.first + i, d, place, known.when) for d in differences]
-            if known is None or place in (Place.PREFILL, Place.TRANSFER):
-                self._remember(name, row, BEFORE[place])
+                differences = self._differences(row, known.row)
+            if known is None or place is Place.PREFILL:
+                self._remember(name, Known(row, BEFORE[place]))
+            elif place is Place.TRANSFER:
+                self._remember(name, known if differences else Known(row, BEFORE[place]))
             else:
                 self._table.move_to_end(name)
+            if known is not None and differences:
+                self.mismatches[place] += len(differences)
+                is_right = is_right and place is Place.PREFILL
+                wrong += [self._line(question.first + i, d, place, known.when) for d in differences]
         if wrong:
             self._report(question.req.rid, wrong, logging.WARNING if is_right else logging.ERROR)
         if question.done is not None:
-            question.done(is_right)
+            question.done("" if is_right else "hashes differ", now)
         elif not is_right:
             self.condemn(question.req)
+        due = [call for number, call in self._waiting if self.is_past(number)]
+        self._waiting = [(number, call) for number, call in self._waiting if not self.is_past(number)]
+        for call in due:
+            call()
 
     def _row(self, hashes: Sequence[bytes], index: int) -> Row:
         return tuple(
@@ -243,13 +278,14 @@ class KVDebug:
     def _known(self, question: _Question, index: int) -> Known | None:
         """What a page of the question is to be compared with, None for nothing."""
         if question.place is Place.TRANSFER:
-            return Known(question.theirs[index], AT_SENDER) if question.theirs else None
+            theirs = question.theirs[index] if question.theirs else ()
+            return Known(theirs, AT_SENDER) if any(any(part) for part in theirs) else None
         if question.place is Place.HOST and self._is_lossy:
             return None
         return self._table.get(question.names[index])
 
-    def _remember(self, name: bytes, row: Row, when: str) -> None:
-        self._table[name] = Known(row, when)
+    def _remember(self, name: bytes, known: Known) -> None:
+        self._table[name] = known
         self._table.move_to_end(name)
         if len(self._table) > self._most:
             self._table.popitem(last=False)

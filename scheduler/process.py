@@ -168,7 +168,7 @@ class SchedulerProcess:
             self._occupation.on_changed(event)
         elif isinstance(event, PagesHashed):
             assert self._scheduler.memory.debug is not None
-            self._scheduler.memory.debug.on_hashed(event)
+            self._scheduler.memory.debug.on_hashed(event, now)
         elif isinstance(event, TierEvent):
             assert self._scheduler.tiers is not None
             self._scheduler.tiers.on_event(event, now)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ...mem_cache.base_prefix_cache import KVHold
@@ -250,6 +251,7 @@ class KVReceivers:
                 receiver.prefix_len,
                 receiver.pages,
                 self._checksum,
+                hashes=memory.debug is not None,
             )
         )
 
@@ -289,6 +291,7 @@ class KVReceivers:
             self._fail(receiver, 502, "the prefill instance sent the prompt's KV without a first token")
         elif receiver.state is ReceiverState.TRANSFERRING:
             receiver.state, receiver.there, receiver.checking = ReceiverState.VERIFYING, msg.timing, True
+            receiver.hashes = msg.hashes
             self._revoke(receiver, are_checked=True)  # what changed while it is checked would never be noticed
             check = VerifyPages(receiver.handover, receiver.pages, msg.slices, peer.order, self._checksum)
             self._scheduler.outbox.to_transfer(check)
@@ -298,12 +301,21 @@ class KVReceivers:
         receiver = self.rooms.get(event.handover.room)
         if receiver is None or receiver.handover != event.handover or not receiver.checking:
             return
+        debug, hold = self._scheduler.memory.debug, receiver.hold
+        if debug is None or hold is None or not event.ok:
+            self._checked(receiver, "" if event.ok else "checksum mismatch", now)
+            return
+        first, pages = receiver.whole_pages(self._scheduler.memory.page_size)
+        debug.landed(receiver.req, hold, first, pages, receiver.hashes, partial(self._checked, receiver))
+
+    def _checked(self, receiver: KVReceiver, problem: str, now: float) -> None:
+        """Our own worker is through with what landed."""
         receiver.checking = False
         if receiver.state is ReceiverState.DRAINING:
             self._drained(receiver)
             return
-        if not event.ok:
-            self._fail(receiver, 502, "the KV that arrived is not what the prefill instance sent (checksum mismatch)")
+        if problem:
+            self._fail(receiver, 502, f"the KV that arrived is not what the prefill instance sent ({problem})")
             return
         req, there = receiver.req, receiver.there
         assert there is not None
@@ -391,19 +403,7 @@ class KVReceivers:
 
     def info(self, now: float) -> list[dict[str, Any]]:
         """Rooms that are open, for /transfers."""
-        return [
-            {
-                "direction": "receiving",
-                "room": receiver.handover.room,
-                "state": receiver.state.name.lower(),
-                "rid": receiver.req.rid,
-                "peer": receiver.peer.epoch or None,
-                "seconds": round(now - receiver.since, 3),
-                "prompt_tokens": receiver.req.prompt_len,
-                "reason": receiver.peer.reason or None,
-            }
-            for receiver in self.rooms.values()
-        ]
+        return [receiver.info(now) for receiver in self.rooms.values()]
 
     def pinned(self) -> list[KVHold]:
         """Memory that a prefill, or our own worker, may still write."""

@@ -318,16 +318,24 @@ class KVSenders:
             self._finish_if_whole(sender)
 
     def _finish_if_whole(self, sender: KVSender) -> None:
-        req, peer, handover = sender.req, sender.peer, sender.handover
+        req, peer, handover, request = sender.req, sender.peer, sender.handover, sender.request
         if not sender.computed or sender.sent is None or sender.state is SenderState.DRAINING:
             return
         assert req is not None
+        assert request is not None
         assert peer is not None
         assert handover is not None
+        debug, hashes = self._scheduler.memory.debug, b""
+        if debug is not None and request.hashes:
+            if sender.looks is None:
+                sender.looks = debug.newest
+                if not debug.when_past(sender.looks, lambda: self._finish_if_whole(sender)):
+                    return
+            hashes = debug.told(req, request.decode_prefix_len // self._page_size, req.prompt_len // self._page_size)
         req.timing.transfer_bytes = sender.sent.nbytes
         req.timing.transfer_ms = sender.sent.seconds * 1000
         timing = self._timing(req, sender.sent)
-        peer.send(TransferDone(peer.epoch, handover, sender.sent.slices, timing))
+        peer.send(TransferDone(peer.epoch, handover, sender.sent.slices, timing, hashes))
         self._close(sender)
         self.done += 1
         self._scheduler.end(req, ReqState.FINISHED, FinishReason(FinishType.LENGTH))

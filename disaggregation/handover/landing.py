@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...mem_cache.base_prefix_cache import KVHold
-from ...messages.base import HandoverId
+from ...messages.base import I32, HandoverId, unpack_i32
 from ...messages.handover import FirstToken
 from ...messages.outputs import Timeline, Timing, TokenLogprob
 from ...messages.worker import PagesByGroup
@@ -51,7 +51,7 @@ class KVReceiver:
     pages, to check and perhaps to convert them. ``asked``: the prefill for its forecast. ``decided``: who computes the
     prompt. ``tried_again``: to reach a prefill that is to be told of that. ``hold``: the request's memory, pinned as
     long as anybody may write it. ``length``: of how many tokens the KV comes: the prompt's, or those that a
-    ``newcomer`` had when it was offered.
+    ``newcomer`` had when it was offered. ``hashes``: what the prefill says that its pages held.
     """
 
     handover: HandoverId
@@ -78,6 +78,7 @@ class KVReceiver:
     decided: bool = True
     tried_again: bool = False
     hold: KVHold | None = None
+    hashes: bytes = b""
 
     @property
     def goes_on(self) -> int:
@@ -85,6 +86,24 @@ class KVReceiver:
         answer to the same prompt begins in the page of the prompt's last token.
         """
         return self.length - 1 if self.newcomer is None else self.length
+
+    def whole_pages(self, size: int) -> tuple[int, I32]:
+        """Of what came, the pages of the first group that are full, and which of the request's is the first of them."""
+        first = self.prefix_len // size
+        return first, unpack_i32(self.pages[0])[: self.length // size - first]
+
+    def info(self, now: float) -> dict[str, Any]:
+        """For /transfers."""
+        return {
+            "direction": "receiving",
+            "room": self.handover.room,
+            "state": self.state.name.lower(),
+            "rid": self.req.rid,
+            "peer": self.peer.epoch or None,
+            "seconds": round(now - self.since, 3),
+            "prompt_tokens": self.req.prompt_len,
+            "reason": self.peer.reason or None,
+        }
 
 
 def is_sound(score: TokenLogprob, vocab_size: int) -> bool:

@@ -38,7 +38,8 @@ class KVSender:
     """One room. ``run``: which of the prompt's pages were asked for, by group; ``next_page``: the first that is not
     pushed; ``computed``: all of them are, and the peer was told what follows. ``first``: what follows a prompt that is
     done and that nobody has asked for. ``asks``: the decode waits for a forecast, which it gets once. ``foretold``:
-    what it may still want, since it got it. ``failure`` says why the room drains.
+    what it may still want, since it got it. ``failure`` says why the room drains. ``looks``: the last of those at its
+    pages, once it is to be told what they held.
 
     ``hold``: the request's memory, pinned from its first push to the worker's ``SendEnded``.
     """
@@ -61,6 +62,7 @@ class KVSender:
     sent: SendEnded | None = None
     failure: tuple[int, str] | None = None
     abort_asked: bool = False
+    looks: int | None = None
 
 
 def timeline_of(req: Req, sent: SendEnded | None, begun: float) -> Timeline:

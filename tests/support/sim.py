@@ -308,7 +308,7 @@ class SimInstance:
         for group, (pages, pool) in enumerate(zip(message.pages, self.worker.pools(), strict=True)):
             held = pool.view(np.uint8).reshape(-1, self.options.page_size * 8)
             hashes.append(PageHasher(self.scheduler.worker.layout, group).hash_all(pages, held.__getitem__))
-        self.scheduler.memory.debug.on_hashed(PagesHashed(message.id, hashes))
+        self.scheduler.memory.debug.on_hashed(PagesHashed(message.id, hashes), self.now)
 
     def on_command(self, message: Message) -> None:
         """A transfer command; a plain instance sends none."""

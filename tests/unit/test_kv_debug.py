@@ -9,18 +9,22 @@ import numpy as np
 import pytest
 import torch
 from support.layouts import latent_layout
-from support.sim import SimInstance, SimWindow, make_options, reference_output
+from support.sim import SimInstance, SimWindow, make_generate, make_options, reference_output
+from support.sim_pair import SimPair, SimSide, assert_all_returned, run_until_idle
 from support.sim_tiers import TieredSim
 
 from pdserve.disaggregation.transfer.page_order import PageConverter
+from pdserve.mem_cache.base_prefix_cache import KVHold
 from pdserve.mem_cache.page_hash import prompt_hashes
 from pdserve.mem_cache.storage.frame import HEADER_BYTES, header
+from pdserve.mem_cache.tree_node import make_root
 from pdserve.messages.worker import KVGroup, KVLayout
 from pdserve.model_runner.kv_pool import KVShape, make_layout
 from pdserve.model_runner.page_hasher import PageHasher
 from pdserve.scheduler import store_link
 from pdserve.scheduler.kv_debug import MOST_LINES, KVDebug, Place
 from pdserve.scheduler.metrics_report import take_metrics
+from pdserve.scheduler.req import Req, ReqState, Route
 
 
 def prompt(seed: int, length: int = 40) -> list[int]:
@@ -224,3 +228,76 @@ def test_the_table_is_bounded():
     assert len(debug_of(sim)._table) == 6
     ask(sim, "b", prompt(1))
     assert not debug_of(sim).mismatches
+
+
+# --- what is handed over ---
+
+
+def handed_over(pair: SimPair, rid: str = "a", tokens: list[int] | None = None, room: int = 1) -> SimPair:
+    pair.submit(rid, tokens or prompt(1), room=room, max_new_tokens=6)
+    run_until_idle(pair)
+    assert pair.decode.tokens[rid] == reference_output(tokens or prompt(1), 6)
+    return pair
+
+
+@pytest.mark.parametrize("window", [SimWindow(), SimWindow(8, 64)])
+def test_what_lands_is_what_was_computed(window):
+    pair = handed_over(SimPair(kv_debug=True, window=window))
+    assert debug_of(pair.decode).compared == {Place.TRANSFER: 10}
+    assert not debug_of(pair.decode).mismatches
+    assert debug_of(pair.prefill).compared == {}
+    longer = prompt(1) + reference_output(prompt(1), 6) + prompt(2, 7)  # 53 tokens; the decode has 44 of them
+    handed_over(pair, "b", longer, room=2)
+    assert debug_of(pair.decode).compared == {Place.TRANSFER: 12, Place.REUSE: 11}
+    assert not debug_of(pair.decode).mismatches
+
+
+def test_a_page_that_a_transfer_has_changed_is_not_used(caplog):
+    pair = SimPair(kv_debug=True, disable_handover_checksum=True)
+    pair.corrupt = True
+    handed_over(pair)
+    assert pair.decode.receivers.recomputed == 1
+    assert debug_of(pair.decode).mismatches == {Place.TRANSFER: 20}
+    assert "as it landed" in caplog.text
+    assert "at the instance that computed it" in caplog.text
+    assert {r.rid for r in caplog.records if "KV differs" in r.getMessage()} == {"a"}
+    assert debug_of(pair.decode).problem
+    assert_all_returned(pair)
+
+
+def test_without_the_flag_damage_is_taken_for_what_was_sent():
+    """That nothing else finds what the test above damages."""
+    pair = SimPair(disable_handover_checksum=True)
+    pair.corrupt = True
+    pair.submit("a", prompt(1), room=1, max_new_tokens=6)
+    run_until_idle(pair)
+    assert pair.decode.tokens["a"] != reference_output(prompt(1), 6)
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_a_peer_without_the_flag_goes_on_working(who, monkeypatch):
+    make = SimSide.__init__
+    monkeypatch.setattr(
+        SimSide, "__init__", lambda self, pair, mode, window, **o: make(self, pair, mode, window, kv_debug=mode == who)
+    )
+    pair = handed_over(SimPair())
+    debug = debug_of(getattr(pair, who))
+    assert debug.compared == {}
+    assert len(debug._table) >= 10  # each knows what it has, for what comes later
+
+
+def test_hashes_that_are_no_answer_to_what_was_asked_are_none():
+    sim = watched()
+    ask(sim, "a", prompt(1))
+    debug = debug_of(sim)
+    req = Req.create(make_generate("x", prompt(1)), Route.INCOMING, ReqState.TRANSFERRING, 1, 1)
+    told: list[str] = []
+    row = debug.told(req, 0, 1)
+    for theirs in (b"", row, row * 2 + b"1", row * 3, bytes(len(row) * 2)):
+        hold = KVHold(0, "", make_root(), 0, 0)
+        debug.landed(req, hold, 0, np.array([1, 2], dtype=np.int32), theirs, lambda problem, now: told.append(problem))
+        sim.outbox.flush()
+        sim.work()
+        assert hold.hashed == 8
+    assert told == [""] * 5
+    assert Place.TRANSFER not in debug.compared

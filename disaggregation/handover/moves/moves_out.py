@@ -84,7 +84,8 @@ class MoveState(Enum):
 class Move:
     """One request on its way to ``peer``, which is found at ``host`` and ``port``.
 
-    ``question``: who asked for it, None where everything is to go. ``kv_len``: of how many tokens the KV goes ahead.
+    ``question``: who asked for it, None where everything is to go. ``kv_len``: of how many tokens the KV goes ahead,
+    but for those that are there, as ``asked`` says.
     ``offered``: how many tokens were known then. ``frozen_at``: since when the request stands still, 0 while it
     doesn't. ``hold``: its memory, pinned while it is pushed. ``abort_asked``: the peer waits to hear that nothing more
     will be written. ``gift``: the request is over, and only its KV goes.
@@ -100,6 +101,7 @@ class Move:
     state: MoveState = MoveState.REACHING
     handover: HandoverId | None = None
     kv_len: int = 0
+    asked: TransferRequest | None = None
     offered: int = 0
     hold: KVHold | None = None
     frozen_at: float = 0.0
@@ -282,6 +284,7 @@ class MovesOut:
             self._fail(move, problem)
             return
         move.state, move.deadline = MoveState.PUSHING, self._now + self._limits.transfer
+        move.asked = msg
         if move.hold is None:
             move.hold = memory.pin(move.req)
         src = [pack_i32(pages) for pages in memory.pages_in(move.hold, run, run.begin, run.end)]
@@ -317,7 +320,11 @@ class MovesOut:
         else:
             move.state = MoveState.LANDING
             timing = Timing(transfer_ms=event.seconds * 1000, transfer_bytes=event.nbytes)
-            move.peer.send(TransferDone(move.peer.epoch, event.handover, event.slices, timing))
+            debug, asked, hashes = self._scheduler.memory.debug, move.asked, b""
+            if debug is not None and asked is not None and asked.hashes:
+                first = asked.decode_prefix_len // self._page_size
+                hashes = debug.told(move.req, first, move.kv_len // self._page_size)
+            move.peer.send(TransferDone(move.peer.epoch, event.handover, event.slices, timing, hashes))
             if move.gift:
                 self.given += 1
                 self._forget(move)
