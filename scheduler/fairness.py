@@ -3,22 +3,31 @@
 Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): each client has a
 counter of the work that was done for it, prompt tokens that were computed and output tokens at ``OUTPUT_WEIGHT``
 times as much, and the next admission goes to a client that waits and has the lowest. Who comes back after it had
-nothing to ask is lifted to the lowest of those that waited meanwhile: not having asked is no credit. So of two that
-always wait neither gets ahead of the other by more than what one admission, and the output of what runs, may cost.
+nothing to ask is lifted to a *clock*: not having asked is no credit. So of two that always wait neither gets ahead of
+the other by more than what one admission, and the output of what runs, may cost.
 
 A client is an API key; below it, the ``user`` that a request names: to name many brings no more than its key's share.
+
+The clock of those who compete goes on with the work, divided by how many of them have requests: as all of their
+counters would, were they served side by side. It is never behind the lowest that waits (the paper's rule), but need not
+be that: anybody may name a new user with each request, and if each began as low as the lowest, one who is above would
+wait for all of them, for ever. And who has nothing to ask and is not above the clock can be forgotten at no loss, as
+nobody is told apart from one that was never seen: what is remembered are debts alone.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+import heapq
+from collections import Counter
 from typing import NamedTuple
 
 OUTPUT_WEIGHT = 2.0
 """What a token of output counts, where one of a prompt counts 1 (the paper's choice)."""
-MOST_REMEMBERED = 8192
-"""Counters are kept of so many that have nothing to ask; of those that come back later nothing is known."""
+MOST_REMEMBERED = 1024
+"""Debts of keys, and of one key's users, that have nothing to ask. Of more than these the smallest are let off."""
+
+FEW = 64
+"""Entries for those that wait no more, beside as many as there are of those that do."""
 
 
 class Tenant(NamedTuple):
@@ -28,45 +37,127 @@ class Tenant(NamedTuple):
     user: str = ""
 
 
-class _Counters:
-    """Work done by name: of those that wait, and, the latest ones, of those that don't."""
+class _Competition:
+    """Those who compete with each other, by name: all keys, or one key's users.
+
+    A name is unknown → here (it has requests) and, at times, waiting → remembered, if it is in debt → unknown.
+    """
 
     def __init__(self) -> None:
-        self._work: OrderedDict[Tenant, float] = OrderedDict()
+        self.here: Counter[str] = Counter()
+        self._waiting: Counter[str] = Counter()
+        self._work: dict[str, float] = {}
+        self._line: list[tuple[float, str]] = []
+        """A heap of those that wait; their counters may have grown since, and some wait no more."""
+        self._clock = 0.0
 
-    def of(self, name: Tenant) -> float:
-        """Of one that was seen before."""
-        return self._work.get(name, 0.0)
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing that is worth to be remembered."""
+        return not (self.here or self._waiting or self._work)
 
-    def comes_back(self, name: Tenant, others: Iterable[Tenant]) -> None:
-        """``name`` has something to ask again, ``others`` waited meanwhile."""
-        floor = min((self.of(other) for other in others), default=0.0)
-        self._work[name] = max(self.of(name), floor)
-        self._work.move_to_end(name)
-        if len(self._work) > 2 * MOST_REMEMBERED:
-            for _ in range(MOST_REMEMBERED):
-                self._work.popitem(last=False)
+    @property
+    def remembered(self) -> int:
+        """Names that have nothing to ask."""
+        return sum(1 for name in self._work if name not in self.here)
 
-    def add(self, name: Tenant, work: float) -> None:
+    def of(self, name: str) -> float:
+        """Work done for it."""
+        return self._work.get(name, self._clock)
+
+    def comes(self, name: str) -> None:
+        """It has one more request."""
+        self.here[name] += 1
+
+    def goes(self, name: str) -> None:
+        """It has one less."""
+        self.here[name] -= 1
+        if self.here[name]:
+            return
+        del self.here[name]
+        if self.of(name) <= self._clock:
+            self._work.pop(name, None)
+        elif len(self._work) > len(self.here) + 2 * MOST_REMEMBERED:
+            self._forget()
+
+    def _forget(self) -> None:
+        debts = {name: work for name, work in self._work.items() if name not in self.here and work > self._clock}
+        kept = heapq.nlargest(MOST_REMEMBERED, debts, key=debts.__getitem__)
+        self._work = {name: self._work[name] for name in (*kept, *self.here) if name in self._work}
+
+    def waits(self, name: str) -> None:
+        """It has something that waits, which it had not; or once more."""
+        self._waiting[name] += 1
+        if self._waiting[name] == 1:
+            self._clock = max(self._clock, self._lowest())
+            self._work[name] = max(self.of(name), self._clock)
+            heapq.heappush(self._line, (self._work[name], name))
+            if len(self._line) > 2 * len(self._waiting) + FEW:
+                self._line = [(self.of(other), other) for other in self._waiting]
+                heapq.heapify(self._line)
+
+    def waits_no_more(self, name: str) -> None:
+        """The opposite of ``waits``."""
+        self._waiting[name] -= 1
+        if not self._waiting[name]:
+            del self._waiting[name]
+        if not self._waiting:
+            # Whoever comes next was asking for nothing while this one was served.
+            self._clock = max(self._clock, self.of(name))
+            self._line.clear()
+
+    def add(self, name: str, work: float) -> None:
         """So much was done for it."""
         self._work[name] = self.of(name) + work
-        self._work.move_to_end(name)
+        self._clock += work / max(1, len(self.here))
+
+    def _lowest(self) -> float:
+        """The counter of the lowest that waits, 0 where nobody does."""
+        while self._line:
+            work, name = self._line[0]
+            if name not in self._waiting:
+                heapq.heappop(self._line)
+            elif work < (now := self.of(name)):
+                heapq.heapreplace(self._line, (now, name))
+            else:
+                return work
+        return 0.0
 
 
 class FairShares:
     """The counters of keys, and of users below them."""
 
     def __init__(self) -> None:
-        self._keys = _Counters()
-        self._users = _Counters()
+        self._keys = _Competition()
+        self._users: dict[str, _Competition] = {}
 
-    def comes_back(self, tenant: Tenant, waiting: Iterable[Tenant]) -> None:
-        """``tenant`` had nothing that waits, and now has; ``waiting``: those who have."""
-        waiting = list(waiting)
-        key = Tenant(tenant.key)
-        if all(other.key != tenant.key for other in waiting):
-            self._keys.comes_back(key, {Tenant(other.key) for other in waiting})
-        self._users.comes_back(tenant, (other for other in waiting if other.key == tenant.key))
+    @property
+    def remembered(self) -> int:
+        """Keys and users that have nothing to ask, and are known all the same."""
+        return self._keys.remembered + sum(users.remembered for users in self._users.values())
+
+    def comes(self, tenant: Tenant) -> None:
+        """A request of its was taken in."""
+        self._keys.comes(tenant.key)
+        self._users_of(tenant).comes(tenant.user)
+
+    def goes(self, tenant: Tenant) -> None:
+        """One of its requests is over."""
+        self._keys.goes(tenant.key)
+        users = self._users_of(tenant)
+        users.goes(tenant.user)
+        if users.is_idle:
+            del self._users[tenant.key]
+
+    def waits(self, tenant: Tenant) -> None:
+        """It had nothing that waits (in one rank), and now has."""
+        self._keys.waits(tenant.key)
+        self._users_of(tenant).waits(tenant.user)
+
+    def waits_no_more(self, tenant: Tenant) -> None:
+        """Now it has nothing."""
+        self._keys.waits_no_more(tenant.key)
+        self._users_of(tenant).waits_no_more(tenant.user)
 
     def prompt(self, tenant: Tenant, tokens: int) -> None:
         """So many tokens of a prompt are to be computed."""
@@ -78,8 +169,18 @@ class FairShares:
 
     def share(self, tenant: Tenant) -> tuple[float, float]:
         """Lower goes first: what the key has had, then what the user has."""
-        return self._keys.of(Tenant(tenant.key)), self._users.of(tenant)
+        return self._keys.of(tenant.key), self._users_of(tenant).of(tenant.user)
+
+    def is_owed_room(self, key: str, room: int) -> bool:
+        """Whether the key has less than its part of a queue of ``room`` requests, however full others made that. One
+        key may have ``room``, so k of them have ``room * (1 + 1/2 + … + 1/k)`` at most.
+        """
+        mine = self._keys.here[key]
+        return mine < room // (len(self._keys.here) + (not mine))
+
+    def _users_of(self, tenant: Tenant) -> _Competition:
+        return self._users.setdefault(tenant.key, _Competition())
 
     def _add(self, tenant: Tenant, work: float) -> None:
-        self._keys.add(Tenant(tenant.key), work)
-        self._users.add(tenant, work)
+        self._keys.add(tenant.key, work)
+        self._users_of(tenant).add(tenant.user, work)

@@ -178,8 +178,21 @@ class StepPlanner:
         self.asked_tokens += req.prompt_len
         self.hit_tokens += req.computed
 
+    def came(self, req: Req) -> Req:
+        """The request is about to be taken in, whichever way it goes; returns it."""
+        if self.waiting.shares is not None:
+            self.waiting.shares.comes(req.tenant)
+        return req
+
+    def ended(self, req: Req) -> None:
+        """It is over."""
+        self.forget(req.rid)
+        self.admission.learn(req)
+        if self.waiting.shares is not None:
+            self.waiting.shares.goes(req.tenant)
+
     def forget(self, rid: str) -> None:
-        """The request has ended."""
+        """The request is in no queue any more."""
         self.waiting.remove(rid)
         self.running.pop(rid, None)
         self.arriving.pop(rid, None)

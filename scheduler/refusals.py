@@ -46,9 +46,14 @@ def refuse_prompt(prompt_len: int, memory: KVMemory) -> Refusal | None:
     return Refusal(400, text, BAD_REQUEST, "input_ids", "context_length_exceeded")
 
 
+def most_living(options: ServerOptions) -> int:
+    """Requests that may run and wait at a time."""
+    return options.max_queued_requests + options.max_running_requests
+
+
 def refuse_more(living: int, options: ServerOptions, seconds: Callable[[], float]) -> Refusal | None:
     """Of one more than may run and wait; ``seconds``: until half of those that wait have had their turn."""
-    if living < options.max_queued_requests + options.max_running_requests:
+    if living < most_living(options):
         return None
     # At half, not at the first free place: all that are refused meanwhile would come back for that one.
     again = max(1, min(math.ceil(seconds()), MOST_SECONDS))

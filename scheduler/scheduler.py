@@ -39,7 +39,7 @@ from .memory_terms import PoolSizes
 from .outbox import Outbox, news_interval
 from .pace import PaceMeter
 from .planner import StepPlanner
-from .refusals import DRAINING, NO_EXCHANGE, Refusal, refuse_more, refuse_peer, refuse_prompt, refuse_rid
+from .refusals import DRAINING, NO_EXCHANGE, Refusal, most_living, refuse_more, refuse_peer, refuse_prompt, refuse_rid
 from .req import Req, ReqState, Route
 from .sessions import Sessions
 from .step_builder import InFlightStep
@@ -102,7 +102,7 @@ class Scheduler:
         room = self.memory.max_total_tokens - len(msg.input_ids) // 4
         budget = max(1, min(msg.sampling.max_new_tokens, room))
         req = Req.create(msg, route, ReqState.WAITING, budget, news_interval(msg, self.options.stream_interval))
-        self.reqs[req.rid] = req
+        self.reqs[req.rid] = self.planner.came(req)
         self.deadlines.add(req)
         self.counters.requests += 1
         log.debug("%s request of %d prompt tokens", route, req.prompt_len, extra={"rid": req.rid})
@@ -147,6 +147,8 @@ class Scheduler:
             return NO_EXCHANGE
         if where is not None and where.refusal and self._route(where) is Route.INCOMING:
             return refuse_peer(where)
+        if self.planner.waiting.is_owed_room(msg.key_name, most_living(self.options)):
+            return None
         return refuse_more(len(self.reqs), self.options, lambda: self.turns.seconds(len(self.planner.waiting) // 2))
 
     def enqueue(self, req: Req, now: float) -> None:
@@ -222,8 +224,7 @@ class Scheduler:
             raise AssertionError(f"request {req.rid} ends a second time ({req.state} → {state})")
         req.state = state
         del self.reqs[req.rid]
-        self.planner.forget(req.rid)
-        self.planner.admission.learn(req)
+        self.planner.ended(req)
         self.counters.ended(req)
         if self.tiers is not None:
             self.tiers.forget(req.rid)
@@ -462,7 +463,7 @@ class Scheduler:
         news = news_interval(msg, self.options.stream_interval)
         req = Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, max_new_tokens, news)
         req.extend(output)
-        self.reqs[req.rid] = req
+        self.reqs[req.rid] = self.planner.came(req)
         self.deadlines.add(req)
         self.planner.arriving[req.rid] = req
         self.counters.requests += 1
@@ -472,7 +473,8 @@ class Scheduler:
         """Make room for the KV of a prompt that ran elsewhere, or say why not; nothing is computed of it."""
         if (refusal := self.refusal(msg)) is not None:
             return refusal.message
-        return self.reqs.setdefault(msg.rid, Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, 1, 1))
+        req = self.reqs[msg.rid] = self.planner.came(Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, 1, 1))
+        return req
 
     def start_moved(self, req: Req, now: float) -> None:
         """Go on with a moved request: all of its output is known, and its KV is here as far as it was handed over."""

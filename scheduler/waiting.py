@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -20,10 +21,21 @@ from .fairness import FairShares, Tenant
 from .policies.base import SchedulePolicy
 from .req import Req
 
+FEW = 64
+"""Entries of lanes that are gone, beside as many as there are of those that are not."""
+
 
 class _Lane(NamedTuple):
     rank: int
     tenant: Tenant
+
+
+class _Turn(NamedTuple):
+    """When a lane has its turn: its tenant's share when that was last looked at, then as lanes were opened."""
+
+    share: tuple[float, float]
+    number: int
+    lane: _Lane
 
 
 def _turn(req: Req) -> float:
@@ -47,6 +59,10 @@ class WaitingQueue:
         self._retracted: dict[int, list[Req]] = {}
         self._lanes: dict[_Lane, int] = {}
         self._sizes: dict[_Lane, int] = {}
+        self._ranks: Counter[int] = Counter()
+        """How many lanes each has, and, with shares, whose turn it is."""
+        self._turns: dict[int, list[_Turn]] = {}
+        """Heaps: shares may have grown since, and some lanes are gone."""
         self._numbers = 0
 
     def __len__(self) -> int:
@@ -66,6 +82,10 @@ class WaitingQueue:
     def any_retracted(self) -> bool:
         """Whether one that ran already waits."""
         return bool(self._retracted)
+
+    def is_owed_room(self, key: str, room: int) -> bool:
+        """Whether one more of this API key is to be taken in, though there are ``room`` requests."""
+        return self.shares is not None and self.shares.is_owed_room(key, room)
 
     def rank(self, req: Req) -> int:
         """Lower goes first, whatever else is said."""
@@ -100,14 +120,12 @@ class WaitingQueue:
 
         Who was given may be removed, or set aside, before the next is asked for; nobody may be added.
         """
-        for rank in sorted({lane.rank for lane in self._lanes} | self._retracted.keys()):
+        for rank in sorted(self._ranks.keys() | self._retracted.keys()):
             yield from list(self._retracted.get(rank, ()))
-            lanes = [lane for lane in self._lanes if lane.rank == rank]
-            if self.shares is None:
-                for lane in lanes:
-                    yield from self.policy.order(self._lanes[lane])
-            else:
-                yield from self._in_turn(lanes, self.shares)
+            if self.shares is not None:
+                yield from self._in_turn(self._turns.get(rank, []), self.shares)
+            elif (number := self._lanes.get(_Lane(rank, Tenant()))) is not None:
+                yield from self.policy.order(number)
 
     def ahead_of(self, req: Req, uncached: int, others: Iterable[Req]) -> list[Req]:
         """Of ``others``, who wait or are begun, those that go before ``req``: see the policy. Shares are left out."""
@@ -123,16 +141,27 @@ class WaitingQueue:
             return self.rank(waiting) < self.rank(begun)
         return self.policy.is_before(waiting, begun)
 
-    def _in_turn(self, lanes: list[_Lane], shares: FairShares) -> Iterator[Req]:
-        line = [(shares.share(lane.tenant), lane.tenant, self.policy.order(self._lanes[lane])) for lane in lanes]
-        heapq.heapify(line)
-        while line:
-            share, tenant, reqs = heapq.heappop(line)
-            if share != (now := shares.share(tenant)):  # it was given something since
-                heapq.heappush(line, (now, tenant, reqs))
-            elif (req := next(reqs, None)) is not None:
-                yield req
-                heapq.heappush(line, (shares.share(tenant), tenant, reqs))
+    def _in_turn(self, turns: list[_Turn], shares: FairShares) -> Iterator[Req]:
+        tried: dict[int, Iterator[Req]] = {}
+        over: list[_Turn] = []
+        try:
+            while turns:
+                first = turns[0]
+                share = shares.share(first.lane.tenant)
+                if self._lanes.get(first.lane) != first.number:
+                    heapq.heappop(turns)
+                elif share != first.share:  # it was given something since
+                    heapq.heapreplace(turns, first._replace(share=share))
+                else:
+                    if first.number not in tried:
+                        tried[first.number] = self.policy.order(first.number)
+                    if (req := next(tried[first.number], None)) is not None:
+                        yield req
+                    else:
+                        over.append(heapq.heappop(turns))
+        finally:
+            for turn in over:
+                heapq.heappush(turns, turn)
 
     def _queue(self, req: Req) -> None:
         self._queued.add(req)
@@ -141,10 +170,7 @@ class WaitingQueue:
             return
         lane = self._lane(req)
         if lane not in self._lanes:
-            if self.shares is not None:
-                self.shares.comes_back(lane.tenant, (other.tenant for other in self._lanes))
-            self._numbers += 1
-            self._lanes[lane], self._sizes[lane] = self._numbers, 0
+            self._open(lane)
         self._sizes[lane] += 1
         self.policy.add(req, self._lanes[lane])
 
@@ -163,6 +189,28 @@ class WaitingQueue:
         self._sizes[lane] -= 1
         if not self._sizes[lane]:
             del self._lanes[lane], self._sizes[lane]
+            self._closed(lane)
+
+    def _open(self, lane: _Lane) -> None:
+        self._numbers += 1
+        self._lanes[lane], self._sizes[lane] = self._numbers, 0
+        self._ranks[lane.rank] += 1
+        if self.shares is None:
+            return
+        self.shares.waits(lane.tenant)
+        turns = self._turns.setdefault(lane.rank, [])
+        heapq.heappush(turns, _Turn(self.shares.share(lane.tenant), self._numbers, lane))
+        if len(turns) > 2 * self._ranks[lane.rank] + FEW:
+            turns[:] = [turn for turn in turns if self._lanes.get(turn.lane) == turn.number]
+            heapq.heapify(turns)
+
+    def _closed(self, lane: _Lane) -> None:
+        self._ranks[lane.rank] -= 1
+        if not self._ranks[lane.rank]:
+            del self._ranks[lane.rank]
+            self._turns.pop(lane.rank, None)
+        if self.shares is not None:
+            self.shares.waits_no_more(lane.tenant)
 
     def _lane(self, req: Req) -> _Lane:
         return _Lane(self.rank(req), req.tenant if self.shares is not None else Tenant())

@@ -22,7 +22,6 @@ from pdserve.messages.requests import AbortReq
 from pdserve.scheduler import deadlines as deadlines_module
 from pdserve.scheduler import store_link
 from pdserve.scheduler.deadlines import SENDERS_GRACE, Deadlines
-from pdserve.scheduler.fairness import OUTPUT_WEIGHT, FairShares, Tenant
 from pdserve.scheduler.req import Req, ReqState, Route
 from pdserve.scheduler.shared_prompts import LEAST_SHARED, MOST_STANDSTILL, SharedPrompts
 
@@ -148,29 +147,7 @@ def test_nobody_is_preempted_in_vain():
     assert sim.tokens["high"] == reference_output([50] * 50, 4)
 
 
-# --- fair shares ---
-
-
-def test_shares_of_keys_count_before_those_of_users():
-    shares = FairShares()
-    a1, a2, b = Tenant("a", "1"), Tenant("a", "2"), Tenant("b")
-    for tenant in (a1, a2, b):
-        shares.comes_back(tenant, [])
-    shares.prompt(a1, 10)
-    shares.output(b, 4)
-    assert shares.share(a1) == (10, 10)
-    assert shares.share(a2) == (10, 0)
-    assert shares.share(b) == (4 * OUTPUT_WEIGHT, 4 * OUTPUT_WEIGHT)
-    assert min((a1, a2, b), key=shares.share) == b
-
-
-def test_who_was_away_is_no_creditor():
-    shares = FairShares()
-    busy, idle = Tenant("busy"), Tenant("idle")
-    shares.comes_back(busy, [])
-    shares.prompt(busy, 1000)
-    shares.comes_back(idle, [busy])
-    assert shares.share(idle)[0] == shares.share(busy)[0] == 1000
+# --- fair shares: more in test_fairness.py ---
 
 
 def flood(fair: bool) -> Counter[str]:

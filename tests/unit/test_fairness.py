@@ -1,0 +1,250 @@
+"""Fair shares: counters and their clock, what is remembered, and what somebody gains who names a new user each time."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from support.sim import SimInstance, make_generate, make_options, reference_output
+
+from pdserve.messages.outputs import ReqError
+from pdserve.messages.requests import AbortReq
+from pdserve.scheduler.fairness import FEW, MOST_REMEMBERED, OUTPUT_WEIGHT, FairShares, Tenant
+from pdserve.scheduler.policies.by_key import FirstComeFirstServed
+from pdserve.scheduler.req import Req, ReqState, Route
+from pdserve.scheduler.waiting import WaitingQueue
+
+
+def served(shares: FairShares, tenant: Tenant, work: int) -> None:
+    """A request of its comes, waits, is computed, and is over."""
+    shares.comes(tenant)
+    shares.waits(tenant)
+    shares.waits_no_more(tenant)
+    shares.prompt(tenant, work)
+    shares.goes(tenant)
+
+
+def comes_to_wait(shares: FairShares, *tenants: Tenant) -> None:
+    for tenant in tenants:
+        shares.comes(tenant)
+        shares.waits(tenant)
+
+
+def test_shares_of_keys_count_before_those_of_users():
+    shares = FairShares()
+    a1, a2, b = Tenant("a", "1"), Tenant("a", "2"), Tenant("b")
+    comes_to_wait(shares, a1, a2, b)
+    shares.prompt(a1, 10)
+    shares.output(b, 4)
+    assert shares.share(a1) == (10, 10)
+    assert shares.share(a2) == (10, 0)
+    assert shares.share(b) == (4 * OUTPUT_WEIGHT, 4 * OUTPUT_WEIGHT)
+    assert min((a1, a2, b), key=shares.share) == b
+
+
+def test_who_was_away_is_no_creditor():
+    shares = FairShares()
+    busy, idle = Tenant("busy"), Tenant("idle")
+    comes_to_wait(shares, busy)
+    shares.prompt(busy, 1000)
+    comes_to_wait(shares, idle)
+    assert shares.share(idle)[0] == shares.share(busy)[0] == 1000
+
+
+def test_nor_is_who_comes_when_nobody_waits():
+    shares = FairShares()
+    busy, idle = Tenant("busy"), Tenant("idle")
+    shares.comes(Tenant("a stream"))  # with it the clock's own pace is half of busy's
+    for _ in range(100):
+        served(shares, busy, 1000)
+    comes_to_wait(shares, idle, busy)
+    assert shares.share(busy)[0] - shares.share(idle)[0] <= 1000
+
+
+def test_with_a_stream_that_asks_for_little_the_clock_is_not_left_behind():
+    """Half of the clock's pace is that of one who never waits; who comes new must not begin there."""
+    shares = FairShares()
+    stream, busy, new = Tenant("stream"), Tenant("busy"), Tenant("new")
+    shares.comes(stream)
+    comes_to_wait(shares, busy)
+    for _ in range(1000):
+        shares.prompt(busy, 100)
+        shares.output(stream, 1)
+    comes_to_wait(shares, new)
+    assert shares.share(new)[0] == shares.share(busy)[0]
+
+
+def test_a_flood_of_new_names_makes_nobody_elses_debt_forgotten():
+    shares = FairShares()
+    debtor, creditor = Tenant("a", "greedy"), Tenant("a", "modest")
+    comes_to_wait(shares, debtor, creditor)
+    shares.prompt(debtor, 100_000)
+    shares.waits_no_more(debtor)
+    shares.goes(debtor)
+    before = shares.share(debtor)[1] - shares.share(creditor)[1]
+    for i in range(20_000):
+        served(shares, Tenant("hostile", f"name {i}"), 1000)
+    assert shares.share(debtor)[1] - shares.share(creditor)[1] == before == 100_000
+    assert shares.remembered <= 2 + 2 * MOST_REMEMBERED
+
+
+def test_nor_below_the_same_key_for_less_than_the_debt():
+    shares = FairShares()
+    debtor, creditor = Tenant("", "greedy"), Tenant("", "modest")
+    comes_to_wait(shares, debtor, creditor)
+    shares.prompt(debtor, 10_000)
+    shares.waits_no_more(debtor)
+    shares.goes(debtor)
+    owed = shares.share(debtor)[1]
+    # Many at a time, so that their debts are above the clock, and are what is remembered.
+    for start in range(0, 20_000, 100):
+        names = [Tenant("", f"name {i}") for i in range(start, start + 100)]
+        comes_to_wait(shares, *names)
+        for name in names:
+            shares.waits_no_more(name)
+            shares.prompt(name, 1)
+            shares.goes(name)
+    assert shares.share(debtor)[1] == owed
+    assert shares.share(creditor)[1] == 0
+    assert shares.remembered <= 2 + 2 * MOST_REMEMBERED
+
+
+def test_of_too_many_debts_the_smallest_are_let_off():
+    shares = FairShares()
+    names = [Tenant("", f"{i}") for i in range(6 * MOST_REMEMBERED)]
+    comes_to_wait(shares, Tenant("", "lasting"), *names)
+    for i, name in enumerate(names):
+        shares.waits_no_more(name)
+        shares.prompt(name, 1_000_000 + i)
+    for name in reversed(names):
+        shares.goes(name)
+    assert 0 < shares.remembered <= 2 * MOST_REMEMBERED + 1
+    assert shares.share(names[-1])[1] == 1_000_000 + len(names) - 1
+    assert shares.share(names[0]) == shares.share(Tenant("", "never seen"))
+
+
+@pytest.mark.parametrize("key", ["", "one key"])
+def test_an_honest_user_gets_its_share_among_names_that_are_new_with_each_request(key: str):
+    """Where each new name began as low as the lowest that waits, the honest one would have one turn, and no more."""
+    sim = SimInstance(make_options(fair_scheduling=True, max_running_requests=2, max_total_tokens=512))
+    names, honest, waiting, turns = itertools.count(), itertools.count(), 8, 400
+
+    def send(rid: str, user: str) -> None:
+        msg = make_generate(rid, [len(rid), 1, 2], max_new_tokens=4)
+        msg.key_name, msg.user, msg.arrival = key, user, sim.now
+        sim.scheduler.admit_message(msg, sim.now)
+
+    for _ in range(turns):
+        while sum(req.msg.user != "honest" for req in sim.scheduler.planner.waiting.values()) < waiting:
+            number = next(names)
+            send(f"new{number}", f"!{number}")  # the first of all names, should these be compared
+        while sum(req.msg.user == "honest" for req in sim.scheduler.reqs.values()) < 3:
+            send(f"honest{next(honest)}", "honest")
+        sim.plan()
+        sim.work()
+    ended = [rid for rid in sim.ends if rid.startswith("honest")]
+    # Beside eight that wait and two that run it has an eleventh; who is new goes ahead once, as it owes nothing.
+    assert len(ended) > len(sim.ends) / (waiting + 2 + 1) * 0.8
+    assert all(sim.tokens[rid] == reference_output([len(rid), 1, 2], 4) for rid in ended)
+    sim.scheduler.abort(AbortReq(""))
+    sim.run_until_idle()
+    sim.scheduler.check_invariants()
+
+
+def test_of_equals_who_has_waited_longest_goes_first():
+    sim = SimInstance(make_options(fair_scheduling=True, max_running_requests=1))
+    for i, user in enumerate("zyxa"):
+        msg = make_generate(f"r{i}", [i, 1], max_new_tokens=2)
+        msg.user = user
+        sim.scheduler.admit_message(msg, sim.now)
+    sim.run_until_idle()
+    assert list(sim.ends) == ["r0", "r1", "r2", "r3"]
+
+
+def test_a_full_queue_has_room_for_a_key_that_has_less_than_its_part():
+    sim = SimInstance(make_options(fair_scheduling=True, max_running_requests=2, max_queued_requests=8))
+
+    def send(rid: str, key: str) -> str | None:
+        msg = make_generate(rid, [1, 2, 3], max_new_tokens=4)
+        msg.key_name, msg.user = key, rid
+        refusal = sim.scheduler.refusal(msg)
+        sim.scheduler.admit_message(msg, sim.now)
+        return refusal.code if refusal is not None else None
+
+    refused = [send(f"greedy{i}", "greedy") for i in range(20)]
+    assert refused.count("rate_limit_exceeded") == 10
+    late = [send(f"late{i}", "late") for i in range(8)]
+    assert late == [None] * 5 + ["rate_limit_exceeded"] * 3
+    third = [send(f"third{i}", "third") for i in range(5)]
+    assert third == [None] * 3 + ["rate_limit_exceeded"] * 2
+    for i in range(100):
+        send(f"more{i}", f"key {i}")
+    assert len(sim.scheduler.reqs) == 10 + 5 + 3 + 7  # with ten keys there, nobody else is owed any
+    sim.run_until_idle()
+    assert not sim.scheduler.reqs
+
+
+def test_without_fair_shares_a_full_queue_is_full_for_all():
+    sim = SimInstance(make_options(max_running_requests=2, max_queued_requests=2))
+    for i in range(5):
+        msg = make_generate(f"r{i}", [1, 2, 3])
+        msg.key_name = f"key {i}"
+        sim.scheduler.admit_message(msg, sim.now)
+    assert len(sim.scheduler.reqs) == 4
+    sim.run_until_idle()
+    assert isinstance(sim.ends["r4"], ReqError)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_queue_gives_the_order_that_a_plain_sort_would(seed: int):
+    """Against the obvious: of all lanes, that of the lowest share, then the longest open; as things come and go."""
+    rng = random.Random(seed)
+    shares = FairShares()
+    queue = WaitingQueue(FirstComeFirstServed(), shares, ranks=True)
+    waiting: list[Req] = []
+    opened: dict[tuple[int, Tenant], int] = {}
+
+    def lane(req: Req) -> tuple[int, Tenant]:
+        return queue.rank(req), req.tenant
+
+    def place(req: Req) -> tuple:
+        return queue.rank(req), shares.share(req.tenant), opened[lane(req)], req.times.turn
+
+    for step in range(150):
+        if rng.random() < 0.6 or not waiting:
+            msg = make_generate(f"r{step}", [1, 2], max_new_tokens=4)
+            msg.key_name, msg.user = rng.choice("ab"), rng.choice("xyz")
+            msg.priority, msg.arrival = rng.choice((0, 0, 5)), float(step)
+            req = Req.create(msg, Route.LOCAL, ReqState.WAITING, 4, 1)
+            waiting.append(req)
+            shares.comes(req.tenant)
+            opened.setdefault(lane(req), step)
+            queue.add(req)
+        else:
+            req = waiting.pop(rng.randrange(len(waiting)))
+            queue.remove(req.rid)
+            if lane(req) not in map(lane, waiting):
+                del opened[lane(req)]
+            shares.prompt(req.tenant, rng.randrange(50))
+            shares.goes(req.tenant)
+        expected = sorted(waiting, key=place)
+        assert list(itertools.islice(queue.order(), 3)) == expected[:3]
+        assert list(queue.order()) == expected
+
+
+def test_what_is_kept_of_lanes_that_are_gone_does_not_grow():
+    shares = FairShares()
+    queue = WaitingQueue(FirstComeFirstServed(), shares, ranks=True)
+    for i in range(2000):
+        msg = make_generate(f"r{i}", [1, 2])
+        msg.user, msg.priority = f"user {i}", i % 500 if i % 2 else 0
+        req = Req.create(msg, Route.LOCAL, ReqState.WAITING, 4, 1)
+        shares.comes(req.tenant)
+        queue.add(req)
+        if i:
+            queue.remove(req.rid)
+            shares.goes(req.tenant)
+    assert len(queue._turns) == 1
+    assert len(queue._turns[0]) <= 2 + FEW
+    assert sum(len(users._line) for users in shares._users.values()) <= 4 + 2 * FEW
