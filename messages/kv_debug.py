@@ -7,6 +7,8 @@ say the same of the same KV.
 
 from __future__ import annotations
 
+import msgspec
+
 from .base import Message
 
 HASH_BYTES = 8
@@ -24,8 +26,43 @@ class HashPages(Message):
 
 class PagesHashed(Message):
     """Worker → scheduler: the hashes of ``HashPages``, of each group: page by page, layer by layer, part by part
-    (``KVGroup.parts``).
+    (``KVGroup.parts``). ``order``: in which the parts were read; another than "tokens" where the pool's layout can't be
+    converted, so that other instances may say something else of the same KV.
     """
 
     id: int
     hashes: list[bytes]
+    order: str = "tokens"
+
+
+class KVHashesReq(Message):
+    """HTTP → scheduler: what does the prefix cache hold of these tokens (int32)? ``extra_key``: in which namespace;
+    None: in that which holds most of them.
+    """
+
+    id: int
+    input_ids: bytes
+    extra_key: str | None = None
+
+
+class HashedGroup(msgspec.Struct, forbid_unknown_fields=True):
+    """``hashes`` of one group of layers, as in ``PagesHashed``."""
+
+    layers: tuple[int, ...]
+    parts: tuple[str, ...]
+    hashes: bytes
+
+
+class KVHashes(Message):
+    """What is cached of them: ``cached_tokens``, whole pages, in the namespace ``extra_key``. ``status`` above 200: why
+    nothing is said.
+    """
+
+    id: int
+    status: int = 200
+    message: str = ""
+    cached_tokens: int = 0
+    page_size: int = 0
+    extra_key: str = ""
+    order: str = ""
+    groups: list[HashedGroup] = []

@@ -24,6 +24,7 @@ from .control import (
     Transfers,
     TransfersReq,
 )
+from .kv_debug import KVHashes, KVHashesReq
 from .memory import MemoryReq, MemoryResult, ResizeReq, ResizeResult
 from .metrics import SchedulerMetrics
 from .moves import MigrateReq, MigrateResult, ReqArrived, ReqMoved
@@ -34,7 +35,16 @@ from .text import TextAnswer, TextQuestion
 from .worker import FollowerCommand, RankLoaded, ReceiveCommand, WorkerCommand, WorkerEvent
 
 Question = (
-    Ping | FlushCacheReq | ServerInfoReq | TransfersReq | MigrateReq | RoleReq | MemoryReq | ResizeReq | SnapshotReq
+    Ping
+    | FlushCacheReq
+    | ServerInfoReq
+    | TransfersReq
+    | MigrateReq
+    | RoleReq
+    | MemoryReq
+    | ResizeReq
+    | SnapshotReq
+    | KVHashesReq
 )
 Answer = (
     Pong
@@ -46,6 +56,7 @@ Answer = (
     | MemoryResult
     | ResizeResult
     | SnapshotResult
+    | KVHashes
 )
 Session = ResumeReq | ReleaseReq
 Moved = ReqMoved | ReqArrived

@@ -28,7 +28,8 @@ class PoolHasher:
             hasher.hash_all(pages, partial(self._page, group))
             for group, (hasher, pages) in enumerate(zip(self._hashers, command.pages, strict=True))
         ]
-        return PagesHashed(command.id, hashes)
+        is_canonical = all(hasher.is_canonical for hasher in self._hashers)
+        return PagesHashed(command.id, hashes, "tokens" if is_canonical else self._model.layout.order)
 
     def _page(self, group: int, page: int) -> Bytes:
         model, nbytes = self._model, self._model.layout.groups[group].page_bytes

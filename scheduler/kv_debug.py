@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 TABLE_BYTES = 64 << 20
 MOST_LINES = 8
 """Of one question: pages that are wrong are mostly wrong in every layer."""
+MOST_NAMESPACES = 256
 NAMES_BYTES = 128
 """What an entry of the table takes beside its hashes, about."""
 
@@ -122,6 +123,13 @@ class _Question:
         return Place.STORE if name in self.brought else self.place
 
 
+class _Glance(NamedTuple):
+    """Pages that somebody asks about. ``tell`` gets the answer."""
+
+    pages: I32
+    tell: Callable[[PagesHashed], None]
+
+
 class KVDebug:
     """See the module. ``send``: to the worker, in one order with its steps."""
 
@@ -137,7 +145,7 @@ class KVDebug:
         self._table: OrderedDict[bytes, Known] = OrderedDict()
         self._ids = itertools.count(1)
         self._newest = 0
-        self._open: dict[int, _Question] = {}
+        self._open: dict[int, _Question | _Glance] = {}
         """Those without an answer, in the order of their numbers."""
         self._planned: list[int] = []
         """Those that wait for the step that is being planned."""
@@ -145,6 +153,8 @@ class KVDebug:
         self.windows: WindowPages | None = None
         self.condemn: Callable[[Req], None] = lambda req: None
         """``KVMemory``'s, both."""
+        self.namespaces: OrderedDict[str, None] = OrderedDict()
+        """Those of the last requests."""
         self.compared: Counter[Place] = Counter()
         self.mismatches: Counter[Place] = Counter()
         self._last = ""
@@ -196,7 +206,16 @@ class KVDebug:
         known = [self._table.get(name) for name in names]
         return b"".join(none if page is None else b"".join(page.row) for page in known)
 
-    def _ask(self, question: _Question, *, planned: bool) -> None:
+    def glance(self, pages: I32, tell: Callable[[PagesHashed], None]) -> None:
+        """Have the worker look at any pages, behind all that was sent."""
+        self._ask(_Glance(pages, tell), planned=False)
+
+    def _ask(self, question: _Question | _Glance, *, planned: bool) -> None:
+        if isinstance(question, _Question):
+            self.namespaces[question.req.msg.extra_key] = None
+            self.namespaces.move_to_end(question.req.msg.extra_key)
+            if len(self.namespaces) > MOST_NAMESPACES:
+                self.namespaces.popitem(last=False)
         self._newest = next(self._ids)
         self._open[self._newest] = question
         if planned:
@@ -241,6 +260,16 @@ class KVDebug:
     def on_hashed(self, event: PagesHashed, now: float) -> None:
         """The worker has looked."""
         question = self._open.pop(event.id)
+        if isinstance(question, _Glance):
+            question.tell(event)
+        else:
+            self._compare(question, event, now)
+        due = [call for number, call in self._waiting if self.is_past(number)]
+        self._waiting = [(number, call) for number, call in self._waiting if not self.is_past(number)]
+        for call in due:
+            call()
+
+    def _compare(self, question: _Question, event: PagesHashed, now: float) -> None:
         wrong: list[str] = []
         is_right = True
         for i, name in enumerate(question.names):
@@ -265,10 +294,6 @@ class KVDebug:
             question.done("" if is_right else "hashes differ", now)
         elif not is_right:
             self.condemn(question.req)
-        due = [call for number, call in self._waiting if self.is_past(number)]
-        self._waiting = [(number, call) for number, call in self._waiting if not self.is_past(number)]
-        for call in due:
-            call()
 
     def _row(self, hashes: Sequence[bytes], index: int) -> Row:
         return tuple(

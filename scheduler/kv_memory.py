@@ -99,7 +99,11 @@ class KVMemory:
 
     def prefix_len(self, req: Req) -> int:
         """How much of the request is cached now (tokens). Takes nothing, and is no use of it."""
-        return self._cache.peek(req.token_ids[: req.longest_reusable_prefix], req.msg.extra_key)
+        return self.cached_len(req.token_ids[: req.longest_reusable_prefix], req.msg.extra_key)
+
+    def cached_len(self, tokens: I32, extra_key: str) -> int:
+        """The same of any tokens."""
+        return self._cache.peek(tokens, extra_key)
 
     @property
     def most_window_pages(self) -> int:
@@ -111,7 +115,7 @@ class KVMemory:
         slots = window_pages = 0
         for req in reqs:
             slots += self.pages_up(req.known_len)
-            window_pages += self._windows.needs(_most_tokens(req)) if self._windows is not None else 0
+            window_pages += self._windows.needs(req.most_tokens) if self._windows is not None else 0
         return Reserve(slots, window_pages)
 
     def admit(self, req: Req, reserve: Reserve, *, prefix_limit: int, verified: bool = True) -> bool:
@@ -127,7 +131,7 @@ class KVMemory:
         cached = len(match.slots)
         self._cache.inc_lock_ref(match.node)
         need = self.pages_up(req.known_len) - cached
-        most, windows = _most_tokens(req), self._windows
+        most, windows = req.most_tokens, self._windows
         fits = need + reserve.slots <= self.obtainable
         fits = fits and (windows is None or windows.can_promise(most, reserve.window_pages))
         if fits:
@@ -400,7 +404,7 @@ class KVMemory:
         if self._table.available_size() == 0 and not given.slots:
             return False
         windows, short = self._windows, reserve.window_pages - given.window_pages
-        if windows is not None and not windows.can_promise(_most_tokens(req), short):
+        if windows is not None and not windows.can_promise(req.most_tokens, short):
             return False
         return self.pages_up(req.known_len) + reserve.slots <= self.obtainable + given.slots
 
@@ -490,8 +494,3 @@ class KVMemory:
             self.losses += 1
             self._cache.evict(short)
         return tokens <= self._allocator.available_size()
-
-
-def _most_tokens(req: Req) -> int:
-    """Its prompt, its output, and the two more of ``KVMemory.__init__``."""
-    return req.prompt_len + req.max_new_tokens + 2

@@ -34,7 +34,7 @@ from ..messages.control import (
     Transfers,
     TransfersReq,
 )
-from ..messages.kv_debug import PagesHashed
+from ..messages.kv_debug import KVHashes, KVHashesReq, PagesHashed
 from ..messages.memory import MemoryChanged, MemoryReq, MemoryResult, ResizeReq, ResizeResult
 from ..messages.moves import MigrateReq, MigrateResult
 from ..messages.outputs import ReqError
@@ -48,6 +48,7 @@ from ..runtime.malloc import return_freed_memory
 from .handover import Handovers
 from .info import Verdict, server_info
 from .kv_event_feed import KVEventFeed
+from .kv_hashes import tell_hashes
 from .metrics_report import MetricsReport
 from .occupation import Occupation
 from .outbox import Outbox
@@ -215,6 +216,8 @@ class SchedulerProcess:
                 self._outbox.answer(MemoryResult(message.id, 503, "the model is still loading"))
             elif isinstance(message, ResizeReq):
                 self._outbox.answer(ResizeResult(message.id, 503, 0, 0, "the model is still loading"))
+            elif isinstance(message, KVHashesReq):
+                self._outbox.answer(KVHashes(message.id, 503, "the model is still loading"))
             elif isinstance(message, SnapshotReq | ResumeReq):
                 self._outbox.answer(refuse_loading(message))
         elif isinstance(message, GenerateReq):
@@ -229,6 +232,8 @@ class SchedulerProcess:
             self._outbox.answer(self._flush_cache(scheduler, message))
         elif isinstance(message, ServerInfoReq):
             self._outbox.answer(self._server_info(scheduler, message))
+        elif isinstance(message, KVHashesReq):
+            tell_hashes(message, scheduler.memory, scheduler.worker.layout, self._outbox)
         elif isinstance(message, TransfersReq):
             rooms = self._handovers.transfers(now) if self._handovers is not None else []
             rooms.sort(key=lambda room: -room["seconds"])

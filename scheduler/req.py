@@ -191,6 +191,11 @@ class Req:
         return self.known_len + self.pending
 
     @property
+    def most_tokens(self) -> int:
+        """Slots that it may come to need: its prompt, its output, and two more that may be computed once too often."""
+        return self.prompt_len + self.max_new_tokens + 2
+
+    @property
     def remaining(self) -> int:
         """Tokens to compute before the next one can be sampled; 1 while decoding."""
         return self.total_len - self.computed

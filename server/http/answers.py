@@ -373,6 +373,29 @@ class PoolResized(Answer):
     before: int
 
 
+class HashedLayer(Answer):
+    """Of one layer, a hash of each page's ``K`` and ``V``; of latent attention ``latent``, of labelled keys ``labels``
+    beside them. null: the page is not there.
+    """
+
+    layer: int
+    K: list[str | None] = []
+    V: list[str | None] = []
+    latent: list[str | None] = []
+    labels: list[str | None] = []
+
+
+class KVHashesAnswer(Answer):
+    """``POST /kv/hashes``: what is cached of the prompt, whole pages. ``order``: in which the elements were read."""
+
+    tokens: int
+    cached_tokens: int
+    page_size: int
+    order: Literal["tokens", "blocks"]
+    extra_key: str
+    layers: list[HashedLayer]
+
+
 class Flushed(Answer):
     """``POST /flush_cache``; a router also says what each instance answered."""
 

@@ -42,6 +42,7 @@ from .answers import (
     Flushed,
     GenerateAnswer,
     Generated,
+    KVHashesAnswer,
     MemoryReleased,
     MemoryResumed,
     MetricsText,
@@ -67,6 +68,7 @@ from .generate import generate
 from .generate_schemas import GenerateBody
 from .health import HealthCheck
 from .instance_metrics import InstanceMetrics
+from .kv_hashes import KVHashesBody, kv_hashes
 from .memory import ReleaseBody, ResizeBody, ResumeBody, release_memory, resize_pool, resume_memory
 from .models import detokenize, get_model, list_models, tokenize
 from .moved_answers import PATH as MOVED_PATH
@@ -126,6 +128,7 @@ ORDERS: tuple[tuple[str, Endpoint, type[Body], type[BaseModel]], ...] = (
     ("/release_memory_occupation", release_memory, ReleaseBody, MemoryReleased),
     ("/resume_memory_occupation", resume_memory, ResumeBody, MemoryResumed),
     ("/kv/resize", resize_pool, ResizeBody, PoolResized),
+    ("/kv/hashes", kv_hashes, KVHashesBody, KVHashesAnswer),
 )
 USERS_ORDERS = frozenset(
     {

@@ -20,6 +20,7 @@ import msgspec
 from ...messages.base import Message
 from ...messages.channel import IPC_FRAME_BYTES, AsyncReceiver, UndeclaredMessage
 from ...messages.control import Drained, FlushCacheResult, Pong, RoleResult, ServerInfo, StopAsked, Transfers
+from ...messages.kv_debug import KVHashes
 from ...messages.memory import MemoryResult, ResizeResult
 from ...messages.metrics import SchedulerMetrics
 from ...messages.moves import MigrateResult, ReqArrived, ReqMoved
@@ -48,6 +49,7 @@ A = TypeVar(
     MemoryResult,
     ResizeResult,
     SnapshotResult,
+    KVHashes,
     Encoded,
     Decoded,
     Limits,

@@ -30,6 +30,12 @@ def mismatches(server: Launched) -> dict[str, int]:
     return {place: count for place, count in found.items() if count and place != "prefill"}
 
 
+def hashes(server: Launched, tokens: list[int]) -> dict:
+    response = server.post("/kv/hashes", {"input_ids": tokens})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
 def change_a_page(folder: Path) -> None:
     """Another bit at the end of a page, under a checksum that is right."""
     path = next(folder.rglob("*.page"))
@@ -61,6 +67,9 @@ def test_kv_is_the_same_wherever_it_goes_and_a_store_that_lies_is_named(tmp_path
         assert seen["host"] > 0
         assert (seen["host"] + seen["reuse"], seen["store"]) == (2 * PAGES, PAGES)
         assert mismatches(prefill) == mismatches(pair.decode) == {}
+        here, there = (hashes(server, PROMPT[: 16 * PAGES]) for server in (prefill, pair.decode))
+        assert here["cached_tokens"] == there["cached_tokens"] == 16 * PAGES
+        assert here["layers"] == there["layers"]
 
         change_a_page(folder)
         for tokens in (PROMPT, OTHER):

@@ -22,6 +22,7 @@ from pdserve.messages.control import (
     Transfers,
     TransfersReq,
 )
+from pdserve.messages.kv_debug import KVHashes, KVHashesReq
 from pdserve.messages.outputs import (
     FinishReason,
     FinishType,
@@ -65,6 +66,7 @@ class FakeEngine:
         self.flush_result = FlushCacheResult(0, True, flushed=5)
         self.transfers: list[dict] = []
         self.snapshot = SnapshotResult(0, status=404, message="unknown")
+        self.kv_hashes = KVHashes(0, 501, "start it with --kv-debug")
         self.resumed: list[ResumeReq] = []
         self.errors: list[ReqError] = []
         self.requests: list[TokenizeReq] = []
@@ -151,6 +153,8 @@ class FakeEngine:
             self._soon(ServerInfo(question.id, {"role": "unified", "pool": {"in_use": 0}}))
         elif isinstance(question, SnapshotReq):
             self._soon(msgspec.structs.replace(self.snapshot, id=question.id))
+        elif isinstance(question, KVHashesReq):
+            self._soon(msgspec.structs.replace(self.kv_hashes, id=question.id))
         elif isinstance(question, TransfersReq):
             self._soon(Transfers(question.id, len(self.transfers), self.transfers))
         elif isinstance(question, LimitsReq):

@@ -6,17 +6,20 @@ import asyncio
 from typing import Any
 
 import msgspec
+import numpy as np
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_engine import FakeEngine, with_engine
 
+from pdserve.messages.base import pack_i32
 from pdserve.messages.control import FlushCacheResult, Ping, Pong
+from pdserve.messages.kv_debug import HashedGroup, KVHashes, KVHashesReq
 from pdserve.messages.memory import MemoryReq, MemoryResult
 from pdserve.messages.outputs import ReqError
 from pdserve.server.http import health as health_module
-from pdserve.server.http.answers import MemoryReleased, MemoryResumed, TransfersAnswer
+from pdserve.server.http.answers import KVHashesAnswer, MemoryReleased, MemoryResumed, TransfersAnswer
 from pdserve.server.http.parsing import MAX_BODY_BYTES
 
 
@@ -262,5 +265,33 @@ def test_no_body_makes_a_500(path: str, body: bytes | dict[str, Any]) -> None:
         if answer.status_code != 200:
             assert answer.json()["error"]["message"]
         assert engine.client.live_requests == 0
+
+    with_engine(run)
+
+
+def test_hashes_of_what_is_cached_are_told_by_layer_and_page() -> None:
+    async def run(engine: FakeEngine) -> None:
+        refused = await engine.post("/kv/hashes", {"text": "aaaa bb"})
+        assert (refused.status_code, "--kv-debug" in refused.text) == (501, True)
+        kept = np.arange(1, 9, dtype="<u8").tobytes()  # two pages of two layers, K and V
+        windowed = np.array([0, 0, 10, 11], dtype="<u8").tobytes()  # the first page behind the window is gone
+        groups = [HashedGroup((0, 2), ("K", "V"), kept), HashedGroup((1,), ("K", "V"), windowed)]
+        engine.kv_hashes = KVHashes(0, 200, "", 8, 4, "tenant", "tokens", groups)
+        answer = (await engine.post("/kv/hashes", {"text": "aaaa bb", "extra_key": "tenant"})).json()
+        KVHashesAnswer.model_validate(answer)
+        assert engine.questions[-1] == KVHashesReq(engine.questions[-1].id, pack_i32([4, 2]), "tenant")
+        layers = answer.pop("layers")
+        assert answer == {
+            **{"tokens": 2, "cached_tokens": 8, "page_size": 4},
+            **{"order": "tokens", "extra_key": "tenant"},
+        }
+        assert layers[0] == {"layer": 0, "K": [f"{1:016x}", f"{5:016x}"], "V": [f"{2:016x}", f"{6:016x}"]}
+        assert layers[1] == {"layer": 1, "K": [None, f"{10:016x}"], "V": [None, f"{11:016x}"]}
+        assert layers[2] == {"layer": 2, "K": [f"{3:016x}", f"{7:016x}"], "V": [f"{4:016x}", f"{8:016x}"]}
+        await engine.post("/kv/hashes", {"input_ids": [7, 8]})
+        assert engine.questions[-1] == KVHashesReq(engine.questions[-1].id, pack_i32([7, 8]), None)
+        for body, param in (({}, "text"), ({"text": "a", "input_ids": [1]}, "text"), ({"text": "bad"}, "text")):
+            bad = await engine.post("/kv/hashes", body)
+            assert (bad.status_code, bad.json()["error"]["param"]) == (400, param)
 
     with_engine(run)

@@ -18,11 +18,14 @@ from pdserve.mem_cache.base_prefix_cache import KVHold
 from pdserve.mem_cache.page_hash import prompt_hashes
 from pdserve.mem_cache.storage.frame import HEADER_BYTES, header
 from pdserve.mem_cache.tree_node import make_root
+from pdserve.messages.base import pack_i32
+from pdserve.messages.kv_debug import KVHashes, KVHashesReq
 from pdserve.messages.worker import KVGroup, KVLayout
 from pdserve.model_runner.kv_pool import KVShape, make_layout
 from pdserve.model_runner.page_hasher import PageHasher
 from pdserve.scheduler import store_link
 from pdserve.scheduler.kv_debug import MOST_LINES, KVDebug, Place
+from pdserve.scheduler.kv_hashes import tell_hashes
 from pdserve.scheduler.metrics_report import take_metrics
 from pdserve.scheduler.req import Req, ReqState, Route
 
@@ -301,3 +304,46 @@ def test_hashes_that_are_no_answer_to_what_was_asked_are_none():
         assert hold.hashed == 8
     assert told == [""] * 5
     assert Place.TRANSFER not in debug.compared
+
+
+# --- what an engineer asks ---
+
+
+def told_hashes(sim: SimInstance, tokens: list[int], extra_key: str | None = None) -> KVHashes:
+    scheduler = sim.scheduler
+    ask = KVHashesReq(9, pack_i32(tokens), extra_key)
+    tell_hashes(ask, scheduler.memory, scheduler.worker.layout, sim.outbox)
+    sim.outbox.flush()
+    sim.run_until_idle()
+    sim._read()
+    [answer] = [a for a in sim.answers if isinstance(a, KVHashes)]
+    sim.answers.clear()
+    return answer
+
+
+def test_what_the_cache_holds_is_told_and_is_the_same_on_two_instances():
+    one, other = watched(), watched()
+    for sim in (one, other):
+        ask(sim, "x" if sim is one else "y", prompt(5))  # so that pages have other numbers
+        ask(sim, "a", prompt(1))
+    a, b = told_hashes(one, prompt(1)), told_hashes(other, [*prompt(1), 1, 2])
+    assert (a.status, a.cached_tokens, a.page_size, a.extra_key, a.order) == (200, 40, 4, "", "tokens")
+    assert len(a.groups[0].hashes) == 10 * 2 * 8
+    assert a == b
+    [slot] = other.scheduler.memory._cache.match_prefix(np.array(prompt(1), dtype=np.int32)).slots[[13]]
+    other.worker.kv[slot] ^= 1
+    changed = told_hashes(other, prompt(1))
+    differs = np.frombuffer(changed.groups[0].hashes, "<u8") != np.frombuffer(a.groups[0].hashes, "<u8")
+    assert differs.nonzero()[0].tolist() == [2 * 3]  # page 3, keys
+    assert told_hashes(one, prompt(99)).cached_tokens == 0
+
+
+def test_the_namespace_is_found_that_has_most_of_it():
+    sim = watched()
+    request = msgspec.structs.replace(make_generate("a", prompt(1), max_new_tokens=2), extra_key="tenant")
+    sim.scheduler.admit_message(request, sim.now)
+    sim.run_until_idle()
+    found = told_hashes(sim, prompt(1))
+    assert (found.cached_tokens, found.extra_key) == (40, "tenant")
+    assert told_hashes(sim, prompt(1), "another").cached_tokens == 0
+    assert told_hashes(SimInstance(), prompt(1)).status == 501

@@ -1,0 +1,32 @@
+"""Tells an engineer what the KV pool holds of a prompt, as hashes: two instances are compared by what they say."""
+
+from __future__ import annotations
+
+from ..messages.base import unpack_i32
+from ..messages.kv_debug import HashedGroup, KVHashes, KVHashesReq, PagesHashed
+from ..messages.worker import KVLayout
+from .kv_memory import KVMemory
+from .outbox import Outbox
+
+NO_DEBUG = "this instance takes no hashes of its KV; start it with --kv-debug"
+
+
+def tell_hashes(ask: KVHashesReq, memory: KVMemory, layout: KVLayout, outbox: Outbox) -> None:
+    """Answer once the worker has looked. What is found counts as used, and no step waits for it but for the looking."""
+    if memory.debug is None:
+        outbox.answer(KVHashes(ask.id, 501, NO_DEBUG))
+        return
+    size, tokens = memory.page_size, unpack_i32(ask.input_ids)
+    tokens = tokens[: len(tokens) // size * size]
+    namespaces = ["", *memory.debug.namespaces] if ask.extra_key is None else [ask.extra_key]
+    key = max(namespaces, key=lambda namespace: memory.cached_len(tokens, namespace))
+    pages = memory.pages_with_kv(None, tokens, key)
+
+    def tell(event: PagesHashed) -> None:
+        groups = [
+            HashedGroup(group.layers, group.parts, hashes)
+            for group, hashes in zip(layout.groups, event.hashes, strict=True)
+        ]
+        outbox.answer(KVHashes(ask.id, 200, "", len(pages) * size, size, key, event.order, groups))
+
+    memory.debug.glance(pages, tell)

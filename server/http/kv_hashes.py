@@ -1,0 +1,77 @@
+"""``POST /kv/hashes``: what the KV pool holds of a prompt, as hashes of each layer's keys and values. An admin's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...messages.base import pack_i32
+from ...messages.kv_debug import HashedGroup, KVHashes, KVHashesReq
+from ...messages.text import Encoded, EncodeReq
+from .errors import ApiError, bad_request, json_response
+from .fields import Body, PromptIds
+from .parsing import parse_body
+from .state import HttpState
+
+SECONDS = 30.0
+"""For the tokenizer, and for the worker, which looks behind the steps under way."""
+
+
+class KVHashesBody(Body):
+    """``POST /kv/hashes``: a prompt. ``extra_key``: the namespace of its KV; without it, that which has most of it."""
+
+    text: Annotated[str, Field(min_length=1)] | None = None
+    input_ids: PromptIds | None = None
+    extra_key: Annotated[str, Field(max_length=2048)] | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> KVHashesBody:
+        if (self.text is None) == (self.input_ids is None):
+            raise bad_request("text", 'give exactly one of "text" and "input_ids"')
+        return self
+
+
+async def kv_hashes(request: Request) -> Response:
+    """501 without ``--kv-debug``."""
+    engine, body = HttpState.of(request).engine, await parse_body(request, KVHashesBody)
+    try:
+        token_ids = body.input_ids
+        if token_ids is None:
+            text = body.text or ""
+            read = await engine.ask(lambda id_: EncodeReq(id_, [text]), Encoded, SECONDS)
+            if read.error is not None:
+                raise bad_request(read.field, read.error)
+            [token_ids] = read.token_ids
+        packed = pack_i32(token_ids)
+        told = await engine.ask(lambda id_: KVHashesReq(id_, packed, body.extra_key), KVHashes, SECONDS)
+    except TimeoutError:
+        raise ApiError(
+            503, f"neither tokenizer nor scheduler may take longer than {SECONDS:g} s, and one did"
+        ) from None
+    if told.status != 200:
+        raise ApiError(told.status, told.message)
+    layers = [layer for group in told.groups for layer in _layers(group)]
+    return json_response(
+        {
+            "tokens": len(token_ids),
+            "cached_tokens": told.cached_tokens,
+            "page_size": told.page_size,
+            "order": told.order,
+            "extra_key": told.extra_key,
+            "layers": sorted(layers, key=lambda layer: layer["layer"]),
+        }
+    )
+
+
+def _layers(group: HashedGroup) -> list[dict[str, Any]]:
+    """Each layer with the hashes of its pages, by part; null for a page that is not there."""
+    hashes = np.frombuffer(group.hashes, dtype="<u8").reshape(-1, len(group.layers), len(group.parts))
+    return [
+        {"layer": layer}
+        | {part: [f"{h:016x}" if h else None for h in hashes[:, i, j].tolist()] for j, part in enumerate(group.parts)}
+        for i, layer in enumerate(group.layers)
+    ]
