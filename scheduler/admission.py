@@ -14,8 +14,9 @@ from .output_lengths import OutputLengths
 from .page_forecast import Held, extra_slots, moments
 from .req import Req, ReqState, Route
 
-SPREAD = 2.0
-"""Standard deviations of the use that are kept beside its mean."""
+SPREAD = 1.0
+"""Standard deviations of the use that are kept beside its mean: what waits for more room than that waits longer than
+the few that are retracted lose (docs/scheduling.md)."""
 
 
 class Admission:
