@@ -16,7 +16,7 @@ from support.processes import ONE_THREAD, Launched, launched, pd_pair
 
 BFLOAT16 = ("--dtype", "bfloat16", "--quantization", "none")
 BLOCKS = ("--dtype", "bfloat16", "--quantization", "gguf")
-REQUESTS = 24
+REQUESTS = 15
 SMALL_POOL = ("--max-total-tokens", "1280", "--schedule-conservativeness", "0.01", "--max-running-requests", "32")
 """The longest request is four fifths of it."""
 

@@ -84,6 +84,7 @@ def test_after_a_retraction(served: Served, tmp_path: Path) -> None:
         assert server.info()["retractions"] > 0
 
 
+@pytest.mark.slow
 def test_by_a_pair(served: Served, tmp_path: Path) -> None:
     with pd_pair(tmp_path, "tcp", *served.args, *POOL) as pair:
         for _ in range(2):

@@ -19,7 +19,8 @@ from support.processes import ONE_THREAD, Pair, free_ports, launched, pd_pair, w
 
 from pdserve.disaggregation.handover.kv_manager import LEASE_SECONDS
 
-CHILDREN = ["worker", "scheduler", "tokenizer", "detokenizer", "http", "supervisor"]
+DECODES = ["worker", "scheduler", "detokenizer", "supervisor"]
+OTHERS = ["tokenizer", "http"]
 ERROR_SECONDS = limit(4.0)
 """Until a client is told of a death or a silence. An instance that dies takes half a second to end all its processes;
 who hangs waits for a minute."""
@@ -118,12 +119,11 @@ def kill_under_load(pair: Pair, victim_name: str, child: str) -> None:
 @pytest.mark.parametrize(
     ("pair", "victim", "children"),
     [
-        pytest.param("tcp", "prefill", ["worker", "scheduler", "bootstrap"], id="prefill"),
-        pytest.param("shm", "decode", CHILDREN, id="decode"),
-        # Which of the pair they belong to is all the same to these, so every change does with the decode's.
-        pytest.param(
-            *("tcp", "prefill", ["tokenizer", "detokenizer", "http", "supervisor"]), id="others", marks=pytest.mark.slow
-        ),
+        pytest.param("tcp", "prefill", ["worker", "bootstrap"], id="prefill"),
+        pytest.param("shm", "decode", DECODES, id="decode"),
+        # One is watched and missed like the other, so every change does with some of each of the pair.
+        pytest.param("tcp", "prefill", [*DECODES[1:], *OTHERS], id="prefill-others", marks=pytest.mark.slow),
+        pytest.param("shm", "decode", OTHERS, id="decode-others", marks=pytest.mark.slow),
     ],
     indirect=["pair"],
 )

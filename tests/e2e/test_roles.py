@@ -14,7 +14,7 @@ from support.reader import Reader
 
 WARM_FLIPS = 3
 FLIPS = int(os.environ.get("PDSERVE_ROLE_FLIPS", "3"))
-DRAINS = int(os.environ.get("PDSERVE_DRAINS", "2"))
+DRAINS = int(os.environ.get("PDSERVE_DRAINS", "1"))
 STREAMS = int(os.environ.get("PDSERVE_ROLE_STREAMS", "8"))
 GENERATE = "/generate"
 ROLES = {"prefill": "decode", "decode": "prefill"}

@@ -113,6 +113,7 @@ def goes_on_elsewhere(tmp_path: Path, flags: list[str], unified: list[str]) -> N
             assert found[name]["output_ids"] == whole["output_ids"], name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(SERVER is None, reason="redis-server is not installed (Debian: redis-server)")
 def test_an_answer_goes_on_elsewhere_with_its_kv_in_redis(tmp_path, tiny_args):
     plain = [*ONE_THREAD, *tiny_args, "--max-total-tokens", "4096"]
@@ -121,6 +122,7 @@ def test_an_answer_goes_on_elsewhere_with_its_kv_in_redis(tmp_path, tiny_args):
         goes_on_elsewhere(tmp_path, [*plain, *tier, "--kv-sessions-dir", str(tmp_path / "sessions")], plain)
 
 
+@pytest.mark.slow
 def test_an_answer_of_two_ranks_goes_on_elsewhere(tmp_path, tiny_args):
     plain = [*ONE_THREAD, *tiny_args, "--max-total-tokens", "4096"]
     ranks = args(tiny_args, tmp_path)[len(ONE_THREAD) :]

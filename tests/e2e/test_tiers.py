@@ -21,7 +21,7 @@ def tiers(server) -> dict:
     return server.info()["tiers"]
 
 
-@pytest.fixture(params=["file", "redis"])
+@pytest.fixture(params=["file", pytest.param("redis", marks=pytest.mark.slow)])
 def store(request, tmp_path):
     """The options that name one."""
     if request.param == "file":

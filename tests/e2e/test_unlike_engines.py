@@ -78,7 +78,9 @@ def test_quantised_kv_gives_the_tokens_of_one_instance(tmp_path, tiny_args, kv_d
         pair.assert_all_returned()
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+# The lowest level is compiled first, which takes longer than all the rest of this file.
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_prefill_of_the_lowest_level_hands_over_to_the_best(tmp_path, tiny_args, reference, dtype) -> None:
     args = [*tiny_args[: tiny_args.index("--dtype")], "--dtype", dtype]
     best, lowest = levels_here()[0].name, levels_here()[-1].name
@@ -94,6 +96,7 @@ def test_a_prefill_of_the_lowest_level_hands_over_to_the_best(tmp_path, tiny_arg
         pair.assert_all_returned()
 
 
+@pytest.mark.slow
 def test_bfloat16_is_accepted(tmp_path, tiny_args) -> None:
     args = [*tiny_args[: tiny_args.index("--dtype")], "--dtype", "bfloat16"]
     with pd_pair(tmp_path, "tcp", *args, prefill_args=ENGINES["cpu"], decode_args=ENGINES["torch"]) as pair:
