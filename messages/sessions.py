@@ -16,12 +16,13 @@ from .moves import RunningRequest
 from .outputs import TokenLogprob
 
 
-class SessionState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SessionState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """All that an instance of the same model needs to go on with a request, but for its KV, which a store has.
 
     ``fingerprint``: the model's. ``kv_seed``: what the hashes of its pages begin with (``mem_cache/page_hash.py``);
     where it is another's, the KV is as well, and computed again. ``logprobs``: of all of its output where they are
-    wanted, ``input_logprobs`` of its prompt.
+    wanted, ``input_logprobs`` of its prompt. ``kv_hashes``: with ``--kv-debug``, what its whole pages held, from the
+    first on, as in ``TransferDone``.
     """
 
     running: RunningRequest
@@ -29,6 +30,7 @@ class SessionState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_seed: Annotated[bytes, Meta(min_length=16, max_length=16)]
     logprobs: list[TokenLogprob] = []
     input_logprobs: list[TokenLogprob] | None = None
+    kv_hashes: bytes = b""
 
     @property
     def token_ids(self) -> bytes:

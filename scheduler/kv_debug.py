@@ -198,13 +198,26 @@ class KVDebug:
 
     def told(self, req: Req, first: int, last: int) -> bytes:
         """What pages ``[first, last)`` of the request held when they were computed, as in ``TransferDone``."""
-        names = self._names.of(req, last * self._names.page_size)[first:]
+        return self.told_of(self._names.of(req, last * self._names.page_size)[first:])
+
+    def told_of(self, names: Sequence[bytes]) -> bytes:
+        """The same of pages by their names; b"" where they are too many."""
         none = bytes(sum(self._row_bytes))
         if len(none) * len(names) > MAX_HASH_BYTES:
-            log.info("its %d pages have more hashes than a message takes", len(names), extra={"rid": req.rid})
+            log.info("%d pages have more hashes than a message takes: they are not told", len(names))
             return b""
         known = [self._table.get(name) for name in names]
         return b"".join(none if page is None else b"".join(page.row) for page in known)
+
+    def expect(self, names: Sequence[bytes], told: bytes) -> None:
+        """These pages may come back, and somebody has written down what they held, as in ``told_of``. What was seen
+        here counts more.
+        """
+        size = sum(self._row_bytes)
+        for i, name in enumerate(names[: len(told) // size if size else 0]):
+            row = told[i * size : (i + 1) * size]
+            if any(row) and name not in self._table:
+                self._remember(name, Known(self._split(row), BEFORE[Place.RESTORE]))
 
     def glance(self, pages: I32, tell: Callable[[PagesHashed], None]) -> None:
         """Have the worker look at any pages, behind all that was sent."""

@@ -143,7 +143,7 @@ class KVMemory:
             if windows is not None:
                 windows.promise(req.hold.window, most)
             req.computed = req.reused = cached
-            self._look(req, cached, Place.REUSE)
+            self.look(req, cached, Place.REUSE)
             if self.tiers is None:
                 self._extend(req.hold, req.known_len)
             else:
@@ -162,7 +162,7 @@ class KVMemory:
             if self._windows is not None:
                 self._move_window(hold, req.computed, req.computed)
             brought = tiers.load(req, cached, found, self._pages(hold, cached, req.computed))
-            self._look(req, req.computed, Place.HOST, brought)
+            self.look(req, req.computed, Place.HOST, brought)
         tiers.host.unpin(found)
         if cached:
             tiers.used(req, self._pages(hold, 0, cached), match.node.hit_count)
@@ -201,7 +201,7 @@ class KVMemory:
         found: I32 = self._cache.match_prefix(tokens, extra_key).slots[:: self.page_size] // self.page_size
         return found
 
-    def _look(self, req: Req, end: int, place: Place, brought: Iterable[bytes] = (), *, planned: bool = True) -> None:
+    def look(self, req: Req, end: int, place: Place, brought: Iterable[bytes] = (), *, planned: bool = True) -> None:
         """See ``KVDebug.look``."""
         if self.debug is not None:
             row = self._table.table[self.hold_of(req).row]
@@ -317,7 +317,7 @@ class KVMemory:
         if rewrite is not None:
             self.let_go_step = self.newest_step
         self._tell_stored(hold, tokens, before)
-        self._look(req, computed, Place.PREFILL)
+        self.look(req, computed, Place.PREFILL)
         return rewrite
 
     def _tell_stored(self, hold: KVHold, tokens: I32, before: int) -> None:
@@ -327,7 +327,7 @@ class KVMemory:
     def finish(self, req: Req) -> None:
         """The request lets go of its memory. What it computed stays cached once nobody else uses the memory either."""
         hold = self.hold_of(req)
-        self._look(req, min(req.computed, hold.kv_len), Place.PREFILL, planned=False)
+        self.look(req, min(req.computed, hold.kv_len), Place.PREFILL, planned=False)
         req.hold = None
         hold.left = req.known_tokens(min(req.computed, hold.kv_len))
         self.unpin(hold)
@@ -419,6 +419,8 @@ class KVMemory:
         """Evict every cached prefix: no request holds memory. Returns the tokens dropped. A host tier's saves are to be
         told before the pool is overwritten (``KVTiers.take_before``).
         """
+        if self.debug is not None:
+            self.debug.flush()
         dropped = self._cache.evictable_size()
         is_empty = self._make_room(self.max_total_tokens)
         assert is_empty, "requests hold memory of a pool that is to be empty"

@@ -24,6 +24,7 @@ from ..messages.requests import GenerateReq
 from ..messages.sessions import ReleaseReq, ResumeReq, SessionMessage, SessionState, SnapshotReq, SnapshotResult
 from ..messages.worker import WorkerReady
 from .kept_pages import Kept
+from .kv_debug import Place
 from .kv_memory import KVMemory
 from .outbox import Outbox
 from .refusals import BAD_REQUEST, BUSY, Refusal
@@ -153,14 +154,18 @@ class Sessions:
 
     def _save(self, ask: SnapshotReq, state: SessionState, known: _Known, req: Req | None, now: float) -> None:
         """Have the KV kept, and answer."""
-        tiers, page_size = self._scheduler.tiers, self._scheduler.memory.page_size
-        if tiers is None or tiers.store is None:
-            self._answer(SnapshotResult(ask.id, state, message=NO_STORE))
-            return
+        tiers, memory = self._scheduler.tiers, self._scheduler.memory
+        page_size = memory.page_size
         tokens = known.token_ids if ask.with_output else known.token_ids[: len(known.msg.input_ids) // 4]
         wanted = min(len(tokens), known.computed) // page_size * page_size
-        pages = self._scheduler.memory.pages_with_kv(req, tokens[:wanted], known.msg.extra_key)
-        hashes = prompt_hashes(self._seed, tokens[:wanted], page_size, known.msg.extra_key)
+        names = prompt_hashes(self._seed, tokens[:wanted], page_size, known.msg.extra_key)
+        if req is not None and req.hold is not None:
+            memory.look(req, req.computed, Place.PREFILL, planned=False)
+        if tiers is None or tiers.store is None:
+            self._answer(SnapshotResult(ask.id, self._with_hashes(state, names), message=NO_STORE))
+            return
+        pages = memory.pages_with_kv(req, tokens[:wanted], known.msg.extra_key)
+        hashes = names.copy()
         count = len(pages)
         if req is None or req.hold is None:  # what the pool has no more the host may have yet
             count += len(tiers.host.match(hashes[count:]))
@@ -170,14 +175,26 @@ class Sessions:
 
         def done(kept: Kept) -> None:
             message = kept.problem or short
-            result = SnapshotResult(ask.id, state, 200, message, kept.pages * page_size, kept.pages * page_bytes)
-            self._answer(result)
+            whole, nbytes = self._with_hashes(state, names), kept.pages * page_bytes
+            self._answer(SnapshotResult(ask.id, whole, 200, message, kept.pages * page_size, nbytes))
 
         if not hashes:
             done(Kept(0))
             return
         tiers.save(hashes, pages)
         tiers.store.kept.want(hashes, ask.keep_until, now, done)
+
+    def _with_hashes(self, state: SessionState, names: list[bytes]) -> SessionState:
+        """With ``--kv-debug``, what these pages held, as far as that is known by now."""
+        debug = self._scheduler.memory.debug
+        return state if debug is None else msgspec.structs.replace(state, kv_hashes=debug.told_of(names))
+
+    def _expect(self, state: SessionState, tokens: I32) -> None:
+        """The pages of its first ``tokens`` may come back."""
+        memory = self._scheduler.memory
+        if memory.debug is not None and state.kv_hashes and state.kv_seed == self._seed:
+            key = state.running.request.extra_key
+            memory.debug.expect(prompt_hashes(self._seed, tokens, memory.page_size, key), state.kv_hashes)
 
     def _release(self, message: ReleaseReq) -> None:
         tiers, page_size = self._scheduler.tiers, self._scheduler.memory.page_size
@@ -203,6 +220,7 @@ class Sessions:
             self._scheduler.outbox.error(ReqError(request.rid, 409, f"it can't go on here: {req}", BAD_REQUEST))
             return
         req.restored = True
+        self._expect(state, req.known_tokens(req.known_len))
         if req.msg.logprobs is not None:
             req.logprobs = list(state.logprobs)
         if req.wants_input_logprobs and req.output_len:

@@ -46,7 +46,7 @@ def restored(server: Launched, name: str, **body) -> dict:
 
 
 def test_an_answer_goes_on_after_a_kill_and_at_another_instance(tmp_path, tiny_args):
-    flags = args(tiny_args, tmp_path)
+    flags = [*args(tiny_args, tmp_path), "--kv-debug"]
     wanted = {"return_logprob": True, "logprob_start_len": 390}
     with launched(tmp_path, "first", "server", *flags) as first:
         first.wait_healthy()
@@ -72,6 +72,8 @@ def test_an_answer_goes_on_after_a_kill_and_at_another_instance(tmp_path, tiny_a
         assert found["greedy"]["meta_info"]["cached_tokens"] == saved["greedy"]["kv_tokens"]
         # The second one finds the prompt of the first; what little is left of its own is computed sooner than fetched.
         assert found["seeded"]["meta_info"]["cached_tokens"] >= 400
+        looked = [server.info()["kv_debug"] for server in (again, other)]
+        assert all(seen["compared_pages"]["restore"] >= 25 and not any(seen["mismatches"].values()) for seen in looked)
         streamed = other.post("/kv/restore", {"name": "greedy", "stream": True, "incremental": True})
         assert streamed.text.endswith("data: [DONE]\n\n")
         assert other.client.delete(other.url + "/kv/sessions/greedy").status_code == 200

@@ -20,6 +20,7 @@ from pdserve.mem_cache.storage.frame import HEADER_BYTES, header
 from pdserve.mem_cache.tree_node import make_root
 from pdserve.messages.base import pack_i32
 from pdserve.messages.kv_debug import KVHashes, KVHashesReq
+from pdserve.messages.sessions import ResumeReq, SessionState, SnapshotReq, SnapshotResult
 from pdserve.messages.worker import KVGroup, KVLayout
 from pdserve.model_runner.kv_pool import KVShape, make_layout
 from pdserve.model_runner.page_hasher import PageHasher
@@ -304,6 +305,71 @@ def test_hashes_that_are_no_answer_to_what_was_asked_are_none():
         assert hold.hashed == 8
     assert told == [""] * 5
     assert Place.TRANSFER not in debug.compared
+
+
+# --- sessions ---
+
+
+def snapshot(sim: TieredSim, rid: str) -> SessionState:
+    sim.scheduler.sessions.on_message(SnapshotReq(7, rid, True, 1e10), sim.now)
+    sim.settle()
+    [said] = [a for a in sim.answers if isinstance(a, SnapshotResult)]
+    assert said.state is not None
+    return said.state
+
+
+def resume(sim: TieredSim, state: SessionState, rid: str) -> None:
+    request = msgspec.structs.replace(state.running.request, rid=rid, arrival=sim.now)
+    running = msgspec.structs.replace(state.running, request=request)
+    sim.scheduler.sessions.on_message(ResumeReq(msgspec.structs.replace(state, running=running)), sim.now)
+    sim.settle()
+
+
+def midway() -> tuple[TieredSim, SessionState]:
+    """A request that was written down after some tokens."""
+    sim = TieredSim(200, kv_debug=True)
+    sim.submit("a", prompt(1), max_new_tokens=20)
+    while len(sim.tokens.get("a", [])) < 13:
+        sim.plan()
+        sim.work()
+    return sim, snapshot(sim, "a")
+
+
+def test_a_session_that_goes_on_elsewhere_finds_what_was_computed(monkeypatch, caplog):
+    monkeypatch.setattr(store_link, "LEAST_FETCH", 4)
+    sim, state = midway()
+    assert len(state.kv_hashes) == 13 * 2 * 8  # 40 tokens of prompt and 13 of output, but for the last
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=SessionState) == state
+    other = TieredSim(200, kv_debug=True, kept=dict(sim.store.kept))
+    resume(other, state, "b")
+    assert other.tokens["b"] == reference_output(prompt(1), 20)
+    assert debug_of(other).compared == {Place.RESTORE: 13}
+    assert not debug_of(other).mismatches
+
+    [name] = prompt_hashes(state.kv_seed, np.array(prompt(1), dtype=np.int32), 4, "")[5:6]
+    page = bytearray(sim.store.kept[name][HEADER_BYTES:])
+    page[0] ^= 1
+    lying = {**sim.store.kept, name: header(name, memoryview(page)) + bytes(page)}
+    third = TieredSim(200, kv_debug=True, kept=lying)
+    resume(third, state, "c")
+    assert debug_of(third).mismatches == {Place.RESTORE: 1}
+    assert "page 5 (tokens 20 to 23), layer 0, K: " in caplog.text
+    assert "as its session was restored" in caplog.text
+    assert "when its session was written down" in caplog.text
+
+
+def test_a_session_without_hashes_and_one_of_another_layout_compare_nothing(monkeypatch):
+    monkeypatch.setattr(store_link, "LEAST_FETCH", 4)
+    sim, state = midway()
+    plain = msgspec.structs.replace(state, kv_hashes=b"")
+    assert b"kv_hashes" not in msgspec.msgpack.encode(plain)
+    for changed in (plain, msgspec.structs.replace(state, kv_seed=bytes(16))):
+        other = TieredSim(200, kv_debug=True, kept=dict(sim.store.kept))
+        resume(other, changed, "b")
+        assert debug_of(other).compared[Place.RESTORE] == 0
+    without = TieredSim(200, kept=dict(sim.store.kept))
+    resume(without, state, "c")
+    assert without.tokens["c"] == reference_output(prompt(1), 20)
 
 
 # --- what an engineer asks ---
