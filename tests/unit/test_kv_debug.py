@@ -19,6 +19,7 @@ from pdserve.mem_cache.page_hash import prompt_hashes
 from pdserve.mem_cache.storage.frame import HEADER_BYTES, header
 from pdserve.mem_cache.tree_node import make_root
 from pdserve.messages.base import pack_i32
+from pdserve.messages.handover import FirstToken, TransferDone
 from pdserve.messages.kv_debug import KVHashes, KVHashesReq
 from pdserve.messages.sessions import ResumeReq, SessionState, SnapshotReq, SnapshotResult
 from pdserve.messages.worker import KVGroup, KVLayout
@@ -256,6 +257,28 @@ def test_what_lands_is_what_was_computed(window):
     assert not debug_of(pair.decode).mismatches
 
 
+def test_the_sender_waits_for_its_own_hashes():
+    pair = SimPair(kv_debug=True)
+    pair.submit("a", prompt(1, 4), room=1, legs=("decode",), max_new_tokens=6)
+    while not pair.prefill.senders.rooms or pair.prefill.senders.rooms[1].request is None:
+        pair.decode.plan()
+        pair.advance()
+        while pair.to_prefill:
+            pair.deliver_to_prefill()
+    pair.submit("a", prompt(1, 4), room=1, legs=("prefill",), max_new_tokens=6)
+    pair.decode.transfer()
+    pair.prefill.plan()
+    pair.prefill.work()  # the step; its pages are to be looked at next
+    for handover in list(pair.pushes):
+        pair.copy(handover)
+    assert [type(message) for message in pair.to_decode] == [FirstToken]
+    pair.prefill.work()
+    pair.collect()
+    assert [type(message) for message in pair.to_decode] == [FirstToken, TransferDone]
+    run_until_idle(pair)
+    assert debug_of(pair.decode).compared == {Place.TRANSFER: 1}
+
+
 def test_a_page_that_a_transfer_has_changed_is_not_used(caplog):
     pair = SimPair(kv_debug=True, disable_handover_checksum=True)
     pair.corrupt = True
@@ -312,7 +335,11 @@ def test_hashes_that_are_no_answer_to_what_was_asked_are_none():
 
 def snapshot(sim: TieredSim, rid: str) -> SessionState:
     sim.scheduler.sessions.on_message(SnapshotReq(7, rid, True, 1e10), sim.now)
-    sim.settle()
+    while not sim.answers:
+        sim.plan()
+        sim.work()
+        sim.serve_store()
+    assert rid in sim.scheduler.reqs  # it runs on
     [said] = [a for a in sim.answers if isinstance(a, SnapshotResult)]
     assert said.state is not None
     return said.state
@@ -328,7 +355,7 @@ def resume(sim: TieredSim, state: SessionState, rid: str) -> None:
 def midway() -> tuple[TieredSim, SessionState]:
     """A request that was written down after some tokens."""
     sim = TieredSim(200, kv_debug=True)
-    sim.submit("a", prompt(1), max_new_tokens=20)
+    sim.submit("a", prompt(1), max_new_tokens=40)
     while len(sim.tokens.get("a", [])) < 13:
         sim.plan()
         sim.work()
@@ -338,11 +365,12 @@ def midway() -> tuple[TieredSim, SessionState]:
 def test_a_session_that_goes_on_elsewhere_finds_what_was_computed(monkeypatch, caplog):
     monkeypatch.setattr(store_link, "LEAST_FETCH", 4)
     sim, state = midway()
-    assert len(state.kv_hashes) == 13 * 2 * 8  # 40 tokens of prompt and 13 of output, but for the last
+    told = [any(state.kv_hashes[at : at + 16]) for at in range(0, len(state.kv_hashes), 16)]
+    assert told == [True] * 13  # 40 tokens of prompt and 13 of output, but for the last
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=SessionState) == state
     other = TieredSim(200, kv_debug=True, kept=dict(sim.store.kept))
     resume(other, state, "b")
-    assert other.tokens["b"] == reference_output(prompt(1), 20)
+    assert other.tokens["b"] == reference_output(prompt(1), 40)
     assert debug_of(other).compared == {Place.RESTORE: 13}
     assert not debug_of(other).mismatches
 
@@ -369,7 +397,7 @@ def test_a_session_without_hashes_and_one_of_another_layout_compare_nothing(monk
         assert debug_of(other).compared[Place.RESTORE] == 0
     without = TieredSim(200, kept=dict(sim.store.kept))
     resume(without, state, "c")
-    assert without.tokens["c"] == reference_output(prompt(1), 20)
+    assert without.tokens["c"] == reference_output(prompt(1), 40)
 
 
 # --- what an engineer asks ---
