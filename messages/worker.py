@@ -310,6 +310,10 @@ class RankSetup(Message):
     exchange: int | None
 
 
+class CaptureGraphs(Message):
+    """Lead → the other ranks of its host: capture the graphs of decode steps, as it does itself now."""
+
+
 class AdmitPeer(Message):
     """Scheduler → worker: let ``peer`` (an epoch) write into our pool. Answered by ``PeerAdmitted`` or ``PeerFailed``.
 
@@ -447,4 +451,4 @@ PeerEvent = PeerAdmitted | PeerConnected | PeerFailed | PeerLinkDown
 TransferEvent = PeerEvent | SendEnded | PagesVerified
 WorkerCommand = ForwardStep | SendCommand | TierCommand | MemoryCommand | TrimPool | HashPages
 WorkerEvent = WorkerReady | StepResult | TransferEvent | TierEvent | MemoryChanged | PagesHashed
-FollowerCommand = RankSetup | ForwardStep | MemoryCommand
+FollowerCommand = RankSetup | ForwardStep | CaptureGraphs | MemoryCommand

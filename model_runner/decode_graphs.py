@@ -24,6 +24,7 @@ from ..runtime.options import ServerOptions
 from .device.base import Device, Graph
 from .forward_batch import ForwardBatch
 from .models.decoder import Decoder
+from .tensor_parallel.group import alone
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,11 @@ def why_no_graphs(options: ServerOptions, device: Device, model: object, is_safe
         return "the attention backend can't be captured"
     if not isinstance(model, Decoder):
         return "a model by transformers' own class may wait for the device"
+    if model.ranks is not alone and options.cuda_graph_bs is None and options.cuda_graph_max_bs is None:
+        return (
+            "with --tp-size they hold NCCL's exchanges, which has not been tried on GPUs yet: --cuda-graph-max-bs or "
+            "--cuda-graph-bs asks for them"
+        )
     return model.why_no_graphs
 
 

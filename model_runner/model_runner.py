@@ -103,7 +103,9 @@ class ModelRunner:
         with self._timed("config"):
             source = resolve_model(options.model_path, weights=options.load_format != "dummy")
             self.implementation = choose_model_impl(options.model_impl, source)
-            self.device = choose_device(options.device, options.base_gpu_id)
+            self.device = choose_device(
+                options.device, options.base_gpu_id + (0 if ranks is None else ranks.place.local)
+            )
             self.hardware = open_device(self.device, strict=options.fail_on_host_sync)
             self.dtype = choose_dtype(options.dtype, self.device)
         kv_dtype = choose_kv_dtype(options.kv_cache_dtype, self.dtype)
@@ -159,7 +161,7 @@ class ModelRunner:
                     "leave it out, or choose bfloat16"
                 )
             labels = choose_channels(options, spec)
-        shard = self._shard(spec)
+        shard = self._shard(options, spec)
         with self._timed("kernels"):
             self.attention_backend = choose_attention_backend(
                 options.attention_backend, spec if shard is None else shard.spec, self.device, self.dtype, kv_dtype
@@ -174,8 +176,7 @@ class ModelRunner:
             model, blocks = load()
         with self._timed("kv_pool"):
             windows = layers_apart(options, spec) if self._ranks is None else {}
-            kept = spec if self._ranks is None else self._ranks.kept(spec)
-            self._allocate_pool(options, kept, kv_dtype, shard, windows, labels)
+            self._allocate_pool(options, self._kept(spec), kv_dtype, shard, windows, labels)
         self.step_weight_bytes = self.weight_bytes - model.idle_bytes
         with self._timed("kernels"):
             if self.attention_backend == "cpu":
@@ -215,12 +216,25 @@ class ModelRunner:
         else:
             self._compute_by(model, shard)
 
-    def _shard(self, spec: ModelSpec) -> Shard | None:
+    def _shard(self, options: ServerOptions, spec: ModelSpec) -> Shard | None:
         if self._ranks is None:
             return None
-        if self.device.type != "cpu":
-            raise UnsupportedModel(f"--tp-size on {self.device.type} is not there yet; use --device cpu")
+        if self._is_apart:
+            from .tensor_parallel.on_devices import refuse_on_devices
+
+            refuse_on_devices(options, self._ranks.place)
         return self._ranks.shard(spec)
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether this is one of several ranks, each of which has a device, and a KV pool on it, of its own."""
+        return self._ranks is not None and self.hardware.beside
+
+    def _kept(self, spec: ModelSpec) -> HasKV:
+        """What the pool keeps of a model."""
+        if self._ranks is None:
+            return spec
+        return self._ranks.kept_apart(spec) if self._is_apart else self._ranks.kept(spec)
 
     def _start_transformers(self, options: ServerOptions, source: ModelSource, kv_dtype: torch.dtype) -> None:
         with self._timed("config"):
@@ -263,7 +277,11 @@ class ModelRunner:
         if shard is None or self._ranks is None:
             model = Decoder(spec, self.dtype, self.device, ops=choose_ops(self.device))
         else:
-            group = alone if self.attention_backend == "cpu" else self._ranks.join().torch_ranks(spec.vocab_size)
+            group = (
+                alone
+                if self.attention_backend == "cpu"
+                else self._ranks.join().torch_ranks(spec.vocab_size, self.device)
+            )
             model = Decoder(shard.spec, self.dtype, self.device, shard.vocab, group, choose_ops(self.device))
         weights = model.weights()
         samples = load_model_weights(weights, source, spec, options.load_format, options.random_seed, blocks, shard)
@@ -331,7 +349,7 @@ class ModelRunner:
     def _compute_by(self, model: TorchModel, shard: Shard | None) -> None:
         attention = self._attention
         assert attention is not None
-        if shard is not None and shard.shares_kv_heads and isinstance(model, Decoder):
+        if shard is not None and shard.shares_kv_heads and not self._is_apart and isinstance(model, Decoder):
             self._meet = model.ranks.meet
         self._compute = lambda batch: model.forward(batch, attention)
 
@@ -371,7 +389,10 @@ class ModelRunner:
         self._exchange: NativeRanks | None = None
         heads = None
         is_shared = options.disaggregation_transfer_backend == "shm"
-        if shard is not None and self._ranks is not None:
+        if self._ranks is not None and self._is_apart:
+            pages = self._choose_pages(options, self.weight_bytes)
+            num_pages = self._ranks.agree(pages, f"{self._identity(options)} {self.hardware.name}")
+        elif shard is not None and self._ranks is not None:
             heads = self._ranks.own_heads(shard.whole)
             from .tensor_parallel.host_ranks import Own
 

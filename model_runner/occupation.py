@@ -103,6 +103,9 @@ class Occupation:
         if error or errors:
             # Who has it gives it back again; for who hasn't, that changes nothing.
             self._release_all(tags)
+        elif not self._released:
+            # All at the same time. What failed on one would leave the others waiting: it ends the instance.
+            self._steps.capture_graphs()
         return error or (errors[0] if errors else "")
 
     def trim(self, first_page: int) -> None:
@@ -145,7 +148,7 @@ class Occupation:
                 self._take(tag)
                 taken.append(tag)
                 self._released.discard(tag)
-            if not self._released:
+            if not self._released and self._lead is None:
                 self._steps.capture_graphs()
         except (ModelError, TransferError, OSError, MemoryError, torch.OutOfMemoryError) as e:
             # All or nothing: half of it would be held for nobody.
@@ -175,7 +178,8 @@ class Occupation:
         model = self._model
         # What a smaller pool (/kv/resize) does without is not taken again.
         pool_bytes = sum(pool.data.nbytes for pool in model.pools) - self._prefault.trimmed
-        ranks = 1 if self._lead is None else len(self._lead.followers) + 1
+        # On a host they take theirs from one memory, on devices each from its own.
+        ranks = 1 if self._lead is None or model.hardware.beside else len(self._lead.followers) + 1
         needed = sum(model.weight_bytes * ranks if tag == "weights" else pool_bytes for tag in tags)
         free = model.hardware.memory().free
         if needed > free:

@@ -135,6 +135,6 @@ def _make_steps(model: ModelRunner, max_reqs: int, ranks: HostRanks | None) -> S
     if ranks is None:
         return StepRunner(model, max_reqs)
     from .tensor_parallel.host_ranks import Lead
-    from .tensor_parallel.leading_steps import LeadingSteps
+    from .tensor_parallel.leading_steps import FollowingSteps, LeadingSteps
 
-    return LeadingSteps(model, max_reqs, ranks) if isinstance(ranks, Lead) else StepRunner(model, max_reqs)
+    return LeadingSteps(model, max_reqs, ranks) if isinstance(ranks, Lead) else FollowingSteps(model, max_reqs)

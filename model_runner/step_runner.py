@@ -189,9 +189,16 @@ class StepRunner:
             return pending
 
     def follow(self, step: ForwardStep) -> None:
-        """Compute a step whose result another rank tells: nothing is packed."""
-        if isinstance(launched := self.launch(step), PendingStep):
-            self._wait(launched)
+        """Compute a step whose result another rank tells: nothing is packed. Of a device that computes beside the host
+        the step before is waited for, as its arrays are the next one's.
+        """
+        self.launch(step)
+        self.settle(1 if self._device.beside else 0)
+
+    def settle(self, open_steps: int = 0) -> None:
+        """Wait until no more than so many steps are open; they are never collected."""
+        for pending in self._open[: max(0, len(self._open) - open_steps)]:
+            self._wait(pending)
 
     def collect(self, launched: Launched) -> StepResult:
         """The step's result; waits for the device, and with it for the pages that are pushed to a peer next.

@@ -241,6 +241,11 @@ def _ranks(options: ServerOptions) -> Iterator[str]:
             "--nnodes above 1 leaves each host a part of the KV, and a hand-over takes it from one place: give an "
             "instance that exchanges KV all of its ranks on one host (--nnodes 1)"
         )
+    if size > 1 and options.device == "cuda" and options.hands_over:
+        yield (
+            f"--tp-size {size} on GPUs leaves each its own heads of the KV, and a hand-over takes whole pages from one "
+            "place: give an instance that exchanges KV one GPU (--tp-size 1)"
+        )
     if options.threads is not None and options.threads % max(size // nodes, 1):
         yield f"--threads {options.threads} does not divide among the {size // nodes} ranks of a host"
 

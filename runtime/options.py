@@ -231,7 +231,7 @@ class ServerOptions:
     device
         cpu or cuda; auto takes cuda where there is one.
     base_gpu_id
-        Which of the GPUs that this instance sees it computes on, counted from 0.
+        Which of the GPUs that this instance sees it computes on, counted from 0; its other ranks take the next ones.
     threads
         Compute threads of the model worker; default: one for each physical core of one NUMA node, efficiency cores left
         out, and no more than the control groups' CPU quota.
@@ -240,7 +240,8 @@ class ServerOptions:
         that --threads counts.
     tp_size
         Tensor-parallel ranks, each a process with a part of every layer; --threads and --cpus are of all on this host,
-        and divided among them. Where the host has as many NUMA nodes, each rank takes one.
+        and divided among them. Where the host has as many NUMA nodes, each rank takes one. On GPUs (not tried on any
+        yet) each rank has one of its own, and the instance exchanges no KV with others.
     nnodes
         Hosts that the ranks are on, as many on each. Every host runs this command with a --node-rank of its own; the
         first one answers.
@@ -263,7 +264,8 @@ class ServerOptions:
         Batch sizes of decode steps to capture as CUDA graphs, with commas in between. Default: 1, 2, 4, the multiples
         of 8 up to 128 and of 16 beyond.
     cuda_graph_max_bs
-        Largest of them where cuda_graph_bs does not say; default: max_running_requests, 256 at most.
+        Largest of them where cuda_graph_bs does not say; default: max_running_requests, 256 at most. With --tp-size
+        graphs are captured only where one of the two is given.
     disable_cuda_graph
         Launch each kernel of a decode step by itself.
     fail_on_host_sync

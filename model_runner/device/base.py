@@ -54,6 +54,11 @@ class Device(ABC):
     def __init__(self, device: torch.device) -> None:
         self.torch = device
 
+    @property
+    def name(self) -> str:
+        """What it is: alike devices have the same."""
+        return self.torch.type
+
     @abstractmethod
     def memory(self) -> Memory:
         """All of it, and what is free."""

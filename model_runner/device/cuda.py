@@ -55,6 +55,11 @@ class CudaDevice(Device):
         self._transfers = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph_memory: Any = None
 
+    @property
+    def name(self) -> str:
+        """See the base class."""
+        return torch.cuda.get_device_name(self.torch)
+
     def memory(self) -> Memory:
         """See the base class; what torch holds for later is given back first."""
         self.give_back()

@@ -2,6 +2,9 @@
 
 On a CPU the ranks of a host have one KV pool, each with its own heads of every page. So whatever moves pages sees whole
 ones, and instances of unlike sizes exchange them as any two do. The lead makes the memory; the others map it.
+
+On GPUs each rank has a device, and on it a pool of its own, of its own heads alone: all they share is how many pages
+there are (``agree``).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import NamedTuple
 from ...disaggregation.transfer.region import KVRegion, allocate_region, map_region
 from ...messages.channel import Receiver, Sender
 from ...messages.memory import MemoryCommand
-from ...messages.worker import FollowerCommand, ForwardStep, RankLoaded, RankSetup
+from ...messages.worker import CaptureGraphs, FollowerCommand, ForwardStep, RankLoaded, RankSetup
 from ...model_files.sharding import Shard, shard
 from ...model_files.spec import ModelSpec
 from ...runtime.ranks import RankPlace
@@ -65,7 +68,7 @@ class Own(NamedTuple):
 
 
 class HostRanks(ABC):
-    """One rank. Made → ``share`` once, when its part of the model is loaded → steps."""
+    """One rank. Made → ``share`` (or ``agree``) once, when its part of the model is loaded → steps."""
 
     def __init__(self, place: RankPlace, meeting: Meeting) -> None:
         self.place = place
@@ -96,6 +99,15 @@ class HostRanks(ABC):
         """What of a model the host's pool keeps."""
         begin, end = self.pool_heads(spec)
         return KVShape(spec.num_layers, end - begin, spec.head_dim, spec.latent_dim)
+
+    def kept_apart(self, spec: ModelSpec) -> KVShape:
+        """What of a model this rank keeps where it has a device of its own."""
+        begin, end = self.shard(spec).kv_heads()
+        return KVShape(spec.num_layers, end - begin, spec.head_dim, spec.latent_dim)
+
+    def agree(self, pages: int, identity: str) -> int:
+        """How many pages each rank's own pool has, as this one has room for ``pages``. Raises ``UnsupportedModel``."""
+        return self.join().agree(pages, identity)
 
     def own_heads(self, spec: ModelSpec) -> tuple[int, int]:
         """``[begin, end)`` of the pool's heads that are this rank's."""
@@ -190,7 +202,7 @@ class Follower(HostRanks):
         """A ``MemoryCommand`` is done, or is not."""
         self._lead.send(RankLoaded(self.place.rank, weight_bytes, error))
 
-    def next_step(self, timeout_ms: int) -> ForwardStep | MemoryCommand | None:
+    def next_step(self, timeout_ms: int) -> ForwardStep | MemoryCommand | CaptureGraphs | None:
         """What the lead computes now, or has done; None where nothing comes for so long (-1: waits for ever).
 
         Raises ``UndeclaredMessage`` and ``RuntimeError`` for anything else: a step that one rank skips hangs them all.

@@ -1,11 +1,11 @@
-"""Runs steps on this rank, and has the ranks that it leads run them."""
+"""Runs steps on this rank, and has the ranks that it leads run them; or runs them as its lead says."""
 
 from __future__ import annotations
 
 import msgspec
 
 from ...messages.channel import encode
-from ...messages.worker import ForwardStep
+from ...messages.worker import CaptureGraphs, ForwardStep
 from ...runtime.layers_done import LayersDone
 from ..step_runner import Launched, Model, StepRunner
 from .host_ranks import Lead
@@ -37,8 +37,26 @@ class LeadingSteps(StepRunner):
             self._send(self._world, told)
         return super().launch(step, done)
 
+    def capture_graphs(self) -> None:
+        """See the base class; the other ranks do it, too, as each pass that is captured has sums of all."""
+        if self._model.graph_sizes:
+            for follower in self._lead.followers:
+                follower.send(CaptureGraphs())
+        super().capture_graphs()
+
     def _send(self, world: World, step: ForwardStep) -> None:
         try:
             world.send_frame(encode([step]))
         except RuntimeError as e:
             end_after_watch("a step could not be sent to the other hosts", e)
+
+
+class FollowingSteps(StepRunner):
+    """Of another rank: graphs are captured when its lead says so, and at no other time."""
+
+    def capture_graphs(self) -> None:
+        """Not by itself: see the class."""
+
+    def capture_with_lead(self) -> None:
+        """Now, as all other ranks do."""
+        super().capture_graphs()

@@ -12,7 +12,7 @@ from typing import NoReturn
 import msgspec
 
 from ...disaggregation.errors import TransferError
-from ...messages.worker import ForwardStep
+from ...messages.worker import CaptureGraphs, ForwardStep
 from ...model_files.errors import ModelError
 from ...runtime.child import start_child
 from ...runtime.cpu_list import PlacementError
@@ -36,9 +36,11 @@ def main() -> NoReturn:
 def _serve(started: Started) -> NoReturn:
     from ..occupation import Occupation
     from .host_ranks import Follower, Lead
+    from .leading_steps import FollowingSteps
 
     ranks, steps, model = started.ranks, started.steps, started.model
     if isinstance(ranks, Follower):
+        assert isinstance(steps, FollowingSteps)
         # Of memory that the lead has committed, this process still lacks the page tables.
         prefault = PoolPrefault.of(model.kv_region, model.layout)
         occupation = Occupation(model, steps, prefault)
@@ -47,11 +49,15 @@ def _serve(started: Started) -> NoReturn:
             if step is None:
                 prefault.advance()
                 continue
-            if not isinstance(step, ForwardStep):
-                ranks.answer(model.weight_bytes, occupation.obey(step).error)
+            if isinstance(step, ForwardStep):
+                steps.follow(step)
+                prefault.used(highest_slot(step))
                 continue
-            steps.follow(step)
-            prefault.used(highest_slot(step))
+            steps.settle()
+            if isinstance(step, CaptureGraphs):
+                steps.capture_with_lead()
+            else:
+                ranks.answer(model.weight_bytes, occupation.obey(step).error)
     assert isinstance(ranks, Lead)
     decode = msgspec.msgpack.Decoder(list[ForwardStep]).decode
     while True:

@@ -1,4 +1,4 @@
-"""Ranks that exchange by torch.distributed: the torch model's, on one host or several."""
+"""Ranks that exchange by torch.distributed: the torch model's, on the host's processors or on a GPU each."""
 
 from __future__ import annotations
 
@@ -10,34 +10,40 @@ from torch import Tensor
 
 
 class TorchRanks:
-    """``RankGroup`` over ``group``'s ranks, by gloo, for a model of ``vocab`` tokens."""
+    """``RankGroup`` over ``group``'s ranks, by gloo or NCCL, for a model of ``vocab`` tokens on ``device``.
 
-    def __init__(self, group: dist.ProcessGroup, vocab: int) -> None:
-        self._group, self._size = group, group.size()
+    Nothing waits for the device, and where that can be captured, so can these. R: ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, vocab: int, device: torch.device) -> None:
+        self._group, self._size, self._device = group, group.size(), device
         ends = [vocab * rank // self._size for rank in range(self._size + 1)]
         self._columns = [end - begin for begin, end in pairwise(ends)]
 
     def sum(self, part_TN: Tensor) -> Tensor:
-        """See the protocol."""
-        first, *others = self._gather(part_TN)
-        total = first.to(torch.float32, copy=True)
-        for part in others:
-            total += part
+        """See the protocol. Not NCCL's own sums: their order depends on how much there is to add up."""
+        parts_RTN = self._gather(part_TN)
+        total = parts_RTN[0].to(torch.float32, copy=True)
+        for rank in range(1, self._size):
+            total += parts_RTN[rank]
         return total.to(part_TN.dtype)
 
     def join(self, columns: Tensor) -> Tensor:
         """See the protocol."""
         padded = torch.nn.functional.pad(columns, (0, max(self._columns) - columns.shape[1]))
         parts = self._gather(padded)
-        return torch.cat([part[:, :width] for part, width in zip(parts, self._columns, strict=True)], 1)
+        return torch.cat([parts[rank, :, :width] for rank, width in enumerate(self._columns)], 1)
 
     def meet(self) -> None:
-        """See the protocol."""
-        self._gather(torch.zeros(1))
+        """See the protocol; of a device's work, not of the hosts that queue it."""
+        self._gather(torch.zeros(1, device=self._device))
 
-    def _gather(self, part: Tensor) -> list[Tensor]:
+    def _gather(self, part: Tensor) -> Tensor:
+        """[R, ...] of each rank's part."""
         own = part.contiguous()
-        parts = [torch.empty_like(own) for _ in range(self._size)]
-        # As bytes: gloo moves every type that way, and adds nothing up here.
-        dist.all_gather([p.view(torch.uint8) for p in parts], own.view(torch.uint8), group=self._group)
+        parts = own.new_empty((self._size, *own.shape))
+        if own.numel():
+            # As bytes: every type goes that way, and nothing is added up there.
+            flat = own.view(torch.uint8).view(-1)
+            dist.all_gather_into_tensor(parts.view(torch.uint8).view(-1), flat, group=self._group)
         return parts

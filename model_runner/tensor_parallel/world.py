@@ -1,4 +1,4 @@
-"""The ranks of several hosts, or of a torch model, as a world of torch.distributed, by gloo.
+"""The ranks of several hosts, or of a torch model, as a world of torch.distributed, by gloo, and NCCL between GPUs.
 
 What it opens asks nobody who they are: on one host it stays on the loopback interface; between hosts it listens at
 ``--dist-init-addr`` and on the interface by which that is reached.
@@ -6,6 +6,7 @@ What it opens asks nobody who they are: on one host it stays on the loopback int
 Each kind of talk has connections of its own, and threads don't share any:
 
     model    sums of the torch model, every rank                    in the order of the passes
+    devices  the same where each rank has a GPU, by NCCL            in the order of the passes
     leads    what the hosts' leads carry over in a pass, and steps   in the order of the passes
     watch    a word every few seconds between rank 0 and each lead   so that a death is noticed also while nothing runs
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 # As torch.distributed has them, whose stubs don't say so.
@@ -39,6 +41,7 @@ FOR_EVER = timedelta(days=100)
 WATCH_SECONDS = 30.0
 """Without a word for so long, a host is gone that no longer answers at all."""
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
 class World:
@@ -60,6 +63,7 @@ class World:
             self.model = _made(dist.new_group(timeout=FOR_EVER))
             self.leads = dist.new_group(leads, timeout=FOR_EVER)
             self.watch = dist.new_group(leads, timeout=timedelta(seconds=WATCH_SECONDS))
+            self._devices: dist.ProcessGroup | None = None
         except (RuntimeError, ValueError) as e:
             raise UnsupportedModel(
                 f"rank {place.rank} of {place.size} did not meet the others at {address or 'this host'} within "
@@ -67,9 +71,30 @@ class World:
                 f"--dist-init-addr, one with each --node-rank ({_first_line(e)})"
             ) from e
 
-    def torch_ranks(self, vocab: int) -> TorchRanks:
-        """For a torch model."""
-        return TorchRanks(self.model, vocab)
+    def torch_ranks(self, vocab: int, device: torch.device) -> TorchRanks:
+        """For a torch model, whose part here is on ``device``. Raises ``UnsupportedModel``."""
+        if device.type != "cuda":
+            return TorchRanks(self.model, vocab, device)
+        if self._devices is None:
+            self._devices = _nccl()
+            # Its first meeting takes memory of the device, and nobody has looked yet how much is free.
+            TorchRanks(self._devices, vocab, device).meet()
+        return TorchRanks(self._devices, vocab, device)
+
+    def agree(self, pages: int, identity: str) -> int:
+        """The fewest pages that any rank has room for: every rank asks, with the same ``identity`` where all serve the
+        same. Raises ``UnsupportedModel`` where they don't.
+        """
+        own = torch.tensor([pages, xxhash.xxh3_64_intdigest(identity.encode()) >> 1])
+        told = [torch.empty_like(own) for _ in range(self.place.size)]
+        dist.all_gather(told, own, group=self.model)
+        for rank, (_, theirs) in enumerate(answer.tolist() for answer in told):
+            if theirs != int(told[0][1]):
+                raise UnsupportedModel(
+                    f"rank {rank} of --tp-size {self.place.size} serves something else than rank 0: its GPU is another "
+                    "model of GPU; name alike ones by CUDA_VISIBLE_DEVICES and --base-gpu-id"
+                )
+        return min(int(answer[0]) for answer in told)
 
     def gather(self, own: Tensor) -> list[Tensor]:
         """What each host's lead gives, by its leads alone: of one size."""
@@ -93,6 +118,18 @@ class World:
         frame = torch.empty(int(size), dtype=torch.uint8)
         self.broadcast(frame, 0)
         return frame.numpy().tobytes()
+
+
+def _nccl() -> dist.ProcessGroup:
+    """All ranks, each with the GPU that is its thread's. Written without one at hand."""
+    if not dist.is_nccl_available():
+        raise UnsupportedModel("--tp-size on GPUs needs NCCL, which this build of torch has not: install one for CUDA")
+    # Where its ranks find each other; what they exchange goes by NVLink, PCIe or the host's memory.
+    os.environ.setdefault(_NCCL_INTERFACE, f"={os.environ[_INTERFACE]}")
+    try:
+        return _made(dist.new_group(backend="nccl", timeout=FOR_EVER))
+    except (RuntimeError, ValueError) as e:
+        raise UnsupportedModel(f"NCCL does not bring the GPUs of the ranks together: {_first_line(e)}") from e
 
 
 def _made(group: dist.ProcessGroup | object) -> dist.ProcessGroup:

@@ -4,6 +4,7 @@ sizes, and one death for all.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +75,25 @@ def test_two_ranks_answer_as_one(engine: str, model: list[str], expected: list[l
         assert answers(server) == expected
         wait_until(lambda: server.info()["pool"]["in_use"] == 0, 10, "no slot in use")
         assert server.info()["invariants"] == "ok"
+
+
+@pytest.mark.slow
+def test_ranks_with_a_device_each_answer_as_one(
+    model: list[str], expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, whose part devices play that record: a pool each, graphs that hold the exchanges, one step ahead."""
+    tests = Path(__file__).parents[1]
+    paths = (tests / "support" / "fake_devices", tests, os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+    graphs = ("--attention-backend", "torch", "--cuda-graph-max-bs", "2", "--context-length", "1024")
+    with launched(tmp_path, "two", "server", *model, *TWO, *graphs) as server:
+        server.wait_healthy()
+        assert answers(server) == expected
+        for path in ("release", "resume"):
+            server.client.post(f"{server.url}/{path}_memory_occupation", json={}).raise_for_status()
+        assert answers(server) == expected
+        assert server.log().count("captured 2 graphs of decode steps") == 4  # on each rank, and again
+        assert "has not been tried on GPUs yet" in server.log()
 
 
 @pytest.mark.parametrize(

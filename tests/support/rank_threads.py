@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,16 +21,34 @@ from pdserve.runtime.ranks import RankPlace
 from support.machine import limit
 
 T = TypeVar("T")
+R = TypeVar("R")
 NOWHERE = Meeting(None, Path("/nonexistent"), 0.0)
 
 
 class Table:
     """Where the threads put what others take, all in step."""
 
+    tables: ClassVar[list[Table]] = []
+
     def __init__(self, size: int) -> None:
         self.shared: Shared | None = None
-        self.parts: list[Tensor] = [torch.empty(0)] * size
+        self.parts: list[Any] = [None] * size
         self.all_here = threading.Barrier(size)
+        self.number = len(self.tables)
+        self.tables.append(self)
+
+    def exchange(self, own: Any, rank: int) -> list[Any]:
+        """What every rank gives."""
+        self.all_here.wait(limit(20))
+        self.parts[rank] = own
+        self.all_here.wait(limit(20))
+        return list(self.parts)
+
+
+@torch.library.custom_op("pdserve_tests::exchange", mutates_args=())
+def exchange(own: Tensor, table: int, rank: int, dim: int) -> Tensor:
+    """Every rank's tensor, one behind the other along ``dim``: an operation, so that a captured pass has it, too."""
+    return torch.cat(Table.tables[table].exchange(own.clone(), rank), dim)
 
 
 class ThreadGroup:
@@ -41,22 +59,16 @@ class ThreadGroup:
 
     def sum(self, part_TN: Tensor) -> Tensor:
         """See the protocol."""
-        parts = self._exchange(part_TN)
-        return torch.stack([part.float() for part in parts]).sum(0).to(part_TN.dtype)
+        parts = exchange(part_TN[None], self._table.number, self._rank, 0)
+        return parts.float().sum(0).to(part_TN.dtype)
 
     def join(self, columns: Tensor) -> Tensor:
         """See the protocol."""
-        return torch.cat(self._exchange(columns), 1)
+        return exchange(columns, self._table.number, self._rank, 1)
 
     def meet(self) -> None:
         """See the protocol."""
         self._table.all_here.wait(limit(20))
-
-    def _exchange(self, own: Tensor) -> list[Tensor]:
-        self._table.all_here.wait(limit(20))
-        self._table.parts[self._rank] = own
-        self._table.all_here.wait(limit(20))
-        return list(self._table.parts)
 
 
 class ThreadRank(HostRanks):
@@ -70,9 +82,15 @@ class ThreadRank(HostRanks):
         """What a torch model asks of a world."""
         return self
 
-    def torch_ranks(self, vocab: int) -> ThreadGroup:
+    def torch_ranks(self, vocab: int, device: torch.device) -> ThreadGroup:
         """See ``World``."""
         return ThreadGroup(self._table, self.place.rank)
+
+    def agree(self, pages: int, identity: str) -> int:
+        """See the base class; of ranks that are made at the same time."""
+        told = self._table.exchange((pages, identity), self.place.rank)
+        assert len({identity for _, identity in told}) == 1
+        return min(pages for pages, _ in told)
 
     def share(self, own: Own) -> Shared:
         """See the base class."""
@@ -96,7 +114,14 @@ def make_ranks(size: int, options: ServerOptions) -> list[ModelRunner]:
     return [ModelRunner(options, ranks=ThreadRank(rank, size, table)) for rank in range(size)]
 
 
-def together(runners: list[ModelRunner], compute: Callable[[ModelRunner], T]) -> T:
+def make_apart(size: int, options: ServerOptions) -> list[ModelRunner]:
+    """The same of ranks that have a device each, made at the same time."""
+    table = Table(size)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: ModelRunner(options, ranks=ThreadRank(rank, size, table)), range(size)))
+
+
+def together(runners: list[R], compute: Callable[[R], T]) -> T:
     """What rank 0 gives for something that every one computes."""
     with ThreadPoolExecutor(len(runners)) as pool:
         results = list(pool.map(compute, runners))

@@ -187,6 +187,10 @@ def test_a_bad_command_line_is_refused(argv: list[str], says: str, capsys: pytes
         ({"tp_size": 2, "threads": 3}, "--threads 3 does not divide among the 2 ranks"),
         ({"tp_size": 3, "nnodes": 2, "dist_init_addr": "a:1"}, "--tp-size 3 does not divide among --nnodes 2"),
         ({"tp_size": 2, "nnodes": 2}, "needs --dist-init-addr"),
+        (
+            {"tp_size": 2, "device": "cuda", "disaggregation_mode": "decode"},
+            "give an instance that exchanges KV one GPU",
+        ),
         ({"tp_size": 2, "nnodes": 2, "node_rank": 2, "dist_init_addr": "a:1"}, "it must be 0 to 1"),
         ({"dist_init_addr": "a"}, "--dist-init-addr a: give HOST:PORT"),
         (

@@ -194,16 +194,19 @@ class Ranks:
 
 
 def test_ranks_have_all_of_it_or_none(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
+    rig, captured = Rig(tmp_path), []
     ranks: Any = Ranks(["rank 1: no memory"])
     occupation = Occupation(rig.model, rig.steps, rig.prefault, ranks)
     before = rig.answer()
+    rig.steps.capture_graphs = lambda: captured.append(len(ranks.told))  # type: ignore[method-assign]
     occupation.obey(ReleaseMemory(["weights"]))
     changed = occupation.obey(ResumeMemory(["weights"]))
     assert (changed.released, changed.error) == (["weights"], "rank 1: no memory")
     assert ranks.told == [ReleaseMemory(["weights"]), ResumeMemory(["weights"]), ReleaseMemory(["weights"])]
+    assert captured == []
     ranks.errors = []
     assert occupation.obey(ResumeMemory(["weights"])).error == ""
+    assert captured == [4]  # when all have said that they have it
     assert rig.answer() == before
 
 

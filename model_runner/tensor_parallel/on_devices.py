@@ -1,0 +1,30 @@
+"""What ranks with a GPU each can't do, and say before they load."""
+
+from __future__ import annotations
+
+import logging
+
+from ...model_files.errors import UnsupportedModel
+from ...runtime.options import ServerOptions
+from ...runtime.ranks import RankPlace
+
+log = logging.getLogger(__name__)
+
+
+def refuse_on_devices(options: ServerOptions, place: RankPlace) -> None:
+    """Raise ``UnsupportedModel`` for what each rank's own pool, of its own heads, does not allow."""
+    asked = f"--tp-size {place.size} on GPUs"
+    if place.nodes > 1:
+        raise UnsupportedModel(f"{asked} of several hosts (--nnodes {options.nnodes}) is not there: give it one host's")
+    if options.hands_over:
+        raise UnsupportedModel(
+            f"{asked} leaves each GPU its own heads of the KV, and a hand-over takes whole pages from one place: give "
+            "an instance that exchanges KV one GPU (--tp-size 1), or have it serve whole requests (--handover off)"
+        )
+    if options.enable_hierarchical_cache:
+        raise UnsupportedModel(
+            f"{asked} leaves each GPU its own heads of the KV, and tiers keep whole pages: leave out "
+            "--enable-hierarchical-cache"
+        )
+    if place.rank == 0:
+        log.warning("%s: sums go by NCCL, which has not been tried on GPUs yet (docs/gpu.md)", asked)
