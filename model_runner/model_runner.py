@@ -40,6 +40,7 @@ from .kv_pool import HasKV, KVPool, make_layout, make_pool
 from .kv_quantization import LARGEST
 from .loader.load import fingerprint, foreign_fingerprint, load_model_weights
 from .loader.open_blocks import open_blocks
+from .loader.open_packed import choose_packed, open_packed
 from .loader.quantized_blocks import BlockSource, has_whole_blocks
 from .models.decoder import Decoder
 from .placement import SPIN_US
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Quantization = Literal["none", "gguf", "int8", "int4"]
+Quantization = Literal["none", "gguf", "int8", "int4", "packed", "w8a8"]
 LEAST_ROOM = 4096
 """Tokens that ranks can compute at once, whatever the options: what start-up measures with is as long."""
 
@@ -283,15 +284,23 @@ class ModelRunner:
                 else self._ranks.join().torch_ranks(spec.vocab_size, self.device)
             )
             model = Decoder(shard.spec, self.dtype, self.device, shard.vocab, group, choose_ops(self.device))
+        packed = None
+        if self.quantization in ("packed", "w8a8"):
+            seed = options.random_seed if options.load_format == "dummy" else None
+            packed = open_packed(self.quantization, model, source, spec, self.dtype, seed)
         weights = model.weights()
-        samples = load_model_weights(weights, source, spec, options.load_format, options.random_seed, blocks, shard)
-        rounding: str = self.quantization
+        samples = load_model_weights(
+            weights, source, spec, options.load_format, options.random_seed, blocks, shard, packed
+        )
+        rounding: str = self.quantization if packed is None else packed.rounding
         if self.quantization in ("int8", "int4") and shard is not None and not has_whole_blocks(shard.spec):
             # Those layers stay as they are: another model than where they are rounded.
             log.warning("--tp-size %d: rows that are no whole blocks on a rank are not rounded", shard.size)
             rounding = f"{rounding} on {shard.size} ranks"
         self.fingerprint = fingerprint(identity, samples, rounding, blocks)
         self.weight_bytes = sum(view.nbytes for view in weights.values())
+        if packed is not None:
+            self.weight_bytes += packed.nbytes - sum(weights[name].nbytes for name in packed.left_out)
         if blocks is not None:
             self.weight_bytes += blocks.nbytes - sum(weights[name].nbytes for name in blocks.left_out)
         return model
@@ -300,7 +309,7 @@ class ModelRunner:
         self, options: ServerOptions, source: ModelSource, spec: ModelSpec, shard: Shard | None
     ) -> BlockSource | None:
         self.quantization = self._choose_quantization(options, source)
-        if self.quantization == "none":
+        if self.quantization == "none" or self.quantization == "packed" or self.quantization == "w8a8":
             return None
         if self.attention_backend != "cpu":
             raise UnsupportedModel(
@@ -309,6 +318,10 @@ class ModelRunner:
         return open_blocks(self.quantization, source, spec, self.dtype, shard)
 
     def _choose_quantization(self, options: ServerOptions, source: ModelSource) -> Quantization:
+        is_torch = self.attention_backend != "cpu" and self._ranks is None
+        as_packed = choose_packed(options.quantization, source, self.device, is_torch=is_torch)
+        if as_packed is not None:
+            return as_packed
         if options.quantization != "auto":
             return options.quantization
         if source.kind != "gguf" or options.dtype != "auto" or options.load_format == "dummy":

@@ -224,7 +224,9 @@ class ServerOptions:
         Type of weights and activations; auto takes bfloat16 (float16 on a GPU without it).
     quantization
         Linear layers' weights: as dtype says (none), a GGUF file's own blocks (gguf), rounded at start (int8, int4);
-        auto takes a GGUF file's own blocks, on every processor, unless dtype names a type.
+        auto takes a GGUF file's own blocks, on every processor, unless dtype names a type. On a GPU with Triton weights
+        in FP8, AWQ and GPTQ stay as the files have them (packed), which is auto's choice there; w8a8 rounds activations
+        to FP8, too, where weights are FP8, which is another model than one whose activations are whole.
     kv_cache_dtype
         Type of the KV pool; auto takes the weights' type. Types of one byte (fp8_e4m3, fp8_e5m2, int8) have a scale for
         each head of each token, and hold nearly twice as many tokens as bfloat16, which bf16 is short for.
@@ -382,7 +384,7 @@ class ServerOptions:
     stream_interval: int = 1
     incremental_streaming_output: bool = False
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: Literal["auto", "none", "gguf", "int8", "int4"] = "auto"
+    quantization: Literal["auto", "none", "gguf", "int8", "int4", "packed", "w8a8"] = "auto"
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     base_gpu_id: int = 0

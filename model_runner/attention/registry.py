@@ -58,7 +58,7 @@ def _why_not(name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtyp
         if device.type != "cuda":
             return f"FlashInfer runs on NVIDIA GPUs, not on {device.type}"
         return missing() or unsupported([layer.attention for layer in spec.layers], dtype, kv_dtype)
-    return _triton_refusal(device)
+    return triton_refusal(device)
 
 
 def _refusal(spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
@@ -78,7 +78,7 @@ def _refusal(spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype
     return reason
 
 
-def _triton_refusal(device: torch.device) -> str | None:
+def triton_refusal(device: torch.device) -> str | None:
     """Why Triton's kernels can't be used, or None."""
     try:
         from ..triton_kernels.backend import refusal

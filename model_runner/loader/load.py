@@ -18,6 +18,7 @@ from ...model_files.spec import ModelSpec
 from ..models.decoder import Decoder
 from .base import Target, WeightSource, load_weights
 from .dummy_weights import DummyWeights
+from .packed_layers import PackedLayers
 from .quantized_blocks import BlockSource
 from .samples import sample
 
@@ -30,10 +31,12 @@ def load_model_weights(
     seed: int,
     blocks: BlockSource | None = None,
     shard: Shard | None = None,
+    packed: PackedLayers | None = None,
 ) -> dict[str, bytes]:
     """Fill ``weights`` (name → view) from ``source``, or at random; raises ``InvalidWeights``, ``UnsupportedModel``.
 
     What ``blocks`` has in the place of floats is checked and left as it is: memory that was never written takes none.
+    ``packed`` layers are filled, too, in the place of their views.
     ``shard``: whose part of the model ``spec`` the weights are. Returns the tensors' samples, for ``fingerprint``.
     """
     shapes = {name: view.shape for name, view in _whole(weights, spec, shard).items()}
@@ -41,13 +44,19 @@ def load_model_weights(
     if blocks is not None:
         blocks.check(shapes)
         left_out = blocks.left_out
+    elif packed is not None:
+        left_out = packed.left_out
     targets = {
         name: Target(view, shapes[name], None if shard is None else shard.slice_of(name))
         for name, view in weights.items()
         if name not in left_out
     }
     with torch.inference_mode():
-        return load_weights(targets, _open_source(targets, source, spec, load_format, seed, left_out))
+        samples = load_weights(targets, _open_source(targets, source, spec, load_format, seed, left_out))
+    if packed is not None:
+        samples |= packed.fill()
+        packed.log_summary()
+    return samples
 
 
 def _whole(weights: Mapping[str, Tensor], spec: ModelSpec, shard: Shard | None) -> Mapping[str, Tensor]:
@@ -71,7 +80,7 @@ def _open_source(
         return GGUFWeights(source.path, spec, left_out)
     from .safetensors_weights import SafetensorsWeights
 
-    return SafetensorsWeights(source.path, spec)
+    return SafetensorsWeights(source.path, spec, left_out)
 
 
 def fingerprint(
@@ -83,7 +92,8 @@ def fingerprint(
 
     Hashes the model and ``SAMPLES`` values spread over each tensor: enough to tell checkpoints apart, in milliseconds.
     How long a sequence is served does not count, but what follows from it does (longrope's factors), and neither do the
-    names of the tensors in the files, or how many ranks share them.
+    names of the tensors in the files, or how many ranks share them. Nor does whether weights stay packed, where they
+    are multiplied as if they were dequantised (``packed_layers.py``): such instances hand over to each other.
     """
     digest = xxhash.xxh3_64(msgspec.json.encode(asdict(replace(spec, context_length=0, tensors={}))))
     if quantization != "none":

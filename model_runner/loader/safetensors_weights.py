@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from ...model_files.checkpoint import checkpoint_files
 from ...model_files.errors import InvalidWeights
 from ...model_files.packing import Packing, read_packing
 from ...model_files.spec import ModelSpec
+from ...model_files.tensor_names import find_parts
 from .base import Stored, WeightSource, as_ours
 from .mxfp4 import BLOCK_BYTES, BLOCKS, SCALES, dequantise
-from .packed_weights import is_beside, unpacked
+from .packed_weights import is_beside, unpacked, weight_name
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +28,13 @@ log = logging.getLogger(__name__)
 class SafetensorsWeights(WeightSource):
     """The tensors of a folder's checkpoint, memory-mapped."""
 
-    def __init__(self, folder: Path, spec: ModelSpec) -> None:
+    def __init__(self, folder: Path, spec: ModelSpec, left_out: Container[str] = ()) -> None:
+        """``left_out``: our names of tensors that nobody wants as floats; they are not read."""
         self._spec = spec
+        self._left_out = left_out
         self._files = checkpoint_files(folder)
         self._packing = packing_of(folder)
-        if self._packing is not None:
+        if self._packing is not None and not left_out:
             log.warning(
                 "weights in %s are dequantised as they are read: nothing here multiplies them as they are, so they "
                 "take the memory of the model's type, and activations are not quantised",
@@ -40,31 +43,37 @@ class SafetensorsWeights(WeightSource):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See the base class; weights in MXFP4, FP8 and four bits come dequantised."""
-        places = self._places()
+        places = tensor_places(self._files)
         for file in self._files:
-            with _opened(file) as tensors:
+            with opened(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
                     if name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in places:
                         continue
-                    if self._packing is not None and is_beside(name):
+                    if (self._packing is not None and is_beside(name)) or self._is_left_out(name):
                         continue
                     tensor = tensors.get_tensor(name)
                     if self._packing is not None:
-                        name, tensor = unpacked(name, tensor, self._packing, lambda other: _read(other, places))
+                        name, tensor = unpacked(name, tensor, self._packing, lambda other: read_tensor(other, places))
                     stored = _mxfp4(name, tensor, places) if name.endswith(BLOCKS) else _plain(tensor)
                     yield from as_ours(self._spec, name, stored)
 
-    def _places(self) -> dict[str, Path]:
-        """The file of each tensor."""
-        places: dict[str, Path] = {}
-        for file in self._files:
-            with _opened(file) as tensors:
-                places |= dict.fromkeys(tensors.keys(), file)
-        return places
+    def _is_left_out(self, name: str) -> bool:
+        parts = find_parts(self._spec, weight_name(name))
+        return bool(parts) and all(part.name in self._left_out for part in parts)
+
+
+def tensor_places(files: Sequence[Path]) -> dict[str, Path]:
+    """The file of each tensor."""
+    places: dict[str, Path] = {}
+    for file in files:
+        with opened(file) as tensors:
+            places |= dict.fromkeys(tensors.keys(), file)
+    return places
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def opened(file: Path) -> Iterator[Any]:
+    """What safetensors has of it; raises ``InvalidWeights``."""
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
@@ -81,10 +90,11 @@ def packing_of(folder: Path) -> Packing | None:
     return found if isinstance(found, Packing) else None
 
 
-def _read(name: str, places: dict[str, Path]) -> Tensor | None:
+def read_tensor(name: str, places: Mapping[str, Path]) -> Tensor | None:
+    """None where there is none of that name."""
     if name not in places:
         return None
-    with _opened(places[name]) as tensors:
+    with opened(places[name]) as tensors:
         tensor: Tensor = tensors.get_tensor(name)
     return tensor
 
@@ -98,7 +108,7 @@ def _mxfp4(name: str, blocks: Tensor, places: dict[str, Path]) -> Stored:
     scales_name = name.removesuffix(BLOCKS) + SCALES
     if scales_name not in places:
         raise InvalidWeights(f"the checkpoint lacks {scales_name!r}")
-    with _opened(places[scales_name]) as tensors:
+    with opened(places[scales_name]) as tensors:
         scales = tensors.get_tensor(scales_name)
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise InvalidWeights(f"{name!r} and its scales are of {blocks.dtype} and {scales.dtype}, not of bytes")

@@ -17,7 +17,7 @@ from ..device_ops.base import DeviceOps, PassRotation
 from ..device_ops.torch_ops import TorchOps
 from ..forward_batch import ForwardBatch
 from ..kernels.reference import linear
-from ..layers.linear import Linear
+from ..layers.linear import Linear, Linears, weights_of
 from ..layers.rms_norm import RMSNorm
 from ..layers.rotary import RotaryEmbedding
 from ..tensor_parallel.group import RankGroup, alone
@@ -60,13 +60,17 @@ class Attention:
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
         """The views that take the layer's tensors, by our names."""
-        views = self.qkv_proj.weights(f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")
-        views |= self.o_proj.weights(f"{prefix}.o_proj")
+        views = weights_of(self.linears(prefix))
         if self.q_norm is not None and self.k_norm is not None:
             views |= {f"{prefix}.q_norm.weight": self.q_norm.weight, f"{prefix}.k_norm.weight": self.k_norm.weight}
         if self.sinks is not None:
             views[f"{prefix}.sinks"] = self.sinks
         return views
+
+    def linears(self, prefix: str) -> Linears:
+        """The layer's, each by the names of what it projects to."""
+        qkv = (f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")
+        return {qkv: self.qkv_proj, (f"{prefix}.o_proj",): self.o_proj}
 
     def _normalise(self, x_THD: Tensor, norm: RMSNorm, ops: DeviceOps) -> Tensor:
         if self.spec.qk_norm == QKNorm.HEAD:
@@ -132,6 +136,10 @@ class Layer:
             **self.mlp.weights(prefix),
         }
 
+    def linears(self, prefix: str) -> Linears:
+        """The layer's, each by the names of what it projects to; but for experts and what tells them apart."""
+        return {**self.attention.linears(prefix), **self.mlp.linears(prefix)}
+
 
 class Decoder:
     """The model. Its weights are uninitialised until a loader has filled ``weights()``."""
@@ -194,6 +202,14 @@ class Decoder:
     def idle_bytes(self) -> int:
         """Of weights, that a pass of one token does not read."""
         return sum(layer.mlp.idle_bytes for layer in self.layers if isinstance(layer.mlp, Experts))
+
+    def linears(self) -> Linears:
+        """Those that may keep a packed weight, each by the names of its weights, from top to bottom."""
+        return {
+            tuple(f"{name}.weight" for name in names): linear
+            for i, layer in enumerate(self.layers)
+            for names, linear in layer.linears(f"layers.{i}").items()
+        }
 
     def weights(self) -> dict[str, Tensor]:
         """The views that take the model's tensors, by our names."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...model_files.spec import ExpertsSpec
 from ..device_ops.base import DeviceOps
 from ..kernels.reference import clamped_gate_and_mul, gate_and_mul, linear
-from ..layers.linear import Linear
+from ..layers.linear import Linear, Linears
 from .mlp import MLP
 from .routing import Choice, choose_experts
 
@@ -98,6 +98,10 @@ class Experts:
         if self.shared_gate is not None:
             views[f"{prefix}.shared_gate.weight"] = self.shared_gate
         return views
+
+    def linears(self, prefix: str) -> Linears:
+        """Of the shared expert, each by the names of what it projects to."""
+        return {} if self.shared is None else self.shared.linears(f"{prefix}.shared")
 
     def _add_chosen(self, sum_TN: Tensor, x_TN: Tensor, choice: Choice) -> None:
         """Each expert once, over the tokens that have chosen it; in a token's own order it would be once for each."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...model_files.spec import MLASpec
 from ..attention.base import AttentionBackend
 from ..device_ops.base import DeviceOps, PassRotation
-from ..layers.linear import Linear
+from ..layers.linear import Linear, Linears, weights_of
 from ..layers.rms_norm import RMSNorm
 
 
@@ -57,13 +57,22 @@ class LatentAttention:
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
         """The views that take the layer's tensors, by our names."""
-        views = self.kv_a_proj.weights(f"{prefix}.kv_a_proj") | self.o_proj.weights(f"{prefix}.o_proj")
+        views = weights_of(self.linears(prefix))
         views |= self.k_b_proj.weights(f"{prefix}.k_b_proj") | self.v_b_proj.weights(f"{prefix}.v_b_proj")
         views[f"{prefix}.kv_a_norm.weight"] = self.kv_a_norm.weight
-        if self.q_a_proj is None or self.q_a_norm is None:
-            return views | self.q_b_proj.weights(f"{prefix}.q_proj")
-        views |= self.q_a_proj.weights(f"{prefix}.q_a_proj") | self.q_b_proj.weights(f"{prefix}.q_b_proj")
-        return views | {f"{prefix}.q_a_norm.weight": self.q_a_norm.weight}
+        if self.q_a_norm is not None:
+            views[f"{prefix}.q_a_norm.weight"] = self.q_a_norm.weight
+        return views
+
+    def linears(self, prefix: str) -> Linears:
+        """But for those that are multiplied by head, each by the name of what it projects to."""
+        found: dict[tuple[str, ...], Linear] = {
+            (f"{prefix}.kv_a_proj",): self.kv_a_proj,
+            (f"{prefix}.o_proj",): self.o_proj,
+        }
+        if self.q_a_proj is None:
+            return found | {(f"{prefix}.q_proj",): self.q_b_proj}
+        return found | {(f"{prefix}.q_a_proj",): self.q_a_proj, (f"{prefix}.q_b_proj",): self.q_b_proj}
 
     def _queries(self, x_TN: Tensor, ops: DeviceOps) -> tuple[Tensor, Tensor]:
         """What rows are multiplied with, and what is to be rotated of it: [T, H, R], [T, H, P]."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...model_files.spec import MLPSpec
 from ..device_ops.base import DeviceOps
-from ..layers.linear import Linear
+from ..layers.linear import Linear, Linears, weights_of
 
 
 class MLP:
@@ -24,5 +24,9 @@ class MLP:
 
     def weights(self, prefix: str) -> dict[str, Tensor]:
         """The views that take the layer's tensors, by our names."""
-        views = self.gate_up_proj.weights(f"{prefix}.gate_proj", f"{prefix}.up_proj")
-        return views | self.down_proj.weights(f"{prefix}.down_proj")
+        return weights_of(self.linears(prefix))
+
+    def linears(self, prefix: str) -> Linears:
+        """The layer's, each by the names of what it projects to."""
+        up = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+        return {up: self.gate_up_proj, (f"{prefix}.down_proj",): self.down_proj}

@@ -1,0 +1,78 @@
+"""Whether a checkpoint's packed weights are computed with as they are, and by what."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+import torch
+
+from ...model_files.errors import UnsupportedModel
+from ...model_files.model_path import ModelSource
+from ...model_files.packing import PackingKind
+from ...model_files.spec import ModelSpec
+from ..attention.registry import triton_refusal
+from ..models.decoder import Decoder
+from .packed_layers import PackedLayers
+from .packed_sources import CheckpointMatrices, DummyMatrices, PackedSource
+from .safetensors_weights import packing_of
+
+log = logging.getLogger(__name__)
+
+AsPacked = Literal["packed", "w8a8"]
+MULTIPLIES_FP8 = (8, 9)
+"""Compute capability from which on a GPU does."""
+
+
+def choose_packed(asked: str, source: ModelSource, device: torch.device, *, is_torch: bool) -> AsPacked | None:
+    """How the model's weights stay as the files have them, None: they don't. ``asked``: ``--quantization``.
+
+    ``is_torch``: the model runs on the torch engine, on one rank. Raises ``UnsupportedModel`` where it is asked for by
+    name and can't be had.
+    """
+    if asked not in ("auto", "packed", "w8a8"):
+        return None
+    packing = packing_of(source.path) if source.kind == "hf" else None
+    if asked == "auto" and (packing is None or device.type != "cuda" or not is_torch):
+        return None
+    reason = triton_refusal(device)
+    if packing is None:
+        reason = "the model's files have no weights in FP8, AWQ or GPTQ"
+    elif not is_torch:
+        reason = "packed weights need --attention-backend torch, triton or flashinfer, and one rank"
+    elif asked == "w8a8" and packing.kind is not PackingKind.FP8:
+        reason = f"the model's weights are in {packing.kind}, not in FP8"
+    elif asked == "w8a8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < MULTIPLIES_FP8:
+        reason = "this GPU does not multiply FP8, as those of compute capability 8.9 on do; take packed"
+    if reason is None:
+        return "w8a8" if asked == "w8a8" else "packed"
+    if asked != "auto":
+        raise UnsupportedModel(f"--quantization {asked}: {reason}")
+    log.warning("the weights can't stay packed: %s", reason)
+    return None
+
+
+def open_packed(
+    quantization: AsPacked, model: Decoder, source: ModelSource, spec: ModelSpec, dtype: torch.dtype, seed: int | None
+) -> PackedLayers:
+    """The layers of ``model``, which has taken no memory for them yet. ``seed``: of random weights, None: the files'.
+    Raises ``InvalidWeights``.
+    """
+    # Imported here: it imports Triton.
+    from ..packed.product import packed_product
+
+    packing = packing_of(source.path)
+    assert packing is not None
+    layers = model.linears()
+    matrices: PackedSource
+    if seed is None:
+        matrices = CheckpointMatrices(source.path, spec, packing)
+    else:
+        shapes = {
+            name: (outputs, layer.in_features)
+            for names, layer in layers.items()
+            for name, outputs in zip(names, layer.outs, strict=True)
+        }
+        matrices = DummyMatrices(shapes, packing, seed)
+    device = model.embed_tokens.device
+    return PackedLayers(layers, matrices, dtype, device, packed_product, eight=quantization == "w8a8")

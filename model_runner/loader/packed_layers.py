@@ -1,0 +1,129 @@
+"""Linear layers that keep their weights as few bits as the checkpoint has, and how they come by them.
+
+In this order: which layers do is chosen (``PackedLayers``), before the model has memory for floats in their place; the
+rest of the model is loaded without them (``left_out``); they are filled (``fill``).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ...model_files.errors import InvalidWeights
+from ...runtime.progress import ProgressLog
+from ..layers.linear import Linear, Product
+from ..packed.matrices import Int4Matrix, PackedMatrix, join
+from ..packed.weights import FP8Weight
+from .packed_sources import PackedSource
+from .samples import as_sample, spread
+
+log = logging.getLogger(__name__)
+
+NO_PRODUCT = "nothing multiplies them packed"
+PARTLY = "others that lie in one product with them can't stay packed"
+
+
+class PackedLayers:
+    """Those of ``layers`` (by the names of their weights) that stay packed; the others' weights become floats.
+
+    ``left_out``: the names of those weights.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[tuple[str, ...], Linear],
+        source: PackedSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        product: Product,
+        *,
+        eight: bool = False,
+    ) -> None:
+        """``dtype``: of the model. ``product``: what computes; ``eight``: with activations in FP8."""
+        self._source = source
+        self._dtype, self._device = dtype, device
+        self._product = product
+        self._eight = eight
+        self._layers: dict[tuple[str, ...], Linear] = {}
+        self._others: dict[str, str] = {}
+        """Why not, by name."""
+        for names, layer in layers.items():
+            if not self._find_others(names):
+                layer.keep_packed()
+                self._layers[names] = layer
+        self.left_out = frozenset(name for names in self._layers for name in names)
+        for name in source.names - self.left_out - self._others.keys():
+            self._others[name] = NO_PRODUCT
+
+    def fill(self) -> dict[str, bytes]:
+        """Read them; returns what tells each weight from others (``samples.py``), the same as of floats. Raises
+        ``InvalidWeights``.
+        """
+        samples: dict[str, bytes] = {}
+        progress = ProgressLog(log, "loading packed weights", len(self._layers))
+        with torch.inference_mode():
+            for names, layer in self._layers.items():
+                parts = [self._read(*shaped, layer.in_features) for shaped in zip(names, layer.outs, strict=True)]
+                if len({part.group for part in parts if isinstance(part, Int4Matrix)}) > 1:
+                    raise InvalidWeights(f"{names[0]!r} has other groups of columns than {', '.join(names[1:])}")
+                layer.use_packed(join(parts, eight=self._eight), self._product)
+                samples |= self._samples(names, layer)
+                progress.advance(1)
+        return samples
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory, once they are filled."""
+        return sum(layer.packed.nbytes for layer in self._layers.values() if layer.packed is not None)
+
+    @property
+    def rounding(self) -> str:
+        """For ``fingerprint``: whether results differ from those of dequantised weights by more than sums' order."""
+        otherwise = any(isinstance(layer.packed, FP8Weight) and layer.packed.eight for layer in self._layers.values())
+        return "w8a8" if otherwise else "none"
+
+    def log_summary(self) -> None:
+        """What is packed, what is not though it is in the files, and why."""
+        kinds = Counter(
+            layer.packed.kind for names, layer in self._layers.items() for _ in names if layer.packed is not None
+        )
+        told = ", ".join(f"{count} in {kind}" for kind, count in sorted(kinds.items())) or "none"
+        log.info("matrices that stay packed: %s, %.1f MiB", told, self.nbytes / 2**20)
+        floats = str(self._dtype).removeprefix("torch.")
+        for reason in sorted(set(self._others.values())):
+            names = [name for name, why in self._others.items() if why == reason]
+            log.warning("dequantised to %s: %s: %s", floats, _listing(names), reason)
+
+    def _find_others(self, names: Sequence[str]) -> bool:
+        """Whether the weights can't stay packed, together; says why of those that are."""
+        packed = [name for name in names if name in self._source.names]
+        reasons = {name: reason for name in packed if (reason := self._source.why_not(name)) is not None}
+        if len(packed) == len(names) and not reasons:
+            return False
+        self._others |= {name: reasons.get(name, PARTLY) for name in packed}
+        return True
+
+    def _read(self, name: str, outputs: int, inputs: int) -> PackedMatrix:
+        matrix = self._source.read(name, self._device)
+        if matrix.shape != (outputs, inputs):
+            raise InvalidWeights(f"{name!r} has shape {list(matrix.shape)}, the config means {[outputs, inputs]}")
+        return matrix
+
+    def _samples(self, names: Sequence[str], layer: Linear) -> dict[str, bytes]:
+        assert layer.packed is not None
+        samples, first, columns = {}, 0, spread(layer.in_features).to(self._device)
+        for name, outputs in zip(names, layer.outs, strict=True):
+            found = layer.packed.elements(spread(outputs).to(self._device) + first, columns)
+            samples[name] = as_sample(name, (outputs, layer.in_features), found, self._dtype)
+            first += outputs
+        return samples
+
+
+def _listing(names: Sequence[str]) -> str:
+    """Without the numbers of layers and experts: how many of each."""
+    alike = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", name).removesuffix(".weight") for name in names)
+    return ", ".join(f"{count} {name}" for name, count in sorted(alike.items()))

@@ -1,0 +1,154 @@
+"""Where packed matrices come from: a checkpoint's files, or nowhere."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...model_files.checkpoint import checkpoint_files
+from ...model_files.errors import InvalidWeights
+from ...model_files.packing import Packing, PackingKind
+from ...model_files.rope_order import row_order
+from ...model_files.spec import ModelSpec
+from ...model_files.tensor_names import Part, find_parts
+from ..packed.matrices import LEAST_GROUP, FP8Matrix, Int4Matrix, PackedMatrix
+from ..packed.weights import COLUMNS, SYMMETRIC_ZERO
+from .dummy_weights import STD
+from .packed_weights import A_WORD, PACKED, packed_matrix, weight_name
+from .safetensors_weights import opened, read_tensor
+
+GROUPS = (128, 64, LEAST_GROUP)
+"""Columns that share a scale of four bits drawn at random: the most that the row's length allows."""
+
+
+class PackedSource(ABC):
+    """Packed matrices by our names, their rows in our order."""
+
+    names: frozenset[str]
+
+    @abstractmethod
+    def why_not(self, name: str) -> str | None:
+        """Why no product takes the matrix as it is; None where one does. Reads little."""
+
+    @abstractmethod
+    def read(self, name: str, device: torch.device) -> PackedMatrix:
+        """The matrix, on ``device``; raises ``InvalidWeights``."""
+
+
+class _Place(NamedTuple):
+    """The checkpoint's ``tensor`` in which ``part`` of ``parts`` lies; ``shape``: of the numbers as they are stored."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    part: Part
+    parts: tuple[Part, ...]
+
+
+class CheckpointMatrices(PackedSource):
+    """Of the safetensors files of a folder; numbers are read as they are asked for, and unpacked on the device."""
+
+    def __init__(self, folder: Path, spec: ModelSpec, packing: Packing) -> None:
+        """Raises ``InvalidWeights`` where the files can't be read."""
+        self._spec = spec
+        self._packing = packing
+        self._files: dict[str, Path] = {}
+        self._places: dict[str, _Place] = {}
+        for file in checkpoint_files(folder):
+            with opened(file) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a dict
+                    self._files[name] = file
+                    stored = tensors.get_slice(name)
+                    if (
+                        name.endswith(PACKED)
+                        if packing.kind is not PackingKind.FP8
+                        else stored.get_dtype() == "F8_E4M3"
+                    ):
+                        parts = find_parts(spec, weight_name(name))
+                        shape = tuple(stored.get_shape())
+                        self._places |= {part.name: _Place(name, shape, part, parts) for part in parts}
+        self.names = frozenset(self._places)
+        self._last: tuple[str, PackedMatrix] | None = None
+
+    def why_not(self, name: str) -> str | None:
+        """See the base class: by the shapes that files say first, and of GPTQ by the groups of columns."""
+        place = self._places[name]
+        if self._packing.kind is PackingKind.FP8:
+            block = self._packing.block
+            if block is None or block[1] >= place.shape[1] or block[1] % COLUMNS == 0:
+                return None
+            return f"blocks of {block[1]} columns, and products know multiples of {COLUMNS}"
+        prefix = place.tensor.removesuffix(PACKED)
+        scales = read_tensor(f"{prefix}.scales", self._files)
+        inputs = place.shape[0] * (A_WORD if self._packing.kind is PackingKind.GPTQ else 1)
+        if scales is None or not len(scales) or inputs % len(scales):
+            return None  # for the reader to refuse
+        group = inputs // len(scales)
+        if group % LEAST_GROUP:
+            return f"groups of {group} columns, and products know multiples of {LEAST_GROUP}"
+        groups = read_tensor(f"{prefix}.g_idx", self._files)
+        if groups is not None and not torch.equal(groups.long(), torch.arange(inputs) // group):
+            return "columns that share a scale are no neighbours (desc_act)"
+        return None
+
+    def read(self, name: str, device: torch.device) -> PackedMatrix:
+        """See the base class."""
+        place = self._places[name]
+        if self._last is None or self._last[0] != place.tensor:
+            self._last = (place.tensor, self._read_whole(place.tensor, device))
+        whole = self._last[1]
+        rows = sum(part.rows or 0 for part in place.parts)
+        if len(place.parts) > 1 and whole.shape[0] != rows:
+            raise InvalidWeights(f"{place.tensor!r} has {whole.shape[0]} rows, the config means {rows}")
+        own, order = whole.take(place.part.where), row_order(self._spec, name)
+        if order is None or len(order) != own.shape[0]:
+            return own
+        return own.take(torch.from_numpy(order).to(device))
+
+    def _read_whole(self, tensor: str, device: torch.device) -> PackedMatrix:
+        def read(name: str) -> Tensor | None:
+            found = read_tensor(name, self._files)
+            return None if found is None else found.to(device)
+
+        numbers = read(tensor)
+        found = None if numbers is None else packed_matrix(tensor, numbers, self._packing, read)
+        if found is None:
+            raise InvalidWeights(f"{tensor!r} is no matrix in {self._packing.kind}")
+        return found
+
+
+class DummyMatrices(PackedSource):
+    """Random ones, of every shape that is asked for, about as large as ``DummyWeights``."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, int]], packing: Packing, seed: int) -> None:
+        self._shapes = shapes
+        self._packing = packing
+        self._seed = seed
+        self.names = frozenset(shapes)
+
+    def why_not(self, name: str) -> str | None:
+        """See the base class."""
+        inputs = self._shapes[name][1]
+        if self._packing.kind is PackingKind.FP8 or inputs % LEAST_GROUP == 0:
+            return None
+        return f"rows of {inputs} columns are no multiple of {LEAST_GROUP}"
+
+    def read(self, name: str, device: torch.device) -> PackedMatrix:
+        """See the base class; the same each time."""
+        outputs, inputs = self._shapes[name]
+        generator = torch.Generator(device).manual_seed(self._seed)
+        if self._packing.kind is PackingKind.FP8:
+            drawn = torch.empty(outputs, inputs, device=device).normal_(0.0, 64.0, generator=generator)
+            block = self._packing.block or (outputs, inputs)
+            counts = (-(-outputs // block[0]), -(-inputs // block[1]))
+            scales = torch.full(counts, STD / 64.0, device=device)
+            return FP8Matrix(drawn.clamp_(-448, 448).to(torch.float8_e4m3fn), scales, *block)
+        group = next(group for group in GROUPS if inputs % group == 0)
+        numbers = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=device, generator=generator)
+        zeros = torch.full((inputs // group, outputs), SYMMETRIC_ZERO, dtype=torch.uint8, device=device)
+        # Of numbers from 0 to 15 the standard deviation is 4.6.
+        return Int4Matrix(numbers, zeros, torch.full(zeros.shape, STD / 4.6, device=device).half(), None)

@@ -1,0 +1,16 @@
+"""Which of Triton's products a packed weight is multiplied by. Imports Triton, which is no dependency."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..triton_kernels.fp8_gemm import fp8_product
+from ..triton_kernels.int4_gemm import int4_product
+from .weights import FP8Weight, PackedWeight
+
+
+def packed_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """[T, O] of ``x`` [T, I], of its type."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    return fp8_product(x, weight, bias) if isinstance(weight, FP8Weight) else int4_product(x, weight, bias)
