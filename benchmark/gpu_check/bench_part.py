@@ -10,12 +10,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
+from ...model_files.spec import AttentionSpec
 from ...model_runner.model_runner import ModelRunner
 from ...runtime.options import ServerOptions
+from . import packed_checks
 from .bench_steps import BenchSteps
 from .part import Part, open_part
 from .record import Finding
@@ -28,7 +30,7 @@ COMMON |= {"eos_token_id": 2}
 class Shape(NamedTuple):
     """A model's sizes, and what is asked of it: of the copying rate by batch size, of the multiplying rate by a prompt.
 
-    ``prompt``: tokens.
+    ``prompt``: tokens. ``quantization``: of the server's options, by Triton alone where it is not "none".
     """
 
     name: str
@@ -37,18 +39,38 @@ class Shape(NamedTuple):
     prompt: int
     asked: dict[int, float]
     asked_of_prompt: float | None
+    quantization: Literal["none", "packed", "w8a8"] = "none"
+
+
+BLOCKS: dict[str, object] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+AWQ: dict[str, object] = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+PACKED: tuple[tuple[str, dict[str, object], Literal["packed", "w8a8"]], ...] = (
+    ("FP8 blocks", BLOCKS, "packed"),
+    ("FP8 blocks by FP8", BLOCKS, "w8a8"),
+    ("four bits", AWQ, "packed"),
+)
 
 
 def shapes(dry_run: bool) -> list[Shape]:
-    """The sizes of Llama 3.1 8B and of Llama 3.2 1B."""
+    """The sizes of Llama 3.1 8B and of Llama 3.2 1B, and the first packed."""
     if dry_run:
         tiny = _sizes(64, 128, 2, 4, 2, 512, head_dim=64)
-        return [Shape("tiny", tiny, 64, 64, {1: 0.0, 2: 0.0}, None)]
+        few = {1: 0.0, 2: 0.0}
+        packed = [(kind, tiny | {"quantization_config": how}, use) for kind, how, use in PACKED]
+        return [
+            Shape("tiny", tiny, 64, 64, few, None),
+            *(Shape(f"tiny in {kind}", config, 8, 16, few, None, use) for kind, config, use in packed),
+        ]
     large = _sizes(4096, 14336, 32, 32, 8, 128_256)
+    few = {1: 0.0, 8: 0.0, 64: 0.0}
     small = _sizes(2048, 8192, 16, 32, 8, 128_256, head_dim=64, tied=True)
     return [
         Shape("1B", small, 1024, 2048, {1: 0.7, 16: 0.0, 64: 0.0}, None),
         Shape("8B", large, 1024, 2048, {1: 0.8, 8: 0.8, 64: 0.8}, 0.6),
+        *(
+            Shape(f"8B in {kind}", large | {"quantization_config": how}, 1024, 2048, dict(few), None, use)
+            for kind, how, use in PACKED
+        ),
     ]
 
 
@@ -89,8 +111,11 @@ def main() -> None:
 
     measured("copy", copy_rate, 1e9, "GB/s, read and written")
     measured("matmul", matmul_rate, 1e12, "TFLOP/s in bfloat16")
+    for name, find in packed_checks.rates(part, rates["copy"]):
+        part.recorder.check(f"product of {name}", find)
     for shape in shapes(part.dry_run):
-        for backend in ("torch", "triton") if part.dry_run else ("flashinfer", "triton", "torch"):
+        all_backends = ("torch", "triton") if part.dry_run else ("flashinfer", "triton", "torch")
+        for backend in all_backends if shape.quantization == "none" else ("triton",):
             check_model(part, shape, backend, rates)
     part.recorder.finish()
 
@@ -138,8 +163,12 @@ def check_prompt(part: Part, steps: BenchSteps, shape: Shape, least: float | Non
     took = steps.prefill(shape.prompt, 2 if part.dry_run else 5)
     spec = steps.model.spec
     assert spec is not None
-    head = spec.vocab_size * spec.hidden_size * 2
-    weights = (steps.model.step_weight_bytes - head) / 2
+    weights, hidden = 0, spec.hidden_size
+    for layer in spec.layers:
+        attention = layer.attention
+        assert isinstance(attention, AttentionSpec)
+        weights += hidden * attention.head_dim * 2 * (attention.heads + attention.kv_heads)
+        weights += 3 * hidden * layer.mlp.inner
     heads = sum(layer.attention.heads * layer.attention.head_dim for layer in spec.layers)
     operations = 2 * weights * shape.prompt + 2 * heads * shape.prompt**2
     share = operations / (took / 1e3) / rate
@@ -184,6 +213,7 @@ def _runner(part: Part, shape: Shape, backend: str, folder: str) -> ModelRunner:
         device="cpu" if part.dry_run else "cuda",
         dtype="float32" if part.dry_run else "bfloat16",
         attention_backend=backend,  # type: ignore[arg-type]
+        quantization=shape.quantization,
         max_running_requests=rows,
         max_total_tokens=max(rows * (shape.context + 256), 2 * shape.prompt),
         cuda_graph_bs=",".join(str(batch) for batch in shape.asked),

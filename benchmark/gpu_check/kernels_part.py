@@ -24,7 +24,7 @@ from ...model_runner.queued_sampler import QueuedSampler
 from ...model_runner.rows import RowStates
 from ...model_runner.sampler import sample
 from ...model_runner.seen_tokens import SeenTokens
-from . import op_checks
+from . import op_checks, packed_checks
 from .part import Part, open_part
 from .record import Finding
 
@@ -92,6 +92,7 @@ def checks(part: Part) -> Iterator[tuple[str, Callable[[], Finding]]]:
                 yield name, lambda s=shape, d=dtype, b=backend: check_attention(part, s, d, b)  # type: ignore[misc]
     yield "sampler: the CPU's tokens", lambda: check_sampler(part)
     yield from op_checks.checks(part)
+    yield from packed_checks.checks(part)
 
 
 def check_attention(part: Part, shape: Shape, dtype: torch.dtype, backend: str) -> Finding:

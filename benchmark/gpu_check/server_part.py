@@ -4,6 +4,8 @@ and nothing in a step's launch waits for the GPU.
 
 from __future__ import annotations
 
+import copy
+import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +40,8 @@ def check_servers(part: Part, folder: Path) -> None:
     rng = np.random.default_rng(0)
     lens = (5, 40) if part.dry_run else (5, 40, 300, 17, 64, 100)
     prompts = [rng.integers(3, CONFIG["vocab_size"], length).tolist() for length in lens]
-    common = ["--model-path", str(folder / "model"), "--tokenizer-path", "smollm2", "--max-total-tokens", "8192"]
+    of_any = ["--tokenizer-path", "smollm2", "--max-total-tokens", "8192"]
+    common = ["--model-path", str(folder / "model"), *of_any]
     device, reference = part.device.type, answers_of(model, prompts)
     exact = [*common, "--dtype", "float32"]
 
@@ -47,13 +50,24 @@ def check_servers(part: Part, folder: Path) -> None:
         part.recorder.check(name, lambda: compare(args, log, prompts, expected, least))
 
     check("CPU engine, float32, against transformers", [*exact, "--device", "cpu"])
-    on_device = [*exact, "--device", device]
+    on_type = ["--dtype", "float32", "--device", device]
+    on_device = [*common, *on_type]
 
     def check_kv(name: str, backend: str, prefill: Sequence[str], decode: Sequence[str]) -> None:
         sides = prefill, decode
         part.recorder.check(name, lambda: check_pair(backend, sides, folder, prompts, reference))
 
+    def check_packed(name: str, args: Sequence[str]) -> None:
+        packed, answer_by = save_packed(folder / "packed", model, "down_proj.weight" if part.dry_run else "proj.weight")
+        few, length = (prompts[:1], 3) if part.dry_run else (prompts, LENGTH)
+        expected = [tokens[:length] for tokens in answers_of(answer_by, few)]
+        log = folder / "packed.log"
+        part.recorder.check(name, lambda: compare([*packed, *of_any, *on_type, *args], log, few, expected, 1.0, length))
+
     if part.dry_run:
+        # The interpreter takes long for products: a short context makes the steps of the start short, too.
+        few = ["--attention-backend", "torch", "--context-length", "24"]
+        check_packed("FP8 weights that stay packed, float32, against transformers", few)
         for backend in ("torch", "triton"):
             check(f"{backend}, float32, against transformers", [*on_device, "--attention-backend", backend])
         staged = [*on_device, "--attention-backend", "torch", "--kv-staging-size", "0.002"]
@@ -63,6 +77,7 @@ def check_servers(part: Part, folder: Path) -> None:
     check("triton, float32, graphs", [*on_device, *strict])
     check("triton, float32, no graphs", [*on_device, *strict, "--disable-cuda-graph"])
     check("triton, float32, no overlap", [*on_device, *strict, "--disable-overlap-schedule"])
+    check_packed("FP8 weights that stay packed, float32, graphs", strict)
     check("torch backend, float32", [*on_device, "--attention-backend", "torch"])
     triton, on_cpu = [*on_device, "--attention-backend", "triton"], [*exact, "--device", "cpu"]
     check_kv("prefill and decode on one GPU, by tcp", "tcp", triton, triton)
@@ -76,11 +91,13 @@ def check_servers(part: Part, folder: Path) -> None:
     part.recorder.check("memory given back and taken again", lambda: check_memory(again, folder, prompts, reference))
 
 
-def compare(args: Sequence[str], log: Path, prompts: Prompts, expected: Tokens, least: float) -> Finding:
+def compare(
+    args: Sequence[str], log: Path, prompts: Prompts, expected: Tokens, least: float, length: int = LENGTH
+) -> Finding:
     """Each prompt's tokens, asked twice: the second time its prefix is cached. ``least``: share that must agree."""
     with serve(args, log) as address:
         backend = _backend(address)
-        found = [generate(address, prompt, LENGTH) for prompt in [*prompts, *prompts]]
+        found = [generate(address, prompt, length) for prompt in [*prompts, *prompts]]
     return judge(found, [*expected, *expected], least, backend)
 
 
@@ -144,6 +161,31 @@ def save_model(folder: Path, layers: int) -> Any:
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1)
     model.save_pretrained(folder)
     return model
+
+
+def save_packed(folder: Path, model: Any, ending: str) -> tuple[list[str], Any]:
+    """The model with weights whose names end so in FP8, a scale a row: what a server is told of it, and transformers'
+    model with the weights that they come to.
+    """
+    from safetensors.torch import save_file
+
+    stored: dict[str, torch.Tensor] = {}
+    dequantised = copy.deepcopy(model)
+    for name, tensor in dequantised.state_dict().items():
+        if not name.endswith(ending):
+            stored[name] = tensor
+            continue
+        scales = tensor.abs().amax(1, keepdim=True) / 448
+        stored[name] = (tensor / scales).to(torch.float8_e4m3fn)
+        stored[name.removesuffix(".weight") + ".weight_scale"] = scales
+        tensor.copy_(stored[name].float() * scales)
+    folder.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
+    weights = {"type": "float", "num_bits": 8, "strategy": "channel"}
+    how = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+    config = model.config.to_dict() | {"quantization_config": how}
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+    return ["--model-path", str(folder), "--quantization", "packed"], dequantised
 
 
 @torch.inference_mode()

@@ -201,7 +201,9 @@ class Decoder:
     @property
     def idle_bytes(self) -> int:
         """Of weights, that a pass of one token does not read."""
-        return sum(layer.mlp.idle_bytes for layer in self.layers if isinstance(layer.mlp, Experts))
+        experts = sum(layer.mlp.idle_bytes for layer in self.layers if isinstance(layer.mlp, Experts))
+        # Of the table of embeddings it reads a row, unless the head is the same.
+        return experts + (0 if self.spec.tied_head else self.embed_tokens.nbytes)
 
     def linears(self) -> Linears:
         """Those that may keep a packed weight, each by the names of its weights, from top to bottom."""
