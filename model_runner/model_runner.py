@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ from .kv_pool import HasKV, KVPool, make_layout, make_pool
 from .kv_quantization import LARGEST
 from .loader.load import fingerprint, foreign_fingerprint, load_model_weights
 from .loader.open_blocks import open_blocks
-from .loader.open_packed import choose_packed, open_packed
+from .loader.open_packed import Quantization, choose_quantization, open_packed
 from .loader.quantized_blocks import BlockSource, has_whole_blocks
 from .models.decoder import Decoder
 from .placement import SPIN_US
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Quantization = Literal["none", "gguf", "int8", "int4", "packed", "w8a8"]
 LEAST_ROOM = 4096
 """Tokens that ranks can compute at once, whatever the options: what start-up measures with is as long."""
 
@@ -308,7 +307,10 @@ class ModelRunner:
     def _open_blocks(
         self, options: ServerOptions, source: ModelSource, spec: ModelSpec, shard: Shard | None
     ) -> BlockSource | None:
-        self.quantization = self._choose_quantization(options, source)
+        is_torch = self.attention_backend != "cpu"
+        self.quantization = choose_quantization(
+            options, source, self.device, self.dtype, is_torch=is_torch, is_alone=self._ranks is None
+        )
         if self.quantization == "none" or self.quantization == "packed" or self.quantization == "w8a8":
             return None
         if self.attention_backend != "cpu":
@@ -316,21 +318,6 @@ class ModelRunner:
                 f"--quantization {options.quantization} needs the CPU kernels, which can't be used here"
             )
         return open_blocks(self.quantization, source, spec, self.dtype, shard)
-
-    def _choose_quantization(self, options: ServerOptions, source: ModelSource) -> Quantization:
-        is_torch = self.attention_backend != "cpu" and self._ranks is None
-        as_packed = choose_packed(options.quantization, source, self.device, is_torch=is_torch)
-        if as_packed is not None:
-            return as_packed
-        if options.quantization != "auto":
-            return options.quantization
-        if source.kind != "gguf" or options.dtype != "auto" or options.load_format == "dummy":
-            return "none"
-        if self.attention_backend == "cpu":
-            return "gguf"
-        # Other instances may have kernels: the fingerprint keeps them from handing over to this one.
-        log.warning("the GGUF's own blocks need the CPU kernels; it is served dequantised, in %s", self.dtype)
-        return "none"
 
     def _use_torch(self, options: ServerOptions, model: TorchModel, shard: Shard | None = None) -> None:
         attentions, limits = list[AttentionSpec | MLASpec](), None

@@ -1,4 +1,4 @@
-"""Whether a checkpoint's packed weights are computed with as they are, and by what."""
+"""What ``--quantization`` comes to, and where a checkpoint's packed weights are computed with as they are."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ...model_files.errors import UnsupportedModel
 from ...model_files.model_path import ModelSource
 from ...model_files.packing import PackingKind
 from ...model_files.spec import ModelSpec
+from ...runtime.options import ServerOptions
 from ..attention.registry import triton_refusal
 from ..models.decoder import Decoder
 from .packed_layers import PackedLayers
@@ -20,26 +21,56 @@ from .safetensors_weights import packing_of
 log = logging.getLogger(__name__)
 
 AsPacked = Literal["packed", "w8a8"]
+Quantization = Literal["none", "gguf", "int8", "int4", "packed", "w8a8"]
+"""What ``--quantization`` comes to."""
 MULTIPLIES_FP8 = (8, 9)
 """Compute capability from which on a GPU does."""
 
 
-def choose_packed(asked: str, source: ModelSource, device: torch.device, *, is_torch: bool) -> AsPacked | None:
-    """How the model's weights stay as the files have them, None: they don't. ``asked``: ``--quantization``.
+def choose_quantization(
+    options: ServerOptions,
+    source: ModelSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    is_torch: bool,
+    is_alone: bool,
+) -> Quantization:
+    """What ``--quantization`` comes to. ``dtype``: of the model; ``is_torch``: it runs on the torch engine;
+    ``is_alone``: on one rank. Raises ``UnsupportedModel``.
+    """
+    as_packed = choose_packed(options.quantization, source, device, is_torch=is_torch, is_alone=is_alone)
+    if as_packed is not None:
+        return as_packed
+    if options.quantization != "auto":
+        return options.quantization
+    if source.kind != "gguf" or options.dtype != "auto" or options.load_format == "dummy":
+        return "none"
+    if not is_torch:
+        return "gguf"
+    # Other instances may have kernels: the fingerprint keeps them from handing over to this one.
+    log.warning("the GGUF's own blocks need the CPU kernels; it is served dequantised, in %s", dtype)
+    return "none"
 
-    ``is_torch``: the model runs on the torch engine, on one rank. Raises ``UnsupportedModel`` where it is asked for by
-    name and can't be had.
+
+def choose_packed(
+    asked: str, source: ModelSource, device: torch.device, *, is_torch: bool, is_alone: bool
+) -> AsPacked | None:
+    """How the model's weights stay as the files have them, None: they don't. ``asked``: ``--quantization``. Otherwise
+    as ``choose_quantization``.
     """
     if asked not in ("auto", "packed", "w8a8"):
         return None
     packing = packing_of(source.path) if source.kind == "hf" else None
-    if asked == "auto" and (packing is None or device.type != "cuda" or not is_torch):
+    if asked == "auto" and (packing is None or device.type != "cuda"):
         return None
     reason = triton_refusal(device)
     if packing is None:
         reason = "the model's files have no weights in FP8, AWQ or GPTQ"
     elif not is_torch:
-        reason = "packed weights need --attention-backend torch, triton or flashinfer, and one rank"
+        reason = "packed weights need --attention-backend torch, triton or flashinfer"
+    elif not is_alone:
+        reason = "each rank of --tp-size would need its part of them"
     elif asked == "w8a8" and packing.kind is not PackingKind.FP8:
         reason = f"the model's weights are in {packing.kind}, not in FP8"
     elif asked == "w8a8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < MULTIPLIES_FP8:

@@ -203,24 +203,26 @@ def test_they_stay_packed_where_triton_is_and_otherwise_it_is_said(plain, tmp_pa
     awq = packed_checkpoint(plain["qwen3"], tmp_path, "awq").source
     cuda, usual = torch.device("cuda"), ModelSource("hf", plain["qwen3"])
     monkeypatch.setattr(open_packed, "triton_refusal", lambda device: None)
-    assert choose_packed("auto", awq, cuda, is_torch=True) == "packed"
-    assert choose_packed("packed", awq, CPU, is_torch=True) == "packed"
-    for asked, source, device, is_torch in (
+    assert choose_packed("auto", awq, cuda, is_torch=True, is_alone=True) == "packed"
+    assert choose_packed("packed", awq, CPU, is_torch=True, is_alone=True) == "packed"
+    for asked, source, device, is_alone in (
         ("auto", awq, CPU, True),
         ("auto", awq, cuda, False),
         ("auto", usual, cuda, True),
         ("none", awq, cuda, True),
     ):
-        assert choose_packed(asked, source, device, is_torch=is_torch) is None
-    for asked, source, is_torch, message in (
-        ("packed", usual, True, "no weights in FP8, AWQ or GPTQ"),
-        ("packed", awq, False, "--attention-backend torch"),
-        ("w8a8", awq, True, "in AWQ, not in FP8"),
+        assert choose_packed(asked, source, device, is_torch=True, is_alone=is_alone) is None
+    assert "can't stay packed: each rank of --tp-size" in caplog.text
+    for asked, source, is_torch, is_alone, message in (
+        ("packed", usual, True, True, "no weights in FP8, AWQ or GPTQ"),
+        ("packed", awq, False, True, "--attention-backend torch"),
+        ("packed", awq, True, False, "each rank of --tp-size"),
+        ("w8a8", awq, True, True, "in AWQ, not in FP8"),
     ):
         with pytest.raises(UnsupportedModel, match=f"--quantization {asked}: .*{message}"):
-            choose_packed(asked, source, cuda, is_torch=is_torch)
+            choose_packed(asked, source, cuda, is_torch=is_torch, is_alone=is_alone)
     monkeypatch.setattr(open_packed, "triton_refusal", lambda device: "no Triton")
-    assert choose_packed("auto", awq, cuda, is_torch=True) is None
+    assert choose_packed("auto", awq, cuda, is_torch=True, is_alone=True) is None
     assert "can't stay packed: no Triton" in caplog.text
     with pytest.raises(UnsupportedModel, match="no Triton"):
-        choose_packed("packed", awq, cuda, is_torch=True)
+        choose_packed("packed", awq, cuda, is_torch=True, is_alone=True)
