@@ -100,6 +100,17 @@ class ChoiceCounts(msgspec.Struct, forbid_unknown_fields=True):
     there: PlaceCounts = msgspec.field(default_factory=PlaceCounts)
 
 
+class StoreFirstCounts(msgspec.Struct, forbid_unknown_fields=True):
+    """Prompts of which a decode fetched pages from its own store before it asked a prefill for the rest: some ``came``,
+    they were too ``late``, or they were ``lost``. ``tokens``: that came.
+    """
+
+    came: int = 0
+    late: int = 0
+    lost: int = 0
+    tokens: int = 0
+
+
 class HandoverCounts(msgspec.Struct, forbid_unknown_fields=True):
     """Hand-overs of an instance. ``peers``: instances that are connected now. ``refused``: frames and connections that
     strangers were denied.
@@ -111,6 +122,7 @@ class HandoverCounts(msgspec.Struct, forbid_unknown_fields=True):
     refused: int
     moves: MoveCounts = msgspec.field(default_factory=MoveCounts)
     choices: ChoiceCounts = msgspec.field(default_factory=ChoiceCounts)
+    store_first: StoreFirstCounts = msgspec.field(default_factory=StoreFirstCounts)
 
 
 class StoreMetrics(msgspec.Struct, forbid_unknown_fields=True):

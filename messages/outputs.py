@@ -99,9 +99,20 @@ class CachedBeyond(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store: Count
 
 
+class HeldTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of a prompt whose KV was handed over, what the decode had itself, so that it was not sent: in the pool of its
+    ``device``, in ``host`` memory, and brought by its ``store``.
+    """
+
+    device: Count
+    host: Count
+    store: Count
+
+
 class ReqMeta(msgspec.Struct, forbid_unknown_fields=True):
     """What is known of a request when it ends. ``route``: "local", or which leg of a hand-over it is here: "outgoing",
     "incoming". ``cached_beyond``: None where the instance that computed the prompt has its pool alone.
+    ``held``: None where nothing was handed over, or the decode has its pool alone.
     """
 
     prompt_tokens: int
@@ -111,6 +122,7 @@ class ReqMeta(msgspec.Struct, forbid_unknown_fields=True):
     retractions: int = 0
     route: str = "local"
     cached_beyond: CachedBeyond | None = None
+    held: HeldTokens | None = None
 
 
 class PromptReport(msgspec.Struct, array_like=True):

@@ -86,6 +86,25 @@ class PagesFetched(Message):
     error: str = ""
 
 
+class FindPages(Message):
+    """Scheduler → worker: how many of the first of these does the store have? Changes nothing. Answered by
+    ``PagesFound``.
+    """
+
+    id: int
+    hashes: bytes
+
+
+class PagesFound(Message):
+    """Worker → scheduler: the store has the first ``count`` of the pages of ``FindPages``; whether they are right is
+    found when they are read.
+    """
+
+    id: int
+    count: int
+    error: str = ""
+
+
 class DropPages(Message):
     """Scheduler → worker: what these hashes name in the store is bad. No answer."""
 
@@ -124,5 +143,5 @@ class StoreState(Message):
     evicted_pages: int = 0
 
 
-TierCommand = CopyPages | StorePages | FetchPages | DropPages | KeepPages
-TierEvent = PagesCopied | PagesStored | PagesFetched | PagesKept | StoreState
+TierCommand = CopyPages | StorePages | FetchPages | FindPages | DropPages | KeepPages
+TierEvent = PagesCopied | PagesStored | PagesFetched | PagesFound | PagesKept | StoreState

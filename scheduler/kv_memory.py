@@ -17,6 +17,7 @@ hand-over moves of a row is a ``PageRun``: its pages of each group.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -157,15 +158,21 @@ class KVMemory:
         # Nothing that is saved meanwhile may be written over what the request is about to read.
         tiers.host.pin(found)
         self._extend(hold, req.known_len)
-        if found:
-            req.computed = cached + len(found) * self.page_size
-            if self._windows is not None:
-                self._move_window(hold, req.computed, req.computed)
-            brought = tiers.load(req, cached, found, self._pages(hold, cached, req.computed))
-            self.look(req, req.computed, Place.HOST, brought)
+        self.load(req, found)
         tiers.host.unpin(found)
         if cached:
             tiers.used(req, self._pages(hold, 0, cached), match.node.hit_count)
+
+    def load(self, req: Req, found: list[int], *, more: bool = False) -> None:
+        """Copy these pages of the host behind the request's ``computed`` tokens, where nobody has begun to write."""
+        tiers, hold, cached = self.tiers, self.hold_of(req), req.computed
+        if tiers is None or not found:
+            return
+        req.computed = cached + len(found) * self.page_size
+        if self._windows is not None:
+            self._move_window(hold, req.computed, req.computed)
+        brought = tiers.load(req, cached, found, self._pages(hold, cached, req.computed), more=more)
+        self.look(req, req.computed, Place.HOST, brought)
 
     def grow(self, reqs: Sequence[Req]) -> I32 | None:
         """One more slot for each request, in order; None, with nothing changed, where slots are short even after
@@ -290,10 +297,8 @@ class KVMemory:
 
     def take_window_changes(self) -> bytes | None:
         """``ForwardStep.window_pages`` of the step that is about to be sent; None: nothing has changed."""
-        if self._windows is None:
-            return None
-        changes = self._windows.take_changes()
-        return pack_i32(changes) if changes.size else None
+        changes = self._windows.take_changes() if self._windows is not None else None
+        return pack_i32(changes) if changes is not None and changes.size else None
 
     def extend(self, req: Req) -> bool:
         """Slots for all of a request's tokens known by now; False, with nothing changed, where they are short."""
@@ -384,12 +389,8 @@ class KVMemory:
     def private_len(self, req: Req) -> int:
         """Tokens of the request's memory that no other request uses, pinned in the tree and behind that."""
         hold = self.hold_of(req)
-        private = hold.kv_len - hold.cached_len
-        for node in hold.node.path_up():
-            if node.lock_ref > 1:
-                break
-            private += node.num_tokens
-        return private
+        own = itertools.takewhile(lambda node: node.lock_ref <= 1, hold.node.path_up())
+        return hold.kv_len - hold.cached_len + sum(node.num_tokens for node in own)
 
     def gives(self, reqs: Iterable[Req]) -> Reserve:
         """What would come free if these let go of their memory, at least."""

@@ -29,7 +29,7 @@ import numpy as np
 
 from ..mem_cache.base_prefix_cache import KVHold
 from ..messages.base import I32, unpack_i32
-from ..messages.outputs import CachedBeyond, Timing, TokenLogprob
+from ..messages.outputs import CachedBeyond, HeldTokens, Timing, TokenLogprob
 from ..messages.requests import GenerateReq
 from ..messages.worker import RowInit
 from .fairness import Tenant
@@ -126,6 +126,7 @@ class Req:
     cached_tokens: int = 0
     cached_beyond: CachedBeyond | None = None
     """Those of them that came from other tiers (``tiers.py``); None: none did."""
+    held: HeldTokens | None = None
     reused: int = 0
     """Tokens that it found in the prefix cache when it got the memory that it has."""
     retractions: int = 0

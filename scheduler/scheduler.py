@@ -62,8 +62,7 @@ class Scheduler:
         self.cost_model = make_cost_model(worker)
         self.planner = StepPlanner(options, self.memory, worker.device, self.cost_model)
         self.reqs: dict[str, Req] = {}
-        self.sessions = Sessions(self)
-        self.forks = Forks(self.reqs)
+        self.sessions, self.forks = Sessions(self), Forks(self.reqs)
         self.counters = Counters()
         self.draining, self.completed_step = False, 0
         self.withheld: Callable[[], Refusal | None] = lambda: None  # while memory is given back (``occupation.py``)
@@ -244,6 +243,7 @@ class Scheduler:
             retractions=req.retractions,
             route=req.route_told,
             cached_beyond=req.cached_beyond or (NOTHING_BEYOND if self.tiers is not None else None),
+            held=req.held,
         )
 
     # --- steps ---

@@ -4,6 +4,7 @@
 
     to be written: backlog ──(a batch at a time)──▶ storing ──▶ stored; or, where that failed, backlog again
     to be read:    prefetch ──▶ fetching ──▶ its host pages are indexed, as far as the store had them
+    to be looked at: look ──▶ sight (``store_sight.py``)
 
 Nothing is asked of a store that is left alone because it fails (``StoreState``), nor of one that owes an answer for
 ``STALL_SECONDS``. What keeps the store's thread is told in ``problem``, for ``/health``; serving goes on without.
@@ -21,9 +22,10 @@ import numpy as np
 from ..mem_cache.host_tier import HostTier
 from ..messages.base import Message, pack_i32
 from ..messages.metrics import StoreMetrics
-from ..messages.tiers import DropPages, FetchPages, PagesFetched, PagesStored, StorePages, StoreState
+from ..messages.tiers import DropPages, FetchPages, FindPages, PagesFetched, PagesStored, StorePages, StoreState
 from ..runtime.options import ServerOptions
 from .kept_pages import KeptPages
+from .store_sight import LOOK_SECONDS, StoreSight
 from .tier_counts import TierCounts
 
 LEAST_FETCH = 256
@@ -63,7 +65,9 @@ class Storing(NamedTuple):
 class StoreLink:
     """See the module. ``ids`` number all that the worker is told."""
 
-    def __init__(self, options: ServerOptions, host: HostTier, counts: TierCounts, ids: itertools.count[int]) -> None:
+    def __init__(
+        self, options: ServerOptions, host: HostTier, counts: TierCounts, ids: itertools.count[int], page_bytes: int
+    ) -> None:
         self.state = StoreState("closed", "")
         self._host, self._counts, self._ids = host, counts, ids
         self._patience = options.hicache_storage_prefetch_policy
@@ -84,6 +88,7 @@ class StoreLink:
         self._fetching: dict[str, int] = {}
         self._insistent: set[str] = set()
         self.kept = KeptPages(self, lambda: next(ids))
+        self.sight = StoreSight(page_bytes)
 
     # --- to be written ---
 
@@ -154,27 +159,53 @@ class StoreLink:
 
     # --- to be read ---
 
-    def prefetch(self, rid: str, hashes: list[bytes], now: float) -> None:
-        """The request waits from now on, and nobody here has these, in a row behind what somebody has."""
+    def prefetch(self, rid: str, hashes: list[bytes], now: float, most_wait: float = LONGEST_WAIT) -> None:
+        """The request waits from now on, and nobody here has these, in a row behind what somebody has. ``most_wait``:
+        seconds, should its policy allow more.
+        """
         if rid in self._fetching or not self._answers(now):
             return
-        room = self._host.num_pages // 2 - sum(len(f.pages) for f in self._fetches.values())
-        missing = hashes[: max(0, room)]
+        missing = hashes[: max(0, self._room())]
         if len(missing) * self._page_size < LEAST_FETCH:
             return
         pages = self._host.reserve(len(missing))
         fetch_id = next(self._ids)
-        tokens = len(pages) * self._page_size
-        policy = "wait_complete" if rid in self._insistent else self._patience
-        patience = {"best_effort": 0.0, "wait_complete": LONGEST_WAIT}.get(
-            policy, min(LONGEST_WAIT, WAIT_BASE + WAIT_PER_KILOTOKEN * tokens / 1000)
-        )
+        patience = min(most_wait, self._patience_for(rid, len(pages) * self._page_size))
         missing = missing[: len(pages)]
         self._fetches[fetch_id] = Fetch(rid, missing, pages, now, patience)
         self._fetching[rid] = fetch_id
         self._counts.asked += len(pages)
         packed = pack_i32(np.array(pages, dtype=np.int32))
         self._commands.append(FetchPages(fetch_id, b"".join(missing), packed))
+
+    def _room(self) -> int:
+        """How many host pages may be on their way besides those that are."""
+        return self._host.num_pages // 2 - sum(len(f.pages) for f in self._fetches.values())
+
+    def _patience_for(self, rid: str, tokens: int) -> float:
+        policy = "wait_complete" if rid in self._insistent else self._patience
+        return {"best_effort": 0.0, "wait_complete": LONGEST_WAIT}.get(
+            policy, min(LONGEST_WAIT, WAIT_BASE + WAIT_PER_KILOTOKEN * tokens / 1000)
+        )
+
+    def look(self, rid: str, hashes: list[bytes], now: float) -> None:
+        """How many of these does the store have, of which one could fetch as many as there is room for? ``sight`` is
+        told. Nothing is asked where nobody would wait for a fetch.
+        """
+        hashes = hashes[: max(0, self._room())]
+        is_worth_it = self._patience != "best_effort" and len(hashes) * self._page_size >= LEAST_FETCH
+        if is_worth_it and self._answers(now) and self._silence(now) < LOOK_SECONDS:
+            look_id = next(self._ids)
+            self.sight.begin(look_id, rid, now)
+            self._commands.append(FindPages(look_id, b"".join(hashes)))
+
+    def fetch_ms(self, pages: int, now: float) -> float:
+        """How long it would take to bring so many, most likely. What it owes for a while it may owe as long again."""
+        return self.sight.ms(pages, now) + self._silence(now) * 1000
+
+    def is_fetching(self, rid: str) -> bool:
+        """Whether what was fetched for a request has yet to come."""
+        return rid in self._fetching
 
     def insist(self, rid: str) -> None:
         """This request, which comes now, is worth waiting for."""
@@ -189,6 +220,7 @@ class StoreLink:
         """The request has ended, or begun. What is on its way for it is kept for others."""
         self._fetching.pop(rid, None)
         self._insistent.discard(rid)
+        self.sight.forget(rid)
 
     def take_brought(self, hashes: list[bytes]) -> set[bytes]:
         """A request uses these, which the host has; those that are here because the store brought them just now."""
@@ -209,6 +241,7 @@ class StoreLink:
     def timeout(self, now: float) -> float | None:
         """Seconds until ``take`` or ``must_wait`` says something else than now, None: not of itself."""
         ends = [f.asked_at + f.patience for f in self._fetches.values() if f.patience and f.rid in self._fetching]
+        ends += self.sight.ends()
         if self._backlog and not self._storing and self.state.breaker != "open":
             ends.append(self._again_at)
         if (keeping := self.kept.timeout(now)) is not None:
@@ -240,9 +273,10 @@ class StoreLink:
             self._pause = 0.0
         self._prune()
 
-    def on_fetched(self, event: PagesFetched) -> None:
+    def on_fetched(self, event: PagesFetched, now: float) -> None:
         """What there was has come."""
         fetch = self._fetches.pop(event.id)
+        self.sight.learn(event.count, now - fetch.asked_at, now)
         came = fetch.hashes[: event.count]
         self._host.settle(fetch.pages, came)
         # What it lacks it may have had, and lost: once somebody has computed it, it is to have it again.
@@ -267,7 +301,7 @@ class StoreLink:
     def _silence(self, now: float) -> float:
         """Seconds for which it has owed an answer."""
         asked = [fetch.asked_at for fetch in self._fetches.values()]
-        asked += [storing.asked_at for storing in self._storing.values()]
+        asked += [storing.asked_at for storing in self._storing.values()] + self.sight.asked_at
         return now - min(asked) if asked else 0.0
 
     def _answers(self, now: float) -> bool:

@@ -6,6 +6,7 @@
     evicted from the pool ──(write_back, write_through)────▶ host ──▶ store
     a running request is retracted ────────────────────────▶ host ──▶ store
     a request arrives: what neither pool nor host have of it ◀── store, into host pages (prefetch)
+    a request whose KV a peer may send: how much of it has the store? (look), and perhaps the same (fetch)
     a request is admitted: what the host has behind the cached prefix ──▶ pool, before the step that needs it
 
 The tree knows the pool alone; host and store are asked by hash (``mem_cache/page_hash.py``). Copies between pool and
@@ -41,6 +42,7 @@ from ..messages.tiers import (
     PageCopy,
     PagesCopied,
     PagesFetched,
+    PagesFound,
     PagesKept,
     PagesStored,
     StoreState,
@@ -51,7 +53,7 @@ from ..runtime.options import ServerOptions
 from .page_names import PageNames
 from .req import Req
 from .store_link import StoreLink
-from .tier_counts import TierCounts
+from .tier_counts import NOTHING_BEYOND, TierCounts
 
 SELECTIVE_HITS = 2
 NONE = 0
@@ -66,10 +68,11 @@ class KVTiers:
         self.counts = TierCounts()
         self._ids = itertools.count(1)
         has_store = options.hicache_storage_backend is not None
-        self.store = StoreLink(options, self.host, self.counts, self._ids) if has_store else None
+        page_bytes = worker.layout.page_bytes
+        self.store = StoreLink(options, self.host, self.counts, self._ids, page_bytes) if has_store else None
         self._policy = options.hicache_write_policy
         self._page_size = options.page_size
-        self._page_bytes = worker.layout.page_bytes
+        self._page_bytes = page_bytes
         # What is rounded there has names of its own: who keeps pages as they are must not find it.
         rounding = "" if options.hicache_host_dtype == "auto" else f" in {options.hicache_host_dtype}"
         self.windows: WindowPages | None = None
@@ -171,9 +174,12 @@ class KVTiers:
         """The host pages of what follows the first ``cached`` tokens, within ``limit``. Uses nothing."""
         return self.host.match(self.hashes(req, limit)[cached // self._page_size :])
 
-    def load(self, req: Req, cached: int, host_pages: Sequence[int], pool_pages: I32) -> set[bytes]:
+    def load(
+        self, req: Req, cached: int, host_pages: Sequence[int], pool_pages: I32, *, more: bool = False
+    ) -> set[bytes]:
         """Copy them into the pool, before the next step, and into the window pages that these have. What a request
-        finds that had its turn before is its own, and no hit. Returns which of them the store brought just now.
+        finds that had its turn before is its own, and no hit. ``more``: it has found some before. Returns which of them
+        the store brought just now.
         """
         behind = self._window_pages(pool_pages)
         for page, window_page, host_page in zip(pool_pages.tolist(), behind, host_pages, strict=True):
@@ -186,9 +192,11 @@ class KVTiers:
         self.host.use(hashes)
         brought = self.store.take_brought(hashes[first:]) if self.store is not None else set()
         if not req.times.admitted:
-            found = len(host_pages) - len(brought)
-            req.cached_beyond = CachedBeyond(found * self._page_size, len(brought) * self._page_size)
-            self.counts.hit(req.cached_beyond)
+            tokens = len(brought) * self._page_size
+            found = CachedBeyond(len(host_pages) * self._page_size - tokens, tokens)
+            self.counts.hit(found)
+            before = req.cached_beyond if more and req.cached_beyond is not None else NOTHING_BEYOND
+            req.cached_beyond = CachedBeyond(before.host + found.host, before.store + found.store)
         return brought
 
     # --- store → host ---
@@ -197,10 +205,27 @@ class KVTiers:
         """Ask the store for what neither pool nor host have of a request that has just come."""
         if self.store is None:
             return
+        self.store.prefetch(req.rid, self._missing(req, cached), now)
+
+    def look(self, req: Req, cached: int, now: float) -> None:
+        """Ask the store how much it has of that; see ``StoreLink.look``."""
+        if self.store is not None:
+            self.store.look(req.rid, self._missing(req, cached), now)
+
+    def fetch(self, req: Req, cached: int, pages: int, most_wait: float, now: float) -> bool:
+        """Have the store bring so many pages of that, for which the request waits (``must_wait``), ``most_wait``
+        seconds at most; whether it does.
+        """
+        if self.store is None:
+            return False
+        self.store.prefetch(req.rid, self._missing(req, cached)[:pages], now, most_wait)
+        return self.store.must_wait(req.rid, now)
+
+    def _missing(self, req: Req, cached: int) -> list[bytes]:
+        """Of a request, ``cached`` tokens of which the pool has, what the host does not have behind them."""
         hashes = self.hashes(req, req.longest_reusable_prefix)
         known = cached // self._page_size
-        known += len(self.host.match(hashes[known:]))
-        self.store.prefetch(req.rid, hashes[known:], now)
+        return hashes[known + len(self.host.match(hashes[known:])) :]
 
     def must_wait(self, req: Req, now: float) -> bool:
         """Whether the request is not to be admitted yet, since more of it may be here soon."""
@@ -258,7 +283,9 @@ class KVTiers:
         elif isinstance(event, PagesKept):
             self.store.kept.on_kept(event)
         elif isinstance(event, PagesFetched):
-            self.store.on_fetched(event)
+            self.store.on_fetched(event, now)
+        elif isinstance(event, PagesFound):
+            self.store.sight.on_found(event)
 
     def flush(self) -> int:
         """Forget what the host has; the store keeps its own. Returns the pages."""

@@ -11,17 +11,33 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 from ...messages.metrics import ChoiceCounts, PlaceCounts
 from ...scheduler.forecast import PromptForecast
+from ...scheduler.outcomes import Line
 from ...scheduler.req import Foreseen, Req
-from .outcomes import Line
 
 FIXED = {"auto": 0.0, "always": 0.0, "never": math.inf}
 RECENT = 256
 MOST_PEERS = 256
 MOST_MS_A_PAGE = 1000.0
+
+
+class Prospects(NamedTuple):
+    """Milliseconds until a prompt's first token: ``here``, where so many tokens are missing, and ``there``, behind
+    which so many pages need ``lag``.
+    """
+
+    here: Callable[[int], float]
+    there: float
+    lag: Callable[[int], float]
+
+    def sooner(self, tokens: int, pages: int) -> float:
+        """By the sooner of the two ways."""
+        return min(self.here(tokens), self.there + self.lag(pages))
 
 
 class _Prefill:
@@ -78,14 +94,24 @@ class Choice:
         """Whether to compute it here, where ``computed`` tokens of it are cached already, while the prefill of that
         epoch foresees ``there_ms`` and would send so many pages.
         """
-        learned = self._learned(prefill)
         here_ms = self._forecast.ms(req, req.prompt_len - computed, now)
-        here, there = self._own.at(here_ms, now), learned.first_token.at(there_ms, now)
-        is_here = here < there + learned.lag.at(pages, now)
+        here, there = self._own.at(here_ms, now), self._learned(prefill).first_token.at(there_ms, now)
+        is_here = here < there + self._learned(prefill).lag.at(pages, now)
         (self._here if is_here else self._there).counts.prompts += 1
         ms, raw_ms = (here, here_ms) if is_here else (there, there_ms)
         req.foreseen = Foreseen(None if is_here else prefill, ms, raw_ms, now)
         return is_here
+
+    def prospects(self, req: Req, prefill: str, there_ms: float | None, now: float) -> Prospects:
+        """The same for each number of tokens and pages, where ``there_ms`` was asked for; None: the prompt is computed
+        there in any case, and how soon does not matter.
+        """
+        learned = self._learned(prefill)
+        lag = partial(learned.lag.at, now=now)
+        if there_ms is None:
+            return Prospects(lambda tokens: math.inf, 0.0, lag)
+        here = lambda tokens: self._own.at(self._forecast.ms(req, tokens, now), now)  # noqa: E731
+        return Prospects(here, learned.first_token.at(there_ms, now), lag)
 
     def learn(self, req: Req, now: float) -> None:
         """The first token of a request is known."""

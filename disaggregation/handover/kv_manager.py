@@ -7,8 +7,11 @@ All of it runs inside the scheduler's loop: ``poll`` once a turn, never blocking
 from __future__ import annotations
 
 import logging
+from copy import copy
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from ...mem_cache.base_prefix_cache import KVHold
 from ...messages.base import Message
@@ -244,6 +247,7 @@ class KVManager:
             "peers": self._peers.info(),
             "refused": self._peers.refused,
             "choices": self._choice.info(),
+            "store_first": msgspec.structs.asdict(self.receivers.store_first.counts),
         }
 
     def transfers(self, now: float) -> list[dict[str, Any]]:
@@ -268,6 +272,7 @@ class KVManager:
                 kept=self.moves_in.kept,
             ),
             choices=self._choice.counts(),
+            store_first=copy(self.receivers.store_first.counts),
         )
 
     def _tell_worker(self, command: PeerCommand) -> None:
@@ -297,7 +302,7 @@ class KVManager:
             case Declined():
                 self.senders.on_declined(peer, message, now)
             case Forecast():
-                self.receivers.on_forecast(peer, message, now)
+                self.receivers.on_forecast(peer, message)
             case FirstToken():
                 self.receivers.on_first_token(peer, message, now)
             case TransferDone():

@@ -9,10 +9,11 @@ A ``KVReceiver`` is one room::
 LINKING waits for the prefill instance to be connected, QUEUED for memory, PREALLOCATED for the steps that were under
 way when its pages were taken: they may still write to them (see ``scheduler/kv_memory.py``), and a remote writer must
 come after; and, where it depends (``choice.py``), for the prefill's forecast: only with memory is the choice one
-between two that can begin. DECLINED is a room whose prompt is computed here, until the prefill has been told. DRAINING
-is a room that ended while the prefill may still write: its pages are freed only when the prefill has said that it will
-not, or its link is down for good. While our own worker checks what landed, which may rewrite it in our order, only the
-worker's answer frees them. Bad KV (checksum, room, epoch) never reaches the model.
+between two that can begin; and for what our own store has of the prompt (``store_first.py``). DECLINED is a room whose
+prompt is computed here, until the prefill has been told. DRAINING is a room that ended while the prefill may still
+write: its pages are freed only when the prefill has said that it will not, or its link is down for good. While our own
+worker checks what landed, which may rewrite it in our order, only the worker's answer frees them. Bad KV (checksum,
+room, epoch) never reaches the model.
 
 The first token is ahead of the KV, in TRANSFERRING, and goes to the client at once. So a request may be over before
 its KV has landed, which is kept for others then; and where a room fails behind its first token, the prompt is computed
@@ -48,10 +49,11 @@ from ...messages.worker import MAX_PAGES, GrantPages, PagesVerified, RevokePages
 from ...scheduler.req import Req, ReqState, Route
 from ...scheduler.scheduler import Scheduler
 from .choice import Choice
-from .landing import KVReceiver, Newcomer, ReceiverState, first_token_problem, take_times, why
+from .landing import KVReceiver, Newcomer, ReceiverState, StoreStage, first_token_problem, take_times, too_late, why
 from .limits import HandoverLimits
 from .peer import Peer
 from .sending import digest_of
+from .store_first import StoreFirst
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ class KVReceivers:
         self._limits = limits
         self._peer_at = peer_at
         self._choice = choice
+        self.store_first = StoreFirst(scheduler, choice)
         self._attempts = itertools.count(1)
         self._now = 0.0
         self.rooms: dict[int, KVReceiver] = {}
@@ -128,28 +131,37 @@ class KVReceivers:
             elif receiver.state is ReceiverState.DECLINED:
                 self._tell_declined(receiver, now)
             if receiver.state not in (ReceiverState.DRAINING, ReceiverState.DECLINED) and now > receiver.deadline:
-                self._time_out(receiver)
+                self._fail(receiver, 504, too_late(receiver, self._limits))
         self._preallocate(now)
         for receiver in self._in(ReceiverState.PREALLOCATED):
-            if not receiver.decided and not receiver.asked:
-                receiver.asked = True
-                receiver.peer.send(ForecastRequest(receiver.peer.epoch, receiver.handover))
-            elif receiver.decided:
+            self._decide(receiver, now)
+            if receiver.state is ReceiverState.PREALLOCATED and receiver.knows_what_to_ask:
                 self._expect(receiver)
                 if self._scheduler.memory.is_past(receiver.fence, self._scheduler.completed_step):
                     self._request(receiver, now)
 
     # --- here or there ---
 
-    def on_forecast(self, peer: Peer, msg: Forecast, now: float) -> None:
+    def on_forecast(self, peer: Peer, msg: Forecast) -> None:
         """So long it would take there, says the prefill."""
         receiver = self._known(peer, msg.handover)
-        if receiver is None or receiver.decided or receiver.state is not ReceiverState.PREALLOCATED:
+        if receiver is not None and not receiver.decided and receiver.state is ReceiverState.PREALLOCATED:
+            receiver.there_ms = msg.ms
+
+    def _decide(self, receiver: KVReceiver, now: float) -> None:
+        """Who computes the prompt, once it is known what our own store gives of it."""
+        if receiver.store is StoreStage.NEW:
+            self.store_first.look(receiver, now)
+            if not receiver.decided:
+                receiver.peer.send(ForecastRequest(receiver.peer.epoch, receiver.handover))
+        if (there_ms := receiver.there_ms) is None and not receiver.decided:
+            return
+        if self.store_first.holds_up(receiver, now) or receiver.decided or there_ms is None:
             return
         receiver.decided = True
         req, memory = receiver.req, self._scheduler.memory
         pages = memory.pages_up(req.prompt_len - receiver.prefix_len) // memory.page_size
-        if self._choice.is_here(req, peer.epoch, msg.ms, receiver.prefix_len, pages, now):
+        if self._choice.is_here(req, receiver.peer.epoch, there_ms, receiver.prefix_len, pages, now):
             self._compute_here(receiver, now)
             self._tell_declined(receiver, now)
 
@@ -242,6 +254,7 @@ class KVReceivers:
         grant = GrantPages(receiver.handover, peer.epoch, receiver.pages, peer.order, self._checksum)
         self._scheduler.outbox.to_transfer(grant)
         receiver.requested_at = now
+        req.held = self.store_first.held(receiver)
         peer.send(
             TransferRequest(
                 peer.epoch,
@@ -260,9 +273,9 @@ class KVReceivers:
     def on_first_token(self, peer: Peer, msg: FirstToken, now: float) -> None:
         """The prompt is computed, says the prefill: what follows it goes out, ahead of the KV."""
         receiver = self._known(peer, msg.handover)
-        if receiver is None or receiver.state is not ReceiverState.TRANSFERRING or receiver.begun:
+        if receiver is None or receiver.state is not ReceiverState.TRANSFERRING:
             return
-        if receiver.newcomer is not None:
+        if receiver.begun or receiver.newcomer is not None:
             return  # it has one
         req = receiver.req
         problem = first_token_problem(msg, req, self._vocab_size)
@@ -425,19 +438,6 @@ class KVReceivers:
             log.debug("dropped a message of %s for room %d, which is not open", peer.epoch, handover.room)
             return None
         return receiver
-
-    def _time_out(self, receiver: KVReceiver) -> None:
-        where = receiver.req.msg.bootstrap
-        if receiver.state is ReceiverState.LINKING:
-            name = f"behind {where.host}:{where.port}" if where is not None else receiver.peer.epoch
-            waited = f"{self._limits.bootstrap:.0f} s: {receiver.peer.reason or 'no answer'}"
-            self._fail(receiver, 504, f"the prefill instance {name} was not reached in {waited}")
-        elif receiver.state is ReceiverState.QUEUED:
-            text = f"{self._limits.queue:.0f} s were not enough for other requests to leave memory for the prompt"
-            self._fail(receiver, 504, text)
-        else:
-            limit = self._limits.queue + self._limits.transfer
-            self._fail(receiver, 504, f"the hand-over took longer than {limit:.0f} s")
 
     def _fail(self, receiver: KVReceiver, status: int, reason: str) -> None:
         log.info("room %d is off: %s", receiver.handover.room, reason, extra={"rid": receiver.req.rid})

@@ -13,6 +13,7 @@ from ...messages.outputs import Timeline, Timing, TokenLogprob
 from ...messages.worker import PagesByGroup
 from ...scheduler.memory_terms import NO_FENCE, Fence
 from ...scheduler.req import Req
+from .limits import HandoverLimits
 from .peer import Peer
 
 ROUNDING = 0.5
@@ -41,6 +42,15 @@ class ReceiverState(Enum):
     DECLINED = auto()
 
 
+class StoreStage(Enum):
+    """What becomes of a room's pages in the store; see ``store_first.py``."""
+
+    NEW = auto()
+    LOOKING = auto()
+    FETCHING = auto()
+    OVER = auto()
+
+
 @dataclass(slots=True, eq=False)
 class KVReceiver:
     """One room.
@@ -48,10 +58,11 @@ class KVReceiver:
     ``fence``: what must be done before its pages are offered to the prefill. ``expects``: it has window pages for what
     comes, if there are any. ``pages``: where its KV lands, by group. ``granted``: the prefill may write them.
     ``begun``: the first token is here. ``there``: where the prefill's time went. ``checking``: the worker has its
-    pages, to check and perhaps to convert them. ``asked``: the prefill for its forecast. ``decided``: who computes the
-    prompt. ``tried_again``: to reach a prefill that is to be told of that. ``hold``: the request's memory, pinned as
-    long as anybody may write it. ``length``: of how many tokens the KV comes: the prompt's, or those that a
-    ``newcomer`` had when it was offered. ``hashes``: what the prefill says that its pages held.
+    pages, to check and perhaps to convert them. ``there_ms``: the prefill's forecast, None where it has not come, or
+    was not asked for. ``decided``: who computes the prompt. ``tried_again``: to reach a prefill that is to be told of
+    that. ``hold``: the request's memory, pinned as long as anybody may write it. ``length``: of how many tokens the KV
+    comes: the prompt's, or those that a ``newcomer`` had when it was offered. ``hashes``: what the prefill says that
+    its pages held.
     """
 
     handover: HandoverId
@@ -74,11 +85,17 @@ class KVReceiver:
     there: Timing | None = None
     granted: bool = False
     checking: bool = False
-    asked: bool = False
+    store: StoreStage = StoreStage.NEW
+    there_ms: float | None = None
     decided: bool = True
     tried_again: bool = False
     hold: KVHold | None = None
     hashes: bytes = b""
+
+    @property
+    def knows_what_to_ask(self) -> bool:
+        """Whether the prefill is to compute the prompt, and how much of it our own store gives."""
+        return self.decided and self.store is StoreStage.OVER
 
     @property
     def goes_on(self) -> int:
@@ -152,6 +169,18 @@ def timeline(receiver: KVReceiver, there: Timeline, verified: float) -> Timeline
         last_byte=asked + there.last_byte if pushed else 0.0,
         verify=(verified - arrival) * 1000,
     )
+
+
+def too_late(receiver: KVReceiver, limits: HandoverLimits) -> str:
+    """For a client, what did not come within the time that there was."""
+    where = receiver.req.msg.bootstrap
+    if receiver.state is ReceiverState.LINKING:
+        name = f"behind {where.host}:{where.port}" if where is not None else receiver.peer.epoch
+        waited = f"{limits.bootstrap:.0f} s: {receiver.peer.reason or 'no answer'}"
+        return f"the prefill instance {name} was not reached in {waited}"
+    if receiver.state is ReceiverState.QUEUED:
+        return f"{limits.queue:.0f} s were not enough for other requests to leave memory for the prompt"
+    return f"the hand-over took longer than {limits.queue + limits.transfer:.0f} s"
 
 
 def why(peer: Peer) -> str:

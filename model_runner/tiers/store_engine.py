@@ -21,8 +21,10 @@ from ...messages.base import unpack_i32
 from ...messages.tiers import (
     DropPages,
     FetchPages,
+    FindPages,
     KeepPages,
     PagesFetched,
+    PagesFound,
     PagesKept,
     PagesStored,
     StorePages,
@@ -37,8 +39,8 @@ T = TypeVar("T")
 USAGE_SECONDS = 1.0
 """Between two tellings of what the store holds."""
 
-StoreCommand = StorePages | FetchPages | DropPages | KeepPages
-StoreEvent = PagesStored | PagesFetched | PagesKept | StoreState
+StoreCommand = StorePages | FetchPages | FindPages | DropPages | KeepPages
+StoreEvent = PagesStored | PagesFetched | PagesFound | PagesKept | StoreState
 
 
 class StoreEngine:
@@ -108,6 +110,10 @@ class StoreEngine:
         if isinstance(command, KeepPages):
             count, error = self._ask(lambda: self._store.keep(hashes, command.until), 0)
             self._emit(PagesKept(command.id, count, error))
+            return
+        if isinstance(command, FindPages):
+            count, error = self._ask(lambda: self._store.exists(hashes), 0)
+            self._emit(PagesFound(command.id, count, error))
             return
         views = [self._pool.page(page) for page in unpack_i32(command.pages).tolist()]
         if isinstance(command, FetchPages):

@@ -72,12 +72,18 @@ class TimingAnswer(Answer):
 ScoredToken = tuple[float | None, int, str | None]
 
 
-class CachedTokensDetails(Answer):
-    """Where cached tokens were found: the KV pool, host memory, a store. Of instances with tiers alone."""
+class TokensByTier(Answer):
+    """Where KV was found: the KV pool, host memory, a store."""
 
     device: int
     host: int
     storage: int
+
+
+class CachedTokensDetails(TokensByTier):
+    """Of cached tokens, where there are tiers. ``decode``: what a decode had itself of a handed over prompt."""
+
+    decode: TokensByTier | None = None
 
 
 class MetaInfo(Answer):

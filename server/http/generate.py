@@ -168,12 +168,17 @@ class NativeRenderer:
         return {"text": new.text, "output_ids": new.token_ids, "meta_info": meta_info}
 
 
-def by_tier(meta: ReqMeta) -> dict[str, int]:
-    """Where cached tokens were found, as SGLang names it: together they are ``cached_tokens``."""
+def by_tier(meta: ReqMeta) -> dict[str, Any]:
+    """Where cached tokens were found, as SGLang names it: together they are ``cached_tokens``. ``decode``: where a
+    decode had those that were not handed over.
+    """
     assert meta.cached_beyond is not None
     # Another instance may have said how many there were, and need not be right.
     host, storage = meta.cached_beyond.host, meta.cached_beyond.store
-    return {"device": max(0, meta.cached_tokens - host - storage), "host": host, "storage": storage}
+    told: dict[str, Any] = {"device": max(0, meta.cached_tokens - host - storage), "host": host, "storage": storage}
+    if (held := meta.held) is not None:
+        told["decode"] = {"device": held.device, "host": held.host, "storage": held.store}
+    return told
 
 
 def finish_reason(finish: FinishReason | None, completion_tokens: int) -> dict[str, Any] | None:

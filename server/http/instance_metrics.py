@@ -253,6 +253,18 @@ def add_handovers(families: Families, counts: SchedulerMetrics) -> None:
         "direction",
     )
     _add_choices(families, handovers.choices)
+    first = handovers.store_first
+    families.counter(
+        "pdserve_handover_fetches_total",
+        "Prompts of which this decode asked its own store before a prefill, by what became of it.",
+        {("came",): first.came, ("late",): first.late, ("lost",): first.lost},
+        "outcome",
+    )
+    families.counter(
+        "pdserve_handover_fetched_tokens_total",
+        "Prompt tokens whose KV that brought, instead of a prefill.",
+        first.tokens,
+    )
     families.gauge("pdserve_handover_peers", "Instances that are connected to exchange KV.", handovers.peers)
     families.counter(
         "pdserve_control_refusals_total", "Frames and connections that the control plane refused.", handovers.refused

@@ -76,8 +76,8 @@ def make_peer(epoch: str, number: int = 1, **directions) -> Peer:
 class SimSide(SimInstance):
     """One instance of the pair, with the part of ``KVManager`` that the scheduler sees."""
 
-    def __init__(self, pair: SimPair, mode: str, window: SimWindow, **changes) -> None:
-        super().__init__(make_options(disaggregation_mode=mode, **changes), window=window)
+    def __init__(self, pair: SimPair, mode: str, window: SimWindow, host_pages: int = 0, **changes) -> None:
+        super().__init__(make_options(disaggregation_mode=mode, **changes), window=window, host_pages=host_pages)
         self.pair = pair
         self.choice = Choice(self.options.disaggregation_threshold, self.scheduler.forecast)
         self.senders = KVSenders(self.scheduler, self.options.page_size, LIMITS, self.choice)
@@ -141,8 +141,8 @@ class SimPair:
 
     def __init__(self, window: SimWindow = NO_WINDOW, **changes) -> None:
         self.now = 1.0
-        self.prefill = SimSide(self, "prefill", window, **changes)
-        self.decode = SimSide(self, "decode", window, **changes)
+        self.prefill = self.make_side("prefill", window, **changes)
+        self.decode = self.make_side("decode", window, **changes)
         self.to_prefill: deque[Message] = deque()
         self.to_decode: deque[Message] = deque()
         self.pushes: dict[HandoverId, Push] = {}
@@ -156,6 +156,10 @@ class SimPair:
         """The decode, as the prefill sees it."""
         self.links = 0
         self.open_link()
+
+    def make_side(self, mode: str, window: SimWindow, **changes) -> SimSide:
+        """One of the two."""
+        return SimSide(self, mode, window, **changes)
 
     @property
     def is_closing(self) -> bool:
@@ -236,7 +240,7 @@ class SimPair:
         elif isinstance(message, AbortAck):
             receivers.on_abort_ack(self.link, message)
         elif isinstance(message, Forecast):
-            receivers.on_forecast(self.link, message, self.now)
+            receivers.on_forecast(self.link, message)
         self.collect()
 
     def engine(self, side: SimSide, message: Message) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from pdserve.mem_cache.storage.base import PageStore, StoreUnavailable, StoreUsage
 from pdserve.mem_cache.storage.frame import HEADER_BYTES, BadFrame, check, header
 from pdserve.messages.base import Message, unpack_i32
-from pdserve.messages.tiers import CopyPages, DropPages, FetchPages, KeepPages, PagesCopied, StorePages
+from pdserve.messages.tiers import CopyPages, DropPages, FetchPages, FindPages, KeepPages, PagesCopied, StorePages
 from pdserve.model_runner.tiers.host_pool import HostPool
 from pdserve.model_runner.tiers.page_codec import AsItIs
 from pdserve.model_runner.tiers.store_engine import StoreEngine
@@ -78,28 +78,19 @@ class MemoryStore(PageStore):
         pass
 
 
-class TieredSim(SimInstance):
-    """``host_pages`` of the second tier; ``kept``: what the store has from before, None: an empty one."""
+StoreMessage = StorePages | FetchPages | FindPages | DropPages | KeepPages
 
-    def __init__(
-        self,
-        host_pages: int = 24,
-        kept: dict[bytes, bytes] | None = None,
-        store: bool = True,
-        window: SimWindow = NO_WINDOW,
-        **options,
-    ):
-        given = {
-            "enable_hierarchical_cache": True,
-            "hicache_storage_backend": "file" if store else None,
-            "hicache_storage_prefetch_policy": "wait_complete",
-        }
-        super().__init__(make_options(**(given | options)), host_pages=host_pages, window=window)
+
+class Tiered(SimInstance):
+    """An instance that has tiers from ``add_tiers`` on."""
+
+    def add_tiers(self, host_pages: int, kept: dict[bytes, bytes] | None) -> None:
+        """``host_pages`` of the second tier; ``kept``: what the store has from before, None: an empty one."""
         page_bytes = self.options.page_size * 8
         self.pools = [pool.view(np.uint8).reshape(-1, page_bytes) for pool in self.worker.pools()]
         self.host = HostPool(host_pages, [AsItIs(page_bytes)] * len(self.pools), None)
         self.store = MemoryStore(page_bytes * len(self.pools), kept)
-        self.store_queue: deque[StorePages | FetchPages | DropPages | KeepPages] = deque()
+        self.store_queue: deque[StoreMessage] = deque()
         self.engine = StoreEngine(self.store, self.host, self._on_store_event, clock=lambda: self.now)
 
     @property
@@ -111,7 +102,7 @@ class TieredSim(SimInstance):
         if isinstance(message, CopyPages):
             self.host.copy(self.pools, unpack_i32(message.copies).reshape(-1, 3))
             self.tiers.on_event(PagesCopied(message.id, 0.0), self.now)
-        elif isinstance(message, StorePages | FetchPages | DropPages | KeepPages):
+        elif isinstance(message, StoreMessage):
             self.store_queue.append(message)
         else:
             super().on_command(message)
@@ -128,6 +119,29 @@ class TieredSim(SimInstance):
         self.engine.obey(self.store_queue.popleft())
         return True
 
+    def _on_store_event(self, event) -> None:
+        self.tiers.on_event(event, self.now)
+
+
+class TieredSim(Tiered):
+    """See ``Tiered``."""
+
+    def __init__(
+        self,
+        host_pages: int = 24,
+        kept: dict[bytes, bytes] | None = None,
+        store: bool = True,
+        window: SimWindow = NO_WINDOW,
+        **options,
+    ):
+        given = {
+            "enable_hierarchical_cache": True,
+            "hicache_storage_backend": "file" if store else None,
+            "hicache_storage_prefetch_policy": "wait_complete",
+        }
+        super().__init__(make_options(**(given | options)), host_pages=host_pages, window=window)
+        self.add_tiers(host_pages, kept)
+
     def settle(self) -> None:
         """Turn until nothing is left to do, for the store neither."""
         for _ in range(10_000):
@@ -137,6 +151,3 @@ class TieredSim(SimInstance):
                 self.now += 1.0
                 return
         raise AssertionError(f"not idle: {self.scheduler.reqs}")
-
-    def _on_store_event(self, event) -> None:
-        self.tiers.on_event(event, self.now)

@@ -12,12 +12,12 @@ from support.sim import SimInstance, make_options, reference_output
 from support.sim_pair import SimPair, assert_all_returned, run_until_idle
 
 from pdserve.disaggregation.handover.choice import Choice
-from pdserve.disaggregation.handover.outcomes import HALF_LIFE, Line
 from pdserve.messages.handover import Declined, Forecast, ForecastRequest, RoomQueued, TransferRequest
 from pdserve.messages.requests import AbortReq
 from pdserve.runtime.option_checks import OptionError, check_options
 from pdserve.runtime.options import ServerOptions
 from pdserve.scheduler.forecast import NOTHING, Load
+from pdserve.scheduler.outcomes import HALF_LIFE, Line
 from pdserve.scheduler.req import Req, ReqState
 
 FAR = 1e6

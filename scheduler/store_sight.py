@@ -1,0 +1,78 @@
+"""What a store says that it has of a prompt, before any of it is fetched, and how long it would take to bring it.
+
+Only who has another way to the KV looks first; others fetch whatever there is. A look is waited for no longer than
+``LOOK_SECONDS``, and a store that owes an answer for longer is not looked at: it would not be the sooner way.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..messages.tiers import PagesFound
+from .outcomes import Line
+
+LOOK_SECONDS = 0.05
+USUAL_BYTES_A_MS = 250_000
+"""What a store is thought to give before it has given any: a disk, or a network of 2 Gb/s."""
+STEEPEST = 1000.0
+"""So many times as long as with that it takes at most."""
+
+
+class _Look(NamedTuple):
+    rid: str
+    asked_at: float
+
+
+class StoreSight:
+    """Owner of the looks that are under way, of what they found, and of what fetches took."""
+
+    def __init__(self, page_bytes: int) -> None:
+        self._usual_ms = page_bytes / USUAL_BYTES_A_MS
+        self._looks: dict[int, _Look] = {}
+        self._looking: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
+        self._took = Line(1.0, steepest=STEEPEST)
+
+    def begin(self, look_id: int, rid: str, now: float) -> None:
+        """The store was sent a ``FindPages`` for a request."""
+        self._looks[look_id] = _Look(rid, now)
+        self._looking[rid] = look_id
+
+    def on_found(self, event: PagesFound) -> None:
+        """It has looked."""
+        look = self._looks.pop(event.id)
+        if self._looking.get(look.rid) == event.id:
+            del self._looking[look.rid]
+            self._seen[look.rid] = event.count
+
+    def is_looking(self, rid: str, now: float) -> bool:
+        """Whether its answer is worth waiting for yet."""
+        look = self._looks.get(self._looking.get(rid, 0))
+        return look is not None and now < look.asked_at + LOOK_SECONDS
+
+    def seen(self, rid: str) -> int:
+        """How many pages it has of those that were asked for; 0 where it has not said."""
+        return self._seen.get(rid, 0)
+
+    def forget(self, rid: str) -> None:
+        """Nobody wants to know any more."""
+        self._looking.pop(rid, None)
+        self._seen.pop(rid, None)
+
+    @property
+    def asked_at(self) -> list[float]:
+        """Since when it owes answers."""
+        return [look.asked_at for look in self._looks.values()]
+
+    def ends(self) -> list[float]:
+        """When looks that somebody waits for have been waited for long enough."""
+        return [self._looks[look_id].asked_at + LOOK_SECONDS for look_id in self._looking.values()]
+
+    def learn(self, pages: int, seconds: float, now: float) -> None:
+        """So long after it was asked the store had brought so many."""
+        if pages:
+            self._took.learn(pages * self._usual_ms, seconds * 1000, now)
+
+    def ms(self, pages: int, now: float) -> float:
+        """How long it takes most likely, from being asked on, with what it usually has to do before."""
+        return self._took.at(pages * self._usual_ms, now)
