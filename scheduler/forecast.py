@@ -58,8 +58,11 @@ class PromptForecast:
         return self._under_way_ms(now) + before + own
 
     def uncached(self, req: Req) -> int:
-        """Tokens of its prompt that would have to be computed here."""
-        return req.prompt_len - self._memory.prefix_len(req)
+        """Tokens of its prompt that would have to be computed here, where a store gives none."""
+        cached, tiers = self._memory.prefix_len(req), self._memory.tiers
+        if tiers is not None:
+            cached += len(tiers.find(req, cached, req.longest_reusable_prefix)) * tiers.page_size
+        return req.prompt_len - cached
 
     def _ahead_of(self, req: Req, uncached: int) -> Load:
         planner, queue = self._planner, self._planner.waiting

@@ -203,6 +203,17 @@ class StoreLink:
         """How long it would take to bring so many, most likely. What it owes for a while it may owe as long again."""
         return self.sight.ms(pages, now) + self._silence(now) * 1000
 
+    def foresee(self, rid: str, now: float) -> tuple[int, float]:
+        """How many tokens a ``prefetch`` for this request will bring, by what the store was seen to have, and for how
+        many milliseconds the request will wait for them.
+        """
+        pages = self.sight.seen(rid)
+        tokens = pages * self._page_size
+        if tokens < LEAST_FETCH:
+            return 0, 0.0
+        needed, patience = self.fetch_ms(pages, now), self._patience_for(rid, tokens) * 1000
+        return (tokens, needed) if needed <= patience else (0, patience)
+
     def is_fetching(self, rid: str) -> bool:
         """Whether what was fetched for a request has yet to come."""
         return rid in self._fetching

@@ -71,7 +71,7 @@ class KVTiers:
         page_bytes = worker.layout.page_bytes
         self.store = StoreLink(options, self.host, self.counts, self._ids, page_bytes) if has_store else None
         self._policy = options.hicache_write_policy
-        self._page_size = options.page_size
+        self.page_size = options.page_size
         self._page_bytes = page_bytes
         # What is rounded there has names of its own: who keeps pages as they are must not find it.
         rounding = "" if options.hicache_host_dtype == "auto" else f" in {options.hicache_host_dtype}"
@@ -115,7 +115,7 @@ class KVTiers:
 
     def used(self, req: Req, pages: I32, hits: int) -> None:
         """The request begins with these, which the tree has had; their end was found ``hits`` times by now."""
-        hashes = self.hashes(req, len(pages) * self._page_size)
+        hashes = self.hashes(req, len(pages) * self.page_size)
         self.host.use(hashes)
         if self._policy == "write_through_selective" and hits >= SELECTIVE_HITS:
             self._save(hashes, pages, self._before)
@@ -129,7 +129,7 @@ class KVTiers:
         """The request gives way, these are its first pages: it comes back for them, whatever the policy says of others.
         What it lets go of may be overwritten by the next step at the soonest.
         """
-        self._save(self.hashes(req, len(pages) * self._page_size), pages, self._before)
+        self._save(self.hashes(req, len(pages) * self.page_size), pages, self._before)
 
     def condemned(self, req: Req) -> None:
         """What the request computed, or began with, is bad, from whichever page on."""
@@ -172,7 +172,7 @@ class KVTiers:
 
     def find(self, req: Req, cached: int, limit: int) -> list[int]:
         """The host pages of what follows the first ``cached`` tokens, within ``limit``. Uses nothing."""
-        return self.host.match(self.hashes(req, limit)[cached // self._page_size :])
+        return self.host.match(self.hashes(req, limit)[cached // self.page_size :])
 
     def load(
         self, req: Req, cached: int, host_pages: Sequence[int], pool_pages: I32, *, more: bool = False
@@ -187,13 +187,13 @@ class KVTiers:
             if window_page:
                 self._before.append((PageCopy.WINDOW_TO_POOL, window_page, host_page))
         self.counts.loaded += len(host_pages)
-        first = cached // self._page_size
+        first = cached // self.page_size
         hashes = req.page_hashes[: first + len(host_pages)]
         self.host.use(hashes)
         brought = self.store.take_brought(hashes[first:]) if self.store is not None else set()
         if not req.times.admitted:
-            tokens = len(brought) * self._page_size
-            found = CachedBeyond(len(host_pages) * self._page_size - tokens, tokens)
+            tokens = len(brought) * self.page_size
+            found = CachedBeyond(len(host_pages) * self.page_size - tokens, tokens)
             self.counts.hit(found)
             before = req.cached_beyond if more and req.cached_beyond is not None else NOTHING_BEYOND
             req.cached_beyond = CachedBeyond(before.host + found.host, before.store + found.store)
@@ -224,7 +224,7 @@ class KVTiers:
     def _missing(self, req: Req, cached: int) -> list[bytes]:
         """Of a request, ``cached`` tokens of which the pool has, what the host does not have behind them."""
         hashes = self.hashes(req, req.longest_reusable_prefix)
-        known = cached // self._page_size
+        known = cached // self.page_size
         return hashes[known + len(self.host.match(hashes[known:])) :]
 
     def must_wait(self, req: Req, now: float) -> bool:
@@ -299,9 +299,9 @@ class KVTiers:
 
     def metrics(self) -> TierMetrics:
         """For the HTTP process."""
-        told = self.counts.metrics(self._page_size)
-        told.host_total = self.host.num_pages * self._page_size
-        told.host_used = len(self.host) * self._page_size
+        told = self.counts.metrics(self.page_size)
+        told.host_total = self.host.num_pages * self.page_size
+        told.host_used = len(self.host) * self.page_size
         told.store = self.store.metrics() if self.store is not None else None
         return told
 

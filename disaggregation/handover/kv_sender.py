@@ -80,7 +80,7 @@ class KVSenders:
         """Rooms whose request ended before a decode came."""
         self._declined = Tombstones()
         """Rooms whose decode computes the prompt itself, before the request came."""
-        self.foretelling = Foretelling(scheduler.forecast)
+        self.foretelling = Foretelling(scheduler.forecast, scheduler.tiers)
         self._over: dict[HandoverId, None] = {}
         """The latest that ended here, or were refused: news of them may still come, and opens nothing."""
         self._now = 0.0
@@ -390,6 +390,7 @@ class KVSenders:
         self._now = now
         self._make_room(now)
         for sender in list(self.rooms.values()):
+            self.foretelling.tell(sender, now)
             if now < sender.deadline or sender.state is SenderState.DRAINING:
                 continue
             if sender.state is SenderState.PUSHING:

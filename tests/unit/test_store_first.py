@@ -197,6 +197,35 @@ def test_a_prefill_answers_from_the_store():
     assert first_counts(pair) == (0, 0, 0, 0)
 
 
+def test_a_prefill_s_forecast_counts_what_its_tiers_have():
+    """What the store has it need not compute, nor what is in host memory: of the next request with this prompt."""
+    pair = make_pair(disaggregation_threshold="auto", here=SLOW)
+    pair.prefill.senders.foretelling._forecast = pair.prefill.scheduler.forecast
+    asked_of: list[int] = []
+
+    def ms(req, uncached, now, expected=NOTHING):
+        asked_of.append(uncached)
+        return 0.0
+
+    pair.prefill.scheduler.forecast.ms = ms
+    pair.decode.store.kept = {}
+    pair.prefill.submit("busy", range(60, 90), max_new_tokens=30)  # or it would begin before it is asked
+    pair.prefill.plan()
+    pair.submit("a", PROMPT, 1, max_new_tokens=5)
+    until(pair, lambda: "a" in pair.decode.ends, store=True)
+    assert asked_of == [2]
+    pair.prefill.scheduler.memory._cache.reset()
+    pair.decode.scheduler.memory.flush()
+    looks = sum(isinstance(m, FindPages) for m in pair.prefill.store_queue)
+    pair.prefill.submit("busy too", range(30, 60), max_new_tokens=30)
+    pair.prefill.plan()
+    pair.submit("b", PROMPT, 2, max_new_tokens=5)
+    until(pair, lambda: "b" in pair.decode.ends, store=True)
+    assert asked_of == [2, 2]
+    assert sum(isinstance(m, FindPages) for m in pair.prefill.store_queue) == looks == 0
+    assert pair.prefill.tiers.counts.hit_host >= STORED
+
+
 @pytest.mark.parametrize(
     ("what", "changes"),
     [
