@@ -14,6 +14,7 @@ from rich.table import Table
 from ..errors import BenchError, BenchOptionsError
 from .agents import AgentResult, measure_agents
 from .options import TierBenchOptions
+from .pair import PairRow, measure_pair
 from .resume import PLACES, ResumeResult, measure_resume
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
@@ -60,6 +61,18 @@ def show_agents(results: list[AgentResult], console: Console) -> None:
     console.print("All answers are the same." if same else "ANSWERS DIFFER.")
 
 
+def show_pair(rows: list[PairRow], console: Console) -> None:
+    """First and second token by who has the store, and what was computed, fetched and sent for it."""
+    table = Table("tokens", "the prefill", "the store is", "first token, ms", "second token, ms")
+    for heading in ("computed", "fetched by the decode", "handed over, MB"):
+        table.add_column(heading)
+    for r in sorted(rows, key=lambda row: (row.tokens, row.busy)):
+        ms = (f"{1000 * seconds:,.0f}" for seconds in (r.first_token, r.second_token))
+        counts = f"{r.computed:,}", f"{r.fetched_by_decode:,}", f"{r.handed_over_bytes / MILLION:,.1f}"
+        table.add_row(f"{r.tokens:,}", "computes another" if r.busy else "is idle", r.name, *ms, *counts)
+    console.print(table)
+
+
 @app.default
 def main(*, options: Annotated[TierBenchOptions, Parameter(name="*")] = DEFAULTS) -> int:
     """Measure, and print tables."""
@@ -69,6 +82,8 @@ def main(*, options: Annotated[TierBenchOptions, Parameter(name="*")] = DEFAULTS
         with tempfile.TemporaryDirectory(prefix="pdserve-tiers-") as folder:
             if options.measure == "resume":
                 show_resume(measure_resume(options, Path(folder)), console)
+            elif options.measure == "pair":
+                show_pair(measure_pair(options, Path(folder)), console)
             else:
                 show_agents(measure_agents(options, Path(folder)), console)
     except BenchOptionsError as e:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ READY_SECONDS = 300.0
 STOP_SECONDS = 30.0
 ANSWER_SECONDS = 300.0
 POLL_SECONDS = 0.1
+BUSY_POLL_SECONDS = 0.005
 
 
 class Answer(NamedTuple):
@@ -54,10 +56,42 @@ class Instance:
         meta = answer["meta_info"]
         return Answer(answer["output_ids"], meta["cached_tokens"], meta.get("cached_tokens_details", {}), seconds)
 
+    def post(self, body: dict[str, Any]) -> None:
+        """A leg of a request, whose answer is another's to give."""
+        told = self._client.post("/generate", json=body)
+        if told.status_code != 200:
+            raise ServerError(f"/generate answers {told.status_code}: {told.text[:200]}")
+
+    def stream(self, body: dict[str, Any]) -> tuple[list[int], list[float]]:
+        """The answer's tokens, and in how many seconds each of them came."""
+        tokens: list[int] = []
+        times: list[float] = []
+        began = time.perf_counter()
+        with self._client.stream("POST", "/generate", json=body | {"stream": True}) as told:
+            if told.status_code != 200:
+                raise ServerError(f"/generate answers {told.status_code}: {told.read().decode()[:200]}")
+            for line in told.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise ServerError(f"/generate answers {event['error']}")
+                    tokens = event["output_ids"]
+                    times += [time.perf_counter() - began] * (len(tokens) - len(times))
+        return tokens, times
+
     def info(self) -> dict[str, Any]:
         """/server_info."""
         told: dict[str, Any] = self._client.get("/server_info").raise_for_status().json()
         return told
+
+    def flush(self) -> None:
+        """Forget what pool and host memory have; the store keeps its own."""
+        self._client.post("/flush_cache", json={}).raise_for_status()
+
+    def wait_busy(self) -> None:
+        """Until it computes something."""
+        while not self.info()["requests"]["total"]:
+            time.sleep(BUSY_POLL_SECONDS)
 
     def wait_stored(self) -> None:
         """Until the store has all that it is to have."""

@@ -19,11 +19,12 @@ class TierBenchOptions:
     ----------
     measure
         resume: conversations that go on after kill -9 and a restart, and at another instance, from a store, beside
-        computing them again. agents: users who take turns on a pool too small for all, with and without tiers.
+        computing them again. agents: users who take turns on a pool too small for all, with and without tiers. pair:
+        conversations that go on at a prefill and a decode, both restarted, by which of them have the store.
     model_path
         A folder, .gguf file, hub name or "smollm2".
     store
-        Where the KV of --measure resume is kept; file: in a folder of its own, which is removed.
+        Where the KV of --measure resume and pair is kept; file: in a folder of its own, which is removed.
     url
         Of --store redis.
     tokens
@@ -44,7 +45,7 @@ class TierBenchOptions:
         Length of each answer.
     """
 
-    measure: Literal["resume", "agents"] = "resume"
+    measure: Literal["resume", "agents", "pair"] = "resume"
     model_path: str = "smollm2"
     store: Literal["file", "redis"] = "file"
     url: str = ""

@@ -7,7 +7,7 @@ A room goes through this while it is PREALLOCATED, before it is decided who comp
 
 The look goes out with the question for the prefill's forecast. What is compared is the time to the first token, with
 the KV behind it (``choice.py``): as it is, and as it would be with the store's pages, from when they are here. A store
-that turns out to be slow is waited for until it has lost its advantage, and never longer than
+that turns out to be slow is waited for half as long again as it may take to be a gain, and never longer than
 ``--hicache-storage-prefetch-policy`` allows. Then the room goes on as if it had not been asked; what comes too late is
 host memory's, for others.
 
@@ -24,8 +24,8 @@ from ...scheduler.tier_counts import NOTHING_BEYOND
 from .choice import Choice, Prospects
 from .landing import KVReceiver, StoreStage
 
-CLEARLY = 0.75
-"""As a share of the time until it is no gain: a fetch that is foreseen to take longer than that is not begun."""
+PATIENCE = 1.5
+"""Times as long as a fetch may take to be a gain: one that is a little late costs less than to begin anew without."""
 
 
 def patience_ms(missing: int, pages: int, page_size: int, fetch_ms: float, prospects: Prospects) -> float:
@@ -34,7 +34,7 @@ def patience_ms(missing: int, pages: int, page_size: int, fetch_ms: float, prosp
     """
     left = missing - pages * page_size
     gain = prospects.sooner(missing, -(-missing // page_size)) - prospects.sooner(left, -(-left // page_size))
-    return gain if pages and fetch_ms < CLEARLY * gain else 0.0
+    return PATIENCE * gain if pages and fetch_ms < gain else 0.0
 
 
 class StoreFirst:
