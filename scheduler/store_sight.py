@@ -1,7 +1,8 @@
 """What a store says that it has of a prompt, before any of it is fetched, and how long it would take to bring it.
 
 Only who has another way to the KV looks first; others fetch whatever there is. A look is waited for no longer than
-``LOOK_SECONDS``, and a store that owes an answer for longer is not looked at: it would not be the sooner way.
+``LOOK_SECONDS``, nor than what is seen could be of use, and a store that owes an answer for longer is not looked at: it
+would not be the sooner way.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import NamedTuple
 from ..messages.tiers import PagesFound
 from .outcomes import Line
 
-LOOK_SECONDS = 0.05
+LOOK_SECONDS = 0.25
 USUAL_BYTES_A_MS = 250_000
 """What a store is thought to give before it has given any: a disk, or a network of 2 Gb/s."""
 STEEPEST = 1000.0

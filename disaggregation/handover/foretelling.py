@@ -33,24 +33,28 @@ class Foretelling:
             ms = self._forecast.ms(req, req.uncached, now)
         else:
             uncached = self._forecast.uncached(req)
-            if self._looks(sender, req, req.prompt_len - uncached, now):
+            ms = self._forecast.ms(req, uncached, now, self.expected)
+            if self._looks(sender, req, req.prompt_len - uncached, ms, now):
                 return
             brought, fetch_ms = self._brought(req, now)
-            uncached -= brought
-            ms = fetch_ms + self._forecast.ms(req, uncached, now, self.expected)
+            if brought or fetch_ms:
+                uncached -= brought
+                ms = fetch_ms + self._forecast.ms(req, uncached, now, self.expected)
             sender.foretold = Load(1, uncached)
             self.expected += sender.foretold
         sender.asks = False
         peer.send(Forecast(peer.epoch, handover, min(ms, MAX_DURATION_MS)))
 
-    def _looks(self, sender: KVSender, req: Req, known: int, now: float) -> bool:
-        """Whether the store is to say yet what it has."""
+    def _looks(self, sender: KVSender, req: Req, known: int, ms: float, now: float) -> bool:
+        """Whether the store is to say yet what it has; not if the prompt, which takes ``ms`` without it, could be
+        computed meanwhile.
+        """
         if self._tiers is None or self._tiers.store is None:
             return False
         if not sender.looked:
             sender.looked = True
             self._tiers.look(req, known, now)
-        return self._tiers.store.sight.is_looking(req.rid, now)
+        return self._tiers.store.sight.is_looking(req.rid, now) and self._tiers.store.fetch_ms(0, now) < ms
 
     def _brought(self, req: Req, now: float) -> tuple[int, float]:
         """How many tokens the store will bring, and the milliseconds that are waited for them."""

@@ -22,7 +22,7 @@ def ask(server, tokens: list[int]) -> dict:
 def slow_args(tmp_path_factory) -> list[str]:
     """A model of which a prompt takes longer to compute than to read."""
     folder = tmp_path_factory.mktemp("slow")
-    return tiny_model.tiny_args(folder, hidden_size=256, intermediate_size=1024, num_hidden_layers=6)
+    return tiny_model.tiny_args(folder, hidden_size=256, intermediate_size=2048, num_hidden_layers=6)
 
 
 @pytest.mark.parametrize("backend", ["tcp", pytest.param("shm", marks=pytest.mark.slow)])

@@ -206,7 +206,7 @@ def test_a_prefill_s_forecast_counts_what_its_tiers_have():
 
     def ms(req, uncached, now, expected=NOTHING):
         asked_of.append(uncached)
-        return 0.0
+        return SLOW * (uncached > 2)
 
     pair.prefill.scheduler.forecast.ms = ms
     pair.decode.store.kept = {}
@@ -214,7 +214,8 @@ def test_a_prefill_s_forecast_counts_what_its_tiers_have():
     pair.prefill.plan()
     pair.submit("a", PROMPT, 1, max_new_tokens=5)
     until(pair, lambda: "a" in pair.decode.ends, store=True)
-    assert asked_of == [2]
+    assert asked_of[-1] == 2
+    asked_of.clear()
     pair.prefill.scheduler.memory._cache.reset()
     pair.decode.scheduler.memory.flush()
     looks = sum(isinstance(m, FindPages) for m in pair.prefill.store_queue)
@@ -222,7 +223,7 @@ def test_a_prefill_s_forecast_counts_what_its_tiers_have():
     pair.prefill.plan()
     pair.submit("b", PROMPT, 2, max_new_tokens=5)
     until(pair, lambda: "b" in pair.decode.ends, store=True)
-    assert asked_of == [2, 2]
+    assert asked_of == [2]
     assert sum(isinstance(m, FindPages) for m in pair.prefill.store_queue) == looks == 0
     assert pair.prefill.tiers.counts.hit_host >= STORED
 
