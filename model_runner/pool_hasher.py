@@ -20,6 +20,8 @@ class PoolHasher:
     def __init__(self, model: ModelRunner) -> None:
         self._model = model
         self._hashers = [PageHasher(model.layout, group) for group in range(len(model.layout.groups))]
+        self._host: dict[int, Bytes] = {}
+        """A page of a device's pool at a time, by group."""
 
     def obey(self, command: HashPages) -> PagesHashed:
         """Wait for what was computed so far, and look."""
@@ -38,6 +40,8 @@ class PoolHasher:
             return np.empty(0, dtype=np.uint8)  # its pages are mere numbers
         if region is not None:
             return np.frombuffer(region.buffer, dtype=np.uint8, count=nbytes, offset=page * nbytes)
-        host = model.hardware.host_zeros((nbytes,), torch.uint8).numpy()
+        host = self._host.get(group)
+        if host is None:
+            host = self._host[group] = model.hardware.host_zeros((nbytes,), torch.uint8).numpy()
         PoolPages(pool, model.hardware).read([Piece(page * nbytes, memoryview(host.data))])
         return host

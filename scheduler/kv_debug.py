@@ -187,8 +187,9 @@ class KVDebug:
         last = first + len(pages)
         hold.hashed = max(hold.hashed, last * self._names.page_size)
         size = sum(self._row_bytes)
-        rows = [theirs[at : at + size] for at in range(0, len(theirs), size)] if size else []
-        told = [self._split(row) for row in rows] if len(rows) == len(pages) else []
+        # A peer says this: what is not as long as it should be says nothing.
+        ends = range(size, len(theirs) + 1, size) if size and len(theirs) == size * len(pages) else ()
+        told = [self._split(theirs[end - size : end]) for end in ends]
         names = self._names.of(req, last * self._names.page_size)[first:]
         self._ask(_Question(req, Place.TRANSFER, first, names, pages, theirs=told, done=done), planned=False)
 

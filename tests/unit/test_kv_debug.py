@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -20,11 +21,13 @@ from pdserve.mem_cache.storage.frame import HEADER_BYTES, header
 from pdserve.mem_cache.tree_node import make_root
 from pdserve.messages.base import pack_i32
 from pdserve.messages.handover import FirstToken, TransferDone
-from pdserve.messages.kv_debug import KVHashes, KVHashesReq
+from pdserve.messages.kv_debug import HashPages, KVHashes, KVHashesReq, PagesHashed
 from pdserve.messages.sessions import ResumeReq, SessionState, SnapshotReq, SnapshotResult
 from pdserve.messages.worker import KVGroup, KVLayout
-from pdserve.model_runner.kv_pool import KVShape, make_layout
+from pdserve.model_runner.device.choice import open_device
+from pdserve.model_runner.kv_pool import KVShape, make_layout, make_pool
 from pdserve.model_runner.page_hasher import PageHasher
+from pdserve.model_runner.pool_hasher import PoolHasher
 from pdserve.scheduler import store_link
 from pdserve.scheduler.kv_debug import MOST_LINES, KVDebug, Place
 from pdserve.scheduler.kv_hashes import tell_hashes
@@ -115,6 +118,32 @@ def test_pages_of_one_order_only_hash_as_they_lie():
     hasher = PageHasher(layout, 0)
     assert not hasher.is_canonical
     assert len(hasher.hash(np.zeros(layout.page_bytes, dtype=np.uint8))) == 16
+
+
+def test_pools_are_looked_at_where_they_lie():
+    """In a buffer of the host's, and on a device, by copies; which is the host here."""
+    layout = make_layout(KVShape(4, 2, 16), 16, torch.bfloat16, windows={1: 32, 3: 32})
+    pools = [make_pool(layout, 4, torch.device("cpu"), group=group) for group in (0, 1)]
+    held = [pool.data.view(4, -1).view(torch.uint8) for pool in pools]
+    for i, pages in enumerate(held):
+        pages.copy_(torch.randint(0, 256, pages.shape, generator=torch.Generator().manual_seed(i)))
+    wanted = [
+        b"".join(PageHasher(layout, group).hash(pages[page].numpy()) if page else bytes(32) for page in asked)
+        for group, (pages, asked) in enumerate(zip(held, ((2, 1), (0, 3)), strict=True))
+    ]
+    on_device = SimpleNamespace(
+        layout=layout,
+        hardware=open_device(torch.device("cpu")),
+        pool=pools[0],
+        window_pool=pools[1],
+        kv_region=None,
+        window_region=None,
+    )
+    regions = [SimpleNamespace(buffer=pages.numpy().data) for pages in held]
+    on_host = SimpleNamespace(**{**vars(on_device), "kv_region": regions[0], "window_region": regions[1]})
+    for model in (on_device, on_host):
+        hashed = PoolHasher(model).obey(HashPages(5, [pack_i32([2, 1]), pack_i32([0, 3])]))
+        assert hashed == PagesHashed(5, wanted, "tokens")
 
 
 # --- what is compared ---
@@ -320,13 +349,13 @@ def test_hashes_that_are_no_answer_to_what_was_asked_are_none():
     req = Req.create(make_generate("x", prompt(1)), Route.INCOMING, ReqState.TRANSFERRING, 1, 1)
     told: list[str] = []
     row = debug.told(req, 0, 1)
-    for theirs in (b"", row, row * 2 + b"1", row * 3, bytes(len(row) * 2)):
+    for theirs in (b"", row, row + row[:5], row * 2 + b"1", row * 3, bytes(len(row) * 2)):
         hold = KVHold(0, "", make_root(), 0, 0)
         debug.landed(req, hold, 0, np.array([1, 2], dtype=np.int32), theirs, lambda problem, now: told.append(problem))
         sim.outbox.flush()
         sim.work()
         assert hold.hashed == 8
-    assert told == [""] * 5
+    assert told == [""] * 6
     assert Place.TRANSFER not in debug.compared
 
 
