@@ -16,6 +16,7 @@ from .errors import ApiError, bad_request, json_response
 from .fields import Body, PromptIds
 from .parsing import parse_body
 from .state import HttpState
+from .text_schemas import MAX_CHARACTERS
 
 SECONDS = 30.0
 """For the tokenizer, and for the worker, which looks behind the steps under way."""
@@ -24,7 +25,7 @@ SECONDS = 30.0
 class KVHashesBody(Body):
     """``POST /kv/hashes``: a prompt. ``extra_key``: the namespace of its KV; without it, that which has most of it."""
 
-    text: Annotated[str, Field(min_length=1)] | None = None
+    text: Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)] | None = None
     input_ids: PromptIds | None = None
     extra_key: Annotated[str, Field(max_length=2048)] | None = None
 
@@ -54,7 +55,7 @@ async def kv_hashes(request: Request) -> Response:
         ) from None
     if told.status != 200:
         raise ApiError(told.status, told.message)
-    layers = [layer for group in told.groups for layer in _layers(group)]
+    layers = [layer for group in told.groups if group.layers for layer in _layers(group)]
     return json_response(
         {
             "tokens": len(token_ids),

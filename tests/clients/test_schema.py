@@ -34,7 +34,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     config.save_pretrained(folder)
     args = ["--model-path", folder, "--load-format", "dummy", "--tokenizer-path", "smollm2", "--dtype", "float32"]
     # The longest answer that somebody may ask for ends soon.
-    args += ["--context-length", "64"]
+    args += ["--context-length", "64", "--kv-debug"]
     with pd_pair(tmp_path_factory.mktemp("pair"), "shm", *map(str, args)) as pair:
         yield pair
         pair.assert_all_returned()
