@@ -42,6 +42,11 @@ class HostTier:
         """Pages that hold nothing."""
         return len(self._free)
 
+    @property
+    def reserved_pages(self) -> int:
+        """Pages for bytes that may come."""
+        return len(self._reserved)
+
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """The host pages of the first ``hashes``, up to the first that is not here. Looking is not using."""
         pages = []

@@ -12,6 +12,7 @@ Nothing is asked of a store that is left alone because it fails (``StoreState``)
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -85,6 +86,9 @@ class StoreLink:
         self._brought: set[bytes] = set()
         """Of what the host has, what nobody had used since the store brought it."""
         self._fetches: dict[int, Fetch] = {}
+        """Here and in ``_storing``: what was asked first, first."""
+        self._ends: list[tuple[float, int]] = []
+        """A heap: when a request will have waited long enough for which fetch, if that is not over before."""
         self._fetching: dict[str, int] = {}
         self._insistent: set[str] = set()
         self.kept = KeptPages(self, lambda: next(ids))
@@ -98,8 +102,9 @@ class StoreLink:
             return
         self._backlog[page_hash] = None
         if len(self._backlog) > BACKLOG_PAGES:
-            self._backlog.popitem(last=False)
+            skipped, _ = self._backlog.popitem(last=False)
             self._counts.skipped += 1
+            self.kept.left([skipped])
 
     def drop(self, hashes: Iterable[bytes]) -> None:
         """These are bad, wherever they lie."""
@@ -107,8 +112,17 @@ class StoreLink:
         for page_hash in hashes:
             self._backlog.pop(page_hash, None)
             self._stored.discard(page_hash)
+        self._disown(set(hashes))
+        self.kept.left(hashes)
         if hashes:
             self._commands.append(DropPages(b"".join(hashes)))
+
+    def _disown(self, bad: set[bytes]) -> None:
+        """The store may have read some of these already; and what follows a bad page begins with it."""
+        for fetch in self._fetches.values():
+            first = next((i for i, page_hash in enumerate(fetch.hashes) if page_hash in bad), None)
+            if first is not None:
+                del fetch.hashes[first:]
 
     def save_first(self, hashes: Sequence[bytes]) -> None:
         """Of what is to be written, these before all others."""
@@ -116,10 +130,9 @@ class StoreLink:
             if page_hash in self._backlog:
                 self._backlog.move_to_end(page_hash, last=False)
 
-    def is_saving(self, hashes: Sequence[bytes]) -> bool:
+    def is_saving(self, page_hash: bytes) -> bool:
         """See ``SavesPages``."""
-        under_way = {page_hash for storing in self._storing.values() for page_hash in storing.hashes}
-        return any(page_hash in self._backlog or page_hash in under_way for page_hash in hashes)
+        return page_hash in self._backlog or any(page_hash in batch.hashes for batch in self._storing.values())
 
     def save_again(self, hashes: Sequence[bytes]) -> None:
         """See ``SavesPages``."""
@@ -134,7 +147,8 @@ class StoreLink:
 
     def forget_backlog(self) -> None:
         """The host has nothing any more."""
-        self._backlog.clear()
+        forgotten, self._backlog = self._backlog, OrderedDict()
+        self.kept.left(forgotten)
 
     def _next_batch(self, now: float) -> None:
         """Have the store write what it has yet to."""
@@ -142,14 +156,20 @@ class StoreLink:
             return
         hashes: list[bytes] = []
         pages: list[int] = []
+        gone: list[bytes] = []
         while self._backlog and len(hashes) < STORE_BATCH:
             page_hash, _ = self._backlog.popitem(last=False)
             page = self._host.page(page_hash)
             if page is not None:
                 hashes.append(page_hash)
                 pages.append(page)
-        if not hashes:
-            return
+            else:
+                gone.append(page_hash)
+        if hashes:
+            self._store(hashes, pages, now)
+        self.kept.left(gone)
+
+    def _store(self, hashes: list[bytes], pages: list[int], now: float) -> None:
         store_id = next(self._ids)
         self._host.pin(pages)
         self._storing[store_id] = Storing(hashes, pages, now)
@@ -174,13 +194,15 @@ class StoreLink:
         missing = missing[: len(pages)]
         self._fetches[fetch_id] = Fetch(rid, missing, pages, now, patience)
         self._fetching[rid] = fetch_id
+        if patience:
+            heapq.heappush(self._ends, (now + patience, fetch_id))
         self._counts.asked += len(pages)
         packed = pack_i32(np.array(pages, dtype=np.int32))
         self._commands.append(FetchPages(fetch_id, b"".join(missing), packed))
 
     def _room(self) -> int:
         """How many host pages may be on their way besides those that are."""
-        return self._host.num_pages // 2 - sum(len(f.pages) for f in self._fetches.values())
+        return self._host.num_pages // 2 - self._host.reserved_pages
 
     def _patience_for(self, rid: str, tokens: int) -> float:
         policy = "wait_complete" if rid in self._insistent else self._patience
@@ -251,13 +273,16 @@ class StoreLink:
 
     def timeout(self, now: float) -> float | None:
         """Seconds until ``take`` or ``must_wait`` says something else than now, None: not of itself."""
-        ends = [f.asked_at + f.patience for f in self._fetches.values() if f.patience and f.rid in self._fetching]
-        ends += self.sight.ends()
+        # What came due since this turn began has not been seen yet.
+        while self._ends and (self._ends[0][0] <= self._turn_at or self._ends[0][1] not in self._fetches):
+            heapq.heappop(self._ends)
+        ends = [self._ends[0][0]] if self._ends else []
+        if (looking := self.sight.next_end(self._turn_at)) is not None:
+            ends.append(looking)
         if self._backlog and not self._storing and self.state.breaker != "open":
             ends.append(self._again_at)
         if (keeping := self.kept.timeout(now)) is not None:
             ends.append(now + keeping)
-        # What came due since this turn began has not been seen yet.
         left = [max(0.0, end - now) for end in ends if end > self._turn_at]
         return min(left) if left else None
 
@@ -282,6 +307,7 @@ class StoreLink:
             self._again_at = now + self._pause
         else:
             self._pause = 0.0
+            self.kept.left(hashes)
         self._prune()
 
     def on_fetched(self, event: PagesFetched, now: float) -> None:
@@ -311,8 +337,8 @@ class StoreLink:
 
     def _silence(self, now: float) -> float:
         """Seconds for which it has owed an answer."""
-        asked = [fetch.asked_at for fetch in self._fetches.values()]
-        asked += [storing.asked_at for storing in self._storing.values()] + self.sight.asked_at
+        oldest = (next(iter(self._fetches.values()), None), next(iter(self._storing.values()), None), self.sight.oldest)
+        asked = [one.asked_at for one in oldest if one is not None]
         return now - min(asked) if asked else 0.0
 
     def _answers(self, now: float) -> bool:

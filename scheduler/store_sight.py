@@ -7,6 +7,7 @@ would not be the sooner way.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 from ..messages.tiers import PagesFound
@@ -30,6 +31,9 @@ class StoreSight:
     def __init__(self, page_bytes: int) -> None:
         self._usual_ms = page_bytes / USUAL_BYTES_A_MS
         self._looks: dict[int, _Look] = {}
+        """As they were asked for."""
+        self._ends: deque[int] = deque()
+        """Looks that may not have been waited for long enough yet, in the same order."""
         self._looking: dict[str, int] = {}
         self._seen: dict[str, int] = {}
         self._took = Line(1.0, steepest=STEEPEST)
@@ -38,6 +42,7 @@ class StoreSight:
         """The store was sent a ``FindPages`` for a request."""
         self._looks[look_id] = _Look(rid, now)
         self._looking[rid] = look_id
+        self._ends.append(look_id)
 
     def on_found(self, event: PagesFound) -> None:
         """It has looked."""
@@ -61,13 +66,21 @@ class StoreSight:
         self._seen.pop(rid, None)
 
     @property
-    def asked_at(self) -> list[float]:
-        """Since when it owes answers."""
-        return [look.asked_at for look in self._looks.values()]
+    def oldest(self) -> _Look | None:
+        """The first that it has not answered."""
+        return next(iter(self._looks.values()), None)
 
-    def ends(self) -> list[float]:
-        """When looks that somebody waits for have been waited for long enough."""
-        return [self._looks[look_id].asked_at + LOOK_SECONDS for look_id in self._looking.values()]
+    def next_end(self, after: float) -> float | None:
+        """When a look that somebody waits for will have been waited for long enough: the first time ``after`` then,
+        which does not become earlier from call to call.
+        """
+        while self._ends:
+            look = self._looks.get(self._ends[0])
+            is_awaited = look is not None and self._looking.get(look.rid) == self._ends[0]
+            if look is not None and is_awaited and look.asked_at + LOOK_SECONDS > after:
+                return look.asked_at + LOOK_SECONDS
+            self._ends.popleft()
+        return None
 
     def learn(self, pages: int, seconds: float, now: float) -> None:
         """So long after it was asked the store had brought so many."""
