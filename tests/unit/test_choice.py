@@ -277,6 +277,8 @@ def test_who_computes_itself_needs_no_prefill(what):
     run_until_idle(pair)
     if what == "link":
         assert pair.decode.tokens["a"] == reference_output(range(9), 3)
+    else:
+        assert pair.decode.ends["a"].finish.type == "abort"
     assert_all_returned(pair)
 
 

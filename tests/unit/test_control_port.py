@@ -273,7 +273,10 @@ def test_a_peer_that_vanished_is_written_to_in_vain(port):
     for _ in range(100):
         peer.send(Heartbeat("D"))
         port.turn()
+    port.until(lambda: port.gone)
     port.port.send(-1, [Heartbeat("D")])
+    connect(port, port.socket(), "S")
+    assert ([epoch for epoch, _ in port.gone], epochs(port)[0]) == (["D"], "S")
 
 
 def test_a_peer_that_is_gone_is_hung_up_on(port):

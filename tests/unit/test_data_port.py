@@ -212,14 +212,14 @@ def test_no_error_of_accept_escapes(make_node, number):
 
 def test_closing_while_the_listener_rests(make_node):
     node = Node("tcp", "D")
+    real = node.backend._listener.sock
     node.backend._listener.sock = SimpleNamespace(
-        accept=lambda: (_ for _ in ()).throw(OSError(errno.EMFILE, "no")),
-        fileno=node.backend._listener.sock.fileno,
-        close=node.backend._listener.sock.close,
+        accept=lambda: (_ for _ in ()).throw(OSError(errno.EMFILE, "no")), fileno=real.fileno, close=real.close
     )
     with node.stranger():
         until((node,), lambda: node.backend._refusals.total, "it was tried")
     node.backend.close()
+    assert real.fileno() == -1
 
 
 def test_an_idle_crowd_does_not_lock_out_an_honest_writer(make_node, kind):

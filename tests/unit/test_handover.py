@@ -857,7 +857,9 @@ def test_a_request_that_began_before_it_was_asked_for_may_end_then(end, steps):
     else:
         pair.submit("a", range(30), 1, legs=("decode",))
     run_until_idle(pair, random.Random(2))
-    if end == "another prompt":
+    if end == "aborted":
+        assert pair.prefill.ends["a"].finish.type is FinishType.ABORT
+    elif end == "another prompt":
         assert pair.prefill.ends["a"].status == pair.decode.ends["a"].status == 409
     assert_all_returned(pair)
 
