@@ -286,7 +286,7 @@ class ModelRunner:
         packed = None
         if self.quantization in ("packed", "w8a8"):
             seed = options.random_seed if options.load_format == "dummy" else None
-            packed = open_packed(self.quantization, model, source, spec, self.dtype, seed)
+            packed = open_packed(self.quantization, model, source, spec, self.dtype, seed, shard)
         weights = model.weights()
         samples = load_model_weights(
             weights, source, spec, options.load_format, options.random_seed, blocks, shard, packed

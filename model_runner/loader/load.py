@@ -54,7 +54,7 @@ def load_model_weights(
     with torch.inference_mode():
         samples = load_weights(targets, _open_source(targets, source, spec, load_format, seed, left_out))
     if packed is not None:
-        samples |= packed.fill()
+        samples |= packed.fill(shapes)
         packed.log_summary()
     return samples
 

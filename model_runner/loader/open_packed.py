@@ -10,6 +10,7 @@ import torch
 from ...model_files.errors import UnsupportedModel
 from ...model_files.model_path import ModelSource
 from ...model_files.packing import PackingKind
+from ...model_files.sharding import Shard
 from ...model_files.spec import ModelSpec
 from ...runtime.options import ServerOptions
 from ..attention.registry import triton_refusal
@@ -69,8 +70,8 @@ def choose_packed(
         reason = "the model's files have no weights in FP8, AWQ or GPTQ"
     elif not is_torch:
         reason = "packed weights need --attention-backend torch, triton or flashinfer"
-    elif not is_alone:
-        reason = "each rank of --tp-size would need its part of them"
+    elif asked == "w8a8" and not is_alone:
+        reason = "a rank of --tp-size knows a part of a token's activations, and would round it by itself; take packed"
     elif asked == "w8a8" and packing.kind is not PackingKind.FP8:
         reason = f"the model's weights are in {packing.kind}, not in FP8"
     elif asked == "w8a8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < MULTIPLIES_FP8:
@@ -84,10 +85,16 @@ def choose_packed(
 
 
 def open_packed(
-    quantization: AsPacked, model: Decoder, source: ModelSource, spec: ModelSpec, dtype: torch.dtype, seed: int | None
+    quantization: AsPacked,
+    model: Decoder,
+    source: ModelSource,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    seed: int | None,
+    shard: Shard | None,
 ) -> PackedLayers:
-    """The layers of ``model``, which has taken no memory for them yet. ``seed``: of random weights, None: the files'.
-    Raises ``InvalidWeights``.
+    """The layers of ``model``, which has taken no memory for them yet. ``spec``: of the whole model, of which that is
+    the part of ``shard``. ``seed``: of random weights, None: the files'. Raises ``InvalidWeights``.
     """
     # Imported here: it imports Triton.
     from ..packed.product import packed_product
@@ -99,11 +106,8 @@ def open_packed(
     if seed is None:
         matrices = CheckpointMatrices(source.path, spec, packing)
     else:
-        shapes = {
-            name: (outputs, layer.in_features)
-            for names, layer in layers.items()
-            for name, outputs in zip(names, layer.outs, strict=True)
-        }
-        matrices = DummyMatrices(shapes, packing, seed)
+        whole = Decoder(spec, dtype, torch.device("meta")).weights()
+        names = [name for names in layers for name in names]
+        matrices = DummyMatrices({name: whole[name].shape for name in names}, packing, seed)
     device = model.embed_tokens.device
-    return PackedLayers(layers, matrices, dtype, device, packed_product, eight=quantization == "w8a8")
+    return PackedLayers(layers, matrices, dtype, device, packed_product, shard, eight=quantization == "w8a8")

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ...model_files.errors import InvalidWeights
+from ...model_files.sharding import Axis, Shard
 from ...runtime.progress import ProgressLog
 from ..layers.linear import Linear, Product
 from ..packed.matrices import Int4Matrix, PackedMatrix, join
@@ -40,11 +41,15 @@ class PackedLayers:
         dtype: torch.dtype,
         device: torch.device,
         product: Product,
+        shard: Shard | None = None,
         *,
         eight: bool = False,
     ) -> None:
-        """``dtype``: of the model. ``product``: what computes; ``eight``: with activations in FP8."""
+        """``dtype``: of the model. ``product``: what computes; ``eight``: with activations in FP8. ``shard``: of which
+        rank the ``layers`` are.
+        """
         self._source = source
+        self._shard = shard
         self._dtype, self._device = dtype, device
         self._product = product
         self._eight = eight
@@ -59,19 +64,22 @@ class PackedLayers:
         for name in source.names - self.left_out - self._others.keys():
             self._others[name] = NO_PRODUCT
 
-    def fill(self) -> dict[str, bytes]:
-        """Read them; returns what tells each weight from others (``samples.py``), the same as of floats. Raises
-        ``InvalidWeights``.
+    def fill(self, shapes: Mapping[str, torch.Size]) -> dict[str, bytes]:
+        """Read them; returns what tells each weight from others (``samples.py``), the same as of floats, whatever part
+        of it was taken. ``shapes``: of the whole weights. Raises ``InvalidWeights``.
         """
         samples: dict[str, bytes] = {}
         progress = ProgressLog(log, "loading packed weights", len(self._layers))
         with torch.inference_mode():
             for names, layer in self._layers.items():
-                parts = [self._read(*shaped, layer.in_features) for shaped in zip(names, layer.outs, strict=True)]
+                parts = []
+                for name in names:
+                    matrix = self._read(name, shapes[name])
+                    samples[name] = self._sample(name, matrix)
+                    parts.append(self._part(name, matrix))
                 if len({part.group for part in parts if isinstance(part, Int4Matrix)}) > 1:
                     raise InvalidWeights(f"{names[0]!r} has other groups of columns than {', '.join(names[1:])}")
                 layer.use_packed(join(parts, eight=self._eight), self._product)
-                samples |= self._samples(names, layer)
                 progress.advance(1)
         return samples
 
@@ -101,26 +109,38 @@ class PackedLayers:
     def _find_others(self, names: Sequence[str]) -> bool:
         """Whether the weights can't stay packed, together; says why of those that are."""
         packed = [name for name in names if name in self._source.names]
-        reasons = {name: reason for name in packed if (reason := self._source.why_not(name)) is not None}
+        reasons = {name: reason for name in packed if (reason := self._why_not(name)) is not None}
         if len(packed) == len(names) and not reasons:
             return False
         self._others |= {name: reasons.get(name, PARTLY) for name in packed}
         return True
 
-    def _read(self, name: str, outputs: int, inputs: int) -> PackedMatrix:
+    def _why_not(self, name: str) -> str | None:
+        part = None if self._shard is None else self._shard.slice_of(name)
+        reason = self._source.why_not(name)
+        if reason is not None or part is None or part.axis is Axis.ROWS:
+            return reason
+        unit = self._source.unit(name)
+        return None if part.begin % unit == part.size % unit == 0 else f"a rank's columns are no blocks of {unit}"
+
+    def _read(self, name: str, shape: torch.Size) -> PackedMatrix:
         matrix = self._source.read(name, self._device)
-        if matrix.shape != (outputs, inputs):
-            raise InvalidWeights(f"{name!r} has shape {list(matrix.shape)}, the config means {[outputs, inputs]}")
+        if matrix.shape != tuple(shape):
+            raise InvalidWeights(f"{name!r} has shape {list(matrix.shape)}, the config means {list(shape)}")
         return matrix
 
-    def _samples(self, names: Sequence[str], layer: Linear) -> dict[str, bytes]:
-        assert layer.packed is not None
-        samples, first, columns = {}, 0, spread(layer.in_features).to(self._device)
-        for name, outputs in zip(names, layer.outs, strict=True):
-            found = layer.packed.elements(spread(outputs).to(self._device) + first, columns)
-            samples[name] = as_sample(name, (outputs, layer.in_features), found, self._dtype)
-            first += outputs
-        return samples
+    def _part(self, name: str, matrix: PackedMatrix) -> PackedMatrix:
+        """This rank's."""
+        part = None if self._shard is None else self._shard.slice_of(name)
+        if part is None:
+            return matrix
+        if part.axis is Axis.ROWS:
+            return matrix.take(slice(part.begin, part.end))
+        return matrix.take_columns(part.begin, part.end)
+
+    def _sample(self, name: str, matrix: PackedMatrix) -> bytes:
+        rows, columns = (spread(size).to(self._device) for size in matrix.shape)
+        return as_sample(name, matrix.shape, matrix.elements(rows, columns), self._dtype)
 
 
 def _listing(names: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +34,10 @@ class PackedSource(ABC):
     @abstractmethod
     def why_not(self, name: str) -> str | None:
         """Why no product takes the matrix as it is; None where one does. Reads little."""
+
+    @abstractmethod
+    def unit(self, name: str) -> int:
+        """Of how many columns the parts are that a matrix can be cut to, where nothing speaks against it otherwise."""
 
     @abstractmethod
     def read(self, name: str, device: torch.device) -> PackedMatrix:
@@ -76,24 +80,29 @@ class CheckpointMatrices(PackedSource):
 
     def why_not(self, name: str) -> str | None:
         """See the base class: by the shapes that files say first, and of GPTQ by the groups of columns."""
+        place, unit = self._places[name], self.unit(name)
+        if self._packing.kind is PackingKind.FP8:
+            if unit == 1 or unit % COLUMNS == 0:
+                return None
+            return f"blocks of {unit} columns, and products know multiples of {COLUMNS}"
+        if unit % LEAST_GROUP:
+            return f"groups of {unit} columns, and products know multiples of {LEAST_GROUP}"
+        groups = read_tensor(place.tensor.removesuffix(PACKED) + ".g_idx", self._files)
+        if groups is not None and not torch.equal(groups.long(), torch.arange(len(groups)) // unit):
+            return "columns that share a scale are no neighbours (desc_act)"
+        return None
+
+    def unit(self, name: str) -> int:
+        """See the base class: columns that share a scale, 1 where all do."""
         place = self._places[name]
         if self._packing.kind is PackingKind.FP8:
             block = self._packing.block
-            if block is None or block[1] >= place.shape[1] or block[1] % COLUMNS == 0:
-                return None
-            return f"blocks of {block[1]} columns, and products know multiples of {COLUMNS}"
-        prefix = place.tensor.removesuffix(PACKED)
-        scales = read_tensor(f"{prefix}.scales", self._files)
+            return 1 if block is None or block[1] >= place.shape[1] else block[1]
+        scales = read_tensor(place.tensor.removesuffix(PACKED) + ".scales", self._files)
         inputs = place.shape[0] * (A_WORD if self._packing.kind is PackingKind.GPTQ else 1)
         if scales is None or not len(scales) or inputs % len(scales):
-            return None  # for the reader to refuse
-        group = inputs // len(scales)
-        if group % LEAST_GROUP:
-            return f"groups of {group} columns, and products know multiples of {LEAST_GROUP}"
-        groups = read_tensor(f"{prefix}.g_idx", self._files)
-        if groups is not None and not torch.equal(groups.long(), torch.arange(inputs) // group):
-            return "columns that share a scale are no neighbours (desc_act)"
-        return None
+            return LEAST_GROUP  # for the reader to refuse
+        return inputs // len(scales)
 
     def read(self, name: str, device: torch.device) -> PackedMatrix:
         """See the base class."""
@@ -124,7 +133,7 @@ class CheckpointMatrices(PackedSource):
 class DummyMatrices(PackedSource):
     """Random ones, of every shape that is asked for, about as large as ``DummyWeights``."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, int]], packing: Packing, seed: int) -> None:
+    def __init__(self, shapes: Mapping[str, Sequence[int]], packing: Packing, seed: int) -> None:
         self._shapes = shapes
         self._packing = packing
         self._seed = seed
@@ -137,6 +146,12 @@ class DummyMatrices(PackedSource):
             return None
         return f"rows of {inputs} columns are no multiple of {LEAST_GROUP}"
 
+    def unit(self, name: str) -> int:
+        """See the base class."""
+        if self._packing.kind is PackingKind.FP8:
+            return 1 if self._packing.block is None else self._packing.block[1]
+        return next(group for group in GROUPS if self._shapes[name][1] % group == 0)
+
     def read(self, name: str, device: torch.device) -> PackedMatrix:
         """See the base class; the same each time."""
         outputs, inputs = self._shapes[name]
@@ -147,7 +162,7 @@ class DummyMatrices(PackedSource):
             counts = (-(-outputs // block[0]), -(-inputs // block[1]))
             scales = torch.full(counts, STD / 64.0, device=device)
             return FP8Matrix(drawn.clamp_(-448, 448).to(torch.float8_e4m3fn), scales, *block)
-        group = next(group for group in GROUPS if inputs % group == 0)
+        group = self.unit(name)
         numbers = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, device=device, generator=generator)
         zeros = torch.full((inputs // group, outputs), SYMMETRIC_ZERO, dtype=torch.uint8, device=device)
         # Of numbers from 0 to 15 the standard deviation is 4.6.

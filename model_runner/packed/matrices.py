@@ -43,6 +43,19 @@ class FP8Matrix(NamedTuple):
             return self._replace(values=values)
         return FP8Matrix(values, _spread(self.scales, 0, self.rows, self.shape[0])[rows], 1, self.columns)
 
+    def take_columns(self, begin: int, end: int) -> FP8Matrix:
+        """``[begin, end)``, which begin with a block."""
+        values = self.values[:, begin:end]
+        if self.scales.shape[1] == 1:
+            return FP8Matrix(values, self.scales, self.rows, end - begin)
+        first, last = begin // self.columns, -(-end // self.columns)
+        return self._replace(values=values, scales=self.scales[:, first:last])
+
+    def elements(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Those at ``rows`` and ``columns`` (int64 [N], on the matrix's device): float32 [N]."""
+        found = self.values.view(torch.uint8)[rows, columns].view(torch.float8_e4m3fn)
+        return found.float() * self.scales[rows // self.rows, columns // self.columns]
+
     def dequantise(self) -> Tensor:
         """[O, I] float32."""
         scales = _spread(_spread(self.scales, 0, self.rows, self.shape[0]), 1, self.columns, self.shape[1])
@@ -72,6 +85,17 @@ class Int4Matrix(NamedTuple):
     def take(self, rows: Rows) -> Int4Matrix:
         """Some of the rows, in this order."""
         return Int4Matrix(self.numbers[rows], self.zeros[:, rows], self.scales[:, rows], self.groups)
+
+    def take_columns(self, begin: int, end: int) -> Int4Matrix:
+        """``[begin, end)``, whole groups of neighbours."""
+        first, last = begin // self.group, end // self.group
+        return Int4Matrix(self.numbers[:, begin:end], self.zeros[first:last], self.scales[first:last], None)
+
+    def elements(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """As ``FP8Matrix.elements``; groups are of neighbours."""
+        groups = columns // self.group
+        zeros, scales = self.zeros[groups, rows].float(), self.scales[groups, rows].float()
+        return (self.numbers[rows, columns].float() - zeros) * scales
 
     def dequantise(self) -> Tensor:
         """[O, I] float32."""

@@ -52,11 +52,6 @@ class FP8Weight:
         """For a log."""
         return "FP8 (W8A8)" if self.eight else "FP8"
 
-    def elements(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Those at ``rows`` and ``columns`` (int64 [N], on the weight's device): float32 [N]."""
-        values = self.values.view(torch.uint8)[rows, columns].view(torch.float8_e4m3fn)
-        return values.float() * self.scales[columns // COLUMNS if self.is_blocked else 0, rows // self.rows]
-
     def dequantise(self) -> Tensor:
         """[O, I] float32."""
         scales_OS = self.scales.repeat_interleave(self.rows, 1)[:, : self.outputs].T
@@ -96,14 +91,6 @@ class Int4Weight:
     def kind(self) -> str:
         """For a log."""
         return "four bits"
-
-    def elements(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Those at ``rows`` and ``columns`` (int64 [N], on the weight's device): float32 [N]."""
-        block, place = columns // (2 * HALF), columns % (2 * HALF)
-        both = self.halves[rows, block * HALF + place % HALF]
-        numbers, group = torch.where(place < HALF, both & 0xF, both >> 4).float(), columns // self.group
-        zeros = SYMMETRIC_ZERO if self.zeros is None else self.zeros[group, rows].float()
-        return (numbers - zeros) * self.scales[group, rows].float()
 
     def dequantise(self) -> Tensor:
         """[O, I] float32."""

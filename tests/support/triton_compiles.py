@@ -138,6 +138,17 @@ def _packed() -> Iterator[CompileRequest]:
                 left_out: dict[str, Constant] = {} if eight else {"x_scales_ptr": None}
                 constants = {**tile, **flags, **left_out}
                 yield launch("fp8_gemm:_fp8_product", constants, {**floats, **x, "weight_ptr": "*u8"}, **launched)
+        if (name, tokens) == ("bf16", 16):
+            # What loaded weights come to beside those: a scale for all rows, blocks whose borders rows don't keep.
+            for is_blocked in (True, False):
+                tile = fp8_tile(tokens)
+                launched = {"warps": tile.pop("num_warps"), "num_stages": tile.pop("num_stages"), "divisible": sizes}
+                flags = {"ROWS": 1 if is_blocked else 128, "BLOCKED": is_blocked, "EIGHT": False, "x_scales_ptr": None}
+                yield launch("fp8_gemm:_fp8_product", {**tile, **flags}, {**floats, "weight_ptr": "*u8"}, **launched)
+            tile = int4_tile(tokens, 128)
+            launched = {"warps": tile.pop("num_warps"), "num_stages": tile.pop("num_stages"), "divisible": sizes}
+            symmetric: dict[str, Constant] = {**tile, "GROUP": 128, "zeros_ptr": None}
+            yield launch("int4_gemm:_int4_product", symmetric, {**floats, "scales_ptr": "*fp16"}, **launched)
         for group in (128, 64, 32):
             tile = int4_tile(tokens, group, is_wide=name == "fp32")
             launched = {"warps": tile.pop("num_warps"), "num_stages": tile.pop("num_stages"), "divisible": sizes}

@@ -6,6 +6,7 @@ Without a product, which Triton has: ``tests/device/test_device_packed_model.py`
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import torch
 from safetensors.torch import save_file
 from support.families import make_reference
 from support.packed_checkpoints import FORMS, GROUP, packed_checkpoint
+from support.rank_threads import make_ranks, together
 
 from pdserve.model_files.errors import InvalidWeights, UnsupportedModel
 from pdserve.model_files.model_path import ModelSource
 from pdserve.model_files.packing import Packing, PackingKind
+from pdserve.model_files.sharding import Shard, shard
+from pdserve.model_files.spec import ModelSpec
 from pdserve.model_files.spec_reader import read_spec
 from pdserve.model_runner.loader import open_packed
 from pdserve.model_runner.loader.load import fingerprint, load_model_weights
@@ -25,11 +29,14 @@ from pdserve.model_runner.loader.open_packed import choose_packed
 from pdserve.model_runner.loader.packed_layers import PackedLayers
 from pdserve.model_runner.loader.packed_sources import CheckpointMatrices, DummyMatrices
 from pdserve.model_runner.loader.safetensors_weights import packing_of
+from pdserve.model_runner.model_runner import ModelRunner
 from pdserve.model_runner.models.decoder import Decoder
 from pdserve.model_runner.packed.matrices import FP8Matrix, join
 from pdserve.model_runner.packed.weights import FP8Weight, Int4Weight, PackedWeight
+from pdserve.runtime.options import ServerOptions
+from tests.unit.test_rank_passes import run
 
-CPU = torch.device("cpu")
+CPU, DTYPE = torch.device("cpu"), torch.bfloat16
 SIZES = {"hidden_size": 160, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 32}
 MODELS: dict[str, dict[str, Any]] = {
@@ -37,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     # Neighbours rotate together, and a gate lies in one tensor with what it is multiplied by.
     "glm4": SIZES,
     "deepseek-v3": {"hidden_size": 96, "q_lora_rank": 64, "v_head_dim": 16, "n_shared_experts": 2}
-    | {"moe_intermediate_size": 32, "intermediate_size": 96},
+    | {"moe_intermediate_size": 32, "intermediate_size": 128},
 }
 
 
@@ -45,22 +52,22 @@ MODELS: dict[str, dict[str, Any]] = {
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {name: tmp_path_factory.mktemp(name) for name in MODELS}
     for name, folder in folders.items():
-        make_reference(name, **MODELS[name]).save_pretrained(folder)
+        make_reference(name, vocab_size=101, **MODELS[name]).save_pretrained(folder)
     return folders
 
 
 class Loaded:
     """A model with its packed layers."""
 
-    def __init__(self, source: ModelSource, *, eight: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, source: ModelSource, rank: Shard | None = None, *, eight: bool = False) -> None:
         spec, packing = read_spec(source), packing_of(source.path)
         assert packing is not None
-        self.model = Decoder(spec, dtype, CPU)
+        self.model = make_model(spec, rank)
         matrices = CheckpointMatrices(source.path, spec, packing)
-        self.packed = PackedLayers(self.model.linears(), matrices, dtype, CPU, product, eight=eight)
+        self.packed = PackedLayers(self.model.linears(), matrices, DTYPE, CPU, product, rank, eight=eight)
         self.views = self.model.weights()
-        self.samples = load_model_weights(self.views, source, spec, "auto", 0, packed=self.packed)
-        self.fingerprint = fingerprint(spec, self.samples, self.packed.rounding)
+        samples = load_model_weights(self.views, source, spec, "auto", 0, shard=rank, packed=self.packed)
+        self.fingerprint = fingerprint(spec, samples, self.packed.rounding)
 
     def weight(self, name: str) -> torch.Tensor:
         """As the dequantised model has it."""
@@ -77,10 +84,14 @@ def product(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) ->
     return torch.nn.functional.linear(x, weight.dequantise().to(x.dtype), bias)
 
 
-def dense(source: ModelSource, dtype: torch.dtype = torch.bfloat16) -> tuple[dict[str, torch.Tensor], str]:
+def make_model(spec: ModelSpec, rank: Shard | None) -> Decoder:
+    return Decoder(spec, DTYPE, CPU) if rank is None else Decoder(rank.spec, DTYPE, CPU, rank.vocab)
+
+
+def dense(source: ModelSource, rank: Shard | None = None) -> tuple[dict[str, torch.Tensor], str]:
     spec = read_spec(source)
-    views = Decoder(spec, dtype, CPU).weights()
-    return views, fingerprint(spec, load_model_weights(views, source, spec, "auto", 0))
+    views = make_model(spec, rank).weights()
+    return views, fingerprint(spec, load_model_weights(views, source, spec, "auto", 0, shard=rank))
 
 
 @pytest.mark.sample(3)
@@ -164,6 +175,30 @@ def test_what_is_not_packed_of_one_product_keeps_the_rest_of_it_from_it(plain, t
     assert loaded.fingerprint == dense(checkpoint.source)[1]
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("form", ["fp8 blocks of 128", "fp8 matrix", "fp8 rows", "awq", "gptq"])
+def test_a_rank_has_its_part_and_the_whole_model_s_fingerprint(plain, tmp_path: Path, caplog, form, name) -> None:
+    source = packed_checkpoint(plain[name], tmp_path, form).source
+    spec, whole = read_spec(source), dense(source)[1]
+    for number in range(2):
+        rank = shard(spec, number, 2)
+        with caplog.at_level(logging.WARNING):
+            loaded = Loaded(source, rank)
+        theirs, mark = dense(source, rank)
+        assert mark == loaded.fingerprint == whole
+        for each, tensor in theirs.items():
+            assert torch.equal(loaded.weight(each), tensor), each
+        left = {each.split(".", 2)[2] for each in loaded.packed.left_out}
+        assert ("q_proj.weight" if name != "deepseek-v3" else "q_b_proj.weight") in left
+        # Half of six heads' 96 columns are a group of 32 and a half.
+        assert ("o_proj.weight" in left) == (name != "deepseek-v3" or form.startswith("fp8"))
+        # 192 columns are two blocks, and the first rank has one and a half of them.
+        is_cut = name != "deepseek-v3" and form == "fp8 blocks of 128"
+        assert ("down_proj.weight" in left) == (not is_cut)
+        assert ("2 layers.*.down_proj: a rank's columns are no blocks of 128" in caplog.text) == is_cut
+
+
 def test_activations_in_fp8_are_another_model(plain, tmp_path: Path) -> None:
     source = packed_checkpoint(plain["qwen3"], tmp_path, "fp8 rows").source
     assert Loaded(source, eight=True).fingerprint != Loaded(source).fingerprint
@@ -204,19 +239,17 @@ def test_they_stay_packed_where_triton_is_and_otherwise_it_is_said(plain, tmp_pa
     cuda, usual = torch.device("cuda"), ModelSource("hf", plain["qwen3"])
     monkeypatch.setattr(open_packed, "triton_refusal", lambda device: None)
     assert choose_packed("auto", awq, cuda, is_torch=True, is_alone=True) == "packed"
-    assert choose_packed("packed", awq, CPU, is_torch=True, is_alone=True) == "packed"
+    assert choose_packed("packed", awq, CPU, is_torch=True, is_alone=False) == "packed"
     for asked, source, device, is_alone in (
         ("auto", awq, CPU, True),
-        ("auto", awq, cuda, False),
         ("auto", usual, cuda, True),
         ("none", awq, cuda, True),
     ):
         assert choose_packed(asked, source, device, is_torch=True, is_alone=is_alone) is None
-    assert "can't stay packed: each rank of --tp-size" in caplog.text
     for asked, source, is_torch, is_alone, message in (
         ("packed", usual, True, True, "no weights in FP8, AWQ or GPTQ"),
         ("packed", awq, False, True, "--attention-backend torch"),
-        ("packed", awq, True, False, "each rank of --tp-size"),
+        ("w8a8", awq, True, False, "a rank of --tp-size knows a part"),
         ("w8a8", awq, True, True, "in AWQ, not in FP8"),
     ):
         with pytest.raises(UnsupportedModel, match=f"--quantization {asked}: .*{message}"):
@@ -226,3 +259,17 @@ def test_they_stay_packed_where_triton_is_and_otherwise_it_is_said(plain, tmp_pa
     assert "can't stay packed: no Triton" in caplog.text
     with pytest.raises(UnsupportedModel, match="no Triton"):
         choose_packed("packed", awq, cuda, is_torch=True, is_alone=True)
+
+
+def test_ranks_with_their_parts_compute_what_one_does(plain, tmp_path: Path, monkeypatch) -> None:
+    """By a product of torch in the place of Triton's, which is interpreted in one thread at a time."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(open_packed, "triton_refusal", lambda device: None)
+    monkeypatch.setattr("pdserve.model_runner.packed.product.packed_product", product)
+    folder = packed_checkpoint(plain["qwen3"], tmp_path, "gptq").source.path
+    common = {"device": "cpu", "dtype": "float32", "attention_backend": "torch", "page_size": 16}
+    options = ServerOptions(model_path=str(folder), max_total_tokens=256, **common)  # type: ignore[arg-type]
+    expected = run(ModelRunner(options))
+    ranks = make_ranks(2, replace(options, quantization="packed"))
+    torch.testing.assert_close(together(ranks, run), expected, atol=1e-4, rtol=1e-4)
+    assert {rank.quantization for rank in ranks} == {"packed"}
