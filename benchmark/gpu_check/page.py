@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .record import PartRecord
 
-TITLES = {"kernels": "Kernels", "server": "Server", "bench": "Speed"}
+TITLES = {"kernels": "Kernels", "server": "Server", "handovers": "Hand-overs and ranks", "bench": "Speed"}
 SIGNS = {True: "yes", False: "**no**", None: ""}
 
 

@@ -30,7 +30,7 @@ def open_part(name: str) -> Part:
     options = parser.parse_args()
     if not options.dry_run and not torch.cuda.is_available():
         parser.exit(2, "gpu-check: torch sees no CUDA device here; --dry-run needs none\n")
-    device = torch.device("cpu" if options.dry_run else "cuda")
+    device = torch.device("cpu") if options.dry_run else torch.device("cuda", 0)
     record = PartRecord(name, options.dry_run, _device_name(device), _versions())
     return Part(Recorder(record, options.record), device, options.dry_run)
 

@@ -22,22 +22,40 @@ class ServerFailed(RuntimeError):
 @contextmanager
 def serve(args: Sequence[str], log: Path, seconds: float = 60.0) -> Iterator[str]:
     """The address of ``pdserve server`` with ``args``; raises ``ServerFailed``."""
+    with serve_all([(args, log)], seconds) as [address]:
+        yield address
+
+
+@contextmanager
+def serve_all(servers: Sequence[tuple[Sequence[str], Path]], seconds: float = 60.0) -> Iterator[list[str]]:
+    """The addresses of several (arguments, log), which start at the same time; raises ``ServerFailed``."""
+    ports, processes = [], []
+    for args, log in servers:
+        ports.append(free_port())
+        command = [sys.executable, "-m", "pdserve.server.cli", "server", *args, "--port", str(ports[-1])]
+        with log.open("wb") as file:
+            processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
+    try:
+        for process, port, (_, log) in zip(processes, ports, servers, strict=True):
+            _wait_ready(process, port, log, seconds)
+        yield [f"http://127.0.0.1:{port}" for port in ports]
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def free_port() -> int:
+    """That nobody listens at now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "pdserve.server.cli", "server", *args, "--port", str(port)]
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        _wait_ready(process, port, log, seconds)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        port: int = free.getsockname()[1]
+    return port
 
 
 def generate(address: str, prompt: Sequence[int], length: int, **more: Any) -> list[int]:

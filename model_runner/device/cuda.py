@@ -49,7 +49,8 @@ class CudaDevice(Device):
     def __init__(self, device: torch.device, *, strict: bool = False) -> None:
         super().__init__(device)
         # Kernels that Triton and FlashInfer launch go to the thread's device, whatever their arguments are on.
-        torch.cuda.set_device(device)
+        if device.index is not None:
+            torch.cuda.set_device(device)
         self._strict = strict
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._transfers = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

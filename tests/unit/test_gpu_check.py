@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from pdserve.benchmark.gpu_check.install import wanted
 from pdserve.benchmark.gpu_check.page import render
-from pdserve.benchmark.gpu_check.record import Finding, PartRecord, Recorder, read_record
+from pdserve.benchmark.gpu_check.record import PARTS, Finding, PartRecord, Recorder, read_record
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,13 +53,17 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("part", ["kernels", "server", "bench"])
+@pytest.mark.parametrize("part", PARTS)
 def test_a_dry_run_goes_through_all_of_it(tmp_path: Path, part: str) -> None:
     done = run(tmp_path, "--dry-run", "--only", part, "--limit", "450")
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "cache" / "dry-run.md").read_text()
     assert "**no**" not in page
     assert "triton" in page
+    if part == "handovers":
+        assert page.count("| the same tokens | yes |") >= 2
+        assert re.search(r"by cuda_ipc \| not run: .*libcuda", page)
+        assert "| two ranks, over NCCL | not run: it takes 2 GPUs, and there are 0 |" in page
     assert (
         not (ROOT / "docs" / "gpu-results.md").exists() or "dry run" not in (ROOT / "docs/gpu-results.md").read_text()
     )

@@ -1,0 +1,136 @@
+"""What servers of the check are held against: tokens that transformers generates, of a random model in float32."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .part import Part
+from .record import Finding
+from .servers import ask, generate, serve
+
+Prompts = list[list[int]]
+Tokens = list[list[int]]
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+CONFIG = SIZES | {"num_key_value_heads": 2, "vocab_size": 49152, "head_dim": 64, "max_position_embeddings": 2048}
+OPTIONS = ["--tokenizer-path", "smollm2", "--max-total-tokens", "8192"]
+LENGTH = 24
+SAME = "the same tokens"
+
+
+class Asked(NamedTuple):
+    """``options``: of any server. ``folder``: for logs. ``reference``: what ``model`` says to each of ``prompts``."""
+
+    folder: Path
+    options: list[str]
+    model: Any
+    prompts: Prompts
+    reference: Tokens
+
+    @property
+    def common(self) -> list[str]:
+        """Options of servers of this model."""
+        return ["--model-path", str(self.folder / "model"), *self.options]
+
+    def on(self, device: str) -> list[str]:
+        """Options of a server that computes there in float32."""
+        return [*self.common, "--dtype", "float32", "--device", device]
+
+    def log(self, name: str) -> Path:
+        """Of a server."""
+        return self.folder / f"{''.join(c if c.isalnum() else '-' for c in name)}.log"
+
+
+def make_asked(part: Part, folder: Path) -> Asked:
+    """``folder``: for the model and the logs."""
+    model = save_model(folder / "model", 2 if part.dry_run else SIZES["num_hidden_layers"])
+    rng = np.random.default_rng(0)
+    lens = (5, 40) if part.dry_run else (5, 40, 300, 17, 64, 100)
+    prompts = [rng.integers(3, CONFIG["vocab_size"], length).tolist() for length in lens]
+    return Asked(folder, OPTIONS, model, prompts, answers_of(model, prompts))
+
+
+def compare(
+    args: Sequence[str], log: Path, prompts: Prompts, expected: Tokens, least: float, length: int = LENGTH
+) -> Finding:
+    """Each prompt's tokens, asked twice: the second time its prefix is cached. ``least``: share that must agree."""
+    with serve(args, log) as address:
+        backend = _backend(address)
+        found = [generate(address, prompt, length) for prompt in [*prompts, *prompts]]
+    return judge(found, [*expected, *expected], least, backend)
+
+
+def judge(found: Tokens, expected: Tokens, least: float, what: str) -> Finding:
+    """How many tokens agree up to the first that does not."""
+    same = sum(_common(one, other) for one, other in zip(found, expected, strict=True))
+    total = sum(map(len, expected))
+    asked = SAME if least == 1.0 else f"at least {least:.0%} of them"
+    return Finding("", f"{same} of {total} the same ({what})", asked, same >= least * total)
+
+
+def save_model(folder: Path, layers: int) -> Any:
+    """A random Llama in ``folder``, and in transformers' hands."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(5)
+    sizes = CONFIG | {"num_hidden_layers": layers, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).float().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def save_packed(folder: Path, model: Any, ending: str) -> tuple[list[str], Any]:
+    """The model with weights whose names end so in FP8, a scale a row: what a server is told of it, and transformers'
+    model with the weights that they come to.
+    """
+    from safetensors.torch import save_file
+
+    stored: dict[str, torch.Tensor] = {}
+    dequantised = copy.deepcopy(model)
+    for name, tensor in dequantised.state_dict().items():
+        if not name.endswith(ending):
+            stored[name] = tensor
+            continue
+        scales = tensor.abs().amax(1, keepdim=True) / 448
+        stored[name] = (tensor / scales).to(torch.float8_e4m3fn)
+        stored[name.removesuffix(".weight") + ".weight_scale"] = scales
+        tensor.copy_(stored[name].float() * scales)
+    folder.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors")
+    weights = {"type": "float", "num_bits": 8, "strategy": "channel"}
+    how = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+    config = model.config.to_dict() | {"quantization_config": how}
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+    return ["--model-path", str(folder), "--quantization", "packed"], dequantised
+
+
+@torch.inference_mode()
+def answers_of(model: Any, prompts: Prompts) -> Tokens:
+    """What transformers generates, in float32 on the CPU."""
+    answers = []
+    for prompt in prompts:
+        out = model.generate(
+            torch.tensor([prompt]), max_new_tokens=LENGTH, min_new_tokens=LENGTH, do_sample=False, pad_token_id=0
+        )
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+def _backend(address: str) -> str:
+    info = ask(f"{address}/server_info")
+    return str(info.get("worker", info).get("attention_backend", "?"))
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return i
+    return min(len(one), len(other))
