@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...model_files.checkpoint import checkpoint_files
@@ -20,7 +21,6 @@ from ..packed.matrices import LEAST_GROUP, FP8Matrix, Int4Matrix, PackedMatrix
 from ..packed.weights import COLUMNS, SYMMETRIC_ZERO
 from .dummy_weights import STD
 from .packed_weights import A_WORD, PACKED, packed_matrix, weight_name
-from .safetensors_weights import opened, read_tensor
 
 GROUPS = (128, 64, LEAST_GROUP)
 """Columns that share a scale of four bits drawn at random: the most that the row's length allows."""
@@ -60,21 +60,19 @@ class CheckpointMatrices(PackedSource):
         """Raises ``InvalidWeights`` where the files can't be read."""
         self._spec = spec
         self._packing = packing
-        self._files: dict[str, Path] = {}
+        self._files: dict[str, Any] = {}
+        """By tensor, open: where there are many experts, a file takes long to say what is in it."""
         self._places: dict[str, _Place] = {}
         for file in checkpoint_files(folder):
-            with opened(file) as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a dict
-                    self._files[name] = file
-                    stored = tensors.get_slice(name)
-                    if (
-                        name.endswith(PACKED)
-                        if packing.kind is not PackingKind.FP8
-                        else stored.get_dtype() == "F8_E4M3"
-                    ):
-                        parts = find_parts(spec, weight_name(name))
-                        shape = tuple(stored.get_shape())
-                        self._places |= {part.name: _Place(name, shape, part, parts) for part in parts}
+            tensors = _open(file)
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
+                self._files[name] = tensors
+                stored = tensors.get_slice(name)
+                is_fp8 = packing.kind is PackingKind.FP8
+                if stored.get_dtype() == "F8_E4M3" if is_fp8 else name.endswith(PACKED):
+                    parts = find_parts(spec, weight_name(name))
+                    shape = tuple(stored.get_shape())
+                    self._places |= {part.name: _Place(name, shape, part, parts) for part in parts}
         self.names = frozenset(self._places)
         self._last: tuple[str, PackedMatrix] | None = None
 
@@ -87,7 +85,7 @@ class CheckpointMatrices(PackedSource):
             return f"blocks of {unit} columns, and products know multiples of {COLUMNS}"
         if unit % LEAST_GROUP:
             return f"groups of {unit} columns, and products know multiples of {LEAST_GROUP}"
-        groups = read_tensor(place.tensor.removesuffix(PACKED) + ".g_idx", self._files)
+        groups = self._tensor(place.tensor.removesuffix(PACKED) + ".g_idx")
         if groups is not None and not torch.equal(groups.long(), torch.arange(len(groups)) // unit):
             return "columns that share a scale are no neighbours (desc_act)"
         return None
@@ -98,7 +96,7 @@ class CheckpointMatrices(PackedSource):
         if self._packing.kind is PackingKind.FP8:
             block = self._packing.block
             return 1 if block is None or block[1] >= place.shape[1] else block[1]
-        scales = read_tensor(place.tensor.removesuffix(PACKED) + ".scales", self._files)
+        scales = self._tensor(place.tensor.removesuffix(PACKED) + ".scales")
         inputs = place.shape[0] * (A_WORD if self._packing.kind is PackingKind.GPTQ else 1)
         if scales is None or not len(scales) or inputs % len(scales):
             return LEAST_GROUP  # for the reader to refuse
@@ -118,9 +116,13 @@ class CheckpointMatrices(PackedSource):
             return own
         return own.take(torch.from_numpy(order).to(device))
 
+    def _tensor(self, name: str) -> Tensor | None:
+        found: Tensor | None = self._files[name].get_tensor(name) if name in self._files else None
+        return found
+
     def _read_whole(self, tensor: str, device: torch.device) -> PackedMatrix:
         def read(name: str) -> Tensor | None:
-            found = read_tensor(name, self._files)
+            found = self._tensor(name)
             return None if found is None else found.to(device)
 
         numbers = read(tensor)
@@ -128,6 +130,13 @@ class CheckpointMatrices(PackedSource):
         if found is None:
             raise InvalidWeights(f"{tensor!r} is no matrix in {self._packing.kind}")
         return found
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as e:
+        raise InvalidWeights(f"{file} can't be read: {e}") from e
 
 
 class DummyMatrices(PackedSource):

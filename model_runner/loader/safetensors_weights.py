@@ -43,9 +43,9 @@ class SafetensorsWeights(WeightSource):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See the base class; weights in MXFP4, FP8 and four bits come dequantised."""
-        places = tensor_places(self._files)
+        places = _places(self._files)
         for file in self._files:
-            with opened(file) as tensors:
+            with _opened(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
                     if name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in places:
                         continue
@@ -53,7 +53,7 @@ class SafetensorsWeights(WeightSource):
                         continue
                     tensor = tensors.get_tensor(name)
                     if self._packing is not None:
-                        name, tensor = unpacked(name, tensor, self._packing, lambda other: read_tensor(other, places))
+                        name, tensor = unpacked(name, tensor, self._packing, lambda other: _read(other, places))
                     stored = _mxfp4(name, tensor, places) if name.endswith(BLOCKS) else _plain(tensor)
                     yield from as_ours(self._spec, name, stored)
 
@@ -62,18 +62,17 @@ class SafetensorsWeights(WeightSource):
         return bool(parts) and all(part.name in self._left_out for part in parts)
 
 
-def tensor_places(files: Sequence[Path]) -> dict[str, Path]:
+def _places(files: Sequence[Path]) -> dict[str, Path]:
     """The file of each tensor."""
     places: dict[str, Path] = {}
     for file in files:
-        with opened(file) as tensors:
+        with _opened(file) as tensors:
             places |= dict.fromkeys(tensors.keys(), file)
     return places
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[Any]:
-    """What safetensors has of it; raises ``InvalidWeights``."""
+def _opened(file: Path) -> Iterator[Any]:
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
@@ -90,11 +89,10 @@ def packing_of(folder: Path) -> Packing | None:
     return found if isinstance(found, Packing) else None
 
 
-def read_tensor(name: str, places: Mapping[str, Path]) -> Tensor | None:
-    """None where there is none of that name."""
+def _read(name: str, places: Mapping[str, Path]) -> Tensor | None:
     if name not in places:
         return None
-    with opened(places[name]) as tensors:
+    with _opened(places[name]) as tensors:
         tensor: Tensor = tensors.get_tensor(name)
     return tensor
 
@@ -108,7 +106,7 @@ def _mxfp4(name: str, blocks: Tensor, places: dict[str, Path]) -> Stored:
     scales_name = name.removesuffix(BLOCKS) + SCALES
     if scales_name not in places:
         raise InvalidWeights(f"the checkpoint lacks {scales_name!r}")
-    with opened(places[scales_name]) as tensors:
+    with _opened(places[scales_name]) as tensors:
         scales = tensors.get_tensor(scales_name)
     if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
         raise InvalidWeights(f"{name!r} and its scales are of {blocks.dtype} and {scales.dtype}, not of bytes")

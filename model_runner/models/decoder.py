@@ -137,7 +137,7 @@ class Layer:
         }
 
     def linears(self, prefix: str) -> Linears:
-        """The layer's, each by the names of what it projects to; but for experts and what tells them apart."""
+        """The layer's, each by the names of what it projects to; but for what tells experts apart."""
         return {**self.attention.linears(prefix), **self.mlp.linears(prefix)}
 
 

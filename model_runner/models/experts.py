@@ -11,6 +11,7 @@ Shapes: T tokens, N hidden size, E experts, C chosen ones, I inner size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,13 +19,16 @@ from torch import Tensor
 from ...model_files.spec import ExpertsSpec
 from ..device_ops.base import DeviceOps
 from ..kernels.reference import clamped_gate_and_mul, gate_and_mul, linear
-from ..layers.linear import Linear, Linears
+from ..layers.linear import Linear, Linears, weights_of
 from .mlp import MLP
 from .routing import Choice, choose_experts
 
 
 class StackedLinear:
-    """A ``Linear`` for each expert: ``weight`` [E, sum(outs), in], ``bias`` [E, sum(outs)] or None."""
+    """A ``Linear`` for each expert: ``weight`` [E, sum(outs), in], ``bias`` [E, sum(outs)] or None.
+
+    The stack takes memory as the first expert's weight is asked for: where all are packed, never.
+    """
 
     def __init__(
         self,
@@ -36,22 +40,57 @@ class StackedLinear:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.outs = list(outs)
-        self.weight = torch.empty(experts, sum(outs), in_features, dtype=dtype, device=device)
+        self._shape = (experts, sum(outs), in_features)
+        self._dtype, self._device = dtype, device
         self.bias = torch.empty(experts, sum(outs), dtype=dtype, device=device) if bias else None
+        self.experts = [_ExpertLinear(self, i, in_features, outs, dtype, device) for i in range(experts)]
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """Of all experts that have floats."""
+        return torch.empty(self._shape, dtype=self._dtype, device=self._device)
+
+    @property
+    def nbytes(self) -> int:
+        """Of weights, once they are there."""
+        return sum((expert.weight if expert.packed is None else expert.packed).nbytes for expert in self.experts)
 
     def forward(self, expert: int, x: Tensor) -> Tensor:
         """All projections of one expert; their outputs lie side by side."""
-        return linear(x, self.weight[expert], None if self.bias is None else self.bias[expert])
+        return self.experts[expert].forward(x)
+
+    def linears(self, prefix: str, *names: str) -> Linears:
+        """Each expert's, by the names of what it projects to, in order: ``prefix.7.name``."""
+        return {tuple(f"{prefix}.{i}.{name}" for name in names): expert for i, expert in enumerate(self.experts)}
 
     def weights(self, prefix: str, *names: str) -> dict[str, Tensor]:
-        """The views that take each expert's projections, in order: ``prefix.7.name.weight``."""
-        views: dict[str, Tensor] = {}
-        for kind, stack in (("weight", self.weight), ("bias", self.bias)):
-            if stack is not None:
-                for name, part in zip(names, torch.split(stack, self.outs, 1), strict=True):
-                    views |= {f"{prefix}.{expert}.{name}.{kind}": view for expert, view in enumerate(part)}
-        return views
+        """The views that take each expert's projections, projection by projection: ``prefix.7.name.weight``."""
+        views = weights_of(self.linears(prefix, *names))
+        kinds = ("weight",) if self.bias is None else ("weight", "bias")
+        ordered = [f"{i}.{name}.{kind}" for kind in kinds for name in names for i in range(len(self.experts))]
+        return {f"{prefix}.{each}": views[f"{prefix}.{each}"] for each in ordered}
+
+
+class _ExpertLinear(Linear):
+    """One of a stack."""
+
+    def __init__(
+        self,
+        stack: StackedLinear,
+        expert: int,
+        in_features: int,
+        outs: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(in_features, outs, bias=False, dtype=dtype, device=device)
+        self._stack, self._expert = stack, expert
+        self.bias = None if stack.bias is None else stack.bias[expert]
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """See the base class."""
+        return self._stack.weight[self._expert]
 
 
 class Experts:
@@ -70,8 +109,8 @@ class Experts:
     @property
     def idle_bytes(self) -> int:
         """Of weights, that a pass of one token does not read."""
-        stacks = (self.gate_up_proj.weight, self.down_proj.weight)
-        return sum(stack.nbytes for stack in stacks) * (self.spec.count - self.spec.chosen) // self.spec.count
+        nbytes = self.gate_up_proj.nbytes + self.down_proj.nbytes
+        return nbytes * (self.spec.count - self.spec.chosen) // self.spec.count
 
     def forward(self, x_TN: Tensor, ops: DeviceOps) -> Tensor:
         """[T, N]."""
@@ -100,8 +139,12 @@ class Experts:
         return views
 
     def linears(self, prefix: str) -> Linears:
-        """Of the shared expert, each by the names of what it projects to."""
-        return {} if self.shared is None else self.shared.linears(f"{prefix}.shared")
+        """The experts' and the shared one's, each by the names of what it projects to."""
+        found = {
+            **self.gate_up_proj.linears(f"{prefix}.experts", "gate_proj", "up_proj"),
+            **self.down_proj.linears(f"{prefix}.experts", "down_proj"),
+        }
+        return found if self.shared is None else {**found, **self.shared.linears(f"{prefix}.shared")}
 
     def _add_chosen(self, sum_TN: Tensor, x_TN: Tensor, choice: Choice) -> None:
         """Each expert once, over the tokens that have chosen it; in a token's own order it would be once for each."""
