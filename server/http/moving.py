@@ -21,7 +21,7 @@ from ...runtime.cluster_secret import addresses
 from ...runtime.web.keys import Caller
 from .engine_response import DATA_PREFIX, EVENT_END, EngineResponse
 from .errors import ApiError, bad_request, json_response
-from .fields import Body
+from .fields import Body, Rid
 from .parsing import parse_body
 from .plan import Prompt, PromptPlan
 from .state import HttpState
@@ -36,8 +36,8 @@ MOVE_SECONDS = 120.0
 class MigrateBody(Body):
     """``POST /migrate``: which request, and the bootstrap address of the instance that shall go on with it."""
 
-    rid: Annotated[str, Field(min_length=1)]
-    bootstrap_host: Annotated[str, Field(min_length=1)]
+    rid: Rid
+    bootstrap_host: Annotated[str, Field(min_length=1, max_length=253)]
     bootstrap_port: Annotated[int, Field(ge=1, le=65535)]
 
 
