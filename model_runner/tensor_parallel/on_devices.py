@@ -21,10 +21,13 @@ def refuse_on_devices(options: ServerOptions, place: RankPlace) -> None:
             f"{asked} leaves each GPU its own heads of the KV, and a hand-over takes whole pages from one place: give "
             "an instance that exchanges KV one GPU (--tp-size 1), or have it serve whole requests (--handover off)"
         )
-    if options.enable_hierarchical_cache:
-        raise UnsupportedModel(
-            f"{asked} leaves each GPU its own heads of the KV, and tiers keep whole pages: leave out "
-            "--enable-hierarchical-cache"
-        )
+    for flag, is_given, what in (
+        ("--enable-hierarchical-cache", options.enable_hierarchical_cache, "tiers keep"),
+        ("--kv-debug", options.kv_debug, "hashes are of"),
+    ):
+        if is_given:
+            raise UnsupportedModel(
+                f"{asked} leaves each GPU its own heads of the KV, and {what} whole pages: leave out {flag}"
+            )
     if place.rank == 0:
         log.warning("%s: sums go by NCCL, which has not been tried on GPUs yet (docs/gpu.md)", asked)

@@ -132,6 +132,7 @@ def test_the_lead_says_when_graphs_are_captured_and_followers_are_one_step_behin
     [
         ({"disaggregation_mode": "prefill"}, "one GPU (--tp-size 1)"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"kv_debug": True}, "leave out --kv-debug"),
         ({"nnodes": 2}, "--nnodes 2"),
     ],
 )

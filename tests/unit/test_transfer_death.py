@@ -10,12 +10,13 @@ import sys
 
 import numpy as np
 import pytest
+from support import fake_cuda_driver
 from support.machine import limit
+from support.staged_pools import pool_group
 
 from pdserve.disaggregation.transfer.backends.registry import make_backend
 from pdserve.disaggregation.transfer.backends.tcp import TcpBackend
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.messages.base import HandoverId, pack_i32
 from pdserve.messages.worker import (
@@ -34,20 +35,21 @@ PAGE = 64 << 10
 PAGES = 513
 LIMIT = limit(20.0)
 PAGE_LIST = pack_i32(range(1, PAGES))
+MAPPED = ["shm", "cuda_ipc"]
 
 CHILD = """
 import queue, sys
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.disaggregation.transfer.engine import TransferEngine
-from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.messages.base import HandoverId, pack_i32
 from pdserve.messages.worker import ConnectPeer, GrantPages, PeerConnected, SendPages
+from support.staged_pools import pool_group
 
 backend, peer, page, pages = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 region = allocate_region(page * pages, shared=backend == "shm")
 region.buffer[:] = b"c" * region.nbytes
 events = queue.Queue()
-engine = TransferEngine(backend, [PageGroup(region, page)], "child", "127.0.0.1", events.put).start()
+engine = TransferEngine(backend, [pool_group(backend, region, page)], "child", "127.0.0.1", events.put).start()
 engine.submit(GrantPages(HandoverId("child", 1, 1), peer, [pack_i32(range(1, pages))]))
 print(engine.metadata.hex(), flush=True)
 metadata = bytes.fromhex(sys.stdin.readline())
@@ -65,9 +67,16 @@ sys.stdin.readline()
 """
 
 
-@pytest.fixture(params=["tcp", "shm"])
+@pytest.fixture(params=["tcp", "shm", "cuda_ipc"])
 def kind(request):
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch):
+    """Of which there are none, here and in children."""
+    fake_cuda_driver.install(monkeypatch)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((fake_cuda_driver.IMPORT_PATH, os.environ.get("PYTHONPATH", ""))))
 
 
 class Parent:
@@ -80,7 +89,7 @@ class Parent:
         self.events = queue.Queue()
         backend = backend or make_backend(kind, "parent", "127.0.0.1")
         self.engine = TransferEngine(
-            backend, [PageGroup(self.region, PAGE)], "parent", "127.0.0.1", self.events.put
+            backend, [pool_group(kind, self.region, PAGE)], "parent", "127.0.0.1", self.events.put
         ).start()
         self.engine.submit(GrantPages(HandoverId("parent", 1, 1), "child", [pack_i32(range(1, PAGES))]))
         command = [sys.executable, "-c", CHILD, kind, "parent", str(PAGE), str(PAGES)]
@@ -157,8 +166,9 @@ def test_a_killed_receiver_ends_its_rooms_at_once(start, kind):
     assert parent.events.empty()
 
 
-def test_a_frozen_shm_writer_keeps_its_pages_until_it_dies(start):
-    parent = start("shm")
+@pytest.mark.parametrize("kind", MAPPED, indirect=True)
+def test_a_frozen_writer_that_maps_the_pool_keeps_its_pages_until_it_dies(start, kind):
+    parent = start(kind)
     parent.let_child_write()
     parent.freeze_child()
     parent.engine.submit(DisconnectPeer("child", 1))
@@ -168,8 +178,9 @@ def test_a_frozen_shm_writer_keeps_its_pages_until_it_dies(start):
     assert parent.next() == PeerLinkDown("child", 1)
 
 
-def test_a_frozen_shm_writer_that_goes_on_lets_go(start):
-    parent = start("shm")
+@pytest.mark.parametrize("kind", MAPPED, indirect=True)
+def test_a_frozen_writer_that_maps_the_pool_and_goes_on_lets_go(start, kind):
+    parent = start(kind)
     parent.let_child_write()
     parent.freeze_child()
     parent.engine.submit(DisconnectPeer("child", 1))

@@ -102,7 +102,8 @@ class CudaDriver:
         except CudaError as e:
             raise RegionError(
                 f"no other process can be given the KV pool ({e}): cuda_ipc needs it in a GPU's memory (--device "
-                "cuda), as one allocation of cudaMalloc's (not with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)"
+                "cuda), as one allocation of cudaMalloc's (PYTORCH_CUDA_ALLOC_CONF must not ask for another allocator, "
+                "nor for expandable_segments)"
             ) from e
         if address + nbytes > base.value + size.value:
             raise RegionError("the KV pool is not one allocation of the GPU's memory, as cuda_ipc needs it")
