@@ -14,8 +14,8 @@ from ..messages.tiers import PagesFound
 from .outcomes import Line
 
 LOOK_SECONDS = 0.25
-USUAL_BYTES_A_MS = 250_000
-"""What a store is thought to give before it has given any: a disk, or a network of 2 Gb/s."""
+USUAL_BYTES_A_MS = 1_000_000
+"""What a store is thought to give before it has given any: rather too much, as nobody finds out by not asking."""
 STEEPEST = 1000.0
 """So many times as long as with that it takes at most."""
 

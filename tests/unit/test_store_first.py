@@ -73,7 +73,7 @@ def test_the_store_is_waited_for_where_that_is_sooner(what, pages, fetch_ms, pro
 
 
 def test_a_store_is_known_by_what_it_took():
-    sight = StoreSight(page_bytes=250_000)
+    sight = StoreSight(page_bytes=1_000_000)
     assert sight.ms(100, 1.0) == pytest.approx(100.0)
     for pages in (10, 100) * 60:
         sight.learn(pages, 0.05 * pages, now=1.0)
