@@ -432,7 +432,7 @@ def attack(seed: int) -> tuple[int, int]:
 
 def test_whatever_happens_the_tokens_are_the_same():
     came = tried = 0
-    for seed in range(8):
+    for seed in range(6):
         counts = attack(seed)
         came, tried = came + counts[0], tried + counts[1]
     assert came > 5
