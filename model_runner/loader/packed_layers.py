@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from ...model_files.errors import InvalidWeights
 from ...model_files.sharding import Axis, Shard
@@ -25,6 +26,7 @@ from .samples import as_sample, spread
 log = logging.getLogger(__name__)
 
 NO_PRODUCT = "nothing multiplies them packed"
+OTHER_GROUPS = "what lies in one product with them has scales for other groups of columns (desc_act)"
 PARTLY = "others that lie in one product with them can't stay packed"
 
 
@@ -111,7 +113,10 @@ class PackedLayers:
         packed = [name for name in names if name in self._source.names]
         reasons = {name: reason for name in packed if (reason := self._why_not(name)) is not None}
         if len(packed) == len(names) and not reasons:
-            return False
+            first, *others = (self._source.groups(name) for name in names)
+            if all(_are_same(first, other) for other in others):
+                return False
+            reasons = dict.fromkeys(names, OTHER_GROUPS)
         self._others |= {name: reasons.get(name, PARTLY) for name in packed}
         return True
 
@@ -120,6 +125,8 @@ class PackedLayers:
         reason = self._source.why_not(name)
         if reason is not None or part is None or part.axis is Axis.ROWS:
             return reason
+        if self._source.groups(name) is not None:
+            return "a rank's columns are no whole groups (desc_act)"
         unit = self._source.unit(name)
         return None if part.begin % unit == part.size % unit == 0 else f"a rank's columns are no blocks of {unit}"
 
@@ -141,6 +148,10 @@ class PackedLayers:
     def _sample(self, name: str, matrix: PackedMatrix) -> bytes:
         rows, columns = (spread(size).to(self._device) for size in matrix.shape)
         return as_sample(name, matrix.shape, matrix.elements(rows, columns), self._dtype)
+
+
+def _are_same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 def _listing(names: Sequence[str]) -> str:

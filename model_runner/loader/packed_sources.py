@@ -39,6 +39,10 @@ class PackedSource(ABC):
     def unit(self, name: str) -> int:
         """Of how many columns the parts are that a matrix can be cut to, where nothing speaks against it otherwise."""
 
+    def groups(self, name: str) -> Tensor | None:
+        """[I] int64: which columns share a scale, where they are no neighbours."""
+        return None
+
     @abstractmethod
     def read(self, name: str, device: torch.device) -> PackedMatrix:
         """The matrix, on ``device``; raises ``InvalidWeights``."""
@@ -78,17 +82,25 @@ class CheckpointMatrices(PackedSource):
 
     def why_not(self, name: str) -> str | None:
         """See the base class: by the shapes that files say first, and of GPTQ by the groups of columns."""
-        place, unit = self._places[name], self.unit(name)
+        unit = self.unit(name)
         if self._packing.kind is PackingKind.FP8:
             if unit == 1 or unit % COLUMNS == 0:
                 return None
             return f"blocks of {unit} columns, and products know multiples of {COLUMNS}"
         if unit % LEAST_GROUP:
             return f"groups of {unit} columns, and products know multiples of {LEAST_GROUP}"
-        groups = self._tensor(place.tensor.removesuffix(PACKED) + ".g_idx")
-        if groups is not None and not torch.equal(groups.long(), torch.arange(len(groups)) // unit):
-            return "columns that share a scale are no neighbours (desc_act)"
+        groups = self.groups(name)
+        if groups is not None and not bool((groups.bincount() == unit).all()):
+            return "groups of unlike numbers of columns"
         return None
+
+    def groups(self, name: str) -> Tensor | None:
+        """See the base class."""
+        prefix = self._places[name].tensor.removesuffix(PACKED)
+        groups = self._tensor(f"{prefix}.g_idx") if self._packing.kind is PackingKind.GPTQ else None
+        if groups is None or torch.equal(groups.long(), torch.arange(len(groups)) // self.unit(name)):
+            return None
+        return groups.long()
 
     def unit(self, name: str) -> int:
         """See the base class: columns that share a scale, 1 where all do."""
@@ -96,11 +108,11 @@ class CheckpointMatrices(PackedSource):
         if self._packing.kind is PackingKind.FP8:
             block = self._packing.block
             return 1 if block is None or block[1] >= place.shape[1] else block[1]
-        scales = self._tensor(place.tensor.removesuffix(PACKED) + ".scales")
+        scales = place.tensor.removesuffix(PACKED) + ".scales"
+        count = self._files[scales].get_slice(scales).get_shape()[0] if scales in self._files else 0
         inputs = place.shape[0] * (A_WORD if self._packing.kind is PackingKind.GPTQ else 1)
-        if scales is None or not len(scales) or inputs % len(scales):
-            return LEAST_GROUP  # for the reader to refuse
-        return inputs // len(scales)
+        # What does not fit is for the reader to refuse.
+        return LEAST_GROUP if not count or inputs % count else inputs // count
 
     def read(self, name: str, device: torch.device) -> PackedMatrix:
         """See the base class."""

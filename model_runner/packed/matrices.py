@@ -87,13 +87,13 @@ class Int4Matrix(NamedTuple):
         return Int4Matrix(self.numbers[rows], self.zeros[:, rows], self.scales[:, rows], self.groups)
 
     def take_columns(self, begin: int, end: int) -> Int4Matrix:
-        """``[begin, end)``, whole groups of neighbours."""
+        """``[begin, end)``, whole groups, which are of neighbours."""
         first, last = begin // self.group, end // self.group
         return Int4Matrix(self.numbers[:, begin:end], self.zeros[first:last], self.scales[first:last], None)
 
     def elements(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """As ``FP8Matrix.elements``; groups are of neighbours."""
-        groups = columns // self.group
+        """As ``FP8Matrix.elements``."""
+        groups = columns // self.group if self.groups is None else self.groups[columns]
         zeros, scales = self.zeros[groups, rows].float(), self.scales[groups, rows].float()
         return (self.numbers[rows, columns].float() - zeros) * scales
 
@@ -111,7 +111,7 @@ PackedMatrix = FP8Matrix | Int4Matrix
 
 
 def join(parts: Sequence[PackedMatrix], *, eight: bool) -> PackedWeight:
-    """One below the other, of one kind, of as many columns; where they have groups, of as many neighbours.
+    """One below the other, of one kind, of as many columns; where they have groups, of the same columns, as many each.
 
     ``eight``: see ``FP8Weight``.
     """
@@ -137,9 +137,15 @@ def _join_fp8(parts: Sequence[FP8Matrix], eight: bool) -> FP8Weight:
 def _join_int4(parts: Sequence[Int4Matrix]) -> Int4Weight:
     zeros = torch.cat([part.zeros for part in parts], 1).contiguous()
     numbers, scales = torch.cat([part.numbers for part in parts]), torch.cat([part.scales for part in parts], 1)
+    first = parts[0]
+    # A product reads the columns that share a scale side by side.
+    order = None if first.groups is None else first.groups.argsort(stable=True)
+    if order is not None:
+        numbers = numbers[:, order]
     is_symmetric = bool((zeros == SYMMETRIC_ZERO).all())
+    zeros_or_none = None if is_symmetric else zeros
     halves = pack_halves(numbers).contiguous()
-    return Int4Weight(halves, scales.contiguous(), None if is_symmetric else zeros, parts[0].shape[1], parts[0].group)
+    return Int4Weight(halves, scales.contiguous(), zeros_or_none, first.shape[1], first.group, order)
 
 
 def _by_row(matrix: FP8Matrix, count: int) -> Tensor:

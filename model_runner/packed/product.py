@@ -11,6 +11,8 @@ from .weights import FP8Weight, PackedWeight
 
 def packed_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """[T, O] of ``x`` [T, I], of its type."""
+    if not isinstance(weight, FP8Weight) and weight.order is not None:
+        x = x.index_select(1, weight.order)
     if x.stride(-1) != 1:
         x = x.contiguous()
     return fp8_product(x, weight, bias) if isinstance(weight, FP8Weight) else int4_product(x, weight, bias)

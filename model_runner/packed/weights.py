@@ -76,11 +76,14 @@ class Int4Weight:
     """[G, O] uint8; None: all are SYMMETRIC_ZERO."""
     inputs: int
     group: int
+    order: Tensor | None = None
+    """[I] int64: which of the activations' elements each column is for; None: its own."""
 
     @property
     def nbytes(self) -> int:
         """Of memory."""
-        return self.halves.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+        parts = (self.halves, self.scales, self.zeros, self.order)
+        return sum(part.nbytes for part in parts if part is not None)
 
     @property
     def outputs(self) -> int:
@@ -93,10 +96,11 @@ class Int4Weight:
         return "four bits"
 
     def dequantise(self) -> Tensor:
-        """[O, I] float32."""
+        """[O, I] float32, in the order of activations."""
         numbers = unpack_halves(self.halves, self.inputs).float()
         zeros = SYMMETRIC_ZERO if self.zeros is None else self.zeros.T.float().repeat_interleave(self.group, 1)
-        return (numbers - zeros) * self.scales.T.float().repeat_interleave(self.group, 1)
+        weights = (numbers - zeros) * self.scales.T.float().repeat_interleave(self.group, 1)
+        return weights if self.order is None else weights[:, self.order.argsort()]
 
 
 PackedWeight = FP8Weight | Int4Weight

@@ -22,8 +22,13 @@ SIZES |= {"num_key_value_heads": 1, "head_dim": 32}
 LATENT = {"hidden_size": 64, "q_lora_rank": 64, "v_head_dim": 16, "moe_intermediate_size": 32, "intermediate_size": 64}
 LATENT |= {"num_hidden_layers": 2, "first_k_dense_replace": 1}
 MODELS: dict[str, dict[str, Any]] = {"llama": SIZES, "glm4": SIZES, "deepseek-v3": LATENT}
-FORMS = ("fp8 blocks of 128", "fp8 matrix", "fp8 rows", "awq", "gptq")
-SAMPLE = {("fp8 blocks of 128", "llama"), ("fp8 rows", "deepseek-v3"), ("awq", "glm4")}
+FORMS = ("fp8 blocks of 128", "fp8 matrix", "fp8 rows", "awq", "gptq v2 by activation", "gptq")
+SAMPLE = {
+    ("fp8 blocks of 128", "llama"),
+    ("fp8 rows", "deepseek-v3"),
+    ("awq", "glm4"),
+    ("gptq v2 by activation", "llama"),
+}
 
 
 def harness(folder: Path, quantization: str, **options: Any) -> Harness:

@@ -73,7 +73,8 @@ def pack(form: str, name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Te
     scales = rng.uniform(0.01, 0.1, (groups, rows)).astype(np.float16)
     group_of = np.arange(columns) // GROUP
     if form == "gptq v2 by activation":
-        group_of = rng.permutation(group_of)
+        # By the activations, which all that is multiplied with them has in common.
+        group_of = np.random.default_rng(columns).permutation(group_of)
     exact = (numbers - zeros[group_of]).astype(np.float32) * scales.astype(np.float32)[group_of]
     stored = {"scales": scales}
     if form == "awq":

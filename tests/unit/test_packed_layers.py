@@ -110,11 +110,7 @@ def test_weights_and_fingerprint_are_those_of_a_dequantised_load(plain, tmp_path
     told = [record.getMessage() for record in caplog.records if "packed" in record.name or "safe" in record.name]
     left = {each.split(".", 2)[2] for each in loaded.packed.left_out}
     told = [line for line in told if not line.startswith("weights in")]  # of the dequantised load
-    if form == "gptq v2 by activation":
-        # But for rows of one group.
-        assert all(".experts." in f".{each}" for each in left)
-        assert any("no neighbours (desc_act)" in line for line in told)
-    elif name == "deepseek-v3" and form != "fp8 blocks":
+    if name == "deepseek-v3" and form != "fp8 blocks":
         assert {"q_a_proj.weight", "q_b_proj.weight", "kv_a_proj.weight", "o_proj.weight"} <= left
         assert {"shared.gate_proj.weight", "down_proj.weight"} <= left
         assert {"experts.0.gate_proj.weight", "experts.7.down_proj.weight"} <= left
@@ -204,6 +200,29 @@ def test_a_rank_has_its_part_and_the_whole_model_s_fingerprint(plain, tmp_path: 
         is_cut = name != "deepseek-v3" and form == "fp8 blocks of 128"
         assert ("down_proj.weight" in left) == (not is_cut)
         assert ("2 layers.*.down_proj: a rank's columns are no blocks of 128" in caplog.text) == is_cut
+
+
+def test_columns_that_share_scales_out_of_order_are_put_in_order_where_all_of_a_product_have_the_same(
+    plain, tmp_path: Path, caplog
+) -> None:
+    checkpoint = packed_checkpoint(plain["qwen3"], tmp_path, "gptq v2 by activation")
+    loaded = Loaded(checkpoint.source)
+    orders = [layer.packed.order for layer in loaded.model.linears().values() if isinstance(layer.packed, Int4Weight)]
+    assert not any(order is None or torch.equal(order, torch.arange(len(order))) for order in orders)
+    for number, (name, change, reason) in enumerate(
+        (
+            ("0.self_attn.k_proj", lambda groups: groups.flip(0), "has scales for other groups of columns"),
+            ("1.mlp.down_proj", lambda groups: groups.clamp(min=1), "groups of unlike numbers of columns"),
+        )
+    ):
+        key = next(key for key in checkpoint.stored if key.endswith(f"{name}.g_idx"))
+        checkpoint.stored[key] = change(checkpoint.stored[key])
+        save_file(checkpoint.stored, checkpoint.source.path / "model.safetensors")
+        assert len(Loaded(checkpoint.source).packed.left_out) == 14 - 3 - number
+        assert reason in caplog.text
+    rank = shard(read_spec(checkpoint.source), 0, 2)
+    assert not any(name.endswith("o_proj.weight") for name in Loaded(checkpoint.source, rank).packed.left_out)
+    assert "2 layers.*.o_proj: a rank's columns are no whole groups" in caplog.text
 
 
 def test_activations_in_fp8_are_another_model(plain, tmp_path: Path) -> None:
