@@ -123,6 +123,9 @@ def main() -> None:
 def check_model(part: Part, shape: Shape, backend: str, rates: dict[str, float]) -> None:
     """Load it once, measure all of it."""
     label = f"{shape.name}, {backend}"
+    if shape.quantization == "w8a8" and not packed_checks.multiplies_fp8(part):
+        part.recorder.check(label, lambda: Finding("", packed_checks.NO_FP8))
+        return
     steps: list[BenchSteps] = []
 
     def load() -> Finding:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...model_files.packing import Packing, PackingKind
+from ...model_runner.loader.open_packed import MULTIPLIES_FP8
 from ...model_runner.loader.packed_sources import DummyMatrices
 from ...model_runner.packed.matrices import join
 from ...model_runner.packed.weights import COLUMNS, FP8Weight, PackedWeight
@@ -20,7 +21,7 @@ from .record import Finding
 
 CLOSE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 """Of a result, as a share of the product of the magnitudes: a rounding of its type."""
-MULTIPLIES_FP8 = (8, 9)
+NO_FP8 = "not run: this GPU does not multiply FP8"
 
 
 class Kind(NamedTuple):
@@ -53,8 +54,8 @@ def check_product(part: Part, kind: Kind, dtype: torch.dtype, tokens: int) -> Fi
     """Of a random matrix whose last blocks are cut."""
     from ...model_runner.packed.product import packed_product
 
-    if _can_not(part, kind):
-        return Finding("", "not run: this GPU does not multiply FP8")
+    if kind.eight and not multiplies_fp8(part):
+        return Finding("", NO_FP8)
     outputs, inputs = (72, 160) if part.dry_run else (1000, 4128)
     weight = drawn(part, kind, outputs, inputs)
     x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -94,8 +95,8 @@ def measure(part: Part, kind: Kind, tokens: int, copy_rate: float) -> Finding:
     """Several matrices in turn, that the caches don't hold together."""
     from ...model_runner.packed.product import packed_product
 
-    if _can_not(part, kind):
-        return Finding("", "not run: this GPU does not multiply FP8")
+    if kind.eight and not multiplies_fp8(part):
+        return Finding("", NO_FP8)
     outputs, inputs, count = (64, 128, 2) if part.dry_run else (28_672, 4096, 8)
     weights = [drawn(part, kind, outputs, inputs) for _ in range(count)]
     x = torch.randn(tokens, inputs, device=part.device).bfloat16()
@@ -111,5 +112,6 @@ def measure(part: Part, kind: Kind, tokens: int, copy_rate: float) -> Finding:
     return Finding("", f"{best * 1e3:.3f} ms, {nbytes / best / copy_rate:.0%} of the copy rate")
 
 
-def _can_not(part: Part, kind: Kind) -> bool:
-    return kind.eight and part.device.type == "cuda" and torch.cuda.get_device_capability() < MULTIPLIES_FP8
+def multiplies_fp8(part: Part) -> bool:
+    """Whether the device does; a CPU's interpreter does."""
+    return part.device.type == "cpu" or torch.cuda.get_device_capability() >= MULTIPLIES_FP8
