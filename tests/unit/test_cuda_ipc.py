@@ -1,13 +1,16 @@
 """KV from one process's pool to another's that maps it: leave, the end of links, and what is refused. The driver is
-one for memory of the host, and CUDA's is held against a library that notes what it is called with.
+one for memory of the host, and CUDA's is held against libraries that note what they are called with.
 """
 
 from __future__ import annotations
 
+import ctypes
 import queue
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -45,6 +48,7 @@ from pdserve.messages.worker import (
 LIMIT = limit(10.0)
 PAGE, PAGES = 4096, 9
 QUIET = 0.2
+STUB = Path(fake_cuda_driver.__file__).with_name("libcuda_stub.c")
 
 
 @pytest.fixture(autouse=True)
@@ -391,3 +395,31 @@ def test_the_real_driver_is_asked_for_by_its_name(monkeypatch, library):
     monkeypatch.setattr("ctypes.CDLL", lambda name: asked.append(name) or library)
     assert load_driver()(1).device == bytes([11] * 16)
     assert asked == ["libcuda.so.1"]
+
+
+def test_a_library_in_c_gets_what_it_is_called_with(tmp_path):
+    """A handle goes by value, addresses have 64 bits."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    built = tmp_path / "libcuda.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", built, STUB], check=True)
+    stub = ctypes.CDLL(str(built))
+    stub.stub_memory.restype = ctypes.c_uint64
+    driver, memory = CudaDriver(stub, 0), stub.stub_memory()
+    export = driver.export(memory + 4096, 8192)
+    assert export.offset == 4096
+    with pytest.raises(RegionError, match="not one allocation"):
+        driver.export(memory + 4096, 1 << 16)
+    assert driver.why_not(bytes([11] * 16)) == ""
+    there = driver.open(export.handle)
+    assert there == memory
+    mine = ctypes.create_string_buffer(b"pages of KV", 16)
+    ticket = driver.copy([DeviceCopy(there + 4096, ctypes.addressof(mine), 16)])
+    assert [driver.is_done(ticket), driver.is_done(ticket)] == [False, True]
+    assert ctypes.string_at(memory + 4096, 11) == b"pages of KV"
+    assert stub.stub_events() == 0
+    driver.shut(there)
+    with pytest.raises(LinkLost, match=r"cuIpcCloseMemHandle: told so \(1\)"):
+        driver.shut(there + 8)
+    driver.close()

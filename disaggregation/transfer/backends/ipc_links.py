@@ -180,6 +180,11 @@ class _Copies:
         self._tickets.remove(write)
         return True
 
+    @property
+    def under_way(self) -> bool:
+        """Whether there are any."""
+        return bool(self._tickets)
+
     def settle(self) -> bool:
         """Wait for all of them; False where their end can't be known."""
         until = time.monotonic() + SETTLE_SECONDS
@@ -239,6 +244,11 @@ class IpcWriter(OutgoingLink):
     def write(self, pages: PageWrite) -> WriteHandle:
         assert self._wishes is not None
         return self._wishes.write(pages)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether the device has copies whose end is not known yet."""
+        return self._copies.under_way
 
     def look(self) -> None:
         """Say what has been written. Raises ``LinkLost``."""
