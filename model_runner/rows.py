@@ -49,7 +49,7 @@ class RowStates:
     """
 
     def __init__(self, max_reqs: int, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.table: RowParams = np.zeros(max_reqs, dtype=ROW_PARAMS)
         self._histories: list[TokenHistory | None] = [None] * max_reqs
         self._biases: list[TokenBias | None] = [None] * max_reqs
@@ -60,7 +60,7 @@ class RowStates:
         """A new request takes the row."""
         row = init.row
         greedy = init.temperature < GREEDY_TEMPERATURE or init.top_k == 1
-        self._biases[row] = TokenBias.of(init.logit_bias, self._vocab_size)
+        self._biases[row] = TokenBias.of(init.logit_bias, self.vocab_size)
         penalised = init.history is not None or self._biases[row] is not None
         self.table[row] = (
             init.seed & 0xFFFFFFFFFFFFFFFF,
@@ -68,18 +68,18 @@ class RowStates:
             greedy,
             init.temperature,
             init.top_p if init.top_p < 1.0 else np.inf,
-            max(init.top_k, 0) if init.top_k < self._vocab_size else 0,
+            max(init.top_k, 0) if init.top_k < self.vocab_size else 0,
             init.min_p,
             penalised,
             init.frequency_penalty,
             init.presence_penalty,
             init.repetition_penalty,
             min(init.min_new_tokens, _FOR_EVER),
-            NO_LOGPROBS if init.logprobs is None else min(init.logprobs, self._vocab_size),
+            NO_LOGPROBS if init.logprobs is None else min(init.logprobs, self.vocab_size),
         )
         self._histories[row] = None if init.history is None else TokenHistory(unpack_i32(init.history), init.prompt_len)
         # A client may name stop tokens that the vocabulary does not have.
-        self._stop_ids[row] = np.array([t for t in init.stop_ids if 0 <= t < self._vocab_size], dtype=np.int64)
+        self._stop_ids[row] = np.array([t for t in init.stop_ids if 0 <= t < self.vocab_size], dtype=np.int64)
         # Until something is sampled there is no last token; the embedding refuses -1 loudly.
         self.last_tokens[row] = -1
 
@@ -98,6 +98,14 @@ class RowStates:
             banned=[self._stop_ids[row] if short else None for row, short in zip(row_list, too_short, strict=True)],
             biases=[self._biases[row] for row in row_list],
         )
+
+    def is_edited(self, init: RowInit) -> bool:
+        """Whether something changes the logits of the request in row ``init.row``, now or later."""
+        return bool(self.table["penalised"][init.row]) or bool(init.min_new_tokens and len(self._stop_ids[init.row]))
+
+    def changes_of(self, row: int) -> tuple[I64, TokenBias | None]:
+        """Tokens that a row must not stop with too early, and its biases."""
+        return self._stop_ids[row], self._biases[row]
 
     def histories(self, rows: I64, params: RowParams) -> list[tuple[int, TokenHistory]]:
         """Those of the rows [N] that have one, each with its place among them: who is to be told of their tokens, when

@@ -32,7 +32,8 @@ class _Array(IntEnum):
     LAST_ROWS = 6
     LOGIT_INDICES = 7
     SAMPLED_ROWS = 8
-    BEGUN_AT = 9
+    SAMPLED_POSITIONS = 9
+    BEGUN_AT = 10
 
 
 class DeviceArrays(NamedTuple):
@@ -47,6 +48,7 @@ class DeviceArrays(NamedTuple):
     last_rows: Tensor
     logit_indices: Tensor
     sampled_rows: Tensor
+    sampled_positions: Tensor
     begun_at: Tensor
 
 
@@ -66,7 +68,8 @@ class _Area:
     """Room for arrays of up to ``capacity`` numbers each."""
 
     def __init__(self, device: Device, capacity: int) -> None:
-        shape = (len(_Array), capacity)
+        # Each array begins at a multiple of 16 bytes: Triton compiles a kernel anew for pointers that do not.
+        shape = (len(_Array), capacity + capacity % 2)
         self.capacity = capacity
         self.arrays = torch.zeros(shape, dtype=torch.int64, device=device.torch)
         self._device = device
@@ -116,6 +119,7 @@ class StepArrays:
             plan.last_rows,
             plan.logit_indices,
             plan.sampled_rows,
+            plan.sampled_positions,
             plan.begun_at,
         ]
         longest = max(len(array) for array in arrays)

@@ -8,8 +8,8 @@ scheduler may therefore send a step before it has the result of the one before.
     collect: tokens, log-probabilities on the host → result                                    (waits for the device)
 
 Steps are collected in the order they were launched. Nothing in a launch waits for a device that computes beside the
-host (``Device.no_sync``), and only ``collect`` does: what penalties count lies there (``seen_tokens.py``), and log-
-probabilities are computed with the step.
+host (``Device.no_sync``), and only ``collect`` does: tokens are chosen and counted there (``queued_sampler/``), and
+log-probabilities are computed with the step.
 
 On the CPU kernels the common step, which wants tokens and nothing else, is one call of theirs. What else there is goes
 the general way: each part a call of its own, on any device. On a CPU all is done when ``launch`` returns. Steps that
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ..messages.base import pack_i32, unpack_i32
 from ..messages.outputs import TokenLogprob
-from ..messages.worker import ForwardStep, RowInit, StepResult
+from ..messages.worker import ForwardStep, StepResult
 from ..runtime.layers_done import LayersDone
 from .decode_graphs import DecodeGraphs
 from .device.base import Device, Fetch
@@ -41,10 +41,10 @@ from .device_ops.choose import choose_ops
 from .forward_batch import ForwardBatch
 from .logprobs import Scored, listed, score
 from .penalties import TokenHistory
-from .queued_sampler import QueuedSampler
+from .queued_sampler.base import SampledRows
+from .queued_sampler.choose import choose_sampler
 from .rows import NO_LOGPROBS, RowParams, RowStates
 from .sampler import Sampled, sample
-from .seen_tokens import SeenTokens
 from .step_arrays import DeviceArrays, StepArrays
 from .step_check import StepLimits, check_changes, check_entries
 from .step_plan import StepPlan, plan_step, sampled_entries
@@ -130,8 +130,7 @@ class StepRunner:
             self._window_pages = torch.zeros(pages, dtype=torch.int32, device=device.torch)
         self._arrays = StepArrays(device, max_reqs)
         self._graphs = DecodeGraphs(device, model, model.graph_sizes)
-        self._queued = QueuedSampler(device) if device.beside else None
-        self._seen = SeenTokens(device, model.vocab_size)
+        self._queued = choose_sampler(device, self._rows)
         self._open: list[PendingStep] = []
         """Launched and not fetched, in order."""
         self._ended_at = 0.0
@@ -228,8 +227,7 @@ class StepRunner:
         self._ops.enter(there, self._req_to_token, self._rows.last_tokens)
         logits_LV = self._compute(plan, there, done) if size is None else self._replay(plan, there, size)
         params = self._rows.params(plan.sampled_rows)
-        chosen = self._choose(logits_LV[: len(plan.sampled)], plan, params)
-        self._rows.last_tokens.index_copy_(0, there.sampled_rows, chosen.tokens)
+        chosen = self._choose(logits_LV[: len(plan.sampled)], plan, there, params)
         listings = self._listings(step, logits_LV, params, chosen.tokens)
         fetched = self._device.fetch([*chosen, *(tensor for listing in listings for tensor in listing.scored)])
         histories = [] if self._queued is not None else self._rows.histories(plan.sampled_rows, params)
@@ -280,33 +278,38 @@ class StepRunner:
             is_captured=True,
         )
 
-    def _choose(self, logits_SV: Tensor, plan: StepPlan, params: RowParams) -> Sampled:
+    def _choose(self, logits_SV: Tensor, plan: StepPlan, there: DeviceArrays, params: RowParams) -> Sampled:
+        """The rows' tokens, which are their last ones from here on."""
+        rows, positions = plan.sampled_rows, plan.sampled_positions
         if not len(params):
             nothing = torch.empty(0, dtype=torch.int64, device=self._device.torch)
             return Sampled(nothing, nothing.bool())
-        if self._queued is None and params["penalised"].any():
+        if self._queued is not None:
+            on_device = there.sampled_rows, there.sampled_positions
+            return self._queued.sample(logits_SV, SampledRows(rows, positions, params, *on_device))
+        if params["penalised"].any():
             for earlier in list(self._open):
                 self._wait(earlier)
-        edits = self._rows.edits(plan.sampled_rows, params, plan.sampled_positions)
-        if self._queued is None:
-            return sample(logits_SV, params, plan.sampled_positions, edits, self._model.sampler)
-        seen = self._seen.of(plan.sampled_rows)
-        return self._queued.sample(logits_SV, params, plan.sampled_positions, edits, seen)
+        edits = self._rows.edits(rows, params, positions)
+        chosen = sample(logits_SV, params, positions, edits, self._model.sampler)
+        self._rows.last_tokens.index_copy_(0, there.sampled_rows, chosen.tokens)
+        return chosen
 
     def _listings(self, step: ForwardStep, logits_LV: Tensor, params: RowParams, tokens: Tensor) -> list[_Listing]:
         """What is to be told of probabilities: of the samples, then of each ``InputLogprobSpec``."""
         listings, count = [], len(params)
+        score_rows = score if self._queued is None else self._queued.score
         wanted = np.flatnonzero(params["logprobs"] != NO_LOGPROBS)
         if len(wanted):
             logits_NV, top_nums = logits_LV[:count], params["logprobs"][wanted].tolist()
             if len(wanted) < count:
                 at = self._device.upload(wanted)
                 logits_NV, tokens = logits_NV.index_select(0, at), tokens.index_select(0, at)
-            listings.append(_Listing(score(logits_NV, tokens, max(top_nums)), top_nums, at=wanted.tolist()))
+            listings.append(_Listing(score_rows(logits_NV, tokens, max(top_nums)), top_nums, at=wanted.tolist()))
         begin = count
         for spec in step.input_logprobs:
             targets = unpack_i32(spec.targets).astype(np.int64)
-            scored = score(logits_LV[begin : begin + len(targets)], self._device.upload(targets), spec.top_num)
+            scored = score_rows(logits_LV[begin : begin + len(targets)], self._device.upload(targets), spec.top_num)
             listings.append(_Listing(scored, [spec.top_num] * len(targets), entry=spec.entry))
             begin += len(targets)
         return listings
@@ -322,21 +325,16 @@ class StepRunner:
 
     def _apply(self, step: ForwardStep) -> None:
         for init in step.new_rows:
-            self._start_row(init)
+            self._rows.start(init)
+            log.debug("takes row %d", init.row, extra={"rid": init.rid})
+        if self._queued is not None and step.new_rows:
+            self._queued.start(step.new_rows)
         for delta in step.slot_deltas:
             slots = self._device.upload(unpack_i32(delta.slots))
             self._req_to_token[delta.row, delta.start : delta.start + len(slots)] = slots
         if self._window_pages is not None and not isinstance(step.window_pages, UnsetType):
             pages = self._device.upload(unpack_i32(step.window_pages).reshape(-1, 2))
             self._window_pages.index_copy_(0, pages[:, 0].long(), pages[:, 1])
-
-    def _start_row(self, init: RowInit) -> None:
-        self._rows.start(init)
-        if self._queued is not None:
-            self._seen.stop(init.row)
-            if init.history is not None:
-                self._seen.start(init.row, unpack_i32(init.history), init.prompt_len)
-        log.debug("takes row %d", init.row, extra={"rid": init.rid})
 
 
 def _logprobs(

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...messages.base import pack_i32
-from ...messages.worker import RowInit
 from ...model_files.spec import AttentionSpec
 from ...model_runner.attention.base import AttentionLimits
 from ...model_runner.attention.flashinfer_support import missing, unsupported
@@ -20,11 +18,7 @@ from ...model_runner.attention.registry import BackendNeeds, make_attention_back
 from ...model_runner.device.choice import open_device
 from ...model_runner.forward_batch import ForwardBatch
 from ...model_runner.kv_pool import KVShape, make_layout, make_pool
-from ...model_runner.queued_sampler import QueuedSampler
-from ...model_runner.rows import RowStates
-from ...model_runner.sampler import sample
-from ...model_runner.seen_tokens import SeenTokens
-from . import op_checks, packed_checks
+from . import op_checks, packed_checks, sampler_checks
 from .part import Part, open_part
 from .record import Finding
 
@@ -90,7 +84,7 @@ def checks(part: Part) -> Iterator[tuple[str, Callable[[], Finding]]]:
             for backend in ("triton", "flashinfer"):
                 name = f"{backend}, {str(dtype).removeprefix('torch.')}: {shape.name}"
                 yield name, lambda s=shape, d=dtype, b=backend: check_attention(part, s, d, b)  # type: ignore[misc]
-    yield "sampler: the CPU's tokens", lambda: check_sampler(part)
+    yield from sampler_checks.checks(part)
     yield from op_checks.checks(part)
     yield from packed_checks.checks(part)
 
@@ -162,55 +156,6 @@ def _batch(shape: Shape, device: torch.device) -> tuple[ForwardBatch, int]:
         logit_indices=torch.empty(0, dtype=torch.int64, device=device),
     )
     return batch, pages
-
-
-def check_sampler(part: Part) -> Finding:
-    """Tokens of rows that ask for everything there is, against the sampler of a CPU: where rounding decides, they may
-    differ.
-    """
-    rows, vocab, steps = (8, 500, 3) if part.dry_run else (64, 128_256, 8)
-    rng = np.random.default_rng(0)
-    device = open_device(part.device, strict=True)
-    states, seen = RowStates(rows, vocab, part.device), SeenTokens(device, vocab)
-    for row in range(rows):
-        init = _row(row, rng, vocab)
-        states.start(init)
-        if init.history is not None:
-            seen.start(row, np.frombuffer(init.history, dtype=np.int32), init.prompt_len)
-    sampler, same = QueuedSampler(device), 0
-    which = np.arange(rows)
-    for position in range(8, 8 + steps):
-        logits = torch.from_numpy(rng.normal(0, 3, (rows, vocab)).astype(np.float32))
-        params, positions = states.params(which), np.full(rows, position)
-        edits = states.edits(which, params, positions)
-        there = device.upload(logits.numpy())
-        with device.no_sync():
-            chosen = sampler.sample(there, params, positions, edits, seen.of(which))
-        tokens = device.fetch([chosen.tokens]).wait()[0]
-        same += int((sample(logits, params, positions, edits).tokens.numpy() == tokens).sum())
-        for i, history in states.histories(which, params):
-            history.append(int(tokens[i]))
-    total = rows * steps
-    return Finding("", f"{same} of {total} the same", f"at least {total - total // 100}", same >= total - total // 100)
-
-
-def _row(row: int, rng: np.random.Generator, vocab: int) -> RowInit:
-    history = pack_i32(rng.integers(0, vocab, 8)) if row % 3 == 0 else None
-    return RowInit(
-        row=row,
-        seed=row,
-        prompt_len=6,
-        temperature=float(rng.choice([0.0, 0.7, 1.0])),
-        top_p=float(rng.choice([1.0, 0.9])),
-        top_k=int(rng.choice([-1, 20, 200])),
-        min_p=float(rng.choice([0.0, 0.05])),
-        frequency_penalty=0.5,
-        presence_penalty=0.2,
-        repetition_penalty=1.2,
-        min_new_tokens=0,
-        stop_ids=(),
-        history=history,
-    )
 
 
 if __name__ == "__main__":

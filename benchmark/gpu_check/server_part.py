@@ -45,6 +45,7 @@ def check_servers(part: Part, folder: Path) -> None:
         check_packed("FP8 weights that stay packed, float32, against transformers", few)
         for backend in ("torch", "triton"):
             check(f"{backend}, float32, against transformers", [*on_device, "--attention-backend", backend])
+        part.recorder.check("drawn tokens", lambda: check_drawn(asked.on("cpu"), on_device, folder, asked.prompts[-1]))
         return
     strict = ["--attention-backend", "triton", "--fail-on-host-sync"]
     check("triton, float32, graphs", [*on_device, *strict])
@@ -52,6 +53,10 @@ def check_servers(part: Part, folder: Path) -> None:
     check("triton, float32, no overlap", [*on_device, *strict, "--disable-overlap-schedule"])
     check_packed("FP8 weights that stay packed, float32, graphs", strict)
     check("torch backend, float32", [*on_device, "--attention-backend", "torch"])
+    part.recorder.check(
+        "triton, float32, drawn tokens",
+        lambda: check_drawn(asked.on("cpu"), [*on_device, *strict], folder, asked.prompts[-1]),
+    )
     half = [*asked.common, "--dtype", "bfloat16", "--device", part.device.type]
     for backend in ("triton", "flashinfer"):
         # In 16 bits rounding decides now and then, and what follows is another text.
@@ -60,6 +65,22 @@ def check_servers(part: Part, folder: Path) -> None:
     part.recorder.check(
         "memory given back and taken again", lambda: check_memory(again, folder, asked.prompts, asked.reference)
     )
+
+
+DRAWN: list[dict[str, object]] = [
+    {"temperature": 0.8, "top_p": 0.9, "sampling_seed": 1},
+    {"temperature": 1.0, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.2, "sampling_seed": 2},
+    {"temperature": 1.0, "logit_bias": {"7": 5.0}, "min_new_tokens": 4, "presence_penalty": 0.5, "sampling_seed": 3},
+]
+
+
+def check_drawn(on_cpu: Sequence[str], on_device: Sequence[str], folder: Path, prompt: list[int]) -> Finding:
+    """Tokens drawn at random, penalised and biased, against the CPU engine's: rounding decides hardly ever."""
+    answers = []
+    for name, args in (("cpu", on_cpu), ("device", on_device)):
+        with serve(args, folder / f"drawn-{name}.log") as address:
+            answers.append([generate(address, prompt, LENGTH, sampling=drawn) for drawn in DRAWN])
+    return judge(answers[1], answers[0], 0.9, "all kinds of sampling")
 
 
 def check_memory(args: Sequence[str], folder: Path, prompts: Prompts, expected: Tokens) -> Finding:

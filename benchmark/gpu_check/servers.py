@@ -58,9 +58,11 @@ def free_port() -> int:
     return port
 
 
-def generate(address: str, prompt: Sequence[int], length: int, **more: Any) -> list[int]:
-    """The tokens that follow, the most likely ones."""
-    sampling = {"temperature": 0.0, "max_new_tokens": length, "ignore_eos": True}
+def generate(
+    address: str, prompt: Sequence[int], length: int, sampling: dict[str, Any] | None = None, **more: Any
+) -> list[int]:
+    """The tokens that follow, the most likely ones or as ``sampling`` says."""
+    sampling = {"temperature": 0.0, "max_new_tokens": length, "ignore_eos": True} | (sampling or {})
     body = {"input_ids": list(prompt), "sampling_params": sampling, **more}
     answer = ask(f"{address}/generate", body, 60.0)
     tokens: list[int] = answer["output_ids"]

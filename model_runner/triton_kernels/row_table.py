@@ -71,13 +71,19 @@ class RowTable:
     """[M, V] float32."""
 
 
-def make_table(rows: int, vocab_size: int, places: int, device: torch.device) -> RowTable:
-    """A table without requests. Raises ``ValueError`` for a vocabulary whose weights can't be added up."""
+def make_table(
+    rows: int, vocab_size: int, places: int, device: torch.device, last_tokens: Tensor | None = None
+) -> RowTable:
+    """A table without requests, over ``last_tokens`` ([R] int64) or its own. Raises ``ValueError`` for a vocabulary
+    whose weights can't be added up.
+    """
     if vocab_size > MAX_VOCAB:
         raise ValueError(f"a vocabulary of {vocab_size} tokens is larger than {MAX_VOCAB}, which these kernels sum")
+    if last_tokens is None:
+        last_tokens = torch.full((rows,), -1, dtype=torch.int64, device=device)
     return RowTable(
         words=torch.zeros((rows, WORDS.value), dtype=torch.int64, device=device),
-        last_tokens=torch.full((rows,), -1, dtype=torch.int64, device=device),
+        last_tokens=last_tokens,
         counts=torch.zeros((places, vocab_size), dtype=torch.int32, device=device),
         biases=torch.zeros((places, vocab_size), dtype=torch.float32, device=device),
     )
@@ -174,7 +180,7 @@ def _clear_edits(
     tl.store(biases_ptr + to, tl.zeros([BLOCK], tl.float32), mask=at < vocab)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _write_edits(
     counts_ptr: tl.tensor,
     biases_ptr: tl.tensor,

@@ -88,7 +88,7 @@ def apply_step(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_writes", "num_last", "num_pairs"])
 def _apply_step(
     table_ptr: tl.tensor,
     columns: tl.tensor,

@@ -86,7 +86,7 @@ def token_logprobs(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def _chunk_best(
     logits_ptr: tl.tensor,
     stride: tl.tensor,
@@ -116,7 +116,7 @@ def _chunk_best(
         best = tl.max(orders, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num"])
 def _join_chunks(
     logits_ptr: tl.tensor,
     stride: tl.tensor,

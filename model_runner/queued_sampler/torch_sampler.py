@@ -1,5 +1,4 @@
-"""Chooses tokens by ``sampler.py``'s rules without ever waiting: a row's way follows from its parameters alone, which
-the host knows, and never from its logits.
+"""By operations of torch.
 
 Where the sampler of a CPU looks at as few of a row's probabilities as will do, this one sorts them all, which a device
 does quickly. Rows whose logits are not finite are drawn from like the others, and their tokens mean nothing.
@@ -9,35 +8,46 @@ Shapes: S sampled rows, N of them drawn, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from .device.base import Device
-from .draws import CANDIDATES, DrawnRows, from_all, from_top_k
-from .inverse_cdf import pick
-from .penalties import I64, LogitEdits, add_biases, ban_tokens
-from .rows import RowParams
-from .sampler import Sampled
-from .seen_tokens import SeenRows
-from .top_tokens import top_tokens
+from ...messages.base import unpack_i32
+from ...messages.worker import RowInit
+from ..device.base import Device
+from ..draws import CANDIDATES, DrawnRows, from_all, from_top_k
+from ..inverse_cdf import pick
+from ..logprobs import Scored, score
+from ..penalties import I64, LogitEdits, add_biases, ban_tokens
+from ..rows import RowParams, RowStates
+from ..sampler import Sampled
+from ..top_tokens import top_tokens
+from .base import QueuedSampler, SampledRows
+from .seen_tokens import SeenRows, SeenTokens
 
 
-class QueuedSampler:
-    """Chooses on ``device``."""
+class TorchSampler(QueuedSampler):
+    """On any device."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, states: RowStates) -> None:
         self._device = device
+        self._states = states
+        self._seen = SeenTokens(device, states.vocab_size)
 
-    def sample(
-        self,
-        logits_SV: Tensor,
-        params: RowParams,
-        positions: I64,
-        edits: LogitEdits | None = None,
-        seen: SeenRows | None = None,
-    ) -> Sampled:
-        """As ``sampler.sample``. ``edits``: biases and bans; what is penalised is ``seen``, which counts the tokens."""
+    def start(self, inits: Sequence[RowInit]) -> None:
+        """See the base class."""
+        for init in inits:
+            self._seen.stop(init.row)
+            if init.history is not None:
+                self._seen.start(init.row, unpack_i32(init.history), init.prompt_len)
+
+    def sample(self, logits_SV: Tensor, sampled: SampledRows) -> Sampled:
+        """See the base class."""
+        params = sampled.params
+        seen = self._seen.of(sampled.rows)
+        edits = self._states.edits(sampled.rows, params, sampled.positions)
         logits_SV = self._edited(logits_SV, params, edits, seen)
         # Not argmax, which leaves open on some devices which of several largest it names.
         best = top_tokens(logits_SV, 1)
@@ -45,11 +55,16 @@ class QueuedSampler:
         finite_S = logits_SV.sum(1, dtype=torch.float64).isnan().logical_not_() & max_S.isfinite()
         drawn = np.flatnonzero(~params["greedy"])
         if len(drawn):
-            rows = DrawnRows.of(logits_SV, max_S, params, positions, self._device.upload)
+            rows = DrawnRows.of(logits_SV, max_S, params, sampled.positions, self._device.upload)
             tokens_S = self._draw(tokens_S, rows, params, drawn)
         if seen is not None:
             seen.count(tokens_S)
+        self._states.last_tokens.index_copy_(0, sampled.rows_there, tokens_S)
         return Sampled(tokens_S, finite_S)
+
+    def score(self, logits_NV: Tensor, targets_N: Tensor, most: int) -> Scored:
+        """See the base class."""
+        return score(logits_NV, targets_N, most)
 
     def _edited(self, logits_SV: Tensor, params: RowParams, edits: LogitEdits | None, seen: SeenRows | None) -> Tensor:
         if edits is None and seen is None:

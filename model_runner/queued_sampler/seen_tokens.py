@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .device.base import Device
-from .penalties import I64
-from .rows import RowParams
+from ..device.base import Device
+from ..penalties import I64
+from ..rows import RowParams
 
 UNSEEN = -1
 FIRST_ROWS = 4
