@@ -58,9 +58,11 @@ def _safetensors_sizes(folder: Path) -> Iterator[TensorSize]:
             with safe_open(file, framework="numpy") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
                     values = math.prod(tensors.get_slice(name).get_shape())
-                    # Several weights a number (MXFP4; AWQ and GPTQ), beside what scales them.
+                    # Several weights a number (MXFP4; AWQ, GPTQ, INT4), beside what scales them.
                     several = {"blocks": 2 * values, "scales": 0}.get(name.rpartition("_")[2], values)
-                    packed = {"qweight": 8 * values, "qzeros": 0, "scales": 0, "g_idx": 0}
+                    packed = {"qweight": 8 * values, "weight_packed": 8 * values}
+                    packed |= dict.fromkeys(("qzeros", "scales", "g_idx"), 0)
+                    packed |= dict.fromkeys(("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"), 0)
                     weights = packed.get(name.rpartition(".")[2], several)
                     yield TensorSize(name, weights)
         except (SafetensorError, OSError) as e:

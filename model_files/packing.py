@@ -1,7 +1,7 @@
 """How a checkpoint's linear weights are packed, as its ``quantization_config`` says. Imports no torch.
 
-Read, and dequantised as they are: FP8 (E4M3) with a scale for a matrix, a row, or a block (DeepSeek-V3's form, and
-compressed-tensors'), AWQ and GPTQ of four bits. What else there is is refused by its name.
+Read are FP8 (E4M3) with a scale for a matrix, a row, or a block (DeepSeek-V3's form, and compressed-tensors'), AWQ,
+GPTQ, and compressed-tensors' integers, of four bits. What else there is is refused by its name.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ class PackingKind(StrEnum):
     FP8 = "FP8"
     AWQ = "AWQ"
     GPTQ = "GPTQ"
+    INT4 = "INT4"
 
 
 class Packing(NamedTuple):
@@ -49,12 +50,23 @@ def read_packing(config: Mapping[str, Any]) -> Packing | str:
 
 
 def _compressed(config: Mapping[str, Any]) -> Packing | str:
-    groups = config.get("config_groups") or {}
-    for group in groups.values():
+    found: list[Packing] = []
+    for group in (config.get("config_groups") or {}).values():
         weights = group.get("weights") or {}
-        if weights.get("type") != "float" or weights.get("num_bits") != 8:
-            return f"compressed-tensors in the format {config.get('format')!r}"
+        kind = weights.get("type"), weights.get("num_bits")
         block = weights.get("block_structure")
-        if weights.get("strategy") == "block" and block:
-            return Packing(PackingKind.FP8, (int(block[0]), int(block[1])))
-    return Packing(PackingKind.FP8) if groups else "compressed-tensors that name no groups"
+        if kind == ("float", 8):
+            if weights.get("strategy") != "block":
+                block = None
+            found.append(Packing(PackingKind.FP8, (int(block[0]), int(block[1])) if block else None))
+        elif kind == ("int", 4) and _is_packed(config, group) and not group.get("input_activations"):
+            found.append(Packing(PackingKind.INT4))
+        else:
+            return f"compressed-tensors in the format {config.get('format')!r}"
+    if not found:
+        return "compressed-tensors that name no groups"
+    return found[0] if len(set(found)) == 1 else "compressed-tensors of several kinds"
+
+
+def _is_packed(config: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
+    return (group.get("format") or config.get("format")) == "pack-quantized"

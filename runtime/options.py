@@ -225,8 +225,8 @@ class ServerOptions:
     quantization
         Linear layers' weights: as dtype says (none), a GGUF file's own blocks (gguf), rounded at start (int8, int4);
         auto takes a GGUF file's own blocks, on every processor, unless dtype names a type. On a GPU with Triton weights
-        in FP8, AWQ and GPTQ stay as the files have them (packed), which is auto's choice there; w8a8 rounds activations
-        to FP8, too, where weights are FP8, which is another model than one whose activations are whole.
+        in FP8, AWQ, GPTQ and INT4 stay as the files have them (packed), which is auto's choice there; w8a8 rounds
+        activations to FP8, too, where weights are FP8, which is another model than one whose activations are whole.
     kv_cache_dtype
         Type of the KV pool; auto takes the weights' type. Types of one byte (fp8_e4m3, fp8_e5m2, int8) have a scale for
         each head of each token, and hold nearly twice as many tokens as bfloat16, which bf16 is short for.

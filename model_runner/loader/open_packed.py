@@ -67,7 +67,7 @@ def choose_packed(
         return None
     reason = triton_refusal(device)
     if packing is None:
-        reason = "the model's files have no weights in FP8, AWQ or GPTQ"
+        reason = "the model's files have no weights in FP8, AWQ, GPTQ or INT4"
     elif not is_torch:
         reason = "packed weights need --attention-backend torch, triton or flashinfer"
     elif asked == "w8a8" and not is_alone:

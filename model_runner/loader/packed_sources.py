@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,7 +20,7 @@ from ...model_files.tensor_names import Part, find_parts
 from ..packed.matrices import LEAST_GROUP, FP8Matrix, Int4Matrix, PackedMatrix
 from ..packed.weights import COLUMNS, SYMMETRIC_ZERO
 from .dummy_weights import STD
-from .packed_weights import A_WORD, PACKED, packed_matrix, weight_name
+from .packed_weights import A_WORD, FOUR_BITS, is_packed, packed_matrix, weight_name
 
 GROUPS = (128, 64, LEAST_GROUP)
 """Columns that share a scale of four bits drawn at random: the most that the row's length allows."""
@@ -72,8 +72,7 @@ class CheckpointMatrices(PackedSource):
             for name in tensors.keys():  # noqa: SIM118 - not a dict
                 self._files[name] = tensors
                 stored = tensors.get_slice(name)
-                is_fp8 = packing.kind is PackingKind.FP8
-                if stored.get_dtype() == "F8_E4M3" if is_fp8 else name.endswith(PACKED):
+                if is_packed(name, stored.get_dtype(), packing):
                     parts = find_parts(spec, weight_name(name))
                     shape = tuple(stored.get_shape())
                     self._places |= {part.name: _Place(name, shape, part, parts) for part in parts}
@@ -96,8 +95,8 @@ class CheckpointMatrices(PackedSource):
 
     def groups(self, name: str) -> Tensor | None:
         """See the base class."""
-        prefix = self._places[name].tensor.removesuffix(PACKED)
-        groups = self._tensor(f"{prefix}.g_idx") if self._packing.kind is PackingKind.GPTQ else None
+        of_groups = None if self._packing.kind is PackingKind.AWQ else self._beside(name, "groups")
+        groups = None if of_groups is None else self._tensor(of_groups)
         if groups is None or torch.equal(groups.long(), torch.arange(len(groups)) // self.unit(name)):
             return None
         return groups.long()
@@ -108,9 +107,11 @@ class CheckpointMatrices(PackedSource):
         if self._packing.kind is PackingKind.FP8:
             block = self._packing.block
             return 1 if block is None or block[1] >= place.shape[1] else block[1]
-        scales = place.tensor.removesuffix(PACKED) + ".scales"
-        count = self._files[scales].get_slice(scales).get_shape()[0] if scales in self._files else 0
-        inputs = place.shape[0] * (A_WORD if self._packing.kind is PackingKind.GPTQ else 1)
+        scales, is_int4 = self._beside(name, "scales"), self._packing.kind is PackingKind.INT4
+        shape = [] if scales is None else self._files[scales].get_slice(scales).get_shape()
+        count = shape[1 if is_int4 else 0] if len(shape) == 2 else 0
+        # AWQ has outputs in its words.
+        inputs = place.shape[1 if is_int4 else 0] * (1 if self._packing.kind is PackingKind.AWQ else A_WORD)
         # What does not fit is for the reader to refuse.
         return LEAST_GROUP if not count or inputs % count else inputs // count
 
@@ -127,6 +128,14 @@ class CheckpointMatrices(PackedSource):
         if order is None or len(order) != own.shape[0]:
             return own
         return own.take(torch.from_numpy(order).to(device))
+
+    def _beside(self, name: str, what: Literal["scales", "groups"]) -> str | None:
+        """What the matrix's tensor of that kind is called, None where it has none."""
+        endings = FOUR_BITS.get(self._packing.kind)
+        if endings is None:
+            return None
+        found = self._places[name].tensor.removesuffix(endings.numbers) + getattr(endings, what)
+        return found if found in self._files else None
 
     def _tensor(self, name: str) -> Tensor | None:
         found: Tensor | None = self._files[name].get_tensor(name) if name in self._files else None

@@ -1,8 +1,8 @@
-"""Linear weights in FP8, or in four bits by AWQ (Lin et al., 2023) or GPTQ (Frantar et al., 2022), as files have them.
-A weight is a number of a few bits, less a zero point, times a scale.
+"""Linear weights in FP8, or in four bits by AWQ (Lin et al., 2023), GPTQ (Frantar et al., 2022) or compressed-tensors,
+as files have them. A weight is a number of a few bits, less a zero point, times a scale.
 
 A weight's tensors have its name and an ending: of FP8 ``weight`` and ``weight_scale`` or ``weight_scale_inv`` (both
-are what is multiplied by); of AWQ and GPTQ ``qweight``, ``qzeros``, ``scales`` and, of GPTQ, ``g_idx``.
+are what is multiplied by); of four bits those of ``FOUR_BITS``.
 
 Shapes: O rows (outputs), I columns (inputs) of a weight, G groups of columns that share scales.
 """
@@ -10,6 +10,7 @@ Shapes: O rows (outputs), I columns (inputs) of a weight, G groups of columns th
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +18,30 @@ from torch import Tensor
 from ...model_files.errors import InvalidWeights
 from ...model_files.packing import Packing, PackingKind
 from ..packed.matrices import FP8Matrix, Int4Matrix, PackedMatrix
+from ..packed.weights import SYMMETRIC_ZERO
 
 SCALES_OF_FP8 = (".weight_scale_inv", ".weight_scale")
 BESIDE = (*SCALES_OF_FP8, ".input_scale", ".output_scale", ".k_scale", ".v_scale", ".qzeros", ".scales", ".g_idx")
-"""What goes with a weight: read with it, or, where it is of activations and of KV, not at all."""
-PACKED = ".qweight"
+OF_TENSORS = (".weight_zero_point", ".weight_g_idx", ".weight_shape")
+"""What goes with a weight: read with it, or, where it is of activations and of KV, not at all; the last ones are
+compressed-tensors'.
+"""
+
+
+class Endings(NamedTuple):
+    """Of the names of a weight's tensors; ``groups`` may be missing, and so may ``zeros`` of INT4."""
+
+    numbers: str
+    scales: str
+    zeros: str
+    groups: str
+
+
+FOUR_BITS = {
+    PackingKind.AWQ: Endings(".qweight", ".scales", ".qzeros", ".g_idx"),
+    PackingKind.GPTQ: Endings(".qweight", ".scales", ".qzeros", ".g_idx"),
+    PackingKind.INT4: Endings(".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx"),
+}
 BITS, A_WORD = 4, 8
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """In which of a word's places each of eight neighbouring outputs lies."""
@@ -32,7 +52,7 @@ Read = Callable[[str], Tensor | None]
 
 def is_beside(name: str) -> bool:
     """Whether the tensor is no weight itself."""
-    return name.endswith(BESIDE)
+    return name.endswith(BESIDE + OF_TENSORS)
 
 
 def unpacked(name: str, tensor: Tensor, packing: Packing, read: Read) -> tuple[str, Tensor]:
@@ -43,19 +63,30 @@ def unpacked(name: str, tensor: Tensor, packing: Packing, read: Read) -> tuple[s
 
 def weight_name(name: str) -> str:
     """The weight's own, of the tensor that has its numbers."""
-    return f"{name.removesuffix(PACKED)}.weight" if name.endswith(PACKED) else name
+    ending = next((endings.numbers for endings in FOUR_BITS.values() if name.endswith(endings.numbers)), None)
+    return name if ending is None else f"{name.removesuffix(ending)}.weight"
+
+
+def is_packed(name: str, dtype: str, packing: Packing) -> bool:
+    """Whether the tensor has a packed weight's numbers; ``dtype``: as safetensors calls it."""
+    endings = FOUR_BITS.get(packing.kind)
+    return dtype == "F8_E4M3" if endings is None else name.endswith(endings.numbers)
 
 
 def packed_matrix(name: str, tensor: Tensor, packing: Packing, read: Read) -> PackedMatrix | None:
     """With what lies beside it, on the device where ``tensor`` is and ``read`` reads to; None where it is not packed.
     Raises ``InvalidWeights``.
     """
-    if name.endswith(PACKED) and packing.kind in (PackingKind.AWQ, PackingKind.GPTQ):
-        prefix = name.removesuffix(PACKED)
-        zeros, scales = (_needed(read, prefix + ending) for ending in (".qzeros", ".scales"))
+    endings = FOUR_BITS.get(packing.kind)
+    if endings is not None and name.endswith(endings.numbers):
+        prefix = name.removesuffix(endings.numbers)
+        scales = _needed(read, prefix + endings.scales)
+        if packing.kind is PackingKind.INT4:
+            return int4(tensor, read(prefix + endings.zeros), scales, read(prefix + endings.groups))
+        zeros = _needed(read, prefix + endings.zeros)
         if packing.kind is PackingKind.AWQ:
             return awq(tensor, zeros, scales)
-        return gptq(tensor, zeros, scales, read(f"{prefix}.g_idx"), packing.zero_offset)
+        return gptq(tensor, zeros, scales, read(prefix + endings.groups), packing.zero_offset)
     if packing.kind is PackingKind.FP8 and tensor.dtype == torch.float8_e4m3fn:
         prefix = name.removesuffix(".weight")
         found = next((scale for ending in SCALES_OF_FP8 if (scale := read(prefix + ending)) is not None), None)
@@ -91,17 +122,32 @@ def gptq(words: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None, ze
     """``words`` int32 [I / 8, O], ``zeros`` int32 [G, O / 8], ``scales`` [G, O]; ``groups`` [I]: each column's, None:
     neighbours'.
     """
-    numbers = _parts(words.T).flatten(-2)
-    zeros_GO = _parts(zeros).flatten(-2) + zero_offset
+    numbers, zeros_GO = _parts(words.T).flatten(-2), _parts(zeros).flatten(-2) + zero_offset
+    return _in_groups(numbers, zeros_GO, scales, groups)
+
+
+def int4(words: Tensor, zeros: Tensor | None, scales: Tensor, groups: Tensor | None) -> Int4Matrix:
+    """``words`` int32 [O, I / 8], ``zeros`` int32 [O / 8, G] (None: all are SYMMETRIC_ZERO), ``scales`` [O, G]; both
+    kinds of numbers lie that much higher than what they mean. ``groups``: as of ``gptq``.
+    """
+    numbers, scales_GO = _parts(words).flatten(-2), scales.T
+    if zeros is None:
+        zeros_GO = torch.full(scales_GO.shape, SYMMETRIC_ZERO, dtype=torch.uint8, device=words.device)
+    else:
+        zeros_GO = _parts(zeros.T).flatten(-2)
+    return _in_groups(numbers, zeros_GO, scales_GO, groups)
+
+
+def _in_groups(numbers: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor | None) -> Int4Matrix:
     inputs = numbers.shape[1]
-    _check(numbers.T.shape, zeros_GO.shape, scales.shape)
+    _check(numbers.T.shape, zeros.shape, scales.shape)
     if groups is not None:
         groups = groups.long()
         if len(groups) != inputs or not 0 <= int(groups.min()) <= int(groups.max()) < len(scales):
             raise InvalidWeights(f"{len(groups)} columns of {len(scales)} groups, there are {inputs}")
         if torch.equal(groups, torch.arange(inputs, device=groups.device) // (inputs // len(scales))):
             groups = None
-    return Int4Matrix(numbers, zeros_GO, scales, groups)
+    return Int4Matrix(numbers, zeros, scales, groups)
 
 
 def _parts(words: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Products with weights of four bits (W4A16), which stay so in memory: of AWQ and GPTQ, with scales of groups.
+"""Products with weights of four bits (W4A16), which stay so in memory: of AWQ, GPTQ and INT4, with scales of groups.
 
 Numbers become weights of the activations' type in registers, rounded as dequantised ones are, so that the product
 differs from that of the dequantised matrix by the order of the sum alone. A program takes the bytes of ``2 * HALF``

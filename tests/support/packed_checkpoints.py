@@ -1,4 +1,4 @@
-"""Checkpoints in FP8, AWQ and GPTQ, packed as their makers do."""
+"""Checkpoints in FP8, AWQ, GPTQ and INT4, packed as their makers do."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ GROUP = 32
 FP8 = {"quant_method": "fp8"}
 TENSORS = {"quant_method": "compressed-tensors", "format": "float-quantized"}
 ROWS = {"group_0": {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}}
+WORDS = {"group_0": {"weights": {"type": "int", "num_bits": 4, "strategy": "group", "group_size": GROUP}}}
 FORMS: dict[str, dict[str, Any]] = {
     "fp8 blocks": FP8 | {"weight_block_size": [32, 48]},
     "fp8 blocks of 128": FP8 | {"weight_block_size": [128, 128]},
@@ -24,6 +25,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP},
     "gptq symmetric": {"quant_method": "gptq", "bits": 4, "group_size": GROUP},
+    "int4 symmetric": TENSORS | {"format": "pack-quantized", "config_groups": WORDS},
+    "int4 by activation": TENSORS | {"format": "pack-quantized", "config_groups": WORDS},
     "gptq v2 by activation": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
 }
 
@@ -68,16 +71,21 @@ def pack(form: str, name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Te
         return stored | {f"{name}.input_scale": torch.ones(1)}, exact
     groups = columns // GROUP
     numbers, zeros = rng.integers(0, 16, (columns, rows)), rng.integers(1, 16, (groups, rows))
-    if form == "gptq symmetric":
+    if form.endswith("symmetric"):
         zeros[:] = 8
     scales = rng.uniform(0.01, 0.1, (groups, rows)).astype(np.float16)
     group_of = np.arange(columns) // GROUP
-    if form == "gptq v2 by activation":
+    if form.endswith("by activation"):
         # By the activations, which all that is multiplied with them has in common.
         group_of = np.random.default_rng(columns).permutation(group_of)
     exact = (numbers - zeros[group_of]).astype(np.float32) * scales.astype(np.float32)[group_of]
     stored = {"scales": scales}
-    if form == "awq":
+    if form.startswith("int4"):
+        stored = {"weight_packed": pack_words(numbers.T).copy(), "weight_scale": scales.T.copy()}
+        stored |= {"weight_shape": np.array([rows, columns])}
+        if form == "int4 by activation":
+            stored |= {"weight_zero_point": pack_words(zeros).T.copy(), "weight_g_idx": group_of.astype(np.int32)}
+    elif form == "awq":
         # A word's places, from the lowest bits on, hold outputs 0, 2, 4, 6, 1, 3, 5, 7.
         order = (0, 4, 1, 5, 2, 6, 3, 7)
         stored |= {"qweight": pack_words(numbers, order), "qzeros": pack_words(zeros, order)}

@@ -273,7 +273,7 @@ def test_they_stay_packed_where_triton_is_and_otherwise_it_is_said(plain, tmp_pa
     ):
         assert choose_packed(asked, source, device, is_torch=True, is_alone=is_alone) is None
     for asked, source, is_torch, is_alone, message in (
-        ("packed", usual, True, True, "no weights in FP8, AWQ or GPTQ"),
+        ("packed", usual, True, True, "no weights in FP8, AWQ, GPTQ or INT4"),
         ("packed", awq, False, True, "--attention-backend torch"),
         ("w8a8", awq, True, False, "a rank of --tp-size knows a part"),
         ("w8a8", awq, True, True, "in AWQ, not in FP8"),

@@ -1,4 +1,4 @@
-"""Checkpoints in FP8, AWQ and GPTQ: packed here as their makers do, and read back to the last bit."""
+"""Checkpoints in FP8, AWQ, GPTQ and INT4: packed here as their makers do, and read back to the last bit."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.packed_checkpoints import FORMS, TENSORS, packed_checkpoint
+from support.packed_checkpoints import FORMS, ROWS, TENSORS, WORDS, packed_checkpoint
 
 from pdserve.model_files.checkpoint import tensor_sizes
 from pdserve.model_files.errors import InvalidWeights, UnsupportedModel
 from pdserve.model_files.model_path import ModelSource
 from pdserve.model_files.packing import Packing, PackingKind, read_packing
 from tests.unit.test_model_loading import MODELS, load
+
+INT4, WEIGHTS = TENSORS | {"format": "pack-quantized"}, WORDS["group_0"]["weights"]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def test_what_was_packed_is_read_back(plain: Path, tmp_path: Path, caplog, form:
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), name
-    if form.startswith(("awq", "gptq")):
+    if not form.startswith("fp8"):
         counts = [sum(size.values for size in tensor_sizes(each)) for each in (source, exact)]
         assert counts[0] == counts[1]
 
@@ -69,7 +71,9 @@ def test_what_does_not_fit_is_named(plain, tmp_path, form, ending, change, messa
         ({"quant_method": "gptq", "bits": 8}, "gptq of 8 bits"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'gemv'"),
         ({"quant_method": "bitsandbytes"}, "'bitsandbytes'"),
-        (TENSORS | {"config_groups": {"g": {"weights": {"type": "int", "num_bits": 4}}}}, "compressed-tensors in"),
+        (TENSORS | {"config_groups": {"g": {"weights": {"type": "int", "num_bits": 8}}}}, "compressed-tensors in"),
+        (INT4 | {"config_groups": {"g": {"weights": WEIGHTS, "input_activations": {"num_bits": 8}}}}, "pack-quantized"),
+        (INT4 | {"config_groups": WORDS | {"g": ROWS["group_0"]}}, "several kinds"),
         (TENSORS | {"config_groups": {}}, "no groups"),
     ],
 )
