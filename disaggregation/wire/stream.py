@@ -27,6 +27,8 @@ class Stream:
         sock.setblocking(False)
         self.sock = sock
         self.last_progress = time.monotonic()
+        self.is_over = False
+        """Whether nothing more comes: all that the other end has sent was read."""
         self._wanted: deque[memoryview] = deque()
         self._then: Callable[[], None] | None = None
         self._queued: deque[memoryview] = deque()
@@ -70,8 +72,10 @@ class Stream:
             except BlockingIOError:
                 break
             except OSError as e:
+                self.is_over = True
                 raise LinkLost(f"the connection broke: {e.strerror}") from e
             if received == 0:
+                self.is_over = True
                 raise LinkLost("the peer closed the connection")
             self.last_progress = time.monotonic()
             left -= received

@@ -5,9 +5,11 @@ one for memory of the host, and CUDA's is held against libraries that note what 
 from __future__ import annotations
 
 import ctypes
+import os
 import queue
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +29,7 @@ from pdserve.disaggregation.transfer.backends import registry
 from pdserve.disaggregation.transfer.backends.cuda_driver import CudaDriver, load_driver
 from pdserve.disaggregation.transfer.backends.handshake import WIRE_VERSION, Greeting, Offer, frame
 from pdserve.disaggregation.transfer.backends.ipc_driver import DeviceCopy
+from pdserve.disaggregation.transfer.backends.wishes import WORD, Kind
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.messages.base import pack_i32
@@ -211,29 +214,95 @@ def test_a_writer_that_can_not_know_its_end_has_let_go_when_its_process_has(star
 
 STRANGER = """
 import socket, sys
-place, greeting = sys.argv[1], bytes.fromhex(sys.argv[2])
+place, greeting, said = sys.argv[1], bytes.fromhex(sys.argv[2]), bytes.fromhex(sys.argv[3])
 sock = socket.socket(socket.AF_UNIX)
 sock.connect("\\0" + place)
 sock.sendall(greeting)
 length = int.from_bytes(sock.recv(4, socket.MSG_WAITALL), "little")
 sock.recv(length, socket.MSG_WAITALL)
+sock.sendall(said)
 sock.close()
 print("gone", flush=True)
 sys.stdin.readline()
 """
 
 
-def test_the_end_of_a_connection_is_not_the_end_of_its_process(start):
+@pytest.mark.parametrize("maps", [True, False])
+def test_the_end_of_a_connection_is_the_end_of_a_writer_that_maps_nothing_only(start, maps):
     owner = start("D")
+    said = WORD.pack(Kind.MAPS, *[0] * 7).hex() if maps else ""
     offer = msgspec.msgpack.decode(owner.metadata, type=Offer)
     greeting = frame(Greeting(WIRE_VERSION, "Q", "D", offer.secret)).hex()
-    command = [sys.executable, "-c", STRANGER, offer.place, greeting]
+    command = [sys.executable, "-c", STRANGER, offer.place, greeting, said]
     stranger = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with stranger:
         assert stranger.stdout.readline() == "gone\n"
-        assert owner.is_quiet()
-        stranger.stdin.close()
+        if maps:
+            assert owner.is_quiet()
+            stranger.stdin.close()
         assert owner.next() == PeerLinkDown("Q", 0)
+        stranger.stdin.close()
+
+
+class Writer:
+    """That says what it likes, and has an eventfd for when it lets go."""
+
+    def __init__(self, owner):
+        offer = msgspec.msgpack.decode(owner.metadata, type=Offer)
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(f"\0{offer.place}")
+        self.sock.sendall(frame(Greeting(WIRE_VERSION, "Q", "D", offer.secret)))
+        _, [self.let_go_fd], _, _ = socket.recv_fds(self.sock, 1 << 16, 1)
+
+    def say(self, kind, number=0, group=0, layers=(0, 1), pages=()):
+        word = WORD.pack(kind, number, 1, 1, group, *layers, len(pages))
+        self.sock.sendall(word + np.array(pages, "<i4").tobytes())
+
+    def close(self):
+        self.sock.close()
+        os.close(self.let_go_fd)
+
+
+WORDS = {
+    "not first that it maps": [{"kind": Kind.WISH, "pages": [1]}],
+    "that it maps, twice": [{"kind": Kind.MAPS}, {"kind": Kind.MAPS}],
+    "written without leave": [{"kind": Kind.MAPS}, {"kind": Kind.WRITTEN}],
+    "no group": [{"kind": Kind.MAPS}, {"kind": Kind.WISH, "group": 3, "pages": [1]}],
+}
+
+
+@pytest.mark.parametrize("what", WORDS)
+def test_what_no_writer_says_ends_its_link_when_it_lets_go(start, what):
+    owner = start("D")
+    writer = Writer(owner)
+    try:
+        for word in WORDS[what]:
+            writer.say(**word)
+        assert owner.is_quiet()
+        os.eventfd_write(writer.let_go_fd, 1)
+        assert owner.next() == PeerLinkDown("Q", 0)
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("said", [Kind.MAPS, Kind.WISH])
+def test_a_writer_that_is_let_in_and_parted_with_may_still_say_that_it_maps(start, said):
+    owner = start("D")
+    writer = Writer(owner)
+    try:
+        link = only_link(owner)
+        owner.submit(DisconnectPeer("Q", 1))
+        assert writer.sock.recv(1) == b""
+        watched = owner.backend._reactor._selector.get_map()
+        assert link.stream.sock.fileno() in watched
+        writer.say(said)
+        wait_until(lambda: link.stream.sock.fileno() not in watched, LIMIT, "it is not read any more")
+        writer.sock.close()
+        assert owner.is_quiet()
+        os.eventfd_write(writer.let_go_fd, 1)
+        assert owner.next() == PeerLinkDown("Q", 1)
+    finally:
+        writer.close()
 
 
 def test_gpus_that_do_not_reach_each_other_fail_the_connect(start):

@@ -1,9 +1,9 @@
 """KV pages from GPU to GPU of one host, or within one: the writer maps the peer's pool and copies, device to device.
 
 The owner listens on an abstract Unix socket, as ``shm`` does. A writer of the same user that introduces itself well is
-given a handle for each pool's allocation (``cuIpcGetMemHandle``), and opens it. The connection is the lease: by it the
-writer asks for pages (``wishes.py``), is given leave once they are granted, copies them on a stream of its own, says so
-when the event behind the copies has come, and hears that they have landed.
+given a handle for each pool's allocation (``cuIpcGetMemHandle``), says that it opens it, and does so. The connection is
+the lease: by it the writer asks for pages (``wishes.py``), is given leave once they are granted, copies them on a
+stream of its own, says so when the event behind the copies has come, and hears that they have landed.
 
 The owner can't end a writer's access: what is mapped stays mapped, and a copy that is queued is carried out. So when
 a link ends, its pages wait until the writer has let go: it has waited for its copies, unmapped the pool and said so, by
@@ -160,13 +160,15 @@ class CudaIpcBackend(SocketBackend):
     # The end of a link, which is the writer's to give
 
     def _lost(self, link: Link, reason: str) -> None:
-        if isinstance(link, IpcReader) and link.phase is LinkPhase.OPEN:
+        if isinstance(link, IpcReader) and link.phase is LinkPhase.OPEN and link.is_held:
             self._part(link.peer, reason)
+            self._rewatch(link)  # it is to be read no more, or until its end
         else:
             super()._lost(link, reason)
 
     def _wait_for(self, link: IpcReader) -> None:
-        self._reactor.forget(link.stream.sock)
+        # Whether it maps the pool, one that has not said so may say yet.
+        self._rewatch(link)
         for fd in (link.let_go_fd, link.process_fd):
             self._reactor.watch(fd, _Over(link), read=True, write=False)
 

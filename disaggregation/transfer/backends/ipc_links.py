@@ -23,7 +23,7 @@ from .ipc_driver import DeviceCopy, Export, IpcDriver
 from .landings import Batch, Landings
 from .link import IncomingLink, OutgoingLink
 from .unix_place import DescriptorStream, process_of
-from .wishes import Kind, Wish, WishReader, WishWriter
+from .wishes import WORD, Kind, Wish, WishReader, WishWriter
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,20 @@ _MEANS = msgspec.msgpack.Decoder(IpcMeans)
 
 
 class _PoolReader(WishReader):
-    """Gives leave for whole batches, to where their pages lie."""
+    """Gives leave for whole batches, to where their pages lie. ``maps``: whether the writer has said that it maps the
+    pool, which it says before it does, and before anything else.
+    """
+
+    maps = False
+
+    def _on_word(self) -> None:
+        is_first, self.maps = not self.maps, True
+        if is_first != (self._word[0] == Kind.MAPS):
+            raise LinkLost("the peer does not say first that it maps the pool, or says it again")
+        if is_first:
+            self.read()
+        else:
+            super()._on_word()
 
     @property
     def _is_owed(self) -> bool:
@@ -68,7 +81,9 @@ class _PoolReader(WishReader):
 class IpcReader(IncomingLink):
     """The owner's end. ``let_go_fd`` and ``process_fd``: one of them can be read once the writer can't write any more.
 
-    OPEN ─▶ leaving: nothing is read or allowed any more ─▶ the writer has let go, or has ended ─▶ CLOSED
+    OPEN ─▶ leaving: nothing is allowed any more ─▶ the writer has let go, or has ended ─▶ CLOSED
+
+    A writer that goes before it has said that it maps the pool doesn't, and has nothing to let go of.
     """
 
     def __init__(
@@ -79,8 +94,9 @@ class IpcReader(IncomingLink):
         export: Callable[[], tuple[bytes, list[Export]]],
         leave: Callable[[IpcReader], None],
     ) -> None:
-        """``export``: the device, and each pool where it is now. ``leave``: have both descriptors watched, and not the
-        connection. Raises ``LinkLost``.
+        """``export``: the device, and each pool where it is now. ``leave``: have both descriptors watched.
+
+        Raises ``LinkLost``.
         """
         super().__init__(Stream(sock))
         self.process_fd = process_of(sock)
@@ -103,7 +119,12 @@ class IpcReader(IncomingLink):
 
     @property
     def paused(self) -> bool:
-        return self.is_leaving
+        return self.is_leaving and self.wishes.maps
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the writer may have access, for all that is known of it."""
+        return self.wishes.maps or not self.stream.is_over
 
     def stalled_at(self) -> float | None:
         return None if self.is_leaving else self.wishes.stalled_at()
@@ -234,12 +255,23 @@ class IpcWriter(OutgoingLink):
             raise LinkLost("the peer has other pools than it said")
         if why_not := self._driver.why_not(told.device):
             raise LinkLost(why_not)
+        self._say_that_it_maps()
         for pool in told.pools:
             if pool.handle not in self._mapped:  # pools may lie in one allocation
                 self._mapped[pool.handle] = self._driver.open(pool.handle)
         there = [self._mapped[pool.handle] + pool.offset for pool in told.pools]
         self._wishes = _PoolWriter(self, self._groups, self._copies, there)
         self._wishes.read()
+
+    def _say_that_it_maps(self) -> None:
+        # At once, and as the first word: the owner must not miss it.
+        word = WORD.pack(Kind.MAPS, 0, 0, 0, 0, 0, 0, 0)
+        try:
+            is_said = self.stream.sock.send(word) == len(word)
+        except OSError as e:
+            raise LinkLost(f"the connection broke: {e.strerror}") from e
+        if not is_said:
+            raise LinkLost("the connection takes nothing")
 
     def write(self, pages: PageWrite) -> WriteHandle:
         assert self._wishes is not None

@@ -43,6 +43,7 @@ class Kind(IntEnum):
     LANDED = 4
     REFUSED = 5
     POOL = 6
+    MAPS = 7
 
 
 class WishReader(ABC):
