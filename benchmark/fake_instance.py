@@ -26,6 +26,7 @@ from ..runtime.logs import configure_logging
 from ..runtime.modules import process_modules
 from ..runtime.options import ServerOptions
 from ..runtime.supervisor import Supervisor
+from .child_processes import stop
 from .errors import ServerError
 from .fake_worker import QUESTIONS, Occupy, Report, StepRecord
 from .process_cpu import find_children
@@ -98,11 +99,7 @@ def fake_instance(options: ServerOptions) -> Iterator[FakeInstance]:
             finally:
                 instance.close()
         finally:
-            process.terminate()
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            stop(process, STOP_SECONDS)
 
 
 def main() -> None:

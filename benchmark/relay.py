@@ -16,16 +16,15 @@ from rich.console import Console
 from rich.table import Table
 
 from ..runtime.open_files import allow_many_connections
+from .command import exit_code, wide_console
 from .errors import BenchError, BenchOptionsError, ServerError
 from .process_cpu import cpu_seconds_now
 from .relay_client import RelayClient, Seen
 from .relay_routers import OURS, running
 from .token_source import TokenSource, token_source
 
-EXIT_FAILED, EXIT_USAGE = 1, 2
 SETTLE_SECONDS = 0.5
 MICRO, MILLI = 1e6, 1e3
-PIPE_COLUMNS = 150
 DIRECT = "direct"
 FIRST_RATE, STEP, LADDER = 8_000.0, 1.2, 20
 """Events a second to begin with, by how much more there are at each step, and the most steps."""
@@ -259,18 +258,13 @@ DEFAULTS = RelayOptions()
 @app.default
 def relay(*, options: Annotated[RelayOptions, Parameter(name="*")] = DEFAULTS) -> int:
     """Measure and print."""
-    try:
+
+    def measure() -> None:
         options.check()
         allow_many_connections()
-        # A pipe has no width; 80 columns would cut the tables.
-        run(options, Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS))
-    except BenchOptionsError as e:
-        print(f"relay: {e}", file=sys.stderr)
-        return EXIT_USAGE
-    except BenchError as e:
-        print(f"relay: {e}", file=sys.stderr)
-        return EXIT_FAILED
-    return 0
+        run(options, wide_console())
+
+    return exit_code("relay", measure)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import orjson
 
 from ..runtime.web.ports import free_ports
+from .child_processes import stop
 from .errors import ServerError
 from .relay_client import ask
 
@@ -43,12 +44,7 @@ def running(name: str, command: Sequence[str], worker: str, core: int) -> Iterat
         wait_serving(process, port)
         yield port, process.pid
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        stop(process, STOP_SECONDS)
 
 
 def wait_serving(process: subprocess.Popen[bytes], port: int) -> None:

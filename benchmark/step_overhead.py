@@ -15,18 +15,17 @@ from rich.table import Table
 
 from ..runtime.options import ServerOptions
 from ..runtime.web.ports import free_ports
+from .command import exit_code, wide_console
 from .errors import BenchError, BenchOptionsError
 from .fake_instance import FakeInstance, fake_instance
 from .fake_worker import TOKEN_IDS, StepRecord
 from .process_cpu import cpu_seconds
 from .raw_streams import RawStreams, StreamCost, request_bytes
 
-EXIT_FAILED, EXIT_USAGE = 1, 2
 PROMPT_TOKENS = 16
 WARM_UP_TOKENS = 32
 PROCESSES = ("tokenizer", "scheduler", "detokenizer", "http", "worker", "supervisor")
 MICRO, MILLI = 1e6, 1e3
-PIPE_COLUMNS = 120
 PATHS = {"generate": "/generate", "completions": "/v1/completions"}
 
 Floats = npt.NDArray[np.float64]
@@ -227,17 +226,12 @@ DEFAULTS = OverheadOptions()
 @app.default
 def step_overhead(*, options: Annotated[OverheadOptions, Parameter(name="*")] = DEFAULTS) -> int:
     """Measure and print."""
-    try:
+
+    def measure() -> None:
         options.check()
-        # A pipe has no width; 80 columns would cut the tables.
-        run(options, Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS))
-    except BenchOptionsError as e:
-        print(f"step_overhead: {e}", file=sys.stderr)
-        return EXIT_USAGE
-    except BenchError as e:
-        print(f"step_overhead: {e}", file=sys.stderr)
-        return EXIT_FAILED
-    return 0
+        run(options, wide_console())
+
+    return exit_code("step_overhead", measure)
 
 
 if __name__ == "__main__":

@@ -87,12 +87,13 @@ def _run(steps: StepRunner, shape: _Shape, page_size: int) -> float:
         sample=pack_i32(np.full_like(rows, shape.q_len == 1)),
         input_ids=pack_i32(np.zeros_like(positions)),
         out_cache_loc=pack_i32(positions % page_size),
-        new_rows=[_greedy(row, shape.start) for row in rows.tolist()],
+        new_rows=[greedy_row(row, shape.start) for row in rows.tolist()],
     )
     return steps.run(step).forward_ms
 
 
-def _greedy(row: int, prompt_len: int) -> RowInit:
+def greedy_row(row: int, prompt_len: int = 1) -> RowInit:
+    """A request row whose tokens are the likeliest ones, and whose output nothing ends."""
     return RowInit(
         row=row,
         seed=0,

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from ...messages.base import pack_i32
-from ...messages.worker import ForwardStep, RowInit, SlotDelta
+from ...messages.worker import ForwardStep, SlotDelta
+from ...model_runner.measure_steps import greedy_row
 from ...model_runner.model_runner import ModelRunner
 from ...model_runner.step_queue import StepQueue
 from ...model_runner.step_runner import StepRunner
@@ -103,23 +104,6 @@ class BenchSteps:
             sample=pack_i32([1] * batch),
             input_ids=pack_i32(np.ones(sum(q_lens), dtype=np.int64)),
             out_cache_loc=pack_i32(np.concatenate([first + span for first, span in zip(firsts, spans, strict=True)])),
-            new_rows=[_greedy(row) for row in range(batch)] if new else [],
+            new_rows=[greedy_row(row) for row in range(batch)] if new else [],
             slot_deltas=[SlotDelta(row, 0, pack_i32(slots)) for row, slots in enumerate(deltas)],
         )
-
-
-def _greedy(row: int) -> RowInit:
-    return RowInit(
-        row=row,
-        seed=0,
-        prompt_len=1,
-        temperature=0.0,
-        top_p=1.0,
-        top_k=-1,
-        min_p=0.0,
-        frequency_penalty=0.0,
-        presence_penalty=0.0,
-        repetition_penalty=1.0,
-        min_new_tokens=0,
-        stop_ids=(),
-    )

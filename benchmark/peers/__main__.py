@@ -9,6 +9,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from ..command import EXIT_FAILED, EXIT_USAGE
 from ..errors import PlotsUnavailable
 from ..plots import require_matplotlib
 from .compare import Comparison
@@ -20,7 +21,6 @@ from .options import PeerOptions
 from .page import write_index, write_machine_page
 from .results import Results, claim
 
-EXIT_FAILED, EXIT_USAGE = 1, 2
 DEFAULTS = PeerOptions()
 
 app = App(

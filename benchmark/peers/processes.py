@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 
 from ...runtime.web.ports import free_ports
+from ..child_processes import says_ok, stop
 from .engines import HOST, Engine, Launch
 from .errors import PeerDied
 from .layout import PeerSetup
@@ -55,7 +56,7 @@ def _process(launch: Launch, log: Path) -> Iterator[None]:
 def _wait_ready(launch: Launch, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + READY_SECONDS
     with httpx.Client(timeout=5.0, trust_env=False) as client:
-        while not _is_ready(client, launch.health):
+        while not says_ok(client, launch.health):
             if process.poll() is not None:
                 raise PeerDied(f"{launch.name} ended with {process.returncode}:\n{_tail(log)}")
             if time.monotonic() > deadline:
@@ -63,21 +64,8 @@ def _wait_ready(launch: Launch, process: subprocess.Popen[bytes], log: Path) -> 
             time.sleep(POLL_SECONDS)
 
 
-def _is_ready(client: httpx.Client, url: str) -> bool:
-    try:
-        return client.get(url).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    stop(process, STOP_SECONDS)
     # Its children, where it left some: the group outlives its leader.
     try:
         os.killpg(process.pid, signal.SIGKILL)

@@ -10,12 +10,9 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import BenchError, BenchOptionsError
+from ..command import exit_code, wide_console
 from .options import ThresholdOptions
 from .run import Outcome, measure_thresholds
-
-EXIT_FAILED, EXIT_USAGE = 1, 2
-PIPE_COLUMNS = 150
 
 app = App(
     name="python -m pdserve.benchmark.thresholds",
@@ -66,23 +63,20 @@ def middle(load: str, cluster: str, outcomes: list[Outcome]) -> Outcome:
 @app.default
 def main(*, options: Annotated[ThresholdOptions, Parameter(name="*")] = DEFAULTS) -> int:
     """Measure, and print tables."""
-    console, notes = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS), Console(stderr=True)
-    outcomes = []
-    try:
+    console, notes = wide_console(), Console(stderr=True)
+
+    def measure() -> bool:
         options.check()
+        outcomes = []
         for outcome in measure_thresholds(options, notes):
             failed = f", {outcome.failed} FAILED" if outcome.failed else ""
             what = f"{outcome.load} {outcome.seed} {outcome.cluster}"
             notes.print(f"{what}: {figures(outcome)}{failed}", highlight=False)
             outcomes.append(outcome)
         show(outcomes, options, console)
-    except BenchOptionsError as e:
-        print(f"thresholds: {e}", file=sys.stderr)
-        return EXIT_USAGE
-    except BenchError as e:
-        print(f"thresholds: {e}", file=sys.stderr)
-        return EXIT_FAILED
-    return EXIT_FAILED if any(outcome.failed for outcome in outcomes) else 0
+        return not any(outcome.failed for outcome in outcomes)
+
+    return exit_code("thresholds", measure)
 
 
 if __name__ == "__main__":

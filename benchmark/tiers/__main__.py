@@ -11,15 +11,13 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import BenchError, BenchOptionsError
+from ..command import exit_code, wide_console
 from .agents import AgentResult, measure_agents
 from .options import TierBenchOptions
 from .pair import PairRow, measure_pair
 from .resume import PLACES, ResumeResult, measure_resume
 
-EXIT_FAILED, EXIT_USAGE = 1, 2
 MILLION = 1e6
-PIPE_COLUMNS = 150
 
 app = App(
     name="python -m pdserve.benchmark.tiers",
@@ -76,8 +74,9 @@ def show_pair(rows: list[PairRow], console: Console) -> None:
 @app.default
 def main(*, options: Annotated[TierBenchOptions, Parameter(name="*")] = DEFAULTS) -> int:
     """Measure, and print tables."""
-    console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
-    try:
+    console = wide_console()
+
+    def measure() -> None:
         options.check()
         with tempfile.TemporaryDirectory(prefix="pdserve-tiers-") as folder:
             if options.measure == "resume":
@@ -86,13 +85,8 @@ def main(*, options: Annotated[TierBenchOptions, Parameter(name="*")] = DEFAULTS
                 show_pair(measure_pair(options, Path(folder)), console)
             else:
                 show_agents(measure_agents(options, Path(folder)), console)
-    except BenchOptionsError as e:
-        print(f"tiers: {e}", file=sys.stderr)
-        return EXIT_USAGE
-    except BenchError as e:
-        print(f"tiers: {e}", file=sys.stderr)
-        return EXIT_FAILED
-    return 0
+
+    return exit_code("tiers", measure)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from ...runtime.web.ports import free_ports
+from ..child_processes import says_ok, stop
 from ..errors import ServerError
 
 READY_SECONDS = 300.0
@@ -108,7 +109,7 @@ class Instance:
     def wait_ready(self) -> None:
         """Raises ``ServerError`` when it does not come up."""
         deadline = time.monotonic() + READY_SECONDS
-        while not self._is_ready():
+        while not says_ok(self._client, "/health"):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-10:])
                 raise ServerError(f"the instance did not become ready:\n{tail}")
@@ -117,18 +118,7 @@ class Instance:
     def close(self) -> None:
         """End it, if it has not ended."""
         self._client.close()
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self.kill()
-
-    def _is_ready(self) -> bool:
-        try:
-            return self._client.get("/health").status_code == 200
-        except httpx.TransportError:
-            return False
+        stop(self._process, STOP_SECONDS, self.kill)
 
 
 @contextmanager

@@ -7,19 +7,16 @@ import sys
 from rich.console import Console
 
 from ...disaggregation.errors import RegionError
+from ..command import EXIT_FAILED, wide_console
 from .messages import How
 from .options import TransferBenchOptions
 from .report import print_cases, print_problems, write_json
 from .rounds import TransferBench
 
-EXIT_FAILED = 1
-PIPE_COLUMNS = 120
-
 
 def run_transfer_bench(options: TransferBenchOptions) -> int:
     """Measure, print, write; returns the exit code: 1 when something failed, or no backend could be measured."""
-    # A pipe has no width; 80 columns would cut the tables.
-    console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    console = wide_console()
     bench = TransferBench(options, Console(stderr=True))
     try:
         for cases in bench.run():

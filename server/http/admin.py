@@ -76,10 +76,7 @@ async def metrics(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     """The scheduler's view (pools, queues, role, peers, invariants, options) and this process's."""
     state = HttpState.of(request)
-    try:
-        answer = await state.engine.ask(lambda id_: ServerInfoReq(id=id_), ServerInfo, QUESTION_TIMEOUT_SECONDS)
-    except TimeoutError:
-        raise ApiError(503, f"the scheduler did not answer within {QUESTION_TIMEOUT_SECONDS:g} s") from None
+    answer = await state.engine.told(lambda id_: ServerInfoReq(id=id_), ServerInfo, QUESTION_TIMEOUT_SECONDS)
     http = {"live_requests": state.engine.live_requests, "started": state.started}
     return json_response({**answer.info, "version": state.version, "epoch": state.epoch, "http": http})
 
@@ -87,10 +84,7 @@ async def server_info(request: Request) -> Response:
 async def transfers(request: Request) -> Response:
     """The hand-overs that are open, the oldest first."""
     engine = HttpState.of(request).engine
-    try:
-        answer = await engine.ask(lambda id_: TransfersReq(id=id_), Transfers, QUESTION_TIMEOUT_SECONDS)
-    except TimeoutError:
-        raise ApiError(503, f"the scheduler did not answer within {QUESTION_TIMEOUT_SECONDS:g} s") from None
+    answer = await engine.told(lambda id_: TransfersReq(id=id_), Transfers, QUESTION_TIMEOUT_SECONDS)
     return json_response({"open": answer.open, "transfers": answer.transfers})
 
 
@@ -110,10 +104,7 @@ async def model_info(request: Request) -> Response:
 async def flush_cache(request: Request) -> Response:
     """Drop every cached prefix; 400 while requests are running."""
     engine = HttpState.of(request).engine
-    try:
-        result = await engine.ask(lambda id_: FlushCacheReq(id=id_), FlushCacheResult, QUESTION_TIMEOUT_SECONDS)
-    except TimeoutError:
-        raise ApiError(503, f"the scheduler did not answer within {QUESTION_TIMEOUT_SECONDS:g} s") from None
+    result = await engine.told(lambda id_: FlushCacheReq(id=id_), FlushCacheResult, QUESTION_TIMEOUT_SECONDS)
     if not result.success:
         raise ApiError(400, result.message)
     return json_response({"success": True, "flushed": result.flushed})

@@ -14,7 +14,7 @@ from .conversation import read_conversation
 from .engine_response import EngineResponse
 from .errors import bad_request
 from .fields import INT32_MAX
-from .openai_common import Envelope, TokenNames, check_model, ending, plan_openai, usage
+from .openai_common import Envelope, EnvelopeRenderer, TokenNames, check_model, ending, plan_openai, usage
 from .openai_schemas import ChatBody
 from .parsing import parse_body
 from .plan import Prompt
@@ -52,19 +52,10 @@ def chat_of(body: ChatBody) -> Conversation:
     return read_conversation(body.messages, body.add_generation_prompt, body.continue_final_message, args)
 
 
-class ChatRenderer:
+class ChatRenderer(EnvelopeRenderer):
     """Writes messages, or deltas of them; ``names`` is None where no logprobs are wanted."""
 
     field_names: ClassVar[Mapping[str, str]] = {"text": "messages", "input_ids": "messages"}
-
-    def __init__(self, envelope: Envelope, names: TokenNames | None) -> None:
-        self._envelope = envelope
-        self._names = names
-
-    @property
-    def created(self) -> int:
-        """Of the envelope."""
-        return self._envelope.created
 
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
         """A ``chat.completion`` object."""

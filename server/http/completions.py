@@ -12,7 +12,7 @@ from ...messages.outputs import NamedLogprob
 from ...messages.requests import LogprobOptions
 from .engine_response import EngineResponse
 from .errors import bad_request
-from .openai_common import Envelope, TokenNames, check_model, ending, plan_openai, top_with_own, usage
+from .openai_common import Envelope, EnvelopeRenderer, TokenNames, check_model, ending, plan_openai, top_with_own, usage
 from .openai_schemas import CompletionBody
 from .parsing import parse_body
 from .plan import Prompt, make_prompts
@@ -59,7 +59,7 @@ def read_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple
     return make_prompts("prompt", texts, [ids] if ids else id_lists), batch
 
 
-class CompletionRenderer:
+class CompletionRenderer(EnvelopeRenderer):
     """``echoes``: the text of each prompt, to put before its completions (None in it: what its token ids read).
 
     ``names`` is None where no logprobs are wanted.
@@ -68,16 +68,10 @@ class CompletionRenderer:
     field_names: ClassVar[Mapping[str, str]] = {"text": "prompt", "input_ids": "prompt"}
 
     def __init__(self, envelope: Envelope, echoes: list[str | None] | None, names: TokenNames | None) -> None:
-        self._envelope = envelope
+        super().__init__(envelope, names)
         self._echoes = echoes
-        self._names = names
         self._offsets: dict[int, int] = {}
         """Where in each choice's text, prompt included, its next token begins."""
-
-    @property
-    def created(self) -> int:
-        """Of the envelope."""
-        return self._envelope.created
 
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
         """A ``text_completion`` object."""

@@ -310,11 +310,19 @@ class EngineClient:
             raise TypeError(f"{type(question).__name__} was answered by {type(result).__name__}")
         return result
 
+    async def told(self, make: Callable[[int], Question | TextQuestion], answer: type[A], timeout: float) -> A:
+        """``ask``, for a client: 503 where there is no answer in time."""
+        try:
+            return await self.ask(make, answer, timeout)
+        except TimeoutError:
+            who = "tokenizer" if issubclass(answer, Encoded | Decoded | Limits) else "scheduler"
+            raise ApiError(503, f"the {who} did not answer within {timeout:g} s") from None
+
     async def limits(self, timeout: float) -> Limits:
-        """What the model takes; asked until it is known. Raises ``TimeoutError`` (seconds), ``ApiError`` if closed."""
+        """What the model takes; asked until it is known. Raises ``ApiError`` (seconds), also if closed."""
         self._check_open()
         if self._limits is None:
-            self._limits = await self.ask(lambda id_: LimitsReq(id=id_), Limits, timeout)
+            self._limits = await self.told(lambda id_: LimitsReq(id=id_), Limits, timeout)
         return self._limits
 
     # --- answers ---

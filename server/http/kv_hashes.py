@@ -39,20 +39,15 @@ class KVHashesBody(Body):
 async def kv_hashes(request: Request) -> Response:
     """501 without ``--kv-debug``."""
     engine, body = HttpState.of(request).engine, await parse_body(request, KVHashesBody)
-    try:
-        token_ids = body.input_ids
-        if token_ids is None:
-            text = body.text or ""
-            read = await engine.ask(lambda id_: EncodeReq(id_, [text]), Encoded, SECONDS)
-            if read.error is not None:
-                raise bad_request(read.field, read.error)
-            [token_ids] = read.token_ids
-        packed = pack_i32(token_ids)
-        told = await engine.ask(lambda id_: KVHashesReq(id_, packed, body.extra_key), KVHashes, SECONDS)
-    except TimeoutError:
-        raise ApiError(
-            503, f"neither tokenizer nor scheduler may take longer than {SECONDS:g} s, and one did"
-        ) from None
+    token_ids = body.input_ids
+    if token_ids is None:
+        text = body.text or ""
+        read = await engine.told(lambda id_: EncodeReq(id_, [text]), Encoded, SECONDS)
+        if read.error is not None:
+            raise bad_request(read.field, read.error)
+        [token_ids] = read.token_ids
+    packed = pack_i32(token_ids)
+    told = await engine.told(lambda id_: KVHashesReq(id_, packed, body.extra_key), KVHashes, SECONDS)
     if told.status != 200:
         raise ApiError(told.status, told.message)
     layers = [layer for group in told.groups if group.layers for layer in _layers(group)]

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits, TextQuestion
+from ...messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits
 from .conversation import read_conversation
-from .errors import ApiError, bad_request, json_response
+from .errors import bad_request, json_response
 from .openai_common import check_model
 from .parsing import parse_body
 from .state import HttpState
 from .text_schemas import DetokenizeBody, TokenizeBody
 
-A = TypeVar("A", Encoded, Decoded, Limits)
 TIMEOUT_SECONDS = 30.0
 """A long text takes the tokenizer a while, and others' texts come first."""
 
@@ -24,7 +22,7 @@ TIMEOUT_SECONDS = 30.0
 async def list_models(request: Request) -> Response:
     """The one model served, by each of its names, in OpenAI's list."""
     state = HttpState.of(request)
-    limits = await _in_time(state.engine.limits(TIMEOUT_SECONDS))
+    limits = await state.engine.limits(TIMEOUT_SECONDS)
     return json_response({"object": "list", "data": [_card(state, name, limits) for name in state.model.names]})
 
 
@@ -33,7 +31,7 @@ async def get_model(request: Request) -> Response:
     state = HttpState.of(request)
     name = request.path_params["name"]
     check_model(name, state.model)
-    limits = await _in_time(state.engine.limits(TIMEOUT_SECONDS))
+    limits = await state.engine.limits(TIMEOUT_SECONDS)
     return json_response(_card(state, name if name in state.model.names else state.model.name, limits))
 
 
@@ -49,12 +47,11 @@ async def tokenize(request: Request) -> Response:
         args = body.chat_template_kwargs
         chat = read_conversation(body.messages, body.add_generation_prompt, body.continue_final_message, args)
     special, pieces = body.add_special_tokens, body.return_token_strs
-    told = await _ask(
-        state, lambda id_: EncodeReq(id_, texts, chat, add_special_tokens=special, pieces=pieces), Encoded
-    )
+    make = lambda id_: EncodeReq(id_, texts, chat, add_special_tokens=special, pieces=pieces)  # noqa: E731
+    told = await state.engine.told(make, Encoded, TIMEOUT_SECONDS)
     if told.error is not None:
         raise bad_request({"text": "prompt"}.get(told.field or "", told.field), told.error)
-    limits = await _in_time(state.engine.limits(TIMEOUT_SECONDS))
+    limits = await state.engine.limits(TIMEOUT_SECONDS)
     counts = [len(ids) for ids in told.token_ids]
     content: dict[str, Any] = {
         "count": counts if batch else counts[0],
@@ -73,22 +70,12 @@ async def detokenize(request: Request) -> Response:
     check_model(body.model, state.model)
     batch = bool(body.tokens) and isinstance(body.tokens[0], list)
     lists: Any = body.tokens if batch else [body.tokens]
-    told = await _ask(state, lambda id_: DecodeReq(id_, lists, body.skip_special_tokens), Decoded)
+    make = lambda id_: DecodeReq(id_, lists, body.skip_special_tokens)  # noqa: E731
+    told = await state.engine.told(make, Decoded, TIMEOUT_SECONDS)
     if told.error is not None:
         raise bad_request("tokens", told.error)
     text = told.texts if batch else told.texts[0]
     return json_response({"prompt": text, "text": text})
-
-
-async def _ask(state: HttpState, make: Callable[[int], TextQuestion], answer: type[A]) -> A:
-    return await _in_time(state.engine.ask(make, answer, TIMEOUT_SECONDS))
-
-
-async def _in_time(answer: Awaitable[A]) -> A:
-    try:
-        return await answer
-    except TimeoutError:
-        raise ApiError(503, f"the tokenizer did not answer within {TIMEOUT_SECONDS:g} s") from None
 
 
 def _card(state: HttpState, name: str, limits: Limits) -> dict[str, Any]:

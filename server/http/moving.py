@@ -91,10 +91,7 @@ class RoleBody(Body):
 async def role(request: Request) -> Response:
     """Change the role, without a restart; what runs goes on, what is cached stays."""
     engine, body = HttpState.of(request).engine, await parse_body(request, RoleBody)
-    try:
-        result = await engine.ask(lambda id_: RoleReq(id_, body.role), RoleResult, ROLE_SECONDS)
-    except TimeoutError:
-        raise ApiError(503, f"the scheduler did not answer within {ROLE_SECONDS:g} s") from None
+    result = await engine.told(lambda id_: RoleReq(id_, body.role), RoleResult, ROLE_SECONDS)
     if result.message:
         raise ApiError(409, result.message)
     return json_response({"role": result.role, "before": result.before})

@@ -151,6 +151,19 @@ class TokenNames:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
+class EnvelopeRenderer:
+    """What the renderers of OpenAI's answers have in common; ``names`` is None where no logprobs are wanted."""
+
+    def __init__(self, envelope: Envelope, names: TokenNames | None) -> None:
+        self._envelope = envelope
+        self._names = names
+
+    @property
+    def created(self) -> int:
+        """Of the envelope."""
+        return self._envelope.created
+
+
 def top_with_own(entry: NamedLogprob) -> list[tuple[int, float, bytes]]:
     """The alternatives of a position, its own token among them; empty for a prompt's first token."""
     if entry.logprob is None:

@@ -110,12 +110,9 @@ async def _write_down(
 ) -> tuple[SessionInfo, int, str]:
     http, caller, now = HttpState.of(request), Caller.of(request.scope), time.time()
     owner, key_name = caller.name, None if caller.is_admin else caller.name
-    try:
-        said = await http.engine.ask(
-            lambda id_: SnapshotReq(id_, wire_rid, with_output, now + ttl, key_name), SnapshotResult, SNAPSHOT_SECONDS
-        )
-    except TimeoutError:
-        raise ApiError(503, f"the scheduler did not answer within {SNAPSHOT_SECONDS:g} s") from None
+    said = await http.engine.told(
+        lambda id_: SnapshotReq(id_, wire_rid, with_output, now + ttl, key_name), SnapshotResult, SNAPSHOT_SECONDS
+    )
     state = said.state
     if state is None:
         raise ApiError(said.status, said.message)

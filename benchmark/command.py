@@ -1,0 +1,27 @@
+"""What all commands of measurements have in common: where they print, and what they end with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from rich.console import Console
+
+from .errors import BenchError, BenchOptionsError
+
+EXIT_FAILED, EXIT_USAGE = 1, 2
+PIPE_COLUMNS = 150
+
+
+def wide_console() -> Console:
+    """For tables: a pipe has no width, and 80 columns would cut them."""
+    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+
+
+def exit_code(name: str, measure: Callable[[], bool | None]) -> int:
+    """Run ``measure``, which says False where something failed that it has told of; other failures are told here."""
+    try:
+        return EXIT_FAILED if measure() is False else 0
+    except (BenchOptionsError, BenchError) as e:
+        print(f"{name}: {e}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(e, BenchOptionsError) else EXIT_FAILED
