@@ -50,7 +50,7 @@ from pdserve.messages.worker import (
 
 LIMIT = limit(10.0)
 PAGE, PAGES = 4096, 9
-QUIET = 0.2
+QUIET = 0.1
 STUB = Path(fake_cuda_driver.__file__).with_name("libcuda_stub.c")
 
 
