@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from .record import PartRecord
 
 TITLES = {"kernels": "Kernels", "server": "Server", "handovers": "Hand-overs and ranks", "bench": "Speed"}
+TITLES |= {"peers": "Beside others"}
 SIGNS = {True: "yes", False: "**no**", None: ""}
 
 

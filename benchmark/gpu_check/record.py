@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-PARTS = ("kernels", "server", "handovers", "bench")
+PARTS = ("kernels", "server", "handovers", "bench", "peers")
 
 
 @dataclass

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from pdserve.benchmark.gpu_check import peers_part
 from pdserve.benchmark.gpu_check.install import wanted
 from pdserve.benchmark.gpu_check.page import render
+from pdserve.benchmark.gpu_check.part import Part
 from pdserve.benchmark.gpu_check.record import PARTS, Finding, PartRecord, Recorder, read_record
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +40,23 @@ def test_an_error_is_a_finding_and_a_part_that_is_cut_off_leaves_what_it_had(tmp
     recorder.finish()
     assert "Ended early" not in render([read_record(path)], "")
     assert "A dry run: no GPU was there" in render([PartRecord("bench", True)], "")
+
+
+def test_a_peer_that_can_not_run_is_no_failure_and_one_that_is_faster_is_told() -> None:
+    part, load = Part(None, torch.device("cpu"), dry_run=False), peers_part.make_load(dry_run=True)
+    rates = {}
+
+    def refuse(part, load):
+        raise peers_part.NotRun("it has none")
+
+    assert peers_part.measure(part, load, "ours", lambda part, load: 2.0, rates).figure == "9 tokens/s, 2.00 s"
+    assert peers_part.measure(part, load, "theirs", refuse, rates).figure == "not run: it has none"
+    assert peers_part.compare(part, rates).ok is None
+    peers_part.measure(part, load, "theirs", lambda part, load: 1.0, rates)
+    assert (peers_part.compare(part, rates).figure, peers_part.compare(part, rates).ok) == (
+        "0.50 times as many tokens a second",
+        False,
+    )
 
 
 def test_wheels_are_asked_for_by_the_names_of_the_project() -> None:
