@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ class SafetensorsWeights(WeightSource):
                         continue
                     tensor = tensors.get_tensor(name)
                     if self._packing is not None:
-                        name, tensor = unpacked(name, tensor, self._packing, lambda other: _read(other, places))
+                        read = partial(_read, places=places, file=file, tensors=tensors)
+                        name, tensor = unpacked(name, tensor, self._packing, read)
                     stored = _mxfp4(name, tensor, places) if name.endswith(BLOCKS) else _plain(tensor)
                     yield from as_ours(self._spec, name, stored)
 
@@ -89,11 +91,12 @@ def packing_of(folder: Path) -> Packing | None:
     return found if isinstance(found, Packing) else None
 
 
-def _read(name: str, places: Mapping[str, Path]) -> Tensor | None:
+def _read(name: str, places: Mapping[str, Path], file: Path, tensors: Any) -> Tensor | None:
+    """``tensors``: of ``file``, which is open, and mostly the one: where there are many experts, opening takes long."""
     if name not in places:
         return None
-    with _opened(places[name]) as tensors:
-        tensor: Tensor = tensors.get_tensor(name)
+    with nullcontext(tensors) if places[name] == file else _opened(places[name]) as own:
+        tensor: Tensor = own.get_tensor(name)
     return tensor
 
 

@@ -43,6 +43,19 @@ def test_what_was_packed_is_read_back(plain: Path, tmp_path: Path, caplog, form:
         assert counts[0] == counts[1]
 
 
+def test_scales_may_lie_in_another_file(plain: Path, tmp_path: Path) -> None:
+    source, exact, stored = packed_checkpoint(plain, tmp_path, "fp8 rows")
+    scales = {name: tensor for name, tensor in stored.items() if name.endswith("scale")}
+    rest = {name: tensor for name, tensor in stored.items() if name not in scales}
+    (source.path / "model.safetensors").unlink()
+    for file, tensors in (("one.safetensors", rest), ("other.safetensors", scales)):
+        save_file(tensors, source.path / file)
+    weight_map = {name: "other.safetensors" if name in scales else "one.safetensors" for name in stored}
+    (source.path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    ours, theirs = load(source)[1], load(exact)[1]
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+
+
 @pytest.mark.parametrize(
     ("form", "ending", "change", "message"),
     [
