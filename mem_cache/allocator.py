@@ -2,6 +2,10 @@
 
 Life of a page: free → (``alloc_extend`` | ``alloc_decode``) in use → ``free`` → free. Page 0 is neither: padded tokens
 write there. A page has one owner (a request or the prefix cache); which one, the allocator does not know.
+
+A pool may become smaller while pages beyond its new end are in use: these count as pages of the smaller pool until they
+are free, when they are nobody's. So ``available_size`` is right from the first moment, and what is handed out lies
+within the new end. It is negative where more is in use than the pool now has.
 """
 
 from __future__ import annotations
@@ -28,11 +32,17 @@ class TokenToKVPoolAllocator(ABC):
         self.size = num_slots
         self.page_size = page_size
         self.num_pages = num_slots // page_size
+        self.most_pages = self.num_pages
+        """What ``resize`` can make it again."""
+        self.beyond = 0
+        """Pages in use behind the pool's end, since it became smaller."""
         self.windows = windows
 
     @abstractmethod
     def available_size(self) -> int:
-        """Slots in free pages. Free slots at the end of a request's last page are not counted: only it can use them."""
+        """Slots in free pages, less what is in use beyond the pool's end. Free slots at the end of a request's last
+        page are not counted: only it can use them.
+        """
 
     @abstractmethod
     def alloc_extend(self, prefix_len: int, seq_len: int, last_slot: int) -> I32 | None:
@@ -61,14 +71,8 @@ class TokenToKVPoolAllocator(ABC):
         """
 
     @abstractmethod
-    def in_use_above(self, num_pages: int) -> int:
-        """How many pages beyond the first ``num_pages`` are in use."""
-
-    @abstractmethod
     def resize(self, num_pages: int) -> None:
-        """Hand out no page but the first ``num_pages`` from now on, up to as many as there were at first; those beyond
-        are free. Raises ``ValueError``.
-        """
+        """Hand out no page but the first ``num_pages`` from now on, 1 to ``most_pages``. Raises ``ValueError``."""
 
     @abstractmethod
     def free_pages(self) -> I32:
@@ -88,7 +92,6 @@ class PagedTokenToKVPoolAllocator(TokenToKVPoolAllocator):
 
     def __init__(self, num_slots: int, page_size: int, windows: WindowPages | None = None) -> None:
         super().__init__(num_slots, page_size, windows)
-        self._most_pages = self.num_pages
         self._stack: I32 = np.arange(self.num_pages, 0, -1, dtype=np.int32)
         self._top = self.num_pages
         self._in_use = np.zeros(self.num_pages + 1, dtype=np.bool_)
@@ -97,7 +100,7 @@ class PagedTokenToKVPoolAllocator(TokenToKVPoolAllocator):
         self._named_at = np.zeros(self.num_pages + 1, dtype=np.int64)
 
     def available_size(self) -> int:
-        return self._top * self.page_size
+        return (self._top - self.beyond) * self.page_size
 
     def alloc_extend(self, prefix_len: int, seq_len: int, last_slot: int) -> I32 | None:
         if not 0 <= prefix_len <= seq_len:
@@ -105,7 +108,7 @@ class PagedTokenToKVPoolAllocator(TokenToKVPoolAllocator):
         tail = min(-prefix_len % self.page_size, seq_len - prefix_len)
         rest = seq_len - prefix_len - tail
         num_new = -(-rest // self.page_size)
-        if num_new > self._top:
+        if num_new > max(0, self._top - self.beyond):
             return None
         slots = np.empty(tail + rest, dtype=np.int32)
         if tail:
@@ -121,7 +124,7 @@ class PagedTokenToKVPoolAllocator(TokenToKVPoolAllocator):
         slots = np.add(last_slots, 1, dtype=np.int32)
         begins_page = (seq_lens - 1) % self.page_size == 0
         num_new = int(np.count_nonzero(begins_page))
-        if num_new > self._top:
+        if num_new > max(0, self._top - self.beyond):
             return None
         misplaced = (slots - seq_lens + 1) % self.page_size != 0
         misplaced &= ~begins_page
@@ -136,8 +139,8 @@ class PagedTokenToKVPoolAllocator(TokenToKVPoolAllocator):
         if not slots.size:
             return
         pages = slots_to_pages(slots, self.page_size)
-        if pages.min() < 1 or pages.max() > self.num_pages:
-            raise InvalidFree(f"pages {pages.min()} … {pages.max()} reach outside the pool's 1 … {self.num_pages}")
+        if pages.min() < 1 or pages.max() > self.most_pages:
+            raise InvalidFree(f"pages {pages.min()} … {pages.max()} reach outside the pool's 1 … {self.most_pages}")
         order = np.arange(pages.size)
         self._named_at[pages] = order
         twice = self._named_at[pages] != order
@@ -149,29 +152,31 @@ class PagedTokenToKVPoolAllocator(TokenToKVPoolAllocator):
         if self.windows is not None:
             self.windows.forget(pages)
         self._in_use[pages] = False
+        if self.beyond:
+            within = pages <= self.num_pages
+            self.beyond -= pages.size - int(np.count_nonzero(within))
+            pages = pages[within]
         # Reversed, so that a request's pages come back in ascending order where they went out so: fewer, longer spans.
         self._stack[self._top : self._top + pages.size] = pages[::-1]
         self._top += pages.size
 
-    def in_use_above(self, num_pages: int) -> int:
-        return int(np.count_nonzero(self._in_use[num_pages + 1 :]))
-
     def resize(self, num_pages: int) -> None:
-        if not 1 <= num_pages <= self._most_pages or self.in_use_above(num_pages):
-            raise ValueError(f"a pool of {self._most_pages} pages can't be one of {num_pages} now")
+        if not 1 <= num_pages <= self.most_pages:
+            raise ValueError(f"a pool of {self.most_pages} pages can't be one of {num_pages}")
         kept = self._stack[: self._top]
         kept = kept[kept <= num_pages]
         # At the bottom, the lowest last: what is new is handed out when all else is.
         more = np.arange(num_pages, self.num_pages, -1, dtype=np.int32)
-        free = np.concatenate((more, kept))
+        free = np.concatenate((more[~self._in_use[more]], kept))
         self._stack[: free.size], self._top = free, free.size
         self.num_pages, self.size = num_pages, num_pages * self.page_size
+        self.beyond = int(np.count_nonzero(self._in_use[num_pages + 1 :]))
 
     def free_pages(self) -> I32:
         return self._stack[: self._top].copy()
 
     def check_invariants(self) -> None:
-        named = np.bincount(self._stack[: self._top], minlength=self._most_pages + 1)
+        named = np.bincount(self._stack[: self._top], minlength=self.most_pages + 1)
         expected = ~self._in_use
         expected[0] = False
         expected[self.num_pages + 1 :] = False
@@ -180,10 +185,12 @@ class PagedTokenToKVPoolAllocator(TokenToKVPoolAllocator):
             page = int(wrong.argmax())
             state = "in use" if self._in_use[page] else "not in use"
             raise InvariantViolation(f"page {page} stands {named[page]} times in the free list and is marked {state}")
+        if (beyond := int(np.count_nonzero(self._in_use[self.num_pages + 1 :]))) != self.beyond:
+            raise InvariantViolation(f"{beyond} pages beyond the pool's end are in use, accounts say {self.beyond}")
 
     def _is_in_use(self, slot: int) -> bool:
         page = slot // self.page_size
-        return 1 <= page <= self.num_pages and bool(self._in_use[page])
+        return 1 <= page <= self.most_pages and bool(self._in_use[page])
 
     def _pop(self, num_pages: int) -> I32:
         """Take that many pages off the stack, which must have them."""

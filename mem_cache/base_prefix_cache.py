@@ -30,7 +30,7 @@ from .window_pages import WindowSpan
 class PrefixMatch(NamedTuple):
     """A cached prefix: its ``slots`` [M] int32 (read-only, M a whole number of pages) and the node that it ends in.
 
-    Valid until the next ``evict``, ``reset``, ``condemn`` or ``move_window``, unless held.
+    Valid until the next ``evict``, ``reset``, ``condemn``, ``withdraw`` or ``move_window``, unless held.
     """
 
     slots: I32
@@ -145,13 +145,20 @@ class BasePrefixCache(ABC):
         on). Pages of it that the cache got from elsewhere meanwhile are freed and replaced in the row: that is
         the ``Rewrite`` returned, None when nothing was replaced. ``tokens[:cached_len]`` must be what was matched or
         cached before. Raises ``StaleHold``, also when ``tokens`` are more than ``kv_len``; nothing is changed then.
-        Nothing is shared of a hold that isn't ``verified``, nor behind a prefix that was condemned.
+        Nothing is shared of a hold that isn't ``verified``, nor behind a prefix that was condemned or withdrawn, nor
+        from a page on that lies beyond the pool's end.
         """
 
     @abstractmethod
     def condemn(self, tokens: I32, extra_key: str = "") -> None:
         """The KV of ``tokens`` [N] is bad, from whichever page on. No request finds any of it any more, nor what begins
         with the same page. The pages go back as soon as no request pins them.
+        """
+
+    @abstractmethod
+    def withdraw(self) -> None:
+        """The pool has become smaller: no request finds pages beyond its end any more, nor what follows them. What
+        nobody pins goes back, the rest as soon as no request pins it.
         """
 
     def cache_finished_req(self, hold: KVHold, tokens: I32) -> None:

@@ -59,6 +59,9 @@ class ChunkCache(BasePrefixCache):
     def condemn(self, tokens: I32, extra_key: str = "") -> None:
         """Nothing is kept, so nothing can be found."""
 
+    def withdraw(self) -> None:
+        """Nothing is kept, so nothing can be found."""
+
     def reset(self) -> int:
         return 0
 

@@ -47,12 +47,20 @@ def hold_claims(holds: Iterable[KVHold], req_to_token: ReqToTokenPool, page_size
 
 
 def check_pages(allocator: TokenToKVPoolAllocator, claims: Sequence[Claim]) -> None:
-    """Free pages and claims together must name each of the pool's pages exactly once."""
+    """Free pages and claims together must name each of the pool's pages exactly once; claims may name, once, pages that
+    it no longer has (``allocator.beyond``).
+    """
     claims = [Claim("free list", allocator.free_pages()), *claims]
     pages = np.concatenate([claim.pages for claim in claims])
-    outside = (pages < 1) | (pages > allocator.num_pages)
+    outside = (pages < 1) | (pages > allocator.most_pages)
     require(not outside.any(), f"page {pages[outside.argmax()]} is claimed and is not in the pool")
-    wrong = np.bincount(pages, minlength=allocator.num_pages + 1)[1:] != 1
+    named = np.bincount(pages, minlength=allocator.most_pages + 1)[1:]
+    expected = np.ones_like(named)
+    expected[allocator.num_pages :] = named[allocator.num_pages :] > 0
+    wrong = named != expected
+    require(
+        int(expected[allocator.num_pages :].sum()) == allocator.beyond, "pages beyond the pool's end are miscounted"
+    )
     if wrong.any():
         page = int(wrong.argmax()) + 1
         owners = [claim.owner for claim in claims for _ in range(int(np.count_nonzero(claim.pages == page)))]
@@ -67,10 +75,15 @@ def check_windows(allocator: TokenToKVPoolAllocator, holds: Sequence[KVHold], re
     if windows is None:
         return
     attached = windows.page_of[windows.page_of != 0]
-    named = np.bincount(np.concatenate([attached, windows.free_pages()]).astype(np.int64), minlength=1)
-    expected = np.ones(windows.num_pages + 1, dtype=np.int64)
+    both = np.concatenate([attached, windows.free_pages()]).astype(np.int64)
+    named = np.bincount(both, minlength=windows.most_pages + 1)
+    expected = np.ones(windows.most_pages + 1, dtype=np.int64)
     expected[0] = 0
+    # Since the pool became smaller.
+    end = windows.num_pages + 1
+    expected[end:] = np.bincount(attached, minlength=windows.most_pages + 1)[end:] > 0
     require(np.array_equal(named, expected), "window pages are not each free or attached to one page")
+    require(int(expected[end:].sum()) == windows.beyond, "window pages beyond the pool's end are miscounted")
     require(not windows.page_of[allocator.free_pages()].any(), "a free page has a window page")
     uses = np.zeros_like(windows.page_of)
     for hold in holds:
@@ -80,6 +93,7 @@ def check_windows(allocator: TokenToKVPoolAllocator, holds: Sequence[KVHold], re
     require(np.array_equal(uses, windows.uses()), "the uses of window pages are not those of the holds' spans")
     require(bool(windows.page_of[uses > 0].all()), "a page in a request's window has no window page")
     idle = np.flatnonzero((windows.page_of != 0) & (uses == 0)).tolist()
+    require(not (windows.page_of[idle] >= end).any(), "an idle window page lies beyond the pool's end")
     require(sorted(windows.idle_pages()) == idle, "idle window pages are not those that are attached and unused")
     committed = sum(hold.window.committed for hold in holds)
     require(committed == windows.committed <= windows.num_pages, f"{committed} window pages are promised")

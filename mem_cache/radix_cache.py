@@ -4,7 +4,8 @@ Life of a node: inserted as a leaf (by ``insert``, or by a request that shares i
 when a prefix parts inside it (the old node stays the lower part, so whoever ends in it still does) → locked while a
 request pins it or a descendant → unlocked leaf → trimmed from its end or evicted; then its parent may be a leaf.
 
-What was condemned hangs, as far as it is locked, below a root of its own, where no walk begins, until nobody pins it.
+What was condemned or withdrawn stays, as far as it is locked, where it is, under a name that no walk follows, until
+nobody pins it: it is *hidden*.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ class RadixCache(BasePrefixCache):
         self._events = events
         self._page_bytes = self.page_size * TOKEN_BYTES
         self._root = make_root()
-        self._condemned = make_root()
-        self._condemned_tops = 0
+        self._hidden: set[TreeNode] = set()
+        self._times_hidden = 0
         self._heap = EvictionHeap(priority)
         self._now = 0
         self._evictable = 0
@@ -127,21 +128,21 @@ class RadixCache(BasePrefixCache):
 
     def inc_lock_ref(self, node: TreeNode) -> None:
         path = list(node.path_up())
-        if path[-1] is not self._root:
+        if path[-1] is not self._root or self._hidden_top(path) is not None:
             raise UnbalancedLock("a node that has left the tree can't be locked")
         self._lock(path)
 
     def dec_lock_ref(self, node: TreeNode) -> None:
         path = list(node.path_up())
-        if path[-1] not in (self._root, self._condemned) or node.lock_ref == 0:
+        if path[-1] is not self._root or node.lock_ref == 0:
             raise UnbalancedLock("unlocked more often than locked")
         for n in path:
             n.lock_ref -= 1
             if n.lock_ref == 0:
                 self._protected -= n.num_tokens
                 self._evictable += n.num_tokens
-        if path[-1] is self._condemned:
-            self._drop_unlocked(self._condemned)
+        if (top := self._hidden_top(path)) is not None:
+            self._drop_hidden(top)
         elif node.is_evictable:
             self._heap.push(node)
 
@@ -167,7 +168,8 @@ class RadixCache(BasePrefixCache):
     def hold(self, row: int, match: PrefixMatch, extra_key: str, priority: int = 0) -> KVHold:
         path = list(match.node.path_up())
         matched = match.slots.size
-        if path[-1] is not self._root or sum(node.num_tokens for node in path) != matched:
+        is_found = path[-1] is self._root and self._hidden_top(path) is None
+        if not is_found or sum(node.num_tokens for node in path) != matched:
             raise StaleMatch(f"a match of {matched} tokens was evicted before it was held")
         self._lock(path)
         self._raise_priority(path[:-1], priority)
@@ -182,10 +184,11 @@ class RadixCache(BasePrefixCache):
         require_live(hold)
         if len(tokens) > hold.kv_len:
             raise StaleHold(f"{len(tokens)} tokens can't have KV in {hold.kv_len} slots")
-        start, end = hold.cached_len, floor_to_page(len(tokens), self.page_size)
-        if end <= start or not hold.verified or self._is_condemned(hold):
-            return None
         row = self.req_to_token.table[hold.row]
+        start, end = hold.cached_len, floor_to_page(len(tokens), self.page_size)
+        end = start + self._within(row[start:end])
+        if end <= start or not hold.verified or (self._hidden and self._hidden_top(hold.node.path_up()) is not None):
+            return None
         # The walk starts at the hold's node, so a chunk costs what it is long, not what the prompt is long.
         key = self._key(tokens[start:end])
         path = self._walk(hold.node, key, hold.extra_key)
@@ -207,41 +210,84 @@ class RadixCache(BasePrefixCache):
 
     def condemn(self, tokens: I32, extra_key: str = "") -> None:
         key = self._key(tokens)
-        top = self._root.children.pop(self._edge(self._root, key, 0, extra_key), None) if key else None
-        if top is None:
-            return
+        top = self._root.children.get(self._edge(self._root, key, 0, extra_key)) if key else None
+        if top is not None:
+            self._hide(top)
+
+    def withdraw(self) -> None:
+        tops, stack = [], [self._root]
+        while stack:
+            node = stack.pop()
+            if self._within(node.slots) < node.num_tokens:
+                tops.append(node)
+            else:
+                stack += [child for child in node.children.values() if child not in self._hidden]
+        for top in tops:
+            if within := self._within(top.slots):
+                self._split(top, within * TOKEN_BYTES)
+            if self._listener is not None:
+                for node in top.subtree():
+                    if node.lock_ref == 0 and node not in self._hidden:
+                        self._listener.leaving(self.hashes_of(node), node.slots[:: self.page_size] // self.page_size)
+            self._hide(top)
+
+    def _within(self, slots: I32) -> int:
+        """How many of ``slots`` (whole pages) come before the first that lies beyond the pool's end."""
+        if not self.allocator.beyond:
+            return slots.size
+        beyond = slots >= (self.allocator.num_pages + 1) * self.page_size
+        return int(beyond.argmax()) if beyond.any() else slots.size
+
+    def _hide(self, top: TreeNode) -> None:
+        """Let no walk find ``top`` or what is below it; what no request pins goes back."""
         if self._events is not None:
             for node in top.subtree():
-                self._events.removed(self.hashes_of(node))
-        # Of one prefix there may be several.
-        self._condemned_tops += 1
-        top.edge = self._condemned_tops.to_bytes(8) + top.key[: self._page_bytes]
-        top.parent = self._condemned
-        # Whoever pins a node pins the root above it, whichever that is.
-        self._root.lock_ref -= top.lock_ref
-        self._condemned.lock_ref += top.lock_ref
-        self._condemned.children[top.edge] = top
-        self._drop_unlocked(self._condemned)
+                if self._hidden_top(node.path_up()) is None:
+                    self._events.removed(self.hashes_of(node))
+        parent = top.parent
+        assert parent is not None
+        del parent.children[top.edge]
+        # Of one prefix there may be several. No namespace begins so, nor has a page that many bytes.
+        self._times_hidden += 1
+        top.edge = b"\xff" + self._times_hidden.to_bytes(8) + top.key[: self._page_bytes]
+        parent.children[top.edge] = top
+        self._hidden.add(top)
+        self._drop_hidden(top)
+
+    def _hidden_top(self, path: Iterable[TreeNode]) -> TreeNode | None:
+        """The topmost hidden node of a path that leads up."""
+        found = [node for node in path if node in self._hidden] if self._hidden else []
+        return found[-1] if found else None
+
+    def _drop_hidden(self, top: TreeNode) -> None:
+        parent = top.parent
+        assert parent is not None
+        self._drop([node for node in top.subtree() if self._is_loose(node, top)])
+        if top.parent is None and parent.is_evictable:
+            self._heap.push(parent)
 
     def reset(self) -> int:
-        return self._drop_unlocked(self._root)
-
-    def _drop_unlocked(self, root: TreeNode) -> int:
-        """Take all that no request pins out from under ``root``; returns how many tokens that was."""
-
-        def is_top(node: TreeNode) -> bool:
-            """Unlocked, and its parent stays."""
-            parent = node.parent
-            return node.lock_ref == 0 and parent is not None and (parent is root or parent.lock_ref > 0)
-
-        tops = [node for node in root.subtree() if is_top(node)]
-        if self._events is not None and root is self._root:
+        tops = [
+            node for child in self._root.children.values() for node in child.subtree() if self._is_loose(node, child)
+        ]
+        if self._events is not None:
             self._tell_dropped(self._events, tops)
+        return self._drop(tops)
+
+    def _is_loose(self, node: TreeNode, top: TreeNode) -> bool:
+        """Whether no request pins it, and its parent stays, or it is ``top``."""
+        return node.lock_ref == 0 and (node is top or (node.parent is not None and node.parent.lock_ref > 0))
+
+    def _drop(self, tops: list[TreeNode]) -> int:
+        """Take these, which no request pins, and what is below them out of the tree; returns how many tokens it was."""
+        if not tops:
+            return 0
         freed = []
         for top in tops:
             assert top.parent is not None
             del top.parent.children[top.edge]
             for node in top.subtree():
+                self._hidden.discard(node)
                 node.parent = None
                 node.children = {}
                 self._evictable -= node.num_tokens
@@ -256,15 +302,12 @@ class RadixCache(BasePrefixCache):
             return slots.size
         return windows.usable(slots[:: self.page_size] // self.page_size) * self.page_size
 
-    def _is_condemned(self, hold: KVHold) -> bool:
-        *_, root = hold.node.path_up()
-        return root is self._condemned
-
     def check_invariants(self, holds: Iterable[KVHold]) -> None:
         holds = list(holds)
-        pinned = list(self._condemned.subtree())[1:]
-        require(all(node.lock_ref for node in pinned), "a condemned prefix that no request pins was kept")
-        nodes = [*self._root.subtree(), *pinned]
+        hidden = [node for top in self._hidden for node in top.subtree()]
+        require(all(node.lock_ref for node in hidden), "a hidden prefix that no request pins was kept")
+        nodes = list(self._root.subtree())
+        require(self._hidden <= set(nodes), "a hidden prefix has left the tree and is remembered")
         for node in nodes:
             self._check_node(node)
         slots = np.concatenate([node.slots for node in nodes])
@@ -276,7 +319,7 @@ class RadixCache(BasePrefixCache):
         check_pages(self.allocator, claims)
         check_windows(self.allocator, holds, self.req_to_token)
         locks = {node: node.lock_ref for node in nodes}
-        check_holds(holds, self.req_to_token, locks | {self._condemned: self._condemned.lock_ref})
+        check_holds(holds, self.req_to_token, locks)
         evictable = sum(node.num_tokens for node in nodes if node.lock_ref == 0)
         protected = sum(node.num_tokens for node in nodes if node.lock_ref)
         counted, kept = (evictable, protected), (self._evictable, self._protected)
@@ -424,7 +467,7 @@ class RadixCache(BasePrefixCache):
             self._events.removed(self.hashes_of(leaf)[-pages:])
 
     def _tell_dropped(self, events: TreeEvents, tops: list[TreeNode]) -> None:
-        if all(child.lock_ref == 0 for child in self._root.children.values()):
+        if all(child.lock_ref == 0 or child in self._hidden for child in self._root.children.values()):
             events.cleared()
             return
         for top in tops:

@@ -15,7 +15,7 @@ NO_SLOTS.setflags(write=False)
 
 class TreeNode:
     """One run. ``edge`` is its name in ``parent.children``: its first page's bytes, below the root after a namespace
-    (or, where it was condemned, a number).
+    (or, where it is hidden, a number before it, which is no namespace).
 
     ``key`` is the run's int32 tokens as bytes, because a compare in place is then one ``memcmp``. ``slots``
     [len(key) / 4] is read-only. ``lock_ref`` counts the requests that pin the node, so it never grows from parent

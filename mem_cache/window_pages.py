@@ -23,6 +23,9 @@ which no token of it sees any more. A full page whose prefix is cached may be in
 Nobody runs short in the middle: each hold is *promised* what the next token needs, wherever it stands, and longer spans
 are given out of what is not promised, which for the sake of them is never all. The sum of max(promised, span) never
 exceeds the pool.
+
+The pool may become smaller (``resize``): what lies beyond its end then goes as soon as no span has it. As no more is
+promised than is left, there is a page within the end for whoever takes one meanwhile.
 """
 
 from __future__ import annotations
@@ -69,8 +72,13 @@ class WindowPages:
         self.window = window
         self.page_size = page_size
         self.num_pages = num_slots // page_size
+        self.most_pages = self.num_pages
+        """What ``resize`` can make it again."""
+        self.beyond = 0
+        """Pages behind the pool's end that a span has, since it became smaller."""
         self.reach = -(-(window - 1) // page_size)
         """Pages that a token at the beginning of one sees before it."""
+        self._most_full_pages = num_full_pages
         self.most = min(self.reach + 1, num_full_pages)
         """Pages that any request is promised."""
         if self.num_pages < self.most:
@@ -87,6 +95,32 @@ class WindowPages:
         self._promised = 0
         self.kept = 0
         """Spans that a hand-over reads."""
+
+    def pages_for(self, num_full_pages: int) -> int:
+        """How large the pool is beside so many full pages: of the same share, but for the windows of two requests (one
+        that computes here, and one whose KV lands) and what may be computed at a time.
+        """
+        share = -(-self.most_pages * num_full_pages // self._most_full_pages)
+        least = 2 * self.most + self._slack
+        return min(max(share, least), self.most_pages)
+
+    def can_resize(self, num_full_pages: int) -> bool:
+        """Whether all that is promised, or used, would find room."""
+        return self._committed <= self.pages_for(num_full_pages)
+
+    def resize(self, num_full_pages: int) -> None:
+        """Have ``pages_for`` so many full pages from now on; not below what ``can_resize`` allows. What nobody uses
+        beyond that is gone; what is used counts as ``beyond`` until no span has it.
+        """
+        before, self.num_pages = self.num_pages, self.pages_for(num_full_pages)
+        idle = [page for page in self._idle if self.page_of[page] > self.num_pages]
+        for page in idle:
+            self._detach(page)
+        attached = set(self.page_of[self.page_of > min(before, self.num_pages)].tolist())
+        self.beyond = sum(page > self.num_pages for page in attached)
+        # At the bottom, the lowest last: what is new is handed out when all else is.
+        more = [page for page in range(self.num_pages, before, -1) if page not in attached]
+        self._free = [*more, *(page for page in self._free if page <= self.num_pages)]
 
     # --- spans ---
 
@@ -130,7 +164,7 @@ class WindowPages:
         """The first pages of a span, ``pages``, leave it."""
         self._uses[pages] -= 1
         for page in pages[self._uses[pages] == 0].tolist():
-            self._idle[page] = None
+            self._rest(page)
         self._resize(span, span.begin + len(pages), span.end)
 
     def skip(self, span: WindowSpan, first: int) -> None:
@@ -213,7 +247,7 @@ class WindowPages:
                 window_page = self._detach(own, keep=True)
                 self._attach(cached, window_page)
                 if idle:
-                    self._idle[cached] = None
+                    self._rest(cached)
             if span.begin <= i < span.end:
                 if not self._uses[cached]:
                     self._idle.pop(cached, None)
@@ -249,7 +283,7 @@ class WindowPages:
     def usage(self) -> dict[str, int]:
         """Tokens: all, free, idle, in use."""
         total, free, idle = self.num_pages * self.page_size, self.available_size(), self.idle_size()
-        used = total - free - idle
+        used = total - free - idle + self.beyond * self.page_size
         return {"window_total": total, "window_free": free, "window_cached": idle, "window_in_use": used}
 
     def free_pages(self) -> list[int]:
@@ -279,8 +313,16 @@ class WindowPages:
         span.begin, span.end = begin, end
         self._committed += span.committed - before
 
+    def _rest(self, page: int) -> None:
+        """A full page's window page is in no span any more."""
+        if self.page_of[page] > self.num_pages:
+            self._detach(page)
+        else:
+            self._idle[page] = None
+
     def _attach(self, page: int, window_page: int) -> None:
         self.page_of[page] = window_page
+        self.beyond += window_page > self.num_pages
         self._changed[page] = None
 
     def _detach(self, page: int, *, keep: bool = False) -> int:
@@ -289,6 +331,7 @@ class WindowPages:
         self.page_of[page] = 0
         self._changed[page] = None
         self._idle.pop(page, None)
-        if not keep:
+        self.beyond -= window_page > self.num_pages
+        if not keep and window_page <= self.num_pages:
             self._free.append(window_page)
         return window_page

@@ -65,8 +65,8 @@ class MemoryChanged(Message):
 
 
 class MemoryUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a worker's memory is when it has started, in bytes, but for ``tokens``, ``window_tokens`` and
-    ``full_requests``: how many requests of the longest context fit at a time.
+    """Where a worker's memory is when it has started, in bytes, but for ``tokens``, ``window_tokens``, what the pool
+    can grow to (``limit_tokens``) and ``full_requests``: how many requests of the longest context fit at a time.
 
     ``rest``: of this process (of an accelerator: of all processes) beside weights and pools. ``host_tier``: reserved,
     and taken as it is used, as a CPU's pools are.
@@ -82,6 +82,7 @@ class MemoryUse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: int = 0
     window_tokens: int = 0
     full_requests: float = 0.0
+    limit_tokens: int = 0
 
 
 class Unreleasable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,8 +93,8 @@ class Unreleasable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResizeReq(Message):
-    """HTTP → scheduler: have a KV pool of this many tokens, of those that there were at the start. ``wait_s``: seconds
-    for requests that use pages at the end to be over.
+    """HTTP → scheduler: have a KV pool of this many tokens, of those that are reserved. ``wait_s``: seconds for
+    requests that use pages at the end to be over.
     """
 
     id: int
@@ -102,19 +103,33 @@ class ResizeReq(Message):
 
 
 class ResizeResult(Message):
-    """``status``: as of HTTP, with the reason unless it is 200. Tokens, whole pages of them: now, and before."""
+    """``status``: as of HTTP, with the reason unless it is 200. Tokens, whole pages of them: now, and before.
+
+    ``freed``: bytes that went back to the system.
+    """
 
     id: int
     status: int
     max_total_tokens: int
     before: int
     message: str = ""
+    freed: int = 0
 
 
 class TrimPool(Message):
-    """Scheduler → worker: pages from ``first`` on are nobody's; their memory can go. No answer."""
+    """Scheduler → worker: pages from ``first`` on are nobody's, nor window pages from ``first_window`` on (0: there are
+    none); their memory can go. Answer: ``PoolTrimmed``, before which none of them is used again.
+    """
 
     first: int
+    first_window: int = 0
+
+
+class PoolTrimmed(Message):
+    """Worker → scheduler: done; ``nbytes`` went back to the system. ``error``: why none did."""
+
+    nbytes: int
+    error: str = ""
 
 
 MemoryCommand = ReleaseMemory | ResumeMemory

@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from .base import HandoverId, Message
 from .kv_debug import HashPages, PagesHashed
-from .memory import MemoryChanged, MemoryCommand, MemoryUse, TrimPool, Unreleasable
+from .memory import MemoryChanged, MemoryCommand, MemoryUse, PoolTrimmed, TrimPool, Unreleasable
 from .outputs import TokenLogprob
 from .tiers import TierCommand, TierEvent
 
@@ -140,8 +140,10 @@ class WorkerReady(Message):
     """Worker → scheduler: the model is loaded. ``fingerprint`` identifies the weights (equal weights, equal value).
 
     ``max_total_tokens``: slots that may be handed out (page 0 excluded), a multiple of the page size.
+    ``limit_tokens``: the same of what the pools are reserved for, and may grow to; 0: no more.
     ``host_pages``: of the second tier, 0 where there is none.
-    ``max_window_tokens``: the same of the group whose pages go back behind a window, 0 where there is none.
+    ``max_window_tokens``: the same of the group whose pages go back behind a window, 0 where there is none, as far as
+    they are reserved.
     ``backend_metadata``: opaque address of this worker's transfer backend, for the peer's ``ConnectPeer``.
     ``load_seconds``: what start-up spent where. ``measured``: steps of several sizes, from which the time of the first
     request's can be foreseen. ``step_weight_bytes``: what a decode step reads of weights, 0 where unknown.
@@ -163,6 +165,7 @@ class WorkerReady(Message):
     machine: MachineUse = MachineUse()
     max_window_tokens: int = 0
     host_pages: int = 0
+    limit_tokens: int = 0
     unreleasable: list[Unreleasable] = []
     memory: MemoryUse = MemoryUse()
 
@@ -289,7 +292,7 @@ class StepResult(Message):
 
 class RankLoaded(Message):
     """Another rank → the lead of its host: its weights are loaded, and take so many bytes; or it has done what a
-    ``MemoryCommand`` says, or has not (``error``).
+    ``MemoryCommand`` or ``TrimPool`` says, or has not (``error``).
     """
 
     rank: int
@@ -450,5 +453,5 @@ PeerCommand = AdmitPeer | ConnectPeer | DisconnectPeer
 PeerEvent = PeerAdmitted | PeerConnected | PeerFailed | PeerLinkDown
 TransferEvent = PeerEvent | SendEnded | PagesVerified
 WorkerCommand = ForwardStep | SendCommand | TierCommand | MemoryCommand | TrimPool | HashPages
-WorkerEvent = WorkerReady | StepResult | TransferEvent | TierEvent | MemoryChanged | PagesHashed
-FollowerCommand = RankSetup | ForwardStep | CaptureGraphs | MemoryCommand
+WorkerEvent = WorkerReady | StepResult | TransferEvent | TierEvent | MemoryChanged | PoolTrimmed | PagesHashed
+FollowerCommand = RankSetup | ForwardStep | CaptureGraphs | MemoryCommand | TrimPool

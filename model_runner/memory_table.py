@@ -17,6 +17,8 @@ def memory_use(model: ModelRunner, host_tier: int) -> MemoryUse:
     """Of a loaded model, whose steps have run; ``host_tier``: bytes of a second tier."""
     memory, used = model.hardware.memory(), model.hardware.used()
     pools = [pool.data.nbytes for pool in model.pools]
+    # What the first may grow by takes no memory before it does.
+    pools[0] -= (model.limit_tokens - model.max_total_tokens) // model.page_size * model.layout.groups[0].page_bytes
     # A CPU's pools are only reserved yet.
     taken = model.weight_bytes + (0 if model.device.type == "cpu" else sum(pools))
     return MemoryUse(
@@ -28,6 +30,7 @@ def memory_use(model: ModelRunner, host_tier: int) -> MemoryUse:
         total=memory.total,
         free=memory.free,
         tokens=model.max_total_tokens,
+        limit_tokens=model.limit_tokens,
         window_tokens=model.max_window_tokens,
         full_requests=full_requests(
             model.layout, model.context_length, model.max_total_tokens, model.max_window_tokens
@@ -57,9 +60,10 @@ def full_requests(layout: KVLayout, context_length: int, tokens: int, window_tok
 def table(use: MemoryUse, layout: KVLayout, context_length: int, weights: str) -> list[str]:
     """Lines for a log; ``weights`` says what they are."""
     where = f"{use.tokens} tokens of {layout.groups[0].page_bytes / layout.page_size / KIB:.4g} KiB"
+    limit = f", up to {use.limit_tokens} of them" if use.limit_tokens > use.tokens else ""
     rows = [
         ("weights", use.weights, weights),
-        ("KV pool", use.kv_pool, f"{where}, in pages of {layout.page_size}"),
+        ("KV pool", use.kv_pool, f"{where}, in pages of {layout.page_size}{limit}"),
     ]
     group = layout.window_group
     if group is not None:

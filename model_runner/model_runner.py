@@ -44,7 +44,7 @@ from .loader.open_packed import Quantization, choose_quantization, open_packed
 from .loader.quantized_blocks import BlockSource, has_whole_blocks
 from .models.decoder import Decoder
 from .placement import SPIN_US
-from .pool_size import PoolRequest, WindowRequest, choose_max_total_tokens, choose_pool_tokens, layers_apart, piece_of
+from .pool_size import choose_pools, layers_apart
 from .step_plan import begun_tokens
 from .tensor_parallel.group import alone
 from .transformers_model.refusals import refuse_for_transformers
@@ -74,7 +74,8 @@ class ModelRunner:
 
     Attributes: ``implementation``, ``spec`` (None where transformers' own class computes), ``context_length`` and
     ``vocab_size`` (tokens), ``device``, ``dtype`` (weights and activations), ``quantization`` (what "auto" came to),
-    ``layout``, ``max_total_tokens`` (slots to hand out, page 0 excluded), ``num_slots`` (all of them), ``page_size``,
+    ``layout``, ``max_total_tokens`` (slots to hand out at first, page 0 excluded; ``limit_tokens``: what they may
+    become), ``num_slots`` (all that are reserved), ``page_size``,
     ``pool``, ``kv_region`` (its memory as one buffer; None on an accelerator), ``window_pool`` (of layers whose pages
     go back behind a window, None where there are none) and its ``window_region``, ``max_window_tokens`` and
     ``num_window_pages`` (of that, without and with page 0; else 0), ``fingerprint``, ``attention_backend`` (its name),
@@ -385,7 +386,7 @@ class ModelRunner:
         self.kv_region: KVRegion | None = None
         self.window_pool: KVPool | None = None
         self.window_region: KVRegion | None = None
-        self.num_window_pages = 0
+        self.num_window_pages = self.max_total_tokens = 0
         self._exchange: NativeRanks | None = None
         heads = None
         is_shared = options.disaggregation_transfer_backend == "shm"
@@ -419,7 +420,8 @@ class ModelRunner:
             buffer = None if self.window_region is None else self.window_region.buffer
             self.window_pool = make_pool(layout, self.num_window_pages, self.device, buffer, group=1)
         self.max_window_tokens = max(0, self.num_window_pages - 1) * options.page_size
-        self.max_total_tokens, self.num_slots = (num_pages - 1) * options.page_size, num_pages * options.page_size
+        self.limit_tokens, self.num_slots = (num_pages - 1) * options.page_size, num_pages * options.page_size
+        self.max_total_tokens = min(self.max_total_tokens or self.limit_tokens, self.limit_tokens)
 
     @property
     def pools(self) -> list[KVPool]:
@@ -427,24 +429,13 @@ class ModelRunner:
         return [self.pool] if self.window_pool is None else [self.pool, self.window_pool]
 
     def _choose_pages(self, options: ServerOptions, weight_bytes: int) -> int:
-        """With page 0, beside weights that are loaded."""
-        request = PoolRequest(
-            options.max_total_tokens,
-            options.mem_fraction_static,
-            options.page_size,
-            options.max_running_requests * (self.context_length + options.page_size - 1),
+        """To reserve, with page 0, beside weights that are loaded; ``max_total_tokens``: what is handed out of them."""
+        memory, kind = self.hardware.memory(), self.device.type
+        self.max_total_tokens, reserved = choose_pools(
+            options, self.layout, self.context_length, weight_bytes, memory, kind
         )
-        memory, group = self.hardware.memory(), self.layout.window_group
-        if group is not None:
-            ratio, rows = options.swa_full_tokens_ratio, options.max_running_requests
-            piece = piece_of(options, self.device.type)
-            windows = WindowRequest(group.window, self.context_length, piece, rows, ratio)
-            bytes_of = (self.layout.groups[0].page_bytes, group.page_bytes)
-            sizes = choose_pool_tokens(request, windows, bytes_of, weight_bytes, memory, self.device.type)
-            self.num_window_pages = sizes.windowed // options.page_size + 1
-            return sizes.kept // options.page_size + 1
-        tokens = choose_max_total_tokens(request, self.layout.page_bytes, weight_bytes, memory, self.device.type)
-        return tokens // options.page_size + 1
+        self.num_window_pages = reserved.windowed // options.page_size + 1 if reserved.windowed else 0
+        return reserved.kept // options.page_size + 1
 
     def _room(self, options: ServerOptions) -> ExchangeRoom | None:
         """For the longest pass there can be."""

@@ -23,8 +23,10 @@ from ..messages.memory import (
     MemoryChanged,
     MemoryCommand,
     MemoryTag,
+    PoolTrimmed,
     ReleaseMemory,
     ResumeMemory,
+    TrimPool,
     Unreleasable,
 )
 from ..model_files.errors import ModelError
@@ -63,6 +65,8 @@ class Occupation:
         self._steps = steps
         self._prefault = prefault
         self._released: set[MemoryTag] = set()
+        self._window_bytes = 0 if model.window_region is None else model.window_region.nbytes
+        """Of the pool behind windows, what is used."""
 
     def obey(self, command: MemoryCommand) -> MemoryChanged:
         """Do as told. Where memory can't be had again, all of it is away as before; should the system not take some
@@ -108,15 +112,26 @@ class Occupation:
             self._steps.capture_graphs()
         return error or (errors[0] if errors else "")
 
-    def trim(self, first_page: int) -> None:
+    def trim(self, command: TrimPool) -> PoolTrimmed:
         """Pages from this one on are nobody's: their memory goes. Where they are used again it comes as zeros."""
-        region, page_bytes = self._model.kv_region, self._model.layout.groups[0].page_bytes
-        if region is not None:
-            try:
-                region.give_back(first_page * page_bytes)
-            except TransferError as e:
-                log.warning("%s", e)
-            self._prefault.trim(min(first_page * page_bytes, region.nbytes))
+        model, used, error = self._model, self._model.hardware.used(), ""
+        if self._lead is not None:
+            # They first: until they know of it they may commit what they share with this one.
+            self._lead.tell(command)
+            self._lead.answers()
+        groups = model.layout.groups
+        try:
+            if (region := model.kv_region) is not None:
+                end = min(command.first * groups[0].page_bytes, region.nbytes)
+                self._prefault.trim(end)
+                region.give_back(end)
+            if (region := model.window_region) is not None:
+                self._window_bytes = min(command.first_window * groups[1].page_bytes, region.nbytes)
+                region.give_back(self._window_bytes)
+        except TransferError as e:
+            error = str(e)
+            log.warning("%s", error)
+        return PoolTrimmed(max(0, used - model.hardware.used()), error)
 
     @property
     def released(self) -> list[MemoryTag]:
@@ -178,6 +193,7 @@ class Occupation:
         model = self._model
         # What a smaller pool (/kv/resize) does without is not taken again.
         pool_bytes = sum(pool.data.nbytes for pool in model.pools) - self._prefault.trimmed
+        pool_bytes -= 0 if model.window_region is None else model.window_region.nbytes - self._window_bytes
         # On a host they take theirs from one memory, on devices each from its own.
         ranks = 1 if self._lead is None or model.hardware.beside else len(self._lead.followers) + 1
         needed = sum(model.weight_bytes * ranks if tag == "weights" else pool_bytes for tag in tags)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from ..messages.worker import KVLayout
+from ..model_files.errors import UnsupportedModel
 from ..model_files.spec import AttentionSpec, ModelSpec
 from ..runtime.machine.memory import Memory
 from ..runtime.options import ServerOptions
@@ -20,6 +22,8 @@ USUAL_PIECE = {"cuda": 2048, "cpu": 512}
 """Tokens of a prompt that a step computes at most where the options don't say."""
 # Of what is free on a host, this much stays for activations, the other processes and everyone else.
 HOST_RESERVE = 0.1
+ANY_MEMORY = Memory(1 << 62, 1 << 62)
+"""Of addresses there are enough."""
 
 
 class PoolRequest(NamedTuple):
@@ -44,10 +48,17 @@ class WindowRequest(NamedTuple):
 
 
 class PoolTokens(NamedTuple):
-    """Slots to hand out: of the pool that keeps all tokens, and of the one behind a window."""
+    """Slots to hand out: of the pool that keeps all tokens, and of the one behind a window, 0 where there is none."""
 
     kept: int
     windowed: int
+
+
+class PoolSizes(NamedTuple):
+    """``tokens``: slots to hand out at first, of those that are ``reserved``."""
+
+    tokens: int
+    reserved: PoolTokens
 
 
 def layers_apart(options: ServerOptions, spec: ModelSpec) -> dict[int, int]:
@@ -73,6 +84,31 @@ def windows_ratio(window: int, context_length: int, page_size: int) -> float:
     pages many short requests, which never leave their first window, would find much less room than in a single pool.
     """
     return min(1.0, (window + page_size) / min(4 * window, context_length))
+
+
+def choose_pools(
+    options: ServerOptions, layout: KVLayout, context_length: int, weight_bytes: int, memory: Memory, device_type: str
+) -> PoolSizes:
+    """For a model of that layout, beside weights that are loaded. Raises ``ModelError``."""
+
+    def choose(request: PoolRequest, memory: Memory) -> PoolTokens:
+        if (group := layout.window_group) is None:
+            return PoolTokens(choose_max_total_tokens(request, layout.page_bytes, weight_bytes, memory, device_type), 0)
+        piece, ratio = piece_of(options, device_type), options.swa_full_tokens_ratio
+        windows = WindowRequest(group.window, context_length, piece, options.max_running_requests, ratio)
+        page_bytes = (layout.groups[0].page_bytes, group.page_bytes)
+        return choose_pool_tokens(request, windows, page_bytes, weight_bytes, memory, device_type)
+
+    most = options.max_running_requests * (context_length + options.page_size - 1)
+    request = PoolRequest(options.max_total_tokens, options.mem_fraction_static, options.page_size, most)
+    first = choose(request, memory)
+    limit = options.max_total_tokens_limit
+    if limit is None or limit < first.kept + options.page_size:
+        return PoolSizes(first.kept, first)
+    if device_type != "cpu":
+        raise UnsupportedModel(f"--max-total-tokens-limit: a pool in {device_type} memory can't grow; leave it out")
+    # Addresses, of which as many are used as there is memory for when it comes to that.
+    return PoolSizes(first.kept, choose(request._replace(max_total_tokens=limit), ANY_MEMORY))
 
 
 def choose_pool_tokens(

@@ -149,7 +149,7 @@ def serve_frame(receiver: Receiver[WorkerCommand], events: Sender, worker: Worke
         elif isinstance(command, MemoryCommand):
             events.send(worker.occupation.obey(command))
         elif isinstance(command, TrimPool):
-            worker.occupation.trim(command.first)
+            events.send(worker.occupation.trim(command))
         elif isinstance(command, TierCommand):
             assert worker.tiers is not None
             copied = worker.tiers.obey(command)
@@ -240,6 +240,7 @@ def _ready_message(worker: Worker) -> WorkerReady:
         context_length=model.context_length,
         max_total_tokens=model.max_total_tokens,
         max_window_tokens=model.max_window_tokens,
+        limit_tokens=model.limit_tokens,
         layout=model.layout,
         device=str(model.device),
         attention_backend=model.attention_backend,

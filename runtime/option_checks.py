@@ -175,12 +175,29 @@ def _memory(options: ServerOptions) -> Iterator[str]:
         yield f"--page-size is {page_size}: it must be a power of two, 1 to {MAX_PAGE_SIZE}"
     if options.max_total_tokens is not None and options.max_total_tokens < max(page_size, 1):
         yield f"--max-total-tokens is {options.max_total_tokens}: the pool must hold at least one page ({page_size})"
+    yield from _pool_limit(options)
     fraction = options.mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
         yield f"--mem-fraction-static is {fraction}: it is a share of the memory, between 0 and 1"
     ratio = options.swa_full_tokens_ratio
     if ratio is not None and not 0 < ratio <= 1:
         yield f"--swa-full-tokens-ratio is {ratio}: it is a share of the tokens, above 0 and at most 1"
+
+
+def _pool_limit(options: ServerOptions) -> Iterator[str]:
+    limit = options.max_total_tokens_limit
+    if limit is None:
+        return
+    if limit < max(options.max_total_tokens or 0, options.page_size):
+        yield f"--max-total-tokens-limit is {limit}: what the pool may grow to is no less than what it begins with"
+    if options.nnodes > 1:
+        yield "--max-total-tokens-limit: the pools of ranks on several hosts (--nnodes) keep their size; leave it out"
+    backend = options.disaggregation_transfer_backend
+    if options.hands_over and backend in ("nixl", "mooncake"):
+        yield (
+            f"--max-total-tokens-limit: {backend} registers the whole pool's memory at once; leave it out, or use "
+            "--disaggregation-transfer-backend tcp or shm"
+        )
 
 
 def _schedule(options: ServerOptions) -> Iterator[str]:

@@ -117,6 +117,9 @@ class ServerOptions:
         Tokens in a KV page.
     max_total_tokens
         Size of the KV pool in tokens; default: from mem_fraction_static.
+    max_total_tokens_limit
+        On a CPU: what POST /kv/resize may make of the KV pool, in tokens. It is reserved at the start and takes no
+        memory before it is used; it may be more than there is room for now. Default: the size at the start.
     mem_fraction_static
         Share of the device's memory for weights and KV pool; default 0.88 on cuda, 0.3 on cpu, where it is a share of
         what the control groups allow.
@@ -343,6 +346,7 @@ class ServerOptions:
     disable_handover_checksum: bool = False
     page_size: int = 16
     max_total_tokens: int | None = None
+    max_total_tokens_limit: int | None = None
     mem_fraction_static: float | None = None
     swa_full_tokens_ratio: float | None = None
     max_running_requests: int = 256

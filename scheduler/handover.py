@@ -43,6 +43,10 @@ class Handovers(Protocol):
     def is_closed(self) -> bool:
         """Whether no peer can write here any more, nor is written to."""
 
+    @property
+    def may_resize(self) -> bool:
+        """Whether memory of the KV pool may go back to the system while peers are connected."""
+
     def open(self) -> None:
         """Be found by peers again; nothing where it was not closed."""
 

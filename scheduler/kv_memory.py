@@ -30,12 +30,13 @@ from ..mem_cache.factory import make_prefix_cache
 from ..mem_cache.invariants import require
 from ..mem_cache.kv_events import KVEventLog
 from ..mem_cache.page_run import PageRun
+from ..mem_cache.pool_end import PoolEnd
 from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..mem_cache.window_pages import WindowPages
 from ..messages.base import I32, pack_i32
 from ..runtime.options import ServerOptions
 from .kv_debug import KVDebug, Place
-from .memory_terms import NO_RESERVE, Fence, PoolSizes, Reserve
+from .memory_terms import NO_RESERVE, Fence, PoolSizes, Reserve, usage
 from .req import Req
 from .tiers import KVTiers
 
@@ -57,21 +58,22 @@ class KVMemory:
     ) -> None:
         self.page_size = page_size = options.page_size
         self.tiers, self.debug = tiers, debug
-        self.max_total_tokens = sizes.tokens
+        self.max_total_tokens = most = max(sizes.tokens, sizes.most)
         self._windows: WindowPages | None = None
         if sizes.window:
             piece = max(options.chunked_prefill_size or USUAL_PIECE, page_size) // page_size
             slack = min(piece, sizes.window_tokens // page_size // 4)
-            self._windows = WindowPages(sizes.window, sizes.window_tokens, sizes.tokens // page_size, page_size, slack)
+            self._windows = WindowPages(sizes.window, sizes.window_tokens, most // page_size, page_size, slack)
         if tiers is not None:
             tiers.windows = self._windows
         if debug is not None:
             debug.windows, debug.condemn = self._windows, self.condemn
-        self._allocator = PagedTokenToKVPoolAllocator(sizes.tokens, page_size, self._windows)
+        self._allocator = PagedTokenToKVPoolAllocator(most, page_size, self._windows)
         # An output's last token may be computed once too often while its end is not known yet: room for two more.
         self._table = ReqToTokenPool(options.max_running_requests, context_length + 2)
         self._cache = make_prefix_cache(options, self._allocator, self._table, tiers, events)
         self._holds: set[KVHold] = set()
+        self.end = PoolEnd(self._cache, self._holds)
         self._worth = -1 if options.schedule_low_priority_values_first else 1
         self.newest_step = 0
         """The newest step that was planned: it and those before it may touch all that is in use now."""
@@ -83,6 +85,8 @@ class KVMemory:
         """Is told (namespace, tokens, start) that the whole pages of ``tokens`` are cached from now on, of which
         ``[0, start)`` were before.
         """
+        if sizes.tokens < most:
+            self.resize(sizes.tokens)
 
     @property
     def obtainable(self) -> int:
@@ -182,7 +186,7 @@ class KVMemory:
         rows = np.fromiter((h.row for h in holds), dtype=np.int64, count=len(holds))
         lens = np.fromiter((h.kv_len for h in holds), dtype=np.int32, count=len(holds))
         needed = int(np.count_nonzero(lens % self.page_size == 0)) * self.page_size
-        if not self._make_room(needed):
+        if needed and not self._make_room(needed):
             return None
         slots = self._allocator.alloc_decode(lens + 1, self._table.table[rows, lens - 1])
         assert slots is not None
@@ -427,20 +431,11 @@ class KVMemory:
         assert is_empty, "requests hold memory of a pool that is to be empty"
         return dropped
 
-    def resize(self, tokens: int) -> bool:
-        """Hand out no slots but the first ``tokens``, evicting what is cached beyond, least worth first (saves: see
-        ``empty``); False where requests use some of those.
-        """
-        pages, free = tokens // self.page_size, self._allocator.available_size
-        rows = (self._table.table[hold.row, : hold.kv_len] for hold in self._holds)
-        if any(row.max(initial=0) // self.page_size > pages for row in rows):
-            return False  # whatever is evicted; it would be, at every try, while somebody waits for these requests
-        while (above := self._allocator.in_use_above(pages)) and (evictable := self._cache.evictable_size()):
-            self._make_room(free() + min(above * self.page_size, evictable))
-        if not above:
-            self._allocator.resize(pages)
-            self.max_total_tokens = pages * self.page_size
-        return not above
+    def resize(self, tokens: int) -> None:
+        """Have a pool of so many tokens from now on: see ``PoolEnd.move`` (saves of what is evicted: see ``empty``)."""
+        self.losses += 1
+        self.end.move(tokens)
+        self.max_total_tokens = self._allocator.size
 
     def must_wait(self, req: Req, now: float) -> bool:
         """Whether a store is about to bring some of the request (``tiers.py``)."""
@@ -457,18 +452,8 @@ class KVMemory:
         return is_past and (self.debug is None or self.debug.is_past(fence.looks))
 
     def usage(self) -> dict[str, int]:
-        """Tokens: total, free, cached (evictable), in use, the same of window pages; rows: total, in use."""
-        free, cached = self._allocator.available_size(), self._cache.evictable_size()
-        rows = len(self._table.table)
-        return {
-            "total": self.max_total_tokens,
-            "free": free,
-            "cached": cached,
-            "in_use": self.max_total_tokens - free - cached,
-            "rows_total": rows,
-            "rows_in_use": rows - self._table.available_size(),
-            **(self._windows.usage() if self._windows is not None else {}),
-        }
+        """See ``memory_terms.usage``."""
+        return usage(self._allocator, self._cache.evictable_size(), self._table)
 
     def check_invariants(self, users: Iterable[KVHold]) -> None:
         """Every page exactly once, and every pin one of ``users``; raises ``mem_cache.errors.InvariantViolation``."""

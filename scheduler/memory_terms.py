@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..mem_cache.allocator import TokenToKVPoolAllocator
+from ..mem_cache.req_to_token_pool import ReqToTokenPool
 from ..messages.worker import WorkerReady
 
 
 class PoolSizes(NamedTuple):
-    """Tokens that the pools hold, ``window_tokens`` of them behind a window of ``window`` tokens; 0: there is none."""
+    """Tokens that the pools hold, ``window_tokens`` of them behind a window of ``window`` tokens; 0: there is none.
+
+    ``most``: tokens that they have addresses for, and may grow to; as many ``window_tokens`` belong to that.
+    """
 
     tokens: int
     window: int = 0
     window_tokens: int = 0
+    most: int = 0
 
     @classmethod
     def of(cls, worker: WorkerReady) -> PoolSizes:
         """Those of a worker."""
         group = worker.layout.window_group
-        return cls(worker.max_total_tokens, group.window if group is not None else 0, worker.max_window_tokens)
+        window = group.window if group is not None else 0
+        return cls(worker.max_total_tokens, window, worker.max_window_tokens, worker.limit_tokens)
 
 
 class Reserve(NamedTuple):
@@ -42,3 +49,25 @@ class Fence(NamedTuple):
 
 
 NO_FENCE = Fence()
+
+
+def usage(allocator: TokenToKVPoolAllocator, cached: int, table: ReqToTokenPool) -> dict[str, int]:
+    """Tokens: total now, most that it can become, free, ``cached`` (evictable), in use (more than the total where the
+    pool has just become smaller than that), the same of window pages; rows: total, in use.
+    """
+    size, available, rows, windows = (
+        allocator.page_size,
+        allocator.available_size(),
+        len(table.table),
+        allocator.windows,
+    )
+    told = {
+        "total": allocator.size,
+        "most": allocator.most_pages * size,
+        "free": max(0, available),
+        "cached": cached,
+        "in_use": allocator.size - available - cached,
+        "rows_total": rows,
+        "rows_in_use": rows - table.available_size(),
+    }
+    return told | (windows.usage() if windows is not None else {})

@@ -153,7 +153,8 @@ class Occupation:
 
     def info(self) -> dict[str, Any]:
         """For /server_info."""
-        return {"state": self.state, "released": self.released, "unreleasable": self._kept}
+        resizing = {"resizing_to": self.resize.aim}
+        return {"state": self.state, "released": self.released, "unreleasable": self._kept, **resizing}
 
     def _meant(self, order: MemoryReq) -> list[MemoryTag]:
         """The tags that the order names, once each; without any, what there is to do."""

@@ -1,29 +1,50 @@
-"""A KV pool that becomes smaller, and larger again, while it is used.
+"""A KV pool that becomes smaller, or larger, while it is used.
 
-A host's pool is address space whose memory is taken page by page. So it is made as large as it may ever become, and of
-that the scheduler hands out the first pages: fewer, when it is told so, and the worker lets the memory of the others
-go; or more again. Nothing moves. What is cached at the end is evicted; requests that have pages there are waited for.
+::
+
+    asked ─▶ WAITING ─it can be─▶ SHRINKING ─nobody is beyond the end─▶ TRIMMING ─the worker's word─▶ answered, 200
+                └── after wait_s: 409, as it was ◀──┘
+
+A host's pool is address space whose memory is taken page by page. So it is reserved as large as it may ever become, and
+of that the scheduler hands out the first pages: fewer or more, when it is told so, and the worker lets the memory of
+the others go. Nothing moves, so whoever knows pages by their numbers (peers, other ranks) need not be told.
+
+From the moment that it begins a smaller pool counts as that: what is handed out lies within its end, what is cached
+beyond is evicted or, where requests use it, found by no others. So the end empties as requests end, however many come.
+Until the worker has let the memory go none of it is handed out again: a peer could have written to it already.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 
-from ..messages.memory import ResizeReq, ResizeResult, TrimPool
+from ..messages.memory import PoolTrimmed, ResizeReq, ResizeResult, TrimPool
+from ..runtime.machine.memory import Memory, host_memory
 from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
+GIB = 2**30
 
 
 class PoolResize:
-    """Called from the scheduler's loop; one order at a time."""
+    """Called from the scheduler's loop; one order at a time. ``host``: what memory there is."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._most = scheduler.memory.max_total_tokens
+    def __init__(self, scheduler: Scheduler, host: Callable[[], Memory] = host_memory) -> None:
+        self._scheduler, self._memory = scheduler, scheduler.memory
+        self._host = host
         self._order: ResizeReq | None = None
         self._until = math.inf
+        self._before = self._memory.max_total_tokens
+        self._begun = self._is_trimming = False
+        if self._before < self._memory.end.most:
+            self._trim()  # before it is used: nothing is committed there ahead of use
+
+    @property
+    def aim(self) -> int | None:
+        """Tokens that the pool is about to have, None where that is not under way."""
+        return None if self._order is None else self._order.max_total_tokens
 
     def seconds_left(self, now: float) -> float:
         """Until ``advance`` has to be called, infinity for never."""
@@ -35,57 +56,91 @@ class PoolResize:
         if problem is not None:
             self._answer(order, *problem)
             return
-        self._order, self._until = order, now + order.wait_s
+        self._order, self._until, self._before = order, now + order.wait_s, self._memory.max_total_tokens
+        self._begun = False
         self.advance(now)
 
     def advance(self, now: float) -> None:
         """Try again what could not be done before."""
-        order, scheduler = self._order, self._scheduler
-        if order is None:
+        order, memory = self._order, self._memory
+        if order is None or self._is_trimming:
             return
-        longest = max((req.prompt_len + req.max_new_tokens for req in scheduler.reqs.values()), default=0)
-        before, why = scheduler.memory.max_total_tokens, f"a request that runs may become {longest} tokens long"
-        # One that is alone must not run out of pages.
-        fits = not longest or scheduler.memory.pages_up(longest + 2) <= order.max_total_tokens
-        if fits or order.max_total_tokens >= before:
-            why = "requests use pages at the pool's end"
-            if scheduler.memory.resize(order.max_total_tokens):
-                self._done(order, before)
-                return
-        if now >= self._until:
+        is_late = now >= self._until
+        why = None if self._begun else self._why_not_yet(order.max_total_tokens, at_once=is_late)
+        if why is None and not self._begun:
+            memory.resize(order.max_total_tokens)
+            self._begun = True
+        if why is None and not memory.end.beyond:
+            self._until = math.inf
+            self._trim()
+        elif is_late:
+            if self._begun:
+                memory.resize(self._before)
             self._order, self._until = None, math.inf
+            why = why or "requests use pages at the pool's end"
             self._answer(order, 409, f"{why}; try again later, or give it time (wait_s)")
 
-    def _done(self, order: ResizeReq, before: int) -> None:
-        scheduler, self._order, self._until = self._scheduler, None, math.inf
-        tokens = scheduler.memory.max_total_tokens
-        if tokens != before:
-            if scheduler.tiers is not None:
-                # In the worker's order: pages are saved before their memory goes.
-                scheduler.outbox.all_to_worker(scheduler.tiers.take_before())
-            scheduler.outbox.to_worker(TrimPool(tokens // scheduler.memory.page_size + 1))
-            log.info("the KV pool is of %d tokens, and was of %d", tokens, before)
-        scheduler.outbox.answer(ResizeResult(order.id, 200, tokens, before))
+    def on_trimmed(self, event: PoolTrimmed) -> None:
+        """The memory beyond the end is the system's: the order is done."""
+        self._is_trimming = False
+        if self._order is None or not self._begun:
+            return  # as the pool began
+        order, self._order = self._order, None
+        tokens = self._memory.max_total_tokens
+        log.info("the KV pool is of %d tokens, and was of %d", tokens, self._before)
+        self._scheduler.outbox.answer(ResizeResult(order.id, 200, tokens, self._before, event.error, event.nbytes))
+
+    def _trim(self) -> None:
+        scheduler, memory = self._scheduler, self._memory
+        self._is_trimming = True
+        if scheduler.tiers is not None:
+            # In the worker's order: pages are saved before their memory goes.
+            scheduler.outbox.all_to_worker(scheduler.tiers.take_before())
+        windows = memory.end.window_pages + 1 if memory.has_windows else 0
+        scheduler.outbox.to_worker(TrimPool(memory.max_total_tokens // memory.page_size + 1, windows))
+
+    def _why_not_yet(self, tokens: int, *, at_once: bool) -> str | None:
+        """Why a pool of so many tokens has to wait; ``at_once``: nobody waits for requests that are at its end."""
+        scheduler, memory = self._scheduler, self._memory
+        if tokens >= self._before:
+            return None
+        longest = max((req.prompt_len + req.max_new_tokens for req in scheduler.reqs.values()), default=0)
+        # One that is alone must not run out of pages.
+        if longest and memory.pages_up(longest + 2) > tokens:
+            return f"a request that runs may become {longest} tokens long"
+        if not memory.end.can_move(tokens):
+            return "windows of requests that run need more than the pool would have for them"
+        if at_once and memory.end.is_held_behind(tokens):
+            return "requests use pages at the pool's end"
+        return None
 
     def _problem(self, tokens: int) -> tuple[int, str] | None:
-        worker, memory = self._scheduler.worker, self._scheduler.memory
+        worker, memory, options = self._scheduler.worker, self._memory, self._scheduler.options
         if self._order is not None:
             return 409, "the pool is about to have another size; ask again when that is over"
-        if self._scheduler.handovers is not None:
-            return 409, "peers know the pool of an instance that exchanges KV as it is; it can't be resized"
+        if self._scheduler.handovers is not None and not self._scheduler.handovers.may_resize:
+            backend = options.disaggregation_transfer_backend
+            return (
+                409,
+                f"{backend} has registered the pool's memory as it is; use --disaggregation-transfer-backend tcp",
+            )
         if worker.device != "cpu":
             return 409, f"a pool in {worker.device} memory can't be resized; use --device cpu"
-        if self._scheduler.options.tp_size > 1:
-            return 409, "a pool that the ranks of --tp-size share can't be resized"
-        if worker.layout.window_group is not None:
-            return 409, "the pools of a model whose layers have windows can't be resized"
+        if options.nnodes > 1:
+            return 409, "the pools of ranks on several hosts (--nnodes) can't be resized"
         if tokens < memory.page_size:
             return 400, f"max_total_tokens: {tokens} is less than a page ({memory.page_size} tokens)"
-        if tokens > self._most:
-            advice = "start with a larger --max-total-tokens and make it smaller: what is not used takes no memory"
-            return 400, f"max_total_tokens: {tokens} is more than the {self._most} that it began with; {advice}"
+        if tokens > memory.end.most:
+            advice = "start with a larger --max-total-tokens-limit: what is not used takes no memory"
+            return 400, f"max_total_tokens: {tokens} is more than the {memory.end.most} that are reserved; {advice}"
+        more = (tokens - memory.max_total_tokens) // memory.page_size * worker.layout.page_bytes
+        if more > 0 and more > (free := self._host().free):
+            return (
+                409,
+                f"that takes {more / GIB:.2f} GiB more, and {free / GIB:.2f} GiB are free; free memory or ask for less",
+            )
         return None
 
     def _answer(self, order: ResizeReq, status: int, message: str) -> None:
-        tokens = self._scheduler.memory.max_total_tokens
+        tokens = self._memory.max_total_tokens
         self._scheduler.outbox.answer(ResizeResult(order.id, status, tokens, tokens, message))

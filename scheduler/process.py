@@ -35,7 +35,7 @@ from ..messages.control import (
     TransfersReq,
 )
 from ..messages.kv_debug import KVHashes, KVHashesReq, PagesHashed
-from ..messages.memory import MemoryChanged, MemoryReq, MemoryResult, ResizeReq, ResizeResult
+from ..messages.memory import MemoryChanged, MemoryReq, MemoryResult, PoolTrimmed, ResizeReq, ResizeResult
 from ..messages.moves import MigrateReq, MigrateResult
 from ..messages.outputs import ReqError
 from ..messages.requests import AbortReq, GenerateReq, StopReq
@@ -167,6 +167,9 @@ class SchedulerProcess:
         elif isinstance(event, MemoryChanged):
             assert self._occupation is not None
             self._occupation.on_changed(event)
+        elif isinstance(event, PoolTrimmed):
+            assert self._occupation is not None
+            self._occupation.resize.on_trimmed(event)
         elif isinstance(event, PagesHashed):
             assert self._scheduler.memory.debug is not None
             self._scheduler.memory.debug.on_hashed(event, now)

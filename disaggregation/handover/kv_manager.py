@@ -37,6 +37,7 @@ from ...runtime.web.ports import is_loopback, means_this_host
 from ...scheduler.req import Req, Route
 from ...scheduler.scheduler import Scheduler
 from ..bootstrap.registration import Registration
+from ..transfer.backends.registry import KEEPS_MEMORY
 from .choice import Choice
 from .control.frames import LONG_FRAME_BYTES
 from .greeting import Greeting, digest
@@ -125,6 +126,11 @@ class KVManager:
     def is_closed(self) -> bool:
         """See ``Handovers``."""
         return self._peers.closed is not None and not self._peers.lingering
+
+    @property
+    def may_resize(self) -> bool:
+        """See ``Handovers``."""
+        return self._options.disaggregation_transfer_backend not in KEEPS_MEMORY
 
     def open(self) -> None:
         """See ``Handovers``."""

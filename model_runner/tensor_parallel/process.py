@@ -12,6 +12,7 @@ from typing import NoReturn
 import msgspec
 
 from ...disaggregation.errors import TransferError
+from ...messages.memory import TrimPool
 from ...messages.worker import CaptureGraphs, ForwardStep
 from ...model_files.errors import ModelError
 from ...runtime.child import start_child
@@ -56,6 +57,8 @@ def _serve(started: Started) -> NoReturn:
             steps.settle()
             if isinstance(step, CaptureGraphs):
                 steps.capture_with_lead()
+            elif isinstance(step, TrimPool):
+                ranks.answer(model.weight_bytes, occupation.trim(step).error)
             else:
                 ranks.answer(model.weight_bytes, occupation.obey(step).error)
     assert isinstance(ranks, Lead)

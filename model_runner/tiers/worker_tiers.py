@@ -34,7 +34,7 @@ def _bytes_of(model: ModelRunner, group: int) -> Bytes:
     """[pages, bytes] of a group's pool; of one without bytes, whose pages are mere numbers, as many without any."""
     region = (model.kv_region, model.window_region)[group]
     if region is None:
-        return np.empty((model.max_total_tokens // model.page_size + 1, 0), dtype=np.uint8)
+        return np.empty((model.num_slots // model.page_size, 0), dtype=np.uint8)
     return np.frombuffer(region.buffer, dtype=np.uint8).reshape(-1, model.layout.groups[group].page_bytes)
 
 

@@ -373,10 +373,11 @@ class MemoryResumed(Answer):
 
 
 class PoolResized(Answer):
-    """``POST /kv/resize``: tokens of the pool now, and before."""
+    """``POST /kv/resize``: tokens of the pool now, and before; and how much less the worker has."""
 
     max_total_tokens: int
     before: int
+    freed_bytes: int
 
 
 class HashedLayer(Answer):

@@ -18,7 +18,8 @@ from .state import HttpState
 
 RELEASE_SECONDS = 60.0
 """Beyond ``wait_s``: for peers to part, and for the worker."""
-RESIZE_SECONDS = 5.0
+RESIZE_SECONDS = 30.0
+"""Beyond ``wait_s``: for the worker, which may be in the middle of a long step."""
 LONGEST_WAIT = 3600.0
 
 
@@ -51,8 +52,8 @@ async def resume_memory(request: Request) -> Response:
 
 
 class ResizeBody(Body):
-    """``POST /kv/resize``: tokens, rounded down to whole pages. ``wait_s``: seconds for requests that have pages at the
-    pool's end to be over; 0: refuse where there are any.
+    """``POST /kv/resize``: tokens, rounded down to whole pages. ``wait_s``: seconds for requests and hand-overs that
+    have pages at the pool's end to be over; 0: refuse where there are any.
     """
 
     max_total_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
@@ -69,7 +70,8 @@ async def resize_pool(request: Request) -> Response:
         raise ApiError(503, "the scheduler did not answer; /server_info shows what the pool is") from None
     if result.status != 200:
         raise ApiError(result.status, result.message)
-    return json_response({"max_total_tokens": result.max_total_tokens, "before": result.before})
+    sizes = {"max_total_tokens": result.max_total_tokens, "before": result.before, "freed_bytes": result.freed}
+    return json_response(sizes)
 
 
 async def _change(request: Request, release: bool, tags: list[MemoryTag], wait_s: float, seconds: float) -> Response:

@@ -73,31 +73,17 @@ def test_an_instance_without_its_memory_says_so_and_answers_as_before_with_it(tm
 
 
 def test_ranks_give_back_their_parts(tmp_path, tiny_args) -> None:
-    with launched(tmp_path, "i", "server", *tiny_args, "--tp-size", "2", "--max-total-tokens", "4096") as server:
+    sizes = ("--max-total-tokens", "4096", "--max-total-tokens-limit", "16384")
+    with launched(tmp_path, "i", "server", *tiny_args, "--tp-size", "2", *sizes) as server:
         server.wait_healthy()
         before = ask(server)
         for tags in (["weights"], ["kv_cache"], ["kv_cache", "weights"]):
             assert server.post(RELEASE, {"tags": tags}).status_code == 200
             assert server.post(RESUME, {}).status_code == 200
             assert ask(server)[0] == before[0]
-        assert server.post("/kv/resize", {"max_total_tokens": 1024}).status_code == 409
-
-
-def test_a_pool_shrinks_and_grows(tmp_path, tiny_args) -> None:
-    with launched(tmp_path, "i", "server", *ONE_THREAD, *tiny_args, "--max-total-tokens", "65536") as server:
-        server.wait_healthy()
-        before, _ = ask(server)
-        answer = server.post("/kv/resize", {"max_total_tokens": 1000})
-        assert answer.json() == {"max_total_tokens": 992, "before": 65536}
-        assert server.info()["pool"]["total"] == 992
-        assert ask(server)[0] == before
-        for i in range(6):  # more than it holds
-            ask(server, [i + 3, *PROMPT])
-        assert ask(server)[0] == before
-        assert server.post("/kv/resize", {"max_total_tokens": 65536, "wait_s": 1}).json()["before"] == 992
-        assert ask(server) == (before, 288)
-        assert server.post("/kv/resize", {"max_total_tokens": 70000}).status_code == 400
-        wait_until(lambda: server.info()["invariants"] == "ok", 15, "checked")
+        for tokens in (1024, 16384, 4096):
+            assert server.post("/kv/resize", {"max_total_tokens": tokens}).json()["max_total_tokens"] == tokens
+            assert ask(server)[0] == before[0]
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ def make_worker_ready(
         vocab_size=VOCAB,
         context_length=context_length,
         max_total_tokens=options.max_total_tokens or 256,
+        limit_tokens=options.max_total_tokens_limit or 0,
         layout=layout,
         device="cpu",
         attention_backend="sim",
@@ -186,7 +187,8 @@ class SimWorker:
 
     def __init__(self, options: ServerOptions, context_length: int = 512, window: SimWindow = NO_WINDOW) -> None:
         self.page_size = options.page_size
-        self.kv = np.zeros((options.max_total_tokens or 256) + options.page_size, dtype=np.int64)
+        tokens = options.max_total_tokens_limit or options.max_total_tokens or 256
+        self.kv = np.zeros(tokens + options.page_size, dtype=np.int64)
         num_pages = len(self.kv) // options.page_size
         self.windowed = WindowedLayer(window, options.page_size, num_pages) if window.window else None
         self.table = np.zeros((options.max_running_requests, context_length + 2), dtype=np.int32)

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from support.radix_nodes import findable
 from support.sim import SimInstance, make_options
 
 from pdserve.benchmark.fake_instance import fake_instance
@@ -32,15 +33,14 @@ def in_tree(cache):
     """Hash, parent and tokens of each page that can be found, worked out from the nodes alone."""
     root = cache.match_prefix(np.empty(0, dtype=np.int32)).node
     paths, found = {root: ("", ())}, {}
-    for node in root.subtree():
-        for edge, child in node.children.items():
-            namespace, before = paths[node]
-            namespace = edge[: -4 * PAGE].decode() if node is root else namespace
-            tokens = before + tuple(np.frombuffer(child.key, dtype=np.int32).tolist())
-            paths[child] = namespace, tokens
-            hashes = prompt_hashes(SEED, np.array(tokens, dtype=np.int32), PAGE, namespace)
-            for i in range(len(before) // PAGE, len(hashes)):
-                found[hashes[i]] = hashes[i - 1] if i else None, tokens[i * PAGE : (i + 1) * PAGE]
+    for node, edge, child in findable(cache, root):
+        namespace, before = paths[node]
+        namespace = edge[: -4 * PAGE].decode() if node is root else namespace
+        tokens = before + tuple(np.frombuffer(child.key, dtype=np.int32).tolist())
+        paths[child] = namespace, tokens
+        hashes = prompt_hashes(SEED, np.array(tokens, dtype=np.int32), PAGE, namespace)
+        for i in range(len(before) // PAGE, len(hashes)):
+            found[hashes[i]] = hashes[i - 1] if i else None, tokens[i * PAGE : (i + 1) * PAGE]
     return found
 
 
@@ -100,7 +100,7 @@ class Rig:
 
     def step(self):
         """Something that a scheduler does; returns its name."""
-        what = self.rng.choice(["put", "put", "put", "match", "hold", "let_go", "evict", "condemn", "reset"])
+        what = self.rng.choice(["put", "put", "put", "match", "hold", "let_go", "evict", "condemn", "reset", "resize"])
         if what == "reset" and self.rng.random() < 0.6:
             what = "put"
         tokens, key = self.prompt(), self.rng.choice(["", "tenant"])
@@ -121,6 +121,9 @@ class Rig:
             self.cache.evict(self.rng.randrange(1, 9))
         elif what == "condemn":
             self.cache.condemn(tokens, key)
+        elif what == "resize":
+            self.allocator.resize(self.rng.randrange(10, 41))
+            self.cache.withdraw()
         elif what == "reset":
             self.cache.reset()
         return what
@@ -157,7 +160,7 @@ def test_what_a_follower_builds_is_the_tree(rig):
             assert follower.take(rig.next())
         assert follower.pages == in_tree(rig.cache)
         rig.cache.check_invariants(rig.holds)
-    assert len(seen) == 7
+    assert len(seen) == 8
 
 
 def test_who_missed_something_has_it_replayed(rig):

@@ -7,12 +7,14 @@ pages, where there are any: ``worker_pages`` follows ``take_changes``, and each 
 written for its own prefix.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from support.radix_nodes import findable
 
 from pdserve.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from pdserve.mem_cache.base_prefix_cache import KVHold
@@ -43,8 +45,8 @@ class Running:
     tokens: list[int]
     hold: KVHold
     worker_row: list[int] = field(default_factory=list)
-    condemned: int = 0
-    """Which condemnation hit what it shares, 0 for none."""
+    hidden_from: float = math.inf
+    """From which of its tokens on what it shares was condemned, or withdrawn as the pool became smaller."""
 
     @property
     def computed(self):
@@ -78,7 +80,6 @@ class MemCacheMachine(RuleBasedStateMachine):
         self.reqs: list[Running] = []
         self.written: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.cached: set[tuple[str, tuple[int, ...]]] = set()
-        self.condemnations = 0
 
     # What a scheduler does, in parts.
 
@@ -131,7 +132,7 @@ class MemCacheMachine(RuleBasedStateMachine):
             seq_len = min(seq_len, room * self.page_size)
         last_slot = req.worker_row[-1] if req.worker_row else 0
         num_pages = -(-seq_len // self.page_size) - -(-hold.kv_len // self.page_size)
-        room = self.make_room(num_pages * self.page_size)
+        room = num_pages == 0 or self.make_room(num_pages * self.page_size)
         slots = self.allocator.alloc_extend(hold.kv_len, seq_len, last_slot)
         assert (slots is not None) == room
         if slots is not None:
@@ -142,26 +143,46 @@ class MemCacheMachine(RuleBasedStateMachine):
         """The cached page-aligned prefixes with the slots of their last page, read from the nodes."""
         found = {}
         paths = {self.root: ()}
-        for node in self.root.subtree():
+        for node, edge, child in findable(self.cache, self.root) if self.keep else ():
             start = paths[node]
-            for edge, child in node.children.items():
-                namespace = edge[: -4 * self.page_size].decode() if node is self.root else start[0]
-                tokens = () if node is self.root else start[1]
-                key = tuple(np.frombuffer(child.key, dtype=np.int32).tolist())
-                paths[child] = (namespace, tokens + key)
-                for end in range(self.page_size, len(key) + 1, self.page_size):
-                    found[namespace, tokens + key[:end]] = child.slots[end - self.page_size : end].tolist()
+            namespace = edge[: -4 * self.page_size].decode() if node is self.root else start[0]
+            tokens = () if node is self.root else start[1]
+            key = tuple(np.frombuffer(child.key, dtype=np.int32).tolist())
+            paths[child] = (namespace, tokens + key)
+            for end in range(self.page_size, len(key) + 1, self.page_size):
+                found[namespace, tokens + key[:end]] = child.slots[end - self.page_size : end].tolist()
         return found
 
-    def pinned(self, *, condemned=0):
-        """What requests pin in the tree, or of what was condemned by the condemnation of that number."""
-        reqs = [r for r in self.reqs if r.condemned == condemned]
-        return set().union(*(self.aligned_prefixes(r.tokens[: r.hold.cached_len], r.hold.extra_key) for r in reqs))
+    def pinned_by(self, req):
+        """What a request pins of what can be found."""
+        return self.aligned_prefixes(req.tokens[: min(req.hold.cached_len, req.hidden_from)], req.hold.extra_key)
+
+    def pinned(self):
+        """The same of all requests."""
+        return set().union(*(self.pinned_by(r) for r in self.reqs))
+
+    def pinned_pages(self):
+        """The pages that requests share, findable or not."""
+        return {slot // self.page_size for r in self.reqs for slot in r.worker_row[: r.hold.cached_len]}
+
+    def within(self, slots):
+        """How many of ``slots`` come before the first that the pool no longer has."""
+        beyond = (i for i, slot in enumerate(slots) if slot // self.page_size > self.allocator.num_pages)
+        return next(beyond, len(slots))
+
+    def lose(self, lost):
+        """These prefixes are condemned or withdrawn: what requests pin of them stays, and is not found."""
+        for req in self.reqs:
+            if mine := self.pinned_by(req) & lost:
+                req.hidden_from = min(len(prefix) for _, prefix in mine) - self.page_size
+        self.cached -= lost
 
     def share(self, req, tokens, cache_req):
         """``cache_req`` gives the cache what is computed of ``tokens``."""
-        if not req.condemned:
-            self.cached |= self.aligned_prefixes(tokens, req.hold.extra_key)
+        if req.hidden_from == math.inf:
+            start = req.hold.cached_len
+            shared = start + self.within(req.worker_row[start : len(tokens)])
+            self.cached |= self.aligned_prefixes(tokens[:shared], req.hold.extra_key)
         rewrite = cache_req(req.hold, i32(tokens))
         if rewrite is not None:
             assert self.keep
@@ -215,14 +236,14 @@ class MemCacheMachine(RuleBasedStateMachine):
         if req in self.reqs:
             num_tokens = max(0, req.hold.kv_len - behind)
             self.share(req, req.tokens[:num_tokens], self.cache.cache_unfinished_req)
-            shared = self.keep and not req.condemned
+            shared = self.keep and req.hidden_from == math.inf and not self.allocator.beyond
             assert req.hold.cached_len >= (num_tokens // self.page_size * self.page_size if shared else 0)
 
     @rule(sampled=st.lists(token_ids, min_size=MAX_REQS, max_size=MAX_REQS))
     def decode(self, sampled):
         reqs = [r for r in self.reqs if r.hold.kv_len == len(r.tokens) < CONTEXT_LEN]
         begin = [r for r in reqs if r.hold.kv_len % self.page_size == 0]
-        room = self.make_room(len(begin) * self.page_size)
+        room = not begin or self.make_room(len(begin) * self.page_size)
         seq_lens, last_slots = i32([r.hold.kv_len + 1 for r in reqs]), i32([r.worker_row[-1] for r in reqs])
         slots = self.allocator.alloc_decode(seq_lens, last_slots)
         assert (slots is not None) == room
@@ -279,16 +300,29 @@ class MemCacheMachine(RuleBasedStateMachine):
             return
         first, extra_key = tuple(req.tokens[: self.page_size]), req.hold.extra_key
         lost = {(key, prefix) for key, prefix in self.cached if key == extra_key and prefix[: self.page_size] == first}
-        free = self.allocator.available_size()
+        free, pages = self.allocator.available_size(), {self.tree()[prefix][0] // self.page_size for prefix in lost}
         self.cache.condemn(i32(req.tokens), extra_key)
-        self.condemnations += 1
-        for other in self.reqs:
-            mine = self.aligned_prefixes(other.tokens[: other.hold.cached_len], other.hold.extra_key)
-            if not other.condemned and mine & lost:
-                other.condemned = self.condemnations
-        self.cached -= lost
-        kept = self.pinned(condemned=self.condemnations)
-        assert self.allocator.available_size() == free + (len(lost) - len(kept)) * self.page_size
+        self.lose(lost)
+        assert self.allocator.available_size() == free + len(pages - self.pinned_pages()) * self.page_size
+
+    @rule(num_pages=st.integers(1, NUM_PAGES))
+    def resize(self, num_pages):
+        if self.windows is not None and not self.windows.can_resize(num_pages):
+            return
+        tree, in_use = self.tree(), self.allocator.size - self.allocator.available_size()
+        self.allocator.resize(num_pages)
+        if self.windows is not None:
+            self.windows.resize(num_pages)
+        beyond = {prefix for prefix, slots in tree.items() if self.within(slots) == 0}
+        lost = {
+            (key, tokens)
+            for key, tokens in tree
+            if any((key, tokens[:end]) in beyond for end in range(self.page_size, len(tokens) + 1, self.page_size))
+        }
+        self.cache.withdraw()
+        self.lose(lost)
+        gone = {tree[prefix][0] // self.page_size for prefix in lost} - self.pinned_pages()
+        assert self.allocator.size - self.allocator.available_size() == in_use - len(gone) * self.page_size
 
     def after_loss(self, freed, free_before):
         assert self.allocator.available_size() == free_before + freed
@@ -319,8 +353,8 @@ class MemCacheMachine(RuleBasedStateMachine):
             assert [self.written[slot] for slot in slots] == [
                 (extra_key, prefix[: len(prefix) - self.page_size + i + 1]) for i in range(self.page_size)
             ]
-        apart = sum(len(self.pinned(condemned=i + 1)) for i in range(self.condemnations))
-        sizes = len(self.pinned()) + apart, len(tree) + apart
+        pinned, found = self.pinned_pages(), {slots[0] // self.page_size for slots in tree.values()}
+        sizes = len(pinned), len(pinned | found)
         assert (self.cache.protected_size(), self.cache.total_size()) == tuple(n * self.page_size for n in sizes)
 
     @invariant()

@@ -15,11 +15,11 @@ from support.recording_device import RecordingDevice
 from support.tiny_model import CONFIG
 
 from pdserve.messages.base import pack_i32
-from pdserve.messages.memory import MemoryUse, ReleaseMemory, ResumeMemory
+from pdserve.messages.memory import MemoryUse, ReleaseMemory, ResumeMemory, TrimPool
 from pdserve.messages.worker import ForwardStep, RowInit, StepResult
 from pdserve.model_files.errors import InvalidWeights
 from pdserve.model_runner.kv_pool import KVShape, make_layout, make_pool
-from pdserve.model_runner.memory_table import full_requests, table
+from pdserve.model_runner.memory_table import full_requests, memory_use, table
 from pdserve.model_runner.model_runner import ModelRunner
 from pdserve.model_runner.occupation import Occupation, unreleasable
 from pdserve.model_runner.prefault import PoolPrefault
@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_refused_before_it_is_taken(tmp_path: Path, monkeyp
 
 def test_a_pool_that_became_smaller_needs_no_more_than_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(tmp_path)
-    rig.occupation.trim(8)
+    rig.occupation.trim(TrimPool(8))
     rig.occupation.obey(ReleaseMemory(["kv_cache"]))
     left = 8 * rig.model.layout.groups[0].page_bytes
     monkeypatch.setattr(rig.model.hardware, "memory", lambda: Memory(GIB, left))
@@ -165,7 +165,7 @@ def test_pages_at_the_end_go_and_are_not_committed_again_ahead(tmp_path: Path) -
     assert region is not None
     region.commit(0, region.nbytes)
     full = resident_bytes()
-    rig.occupation.trim(8)
+    rig.occupation.trim(TrimPool(8))
     assert full - resident_bytes() > 0.9 * (region.nbytes - 8 * page_bytes)
     rig.prefault.used(7 * PAGE)
     while rig.prefault.wait_ms >= 0:
@@ -173,8 +173,25 @@ def test_pages_at_the_end_go_and_are_not_committed_again_ahead(tmp_path: Path) -
     assert rig.prefault.committed <= 8 * page_bytes
     assert rig.answer() == before
     # More again.
-    rig.occupation.trim(region.nbytes // page_bytes)
+    rig.occupation.trim(TrimPool(region.nbytes // page_bytes))
     assert rig.answer(first_page=20) == before
+
+
+def test_what_a_pool_may_grow_to_is_reserved_and_not_taken(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, wide=True, max_total_tokens=512, max_total_tokens_limit=16384)
+    model, page_bytes = rig.model, rig.model.layout.groups[0].page_bytes
+    assert (model.max_total_tokens, model.limit_tokens, model.num_slots) == (512, 16384, 16384 + PAGE)
+    assert memory_use(model, 0).kv_pool == 33 * page_bytes
+    rig.occupation.trim(TrimPool(33))
+    before = resident_bytes()
+    while rig.prefault.wait_ms >= 0:
+        rig.prefault.advance()
+    assert rig.prefault.committed <= 33 * page_bytes
+    assert resident_bytes() - before < 33 * page_bytes + 4 * MIB
+    # As far as it may grow it can be used.
+    answer = rig.answer()
+    rig.occupation.trim(TrimPool(1025))
+    assert rig.answer(first_page=1000) == answer
 
 
 class Ranks:

@@ -5,177 +5,329 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from support.sim import SimInstance, make_options, reference_output
+from support.sim import NO_WINDOW, SimInstance, SimWindow, make_options, reference_output
 from support.sim_tiers import TieredSim
 
 from pdserve.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from pdserve.mem_cache.window_pages import WindowPages, WindowSpan
 from pdserve.messages.base import Message
-from pdserve.messages.memory import ResizeReq, ResizeResult, TrimPool
+from pdserve.messages.memory import MemoryReq, MemoryResult, PoolTrimmed, ResizeReq, ResizeResult, TrimPool
+from pdserve.runtime.machine.memory import Memory
+from pdserve.scheduler.occupation import Occupation, Occupied
 from pdserve.scheduler.pool_resize import PoolResize
 
-
-class Trimmed(SimInstance):
-    """Memory that was given back holds nothing that anybody could use."""
-
-    def on_command(self, message: Message) -> None:
-        assert isinstance(message, TrimPool)
-        self.worker.kv[message.first * self.options.page_size :] = -1
+PAGE = 4
+PLENTY = Memory(1 << 40, 1 << 40)
 
 
-class Tiered(TieredSim):
-    """The same, with a tier behind."""
+class Resized:
+    """Asks for sizes. Memory that was given back holds nothing that anybody could use."""
 
-    def on_command(self, message: Message) -> None:
-        if isinstance(message, TrimPool):
-            self.worker.kv[message.first * self.options.page_size :] = -1
-        else:
-            super().on_command(message)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.resize = PoolResize(self.scheduler, lambda: PLENTY)  # type: ignore[attr-defined]
+        self.outbox.flush()  # type: ignore[attr-defined]
+
+    def on_command(self: Any, message: Message) -> None:
+        """The worker lets memory go."""
+        if not isinstance(message, TrimPool):
+            super().on_command(message)  # type: ignore[misc]
+            return
+        self.worker.kv[message.first * PAGE :] = -1
+        if self.worker.windowed is not None:
+            self.worker.windowed.kv[message.first_window * PAGE :] = -1
+        self.resize.on_trimmed(PoolTrimmed(7))
+
+    def order(self: Any, tokens: int, wait_s: float = 0.0) -> ResizeResult | None:
+        """Ask, and let the worker do what there is; the answer, None: not yet."""
+        self.resize.ask(ResizeReq(3, tokens, wait_s), self.now)
+        return self.told()
+
+    def told(self: Any) -> ResizeResult | None:
+        """The answer, if there is one by now."""
+        self.outbox.flush()
+        if any(isinstance(m, TrimPool) for m in self.to_worker.messages):
+            while self.work():
+                pass
+        answers = [m for m in (*self.answers, *self.to_detokenizer.messages) if isinstance(m, ResizeResult)]
+        self.answers.clear()
+        for answer in answers:
+            if answer in self.to_detokenizer.messages:
+                self.to_detokenizer.messages.remove(answer)
+        assert len(answers) <= 1
+        return answers[0] if answers else None
 
 
-def order(sim: SimInstance, resize: PoolResize, tokens: int, wait_s: float = 0.0) -> ResizeResult | None:
-    resize.ask(ResizeReq(3, tokens, wait_s), sim.now)
-    return told(sim)
+class Plain(Resized, SimInstance):
+    """A pool alone."""
 
 
-def told(sim: SimInstance) -> ResizeResult | None:
-    sim.outbox.flush()
-    answers = [m for m in sim.to_detokenizer.messages if isinstance(m, ResizeResult)]
-    for answer in answers:
-        sim.to_detokenizer.messages.remove(answer)
-    assert len(answers) <= 1
-    return answers[0] if answers else None
+class Tiered(Resized, TieredSim):
+    """With host memory behind it."""
 
 
-def test_pages_that_are_withheld_are_never_handed_out() -> None:
-    allocator = PagedTokenToKVPoolAllocator(8 * 4, 4)
-    taken = allocator.alloc_extend(0, 8, 0)
+def test_pages_beyond_the_end_are_never_handed_out() -> None:
+    allocator = PagedTokenToKVPoolAllocator(8 * PAGE, PAGE)
+    taken = allocator.alloc_extend(0, 5 * PAGE, 0)
     assert taken is not None
     allocator.resize(3)
     allocator.check_invariants()
-    assert sorted(allocator.free_pages()) == [3]
-    assert allocator.alloc_extend(0, 8, 0) is None
-    with pytest.raises(ValueError, match="can't be one of 1"):
-        allocator.resize(1)
-    allocator.resize(8)
+    # Two of five are beyond; with three within, two too many are in use.
+    assert (allocator.beyond, allocator.available_size()) == (2, -2 * PAGE)
+    # Who has a page may fill it.
+    assert allocator.alloc_extend(2, PAGE, int(taken[1])) is not None
+    assert allocator.alloc_extend(0, 1, 0) is None
+    allocator.free(taken[: 2 * PAGE])
+    allocator.check_invariants()
+    assert (allocator.beyond, allocator.available_size()) == (2, 0)
+    assert allocator.alloc_extend(0, 1, 0) is None
+    allocator.free(taken[4 * PAGE :])
+    assert (allocator.beyond, allocator.available_size()) == (1, PAGE)
+    again = allocator.alloc_extend(0, PAGE, 0)
+    assert again is not None
+    assert again[0] // PAGE <= 3
+    allocator.free(np.concatenate((again, taken[2 * PAGE : 4 * PAGE])))
+    allocator.check_invariants()
+    assert (allocator.beyond, sorted(allocator.free_pages())) == (0, [1, 2, 3])
     with pytest.raises(ValueError, match="can't be one of 9"):
         allocator.resize(9)
-    allocator.free(taken)
+    allocator.resize(8)
     allocator.check_invariants()
-    assert sorted(allocator.free_pages()) == list(range(1, 9))
     # What is new goes out last: its memory was given back.
-    again = allocator.alloc_extend(0, 12, 0)
+    again = allocator.alloc_extend(0, 3 * PAGE, 0)
     assert again is not None
-    assert sorted(set((again // 4).tolist())) == [1, 2, 3]
+    assert sorted(set((again // PAGE).tolist())) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("make", [Trimmed, Tiered])
+def test_window_pages_beyond_the_end_go_when_no_span_has_them() -> None:
+    windows = WindowPages(window=5, num_slots=12 * PAGE, num_full_pages=24, page_size=PAGE)
+    spans = [WindowSpan() for _ in range(4)]
+    for i, span in enumerate(spans):
+        windows.promise(span, 100)
+        windows.extend(span, np.array([3 * i + 1, 3 * i + 2], dtype=np.int32))
+    assert not windows.can_resize(8)  # four requests were promised two each
+    windows.leave(spans[0], np.array([1, 2], dtype=np.int32))
+    windows.skip(spans[0], 0)
+    windows.end(spans[0])
+    assert windows.can_resize(12)
+    windows.resize(12)
+    assert (windows.num_pages, windows.beyond, windows.available_size()) == (6, 2, 0)
+    # The last one's pages are gone with it, idle or not; those of the first, which are idle, are for the next one.
+    windows.leave(spans[3], np.array([10, 11], dtype=np.int32))
+    assert (windows.beyond, windows.page_of[[10, 11]].tolist(), windows.idle_pages()) == (0, [0, 0], [1, 2])
+    windows.resize(24)
+    assert (windows.num_pages, sorted(windows.free_pages())) == (12, [7, 8, 9, 10, 11, 12])
+
+
+@pytest.mark.parametrize("make", [Plain, Tiered])
 def test_what_is_cached_gives_way_and_nothing_else_is_lost(make: Any) -> None:
     sim = make(64, store=False, hicache_write_policy="write_back") if make is Tiered else make(make_options())
-    resize = PoolResize(sim.scheduler)
+    settle = sim.settle if make is Tiered else sim.run_until_idle
     for i in range(3):
         sim.submit(f"r{i}", range(100 * i, 100 * i + 60), max_new_tokens=4)
-    (sim.settle if make is Tiered else sim.run_until_idle)()
+    settle()
     assert sim.scheduler.memory.usage()["cached"] > 64
-    result = order(sim, resize, 67)
-    assert result == ResizeResult(3, 200, 64, 256)
-    assert sim.to_worker.messages[-1] == TrimPool(17)  # behind page 0 and sixteen of four tokens
+    assert sim.order(67) == ResizeResult(3, 200, 64, 256, freed=7)
     sim.scheduler.check_invariants()
     usage = sim.scheduler.memory.usage()
     assert usage["total"] == usage["free"] + usage["cached"] == 64
+    assert usage["most"] == 256
     sim.submit("long", range(80), max_new_tokens=1)
     sim.submit("fits", range(50), max_new_tokens=9)
-    (sim.settle if make is Tiered else sim.run_until_idle)()
+    settle()
     assert sim.tokens["fits"] == reference_output(range(50), 9)
-    assert sim.ends["long"].status == 400  # type: ignore[union-attr]
-    assert order(sim, resize, 256) == ResizeResult(3, 200, 256, 64)
+    assert sim.ends["long"].status == 400
+    assert sim.order(256) == ResizeResult(3, 200, 256, 64, freed=7)
     sim.submit("again", range(80), max_new_tokens=5)
-    (sim.settle if make is Tiered else sim.run_until_idle)()
+    settle()
     assert sim.tokens["again"] == reference_output(range(80), 5)
     # What the host had saved of evicted pages is right, and was saved before they went.
     for i in range(3):
         sim.submit(f"s{i}", range(100 * i, 100 * i + 60), max_new_tokens=4)
-        (sim.settle if make is Tiered else sim.run_until_idle)()
+        settle()
         assert sim.tokens[f"s{i}"] == reference_output(range(100 * i, 100 * i + 60), 4)
-    assert make is Trimmed or all(sim.ends[f"s{i}"].meta.cached_tokens == 56 for i in range(3))  # type: ignore[union-attr]
+    assert make is Plain or all(sim.ends[f"s{i}"].meta.cached_tokens == 56 for i in range(3))
 
 
-def test_nothing_is_evicted_in_vain() -> None:
-    sim = Trimmed(make_options())
-    resize = PoolResize(sim.scheduler)
-    sim.submit("cached", range(100, 120), max_new_tokens=4)
+def test_what_is_cached_within_the_new_end_stays() -> None:
+    sim = Plain(make_options())
+    sim.submit("within", range(100, 140), max_new_tokens=1)
     sim.run_until_idle()
-    sim.submit("a", range(90), max_new_tokens=6)
-    for _ in range(4):
-        sim.plan()
-        sim.work()
-    cached = sim.scheduler.memory.usage()["cached"]
-    assert cached
-    assert order(sim, resize, 100, wait_s=1e6) is None
-    assert sim.scheduler.memory.usage()["cached"] == cached
+    sim.submit("beyond", range(200), max_new_tokens=1)
     sim.run_until_idle()
-    resize.advance(sim.now)
-    assert told(sim) == ResizeResult(3, 200, 100, 256)
-    assert sim.tokens["a"] == reference_output(range(90), 6)
+    assert sim.order(100) == ResizeResult(3, 200, 100, 256, freed=7)
+    assert sim.scheduler.memory.usage()["cached"] == 100
+    sim.submit("again", range(100, 140), max_new_tokens=1)
+    sim.run_until_idle()
+    assert sim.ends["again"].meta.cached_tokens == 36  # type: ignore[union-attr]
 
 
 def test_requests_keep_their_pages_and_what_they_were_promised() -> None:
-    sim = Trimmed(make_options())
-    resize = PoolResize(sim.scheduler)
+    sim = Plain(make_options())
     sim.submit("a", range(40), max_new_tokens=60)
     sim.plan()
-    refused = order(sim, resize, 64)
+    refused = sim.order(64)
     assert refused is not None
     assert (refused.status, refused.max_total_tokens) == (409, 256)
     assert "may become 100 tokens long" in refused.message
-    assert order(sim, resize, 64, wait_s=30.0) is None
-    busy = order(sim, resize, 128)
+    assert sim.order(64, wait_s=30.0) is None
+    busy = sim.order(128)
     assert busy is not None
     assert busy.status == 409
     result = None
     while result is None:
         sim.plan()
         sim.work()
-        resize.advance(sim.now)
-        result = told(sim)
+        sim.resize.advance(sim.now)
+        result = sim.told()
     assert (result.status, result.max_total_tokens) == (200, 64)
     assert sim.tokens["a"] == reference_output(range(40), 60)
     # Or it goes on as it is when the time is up.
-    order(sim, resize, 256)
+    sim.order(256)
     sim.submit("b", range(40), max_new_tokens=60)
     sim.plan()
-    order(sim, resize, 64, wait_s=0.5)
-    assert resize.seconds_left(sim.now) == pytest.approx(0.5)
+    sim.order(64, wait_s=0.5)
+    assert sim.resize.seconds_left(sim.now) == pytest.approx(0.5)
     sim.now += 0.5
-    resize.advance(sim.now)
-    late = told(sim)
+    sim.resize.advance(sim.now)
+    late = sim.told()
     assert late is not None
     assert (late.status, sim.scheduler.memory.max_total_tokens) == (409, 256)
     sim.run_until_idle()
     assert sim.tokens["b"] == reference_output(range(40), 60)
 
 
+AT_THE_END = "requests use pages at the pool's end; try again later, or give it time (wait_s)"
+
+
+def busy(sim: Plain) -> None:
+    """A request at the pool's end, which others are about to share: all of it is in use."""
+    sim.submit("first", range(100, 220), max_new_tokens=1)
+    sim.run_until_idle()
+    sim.submit("end", range(80), max_new_tokens=30)
+    for _ in range(12):
+        sim.plan()
+        sim.work()
+
+
+def test_the_end_empties_however_many_requests_come() -> None:
+    """Each of them shares a prompt that lies there, and is there when the one before it ends."""
+    sim = Plain(make_options())
+    busy(sim)
+    assert sim.scheduler.memory.end.is_held_behind(120)
+    assert sim.order(120) == ResizeResult(3, 409, 256, 256, AT_THE_END)
+    assert sim.order(120, wait_s=1e6) is None
+    assert sim.scheduler.memory.end.beyond > 0
+    result, count = None, 0
+    while result is None:
+        if len(sim.scheduler.reqs) < 2:
+            sim.submit(f"r{count}", range(80), max_new_tokens=20)
+            count += 1
+        sim.plan()
+        sim.work()
+        sim.scheduler.check_invariants()
+        sim.resize.advance(sim.now)
+        result = sim.told()
+        assert count < 20
+    assert (result.status, result.max_total_tokens) == (200, 120)
+    sim.run_until_idle()
+    assert sim.tokens["end"] == reference_output(range(80), 30)
+    assert all(sim.tokens[f"r{i}"] == reference_output(range(80), 20) for i in range(count))
+
+
+def test_who_waits_too_long_has_the_pool_of_before() -> None:
+    sim = Plain(make_options())
+    busy(sim)
+    assert sim.order(120, wait_s=0.5) is None
+    assert sim.scheduler.memory.usage()["total"] == 120
+    sim.now += 1.0
+    sim.resize.advance(sim.now)
+    late = sim.told()
+    assert late == ResizeResult(3, 409, 256, 256, AT_THE_END)
+    assert (sim.scheduler.memory.end.beyond, sim.resize.aim) == (0, None)
+    sim.run_until_idle()
+    assert sim.tokens["end"] == reference_output(range(80), 30)
+
+
+def test_a_pool_begins_smaller_than_it_may_become() -> None:
+    sim = Plain(make_options(max_total_tokens=64, max_total_tokens_limit=256))
+    # Nothing beyond is committed ahead of use, and an order waits for that.
+    assert list(sim.to_worker.messages) == [TrimPool(17)]
+    sim.resize.ask(ResizeReq(3, 256), sim.now)
+    assert sim.scheduler.memory.max_total_tokens == 64
+    sim.work()
+    sim.resize.advance(sim.now)
+    assert sim.told() == ResizeResult(3, 200, 256, 64, freed=7)
+    sim.submit("long", range(200), max_new_tokens=3)
+    sim.run_until_idle()
+    assert sim.tokens["long"] == reference_output(range(200), 3)
+
+
+def test_nothing_is_handed_out_again_before_its_memory_has_gone() -> None:
+    """A peer could have written to it: what is let go then would be its KV."""
+    sim = Plain(make_options())
+    sim.resize.ask(ResizeReq(3, 64), sim.now)
+    sim.outbox.flush()
+    sim.resize.ask(ResizeReq(4, 256), sim.now)
+    assert sim.scheduler.memory.max_total_tokens == 64
+    sim.outbox.flush()
+    [refused] = [m for m in sim.to_detokenizer.messages if isinstance(m, ResizeResult)]
+    assert (refused.id, refused.status) == (4, 409)
+
+
 def test_who_cannot_is_told_why() -> None:
-    sim = Trimmed(make_options())
-    resize = PoolResize(sim.scheduler)
-    for tokens, says in ((3, "less than a page"), (260, "start with a larger --max-total-tokens")):
-        result = order(sim, resize, tokens)
+    sim = Plain(make_options())
+    for tokens, says in ((3, "less than a page"), (260, "start with a larger --max-total-tokens-limit")):
+        result = sim.order(tokens)
         assert result is not None
         assert (result.status, says in result.message) == (400, True)
-    sim.scheduler.handovers = object()  # type: ignore[assignment]
-    result = order(sim, resize, 128)
+
+    class Nixl:
+        may_resize = False
+
+    sim.scheduler.handovers = Nixl()  # type: ignore[assignment]
+    result = sim.order(128)
     assert result is not None
-    assert (result.status, "exchanges KV" in result.message) == (409, True)
+    assert (result.status, "has registered the pool's memory" in result.message) == (409, True)
+    sim.scheduler.handovers = None
+    sim.order(64)
+    sim.resize._host = lambda: Memory(1 << 40, 100)
+    result = sim.order(256)
+    assert result is not None
+    assert (result.status, "GiB are free; free memory or ask for less" in result.message) == (409, True)
+    sim.scheduler.worker = msgspec.structs.replace(sim.scheduler.worker, device="cuda:0")
+    result = sim.order(48)
+    assert result is not None
+    assert (result.status, "use --device cpu" in result.message) == (409, True)
+
+
+def test_memory_is_given_back_while_a_smaller_pool_is_waited_for() -> None:
+    sim = Plain(make_options())
+    occupation = Occupation(sim.scheduler)
+    sim.resize = occupation.resize
+    busy(sim)
+    assert sim.order(120, wait_s=1e6) is None
+    occupation.ask(MemoryReq(9, True, ["kv_cache"], 1e6), sim.now)
+    while occupation.state is Occupied.EMPTYING:
+        sim.plan()
+        sim.work()
+        occupation.advance(sim.now)
+    sim.outbox.flush()
+    assert sim.scheduler.memory.usage()["free"] == 120
+    assert [m for m in sim.to_detokenizer.messages if isinstance(m, MemoryResult)] == []
+    assert sim.tokens["end"] == reference_output(range(80), 30)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_sequence_of_sizes_and_requests(seed: int) -> None:
+@pytest.mark.parametrize("window", [NO_WINDOW, SimWindow(10, 96)], ids=["one group", "windows"])
+def test_any_sequence_of_sizes_and_requests(seed: int, window: SimWindow) -> None:
     rng = random.Random(seed)
-    sim = Trimmed(make_options(schedule_conservativeness=0.1))
-    resize = PoolResize(sim.scheduler)
+    sim = Plain(make_options(schedule_conservativeness=0.1), window=window)
     wanted: dict[str, list[int]] = {}
-    sizes = set()
+    answers: list[ResizeResult | None] = []
     for i in range(60):
         if rng.random() < 0.6:
             prompt = [*range(rng.choice((0, 8, 16, 40))), *(rng.randrange(9) for _ in range(rng.randint(1, 20)))]
@@ -183,18 +335,19 @@ def test_any_sequence_of_sizes_and_requests(seed: int) -> None:
             wanted[f"r{i}"] = reference_output(prompt, count)
             sim.submit(f"r{i}", prompt, max_new_tokens=count)
         if rng.random() < 0.5:
-            order(sim, resize, rng.choice((96, 128, 192, 256)), wait_s=rng.choice((0.0, 0.01)))
+            answers.append(sim.order(rng.choice((96, 128, 192, 256)), wait_s=rng.choice((0.0, 0.01, 0.05))))
         for _ in range(rng.randint(0, 12)):
             sim.plan()
-            resize.advance(sim.now)
-            told(sim)
+            sim.resize.advance(sim.now)
+            answers.append(sim.told())
             sim.scheduler.check_invariants()
             sim.work()
-            sizes.add(sim.scheduler.memory.max_total_tokens)
     sim.run_until_idle()
-    assert len(sizes) > 2
+    assert len({answer.max_total_tokens for answer in answers if answer is not None and answer.status == 200}) > 1
     for rid, output in wanted.items():
         if not hasattr(sim.ends[rid], "status"):
             assert sim.tokens[rid] == output, rid
     assert sum(not hasattr(end, "status") for end in sim.ends.values()) > 20
-    assert np.all(sim.worker.kv[sim.scheduler.memory.max_total_tokens + 4 :] == -1)
+    sim.resize.advance(sim.now)
+    sim.told()
+    assert np.all(sim.worker.kv[sim.scheduler.memory.max_total_tokens + PAGE :] == -1)

@@ -12,7 +12,7 @@ import pytest
 from support.sim import NO_WINDOW, SimWindow
 from support.world.campaign import EQUALS, PAIR, Campaign
 from support.world.explorer import Found, explore
-from support.world.seeded import MISTAKES, QUICKLY_FOUND, WINDOW_MISTAKES, WINDOWED
+from support.world.seeded import MISTAKES, QUICKLY_FOUND, RESIZE_MISTAKES, WINDOW_MISTAKES, WINDOWED
 from support.world.sim_backend import SimBackend
 from support.world.two_rooms import FAULTS, TwoRooms
 from support.world.world import Violation
@@ -96,6 +96,18 @@ def test_kv_that_is_given_back_is_right_or_not_there(faults, rules, window) -> N
     assert campaign.kept() > (0 if faults else 50)  # of the latest lives only
 
 
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
+@pytest.mark.parametrize("window", [NO_WINDOW, WINDOW], ids=["one group", "windows"])
+@pytest.mark.parametrize("faults", [0, 8])
+def test_pools_get_another_size_whatever_is_under_way(modes, rules, window, faults) -> None:
+    campaign = Campaign(2, modes, faults=faults, moves=30, resizes=25, window=window, **rules)
+    campaign.run(150, rate=20.0)
+    assert campaign.outcomes["finished"] > (60 if faults else 200)
+    assert faults or len(campaign.sizes()) > 10  # of the latest lives only
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
@@ -105,7 +117,8 @@ def test_a_hundred_thousand_hand_overs(modes, rules, capsys) -> None:
     finished = faults = 0
     for seed in range(100, 100 - (-HANDOVERS // SHARES // 1000)):
         window = WINDOW if seed % 2 else NO_WINDOW
-        campaign = Campaign(seed, modes, faults=seed % 5 * 2.0, window=window, **rules)
+        resizes = 10.0 if seed % 3 == 0 else 0.0
+        campaign = Campaign(seed, modes, faults=seed % 5 * 2.0, resizes=resizes, window=window, **rules)
         campaign.run(1000, rate=20.0)
         finished += campaign.outcomes["finished"]
         faults += campaign.faults.total()
@@ -204,6 +217,19 @@ def test_mistakes_with_windows_are_found(mistake, monkeypatch) -> None:
             Campaign(seed, EQUALS, moves=100, outputs=LONG, window=WINDOW).run(200, rate=20.0)
 
     with pytest.raises((WindowPagesShort, AssertionError), match=r"window|KV that landed"):
+        many()
+
+
+@pytest.mark.parametrize("mistake", RESIZE_MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_mistakes_with_sizes_are_found(mistake, monkeypatch) -> None:
+    mistake(monkeypatch)
+
+    def many() -> None:
+        for seed in range(1, 10):
+            window = RESIZE_MISTAKES[mistake]
+            Campaign(seed, PAIR, moves=30, resizes=40, outputs=LONG[:-1], window=window).run(200, rate=20.0)
+
+    with pytest.raises(AssertionError, match=r"window|KV that landed|wrong KV"):
         many()
 
 

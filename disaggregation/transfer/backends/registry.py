@@ -25,6 +25,11 @@ NEEDS = {
 }
 """How to get what a backend needs beside pdserve itself."""
 
+KEEPS_MEMORY = frozenset({"nixl", "mooncake"})
+"""Those that register the pool's memory, as it is then, with a device or a library: pages that went back to the system
+would come again as others, and peers write to those of before.
+"""
+
 MakeBackend = Callable[[str, str, int, str | None], TransferBackend]
 """Of an instance's epoch, the host and port to listen on, and the host where others reach it if that is another."""
 

@@ -35,6 +35,8 @@ OPTIONS = {
     "disaggregation_transfer_timeout": 20.0,
     "handover": "on",
 }
+SIZES = (104, 128, 192, 256)
+"""Tokens of a pool that is resized: as many as one request needs (prompt, and 40 of output), and more."""
 PAIR = ("prefill", "prefill", "decode", "decode")
 EQUALS = ("unified", "unified", "unified")
 
@@ -51,9 +53,9 @@ class Slot:
 
 
 class Campaign:
-    """``modes``: one instance for each. ``faults``, and ``moves`` of running requests: how many, on average, for a
-    hundred hand-overs. ``outputs``: how many tokens are asked for. ``options``: of all
-    instances, beyond ``OPTIONS``.
+    """``modes``: one instance for each. ``faults``, ``moves`` of running requests, and pools that get another size
+    (``resizes``): how many, on average, for a hundred hand-overs. ``outputs``: how many tokens are asked for.
+    ``options``: of all instances, beyond ``OPTIONS``.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Campaign:
         *,
         faults: float = 0.0,
         moves: float = 0.0,
+        resizes: float = 0.0,
         outputs: tuple[int, ...] = (1, 2, 3, 6, 12),
         lets_go: bool = False,
         hostile: bool = False,
@@ -79,8 +82,9 @@ class Campaign:
         """By instance and request: whether anything was done to it that may fail it."""
         self._fault_rate = faults / 100
         self._move_rate = moves / 100
+        self._resize_rate = resizes / 100
         self._outputs = outputs
-        self._options = options
+        self._options = options | ({"max_total_tokens_limit": max(SIZES)} if resizes else {})
         self.moves: Counter[str] = Counter()
         """How they went."""
         self._lets_go, self._hostile, self._window = lets_go, hostile, window
@@ -102,6 +106,8 @@ class Campaign:
                 self._fault()
             if self.rng.random() < self._move_rate:
                 self._move()
+            if self._resize_rate and self.rng.random() < self._resize_rate:
+                self._resize()
             if i % 64 == 0:
                 for node in self._nodes():
                     node.check()
@@ -110,6 +116,10 @@ class Campaign:
     def kept(self) -> int:
         """KV of finished requests that living prefills have taken."""
         return sum(node.manager.moves_in.kept for node in self._nodes())
+
+    def sizes(self) -> list[int]:
+        """That pools of living instances have got since they began."""
+        return [told.max_total_tokens for node in self._nodes() for told in node.sizes if told.status == 200]
 
     def places(self) -> tuple[int, int]:
         """Prompts that living instances decided to compute themselves, and those that they left to others."""
@@ -240,6 +250,19 @@ class Campaign:
                 node.migrate(rid, slot.bootstrap_port)
 
         self.world.post(("client", rid, node.epoch), f"{node.epoch} is to move {rid} to :{slot.bootstrap_port}", move)
+
+    def _resize(self) -> None:
+        """The pool of one of the instances, whatever it is in the middle of."""
+        nodes = self._nodes()
+        if not nodes:
+            return
+        node, tokens, wait_s = self.rng.choice(nodes), self.rng.choice(SIZES), self.rng.choice((0.0, 0.5, 3.0))
+
+        def resize() -> None:
+            if node.alive:
+                node.resize(tokens, wait_s)
+
+        self.world.post(("client", "admin", node.epoch), f"{node.epoch} is to have a pool of {tokens}", resize)
 
     # --- faults ---
 

@@ -20,6 +20,7 @@ from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.messages.base import Message
 from pdserve.messages.channel import encode
+from pdserve.messages.memory import PoolTrimmed, ResizeReq, ResizeResult, TrimPool
 from pdserve.messages.moves import MigrateReq, MigrateResult, ReqArrived, ReqMoved
 from pdserve.messages.outputs import FinishType, ReqError, ReqTokens, TokenBatch
 from pdserve.messages.requests import AbortReq, Bootstrap
@@ -28,6 +29,7 @@ from pdserve.scheduler import scheduler as scheduler_module
 from pdserve.scheduler.cost_model import CostModel
 from pdserve.scheduler.forecast import NOTHING, Load, PromptForecast
 from pdserve.scheduler.outbox import Outbox
+from pdserve.scheduler.pool_resize import PoolResize
 from pdserve.scheduler.req import Req
 from pdserve.scheduler.scheduler import Scheduler
 from support.sim import NO_WINDOW, Sent, SimWindow, SimWorker, make_generate, make_worker_ready
@@ -180,9 +182,12 @@ class Node:
         network: Any = self.network
         self.manager = KVManager(epoch, self.scheduler, network)
         self.scheduler.handovers = self.manager
+        self.pool_resize = PoolResize(self.scheduler)
         self.mismatches = 0
         """Hand-overs whose KV was not what had been sent."""
         self.tokens: dict[str, list[int]] = {}
+        self.sizes: list[ResizeResult] = []
+        """What became of the sizes that were asked for here."""
         self.told: list[MigrateResult] = []
         """How moves that were asked for here went."""
         self.open: set[str] = set()
@@ -197,6 +202,7 @@ class Node:
             return
         now, scheduler = self.world.now, self.scheduler
         self.manager.poll(now)
+        self.pool_resize.advance(now)
         scheduler.run_steps(now)
         self.manager.flush()
         scheduler.outbox.flush()
@@ -217,17 +223,24 @@ class Node:
         self.manager.migrate(MigrateReq(self.world.number(), rid, HOST, bootstrap_port), self.world.now)
         self.turn()
 
+    def resize(self, tokens: int, wait_s: float) -> None:
+        """Somebody wants a pool of another size."""
+        self.pool_resize.ask(ResizeReq(self.world.number(), tokens, wait_s), self.world.now)
+        self.turn()
+
     def abort(self, rid: str) -> None:
         """A client leaves."""
         self.scheduler.abort(AbortReq(rid))
         self.turn()
 
-    def on_event(self, event: StepResult | TransferEvent) -> None:
+    def on_event(self, event: StepResult | TransferEvent | PoolTrimmed) -> None:
         """News from the worker."""
         if not self.alive:
             return
         if isinstance(event, StepResult):
             self.scheduler.on_step_result(event, self.world.now)
+        elif isinstance(event, PoolTrimmed):
+            self.pool_resize.on_trimmed(event)
         else:
             self.mismatches += isinstance(event, PagesVerified) and not event.ok
             self.manager.on_transfer_event(event, self.world.now)
@@ -244,9 +257,18 @@ class Node:
             for push in message.pushes:
                 self.engine.submit(push)
             self.work()
+        elif isinstance(message, TrimPool):
+            self._trim(message)
         else:
             self.engine.submit(message)
             self.work()
+
+    def _trim(self, message: TrimPool) -> None:
+        """Memory that went back to the system comes again without what was in it."""
+        size = self.options.page_size
+        for kv, first in zip(self.sim_worker.pools(), (message.first, message.first_window), strict=False):
+            kv[first * size :] = 0
+        self._emit(PoolTrimmed(0))
 
     def work(self) -> None:
         """Let the transfer engine do what there is to do."""
@@ -288,6 +310,8 @@ class Node:
                 self.world.answers[message.rid] = self.world.answers[message.rid.rpartition("@")[0]]
             elif isinstance(message, MigrateResult):
                 self.told.append(message)
+            elif isinstance(message, ResizeResult):
+                self.sizes.append(message)
             elif isinstance(message, TokenBatch):
                 for item in message.items:
                     self._hear_tokens(item)

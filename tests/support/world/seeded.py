@@ -17,10 +17,12 @@ from pdserve.disaggregation.handover.unclaimed_rooms import Tombstones
 from pdserve.disaggregation.transfer.backends.base import LinkDown
 from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.mem_cache.page_run import PageRun
+from pdserve.mem_cache.pool_end import PoolEnd
+from pdserve.messages.memory import TrimPool
 from pdserve.messages.worker import ForwardStep, GrantPages, SendEnded
 from pdserve.scheduler.kv_memory import KVMemory
 from pdserve.scheduler.outbox import Outbox
-from support.sim import SimWindow
+from support.sim import NO_WINDOW, SimWindow
 
 Patch = pytest.MonkeyPatch
 
@@ -184,6 +186,26 @@ def a_moved_window_is_not_kept(patch: Patch) -> None:
     patch.setattr(KVMemory, "keep_window", lambda self, hold, run: True)
 
 
+def memory_goes_while_it_is_used(patch: Patch) -> None:
+    """A smaller pool is there at once, whoever has pages beyond its end."""
+    patch.setattr(PoolEnd, "beyond", property(lambda self: 0))
+
+
+def window_pages_beyond_are_forgotten(patch: Patch) -> None:
+    """A smaller pool waits for the pages that keep all, and not for those behind windows."""
+    patch.setattr(PoolEnd, "beyond", property(lambda self: self._allocator.beyond))
+
+
+def a_page_too_many_goes(patch: Patch) -> None:
+    """The memory of the pool's last page goes back as well."""
+    original = Outbox.to_worker
+
+    def to_worker(self: Outbox, message: Any) -> None:
+        original(self, TrimPool(message.first - 1) if isinstance(message, TrimPool) else message)
+
+    patch.setattr(Outbox, "to_worker", to_worker)
+
+
 WINDOWED = SimWindow(3, 4)
 """Both pages are needed at once."""
 MISTAKES: dict[Callable[[Patch], None], dict[str, Any]] = {
@@ -213,3 +235,9 @@ QUICKLY_FOUND = (
 )
 WINDOW_MISTAKES = (window_pages_go_before_they_are_pushed, a_moved_window_is_not_kept)
 """Which show where many requests share the window pages."""
+RESIZE_MISTAKES: dict[Callable[[Patch], None], SimWindow] = {
+    memory_goes_while_it_is_used: NO_WINDOW,
+    window_pages_beyond_are_forgotten: SimWindow(10, 64),
+    a_page_too_many_goes: NO_WINDOW,
+}
+"""Which show where pools get another size."""

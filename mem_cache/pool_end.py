@@ -1,0 +1,65 @@
+"""The end of pools that become smaller, or larger again, up to what they were made for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from .base_prefix_cache import BasePrefixCache, KVHold
+
+
+class PoolEnd:
+    """Moves it. Sizes are in tokens of the pool that keeps all of them, whole pages; the one behind windows follows.
+
+    ``holds``: all that live, always.
+    """
+
+    def __init__(self, cache: BasePrefixCache, holds: Collection[KVHold]) -> None:
+        self._cache = cache
+        self._allocator = cache.allocator
+        self._windows = cache.allocator.windows
+        self._holds = holds
+
+    @property
+    def most(self) -> int:
+        """What the pool can become."""
+        return self._allocator.most_pages * self._allocator.page_size
+
+    @property
+    def window_pages(self) -> int:
+        """How many there are now, 0 without windows."""
+        return self._windows.num_pages if self._windows is not None else 0
+
+    @property
+    def beyond(self) -> int:
+        """Pages in use that the pools do not have any more."""
+        return self._allocator.beyond + (self._windows.beyond if self._windows is not None else 0)
+
+    def can_move(self, tokens: int) -> bool:
+        """Whether what windows were promised fits."""
+        return self._windows is None or self._windows.can_resize(tokens // self._allocator.page_size)
+
+    def is_held_behind(self, tokens: int) -> bool:
+        """Whether somebody has pages behind the first ``tokens``, or window pages behind those that go with them."""
+        size, windows, table = self._allocator.page_size, self._windows, self._cache.req_to_token.table
+        pages = tokens // size
+        rows = [table[hold.row, : hold.kv_len : size] // size for hold in self._holds]
+        if any(row.max(initial=0) > pages for row in rows):
+            return True
+        if windows is None:
+            return False
+        spans = (row[hold.window.begin : hold.window.end] for row, hold in zip(rows, self._holds, strict=True))
+        return any(windows.page_of[span].max(initial=0) > windows.pages_for(pages) for span in spans)
+
+    def move(self, tokens: int) -> None:
+        """Hand out no slots but the first ``tokens`` from now on, up to ``most``. What is cached behind them is
+        evicted, and so is what is too much; what requests have there stays theirs, and is ``beyond`` until they let go
+        of it. Where they have more than the pool, they give way as they grow. Not below what ``can_move`` allows.
+        """
+        pages = tokens // self._allocator.page_size
+        self._allocator.resize(pages)
+        if self._windows is not None:
+            self._windows.resize(pages)
+        if self._allocator.beyond:
+            self._cache.withdraw()
+        if (short := -self._allocator.available_size()) > 0:
+            self._cache.evict(short)
