@@ -89,17 +89,23 @@ class FileStore(PageStore):
 
     def set(self, hashes: Sequence[bytes], pages: Sequence[memoryview]) -> None:
         """See the base class."""
+        try:
+            self._set(hashes, pages)
+            is_due = time.monotonic() - self._counted_at >= RECOUNT_SECONDS
+            if self._nbytes > self._limit and (is_due or self._nbytes > 2 * self._limit):
+                self._evict(int(AFTER_EVICTION * self._limit))
+        except OSError as e:  # of others' files as well, which an eviction may not be allowed to remove
+            raise self._unavailable(e) from e
+
+    def _set(self, hashes: Sequence[bytes], pages: Sequence[memoryview]) -> None:
         for page_hash, page in zip(hashes, pages, strict=True):
             try:
                 self._write(page_hash, page)
             except OSError as e:
-                if e.errno in FULL:
-                    self._evict(self._nbytes // 2)
-                    raise StoreFull(f"{self._folder}: {e.strerror}; make room, or set --hicache-storage-size") from e
-                raise self._unavailable(e) from e
-        is_due = time.monotonic() - self._counted_at >= RECOUNT_SECONDS
-        if self._nbytes > self._limit and (is_due or self._nbytes > 2 * self._limit):
-            self._evict(int(AFTER_EVICTION * self._limit))
+                if e.errno not in FULL:
+                    raise
+                self._evict(self._nbytes // 2)
+                raise StoreFull(f"{self._folder}: {e.strerror}; make room, or set --hicache-storage-size") from e
 
     def remove(self, hashes: Sequence[bytes]) -> None:
         """See the base class."""

@@ -2,12 +2,14 @@
 
 Every page is a value of its own, framed like a file's. What goes when memory is short is the server's to decide
 (``maxmemory-policy allkeys-lru`` suits); a server that refuses to keep more counts as full. The client library ends
-every wait after a time-out, and connects again by itself.
+every wait after a time-out, and connects again by itself. It believes what it is told; so whatever it stumbles over
+when that makes no sense counts as no answer (``_ask``), and what it takes for an answer is looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import redis
 
@@ -36,57 +38,44 @@ class RedisStore(PageStore):
 
     def exists(self, hashes: Sequence[bytes]) -> int:
         """See the base class."""
-        try:
+
+        def ask() -> list[Any]:
             pipeline = self._client.pipeline(transaction=False)
             for page_hash in hashes:
                 pipeline.exists(PREFIX + page_hash)
-            found = pipeline.execute()
-        except redis.RedisError as e:
-            raise self._unavailable(e) from e
-        return next((i for i, there in enumerate(found) if not there), len(hashes))
+            return pipeline.execute()
+
+        found = self._ask(ask)
+        return next((i for i, there in enumerate(found) if not there), min(len(found), len(hashes)))
 
     def get(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
         """See the base class."""
         for begin in range(0, len(hashes), self._batch):
             part = hashes[begin : begin + self._batch]
-            try:
-                values = self._client.mget([PREFIX + page_hash for page_hash in part])
-            except redis.RedisError as e:
-                raise self._unavailable(e) from e
-            for i, (page_hash, value) in enumerate(zip(part, values, strict=True), begin):
-                if value is None or not self._take(page_hash, value, into[i]):
-                    return i
+            values = self._ask(lambda: list(self._client.mget([PREFIX + page_hash for page_hash in part])))  # noqa: B023
+            for i, page_hash in enumerate(part):
+                value = values[i] if i < len(values) else None
+                if value is None or not self._take(page_hash, value, into[begin + i]):
+                    return begin + i
         return len(hashes)
 
     def set(self, hashes: Sequence[bytes], pages: Sequence[memoryview]) -> None:
         """See the base class."""
         for begin in range(0, len(hashes), self._batch):
+            end = begin + self._batch
             pipeline = self._client.pipeline(transaction=False)
-            for page_hash, page in zip(
-                hashes[begin : begin + self._batch], pages[begin : begin + self._batch], strict=True
-            ):
+            for page_hash, page in zip(hashes[begin:end], pages[begin:end], strict=True):
                 pipeline.set(PREFIX + page_hash, header(page_hash, page) + bytes(page))
-            try:
-                pipeline.execute()
-            except redis.OutOfMemoryError as e:
-                raise StoreFull("Redis is full and evicts nothing; set its maxmemory-policy to allkeys-lru") from e
-            except redis.RedisError as e:
-                raise self._unavailable(e) from e
+            self._ask(pipeline.execute)
 
     def remove(self, hashes: Sequence[bytes]) -> None:
         """See the base class."""
-        try:
-            if hashes:
-                self._client.delete(*(PREFIX + page_hash for page_hash in hashes))
-        except redis.RedisError as e:
-            raise self._unavailable(e) from e
+        if hashes:
+            self._ask(lambda: self._client.delete(*(PREFIX + page_hash for page_hash in hashes)))
 
     def probe(self) -> None:
         """See the base class."""
-        try:
-            self._client.ping()
-        except redis.RedisError as e:
-            raise self._unavailable(e) from e
+        self._ask(self._client.ping)
 
     def keep(self, hashes: Sequence[bytes], until: float) -> int:
         """See the base class: what goes is the server's to choose."""
@@ -100,24 +89,32 @@ class RedisStore(PageStore):
         """See the base class."""
         self._client.close()
 
-    def _take(self, page_hash: bytes, value: bytes | str, page: memoryview) -> bool:
-        assert isinstance(value, bytes)  # the client was not asked to decode
-        view = memoryview(value)
+    def _take(self, page_hash: bytes, value: object, page: memoryview) -> bool:
         try:
-            if len(value) != HEADER_BYTES + page.nbytes:
-                raise BadFrame(f"{len(value)} bytes in the place of a page")
+            if not isinstance(value, bytes) or len(value) != HEADER_BYTES + page.nbytes:
+                raise BadFrame("something else in the place of a page")
+            view = memoryview(value)
             check(view[:HEADER_BYTES], page_hash, view[HEADER_BYTES:])
         except BadFrame:
             self._bad += 1
-            try:
-                self._client.delete(PREFIX + page_hash)
-            except redis.RedisError as e:
-                raise self._unavailable(e) from e
+            self.remove([page_hash])
             return False
         page[:] = view[HEADER_BYTES:]
         return True
 
-    def _unavailable(self, error: redis.RedisError) -> StoreUnavailable:
+    def _ask(self, work: Callable[[], Any]) -> Any:
+        """What the server says to it; raises ``StoreFull`` and ``StoreUnavailable``."""
+        try:
+            return work()
+        except redis.OutOfMemoryError as e:
+            raise StoreFull("Redis is full and evicts nothing; set its maxmemory-policy to allkeys-lru") from e
+        except redis.RedisError as e:
+            raise self._unavailable(e) from e
+        except Exception as e:  # see the module; what it has yet to read must not be taken for the next answer
+            self._client.connection_pool.disconnect()
+            raise self._unavailable(e) from e
+
+    def _unavailable(self, error: Exception) -> StoreUnavailable:
         # What the library says may name the URL's password.
         pool = self._client.connection_pool.connection_kwargs
         return StoreUnavailable(f"Redis at {pool.get('host')}:{pool.get('port')}: {type(error).__name__}")

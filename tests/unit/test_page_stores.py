@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -288,3 +289,106 @@ def test_the_breaker_opens_after_failures_in_a_row_for_longer_each_time():
         breaker.failed("again", now)
     assert breaker.state(now + 0.9) is BreakerState.OPEN
     assert breaker.state(now + 1.0) is BreakerState.HALF_OPEN
+
+
+class Liar:
+    """A server that lets clients in, and says ``reply`` to all that they ask."""
+
+    def __init__(self, reply: bytes) -> None:
+        self._reply = reply
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            self._sockets.append(sock)
+            self._threads.append(threading.Thread(target=self._serve, args=(sock,)))
+            self._threads[-1].start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with sock:
+            try:
+                while data := sock.recv(1 << 16):
+                    # How a connection begins, several commands at a time: their names are the first words.
+                    greetings = data.count(b"HELLO") * b"%1\r\n+proto\r\n:3\r\n" + data.count(b"SETINFO") * b"+OK\r\n"
+                    sock.sendall(greetings or self._reply)
+            except OSError:
+                return
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._threads[0].join()
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads[1:]:
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        *(
+            b":abc\r\n",
+            b"$abc\r\n",
+            b":1\r\n",
+            b"+OK\r\n",
+            b"_\r\n",
+            b"#t\r\n",
+            b"\r\n",
+            b"garbage\r\n",
+            b"\xff\xff\r\n",
+        ),
+        *(b"*0\r\n", b"*-1\r\n", b"*1\r\n$1\r\nx\r\n", b"*3\r\n:1\r\n:2\r\n:3\r\n", b"*3\r\n$-1\r\n*0\r\n+x\r\n"),
+        *(b"*4\r\n_\r\n_\r\n_\r\n_\r\n", b"%1\r\n+a\r\n+b\r\n", b"$3\r\nabcde\r\n", b"-ERR no\r\n", b"*1\r\n:x\r\n"),
+    ],
+)
+def test_a_redis_that_makes_no_sense_is_a_store_that_fails(reply):
+    liar = Liar(reply)
+    store = make_store("redis", liar.url, PAGE, 0, 0.2)
+    asks = {
+        "get": lambda: fetch(store, 1, 2, 3),
+        "set": lambda: keep(store, 1, 2, 3),
+        "exists": lambda: store.exists([page_hash(i) for i in range(3)]),
+        "remove": lambda: store.remove([page_hash(1)]),
+        "probe": store.probe,
+    }
+    for name, ask in asks.items():
+        try:
+            said = ask()
+        except (StoreUnavailable, StoreFull):
+            continue  # whatever else is raised ends the store's thread
+        assert name != "get" or said == []
+        assert name != "exists" or 0 <= said <= 3
+    store.close()
+    liar.close()
+
+
+def test_files_that_can_not_be_removed_are_said(tmp_path, monkeypatch):
+    """Those of another user, in a folder that has outgrown its limit."""
+    store = FileStore(tmp_path, PAGE, 2 * FILE_BYTES)
+    keep(store, 0, 1)
+
+    def refused(path):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refused)
+        with pytest.raises(StoreUnavailable, match="not permitted"):
+            keep(store, 2, 3, 4)
+        patch.setattr(os, "writev", lambda fd, buffers: _full())
+        with pytest.raises(StoreUnavailable, match="not permitted"):
+            keep(store, 5)
+    assert fetch(store, 2) == pages(2)
+
+
+def _full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
