@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .ipc_check import check_ipc
+from . import ipc_check
 from .part import Part, open_part
 from .record import Finding
 from .servers import ask, free_port, generate, serve_all
@@ -41,7 +41,8 @@ class Ranks(NamedTuple):
 def main() -> None:
     """What has been tried least comes first: the time of a part is limited."""
     part = open_part("handovers")
-    part.recorder.check("memory of the GPU mapped by another process, and written", lambda: check_ipc(part))
+    for name, find in ipc_check.checks(part):
+        part.recorder.check(name, find)
     with tempfile.TemporaryDirectory() as folder:
         asked = make_asked(part, Path(folder))
         for ranks in instances(part, asked):

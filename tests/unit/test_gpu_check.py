@@ -6,10 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from support import fake_cuda_driver
 
 from pdserve.benchmark.gpu_check import peers_part
 from pdserve.benchmark.gpu_check.install import wanted
@@ -69,6 +71,21 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     done = run(tmp_path, "--only", "kernels", "--page", str(tmp_path / "page.md"))
     assert done.returncode == 1
     assert "--dry-run needs none" in done.stderr
+
+
+@pytest.mark.slow
+def test_what_is_asked_of_the_driver_is_found_with_memory_of_the_host_in_the_gpus_part(monkeypatch, tmp_path) -> None:
+    fake_cuda_driver.install(monkeypatch)
+    monkeypatch.delitem(sys.modules, "pdserve.benchmark.gpu_check.ipc_check", raising=False)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((fake_cuda_driver.IMPORT_PATH, os.environ.get("PYTHONPATH", ""))))
+    checks = import_module("pdserve.benchmark.gpu_check.ipc_check").checks
+    part = Part(Recorder(PartRecord("handovers", True), tmp_path / "record.json"), torch.device("cpu"), True)
+    written, killed_writer, killed_owner = (find() for _, find in checks(part))
+    assert written.ok
+    assert "the same bytes" in written.figure
+    assert (killed_writer.ok, killed_writer.figure) == (True, "0 bytes in 0.3 s")
+    assert (killed_owner.ok, killed_owner.figure) == (True, "alive")
+    sys.modules.pop("pdserve.benchmark.gpu_check.ipc_check")
 
 
 @pytest.mark.slow
