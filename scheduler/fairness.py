@@ -87,14 +87,17 @@ class _Competition:
 
     def waits(self, name: str) -> None:
         """It has something that waits, which it had not; or once more."""
-        self._waiting[name] += 1
-        if self._waiting[name] == 1:
-            self._clock = max(self._clock, self._lowest())
-            self._work[name] = max(self.of(name), self._clock)
-            heapq.heappush(self._line, (self._work[name], name))
-            if len(self._line) > 2 * len(self._waiting) + FEW:
-                self._line = [(self.of(other), other) for other in self._waiting]
-                heapq.heapify(self._line)
+        if name in self._waiting:
+            self._waiting[name] += 1
+            return
+        # Before it is one of them: of those that waited meanwhile.
+        self._clock = max(self._clock, self._lowest())
+        self._waiting[name] = 1
+        self._work[name] = max(self.of(name), self._clock)
+        heapq.heappush(self._line, (self._work[name], name))
+        if len(self._line) > 2 * len(self._waiting) + FEW:
+            self._line = [(self.of(other), other) for other in self._waiting]
+            heapq.heapify(self._line)
 
     def waits_no_more(self, name: str) -> None:
         """The opposite of ``waits``."""

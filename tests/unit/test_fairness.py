@@ -75,6 +75,21 @@ def test_with_a_stream_that_asks_for_little_the_clock_is_not_left_behind():
     assert shares.share(new)[0] == shares.share(busy)[0]
 
 
+def test_nor_is_who_waited_before():
+    """What is remembered of its place in the line says nothing of those that wait now."""
+    shares = FairShares()
+    stream, busy, back = Tenant("stream"), Tenant("busy"), Tenant("back")
+    shares.comes(stream)
+    comes_to_wait(shares, busy, back)
+    shares.waits_no_more(back)
+    shares.goes(back)
+    for _ in range(1000):
+        shares.prompt(busy, 100)
+        shares.output(stream, 1)
+    comes_to_wait(shares, back)
+    assert shares.share(back)[0] == shares.share(busy)[0]
+
+
 def test_a_flood_of_new_names_makes_nobody_elses_debt_forgotten():
     shares = FairShares()
     debtor, creditor = Tenant("a", "greedy"), Tenant("a", "modest")
