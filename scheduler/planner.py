@@ -146,6 +146,8 @@ class StepPlanner:
         req.times.admitted = req.times.arrival
         self._take_row(req, req.computed)
         self._share(req)
+        # No step computes what was shared: its copies to the host go before whatever is loaded from there from now on.
+        self._memory.fence()
         # Who decodes gets a slot for the token that is computed; a moved request may have it already.
         decodes = req.remaining <= 1 and self._memory.hold_of(req).kv_len == req.computed
         req.state = ReqState.RUNNING if decodes else ReqState.PREFILLING

@@ -19,10 +19,11 @@ from pdserve.messages.handover import ForecastRequest, TransferRequest
 from pdserve.messages.outputs import CachedBeyond, HeldTokens
 from pdserve.messages.requests import AbortReq
 from pdserve.messages.tiers import FetchPages, FindPages
+from pdserve.messages.worker import VerifyPages
 from pdserve.scheduler import store_link
 from pdserve.scheduler.forecast import NOTHING, Load
 from pdserve.scheduler.kv_memory import KVMemory
-from pdserve.scheduler.req import Req
+from pdserve.scheduler.req import Req, ReqState
 from pdserve.scheduler.store_sight import LOOK_SECONDS, StoreSight
 from pdserve.scheduler.tiers import KVTiers
 
@@ -375,6 +376,43 @@ def test_a_request_that_has_ended_with_its_first_token_leaves_what_was_fetched()
     run_until_idle(pair)
     assert pair.decode.tokens["a"] == reference_output(PROMPT, 1)
     assert pair.decode.scheduler.memory._cache.peek(np.array(PROMPT, dtype=np.int32)) == STORED
+    assert_all_returned(pair)
+
+
+def test_pages_that_have_just_landed_are_loaded_from_the_host_behind_their_copy_to_it():
+    """One request's KV lands while another of the same prompt waits for the store, which gives nothing in time: what it
+    finds in host memory then is named there already, and has to be there, too, when it is loaded.
+    """
+    pair = make_pair(there=0.0)
+    pair.submit("a", PROMPT, 1, max_new_tokens=3)
+    until(pair, lambda: any(isinstance(m, VerifyPages) for m in pair.decode.to_transfer.messages), store=True)
+    pair.prefill.senders.foretelling._forecast = Says(ms=SLOW)
+    turn = [*PROMPT, 1, 2, 3, 4, 5]
+    pair.submit("b", turn, 2, max_new_tokens=3)
+    receivers = pair.decode.receivers
+    while (b := receivers.rooms[2]).store is not StoreStage.FETCHING:
+        pair.advance()
+        for _ in range(len(pair.to_prefill)):
+            pair.deliver_to_prefill()
+        for _ in range(len(pair.to_decode)):
+            pair.deliver_to_decode()
+        pair.decode.outbox.all_to_worker(pair.decode.tiers.take(pair.now))
+        pair.decode.outbox.flush()
+        while pair.decode.to_worker.messages:
+            pair.decode.work()
+        if b.store is StoreStage.LOOKING:
+            pair.decode.serve_store()
+    assert b.req.computed == 0
+    while pair.decode.to_transfer.messages:
+        pair.decode.transfer()
+    assert pair.decode.scheduler.reqs["a"].state is ReqState.RUNNING
+    pair.now += 0.2
+    pair.advance()
+    assert b.req.computed == STORED
+    assert b.req.cached_beyond == CachedBeyond(STORED, 0)
+    run_until_idle(pair)
+    for rid, prompt in (("a", PROMPT), ("b", turn)):
+        assert pair.decode.tokens[rid] == reference_output(prompt, 3)
     assert_all_returned(pair)
 
 
