@@ -8,65 +8,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from support.sim import NO_WINDOW, SimInstance, SimWindow, make_options, reference_output
-from support.sim_tiers import TieredSim
+from support.sim import NO_WINDOW, SimWindow, make_options, reference_output
+from support.sim_resize import FREED, ResizedSim, ResizedTieredSim
 
 from pdserve.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from pdserve.mem_cache.window_pages import WindowPages, WindowSpan
-from pdserve.messages.base import Message
-from pdserve.messages.memory import MemoryReq, MemoryResult, PoolTrimmed, ResizeReq, ResizeResult, TrimPool
+from pdserve.messages.memory import MemoryReq, MemoryResult, ResizeReq, ResizeResult, TrimPool
 from pdserve.runtime.machine.memory import Memory
 from pdserve.scheduler.occupation import Occupation, Occupied
-from pdserve.scheduler.pool_resize import PoolResize
 
 PAGE = 4
-PLENTY = Memory(1 << 40, 1 << 40)
-
-
-class Resized:
-    """Asks for sizes. Memory that was given back holds nothing that anybody could use."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.resize = PoolResize(self.scheduler, lambda: PLENTY)  # type: ignore[attr-defined]
-        self.outbox.flush()  # type: ignore[attr-defined]
-
-    def on_command(self: Any, message: Message) -> None:
-        """The worker lets memory go."""
-        if not isinstance(message, TrimPool):
-            super().on_command(message)  # type: ignore[misc]
-            return
-        self.worker.kv[message.first * PAGE :] = -1
-        if self.worker.windowed is not None:
-            self.worker.windowed.kv[message.first_window * PAGE :] = -1
-        self.resize.on_trimmed(PoolTrimmed(7))
-
-    def order(self: Any, tokens: int, wait_s: float = 0.0) -> ResizeResult | None:
-        """Ask, and let the worker do what there is; the answer, None: not yet."""
-        self.resize.ask(ResizeReq(3, tokens, wait_s), self.now)
-        return self.told()
-
-    def told(self: Any) -> ResizeResult | None:
-        """The answer, if there is one by now."""
-        self.outbox.flush()
-        if any(isinstance(m, TrimPool) for m in self.to_worker.messages):
-            while self.work():
-                pass
-        answers = [m for m in (*self.answers, *self.to_detokenizer.messages) if isinstance(m, ResizeResult)]
-        self.answers.clear()
-        for answer in answers:
-            if answer in self.to_detokenizer.messages:
-                self.to_detokenizer.messages.remove(answer)
-        assert len(answers) <= 1
-        return answers[0] if answers else None
-
-
-class Plain(Resized, SimInstance):
-    """A pool alone."""
-
-
-class Tiered(Resized, TieredSim):
-    """With host memory behind it."""
 
 
 def test_pages_beyond_the_end_are_never_handed_out() -> None:
@@ -122,15 +73,15 @@ def test_window_pages_beyond_the_end_go_when_no_span_has_them() -> None:
     assert (windows.num_pages, sorted(windows.free_pages())) == (12, [7, 8, 9, 10, 11, 12])
 
 
-@pytest.mark.parametrize("make", [Plain, Tiered])
+@pytest.mark.parametrize("make", [ResizedSim, ResizedTieredSim])
 def test_what_is_cached_gives_way_and_nothing_else_is_lost(make: Any) -> None:
-    sim = make(64, store=False, hicache_write_policy="write_back") if make is Tiered else make(make_options())
-    settle = sim.settle if make is Tiered else sim.run_until_idle
+    sim = make(64, store=False, hicache_write_policy="write_back") if make is ResizedTieredSim else make(make_options())
+    settle = sim.settle if make is ResizedTieredSim else sim.run_until_idle
     for i in range(3):
         sim.submit(f"r{i}", range(100 * i, 100 * i + 60), max_new_tokens=4)
     settle()
     assert sim.scheduler.memory.usage()["cached"] > 64
-    assert sim.order(67) == ResizeResult(3, 200, 64, 256, freed=7)
+    assert sim.order(67) == ResizeResult(3, 200, 64, 256, freed=FREED)
     sim.scheduler.check_invariants()
     usage = sim.scheduler.memory.usage()
     assert usage["total"] == usage["free"] + usage["cached"] == 64
@@ -140,7 +91,7 @@ def test_what_is_cached_gives_way_and_nothing_else_is_lost(make: Any) -> None:
     settle()
     assert sim.tokens["fits"] == reference_output(range(50), 9)
     assert sim.ends["long"].status == 400
-    assert sim.order(256) == ResizeResult(3, 200, 256, 64, freed=7)
+    assert sim.order(256) == ResizeResult(3, 200, 256, 64, freed=FREED)
     sim.submit("again", range(80), max_new_tokens=5)
     settle()
     assert sim.tokens["again"] == reference_output(range(80), 5)
@@ -149,16 +100,16 @@ def test_what_is_cached_gives_way_and_nothing_else_is_lost(make: Any) -> None:
         sim.submit(f"s{i}", range(100 * i, 100 * i + 60), max_new_tokens=4)
         settle()
         assert sim.tokens[f"s{i}"] == reference_output(range(100 * i, 100 * i + 60), 4)
-    assert make is Plain or all(sim.ends[f"s{i}"].meta.cached_tokens == 56 for i in range(3))
+    assert make is ResizedSim or all(sim.ends[f"s{i}"].meta.cached_tokens == 56 for i in range(3))
 
 
 def test_what_is_cached_within_the_new_end_stays() -> None:
-    sim = Plain(make_options())
+    sim = ResizedSim(make_options())
     sim.submit("within", range(100, 140), max_new_tokens=1)
     sim.run_until_idle()
     sim.submit("beyond", range(200), max_new_tokens=1)
     sim.run_until_idle()
-    assert sim.order(100) == ResizeResult(3, 200, 100, 256, freed=7)
+    assert sim.order(100) == ResizeResult(3, 200, 100, 256, freed=FREED)
     assert sim.scheduler.memory.usage()["cached"] == 100
     sim.submit("again", range(100, 140), max_new_tokens=1)
     sim.run_until_idle()
@@ -166,7 +117,7 @@ def test_what_is_cached_within_the_new_end_stays() -> None:
 
 
 def test_requests_keep_their_pages_and_what_they_were_promised() -> None:
-    sim = Plain(make_options())
+    sim = ResizedSim(make_options())
     sim.submit("a", range(40), max_new_tokens=60)
     sim.plan()
     refused = sim.order(64)
@@ -181,7 +132,6 @@ def test_requests_keep_their_pages_and_what_they_were_promised() -> None:
     while result is None:
         sim.plan()
         sim.work()
-        sim.resize.advance(sim.now)
         result = sim.told()
     assert (result.status, result.max_total_tokens) == (200, 64)
     assert sim.tokens["a"] == reference_output(range(40), 60)
@@ -203,7 +153,7 @@ def test_requests_keep_their_pages_and_what_they_were_promised() -> None:
 AT_THE_END = "requests use pages at the pool's end; try again later, or give it time (wait_s)"
 
 
-def busy(sim: Plain) -> None:
+def busy(sim: ResizedSim) -> None:
     """A request at the pool's end, which others are about to share: all of it is in use."""
     sim.submit("first", range(100, 220), max_new_tokens=1)
     sim.run_until_idle()
@@ -215,7 +165,7 @@ def busy(sim: Plain) -> None:
 
 def test_the_end_empties_however_many_requests_come() -> None:
     """Each of them shares a prompt that lies there, and is there when the one before it ends."""
-    sim = Plain(make_options())
+    sim = ResizedSim(make_options())
     busy(sim)
     assert sim.scheduler.memory.end.is_held_behind(120)
     assert sim.order(120) == ResizeResult(3, 409, 256, 256, AT_THE_END)
@@ -229,7 +179,6 @@ def test_the_end_empties_however_many_requests_come() -> None:
         sim.plan()
         sim.work()
         sim.scheduler.check_invariants()
-        sim.resize.advance(sim.now)
         result = sim.told()
         assert count < 20
     assert (result.status, result.max_total_tokens) == (200, 120)
@@ -239,7 +188,7 @@ def test_the_end_empties_however_many_requests_come() -> None:
 
 
 def test_who_waits_too_long_has_the_pool_of_before() -> None:
-    sim = Plain(make_options())
+    sim = ResizedSim(make_options())
     busy(sim)
     assert sim.order(120, wait_s=0.5) is None
     assert sim.scheduler.memory.usage()["total"] == 120
@@ -253,14 +202,14 @@ def test_who_waits_too_long_has_the_pool_of_before() -> None:
 
 
 def test_a_pool_begins_smaller_than_it_may_become() -> None:
-    sim = Plain(make_options(max_total_tokens=64, max_total_tokens_limit=256))
+    sim = ResizedSim(make_options(max_total_tokens=64, max_total_tokens_limit=256))
     # Nothing beyond is committed ahead of use, and an order waits for that.
     assert list(sim.to_worker.messages) == [TrimPool(17)]
     sim.resize.ask(ResizeReq(3, 256), sim.now)
     assert sim.scheduler.memory.max_total_tokens == 64
     sim.work()
     sim.resize.advance(sim.now)
-    assert sim.told() == ResizeResult(3, 200, 256, 64, freed=7)
+    assert sim.told() == ResizeResult(3, 200, 256, 64, freed=FREED)
     sim.submit("long", range(200), max_new_tokens=3)
     sim.run_until_idle()
     assert sim.tokens["long"] == reference_output(range(200), 3)
@@ -268,7 +217,7 @@ def test_a_pool_begins_smaller_than_it_may_become() -> None:
 
 def test_nothing_is_handed_out_again_before_its_memory_has_gone() -> None:
     """A peer could have written to it: what is let go then would be its KV."""
-    sim = Plain(make_options())
+    sim = ResizedSim(make_options())
     sim.resize.ask(ResizeReq(3, 64), sim.now)
     sim.outbox.flush()
     sim.resize.ask(ResizeReq(4, 256), sim.now)
@@ -279,7 +228,7 @@ def test_nothing_is_handed_out_again_before_its_memory_has_gone() -> None:
 
 
 def test_who_cannot_is_told_why() -> None:
-    sim = Plain(make_options())
+    sim = ResizedSim(make_options())
     for tokens, says in ((3, "less than a page"), (260, "start with a larger --max-total-tokens-limit")):
         result = sim.order(tokens)
         assert result is not None
@@ -305,7 +254,7 @@ def test_who_cannot_is_told_why() -> None:
 
 
 def test_memory_is_given_back_while_a_smaller_pool_is_waited_for() -> None:
-    sim = Plain(make_options())
+    sim = ResizedSim(make_options())
     occupation = Occupation(sim.scheduler)
     sim.resize = occupation.resize
     busy(sim)
@@ -325,7 +274,7 @@ def test_memory_is_given_back_while_a_smaller_pool_is_waited_for() -> None:
 @pytest.mark.parametrize("window", [NO_WINDOW, SimWindow(10, 96)], ids=["one group", "windows"])
 def test_any_sequence_of_sizes_and_requests(seed: int, window: SimWindow) -> None:
     rng = random.Random(seed)
-    sim = Plain(make_options(schedule_conservativeness=0.1), window=window)
+    sim = ResizedSim(make_options(schedule_conservativeness=0.1), window=window)
     wanted: dict[str, list[int]] = {}
     answers: list[ResizeResult | None] = []
     for i in range(60):
@@ -338,7 +287,6 @@ def test_any_sequence_of_sizes_and_requests(seed: int, window: SimWindow) -> Non
             answers.append(sim.order(rng.choice((96, 128, 192, 256)), wait_s=rng.choice((0.0, 0.01, 0.05))))
         for _ in range(rng.randint(0, 12)):
             sim.plan()
-            sim.resize.advance(sim.now)
             answers.append(sim.told())
             sim.scheduler.check_invariants()
             sim.work()

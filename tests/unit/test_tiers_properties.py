@@ -22,9 +22,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from support.sim import NO_WINDOW, SimWindow, reference_output
-from support.sim_tiers import TieredSim
+from support.sim_resize import ResizedTieredSim
 
 from pdserve.mem_cache.host_tier import HostTier
+from pdserve.mem_cache.pool_end import PoolEnd
+from pdserve.messages.memory import ResizeReq, ResizeResult
 from pdserve.messages.sessions import ResumeReq, SessionState, SnapshotReq, SnapshotResult
 from pdserve.messages.tiers import PageCopy
 from pdserve.model_runner.tiers.host_pool import HostPool
@@ -38,6 +40,8 @@ STEPS = 60
 USUAL_STEPS = 25
 """That an instance takes: many are shorter."""
 POLICIES = ("write_through", "write_through_selective", "write_back")
+SIZES = (112, 128, 176, 256)
+"""Of the pool, in tokens: what the longest request needs, and more."""
 PATIENCE = ("best_effort", "wait_complete", "timeout")
 
 
@@ -77,13 +81,14 @@ class Tiers(RuleBasedStateMachine):
         self.options = {
             "page_size": page_size,
             "max_total_tokens": 128,
+            "max_total_tokens_limit": max(SIZES),
             "chunked_prefill_size": 16,
             "hicache_write_policy": policy,
             "hicache_storage_prefetch_policy": patience,
             "kv_debug": host_pages != 16,
         }
         self.host_pages, self.has_store = host_pages, store
-        self.sim = TieredSim(host_pages, store=store, window=self.window, **self.options)
+        self.sim = ResizedTieredSim(host_pages, store=store, window=self.window, **self.options)
 
     @rule(
         family=st.integers(0, 3),
@@ -118,6 +123,14 @@ class Tiers(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from((0.1, 1.0, 20.0)))
     def pass_time(self, seconds):
         self.sim.now += seconds
+
+    @rule(tokens=st.sampled_from(SIZES), wait_s=st.sampled_from((0.0, 0.005, 100.0)), busy=st.sampled_from((0, 0, 5)))
+    def resize(self, tokens, wait_s, busy):
+        """While so many requests more than before are there, whose pages reach far."""
+        for i in range(busy):
+            self.submit(i % 3, 60, self.count % 3, 24)
+        self.turn(3 * busy)
+        self.sim.resize.ask(ResizeReq(1, tokens, wait_s), self.sim.now)
 
     @rule(times=st.integers(1, 6))
     def serve_store(self, times):
@@ -183,7 +196,7 @@ class Tiers(RuleBasedStateMachine):
             kept = self.sim.store.kept
             self.asked.clear()
             self.meant.clear()
-            self.sim = TieredSim(self.host_pages, kept, self.has_store, self.window, **self.options)
+            self.sim = ResizedTieredSim(self.host_pages, kept, self.has_store, self.window, **self.options)
         else:
             self.sim.store.dead = what == "dies"
 
@@ -197,6 +210,8 @@ class Tiers(RuleBasedStateMachine):
 
     def check_answers(self):
         for said in self.sim.answers:
+            if isinstance(said, ResizeResult):
+                continue
             assert isinstance(said, SnapshotResult)
             if said.state is not None and said.state.is_open:
                 self.saved.append((said.state, self.snapshots[said.id]))
@@ -302,7 +317,13 @@ def _snapshots_of_pages_that_are_anothers(patch):
     patch.setattr(KVMemory, "pages_with_kv", lambda self, *what: pages(self, *what)[::-1].copy())
 
 
+def _memory_goes_while_requests_use_it(patch):
+    """A smaller pool is there at once, whoever has pages beyond its end."""
+    patch.setattr(PoolEnd, "beyond", property(lambda self: 0))
+
+
 MISTAKES = [
+    _memory_goes_while_requests_use_it,
     _snapshots_of_pages_that_are_anothers,
     _windows_that_nobody_loads,
     _pages_saved_without_their_window,
@@ -322,4 +343,4 @@ def test_a_mistake_is_found(monkeypatch, mistake):
     monkeypatch.setattr(Tiers, "only_windows", "window" in mistake.__name__)
     mistake(monkeypatch)
     with pytest.raises(Exception):  # noqa: B017, PT011 - whichever check finds it
-        attack(400, shrink=False)
+        attack(1000, shrink=False)
