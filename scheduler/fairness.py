@@ -9,10 +9,13 @@ the other by more than what one admission, and the output of what runs, may cost
 A client is an API key; below it, the ``user`` that a request names: to name many brings no more than its key's share.
 
 The clock of those who compete goes on with the work, divided by how many of them have requests: as all of their
-counters would, were they served side by side. It is never behind the lowest that waits (the paper's rule), but need not
-be that: anybody may name a new user with each request, and if each began as low as the lowest, one who is above would
-wait for all of them, for ever. And who has nothing to ask and is not above the clock can be forgotten at no loss, as
-nobody is told apart from one that was never seen: what is remembered are debts alone.
+counters would, were they served side by side. Who comes begins there, but not below the lowest that waits (where the
+paper has it begin), nor above the highest. Why not at the lowest: anybody may name a new user with each request, and if
+each began as low as the lowest, one who is above would wait for all of them, for ever. Why not above the highest: the
+others wait for what runs as well, whose work moved the clock.
+
+Who has nothing to ask and is not above the clock is forgotten: as one that was never seen, it would begin there. So
+what is remembered are debts alone.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ class _Competition:
         self._work: dict[str, float] = {}
         self._line: list[tuple[float, str]] = []
         """A heap of those that wait; their counters may have grown since, and some wait no more."""
+        self._highest: tuple[float, str] | None = None
+        """Of those that wait; None: to be looked for."""
         self._clock = 0.0
 
     @property
@@ -90,10 +95,13 @@ class _Competition:
         if name in self._waiting:
             self._waiting[name] += 1
             return
-        # Before it is one of them: of those that waited meanwhile.
-        self._clock = max(self._clock, self._lowest())
+        start = self._clock
+        if self._waiting:
+            self._clock = max(self._clock, lowest := self._lowest())
+            start = max(lowest, min(self._clock, self._top()[0]))
         self._waiting[name] = 1
-        self._work[name] = max(self.of(name), self._clock)
+        self._work[name] = max(self._work.get(name, start), start)
+        self._note_highest(name)
         heapq.heappush(self._line, (self._work[name], name))
         if len(self._line) > 2 * len(self._waiting) + FEW:
             self._line = [(self.of(other), other) for other in self._waiting]
@@ -104,6 +112,8 @@ class _Competition:
         self._waiting[name] -= 1
         if not self._waiting[name]:
             del self._waiting[name]
+            if self._highest is not None and self._highest[1] == name:
+                self._highest = None
         if not self._waiting:
             # Whoever comes next was asking for nothing while this one was served.
             self._clock = max(self._clock, self.of(name))
@@ -113,9 +123,21 @@ class _Competition:
         """So much was done for it."""
         self._work[name] = self.of(name) + work
         self._clock += work / max(1, len(self.here))
+        if name in self._waiting:
+            self._note_highest(name)
+
+    def _note_highest(self, name: str) -> None:
+        if self._highest is not None and self.of(name) > self._highest[0]:
+            self._highest = self.of(name), name
+
+    def _top(self) -> tuple[float, str]:
+        """The highest that waits, where anybody does."""
+        if self._highest is None:
+            self._highest = max((self.of(name), name) for name in self._waiting)
+        return self._highest
 
     def _lowest(self) -> float:
-        """The counter of the lowest that waits, 0 where nobody does."""
+        """The counter of the lowest that waits, where anybody does."""
         while self._line:
             work, name = self._line[0]
             if name not in self._waiting:
@@ -124,7 +146,7 @@ class _Competition:
                 heapq.heapreplace(self._line, (now, name))
             else:
                 return work
-        return 0.0
+        raise AssertionError("nobody waits")
 
 
 class FairShares:

@@ -90,6 +90,40 @@ def test_nor_is_who_waited_before():
     assert shares.share(back)[0] == shares.share(busy)[0]
 
 
+def test_who_comes_while_others_wait_for_what_runs_is_no_further_behind_than_they_are():
+    shares = FairShares()
+    runs, waits, new = Tenant("runs"), Tenant("waits"), Tenant("new")
+    comes_to_wait(shares, runs)
+    shares.waits_no_more(runs)
+    comes_to_wait(shares, waits)
+    shares.output(runs, 1000)
+    comes_to_wait(shares, new)
+    assert shares.share(new) == shares.share(waits)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_who_comes_begins_between_the_lowest_and_the_highest_that_wait(seed: int):
+    rng, shares = random.Random(seed), FairShares()
+    tenants = [Tenant("", str(i)) for i in range(12)]
+    waiting: list[Tenant] = []
+    for tenant in tenants:  # each is known, with nothing done for it
+        shares.comes(tenant)
+        shares.prompt(tenant, 0)
+    for _ in range(400):
+        tenant = rng.choice(tenants)
+        if tenant in waiting:
+            waiting.remove(tenant)
+            shares.waits_no_more(tenant)
+        else:
+            before, others = shares.share(tenant)[1], [shares.share(other)[1] for other in waiting]
+            shares.waits(tenant)
+            waiting.append(tenant)
+            now = shares.share(tenant)[1]
+            assert now >= before
+            assert not others or min(others) <= now <= max(before, *others)
+        shares.prompt(rng.choice(tenants), rng.randrange(100))
+
+
 def test_a_flood_of_new_names_makes_nobody_elses_debt_forgotten():
     shares = FairShares()
     debtor, creditor = Tenant("a", "greedy"), Tenant("a", "modest")
