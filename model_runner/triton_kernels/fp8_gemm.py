@@ -99,7 +99,7 @@ def rounded(weight: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _fp8_product(
     x_ptr: tl.tensor,
     x_scales_ptr: tl.tensor,

@@ -168,7 +168,7 @@ def _tile(block_m: int, dtype: torch.dtype, halves: int) -> dict[str, int]:
     return sizes | {"num_warps": 8 if block_m >= 128 else 4, "num_stages": 4 if is_wide and block_m <= 32 else 3}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _count_pairs(chosen_ptr: tl.tensor, counts_ptr: tl.tensor, size: tl.tensor, SCAN: tl.constexpr) -> None:
     expert = tl.program_id(0)
     count = tl.zeros((), tl.int32)
@@ -178,7 +178,7 @@ def _count_pairs(chosen_ptr: tl.tensor, counts_ptr: tl.tensor, size: tl.tensor, 
     tl.store(counts_ptr + expert, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _place_pairs(
     chosen_ptr: tl.tensor,
     counts_ptr: tl.tensor,
@@ -214,7 +214,7 @@ def _add_product(x: tl.tensor, weight: tl.tensor, total: tl.tensor) -> tl.tensor
     return tl.dot(x, weight, total, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _experts_up(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -258,7 +258,7 @@ def _experts_up(
         tl.store(to, result, mask=is_pair[:, None] & is_column[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _experts_down(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,

@@ -79,7 +79,7 @@ def _weights(
     return rounded(found.to(tl.float32) * scale[None, :], dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _int4_product(
     x_ptr: tl.tensor,
     halves_ptr: tl.tensor,

@@ -85,7 +85,7 @@ def _divided(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _by_one_scale(
     x_ptr: tl.tensor, scale_ptr: tl.tensor, out_ptr: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
@@ -94,7 +94,7 @@ def _by_one_scale(
     tl.store(out_ptr + at, _divided(x, tl.load(scale_ptr)), mask=at < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _find_largest(x_ptr: tl.tensor, largest_ptr: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
@@ -134,7 +134,7 @@ def _by_token(
         tl.store(out_ptr + token * out_token + at, _divided(x, scale), mask=at < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scales_block"])
 def _by_blocks(
     x_ptr: tl.tensor,
     out_ptr: tl.tensor,

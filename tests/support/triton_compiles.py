@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+import triton
 
 from pdserve.model_runner.triton_kernels.compile_check import CompileRequest
 
 Constant = int | float | str | bool | None
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 PACKAGE = "pdserve.model_runner.triton_kernels."
 
 # What parameters are, by name; what is not listed is an int32.
@@ -42,6 +47,15 @@ def launch(
             usual = POINTERS[parameter.removesuffix("_ptr")] if is_pointer else NUMBERS.get(parameter, "i32")
             found[parameter] = (types or {}).get(parameter, usual)
     return CompileRequest(kernel=PACKAGE + name, types=found, constants=constants, num_warps=warps, **options)
+
+
+def most_stack() -> int:
+    """Bytes of a thread that may spill: none with the version that tiles were chosen with, that of constraints.txt. Of
+    other versions' compilers some spill a few registers at a few sizes, which is slower and not wrong.
+    """
+    pinned = re.search(r"^triton==(\S+)", CONSTRAINTS.read_text(), re.MULTILINE)
+    assert pinned is not None
+    return 0 if pinned[1] == triton.__version__ else 128
 
 
 def all_launches() -> Iterator[CompileRequest]:

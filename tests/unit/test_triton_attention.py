@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.attention_compiles import DEEPSEEK_V3, LLAMA_8B, MODELS, decode, others, plans, prefill
 from support.machine import limit
+from support.triton_compiles import most_stack
 
 from pdserve.model_files.errors import UnsupportedModel
 from pdserve.model_runner.attention.registry import choose_attention_backend
@@ -65,7 +66,7 @@ def check_resources(requests: list[CompileRequest]) -> list[Compiled]:
     results = compile_kernels(requests)
     for request, compiled in zip(requests, results, strict=True):
         told = f"{request.kernel} {request.constants} for {request.capability}: {compiled.registers} registers"
-        assert compiled.stack_bytes == 0, f"{told}, and {compiled.stack_bytes} bytes of a thread spill"
+        assert compiled.stack_bytes <= most_stack(), f"{told}, and {compiled.stack_bytes} bytes of a thread spill"
         room = SHARED_BYTES[request.capability]
         assert compiled.shared_bytes <= room, f"{told}, {compiled.shared_bytes} bytes shared"
         assert compiled.registers * 32 * request.num_warps <= 65536, f"{told} do not fit"

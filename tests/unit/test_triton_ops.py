@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.machine import limit
-from support.triton_compiles import all_launches
+from support.triton_compiles import all_launches, most_stack
 
 from pdserve.model_runner.triton_kernels.compile_check import SHARED_BYTES, CompileRequest, compile_kernels
 
@@ -53,7 +54,7 @@ def test_the_rest_agrees_with_the_reference_in_the_interpreter() -> None:
 def check_resources(requests: list[CompileRequest]) -> None:
     for request, compiled in zip(requests, compile_kernels(requests), strict=True):
         told = f"{request.kernel} {request.constants} for {request.capability}: {compiled.registers} registers"
-        assert compiled.stack_bytes == 0, f"{told}, and {compiled.stack_bytes} bytes of a thread spill"
+        assert compiled.stack_bytes <= most_stack(), f"{told}, and {compiled.stack_bytes} bytes of a thread spill"
         assert compiled.shared_bytes <= SHARED_BYTES[request.capability], (
             f"{told}, {compiled.shared_bytes} bytes shared"
         )
@@ -107,6 +108,22 @@ def test_copies_of_pages_are_wide_and_products_meet_the_tensor_cores() -> None:
     assert on_80.count("mma.sync")
     assert on_80.count("cp.async.cg.shared.global")
     assert on_90.count("wgmma.mma_async")
+
+
+COUNTS = {"size", "tokens", "num", "num_pairs", "num_writes", "num_last", "scales_block"}
+"""Arguments that differ from step to step."""
+
+
+def test_no_kernel_is_compiled_anew_for_a_step_of_one_token_or_of_sixteen() -> None:
+    """As Triton does for integers, unless it is told not to; a request would wait a second for each."""
+    found = set()
+    for request in all_launches():
+        module, _, name = request.kernel.partition(":")
+        for parameter in getattr(importlib.import_module(module), name).params:
+            if parameter.name in COUNTS and not parameter.is_constexpr:
+                assert parameter.do_not_specialize, f"{request.kernel}: {parameter.name}"
+                found.add(parameter.name)
+    assert found == COUNTS
 
 
 def test_every_kernel_that_is_launched_is_in_the_list() -> None:
