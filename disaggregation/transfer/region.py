@@ -17,7 +17,8 @@ from typing import Protocol
 from ..errors import RegionError
 
 _MADV_POPULATE_WRITE = 23
-"""linux/mman.h; Python's ``mmap`` doesn't name it yet."""
+_MAP_NORESERVE = 0x4000
+"""linux/mman.h; Python's ``mmap`` doesn't name them yet."""
 
 
 class Region(Protocol):
@@ -128,13 +129,14 @@ def allocate_region(nbytes: int, *, shared: bool) -> KVRegion:
     except OSError as e:
         raise RegionError(
             f"can't reserve {nbytes / 2**30:.2f} GiB for the KV pool: {e.strerror}. "
-            "Choose a smaller --max-total-tokens or --mem-fraction-static."
+            "Choose a smaller --max-total-tokens, --max-total-tokens-limit or --mem-fraction-static."
         ) from e
 
 
 def _allocate_private(nbytes: int) -> KVRegion:
     # Without MAP_PRIVATE Python maps anonymous memory shared, which huge pages and swap treat worse.
-    buffer = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # What a pool may grow to can be more than the host has: only what is touched counts.
+    buffer = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     return KVRegion(buffer, nbytes, None)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pdserve.disaggregation.errors import RegionError
 from pdserve.disaggregation.transfer.region import allocate_region
+from pdserve.runtime.machine.memory import host_memory
 
 NBYTES = 3 * mmap.PAGESIZE
 
@@ -53,6 +55,18 @@ def test_closing_under_an_array_leaves_the_array_usable(shared):
     array[:] = 9
     assert region.fd is None
     assert int(array.sum()) == 9 * NBYTES
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_more_can_be_reserved_than_there_is(shared):
+    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
+        pytest.skip("this system counts what is reserved")
+    nbytes = 4 * host_memory().total // mmap.PAGESIZE * mmap.PAGESIZE
+    region = allocate_region(nbytes, shared=shared)
+    region.buffer[nbytes - 1] = 7
+    region.give_back(nbytes - mmap.PAGESIZE)
+    assert region.buffer[nbytes - 1] == 0
+    region.close()
 
 
 def test_impossible_sizes_say_what_to_do():
