@@ -25,8 +25,15 @@ def slow_args(tmp_path_factory) -> list[str]:
     return tiny_model.tiny_args(folder, hidden_size=256, intermediate_size=2048, num_hidden_layers=6)
 
 
-@pytest.mark.parametrize("backend", ["tcp", pytest.param("shm", marks=pytest.mark.slow)])
-def test_a_conversation_goes_on_from_the_store_at_the_decode(tmp_path, slow_args, backend):
+@pytest.mark.parametrize(
+    ("backend", "restarts"),
+    [
+        ("tcp", False),
+        pytest.param("tcp", True, marks=pytest.mark.slow),
+        pytest.param("shm", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_conversation_goes_on_from_the_store_at_the_decode(tmp_path, slow_args, backend, restarts):
     (tmp_path / "kv").mkdir(mode=0o700)
     (tmp_path / "secret").write_text(secrets.token_urlsafe(32))
     secret = ["--cluster-secret-file", str(tmp_path / "secret")]
@@ -45,12 +52,16 @@ def test_a_conversation_goes_on_from_the_store_at_the_decode(tmp_path, slow_args
         wait_until(is_stored, 20, "all is stored")
         # No store has a say in these: a pool answers.
         expected = [ask(pair.prefill, turn)["output_ids"] for turn in turns]
-        for server in instances:
-            server.stop(signal.SIGKILL)
-        for server in instances:
-            server.start()
-        for server in (*instances, pair.router):
-            server.wait_healthy()
+        if restarts:
+            for server in instances:
+                server.stop(signal.SIGKILL)
+            for server in instances:
+                server.start()
+            for server in (*instances, pair.router):
+                server.wait_healthy()
+        else:
+            for server in instances:
+                server.post("/flush_cache", {}).raise_for_status()
         answers = [ask(pair.router, turn) for turn in turns]
         assert [answer["output_ids"] for answer in answers] == expected
         counts = pair.decode.info()["disaggregation"]["store_first"]
