@@ -10,7 +10,7 @@ from support import tiny_model
 from support.processes import pd_pair, wait_until
 from support.scrape import Page
 
-TALKS = [[(number * 7919 + i * 31) % 90 + 3 for i in range(1500)] for number in range(5)]
+TALKS = [[(number * 7919 + i * 31) % 90 + 3 for i in range(1500)] for number in range(3)]
 SAMPLING = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
 
 
