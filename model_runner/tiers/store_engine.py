@@ -138,13 +138,20 @@ class StoreEngine:
             log.debug("%s", e)
             return otherwise, str(e)
         except StoreError as e:
-            trips = self._breaker.trips
-            self._breaker.failed(str(e), self._clock())
-            if self._breaker.trips > trips:
-                log.warning("the KV store is left alone for a while: %s", e)
-            return otherwise, str(e)
+            return otherwise, self._failed(str(e))
+        except Exception as e:
+            # Nobody foresaw it. But a command without an answer keeps its pages, and without this thread none has one.
+            log.exception("the KV store failed in a way that is none of its own")
+            return otherwise, self._failed(type(e).__name__)
         self._breaker.succeeded()
         return result, ""
+
+    def _failed(self, reason: str) -> str:
+        trips = self._breaker.trips
+        self._breaker.failed(reason, self._clock())
+        if self._breaker.trips > trips:
+            log.warning("the KV store is left alone for a while: %s", reason)
+        return reason
 
     def _tell_state(self) -> None:
         now = self._clock()

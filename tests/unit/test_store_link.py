@@ -299,6 +299,29 @@ def test_a_batch_that_failed_is_still_on_its_way():
     assert all(isinstance(message, StorePages) for message in again)
 
 
+def test_a_store_that_fails_in_its_own_way_is_one_that_fails(caplog):
+    """What nobody foresaw: each command is answered all the same, and the pages that were its own come back."""
+    before = TieredSim(200)
+    before.submit("first", list(range(40)), max_new_tokens=4)
+    before.settle()
+    sim = TieredSim(200, kept=dict(before.store.kept))
+
+    def broken(*args):
+        raise KeyError("surprise")
+
+    sim.store.get = sim.store.set = broken
+    sim.submit("again", list(range(40)), max_new_tokens=4)
+    sim.settle()
+    assert sim.tokens["again"] == reference_output(range(40), 4)
+    assert (sim.tiers.host.reserved_pages, sim.tiers.info()["backlog"] > 0) == (0, True)
+    assert "none of its own" in caplog.text
+    del sim.store.get, sim.store.set
+    sim.now += 60
+    sim.submit("later", list(range(50, 90)), max_new_tokens=4)
+    sim.settle()
+    assert sim.tiers.info()["backlog"] == 0
+
+
 def test_nobody_waits_for_a_store_that_was_not_asked():
     sim = TieredSim(8, kept={})
     msg = make_generate("r", list(range(40)), max_new_tokens=4)
