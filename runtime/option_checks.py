@@ -16,6 +16,8 @@ from .web.ports import is_loopback
 
 MAX_PAGE_SIZE = 1024
 MAX_NICE = 19
+MOST_SLOTS = 1 << 31
+"""Slots are numbered in 32 bits; those of page 0 count."""
 AT_LEAST_ONE = (
     "max_running_requests",
     "max_queued_requests",
@@ -190,6 +192,8 @@ def _pool_limit(options: ServerOptions) -> Iterator[str]:
         return
     if limit < max(options.max_total_tokens or 0, options.page_size):
         yield f"--max-total-tokens-limit is {limit}: what the pool may grow to is no less than what it begins with"
+    if limit > MOST_SLOTS - options.page_size:
+        yield f"--max-total-tokens-limit is {limit}: a pool has at most {MOST_SLOTS - options.page_size} tokens"
     if options.nnodes > 1:
         yield "--max-total-tokens-limit: the pools of ranks on several hosts (--nnodes) keep their size; leave it out"
     backend = options.disaggregation_transfer_backend

@@ -162,6 +162,7 @@ def test_a_bad_command_line_is_refused(argv: list[str], says: str, capsys: pytes
         ({"max_total_tokens": -5}, "at least one page"),
         ({"mem_fraction_static": 1.0}, "between 0 and 1"),
         ({"max_total_tokens": 64, "max_total_tokens_limit": 48}, "no less than what it begins with"),
+        ({"max_total_tokens_limit": 2**31 - 8}, "has at most 2147483632 tokens"),
         (
             {"max_total_tokens_limit": 64, "handover": "on", "disaggregation_transfer_backend": "nixl"},
             "nixl registers the whole pool's memory",
