@@ -12,7 +12,8 @@ LOOPBACK = "127.0.0.1"
 def listen(host: str, port: int, backlog: int) -> socket.socket:
     """The listening socket of an HTTP front; raises ``OSError``, as for a port that is taken or a name that is none."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sends at once (TCP_NODELAY) on connections of a socket that is TCP's by name; uvloop on all.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         # Connections of the last life that are still closing don't keep the port; a living listener does.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import socket
 from dataclasses import dataclass, field
 
 import httpx
@@ -11,6 +10,7 @@ import uvicorn
 
 from pdserve.router.app import make_app
 from pdserve.router.options import RouterOptions
+from pdserve.runtime.web.ports import listen
 
 from .machine import limit
 
@@ -233,7 +233,7 @@ class Rig:
         urls = {"prefill": tokens, "decode": [i.url for i in decode], "worker": [i.url for i in worker]}
         faults = []
         app = make_app(RouterOptions(**urls, **self.options), faults.append)
-        sock = socket.create_server(("127.0.0.1", 0))
+        sock = listen("127.0.0.1", 0, 128)
         self.server = QuietServer(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
         self.task = asyncio.create_task(self.server.serve(sockets=[sock]))
         self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=TIME_LIMIT)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import httpx
 import pytest
 from support.fake_engine import FakeEngine, with_engine
 
 from pdserve.messages.outputs import FinishType, ReqError, TextBatch
+from pdserve.runtime.web.ports import listen
 from pdserve.server.http import engine_response
 from pdserve.server.http.submission import Submission
 
@@ -72,3 +74,27 @@ def test_a_short_answer_has_no_comment() -> None:
         return await engine.post("/v1/completions", STREAM)
 
     assert COMMENT not in with_engine(run).text
+
+
+def test_a_short_answer_waits_for_no_acknowledgement() -> None:
+    """Nagle's algorithm would hold a body back for the 40 ms that a client may take to acknowledge the head."""
+
+    async def run() -> int:
+        delayed = asyncio.get_running_loop().create_future()
+
+        class Front(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                sock = transport.get_extra_info("socket")
+                delayed.set_result(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+                transport.close()
+
+        listener = listen("127.0.0.1", 0, 1)
+        server = await asyncio.get_running_loop().create_server(Front, sock=listener)
+        async with server:
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            at_once: int = await delayed
+            writer.close()
+            await writer.wait_closed()
+        return at_once
+
+    assert asyncio.run(run()) == 1
