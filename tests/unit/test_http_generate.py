@@ -11,8 +11,10 @@ import httpx
 import pytest
 from support.fake_engine import FakeEngine, events, with_engine
 
-from pdserve.messages.outputs import FinishType, ReqError, TextBatch
+from pdserve.messages.outputs import CachedBeyond, FinishType, HeldTokens, ReqError, ReqMeta, TextBatch, Timing
 from pdserve.messages.requests import Bootstrap, LogprobOptions
+from pdserve.server.http.answers import CachedTokensDetails
+from pdserve.server.http.generate import by_tier
 
 
 def generate(body: dict[str, Any], **options: Any) -> tuple[httpx.Response, FakeEngine]:
@@ -50,6 +52,15 @@ def test_one_prompt_gets_one_object() -> None:
     [request] = engine.requests
     assert (request.rid, request.text, request.input_ids, request.logprobs) == ("r", "hi", None, None)
     assert engine.client.live_requests == 0
+
+
+def test_cached_tokens_are_told_by_tier_and_what_a_decode_had_itself_beside_them() -> None:
+    meta = ReqMeta(40, 1, 30, Timing(), cached_beyond=CachedBeyond(host=8, store=12))
+    told = {"device": 10, "host": 8, "storage": 12}
+    assert by_tier(meta) == told
+    meta.held = HeldTokens(device=4, host=0, store=16)
+    assert by_tier(meta) == told | {"decode": {"device": 4, "host": 0, "storage": 16}}
+    CachedTokensDetails.model_validate(by_tier(meta))
 
 
 def test_batch_with_n_is_a_flat_list_with_seeds_and_rooms_of_their_own() -> None:

@@ -432,6 +432,8 @@ def attack(seed: int) -> tuple[int, int]:
             kept,
             page_size=page_size,
             window=window,
+            host_pages=rng.choice([8, 64]),
+            max_total_tokens=rng.choice([160, 256]),
             disaggregation_threshold=threshold,
             hicache_storage_prefetch_policy=rng.choice(["timeout", "wait_complete"]),
             here=rng.choice([0.0, 1.0, 5.0]),
