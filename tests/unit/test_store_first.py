@@ -545,7 +545,7 @@ def test_a_mistake_is_found(monkeypatch, mistake):
     mistake(monkeypatch)
 
     def many() -> None:
-        for seed in range(60):
+        for seed in range(12, 60):  # a third of these find each of them
             attack(seed)
 
     with pytest.raises(Exception):  # noqa: B017, PT011 - whichever check finds it
