@@ -90,7 +90,8 @@ def fingerprint(
 
     ``samples``: of the tensors (``load_model_weights``), but for those that ``blocks`` identifies.
 
-    Hashes the model and ``SAMPLES`` values spread over each tensor: enough to tell checkpoints apart, in milliseconds.
+    Hashes the model, ``SAMPLES`` values spread over each tensor and some of each token's embedding: enough to tell
+    checkpoints apart, in a tenth of a second at most.
     How long a sequence is served does not count, but what follows from it does (longrope's factors), and neither do the
     names of the tensors in the files, or how many ranks share them. Nor does whether weights stay packed, where they
     are multiplied as if they were dequantised (``packed_layers.py``): such instances hand over to each other.

@@ -18,7 +18,7 @@ from pdserve.model_files.model_path import ModelSource
 from pdserve.model_files.sharding import shard
 from pdserve.model_files.spec import ModelSpec, RopeType
 from pdserve.model_files.spec_reader import read_spec
-from pdserve.model_files.tensor_names import GGUF_LAYER
+from pdserve.model_files.tensor_names import EMBEDDING, GGUF_LAYER
 from pdserve.model_runner.layers.rotary import inverse_frequencies
 from pdserve.model_runner.loader.load import fingerprint, load_model_weights
 from pdserve.model_runner.loader.samples import sample
@@ -178,6 +178,14 @@ def test_fingerprint_follows_every_tensor_the_type_and_the_config(tmp_path: Path
         assert printed(spec, changed) != base, key
     assert printed(spec, {key: tensor.bfloat16() for key, tensor in weights.items()}) != base
     assert printed(read_spec(save_hf("qwen3", tmp_path)), weights) != base
+
+
+@pytest.mark.parametrize("token", [0, 701, 1499])
+def test_fingerprint_follows_each_token_s_embedding(token: int, tmp_path: Path) -> None:
+    spec, weights = load(save_hf("llama", tmp_path))
+    table = weights[EMBEDDING].clone()
+    table[token] += 1e-3
+    assert printed(spec, weights | {EMBEDDING: table}) != printed(spec, weights)
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
