@@ -17,8 +17,10 @@ def tell_hashes(ask: KVHashesReq, memory: KVMemory, layout: KVLayout, outbox: Ou
         outbox.answer(KVHashes(ask.id, 501, NO_DEBUG))
         return
     size, tokens = memory.page_size, unpack_i32(ask.input_ids)
-    tokens = tokens[: len(tokens) // size * size]
+    # Anybody's tokens, of which no more are cached than the pool has: the loop is not to be held up by the others.
+    tokens = tokens[: min(len(tokens), memory.max_total_tokens) // size * size]
     namespaces = ["", *memory.debug.namespaces] if ask.extra_key is None else [ask.extra_key]
+    namespaces = [name for name in namespaces if memory.cached_len(tokens[:size], name)] or namespaces[:1]
     key = max(namespaces, key=lambda namespace: memory.cached_len(tokens, namespace))
     pages = memory.pages_with_kv(None, tokens, key)
 

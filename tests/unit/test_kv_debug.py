@@ -470,3 +470,17 @@ def test_the_namespace_is_found_that_has_most_of_it():
     assert (found.cached_tokens, found.extra_key) == (40, "tenant")
     assert told_hashes(sim, prompt(1), "another").cached_tokens == 0
     assert told_hashes(SimInstance(), prompt(1)).status == 501
+
+
+def test_a_question_of_any_length_looks_at_little(monkeypatch):
+    sim = watched()
+    for i in range(20):
+        request = msgspec.structs.replace(make_generate(f"r{i}", prompt(i), max_new_tokens=1), extra_key=f"tenant-{i}")
+        sim.scheduler.admit_message(request, sim.now)
+        sim.run_until_idle()
+    memory, looked = sim.scheduler.memory, []
+    cached_len = memory.cached_len
+    monkeypatch.setattr(memory, "cached_len", lambda toks, key: looked.append(len(toks)) or cached_len(toks, key))
+    found = told_hashes(sim, [*prompt(19), *range(100_000)])
+    assert (found.cached_tokens, found.extra_key) == (40, "tenant-19")
+    assert 0 < sum(looked) <= 21 * memory.page_size + memory.max_total_tokens
