@@ -97,11 +97,11 @@ class WindowPages:
         """Spans that a hand-over reads."""
 
     def pages_for(self, num_full_pages: int) -> int:
-        """How large the pool is beside so many full pages: of the same share, but for the windows of two requests (one
-        that computes here, and one whose KV lands) and what may be computed at a time.
+        """How large the pool is beside so many full pages: of the same share, but for the windows of three requests and
+        what may be computed at a time. With fewer, instances that compute for each other wait for each other too often.
         """
         share = -(-self.most_pages * num_full_pages // self._most_full_pages)
-        least = 2 * self.most + self._slack
+        least = 3 * self.most + self._slack
         return min(max(share, least), self.most_pages)
 
     def can_resize(self, num_full_pages: int) -> bool:

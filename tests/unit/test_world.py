@@ -99,7 +99,7 @@ def test_kv_that_is_given_back_is_right_or_not_there(faults, rules, window) -> N
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("modes", [PAIR, EQUALS], ids=["pairs", "equals"])
-@pytest.mark.parametrize("window", [NO_WINDOW, WINDOW], ids=["one group", "windows"])
+@pytest.mark.parametrize("window", [NO_WINDOW, SimWindow(10, 128)], ids=["one group", "windows"])
 @pytest.mark.parametrize("faults", [0, 8])
 def test_pools_get_another_size_whatever_is_under_way(modes, rules, window, faults) -> None:
     campaign = Campaign(2, modes, faults=faults, moves=30, resizes=25, window=window, **rules)
@@ -117,7 +117,7 @@ def test_a_hundred_thousand_hand_overs(modes, rules, capsys) -> None:
     finished = faults = 0
     for seed in range(100, 100 - (-HANDOVERS // SHARES // 1000)):
         window = WINDOW if seed % 2 else NO_WINDOW
-        resizes = 10.0 if seed % 3 == 0 else 0.0
+        resizes = 10.0 if seed % 4 == 0 else 0.0
         campaign = Campaign(seed, modes, faults=seed % 5 * 2.0, resizes=resizes, window=window, **rules)
         campaign.run(1000, rate=20.0)
         finished += campaign.outcomes["finished"]

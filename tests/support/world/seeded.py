@@ -237,7 +237,7 @@ WINDOW_MISTAKES = (window_pages_go_before_they_are_pushed, a_moved_window_is_not
 """Which show where many requests share the window pages."""
 RESIZE_MISTAKES: dict[Callable[[Patch], None], SimWindow] = {
     memory_goes_while_it_is_used: NO_WINDOW,
-    window_pages_beyond_are_forgotten: SimWindow(10, 64),
+    window_pages_beyond_are_forgotten: SimWindow(10, 128),
     a_page_too_many_goes: NO_WINDOW,
 }
 """Which show where pools get another size."""
