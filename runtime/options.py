@@ -157,7 +157,7 @@ class ServerOptions:
         With priorities, a request takes the memory of running ones whose priority is further below its own than this.
     fair_scheduling
         Share the instance between those who compete for it: API keys, and below them the "user" that requests name. Who
-        has been given least goes next.
+        has been given least goes next, and a queue that is full has room for a key that has less than its part of it.
     schedule_conservativeness
         Factor for the memory that is kept back for output, as it is foreseen from the lengths of earlier ones: above 1
         admits fewer requests to avoid retraction, below 1 more.

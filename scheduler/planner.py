@@ -199,6 +199,11 @@ class StepPlanner:
         self.running.pop(rid, None)
         self.arriving.pop(rid, None)
 
+    def lacks_memory(self, now: float) -> bool:
+        """Whether a request has been waiting for some since before this turn, as far as one can tell."""
+        waiting = [*self.waiting.values(), *(r for r in self.arriving.values() if r.hold is None)]
+        return self.stuck is not None or any(0 < r.times.ready < now for r in waiting)
+
     def decodes_now(self) -> StepShape:
         """What a step of all requests that decode would be."""
         decoding = [r for r in self.running.values() if r.state is ReqState.RUNNING]

@@ -51,13 +51,17 @@ def most_living(options: ServerOptions) -> int:
     return options.max_queued_requests + options.max_running_requests
 
 
-def refuse_more(living: int, options: ServerOptions, seconds: Callable[[], float]) -> Refusal | None:
-    """Of one more than may run and wait; ``seconds``: until half of those that wait have had their turn."""
+def refuse_more(living: int, options: ServerOptions, seconds: Callable[[], float], place: int = 0) -> Refusal | None:
+    """Of one more than may run and wait; ``seconds``: until half of those that wait have had their turn. ``place``: how
+    many prompts of its batch came before it.
+    """
     if living < most_living(options):
         return None
     # At half, not at the first free place: all that are refused meanwhile would come back for that one.
     again = max(1, min(math.ceil(seconds()), MOST_SECONDS))
     text = f"{living} requests are queued or running; try again in {again} s"
+    if place >= most_living(options):
+        text += ", and split the batch: by itself it is more than that"
     return Refusal(429, text, BUSY, code="rate_limit_exceeded", retry_after=again)
 
 

@@ -146,9 +146,10 @@ class Scheduler:
             return NO_EXCHANGE
         if where is not None and where.refusal and self._route(where) is Route.INCOMING:
             return refuse_peer(where)
-        if self.planner.waiting.is_owed_room(msg.key_name, most_living(self.options)):
+        soon, waiting = self.turns.seconds, self.planner.waiting
+        if waiting.is_owed_room(msg.key_name, most_living(self.options)):
             return None
-        return refuse_more(len(self.reqs), self.options, lambda: self.turns.seconds(len(self.planner.waiting) // 2))
+        return refuse_more(len(self.reqs), self.options, lambda: soon(len(waiting) // 2), msg.place)
 
     def enqueue(self, req: Req, now: float) -> None:
         """The request waits for its turn to compute here."""
@@ -166,12 +167,6 @@ class Scheduler:
         """
         busy = len(self.planner.waiting) or self.planner.running
         return not (busy or self.options.disable_radix_cache or req.wants_input_logprobs)
-
-    def lacks_memory(self, now: float) -> bool:
-        """Whether a request has been waiting for some since before this turn, as far as one can tell."""
-        planner = self.planner
-        waiting = [*planner.waiting.values(), *(r for r in planner.arriving.values() if r.hold is None)]
-        return planner.stuck is not None or any(0 < r.times.ready < now for r in waiting)
 
     def start_over(self, req: Req) -> None:
         """As if the request had not had its turn yet; what it computed of its prompt is cached."""
@@ -473,8 +468,8 @@ class Scheduler:
         """Make room for the KV of a prompt that ran elsewhere, or say why not; nothing is computed of it."""
         if (refusal := self.refusal(msg)) is not None:
             return refusal.message
-        req = self.reqs[msg.rid] = self.planner.came(Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, 1, 1))
-        return req
+        self.reqs[msg.rid] = self.planner.came(Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, 1, 1))
+        return self.reqs[msg.rid]
 
     def start_moved(self, req: Req, now: float) -> None:
         """Go on with a moved request: all of its output is known, and its KV is here as far as it was handed over."""

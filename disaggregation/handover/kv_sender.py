@@ -411,7 +411,7 @@ class KVSenders:
     def _make_room(self, now: float) -> None:
         """Let go of memory that nobody has asked for yet, where somebody waits for some."""
         done = [s for s in self.rooms.values() if s.state is SenderState.AHEAD and s.first is not None]
-        for sender in done if done and self._scheduler.lacks_memory(now) else ():
+        for sender in done if done and self._scheduler.planner.lacks_memory(now) else ():
             assert sender.req is not None
             sender.state, sender.first = SenderState.BOOTSTRAPPING, None
             self._scheduler.start_over(sender.req)

@@ -382,3 +382,18 @@ def test_a_full_queue_tells_when_half_of_it_should_have_had_its_turn():
     assert refused.retry_after == pytest.approx(sim.now - began, rel=0.35)
     sim.scheduler.abort(AbortReq(""))
     sim.run_until_idle()
+
+
+def test_a_batch_that_can_not_be_taken_in_is_to_be_split():
+    sim = SimInstance(make_options(max_running_requests=1, max_queued_requests=2))
+    for i in range(3):
+        send(sim, f"b{i}", [i, 1], place=i)
+    sim.plan()
+    send(sim, "another", [4, 1])
+    send(sim, "b3", [3, 1], place=3)
+    sim.run_until_idle()
+    another, fourth = sim.ends["another"], sim.ends["b3"]
+    assert isinstance(another, ReqError)
+    assert isinstance(fourth, ReqError)
+    assert (another.status, "split" in another.message) == (429, False)
+    assert (fourth.status, "split the batch" in fourth.message) == (429, True)
