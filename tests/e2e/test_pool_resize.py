@@ -14,7 +14,7 @@ from support.processes import Launched, pd_pair, wait_until
 from support.tiny_model import CONFIG
 
 MIB = 2**20
-TOKENS = 24
+TOKENS = 64
 ARGS = ("--load-format", "dummy", "--tokenizer-path", "smollm2", "--dtype", "float32", "--chunked-prefill-size", "64")
 SHARED = [(7 * i * i + 3) % 900 + 50 for i in range(200)]
 PROMPTS = [[*SHARED[: 20 * i + 16], *((13 * i + j) % 700 + 60 for j in range(40 + 7 * i))] for i in range(8)]
@@ -46,7 +46,7 @@ def test_a_pair_hands_over_while_its_pools_change(tmp_path: Path, backend: str) 
         expected = [answer(pair.router, prompt) for prompt in PROMPTS]
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             streams: list[tuple[int, Future[list[int]]]] = []
-            for tokens in (6144, 512, 3072, 1024):
+            for tokens in (6144, 512, 3072, 1024) * 3:
                 streams += [(i, pool.submit(answer, pair.router, prompt)) for i, prompt in enumerate(PROMPTS)]
                 for server in (pair.prefill, pair.decode):
                     assert resize(server, tokens, 30.0)["max_total_tokens"] == tokens
