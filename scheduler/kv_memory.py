@@ -85,6 +85,8 @@ class KVMemory:
         """Is told (namespace, tokens, start) that the whole pages of ``tokens`` are cached from now on, of which
         ``[0, start)`` were before.
         """
+        self.announced: Callable[[], int | None] = lambda: None
+        """What the pool is to hold as soon as nobody may become longer any more; None: nobody waits for that."""
         if sizes.tokens < most:
             self.resize(sizes.tokens)
 
@@ -101,6 +103,14 @@ class KVMemory:
     def pages_up(self, tokens: int) -> int:
         """``tokens`` rounded up to whole pages, in tokens."""
         return -(-tokens // self.page_size) * self.page_size
+
+    def output_room(self, prompt_len: int) -> int:
+        """How long an answer may become that is asked for now: of a pool that is to become smaller what fits then, if
+        the prompt does, as it could wait for ever for those that come meanwhile.
+        """
+        room, announced = self.max_total_tokens - prompt_len, self.announced()
+        ahead = room if announced is None else announced // self.page_size * self.page_size - 2 - prompt_len
+        return min(room, ahead) if ahead > 0 else room
 
     def prefix_len(self, req: Req) -> int:
         """How much of the request is cached now (tokens). Takes nothing, and is no use of it."""

@@ -22,6 +22,7 @@ from collections.abc import Callable
 
 from ..messages.memory import PoolTrimmed, ResizeReq, ResizeResult, TrimPool
 from ..runtime.machine.memory import Memory, host_memory
+from .req import Route
 from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class PoolResize:
         self._until = math.inf
         self._before = self._memory.max_total_tokens
         self._begun = self._is_trimming = False
+        self._memory.announced = lambda: None if self._begun else self.aim
         if self._before < self._memory.end.most:
             self._trim()  # before it is used: nothing is committed there ahead of use
 
@@ -104,7 +106,9 @@ class PoolResize:
         scheduler, memory = self._scheduler, self._memory
         if tokens >= self._before:
             return None
-        longest = max((req.prompt_len + req.max_new_tokens for req in scheduler.reqs.values()), default=0)
+        # What is handed over becomes longer elsewhere.
+        outputs = ((req, 1 if req.route is Route.OUTGOING else req.max_new_tokens) for req in scheduler.reqs.values())
+        longest = max((req.prompt_len + output for req, output in outputs), default=0)
         # One that is alone must not run out of pages.
         if longest and memory.pages_up(longest + 2) > tokens:
             return f"a request that runs may become {longest} tokens long"

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from support.sim import NO_WINDOW, SimWindow, make_options, reference_output
+from support.sim import NO_WINDOW, SimWindow, make_generate, make_options, reference_output
 from support.sim_resize import FREED, ResizedSim, ResizedTieredSim
 
 from pdserve.mem_cache.allocator import PagedTokenToKVPoolAllocator
@@ -16,6 +16,7 @@ from pdserve.mem_cache.window_pages import WindowPages, WindowSpan
 from pdserve.messages.memory import MemoryReq, MemoryResult, ResizeReq, ResizeResult, TrimPool
 from pdserve.runtime.machine.memory import Memory
 from pdserve.scheduler.occupation import Occupation, Occupied
+from pdserve.scheduler.req import Req, ReqState, Route
 
 PAGE = 4
 
@@ -185,6 +186,44 @@ def test_the_end_empties_however_many_requests_come() -> None:
     sim.run_until_idle()
     assert sim.tokens["end"] == reference_output(range(80), 30)
     assert all(sim.tokens[f"r{i}"] == reference_output(range(80), 20) for i in range(count))
+
+
+def test_answers_that_may_become_long_are_not_waited_for_for_ever() -> None:
+    """There is always one of them; who comes behind the order may become as long as the new pool allows."""
+    sim = ResizedSim(make_options())
+    sim.submit("before", range(20), max_new_tokens=150)
+    sim.plan()
+    assert sim.order(122, wait_s=1e6) is None
+    result, count = None, 0
+    while result is None:
+        if len(sim.scheduler.reqs) < 2:
+            sim.submit(f"r{count}", range(20), max_new_tokens=150)
+            count += 1
+        sim.plan()
+        sim.work()
+        result = sim.told()
+        assert count < 9
+    assert (result.status, result.max_total_tokens) == (200, 120)
+    sim.run_until_idle()
+    assert sim.tokens["before"] == reference_output(range(20), 150)
+    assert sim.tokens["r0"] == reference_output(range(20), 98)
+    # A prompt that is too long for the new pool has all of the present one.
+    sim.submit("long", range(100), max_new_tokens=150)
+    sim.plan()
+    assert sim.order(64, wait_s=1e6) is None
+    sim.submit("meanwhile", range(70), max_new_tokens=30)
+    sim.run_until_idle()
+    assert sim.tokens["meanwhile"] == reference_output(range(70), 30)
+
+
+def test_an_answer_that_is_given_elsewhere_is_not_waited_for() -> None:
+    sim = ResizedSim(make_options())
+    msg = make_generate("a", range(40), max_new_tokens=200)
+    sim.scheduler.reqs["a"] = Req.create(msg, Route.OUTGOING, ReqState.SENDING, 200, 1)
+    told = sim.order(40)
+    assert told is not None
+    assert (told.status, "may become 41 tokens" in told.message) == (409, True)
+    assert sim.order(64) == ResizeResult(3, 200, 64, 256, freed=FREED)
 
 
 def test_who_waits_too_long_has_the_pool_of_before() -> None:
