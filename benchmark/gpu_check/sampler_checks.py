@@ -38,6 +38,8 @@ KINDS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "top-k": {"temperature": 0.7, "top_k": 40},
     "top-p": {"temperature": 0.7, "top_p": 0.9},
+    # Some 5,000 tokens: more than the list of Triton's sampler takes.
+    "top-p of flat logits": {"temperature": 1.0, "top_p": 0.9},
 }
 
 
