@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from .base_prefix_cache import BasePrefixCache, KVHold
 
@@ -18,6 +18,10 @@ class PoolEnd:
         self._allocator = cache.allocator
         self._windows = cache.allocator.windows
         self._holds = holds
+        self.announced: Callable[[], int | None] = lambda: None
+        """What the pool is to hold once those are over that need more; None: nobody waits for that. Who comes meanwhile
+        is not to need more, or it could be waited for for ever.
+        """
 
     @property
     def most(self) -> int:
@@ -33,6 +37,20 @@ class PoolEnd:
     def beyond(self) -> int:
         """Pages in use that the pools do not have any more."""
         return self._allocator.beyond + (self._windows.beyond if self._windows is not None else 0)
+
+    @property
+    def window_pages_leaving(self) -> int:
+        """Of those that there are, how many nobody is to be promised any more."""
+        announced = self.announced()
+        if self._windows is None or announced is None:
+            return 0
+        return max(0, self._windows.num_pages - self._windows.pages_for(announced // self._allocator.page_size))
+
+    def output_room(self, prompt_len: int) -> int:
+        """How long an answer may become that is asked for now; the prompt may be too long for what is announced."""
+        room, size, announced = self._allocator.size - prompt_len, self._allocator.page_size, self.announced()
+        ahead = room if announced is None else announced // size * size - 2 - prompt_len
+        return min(room, ahead) if ahead > 0 else room
 
     def can_move(self, tokens: int) -> bool:
         """Whether what windows were promised fits."""

@@ -85,8 +85,6 @@ class KVMemory:
         """Is told (namespace, tokens, start) that the whole pages of ``tokens`` are cached from now on, of which
         ``[0, start)`` were before.
         """
-        self.announced: Callable[[], int | None] = lambda: None
-        """What the pool is to hold as soon as nobody may become longer any more; None: nobody waits for that."""
         if sizes.tokens < most:
             self.resize(sizes.tokens)
 
@@ -103,14 +101,6 @@ class KVMemory:
     def pages_up(self, tokens: int) -> int:
         """``tokens`` rounded up to whole pages, in tokens."""
         return -(-tokens // self.page_size) * self.page_size
-
-    def output_room(self, prompt_len: int) -> int:
-        """How long an answer may become that is asked for now: of a pool that is to become smaller what fits then, if
-        the prompt does, as it could wait for ever for those that come meanwhile.
-        """
-        room, announced = self.max_total_tokens - prompt_len, self.announced()
-        ahead = room if announced is None else announced // self.page_size * self.page_size - 2 - prompt_len
-        return min(room, ahead) if ahead > 0 else room
 
     def prefix_len(self, req: Req) -> int:
         """How much of the request is cached now (tokens). Takes nothing, and is no use of it."""
@@ -148,7 +138,9 @@ class KVMemory:
         need = self.pages_up(req.known_len) - cached
         most, windows = req.most_tokens, self._windows
         fits = need + reserve.slots <= self.obtainable
-        fits = fits and (windows is None or windows.can_promise(most, reserve.window_pages))
+        fits = fits and (
+            windows is None or windows.can_promise(most, reserve.window_pages + self.end.window_pages_leaving)
+        )
         if fits:
             row = self._table.alloc()
             assert row is not None
@@ -418,7 +410,7 @@ class KVMemory:
         """Whether ``admit`` would do, if ``given`` were free besides. Takes nothing; errs to the side of no."""
         if self._table.available_size() == 0 and not given.slots:
             return False
-        windows, short = self._windows, reserve.window_pages - given.window_pages
+        windows, short = self._windows, reserve.window_pages + self.end.window_pages_leaving - given.window_pages
         if windows is not None and not windows.can_promise(req.most_tokens, short):
             return False
         return self.pages_up(req.known_len) + reserve.slots <= self.obtainable + given.slots

@@ -39,7 +39,7 @@ class PoolResize:
         self._until = math.inf
         self._before = self._memory.max_total_tokens
         self._begun = self._is_trimming = False
-        self._memory.announced = lambda: None if self._begun else self.aim
+        self._memory.end.announced = lambda: None if self._begun else self.aim
         if self._before < self._memory.end.most:
             self._trim()  # before it is used: nothing is committed there ahead of use
 

@@ -98,7 +98,7 @@ class Scheduler:
             if route is Route.INCOMING and msg.bootstrap.source:
                 # KV that is what its sender sent need not be right: who did not choose the sender does not share it.
                 msg = msgspec.structs.replace(msg, extra_key=msg.extra_key + msg.bootstrap.source)
-        budget = max(1, min(msg.sampling.max_new_tokens, self.memory.output_room(len(msg.input_ids) // 4)))
+        budget = max(1, min(msg.sampling.max_new_tokens, self.memory.end.output_room(len(msg.input_ids) // 4)))
         req = Req.create(msg, route, ReqState.WAITING, budget, news_interval(msg, self.options.stream_interval))
         self.reqs[req.rid] = self.planner.came(req)
         self.deadlines.add(req)

@@ -216,6 +216,31 @@ def test_answers_that_may_become_long_are_not_waited_for_for_ever() -> None:
     assert sim.tokens["meanwhile"] == reference_output(range(70), 30)
 
 
+def test_windows_that_are_promised_to_others_all_the_time_are_not_waited_for_for_ever() -> None:
+    sim = ResizedSim(make_options(), window=SimWindow(9, 120))
+    result, count = None, 0
+
+    def turn() -> None:
+        nonlocal count
+        if len(sim.scheduler.reqs) < 7:
+            sim.submit(f"r{count}", range(count, count + 12), max_new_tokens=14)
+            count += 1
+        sim.plan()
+        sim.work()
+        sim.scheduler.check_invariants()
+
+    while count < 10:  # they end as they came: one by one
+        turn()
+    assert sim.order(128, wait_s=1e6) is None
+    while result is None:
+        turn()
+        result = sim.told()
+        assert count < 30
+    assert (result.status, result.max_total_tokens) == (200, 128)
+    sim.run_until_idle()
+    assert all(sim.tokens[f"r{i}"] == reference_output(range(i, i + 12), 14) for i in range(count))
+
+
 def test_an_answer_that_is_given_elsewhere_is_not_waited_for() -> None:
     sim = ResizedSim(make_options())
     msg = make_generate("a", range(40), max_new_tokens=200)
