@@ -65,12 +65,17 @@ class FakeInstance:
         await self._server.wait_closed()
 
     async def _connection(self, reader, writer):
+        if not self._server.is_serving():  # it was accepted, and killed before it came to this
+            writer.transport.abort()
+            return
         self._writers.add(writer)
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            while await self._one_request(reader, writer):
-                pass
-        self._writers.discard(writer)
-        writer.close()
+        try:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                while await self._one_request(reader, writer):
+                    pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
 
     async def _one_request(self, reader, writer):
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
