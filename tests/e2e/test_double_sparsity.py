@@ -61,6 +61,7 @@ def answers(server: Launched, at_once: int = len(PROMPTS), cached: int = 0) -> l
     return [answer["output_ids"] for answer in got]
 
 
+@pytest.mark.slow
 def test_at_once_and_behind_cached_prompts(served: Served, tmp_path: Path) -> None:
     with launched(tmp_path, "unified", "server", *served.args, *ONE_THREAD, *POOL) as server:
         server.wait_healthy()

@@ -74,6 +74,7 @@ def test_an_instance_without_its_memory_says_so_and_answers_as_before_with_it(tm
         assert server.info()["invariants"] == "ok"
 
 
+@pytest.mark.slow
 def test_ranks_give_back_their_parts(tmp_path, tiny_args) -> None:
     sizes = ("--max-total-tokens", "4096", "--max-total-tokens-limit", "16384")
     with launched(tmp_path, "i", "server", *tiny_args, "--tp-size", "2", *sizes) as server:

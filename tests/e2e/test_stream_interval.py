@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from support.processes import ONE_THREAD, Launched, launched, pd_pair
 
 TOKENS, INTERVAL = 40, 3
@@ -29,6 +30,7 @@ def told(answer: dict) -> dict:
     return {**answer, "meta_info": {k: v for k, v in answer["meta_info"].items() if k not in drawn}}
 
 
+@pytest.mark.slow
 def test_a_pair_with_an_interval_gives_the_answers_of_a_server_without(tmp_path, tiny_args):
     with launched(tmp_path, "unified", "server", *ONE_THREAD, *tiny_args) as unified:
         unified.wait_healthy()

@@ -160,7 +160,7 @@ def assert_bound(server: Launched) -> None:
     ("backend", "more", "args"),
     # tcp: a prompt of three of the usual chunks; shm: the usual prompts in small ones. Then all of them.
     [
-        pytest.param("tcp", [LONG], (), id="tcp"),
+        pytest.param("tcp", [LONG], (), id="tcp", marks=pytest.mark.slow),
         pytest.param("shm", [], CHUNKED, id="shm"),
         pytest.param("tcp", OTHERS, (), id="tcp-all", marks=pytest.mark.slow),
         pytest.param("shm", OTHERS, (), id="shm-all", marks=pytest.mark.slow),

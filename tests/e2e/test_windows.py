@@ -93,7 +93,6 @@ def test_what_lies_behind_windows_outlives_the_server(served: tuple[Path, list[l
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_so_it_does_where_all_layers_have_windows(tmp_path: Path) -> None:
     config = transformers.MistralConfig(**CONFIG | {"sliding_window": WINDOW}, attn_implementation="eager")
     model = draw_weights(transformers.MistralForCausalLM(config))
