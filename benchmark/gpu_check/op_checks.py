@@ -12,12 +12,13 @@ from torch import Tensor
 from ...disaggregation.transfer.pages import LayerRange
 from ...disaggregation.transfer.region import HostMemory
 from ...disaggregation.transfer.staging import Piece
-from ...model_files.spec import Activation, NormSpec, RopeSpec
+from ...model_files.spec import Activation, ExpertsSpec, NormSpec, RopeSpec
 from ...model_runner.device.choice import open_device
 from ...model_runner.device_ops.base import DeviceOps
 from ...model_runner.device_ops.torch_ops import TorchOps
 from ...model_runner.kv_pool import KVShape, make_layout, make_pool
 from ...model_runner.kv_staging import PoolPages
+from ...model_runner.layers.expert_networks import ExpertNetworks, StackedLinear
 from ...model_runner.layers.rms_norm import RMSNorm
 from ...model_runner.layers.rotary import RotaryEmbedding
 from .part import Part
@@ -89,12 +90,28 @@ def _gate(ops: DeviceOps, dtype: torch.dtype, device: torch.device, tokens: int)
     return ops.gate_and_mul(_numbers(3, tokens, 2 * 192).to(dtype).to(device), Activation.SILU)
 
 
+def _experts(ops: DeviceOps, dtype: torch.dtype, device: torch.device, tokens: int) -> Tensor:
+    count, chosen, inner, hidden = 8, 2, 96, 192
+    stacks = [
+        StackedLinear(count, columns, (rows,), bias=False, dtype=dtype, device=device)
+        for columns, rows in ((hidden, 2 * inner), (inner, hidden))
+    ]
+    for stack in stacks:
+        stack.weight.copy_(_numbers(5, *stack.weight.shape) / stack.weight.shape[2] ** 0.5)
+    networks = ExpertNetworks(ExpertsSpec(count=count, chosen=chosen, inner=inner), *stacks)
+    x, scores = _numbers(4, tokens, hidden).to(dtype).to(device), _numbers(6, tokens, count)
+    best = scores.sort(descending=True)
+    experts, weights = best.indices[:, :chosen], best.values[:, :chosen].softmax(-1)
+    return ops.run_experts(x, networks, experts.to(device), weights.to(device))
+
+
 OPS = {
     "norm": _norm,
     "norm of heads": _head_norm,
     "residual sum between two norms": _add_and_norm,
     "rotation": _rotate,
     "gated activation": _gate,
+    "experts": _experts,
 }
 
 

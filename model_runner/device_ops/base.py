@@ -1,6 +1,7 @@
 """What of a pass a device does better in one kernel than torch does in several: one interface, chosen once a model.
 
-Shapes: T tokens, N elements of a row, H heads, D head_dim, I inner size, R rows and C columns of the request table.
+Shapes: T tokens, N elements of a row, H heads, D head_dim, I inner size, R rows and C columns of the request table;
+where there are experts, C chosen ones of each token.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from ...model_files.spec import Activation
+from ..layers.expert_networks import ExpertNetworks
 from ..layers.rms_norm import RMSNorm
 from ..layers.rotary import RotaryEmbedding, Rotation
 from ..step_arrays import DeviceArrays
@@ -44,6 +46,16 @@ class DeviceOps(ABC):
     @abstractmethod
     def gate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
         """``activation(gate) * up`` for ``x`` = [gate, up] of shape [T, 2 I]: [T, I]. ``x`` may be overwritten."""
+
+    @abstractmethod
+    def run_experts(self, x_TN: Tensor, networks: ExpertNetworks, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
+        """``x`` through each token's chosen ``experts`` (int64, distinct), each times its weight (float32), added up in
+        the order of their numbers: [T, N] float32, a new tensor.
+        """
+
+    @abstractmethod
+    def waits_for_experts(self, networks: ExpertNetworks) -> str | None:
+        """Why ``run_experts`` has the host wait for the choice, None where nothing does; once weights are loaded."""
 
     @abstractmethod
     def enter(self, step: DeviceArrays, req_to_token: Tensor, last_tokens: Tensor) -> None:

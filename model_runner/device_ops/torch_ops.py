@@ -7,10 +7,12 @@ from torch import Tensor
 
 from ...model_files.spec import Activation
 from ..kernels.reference import gate_and_mul, rope
+from ..layers.expert_networks import ExpertNetworks
 from ..layers.rms_norm import RMSNorm
 from ..layers.rotary import RotaryEmbedding, Rotation
 from ..step_arrays import DeviceArrays
 from .base import DeviceOps, PassRotation
+from .expert_loop import loop_over_experts
 
 
 class TorchOps(DeviceOps):
@@ -39,6 +41,14 @@ class TorchOps(DeviceOps):
     def gate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
         """See the base class."""
         return gate_and_mul(x, activation)
+
+    def run_experts(self, x_TN: Tensor, networks: ExpertNetworks, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
+        """See the base class."""
+        return loop_over_experts(x_TN, networks, experts_TC, weights_TC)
+
+    def waits_for_experts(self, networks: ExpertNetworks) -> str | None:
+        """See the base class."""
+        return "without Triton's kernels, experts are looked through on the host"
 
     def enter(self, step: DeviceArrays, req_to_token: Tensor, last_tokens: Tensor) -> None:
         """See the base class."""

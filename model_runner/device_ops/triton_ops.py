@@ -5,11 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...model_files.spec import Activation
+from ..layers.expert_networks import ExpertNetworks
 from ..layers.rms_norm import RMSNorm
 from ..layers.rotary import RotaryEmbedding
 from ..step_arrays import DeviceArrays
 from ..triton_kernels import activations, norms, rope, table
 from .base import DeviceOps, PassRotation
+from .expert_loop import loop_over_experts
+from .grouped_experts import group_experts
 
 
 class TritonOps(DeviceOps):
@@ -47,6 +50,15 @@ class TritonOps(DeviceOps):
     def gate_and_mul(self, x: Tensor, activation: Activation) -> Tensor:
         """See the base class."""
         return activations.gate_and_mul(x, activation)
+
+    def run_experts(self, x_TN: Tensor, networks: ExpertNetworks, experts_TC: Tensor, weights_TC: Tensor) -> Tensor:
+        """See the base class; packed weights are multiplied expert by expert."""
+        run = loop_over_experts if networks.is_packed else group_experts
+        return run(x_TN, networks, experts_TC, weights_TC)
+
+    def waits_for_experts(self, networks: ExpertNetworks) -> str | None:
+        """See the base class."""
+        return "experts with packed weights are looked through on the host" if networks.is_packed else None
 
     def enter(self, step: DeviceArrays, req_to_token: Tensor, last_tokens: Tensor) -> None:
         """See the base class: one launch. A step has each place of the table once."""

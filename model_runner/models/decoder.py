@@ -194,9 +194,8 @@ class Decoder:
     @property
     def why_no_graphs(self) -> str | None:
         """Why a pass can't be captured, None where it can: the host must know nothing of what was computed."""
-        if any(isinstance(layer.mlp, Experts) for layer in self.layers):
-            return "experts are looked through on the host"
-        return None
+        experts = (layer.mlp.networks for layer in self.layers if isinstance(layer.mlp, Experts))
+        return next((why for networks in experts if (why := self.ops.waits_for_experts(networks))), None)
 
     @property
     def idle_bytes(self) -> int:

@@ -7,7 +7,7 @@
 
 Sums go along the inner dimension in blocks of one size, from 0 on, in float32. So a row's result does not depend on
 which rows share its block; it may on ``block_m``, as the tensor cores' instructions for 64 rows and more add within a
-block in another way than those for fewer. Who wants the same bits in every batch keeps it at one value.
+block in another way than those for fewer. ``BLOCK_M`` is what models use.
 
 The number of blocks is known to the device alone: as many programs as there may be are launched, and the rest leave.
 
@@ -27,6 +27,10 @@ from torch import Tensor
 from ...model_files.spec import Activation
 from .activations import gated, kind_of
 
+BLOCK_M = 64
+"""Rows of a block in every batch: full blocks of prompts keep the tensor cores busy, and where decode steps leave most
+of one empty, they wait for the weights, not for its products. Not measured on a GPU.
+"""
 _SCAN = 1024
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -56,12 +60,6 @@ class ExpertWeights:
     """[E, 2 I]"""
     down_bias: Tensor | None = None
     """[E, N]"""
-
-
-def choose_block_m(pairs: int, experts: int) -> int:
-    """Rows of a block, by the pairs that an expert has on average: 16 (the least that tensor cores take) to 128."""
-    mean = -(-pairs // experts)
-    return min(max(1 << (mean - 1).bit_length(), 16), 128)
 
 
 def make_blocks(pairs: int, experts: int, block_m: int, device: torch.device) -> ExpertBlocks:

@@ -14,7 +14,6 @@ from pdserve.model_runner.kernels import reference
 from pdserve.model_runner.triton_kernels.activations import gate_and_mul
 from pdserve.model_runner.triton_kernels.grouped_gemm import (
     ExpertWeights,
-    choose_block_m,
     combine,
     experts_down,
     experts_up,
@@ -195,10 +194,6 @@ def run_experts(
     experts_down(up, weights, blocks, shares, down)
     combine(down, choice, out, common)
     return out
-
-
-def test_blocks_are_as_large_as_experts_have_pairs() -> None:
-    assert [choose_block_m(pairs, 8) for pairs in (1, 128, 129, 1024, 10**6)] == [16, 16, 32, 128, 128]
 
 
 def test_fp8() -> None:

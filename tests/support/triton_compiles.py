@@ -111,10 +111,14 @@ def _layers() -> Iterator[CompileRequest]:
 def _experts() -> Iterator[CompileRequest]:
     import torch
 
-    from pdserve.model_runner.triton_kernels.grouped_gemm import _tile
+    from pdserve.model_runner.triton_kernels.grouped_gemm import BLOCK_M, _tile
 
     names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    for name, block_m in [*(("bf16", m) for m in (16, 32, 64, 128)), ("fp16", 64), ("fp32", 16), ("fp32", 128)]:
+    for name, block_m in [
+        *(("bf16", m) for m in (16, 32, 64, 128)),
+        ("fp16", 64),
+        *(("fp32", m) for m in (16, 64, 128)),
+    ]:
         for kernel, halves in (("_experts_up", 2), ("_experts_down", 1)):
             tile = _tile(block_m, names[name], halves)
             warps, stages = tile.pop("num_warps"), tile.pop("num_stages")
@@ -132,7 +136,7 @@ def _experts() -> Iterator[CompileRequest]:
                 divisible=divisible,
             )
     yield launch("grouped_gemm:_count_pairs", {"SCAN": 1024})
-    yield launch("grouped_gemm:_place_pairs", {"M": 16, "EXPERTS": 256, "SCAN": 1024})
+    yield launch("grouped_gemm:_place_pairs", {"M": BLOCK_M, "EXPERTS": 256, "SCAN": 1024})
     yield launch("grouped_gemm:_combine", {"COUNT": 8, "CHOSEN": 8, "BLOCK": 1024}, {"pairs_ptr": "*fp32"})
 
 

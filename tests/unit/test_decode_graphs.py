@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.families import make_reference
 from support.recording_device import RecordingDevice
 from support.static_attention import StaticAttention
 
@@ -15,6 +16,8 @@ from pdserve.messages.worker import InputLogprobSpec
 from pdserve.model_runner import model_runner
 from pdserve.model_runner.decode_graphs import DecodeGraphs, graph_sizes, size_for
 from pdserve.model_runner.device.base import HostSync
+from pdserve.model_runner.device_ops.torch_ops import TorchOps
+from pdserve.model_runner.layers.expert_networks import ExpertNetworks
 from pdserve.model_runner.model_runner import ModelRunner
 from pdserve.model_runner.step_queue import StepQueue
 from pdserve.model_runner.step_runner import StepRunner
@@ -156,6 +159,42 @@ def test_without_graphs_there_are_none(folder, device, monkeypatch) -> None:
     assert recorded_model(folder, device, monkeypatch, disable_cuda_graph=True).graph_sizes == ()
     monkeypatch.setattr(StaticAttention, "is_graph_safe", False)
     assert recorded_model(folder, device, monkeypatch).graph_sizes == ()
+
+
+class StaticExperts(TorchOps):
+    """Every token through every expert, those of no choice by a weight of nought: nothing is asked of the choice."""
+
+    def run_experts(self, x_TN, networks: ExpertNetworks, experts_TC, weights_TC) -> torch.Tensor:
+        shares_TE = torch.zeros(len(x_TN), networks.spec.count).scatter_(1, experts_TC, weights_TC)
+        outs = [networks.forward(e, x_TN) * shares_TE[:, e, None] for e in range(networks.spec.count)]
+        return torch.stack(outs).sum(0)
+
+    def waits_for_experts(self, networks: ExpertNetworks) -> str | None:
+        return None
+
+
+@pytest.mark.parametrize("name", ["qwen2-moe", "mixtral"])
+def test_models_with_experts_are_graphs_where_nobody_looks_at_the_choice(tmp_path, device, monkeypatch, name) -> None:
+    make_reference(name).save_pretrained(tmp_path)
+    monkeypatch.setattr(model_runner, "choose_ops", lambda device: StaticExperts())
+    steps = StepRunner(recorded_model(tmp_path, device, monkeypatch, cuda_graph_bs="1,3"), ROWS)
+    plain = plain_steps(tmp_path)
+    steps.capture_graphs()
+    rows = range(3)
+    prompts = make_step([(row, 0, [row, 9, 4], True) for row in rows], new_rows=[make_row(row, 3) for row in rows])
+    for step in (prompts, *(make_step([(row, at, None, True) for row in rows]) for at in range(3, 8))):
+        same(steps.run(step), plain.run(step))
+    assert sum(line == "replay 0" for line in device.log) == 5
+
+
+def test_models_with_experts_that_are_looked_through_on_the_host_have_no_graphs(
+    tmp_path, device, monkeypatch, caplog
+) -> None:
+    make_reference("qwen3-moe").save_pretrained(tmp_path)
+    caplog.set_level("INFO")
+    model = recorded_model(tmp_path, device, monkeypatch)
+    assert model.graph_sizes == ()
+    assert "without CUDA graphs: without Triton's kernels, experts are looked through on the host" in caplog.text
 
 
 class HalfFrozen:
