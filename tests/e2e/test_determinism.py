@@ -17,6 +17,7 @@ from support.processes import ONE_THREAD, Launched, launched, pd_pair
 BFLOAT16 = ("--dtype", "bfloat16", "--quantization", "none")
 BLOCKS = ("--dtype", "bfloat16", "--quantization", "gguf")
 REQUESTS = 15
+MANY = 200
 SMALL_POOL = ("--max-total-tokens", "1280", "--schedule-conservativeness", "0.01", "--max-running-requests", "32")
 """The longest request is four fifths of it."""
 
@@ -73,7 +74,7 @@ def kind(request) -> tuple[str, ...]:
     return request.param
 
 
-@pytest.fixture(scope="module", params=[REQUESTS, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[REQUESTS, pytest.param(MANY, marks=pytest.mark.slow)])
 def bodies(request) -> list[dict[str, Any]]:
     return requests(request.param)
 
@@ -86,8 +87,13 @@ def alone(tmp_path_factory, kind, bodies) -> Iterator[list[tuple[Any, ...]]]:
         yield answers(server, bodies, 1)
 
 
+def threads(bodies: list[dict[str, Any]]) -> tuple[str, ...]:
+    """All cores' for many; among other tests, a team waits for its slowest at every barrier."""
+    return () if len(bodies) == MANY else ONE_THREAD
+
+
 def test_in_batches_in_pieces_and_retracted(tmp_path, kind, bodies, alone):
-    args = (*kind, "--chunked-prefill-size", "48", "--page-size", "16", *SMALL_POOL)
+    args = (*kind, *threads(bodies), "--chunked-prefill-size", "48", "--page-size", "16", *SMALL_POOL)
     with launched(tmp_path, "batches", "server", *args) as server:
         server.wait_healthy()
         assert_same(answers_of_a_batch(server, bodies), alone)
@@ -101,7 +107,7 @@ def test_by_a_pair(tmp_path, kind, bodies, alone):
 
 
 def test_from_the_tiers(tmp_path, kind, bodies, alone):
-    args = (*kind, *SMALL_POOL, "--enable-hierarchical-cache", "--hicache-size", "1")
+    args = (*kind, *threads(bodies), *SMALL_POOL, "--enable-hierarchical-cache", "--hicache-size", "1")
     with launched(tmp_path, "tiers", "server", *args) as server:
         server.wait_healthy()
         assert_same(answers(server, bodies, 8), alone)
