@@ -85,9 +85,12 @@ def test_all_compile_without_spills(capability: int) -> None:
 @pytest.mark.slow
 def test_copies_of_pages_are_wide_and_products_meet_the_tensor_cores() -> None:
     """What the compiler must see for itself, as it is for nothing that a result would tell."""
-    launches = {(r.kernel.rpartition(":")[2], r.constants.get("M")): r for r in all_launches()}
     copy = next(r for r in all_launches() if r.kernel.endswith("_move_pages") and r.constants["units_ptr"] is None)
-    down = launches["_experts_down", 64]
+    down = next(
+        r
+        for r in all_launches()
+        if r.kernel.endswith("_experts_down") and r.constants["M"] == 64 and r.types["x_ptr"] == "*bf16"
+    )
     wide, on_80, on_90 = compile_kernels([copy, *for_capability([down], 80), *for_capability([down], 90)])
     assert wide.count("ld.global.v2.b64")
     assert wide.count("st.global.v2.b64")
