@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import torch
 
@@ -11,6 +13,9 @@ from pdserve.model_runner.kv_pool import KVPool, KVShape, MHATokenToKVPool, make
 from pdserve.model_runner.kv_quantization import pack_heads
 
 from .layouts import latent_layout
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Where Triton cuts off what is too much for bfloat16; a GPU rounds."""
 
 
 def make_pool_layout(
@@ -22,7 +27,11 @@ def make_pool_layout(
 
 def as_stored(x: torch.Tensor, pool: MHATokenToKVPool) -> torch.Tensor:
     """Heads ``x`` [..., D] as ``pool``, in token order, holds them."""
-    return pack_heads(x, pool.dtype) if pool.is_quantized else x.to(pool.dtype)
+    if pool.is_quantized:
+        return pack_heads(x, pool.dtype)
+    if INTERPRETED and (x.dtype, pool.dtype) == (torch.float32, torch.bfloat16):
+        x = (x.view(torch.int32) & -(1 << 16)).view(torch.float32)
+    return x.to(pool.dtype)
 
 
 def values_of(pool: MHATokenToKVPool, data: torch.Tensor | None = None) -> torch.Tensor:
