@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from .base import Message
 from .sampling import SamplingParams
+
+INT63 = 2**63
+"""Seeds and bootstrap rooms are below this."""
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,8 +72,8 @@ class TokenizeReq(Message):
     """HTTP → tokenizer: one request, exactly one of ``text``, ``input_ids`` and ``chat`` set.
 
     ``arrival`` is ``time.monotonic()`` (one clock for all processes of a host) when HTTP accepted the request.
-    ``place``: how many prompts of the same batch come before this one. ``fork_of``: the rid of another request with the
-    same prompt, sent before: the prompt is computed, and handed over, once.
+    ``place``: number of answers of the same batch that come before this one. ``forks``: rids of further answers to the
+    same prompt, which is sent and tokenized once; ``forked`` says how they differ.
     ``stream``: whether the client sees the output grow; otherwise nobody looks at it before the end.
     ``add_special_tokens``: whether the tokenizer puts its own around the text (a BOS, mostly); None: around a plain
     text, not around a conversation, whose template prints them. ``return_prompt``: the answer says what the prompt was.
@@ -90,17 +94,23 @@ class TokenizeReq(Message):
     stream: bool = False
     return_prompt: bool = False
     place: int = 0
-    fork_of: str = ""
+    forks: list[str] = []
     priority: int = 0
     timeout_s: float = 0.0
     key_name: str = ""
     user: str = ""
+
+    @property
+    def rids(self) -> list[str]:
+        """The rid of each answer."""
+        return [self.rid, *self.forks]
 
 
 class GenerateReq(Message):
     """Tokenizer → scheduler: a request with its prompt as int32 bytes.
 
     ``stop_ids``: token ids that end the output: end-of-sequence ids (unless ``ignore_eos``) and ``stop_token_ids``.
+    ``fork_of``: rid of an earlier request with the same prompt, which is computed, and handed over, once.
     """
 
     rid: str
@@ -119,6 +129,39 @@ class GenerateReq(Message):
     timeout_s: float = 0.0
     key_name: str = ""
     user: str = ""
+
+
+R = TypeVar("R", TokenizeReq, GenerateReq)
+
+
+def forked(first: R, i: int, rid: str) -> R:
+    """Return answer ``i`` (0: the first) to the prompt of ``first``, named ``rid``.
+
+    Answers differ in their seed, so that answer 0 is what a request for a single answer gives. Each has a bootstrap
+    room of its own: both instances of a pair count the rooms in the same way.
+    """
+    if i == 0:
+        return first
+    sampling = msgspec.structs.replace(first.sampling, seed=(first.sampling.seed + i) % INT63)
+    bootstrap = first.bootstrap
+    if bootstrap is not None:
+        bootstrap = msgspec.structs.replace(bootstrap, room=(bootstrap.room + i) % INT63)
+    return msgspec.structs.replace(first, rid=rid, sampling=sampling, bootstrap=bootstrap, place=first.place + i)
+
+
+class ForkedReq(Message):
+    """Tokenizer → scheduler: several answers to one prompt, which is sent once. ``forks``: rids of those after the
+    first, which is ``request``.
+    """
+
+    request: GenerateReq
+    forks: list[str]
+
+    def requests(self) -> Iterator[GenerateReq]:
+        """Yield one request for each answer; they share the prompt's bytes."""
+        yield self.request
+        for i, rid in enumerate(self.forks, 1):
+            yield msgspec.structs.replace(forked(self.request, i, rid), fork_of=self.request.rid)
 
 
 class AbortReq(Message):

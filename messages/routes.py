@@ -29,7 +29,7 @@ from .memory import MemoryReq, MemoryResult, ResizeReq, ResizeResult
 from .metrics import SchedulerMetrics
 from .moves import MigrateReq, MigrateResult, ReqArrived, ReqMoved
 from .outputs import ReqError, TextBatch, TokenBatch
-from .requests import AbortReq, GenerateReq, StopReq, TokenizeReq
+from .requests import AbortReq, ForkedReq, GenerateReq, StopReq, TokenizeReq
 from .sessions import ReleaseReq, ResumeReq, SnapshotReq, SnapshotResult
 from .text import TextAnswer, TextQuestion
 from .worker import FollowerCommand, RankLoaded, ReceiveCommand, WorkerCommand, WorkerEvent
@@ -62,7 +62,7 @@ Session = ResumeReq | ReleaseReq
 Moved = ReqMoved | ReqArrived
 
 ToTokenizer = TokenizeReq | AbortReq | Session | Question | TextQuestion
-ToScheduler = GenerateReq | AbortReq | StopReq | Session | Question | Drain
+ToScheduler = GenerateReq | ForkedReq | AbortReq | StopReq | Session | Question | Drain
 ToWorker = WorkerCommand
 ToTransfer = ReceiveCommand
 ToFollower = FollowerCommand

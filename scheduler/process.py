@@ -38,7 +38,7 @@ from ..messages.kv_debug import KVHashes, KVHashesReq, PagesHashed
 from ..messages.memory import MemoryChanged, MemoryReq, MemoryResult, PoolTrimmed, ResizeReq, ResizeResult
 from ..messages.moves import MigrateReq, MigrateResult
 from ..messages.outputs import ReqError
-from ..messages.requests import AbortReq, GenerateReq, StopReq
+from ..messages.requests import AbortReq, ForkedReq, GenerateReq, StopReq
 from ..messages.routes import ToScheduler, ToSchedulerFromWorker
 from ..messages.sessions import ResumeReq, SessionMessage, SnapshotReq
 from ..messages.tiers import TierEvent
@@ -198,7 +198,10 @@ class SchedulerProcess:
 
     def _on_message(self, message: Any, now: float) -> None:
         scheduler = self._scheduler
-        if isinstance(message, Ping):
+        if isinstance(message, ForkedReq):
+            for request in message.requests():
+                self._on_message(request, now)
+        elif isinstance(message, Ping):
             self._outbox.answer(self._pong(message, now))
         elif scheduler is None:
             if isinstance(message, GenerateReq):

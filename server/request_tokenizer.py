@@ -128,7 +128,6 @@ class RequestTokenizer:
             stream=req.stream,
             return_prompt=req.return_prompt,
             place=req.place,
-            fork_of=req.fork_of,
             priority=req.priority,
             timeout_s=req.timeout_s,
             key_name=req.key_name,

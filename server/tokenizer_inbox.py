@@ -1,8 +1,13 @@
-"""What the tokenizer process does next.
+"""What the tokenizer process handles next.
 
-A batch of thousands of prompts takes seconds, and nobody else's request is to wait for it: a long frame is put aside
-and worked off in slices, between the frames that come meanwhile. These overtake it, but for aborts of what is put
-aside, as an abort must never overtake the request that it ends.
+A prompt of a megabyte takes the tokenizer a large part of a second, and a batch of thousands takes longer. No other
+request waits for all of that:
+
+    arrived ──▶ handled in this turn: frames of little work, up to TURN_MESSAGES and SLICE_WORK
+       └──────▶ set aside: frames of much work; one slice of them a turn, in the order of their arrival
+
+Frames that come meanwhile overtake what is set aside. Messages that name a request that is set aside do not: an abort
+must never overtake the request that it ends.
 """
 
 from __future__ import annotations
@@ -11,14 +16,40 @@ import logging
 from collections import deque
 
 from ..messages.channel import Receiver, UndeclaredMessage
-from ..messages.requests import AbortReq, TokenizeReq
+from ..messages.requests import AbortReq, Conversation, TokenizeReq
 from ..messages.routes import ToTokenizer
+from ..messages.text import DecodeReq, EncodeReq
 
 logger = logging.getLogger(__name__)
-MAX_BATCH = 256
-"""Messages of short frames that are taken together."""
+TURN_MESSAGES = 256
+"""Maximum number of messages of short frames in one turn."""
 SLICE = 32
-"""Messages of a long frame that are taken at a time, and the length from which on a frame is long."""
+"""Maximum number of set-aside messages in one turn. A frame with more messages is set aside."""
+SLICE_WORK = 1 << 16
+"""Maximum work of one slice, and of the short frames of one turn, in characters or token ids: some 25 ms. A frame of
+more is set aside. A single prompt of more is a slice of its own, as a tokenizer can't be interrupted."""
+WORK_PER_CHAT_MESSAGE = 16
+"""What a chat template spends on a message beside its characters."""
+
+
+def work_of(message: ToTokenizer) -> int:
+    """Return the characters, or token ids, that the tokenizer has to go through for ``message``."""
+    if isinstance(message, TokenizeReq):
+        if message.text is not None:
+            return len(message.text)
+        return len(message.input_ids or ()) + _work_of_chat(message.chat)
+    if isinstance(message, EncodeReq):
+        work = sum(map(len, message.texts or ())) + _work_of_chat(message.chat)
+        return 2 * work if message.pieces else work
+    if isinstance(message, DecodeReq):
+        return sum(map(len, message.token_ids))
+    return 0
+
+
+def _work_of_chat(chat: Conversation | None) -> int:
+    if chat is None:
+        return 0
+    return sum(len(m.content) + len(m.reasoning_content or "") + WORK_PER_CHAT_MESSAGE for m in chat.messages)
 
 
 class TokenizerInbox:
@@ -28,12 +59,13 @@ class TokenizerInbox:
         self._receiver = receiver
         self._aside: deque[ToTokenizer] = deque()
         self._rids: set[str] = set()
-        """Of the requests that are put aside."""
+        """Rids of the answers whose requests are set aside."""
 
     def next_turn(self) -> list[ToTokenizer]:
-        """Messages to handle now, in this order; waits where there is nothing to do."""
+        """Return the messages to handle now, in this order. Waits while there is nothing to do."""
         messages: list[ToTokenizer] = []
-        while len(messages) < MAX_BATCH:
+        work = 0
+        while len(messages) < TURN_MESSAGES and work < SLICE_WORK:
             try:
                 arrived = self._receiver.recv(0 if messages or self._aside else -1)
             except UndeclaredMessage as e:
@@ -41,24 +73,38 @@ class TokenizerInbox:
                 continue
             if not arrived:
                 break
-            is_long = len(arrived) > SLICE
+            frame_work = sum(map(work_of, arrived))
+            is_long = len(arrived) > SLICE or frame_work > SLICE_WORK
+            if not is_long:
+                work += frame_work
             for message in arrived:
                 if isinstance(message, AbortReq) and not message.rid:
-                    # All: those put aside end too, each when its turn comes.
+                    # It aborts all requests: those set aside are aborted as well, each in its place.
                     self._aside.extend(AbortReq(rid, message.reason) for rid in sorted(self._rids))
                     messages.append(message)
-                elif is_long or (isinstance(message, AbortReq) and message.rid in self._rids):
-                    self._put_aside(message)
+                elif is_long or getattr(message, "rid", None) in self._rids:
+                    self._set_aside(message)
                 else:
                     messages.append(message)
-        for _ in range(min(SLICE, len(self._aside))):
-            message = self._aside.popleft()
-            if isinstance(message, TokenizeReq):
-                self._rids.discard(message.rid)
-            messages.append(message)
+        messages += self._next_slice()
         return messages
 
-    def _put_aside(self, message: ToTokenizer) -> None:
+    def _set_aside(self, message: ToTokenizer) -> None:
         self._aside.append(message)
         if isinstance(message, TokenizeReq):
-            self._rids.add(message.rid)
+            self._rids.update(message.rids)
+
+    def _next_slice(self) -> list[ToTokenizer]:
+        """Return the first messages of those set aside: as many as make a slice, but at least one."""
+        messages: list[ToTokenizer] = []
+        work = 0
+        while self._aside and len(messages) < SLICE:
+            more = work_of(self._aside[0])
+            if messages and more and work + more > SLICE_WORK:
+                break
+            work += more
+            message = self._aside.popleft()
+            if isinstance(message, TokenizeReq):
+                self._rids.difference_update(message.rids)
+            messages.append(message)
+        return messages

@@ -1,6 +1,7 @@
 """The tokenizer process: HTTP → here → scheduler.
 
-A ``TokenizeReq`` becomes a ``GenerateReq`` for the scheduler, or a ``ReqError`` that goes straight back to HTTP.
+A ``TokenizeReq`` becomes a ``GenerateReq`` (or a ``ForkedReq``, if several answers are wanted) for the scheduler, or a
+``ReqError`` for each of its answers, which goes straight back to HTTP.
 Questions about text are answered here. Everything else (aborts, questions) is passed to the scheduler unchanged and in
 its place, so that an abort never overtakes the request that it ends.
 """
@@ -13,11 +14,13 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from ..messages.base import Message
 from ..messages.channel import Receiver, Sender
 from ..messages.decode import shown
 from ..messages.outputs import ReqError
-from ..messages.requests import GenerateReq, TokenizeReq
+from ..messages.requests import ForkedReq, GenerateReq, TokenizeReq
 from ..messages.routes import ToTokenizer
 from ..messages.text import TextQuestion
 from ..model_files.errors import ModelError
@@ -55,17 +58,22 @@ def route(tokenizer: RequestTokenizer, messages: Sequence[ToTokenizer]) -> Route
     answers = iter(tokenizer.tokenize([m for m in messages if isinstance(m, TokenizeReq)]))
     routed = Routed([], [])
     for message in messages:
-        answer = next(answers) if isinstance(message, TokenizeReq) else message
-        if isinstance(answer, ReqError):
-            logger.debug("refused: %s", shown(answer.message), extra={"rid": answer.rid})
-            routed.to_http.append(answer)
-        elif isinstance(answer, TextQuestion):
-            routed.to_http.append(tokenizer.questions.answer(answer))
+        if isinstance(message, TokenizeReq):
+            _route_request(routed, message, next(answers))
+        elif isinstance(message, TextQuestion):
+            routed.to_http.append(tokenizer.questions.answer(message))
         else:
-            if isinstance(answer, GenerateReq):
-                logger.debug("%d prompt tokens", len(answer.input_ids) // 4, extra={"rid": answer.rid})
-            routed.to_scheduler.append(answer)
+            routed.to_scheduler.append(message)
     return routed
+
+
+def _route_request(routed: Routed, req: TokenizeReq, answer: GenerateReq | ReqError) -> None:
+    if isinstance(answer, ReqError):
+        logger.debug("refused: %s", shown(answer.message), extra={"rid": req.rid})
+        routed.to_http.extend(msgspec.structs.replace(answer, rid=rid) for rid in req.rids)
+        return
+    logger.debug("%d prompt tokens", len(answer.input_ids) // 4, extra={"rid": req.rid})
+    routed.to_scheduler.append(ForkedReq(answer, req.forks) if req.forks else answer)
 
 
 def main() -> None:

@@ -54,7 +54,6 @@ A = TypeVar(
     Decoded,
     Limits,
 )
-INT63 = 2**63
 ABORTED = "aborted by the client"
 MAX_CHARACTERS = IPC_FRAME_BYTES // 8
 """Of all texts of one submission: a character has at most four bytes."""
@@ -153,9 +152,9 @@ class EngineClient:
                 wire_rids.add(wire_rid)
                 choice = self._choice(len(choices), prompt_index, (rid, wire_rid), plan, streaming, arrival)
                 choices.append(choice)
-                requests.append(_request(plan, choices[-1 - i], choice, streaming, caller.name))
                 for name in {rid, plan.rid, group or rid}:
                     named.setdefault(name, []).append(choice)
+            requests.append(_request(plan, choices[-plan.n :], streaming, caller.name))
         taken = next((name for name in named if self.is_named(name, caller)), None)
         if taken is not None:
             raise bad_request("rid", f'"{taken}" is in use by a running request; choose another')
@@ -425,29 +424,23 @@ def _as_api_error(error: ReqError, live: _Live) -> ApiError:
     return api_error
 
 
-def _request(plan: PromptPlan, first: Choice, choice: Choice, streaming: bool, key_name: str) -> TokenizeReq:
-    sampling, bootstrap = plan.sampling, plan.bootstrap
-    i = choice.index - first.index
-    if i:
-        # Choices of one prompt differ by their seed; the first one is what n = 1 gives.
-        sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + i) % INT63)
-        if bootstrap is not None:
-            bootstrap = msgspec.structs.replace(bootstrap, room=(bootstrap.room + i) % INT63)
+def _request(plan: PromptPlan, choices: Sequence[Choice], streaming: bool, key_name: str) -> TokenizeReq:
+    first, *others = choices
     return TokenizeReq(
-        rid=choice.wire_rid,
-        sampling=sampling,
-        arrival=choice.arrival,
+        rid=first.wire_rid,
+        sampling=plan.sampling,
+        arrival=first.arrival,
         text=plan.prompt.text,
         input_ids=plan.prompt.input_ids,
         chat=plan.prompt.chat,
         logprobs=plan.logprobs,
-        bootstrap=bootstrap,
+        bootstrap=plan.bootstrap,
         extra_key=plan.extra_key,
         stream=streaming,
         add_special_tokens=plan.add_special_tokens,
         return_prompt=plan.return_prompt,
-        place=choice.index,
-        fork_of=first.wire_rid if i else "",
+        place=first.index,
+        forks=[choice.wire_rid for choice in others],
         priority=plan.terms.priority,
         timeout_s=plan.terms.timeout_s,
         key_name=key_name,

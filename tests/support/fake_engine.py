@@ -34,7 +34,7 @@ from pdserve.messages.outputs import (
     TextBatch,
     Timing,
 )
-from pdserve.messages.requests import AbortReq, GenerateReq, TokenizeReq
+from pdserve.messages.requests import AbortReq, GenerateReq, TokenizeReq, forked
 from pdserve.messages.sessions import ResumeReq, SnapshotReq, SnapshotResult
 from pdserve.messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits, LimitsReq
 from pdserve.runtime.options import ServerOptions
@@ -49,7 +49,8 @@ CONTEXT_LENGTH, VOCAB_SIZE = 512, 100
 class FakeEngine:
     """A prompt is "p0 p1 ", ids 50 and 51; a text has a token a word, whose id is its length.
 
-    Records what HTTP sends, and answers one step a turn of the event loop.
+    Records what HTTP sends, and answers one step a turn of the event loop. ``sent`` has one entry for each prompt,
+    ``requests`` one for each answer to it.
 
     ``hold``: answer no request by itself. ``mute``: answer no question. ``errors``: what the next requests end in.
     ``end_aborted``: end aborted requests, as an engine does sooner or later.
@@ -69,6 +70,7 @@ class FakeEngine:
         self.kv_hashes = KVHashes(0, 501, "start it with --kv-debug")
         self.resumed: list[ResumeReq] = []
         self.errors: list[ReqError] = []
+        self.sent: list[TokenizeReq] = []
         self.requests: list[TokenizeReq] = []
         self.aborts: list[AbortReq] = []
         self.questions: list[Message] = []
@@ -79,12 +81,9 @@ class FakeEngine:
         """The tokenizer's end."""
         for message in messages:
             if isinstance(message, TokenizeReq):
-                self.requests.append(message)
-                if self.errors:
-                    error = self.errors.pop(0)
-                    self._soon(ReqError(message.rid, error.status, error.message, error.kind, error.field, error.code))
-                elif not self.hold:
-                    self.step(message, 0)
+                self.sent.append(message)
+                for i, rid in enumerate(message.rids):
+                    self._take(forked(message, i, rid))
             elif isinstance(message, ResumeReq):
                 self.resumed.append(message)
                 self.step(message.state.running.request, 0)
@@ -98,6 +97,14 @@ class FakeEngine:
                 if not self.mute:
                     self._answer(message)
         asyncio.get_running_loop().create_task(self._notify())
+
+    def _take(self, request: TokenizeReq) -> None:
+        self.requests.append(request)
+        if self.errors:
+            error = self.errors.pop(0)
+            self._soon(ReqError(request.rid, error.status, error.message, error.kind, error.field, error.code))
+        elif not self.hold:
+            self.step(request, 0)
 
     async def _notify(self) -> None:
         async with self.arrived:

@@ -18,7 +18,7 @@ from pdserve.messages.base import Message
 from pdserve.messages.channel import IPC_FRAME_BYTES, encode
 from pdserve.messages.decode import Codec
 from pdserve.messages.outputs import TextBatch
-from pdserve.messages.requests import AbortReq, GenerateReq
+from pdserve.messages.requests import AbortReq, ForkedReq, GenerateReq
 from pdserve.messages.routes import ToDetokenizer, ToHttp, ToScheduler
 from pdserve.model_files.model_limits import ModelLimits
 from pdserve.model_files.text.byte_table import ByteTable
@@ -81,8 +81,9 @@ class SimRing(SimInstance):
         routed = route_in(self.tokenizer, list(messages))
         assert not routed.to_http
         for message in self._to_scheduler.decode(encode(routed.to_scheduler)):
-            if isinstance(message, GenerateReq):
-                self.scheduler.admit_message(message, self.now)
+            if isinstance(message, GenerateReq | ForkedReq):
+                for request in message.requests() if isinstance(message, ForkedReq) else [message]:
+                    self.scheduler.admit_message(request, self.now)
             else:
                 assert isinstance(message, AbortReq)
                 self.scheduler.abort(message)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from pdserve.messages.control import Ping
-from pdserve.messages.requests import AbortReq, TokenizeReq
+from pdserve.messages.requests import AbortReq, ChatMessage, Conversation, TokenizeReq
 from pdserve.messages.sampling import SamplingParams
-from pdserve.server.tokenizer_inbox import MAX_BATCH, SLICE, TokenizerInbox
+from pdserve.messages.sessions import SnapshotReq
+from pdserve.messages.text import DecodeReq, EncodeReq
+from pdserve.server.tokenizer_inbox import SLICE, SLICE_WORK, TURN_MESSAGES, TokenizerInbox
 
 
 class Frames:
@@ -22,8 +25,13 @@ class Frames:
         return self.waiting.popleft() if self.waiting else []
 
 
-def req(rid: str) -> TokenizeReq:
-    return TokenizeReq(rid=rid, sampling=SamplingParams(seed=1), arrival=0.0, text="a")
+def req(rid: str, text: str = "a", forks: Sequence[str] = ()) -> TokenizeReq:
+    return TokenizeReq(rid=rid, sampling=SamplingParams(seed=1), arrival=0.0, text=text, forks=list(forks))
+
+
+def long_req(rid: str, forks: Sequence[str] = ()) -> TokenizeReq:
+    """One that is a slice by itself."""
+    return req(rid, "a" * (SLICE_WORK + 1), forks)
 
 
 def names(messages: list[Any]) -> list[str]:
@@ -37,9 +45,9 @@ def inbox(*frames: list[Any]) -> tuple[TokenizerInbox, Frames]:
 
 
 def test_short_frames_are_taken_together_up_to_a_limit() -> None:
-    box, channel = inbox(*([req(str(i))] for i in range(MAX_BATCH + 3)))
-    assert len(box.next_turn()) == MAX_BATCH
-    assert names(box.next_turn()) == [str(MAX_BATCH + i) for i in range(3)]
+    box, channel = inbox(*([req(str(i))] for i in range(TURN_MESSAGES + 3)))
+    assert len(box.next_turn()) == TURN_MESSAGES
+    assert names(box.next_turn()) == [str(TURN_MESSAGES + i) for i in range(3)]
     assert not channel.waiting
 
 
@@ -63,3 +71,50 @@ def test_an_abort_of_all_ends_what_is_put_aside_too_and_nothing_that_comes_later
     channel.waiting.append([AbortReq(rid="")])
     channel.waiting.append([req("later")])
     assert names(box.next_turn()) == ["-", "later", *batch[SLICE:], *(f"-{rid}" for rid in batch[SLICE:])]
+
+
+def test_long_prompts_take_a_turn_each_and_short_requests_and_pings_overtake_them() -> None:
+    box, channel = inbox([long_req(f"b{i}") for i in range(32)])
+    turns = []
+    for _ in range(32):
+        channel.waiting.append([Ping(id=1), req("quick")])
+        turns.append(names(box.next_turn()))
+    assert turns == [["?", "quick", f"b{i}"] for i in range(32)]
+
+
+def test_long_prompts_of_many_clients_take_a_turn_each_too() -> None:
+    box, _channel = inbox(*([long_req(f"b{i}")] for i in range(5)), [Ping(id=1)])
+    assert [names(box.next_turn()) for _ in range(5)] == [["?", "b0"], ["b1"], ["b2"], ["b3"], ["b4"]]
+
+
+def test_a_turn_of_short_frames_has_a_limit_of_work() -> None:
+    half = "a" * (SLICE_WORK // 2)
+    box, _channel = inbox(*([req(f"b{i}", half)] for i in range(5)))
+    assert [names(box.next_turn()) for _ in range(3)] == [["b0", "b1"], ["b2", "b3"], ["b4"]]
+
+
+def test_every_kind_of_prompt_and_question_counts() -> None:
+    many = SLICE_WORK + 1
+    chat = Conversation([ChatMessage("user", "a" * (many // 2), reasoning_content="b" * (many // 2))])
+    sampling = SamplingParams(seed=1)
+    long = [
+        TokenizeReq(rid="c", sampling=sampling, arrival=0.0, chat=chat),
+        TokenizeReq(rid="i", sampling=sampling, arrival=0.0, input_ids=[1] * many),
+        EncodeReq(1, texts=["a" * many]),
+        EncodeReq(2, texts=["a" * (many // 2 + 1)], pieces=True),
+        EncodeReq(3, chat=chat),
+        DecodeReq(4, [[1] * many]),
+    ]
+    for message in long:
+        box, _channel = inbox([message], [req("quick")])
+        assert box.next_turn()[0] == req("quick")
+
+
+def test_what_names_an_answer_that_is_set_aside_comes_after_it() -> None:
+    box, channel = inbox([long_req("a"), long_req("b", ["b-1", "b-2"])])
+    box.next_turn()
+    snapshot = SnapshotReq(1, "b-2", True, 0.0)
+    channel.waiting.append([AbortReq(rid="b-1"), snapshot])
+    assert names(box.next_turn()) == ["b", "-b-1", "?"]
+    channel.waiting.append([AbortReq(rid="b-2")])
+    assert names(box.next_turn()) == ["-b-2"]

@@ -1,0 +1,131 @@
+"""Several answers to one prompt: it is sent, tokenized and passed on once, and each answer is a request of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from support.fake_engine import FakeEngine, with_engine
+from support.sim import VOCAB
+from support.sim_ring import CONTEXT, SimRing, SimTokenizer
+
+from pdserve.messages.base import unpack_i32
+from pdserve.messages.channel import encode
+from pdserve.messages.outputs import ReqError
+from pdserve.messages.requests import (
+    AbortReq,
+    Bootstrap,
+    ChatMessage,
+    Conversation,
+    ForkedReq,
+    GenerateReq,
+    TokenizeReq,
+)
+from pdserve.messages.sampling import SamplingParams
+from pdserve.model_files.model_limits import ModelLimits
+from pdserve.model_files.text.chat_template import ChatTemplate
+from pdserve.server.request_tokenizer import RequestTokenizer
+from pdserve.server.tokenizer_process import route
+
+MANY = 64
+TEXT = "x" * 100_000
+
+
+class Counting(SimTokenizer):
+    """Counts the characters that it has encoded."""
+
+    encoded = 0
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        self.encoded += sum(map(len, texts))
+        return super().encode_batch(texts, add_special_tokens=add_special_tokens)
+
+
+def make_req(**fields: Any) -> TokenizeReq:
+    return TokenizeReq(rid="a-0", sampling=SamplingParams(seed=2**63 - 2), arrival=1.0, **fields)
+
+
+def make_tokenizer() -> tuple[RequestTokenizer, Counting]:
+    counting = Counting()
+    template = ChatTemplate("{% for m in messages %}{{ m['content'] }}{% endfor %}", {})
+    return RequestTokenizer(counting, template, ModelLimits(CONTEXT, VOCAB)), counting
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}]}),
+        ("/v1/completions", {"prompt": TEXT}),
+        ("/v1/completions", {"prompt": [40_000] * 30_000}),
+    ],
+    ids=["chat", "text", "ids"],
+)
+def test_http_sends_a_prompt_once_whatever_n_is(path: str, prompt: dict[str, Any]) -> None:
+    async def check(engine: FakeEngine) -> httpx.Response:
+        body = {**prompt, "n": MANY, "max_tokens": 1, "rid": "a"}
+        response = await engine.post(path, body)
+        [request] = engine.sent
+        assert request.rids == [f"a-{i}" for i in range(MANY)]
+        assert len(encode([request])) < len(orjson.dumps(body)) + 100 * MANY
+        return response
+
+    assert len(with_engine(check).json()["choices"]) == MANY
+
+
+@pytest.mark.parametrize("prompt", [{"text": "x" * 400}, {"chat": Conversation([ChatMessage("user", "x" * 400)])}])
+def test_a_prompt_is_rendered_and_encoded_once_and_passed_on_once(prompt: dict[str, Any]) -> None:
+    tokenizer, counting = make_tokenizer()
+    [forked] = route(tokenizer, [make_req(forks=["a-1", "a-2"], **prompt)]).to_scheduler
+    assert isinstance(forked, ForkedReq)
+    assert counting.encoded == 400
+    first, *others = forked.requests()
+    assert len(unpack_i32(first.input_ids)) == 400
+    assert all(request.input_ids is first.input_ids for request in others)
+
+
+def test_answers_differ_in_name_seed_room_and_place_and_name_the_first() -> None:
+    tokenizer, _ = make_tokenizer()
+    bootstrap = Bootstrap("h", 1, 2**63 - 1)
+    [forked] = route(tokenizer, [make_req(text="x", forks=["b", "c"], bootstrap=bootstrap, place=5)]).to_scheduler
+    assert isinstance(forked, ForkedReq)
+    requests = list(forked.requests())
+    assert [(r.rid, r.fork_of, r.place) for r in requests] == [("a-0", "", 5), ("b", "a-0", 6), ("c", "a-0", 7)]
+    assert [r.sampling.seed for r in requests] == [2**63 - 2, 2**63 - 1, 0]
+    assert [r.bootstrap.room for r in requests if r.bootstrap] == [2**63 - 1, 0, 1]
+
+
+def test_one_answer_is_asked_for_as_ever() -> None:
+    tokenizer, _ = make_tokenizer()
+    [request] = route(tokenizer, [make_req(text="x")]).to_scheduler
+    assert isinstance(request, GenerateReq)
+
+
+def test_an_error_of_the_prompt_is_told_to_each_answer_and_to_no_other_request() -> None:
+    tokenizer, _ = make_tokenizer()
+    good = TokenizeReq(rid="good", sampling=SamplingParams(seed=1), arrival=1.0, text="x")
+    routed = route(tokenizer, [make_req(input_ids=[VOCAB], forks=["b", "c"]), AbortReq("b"), good])
+    assert [m.rid for m in routed.to_http if isinstance(m, ReqError) and m.status == 400] == ["a-0", "b", "c"]
+    assert [m.rid for m in routed.to_scheduler if isinstance(m, AbortReq | GenerateReq)] == ["b", "good"]
+
+
+def test_answers_are_those_of_the_same_requests_sent_one_by_one() -> None:
+    body = {"text": "hello", "rid": "a", "sampling_params": {"max_new_tokens": 5, "n": 3, "sampling_seed": 7}}
+    [together] = SimRing().post(body)
+    apart = []
+    for i in range(3):
+        sampling = {"max_new_tokens": 5, "sampling_seed": 7 + i}
+        [answer] = SimRing().post({"text": "hello", "rid": f"a-{i}", "sampling_params": sampling})
+        apart.append(answer.json()["output_ids"])
+    assert [answer["output_ids"] for answer in together.json()] == apart
+
+
+def test_one_answer_can_be_aborted_before_and_after_the_prompt_is_tokenized() -> None:
+    ring = SimRing()
+    request = make_req(text="hello", forks=["a-1", "a-2"])
+    ring.send(request, AbortReq("a-1"))
+    assert sorted(ring.scheduler.reqs) == ["a-0", "a-2"]
+    ring.send(AbortReq("a-0"))
+    assert sorted(ring.scheduler.reqs) == ["a-2"]
