@@ -9,18 +9,19 @@ from collections.abc import AsyncIterator, Callable
 
 import orjson
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ..messages.decode import shown
-from ..runtime.web.auth import ApiKeyAuth, open_paths
+from ..runtime.web.auth import ApiKeyAuth
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.errors import error_body
 from ..runtime.web.keys import read_keys
-from ..runtime.web.plain_paths import PlainPaths
+from ..runtime.web.path_guard import PathGuard
+from ..runtime.web.paths import PathTable, Server
+from ..runtime.web.proxies import TrustedProxies
+from ..runtime.web.request_limit import RequestLimit
 from ..runtime.web.sites import guard_sites
 from ..runtime.web.visits import VisitCounts, VisitLog
 from .client_bodies import ClientBodies
@@ -36,15 +37,6 @@ from .sessions import SessionEndpoints
 GENERATION_PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
 TEXT_PATHS = ("/tokenize", "/detokenize")
 MODEL_PATHS = ("/v1/models", "/v1/models/{name:path}", "/model_info", "/get_model_info", "/openapi.json")
-HEALTH_PATHS = ("/health", "/readyz", "/livez", "/health_generate")
-QUESTION_PATHS = (*HEALTH_PATHS, "/metrics", "/metrics/targets", "/server_info", "/get_server_info")
-SESSION_PATHS = ("/kv/sessions", "/kv/sessions/{name:path}", "/kv/snapshot", "/kv/restore", "/slots/{id:path}")
-USERS_PATHS = frozenset(
-    (*GENERATION_PATHS, *MODEL_PATHS, *TEXT_PATHS, *QUESTION_PATHS, *SESSION_PATHS, "/abort_request")
-)
-"""For whoever has a key; every other path is the admin's."""
-PATHS = (*sorted(USERS_PATHS), "/flush_cache")
-"""By which answers are counted."""
 DEAD_HOST_OPTIONS = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3),
@@ -77,7 +69,6 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
     health_prompt = GenerationEndpoint(dispatcher, bodies, orjson.dumps(HEALTH_PROMPT))
     visits = VisitCounts()
     metrics = RouterMetrics(fleet, visits, GENERATION_PATHS)
-    keys = read_keys(options)
 
     def ended(checks: asyncio.Task[None]) -> None:
         if not checks.cancelled() and (error := checks.exception()):
@@ -116,25 +107,30 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
             Route("/flush_cache", control.flush_cache, methods=["POST"]),
         ],
         exception_handlers={
-            HTTPException: answer_http_exception,
             RouterError: answer_router_error,
             ClientDisconnect: answer_nobody,
             Exception: answer_unexpected,
         },
         lifespan=lifespan,
     )
-    open_to_all = open_paths(metrics=options.metrics_without_key)
-    checked = ApiKeyAuth(PlainPaths(app), keys, open_to_all, USERS_PATHS, is_router=True)
-    guarded = guard_sites(checked, options, has_keys=bool(keys.users))
-    return VisitLog(guarded, PATHS, visits, access_log=not options.disable_access_log, on_end=metrics.visited)
+    return guard(app, options, visits, metrics)
 
 
-async def answer_http_exception(request: Request, exc: Exception) -> Response:
-    """Unknown paths and methods, in the API's error shape."""
-    assert isinstance(exc, HTTPException)
-    message = shown(f"{request.method} {request.scope['path']}: {exc.detail}")
-    kind = {404: "not_found_error", 405: "method_not_allowed"}.get(exc.status_code, "invalid_request_error")
-    return json_response(error_body(exc.status_code, message, kind), exc.status_code, exc.headers)
+def guard(app: ASGIApp, options: RouterOptions, visits: VisitCounts, metrics: RouterMetrics) -> ASGIApp:
+    """``app`` behind the access log and every check that comes before a request is read."""
+    keys, table = read_keys(options), PathTable.of(Server.ROUTER)
+    limited = RequestLimit(app, table, options.max_concurrent_requests)
+    is_open = options.metrics_without_key
+    checked = ApiKeyAuth(PathGuard(limited, table), keys, table, metrics_are_open=is_open, is_router=True)
+    guarded = guard_sites(checked, options, table, has_keys=bool(keys.users))
+    return VisitLog(
+        guarded,
+        table,
+        visits,
+        access_log=not options.disable_access_log,
+        proxies=TrustedProxies(options.trusted_proxies),
+        on_end=metrics.visited,
+    )
 
 
 async def answer_router_error(request: Request, exc: Exception) -> Response:

@@ -41,7 +41,7 @@ class RouterMetrics:
 
     def visited(self, visit: Visit, seconds: float) -> None:
         """A request was answered, after so many ``seconds``."""
-        if visit.path not in self._generation_paths or visit.status != 200:
+        if visit.label not in self._generation_paths or visit.status != 200:
             return
         self._relayed_bytes += visit.sent_bytes
         self._duration.observe(seconds)

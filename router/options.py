@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from ..runtime.cluster_secret import ClusterSecret, ClusterSecretError
 from ..runtime.web.keys import KeyFileError, read_keys
+from ..runtime.web.proxies import TrustedProxies
 
 DEFAULT_BOOTSTRAP_PORT = 8998
 
@@ -50,6 +51,16 @@ class RouterOptions:
     allowed_origins
         Origins, with commas in between, whose web pages may use this server from a browser, like
         https://chat.example.org; * for any. Without it: none but its own.
+    trusted_proxies
+        Addresses and networks, with commas in between, of the reverse proxies whose X-Forwarded-For says who a client
+        is, like 10.0.0.7,192.168.0.0/16. It is for logs alone. Without it: none.
+    send_timeout
+        Seconds in which a client has to take some of what it is sent; else its connection is closed and its request
+        ended.
+    keep_alive_timeout
+        Seconds that a client's connection is kept open between requests; longer than a proxy in front keeps its own.
+    max_concurrent_requests
+        Most requests that are served at once; one more is answered with 503. Health checks and metrics don't count.
     cluster_secret_file
         File with the secret that instances know this router by, as theirs; needed where they are not on one host.
     health_check_interval
@@ -94,6 +105,10 @@ class RouterOptions:
     admin_key_file: str | None = None
     allowed_hosts: str | None = None
     allowed_origins: str | None = None
+    trusted_proxies: str | None = None
+    send_timeout: float = 60.0
+    keep_alive_timeout: float = 75.0
+    max_concurrent_requests: int = 8192
     cluster_secret_file: str | None = None
     health_check_interval: float = 1.0
     health_check_timeout: float = 3.0
@@ -125,6 +140,10 @@ class RouterOptions:
         except KeyFileError as exc:
             raise RouterOptionsError(str(exc)) from None
         try:
+            TrustedProxies(self.trusted_proxies)
+        except ValueError as exc:
+            raise RouterOptionsError(f"--trusted-proxies: {exc}") from None
+        try:
             ClusterSecret.read(self.cluster_secret_file)
         except ClusterSecretError as exc:
             raise RouterOptionsError(str(exc)) from None
@@ -135,6 +154,9 @@ class RouterOptions:
             "health_check_timeout",
             "hang_timeout",
             "connect_timeout",
+            "send_timeout",
+            "keep_alive_timeout",
+            "max_concurrent_requests",
             "max_body_bytes",
         ):
             if getattr(self, name) <= 0:

@@ -20,7 +20,7 @@ import uvloop
 from ..runtime.logs import configure_logging
 from ..runtime.malloc import return_freed_memory
 from ..runtime.open_files import allow_many_connections
-from ..runtime.web.limited_protocol import LimitedProtocol
+from ..runtime.web.server import server_config
 from .app import make_app
 from .options import RouterOptions, RouterOptionsError, parse_prefill
 
@@ -78,15 +78,11 @@ def run_router(options: RouterOptions) -> int:
     def on_fault(error: BaseException) -> None:
         server.end_on_fault(error)
 
-    config = uvicorn.Config(
+    config = server_config(
         make_app(options, on_fault),
+        options,
         host=options.host,
         port=options.port,
-        http=LimitedProtocol,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
         backlog=BACKLOG,
         timeout_graceful_shutdown=int(options.drain_timeout),
     )

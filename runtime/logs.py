@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Literal
 
+from ..messages.decode import shown
 from .refusal_log import limit_foreign_logs
 
 LogFormat = Literal["text", "json"]
@@ -32,7 +33,7 @@ class TextFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line, before a traceback follows."""
         line, rid = super().formatMessage(record), rid_of(record)
-        return f"{line} rid={rid}" if rid else line
+        return f"{line} rid={shown(rid)}" if rid else line
 
 
 class JsonFormatter(logging.Formatter):

@@ -13,6 +13,7 @@ from .options import RECENT_TOKENS, ServerOptions
 from .tier_checks import session_complaints, tier_complaints
 from .web.keys import KeyFileError, read_keys
 from .web.ports import is_loopback
+from .web.proxies import TrustedProxies
 
 MAX_PAGE_SIZE = 1024
 MAX_NICE = 19
@@ -21,6 +22,7 @@ MOST_SLOTS = 1 << 31
 AT_LEAST_ONE = (
     "max_running_requests",
     "max_queued_requests",
+    "max_concurrent_requests",
     "max_prefill_tokens",
     "stream_interval",
     "threads",
@@ -38,6 +40,8 @@ ABOVE_ZERO = (
     "disaggregation_queue_timeout",
     "disaggregation_heartbeat_interval",
     "disaggregation_heartbeat_timeout",
+    "send_timeout",
+    "keep_alive_timeout",
     "watchdog_timeout",
     "startup_timeout",
 )
@@ -100,6 +104,10 @@ def _texts(options: ServerOptions) -> Iterator[str]:
         read_keys(options)
     except KeyFileError as e:
         yield str(e)
+    try:
+        TrustedProxies(options.trusted_proxies)
+    except ValueError as e:
+        yield f"--trusted-proxies: {e}"
     if options.chat_template is not None and not Path(options.chat_template).is_file():
         yield f"--chat-template {options.chat_template}: there is no such file"
     if options.cpus is not None:

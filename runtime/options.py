@@ -56,6 +56,16 @@ class ServerOptions:
     allowed_origins
         Origins, with commas in between, whose web pages may use this server from a browser, like
         https://chat.example.org; * for any. Without it: none but its own.
+    trusted_proxies
+        Addresses and networks, with commas in between, of the reverse proxies whose X-Forwarded-For says who a client
+        is, like 10.0.0.7,192.168.0.0/16. It is for logs alone. Without it: none.
+    send_timeout
+        Seconds in which a client has to take some of what it is sent; else its connection is closed and its request
+        ended. An instance's is to be longer than its router's, whose clients are the slow ones.
+    keep_alive_timeout
+        Seconds that a client's connection is kept open between requests; longer than a proxy in front keeps its own.
+    max_concurrent_requests
+        Most requests that are served at once; one more is answered with 503. Health checks and metrics don't count.
     disaggregation_mode
         unified: prefill and decode here. prefill: compute prompts and push their KV to a decode. decode: receive KV and
         generate.
@@ -323,6 +333,10 @@ class ServerOptions:
     cache_by_key: bool = False
     allowed_hosts: str | None = None
     allowed_origins: str | None = None
+    trusted_proxies: str | None = None
+    send_timeout: float = 120.0
+    keep_alive_timeout: float = 75.0
+    max_concurrent_requests: int = 8192
     disaggregation_mode: DisaggregationMode = "unified"
     handover: Literal["auto", "on", "off"] = "auto"
     cluster_secret_file: str | None = None

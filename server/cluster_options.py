@@ -32,6 +32,9 @@ class ClusterOptions(ServerOptions):
         Address that the router listens on; the instances always listen on 127.0.0.1.
     port
         Port of the router's HTTP API; 0 takes a free one.
+    send_timeout
+        Seconds in which a client has to take some of what it is sent; else its connection is closed and its request
+        ended. The router has twice as long for what instances send it.
     policy
         How the router chooses an instance.
     log_dir
@@ -59,6 +62,7 @@ class ClusterOptions(ServerOptions):
     decode: int = 1
     unified: int = 0
     port: int = 8000
+    send_timeout: float = 60.0
     policy: Literal["random", "round_robin"] = "round_robin"
     log_dir: str | None = None
     max_restarts: int = 10

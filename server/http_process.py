@@ -11,19 +11,18 @@ import signal
 import socket
 import sys
 
-import uvicorn
 import uvloop
 import zmq.asyncio
 
 from ..messages.channel import AsyncReceiver, Sender
 from ..messages.routes import ToHttp
 from ..model_files.errors import ModelError
+from ..runtime.answer_keys import AnswerKeys
 from ..runtime.child import ChildContext, start_child
 from ..runtime.malloc import return_freed_memory
 from ..runtime.open_files import allow_many_connections
-from ..runtime.web.limited_protocol import LimitedProtocol
 from ..runtime.web.ports import listen
-from ..runtime.web.server import ChildServer
+from ..runtime.web.server import ChildServer, server_config
 from .http.app import make_app
 from .http.engine_client import EngineClient
 from .http.served_model import ServedModel
@@ -41,14 +40,14 @@ async def serve(ctx: ChildContext, listener: socket.socket, model: ServedModel) 
     sender = Sender(ctx.zmq_ctx, ctx.address("tokenizer"))
     supervisor = Sender(ctx.zmq_ctx, ctx.address("supervisor"))
     options = ctx.options
-    engine = EngineClient(sender, supervisor, options.disaggregation_mode, cache_by_key=options.cache_by_key)
-    config = uvicorn.Config(
+    keys = AnswerKeys(ctx.secret)
+    engine = EngineClient(
+        sender, supervisor, options.disaggregation_mode, cache_by_key=options.cache_by_key, answer_keys=keys
+    )
+    config = server_config(
         make_app(options, engine, ctx.epoch, model),
-        http=LimitedProtocol,
-        ws="none",
-        log_config=None,
+        options,
         log_level="error",  # it warns of each request that is none: any stranger could fill the log
-        access_log=False,
         timeout_graceful_shutdown=CLOSE_TIMEOUT_SECONDS,
     )
 

@@ -32,6 +32,7 @@ from ...messages.moves import MigrateReq, MoveCommit, MoveOffer, MoveReady, Move
 from ...messages.outputs import TokenLogprob
 from ...messages.requests import Bootstrap
 from ...messages.worker import ConnectPeer, PagesVerified, PeerCommand, SendEnded, SendPages, TransferEvent
+from ...runtime.answer_keys import AnswerKeys
 from ...runtime.options import ServerOptions
 from ...runtime.web.ports import is_loopback, means_this_host
 from ...scheduler.req import Req, Route
@@ -61,7 +62,9 @@ LEASE_SECONDS = 6.0
 class KVManager:
     """See the module."""
 
-    def __init__(self, epoch: str, scheduler: Scheduler, network: Network) -> None:
+    def __init__(
+        self, epoch: str, scheduler: Scheduler, network: Network, answer_keys: AnswerKeys | None = None
+    ) -> None:
         options = scheduler.options
         limits = HandoverLimits.of(options)
         self._epoch = epoch
@@ -85,7 +88,8 @@ class KVManager:
         reach = partial(self._peers.peer_at, want=False)
         self.moves_out = MovesOut(scheduler, limits, reach)
         self.moves_in = MovesIn(
-            *(scheduler, limits, self._peers, self.receivers, options.port), knows_peers=network.port.is_sealed
+            *(scheduler, limits, self._peers, self.receivers, options.port, answer_keys or AnswerKeys()),
+            knows_peers=network.port.is_sealed,
         )
 
     def start(self, now: float) -> None:

@@ -6,6 +6,7 @@ import sys
 
 import zmq
 
+from ...runtime.answer_keys import AnswerKeys
 from ...runtime.child import start_child
 from ...runtime.malloc import return_freed_memory
 from ...scheduler.process import SchedulerProcess
@@ -27,7 +28,7 @@ def main() -> None:
 
     def make_handovers(scheduler: Scheduler, poller: zmq.Poller) -> KVManager:
         network.wake(poller)
-        return KVManager(ctx.epoch, scheduler, network)
+        return KVManager(ctx.epoch, scheduler, network, AnswerKeys(ctx.secret))
 
     SchedulerProcess(ctx, make_handovers).run()
 

@@ -11,10 +11,7 @@ ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 """What programs are told in ``code``, where the status alone says it: OpenAI's words."""
 ERROR_TYPES = {
     400: "invalid_request_error",
-    401: "authentication_error",
     403: "permission_error",
-    404: "not_found_error",
-    405: "method_not_allowed",
     408: "timeout_error",
     413: "request_too_large",
     429: "overloaded_error",
@@ -39,7 +36,7 @@ def without_frames(error: E) -> E:
 
 
 def error_type(status: int) -> str:
-    """The ``type`` of an error with this status."""
+    """The ``type`` of an error with this status. OpenAI's is the same for 400, 401, 404 and 405."""
     return ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
 
 

@@ -1,4 +1,4 @@
-"""HTTP connections with limits on what arrives: for ports that clients use, where an answer takes as long as it takes.
+"""HTTP connections with limits: for ports that clients use, where an answer takes as long as it takes.
 
 uvicorn's httptools protocol bounds neither a head nor the time that a request takes to arrive. Of each connection:
 
@@ -9,14 +9,28 @@ uvicorn's httptools protocol bounds neither a head nor the time that a request t
 IDLE covers the wait for an answer, the answer itself, and then uvicorn's own limit on idle connections. A head or
 trailers that are too long end the connection, as do too many requests queued behind a running one; where no answer is
 under way, with a 431.
+
+A client that accepts nothing of its answer for ``send_seconds`` is disconnected (``SendLimit``), whatever kind of
+answer it is. Its request ends as if the client had closed the connection.
+
+At most ``MAX_WAITING`` connections of a server wait for a complete head; one more ends the one that waits longest.
 """
 
 from __future__ import annotations
 
 import asyncio
 from enum import Enum, auto
+from typing import cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+import orjson
+from starlette.types import ASGIApp
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from .errors import error_body
+from .http_versions import for_version, head_without_upgrade
+from .sending import SendLimit, limit_socket
 
 HEAD_SECONDS = 10.0
 """From a connection's start, or from a request's first byte, to the end of its head."""
@@ -30,7 +44,33 @@ MAX_QUEUED = 16
 """Requests that one connection may send behind the one that is being answered."""
 MAX_QUEUED_BYTES = 1 << 20
 """Of the body of a queued request, which nobody reads yet."""
-HEAD_TOO_LONG = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+MAX_WAITING = 4096
+"""Connections without a request, and those whose request's head is not complete."""
+SEND_SECONDS = 60.0
+
+
+def limited_protocol(send_seconds: float) -> type[LimitedProtocol]:
+    """The protocol of one server, whose connections are counted together."""
+    waiting: dict[LimitedProtocol, None] = {}
+
+    class Protocol(LimitedProtocol):
+        _send_seconds = send_seconds
+        _waiting = waiting
+
+    return Protocol
+
+
+def _last_words(status: int, reason: str, message: str) -> bytes:
+    """A whole answer that ends its connection."""
+    body = orjson.dumps(error_body(status, message))
+    head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+HEAD_TOO_LONG = _last_words(
+    431, "Request Header Fields Too Large", "the request's line and headers, or its trailers, are too long or too many"
+)
+NO_REQUEST = _last_words(400, "Bad Request", "this is no HTTP request")
 
 
 class TooMuch(Exception):
@@ -46,8 +86,14 @@ class Phase(Enum):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """httptools rather than h11 for its speed: these connections carry the streams."""
+    """httptools rather than h11 for its speed: these connections carry the streams.
 
+    ``_waiting``: connections of the server that wait for a complete head, the one that has waited longest first.
+    """
+
+    _send_seconds = SEND_SECONDS
+    _waiting: dict[LimitedProtocol, None] = {}  # noqa: RUF012  limited_protocol gives each server its own
+    _send_limit: SendLimit | None = None
     _phase = Phase.IDLE
     _limit: asyncio.TimerHandle | None = None
     _over = False
@@ -59,21 +105,57 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        limit_socket(transport, self._send_seconds)
+        self._send_limit = SendLimit(transport, self.loop, self._send_seconds)
         self._enter(Phase.HEAD)
         self._watch()
+        self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._enter(Phase.IDLE)
+        self._waiting.pop(self, None)
+        if self._send_limit is not None:
+            self._send_limit.stop()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_sending()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_sending()
+        if self._phase is Phase.IDLE and not self._answering and not self.transport.is_closing():
+            self._wait()
 
     def data_received(self, data: bytes) -> None:
         if self._phase is Phase.IDLE:
             self._enter(Phase.HEAD)
         self._framing_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._feed(data)
         if self._framing_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse()
         self._watch()
+
+    def _feed(self, data: bytes) -> None:
+        """Parse ``data``. A request that asks for another protocol, which nothing here speaks, is read without asking.
+
+        Java's HttpClient asks with every first request; httptools would skip the body.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("")
+        except httptools.HttpParserUpgrade as upgrade:
+            head = head_without_upgrade(self.parser.get_method(), self.url, self.scope["http_version"], self.headers)
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            # Each pass takes a request off the data, and the queue of requests has a limit.
+            self._feed(head + data[upgrade.args[0] :])
+
+    def _asks_to_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def on_message_begin(self) -> None:
         self._head_bytes = self._header_count = 0
@@ -89,11 +171,17 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_count += 1
         self._count_head(len(name) + len(value))
-        super().on_header(name, value)
+        # A trailer is no header: it comes when the request is served already.
+        if self._phase is Phase.HEAD:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._framing_bytes = 0
+        self._waiting.pop(self, None)
         self._enter(Phase.BODY)
+        if self._asks_to_upgrade():
+            # The parser stops here, and skips the body: see _feed.
+            return
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -105,14 +193,19 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._framing_bytes = 0
+        if self._asks_to_upgrade():
+            return
         self._enter(Phase.IDLE)
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        if self._over:
-            self._refuse()
-        else:
-            super().send_400_response(msg)
+        self._refuse(HEAD_TOO_LONG if self._over else NO_REQUEST)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        # Of a request that was queued the parser has forgotten what its connection header said.
+        asks_to_keep = cycle is self.cycle and self.parser.should_keep_alive()
+        complete = for_version(cast(ASGIApp, app), cycle, asks_to_keep=asks_to_keep)
+        super()._start_asgi_task(cycle, cast(ASGI3Application, complete))
 
     @property
     def _answering(self) -> bool:
@@ -127,13 +220,30 @@ class LimitedProtocol(HttpToolsProtocol):
         self._over = True
         raise TooMuch
 
-    def _refuse(self) -> None:
-        """End the connection. A 431 in an answer, or before that of an earlier request, would be garbage."""
+    def _refuse(self, last_words: bytes = HEAD_TOO_LONG) -> None:
+        """End the connection. An error in an answer, or before that of an earlier request, would be garbage."""
         if self._answering:
-            self.transport.abort()
-            return
-        self.transport.write(HEAD_TOO_LONG)
+            if self._phase is not Phase.BODY or self.pipeline or self.cycle.response_started:
+                self.transport.abort()
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.write(last_words)
+        self._watch_sending()
         self.transport.close()
+
+    def _watch_sending(self) -> None:
+        if self._send_limit is not None:
+            self._send_limit.start()
+
+    def _wait(self) -> None:
+        """Wait for a request's head, and end the connection that has waited longest where too many do."""
+        self._waiting[self] = None
+        if len(self._waiting) > MAX_WAITING:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            if not oldest.transport.is_closing():
+                oldest.transport.close()
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase

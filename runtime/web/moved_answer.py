@@ -8,6 +8,7 @@ request, with the ticket (``TICKET``), to the instance that it names, and gets t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 
 import msgspec
@@ -17,6 +18,11 @@ TICKET = b"x-pdserve-ticket"
 MOVED_TYPE = b"application/x-pdserve-moved+json"
 MOVED_EVENT = b"event: moved\ndata: "
 MAX_TICKET_BYTES = 8192
+MAX_RID_CHARS = 512
+"""A client's own name, and what batches and moves add to it."""
+WORD = re.compile(r"[!-~]{0,128}")
+HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
+"""A name or an address, IPv6 with its scope."""
 
 
 class Ticket(msgspec.Struct, frozen=True):
@@ -57,6 +63,10 @@ def read_ticket(data: bytes) -> Ticket:
     ticket = _TICKET.decode(data)
     if min(ticket.chars, ticket.tokens, ticket.created) < 0 or not 0 < ticket.port < 65536:
         raise ValueError("a ticket's numbers are out of range")
+    if len(ticket.rid) > MAX_RID_CHARS or not ticket.rid.isprintable():
+        raise ValueError("a ticket's rid is no name of a request")
+    if not (WORD.fullmatch(ticket.epoch) and WORD.fullmatch(ticket.key) and HOST.fullmatch(ticket.host)):
+        raise ValueError("a ticket's epoch, host and key are words of ASCII")
     return ticket
 
 

@@ -1,12 +1,41 @@
-"""uvicorn as a child process of an instance runs it."""
+"""uvicorn as routers and instances run it."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 from collections.abc import Callable, Generator
+from typing import Any, Protocol, cast
 
 import uvicorn
+from starlette.types import ASGIApp
+
+from .limited_protocol import limited_protocol
+
+
+class ConnectionOptions(Protocol):
+    """The options of a server that limit its clients' connections."""
+
+    @property
+    def send_timeout(self) -> float: ...
+    @property
+    def keep_alive_timeout(self) -> float: ...
+
+
+def server_config(app: ASGIApp, options: ConnectionOptions, **settings: Any) -> uvicorn.Config:
+    """The settings that router and instance share, and ``settings`` of uvicorn's."""
+    return uvicorn.Config(
+        app,
+        http=limited_protocol(options.send_timeout),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        # It believes headers from loopback addresses: VisitLog reads them from --trusted-proxies alone.
+        proxy_headers=False,
+        timeout_keep_alive=cast(int, options.keep_alive_timeout),  # it takes any number of seconds
+        **settings,
+    )
 
 
 class ChildServer(uvicorn.Server):

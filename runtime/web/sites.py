@@ -8,21 +8,25 @@ that it can have.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Protocol
 from urllib.parse import urlsplit
 
-import orjson
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...messages.decode import shown
-from .errors import error_body
+from .path_guard import error_answer
+from .paths import PathTable
 from .ports import is_loopback
 
 ANY = "*"
 READ = frozenset({b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode"})
+HEADER_NAMES = re.compile(r"[!-~ \t]{0,2048}")
+"""What a preflight may list: an answer repeats it."""
 OTHER_SITES = frozenset({"cross-site", "same-site"})
 
 
@@ -37,20 +41,49 @@ class SiteOptions(Protocol):
     def allowed_origins(self) -> str | None: ...
 
 
-def guard_sites(app: ASGIApp, options: SiteOptions, *, has_keys: bool) -> ASGIApp:
+def guard_sites(app: ASGIApp, options: SiteOptions, table: PathTable, *, has_keys: bool) -> ASGIApp:
     """``app`` behind the checks that ``options`` ask for. With keys, a page that has none gets nowhere by itself."""
     origins, hosts = _words(options.allowed_origins), {name.lower() for name in _words(options.allowed_hosts)}
     checks_host = is_loopback(options.host) and not has_keys and ANY not in hosts
     guard: ASGIApp = SiteGuard(app, origins, hosts if checks_host else None)
-    if not origins:
-        return guard
-    return CORSMiddleware(
-        guard,
-        allow_origins=sorted(origins),
-        allow_methods=["GET", "POST"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
-    )
+    return Cors(guard, origins, table) if origins else guard
+
+
+class Cors(CORSMiddleware):
+    """Starlette's CORS, whose preflights allow the methods that a path has, and fail in the API's error shape."""
+
+    def __init__(self, app: ASGIApp, origins: Collection[str], table: PathTable) -> None:
+        methods = {method for facts in table.paths for method in facts.answered_methods}
+        super().__init__(
+            app,
+            allow_origins=sorted(origins),
+            allow_methods=sorted(methods),
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+        self._table = table
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers preflights without a key: browsers send none with them."""
+        if scope["type"] == "http" and scope["method"] == "OPTIONS":
+            headers = Headers(scope=scope)
+            if "origin" in headers and "access-control-request-method" in headers:
+                await self._preflight(scope["path"], headers)(scope, receive, send)
+                return
+        await super().__call__(scope, receive, send)
+
+    def _preflight(self, path: str, asked: Headers) -> Response:
+        answer = self.preflight_response(asked)
+        facts = self._table.find(path)
+        methods = facts.answered_methods if facts is not None else ()
+        names = asked.get("access-control-request-headers", "")
+        answer.headers["access-control-allow-methods"] = ", ".join(methods)
+        has_method = asked["access-control-request-method"] in methods
+        if answer.status_code < 400 and has_method and HEADER_NAMES.fullmatch(names):
+            return answer
+        kept = {name: value for name, value in answer.headers.items() if name.startswith("access-control-")}
+        message = "this page may not send such a request: its origin, the method or a header is not allowed"
+        return error_answer(400, message, headers=kept | {"vary": "Origin"})
 
 
 class SiteGuard:
@@ -68,8 +101,7 @@ class SiteGuard:
         if problem is None:
             await self._app(scope, receive, send)
             return
-        body = orjson.dumps(error_body(403, problem))
-        await Response(body, 403, media_type="application/json")(scope, receive, send)
+        await error_answer(403, problem)(scope, receive, send)
 
     def _problem(self, headers: Collection[tuple[bytes, bytes]]) -> str | None:
         found = {name: value.decode("latin-1") for name, value in headers if name in READ}

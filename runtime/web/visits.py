@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,14 +21,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...messages.decode import shown
 from ..logs import REQUEST_ID
 from ..refusal_log import RefusalLog
+from .paths import Access, PathFacts, PathTable
+from .proxies import UNKNOWN, TrustedProxies
 
 log = logging.getLogger("pdserve.access")
 
 HEADER = b"x-request-id"
 FIT_ID = re.compile(rb"[!-~]{1,128}")
 """Printable, no spaces, and short: it goes into headers, log lines and names of requests."""
-POLLS = frozenset({"/health", "/health_generate", "/livez", "/readyz", "/metrics", "/metrics/targets"})
-"""Asked every few seconds by machines: not in the access log, except in a debug log."""
 METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 OTHER = "other"
 """In the place of paths and methods that strangers make up: each would be a time series of its own."""
@@ -41,17 +41,21 @@ class Visit:
     """One HTTP request. Times are ``time.monotonic()`` seconds, 0 for what has not happened.
 
     ``rid``: the engine's name of the request, where there is one. ``details``: what whoever serves it has to say in the
-    access log, in order. ``has_own_id``: whether the client gave ``request_id``.
+    access log, in order. ``has_own_id``: whether the client gave ``request_id``. ``client``: its address, as a log says
+    it. ``facts``: of the path, None for one that does not exist. ``is_known``: whether the client may send requests;
+    false until a key was found, where keys are asked for.
     """
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope, client: str = UNKNOWN) -> None:
         given = next((value for name, value in scope["headers"] if name == HEADER), b"")
         self.has_own_id = FIT_ID.fullmatch(given) is not None
         self.request_id = given.decode("ascii") if self.has_own_id else secrets.token_hex(16)
         self.rid = ""
         self.method = str(scope["method"])
         self.path = str(scope["path"])
-        self.client = ":".join(map(str, scope.get("client") or ("?",)))
+        self.client = client
+        self.facts: PathFacts | None = None
+        self.is_known = False
         self.started = time.monotonic()
         self.first_byte_at = 0.0
         self.status = 0
@@ -63,6 +67,11 @@ class Visit:
     def of(scope: Scope) -> Visit:
         """The visit that is answered through ``scope``."""
         return cast(Visit, scope[SCOPE_KEY])
+
+    @property
+    def label(self) -> str:
+        """The path in metrics: one label for all that do not exist."""
+        return self.facts.label if self.facts is not None else OTHER
 
     def name(self, rid: str) -> None:
         """The engine calls it ``rid``, and so does the log. It is the request's id too, where the client gave none."""
@@ -96,22 +105,23 @@ class VisitCounts:
 class VisitLog:
     """ASGI middleware, the outermost: errors of any kind pass through it too.
 
-    ``paths``: those that the front serves, as its routes spell them. ``on_end`` is told of each request, and how many
-    seconds it took.
+    ``proxies``: those that are believed who their client is. ``on_end`` is told of each request, and how many seconds
+    it took.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        paths: Collection[str],
+        table: PathTable,
         counts: VisitCounts,
         *,
         access_log: bool,
+        proxies: TrustedProxies | None = None,
         on_end: Callable[[Visit, float], None] | None = None,
     ) -> None:
         self._app = app
-        self._labels = {path: path for path in paths}
-        self._prefixes = tuple((path.partition("{")[0], path.replace(":path", "")) for path in paths if "{" in path)
+        self._table = table
+        self._proxies = proxies or TrustedProxies()
         self._counts = counts
         self._access_log = access_log
         self._on_end = on_end
@@ -122,7 +132,8 @@ class VisitLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit = scope[SCOPE_KEY] = Visit(scope)
+        visit = scope[SCOPE_KEY] = Visit(scope, self._proxies.client(scope))
+        visit.facts = self._table.find(visit.path)
         others = [(name, value) for name, value in scope["headers"] if name != HEADER]
         scope["headers"] = [*others, (HEADER, visit.request_id.encode("ascii"))]
 
@@ -144,22 +155,19 @@ class VisitLog:
     def _ended(self, visit: Visit) -> None:
         visit.status = visit.status or CLIENT_GONE
         method = visit.method if visit.method in METHODS else OTHER
-        self._counts.responses[method, self._label(visit.path), visit.status] += 1
+        self._counts.responses[method, visit.label, visit.status] += 1
         seconds = round(time.monotonic() - visit.started, 6)
         if self._on_end is not None:
             self._on_end(visit, seconds)
         if not self._access_log:
             return
-        asked = f'{visit.client} "{visit.method} {shown(visit.path)}"'
-        line = f"{asked} {visit.status} {seconds:.3f}s{_words(visit.details)}"
-        if visit.rid not in ("", visit.request_id):
-            line += f" x-request-id={visit.request_id}"
-        if visit.status in (401, 403):
+        line = access_line(visit, seconds)
+        if _may_be_a_stranger(visit):
             self._refused.add(line)
             return
         fields = {
             "client": visit.client,
-            "method": visit.method,
+            "method": shown(visit.method),
             "path": shown(visit.path),
             "status": visit.status,
             "seconds": seconds,
@@ -167,12 +175,25 @@ class VisitLog:
             "request_id": visit.request_id,
             **visit.details,
         }
-        level = logging.DEBUG if visit.path in POLLS else logging.INFO
+        level = logging.DEBUG if visit.facts is not None and visit.facts.is_poll else logging.INFO
         log.log(level, "%s", line, extra={"rid": visit.rid or visit.request_id, "fields": fields})
 
-    def _label(self, path: str) -> str:
-        known = self._labels.get(path)
-        return known or next((label for prefix, label in self._prefixes if path.startswith(prefix)), OTHER)
+
+def access_line(visit: Visit, seconds: float) -> str:
+    """The text of a request in the access log, without what a line can't hold."""
+    asked = f'{shown(visit.client)} "{shown(visit.method)} {shown(visit.path)}"'
+    line = f"{asked} {visit.status} {seconds:.3f}s{_words(visit.details)}"
+    if visit.rid not in ("", visit.request_id):
+        line += f" x-request-id={visit.request_id}"
+    return line
+
+
+def _may_be_a_stranger(visit: Visit) -> bool:
+    """Whether the request failed without showing who sent it: such lines are limited, so that nobody fills the log."""
+    if visit.status in (401, 403):
+        return True
+    is_open = visit.facts is not None and visit.facts.access is Access.OPEN
+    return 400 <= visit.status < 500 and (is_open or not visit.is_known)
 
 
 def _words(details: Mapping[str, Any]) -> str:
@@ -181,4 +202,4 @@ def _words(details: Mapping[str, Any]) -> str:
 
 def _word(value: Any) -> str:
     """Seconds as those of the line itself, never as 8.6e-05."""
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    return f"{value:.3f}" if isinstance(value, float) else shown(str(value))

@@ -13,11 +13,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ...runtime.options import ServerOptions
-from ...runtime.web.auth import ApiKeyAuth, open_paths
+from ...runtime.web.auth import ApiKeyAuth
 from ...runtime.web.body import Uploads
 from ...runtime.web.exposition import MetricsPage
 from ...runtime.web.keys import read_keys
-from ...runtime.web.plain_paths import PlainPaths
+from ...runtime.web.path_guard import PathGuard
+from ...runtime.web.paths import PathTable, Server
+from ...runtime.web.proxies import TrustedProxies
+from ...runtime.web.request_limit import RequestLimit
 from ...runtime.web.sites import guard_sites
 from ...runtime.web.visits import VisitCounts, VisitLog
 from .admin import (
@@ -130,14 +133,6 @@ ORDERS: tuple[tuple[str, Endpoint, type[Body], type[BaseModel]], ...] = (
     ("/kv/resize", resize_pool, ResizeBody, PoolResized),
     ("/kv/hashes", kv_hashes, KVHashesBody, KVHashesAnswer),
 )
-USERS_ORDERS = frozenset(
-    {
-        *("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_request"),
-        *("/kv/snapshot", "/kv/restore", SESSION_PATH, SLOTS_PATH),
-    }
-)
-"""For whoever has a key, as questions are; an abort ends no more than the caller's own, and sessions are its own. Every
-other path is taken to change what others see, and is the admin's, also one that comes later and is forgotten here."""
 STREAMS: dict[str, type[BaseModel]] = {
     "/generate": Generated,
     "/kv/restore": Generated,
@@ -149,14 +144,7 @@ STREAMS: dict[str, type[BaseModel]] = {
 
 def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: ServedModel | None = None) -> ASGIApp:
     """The application in front of ``engine``; ``model`` None: what the options say of it, without its files."""
-    app = FastAPI(title="pdserve", version=version("pdserve"))
-    paths = [
-        *(path for path, _, _ in QUESTIONS),
-        *(path for path, _, _, _ in ORDERS),
-        "/flush_cache",
-        SESSION_PATH,
-        MOVED_PATH,
-    ]
+    app = FastAPI(title="pdserve", version=version("pdserve"), redirect_slashes=False)
     counts = VisitCounts()
     info = {"model": options.model_name, "version": version("pdserve"), "epoch": epoch}
     app.state.http = HttpState(
@@ -186,9 +174,14 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: Se
     app.add_api_route(MOVED_PATH, moved, methods=["POST"], include_in_schema=False)
     app.openapi = make_openapi(app, described)  # type: ignore[method-assign]
     install_error_handlers(app)
-    keys = read_keys(options)
-    users_paths = {path for path, _, _ in QUESTIONS} | USERS_ORDERS
-    open_to_all = open_paths(metrics=options.metrics_without_key) | {MOVED_PATH}
-    checked = ApiKeyAuth(PlainPaths(app), keys, open_to_all, users_paths)
-    guarded = guard_sites(checked, options, has_keys=bool(keys.users))
-    return VisitLog(guarded, paths, counts, access_log=not options.disable_access_log)
+    return guard(app, options, counts)
+
+
+def guard(app: ASGIApp, options: ServerOptions, counts: VisitCounts) -> ASGIApp:
+    """``app`` behind the access log and every check that comes before a request is read."""
+    keys, table = read_keys(options), PathTable.of(Server.INSTANCE)
+    limited = RequestLimit(app, table, options.max_concurrent_requests)
+    checked = ApiKeyAuth(PathGuard(limited, table), keys, table, metrics_are_open=options.metrics_without_key)
+    guarded = guard_sites(checked, options, table, has_keys=bool(keys.users))
+    proxies = TrustedProxies(options.trusted_proxies)
+    return VisitLog(guarded, table, counts, access_log=not options.disable_access_log, proxies=proxies)

@@ -29,6 +29,7 @@ from ...messages.requests import AbortReq, TokenizeReq
 from ...messages.routes import Question, ToHttp
 from ...messages.sessions import ReleaseReq, ResumeReq, SessionState, SnapshotResult
 from ...messages.text import Decoded, Encoded, Limits, LimitsReq, TextQuestion
+from ...runtime.answer_keys import AnswerKeys
 from ...runtime.web.keys import ANYBODY, Caller
 from ...runtime.web.moved_answer import Ticket
 from .errors import AnswerMoved, ApiError, bad_request
@@ -89,6 +90,7 @@ class EngineClient:
         mode: str = "unified",
         *,
         cache_by_key: bool = False,
+        answer_keys: AnswerKeys | None = None,
     ) -> None:
         self.metrics = RequestMetrics()
         self.scheduler_metrics: SchedulerMetrics | None = None
@@ -99,7 +101,7 @@ class EngineClient:
         self._live: dict[str, _Live | None] = {}
         self._cache_by_key = cache_by_key
         self._names = RunningNames()
-        self.moved = MovedAnswers()
+        self.moved = MovedAnswers(answer_keys)
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._limits: Limits | None = None
         self._ids = itertools.count(1)

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...messages.outputs import FinishType
 from ...runtime.web.keys import Caller
-from ...runtime.web.moved_answer import MOVED_EVENT, MOVED_TYPE, Ticket
+from ...runtime.web.moved_answer import MOVED_EVENT, MOVED_TYPE, TICKET, Ticket, header
 from ...runtime.web.visits import Visit
 from .engine_client import EngineClient
 from .errors import AnswerMoved, ApiError, ClientGone
@@ -152,9 +152,12 @@ class EngineResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ``ApiError`` while nothing has been sent; afterwards an error is an event."""
-        visit = Visit.of(scope)
-        visit.name(self._group or self._plans[0].rid)
+        visit, name = Visit.of(scope), self._group or self._plans[0].rid
+        # Whoever has no answer here can't write names of their choice into the log.
+        if header(scope["headers"], TICKET) is None:
+            visit.name(name)
         submission = await self._submission(scope)
+        visit.name(name)
         log.debug("%d answers are asked for", len(submission.choices))
         try:
             async with watch_disconnect(receive, submission):

@@ -16,6 +16,7 @@ import msgspec
 
 from ...messages.moves import ReqArrived, ReqMoved
 from ...messages.outputs import FinishReason, FinishType, ReqText, TextBatch
+from ...runtime.answer_keys import AnswerKeys
 from ...runtime.web.client.client import HttpClient
 from ...runtime.web.client.errors import ClientError
 from ...runtime.web.moved_answer import TICKET, Ticket
@@ -57,7 +58,9 @@ class _Relay(NamedTuple):
 class MovedAnswers:
     """Event-loop thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: AnswerKeys | None = None) -> None:
+        self._keys = keys
+        """None: any key may be one of an answer that is yet to come."""
         self._parked: dict[str, _Parked] = {}
         self._awaited: dict[str, asyncio.Event] = {}
         self._relays: dict[str, _Relay] = {}
@@ -88,7 +91,7 @@ class MovedAnswers:
 
     async def take(self, ticket: Ticket, plan: PromptPlan, *, streaming: bool) -> Submission:
         """The answer that a ticket is for, less what its client has been told. Raises ``ApiError`` 404."""
-        if ticket.key not in self._parked:
+        if ticket.key not in self._parked and (self._keys is None or self._keys.is_genuine(ticket.key)):
             awaited = self._awaited.setdefault(ticket.key, asyncio.Event())
             with suppress(TimeoutError):
                 async with asyncio.timeout(ARRIVAL_SECONDS):

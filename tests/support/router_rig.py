@@ -11,6 +11,7 @@ import uvicorn
 from pdserve.router.app import make_app
 from pdserve.router.options import RouterOptions
 from pdserve.runtime.web.ports import listen
+from pdserve.runtime.web.server import server_config
 
 from .machine import limit
 
@@ -237,9 +238,10 @@ class Rig:
         tokens = [token for instance in prefill for token in (instance.url, *ports)]
         urls = {"prefill": tokens, "decode": [i.url for i in decode], "worker": [i.url for i in worker]}
         faults = []
-        app = make_app(RouterOptions(**urls, **self.options), faults.append)
+        options = RouterOptions(**urls, **self.options)
+        app = make_app(options, faults.append)
         sock = listen("127.0.0.1", 0, 128)
-        self.server = QuietServer(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
+        self.server = QuietServer(server_config(app, options, timeout_graceful_shutdown=1))
         self.task = asyncio.create_task(self.server.serve(sockets=[sock]))
         self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=TIME_LIMIT)
         states = states or ["healthy" if i.health == 200 else "unhealthy" for i in (*prefill, *decode, *worker)]

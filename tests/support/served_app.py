@@ -6,10 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import uvicorn
-
 from pdserve.runtime.web.ports import listen
-from pdserve.runtime.web.server import ChildServer
+from pdserve.runtime.web.server import ChildServer, server_config
 from support.fake_engine import FakeEngine
 
 
@@ -19,7 +17,7 @@ async def serving(engine: FakeEngine) -> AsyncIterator[int]:
     listener = listen("127.0.0.1", 0, 16)
     port = listener.getsockname()[1]
     started = asyncio.Event()
-    server = ChildServer(uvicorn.Config(engine.app, http="httptools", log_config=None, log_level="error"), started.set)
+    server = ChildServer(server_config(engine.app, engine.options, log_level="error"), started.set)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     await started.wait()
     try:

@@ -215,7 +215,7 @@ def test_api_key_guards_all_but_health() -> None:
                 assert (await client.get("/health")).status_code == 200
                 for path in paths:
                     answer = await client.get(path)
-                    assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+                    assert (answer.status_code, answer.json()["error"]["type"]) == (401, "invalid_request_error")
                     assert answer.json()["error"]["code"] == "invalid_api_key"
         async with engine.http(authorization="Bearer secret") as client:
             assert [(await client.get(path)).status_code for path in paths] == [200, 200, 200, 200, 404]

@@ -11,7 +11,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from pdserve.runtime.web import limited_protocol
-from pdserve.runtime.web.limited_protocol import BODY_SECONDS, HEAD_SECONDS, LimitedProtocol
+from pdserve.runtime.web.limited_protocol import BODY_SECONDS, HEAD_SECONDS, SEND_SECONDS, LimitedProtocol
+from pdserve.runtime.web.sending import CHECKS
 
 HEAD = b"POST / HTTP/1.1\r\nhost: a\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
@@ -52,9 +53,14 @@ class Transport(asyncio.Transport):
         super().__init__()
         self.written = b""
         self.closed = ""
+        self.waiting = 0
+        """Bytes that the client has not taken."""
 
     def write(self, data: Any) -> None:
         self.written += data
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting
 
     def is_closing(self) -> bool:
         return bool(self.closed)
@@ -140,7 +146,12 @@ def test_a_head_that_is_too_long_is_refused(parts: list[bytes]) -> None:
 def test_endless_trailers_and_framing_end_the_connection(parts: list[bytes]) -> None:
     async def run(connection: Connection) -> None:
         await connection.feed(CHUNKED, b"3\r\nabc\r\n", *parts)
-        assert connection.transport.closed == "aborted"
+        assert connection.transport.closed == "closed"
+        assert connection.transport.written.startswith(b"HTTP/1.1 431 ")
+        # Nothing of an answer follows it.
+        connection.go_on.set()
+        await asyncio.sleep(0)
+        assert connection.transport.written.count(b"HTTP/1.1") == 1
 
     with_connection(run)
 
@@ -220,6 +231,100 @@ def test_an_answer_that_began_before_the_body_ended_is_not_cut() -> None:
         connection.loop.fire()
         assert not connection.transport.closed
 
+    with_connection(run)
+
+
+def test_an_error_in_a_body_is_a_400_unless_an_answer_has_begun() -> None:
+    async def run(connection: Connection) -> None:
+        await connection.feed(CHUNKED, b"ZZ\r\n")
+        assert connection.transport.closed == "closed"
+        assert connection.transport.written.startswith(b"HTTP/1.1 400 ")
+
+    async def begun(connection: Connection) -> None:
+        await connection.feed(CHUNKED.replace(b"POST /", b"POST /early"), b"ZZ\r\n")
+        assert connection.transport.closed == "aborted"
+
+    with_connection(run)
+    with_connection(begun)
+
+
+async def answered_slowly(connection: Connection) -> None:
+    """A whole answer that its client has not taken."""
+    connection.go_on.set()
+    connection.transport.waiting = 100
+    await connection.feed(HEAD + b"content-length: 0\r\n\r\n", b"")
+    await asyncio.sleep(0)
+    assert connection.transport.written.endswith(b"0\r\n\r\n")
+
+
+def sending_timers(connection: Connection) -> list[Timer]:
+    return [t for t in connection.loop.timers if not t.cancelled and t.seconds == SEND_SECONDS / CHECKS]
+
+
+def fire_sending(connection: Connection) -> None:
+    [timer] = sending_timers(connection)
+    connection.loop.timers.remove(timer)
+    timer.act()
+
+
+def test_a_client_that_takes_nothing_of_a_whole_answer_is_disconnected() -> None:
+    async def run(connection: Connection) -> None:
+        await answered_slowly(connection)
+        for check in range(CHECKS):
+            assert connection.transport.closed == "", check
+            fire_sending(connection)
+        assert connection.transport.closed == "aborted"
+
+    with_connection(run)
+
+
+def test_a_client_that_takes_some_is_not() -> None:
+    async def run(connection: Connection) -> None:
+        await answered_slowly(connection)
+        for check in range(10 * CHECKS):
+            connection.transport.waiting -= check % (CHECKS - 1) == 0
+            fire_sending(connection)
+        assert connection.transport.closed == ""
+        # Nobody watches a connection that has nothing to send.
+        connection.transport.waiting = 0
+        fire_sending(connection)
+        assert sending_timers(connection) == []
+
+    with_connection(run)
+
+
+def test_a_full_buffer_is_watched_while_the_answer_goes_on() -> None:
+    async def run(connection: Connection) -> None:
+        connection.protocol.pause_writing()
+        assert sending_timers(connection) == []
+        connection.transport.waiting = 1
+        connection.protocol.pause_writing()
+        connection.protocol.pause_writing()
+        assert len(sending_timers(connection)) == 1
+        connection.protocol.connection_lost(None)
+        assert connection.loop.waiting() == []
+
+    with_connection(run)
+
+
+def test_connections_that_wait_for_a_head_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(first: Connection) -> None:
+        second, third = Connection(), Connection()
+        await second.feed(b"GET / HTT")
+        assert (first.transport.closed, second.transport.closed, third.transport.closed) == ("closed", "", "")
+        # A request in progress is not ended, nor counted.
+        await second.feed(b"P/1.1\r\nhost: a\r\n\r\n")
+        fourth = Connection()
+        assert [c.transport.closed for c in (second, third, fourth)] == ["", "", ""]
+        # Idle again after its answer, it comes last.
+        second.go_on.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert second.transport.written.endswith(b"0\r\n\r\n")
+        assert [c.transport.closed for c in (second, third, fourth)] == ["", "closed", ""]
+
+    monkeypatch.setattr(limited_protocol, "MAX_WAITING", 2)
+    monkeypatch.setattr(LimitedProtocol, "_waiting", {})
     with_connection(run)
 
 

@@ -154,7 +154,7 @@ def test_a_path_that_nobody_declared_a_users_is_the_admins(files: dict[str, Any]
 
     async def run(engine: FakeEngine) -> None:
         page = (await as_user(engine, "a-key").get("/openapi.json")).json()
-        admins = {"/flush_cache", "/migrate", "/drain", "/role"}
+        admins = {"/flush_cache", "/migrate", "/drain", "/role", "/transfers"}
         admins |= {"/release_memory_occupation", "/resume_memory_occupation", "/kv/resize", "/kv/hashes"}
         for path, operations in page["paths"].items():
             for method in operations:

@@ -60,7 +60,7 @@ async def test_a_path_means_the_same_to_the_instance(rig):
         assert (await client.post(path, json={"text": "x"})).status_code == 404
     for path in ("/v1/models%0A", "/v1/models/%2e%2e/%2e%2e/flush_cache", "/v1/models/a%0D%0Ab"):
         response = await client.get(path)
-        assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
+        assert (response.status_code, response.json()["error"]["type"]) == (404, "invalid_request_error")
     assert w.requests == []
     assert {path for _, path, _ in w.questions} == {"/server_info"}  # the rig's own
 

@@ -16,6 +16,7 @@ from support.fake_engine import FakeEngine, with_engine
 from pdserve.messages.outputs import FinishType, TextBatch
 from pdserve.runtime.logs import REQUEST_ID, JsonFormatter
 from pdserve.runtime.refusal_log import LINES
+from pdserve.runtime.web.paths import PATHS, PathTable
 from pdserve.runtime.web.visits import Visit, VisitCounts, VisitLog
 from pdserve.server.http.parsing import MAX_BODY_BYTES
 
@@ -115,7 +116,7 @@ def test_lines_of_the_task_are_about_its_request_a_traceback_at_its_end_too(fail
     async def run() -> VisitCounts:
         counts = VisitCounts()
         scope = {"type": "http", "method": "BREW", "path": "/made/up", "headers": [(b"x-request-id", b"abc")]}
-        log = VisitLog(app, ["/generate"], counts, access_log=True)
+        log = VisitLog(app, PathTable(PATHS), counts, access_log=True)
         with pytest.raises(RuntimeError) if fails else nullcontext():
             await log(scope, None, None)  # type: ignore[arg-type]
         assert REQUEST_ID.get() == ("abc" if fails else "")

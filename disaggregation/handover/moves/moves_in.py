@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +26,7 @@ from ....messages.moves import (
     problem_of,
     tokens_problem,
 )
+from ....runtime.answer_keys import AnswerKeys
 from ....scheduler.req import Req, ReqState
 from ....scheduler.scheduler import Scheduler
 from ..kv_receiver import KVReceivers
@@ -67,6 +67,7 @@ class MovesIn:
         peers: Peers,
         receivers: KVReceivers,
         port: int,
+        answer_keys: AnswerKeys,
         *,
         knows_peers: bool,
     ) -> None:
@@ -78,6 +79,7 @@ class MovesIn:
         self._peers = peers
         self._receivers = receivers
         self._port = port
+        self._answer_keys = answer_keys
         self._arrivals: dict[HandoverId, Arrival] = {}
         self._now = 0.0
         self.done = 0
@@ -185,7 +187,7 @@ class MovesIn:
             req.logprobs = msg.logprobs
         if req.wants_input_logprobs and req.output_len:
             req.input_logprobs = msg.input_logprobs
-        key = secrets.token_hex(16)
+        key = self._answer_keys.draw()
         self._scheduler.outbox.answer(ReqArrived(req.rid, key, req.times.arrival, req.output_len))
         peer.send(MoveTaken(peer.epoch, msg.handover, key, self._port))
         self._scheduler.start_moved(req, now)

@@ -1,0 +1,89 @@
+"""What uvicorn leaves out of HTTP/1.0 and of ``Expect``, added around the application of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+CURRENT = "1.1"
+HOP_BY_HOP = frozenset({b"connection", b"upgrade", b"http2-settings"})
+UPGRADE_TOKENS = frozenset({b"upgrade", b"http2-settings"})
+
+
+def for_version(app: ASGIApp, cycle: RequestResponseCycle, *, asks_to_keep: bool) -> ASGIApp:
+    """``app``, or what stands before it for a request that is not plain HTTP/1.1.
+
+    ``asks_to_keep``: whether the request wants its connection kept open.
+    """
+    if cycle.scope["http_version"] != CURRENT:
+        cycle.waiting_for_100_continue = False
+        return Http10(app, cycle, asks_to_keep=asks_to_keep)
+    return BeforeContinue(app, cycle) if cycle.waiting_for_100_continue else app
+
+
+class Http10:
+    """ASGI middleware for one HTTP/1.0 request: no chunks, as RFC 9112 demands.
+
+    The end of the connection ends an answer of unknown length. One whose length is known leaves the connection open if
+    the client asked for that.
+    """
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle, *, asks_to_keep: bool) -> None:
+        self._app = app
+        self._cycle = cycle
+        self._asks_to_keep = asks_to_keep
+        self._ends_with_connection = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._on_start(message)
+            elif self._ends_with_connection:
+                # uvicorn counts down to the end of an answer without chunks: each part is as long as it is.
+                self._cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await self._app(scope, receive, send_on)
+
+    def _on_start(self, message: Message) -> None:
+        headers = list(message.get("headers", ()))
+        names = {name.lower() for name, _ in headers}
+        has_length = b"content-length" in names or self._cycle.scope["method"] == "HEAD" or message["status"] == 204
+        if not has_length:
+            self._ends_with_connection = True
+            self._cycle.chunked_encoding = False
+        elif self._asks_to_keep and b"connection" not in names:
+            self._cycle.keep_alive = True
+            message["headers"] = [*headers, (b"connection", b"keep-alive")]
+
+
+class BeforeContinue:
+    """ASGI middleware for one request whose body waits for ``100 Continue``.
+
+    An answer that comes before leaves the body unsent, so it ends the connection: what comes next on it would be taken
+    for the body.
+    """
+
+    def __init__(self, app: ASGIApp, cycle: RequestResponseCycle) -> None:
+        self._app = app
+        self._cycle = cycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._cycle.waiting_for_100_continue:
+                self._cycle.keep_alive = False
+            await send(message)
+
+        await self._app(scope, receive, send_on)
+
+
+def head_without_upgrade(method: bytes, url: bytes, version: str, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """The head of a request as it would be if it asked for no other protocol."""
+    headers = list(headers)
+    tokens = [token.strip() for name, value in headers if name == b"connection" for token in value.split(b",")]
+    kept = [header for header in headers if header[0] not in HOP_BY_HOP]
+    kept += [(b"connection", token) for token in tokens if token.lower() not in UPGRADE_TOKENS]
+    lines = [method + b" " + url + b" HTTP/" + version.encode(), *(name + b": " + value for name, value in kept)]
+    return b"\r\n".join([*lines, b"", b""])

@@ -1,0 +1,65 @@
+"""Answers requests for paths and methods that do not exist, so that instances and routers do it alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import orjson
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...messages.decode import shown
+from .errors import error_body, error_headers
+from .paths import PathFacts, PathTable
+
+
+class PathGuard:
+    """ASGI middleware: 404 and 405 in the API's error shape, OPTIONS, HEAD by way of GET, and slashes at a path's end.
+
+    The application behind it sees only paths and methods of the table, spelled as the table spells them.
+    """
+
+    def __init__(self, app: ASGIApp, table: PathTable) -> None:
+        self._app = app
+        self._table = table
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the request, or say why not without reading its body."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path, method = scope["path"], scope["method"]
+        facts = self._table.find(path)
+        if facts is None:
+            message = f"there is no {shown(path)}; docs/http-api.md lists what is"
+            await error_answer(404, message, "unknown_url")(scope, receive, send)
+            return
+        if method not in facts.answered_methods:
+            await _method_not_allowed(facts, method)(scope, receive, send)
+            return
+        if method == "OPTIONS":
+            await Response(None, 204, _allow(facts))(scope, receive, send)
+            return
+        canonical = self._table.canonical(facts, path)
+        if method == "HEAD" or canonical != path:
+            # A copy: the server goes by its own scope's method when it leaves out the body of an answer to HEAD.
+            scope = {**scope, "path": canonical, "raw_path": canonical.encode()}
+            scope["method"] = "GET" if method == "HEAD" else method
+        await self._app(scope, receive, send)
+
+
+def error_answer(
+    status: int, message: str, code: str | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    """An error of the front itself, in the API's shape."""
+    body = orjson.dumps(error_body(status, message, code=code))
+    return Response(body, status, {**(headers or {}), **error_headers(status)}, media_type="application/json")
+
+
+def _method_not_allowed(facts: PathFacts, method: str) -> Response:
+    message = f"{facts.label} does not take {shown(method)}, but {', '.join(facts.answered_methods)}"
+    return error_answer(405, message, "method_not_supported", _allow(facts))
+
+
+def _allow(facts: PathFacts) -> dict[str, str]:
+    return {"allow": ", ".join(facts.answered_methods)}

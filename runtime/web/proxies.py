@@ -1,0 +1,80 @@
+"""The address of a client behind reverse proxies, taken from X-Forwarded-For only as far as proxies are trusted."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # every command reads options, and few of them serve
+    from starlette.types import Scope
+
+FORWARDED_FOR = b"x-forwarded-for"
+MAX_HOPS = 32
+"""Entries of the header that are read, from the right: each trusted proxy adds one."""
+UNKNOWN = "?"
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class TrustedProxies:
+    """The reverse proxies whose X-Forwarded-For counts.
+
+    ``option`` lists their addresses and networks, with commas in between. Raises ``ValueError``, with what to write
+    instead.
+    """
+
+    def __init__(self, option: str | None = None) -> None:
+        words = [word.strip() for word in (option or "").split(",") if word.strip()]
+        try:
+            self._networks = [ipaddress.ip_network(word) for word in words]
+        except ValueError as e:
+            raise ValueError(f"{e}; write addresses and networks like 10.0.0.7,192.168.0.0/16,::1") from None
+
+    def client(self, scope: Scope) -> str:
+        """The client of an ASGI request, for logs: ADDRESS:PORT of the connection, or the address that proxies tell.
+
+        That is the rightmost address in X-Forwarded-For that is not a trusted proxy's. Anything further left is the
+        client's own word. An entry that is no address ends the search at the proxy that reported it.
+        """
+        host, port = (*(scope.get("client") or (UNKNOWN, 0)), 0)[:2]
+        peer = parse_address(str(host))
+        if peer is None or not self._is_trusted(peer):
+            return f"{host}:{port}" if port else str(host)
+        for entry in self._entries(scope):
+            address = parse_address(entry)
+            if address is None:
+                break
+            peer = address
+            if not self._is_trusted(address):
+                break
+        return str(peer)
+
+    def _is_trusted(self, address: Address) -> bool:
+        return any(address in network for network in self._networks)
+
+    @staticmethod
+    def _entries(scope: Scope) -> list[str]:
+        """The header's entries, the last first; several headers count as one."""
+        values = [value for name, value in scope["headers"] if name == FORWARDED_FOR]
+        last = b",".join(values).rsplit(b",", MAX_HOPS)[-MAX_HOPS:]
+        return [entry.decode("latin-1").strip() for entry in reversed(last)]
+
+
+def parse_address(text: str) -> Address | None:
+    """The IP address that ``text`` holds, with or without a port; None for anything else.
+
+    An IPv4 address within IPv6 is the IPv4 address. Scopes (``fe80::1%eth0``) are refused: Python takes any characters
+    in them.
+    """
+    if text.startswith("["):
+        text = text[1:].partition("]")[0]
+    elif text.count(":") == 1:
+        text = text.partition(":")[0]
+    if "%" in text:
+        return None
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
