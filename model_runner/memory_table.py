@@ -41,6 +41,8 @@ def memory_use(model: ModelRunner, host_tier: int) -> MemoryUse:
 def describe_weights(model: ModelRunner) -> str:
     """Their type, and what packs or computes them."""
     rounded = "" if model.quantization == "none" else f", {model.quantization}"
+    if model.quantized_activations is not None:
+        rounded += f" times {model.quantized_activations} activations"
     return f"{str(model.dtype).removeprefix('torch.')}{rounded}, for attention backend {model.attention_backend}"
 
 

@@ -41,7 +41,7 @@ from .kv_quantization import LARGEST
 from .loader.load import fingerprint, foreign_fingerprint, load_model_weights
 from .loader.open_blocks import open_blocks
 from .loader.open_packed import Quantization, choose_quantization, open_packed
-from .loader.quantized_blocks import BlockSource, has_whole_blocks
+from .loader.quantized_blocks import BlockSource, QuantizedActivations, has_whole_blocks
 from .models.decoder import Decoder
 from .placement import SPIN_US
 from .pool_size import choose_pools, layers_apart
@@ -74,6 +74,7 @@ class ModelRunner:
 
     Attributes: ``implementation``, ``spec`` (None where transformers' own class computes), ``context_length`` and
     ``vocab_size`` (tokens), ``device``, ``dtype`` (weights and activations), ``quantization`` (what "auto" came to),
+    ``quantized_activations`` (None: they stay as they are),
     ``layout``, ``max_total_tokens`` (slots to hand out at first, page 0 excluded; ``limit_tokens``: what they may
     become), ``num_slots`` (all that are reserved), ``page_size``,
     ``pool``, ``kv_region`` (its memory as one buffer; None on an accelerator), ``window_pool`` (of layers whose pages
@@ -112,6 +113,7 @@ class ModelRunner:
         kv_dtype = choose_kv_dtype(options.kv_cache_dtype, self.dtype)
         self.spec: ModelSpec | None = None
         self.quantization: Quantization = "none"
+        self.quantized_activations: QuantizedActivations | None = None
         self.fingerprint = ""
         self.weight_bytes = 0
         self._team: Team | None = None
@@ -318,7 +320,8 @@ class ModelRunner:
             raise UnsupportedModel(
                 f"--quantization {options.quantization} needs the CPU kernels, which can't be used here"
             )
-        return open_blocks(self.quantization, source, spec, self.dtype, shard)
+        self.quantized_activations = options.quantized_activations
+        return open_blocks(self.quantization, source, spec, self.dtype, shard, self.quantized_activations)
 
     def _use_torch(self, options: ServerOptions, model: TorchModel, shard: Shard | None = None) -> None:
         attentions, limits = list[AttentionSpec | MLASpec](), None

@@ -240,6 +240,10 @@ class ServerOptions:
         auto takes a GGUF file's own blocks, on every processor, unless dtype names a type. On a GPU with Triton weights
         in FP8, AWQ, GPTQ and INT4 stay as the files have them (packed), which is auto's choice there; w8a8 rounds
         activations to FP8, too, where weights are FP8, which is another model than one whose activations are whole.
+    quantized_activations
+        Whole numbers that a CPU rounds activations to before it multiplies them with quantised weights (gguf, int8,
+        int4). int16 is nearly exact; int8 takes half of the arithmetic and changes answers: its error is larger than
+        that of bfloat16. Without quantised weights nothing is rounded. Instances that differ don't hand over.
     kv_cache_dtype
         Type of the KV pool; auto takes the weights' type. Types of one byte (fp8_e4m3, fp8_e5m2, int8) have a scale for
         each head of each token, and hold nearly twice as many tokens as bfloat16, which bf16 is short for.
@@ -403,6 +407,7 @@ class ServerOptions:
     incremental_streaming_output: bool = False
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["auto", "none", "gguf", "int8", "int4", "packed", "w8a8"] = "auto"
+    quantized_activations: Literal["int16", "int8"] = "int16"
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     base_gpu_id: int = 0

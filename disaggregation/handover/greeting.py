@@ -51,7 +51,7 @@ class Greeting(NamedTuple):
         if hello.fingerprint != worker.fingerprint:
             return (
                 f"{self._two(hello, hello.fingerprint, worker.fingerprint)} have other weights; "
-                "use equal --model-path, --dtype and --quantization"
+                "use equal --model-path, --dtype, --quantization and --quantized-activations"
             )
         if not can_exchange(hello.layout, worker.layout):
             flags = "--page-size, --dtype and --kv-cache-dtype, and one file of channels where there are any"

@@ -21,6 +21,7 @@ from ..models.decoder import Decoder, Layer
 from ..models.experts import Experts
 from ..models.latent_attention import LatentAttention
 from ..models.mlp import MLP
+from .library import ActivationDType
 from .native_engine import LinearKind, NativeEngine, NormKind, Ranks, VectorKind
 from .rope_tables import RopeTables
 from .structs import WeightPart
@@ -53,7 +54,8 @@ class CpuEngine(NativeEngine):
         spec, cpu = model.spec, torch.device("cpu")
         ropes = [RotaryEmbedding(rope, spec.rotated_dim, dtype=torch.float32, device=cpu) for rope in spec.ropes]
         tables = RopeTables(ropes, spec.rotated_dim)
-        super().__init__(spec, model.embed_tokens.dtype, tables, pool, team, ranks, window_pool)
+        activations = ActivationDType.INT16 if blocks is None else ActivationDType[blocks.activations.upper()]
+        super().__init__(spec, model.embed_tokens.dtype, tables, pool, team, ranks, window_pool, activations)
         self._blocks = blocks
         self.weight_bytes = 0
         """What a decode step of one token reads of the linear layers' weights: of experts, those that it chooses."""

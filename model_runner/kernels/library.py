@@ -36,6 +36,13 @@ class NativeDType(IntEnum):
     FP8_E5M2 = 4
 
 
+class ActivationDType(IntEnum):
+    """``ActivationDType`` of types.h, by the names of ``--quantized-activations``."""
+
+    INT16 = 0
+    INT8 = 1
+
+
 class FetchHint(IntEnum):
     """``FetchHint`` of fetch.h: into which caches weights are fetched ahead of their use."""
 

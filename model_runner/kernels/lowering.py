@@ -28,7 +28,7 @@ from ...model_files.spec import (
     NormSpec,
     QKNorm,
 )
-from .library import NATIVE_DTYPES, NATIVE_KV_DTYPES
+from .library import NATIVE_DTYPES, NATIVE_KV_DTYPES, ActivationDType
 from .structs import AddProduct, Attend, ExpertsOp, GateUp, LatentOp, LayerOps, ModelOps, NormOp, ProjectQKV
 
 HEAD_DIM_MULTIPLE = 16
@@ -130,10 +130,16 @@ def refusal(spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str |
     return None if lacking is None else f"they do not compute {lacking}"
 
 
-def lower(spec: ModelSpec, dtype: torch.dtype, head: Slice | None = None) -> Lowered:
+def lower(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    head: Slice | None = None,
+    activations: ActivationDType = ActivationDType.INT16,
+) -> Lowered:
     """The operations of ``spec``, which ``refusal`` has let pass, over activations of ``dtype``.
 
-    ``head``: the rows of the head that this rank has; None: all.
+    ``head``: the rows of the head that this rank has; None: all. ``activations``: what they are rounded to where
+    weights are quantised.
     """
     attention = spec.layers[0].attention
     model = ModelOps(
@@ -150,6 +156,7 @@ def lower(spec: ModelSpec, dtype: torch.dtype, head: Slice | None = None) -> Low
         spec.logit_scale,
         spec.logit_softcap or 0.0,
         lower_latent(attention) if isinstance(attention, MLASpec) else LatentOp(),
+        activations,
     )
     return Lowered(model, (LayerOps * spec.num_layers)(*map(_layer, spec.layers)))
 

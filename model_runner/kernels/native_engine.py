@@ -19,7 +19,7 @@ from ...model_files.spec import ModelSpec
 from ..forward_batch import ForwardBatch
 from ..kv_pool import KVPool
 from .attention import pass_entries, pool_view
-from .library import NATIVE_DTYPES, load_library
+from .library import NATIVE_DTYPES, ActivationDType, load_library
 from .lowering import lower
 from .ranks import NativeRanks
 from .rope_tables import RopeTables
@@ -82,16 +82,18 @@ class NativeEngine:
         team: Team,
         ranks: Ranks | None = None,
         window_pool: KVPool | None = None,
+        activations: ActivationDType = ActivationDType.INT16,
     ) -> None:
         """``ranks``: whom it computes the model with, of which ``spec`` and ``pool`` are its own part.
 
         ``window_pool``: of layers that ``pool`` has not, whose pages ``ForwardBatch.window_pages`` leads to.
+        ``activations``: what they are rounded to where weights are quantised.
         """
         self._library = load_library()
         self._ranks = ranks
         self._vocab_size = spec.vocab_size
         self.ropes, self.pool, self.window_pool, self.team = ropes, pool, window_pool, team
-        lowered = lower(spec, dtype, None if ranks is None else ranks.shard.vocab)
+        lowered = lower(spec, dtype, None if ranks is None else ranks.shard.vocab, activations)
         pools = [pool] if window_pool is None else [pool, window_pool]
         for number, of_group in enumerate(pools):
             for place, layer in enumerate(of_group.group.layers):

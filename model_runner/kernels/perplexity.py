@@ -35,6 +35,7 @@ from ...runtime.options import ServerOptions
 from ..device.choice import KVDTypeName
 from ..forward_batch import ForwardBatch
 from ..loader.load import load_model_weights
+from ..loader.quantized_blocks import QuantizedActivations
 from ..model_runner import ModelRunner
 from ..models.decoder import Decoder
 
@@ -74,10 +75,10 @@ def main() -> None:
     )
     ways = dict(make_ways(args.model_path, args.window))
     scores = measure(ways, windows)
-    print(f"\n{'':24} {'perplexity':>11} {'ratio':>9} {'KL (nats per token)':>20}")
+    print(f"\n{'':42} {'perplexity':>11} {'ratio':>9} {'KL (nats per token)':>20}")
     for name, score in scores.items():
         ratio = score.perplexity / scores[REFERENCE].perplexity
-        print(f"{name:24} {score.perplexity:11.4f} {ratio:9.5f} {score.divergence:20.2e}")
+        print(f"{name:42} {score.perplexity:11.4f} {ratio:9.5f} {score.divergence:20.2e}")
 
 
 def read_windows(options: ServerOptions, tokens: int, window: int, skip: int = 0, text: str | None = None) -> Tensor:
@@ -106,6 +107,8 @@ def make_ways(model_path: str, window: int) -> Iterator[tuple[str, Way]]:
     for quantization in quantizations:
         if quantization != "gguf" or source.kind == "gguf":
             yield f"pdserve bfloat16, {quantization}", pdserve_way(model_path, window, "bfloat16", quantization)
+            name = f"pdserve bfloat16, {quantization}, int8 activations"
+            yield name, pdserve_way(model_path, window, "bfloat16", quantization, activations="int8")
     for kv_dtype in KV_DTYPES:
         yield f"pdserve bfloat16, KV {kv_dtype}", pdserve_way(model_path, window, "bfloat16", kv_dtype=kv_dtype)
 
@@ -180,8 +183,10 @@ def pdserve_way(
     dtype: DTypeName,
     quantization: Quantization = "none",
     kv_dtype: KVDTypeName = "auto",
+    activations: QuantizedActivations = "int16",
 ) -> Way:
-    """The CPU engine, as ``--dtype``, ``--quantization`` and ``--kv-cache-dtype`` set it up.
+    """The CPU engine, for texts of at most ``window`` tokens, as ``--dtype``, ``--quantization``,
+    ``--kv-cache-dtype`` and ``--quantized-activations`` set it up.
 
     Raises ``ModelError`` where it can't run.
     """
@@ -191,23 +196,24 @@ def pdserve_way(
         dtype=dtype,
         quantization=quantization,
         kv_cache_dtype=kv_dtype,
+        quantized_activations=activations,
         attention_backend="cpu",
         max_total_tokens=window + ServerOptions().page_size,
         chunked_prefill_size=-1,  # all of a text at once, so no page of it goes back
     )
     runner = ModelRunner(options)
     table = torch.arange(window, dtype=torch.int32)[None] + options.page_size
-    positions = torch.arange(window)
 
     def run(ids: Tensor) -> Tensor:
+        positions = torch.arange(len(ids))
         return runner.forward(
             ForwardBatch(
                 input_ids=ids,
                 positions=positions,
-                out_cache_loc=table[0].long(),
+                out_cache_loc=table[0, : len(ids)].long(),
                 rows=torch.zeros(1, dtype=torch.int64),
                 starts=[0],
-                q_lens=[window],
+                q_lens=[len(ids)],
                 req_to_token=table,
                 logit_indices=positions,
             )

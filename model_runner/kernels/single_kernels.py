@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...model_files.spec import ExpertsSpec
-from .library import load_library
+from .library import ActivationDType, load_library
 from .lowering import lower_experts
 
 PANEL = 32
@@ -38,12 +38,16 @@ class PackedWeight:
         source = weight.data_ptr() if isinstance(weight, Tensor) else weight.ctypes.data
         self._library.pds_pack(*self._shape, ctypes.c_void_p(source), *sizes[2:], self._packed)
 
-    def multiply(self, a: Tensor) -> Tensor:
-        """``a`` [M, K] times the weight transposed: [M, N] float32."""
+    def multiply(self, a: Tensor, activations: ActivationDType = ActivationDType.INT16) -> Tensor:
+        """``a`` [M, K] times the weight transposed: [M, N] float32.
+
+        ``activations``: what ``a`` is rounded to where the weight is blocks.
+        """
         n, k = self._size
         out = torch.empty(a.shape[0], -(-n // PANEL) * PANEL)
         self._library.pds_multiply(
             *self._shape,
+            int(activations),
             self._packed,
             ctypes.c_int64(n),
             ctypes.c_int64(k),

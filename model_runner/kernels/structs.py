@@ -104,6 +104,7 @@ class ModelOps(ctypes.Structure):
         ("final_norm", NormOp),
         *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
         ("latent", LatentOp),
+        ("activations", c_int32),
     )
 
 

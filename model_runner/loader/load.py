@@ -86,7 +86,8 @@ def _open_source(
 def fingerprint(
     spec: ModelSpec, samples: Mapping[str, bytes], quantization: str = "none", blocks: BlockSource | None = None
 ) -> str:
-    """16 hex digits that two instances share if they serve the same weights in the same type, rounded alike.
+    """16 hex digits that two instances share if they serve the same weights in the same type, rounded alike,
+    and multiply them with activations that are rounded alike.
 
     ``samples``: of the tensors (``load_model_weights``), but for those that ``blocks`` identifies.
 
@@ -99,6 +100,8 @@ def fingerprint(
     digest = xxhash.xxh3_64(msgspec.json.encode(asdict(replace(spec, context_length=0, tensors={}))))
     if quantization != "none":
         digest.update(quantization.encode())
+    if blocks is not None:
+        digest.update(blocks.activations.encode())
     as_blocks = frozenset[str]() if blocks is None else blocks.identifying
     for name in sorted(samples.keys() | as_blocks):
         if blocks is not None and name in as_blocks:

@@ -11,7 +11,7 @@ from ...model_files.model_path import ModelSource
 from ...model_files.sharding import Shard
 from ...model_files.spec import ModelSpec
 from .gguf_blocks import GGUFBlocks
-from .quantized_blocks import BlockSource, RoundedBlocks
+from .quantized_blocks import BlockSource, QuantizedActivations, RoundedBlocks
 
 
 def open_blocks(
@@ -20,11 +20,25 @@ def open_blocks(
     spec: ModelSpec,
     dtype: torch.dtype,
     shard: Shard | None = None,
+    activations: QuantizedActivations = "int16",
 ) -> BlockSource:
     """What ``--quantization`` means for the model at ``source``; raises ``UnsupportedModel``.
 
     ``dtype``: what dense weights have. ``shard``: of which rank, where the model is shared by several.
+    ``activations``: what they are rounded to.
     """
+    blocks = _open(quantization, source, spec, dtype, shard)
+    blocks.activations = activations
+    return blocks
+
+
+def _open(
+    quantization: Literal["gguf", "int8", "int4"],
+    source: ModelSource,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    shard: Shard | None,
+) -> BlockSource:
     if quantization == "int8":
         return RoundedBlocks(8)
     if quantization == "int4":

@@ -42,6 +42,10 @@ class BlockFormat(IntEnum):
 FORMATS = {GGMLQuantizationType[block_format.name]: block_format for block_format in BlockFormat}
 
 
+QuantizedActivations = Literal["int16", "int8"]
+"""What activations are rounded to before they are multiplied with blocks (``--quantized-activations``)."""
+
+
 class BlockWeight(NamedTuple):
     """``blocks``: uint8 [N, bytes of a row]."""
 
@@ -56,6 +60,8 @@ class BlockSource(ABC):
     """Weights that need not be loaded as floats: the source has them, and nobody else reads them."""
     identifying: frozenset[str] = frozenset()
     """Weights that ``sample`` tells from others: those, and what other ranks have left out."""
+    activations: QuantizedActivations = "int16"
+    """What the engine rounds activations to before it multiplies them with these weights."""
     nbytes = 0
     """What is served in their place."""
 

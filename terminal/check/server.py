@@ -173,7 +173,7 @@ def judge_likeness(instances: Sequence[RoutedInstance]) -> Iterator[Finding]:
             yield warning("router", f"its instances have different {what}: {', '.join(sorted(values))}", advice)
     legs = [info for info in told if info.role in ("prefill", "decode")]
     if len({info.fingerprint for info in legs}) > 1:
-        advice = "Start both sides with the same model, --dtype and --quantization."
+        advice = "Start both sides with the same model, --dtype, --quantization and --quantized-activations."
         yield problem("router", "prefill and decode instances have different weights: no pair can hand over", advice)
     elif len({info.kv_layout for info in legs}) > 1:
         advice = "Start both sides with the same --page-size and --kv-cache-dtype."

@@ -37,6 +37,7 @@ sys.exit(status)
 DIGESTS = """
 import hashlib, json
 import numpy as np, torch
+from pdserve.model_runner.kernels.library import ActivationDType
 from pdserve.model_runner.kernels.single_kernels import PackedWeight
 from pdserve.model_runner.loader.quantized_blocks import FORMATS
 from pdserve.model_runner.loader.random_blocks import random_blocks
@@ -45,7 +46,9 @@ for kind, block_format in FORMATS.items():
     blocks = random_blocks(kind, 80, 1024, np.random.default_rng(7))
     packed = PackedWeight(blocks, 80, 1024, torch.float32, block_format)
     a = torch.from_numpy(np.random.default_rng(8).normal(size=(29, 1024)).astype(np.float32))
-    found[kind.name] = hashlib.sha256(packed.multiply(a).contiguous().numpy().tobytes()).hexdigest()
+    for activations in ActivationDType:
+        product = packed.multiply(a, activations).contiguous()
+        found[f"{kind.name}, {activations.name}"] = hashlib.sha256(product.numpy().tobytes()).hexdigest()
 print(json.dumps(found))
 """
 
@@ -149,5 +152,5 @@ def test_products_with_blocks_are_the_same_bits_at_every_level() -> None:
         )
         found[level.name] = json.loads(done.stdout)
     first = next(iter(found.values()))
-    assert len(first) == 9
+    assert len(first) == 9 * 2
     assert all(digests == first for digests in found.values()), found

@@ -53,9 +53,10 @@ class ExpertsPass {
     const auto quantised = [](const ExpertWeights& expert) { return !expert.gate_up.dense(); };
     if (std::none_of(weights_.experts.begin(), weights_.experts.end(), quantised)) return;
     const int64_t hidden = state_.c.hidden, runs = state_.strides.experts.runs();
+    const ActivationDType dtype = state_.c.activations;
     for (int64_t t = rows.begin; t < rows.end; ++t) {
       const T* normed = inputs.normed + t * state_.strides.normed;
-      quantize_rows(normed, state_.strides.normed, QuantizedRows{inputs.runs + t * runs, hidden, 1});
+      quantize_rows(normed, state_.strides.normed, QuantizedRows{inputs.runs + t * runs, hidden, 1, dtype});
     }
   }
 
@@ -171,13 +172,13 @@ class ExpertsPass {
       for (int64_t i = 0; i < rows; ++i) std::copy_n(inputs.normed + tokens[i] * stride, stride, to + i * stride);
       return prepare_rows(weight, own_.linear, to, stride, rows);
     }
-    if (rows == 1) return {{}, {inputs.runs + tokens[0] * runs, weight.k, 1}};
+    if (rows == 1) return {{}, {inputs.runs + tokens[0] * runs, weight.k, 1, weight.activations}};
     QuantizedRun* to = own_.linear.quantized.runs;
     for (int64_t i = 0; i < rows; ++i) {
       const QuantizedRun* from = inputs.runs + tokens[i] * runs;
       for (int64_t run = 0; run < runs; ++run) to[run * rows + i] = from[run];
     }
-    return {{}, {to, weight.k, rows}};
+    return {{}, {to, weight.k, rows, weight.activations}};
   }
 
   // The first element of the activations of rows `m` of a group: its tile's rows lie by themselves.
@@ -193,7 +194,7 @@ class ExpertsPass {
     const int64_t first = first_inner(group, m.begin), stride = ExpertSizes::stride_of(weight.k);
     ExpertActivations<T>& all = state_.activations.experts;
     if (weight.dense()) return prepare_rows(weight, own_.linear, all.inner + first, stride, m.size());
-    return {{}, {all.inner_runs + first / kRun, weight.k, m.size()}};
+    return {{}, {all.inner_runs + first / kRun, weight.k, m.size(), weight.activations}};
   }
 
   void activate(const ExpertGroup& group, const PackedLinear& weight, const PreparedRows& rows, Range m, Range panels) {
@@ -233,7 +234,7 @@ class ExpertsPass {
     alignas(kLine) T run[kTileRows][kRun];
     multiply_prepared<T>(weight, own_.linear, rows, count, panels, [&](int64_t i, int64_t panel, Columns y) {
       store(run[i] + panel % 2 * kLanes, activation(y));
-      if (panel % 2 == 1) quantize_rows(run[i], kRun, QuantizedRows{out + panel / 2 * count + i, kRun, 1});
+      if (panel % 2 == 1) quantize_rows(run[i], kRun, QuantizedRows{out + panel / 2 * count + i, kRun, 1, next.activations});
     });
   }
 

@@ -113,6 +113,7 @@ struct ModelOps {
   float embedding_scale, logit_scale;
   float logit_softcap;  // 0: none
   LatentOp latent;      // of every layer: then head_dim is that of a row
+  ActivationDType activations;  // what they are rounded to where weights are quantised
 };
 
 struct EngineConfig : ModelOps {

@@ -54,6 +54,7 @@ struct PackedLinear {
 
   int product = 0;    // which of a pass's products this is, below kProducts
   double effort = 1;  // see work_grid.h
+  ActivationDType activations = ActivationDType::kInt16;  // where it is quantised
   int64_t k = 0;
   int64_t panels = 0;
   Segment segments[kSegments];
@@ -84,7 +85,7 @@ struct PackedLinear {
 // What a product takes (work_grid.h).
 template <class T>
 double dense_effort();
-constexpr double kQuantizedEffort = 0.5;
+constexpr double quantized_effort(ActivationDType dtype) { return dtype == ActivationDType::kInt16 ? 1.0 : 0.5; }
 
 // Bytes of a packed dense panel; k is even.
 template <class T>

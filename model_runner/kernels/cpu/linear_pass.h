@@ -23,7 +23,7 @@ struct alignas(kLine) LinearThread {
 
   // Room for rows of `widest` numbers.
   void reserve(Arena& arena, int64_t widest) {
-    quantized = {arena.allocate<QuantizedRun>(ceil_div(kTileRows * widest, kRun)), 0, 0};
+    quantized = {arena.allocate<QuantizedRun>(ceil_div(kTileRows * widest, kRun)), 0, 0, {}};
     wide = arena.allocate<float>(kTileRows * dense_scratch_stride(widest));
   }
 };
@@ -66,6 +66,7 @@ PreparedRows prepare_rows(const PackedLinear& weight, LinearThread& own, const T
   if (weight.dense()) return {prepare_dense(a, stride, rows, weight.k, own.wide), {}};
   own.quantized.k = weight.k;
   own.quantized.count = rows;
+  own.quantized.dtype = weight.activations;
   quantize_rows(a, stride, own.quantized);
   return {{}, own.quantized};
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "quantized_block.h"
 #include "simd.h"
@@ -9,39 +10,77 @@
 namespace pdserve {
 namespace {
 
-// Runs whose largest activation is less count as zeros: 127 over it would not be finite.
-constexpr float kLeast = 1e-36f;
+// Zeros times NaN make every result NaN.
+void make_nan(QuantizedRun& to) {
+  to = {};
+  to.scale = to.scaled_sum = std::nanf("");
+}
 
-template <class T>
-void quantize_run(const T* from, QuantizedRun& to) {
-  const Vec left = load(from), right = load(from + kLanes);
-  const float amax = largest(max(abs(left), abs(right)));
-  const Vec inverse = broadcast(amax < kLeast ? 0.0f : 127.0f / amax);
-  const Vec q0 = round_even(left * inverse), q1 = round_even(right * inverse);
-  const float first = sum(q0), total = first + sum(q1);
-  if (std::isnan(total)) {
-    // An infinity or a NaN among them: 0 times infinity is NaN too. Zeros times NaN tell every output.
-    to = {};
-    to.scale = to.scaled_sum = std::nanf("");
-    return;
-  }
-  store_int8(to.q, q0);
-  store_int8(to.q + kLanes, q1);
-  to.scale = amax / 127.0f;
-  to.scaled_sum = to.scale * total;
+// `first`, `total`: the sums of the first 16 numbers and of all; exact, as they are below 2^24.
+void set_sums(float scale, float first, float total, QuantizedRun& to) {
+  to.scale = scale;
+  to.scaled_sum = scale * total;
   to.minus_sum = -static_cast<int32_t>(total);
   to.minus_half_sum = -static_cast<int32_t>(first);
 }
 
-QuantizedBlock choose(Format format, int rows) {
+float from_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+uint32_t exponent_of(float positive) {
+  uint32_t bits;
+  std::memcpy(&bits, &positive, sizeof bits);
+  return bits >> 23;
+}
+
+void round_to_int16(Vec left, Vec right, float amax, QuantizedRun& to) {
+  // Both the scale and its inverse are normal numbers: activations below 2^-126 become zeros.
+  constexpr uint32_t kBits = 14, kBias = 127;
+  const uint32_t exponent = std::max(exponent_of(amax), kBits + 1);
+  const Vec inverse = broadcast(from_bits((2 * kBias + kBits - exponent) << 23));
+  const Vec q0 = round_even(left * inverse), q1 = round_even(right * inverse);
+  if (!std::isfinite(sum(q0) + sum(q1))) return make_nan(to);
+  // A float32 just below a power of two is rounded to it.
+  const Vec most = broadcast(32767.0f), least = broadcast(-32767.0f);
+  const Vec left_q = max(least, min(most, q0)), right_q = max(least, min(most, q1));
+  store_words(to.words, left_q);
+  store_words(to.words + kLanes, right_q);
+  const float first = sum(left_q);
+  set_sums(from_bits((exponent - kBits) << 23), first, first + sum(right_q), to);
+}
+
+// Runs whose largest activation is less count as zeros: 127 over it would not be finite.
+constexpr float kLeast = 1e-36f;
+
+void round_to_int8(Vec left, Vec right, float amax, QuantizedRun& to) {
+  const Vec inverse = broadcast(amax < kLeast ? 0.0f : 127.0f / amax);
+  const Vec q0 = round_even(left * inverse), q1 = round_even(right * inverse);
+  const float first = sum(q0), total = first + sum(q1);
+  if (std::isnan(total)) return make_nan(to);  // also of an infinity: it is multiplied by 0
+  store_int8(to.bytes, q0);
+  store_int8(to.bytes + kLanes, q1);
+  set_sums(amax / 127.0f, first, total, to);
+}
+
+template <class T>
+void quantize_run(const T* from, ActivationDType dtype, QuantizedRun& to) {
+  const Vec left = load(from), right = load(from + kLanes);
+  const float amax = largest(max(abs(left), abs(right)));
+  dtype == ActivationDType::kInt16 ? round_to_int16(left, right, amax, to) : round_to_int8(left, right, amax, to);
+}
+
+QuantizedBlock choose(Format format, ActivationDType dtype, int rows) {
   switch (format) {
     case Format::kQ4_0:
     case Format::kQ4_1:
-    case Format::kIQ4_NL: return choose_four_bits(format, rows);
+    case Format::kIQ4_NL: return choose_four_bits(format, dtype, rows);
     case Format::kQ4_K:
     case Format::kQ5_K:
-    case Format::kQ6_K: return choose_super_blocks(format, rows);
-    default: return choose_more_bits(format, rows);
+    case Format::kQ6_K: return choose_super_blocks(format, dtype, rows);
+    default: return choose_more_bits(format, dtype, rows);
   }
 }
 
@@ -51,7 +90,7 @@ template <class T>
 void quantize_rows(const T* a, int64_t stride, const QuantizedRows& rows) {
   for (int64_t m = 0; m < rows.count; ++m) {
     for (int64_t run = 0; run < rows.k / kRun; ++run) {
-      quantize_run(a + m * stride + run * kRun, rows.runs[run * rows.count + m]);
+      quantize_run(a + m * stride + run * kRun, rows.dtype, rows.runs[run * rows.count + m]);
     }
   }
 }
@@ -62,7 +101,7 @@ void multiply_quantized_panel(Format format, const QuantizedRows& a, int64_t fir
   for (int block = 0; block < blocks; ++block) {
     const int begin = count * block / blocks, end = count * (block + 1) / blocks;
     const Stream ahead = block == 0 ? stream : Stream{0, Stream::kNone};
-    choose(format, end - begin)(a, first + begin, panel, ahead, tile + begin * kPanel);
+    choose(format, a.dtype, end - begin)(a, first + begin, panel, ahead, tile + begin * kPanel);
   }
 }
 

@@ -4,9 +4,14 @@
 //   Q4_K, Q5_K: w = q * (d * scale) - dmin * minimum, scale and minimum of 32 weights in 6 bits            of 256
 //   Q6_K: w = (q - 32) * (d * scale), scale of 16 weights in 8 bits                                        of 256
 //
-// Activations are rounded to 8 bits by runs of 32 as well, so that the products are whole numbers and exact; what is
-// lost is in that rounding alone. (One scale for 256 activations, as others have it for super-blocks, would lose more.)
-// Every number of rows takes the same road: a row's result does not depend on others.
+// Activations are rounded to whole numbers, 32 at a time with one scale, so that products and their sums over such a run
+// are exact: the only loss is that of the rounding, and every level gives the same bits.
+//
+//   int16   scale: the power of two that makes the largest number 15 bits long. A bfloat16 activation stays exact unless
+//           it is below 1/128 of the largest in its run; smaller ones are off by at most 2^-16 of the largest.
+//   int8    scale: the largest / 127. All are off by up to 1/254 of the largest. Half of the arithmetic.
+//
+// Each number of rows is computed in the same order: a row's result does not depend on other rows.
 #pragma once
 
 #include <cstddef>
@@ -24,9 +29,11 @@ size_t quantized_panel_bytes(Format format, int64_t k);
 void pack_quantized_panel(Format format, int64_t k, const uint8_t* const* columns, uint8_t* panel);
 
 // 32 activations: a = q * scale. One that is not finite makes all NaN.
-// No larger than it must be: rows share the nearest cache with the weights that stream through it.
 struct QuantizedRun {
-  int8_t q[kRun];
+  union {
+    int16_t words[kRun];  // each four in the order 0, 2, 1, 3, see isa/bytes.h
+    int8_t bytes[kRun];
+  };
   float scale;
   float scaled_sum;        // of all a
   int32_t minus_sum;       // of all q, negative
@@ -37,6 +44,7 @@ struct QuantizedRows {
   QuantizedRun* runs;  // [k / kRun, count]: a block of rows finds them side by side
   int64_t k;
   int64_t count;
+  ActivationDType dtype;
 };
 
 // Rounds all rows of `rows`.

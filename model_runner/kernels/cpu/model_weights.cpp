@@ -31,6 +31,7 @@ bool ModelWeights<T>::set_linear(const LinearPlace& place, const std::vector<Wei
                                  Team& team) {
   PackedLinear& packed = linear(place);
   packed.product = static_cast<int>(place.kind);
+  packed.activations = c_.activations;
   const bool fused = place.kind == LinearKind::kQKV && layers_[place.layer].fused;
   const LinearShape shape = linear_shape(c_, place, fused);
   if (place.kind == LinearKind::kRouter) return pack_linear<float>(shape, parts, bias, arena_, team, packed);

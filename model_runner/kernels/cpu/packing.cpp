@@ -94,7 +94,7 @@ bool pack_linear(const LinearShape& shape, const std::vector<WeightPart>& parts,
                  Team& team, PackedLinear& packed) {
   const std::vector<int32_t>& rows = shape.rows;
   packed.k = shape.k;
-  packed.effort = parts[0].format == Format::kDense ? dense_effort<T>() : kQuantizedEffort;
+  packed.effort = parts[0].format == Format::kDense ? dense_effort<T>() : quantized_effort(packed.activations);
   const PanelPacker<T> packer(parts, rows, packed.k);
   if (!packer.arrange(packed, [&](size_t bytes) { return arena.allocate<uint8_t>(bytes); })) return false;
   team.run([&](int tid, int size) {

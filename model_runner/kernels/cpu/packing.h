@@ -18,7 +18,7 @@ struct LinearShape {
 // `fused`: the finish of qkv rotates, so that both elements of a rotated pair must lie in one panel.
 LinearShape linear_shape(const EngineConfig& config, const LinearPlace& place, bool fused);
 
-// Fills in all of `packed` but what a pass goes on with; memory is of `arena`. A dense weight is of type T and one part.
+// Fills in all of `packed` but its product, its type of activations and what a pass goes on with; memory is of `arena`. A dense weight is of type T and one part.
 // False where the parts can't lie side by side, see PanelPacker.
 template <class T>
 bool pack_linear(const LinearShape& shape, const std::vector<WeightPart>& parts, const float* bias, Arena& arena,

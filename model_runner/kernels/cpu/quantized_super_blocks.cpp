@@ -3,11 +3,11 @@
 
 namespace pdserve {
 
-QuantizedBlock choose_super_blocks(Format format, int rows) {
+QuantizedBlock choose_super_blocks(Format format, ActivationDType dtype, int rows) {
   switch (format) {
-    case Format::kQ4_K: return choose_block<Format::kQ4_K>(rows);
-    case Format::kQ5_K: return choose_block<Format::kQ5_K>(rows);
-    default: return choose_block<Format::kQ6_K>(rows);
+    case Format::kQ4_K: return choose_block<Format::kQ4_K>(dtype, rows);
+    case Format::kQ5_K: return choose_block<Format::kQ5_K>(dtype, rows);
+    default: return choose_block<Format::kQ6_K>(dtype, rows);
   }
 }
 

@@ -12,12 +12,12 @@ namespace pdserve {
 namespace {
 
 template <class T>
-void multiply(Format format, const uint8_t* packed, int64_t panels, int64_t k, const T* a, int64_t stride, int64_t rows,
+void multiply(Format format, ActivationDType activations, const uint8_t* packed, int64_t panels, int64_t k, const T* a, int64_t stride, int64_t rows,
               float* out) {
   const bool dense = format == Format::kDense;
   const size_t panel_bytes = dense ? dense_panel_bytes<T>(k) : quantized_panel_bytes(format, k);
   std::vector<QuantizedRun> runs(dense ? 0 : rows * (k / kRun));
-  const QuantizedRows quantized{runs.data(), k, rows};
+  const QuantizedRows quantized{runs.data(), k, rows, activations};
   if (!dense) quantize_rows(a, stride, quantized);
   std::vector<float> wide(dense ? rows * dense_scratch_stride(k) : 0);
   const DenseRows prepared = dense ? prepare_dense(a, stride, rows, k, wide.data()) : DenseRows{};
@@ -73,15 +73,16 @@ PDS_API void pds_pack(int32_t bf16_activations, int32_t format, const void* weig
 }
 
 // out [rows, n rounded up to kPanel] float32.
-PDS_API void pds_multiply(int32_t bf16_activations, int32_t format, const void* packed, int64_t n, int64_t k,
+PDS_API void pds_multiply(int32_t bf16_activations, int32_t format, int32_t activations, const void* packed, int64_t n, int64_t k,
                           const void* a, int64_t stride, int64_t rows, float* out) {
   const auto kind = static_cast<Format>(format);
+  const auto dtype = static_cast<ActivationDType>(activations);
   const auto* bytes = static_cast<const uint8_t*>(packed);
   const int64_t panels = (n + kPanel - 1) / kPanel;
   if (bf16_activations) {
-    multiply(kind, bytes, panels, k, static_cast<const bf16*>(a), stride, rows, out);
+    multiply(kind, dtype, bytes, panels, k, static_cast<const bf16*>(a), stride, rows, out);
   } else {
-    multiply(kind, bytes, panels, k, static_cast<const float*>(a), stride, rows, out);
+    multiply(kind, dtype, bytes, panels, k, static_cast<const float*>(a), stride, rows, out);
   }
 }
 

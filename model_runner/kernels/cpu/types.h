@@ -42,4 +42,10 @@ inline bf16 from_float<bf16>(float value) {
   return to_bf16(value);
 }
 
+// Whole numbers that activations are rounded to where weights are quantised; part of the interface to Python.
+enum class ActivationDType : int32_t {
+  kInt16 = 0,
+  kInt8 = 1,
+};
+
 }  // namespace pdserve

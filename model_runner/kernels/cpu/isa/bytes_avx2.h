@@ -74,7 +74,17 @@ inline Bytes four_bytes(const int8_t* q) {
 inline Words multiply(Bytes w, Bytes q) { return {_mm256_maddubs_epi16(w.v, q.v)}; }
 inline Words operator+(Words a, Words b) { return {_mm256_add_epi16(a.v, b.v)}; }
 inline Ints operator+(Ints a, Ints b) { return {_mm256_add_epi32(a.v, b.v)}; }
+// Bytes 0 and 2 of each column as words, and bytes 1 and 3.
+inline Words even_bytes(Bytes x) { return {_mm256_and_si256(x.v, _mm256_set1_epi16(0xff))}; }
+inline Words odd_bytes(Bytes x) { return {_mm256_srli_epi16(x.v, 8)}; }
 // Each two words that follow each other, as one number.
 inline Ints add_pairs(Words a) { return {_mm256_madd_epi16(a.v, _mm256_set1_epi16(1))}; }
+
+// sum + the products with two activations, for every column.
+inline Ints multiply_add(Ints sum, Words w, const int16_t* q) {
+  int32_t two;
+  std::memcpy(&two, q, sizeof two);
+  return sum + Ints{_mm256_madd_epi16(w.v, _mm256_set1_epi32(two))};
+}
 
 }  // namespace pdserve

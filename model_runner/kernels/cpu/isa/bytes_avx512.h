@@ -74,6 +74,9 @@ inline Bytes four_bytes(const int8_t* q) {
 inline Words multiply(Bytes w, Bytes q) { return {_mm512_maddubs_epi16(w.v, q.v)}; }
 inline Words operator+(Words a, Words b) { return {_mm512_add_epi16(a.v, b.v)}; }
 inline Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+// Bytes 0 and 2 of each column as words, and bytes 1 and 3.
+inline Words even_bytes(Bytes x) { return {_mm512_and_si512(x.v, _mm512_set1_epi16(0xff))}; }
+inline Words odd_bytes(Bytes x) { return {_mm512_srli_epi16(x.v, 8)}; }
 // Each two words that follow each other, as one number.
 inline Ints add_pairs(Words a) { return {_mm512_madd_epi16(a.v, _mm512_set1_epi16(1))}; }
 
@@ -85,6 +88,19 @@ inline Ints multiply_add(Ints sum, Bytes w, const int8_t* q) {
   using Four [[gnu::may_alias]] = int32_t;
   asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum.v) : "v"(w.v), "m"(*reinterpret_cast<const Four*>(q)));
   return sum;
+}
+
+// sum + the products with two activations, for every column.
+inline Ints multiply_add(Ints sum, Words w, const int16_t* q) {
+  using Two [[gnu::may_alias]] = int32_t;
+  asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum.v) : "v"(w.v), "m"(*reinterpret_cast<const Two*>(q)));
+  return sum;
+}
+#else
+inline Ints multiply_add(Ints sum, Words w, const int16_t* q) {
+  int32_t two;
+  std::memcpy(&two, q, sizeof two);
+  return sum + Ints{_mm512_madd_epi16(w.v, _mm512_set1_epi32(two))};
 }
 #endif
 
