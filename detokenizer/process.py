@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..messages.base import Message
-from ..messages.channel import Receiver, Sender, UndeclaredMessage
+from ..messages.channel import Receiver, Sender, SendsMessages, UndeclaredMessage
 from ..messages.moves import ReqMoved
 from ..messages.outputs import ReqError, TokenBatch
 from ..messages.requests import StopReq
 from ..messages.routes import ToDetokenizer
+from ..messages.too_large import send_or_explain
 from ..model_files.errors import ModelError
 from ..model_files.text.errors import TextError
 from ..model_files.text.load import load_tokenizer
@@ -56,6 +57,14 @@ def route(detokenizer: Detokenizer, messages: Sequence[ToDetokenizer]) -> Routed
     return routed
 
 
+def deliver(detokenizer: Detokenizer, routed: Routed, scheduler: SendsMessages, http: SendsMessages) -> None:
+    """Send what ``route`` gave. A request whose text no frame can hold ends, and the scheduler is told so."""
+    scheduler.send(*routed.to_scheduler)
+    for rid in send_or_explain(http, routed.to_http):
+        detokenizer.forget(rid)
+        scheduler.send(StopReq(rid))
+
+
 def main() -> None:
     """Run until killed."""
     started = time.monotonic()
@@ -75,9 +84,7 @@ def main() -> None:
         except UndeclaredMessage as e:
             logger.error("%s", e)
             continue
-        routed = route(detokenizer, messages)
-        scheduler.send(*routed.to_scheduler)
-        http.send(*routed.to_http)
+        deliver(detokenizer, route(detokenizer, messages), scheduler, http)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,16 @@
 
 A frame is a msgpack list of messages, so that one send carries a whole step. A channel declares the messages it
 accepts; its decoder is built once. A frame that is not a list of those is refused (``decode.py``) and changes nothing.
+
+A receiver can't answer a frame that it refuses, so its sender does not send one that is too large: it raises
+``FrameTooLarge``, and whoever sends tells the clients (``too_large.py`` has the words).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import zmq
@@ -17,13 +20,44 @@ import zmq.asyncio
 from .base import Message
 from .decode import Codec, UndeclaredMessage
 
-__all__ = ["AsyncReceiver", "Codec", "Receiver", "Sender", "UndeclaredMessage", "encode", "ipc_address"]
+__all__ = [
+    "AsyncReceiver",
+    "Codec",
+    "FrameTooLarge",
+    "Receiver",
+    "Sender",
+    "SendsMessages",
+    "UndeclaredMessage",
+    "encode",
+    "ipc_address",
+]
 
 M = TypeVar("M", bound=Message)
 _encoder = msgspec.msgpack.Encoder()
 LINGER_MS = 500
 IPC_FRAME_BYTES = 1 << 30
-"""No frame between our own processes comes near this; one that does is a fault, not a message."""
+"""Maximum length of a frame between processes of one instance."""
+
+
+class FrameTooLarge(ValueError):
+    """Messages are longer than a frame may be. None of the frame's messages was sent.
+
+    ``messages``: those that are too long by themselves; ``size``: bytes of the longest of them.
+    """
+
+    def __init__(self, messages: list[Message], size: int, limit: int) -> None:
+        names = sorted({type(message).__name__ for message in messages})
+        super().__init__(f"{', '.join(names)}: {size} bytes are more than a message may have ({limit})")
+        self.messages = messages
+        self.size = size
+        self.limit = limit
+
+
+class SendsMessages(Protocol):
+    """The sending end of a channel; ``Sender`` is one."""
+
+    def send(self, *messages: Message) -> None:
+        """Send the messages in order, without blocking. Raises ``FrameTooLarge``, and then sends none of them."""
 
 
 def ipc_address(run_dir: Path, name: str) -> str:
@@ -37,18 +71,35 @@ def encode(messages: Sequence[Message]) -> bytes:
 
 
 class Sender:
-    """The sending end (PUSH, connects). One thread only, as every ZMQ socket."""
+    """The sending end (PUSH, connects). One thread only, as every ZMQ socket. ``limit``: bytes of a frame."""
 
-    def __init__(self, ctx: zmq.Context[Any], address: str) -> None:
+    def __init__(self, ctx: zmq.Context[Any], address: str, limit: int = IPC_FRAME_BYTES) -> None:
+        self._limit = limit
         self._socket = ctx.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.connect(address)
 
     def send(self, *messages: Message) -> None:
-        """Send the messages as one frame; never blocks."""
-        if messages:
-            self._socket.send(_encoder.encode(messages), zmq.DONTWAIT, copy=True)
+        """Send the messages, as one frame if they fit into one, without blocking.
+
+        Raises ``FrameTooLarge`` if a single message is too long, and then sends none of them.
+        """
+        if not messages:
+            return
+        frames = [_encoder.encode(messages)]
+        if len(frames[0]) > self._limit:
+            frames = self._apart(messages)
+        for frame in frames:
+            # ZMQ copies short frames all the same; a long one is sent from where it lies.
+            self._socket.send(frame, zmq.DONTWAIT, copy=False)
+
+    def _apart(self, messages: Sequence[Message]) -> list[bytes]:
+        frames = [_encoder.encode((message,)) for message in messages]
+        too_long = [message for message, frame in zip(messages, frames, strict=True) if len(frame) > self._limit]
+        if too_long:
+            raise FrameTooLarge(too_long, max(map(len, frames)), self._limit)
+        return frames
 
     def close(self) -> None:
         """Close; what is still queued has ``LINGER_MS`` to leave."""

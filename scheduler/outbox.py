@@ -6,11 +6,11 @@ wait in ``Req.untold`` until ``news_interval`` of them are there, or until the r
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from ..messages.base import Message
+from ..messages.channel import SendsMessages
 from ..messages.outputs import DetokenizeInit, FinishReason, PromptReport, ReqError, ReqMeta, ReqTokens, TokenBatch
 from ..messages.requests import GenerateReq
+from ..messages.too_large import send_or_explain
 from .req import Req
 
 PROMPT_TAIL = 8
@@ -29,13 +29,6 @@ def news_interval(msg: GenerateReq, stream_interval: int) -> int:
     if msg.stream:
         return stream_interval
     return 1 if msg.sampling.stop else QUIET_INTERVAL
-
-
-class SendsMessages(Protocol):
-    """The sending end of a channel."""
-
-    def send(self, *messages: Message) -> None:
-        """Send as one frame."""
 
 
 class Outbox:
@@ -86,7 +79,8 @@ class Outbox:
         if req.untold_logprobs:
             req.untold_logprobs = []
         last = self._to_detokenizer[-1] if self._to_detokenizer else None
-        if isinstance(last, TokenBatch):
+        # What is told of a prompt may be long: such an item is a message of its own, which a frame can hold or not.
+        if isinstance(last, TokenBatch) and prompt is None and last.items[-1].prompt is None:
             last.items.append(item)
         else:
             self._to_detokenizer.append(TokenBatch([item]))
@@ -95,8 +89,11 @@ class Outbox:
         """Queue the end of a request in an error."""
         self._to_detokenizer.append(error)
 
-    def flush(self) -> None:
-        """Send everything."""
+    def flush(self) -> list[str]:
+        """Send everything. Returns the rids of requests that ended because no frame could hold what there was to tell.
+
+        Their clients have been told.
+        """
         if self._to_transfer:
             assert self._transfer is not None
             self._transfer.send(*self._to_transfer)
@@ -104,6 +101,7 @@ class Outbox:
         if self._to_worker:
             self._worker.send(*self._to_worker)
             self._to_worker = []
-        if self._to_detokenizer:
-            self._detokenizer.send(*self._to_detokenizer)
-            self._to_detokenizer = []
+        if not self._to_detokenizer:
+            return []
+        messages, self._to_detokenizer = self._to_detokenizer, []
+        return send_or_explain(self._detokenizer, messages)

@@ -118,8 +118,10 @@ class SchedulerProcess:
             # Peers first: "drained" leaves with the outbox, and what peers wait for must be on its way by then.
             if self._handovers is not None:
                 self._handovers.flush()
-            self._outbox.flush()
+            ended = self._outbox.flush()
             if self._scheduler is not None:
+                for rid in ended:
+                    self._scheduler.stop(StopReq(rid))
                 self._scheduler.catch_up()
 
     def _timeout_ms(self) -> int:

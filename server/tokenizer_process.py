@@ -17,12 +17,13 @@ from typing import NamedTuple
 import msgspec
 
 from ..messages.base import Message
-from ..messages.channel import Receiver, Sender
+from ..messages.channel import FrameTooLarge, Receiver, Sender, SendsMessages
 from ..messages.decode import shown
 from ..messages.outputs import ReqError
 from ..messages.requests import ForkedReq, GenerateReq, TokenizeReq
 from ..messages.routes import ToTokenizer
 from ..messages.text import TextQuestion
+from ..messages.too_large import send_or_explain, stand_ins
 from ..model_files.errors import ModelError
 from ..model_files.model_limits import read_limits
 from ..model_files.model_path import resolve_model
@@ -76,6 +77,19 @@ def _route_request(routed: Routed, req: TokenizeReq, answer: GenerateReq | ReqEr
     routed.to_scheduler.append(ForkedReq(answer, req.forks) if req.forks else answer)
 
 
+def deliver(routed: Routed, scheduler: SendsMessages, http: SendsMessages) -> None:
+    """Send what ``route`` gave. A request that no frame to the scheduler can hold ends with the reason."""
+    try:
+        scheduler.send(*routed.to_scheduler)
+    except FrameTooLarge as e:
+        logger.error("%s", e)
+        too_large = set(map(id, e.messages))
+        scheduler.send(*(message for message in routed.to_scheduler if id(message) not in too_large))
+        for message in e.messages:
+            routed.to_http.extend(stand_ins(message, e))
+    send_or_explain(http, routed.to_http)
+
+
 def main() -> None:
     """Run until killed."""
     started = time.monotonic()
@@ -90,9 +104,7 @@ def main() -> None:
         sys.exit(f"tokenizer: {e}")
     ctx.report_ready({"load_tokenizer": time.monotonic() - started})
     while True:
-        routed = route(tokenizer, inbox.next_turn())
-        scheduler.send(*routed.to_scheduler)
-        http.send(*routed.to_http)
+        deliver(route(tokenizer, inbox.next_turn()), scheduler, http)
 
 
 if __name__ == "__main__":

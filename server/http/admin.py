@@ -55,7 +55,7 @@ async def health_generate(request: Request) -> Response:
         bootstrap=None,
         extra_key="",
     )
-    submission = engine.submit([plan], streaming=False)
+    submission = await engine.submit([plan], streaming=False)
     try:
         async with asyncio.timeout(HEALTH_GENERATE_TIMEOUT_SECONDS), watch_disconnect(request.receive, submission):
             await submission.finished()

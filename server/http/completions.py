@@ -129,10 +129,12 @@ class CompletionRenderer(EnvelopeRenderer):
         start = self._offsets.get(choice.index)
         if start is None:
             # What was told elsewhere, of an answer that goes on here, comes before.
-            before = choice.logprobs[: len(choice.logprobs) - len(entries)]
-            start = len(echo) + sum(entry.chars for entry in before)
+            start = len(echo) + choice.told_logprob_chars
+            if choice.keeps_told:
+                start += sum(entry.chars for entry in choice.logprobs)
+            start -= sum(entry.chars for entry in entries)
         # Until the end, text may be held back that is longer than what is shown.
-        end = start + sum(entry.chars for entry in entries) if choice.finish is None else len(echo) + len(choice.text)
+        end = start + sum(entry.chars for entry in entries) if choice.finish is None else len(echo) + choice.chars
         offsets += _offsets(entries, start, end)
         self._offsets[choice.index] = start + sum(entry.chars for entry in entries)
         return logprobs_object([*prompt, *entries], offsets, self._names)

@@ -13,28 +13,30 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 
 from ...messages.base import Message
-from ...messages.channel import IPC_FRAME_BYTES, AsyncReceiver, UndeclaredMessage
+from ...messages.channel import AsyncReceiver, FrameTooLarge, SendsMessages, UndeclaredMessage
 from ...messages.control import Drained, FlushCacheResult, Pong, RoleResult, ServerInfo, StopAsked, Transfers
 from ...messages.kv_debug import KVHashes
 from ...messages.memory import MemoryResult, ResizeResult
 from ...messages.metrics import SchedulerMetrics
 from ...messages.moves import MigrateResult, ReqArrived, ReqMoved
 from ...messages.outputs import ReqError, TextBatch
-from ...messages.requests import AbortReq, TokenizeReq
+from ...messages.requests import AbortReq
 from ...messages.routes import Question, ToHttp
 from ...messages.sessions import ReleaseReq, ResumeReq, SessionState, SnapshotResult
 from ...messages.text import Decoded, Encoded, Limits, LimitsReq, TextQuestion
+from ...messages.too_large import explain
 from ...runtime.answer_keys import AnswerKeys
 from ...runtime.web.keys import ANYBODY, Caller
 from ...runtime.web.moved_answer import Ticket
 from .errors import AnswerMoved, ApiError, bad_request
 from .moved_answers import MovedAnswers
 from .plan import PromptPlan
+from .request_batch import MAX_REQUEST_BYTES, Asker, make_batch
 from .request_metrics import CLIENT_GONE, ERROR, MOVED, RequestMetrics
 from .running_names import RunningNames
 from .submission import Choice, Kind, Submission
@@ -56,16 +58,9 @@ A = TypeVar(
     Limits,
 )
 ABORTED = "aborted by the client"
-MAX_CHARACTERS = IPC_FRAME_BYTES // 8
-"""Of all texts of one submission: a character has at most four bytes."""
+MAX_HELD_BYTES = 1 << 30
+"""Maximum length of the messages of all running requests: until one ends, the engine keeps its prompt in some form."""
 log = logging.getLogger(__name__)
-
-
-class MessageSink(Protocol):
-    """Where messages to the tokenizer go; ``Sender`` is one."""
-
-    def send(self, *messages: Message) -> None:
-        """Send the messages as one frame; never blocks."""
 
 
 class AbortCount(NamedTuple):
@@ -85,12 +80,14 @@ class EngineClient:
 
     def __init__(
         self,
-        tokenizer: MessageSink,
-        supervisor: MessageSink | None = None,
+        tokenizer: SendsMessages,
+        supervisor: SendsMessages | None = None,
         mode: str = "unified",
         *,
         cache_by_key: bool = False,
         answer_keys: AnswerKeys | None = None,
+        max_request_bytes: int = MAX_REQUEST_BYTES,
+        max_held_bytes: int = MAX_HELD_BYTES,
     ) -> None:
         self.metrics = RequestMetrics()
         self.scheduler_metrics: SchedulerMetrics | None = None
@@ -99,6 +96,10 @@ class EngineClient:
         self._supervisor = supervisor
         self._mode = mode
         self._live: dict[str, _Live | None] = {}
+        self._max_request_bytes = max_request_bytes
+        self._max_held_bytes = max_held_bytes
+        self.held_bytes = 0
+        """Length of the messages of all submissions that have not ended."""
         self._cache_by_key = cache_by_key
         self._names = RunningNames()
         self.moved = MovedAnswers(answer_keys)
@@ -123,7 +124,7 @@ class EngineClient:
 
     # --- requests ---
 
-    def submit(
+    async def submit(
         self,
         plans: Sequence[PromptPlan],
         *,
@@ -131,60 +132,65 @@ class EngineClient:
         group: str | None = None,
         caller: Caller = ANYBODY,
         follows: bool = False,
+        keeps_told: bool = True,
     ) -> Submission:
-        """Send one request a choice for ``caller``. ``group``: a name for all of them, beside those in ``plans``.
-        ``follows``: the client reads the rest of an answer elsewhere where it is told to.
+        """Send one request for each prompt. ``group``: a name for all answers, beside those in ``plans``.
+        ``follows``: the client reads the rest of an answer elsewhere if it is told to. ``keeps_told``: see ``Choice``.
 
-        Raises ``ApiError`` where a name is in use, or after ``close``.
+        Raises ``ApiError``: 400 if a name is in use, 413 and 429 if the prompts are too large or too much is running
+        already, 503 after ``close``.
         """
         self._check_open()
-        check_size(plans)
         if self._cache_by_key:
             # No key's name holds the character behind it, so that no client can ask for another's prefixes.
             plans = [dataclasses.replace(plan, extra_key=f"{caller.name}\0{plan.extra_key}") for plan in plans]
-        arrival = time.monotonic()
-        choices: list[Choice] = []
-        requests: list[TokenizeReq] = []
-        named: dict[str, list[Choice]] = {}
-        wire_rids: set[str] = set()
-        for prompt_index, plan in enumerate(plans):
-            for i in range(plan.n):
-                rid = plan.rid if plan.n == 1 else f"{plan.rid}-{i}"
-                wire_rid = self._wire_rid(rid, wire_rids)
-                wire_rids.add(wire_rid)
-                choice = self._choice(len(choices), prompt_index, (rid, wire_rid), plan, streaming, arrival)
-                choices.append(choice)
-                for name in {rid, plan.rid, group or rid}:
-                    named.setdefault(name, []).append(choice)
-            requests.append(_request(plan, choices[-plan.n :], streaming, caller.name))
-        taken = next((name for name in named if self.is_named(name, caller)), None)
+        is_prefill = self.role == "prefill"
+        asker = Asker(caller.name, streaming, group, is_prefill, keeps_told, self._max_request_bytes)
+        batch = await make_batch(plans, asker)
+        # From here on without a pause: no answer can come, and no name be taken, before all are known.
+        self._check_open()
+        choices = batch.choices
+        taken = next((name for name in batch.named if self.is_named(name, caller)), None)
         if taken is not None:
             raise bad_request("rid", f'"{taken}" is in use by a running request; choose another')
-        if len({choice.rid for choice in choices}) != len(choices):
+        rids = {choice.rid for choice in choices}
+        if len(rids) != len(choices):
             raise bad_request("rid", "two answers of the batch would share an id; choose others")
+        if any(rid in self._live for rid in rids):
+            for choice in choices:
+                choice.wire_rid = self._wire_rid(choice.rid, rids if choice.rid in self._live else ())
+            batch.rename()
         submission = Submission(
-            choices, owner=caller.name, names=list(named), streaming=streaming, follows=follows and len(choices) == 1
+            choices,
+            owner=caller.name,
+            names=list(batch.named),
+            streaming=streaming,
+            follows=follows and len(choices) == 1,
+            nbytes=batch.nbytes,
         )
-        # Sent first: what can't be sent must leave no name behind. No answer can come before this turn ends.
-        self._tokenizer.send(*requests)
-        self._names.add(caller.name, named)
+        self._check_held(batch.nbytes)
+        # Sent first: what can't be sent must leave no name behind.
+        self._send(*batch.requests)
+        self.held_bytes += batch.nbytes
+        self._names.add(caller.name, batch.named)
         self._live.update((choice.wire_rid, _Live(choice, submission)) for choice in choices)
         return submission
 
-    def _choice(
-        self, index: int, prompt_index: int, rids: tuple[str, str], plan: PromptPlan, streaming: bool, arrival: float
-    ) -> Choice:
-        in_pair = plan.bootstrap is not None
-        kind = Kind.STREAM if streaming else Kind.WHOLE
-        return Choice(
-            index=index,
-            prompt_index=prompt_index,
-            rid=rids[0],
-            wire_rid=rids[1],
-            arrival=arrival,
-            keep_output=plan.keep_output,
-            kind=Kind.LEG if in_pair and self.role == "prefill" else kind,
-        )
+    def _check_held(self, nbytes: int) -> None:
+        """Raise ``ApiError`` 429 if requests of ``nbytes`` would be too many beside those that run."""
+        if self.held_bytes + nbytes > self._max_held_bytes:
+            raise ApiError(
+                429,
+                f"{nbytes} bytes of prompts beside {self.held_bytes} of running requests are more than the limit of "
+                f"{self._max_held_bytes}; try again later",
+            )
+
+    def _send(self, *messages: Message) -> None:
+        """Send to the tokenizer; raises ``ApiError`` 413 if no frame can hold a message, and then sends none."""
+        try:
+            self._tokenizer.send(*messages)
+        except FrameTooLarge as e:
+            raise ApiError(413, explain(e)) from None
 
     async def adopt(
         self,
@@ -194,12 +200,13 @@ class EngineClient:
         streaming: bool,
         caller: Caller = ANYBODY,
         follows: bool = False,
+        keeps_told: bool = True,
     ) -> Submission:
         """The answer that was begun elsewhere and goes on here. Raises ``ApiError`` where there is none."""
         self._check_open()
         if len(plans) != 1 or plans[0].n != 1:
             raise bad_request(None, "a ticket is for one answer")
-        submission = await self.moved.take(ticket, plans[0], streaming=streaming)
+        submission = await self.moved.take(ticket, plans[0], streaming=streaming, keeps_told=keeps_told)
         choice, names = submission.choices[0], []
         if not self.is_named(plans[0].rid, caller):
             names = [plans[0].rid]
@@ -208,7 +215,14 @@ class EngineClient:
         return submission
 
     def resume(
-        self, state: SessionState, owner: str, *, streaming: bool, caller: Caller = ANYBODY, follows: bool = False
+        self,
+        state: SessionState,
+        owner: str,
+        *,
+        streaming: bool,
+        caller: Caller = ANYBODY,
+        follows: bool = False,
+        keeps_told: bool = True,
     ) -> Submission:
         """Go on with what was written down for ``owner``, under the name that its request has now. Raises ``ApiError``
         where that is in use, or after ``close``.
@@ -219,7 +233,8 @@ class EngineClient:
             raise bad_request("rid", f'"{request.rid}" is in use by a running request; choose another')
         wire_rid = self._wire_rid(request.rid, ())
         kind = Kind.STREAM if streaming else Kind.WHOLE
-        choice = Choice(0, 0, request.rid, wire_rid, arrival, kind=kind, replay=bool(state.running.output))
+        choice = Choice(0, 0, request.rid, wire_rid, arrival, kind=kind, keeps_told=keeps_told)
+        choice.replay = bool(state.running.output)
         key = request.extra_key
         if self._cache_by_key and not key.startswith(f"{owner}\0"):
             key = f"{owner}\0{key}"  # it was written down where prefixes are everybody's
@@ -228,8 +243,13 @@ class EngineClient:
         request = msgspec.structs.replace(request, rid=wire_rid, arrival=arrival, **fields)
         running = msgspec.structs.replace(state.running, request=request)
         names = {choice.rid: [choice]}
-        submission = Submission([choice], owner=caller.name, names=list(names), streaming=streaming, follows=follows)
-        self._tokenizer.send(ResumeReq(msgspec.structs.replace(state, running=running)))
+        nbytes = len(state.token_ids)
+        submission = Submission(
+            [choice], owner=caller.name, names=list(names), streaming=streaming, follows=follows, nbytes=nbytes
+        )
+        self._check_held(nbytes)
+        self._send(ResumeReq(msgspec.structs.replace(state, running=running)))
+        self.held_bytes += nbytes
         self._names.add(caller.name, names)
         self._live[wire_rid] = _Live(choice, submission)
         return submission
@@ -240,6 +260,7 @@ class EngineClient:
 
     def end(self, submission: Submission) -> None:
         """Forget a submission; whatever of it still runs is aborted."""
+        self.held_bytes -= submission.nbytes
         self._names.remove(submission.owner, submission.names)
         why = CLIENT_GONE if submission.is_abandoned else ERROR
         for choice in submission.choices:
@@ -302,7 +323,7 @@ class EngineClient:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._questions[question.id] = future
         try:
-            self._tokenizer.send(question)
+            self._send(question)
             async with asyncio.timeout(timeout):
                 result = await future
         finally:
@@ -412,39 +433,8 @@ class EngineClient:
                 future.set_exception(ApiError(503, reason))
 
 
-def check_size(plans: Sequence[PromptPlan]) -> None:
-    """Raise ``ApiError`` 413 where prompts times choices are more than a frame to the tokenizer may hold."""
-    characters = sum(plan.n * len(plan.prompt.text or "") for plan in plans)
-    if characters > MAX_CHARACTERS:
-        raise ApiError(413, f"{characters} characters of prompts, counted for each of n answers; send fewer at a time")
-
-
 def _as_api_error(error: ReqError, live: _Live) -> ApiError:
     api_error = ApiError.from_engine(error)
     if live.owner.choices[-1].prompt_index:
         api_error.message = f"prompt {live.choice.prompt_index} of the batch: {api_error.message}"
     return api_error
-
-
-def _request(plan: PromptPlan, choices: Sequence[Choice], streaming: bool, key_name: str) -> TokenizeReq:
-    first, *others = choices
-    return TokenizeReq(
-        rid=first.wire_rid,
-        sampling=plan.sampling,
-        arrival=first.arrival,
-        text=plan.prompt.text,
-        input_ids=plan.prompt.input_ids,
-        chat=plan.prompt.chat,
-        logprobs=plan.logprobs,
-        bootstrap=plan.bootstrap,
-        extra_key=plan.extra_key,
-        stream=streaming,
-        add_special_tokens=plan.add_special_tokens,
-        return_prompt=plan.return_prompt,
-        place=first.index,
-        forks=[choice.wire_rid for choice in others],
-        priority=plan.terms.priority,
-        timeout_s=plan.terms.timeout_s,
-        key_name=key_name,
-        user=plan.terms.user,
-    )

@@ -55,6 +55,10 @@ class Renderer(Protocol):
     def created(self) -> int:
         """What its answers say of when they were begun (Unix time), 0 where they don't."""
 
+    @property
+    def repeats(self) -> bool:
+        """Whether each event of a stream repeats what was told before."""
+
     def answer(self, choices: list[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
         """The plain answer, JSON-ready."""
 
@@ -81,7 +85,7 @@ def summary(submission: Submission) -> dict[str, Any]:
     return {
         "prompt": sum(choice.prompt_tokens or 0 for choice in choices),
         "cached": sum(choice.cached_tokens or 0 for choice in choices),
-        "output": sum(len(choice.token_ids) for choice in choices),
+        "output": sum(choice.completion_tokens for choice in choices),
         "ttft": round(min(begun) - choices[0].arrival, 6) if begun else None,
         "finish": ",".join(ends),
     }
@@ -146,18 +150,20 @@ class EngineResponse(Response):
         self.background = None
         self._engine = engine
         self._plans = plans
+        self._name = group or plans[0].rid
         self._renderer = renderer
         self._is_stream = stream
         self._group = group
+        self._keeps_told = not stream or renderer.repeats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ``ApiError`` while nothing has been sent; afterwards an error is an event."""
-        visit, name = Visit.of(scope), self._group or self._plans[0].rid
+        visit = Visit.of(scope)
         # Whoever has no answer here can't write names of their choice into the log.
         if header(scope["headers"], TICKET) is None:
-            visit.name(name)
+            visit.name(self._name)
         submission = await self._submission(scope)
-        visit.name(name)
+        visit.name(self._name)
         log.debug("%d answers are asked for", len(submission.choices))
         try:
             async with watch_disconnect(receive, submission):
@@ -177,12 +183,19 @@ class EngineResponse(Response):
     async def _submission(self, scope: Scope) -> Submission:
         """What is asked of the engine; or, of an answer that was begun elsewhere, the rest."""
         caller, ticket, follows = Caller.of(scope), ticket_of(scope), can_follow(scope)
+        # The prompts are the engine's then: they may be megabytes, and the answer may take an hour.
+        plans, self._plans = self._plans, ()
         if ticket is not None:
             return await self._engine.adopt(
-                ticket, self._plans, streaming=self._is_stream, caller=caller, follows=follows
+                ticket, plans, streaming=self._is_stream, caller=caller, follows=follows, keeps_told=self._keeps_told
             )
-        return self._engine.submit(
-            self._plans, streaming=self._is_stream, group=self._group, caller=caller, follows=follows
+        return await self._engine.submit(
+            plans,
+            streaming=self._is_stream,
+            group=self._group,
+            caller=caller,
+            follows=follows,
+            keeps_told=self._keeps_told,
         )
 
     async def _send_answer(self, submission: Submission, scope: Scope, receive: Receive, send: Send) -> None:
@@ -202,9 +215,8 @@ class EngineResponse(Response):
 
     def _ticket(self, submission: Submission, moved: AnswerMoved) -> bytes:
         (choice,) = submission.choices
-        name = self._group or self._plans[0].rid
         told = (choice.told_chars, choice.told_tokens, choice.opened)
-        return Ticket(moved.epoch, moved.host, moved.port, moved.key, *told, name, self._renderer.created).dump()
+        return Ticket(moved.epoch, moved.host, moved.port, moved.key, *told, self._name, self._renderer.created).dump()
 
     async def _send_stream(self, submission: Submission, send: Send) -> None:
         started = False

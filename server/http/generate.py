@@ -120,6 +120,11 @@ class NativeRenderer:
         """Its objects have no time."""
         return 0
 
+    @property
+    def repeats(self) -> bool:
+        """Whether its events hold everything so far."""
+        return not self._incremental
+
     def answer(self, choices: list[Choice]) -> dict[str, Any] | list[dict[str, Any]]:
         """One object, or a list where the body held a list or asked for several choices."""
         answers = [self._render(choice, None) for choice in choices]
@@ -140,9 +145,9 @@ class NativeRenderer:
         """Everything so far, or what ``delta`` says is new."""
         meta_info: dict[str, Any] = {
             "id": choice.rid,
-            "finish_reason": finish_reason(choice.finish, len(choice.token_ids)),
+            "finish_reason": finish_reason(choice.finish, choice.completion_tokens),
             "prompt_tokens": choice.prompt_tokens or self._prompt_lens[choice.prompt_index],
-            "completion_tokens": len(choice.token_ids),
+            "completion_tokens": choice.completion_tokens,
             "cached_tokens": choice.cached_tokens,
         }
         if choice.finish is not None:

@@ -116,6 +116,11 @@ class ItemRenderer:
         """It is not told here."""
         return 0
 
+    @property
+    def repeats(self) -> bool:
+        """Each event says what is new."""
+        return False
+
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
         """Not asked for: who reads here always reads a stream."""
         raise AssertionError("a moved answer is read as a stream")

@@ -116,7 +116,7 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
     """Token counts of ``choices``; a prompt with several choices counts once."""
     first_of_prompt = {choice.prompt_index: choice for choice in reversed(choices)}.values()
     prompt_tokens = sum(choice.prompt_tokens or 0 for choice in first_of_prompt)
-    completion_tokens = sum(len(choice.token_ids) for choice in choices)
+    completion_tokens = sum(choice.completion_tokens for choice in choices)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -162,6 +162,11 @@ class EnvelopeRenderer:
     def created(self) -> int:
         """Of the envelope."""
         return self._envelope.created
+
+    @property
+    def repeats(self) -> bool:
+        """Each event says what is new."""
+        return False
 
 
 def top_with_own(entry: NamedLogprob) -> list[tuple[int, float, bytes]]:

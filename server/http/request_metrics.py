@@ -94,7 +94,7 @@ class RequestMetrics:
         self.finished[item.finish.type.value] += 1
         if item.finish.type in (FinishType.ABORT, FinishType.TIMEOUT) or item.meta is None:
             return  # how long an answer took that was cut short is no latency
-        timing, tokens = item.meta.timing, len(choice.token_ids) + count
+        timing, tokens = item.meta.timing, choice.completion_tokens + count
         to_first_token = (timing.queue_ms + timing.prefill_ms) / MS
         if choice.kind is Kind.WHOLE:
             # Nobody saw its first token come.

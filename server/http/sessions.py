@@ -66,7 +66,7 @@ async def save_request(request: Request, name: str, rid: str, ttl: float) -> tup
 
 async def _save_prompt(request: Request, body: SnapshotBody, ttl: float) -> tuple[SessionInfo, int, str]:
     state, caller = HttpState.of(request), Caller.of(request.scope)
-    submission = state.engine.submit([_plan(request, body)], streaming=True, caller=caller)
+    submission = await state.engine.submit([_plan(request, body)], streaming=True, caller=caller, keeps_told=False)
     try:
         async with watch_disconnect(request.receive, submission):
             await submission.news()  # its first token: the prompt is computed
@@ -236,7 +236,14 @@ class ResumedResponse(EngineResponse):
 
     async def _submission(self, scope: Scope) -> Submission:
         caller, follows = Caller.of(scope), can_follow(scope)
-        return self._engine.resume(self._state, self._owner, streaming=self._is_stream, caller=caller, follows=follows)
+        return self._engine.resume(
+            self._state,
+            self._owner,
+            streaming=self._is_stream,
+            caller=caller,
+            follows=follows,
+            keeps_told=self._keeps_told,
+        )
 
 
 # --- what is there ---

@@ -32,22 +32,26 @@ class Kind(Enum):
 class Choice:
     """One sequence that the engine generates. Times are ``time.monotonic()`` seconds, 0 for what has not happened.
 
-    ``wire_rid`` is its id inside the instance. ``opened``: there was a delta. ``told_chars`` and ``told_tokens``: what
-    deltas have told. ``replay``: its next tokens were another instance's, before it came here.
+    Its text is kept in the pieces in which it comes: to add to one string would copy all of it for each token. Where
+    nothing repeats what a delta has told (``keeps_told`` False), that is not kept either, only counted.
     """
 
     index: int
     prompt_index: int
     rid: str
     wire_rid: str
+    """Its id inside the instance."""
     arrival: float
     keep_output: bool = True
+    keeps_told: bool = True
+    """Whether text, tokens and log-probabilities are kept after a delta has told them."""
     kind: Kind = Kind.WHOLE
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    """Output tokens that are kept."""
     logprobs: list[NamedLogprob] = field(default_factory=list)
+    """Of the tokens that are kept."""
     finish: FinishReason | None = None
     meta: ReqMeta | None = None
     prompt: PromptText | None = None
@@ -55,20 +59,41 @@ class Choice:
     last_token_at: float = 0.0
     finished_at: float = 0.0
     opened: bool = False
+    """Whether there was a delta."""
+    chars: int = 0
+    """Characters of the output so far."""
+    completion_tokens: int = 0
+    """Tokens of the output so far."""
     told_chars: int = 0
+    """Characters that deltas have told. More than ``chars`` for a moved answer that has not caught up."""
     told_tokens: int = 0
+    """Tokens that deltas have told, likewise."""
+    told_logprob_chars: int = 0
+    """Characters that the tokens completed which are no longer kept, by their log-probabilities."""
     replay: bool = False
+    """Whether its next tokens were another instance's, before it came here."""
+    _pieces: list[str] = field(default_factory=list)
 
     def goes_by(self, route: str) -> None:
         """The scheduler says which leg it is: what the instance's mode let expect may not be."""
         if route == "outgoing":
             self.kind = Kind.LEG
 
+    @property
+    def text(self) -> str:
+        """The text that is kept: all of it for a whole answer."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
     def add(self, item: ReqText, now: float) -> None:
         """Take in what the engine says."""
         if self.keep_output:
-            self.text += item.text
+            if item.text:
+                self._pieces.append(item.text)
+                self.chars += len(item.text)
             self.token_ids += item.token_ids
+            self.completion_tokens += len(item.token_ids)
             if item.logprobs:
                 self.logprobs += item.logprobs
         if item.meta is not None:
@@ -82,21 +107,27 @@ class Choice:
             self.finished_at = now
 
     def take(self) -> Delta:
-        """What is new since the last call."""
-        delta = Delta(
+        """Return what is new since the last call."""
+        text, token_ids, logprobs = self.text, self.token_ids, self.logprobs
+        # Of a moved answer more may have been told elsewhere than has come here yet.
+        first_char = max(0, self.told_chars - (self.chars - len(text)))
+        first_token = max(0, self.told_tokens - (self.completion_tokens - len(token_ids)))
+        is_first, self.opened = not self.opened, True
+        offset = self.told_chars
+        self.told_chars = max(self.told_chars, self.chars)
+        self.told_tokens = max(self.told_tokens, self.completion_tokens)
+        if not self.keeps_told:
+            self.told_logprob_chars += sum(entry.chars for entry in logprobs)
+            self._pieces, self.token_ids, self.logprobs = [], [], []
+        return Delta(
             choice=self,
-            is_first=not self.opened,
-            text=self.text[self.told_chars :],
-            token_ids=self.token_ids[self.told_tokens :],
-            logprobs=self.logprobs[self.told_tokens :],
-            offset=self.told_chars,
+            is_first=is_first,
+            text=text[first_char:],
+            token_ids=token_ids[first_token:],
+            logprobs=logprobs[first_token:],
+            offset=offset,
             finish=self.finish,
         )
-        self.opened = True
-        # Of a moved answer more may have been told elsewhere than has come here yet.
-        self.told_chars = max(self.told_chars, len(self.text))
-        self.told_tokens = max(self.told_tokens, len(self.token_ids))
-        return delta
 
 
 class Delta(NamedTuple):
@@ -115,8 +146,17 @@ class Submission:
     """The choices of one HTTP request, the names that its owner has for it, and the way to wait for it. One waiter."""
 
     def __init__(
-        self, choices: list[Choice], *, owner: str = "", names: list[str], streaming: bool, follows: bool = False
+        self,
+        choices: list[Choice],
+        *,
+        owner: str = "",
+        names: list[str],
+        streaming: bool,
+        follows: bool = False,
+        nbytes: int = 0,
     ) -> None:
+        self.nbytes = nbytes
+        """Length of the messages that asked for it."""
         self.follows = follows
         """Whether its client reads the rest elsewhere where it is told to."""
         self.choices = choices

@@ -1,0 +1,72 @@
+"""What clients are told in the place of a message that no frame between the processes of an instance can hold."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from .base import Message
+from .channel import FrameTooLarge, SendsMessages
+from .kv_debug import KVHashes
+from .outputs import ReqError, TextBatch, TokenBatch
+from .requests import ForkedReq, GenerateReq
+from .sessions import ResumeReq, SnapshotResult
+from .text import Decoded, Encoded
+
+STATUS = 413
+log = logging.getLogger(__name__)
+
+
+def explain(error: FrameTooLarge) -> str:
+    """Return the reason in a client's words, with what to do."""
+    return (
+        f"{error.size} bytes between two processes of the instance are over the limit of {error.limit}; "
+        "send fewer or shorter prompts at a time, or ask for fewer log-probabilities"
+    )
+
+
+def rids_of(message: Message) -> list[str]:
+    """Return the rids of the answers that wait for ``message``, none if it is not about requests."""
+    if isinstance(message, GenerateReq):
+        return [message.rid]
+    if isinstance(message, ForkedReq):
+        return [message.request.rid, *message.forks]
+    if isinstance(message, ResumeReq):
+        return [message.state.running.request.rid]
+    if isinstance(message, TokenBatch | TextBatch):
+        return [item.rid for item in message.items]
+    return []
+
+
+def stand_ins(message: Message, error: FrameTooLarge) -> list[Message]:
+    """Return what is said in the place of ``message``: the end of each of its requests, or the answer to its question.
+
+    Empty for what is no answer: nobody waits for it.
+    """
+    text = explain(error)
+    if isinstance(message, Encoded):
+        return [Encoded(message.id, error=text)]
+    if isinstance(message, Decoded):
+        return [Decoded(message.id, error=text)]
+    if isinstance(message, SnapshotResult):
+        return [SnapshotResult(message.id, status=STATUS, message=text)]
+    if isinstance(message, KVHashes):
+        return [KVHashes(message.id, STATUS, text)]
+    return [ReqError(rid, STATUS, text, "request_too_large") for rid in rids_of(message)]
+
+
+def send_or_explain(sender: SendsMessages, messages: Sequence[Message]) -> list[str]:
+    """Send ``messages`` towards the clients; what no frame can hold is replaced by the reason.
+
+    Returns the rids of the requests that ended so. What is sent about them behind that, their clients ignore.
+    """
+    try:
+        sender.send(*messages)
+    except FrameTooLarge as e:
+        log.error("%s", e)
+        too_large = set(map(id, e.messages))
+        sender.send(
+            *(m for message in messages for m in (stand_ins(message, e) if id(message) in too_large else [message]))
+        )
+        return [rid for message in e.messages for rid in rids_of(message)]
+    return []

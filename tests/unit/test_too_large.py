@@ -1,0 +1,243 @@
+"""What is too large for a frame, or too much at once, ends in an answer to its clients, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from support.fake_engine import FakeEngine, with_engine
+from support.sim import SimInstance, make_options
+from support.sim_ring import SimTokenizer
+
+from pdserve.detokenizer.detokenizer import Detokenizer
+from pdserve.detokenizer.process import deliver as deliver_text
+from pdserve.detokenizer.process import route as route_text
+from pdserve.detokenizer.request_decoder import make_decoder_factory
+from pdserve.messages.base import Message
+from pdserve.messages.channel import FrameTooLarge, Receiver, Sender, encode, ipc_address
+from pdserve.messages.control import Ping, Pong
+from pdserve.messages.kv_debug import KVHashes
+from pdserve.messages.outputs import (
+    DetokenizeInit,
+    PromptReport,
+    ReqError,
+    ReqTokens,
+    TextBatch,
+    TokenBatch,
+    TokenLogprob,
+)
+from pdserve.messages.requests import AbortReq, ForkedReq, GenerateReq, StopReq
+from pdserve.messages.routes import ToScheduler
+from pdserve.messages.sampling import SamplingParams
+from pdserve.messages.sessions import SnapshotResult
+from pdserve.messages.text import Decoded, Encoded
+from pdserve.messages.too_large import stand_ins
+from pdserve.server.tokenizer_process import Routed, deliver
+
+LIMIT = 2000
+LONG = "x" * (LIMIT + 1)
+
+
+class Limited:
+    """A sending end with a limit, like ``Sender``."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.limit = limit
+        self.sent: list[Message] = []
+
+    def send(self, *messages: Message) -> None:
+        sizes = [len(encode([message])) for message in messages]
+        too_long = [m for m, size in zip(messages, sizes, strict=True) if size > self.limit]
+        if too_long:
+            raise FrameTooLarge(too_long, max(sizes), self.limit)
+        self.sent += messages
+
+
+def generate(rid: str, tokens: int) -> GenerateReq:
+    return GenerateReq(rid, bytes(4 * tokens), SamplingParams(seed=1), (), 0.0)
+
+
+# --- channels ---
+
+
+@pytest.fixture
+def channel(tmp_path: Path) -> Iterator[tuple[Sender, Receiver[Any]]]:
+    ctx: zmq.Context[Any] = zmq.Context()
+    receiver: Receiver[Any] = Receiver(ctx, ipc_address(tmp_path, "a"), ToScheduler)
+    sender = Sender(ctx, ipc_address(tmp_path, "a"), LIMIT)
+    yield sender, receiver
+    receiver.close()
+    sender.close()
+    ctx.term()
+
+
+def test_what_no_frame_can_hold_is_refused_by_its_sender_and_nothing_of_it_is_sent(
+    channel: tuple[Sender, Receiver[Any]],
+) -> None:
+    sender, receiver = channel
+    with pytest.raises(FrameTooLarge, match="GenerateReq") as caught:
+        sender.send(Ping(1), generate("a", LIMIT), generate("b", 1))
+    assert [m.rid for m in caught.value.messages if isinstance(m, GenerateReq)] == ["a"]
+    sender.send(Ping(2))
+    assert receiver.recv(10_000) == [Ping(2)]
+
+
+def test_what_only_one_frame_cannot_hold_goes_in_several(channel: tuple[Sender, Receiver[Any]]) -> None:
+    sender, receiver = channel
+    messages = [generate(str(i), LIMIT // 8) for i in range(5)]
+    sender.send(*messages)
+    assert [m for _ in range(5) for m in receiver.recv(10_000)] == messages
+
+
+# --- HTTP ---
+
+CHAT = "/v1/chat/completions"
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": LONG}),
+        ("/generate", {"text": "é" * (LIMIT // 2)}),
+        ("/generate", {"input_ids": [70_000] * (LIMIT // 4)}),
+        ("/generate", {"text": ["x" * (LIMIT // 8)] * 12}),
+        ("/generate", {"text": "x", "sampling_params": {"stop": ["x" * 1000] * 2}}),
+        ("/generate", {"text": "x", "rid": "r" * 200, "sampling_params": {"n": 10}}),
+        (CHAT, {"messages": [{"role": "user", "content": LONG}], "n": 64}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * LIMIT}]}]}),
+        (CHAT, {"messages": [USER, {"role": "assistant", "content": "", "reasoning_content": LONG}]}),
+        (CHAT, {"messages": [USER], "chat_template_kwargs": {"a": {"b": [LONG]}}}),
+        (CHAT, {"messages": [USER] * (LIMIT // 16)}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_kind_of_prompt_and_all_choices_count(path: str, body: dict[str, Any], stream: bool) -> None:
+    async def check(engine: FakeEngine) -> None:
+        engine.client._max_request_bytes = LIMIT
+        response = await engine.post(path, {"rid": "a", **body, "stream": stream})
+        assert response.status_code == 413
+        error = response.json()["error"]
+        assert error["type"] == "request_too_large"
+        assert str(LIMIT) in error["message"]
+        assert "send fewer" in error["message"]
+        assert (engine.sent, engine.client.live_requests, engine.client.held_bytes) == ([], 0, 0)
+        again = await engine.post("/generate", {"text": "x", "rid": "a"})
+        assert again.status_code == 200
+
+    with_engine(check)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/generate", {"text": LONG, "sampling_params": {"n": 3}}), ("/tokenize", {"prompt": LONG})]
+)
+def test_a_frame_that_http_cannot_send_is_a_413_and_leaves_nothing_behind(path: str, body: dict[str, Any]) -> None:
+    async def check(engine: FakeEngine) -> None:
+        engine.client._tokenizer = Limited()
+        response = await engine.post(path, {"rid": "a", **body} if path == "/generate" else body)
+        assert response.status_code == 413
+        assert (engine.client.live_requests, engine.client.held_bytes, engine.client._questions) == (0, 0, {})
+        assert not engine.client.is_named("a")
+
+    with_engine(check)
+
+
+def test_prompts_of_running_requests_are_held_up_to_a_limit_until_they_end() -> None:
+    async def check(engine: FakeEngine) -> None:
+        engine.client._max_held_bytes = 2 * LIMIT
+        body = {"text": "x" * LIMIT, "stream": True}
+        async with engine.http() as client:
+            running = asyncio.create_task(client.post("/generate", json=body))
+            await engine.wait_for(lambda: len(engine.sent) == 1)
+            assert LIMIT < engine.client.held_bytes < 2 * LIMIT
+            refused = await engine.post("/generate", body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+            small = asyncio.create_task(client.post("/generate", json={"text": "x"}))
+            await engine.wait_for(lambda: len(engine.sent) == 2)
+            for request in engine.requests:
+                engine.step(request, 0)
+            assert [(await task).status_code for task in (running, small)] == [200, 200]
+        assert engine.client.held_bytes == 0
+
+    with_engine(check, hold=True)
+
+
+def test_a_running_answer_keeps_no_prompt() -> None:
+    async def check(engine: FakeEngine) -> None:
+        async with engine.http() as client:
+            running = asyncio.create_task(client.post("/generate", json={"text": LONG, "stream": True}))
+            await engine.wait_for(lambda: len(engine.sent) == 1)
+            [request] = engine.sent
+            engine.requests.clear()
+            text, request.text = request.text, None
+            await asyncio.sleep(0)
+            assert sys.getrefcount(text) == 2, "this variable, and the argument"
+            engine.step(request, 0)
+            await running
+
+    with_engine(check, hold=True)
+
+
+# --- tokenizer, scheduler, detokenizer ---
+
+
+def test_the_tokenizer_ends_each_answer_of_what_it_cannot_pass_on_and_passes_on_the_rest() -> None:
+    scheduler, http = Limited(), Limited()
+    forked = ForkedReq(generate("a", LIMIT), ["b", "c"])
+    deliver(Routed([Ping(1), forked, AbortReq("b"), generate("d", 1)], [Encoded(7, [[1] * 3000])]), scheduler, http)
+    assert scheduler.sent == [Ping(1), AbortReq("b"), generate("d", 1)]
+    encoded, *errors = http.sent
+    assert isinstance(encoded, Encoded)
+    assert "limit of 2000" in str(encoded.error)
+    assert [(e.rid, e.status) for e in errors if isinstance(e, ReqError)] == [("a", 413), ("b", 413), ("c", 413)]
+
+
+def long_report() -> PromptReport:
+    return PromptReport(b"", [TokenLogprob(1, -1.0, [(1, -1.0)] * 20)] * 20)
+
+
+def test_the_scheduler_ends_what_it_cannot_tell_and_tells_the_rest() -> None:
+    sim = SimInstance(make_options())
+    limited = Limited()
+    sim.outbox._detokenizer = limited
+    for rid in "abc":
+        sim.submit(rid, range(10), max_new_tokens=4, stream=True)
+    sim.scheduler.reqs["b"].input_logprobs = [TokenLogprob(1, -1.0, [(1, -1.0)] * 20)] * 20
+    sim.outbox.answer(Pong(1, True))
+    for req in sim.scheduler.reqs.values():
+        req.untold = [1]
+        sim.outbox.tokens(req, None, None)
+    assert sim.outbox.flush() == ["b"]
+    told = [[item.rid for item in m.items] if isinstance(m, TokenBatch) else m for m in limited.sent]
+    pong, first, error, last = told
+    assert (pong, first, last) == (Pong(1, True), ["a"], ["c"])
+    assert isinstance(error, ReqError)
+    assert (error.rid, error.status) == ("b", 413)
+
+
+def test_the_detokenizer_ends_what_it_cannot_tell_and_has_the_scheduler_stop_it() -> None:
+    detokenizer = Detokenizer(make_decoder_factory(SimTokenizer()))
+    init = DetokenizeInit((), True, b"")
+    long = TokenBatch([ReqTokens("a", [1], init=init, prompt=long_report())])
+    short = TokenBatch([ReqTokens("b", [1], init=init)])
+    scheduler, http = Limited(), Limited()
+    deliver_text(detokenizer, route_text(detokenizer, [long, short]), scheduler, http)
+    error, text = http.sent
+    assert isinstance(error, ReqError)
+    assert isinstance(text, TextBatch)
+    assert (error.rid, error.status, text.items[0].rid) == ("a", 413, "b")
+    assert (scheduler.sent, len(detokenizer)) == ([StopReq("a")], 1)
+
+
+def test_questions_whose_answers_are_too_large_are_answered() -> None:
+    error = FrameTooLarge([], 3000, LIMIT)
+    for answer in (Encoded(5), Decoded(5), SnapshotResult(5), KVHashes(5)):
+        [said] = stand_ins(answer, error)
+        assert (type(said), said.id) == (type(answer), 5)
+        assert "3000 bytes" in str(getattr(said, "error", None) or said.message)
