@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import httpx
-from support.machine import limit
+from support.machine import stretched
 from support.processes import wait_until
 
 from .cluster import Cluster, running
@@ -83,7 +83,7 @@ def handovers_now(cluster: Cluster) -> tuple[dict[str, tuple[str, int]], float]:
         try:
             return cluster.handed_over(), back
         except httpx.HTTPError:
-            assert time.monotonic() < back + limit(RECOVERY_SECONDS), "the router does not answer"
+            assert time.monotonic() < back + stretched(RECOVERY_SECONDS), "the router does not answer"
 
 
 def left(cluster: Cluster) -> str:

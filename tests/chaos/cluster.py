@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import psutil
-from support.machine import limit
+from support.machine import stretched
 from support.processes import Launched, free_ports, wait_until
 from support.scrape import Page
 
@@ -56,8 +56,8 @@ class Cluster:
                 family = list(server.family().values())
                 for process in family:
                     process.kill()
-                psutil.wait_procs(family, timeout=limit(5))
-                server.process.wait(limit(5))
+                psutil.wait_procs(family, timeout=stretched(5))
+                server.process.wait(stretched(5))
 
     def told(self) -> dict[str, dict]:
         """What the router knows of each instance, ``info`` being what that says of itself."""

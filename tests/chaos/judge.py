@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from support.machine import limit
+from support.machine import stretched
 
 from .faults import Fault, Kind
 from .load import Answer
@@ -117,13 +117,13 @@ def unexcused(episode: Episode, answer: Answer) -> Iterator[str]:
 
 def delays(episode: Episode, answer: Answer) -> Iterator[str]:
     """Whether it took too long, or stood still when it should not have."""
-    most = limit(REQUEST_SECONDS + 2 * episode.fault.seconds)
+    most = stretched(REQUEST_SECONDS + 2 * episode.fault.seconds)
     took = answer.end - max(answer.asked, episode.struck)
     if took > most:
         yield f"it took {took:.1f} s, of {most:.1f}"
     moments = [answer.asked, *answer.told, answer.end]
     gap = max((b - max(a, episode.back) for a, b in pairwise(moments)), default=0.0)
-    if gap > limit(STALL_SECONDS):
+    if gap > stretched(STALL_SECONDS):
         yield f"no progress for {gap:.1f} s after all instances were back"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import httpx
-from support.machine import limit
+from support.machine import stretched
 from support.processes import NO_REUSE
 
 from .expected import MOST_TOKENS, Question
@@ -58,7 +58,7 @@ class Load:
     def finish(self) -> list[Answer]:
         """Stop asking and wait for the answers; an AssertionError where a client hangs."""
         self._stop.set()
-        deadline = time.monotonic() + limit(ANSWER_SECONDS) + 10
+        deadline = time.monotonic() + stretched(ANSWER_SECONDS) + 10
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
             assert not thread.is_alive(), "a client hangs"
@@ -66,7 +66,7 @@ class Load:
 
     def _ask_on(self, seed: int) -> None:
         rng = random.Random(seed)
-        with httpx.Client(timeout=limit(ANSWER_SECONDS), limits=NO_REUSE, trust_env=False) as client:
+        with httpx.Client(timeout=stretched(ANSWER_SECONDS), limits=NO_REUSE, trust_env=False) as client:
             while not self._stop.is_set():
                 wanted = rng.choice((1, 2, 16, 60, MOST_TOKENS))
                 answer = Answer(rng.choice(self._questions), wanted, rng.random() < 0.6, time.monotonic())

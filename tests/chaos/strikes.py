@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 import psutil
-from support.machine import limit
+from support.machine import stretched
 from support.processes import wait_until
 
 from .cluster import Cluster
@@ -43,9 +43,9 @@ def kill(cluster: Cluster, fault: Fault) -> None:
     family = server.family()
     victim = family["supervisor" if fault.process == ROUTER else fault.process]
     victim.send_signal(signal.SIGKILL)
-    code = server.process.wait(limit(EXIT_SECONDS))
+    code = server.process.wait(stretched(EXIT_SECONDS))
     assert code != 0, "it ended as if all were well"
-    _, alive = psutil.wait_procs(list(family.values()), timeout=limit(EXIT_SECONDS))
+    _, alive = psutil.wait_procs(list(family.values()), timeout=stretched(EXIT_SECONDS))
     assert not alive, f"orphans: {alive}"
     server.start()
     server.wait_healthy()
@@ -122,7 +122,7 @@ def storm(cluster: Cluster, fault: Fault, questions: Sequence[Question]) -> None
     with ExitStack() as stack:
         clients = []
         for i in range(LEAVING if leaving else ABORTED):
-            client = stack.enter_context(socket.create_connection((server.host, server.port), limit(EXIT_SECONDS)))
+            client = stack.enter_context(socket.create_connection((server.host, server.port), stretched(EXIT_SECONDS)))
             client.sendall(_request(server.host, questions[i % len(questions)], f"storm-{i}"))
             clients.append(client)
         time.sleep(STORM_SECONDS)
@@ -133,7 +133,7 @@ def storm(cluster: Cluster, fault: Fault, questions: Sequence[Question]) -> None
         count = sum(server.post("/abort_request", what).raise_for_status().json()["aborted"] for what in told)
         assert count, "nothing was aborted: the storm was over too soon"
         # Whoever waits at the router is at no instance yet, so once is not enough.
-        deadline = time.monotonic() + limit(EXIT_SECONDS)
+        deadline = time.monotonic() + stretched(EXIT_SECONDS)
         for client in clients:
             client.settimeout(0.2)
             while not _has_ended(client):

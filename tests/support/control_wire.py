@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import select
 import socket
 import struct
+import termios
 import time
 
 from pdserve.disaggregation.handover.control.frames import LENGTH, greeting
+from support.machine import limit
+from support.processes import wait_until
 
 RST = struct.pack("ii", 1, 0)
-REPLY_SECONDS = 10.0
+REPLY_SECONDS = limit(10.0)
 
 
 def framed(payload: bytes) -> bytes:
@@ -36,6 +40,15 @@ class ControlSocket:
 
     def send_bytes(self, data: bytes) -> None:
         self.sock.sendall(data)
+
+    def wait_delivered(self) -> None:
+        """Wait until the other end's socket has all that was sent, whether it is read or not."""
+
+        def unacknowledged() -> int:
+            left = fcntl.ioctl(self.sock, termios.TIOCOUTQ, struct.pack("i", 0))
+            return int(struct.unpack("i", left)[0])
+
+        wait_until(lambda: unacknowledged() == 0, REPLY_SECONDS, "all that was sent has arrived")
 
     def poll(self, timeout_ms: int = 0) -> bool:
         """Whether a whole frame is here."""

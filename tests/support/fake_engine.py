@@ -40,6 +40,7 @@ from pdserve.messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits
 from pdserve.runtime.options import ServerOptions
 from pdserve.server.http.app import make_app
 from pdserve.server.http.engine_client import EngineClient
+from support.machine import limit
 
 T = TypeVar("T")
 PROMPT_TOKENS, CACHED_TOKENS, MAX_OUTPUT = 7, 4, 16
@@ -112,7 +113,7 @@ class FakeEngine:
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition`` holds; it is looked at when something arrives."""
-        async with asyncio.timeout(10), self.arrived:
+        async with asyncio.timeout(limit(10)), self.arrived:
             await self.arrived.wait_for(condition)
 
     def step(self, request: TokenizeReq | GenerateReq, i: int) -> None:

@@ -1,9 +1,10 @@
-"""The machine that runs the tests: what it is, which kernels it runs, and how slow it is.
+"""The machine that runs the tests: what it is, which kernels it runs, and how long a test waits before it calls a hang.
 
-A limit in a test tells a hang from slow work. Written for one machine it fails on a slower one, and written for the
-slowest it notices a hang late: so every limit goes through ``limit()``, which stretches it by one measured factor.
+No test judges by the clock: a verdict must not depend on how busy the machine is. A deadline only tells a hang from
+slow work. Every deadline goes through ``limit()``, which makes it long enough for a machine with much other work.
 
-Processes that tests start import this for a limit: torch, which is most of a second, only what measures or asks.
+Processes that tests start import this for a limit. Torch, which takes most of a second, is imported only by what
+measures or asks.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from pathlib import Path
 
 from pdserve.model_runner.kernels.build import LEVELS, BuildError, choose_level, levels_here
 
+PATIENCE = 5.0
+"""Factor of all deadlines: work that shares its cores with other processes may take this many times as long."""
+LEAST_SECONDS = 60.0
+"""No deadline is shorter."""
 VARIABLE = "PDSERVE_TEST_SLOWNESS"
-"""How the process that measures tells those that it starts: xdist's workers, and tests in processes of their own."""
+"""How the process that measures the machine's speed tells those that it starts."""
 MOST = 10.0
 """Beyond this, something is wrong with the machine and no limit helps."""
 # Seconds of each piece of work below on two cores of a Cascade Lake Xeon at 2.5 GHz, for which the limits were written.
@@ -27,13 +32,18 @@ N, K = 28800, 576
 
 
 def limit(seconds: float) -> float:
-    """``seconds`` as this machine needs them: as they are on a fast one, more on a slow one."""
+    """Return the deadline, in seconds, of something that takes at most ``seconds`` on an idle machine."""
+    return max(LEAST_SECONDS, PATIENCE * seconds)
+
+
+def stretched(seconds: float) -> float:
+    """Return ``seconds`` as this machine needs them. For campaigns that have the machine to themselves."""
     return seconds * slowness()
 
 
 @cache
 def slowness() -> float:
-    """At least 1; measured once in a run, by the first process that asks, before it starts others."""
+    """How many times slower this machine is than the reference, at least 1; measured once in a campaign."""
     if VARIABLE not in os.environ:
         os.environ[VARIABLE] = f"{min(MOST, max(1.0, *measured())):.2f}"
     return float(os.environ[VARIABLE])

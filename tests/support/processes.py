@@ -26,6 +26,18 @@ ANSWER_SECONDS = 60.0
 ONE_THREAD = ("--threads", "1")
 """Two test files run at a time: threads that wait for each other at every layer's barriers on cores that others use as
 well take many times as long as one."""
+DEFAULTS = {
+    "server": {
+        # Tests of handovers want them, even if the decode would have computed the prompt sooner.
+        "--disaggregation-threshold": "always",
+        # A process that gets no core for a second is not dead. Tests of silence set limits of their own.
+        "--disaggregation-heartbeat-timeout": "30",
+        "--drain-timeout": "200",
+    },
+    "up": {"--disaggregation-threshold": "always", "--disaggregation-heartbeat-timeout": "30"},
+    "router": {"--connect-timeout": "20", "--health-check-timeout": "30", "--hang-timeout": "60"},
+}
+"""Options of the commands that tests start, unless a test gives others."""
 # A connection for each request: one that is kept can be closed by the server just when the client uses it again.
 NO_REUSE = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
@@ -165,11 +177,14 @@ class Launched:
 
 @contextmanager
 def launched(tmp: Path, name: str, *args: str, port: int | None = None, **surroundings) -> Iterator[Launched]:
-    """Run ``pdserve ARGS --port …`` for the duration of the block; ``surroundings``: see ``Launched``."""
+    """Run ``pdserve ARGS --port …`` for the duration of the block; ``surroundings``: see ``Launched``.
+
+    Options that ``args`` don't name get the values of ``DEFAULTS``.
+    """
     port = port or free_ports(1)[0]
-    if args[0] in ("server", "up") and "--disaggregation-threshold" not in args:
-        # Tests of hand-overs want them, however soon a decode would have been done itself.
-        args += ("--disaggregation-threshold", "always")
+    for option, value in DEFAULTS.get(args[0], {}).items():
+        if option not in args:
+            args += (option, value)
     server = Launched([*args, "--port", str(port)], port, tmp / f"{name}.log", **surroundings)
     server.start()
     try:

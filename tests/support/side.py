@@ -21,10 +21,11 @@ from pdserve.messages.worker import (
     WorkerReady,
 )
 from support.layouts import uniform_layout
+from support.machine import limit
 from support.processes import wait_until
 
 LAYOUT = uniform_layout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
-LIMIT = 10.0
+LIMIT = limit(10.0)
 
 
 def make_worker(metadata: bytes = b"mine") -> WorkerReady:

@@ -27,6 +27,7 @@ from pdserve.server.http.app import make_app
 from pdserve.server.http.engine_client import EngineClient
 from pdserve.server.request_tokenizer import RequestTokenizer
 from pdserve.server.tokenizer_process import route as route_in
+from support.machine import limit
 from support.sim import VOCAB, SimInstance, make_options
 
 CONTEXT = 512
@@ -114,7 +115,7 @@ class SimRing(SimInstance):
             try:
                 async with (
                     httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
-                    asyncio.timeout(60),
+                    asyncio.timeout(limit(60)),
                 ):
                     return list(await asyncio.gather(*(client.post(path, json=body) for body in bodies)))
             finally:

@@ -14,6 +14,7 @@ from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.disaggregation.transfer.region import HostMemory, KVRegion
 from pdserve.disaggregation.transfer.staging import SCRATCH_BYTES, Piece, Slabs, Staging
 from pdserve.messages.worker import KVGroup
+from support.machine import limit
 
 
 class PretendedDevice:
@@ -43,7 +44,7 @@ class PretendedDevice:
         self.writes.append(sum(len(memory) for _, memory in pieces))
         if self.gate is not None:
             self.reached.set()
-            assert self.gate.wait(20)
+            assert self.gate.wait(limit(20))
         for at, memory in pieces:
             self.bytes[at : at + len(memory)] = np.frombuffer(memory, np.uint8)
 

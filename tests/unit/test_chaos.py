@@ -9,11 +9,16 @@ from chaos.judge import REQUEST_SECONDS, STALL_SECONDS, Episode, Verdict, judge
 from chaos.load import Answer
 from chaos.options import Options
 from chaos.table import BEGIN, END, rendered, write
-from support.machine import limit
 
 QUESTION = Question([1, 2], [10, 11, 12, 13])
 FAULT = Fault(Kind.KILL, "decode1", "worker")
 EPISODE = Episode(FAULT, struck=100.0, back=105.0, serving=106.0)
+
+
+@pytest.fixture(autouse=True)
+def _no_measuring(monkeypatch):
+    """The judge takes its limits as they are written."""
+    monkeypatch.setattr("chaos.judge.stretched", float)
 
 
 def answer(**changes) -> Answer:
@@ -78,8 +83,8 @@ def test_errors_that_should_not_be_are_wrong(changes, why):
 
 
 def test_late_and_stalled_requests_are_told():
-    assert judge(EPISODE, [answer(end=100.0 + limit(REQUEST_SECONDS) + 1, told=[])]).late >= 1
-    stalled = answer(asked=104.9, told=[105.5, 105.6 + limit(STALL_SECONDS)], end=105.7 + limit(STALL_SECONDS))
+    assert judge(EPISODE, [answer(end=100.0 + REQUEST_SECONDS + 1, told=[])]).late >= 1
+    stalled = answer(asked=104.9, told=[105.5, 105.6 + STALL_SECONDS], end=105.7 + STALL_SECONDS)
     assert judge(EPISODE, [stalled]).late == 1
     before_they_were_back = answer(asked=99.0, told=[105.5], end=106.0)
     assert judge(EPISODE, [before_they_were_back]).late == 0

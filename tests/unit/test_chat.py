@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from support.machine import limit
 from support.web_server import Connection, WebServer, port_of_nobody, web_server
 
 from pdserve.terminal.chat import client as client_module
@@ -105,7 +106,7 @@ def test_text_is_shown_as_it_comes() -> None:
     def script(connection: Connection) -> None:
         connection.begin_stream()
         connection.event(delta("first "))
-        connection.event(delta("second" if seen.wait(20) else "nobody showed the first"))
+        connection.event(delta("second" if seen.wait(limit(20)) else "nobody showed the first"))
         connection.event(delta("", "stop"))
         connection.send(b"data: [DONE]\n\n")
 

@@ -8,6 +8,7 @@ import socket
 import pytest
 from support.control_wire import ControlSocket, framed
 from support.dialled import Dialled
+from support.machine import limit
 from support.processes import wait_until
 
 from pdserve.disaggregation.errors import ProtocolBroken
@@ -17,7 +18,7 @@ from pdserve.disaggregation.handover.control.session import SEAL_BYTES, Session
 from pdserve.messages.channel import encode
 from pdserve.messages.handover import Heartbeat
 
-LIMIT = 10.0
+LIMIT = limit(10.0)
 OLD, NEW, OTHER = b"o" * 32, b"n" * 32, b"x" * 32
 BEAT = [Heartbeat("P")]
 

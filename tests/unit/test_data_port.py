@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.handovers import named, write_of
+from support.machine import limit
 from support.processes import wait_until
 
 from pdserve.disaggregation.transfer.backends import page_stream, socket_backend, tcp
@@ -30,7 +31,7 @@ from pdserve.disaggregation.transfer.region import allocate_region
 from pdserve.disaggregation.wire.listener import ACCEPT_PAUSE_SECONDS
 
 PAGE, PAGES = 4096, 8
-LIMIT = 10.0
+LIMIT = limit(10.0)
 RST = struct.pack("ii", 1, 0)
 BACKENDS = {"tcp": TcpBackend, "shm": ShmBackend}
 

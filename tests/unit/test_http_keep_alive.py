@@ -8,6 +8,7 @@ import socket
 import httpx
 import pytest
 from support.fake_engine import FakeEngine, with_engine
+from support.machine import limit
 
 from pdserve.messages.outputs import FinishType, ReqError, TextBatch
 from pdserve.runtime.web.ports import listen
@@ -35,7 +36,7 @@ async def silent(monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, ticks: int
     monkeypatch.setattr(Submission, "tick", count)
     monkeypatch.setattr(engine_response, "KEEP_ALIVE_SECONDS", 0.001)
     task = asyncio.create_task(engine.post("/v1/completions", STREAM))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(limit(10)):
         await enough.wait()
     return task
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from support.fake_engine import FakeEngine
+from support.machine import limit
 from support.served_app import serving
 
 from pdserve.messages.control import Drained
@@ -30,7 +31,7 @@ class Two:
         self._stack = stack
         self.old, self.new = FakeEngine(hold=True), FakeEngine(hold=True)
         self.ports: list[int] = []
-        self.client = httpx.AsyncClient(timeout=10)
+        self.client = httpx.AsyncClient(timeout=limit(10))
 
     async def start(self) -> Two:
         for engine in (self.old, self.new):

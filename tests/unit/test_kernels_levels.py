@@ -147,7 +147,7 @@ def test_products_with_blocks_are_the_same_bits_at_every_level() -> None:
             cwd=HERE.parents[1],
             capture_output=True,
             text=True,
-            timeout=500,
+            timeout=limit(500),
             check=True,
         )
         found[level.name] = json.loads(done.stdout)

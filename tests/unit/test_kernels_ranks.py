@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.machine import limit
 from torch import Tensor
 
 from pdserve.model_files.sharding import Shard, Slice, shard
@@ -252,7 +253,7 @@ def test_ranks_are_processes(tmp_path: Path) -> None:
         leader = Engine(part_of(model, own), 1, pool=of_heads(pool, own), ranks=Ranks(own, group))
         for entries in PASSES:
             assert_same(leader.run(entries), alone.run(entries), 2e-5)
-        assert follower.wait(20) == 0
+        assert follower.wait(limit(20)) == 0
     finally:
         if follower.poll() is None:
             follower.send_signal(signal.SIGKILL)

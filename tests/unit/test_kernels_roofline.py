@@ -1,4 +1,4 @@
-"""What the machine can do at best, by the level that runs. How fast it is, a test can't know."""
+"""What the machine can do at best, by the level that runs. A test can't judge how fast that is."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ def test_each_kind_of_product_is_measured_as_the_level_computes_it(monkeypatch: 
         "bfloat16 pairs" if level.name == "avx512bf16" else "float32 FMA"
     )
     assert ("VNNI" in measured.describe(ProductKind.BYTES)) == ("avx512_vnni" in level.cpu_flags)
-    peaks = {kind: measured.peak(kind) for kind in ProductKind}
-    # Each instruction does something: more than a scalar multiplication a cycle, and no more than a core ever did.
-    assert all(1e9 < peak < 5e12 for peak in peaks.values()), peaks
+    # How fast it is depends on what else the machine does: only what is counted can be judged.
+    counted = {kind: operations(measured, kind) for kind in ProductKind}
+    assert all(measured.peak(kind) > 0 for kind in ProductKind)
+    assert all(count >= 2 * roofline.ROUNDS for count in counted.values()), counted
     if "VNNI" in measured.describe(ProductKind.BYTES):
-        # Four times the products of an instruction, as many instructions: what else the loop does must cost nothing.
-        # In turns, so that both meet the core at its best: a neighbour may take half of it at any time.
-        turns = [{kind: measured.peak(kind) for kind in ProductKind} for _ in range(20)]
-        best = {kind: max(turn[kind] for turn in turns) for kind in ProductKind}
-        assert best[ProductKind.BYTES] > 2.5 * best[ProductKind.FLOAT32], best
+        assert counted[ProductKind.BYTES] == 4 * counted[ProductKind.FLOAT32], counted
+
+
+def operations(measured: Roofline, kind: ProductKind) -> int:
+    """Return the operations of one thread, as the probe counts them."""
+    cpus = measured._cpus
+    return measured._library.pds_roofline_multiply(kind, roofline.ROUNDS, 1, cpus.ctypes.data)

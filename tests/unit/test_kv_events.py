@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from support.machine import limit
 from support.radix_nodes import findable
 from support.sim import SimInstance, make_options
 
@@ -264,7 +265,7 @@ def test_an_instance_tells_what_a_request_left_and_replays_it():
         asks.rcvtimeo, asks.linger = 10_000, 0
         asks.connect(options.kv_events_replay_endpoint)
         body = json.dumps({"input_ids": prompt, "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}})
-        connection = HTTPConnection("127.0.0.1", instance.port, timeout=20)
+        connection = HTTPConnection("127.0.0.1", instance.port, timeout=limit(20))
         connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
         assert connection.getresponse().status == 200
         connection.close()

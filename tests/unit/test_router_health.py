@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import orjson
+from support.machine import limit
 
 from pdserve.router.fleet import Fleet
 from pdserve.router.health import HealthMonitor
@@ -17,7 +18,7 @@ from pdserve.runtime.web.client.client import HttpClient, Whole
 from pdserve.runtime.web.client.errors import CannotConnect
 from pdserve.runtime.web.errors import error_body
 
-LIMIT = 20.0
+LIMIT = limit(20.0)
 REFUSED = -1
 BUSY = -2
 

@@ -80,8 +80,9 @@ def give_up(since: float, *, leaves: bool = False, body: list[bytes | Exception]
         leg.give_up(since, "no answer")
         if leaves:
             task.cancel()
-        _, waiting = await asyncio.wait([task], timeout=0.05)
-        if waiting:
+        for _ in range(100):  # turns of the loop, not seconds: it needs a few
+            await asyncio.sleep(0)
+        if not task.done():
             task.cancel()
         [result] = await asyncio.gather(task, return_exceptions=True)
         assert instance.legs == set()

@@ -41,7 +41,7 @@ def start(port):
 
 def listens(port):
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        socket.create_connection(("127.0.0.1", port), timeout=limit(1)).close()
     except OSError:
         return False
     return True

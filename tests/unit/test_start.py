@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from support.machine import limit
+
 MODULE = """
 import gc
 import sys
@@ -20,12 +22,12 @@ def main():
 def test_what_is_imported_is_never_looked_at_and_the_rest_is(tmp_path):
     (tmp_path / "a_process.py").write_text(MODULE)
     argv = [sys.executable, "-m", "pdserve.runtime.start", "a_process", "spec.json"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=limit(60))
     assert done.stdout == "False True True ['spec.json']\n", done.stderr
 
 
 def test_an_import_that_fails_is_no_silence(tmp_path):
     argv = [sys.executable, "-m", "pdserve.runtime.start", "no_such_process", "spec.json"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=limit(60))
     assert done.returncode == 1
     assert "No module named 'no_such_process'" in done.stderr

@@ -21,7 +21,7 @@ from pdserve.runtime.child import ChildSpec
 from pdserve.runtime.options import ServerOptions
 
 MODULES = {"tokenizer": "pdserve.server.tokenizer_process", "detokenizer": "pdserve.detokenizer.process"}
-PATIENCE_MS = 20_000
+PATIENCE_MS = int(1000 * limit(20))
 
 
 def command(name, run_dir, **options):

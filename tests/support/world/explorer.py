@@ -29,6 +29,9 @@ class Scene(Protocol):
         """Raises where the state is one that must never be; ``over``: nothing can happen any more."""
 
 
+MOST_STATES = 10_000_000
+
+
 @dataclass
 class Found:
     """``trace``: what led to ``violation``, where there was one. ``complete``: everything was seen."""
@@ -48,7 +51,7 @@ class Found:
         return f"{seen}: {self.violation}\n" + "\n".join(f"  {i}. {what}" for i, what in enumerate(self.trace, 1))
 
 
-def explore(stage: Callable[[], Scene], *, seconds: float, states: int = 10_000_000) -> Found:
+def explore(stage: Callable[[], Scene], *, seconds: float, states: int = MOST_STATES) -> Found:
     """Every state that can be reached from ``stage()``, until a violation, or until a limit."""
     found = Found()
     seen: set[int] = set()
