@@ -1,12 +1,62 @@
-"""Shared by the end-to-end tests."""
+"""Shared by the end-to-end tests: the tiny model, and servers that several files use one after another.
+
+A shared server is started once by each worker that needs it. Every file gets it idle, with an empty cache, and returns
+it so. A test that kills, drains or reconfigures its server starts one of its own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from support import tiny_model
+from support.processes import ONE_THREAD, Launched, Pair, launched, pd_pair, wait_until
 
 
 @pytest.fixture(scope="session")
 def tiny_args(tmp_path_factory) -> list[str]:
     """Flags that serve a tiny random model."""
     return tiny_model.tiny_args(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def _alone(tmp_path_factory, tiny_args) -> Iterator[Launched]:
+    with launched(tmp_path_factory.mktemp("alone"), "alone", "server", *ONE_THREAD, *tiny_args) as server:
+        server.wait_healthy()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def alone(_alone: Launched) -> Iterator[Launched]:
+    """One unified instance of the tiny model: what it answers is the reference for others."""
+    yield _alone
+    assert_returned(_alone)
+
+
+@pytest.fixture(scope="session")
+def _small_pair(tmp_path_factory, tiny_args) -> Iterator[Pair]:
+    pools = ("--chunked-prefill-size", "64", "--max-total-tokens", "4096", "--schedule-conservativeness", "0.3")
+    quiet = "--disable-access-log"
+    with pd_pair(tmp_path_factory.mktemp("small"), "tcp", *tiny_args, *pools, quiet, router_args=[quiet]) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def small_pair(_small_pair: Pair) -> Iterator[Pair]:
+    """A pair by tcp whose pools are small: requests wait for memory and are retracted. It keeps no access log."""
+    yield _small_pair
+    _small_pair.assert_all_returned()
+    for server in (_small_pair.prefill, _small_pair.decode):
+        assert_returned(server)
+
+
+def assert_returned(server: Launched) -> None:
+    """Wait until ``server`` is idle and its memory free; empty its cache."""
+
+    def idle() -> bool:
+        info = server.info()
+        return info["requests"]["total"] == info["pool"]["in_use"] == info["invariants_steps_ago"] == 0
+
+    wait_until(idle, 15, "a shared server is idle with no slot in use")
+    assert server.info()["invariants"] == "ok"
+    assert server.post("/flush_cache", {}).status_code == 200

@@ -89,17 +89,24 @@ async def campaign(pair: Pair, seed: int) -> Tally:
     return tally
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
-def test_random_load_with_aborts_and_disconnects_gives_everything_back(tmp_path, tiny_args, backend):
-    # A pool that is too small for the load: eviction, waiting for memory and retraction are part of the campaign.
+def test_random_load_with_aborts_and_disconnects_gives_everything_back(small_pair):
+    """Pools too small for the load: eviction, waiting for memory and retraction are part of the campaign."""
+    run_campaign(small_pair, SEEDS["tcp"])
+
+
+@pytest.mark.slow
+def test_the_same_by_shared_memory(tmp_path, tiny_args):
     args = [*tiny_args, "--max-total-tokens", "4096", "--schedule-conservativeness", "0.3"]
-    with pd_pair(tmp_path, backend, *args) as pair:
-        tally = asyncio.run(campaign(pair, seed=SEEDS[backend]))
-        assert tally.unexpected == []
-        assert tally.finished > 0.5 * REQUESTS
-        assert tally.aborted > 0.03 * REQUESTS
-        assert tally.disconnected > 0.03 * REQUESTS
-        pair.assert_all_returned()
-        for server in (pair.prefill, pair.decode):
-            assert "Traceback" not in server.log(), server.log()
+    with pd_pair(tmp_path, "shm", *args) as pair:
+        run_campaign(pair, SEEDS["shm"])
+
+
+def run_campaign(pair: Pair, seed: int) -> None:
+    tally = asyncio.run(campaign(pair, seed=seed))
+    assert tally.unexpected == []
+    assert tally.finished > 0.5 * REQUESTS
+    assert tally.aborted > 0.03 * REQUESTS
+    assert tally.disconnected > 0.03 * REQUESTS
+    pair.assert_all_returned()
+    for server in (pair.prefill, pair.decode):
+        assert "Traceback" not in server.log(), server.log()

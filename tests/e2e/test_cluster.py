@@ -45,11 +45,11 @@ def secrets(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory, secrets):
+def pair(tmp_path_factory, tiny_args, secrets):
     """The decode is about to change the secret: it uses another first."""
     ours, both = (["--cluster-secret-file", str(secrets / name)] for name in ("ours", "both"))
     tmp = tmp_path_factory.mktemp("pair")
-    with pd_pair(tmp, "tcp", router_args=ours, prefill_args=both, decode_args=ours) as pair:
+    with pd_pair(tmp, "tcp", *tiny_args, router_args=ours, prefill_args=both, decode_args=ours) as pair:
         yield pair
 
 
@@ -113,9 +113,10 @@ def test_open_handovers_are_shown_until_they_end(pair, secrets):
     wait_until(lambda: shown(pair.router) == {}, 10, "both have let go")
 
 
-def test_an_instance_with_another_secret_gets_nowhere(pair, secrets, tmp_path, expected):
+def test_an_instance_with_another_secret_gets_nowhere(pair, secrets, tmp_path, tiny_args, expected):
     (tmp_path / "other").write_text("x" * 40)
     args = ["--disaggregation-mode", "decode", "--cluster-secret-file", str(tmp_path / "other"), *ONE_THREAD]
+    args += tiny_args
     with launched(tmp_path, "other", "server", *args) as other:
         other.wait_healthy()
         port = pair.prefill.info()["disaggregation"]["bootstrap_port"]
@@ -130,8 +131,8 @@ def test_an_instance_with_another_secret_gets_nowhere(pair, secrets, tmp_path, e
 
 
 @pytest.mark.parametrize("backend", ["tcp", pytest.param("shm", marks=pytest.mark.slow)])
-def test_unified_instances_hand_over_in_both_directions_by_one_connection(tmp_path, backend):
-    args = ["--handover", "on", "--disaggregation-transfer-backend", backend, *ONE_THREAD]
+def test_unified_instances_hand_over_in_both_directions_by_one_connection(tmp_path, tiny_args, backend):
+    args = ["--handover", "on", "--disaggregation-transfer-backend", backend, *ONE_THREAD, *tiny_args]
     control, data = free_ports(2)
     fixed = ["--disaggregation-control-port", str(control), "--disaggregation-data-port", str(data)]
     with launched(tmp_path, "a", "server", *args, *fixed) as a, launched(tmp_path, "b", "server", *args) as b:
@@ -169,12 +170,10 @@ def test_unified_instances_hand_over_in_both_directions_by_one_connection(tmp_pa
             assert server.info()["invariants"] == "ok"
 
 
-def test_a_plain_server_opens_no_port_but_its_own(tmp_path):
-    with launched(tmp_path, "plain", "server", *ONE_THREAD) as server:
-        server.wait_healthy()
-        assert server.info()["disaggregation"] is None
-        listening = [c for p in server.family().values() for c in p.net_connections("tcp") if c.status == "LISTEN"]
-        assert {c.laddr.port for c in listening} == {server.port}
-        refused = asked(server, **named(1, 8998))
-        assert refused.status_code == 400
-        assert "--handover on" in refused.json()["error"]["message"]
+def test_a_plain_server_opens_no_port_but_its_own(alone):
+    assert alone.info()["disaggregation"] is None
+    listening = [c for p in alone.family().values() for c in p.net_connections("tcp") if c.status == "LISTEN"]
+    assert {c.laddr.port for c in listening} == {alone.port}
+    refused = asked(alone, **named(1, 8998))
+    assert refused.status_code == 400
+    assert "--handover on" in refused.json()["error"]["message"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.processes import ONE_THREAD, launched, pd_pair, wait_until
+from support.processes import pd_pair, wait_until
 from support.scrape import Page
 
 TURNS, SAYS, ANSWERS = 10, 45, 70
@@ -22,15 +22,13 @@ def returned(server) -> float:
 
 
 @pytest.mark.parametrize("backend", ["shm"])
-def test_ten_turns_compute_next_to_nothing_again(tmp_path, tiny_args, backend, capsys):
-    with launched(tmp_path, "alone", "server", *ONE_THREAD, *tiny_args) as alone:
-        alone.wait_healthy()
-        expected: list[list[int]] = []
-        history: list[int] = []
-        for turn in range(TURNS):
-            history += says(turn)
-            expected.append(alone.generate(**body(history))["output_ids"])
-            history += expected[-1]
+def test_ten_turns_compute_next_to_nothing_again(tmp_path, tiny_args, alone, backend, capsys):
+    expected: list[list[int]] = []
+    history: list[int] = []
+    for turn in range(TURNS):
+        history += says(turn)
+        expected.append(alone.generate(**body(history))["output_ids"])
+        history += expected[-1]
     (tmp_path / "secret").write_text("k" * 64)
     secret = ["--cluster-secret-file", str(tmp_path / "secret")]
     with pd_pair(tmp_path, backend, *tiny_args, *secret, router_args=secret, decode_args=["--return-kv"]) as pair:

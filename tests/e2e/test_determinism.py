@@ -68,10 +68,15 @@ def assert_same(got: list[tuple[Any, ...]], alone: list[tuple[Any, ...]]) -> Non
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(BFLOAT16, id="bfloat16"), pytest.param(BLOCKS, id="gguf", marks=pytest.mark.slow)],
+    params=[
+        pytest.param((), id="tiny"),
+        pytest.param(BFLOAT16, id="bfloat16", marks=pytest.mark.slow),
+        pytest.param(BLOCKS, id="gguf", marks=pytest.mark.slow),
+    ],
 )
-def kind(request) -> tuple[str, ...]:
-    return request.param
+def kind(request, tiny_args) -> tuple[str, ...]:
+    """Options of the model: a tiny one in bfloat16, or the real one."""
+    return request.param or (*tiny_args[:-2], "--dtype", "bfloat16")
 
 
 @pytest.fixture(scope="module", params=[REQUESTS, pytest.param(MANY, marks=pytest.mark.slow)])

@@ -76,6 +76,7 @@ def test_at_once_and_behind_cached_prompts(served: Served, tmp_path: Path) -> No
         assert all(unlike[:3])
 
 
+@pytest.mark.slow
 def test_after_a_retraction(served: Served, tmp_path: Path) -> None:
     # What is recomputed is never found in the cache.
     small = ("--max-total-tokens", "640", "--schedule-conservativeness", "0.01", "--disable-radix-cache")

@@ -57,7 +57,7 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     ("backend", "prefill", "decode"),
     [
         ("shm", "torch", "cpu"),
-        ("tcp", "cpu", "torch"),
+        pytest.param("tcp", "cpu", "torch", marks=pytest.mark.slow),
         pytest.param("tcp", "torch", "torch", marks=pytest.mark.slow),
         pytest.param("shm", "cpu", "cpu", marks=pytest.mark.slow),
     ],

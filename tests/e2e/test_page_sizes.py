@@ -27,10 +27,8 @@ def test_tokens_do_not_depend_on_the_page(tmp_path, tiny_args, page_size: int, u
 
 
 @pytest.fixture(scope="module")
-def usual(tmp_path_factory, tiny_args) -> list[list[int]]:
-    """Those of pages of 16 tokens."""
-    with pd_pair(tmp_path_factory.mktemp("usual"), "shm", *tiny_args) as pair:
-        given = answers(pair.router)
-        assert answers(pair.prefill) == given
-        assert given[: len(PROMPTS)] == given[len(PROMPTS) :]
-        return given
+def usual(alone) -> list[list[int]]:
+    """Answers of an instance with pages of 16 tokens."""
+    given = answers(alone)
+    assert given[: len(PROMPTS)] == given[len(PROMPTS) :]
+    return given

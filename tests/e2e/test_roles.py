@@ -151,12 +151,10 @@ class Load:
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory, tiny_args):
+def scene(alone):
     """Prompts that share beginnings, and what one server answers."""
     found = prompts(random.Random(5), 16)
-    with launched(tmp_path_factory.mktemp("alone"), "alone", "server", *ONE_THREAD, *tiny_args) as alone:
-        alone.wait_healthy()
-        return found, [alone.generate(**asked(i, p) | {"stream": False})["output_ids"] for i, p in enumerate(found)]
+    return found, [alone.generate(**asked(i, p) | {"stream": False})["output_ids"] for i, p in enumerate(found)]
 
 
 @pytest.mark.timeout(3600)

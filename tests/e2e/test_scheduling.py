@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from support.machine import limit
 from support.processes import Launched, launched, pd_pair, wait_until
 from support.reader import Reader
 
@@ -38,7 +39,7 @@ class Holder:
 
     def let_go(self) -> None:
         self.server.post("/abort_request", {"rid": "holder"})
-        self.reader.join(30)
+        self.reader.join(limit(30))
 
 
 def cut_short(server: Launched) -> dict:
@@ -78,7 +79,7 @@ class Senders:
 
     def join(self) -> list[str]:
         for thread in self.threads:
-            thread.join(30)
+            thread.join(limit(30))
         return self.ended
 
 
@@ -89,7 +90,7 @@ def test_a_higher_priority_takes_the_memory_of_a_lower_one(server):
     low.met(1)
     high = server.generate(**body([1, 2, 3], 4, priority=20))
     met = len(low.events)
-    low.join(60)
+    low.join(limit(60))
     assert low.error is None
     assert high["meta_info"]["retractions"] == 0
     assert low.events[-1]["meta_info"]["retractions"] == 1
@@ -103,7 +104,7 @@ def test_a_priority_close_by_waits(server):
     low.start()
     low.met(1)
     server.generate(**body([1, 2, 3], 4, priority=5))
-    low.join(60)
+    low.join(limit(60))
     assert low.error is None
     assert low.events[-1]["meta_info"]["retractions"] == 0
 
@@ -145,6 +146,7 @@ def test_one_more_than_may_wait_is_told_when_to_come_back(server):
     assert server.generate(**body([50, 1, 2], 4))["meta_info"]["completion_tokens"] == 4
 
 
+@pytest.mark.slow
 def test_a_pair_keeps_the_same_terms(tmp_path, tiny_args):
     with pd_pair(tmp_path, "tcp", *tiny_args, *TERMS, decode_args=ONE_RUNS) as pair:
         holder = Holder(pair.router)
@@ -159,7 +161,7 @@ def test_a_pair_keeps_the_same_terms(tmp_path, tiny_args):
         assert int(refused.headers["retry-after"]) >= 1
         holder.let_go()
         for sender in senders:
-            sender.join(30)
+            sender.join(limit(30))
             assert sender.error is None
             assert sender.events[-1]["meta_info"]["completion_tokens"] == 3
         answer = cut_short(pair.router)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from support.machine import limit
 from support.processes import ONE_THREAD, Launched, launched, pd_pair, wait_until
 from support.redis_server import SERVER, redis_server
 
@@ -33,7 +34,7 @@ def snapshot_midway(server: Launched, name: str, sampling: dict, after: int = 40
         lines = (line for line in answer.iter_lines() if line)
         for _ in range(after):
             next(lines)
-        with httpx.Client(timeout=60, trust_env=False) as other:
+        with httpx.Client(timeout=limit(60), trust_env=False) as other:
             said = other.post(server.url + "/kv/snapshot", json={"name": name, "rid": f"run-{name}"})
     assert said.status_code == 200, said.text
     return said.json()
@@ -45,7 +46,7 @@ def restored(server: Launched, name: str, **body) -> dict:
     return response.json()
 
 
-def test_an_answer_goes_on_after_a_kill_and_at_another_instance(tmp_path, tiny_args):
+def test_an_answer_goes_on_after_a_kill_and_at_another_instance(tmp_path, tiny_args, alone):
     flags = [*args(tiny_args, tmp_path), "--kv-debug"]
     wanted = {"return_logprob": True, "logprob_start_len": 390}
     with launched(tmp_path, "first", "server", *flags) as first:
@@ -78,15 +79,13 @@ def test_an_answer_goes_on_after_a_kill_and_at_another_instance(tmp_path, tiny_a
         assert streamed.text.endswith("data: [DONE]\n\n")
         assert other.client.delete(other.url + "/kv/sessions/greedy").status_code == 200
         assert again.post("/kv/restore", {"name": "greedy"}).status_code == 404
-    with launched(tmp_path, "plain", "server", *ONE_THREAD, *tiny_args, "--max-total-tokens", "4096") as plain:
-        plain.wait_healthy()
-        for name, sampling in (("greedy", GREEDY), ("seeded", SEEDED)):
-            whole = plain.generate(input_ids=PROMPT, sampling_params=sampling, **(wanted if name == "seeded" else {}))
-            assert found[name]["output_ids"] == whole["output_ids"], name
-            assert found[name]["text"] == whole["text"]
-            for field in ("output_token_logprobs", "input_token_logprobs"):
-                assert found[name]["meta_info"].get(field) == whole["meta_info"].get(field)
-        assert plain.post("/kv/restore", {"name": "x"}).status_code == 501
+    for name, sampling in (("greedy", GREEDY), ("seeded", SEEDED)):
+        whole = alone.generate(input_ids=PROMPT, sampling_params=sampling, **(wanted if name == "seeded" else {}))
+        assert found[name]["output_ids"] == whole["output_ids"], name
+        assert found[name]["text"] == whole["text"]
+        for field in ("output_token_logprobs", "input_token_logprobs"):
+            assert found[name]["meta_info"].get(field) == whole["meta_info"].get(field)
+    assert alone.post("/kv/restore", {"name": "x"}).status_code == 501
 
 
 def goes_on_elsewhere(tmp_path: Path, flags: list[str], unified: list[str]) -> None:
@@ -131,7 +130,10 @@ def test_an_answer_of_two_ranks_goes_on_elsewhere(tmp_path, tiny_args):
     goes_on_elsewhere(tmp_path, [*ranks, "--threads", "2", "--tp-size", "2"], plain)
 
 
-def test_without_a_store_and_with_a_damaged_one_it_is_computed(tmp_path, tiny_args):
+@pytest.mark.parametrize(
+    "lacks", [("damaged",), pytest.param(("without", "pages"), marks=pytest.mark.slow)], ids="-".join
+)
+def test_without_a_store_and_with_a_damaged_one_it_is_computed(tmp_path, tiny_args, lacks):
     flags = args(tiny_args, tmp_path)
     with launched(tmp_path, "first", "server", *flags) as first:
         first.wait_healthy()
@@ -142,8 +144,9 @@ def test_without_a_store_and_with_a_damaged_one_it_is_computed(tmp_path, tiny_ar
         framed[-1] ^= 1
         path.write_bytes(framed)
     without = args(tiny_args, tmp_path, store=False)
-    for name, given in (("damaged", flags), ("without", without), ("pages", [*flags, "--page-size", "32"])):
-        with launched(tmp_path, name, "server", *given) as server:
+    given = {"damaged": flags, "without": without, "pages": [*flags, "--page-size", "32"]}
+    for name in lacks:
+        with launched(tmp_path, name, "server", *given[name]) as server:
             server.wait_healthy()
             found = restored(server, "a")
             assert (found["output_ids"], found["meta_info"]["cached_tokens"]) == (intact, 0), name

@@ -38,12 +38,9 @@ def ask(server: Launched, prompt: list[int], namespace: str = "") -> tuple[list[
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory, tiny_args):
-    """What an instance without tiers says."""
-    args = [*ONE_THREAD, *tiny_args, "--max-total-tokens", "1024"]
-    with launched(tmp_path_factory.mktemp("plain"), "plain", "server", *args) as plain:
-        plain.wait_healthy()
-        return [ask(plain, prompt)[0] for prompt in PROMPTS]
+def expected(alone):
+    """Answers of an instance without tiers."""
+    return [ask(alone, prompt)[0] for prompt in PROMPTS]
 
 
 class Campaign:

@@ -16,6 +16,7 @@ import httpx
 import msgspec
 import pytest
 from support.control_wire import ControlSocket
+from support.machine import limit
 from support.processes import Pair, pd_pair, wait_until
 from support.strangers import Stranger, Target, find_target
 
@@ -103,20 +104,15 @@ def run_campaign(pair: Pair, frames: int, seed: int) -> None:
     print(f"{stranger.sent} in {seconds:.0f} s, refused at the control port: {refused}, logs: {written}, memory: {rss}")
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory, tiny_args):
+@pytest.fixture
+def pair(small_pair):
     """One pair for all tests of this file: none of them may harm it."""
-    # Every request for an answer is a line of the access log where there is no key, by whomever: that one is left out,
-    # and what is refused is to stay within bounds.
-    quiet = "--disable-access-log"
-    args = [*tiny_args, "--max-total-tokens", "4096", quiet]
-    with pd_pair(tmp_path_factory.mktemp("strangers"), "tcp", *args, router_args=[quiet]) as pair:
-        yield pair
+    return small_pair
 
 
 @pytest.mark.timeout(300)
 def test_strangers_at_every_port_change_nothing(pair):
-    run_campaign(pair, 2_000, seed=1)
+    run_campaign(pair, 1_000, seed=1)
 
 
 @pytest.mark.slow
@@ -142,7 +138,7 @@ def test_forged_and_replayed_routes_are_refused_and_the_pair_goes_on(pair):
     target = find_target(pair)
     url = f"http://127.0.0.1:{target.bootstrap}/registration"
     forged = msgspec.structs.replace(target.registration, epoch="mine", control_port=1)
-    with httpx.Client(trust_env=False, timeout=10) as client:
+    with httpx.Client(trust_env=False, timeout=limit(10)) as client:
         for registration in (forged, target.registration):
             assert client.put(url, content=msgspec.json.encode(registration)).status_code == 401
             assert client.delete(url, params={"epoch": target.registration.epoch}).status_code == 401
@@ -277,6 +273,7 @@ def test_a_bootstrap_host_from_a_client_is_not_followed_through_the_router(pair)
         trap.assert_unseen()
 
 
+@pytest.mark.slow
 def test_nor_where_a_decode_computes_the_prompt(tmp_path, tiny_args):
     never = ("--disaggregation-threshold", "never")
     with pd_pair(tmp_path, "tcp", *tiny_args, *never) as pair, contextlib.ExitStack() as stack:

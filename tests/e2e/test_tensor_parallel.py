@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from support.machine import limit
 from support.processes import ONE_THREAD, Launched, launched, pd_pair, wait_until
 from support.prompts import FOX, FRANCE, STACK
-from support.tiny_model import tiny_args
 
 TOKENS = 24
 FEW = 8
@@ -32,8 +31,8 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return tiny_args(tmp_path_factory.mktemp("model"))
+def model(tiny_args: list[str]) -> list[str]:
+    return tiny_args
 
 
 def prompts() -> list[list[int]]:
@@ -57,12 +56,10 @@ def answers(server: Launched) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(model: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[int]]]:
-    with launched(tmp_path_factory.mktemp("alone"), "alone", "server", *model, *ONE_THREAD) as server:
-        server.wait_healthy()
-        found = answers(server)
-        assert len({tuple(ids) for ids in found}) > len(prompts())
-        yield found
+def expected(alone: Launched) -> list[list[int]]:
+    found = answers(alone)
+    assert len({tuple(ids) for ids in found}) > len(prompts())
+    return found
 
 
 @pytest.mark.parametrize("engine", ["cpu", pytest.param("torch", marks=pytest.mark.slow)])
@@ -133,7 +130,7 @@ def test_three_ranks_of_a_published_model(tmp_path: Path) -> None:
         assert server.info()["fingerprint"] != fingerprint
 
 
-@pytest.mark.parametrize("victim", ["worker", "worker-1"])
+@pytest.mark.parametrize("victim", [pytest.param("worker", marks=pytest.mark.slow), "worker-1"])
 def test_the_death_of_a_rank_is_the_instances(victim: str, model: list[str], tmp_path: Path) -> None:
     with launched(tmp_path, "two", "server", *model, *TWO) as server:
         server.wait_healthy()
@@ -150,6 +147,8 @@ def is_zombie(process: psutil.Process) -> bool:
     return process.status() == psutil.STATUS_ZOMBIE
 
 
+# tests/unit/test_sharding.py has what is refused; here it is said by a real process.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "says"),
     [
@@ -160,5 +159,5 @@ def is_zombie(process: psutil.Process) -> bool:
 def test_what_cant_be_divided_is_refused(args: tuple[str, ...], says: str, model: list[str], tmp_path: Path) -> None:
     with launched(tmp_path, "refused", "server", *model, *args) as server:
         assert server.process is not None
-        assert server.process.wait(60) == 1
+        assert server.process.wait(limit(60)) == 1
         assert says in server.log()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.processes import ONE_THREAD, Launched, launched, pd_pair, wait_until
+from support.machine import limit
+from support.processes import Launched, pd_pair, wait_until
 from support.scrape import Page
 
 SHORT, LONG = 24, 1400
@@ -42,11 +43,9 @@ def computed(server: Launched) -> int:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory, tiny_args) -> dict[tuple[int, ...], list[int]]:
+def expected(alone) -> dict[tuple[int, ...], list[int]]:
     prompts = [prompt(i, length) for i in range(8) for length in (SHORT, LONG)]
-    with launched(tmp_path_factory.mktemp("alone"), "alone", "server", *ONE_THREAD, *tiny_args) as alone:
-        alone.wait_healthy()
-        return {tuple(ids): alone.generate(**body(ids))["output_ids"] for ids in prompts}
+    return {tuple(ids): alone.generate(**body(ids))["output_ids"] for ids in prompts}
 
 
 def test_a_number_of_tokens_is_the_border(tmp_path, tiny_args, expected):
@@ -87,7 +86,7 @@ def test_by_itself_it_is_here_or_there_by_who_is_busy(tmp_path, tiny_args, expec
         assert pair.router.generate(**body(ids))["output_ids"] == expected[tuple(ids)]
         assert places(pair.decode) == (at_first[0], at_first[1] + 1)
         for stream in streams:
-            stream.result(60)
+            stream.result(limit(60))
         # The prefill has prompts to compute and does not get on: what comes now is sooner done by the idle decode.
         worker = pair.prefill.family()["worker"]
         worker.suspend()
@@ -100,12 +99,13 @@ def test_by_itself_it_is_here_or_there_by_who_is_busy(tmp_path, tiny_args, expec
         finally:
             worker.resume()
         for answer in behind:
-            answer.result(60)
+            answer.result(limit(60))
         wait_until(lambda: all(of_metrics(pair.decode, name) for name in FAMILIES), 10, "the books are on the page")
         pair.assert_all_returned()
 
 
-@pytest.mark.parametrize("backend", ["tcp", pytest.param("shm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tcp", "shm"])
 def test_whoever_computes_under_load_the_answers_are_the_same(tmp_path, tiny_args, expected, backend):
     auto = ("--disaggregation-threshold", "auto")
     with (

@@ -117,6 +117,7 @@ def test_sixteen_at_once(unified, prompt_ids, reference):
     assert_same(answers(unified, chosen(indices, prompt_ids), 16), reference, indices)
 
 
+@pytest.mark.slow
 def test_chunked_prefill(tmp_path, prompt_ids, reference):
     with launched(tmp_path, "chunked", "server", *FLOAT32, *ONE_THREAD, *CHUNKED) as server:
         server.wait_healthy()
@@ -131,6 +132,7 @@ def test_page_sizes(tmp_path, prompt_ids, reference, page_size):
         assert_same(answers(pair.prefill, chosen(WAYS, prompt_ids), 4), reference, WAYS)
 
 
+@pytest.mark.slow
 def test_pool_so_small_that_requests_are_retracted(tmp_path, prompt_ids, reference):
     # FOX alone takes most of it, so that the others, admitted on a bold estimate, run out of pages while they decode.
     # And the one server here with a thread for every core.

@@ -5,7 +5,6 @@ orders, and two levels of the kernels, as on two kinds of processors.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -36,14 +35,14 @@ def crowd_of(server: Launched, at_once: int) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory, tiny_args: Sequence[str]) -> list[list[int]]:
-    folder = tmp_path_factory.mktemp("reference")
-    with launched(folder, "reference", "server", *tiny_args, *ENGINES["torch"], *ONE_THREAD) as server:
-        server.wait_healthy()
-        return outputs(server)
+def reference(alone: Launched) -> list[list[int]]:
+    return outputs(alone)
 
 
-@pytest.mark.parametrize(("prefill", "decode", "page_size"), [("torch", "cpu", "16"), ("cpu", "torch", "1")])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "page_size"),
+    [("torch", "cpu", "16"), pytest.param("cpu", "torch", "1", marks=pytest.mark.slow)],
+)
 def test_float32_gives_the_tokens_of_one_instance(tmp_path, tiny_args, reference, prefill, decode, page_size) -> None:
     args = (*tiny_args, "--page-size", page_size)
     own = {"prefill_args": ENGINES[prefill], "decode_args": ENGINES[decode]}
@@ -55,8 +54,9 @@ def test_float32_gives_the_tokens_of_one_instance(tmp_path, tiny_args, reference
         pair.assert_all_returned()
 
 
-# Which of the types it is matters to the kernels alone, whose tests have all of them.
-@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.slow)])
+# tests/unit/test_kv_quantization.py and the kernels' tests have both types, retractions and other orders of pages.
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
 def test_quantised_kv_gives_the_tokens_of_one_instance(tmp_path, tiny_args, kv_dtype) -> None:
     """Computed at once, again from the prefix cache, and where memory is so short that requests are retracted."""
     args, short = (*tiny_args, "--kv-cache-dtype", kv_dtype), ("--max-total-tokens", "256")

@@ -88,6 +88,7 @@ def goes_on_from_a_store(folder: Path, tmp: Path, expected: list[list[int]]) -> 
         return [group["page_bytes"] for group in info["kv_layout"]["groups"]]
 
 
+@pytest.mark.slow
 def test_what_lies_behind_windows_outlives_the_server(served: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     assert min(goes_on_from_a_store(served[0], tmp_path, served[1])) > 0
 
@@ -115,8 +116,7 @@ def pages_of(length: int, info: dict) -> tuple[int, int]:
     ("backend", "prefill"),
     [
         ("tcp", "torch"),
-        ("shm", "cpu"),
-        *(pytest.param(library, "cpu", marks=pytest.mark.slow) for library in ("nixl", "mooncake")),
+        *(pytest.param(other, "cpu", marks=pytest.mark.slow) for other in ("shm", "nixl", "mooncake")),
     ],
 )
 def test_a_pair_hands_over_the_last_window(

@@ -8,7 +8,7 @@ checked. Of a grid with two parameters more, every pair of values is as well.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -27,6 +27,18 @@ def is_in_sample(item: pytest.Item) -> bool:
     if any(sum(steps) - own < one_in - 1 for own in steps):
         raise pytest.UsageError(f"{item.nodeid}: one in {one_in} leaves out values; sample more")
     return sum(place(names, values, item.callspec.params) for names, values in axes) % one_in == 0
+
+
+def few(names: Iterable[str], most: int = 4) -> list[Any]:
+    """Return ``names`` as values of ``parametrize``; of those that begin with "random", all but ``most`` are slow."""
+    values: list[Any] = []
+    drawn = 0
+    for name in names:
+        drawn += name.startswith("random")
+        values.append(
+            pytest.param(name, marks=pytest.mark.slow) if name.startswith("random") and drawn > most else name
+        )
+    return values
 
 
 def place(names: str | Sequence[str], values: Collection[Any], params: Mapping[str, Any]) -> int:

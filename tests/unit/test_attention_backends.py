@@ -30,7 +30,7 @@ BACKENDS = ["torch"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype", "tolerance"),

@@ -702,7 +702,7 @@ def test_window_pages_are_offered_when_nobody_reads_them_any_more():
     assert_all_returned(pair)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     pool=st.sampled_from([64, 128, 256]),

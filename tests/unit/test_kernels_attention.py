@@ -137,7 +137,7 @@ def attend_in_float64(case: Case, layer: int = 1, rule: Rule = PLAIN) -> Tensor:
     return torch.cat(outs)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("page_size", [1, 4, 16, 48])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -171,7 +171,7 @@ def test_equals_float64_whatever_the_number_of_threads(
         st.none() | st.floats(0.5, 50.0),
     ),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_equals_float64_for_random_sizes_and_strides(
     seed: int,
     dtype: torch.dtype,
@@ -195,7 +195,7 @@ def test_equals_float64_for_random_sizes_and_strides(
     torch.testing.assert_close(out_THD.double(), attend_in_float64(case, rule=rule), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("window", [1, 2, 16, 127, 128, 129, 256, 257, 300, 10**6])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("name", PASSES)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from support.experts import Experts, Kinds, Weight, any_spec, choose
+from support.sampling import few
 from torch import Tensor
 
 from pdserve.model_files.spec import (
@@ -108,7 +109,7 @@ MODELS = {name: two_layers(spec) for name, spec in SPECS.items()} | {
 # --- which ones ---
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", few(SPECS))
 def test_the_choice_is_that_of_float64(name: str) -> None:
     spec = SPECS[name]
     generator = torch.Generator().manual_seed(4)
@@ -176,7 +177,7 @@ def noise(ours: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few(MODELS))
 def test_float32_is_float64_but_for_rounding(name: str, threads: int) -> None:
     model = make_model(MODELS[name], torch.float32)
     assert refusal(model.spec, torch.float32, torch.float32) is None
@@ -187,7 +188,7 @@ def test_float32_is_float64_but_for_rounding(name: str, threads: int) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", few(SPECS))
 def test_bfloat16_is_near(name: str, threads: int) -> None:
     """One layer, so that no token sees what another has chosen."""
     model = make_model(one_layer(SPECS[name]), torch.bfloat16)
@@ -266,7 +267,7 @@ INVARIANT = {name: (MODELS[name], (None, None)) for name in MODELS} | {
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", INVARIANT)
+@pytest.mark.parametrize("name", few(INVARIANT))
 def test_a_token_depends_on_its_text_alone_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
     """Not on its batch, the number of threads, or how its text is cut."""
     spec, kinds = INVARIANT[name]

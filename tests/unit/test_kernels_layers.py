@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from support.experts import ACTIVATIONS, Experts, Kinds, Rounding, draw_experts, run_experts, set_experts
 from support.kv_pages import make_pool_layout
+from support.sampling import few
 from torch import Tensor
 
 from pdserve.model_files.spec import (
@@ -396,7 +397,7 @@ def exact_logits(model: Model, engine: Engine, places: list[tuple[int, int]]) ->
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", few(ALL))
 def test_float32_is_float64_but_for_rounding(name: str, threads: int) -> None:
     model = make_model(ALL[name], torch.float32)
     assert refusal(model.spec, torch.float32, torch.float32) is None
@@ -408,7 +409,7 @@ def test_float32_is_float64_but_for_rounding(name: str, threads: int) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", few(ALL))
 def test_bfloat16_is_near(name: str, threads: int) -> None:
     model = make_model(ALL[name], torch.bfloat16)
     engine = Engine(model, threads)
@@ -420,7 +421,7 @@ def test_bfloat16_is_near(name: str, threads: int) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", few(ALL))
 def test_a_token_depends_on_its_text_alone_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
     """Not on its batch, the number of threads, or how its text is cut."""
     model = make_model(ALL[name], dtype)

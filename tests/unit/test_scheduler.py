@@ -283,7 +283,7 @@ def test_lpm_prefers_what_is_cached():
     assert list(sim.ends) == ["warm", "hot", "cold"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     pool=st.sampled_from([48, 96, 256]),

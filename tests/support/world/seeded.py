@@ -227,10 +227,7 @@ MISTAKES: dict[Callable[[Patch], None], dict[str, Any]] = {
 QUICKLY_FOUND = (
     a_room_in_use_is_opened_again,
     done_before_it_has_landed,
-    late_legs_are_not_told,
     memory_goes_back_with_its_first_user,
-    a_window_page_is_not_granted,
-    a_page_less_of_the_window,
     the_last_window_is_not_expected,
 )
 WINDOW_MISTAKES = (window_pages_go_before_they_are_pushed, a_moved_window_is_not_kept)
