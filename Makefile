@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo run test test-slow test-clients chaos gpu-check check lint types format bench-peers docs models wheel clean
+.PHONY: help setup demo run test test-slow mutants test-clients chaos gpu-check check lint types format bench-peers docs models wheel clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
@@ -53,11 +53,15 @@ demo: $(STAMP) ## start 1 prefill + 1 decode + router, stream an answer with cur
 run: $(STAMP) ## the same cluster on port 8000 (PORT=…), until Ctrl-C
 	@exec $(BIN)/pdserve up --port $(PORT)
 
-test: $(STAMP) ## run the tests, WORKERS=3 files at a time: those of real processes, then those of single parts
-	@$(QUIETLY) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not slow' $(TESTS)
+test: $(STAMP) ## run the tests, WORKERS=3 files at a time; QUARTER=0 to 3: with that quarter of the slow ones
+	@$(QUIETLY) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	  $(if $(QUARTER),--slow-quarter $(QUARTER),-m 'not slow') $(TESTS)
 
 test-slow: $(STAMP) ## run the tests that take too long for every change: perplexity, the kernels' lower levels, simulated worlds, the rest of large grids
 	@$(QUIETLY) $(BIN)/python -m pytest -m slow $(TESTS)
+
+mutants: $(STAMP) ## draw mutants of the product's Python code and say which no test kills; MUTANTS="--seed 40 --count 100 --minutes 25"
+	@PYTHONPATH=tests $(BIN)/python -m mutants $(MUTANTS)
 
 test-clients: $(CLIENTS_STAMP) ## run client libraries, load generators, gateways and Prometheus against a pair (installs them first)
 	@$(QUIETLY) $(BIN)/python -m pytest tests/clients

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import time
+import zlib
 from collections.abc import Generator, Iterator
+from pathlib import PurePath
 
 # The machine that runs the tests has few cores: a team of OpenMP threads with another busy process beside it waits for
 # whole scheduler ticks at every barrier. OpenMP reads this when torch is loaded.
@@ -26,19 +29,43 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 LONGEST = [
-    *("test_failures", "test_token_identity", "test_tensor_parallel", "test_two_hosts", "test_unlike_engines"),
-    *("test_library_backends", "test_kernels_experts", "test_world", "test_kernels_attention", "test_triton_ops"),
-    *("test_bootstrap_process", "test_models_page", "test_triton_attention", "test_kernels_layers"),
+    *("test_failures", "test_token_identity", "test_roles", "test_backends", "test_sessions", "test_determinism"),
+    *("test_tensor_parallel", "test_abort_storm", "test_campaign", "test_strangers"),
+    *("test_world", "test_library_backends", "test_models_page", "test_kernels_experts", "test_triton_ops"),
+    *("test_kernels_attention", "test_triton_attention", "test_bootstrap_process", "test_kernels_layers"),
 ]
-"""Files that take longest, those of real processes and the others. The later they came, the longer one worker would be
-alone with the last."""
+"""Files that take longest, those of real processes and the others. If they came late, one worker would be alone with
+the last."""
+TOGETHER = dict.fromkeys(("test_abort_storm", "test_campaign", "test_strangers"), "the pair with small pools")
+"""Files that one worker runs one after another, because they share servers that no other file uses."""
+QUARTERS = 4
+CAMPAIGN_SECONDS = 900.0
+"""Slow tests with this limit or a longer one are campaigns, of up to an hour: ``--slow-quarter`` leaves them out."""
+SLOW_MINUTES = 45.0
+"""``--slow-quarter`` begins no slow test later than this: the whole run has to end within CI's time."""
 LEVEL = "kernels_level"
 """Property of a test that ran the kernels at another level than this process: the level's name."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Measure the machine while it does nothing else; xdist starts its workers afterwards."""
-    machine.slowness()
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--slow-quarter``: what CI runs beside the tests of ``make test``."""
+    told = f"run the tests that are not slow, and those slow ones whose name's CRC-32 modulo {QUARTERS} is this"
+    parser.addoption("--slow-quarter", type=int, choices=range(QUARTERS), help=told)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Give files to workers one by one, but those that share servers together."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class TogetherScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return TOGETHER.get(PurePath(file).stem, file)
+
+    return TogetherScheduling(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -62,19 +89,46 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Grids are sampled; each test's own limit is stretched like those inside it; what takes longest comes first.
+    """Sample the grids, choose the quarter, stretch each test's own limit like those inside it, sort.
 
-    Workers take file after file in this order (``--no-loadscope-reorder``): real processes' first. Without it files of
-    few tests come last, which are theirs: one worker would be idle while the other is at the longest of all.
+    Workers take file after file in this order (``--no-loadscope-reorder``): what takes longest comes first, real
+    processes before single parts. Without it files of few tests come last, which are those of real processes: one
+    worker would be idle while the other is at the longest of all.
     """
     order = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ("e2e" not in item.path.parts, order.get(item.path.stem, len(order))))
     for item in items:
         if not sampling.is_in_sample(item):
             item.add_marker(pytest.mark.slow)
-        marker = item.get_closest_marker("timeout")
-        seconds = marker.args[0] if marker else float(config.getini("timeout"))
-        item.add_marker(pytest.mark.timeout(machine.limit(seconds)), append=False)
+    quarter = config.getoption("--slow-quarter")
+    if quarter is not None:
+        left_out = [item for item in items if item.get_closest_marker("slow") and not in_quarter(item, quarter)]
+        config.hook.pytest_deselected(items=left_out)
+        names = {item.nodeid for item in left_out}
+        items[:] = [item for item in items if item.nodeid not in names]
+    for item in items:
+        item.add_marker(pytest.mark.timeout(machine.limit(seconds_of(item))), append=False)
+
+
+def seconds_of(item: pytest.Item) -> float:
+    """Return the limit that is written at the test, or that of all tests."""
+    marker = item.get_closest_marker("timeout")
+    return marker.args[0] if marker else float(item.config.getini("timeout"))
+
+
+def in_quarter(item: pytest.Item, quarter: int) -> bool:
+    """Whether ``--slow-quarter`` runs a slow test."""
+    return zlib.crc32(item.nodeid.encode()) % QUARTERS == quarter and seconds_of(item) < CAMPAIGN_SECONDS
+
+
+BEGUN = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out what is left of the quarter when its time is over."""
+    over = time.monotonic() > BEGUN + 60 * SLOW_MINUTES
+    if over and item.config.getoption("--slow-quarter") is not None and item.get_closest_marker("slow"):
+        pytest.skip(f"a slow test of the quarter, whose {SLOW_MINUTES:.0f} minutes are over")
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +142,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def pytest_report_header() -> list[str]:
+def pytest_report_header(config: pytest.Config) -> list[str]:
     """What ran these tests: a green run on one processor says little about the code for another."""
+    quarter = config.getoption("--slow-quarter")
     return [
+        *([] if quarter is None else [f"slow tests: quarter {quarter} of {QUARTERS}, without campaigns"]),
         f"processor: {machine.processor()}, {len(os.sched_getaffinity(0))} cores",
         f"kernels: {machine.kernels()}",
-        f"limits: {machine.slowness():.2f} times those written in the tests, as measured here",
+        f"deadlines: {machine.PATIENCE:.0f} times those written in the tests, at least {machine.LEAST_SECONDS:.0f} s",
     ]
 
 
