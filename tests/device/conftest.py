@@ -6,7 +6,27 @@ A process has that for all kernels or for none (``TRITON_INTERPRET=1`` from its 
 
 from __future__ import annotations
 
+import zlib
+
+import pytest
 from support.triton_device import CAN_RUN
 
 if not CAN_RUN:
     collect_ignore_glob = ["*"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--one-of-each``: what ``make test`` runs in the interpreter, which is slow."""
+    parser.addoption("--one-of-each", metavar="SEED", help="run one case of each test, drawn by this seed")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the cases of ``--one-of-each``."""
+    seed = config.getoption("--one-of-each")
+    if seed is None:
+        return
+    drawn = sorted(items, key=lambda item: zlib.crc32(f"{seed} {item.nodeid}".encode()), reverse=True)
+    chosen = {item.nodeid.partition("[")[0]: item for item in drawn}
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen.values()])
+    items[:] = [item for item in items if item in chosen.values()]
