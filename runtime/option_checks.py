@@ -22,6 +22,7 @@ MOST_SLOTS = 1 << 31
 AT_LEAST_ONE = (
     "max_running_requests",
     "max_queued_requests",
+    "max_logprobs_per_request",
     "max_concurrent_requests",
     "max_prefill_tokens",
     "stream_interval",

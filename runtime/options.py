@@ -7,6 +7,8 @@ from typing import Literal
 
 DisaggregationMode = Literal["unified", "prefill", "decode"]
 DEFAULT_BOOTSTRAP_PORT = 8998
+DEFAULT_MAX_LOGPROBS = 1 << 22
+"""Some 90 MB in messages and 700 MB in the HTTP process: 128k tokens with 20 alternatives to each fit."""
 RECENT_TOKENS = 16
 """Of a row, which --enable-double-sparsity attends to in any case."""
 
@@ -141,6 +143,10 @@ class ServerOptions:
         Most requests that hold KV memory at once.
     max_queued_requests
         Most requests that wait; one more is answered with 429, and with when half of them should have had their turn.
+    max_logprobs_per_request
+        Maximum number of log-probabilities that one request may ask for: its answers x (scored prompt tokens + output
+        tokens) x (1 + alternatives). A request for more is answered with 400, or 413 if only a batch comes to more. A
+        request without a limit of output tokens gets as many as fit.
     max_prefill_tokens
         Most prompt tokens computed in one step.
     chunked_prefill_size
@@ -369,6 +375,7 @@ class ServerOptions:
     swa_full_tokens_ratio: float | None = None
     max_running_requests: int = 256
     max_queued_requests: int = 2048
+    max_logprobs_per_request: int = DEFAULT_MAX_LOGPROBS
     max_prefill_tokens: int = 8192
     chunked_prefill_size: int | None = None
     mixed_chunk_size: int | None = None

@@ -69,8 +69,10 @@ class Outbox:
         if not req.announced:
             tail = req.token_ids[max(0, req.prompt_len - PROMPT_TAIL) : req.prompt_len].tobytes()
             init = DetokenizeInit(req.msg.sampling.stop, req.msg.sampling.skip_special_tokens, tail)
+            # A router drops what the prefill of a pair answers: the decode tells the same.
+            is_dropped = req.msg.bootstrap is not None and req.msg.bootstrap.leg == "prefill"
             # Whole by now: prompt logprobs are there before the first output token is.
-            if req.msg.return_prompt or req.input_logprobs is not None:
+            if (req.msg.return_prompt or req.input_logprobs is not None) and not is_dropped:
                 ids = req.msg.input_ids if req.msg.return_prompt else b""
                 prompt = PromptReport(ids, req.input_logprobs)
             req.announced = True

@@ -42,7 +42,12 @@ async def serve(ctx: ChildContext, listener: socket.socket, model: ServedModel) 
     options = ctx.options
     keys = AnswerKeys(ctx.secret)
     engine = EngineClient(
-        sender, supervisor, options.disaggregation_mode, cache_by_key=options.cache_by_key, answer_keys=keys
+        sender,
+        supervisor,
+        options.disaggregation_mode,
+        cache_by_key=options.cache_by_key,
+        answer_keys=keys,
+        max_logprobs=options.max_logprobs_per_request,
     )
     config = server_config(
         make_app(options, engine, ctx.epoch, model),

@@ -18,6 +18,8 @@ from ..model_files.model_limits import ModelLimits
 from ..model_files.text.chat_template import ChatTemplate
 from ..model_files.text.errors import PromptError
 from ..model_files.text.text_tokenizer import TextTokenizer
+from ..runtime.options import DEFAULT_MAX_LOGPROBS
+from .logprob_budget import UNLIMITED, fit_logprobs
 from .prompt_encoder import THE_LIMIT, TOO_LONG, PromptEncoder
 from .text_questions import TextQuestions
 
@@ -29,10 +31,17 @@ MAX_STOP_CHARACTERS = 4096
 class RequestTokenizer:
     """Turns ``TokenizeReq`` into ``GenerateReq``. ``questions`` answers those that concern no request."""
 
-    def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate | None, limits: ModelLimits) -> None:
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        template: ChatTemplate | None,
+        limits: ModelLimits,
+        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
+    ) -> None:
         self._encoder = PromptEncoder(tokenizer, template, limits)
         self.questions = TextQuestions(self._encoder, tokenizer, limits)
         self._limits = limits
+        self._max_logprobs = max_logprobs
         # A tokenizer may know ids that the model has no weights for; ending on one would never happen.
         self._eos_ids = tuple(i for i in tokenizer.eos_ids if i < limits.vocab_size)
 
@@ -116,10 +125,13 @@ class RequestTokenizer:
         self._check_id(field, min(token_ids))
         self._check_id(field, max(token_ids))
         eos_ids = () if req.sampling.ignore_eos else self._eos_ids
+        # An unset limit still says so here. What is explicit counts as far as the context has room for it.
+        sampling = req.sampling if req.sampling.max_new_tokens == UNLIMITED else _clamp_output(req.sampling, room)
+        sampling = fit_logprobs(sampling, req.logprobs, len(token_ids), len(req.rids), self._max_logprobs)
         return GenerateReq(
             rid=req.rid,
             input_ids=pack_i32(token_ids),
-            sampling=_clamp_output(req.sampling, room),
+            sampling=_clamp_output(sampling, room),
             stop_ids=tuple(dict.fromkeys(eos_ids + req.sampling.stop_token_ids)),
             arrival=req.arrival,
             logprobs=req.logprobs,

@@ -9,6 +9,17 @@ from ..model_files.text.text_tokenizer import TextTokenizer
 from .prompt_encoder import PromptEncoder
 
 
+class _TokenTexts(dict[int, str]):
+    """What each token reads, decoded when it is first asked for: a long text has few different tokens."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
+
 class TextQuestions:
     """Answers them; a question that can't be answered gets the reason."""
 
@@ -16,6 +27,7 @@ class TextQuestions:
         self._encoder = encoder
         self._tokenizer = tokenizer
         self._limits = limits
+        self._read = _TokenTexts(tokenizer)
 
     def answer(self, question: TextQuestion) -> TextAnswer:
         """One answer."""
@@ -32,8 +44,7 @@ class TextQuestions:
             return Encoded(question.id, error=str(e), field=e.field)
         pieces = None
         if question.pieces:
-            read = self._tokenizer.decode
-            pieces = [[read([i], skip_special_tokens=False) for i in ids] for ids in token_ids]
+            pieces = [[self._read[i] for i in ids] for ids in token_ids]
         return Encoded(question.id, token_ids, pieces)
 
     def _decode(self, question: DecodeReq) -> Decoded:

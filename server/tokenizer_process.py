@@ -51,7 +51,8 @@ def load_request_tokenizer(options: ServerOptions) -> RequestTokenizer:
     limits = read_limits(source, options.context_length, options.model_impl)
     tokenizer = load_tokenizer(options)
     tokenizer.encode_batch(["a"], add_special_tokens=True)  # what is loaded on first use is loaded now
-    return RequestTokenizer(tokenizer, load_chat_template(options, tokenizer), limits)
+    template = load_chat_template(options, tokenizer)
+    return RequestTokenizer(tokenizer, template, limits, options.max_logprobs_per_request)
 
 
 def route(tokenizer: RequestTokenizer, messages: Sequence[ToTokenizer]) -> Routed:

@@ -72,6 +72,7 @@ from .generate_schemas import GenerateBody
 from .health import HealthCheck
 from .instance_metrics import InstanceMetrics
 from .kv_hashes import KVHashesBody, kv_hashes
+from .large_bodies import Aside
 from .memory import ReleaseBody, ResizeBody, ResumeBody, release_memory, resize_pool, resume_memory
 from .models import detokenize, get_model, list_models, tokenize
 from .moved_answers import PATH as MOVED_PATH
@@ -157,6 +158,7 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: Se
         metrics=MetricsPage(InstanceMetrics(options, engine, counts, info).families),
         sessions=Sessions(open_sessions(options)),
         uploads=Uploads(MAX_UPLOADS * MAX_BODY_BYTES, MAX_BODY_VALUES),
+        aside=Aside(),
         epoch=epoch,
         version=version("pdserve"),
         started=int(time.time()),

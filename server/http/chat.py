@@ -55,7 +55,7 @@ def chat_of(body: ChatBody) -> Conversation:
 class ChatRenderer(EnvelopeRenderer):
     """Writes messages, or deltas of them; ``names`` is None where no logprobs are wanted."""
 
-    field_names: ClassVar[Mapping[str, str]] = {"text": "messages", "input_ids": "messages"}
+    field_names: ClassVar[Mapping[str, str]] = {"text": "messages", "input_ids": "messages", "logprobs": "top_logprobs"}
 
     def answer(self, choices: list[Choice]) -> dict[str, Any]:
         """A ``chat.completion`` object."""

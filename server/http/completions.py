@@ -12,6 +12,7 @@ from ...messages.outputs import NamedLogprob
 from ...messages.requests import LogprobOptions
 from .engine_response import EngineResponse
 from .errors import bad_request
+from .large_bodies import LARGE_BATCH
 from .openai_common import Envelope, EnvelopeRenderer, TokenNames, check_model, ending, plan_openai, top_with_own, usage
 from .openai_schemas import CompletionBody
 from .parsing import parse_body
@@ -35,7 +36,10 @@ async def completions(request: Request) -> Response:
     prompts, batch = read_prompts(body.prompt)
     wanted = body.logprobs is not None
     logprobs = LogprobOptions(start_len=0 if body.echo else -1, top_num=body.logprobs or 0) if wanted else None
-    plans = plan_openai(body, prompts, batch, body.max_tokens, logprobs, state, echo=body.echo)
+    plans = await state.aside.run(
+        len(prompts) > LARGE_BATCH,
+        lambda: plan_openai(body, prompts, batch, body.max_tokens, logprobs, state, echo=body.echo),
+    )
     names = TokenNames(body.return_tokens_as_token_ids) if wanted else None
     echoes = [prompt.text for prompt in prompts] if body.echo else None
     renderer = CompletionRenderer(Envelope.of(body, plans, state.model, ticket_of(request.scope)), echoes, names)

@@ -88,6 +88,7 @@ class EngineClient:
         answer_keys: AnswerKeys | None = None,
         max_request_bytes: int = MAX_REQUEST_BYTES,
         max_held_bytes: int = MAX_HELD_BYTES,
+        max_logprobs: int | None = None,
     ) -> None:
         self.metrics = RequestMetrics()
         self.scheduler_metrics: SchedulerMetrics | None = None
@@ -98,6 +99,7 @@ class EngineClient:
         self._live: dict[str, _Live | None] = {}
         self._max_request_bytes = max_request_bytes
         self._max_held_bytes = max_held_bytes
+        self._max_logprobs = max_logprobs
         self.held_bytes = 0
         """Length of the messages of all submissions that have not ended."""
         self._cache_by_key = cache_by_key
@@ -167,6 +169,7 @@ class EngineClient:
             streaming=streaming,
             follows=follows and len(choices) == 1,
             nbytes=batch.nbytes,
+            max_logprobs=self._max_logprobs,
         )
         self._check_held(batch.nbytes)
         # Sent first: what can't be sent must leave no name behind.

@@ -14,6 +14,7 @@ from .bootstrap_gate import BootstrapGate
 from .engine_response import EngineResponse, event
 from .errors import bad_request
 from .generate_schemas import GenerateBody
+from .large_bodies import LARGE_BATCH
 from .logprob_lists import LogprobLists
 from .parsing import parse_body
 from .plan import NO_TERMS, PromptPlan, Terms, make_prompts, name_requests, per_prompt, sampling_params
@@ -29,7 +30,11 @@ async def generate(request: Request) -> Response:
     state = HttpState.of(request)
     body = named(request, timed(request, await parse_body(request, GenerateBody)))
     batch = is_batch(body)
-    plans = plan_generate(body, batch, state.gate, state.model.defaults, terms_of(body, state.options))
+    terms = terms_of(body, state.options)
+    plans = await state.aside.run(
+        batch and len(body.text or body.input_ids or ()) > LARGE_BATCH,
+        lambda: plan_generate(body, batch, state.gate, state.model.defaults, terms),
+    )
     group = body.rid if isinstance(body.rid, str) else None
     incremental = state.options.incremental_streaming_output if body.incremental is None else body.incremental
     renderer = NativeRenderer(
@@ -86,7 +91,11 @@ def plan_generate(
     ]
 
 
-SAMPLING_NAMES = {"stop": "sampling_params.stop", "stop_token_ids": "sampling_params.stop_token_ids"}
+SAMPLING_NAMES = {
+    "stop": "sampling_params.stop",
+    "stop_token_ids": "sampling_params.stop_token_ids",
+    "logprobs": "top_logprobs_num",
+}
 
 
 class NativeRenderer:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from ...runtime.web.body import MAX_VALUES, BodyTooLarge, TooManyValues, UploadDropped
 from .errors import ApiError, bad_request
 from .fields import MAX_PROMPTS, TAG, Body, Ignored
+from .large_bodies import LARGE_BYTES, check_amount, parse_in_pieces
 from .state import HttpState
 
 B = TypeVar("B", bound=Body)
@@ -39,17 +40,19 @@ WANTED = {
 }
 
 
-def parse_json(data: bytes) -> dict[str, Any]:
-    """The JSON object in ``data``, of which nothing is one without fields; raises ``ApiError`` 400."""
+def parse_json(data: bytes, is_large: bool = False) -> dict[str, Any]:
+    """The JSON object in ``data``, of which nothing is one without fields; raises ``ApiError`` 400, or 413."""
     if not data:
         return {}
     try:
         # NaN, Infinity, lone surrogates and absurd nesting are refused here.
-        content = orjson.loads(data)
+        content = parse_in_pieces(data) if is_large else orjson.loads(data)
     except orjson.JSONDecodeError as e:
         raise bad_request(None, f"the body is not valid JSON: {e}") from None
     if not isinstance(content, dict):
         raise bad_request(None, "the body must be a JSON object")
+    if is_large:
+        check_amount(content)
     return content
 
 
@@ -75,7 +78,8 @@ async def parse_body(request: Request, schema: type[B]) -> B:
         raise ApiError(413, str(e)) from None
     except UploadDropped as e:
         raise ApiError(503, str(e)) from None
-    return validate(schema, parse_json(body), state.ignored)
+    is_large = len(body) > LARGE_BYTES
+    return await state.aside.run(is_large, lambda: validate(schema, parse_json(body, is_large), state.ignored))
 
 
 def _explain(error: ErrorDetails) -> ApiError:

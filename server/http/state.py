@@ -14,6 +14,7 @@ from .bootstrap_gate import BootstrapGate
 from .engine_client import EngineClient
 from .fields import Ignored
 from .health import HealthCheck
+from .large_bodies import Aside
 from .served_model import ServedModel
 from .session_folder import Sessions
 
@@ -30,6 +31,7 @@ class HttpState:
     ignored: Ignored
     metrics: MetricsPage
     uploads: Uploads
+    aside: Aside
     sessions: Sessions
     epoch: str
     version: str

@@ -154,7 +154,11 @@ class Submission:
         streaming: bool,
         follows: bool = False,
         nbytes: int = 0,
+        max_logprobs: int | None = None,
     ) -> None:
+        self._max_logprobs = max_logprobs
+        self._logprobs = 0
+        """Log-probabilities that are kept here, alternatives included."""
         self.nbytes = nbytes
         """Length of the messages that asked for it."""
         self.follows = follows
@@ -189,12 +193,27 @@ class Submission:
     def update(self, choice: Choice, item: ReqText, now: float) -> None:
         """``item`` arrived for ``choice``."""
         choice.add(item, now)
+        if item.logprobs or item.prompt is not None:
+            self._count_logprobs(choice, item)
         self._running -= item.finish is not None
         if self._streaming:
             self._changed[choice.index] = choice
             self._wakeup.set()
         elif not self._running:
             self._wakeup.set()
+
+    def _count_logprobs(self, choice: Choice, item: ReqText) -> None:
+        """Fail if a batch comes to more log-probabilities than one request may have."""
+        entries = list(item.logprobs or ()) if choice.keeps_told else []
+        if item.prompt is not None:
+            entries += item.prompt.logprobs or ()
+        self._logprobs += sum(1 + len(entry.top) for entry in entries)
+        if self._max_logprobs is not None and self._logprobs > self._max_logprobs:
+            text = (
+                f"the answers come to more than {self._max_logprobs} log-probabilities (--max-logprobs-per-request); "
+                "send fewer prompts at a time, or ask for fewer alternatives"
+            )
+            self.fail(ApiError(413, text))
 
     def fail(self, failure: ApiError | ClientGone | AnswerMoved) -> None:
         """Nothing more will come. The first reason counts; a client that has gone needs no other."""

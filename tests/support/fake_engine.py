@@ -59,7 +59,12 @@ class FakeEngine:
 
     def __init__(self, *, hold: bool = False, mute: bool = False, **options: Any) -> None:
         self.options = ServerOptions(**options)
-        self.client = EngineClient(self, mode=self.options.disaggregation_mode, cache_by_key=self.options.cache_by_key)
+        self.client = EngineClient(
+            self,
+            mode=self.options.disaggregation_mode,
+            cache_by_key=self.options.cache_by_key,
+            max_logprobs=self.options.max_logprobs_per_request,
+        )
         self.app: ASGIApp = make_app(self.options, self.client, epoch="e1")
         self.hold = hold
         self.mute = mute

@@ -1,0 +1,245 @@
+"""Bounds of what one request costs an instance: log-probabilities, turns of the event loop, work of the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from support.fake_engine import FakeEngine, with_engine
+from support.sim import VOCAB, SimInstance, make_options
+from support.sim_ring import CONTEXT, SimTokenizer
+
+from pdserve.messages.outputs import ReqError, TokenBatch
+from pdserve.messages.requests import Bootstrap, GenerateReq, LogprobOptions, TokenizeReq
+from pdserve.messages.sampling import SamplingParams
+from pdserve.messages.text import Encoded, EncodeReq
+from pdserve.model_files.model_limits import ModelLimits
+from pdserve.server.http import large_bodies, request_batch
+from pdserve.server.http.large_bodies import MAX_TEXT_PARTS, MAX_TOKEN_IDS, Aside, parse_in_pieces
+from pdserve.server.http.request_batch import SLICE_CHOICES
+from pdserve.server.request_tokenizer import RequestTokenizer
+
+UNSET = 2**31 - 1
+
+
+# --- log-probabilities ---
+
+
+def tokenized(
+    limit: int, logprobs: LogprobOptions | None, prompt: int = 100, n: int = 1, max_new_tokens: int = 10
+) -> GenerateReq | ReqError:
+    tokenizer = RequestTokenizer(SimTokenizer(), None, ModelLimits(CONTEXT, VOCAB), limit)
+    sampling = SamplingParams(seed=1, max_new_tokens=max_new_tokens)
+    forks = [f"a-{i}" for i in range(1, n)]
+    [answer] = tokenizer.tokenize([TokenizeReq("a", sampling, 0.0, text="x" * prompt, logprobs=logprobs, forks=forks)])
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "n", "entries"),
+    [
+        (LogprobOptions(0, 4), 1, (100 + 10) * 5),
+        (LogprobOptions(60, 0), 1, (40 + 10) * 1),
+        (LogprobOptions(-1, 4), 1, 10 * 5),
+        (LogprobOptions(0, 4), 3, 3 * (100 + 10) * 5),
+    ],
+)
+def test_log_probabilities_of_prompt_and_output_and_of_all_answers_count(
+    logprobs: LogprobOptions, n: int, entries: int
+) -> None:
+    assert isinstance(tokenized(entries, logprobs, n=n), GenerateReq)
+    refused = tokenized(entries - 1, logprobs, n=n)
+    assert isinstance(refused, ReqError)
+    assert (refused.status, refused.field) == (400, "logprobs")
+    assert f"are {entries}, the limit is {entries - 1}" in refused.message
+    assert isinstance(tokenized(1, None), GenerateReq)
+
+
+def test_a_request_without_a_limit_of_tokens_gets_as_many_as_fit() -> None:
+    answer = tokenized(3 * 5 * 150, LogprobOptions(0, 4), n=3, max_new_tokens=UNSET)
+    assert isinstance(answer, GenerateReq)
+    assert answer.sampling.max_new_tokens == 50
+    refused = tokenized(3 * 5 * 100, LogprobOptions(0, 4), n=3, max_new_tokens=UNSET)
+    assert isinstance(refused, ReqError)
+    assert "1 output token" in refused.message
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/generate", {"text": "x", "return_logprob": True}, "top_logprobs_num"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True}, "top_logprobs"),
+        ("/v1/completions", {"prompt": "x", "logprobs": 1}, "logprobs"),
+    ],
+)
+def test_the_refusal_names_the_field_of_its_api(path: str, body: dict[str, Any], param: str) -> None:
+    async def check(engine: FakeEngine) -> httpx.Response:
+        engine.errors = [ReqError("", 400, "too many", field="logprobs")]
+        return await engine.post(path, body)
+
+    assert with_engine(check).json()["error"]["param"] == param
+
+
+def test_a_batch_that_comes_to_more_ends_and_nothing_of_it_is_left() -> None:
+    async def check(engine: FakeEngine) -> None:
+        body = {"text": ["x"] * 4, "return_logprob": True, "top_logprobs_num": 4, "logprob_start_len": 0}
+        response = await engine.post("/generate", {**body, "sampling_params": {"max_new_tokens": 3}})
+        assert response.status_code == 413
+        assert "--max-logprobs-per-request" in response.json()["error"]["message"]
+        await engine.wait_for(lambda: engine.client.live_requests == 0)
+        one = {**body, "text": "x", "sampling_params": {"max_new_tokens": 3}}
+        assert (await engine.post("/generate", one)).status_code == 200
+
+    with_engine(check, max_logprobs_per_request=40)
+
+
+@pytest.mark.parametrize(("leg", "told"), [("prefill", False), ("decode", True), ("", True)])
+def test_what_a_router_drops_of_a_prefill_is_not_made(leg: Any, told: bool) -> None:
+    sim = SimInstance(make_options())
+    sim.submit("a", range(10), max_new_tokens=4, stream=True, logprobs=(0, 0))
+    req = sim.scheduler.reqs["a"]
+    req.msg.bootstrap = Bootstrap("h", 1, 2, leg=leg)
+    sim.outbox.tokens(req, None, None)
+    [batch] = [m for m in sim.outbox._to_detokenizer if isinstance(m, TokenBatch)]
+    assert (batch.items[0].prompt is not None) is told
+
+
+# --- the event loop ---
+
+
+def test_a_batch_of_thousands_is_made_ready_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    slices = []
+
+    async def check(engine: FakeEngine) -> None:
+        async def count(seconds: float) -> None:
+            slices.append(seconds)
+
+        monkeypatch.setattr(request_batch.asyncio, "sleep", count)
+        asking = engine.post("/generate", {"text": ["x"] * 1000, "sampling_params": {"n": 2, "max_new_tokens": 1}})
+        response = await asking
+        monkeypatch.undo()
+        assert len(response.json()) == 2000
+        assert len(engine.sent) == 1000
+
+    with_engine(check)
+    assert len(slices) >= 2000 // SLICE_CHOICES - 1
+
+
+@pytest.mark.parametrize(
+    ("body", "aside"),
+    [
+        ({"text": "x"}, [False, False]),
+        ({"text": "x" * large_bodies.LARGE_BYTES}, [True, False]),
+        ({"text": ["x"] * (large_bodies.LARGE_BATCH + 1)}, [False, True]),
+    ],
+)
+def test_large_bodies_are_parsed_and_large_batches_planned_aside(
+    body: dict[str, Any], aside: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    run = Aside.run
+
+    async def record(self: Aside, is_large: bool, work: Any) -> Any:
+        asked.append(is_large)
+        return await run(self, is_large, work)
+
+    monkeypatch.setattr(Aside, "run", record)
+    body = {**body, "sampling_params": {"max_new_tokens": 1}}
+    assert with_engine(lambda engine: engine.post("/generate", body)).status_code == 200
+    assert asked == aside
+
+
+VALUES = [
+    {"a": 1},
+    {"text": 'é😀\n"', "b": [1, 2], "c": None},
+    {"input_ids": [[1, 2], [3]], "x": {"y": [[]]}},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+]
+
+
+@pytest.mark.parametrize("content", VALUES)
+@pytest.mark.parametrize("piece", [0, 1 << 18])
+def test_pieces_give_what_the_whole_gives(content: Any, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_bodies, "PIECE_BYTES", piece)
+    data = orjson.dumps(content, option=orjson.OPT_INDENT_2)
+    assert parse_in_pieces(data) == content
+    assert parse_in_pieces(data.replace(b"\n", b"\n" * 40)) == content
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"{",
+        b"[1",
+        b'{"a": NaN}',
+        b'{"a": [[1], [NaN]]}',
+        b'{"a": [[1],]}',
+        b'{"a": "\\ud800"}',
+        b"{}x",
+        b"\xff",
+        b"1 2",
+    ],
+)
+def test_what_is_wrong_is_said_as_of_the_whole(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_bodies, "PIECE_BYTES", 0)
+    with pytest.raises(orjson.JSONDecodeError) as expected:
+        orjson.loads(data)
+    with pytest.raises(orjson.JSONDecodeError) as said:
+        parse_in_pieces(data)
+    assert str(said.value) == str(expected.value)
+
+
+def test_lists_of_lists_are_parsed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_bodies, "PIECE_BYTES", 0)
+    sizes: list[int] = []
+    loads = orjson.loads
+
+    def record(data: Any) -> Any:
+        sizes.append(len(data))
+        return loads(data)
+
+    monkeypatch.setattr(large_bodies.orjson, "loads", record)
+    data = orjson.dumps({"input_ids": [list(range(100))] * 50})
+    assert len(parse_in_pieces(data)["input_ids"]) == 50
+    assert max(sizes) < len(data) // 40
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"input_ids": [[1] * (MAX_TOKEN_IDS // 4)] * 5}),
+        ("/v1/completions", {"prompt": [[1] * (MAX_TOKEN_IDS // 4)] * 5}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * (MAX_TEXT_PARTS // 4)}] * 5},
+        ),
+    ],
+)
+def test_more_than_can_be_checked_at_once_is_a_413(path: str, body: dict[str, Any]) -> None:
+    response = with_engine(lambda engine: engine.post(path, body))
+    assert response.status_code == 413
+    assert "the limit is" in response.json()["error"]["message"]
+
+
+# --- the tokenizer ---
+
+
+class Counting(SimTokenizer):
+    decoded = 0
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        self.decoded += 1
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def test_each_token_is_read_once_however_often_it_is_asked_for() -> None:
+    counting = Counting()
+    questions = RequestTokenizer(counting, None, ModelLimits(CONTEXT, VOCAB)).questions
+    for i in range(3):
+        answer = questions.answer(EncodeReq(i, texts=["abcab" * 20, "cab"], pieces=True))
+        assert isinstance(answer, Encoded)
+        assert answer.pieces == [list("abcab" * 20), list("cab")]
+    assert counting.decoded == 3
