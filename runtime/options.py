@@ -7,8 +7,8 @@ from typing import Literal
 
 DisaggregationMode = Literal["unified", "prefill", "decode"]
 DEFAULT_BOOTSTRAP_PORT = 8998
-DEFAULT_MAX_LOGPROBS = 1 << 22
-"""Some 90 MB in messages and 700 MB in the HTTP process: 128k tokens with 20 alternatives to each fit."""
+DEFAULT_MAX_LOGPROBS = 1 << 20
+"""Some 20 MB in messages and 170 MB in the HTTP process: 128k tokens with 7 alternatives to each, 50k with 20."""
 RECENT_TOKENS = 16
 """Of a row, which --enable-double-sparsity attends to in any case."""
 

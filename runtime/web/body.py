@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from starlette.requests import Request
 
@@ -47,6 +48,8 @@ class Uploads:
         self._sizes: dict[asyncio.Timeout, int] = {}
         self.held = 0
         """Bytes of bodies that are not complete."""
+        self.waiting = 0
+        """Bytes of complete bodies that wait for a parser."""
 
     async def read(self, request: Request, limit: int) -> bytes:
         """The body's bytes, which are JSON. Raises ``BodyTooLarge`` or ``UploadDropped`` before all are read,
@@ -64,6 +67,20 @@ class Uploads:
             if containers > MAX_CONTAINERS or body.count(b",") > self._values:
                 raise TooManyValues(self._values)
         return body
+
+    @contextmanager
+    def wait(self, size: int) -> Iterator[None]:
+        """Count a complete body of ``size`` bytes while it waits for a parser, and is parsed.
+
+        Raises ``UploadDropped`` if those that wait would be more than the limit.
+        """
+        if self.waiting and self.waiting + size > self._limit:
+            raise UploadDropped("too many large bodies wait to be parsed; send this one again later")
+        self.waiting += size
+        try:
+            yield
+        finally:
+            self.waiting -= size
 
     def _grow(self, upload: asyncio.Timeout, size: int) -> None:
         self.held += size

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 import orjson
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -26,6 +27,7 @@ from .engine_client import EngineClient
 from .errors import AnswerMoved, ApiError, ClientGone
 from .plan import PromptPlan
 from .request_metrics import CLIENT_GONE, ERROR, HANDED_OVER, MOVED
+from .state import HttpState
 from .submission import Choice, Delta, Kind, Submission
 from .tickets import can_follow, ticket_of
 
@@ -34,6 +36,8 @@ log = logging.getLogger(__name__)
 DATA_PREFIX, EVENT_END = b"data: ", b"\n\n"
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+LARGE_LOGPROBS = 10_000
+"""Log-probabilities that take some 10 ms to write."""
 KEEP_ALIVE_SECONDS = 15.0
 """Proxies wait for 60 s, mostly. Short answers look as if there were none of this."""
 EVENT_STREAM = (
@@ -204,7 +208,10 @@ class EngineResponse(Response):
         except AnswerMoved as e:
             await self._send_ticket(submission, e, send)
             return
-        body = orjson.dumps(self._renderer.answer(choices))
+        # With many log-probabilities it takes a while, and all of it is Python: the event loop has its turns meanwhile.
+        aside = HttpState.of(Request(scope)).aside
+        is_large = submission.logprobs > LARGE_LOGPROBS
+        body = await aside.run(is_large, lambda: orjson.dumps(self._renderer.answer(choices)))
         await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _send_ticket(self, submission: Submission, moved: AnswerMoved, send: Send) -> None:

@@ -72,14 +72,15 @@ async def parse_body(request: Request, schema: type[B]) -> B:
     state = HttpState.of(request)
     try:
         body = await state.uploads.read(request, MAX_BODY_BYTES)
+        is_large = len(body) > LARGE_BYTES
+        with state.uploads.wait(len(body)):
+            return await state.aside.run(is_large, lambda: validate(schema, parse_json(body, is_large), state.ignored))
     except BodyTooLarge as e:
         raise ApiError(413, f"{e}; split the batch") from None
     except TooManyValues as e:
         raise ApiError(413, str(e)) from None
     except UploadDropped as e:
         raise ApiError(503, str(e)) from None
-    is_large = len(body) > LARGE_BYTES
-    return await state.aside.run(is_large, lambda: validate(schema, parse_json(body, is_large), state.ignored))
 
 
 def _explain(error: ErrorDetails) -> ApiError:

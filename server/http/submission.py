@@ -157,8 +157,8 @@ class Submission:
         max_logprobs: int | None = None,
     ) -> None:
         self._max_logprobs = max_logprobs
-        self._logprobs = 0
-        """Log-probabilities that are kept here, alternatives included."""
+        self.logprobs = 0
+        """Log-probabilities of prompts, and of output that is kept, alternatives included."""
         self.nbytes = nbytes
         """Length of the messages that asked for it."""
         self.follows = follows
@@ -207,8 +207,8 @@ class Submission:
         entries = list(item.logprobs or ()) if choice.keeps_told else []
         if item.prompt is not None:
             entries += item.prompt.logprobs or ()
-        self._logprobs += sum(1 + len(entry.top) for entry in entries)
-        if self._max_logprobs is not None and self._logprobs > self._max_logprobs:
+        self.logprobs += sum(1 + len(entry.top) for entry in entries)
+        if self._max_logprobs is not None and self.logprobs > self._max_logprobs:
             text = (
                 f"the answers come to more than {self._max_logprobs} log-probabilities (--max-logprobs-per-request); "
                 "send fewer prompts at a time, or ask for fewer alternatives"

@@ -17,7 +17,7 @@ from pdserve.messages.requests import Bootstrap, GenerateReq, LogprobOptions, To
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.text import Encoded, EncodeReq
 from pdserve.model_files.model_limits import ModelLimits
-from pdserve.server.http import large_bodies, request_batch
+from pdserve.server.http import engine_response, large_bodies, request_batch
 from pdserve.server.http.large_bodies import MAX_TEXT_PARTS, MAX_TOKEN_IDS, Aside, parse_in_pieces
 from pdserve.server.http.request_batch import SLICE_CHOICES
 from pdserve.server.request_tokenizer import RequestTokenizer
@@ -149,7 +149,27 @@ def test_large_bodies_are_parsed_and_large_batches_planned_aside(
     monkeypatch.setattr(Aside, "run", record)
     body = {**body, "sampling_params": {"max_new_tokens": 1}}
     assert with_engine(lambda engine: engine.post("/generate", body)).status_code == 200
-    assert asked == aside
+    assert asked == [*aside, False]
+
+
+def test_a_whole_answer_with_many_log_probabilities_is_written_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_response, "LARGE_LOGPROBS", 40)
+    asked: list[bool] = []
+    run = Aside.run
+
+    async def record(self: Aside, is_large: bool, work: Any) -> Any:
+        asked.append(is_large)
+        return await run(self, is_large, work)
+
+    monkeypatch.setattr(Aside, "run", record)
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9, "logprobs": True}
+    for top, aside in ((0, False), (4, True)):
+        asked.clear()
+        response = with_engine(
+            lambda engine, top=top: engine.post("/v1/chat/completions", {**chat, "top_logprobs": top})
+        )
+        assert len(response.json()["choices"][0]["logprobs"]["content"]) == 9
+        assert asked == [False, aside]
 
 
 VALUES = [

@@ -123,3 +123,12 @@ def test_more_values_than_a_parser_should_be_given_at_once_are_refused() -> None
     ):
         with pytest.raises(TooManyValues, match="fewer prompts"):
             asyncio.run(read(much))
+
+
+def test_complete_bodies_that_wait_for_a_parser_have_a_limit() -> None:
+    uploads = Uploads(100)
+    with uploads.wait(300), pytest.raises(UploadDropped, match="later"), uploads.wait(1):
+        pass
+    with uploads.wait(60), uploads.wait(40), pytest.raises(UploadDropped), uploads.wait(1):
+        pass
+    assert uploads.waiting == 0
