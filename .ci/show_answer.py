@@ -36,21 +36,25 @@ def show_text() -> dict[str, Any]:
 
 
 def show_timing(meta: dict[str, Any]) -> None:
-    """Print ``meta_info`` of a finished answer as a table."""
+    """Print ``meta_info`` of a finished answer as a table: phases, the process that spent each, and their sum."""
     timing, tokens, cached = meta["timing"], meta["completion_tokens"], meta["cached_tokens"]
     per_token = timing["decode_ms"] / max(1, tokens - 1)
-    ended = meta["finish_reason"]["type"]
-    rows = [
-        ("queue", timing["queue_ms"], "waiting for a turn and for memory"),
-        ("prefill", timing["prefill_ms"], f"{meta['prompt_tokens']} prompt tokens, {cached} of them cached"),
-        ("transfer", timing["transfer_ms"], f"{timing['transfer_bytes']:,} bytes of KV, prefill to decode"),
-        ("decode", timing["decode_ms"], f"{tokens} tokens, {per_token:.1f} ms each after the first"),
-        ("detokenize", timing["detokenize_ms"], "beside the decode"),
-        ("end to end", meta["e2e_latency"] * 1000, f"as the decode instance saw it; ended by {ended}"),
-    ]
+    notes = {
+        "tokenize": "text to tokens",
+        "queue": "waiting for memory, a turn and the other instance",
+        "prefill": f"{meta['prompt_tokens']} prompt tokens, {cached} of them cached",
+        "transfer": f"waiting for {timing['transfer_bytes']:,} bytes of KV",
+        "decode": f"{tokens} tokens, {per_token:.1f} ms each after the first",
+        "reply": "the last token to text",
+    }
     print("\n")
-    for name, milliseconds, note in rows:
-        print(f"  {name:<12}{milliseconds:>9.1f} ms   {note}")
+    print(f"  {'phase':<10}{'instance':<10}{'process':<12}{'ms':>8}")
+    for spent in timing["phases"]:
+        phase, at, process, milliseconds = spent["phase"], spent["at"], spent["process"], spent["ms"]
+        print(f"  {phase:<10}{at:<10}{process:<12}{milliseconds:>8.1f}   {notes[phase]}")
+    ended = {"length": "at max_new_tokens", "stop": "by itself"}.get(meta["finish_reason"]["type"], "")
+    first = timing["first_token_ms"]
+    print(f"  {'total':<32}{timing['total_ms']:>8.1f}   first token after {first:.1f} ms; the answer ended {ended}")
 
 
 def main() -> None:

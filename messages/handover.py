@@ -20,7 +20,7 @@ from .base import Epoch, HandoverId, Message, Reason
 from .outputs import CachedBeyond, Timing, TokenLogprob
 from .worker import MAX_GROUPS, MAX_PAGES, KVLayout, SliceChecksum
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 MAX_METADATA_BYTES = 4096
 MAX_TOKENS = (1 << 31) - 1
 MAX_DURATION_MS = 1e9
@@ -28,7 +28,12 @@ MAX_DURATION_MS = 1e9
 MAX_TRANSFER_BYTES = 1 << 40
 """Of one hand-over. Such counts are added up for ever, and their sum has to stay within an int64 too."""
 
-DURATIONS = ("queue_ms", "prefill_ms", "transfer_ms", "decode_ms", "detokenize_ms")
+MAX_PHASES = 32
+"""More than there are phases times roles."""
+DURATIONS = (
+    *("tokenize_ms", "queue_ms", "prefill_ms", "transfer_ms", "decode_ms", "detokenize_ms"),
+    *("first_token_ms", "push_ms", "ahead_ms"),
+)
 
 Metadata = Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
@@ -51,6 +56,8 @@ def check_timing(timing: Timing) -> None:
         # What is no number is not within either.
         if not -MAX_DURATION_MS <= duration <= MAX_DURATION_MS:
             raise ValueError(f"{name} is no duration")
+    if len(timing.phases) > MAX_PHASES or not all(0 <= one.ms <= MAX_DURATION_MS for one in timing.phases):
+        raise ValueError("phases has what is no duration, or more of them than there are phases")
     if not 0 <= timing.transfer_bytes <= MAX_TRANSFER_BYTES:
         raise ValueError("transfer_bytes is no count of bytes")
 

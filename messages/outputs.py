@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -75,15 +75,58 @@ class Timeline(msgspec.Struct, forbid_unknown_fields=True):
     first_step: float = 0.0
 
 
-class Timing(msgspec.Struct, forbid_unknown_fields=True):
-    """Where a request's time went (ms) and what its hand-over moved (bytes)."""
+InstanceRole = Literal["unified", "prefill", "decode"]
+"""What an instance is to a request: the prefill or the decode of its hand-over, else what it is offered."""
 
+
+class Phase(StrEnum):
+    """What a request is doing, in the order in which a request first passes through the phases.
+
+    TOKENIZE: on its way from HTTP through the tokenizer. QUEUE: waiting for memory, its turn, KV of other tiers or the
+    other instance. PREFILL: its prompt is computed, or after a retraction prompt and output again. TRANSFER: the prompt
+    is computed, and its KV is under way. DECODE: output is generated. REPLY: the last token is on its way through the
+    detokenizer to HTTP.
+    """
+
+    TOKENIZE = "tokenize"
+    QUEUE = "queue"
+    PREFILL = "prefill"
+    TRANSFER = "transfer"
+    DECODE = "decode"
+    REPLY = "reply"
+
+
+class PhaseTime(msgspec.Struct, frozen=True, array_like=True):
+    """Milliseconds that a request spent in a phase on one instance."""
+
+    phase: Phase
+    at: InstanceRole
+    ms: float
+
+
+class Timing(msgspec.Struct, forbid_unknown_fields=True):
+    """Where a request's time went (ms) and what its hand-over moved (bytes).
+
+    The fields named after phases are sums of ``phases`` over all instances.
+    """
+
+    tokenize_ms: float = 0.0
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
     transfer_ms: float = 0.0
     transfer_bytes: int = 0
     decode_ms: float = 0.0
     detokenize_ms: float = 0.0
+    """Time that the detokenizer spent on the request, most of it during DECODE. Set at the end."""
+    first_token_ms: float = 0.0
+    """From the request's arrival until its first token was known; 0 without one."""
+    push_ms: float = 0.0
+    """Time that the transfer engine spent sending the KV. Set on a prefill's leg."""
+    ahead_ms: float = 0.0
+    """Part of ``prefill_ms`` before the decode had asked. Set in what a prefill tells a decode."""
+    here: InstanceRole = "unified"
+    """What the instance that answers is to the request."""
+    phases: list[PhaseTime] = []
     timeline: Timeline | None = None
 
 

@@ -12,6 +12,7 @@ from ..messages.outputs import DetokenizeInit, FinishReason, PromptReport, ReqEr
 from ..messages.requests import GenerateReq
 from ..messages.too_large import send_or_explain
 from .req import Req
+from .tier_counts import NOTHING_BEYOND
 
 PROMPT_TAIL = 8
 """Prompt tokens that the detokenizer gets as context of the first output token."""
@@ -29,6 +30,20 @@ def news_interval(msg: GenerateReq, stream_interval: int) -> int:
     if msg.stream:
         return stream_interval
     return 1 if msg.sampling.stop else QUIET_INTERVAL
+
+
+def meta_of(req: Req, now: float, *, has_tiers: bool) -> ReqMeta:
+    """Return what the client is told of a request's life up to ``now``."""
+    return ReqMeta(
+        prompt_tokens=req.prompt_len,
+        completion_tokens=req.output_len,
+        cached_tokens=req.cached_tokens,
+        timing=req.timing_at(now),
+        retractions=req.retractions,
+        route=req.route_told,
+        cached_beyond=req.cached_beyond or (NOTHING_BEYOND if has_tiers else None),
+        held=req.held,
+    )
 
 
 class Outbox:

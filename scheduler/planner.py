@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterable
 from typing import NamedTuple
 
 from ..messages.base import pack_i32
+from ..messages.outputs import Phase
 from ..messages.worker import ForwardStep, RowInit, SlotDelta
 from ..runtime.options import ServerOptions
 from .admission import Admission
@@ -100,7 +101,7 @@ class StepPlanner:
             self.waiting.give_back(req)
         if self.waiting.has_ranks:
             self._preempt(now)
-        stuck = self._plan_decodes(builder)
+        stuck = self._plan_decodes(builder, now)
         room = self.budget.room(builder.shape, awaited=stuck or bool(self.arriving))
         pieces = PromptPieces(builder, room, self.budget, self._memory)
         self._plan_prompts(pieces, now)
@@ -138,7 +139,7 @@ class StepPlanner:
         elif self.stuck is None or self.stuck.req is not first:
             self.stuck = Stuck(first, now)
 
-    def start_landed(self, req: Req) -> None:
+    def start_landed(self, req: Req, now: float) -> None:
         """The KV of an incoming request's first ``computed`` tokens has landed, and what follows is known: one token,
         mostly, and it decodes from now on. A moved request first computes what it has written since.
         """
@@ -151,6 +152,7 @@ class StepPlanner:
         # Who decodes gets a slot for the token that is computed; a moved request may have it already.
         decodes = req.remaining <= 1 and self._memory.hold_of(req).kv_len == req.computed
         req.state = ReqState.RUNNING if decodes else ReqState.PREFILLING
+        req.phases.enter(Phase.DECODE if decodes else Phase.PREFILL, now)
         self.arriving.pop(req.rid, None)
         self.running[req.rid] = req
 
@@ -158,6 +160,7 @@ class StepPlanner:
         """The request has its memory, for KV that does not come: its prompt is computed here."""
         self.arriving.pop(req.rid, None)
         req.state = ReqState.PREFILLING
+        req.phases.enter(Phase.PREFILL, now)
         self.running[req.rid] = req
         req.times.admitted = now
         req.cached_tokens = req.computed
@@ -238,7 +241,7 @@ class StepPlanner:
         earlier = (r for r in others if r.hold is None and r.times.ready and r.times.turn < req.times.turn)
         return self._memory.needs(itertools.islice(earlier, MOST_BEFORE))
 
-    def _plan_decodes(self, builder: StepBuilder) -> bool:
+    def _plan_decodes(self, builder: StepBuilder, now: float) -> bool:
         """Returns whether a request that decodes can't, for want of memory."""
         reqs = [r for r in self.running.values() if r.state is ReqState.RUNNING and r.wants_tokens]
         reqs = self._memory.growable(reqs)
@@ -253,7 +256,7 @@ class StepPlanner:
                 return True
             victim = choose_victim(reqs, self._memory, self.waiting.rank)
             reqs.remove(victim)
-            self._retract(victim)
+            self._retract(victim, now)
         return False
 
     def _preempt(self, now: float) -> None:
@@ -274,13 +277,14 @@ class StepPlanner:
             victim = choose_victim(below, self._memory, self.waiting.rank)
             below.remove(victim)
             self.preemptions += 1
-            self._retract(victim)
+            self._retract(victim, now)
             reserve = self.room_for(req)
 
-    def _retract(self, req: Req) -> None:
+    def _retract(self, req: Req, now: float) -> None:
         self._memory.give_way(req)
         del self.running[req.rid]
         req.state = ReqState.WAITING
+        req.phases.enter(Phase.QUEUE, now)
         req.route = Route.LOCAL
         req.computed = 0
         req.retractions += 1
@@ -340,6 +344,7 @@ class StepPlanner:
     def _admitted(self, req: Req, now: float) -> None:
         self.waiting.remove(req.rid)
         req.state = ReqState.PREFILLING
+        req.phases.enter(Phase.PREFILL, now)
         self.running[req.rid] = req
         self.turns += 1
         if self.waiting.shares is not None and not req.retractions:

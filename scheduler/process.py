@@ -100,6 +100,8 @@ class SchedulerProcess:
         while True:
             self._poller.poll(self._timeout_ms())
             now = time.monotonic()
+            if self._scheduler is not None:
+                self._scheduler.now = now
             for event in self._drain(self._events):
                 self._on_worker_event(event, now)
             for message in self._drain(self._inbox):

@@ -29,10 +29,11 @@ import numpy as np
 
 from ..mem_cache.base_prefix_cache import KVHold
 from ..messages.base import I32, unpack_i32
-from ..messages.outputs import CachedBeyond, HeldTokens, Timing, TokenLogprob
+from ..messages.outputs import CachedBeyond, HeldTokens, InstanceRole, Phase, Timing, TokenLogprob
 from ..messages.requests import GenerateReq
 from ..messages.worker import RowInit
 from .fairness import Tenant
+from .phases import PhaseClock
 
 
 class ReqState(StrEnum):
@@ -62,6 +63,12 @@ class Route(StrEnum):
     INCOMING = "incoming"
 
 
+LEGS: dict[Route, tuple[InstanceRole, InstanceRole]] = {
+    Route.OUTGOING: ("prefill", "decode"),
+    Route.INCOMING: ("decode", "decode"),
+}
+"""What this instance is to a request that is handed over, and which instance it waits for at first."""
+
 BATCH_SECONDS = 0.1
 """By how much later each prompt of a batch counts as come than the one before it."""
 MAX_BATCH_SECONDS = 600.0
@@ -82,15 +89,8 @@ class ReqTimes:
     """When nothing but memory and its turn kept the request waiting (a hand-over's peer has turned up)."""
     admitted: float = 0.0
     first_token: float = 0.0
-    landed: float = 0.0
-    """When the KV that a peer has computed was there and right."""
     last_token: float = 0.0
     """When the newest token that was generated here became known."""
-
-    @property
-    def decode_ms(self) -> float:
-        """From the first token, or from when it could be followed, to the newest."""
-        return max(0.0, self.last_token - max(self.first_token, self.landed)) * 1000 if self.last_token else 0.0
 
 
 class Foreseen(NamedTuple):
@@ -119,6 +119,7 @@ class Req:
     """Prompt, then known output; only the first ``known_len`` entries mean anything."""
     known_len: int
     times: ReqTimes
+    phases: PhaseClock
     stop_ids: frozenset[int]
     pending: int = 0
     computed: int = 0
@@ -153,8 +154,19 @@ class Req:
     """Whether it goes on from a session."""
 
     @staticmethod
-    def create(msg: GenerateReq, route: Route, state: ReqState, max_new_tokens: int, news_interval: int) -> Req:
-        """A fresh request; ``max_new_tokens`` may be less than the client asked for where the pool is small."""
+    def create(
+        msg: GenerateReq,
+        route: Route,
+        state: ReqState,
+        max_new_tokens: int,
+        news_interval: int,
+        now: float = 0.0,
+        role: InstanceRole = "unified",
+    ) -> Req:
+        """Make a fresh request; ``max_new_tokens`` may be less than the client asked for where the pool is small.
+
+        ``role``: of this instance, for a request that is not handed over.
+        """
         prompt = unpack_i32(msg.input_ids)
         token_ids = np.empty(len(prompt) + max_new_tokens, dtype=np.int32)
         token_ids[: len(prompt)] = prompt
@@ -167,6 +179,9 @@ class Req:
             max_new_tokens=max_new_tokens,
             token_ids=token_ids,
             known_len=len(prompt),
+            phases=PhaseClock(
+                msg.arrival, now, *LEGS.get(route if msg.bootstrap is not None else Route.LOCAL, (role,))
+            ),
             times=ReqTimes(arrival=msg.arrival, turn=msg.arrival + min(msg.place * BATCH_SECONDS, MAX_BATCH_SECONDS)),
             stop_ids=frozenset(msg.stop_ids),
             news_interval=news_interval,
@@ -260,9 +275,23 @@ class Req:
             self.untold_logprobs.append(logprob)
             self.logprobs.append(logprob)
 
-    def start_over(self) -> None:
+    def timing_at(self, now: float) -> Timing:
+        """Bring ``timing`` up to ``now`` and return it."""
+        phases, timing, times = self.phases, self.timing, self.times
+        phases.upto(now)
+        timing.tokenize_ms = phases.spent(Phase.TOKENIZE)
+        timing.queue_ms = phases.spent(Phase.QUEUE)
+        timing.prefill_ms = phases.spent(Phase.PREFILL)
+        timing.transfer_ms = phases.spent(Phase.TRANSFER)
+        timing.decode_ms = phases.spent(Phase.DECODE)
+        timing.first_token_ms = max(0.0, times.first_token - times.arrival) * 1000 if times.first_token else 0.0
+        timing.here, timing.phases = phases.here, phases.times()
+        return timing
+
+    def start_over(self, now: float) -> None:
         """Forget that anything was computed. Of a request whose output nobody knows yet."""
         self.state = ReqState.BOOTSTRAPPING
+        self.phases.enter(Phase.QUEUE, now, at="decode")
         self.known_len, self.computed = self.prompt_len, 0
         self.untold, self.untold_logprobs, self.logprobs = [], [], []
         self.times.first_token = 0.0

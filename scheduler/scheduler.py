@@ -23,7 +23,7 @@ import msgspec
 from ..mem_cache.kv_events import make_event_log
 from ..messages.base import I32, unpack_i32
 from ..messages.moves import ReqMoved
-from ..messages.outputs import FinishReason, FinishType, ReqError, ReqMeta, TokenLogprob
+from ..messages.outputs import FinishReason, FinishType, Phase, ReqError, ReqMeta, TokenLogprob
 from ..messages.requests import AbortReq, Bootstrap, GenerateReq, StopReq
 from ..messages.worker import StepResult, WorkerReady
 from ..runtime.options import DisaggregationMode, ServerOptions
@@ -36,14 +36,13 @@ from .handover import Handovers
 from .kv_debug import make_kv_debug
 from .kv_memory import KVMemory
 from .memory_terms import PoolSizes
-from .outbox import Outbox, news_interval
+from .outbox import Outbox, meta_of, news_interval
 from .pace import PaceMeter
 from .planner import StepPlanner
 from .refusals import DRAINING, NO_EXCHANGE, Refusal, most_living, refuse_more, refuse_peer, refuse_prompt, refuse_rid
 from .req import Req, ReqState, Route
 from .sessions import Sessions
 from .step_builder import InFlightStep
-from .tier_counts import NOTHING_BEYOND
 from .tiers import KVTiers
 from .turns import Turns
 
@@ -65,6 +64,8 @@ class Scheduler:
         self.sessions, self.forks = Sessions(self), Forks(self.reqs)
         self.counters = Counters()
         self.draining, self.completed_step = False, 0
+        self.now = 0.0
+        """``time.monotonic()`` of this turn of the loop."""
         self.withheld: Callable[[], Refusal | None] = lambda: None  # while memory is given back (``occupation.py``)
         self.handovers: Handovers | None = None
         self._in_flight: deque[InFlightStep] = deque()
@@ -99,7 +100,8 @@ class Scheduler:
                 # KV that is what its sender sent need not be right: who did not choose the sender does not share it.
                 msg = msgspec.structs.replace(msg, extra_key=msg.extra_key + msg.bootstrap.source)
         budget = max(1, min(msg.sampling.max_new_tokens, self.memory.end.output_room(len(msg.input_ids) // 4)))
-        req = Req.create(msg, route, ReqState.WAITING, budget, news_interval(msg, self.options.stream_interval))
+        news = news_interval(msg, self.options.stream_interval)
+        req = Req.create(msg, route, ReqState.WAITING, budget, news, now, self.role)
         self.reqs[req.rid] = self.planner.came(req)
         self.deadlines.add(req)
         self.counters.requests += 1
@@ -153,6 +155,7 @@ class Scheduler:
     def enqueue(self, req: Req, now: float) -> None:
         """The request waits for its turn to compute here."""
         req.state = ReqState.WAITING
+        req.phases.enter(Phase.QUEUE, now)
         req.times.ready = now
         cached = self.memory.prefix_len(req)
         req.uncached = req.known_len - cached
@@ -171,7 +174,7 @@ class Scheduler:
         """As if the request had not had its turn yet; what it computed of its prompt is cached."""
         self.planner.forget(req.rid)
         self.memory.finish(req)
-        req.start_over()
+        req.start_over(self.now)
 
     def abort(self, msg: AbortReq) -> None:
         """End a request (or all) on a client's wish. An unknown rid has ended already: nothing to do."""
@@ -227,18 +230,8 @@ class Scheduler:
         log.debug("%s after %d output tokens", state, req.output_len, extra={"rid": req.rid})
 
     def meta(self, req: Req) -> ReqMeta:
-        """What the client is told of the request's life, up to now."""
-        req.timing.decode_ms = req.times.decode_ms
-        return ReqMeta(
-            prompt_tokens=req.prompt_len,
-            completion_tokens=req.output_len,
-            cached_tokens=req.cached_tokens,
-            timing=req.timing,
-            retractions=req.retractions,
-            route=req.route_told,
-            cached_beyond=req.cached_beyond or (NOTHING_BEYOND if self.tiers is not None else None),
-            held=req.held,
-        )
+        """Return what the client is told of the request's life, up to now."""
+        return meta_of(req, max(self.now, req.times.last_token), has_tiers=self.tiers is not None)
 
     # --- steps ---
 
@@ -254,6 +247,7 @@ class Scheduler:
 
     def run_steps(self, now: float) -> None:
         """Keep the worker supplied."""
+        self.now = now
         self._expire(now)
         self.forks.release(lambda req: self.enqueue(req, now))
         self._move_pages(now)
@@ -302,6 +296,7 @@ class Scheduler:
 
     def on_step_result(self, result: StepResult, now: float) -> None:
         """A step is done: its tokens are known now."""
+        self.now = now
         step = self._in_flight.popleft()
         if step.step_id != result.step_id:
             raise AssertionError(f"the worker answered step {result.step_id}, step {step.step_id} is due")
@@ -351,10 +346,10 @@ class Scheduler:
             self._cancel(req, "logits are not finite")
 
     def _on_token(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
-        if not req.times.first_token:
-            req.times.first_token = now
-            req.timing.queue_ms = (req.times.admitted - req.times.arrival) * 1000
-            req.timing.prefill_ms = (now - req.times.admitted) * 1000
+        req.times.first_token = req.times.first_token or now
+        # A token that was on its way when its request was retracted ends no phase.
+        if req.phases.phase is Phase.PREFILL and req.state is not ReqState.PREFILLING:
+            req.phases.enter(Phase.TRANSFER if req.route is Route.OUTGOING else Phase.DECODE, now)
         req.append(token, logprob)
         if req.timing.timeline is not None and not req.timing.timeline.first_step:
             req.timing.timeline.first_step = (now - req.times.arrival) * 1000
@@ -409,10 +404,10 @@ class Scheduler:
         req.computed = req.prompt_len
         self.on_newest_token(req, token, now)
 
-    def start_landed(self, req: Req) -> None:
+    def start_landed(self, req: Req, now: float) -> None:
         """An incoming request's KV has landed and was verified: decode from here on."""
         req.computed = req.prompt_len
-        self.planner.start_landed(req)
+        self.planner.start_landed(req, now)
 
     def recompute(self, req: Req, now: float) -> None:
         """An incoming request's KV won't come: what is not known of it is computed here."""
@@ -455,7 +450,7 @@ class Scheduler:
         if len(output) >= max_new_tokens:
             return "it has all of its output"
         news = news_interval(msg, self.options.stream_interval)
-        req = Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, max_new_tokens, news)
+        req = Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, max_new_tokens, news, self.now, self.role)
         req.extend(output)
         self.reqs[req.rid] = self.planner.came(req)
         self.deadlines.add(req)
@@ -475,7 +470,7 @@ class Scheduler:
         req.untold = req.token_ids[req.prompt_len : req.known_len].tolist()
         req.untold_logprobs = list(req.logprobs)
         if req.hold is not None and self.memory.extend(req):
-            self.planner.start_landed(req)
+            self.planner.start_landed(req, now)
         else:
             self.recompute(req, now)
         self._tell(req)

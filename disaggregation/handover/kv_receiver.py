@@ -44,7 +44,7 @@ from ...messages.handover import (
     TransferRequest,
 )
 from ...messages.metrics import DirectionCounts
-from ...messages.outputs import FinishReason, FinishType
+from ...messages.outputs import FinishReason, FinishType, Phase
 from ...messages.worker import MAX_PAGES, GrantPages, PagesVerified, RevokePages, VerifyPages
 from ...scheduler.req import Req, ReqState, Route
 from ...scheduler.scheduler import Scheduler
@@ -248,6 +248,7 @@ class KVReceivers:
             self._fail(receiver, 400, text)
             return
         receiver.state, req.state = ReceiverState.TRANSFERRING, ReqState.TRANSFERRING
+        req.phases.enter(Phase.TRANSFER, now)
         assert receiver.hold is not None
         pages = memory.pages_in(receiver.hold, run, run.begin, run.end)
         receiver.granted, receiver.pages = True, [pack_i32(numbers) for numbers in pages]
@@ -343,9 +344,8 @@ class KVReceivers:
             req.computed = receiver.length
             receiver.newcomer.landed(req)
         elif not req.is_ended:
-            req.times.landed = now
             take_times(receiver, there, now)
-            self._scheduler.start_landed(req)
+            self._scheduler.start_landed(req, now)
 
     def on_failed(self, peer: Peer, msg: TransferFailed) -> None:
         """The prefill gave the room up and will write no more."""

@@ -23,8 +23,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import msgspec
-
 from ...mem_cache.base_prefix_cache import KVHold
 from ...mem_cache.page_run import PageRun
 from ...messages.base import REASON_CHARS, HandoverId, pack_i32, unpack_i32
@@ -41,7 +39,7 @@ from ...messages.handover import (
     TransferRequest,
 )
 from ...messages.metrics import DirectionCounts
-from ...messages.outputs import FinishReason, FinishType, Timing, TokenLogprob
+from ...messages.outputs import FinishReason, FinishType, Phase, TokenLogprob
 from ...messages.worker import CancelSend, SendEnded, SendPages
 from ...scheduler.req import Req, ReqState
 from ...scheduler.scheduler import Scheduler
@@ -50,7 +48,7 @@ from .choice import Choice
 from .foretelling import Foretelling
 from .limits import HandoverLimits
 from .peer import Peer
-from .sending import KVSender, SenderState, digest_of, timeline_of
+from .sending import KVSender, SenderState, digest_of, timing_for_decode
 from .unclaimed_rooms import Tombstones, UnclaimedRooms
 
 log = logging.getLogger(__name__)
@@ -227,13 +225,16 @@ class KVSenders:
         sender.state, sender.deadline = SenderState.QUEUED, now + self._limits.queue
         if not ahead:
             self._scheduler.enqueue(req, now)
+            req.phases.mark(now)
             return
         req.times.ready = now
+        req.phases.mark(now)
         push = self.chunk_planned(req) if req.hold is not None else None
         if push is not None:
             # In the order of the steps, so that those which compute these pages come before.
             self._scheduler.outbox.to_worker(push)
         if sender.first is not None:
+            req.phases.enter(Phase.TRANSFER, now)
             self.first_token(req, *sender.first)
 
     def _leaves_whole(self, req: Req) -> bool:
@@ -286,12 +287,13 @@ class KVSenders:
             return
         if sender.state is SenderState.AHEAD:
             sender.first = token, logprob
+            req.phases.enter(Phase.QUEUE, self._scheduler.now, at="decode")
             return
         peer, handover = sender.peer, sender.handover
         assert peer is not None
         assert handover is not None
         sender.computed = True
-        timing = self._timing(req, None)
+        timing = timing_for_decode(req, None, self._scheduler.now)
         scores, beyond = req.input_logprobs, req.cached_beyond
         peer.send(FirstToken(peer.epoch, handover, token, req.cached_tokens, timing, logprob, scores, beyond))
         self._finish_if_whole(sender)
@@ -333,20 +335,12 @@ class KVSenders:
                     return
             hashes = debug.told(req, request.decode_prefix_len // self._page_size, req.prompt_len // self._page_size)
         req.timing.transfer_bytes = sender.sent.nbytes
-        req.timing.transfer_ms = sender.sent.seconds * 1000
-        timing = self._timing(req, sender.sent)
+        req.timing.push_ms = sender.sent.seconds * 1000
+        timing = timing_for_decode(req, sender.sent, self._scheduler.now)
         peer.send(TransferDone(peer.epoch, handover, sender.sent.slices, timing, hashes))
         self._close(sender)
         self.done += 1
         self._scheduler.end(req, ReqState.FINISHED, FinishReason(FinishType.LENGTH))
-
-    @staticmethod
-    def _timing(req: Req, sent: SendEnded | None) -> Timing:
-        # Waiting for the decode is the decode's own to count: here the queue begins when both ends were there.
-        begun = max(req.times.arrival, req.times.ready)
-        req.timing.queue_ms = max(0.0, (req.times.admitted - begun) * 1000)
-        req.timing.prefill_ms = max(0.0, (req.times.first_token - max(req.times.admitted, begun)) * 1000)
-        return msgspec.structs.replace(req.timing, timeline=timeline_of(req, sent, begun))
 
     # --- the ways out ---
 

@@ -143,13 +143,11 @@ def first_token_problem(msg: FirstToken, req: Req, vocab_size: int) -> str | Non
 
 
 def take_times(receiver: KVReceiver, there: Timing, now: float) -> None:
-    """Where a request's time went, up to now; ``there``: on the prefill."""
+    """Note where a request's time went on the prefill (``there``): with the first token, and again when KV is here."""
     times, timing = receiver.req.times, receiver.req.timing
-    total = (now - times.arrival) * 1000
     # Clocks of two hosts can't be compared, durations can: what neither side waited or computed was the hand-over.
-    timing.queue_ms = (receiver.requested_at - times.arrival) * 1000 + there.queue_ms
-    timing.prefill_ms = there.prefill_ms
-    timing.transfer_ms = max(0.0, total - timing.queue_ms - timing.prefill_ms)
+    if receiver.there is None:
+        receiver.req.phases.credit(there.queue_ms, there.prefill_ms, there.ahead_ms, now)
     timing.transfer_bytes = there.transfer_bytes
     verified = now if receiver.there is not None else times.arrival
     timing.timeline = timeline(receiver, there.timeline or Timeline(), verified)

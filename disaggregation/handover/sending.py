@@ -11,7 +11,7 @@ from ...mem_cache.base_prefix_cache import KVHold
 from ...mem_cache.page_run import PageRun
 from ...messages.base import HandoverId
 from ...messages.handover import TransferRequest
-from ...messages.outputs import Timeline, TokenLogprob
+from ...messages.outputs import Phase, Timeline, Timing, TokenLogprob
 from ...messages.worker import SendEnded
 from ...scheduler.forecast import NOTHING, Load
 from ...scheduler.req import Req
@@ -71,6 +71,19 @@ def timeline_of(req: Req, sent: SendEnded | None, begun: float) -> Timeline:
     points = (req.times.admitted, req.times.first_token, *((sent.began, sent.ended) if sent else (begun, begun)))
     queue, prefill, first, last = (max(0.0, (when - begun) * 1000) for when in points)
     return Timeline(queue=queue, prefill=prefill, first_byte=first, last_byte=last)
+
+
+def timing_for_decode(req: Req, sent: SendEnded | None, now: float) -> Timing:
+    """Return where the time went here. The decode counts its own waiting, so the queue begins when it has asked."""
+    begun, phases = max(req.times.arrival, req.times.ready), req.phases
+    phases.upto(now)
+    return Timing(
+        queue_ms=phases.spent(Phase.QUEUE, phases.here) - phases.before_mark(Phase.QUEUE),
+        prefill_ms=phases.spent(Phase.PREFILL),
+        ahead_ms=phases.before_mark(Phase.PREFILL),
+        transfer_bytes=req.timing.transfer_bytes,
+        timeline=timeline_of(req, sent, begun),
+    )
 
 
 def digest_of(req: Req, length: int) -> int:

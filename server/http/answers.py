@@ -57,15 +57,34 @@ class TimelineAnswer(Answer):
     first_step: float
 
 
-class TimingAnswer(Answer):
-    """Milliseconds, and bytes for the hand-over. ``timeline``: of one that was handed over."""
+class PhaseAnswer(Answer):
+    """Milliseconds that a request spent in a phase, and where: the instance and its process."""
 
+    phase: Literal["tokenize", "queue", "prefill", "transfer", "decode", "reply"]
+    at: Literal["unified", "prefill", "decode"]
+    process: Literal["tokenizer", "scheduler", "worker", "detokenizer"]
+    ms: float
+
+
+class TimingAnswer(Answer):
+    """Milliseconds, and bytes for the hand-over. The phases add up to ``total_ms``.
+
+    ``detokenize_ms`` is time of a process beside the others. ``push_ms``: of a prefill's leg. ``timeline``: of a
+    request that was handed over.
+    """
+
+    total_ms: float
+    first_token_ms: float
+    tokenize_ms: float
     queue_ms: float
     prefill_ms: float
     transfer_ms: float
     transfer_bytes: int
     decode_ms: float
+    reply_ms: float
     detokenize_ms: float
+    push_ms: float | None = None
+    phases: list[PhaseAnswer]
     timeline: TimelineAnswer | None = None
 
 

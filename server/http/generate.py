@@ -160,10 +160,10 @@ class NativeRenderer:
             "cached_tokens": choice.cached_tokens,
         }
         if choice.finish is not None:
-            meta_info["e2e_latency"] = round(choice.finished_at - choice.arrival, 6)
+            meta_info["e2e_latency"] = round(choice.seconds, 6)
         if choice.meta is not None and choice.finish is not None:
             meta_info["retractions"] = choice.meta.retractions
-            meta_info["timing"] = timing(choice.meta.timing)
+            meta_info["timing"] = timing(choice.meta.timing, choice.seconds)
         if choice.meta is not None and choice.meta.cached_beyond is not None:
             meta_info["cached_tokens_details"] = by_tier(choice.meta)
         options = self._logprobs[choice.prompt_index]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ...messages.metrics import Histogram
-from ...messages.outputs import FinishType, ReqError, ReqMeta, ReqText
+from ...messages.outputs import FinishType, Phase, ReqError, ReqMeta, ReqText
 from .submission import Choice, Kind
 
 SHORT_SECONDS = (
@@ -95,7 +95,7 @@ class RequestMetrics:
         if item.finish.type in (FinishType.ABORT, FinishType.TIMEOUT) or item.meta is None:
             return  # how long an answer took that was cut short is no latency
         timing, tokens = item.meta.timing, choice.completion_tokens + count
-        to_first_token = (timing.queue_ms + timing.prefill_ms) / MS
+        to_first_token = timing.first_token_ms / MS
         if choice.kind is Kind.WHOLE:
             # Nobody saw its first token come.
             choice.first_token_at = choice.arrival + to_first_token
@@ -110,16 +110,19 @@ class RequestMetrics:
             self.transfer.observe(timing.transfer_ms / MS)
         if tokens > 1:
             # KV that is under way keeps the second token waiting, not the first.
-            self.per_token.observe((timing.transfer_ms + timing.decode_ms) / MS / (tokens - 1))
+            after_first = sum(one.ms for one in timing.phases) - timing.first_token_ms
+            self.per_token.observe(max(0.0, after_first) / MS / (tokens - 1))
 
     def _leg_ended(self, finish: FinishType, meta: ReqMeta | None) -> None:
         if finish is not FinishType.LENGTH or meta is None:
             self.legs[finish.value] += 1
             return
         self.legs[HANDED_OVER] += 1
-        self.leg_queue.observe(meta.timing.queue_ms / MS)
+        # While a leg waits for its decode it is not in this instance's queue.
+        waited = sum(p.ms for p in meta.timing.phases if p.phase is Phase.QUEUE and p.at == meta.timing.here)
+        self.leg_queue.observe(waited / MS)
         self.leg_prefill.observe(meta.timing.prefill_ms / MS)
-        self.leg_push.observe(meta.timing.transfer_ms / MS)
+        self.leg_push.observe(meta.timing.push_ms / MS)
 
     def on_error(self, choice: Choice, error: ReqError) -> None:
         """The engine failed a request."""

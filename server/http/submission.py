@@ -74,6 +74,11 @@ class Choice:
     """Whether its next tokens were another instance's, before it came here."""
     _pieces: list[str] = field(default_factory=list)
 
+    @property
+    def seconds(self) -> float:
+        """From arrival to the end. Of a choice that has finished."""
+        return self.finished_at - self.arrival
+
     def goes_by(self, route: str) -> None:
         """The scheduler says which leg it is: what the instance's mode let expect may not be."""
         if route == "outgoing":

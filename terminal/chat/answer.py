@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from .chunk import Chunk
 
-PHASES = {"queue_ms": "queue", "prefill_ms": "prefill", "transfer_ms": "transfer", "decode_ms": "decode"}
-"""The parts of ``timing`` that a person wants to know, in the order in which they happen."""
+SMALL_MS = 0.5
+"""Phases shorter than this are not shown."""
 
 
 class Answer:
@@ -64,6 +64,13 @@ class Answer:
         return [f"finish reason {self._finish_reason}"] if self._finish_reason else []
 
     def _phases(self) -> list[str]:
-        timing = self._last.timing or {}
-        parts = [f"{word} {timing[name]:.0f}" for name, word in PHASES.items() if timing.get(name)]
-        return [f"{', '.join(parts)} ms"] if parts else []
+        timing = self._last.own_timing
+        if timing is None:
+            return []
+        is_pair = len({one.at for one in timing.phases}) > 1
+        shown = [
+            f"{one.phase} {one.ms:.0f}{f' ({one.at})' if is_pair else ''}"
+            for one in timing.phases
+            if one.ms >= SMALL_MS
+        ]
+        return [f"{timing.total_ms:.0f} ms: {' + '.join(shown)}"]

@@ -34,13 +34,36 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptDetails | None = None
 
 
+class PhaseTime(msgspec.Struct, frozen=True):
+    """Milliseconds that a request spent in a phase, and the instance that spent them."""
+
+    phase: str
+    at: str
+    ms: float
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Where the time of an answer went (docs/http-api.md#timing)."""
+
+    total_ms: float
+    phases: list[PhaseTime]
+
+
 class Chunk(msgspec.Struct, frozen=True):
-    """One event of the stream. ``timing``: milliseconds and bytes by the name of the phase (docs/http-api.md)."""
+    """One event of the stream. ``timing``: pdserve's; another server may mean something else by the name."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
-    timing: dict[str, Any] | None = None
+    timing: Any = None
     error: Any = None
+
+    @property
+    def own_timing(self) -> Timing | None:
+        """``timing`` where it is what pdserve sends."""
+        try:
+            return msgspec.convert(self.timing, Timing | None)
+        except msgspec.ValidationError:
+            return None
 
     @property
     def text(self) -> str:

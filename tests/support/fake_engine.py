@@ -27,6 +27,8 @@ from pdserve.messages.outputs import (
     FinishReason,
     FinishType,
     NamedLogprob,
+    Phase,
+    PhaseTime,
     PromptText,
     ReqError,
     ReqMeta,
@@ -149,7 +151,9 @@ class FakeEngine:
         self._begun.add(request.rid)
         meta = None
         if finish is not None:
-            timing = Timing(queue_ms=1.23456, transfer_bytes=4096)
+            here = self.client.role
+            phases = [PhaseTime(Phase.QUEUE, here, 1.23456)]
+            timing = Timing(queue_ms=1.23456, first_token_ms=1.23456, transfer_bytes=4096, here=here, phases=phases)
             legs = {"prefill": "outgoing", "decode": "incoming"}
             route = legs.get(self.client.role, "local") if request.bootstrap is not None else "local"
             meta = ReqMeta(PROMPT_TOKENS, 0, CACHED_TOKENS, timing, route=route)

@@ -20,7 +20,8 @@ from pdserve.terminal.chat.session import End, Session
 
 CHAT, MODELS = "/v1/chat/completions", "/v1/models"
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
-TIMING = {"queue_ms": 1.2, "prefill_ms": 30.4, "transfer_ms": 0.0, "transfer_bytes": 0, "decode_ms": 80.0}
+PHASES = [("queue", "decode", 1.2), ("prefill", "prefill", 30.4), ("decode", "decode", 80.0), ("reply", "decode", 0.2)]
+TIMING = {"total_ms": 111.8, "phases": [{"phase": phase, "at": at, "ms": ms} for phase, at, ms in PHASES]}
 
 
 def delta(text: str, finish: str | None = None) -> dict[str, Any]:
@@ -119,7 +120,26 @@ def test_the_line_below_an_answer(friendly: WebServer) -> None:
     _, shown = talk(friendly, "go")
     line = shown.splitlines()[1]
     assert line.startswith("7 prompt tokens (4 cached), 3 output tokens, first after ")
-    assert line.endswith(", finish reason stop, queue 1, prefill 30, decode 80 ms")
+    assert line.endswith(", finish reason stop, 112 ms: queue 1 (decode) + prefill 30 (prefill) + decode 80 (decode)")
+
+
+@pytest.mark.parametrize(
+    ("timing", "said"),
+    [
+        ({"total_ms": 81, "phases": [{"phase": "decode", "at": "unified", "ms": 81}]}, "81 ms: decode 81"),
+        ({"queue": 3}, "stop"),  # another server's
+        ([1], "stop"),
+    ],
+)
+def test_phases_are_told_where_they_are_pdserves(timing: Any, said: str) -> None:
+    def script(connection: Connection) -> None:
+        connection.begin_stream()
+        connection.event(delta("hello", "stop"))
+        connection.event({"choices": [], "usage": USAGE, "timing": timing})
+        connection.send(b"data: [DONE]\n\n")
+
+    with web_server({CHAT: script}) as server:
+        assert talk(server, "go")[1].splitlines()[1].endswith(said)
 
 
 def test_speed_counts_what_came_after_the_first_token() -> None:

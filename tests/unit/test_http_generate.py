@@ -29,6 +29,11 @@ def test_one_prompt_gets_one_object() -> None:
     answer = response.json()
     latency = answer["meta_info"].pop("e2e_latency")
     assert 0 < latency < 10
+    told = answer["meta_info"]["timing"]
+    total, reply, phases = (told.pop(name) for name in ("total_ms", "reply_ms", "phases"))
+    assert total == pytest.approx(max(latency * 1000, 1.235), abs=2e-3)
+    assert total == pytest.approx(1.235 + reply, abs=2e-3)
+    assert [one["phase"] for one in phases] == ["queue", "reply"]
     assert answer == {
         "text": "w0 w1 w2 ",
         "output_ids": [0, 1, 2],
@@ -40,6 +45,8 @@ def test_one_prompt_gets_one_object() -> None:
             "cached_tokens": 4,
             "retractions": 0,
             "timing": {
+                "first_token_ms": 1.235,
+                "tokenize_ms": 0,
                 "queue_ms": 1.235,
                 "prefill_ms": 0,
                 "transfer_ms": 0,

@@ -180,6 +180,7 @@ class MovesIn:
         req.extend(unpack_i32(msg.output))
         req.cached_tokens, req.retractions = min(msg.cached_tokens, req.prompt_len), msg.retractions
         req.timing, req.cached_beyond = msg.timing, msg.cached_beyond
+        req.times.arrival = req.phases.take_over(msg.timing.phases, req.times.arrival, now)
         if req.output_len:
             req.times.first_token = now - msg.first_token_age
             req.times.admitted = req.times.arrival

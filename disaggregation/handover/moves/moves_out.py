@@ -352,7 +352,7 @@ class MovesOut:
             cached_tokens=req.cached_tokens,
             retractions=req.retractions,
             first_token_age=max(0.0, now - req.times.first_token) if req.times.first_token else 0.0,
-            timing=req.timing,
+            timing=req.timing_at(now),
             logprobs=req.logprobs,
             input_logprobs=req.input_logprobs,
             cached_beyond=req.cached_beyond,

@@ -32,6 +32,7 @@ from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.pool_resize import PoolResize
 from pdserve.scheduler.req import Req
 from pdserve.scheduler.scheduler import Scheduler
+from support.phases import phases_problem
 from support.sim import NO_WINDOW, Sent, SimWindow, SimWorker, make_generate, make_worker_ready
 from support.world.sim_backend import SimBackend, SimRegion
 from support.world.sim_port import SimPort
@@ -190,6 +191,10 @@ class Node:
         """What became of the sizes that were asked for here."""
         self.told: list[MigrateResult] = []
         """How moves that were asked for here went."""
+        self._hung = False
+        """Whether it hung since its last turn: what it has to say may be older than this turn."""
+        self.arrivals: dict[str, float] = {}
+        """When requests came, by the clock of their account of phases."""
         self.open: set[str] = set()
         """Requests that are to end yet."""
         self.manager.start(world.now)
@@ -199,14 +204,17 @@ class Node:
     def turn(self) -> None:
         """One turn of the scheduler's loop."""
         if not self.alive or self.frozen:
+            self._hung = True
             return
         now, scheduler = self.world.now, self.scheduler
+        scheduler.now = now
         self.manager.poll(now)
         self.pool_resize.advance(now)
         scheduler.run_steps(now)
         self.manager.flush()
         scheduler.outbox.flush()
         self._hear()
+        self._hung = False
 
     def submit(self, rid: str, prompt: list[int], room: int, bootstrap_port: int, **kwargs: Any) -> None:
         """A client's leg, whose prefill is behind that bootstrap server."""
@@ -215,6 +223,7 @@ class Node:
             msg, bootstrap=Bootstrap(HOST, bootstrap_port, room, vouched=self.sealed), arrival=self.world.now
         )
         self.open.add(rid)
+        self.arrivals[rid] = self.world.now
         self.scheduler.admit_message(msg, self.world.now)
         self.turn()
 
@@ -230,6 +239,7 @@ class Node:
 
     def abort(self, rid: str) -> None:
         """A client leaves."""
+        self.scheduler.now = self.world.now
         self.scheduler.abort(AbortReq(rid))
         self.turn()
 
@@ -237,6 +247,7 @@ class Node:
         """News from the worker."""
         if not self.alive:
             return
+        self.scheduler.now = self.world.now
         if isinstance(event, StepResult):
             self.scheduler.on_step_result(event, self.world.now)
         elif isinstance(event, PoolTrimmed):
@@ -307,6 +318,7 @@ class Node:
                 self.tokens.pop(message.rid, None)
             elif isinstance(message, ReqArrived):
                 self.open.add(message.rid)
+                self.arrivals[message.rid] = message.arrival
                 self.world.answers[message.rid] = self.world.answers[message.rid.rpartition("@")[0]]
             elif isinstance(message, MigrateResult):
                 self.told.append(message)
@@ -330,6 +342,11 @@ class Node:
         room = self.scheduler.memory.max_total_tokens - (item.meta.prompt_tokens if item.meta is not None else 0)
         if item.finish.type is FinishType.LENGTH and len(tokens) != min(wanted, room):
             raise Violation(f"{self.epoch}: {item.rid} ended with {tokens} of {expected}")
+        if item.meta is not None:
+            age = self.world.now - self.arrivals[item.rid]
+            problem = phases_problem(item.meta, age, computed=bool(tokens) and age > 0, told_later=self._hung)
+            if problem is not None:
+                raise Violation(f"{self.epoch}: {item.rid}: {problem}")
         self._ended(item.rid, item)
 
     def _ended(self, rid: str, how: Any) -> None:

@@ -23,6 +23,7 @@ SKIPPED = frozenset(
         "msg",
         "times",
         "timing",
+        "phases",
         "counters",
         "cost_model",
         "budget",

@@ -1,0 +1,102 @@
+"""Where a request's time goes.
+
+A request is in exactly one phase at any time, so its phases add up to its age. Each phase is charged to the instance
+that spent it: of a request that is handed over, the decode keeps the account, and the prefill tells it how long the
+prompt waited and was computed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..messages.outputs import InstanceRole, Phase, PhaseTime
+
+MS = 1000
+
+
+class PhaseClock:
+    """The account of one request on one instance. Times are ``time.monotonic()`` seconds, durations milliseconds.
+
+    ``here``: what this instance is to the request. Invariant: all durations together are the time from ``began`` to
+    the last ``upto`` or ``enter``.
+    """
+
+    __slots__ = ("_at", "_marked", "_since", "_spent", "here", "phase")
+
+    def __init__(self, began: float, now: float, here: InstanceRole, waits_for: InstanceRole | None = None) -> None:
+        self.here = here
+        self.phase = Phase.QUEUE
+        self._at = waits_for or here
+        self._spent: dict[tuple[Phase, InstanceRole], float] = {(Phase.TOKENIZE, here): max(0.0, now - began) * MS}
+        self._since = max(began, now)
+        self._marked: dict[Phase, float] = {}
+
+    def enter(self, phase: Phase, now: float, at: InstanceRole | None = None) -> None:
+        """Begin a phase, of this instance unless ``at`` says otherwise; the one before ends."""
+        self.upto(now)
+        self.phase, self._at = phase, at or self.here
+
+    def upto(self, now: float) -> None:
+        """Charge the time until ``now`` to the phase that the request is in."""
+        if now > self._since:
+            self._add(self.phase, self._at, (now - self._since) * MS)
+            self._since = now
+
+    def spent(self, phase: Phase, at: InstanceRole | None = None) -> float:
+        """Milliseconds in a phase, on one instance or on all."""
+        return sum(ms for (one, where), ms in self._spent.items() if one is phase and at in (None, where))
+
+    def times(self) -> list[PhaseTime]:
+        """All phases, in the order in which a request first passes through them."""
+        order = list(Phase)
+        found = [PhaseTime(phase, at, ms) for (phase, at), ms in self._spent.items() if ms]
+        return sorted(found, key=lambda one: order.index(one.phase))
+
+    # --- hand-overs ---
+
+    def mark(self, now: float) -> None:
+        """The peer asks for the prompt: what it waits for begins now."""
+        self.upto(now)
+        self._marked = {phase: self.spent(phase, self.here) for phase in Phase}
+
+    def before_mark(self, phase: Phase) -> float:
+        """Milliseconds that this instance spent in a phase before ``mark``; 0 without one."""
+        return self._marked.get(phase, 0.0)
+
+    def credit(self, queue_ms: float, prefill_ms: float, ahead_ms: float, now: float) -> None:
+        """Charge to the prefill what it says that it spent of the time since it was asked (phase TRANSFER).
+
+        It computed ``ahead_ms`` of ``prefill_ms`` before it was asked, while this instance had the request in its
+        queue. No more is charged than there was: the two legs of a request need not arrive at the same time.
+        """
+        self.upto(now)
+        wanted = max(0.0, prefill_ms)
+        left = wanted - self._move(Phase.QUEUE, Phase.PREFILL, min(wanted, max(0.0, ahead_ms)))
+        left -= self._move(Phase.TRANSFER, Phase.PREFILL, left)
+        self._move(Phase.QUEUE, Phase.PREFILL, left)
+        self._move(Phase.TRANSFER, Phase.QUEUE, max(0.0, queue_ms))
+
+    def take_over(self, times: Iterable[PhaseTime], began: float, now: float) -> float:
+        """Go on with the account of another instance, which has stopped computing the request. The time since then is
+        TRANSFER. Returns when the request began, which is earlier than ``began`` if the account is longer than that.
+        """
+        self._spent = {}
+        for one in times:
+            self._add(one.phase, one.at, one.ms)
+        total = sum(self._spent.values()) / MS
+        began = min(began, now - total)
+        self._since = began + total
+        self.enter(Phase.TRANSFER, self._since)
+        self.upto(now)
+        return began
+
+    def _add(self, phase: Phase, at: InstanceRole, ms: float) -> None:
+        self._spent[phase, at] = self._spent.get((phase, at), 0.0) + ms
+
+    def _move(self, source: Phase, target: Phase, ms: float) -> float:
+        """Charge up to ``ms`` of this instance's ``source`` to the prefill's ``target``; returns how much."""
+        moved = min(ms, self._spent.get((source, self.here), 0.0))
+        if moved > 0:
+            self._spent[source, self.here] -= moved
+            self._add(target, "prefill", moved)
+        return max(0.0, moved)
