@@ -15,10 +15,10 @@ from support.reader import Reader
 WARM_FLIPS = 3
 FLIPS = int(os.environ.get("PDSERVE_ROLE_FLIPS", "3"))
 DRAINS = int(os.environ.get("PDSERVE_DRAINS", "1"))
-STREAMS = int(os.environ.get("PDSERVE_ROLE_STREAMS", "8"))
+STREAMS = int(os.environ.get("PDSERVE_ROLE_STREAMS", "6"))
 GENERATE = "/generate"
 ROLES = {"prefill": "decode", "decode": "prefill"}
-TOKENS = 160
+TOKENS = 120
 
 
 class Cluster:
@@ -165,9 +165,9 @@ def test_roles_change_and_instances_leave_under_streams(tmp_path, tiny_args, sce
         load = Load(cluster.router.url, *scene, rng)
         # Each instance is a prefill once, and so comes to know the prompts; then what is lost would be missed.
         for i in (1, 0, 2)[:WARM_FLIPS]:
-            load.until(4 * STREAMS, "streams end")
+            load.until(2 * STREAMS, "streams end")
             cluster.flip(i)
-        load.until(4 * STREAMS, "streams end")
+        load.until(2 * STREAMS, "streams end")
         load.hits()
         load.until(2 * STREAMS, "streams end")
         before = load.hits()

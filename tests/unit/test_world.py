@@ -24,7 +24,7 @@ from pdserve.mem_cache.errors import WindowPagesShort
 HANDOVERS = int(os.environ.get("PDSERVE_SIMULATED_HANDOVERS", "100000"))
 SEARCH_SECONDS = 600.0
 """Limit of the searches that are too large to be complete. They may find nothing; they never fail by it."""
-FEW_STATES = 4_000
+FEW_STATES = 1_000
 """Limit of the searches of make test that can't be complete: the same states on any machine."""
 RULES = {"tcp": {}, "shm": {"lets_go": True}, "hostile": {"hostile": True}}
 """Of the links, see ``SimBackend``."""
