@@ -15,10 +15,11 @@ import yaml
 from support.fake_engine import FakeEngine, with_engine
 from support.scrape import Page, scheduler_metrics
 
-from pdserve.router.app import GENERATION_PATHS, PATHS
+from pdserve.router.app import GENERATION_PATHS
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.options import RouterOptions
+from pdserve.runtime.web.paths import PathTable, Server
 from pdserve.runtime.web.visits import Visit, VisitCounts
 from pdserve.server.http.metric_aliases import ALIASES
 
@@ -104,7 +105,7 @@ def test_prometheus_scrapes_what_there_is() -> None:
     assert router["static_configs"] == [{"targets": [f"127.0.0.1:{RouterOptions().port}"]}]
     [discovery] = instances["http_sd_configs"]
     path = discovery["url"].removeprefix(f"http://127.0.0.1:{RouterOptions().port}")
-    assert path in PATHS
+    assert PathTable.of(Server.ROUTER).find(path) is not None
 
 
 def test_the_page_of_metrics_names_them_all_and_no_others() -> None:
