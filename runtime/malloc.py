@@ -7,8 +7,8 @@ import ctypes
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of ``mallopt``, from glibc's ``malloc.h``."""
 LARGE_BLOCK = 2**20
-"""Bytes. A stream that repeats a text of 800 KiB copies it for each event: 0.6 ms if the kernel maps each copy anew (128
-KiB, glibc's own first limit), 0.05 ms on the heap."""
+"""Bytes. A stream that repeats a text of 800 KiB copies it for each event: 0.6 ms if the kernel maps each copy anew, as
+with glibc's own 128 KiB, 0.05 ms on the heap."""
 MAX_KEPT = 8 * 2**20
 
 

@@ -24,6 +24,8 @@ LARGE_BATCH = 256
 """Prompts from which on a batch is large: each takes some 10 µs to plan."""
 PIECE_BYTES = 1 << 18
 """Lists longer than this are parsed entry by entry."""
+MAX_PIECES = 1 << 14
+"""Maximum number of lists and objects in a body that is parsed in pieces. More take longer one by one than at once."""
 MAX_TOKEN_IDS = 1 << 20
 """Maximum number of token ids in one body: to check them takes some 60 ms, in one piece."""
 MAX_TEXT_PARTS = 1 << 14
@@ -45,6 +47,8 @@ class Aside:
 
 def parse_in_pieces(data: bytes) -> Any:
     """Parse JSON as ``orjson.loads`` does, in pieces. Raises ``orjson.JSONDecodeError``."""
+    if data.count(b"[") + data.count(b"{") > MAX_PIECES:
+        return orjson.loads(data)
     try:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         return {name: _parse_value(memoryview(raw)) for name, raw in fields.items()}

@@ -227,6 +227,13 @@ def test_lists_of_lists_are_parsed_one_by_one(monkeypatch: pytest.MonkeyPatch) -
     assert max(sizes) < len(data) // 40
 
 
+def test_many_small_objects_are_parsed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_bodies, "PIECE_BYTES", 0)
+    monkeypatch.setattr(large_bodies.msgspec.json, "decode", None)
+    content = {"metadata": [{}] * (large_bodies.MAX_PIECES + 1)}
+    assert parse_in_pieces(orjson.dumps(content)) == content
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
