@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from ..runtime.web.keys import KEY_NAME_HEADER
@@ -16,6 +17,13 @@ PASSED_ON = frozenset(
     }
 )
 """Of the client's, those that an instance gets to see; with an admin key, its own is not among them any more."""
+WELL_FORMED = {
+    b"traceparent": re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,128})?"),
+    b"tracestate": re.compile(rb"[ -~\t]{0,512}"),
+}
+"""Headers that others read and write into their logs, by W3C's Trace Context, which has malformed ones ignored."""
+MAX_VALUE_BYTES = 8192
+"""Of a passed header: a longer one is dropped, as an instance has little room for a request's head."""
 CONTENT_TYPE = b"content-type"
 PASSED_BACK = frozenset(
     {
@@ -34,7 +42,12 @@ JSON_TYPE = (CONTENT_TYPE, b"application/json")
 
 def passed_on(headers: Headers) -> Headers:
     """What an instance gets with a client's request: some of the client's own ``headers``, and the body's type."""
-    return [JSON_TYPE, *(header for header in headers if header[0] in PASSED_ON)]
+    return [JSON_TYPE, *(header for header in headers if header[0] in PASSED_ON and _is_fit(*header))]
+
+
+def _is_fit(name: bytes, value: bytes) -> bool:
+    form = WELL_FORMED.get(name)
+    return len(value) <= MAX_VALUE_BYTES and (form is None or form.fullmatch(value) is not None)
 
 
 def passed_back(headers: Headers) -> Headers:

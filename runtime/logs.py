@@ -13,7 +13,7 @@ import signal
 import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any, Literal
 
 from ..messages.decode import shown
 from .refusal_log import limit_foreign_logs
@@ -32,8 +32,12 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The line, before a traceback follows."""
-        line, rid = super().formatMessage(record), rid_of(record)
+        line, rid = printable(super().formatMessage(record)), rid_of(record)
         return f"{line} rid={shown(rid)}" if rid else line
+
+    def formatException(self, ei: Any) -> str:
+        """Return a traceback without control characters but its line ends."""
+        return "\n".join(map(printable, super().formatException(ei).split("\n")))
 
 
 class JsonFormatter(logging.Formatter):
@@ -61,6 +65,13 @@ class JsonFormatter(logging.Formatter):
             entry["exception"] = self.formatException(record.exc_info)
         # The standard library's: half of a surrogate pair in a message must not cost the line.
         return json.dumps(entry | getattr(record, "fields", {}), default=str)
+
+
+def printable(text: str) -> str:
+    """``text`` on one line: what would end it, or command a terminal, as Python's escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def rid_of(record: logging.LogRecord) -> str:

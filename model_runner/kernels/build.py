@@ -222,7 +222,8 @@ def main() -> int:
     try:
         build(choose_level(), retry=True)
     except BuildError as e:
-        log.warning("%s\nThe torch reference will be used.", e)
+        for line in f"{e}\nThe torch reference will be used.".splitlines():
+            log.warning("%s", line)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # every command reads options, and few of them serve
@@ -11,6 +12,7 @@ if TYPE_CHECKING:  # every command reads options, and few of them serve
 FORWARDED_FOR = b"x-forwarded-for"
 MAX_HOPS = 32
 """Entries of the header that are read, from the right: each trusted proxy adds one."""
+WITH_PORT = re.compile(r"(?:\[([0-9A-Fa-f:.]*)\]|([0-9.]*))(?::[0-9]{1,5})?", re.ASCII)
 UNKNOWN = "?"
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -66,10 +68,8 @@ def parse_address(text: str) -> Address | None:
     An IPv4 address within IPv6 is the IPv4 address. Scopes (``fe80::1%eth0``) are refused: Python takes any characters
     in them.
     """
-    if text.startswith("["):
-        text = text[1:].partition("]")[0]
-    elif text.count(":") == 1:
-        text = text.partition(":")[0]
+    if (with_port := WITH_PORT.fullmatch(text)) is not None:
+        text = with_port[1] or with_port[2]
     if "%" in text:
         return None
     try:

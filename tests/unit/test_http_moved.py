@@ -16,8 +16,12 @@ from support.served_app import serving
 from pdserve.messages.control import Drained
 from pdserve.messages.moves import ReqArrived, ReqMoved
 from pdserve.messages.outputs import FinishType, TextBatch
-from pdserve.runtime.web.moved_answer import FOLLOW, MOVED_TYPE, TICKET
+from pdserve.messages.sampling import SamplingParams
+from pdserve.runtime.answer_keys import AnswerKeys
+from pdserve.runtime.web.moved_answer import FOLLOW, MOVED_TYPE, TICKET, Ticket
 from pdserve.server.http import moved_answers
+from pdserve.server.http.errors import ApiError
+from pdserve.server.http.plan import Prompt, PromptPlan
 
 KEY = "k" * 32
 FOLLOWS = {FOLLOW.decode(): "1"}
@@ -330,3 +334,27 @@ def test_who_has_an_answer_that_nobody_has_come_for_waits_before_it_is_drained()
         assert len(drained) == 1
 
     run()
+
+
+def test_a_key_that_was_made_up_is_refused_at_once_and_a_genuine_one_waited_for():
+    async def run() -> None:
+        keys = AnswerKeys("the instance's secret")
+        answers = moved_answers.MovedAnswers(AnswerKeys("the instance's secret"))
+        plan = PromptPlan(Prompt(), SamplingParams(seed=0), 1, "x", True, None, None, "")
+
+        def take(key: str) -> asyncio.Task[Any]:
+            ticket = Ticket("e", "127.0.0.1", 1, key, 0, 0, opened=False, rid="x", created=0)
+            return asyncio.create_task(answers.take(ticket, plan, streaming=True))
+
+        genuine = keys.draw()
+        for key in (KEY, "", "k", "0" * 64, genuine[:-1] + "xyz"[genuine[-1] == "x"], AnswerKeys("other").draw()):
+            with pytest.raises(ApiError, match="no moved answer"):
+                await asyncio.wait_for(take(key), 1)
+            assert answers._awaited == {}
+        waits = take(genuine)
+        while not answers._awaited:
+            await asyncio.sleep(0)
+        answers.park(ReqArrived("x", genuine, 1.0, 3), lambda submission: None)
+        assert (await waits).choices[0].rid == "x"
+
+    asyncio.run(run())

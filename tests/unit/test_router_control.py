@@ -147,10 +147,14 @@ async def test_health_generate_runs_a_real_request(rig):
 async def test_headers_that_are_not_ascii_are_passed_on_as_they_are(rig):
     w = await rig.instance()
     client = await rig.route(worker=[w])
-    headers = [(b"tracestate", b"\xc3\xa9"), (b"authorization", b"\xc3\xbf"), (b"content-type", b"application/json")]
+    headers = [(b"x-api-key", b"\xc3\xa9"), (b"authorization", b"\xc3\xbf"), (b"content-type", b"application/json")]
+    trace = [(b"tracestate", b"a=b"), (b"traceparent", b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01")]
+    headers += [*trace, (b"tracestate", b"\xc3\xa9"), (b"traceparent", b"00-x")]
     response = await client.post("/generate", content=b'{"text": "x"}', headers=headers)
     assert response.status_code == 200
-    assert (w.requests[0].headers["tracestate"], w.requests[0].headers["authorization"]) == ("é", "ÿ")
+    assert (w.requests[0].headers["x-api-key"], w.requests[0].headers["authorization"]) == ("é", "ÿ")
+    # What is no trace is ignored, as its standard says; here it comes last, and would be what is found.
+    assert [(n, w.requests[0].headers[n.decode()].encode()) for n, _ in trace] == trace
     assert (await client.get("/v1/models", headers=headers[:1])).status_code == 200
 
 
