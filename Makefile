@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo run test test-slow mutants test-clients chaos gpu-check check lint types format bench-peers docs models wheel clean
+.PHONY: help setup demo run test test-slow test-hostile mutants test-clients chaos gpu-check check lint types format bench-peers docs models wheel clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
@@ -62,6 +62,9 @@ test-slow: $(STAMP) ## run the tests that take too long for every change: perple
 
 mutants: $(STAMP) ## draw mutants of the product's Python code and say which no test kills; MUTANTS="--seed 40 --count 100 --minutes 25"
 	@PYTHONPATH=tests $(BIN)/python -m mutants $(MUTANTS)
+
+test-hostile: $(STAMP) ## send 10,000 cases of broken and hostile HTTP to a router and an instance; a sample is in make test
+	@$(QUIETLY) $(BIN)/python -m pytest -m slow tests/e2e/test_hostile_http.py
 
 test-clients: $(CLIENTS_STAMP) ## run client libraries, load generators, gateways and Prometheus against a pair (installs them first)
 	@$(QUIETLY) $(BIN)/python -m pytest tests/clients

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 
 CHECKS = 4
 """How often in its time limit a connection is looked at."""
 KERNEL_SEND_BYTES = 256 << 10
 """Of a connection's answer that the kernel holds: without it, 4 MiB for each client that does not read."""
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 KEEP_ALIVE_IDLE_SECONDS, KEEP_ALIVE_INTERVAL_SECONDS, KEEP_ALIVE_PROBES = 30, 10, 3
 """TCP's own probes: a vanished host is noticed within a minute while nothing is sent to it."""
 
@@ -63,6 +65,14 @@ class SendLimit:
             self._timer.cancel()
             self._timer = None
 
+    def _reset(self) -> None:
+        """Abort, and have the kernel drop what it holds, too: it would wait for the client as long again."""
+        sock = self._transport.get_extra_info("socket")
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+        self._transport.abort()
+
     def _check(self) -> None:
         self._timer = None
         size = self._transport.get_write_buffer_size()
@@ -72,6 +82,6 @@ class SendLimit:
         self._unchanged = self._unchanged + 1 if size == self._waiting_bytes else 0
         self._waiting_bytes = size
         if self._unchanged >= CHECKS:
-            self._transport.abort()
+            self._reset()
         else:
             self._timer = self._loop.call_later(self._interval, self._check)

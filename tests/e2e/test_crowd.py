@@ -6,11 +6,13 @@ Each attack runs beside streams through the router and beside questions for ever
 from __future__ import annotations
 
 import json
+import select
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import httpx
 import psutil
@@ -50,6 +52,7 @@ class Watch:
         self._pair = pair
         self._over = threading.Event()
         self.wrong: list[str] = []
+        self.gaps: list[float] = []
         self.tokens = 0
         self.checks = 0
 
@@ -91,6 +94,7 @@ class Watch:
                             continue
                         gap, last = time.monotonic() - last, time.monotonic()
                         self.tokens += 1
+                        self.gaps.append(gap)
                         if '"error"' in line:
                             self.wrong.append(f"a stream: {line[:200]}")
                         if gap > limit(MAX_GAP):
@@ -211,3 +215,75 @@ def test_readers_that_do_not_read(pair: Pair) -> None:
             wait_until(lambda: pair.decode.info()["requests"]["total"] <= 2, 300, "they have ended", every=0.5)
 
     attacked(pair, attack)
+
+
+class NonReaders:
+    """Clients that ask for streams, read nothing of them, and come again when they are disconnected."""
+
+    BODY = json.dumps(
+        # Each event holds everything so far, with twenty alternatives for each token: few tokens make a megabyte.
+        {"input_ids": [1], "stream": True, "return_logprob": True, "top_logprobs_num": 20, "incremental": False}
+        | {"return_text_in_logprobs": True, "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}}
+    ).encode()
+
+    def __init__(self, port: int, count: int) -> None:
+        self._address = ("127.0.0.1", port)
+        self._poll = select.poll()
+        self._sockets: dict[int, socket.socket] = {}
+        self._count = count
+        self.disconnected = 0
+
+    def renew(self) -> None:
+        """Replace those that were disconnected."""
+        for fileno, _ in self._poll.poll(0):
+            self._poll.unregister(fileno)
+            self._sockets.pop(fileno).close()
+            self.disconnected += 1
+        while len(self._sockets) < self._count:
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.settimeout(limit(10))
+            sock.connect(self._address)
+            head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(self.BODY)}\r\n\r\n".encode()
+            sock.sendall(head + self.BODY)
+            self._sockets[sock.fileno()] = sock
+            self._poll.register(sock, select.POLLHUP | select.POLLERR)
+
+    def close(self) -> None:
+        for sock in self._sockets.values():
+            with suppress(OSError):
+                sock.close()
+
+
+@pytest.mark.parametrize(("clients", "seconds"), [(1000, 300)])
+def test_clients_that_never_read(pair: Pair, clients: int, seconds: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Health stays 200, memory is flat once all are there, and other streams go on as before."""
+    with Watch(pair) as before:
+        wait_until(lambda: len(before.gaps) > 2000, 60, "a measure of the gaps", every=0.5)
+    readers, used = NonReaders(pair.router.port, clients), []
+    try:
+        with Watch(pair) as during:
+            started = time.monotonic()
+            while time.monotonic() - started < seconds:
+                readers.renew()
+                used.append((time.monotonic() - started, memory(pair)))
+                time.sleep(1)
+    finally:
+        readers.close()
+    assert not before.wrong + during.wrong, "\n".join((before.wrong + during.wrong)[:10])
+    # Each was disconnected again and again, and what they left in memory is what the first of them did.
+    settled = [size for at, size in used if at > seconds / 3]
+    middle, last = settled[: len(settled) // 2], settled[len(settled) // 2 :]
+    told = [f"{w.tokens} tokens, gaps of {_gaps(w.gaps)}; {w.checks} checks" for w in (before, during)]
+    growth = statistics.mean(last) - statistics.mean(middle)
+    with capsys.disabled():
+        print(f"\nbefore: {told[0]}\nduring: {told[1]}\n{readers.disconnected} disconnected; memory (MiB) each 20 s:")
+        print([size // MIB for _, size in used[::20]], f"growth {growth / MIB:.1f} MiB")
+    assert readers.disconnected > clients
+    assert growth < MAX_GROWTH
+    wait_until(lambda: pair.decode.info()["requests"]["total"] == 0, 120, "their requests have ended", every=0.5)
+
+
+def _gaps(gaps: list[float]) -> str:
+    cuts = statistics.quantiles(gaps, n=100)
+    return f"{1000 * statistics.median(gaps):.1f} ms in the middle, p99 {1000 * cuts[98]:.1f} ms"
