@@ -52,7 +52,7 @@ class Watch:
         self._pair = pair
         self._over = threading.Event()
         self.wrong: list[str] = []
-        self.gaps: list[float] = []
+        self.gaps: list[tuple[float, float]] = []
         self.tokens = 0
         self.checks = 0
 
@@ -94,7 +94,7 @@ class Watch:
                             continue
                         gap, last = time.monotonic() - last, time.monotonic()
                         self.tokens += 1
-                        self.gaps.append(gap)
+                        self.gaps.append((last, gap))
                         if '"error"' in line:
                             self.wrong.append(f"a stream: {line[:200]}")
                         if gap > limit(MAX_GAP):
@@ -217,13 +217,17 @@ def test_readers_that_do_not_read(pair: Pair) -> None:
     attacked(pair, attack)
 
 
+LONG_TOKEN = 39910
+"""76 number signs, in the tokenizer of the tests."""
+
+
 class NonReaders:
     """Clients that ask for streams, read nothing of them, and come again when they are disconnected."""
 
     BODY = json.dumps(
-        # Each event holds everything so far, with twenty alternatives for each token: few tokens make a megabyte.
-        {"input_ids": [1], "stream": True, "return_logprob": True, "top_logprobs_num": 20, "incremental": False}
-        | {"return_text_in_logprobs": True, "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}}
+        # Each event holds everything so far, and each token 76 characters: few tokens make more than buffers hold.
+        {"input_ids": [1], "stream": True, "incremental": False}
+        | {"sampling_params": {"max_new_tokens": 120, "ignore_eos": True, "logit_bias": {str(LONG_TOKEN): 100}}}
     ).encode()
 
     def __init__(self, port: int, count: int) -> None:
@@ -271,13 +275,16 @@ def test_clients_that_never_read(pair: Pair, clients: int, seconds: int, capsys:
     finally:
         readers.close()
     assert not before.wrong + during.wrong, "\n".join((before.wrong + during.wrong)[:10])
+    parts = [[gap for at, gap in during.gaps if start <= at - started < start + 20] for start in range(0, seconds, 20)]
+    told = [f"{w.tokens} tokens, gaps of {_gaps([gap for _, gap in w.gaps])}" for w in (before, during)]
     # Each was disconnected again and again, and what they left in memory is what the first of them did.
     settled = [size for at, size in used if at > seconds / 3]
     middle, last = settled[: len(settled) // 2], settled[len(settled) // 2 :]
-    told = [f"{w.tokens} tokens, gaps of {_gaps(w.gaps)}; {w.checks} checks" for w in (before, during)]
     growth = statistics.mean(last) - statistics.mean(middle)
     with capsys.disabled():
-        print(f"\nbefore: {told[0]}\nduring: {told[1]}\n{readers.disconnected} disconnected; memory (MiB) each 20 s:")
+        print(f"\nbefore: {told[0]}\nduring: {told[1]}; {during.checks} checks of health")
+        print(f"{readers.disconnected} disconnected; each 20 s: median gap (ms), memory (MiB)")
+        print([round(1000 * statistics.median(part), 1) for part in parts if part])
         print([size // MIB for _, size in used[::20]], f"growth {growth / MIB:.1f} MiB")
     assert readers.disconnected > clients
     assert growth < MAX_GROWTH

@@ -12,7 +12,7 @@ from support.processes import Pair, pd_pair
 
 CASES = 5_000
 """At each server."""
-KNOWN = {200, 204, 400, 401, 403, 404, 405, 413, 431, 503}
+KNOWN = {100, 200, 204, 400, 401, 403, 404, 405, 413, 431, 503}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
