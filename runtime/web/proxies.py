@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # every command reads options, and few of them serve
 FORWARDED_FOR = b"x-forwarded-for"
 MAX_HOPS = 32
 """Entries of the header that are read, from the right: each trusted proxy adds one."""
-WITH_PORT = re.compile(r"(?:\[([0-9A-Fa-f:.]*)\]|([0-9.]*))(?::[0-9]{1,5})?", re.ASCII)
+WITH_PORT = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([0-9.]+))(?::[0-9]{1,5})?", re.ASCII)
 UNKNOWN = "?"
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

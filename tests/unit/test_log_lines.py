@@ -174,6 +174,8 @@ def client_of(forwarded: list[bytes], trusted: str | None, peer: str = "10.0.0.1
         ([b"fe80::1%\x1b[2J"], "10.0.0.1", "10.0.0.1"),
         ([b"9.9.9.9, " + b"10.0.0.2, " * 100 + b"10.0.0.2"], "10.0.0.0/24", "10.0.0.2"),
         ([b""], "10.0.0.1", "10.0.0.1"),
+        ([b"[]"], "10.0.0.1", "10.0.0.1"),
+        ([b"9.9.9.9, []:5"], "10.0.0.1", "10.0.0.1"),
     ],
 )
 def test_the_client_is_the_rightmost_address_that_is_no_proxy(
