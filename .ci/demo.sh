@@ -37,12 +37,12 @@ trap stop EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
-port=$(.venv/bin/python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+port=$(.venv/bin/python -P -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 url=http://127.0.0.1:$port
 
 echo "\$ pdserve up --prefill 1 --decode 1 --port $port"
 # The same program, tethered: it ends with this script, whatever happens to the script.
-.venv/bin/python -m pdserve.server.tethered $$ \
+.venv/bin/python -P -m pdserve.server.tethered $$ \
   <<<"[\"up\", \"--prefill=1\", \"--decode=1\", \"--port=$port\", \"--log-dir=$scratch\"]" \
   >"$scratch/summary" 2>"$scratch/up.log" &
 cluster=$!

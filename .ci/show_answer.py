@@ -59,8 +59,9 @@ def show_timing(meta: dict[str, Any]) -> None:
 
 def main() -> None:
     """Show, judge."""
-    # Ctrl-C ends the demo: the script that reads our exit code says the rest.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Ctrl-C ends the demo: the script that reads our exit code says the rest. In the background it is ignored.
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     last = show_text()
     finish = last["meta_info"]["finish_reason"] if last else None
     if not finish or finish["type"] == "abort" or not last["text"].strip():

@@ -6,6 +6,8 @@ load generator and the same loop on httpx and, where it is installed, aiohttp, a
 
 from __future__ import annotations
 
+from ..runtime import clean_start  # isort: skip  # noqa: F401
+
 import asyncio
 import importlib.util
 import subprocess
@@ -19,6 +21,7 @@ import numpy as np
 import orjson
 import uvloop
 
+from ..runtime.python import python_command
 from .backends import make_backend
 from .http_client import HttpClient
 from .options import BenchOptions
@@ -122,7 +125,7 @@ def main() -> None:
     clients: dict[str, Callable[[str], Awaitable[int]]] = {"pdserve bench": _ours, "httpx": _httpx}
     if importlib.util.find_spec("aiohttp") is not None:
         clients["aiohttp"] = _aiohttp
-    command = [sys.executable, "-m", "pdserve.benchmark.client_cost", SERVE]
+    command = python_command("-m", "pdserve.benchmark.client_cost", SERVE)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None
         assert server.stdout is not None

@@ -6,6 +6,8 @@ from standard input, prints its run directory, and dies with its parent.
 
 from __future__ import annotations
 
+from ..runtime import clean_start  # isort: skip  # noqa: F401
+
 import contextlib
 import http.client
 import os
@@ -25,6 +27,7 @@ from ..runtime.child import die_with_parent
 from ..runtime.logs import configure_logging
 from ..runtime.modules import process_modules
 from ..runtime.options import ServerOptions
+from ..runtime.python import python_command
 from ..runtime.supervisor import Supervisor
 from .child_processes import stop
 from .errors import ServerError
@@ -85,7 +88,7 @@ class FakeInstance:
 @contextlib.contextmanager
 def fake_instance(options: ServerOptions) -> Iterator[FakeInstance]:
     """Run an instance for the duration of the block; raises ``ServerError`` when it doesn't start."""
-    argv = [sys.executable, "-m", "pdserve.benchmark.fake_instance", str(os.getpid())]
+    argv = python_command("-m", "pdserve.benchmark.fake_instance", str(os.getpid()))
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -7,6 +7,8 @@ thread of its own answers there; it sleeps while steps are measured.
 
 from __future__ import annotations
 
+from ..runtime import clean_start  # isort: skip  # noqa: F401
+
 import sys
 import threading
 import time

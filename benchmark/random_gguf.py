@@ -10,6 +10,8 @@ files can run it.
 
 from __future__ import annotations
 
+from ..runtime import clean_start  # isort: skip  # noqa: F401
+
 import argparse
 import math
 from collections.abc import Iterator, Mapping

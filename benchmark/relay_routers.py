@@ -6,12 +6,12 @@ import contextlib
 import http.client
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 
 import orjson
 
+from ..runtime.python import python_command
 from ..runtime.web.ports import free_ports
 from .child_processes import stop
 from .errors import ServerError
@@ -29,7 +29,7 @@ def running(name: str, command: Sequence[str], worker: str, core: int) -> Iterat
     words = [word.replace("{port}", str(port)).replace("{worker}", worker) for word in command]
     options = None
     if name == OURS:
-        words = [sys.executable, "-m", "pdserve.server.tethered", str(os.getpid())]
+        words = python_command("-m", "pdserve.server.tethered", str(os.getpid()))
         options = orjson.dumps(["router", "--worker", worker, f"--port={port}", "--log-level=warning"])
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})  # inherited

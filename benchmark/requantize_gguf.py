@@ -7,6 +7,8 @@ the original, that of the new file says what the kind costs, and that its blocks
 
 from __future__ import annotations
 
+from ..runtime import clean_start  # isort: skip  # noqa: F401
+
 import argparse
 from pathlib import Path
 

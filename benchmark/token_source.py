@@ -6,6 +6,8 @@ token at the same moment, as those of one instance do, each as an event of its o
 
 from __future__ import annotations
 
+from ..runtime import clean_start  # isort: skip  # noqa: F401
+
 import asyncio
 import contextlib
 import http.client
@@ -20,6 +22,7 @@ import orjson
 import uvloop
 
 from ..runtime.child import die_with_parent
+from ..runtime.python import python_command
 
 MODEL = "relay"
 PATH = "/v1/completions"
@@ -141,7 +144,7 @@ class TokenSource:
 @contextlib.contextmanager
 def token_source() -> Iterator[TokenSource]:
     """Run a source for the duration of the block."""
-    argv = [sys.executable, "-m", "pdserve.benchmark.token_source", str(os.getpid())]
+    argv = python_command("-m", "pdserve.benchmark.token_source", str(os.getpid()))
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:

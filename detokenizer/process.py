@@ -7,6 +7,8 @@ before a client can use the rid again.
 
 from __future__ import annotations
 
+from ..runtime import clean_start  # isort: skip  # noqa: F401
+
 import logging
 import sys
 import time

@@ -12,6 +12,8 @@ step, and knows the scheduler alone.
 
 from __future__ import annotations
 
+from ..runtime import clean_start  # isort: skip  # noqa: F401
+
 import logging
 import sys
 import threading

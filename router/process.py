@@ -1,7 +1,9 @@
 """The router process: one event loop, from the command line's options to a clean end.
 
 starting ──sockets bound──▶ serving ──SIGTERM──▶ draining ──answers complete, or drain_timeout──▶ exit 0
-                               └──────SIGINT (at once), or a second signal──────────────────────▶ exit 0
+                               └──────SIGINT, SIGHUP (at once), or a second signal──────────────▶ exit 0
+
+Signals that were ignored at the start stay ignored.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import logging
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import setproctitle
 import uvicorn
@@ -20,6 +23,8 @@ import uvloop
 from ..runtime.logs import configure_logging
 from ..runtime.malloc import return_freed_memory
 from ..runtime.open_files import allow_many_connections
+from ..runtime.signals import STOP, ignore_stray_signals, unignored
+from ..runtime.web.ports import http_url, listen
 from ..runtime.web.server import server_config
 from .app import make_app
 from .options import RouterOptions, RouterOptionsError, parse_prefill
@@ -37,21 +42,25 @@ class RouterServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGTERM and SIGINT while serving."""
+        """Handle the signals that end it while serving."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        ignore_stray_signals()
+        handled = [STOP, *unignored((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))]
+        for number in handled:
             loop.add_signal_handler(number, self._stop, number)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in handled:
                 loop.remove_signal_handler(number)
 
     def _stop(self, number: signal.Signals) -> None:
-        if self.should_exit or number == signal.SIGINT:
+        if number == STOP and self.should_exit:
+            return
+        if self.should_exit or number in (signal.SIGINT, signal.SIGHUP):
             self.force_exit = True
         else:
-            logger.info("SIGTERM: finishing the running answers, %s s at most", self.config.timeout_graceful_shutdown)
+            logger.info("finishing the running answers, %s s at most", self.config.timeout_graceful_shutdown)
         self.should_exit = True
 
     def end_on_fault(self, error: BaseException) -> None:
@@ -70,8 +79,18 @@ def run_router(options: RouterOptions) -> int:
     except RouterOptionsError as exc:
         print(f"pdserve router: {exc}", file=sys.stderr)
         return EXIT_USAGE
+    listener, failure = None, ""
+    try:
+        listener = listen(options.host, options.port, BACKLOG)
+        options = replace(options, port=listener.getsockname()[1])
+    except OSError as e:
+        failure = e.strerror or str(e)
     setproctitle.setproctitle(f"pdserve router:{options.port}")
-    configure_logging(f"router:{options.port}", options.log_level, options.log_format)
+    configure_logging(f"router:{options.port}", options.log_level, options.log_format, never_blocks=True)
+    if listener is None:
+        place = f"{options.host}:{options.port}"
+        logger.error("can't listen on %s (%s); choose another address with --host and --port", place, failure)
+        return 1
     allow_many_connections()
     return_freed_memory()
 
@@ -81,21 +100,11 @@ def run_router(options: RouterOptions) -> int:
     config = server_config(
         make_app(options, on_fault),
         options,
-        host=options.host,
-        port=options.port,
         backlog=BACKLOG,
         timeout_graceful_shutdown=int(options.drain_timeout),
     )
     server = RouterServer(config)
     counts = len(parse_prefill(options.prefill)), len(options.decode), len(options.worker)
-    logger.info("http://%s:%d: %d prefill, %d decode, %d unified", options.host, options.port, *counts)
-    uvloop.run(serve(server))
+    logger.info("%s: %d prefill, %d decode, %d unified", http_url(options.host, options.port), *counts)
+    uvloop.run(server.serve(sockets=[listener]))
     return 1 if server.failed else 0
-
-
-async def serve(server: RouterServer) -> None:
-    """``Server.serve``; a port that is taken ends it by ``SystemExit`` after the reason was logged."""
-    try:
-        await server.serve()
-    except SystemExit:
-        server.failed = True

@@ -18,6 +18,7 @@ from ..messages.channel import Sender, ipc_address
 from ..messages.control import Ready
 from .logs import configure_logging
 from .options import ServerOptions
+from .signals import leave_signals_to_parent
 
 PR_SET_PDEATHSIG = 1
 
@@ -73,8 +74,7 @@ def start_child(argv: list[str]) -> ChildContext:
     """Become a child: called first in each process's ``main``; ``argv[1]`` is the path of its ``ChildSpec``."""
     spec = msgspec.json.decode(Path(argv[1]).read_bytes(), type=ChildSpec)
     die_with_parent(spec.parent_pid)
-    # Ctrl-C reaches the whole process group; only the supervisor acts on it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
     options = spec.options
     process = f"{options.disaggregation_mode}:{options.port} {spec.name}"
     setproctitle.setproctitle(f"pdserve {process}")

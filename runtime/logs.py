@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from ..messages.decode import shown
+from .output import never_block
 from .refusal_log import limit_foreign_logs
 
 LogFormat = Literal["text", "json"]
@@ -79,11 +80,19 @@ def rid_of(record: logging.LogRecord) -> str:
     return str(getattr(record, "rid", "") or REQUEST_ID.get())
 
 
-def configure_logging(process: str, level: str, log_format: LogFormat = "text") -> None:
-    """Log as ``process`` from ``level`` on; SIGUSR2 prints every thread's stack beside it."""
+def configure_logging(process: str, level: str, log_format: LogFormat = "text", *, never_blocks: bool = False) -> None:
+    """Log as ``process`` from ``level`` on; SIGUSR2 prints every thread's stack beside it.
+
+    ``never_blocks``: standard output and error are the user's, who may not read them. The supervisor's children don't
+    need it: it reads what they write.
+    """
+    formatter = JsonFormatter(process) if log_format == "json" else TextFormatter(process)
+    if never_blocks:
+        for name in ("stdout", "stderr"):
+            never_block(name, lambda lines: formatter.format(_dropped_record(lines)))
     faulthandler.register(signal.SIGUSR2)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
+    handler.setFormatter(formatter)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # A line for each HTTP request between our own processes would be most of the log.
     for name in ("httpx", "httpcore", "uvicorn"):
@@ -91,3 +100,8 @@ def configure_logging(process: str, level: str, log_format: LogFormat = "text") 
     # uvicorn warns of each request that is none: any stranger could fill the log.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     limit_foreign_logs()
+
+
+def _dropped_record(lines: int) -> logging.LogRecord:
+    text = "%d lines were not logged: this output was not read in time"
+    return logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (lines,), None)

@@ -125,8 +125,11 @@ def _cpus(cpus: str) -> Iterator[str]:
 def _ports(options: ServerOptions) -> Iterator[str]:
     if not 0 <= options.port <= 65535:
         yield f"--port is {options.port}: it must be 1 to 65535 (0 takes a free one)"
-    if not 1 <= options.default_bootstrap_port <= 65535:
-        yield f"--disaggregation-bootstrap-port is {options.default_bootstrap_port}: it must be 1 to 65535"
+    # A decode's own is always a free one: there, the option says what a request means.
+    least = 1 if options.disaggregation_mode == "decode" else 0
+    if not least <= options.default_bootstrap_port <= 65535:
+        free = "" if least else " (0 takes a free one)"
+        yield f"--disaggregation-bootstrap-port is {options.default_bootstrap_port}: it must be 1 to 65535{free}"
     for name in ("disaggregation_control_port", "disaggregation_data_port"):
         if not 0 <= getattr(options, name) <= 65535:
             yield f"{_flag(name)} is {getattr(options, name)}: it must be 1 to 65535 (0 takes a free one)"

@@ -89,8 +89,8 @@ class ServerOptions:
         turn of a conversation finds it in the prefix cache there. A hand-over more for each request; both instances
         need the same cluster secret.
     disaggregation_bootstrap_port
-        Port of this instance's bootstrap server, where others find it; default 8998 for a prefill, any free one for a
-        unified instance. On a decode, whose own is always a free one: what a request means that names no port.
+        Port of this instance's bootstrap server, where others find it; default 8998 for a prefill, any free one (0) for
+        a unified instance. On a decode, whose own is always a free one: what a request means that names no port.
     disaggregation_control_port
         Port for control messages between instances that exchange KV; 0 takes a free one.
     disaggregation_data_port

@@ -1,18 +1,22 @@
 """``python -m pdserve.runtime.start MODULE SPEC``: runs the ``main`` of a child process's module.
 
-Nothing but this is imported before the collector is out of the way.
+Nothing but this is imported before the collector is out of the way and signals are left to the supervisor.
 """
 
 from __future__ import annotations
+
+from . import clean_start  # isort: skip  # noqa: F401
 
 import sys
 from importlib import import_module
 
 from .collector import uncollected
+from .signals import leave_signals_to_parent
 
 
 def main() -> None:
     """Become the process that the arguments name."""
+    leave_signals_to_parent()
     with uncollected():
         module = import_module(sys.argv.pop(1))
     module.main()

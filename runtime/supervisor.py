@@ -10,6 +10,7 @@ so even ``kill -9`` of it leaves nothing behind.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import secrets
@@ -18,15 +19,15 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import setproctitle
@@ -40,20 +41,29 @@ from .cluster_secret import addresses
 from .logs import configure_logging
 from .modules import process_modules
 from .options import ServerOptions
+from .output import copy_to_stderr
+from .python import python_command
 from .ranks import is_worker
-from .web.ports import check_port_free
+from .signals import STOP, handle_signals
+from .web.ports import check_port_free, hold_free_port, http_url
 
 log = logging.getLogger(__name__)
 
 START = "pdserve.runtime.start"
 STOP_GRACE = 3.0
-"""Seconds between SIGTERM and SIGKILL for a child in an orderly stop."""
+"""Seconds between ``STOP`` and SIGKILL for a child in an orderly stop."""
 
 FAILURE_GRACE = 0.5
 """The same after a failure: enough for HTTP to tell its clients."""
 
 DRAIN_LOOK_SECONDS = 0.5
 """Longest time between two looks at the inbox during a drain, whatever wakes this process."""
+
+PIPE_BYTES = 1 << 20
+"""Output of the children that fits before it is read here; 1 MiB is what Linux allows everybody."""
+
+LAST_WORDS_SECONDS = 1.0
+"""Longest time to copy what the children wrote before they ended; a grandchild may hold the pipe open for ever."""
 
 RUN_DIR_PREFIX = "pdserve-"
 
@@ -95,6 +105,7 @@ class Supervisor:
         self._drained = False
         self._drain_to = sorted(addresses("--drain-to", self.options.drain_to))
         self._signal_read, self._signal_write = socket.socketpair()
+        self._copier: threading.Thread | None = None
 
     def run(self) -> int:
         """Start, watch, stop; returns the exit code."""
@@ -133,22 +144,36 @@ class Supervisor:
         self._signal_write.setblocking(False)
         signal.set_wakeup_fd(self._signal_write.fileno())
         self._selector.register(self._signal_read, selectors.EVENT_READ, None)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+        handle_signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == STOP:
+            self._signalled = self._signalled or signal.SIGTERM
+            return
         # SIGTERM asks for a drain; a second signal, or Ctrl-C, wants out at once.
         first = self._signalled is None and number == signal.SIGTERM
         self._signalled = signal.SIGTERM if first else signal.SIGINT
 
     def _start_children(self) -> None:
+        """Start them. This process reads what they and their libraries write: none waits for a reader of the log."""
+        read, write = os.pipe()
+        with suppress(OSError):  # the user may have too many large pipes already
+            fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        with os.fdopen(write, "wb") as output:
+            self._copier = threading.Thread(target=copy_to_stderr, args=(os.fdopen(read, "rb", 0),), daemon=True)
+            self._copier.start()
+            self._start_each(output)
+
+    def _start_each(self, output: IO[bytes]) -> None:
         for name, module in (self.modules or process_modules(self.options)).items():
             spec = ChildSpec(name, str(self.run_dir), self.epoch, os.getpid(), self.options, self.secret)
             spec_path = self.run_dir / f"{name}.json"
             spec_path.touch(0o600)  # before anything is in it
             spec_path.write_bytes(msgspec.json.encode(spec))
-            argv = [sys.executable, "-m", START, module, str(spec_path)]
-            process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=self._environment(name))
+            argv = python_command("-m", START, module, str(spec_path))
+            process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=self._environment(name)
+            )
             child = Child(name, process, os.pidfd_open(process.pid))
             self._selector.register(child.pidfd, selectors.EVENT_READ, child)
             self.children.append(child)
@@ -179,11 +204,10 @@ class Supervisor:
         options, seconds = self.options, time.monotonic() - self.started
         if self._answers:
             log.info(
-                "ready after %.1f s: %s instance on http://%s:%d serves %s",
+                "ready after %.1f s: %s instance on %s serves %s",
                 seconds,
                 options.disaggregation_mode,
-                options.host,
-                options.port,
+                http_url(options.host, options.port),
                 options.model_name,
             )
         else:
@@ -267,7 +291,7 @@ class Supervisor:
     def _stop_children(self, grace: float) -> None:
         living = [c for c in reversed(self.children) if c.process.poll() is None]
         for child in living:
-            child.process.terminate()
+            child.process.send_signal(STOP)
         deadline = time.monotonic() + grace
         for child in living:
             try:
@@ -278,6 +302,8 @@ class Supervisor:
         for child in self.children:
             self._selector.unregister(child.pidfd)
             os.close(child.pidfd)
+        if self._copier is not None:
+            self._copier.join(LAST_WORDS_SECONDS)
 
 
 def remove_stale_run_dirs() -> None:
@@ -293,7 +319,8 @@ def remove_stale_run_dirs() -> None:
 def describe_exit(code: int) -> str:
     """How a process ended, in words."""
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        known = -code in set(signal.Signals)
+        return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
     return f"ended with exit code {code}"
 
 
@@ -305,9 +332,36 @@ def check_address(host: str, port: int, flag: str) -> None:
         raise InstanceFailed(f"can't listen on {host}:{port} ({e.strerror}); choose another address with {flag}") from e
 
 
+def take_free_ports(options: ServerOptions) -> tuple[ServerOptions, list[socket.socket]]:
+    """Replace each port 0 that others need to know by a free one, which the sockets hold. Raises ``InstanceFailed``."""
+    held: dict[str, socket.socket] = {}
+    try:
+        if options.port == 0 and options.node_rank == 0:
+            held["port"] = hold_free_port(options.host)
+        if options.disaggregation_bootstrap_port == 0:
+            held["disaggregation_bootstrap_port"] = hold_free_port(options.host)
+    except OSError as e:
+        raise InstanceFailed(f"can't listen on {options.host} ({e.strerror or e}); choose another --host") from e
+    ports: dict[str, Any] = {name: sock.getsockname()[1] for name, sock in held.items()}
+    return replace(options, **ports), list(held.values())
+
+
 def run_server(options: ServerOptions) -> int:
     """``pdserve server``: run one instance until it is told to stop; returns the exit code."""
+    held: list[socket.socket] = []
+    failure = ""
+    try:
+        options, held = take_free_ports(options)
+    except InstanceFailed as e:
+        failure = str(e)
     process = f"{options.disaggregation_mode}:{options.port} supervisor"
     setproctitle.setproctitle(f"pdserve {process}")
-    configure_logging(process, options.log_level, options.log_format)
-    return Supervisor(options).run()
+    configure_logging(process, options.log_level, options.log_format, never_blocks=True)
+    if failure:
+        log.error("%s", failure)
+        return 1
+    try:
+        return Supervisor(options).run()
+    finally:
+        for sock in held:
+            sock.close()

@@ -7,6 +7,8 @@ until a message, a worker's event, a peer's message or a deadline comes.
 
 from __future__ import annotations
 
+from ..runtime import clean_start  # isort: skip  # noqa: F401
+
 import gc
 import logging
 import math

@@ -5,6 +5,8 @@ What a command runs is imported inside it: ``pdserve router`` never loads what o
 
 from __future__ import annotations
 
+from ..runtime import clean_start  # isort: skip  # noqa: F401
+
 import sys
 from importlib.metadata import version as package_version
 from pathlib import Path

@@ -28,6 +28,7 @@ import setproctitle
 from ..runtime.cluster_secret import MIN_CHARS
 from ..runtime.logs import configure_logging
 from ..runtime.machine.topology import read_machine
+from ..runtime.signals import STOP, handle_signals
 from ..runtime.supervisor import InstanceFailed, check_address
 from ..runtime.web.keys import read_keys
 from .cluster_options import ClusterOptions, ClusterOptionsError
@@ -93,11 +94,10 @@ class Cluster:
         self._wake_read.setblocking(False)
         signal.set_wakeup_fd(self._wake_write.fileno())
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
+        handle_signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals += 1
+        self._signals = max(self._signals, 1) if number == STOP else self._signals + 1
 
     def _start(self, process: ClusterProcess) -> None:
         process.start()
@@ -158,11 +158,11 @@ class Cluster:
             self._end(self._all, KILL_GRACE)
 
     def _end(self, processes: Iterable[ClusterProcess], grace: float) -> None:
-        """SIGTERM, then SIGKILL to those that are still there after ``grace`` seconds, or after a second signal."""
+        """``STOP``, then SIGKILL to those that are still there after ``grace`` seconds, or after a second signal."""
         deadline = time.monotonic() + grace
         left = [p for p in processes if p.running]
         for process in left:
-            process.send(signal.SIGTERM)
+            process.send(STOP)
         while any(p.running for p in left) and time.monotonic() < deadline and self._signals < 2:
             self._turn(max(0.0, deadline - time.monotonic()))
         for process in left:
@@ -217,7 +217,7 @@ def ordinal(number: int) -> str:
 def run_cluster(options: ClusterOptions) -> int:
     """``pdserve up``: run a cluster until it is told to stop; returns the exit code."""
     setproctitle.setproctitle(f"pdserve up:{options.port}")
-    configure_logging("up", options.log_level, options.log_format)
+    configure_logging("up", options.log_level, options.log_format, never_blocks=True)
     with contextlib.ExitStack() as stack:
         try:
             options.check()

@@ -1,7 +1,7 @@
 """One process of a cluster, across its lives.
 
 stopped ──start()──▶ running ──it ends──▶ dead ──after a pause that doubles──▶ start() again
-                        └── send(SIGTERM), kill() ─▶ dead
+                        └── send(STOP), kill() ─▶ dead
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -20,6 +19,8 @@ from typing import IO
 
 import msgspec
 
+from ..runtime.output import copy_to_stderr
+from ..runtime.python import python_command
 from ..runtime.supervisor import describe_exit
 from .cluster_plan import ProcessPlan
 
@@ -63,14 +64,14 @@ class ClusterProcess:
 
     def start(self) -> None:
         """Start it; ``pidfd`` becomes readable when it ends."""
-        argv = [sys.executable, *self.plan.argv]
+        argv = python_command(*self.plan.argv)
         self.started = time.monotonic()
         self.restart_at = None
         if self._log_dir is None:
             self._process = self._spawn(argv, subprocess.PIPE)
             assert self._process.stdout is not None
             pump = threading.Thread(
-                target=forward_lines,
+                target=copy_to_stderr,
                 args=(self._process.stdout, f"{self.plan.name:<10} | " if self._named_lines else ""),
                 name=f"log of {self.plan.name}",
             )
@@ -115,19 +116,3 @@ class ClusterProcess:
         logger.warning("%s did not end in time: killed", self.plan.name)
         self._process.kill()
         self.take_end()
-
-
-def forward_lines(source: IO[bytes], before: str) -> None:
-    """Copy lines to stderr, each with ``before`` before it, until the source ends."""
-    prefix = before.encode()
-    broken = False
-    with source:
-        for line in source:
-            if broken:
-                continue
-            try:
-                # One write a line: the lines of several processes don't mix.
-                os.write(sys.stderr.fileno(), prefix + line)
-            except OSError:
-                # Nobody reads our stderr any more. The pipe must still be emptied, or its writer would stand still.
-                broken = True

@@ -1,13 +1,14 @@
 """The HTTP process: listens, checks requests, passes them to the tokenizer and answers with what the detokenizer sends.
 
-bind → serve, receive → (SIGTERM) fail what still waits with a 503 → close connections → exit 0
+bind → serve, receive → (STOP) fail what still waits with a 503 → close connections → exit 0
 """
 
 from __future__ import annotations
 
+from ..runtime import clean_start  # isort: skip  # noqa: F401
+
 import asyncio
 import logging
-import signal
 import socket
 import sys
 
@@ -21,6 +22,7 @@ from ..runtime.answer_keys import AnswerKeys
 from ..runtime.child import ChildContext, start_child
 from ..runtime.malloc import return_freed_memory
 from ..runtime.open_files import allow_many_connections
+from ..runtime.signals import STOP
 from ..runtime.web.ports import listen
 from ..runtime.web.server import ChildServer, server_config
 from .http.app import make_app
@@ -35,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 async def serve(ctx: ChildContext, listener: socket.socket, model: ServedModel) -> None:
-    """Serve until SIGTERM; an error in the receiving task ends the process."""
+    """Serve until ``STOP``; an error in the receiving task ends the process."""
     receiver: AsyncReceiver[ToHttp] = AsyncReceiver(zmq.asyncio.Context(ctx.zmq_ctx), ctx.address("http"), ToHttp)
     sender = Sender(ctx.zmq_ctx, ctx.address("tokenizer"))
     supervisor = Sender(ctx.zmq_ctx, ctx.address("supervisor"))
@@ -67,7 +69,7 @@ async def serve(ctx: ChildContext, listener: socket.socket, model: ServedModel) 
         engine.close("the instance stops, and this request with it; send it again, to another one where there is one")
         server.should_exit = True
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+    asyncio.get_running_loop().add_signal_handler(STOP, stop)
     receiving = asyncio.create_task(engine.run(receiver))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await asyncio.wait([receiving, serving], return_when=asyncio.FIRST_COMPLETED)

@@ -7,6 +7,8 @@ outlive the shell.
 
 from __future__ import annotations
 
+from ..runtime import clean_start  # isort: skip  # noqa: F401
+
 import sys
 
 import msgspec

@@ -8,6 +8,8 @@ its place, so that an abort never overtakes the request that it ends.
 
 from __future__ import annotations
 
+from ..runtime import clean_start  # isort: skip  # noqa: F401
+
 import logging
 import sys
 import time

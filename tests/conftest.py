@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 import zlib
 from collections.abc import Generator, Iterator
@@ -12,6 +13,11 @@ from pathlib import PurePath
 # The machine that runs the tests has few cores: a team of OpenMP threads with another busy process beside it waits for
 # whole scheduler ticks at every barrier. OpenMP reads this when torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No process that a test starts imports from the current directory, which is the repository.
+os.environ["PYTHONSAFEPATH"] = "1"
+# In the background of a script, SIGINT is ignored, and so it would be in all that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from hypothesis import HealthCheck, settings

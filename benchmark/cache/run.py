@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ...runtime.python import python_command
 from ..errors import BenchError
 from .hit_rates import HitRate, draw, hit_rate, make_jobs, table, totals
 from .options import CacheBenchOptions
@@ -64,7 +65,7 @@ def _speeds(options: CacheBenchOptions) -> int:
         load = Path(folder) / "workload.npz"
         write_workload(options, load)
         for _ in range(options.rounds):
-            _gather(ours, [sys.executable, "-m", "pdserve.benchmark.cache.ours", str(load)])
+            _gather(ours, python_command("-m", "pdserve.benchmark.cache.ours", str(load)))
             for name, python in pythons.items():
                 if python is not None:
                     script = Path(__file__).with_name(f"{name}_side.py")

@@ -9,6 +9,8 @@ everything on a CPU, at tiny shapes, kernels in Triton's interpreter.
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import argparse
 import contextlib
 import os
@@ -18,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+from ...runtime.python import python_command
 from .install import install
 from .page import render
 from .record import PARTS, PartRecord, read_record
@@ -66,7 +69,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _run_part(part: str, record_file: Path, options: argparse.Namespace) -> None:
-    command = [sys.executable, "-m", f"pdserve.benchmark.gpu_check.{part}_part", str(record_file)]
+    command = python_command("-m", f"pdserve.benchmark.gpu_check.{part}_part", str(record_file))
     command += ["--dry-run"] * options.dry_run
     print(f"== {part}", flush=True)
     process = subprocess.Popen(

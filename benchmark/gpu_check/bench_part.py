@@ -4,6 +4,8 @@ at, attention backends beside each other, and what a step costs the host. Weight
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import json
 import math
 import tempfile

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...runtime.python import python_command
 from . import ipc_check
 from .part import Part, open_part
 from .record import Finding
@@ -137,7 +139,7 @@ def missing(backend: str) -> str:
         "except BackendUnavailable as e: print(e, flush=True)\n"
         "os._exit(0)"
     )
-    done = subprocess.run([sys.executable, "-c", code, backend], capture_output=True, text=True, check=False)
+    done = subprocess.run(python_command("-c", code, backend), capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 

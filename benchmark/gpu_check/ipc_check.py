@@ -6,6 +6,8 @@ what becomes of the one when the other is killed.
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import os
 import select
 import subprocess
@@ -22,6 +24,7 @@ from ...disaggregation.errors import LinkLost
 from ...disaggregation.transfer.backends.cuda_driver import load_driver
 from ...disaggregation.transfer.backends.ipc_driver import DeviceCopy, IpcDriver
 from ...disaggregation.transfer.region import allocate_region
+from ...runtime.python import python_command
 from .part import Part
 from .record import Finding
 
@@ -218,7 +221,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _started(role: str, device: torch.device, *rest: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "pdserve.benchmark.gpu_check.ipc_check", role, str(device), *rest]
+    command = python_command("-m", "pdserve.benchmark.gpu_check.ipc_check", role, str(device), *rest)
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

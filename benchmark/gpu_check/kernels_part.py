@@ -4,6 +4,8 @@ layer has beside them, and pages on their way.
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 

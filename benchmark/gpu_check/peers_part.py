@@ -4,6 +4,8 @@ mixed lengths that all come at once, greedy, each with the same number of tokens
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import inspect
 import json
 import logging

@@ -4,6 +4,8 @@ and nothing in a step's launch waits for the GPU.
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -13,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from ...runtime.python import python_command
 
 
 class ServerFailed(RuntimeError):
@@ -32,7 +33,7 @@ def serve_all(servers: Sequence[tuple[Sequence[str], Path]], seconds: float = 60
     ports, processes = [], []
     for args, log in servers:
         ports.append(free_port())
-        command = [sys.executable, "-m", "pdserve.server.cli", "server", *args, "--port", str(ports[-1])]
+        command = python_command("-m", "pdserve.server.cli", "server", *args, "--port", str(ports[-1]))
         with log.open("wb") as file:
             processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
     try:

@@ -7,10 +7,10 @@ ratio is taken within each round before the median is taken over rounds.
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from ...runtime.python import python_command
 from .cases import CASES, Case
 from .engines import ENGINES, Engine
 from .errors import CaseFailed, PeerError
@@ -50,7 +50,7 @@ class Comparison:
 
     def measure_client(self) -> None:
         """What the load generator itself costs, on the same machine; before any server is started."""
-        argv = [sys.executable, "-m", "pdserve.benchmark.client_cost"]
+        argv = python_command("-m", "pdserve.benchmark.client_cost")
         ran = subprocess.run(argv, capture_output=True, text=True, timeout=CASE_TIMEOUT_SECONDS, check=False)
         if ran.returncode:
             raise CaseFailed(f"{' '.join(argv)} ended with {ran.returncode}:\n{ran.stderr}")
@@ -100,7 +100,7 @@ def bench_command(engine: Engine, case: Case, number: int, url: str, output: Pat
     seed = number * len(CASES) + list(CASES).index(case.name)
     served = ("--backend", engine.backend, "--base-url", url, "--seed", str(seed))
     kept = ("--output-json", str(output), "--output-details", *(() if case.may_leave_undone else ("--strict",)))
-    return [sys.executable, "-m", "pdserve.server.cli", "bench", "serve", *served, *case.args, *kept]
+    return python_command("-m", "pdserve.server.cli", "bench", "serve", *served, *case.args, *kept)
 
 
 def result_path(results: Path, number: int, engine: str, case: str) -> Path:

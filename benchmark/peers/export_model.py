@@ -5,6 +5,8 @@ The weights are those that the GGUF's blocks stand for, so every engine that rea
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import sys
 from pathlib import Path
 

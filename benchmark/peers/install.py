@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ...runtime.python import python_command
 from .errors import InstallFailed
 from .layout import PeerSetup
 
@@ -52,8 +52,8 @@ def install_vllm(setup: PeerSetup, say: Say) -> None:
     log = setup.build_dir / "vllm-install.log"
     say(f"installing {VLLM} (log: {log})")
     python = setup.vllm_env / "bin" / "python"
-    pip = [str(python), "-m", "pip", "install", "--quiet"]
-    _run([sys.executable, "-m", "venv", str(setup.vllm_env)], log)
+    pip = python_command("-m", "pip", "install", "--quiet", python=python)
+    _run(python_command("-m", "venv", str(setup.vllm_env)), log)
     _run([*pip, TORCH, "-r", str(VLLM_NEEDS)], log)
     _run([*pip, "--no-deps", VLLM, NIXL, NIXL_NAME], log)
     done.write_text(versions, encoding="utf-8")
@@ -67,7 +67,7 @@ def build_llama_server(setup: PeerSetup, say: Say) -> None:
     say(f"building llama-server from {LLAMA_CPP}'s sources (log: {log})")
     sources = setup.llama_env / "sources"
     sources.mkdir(parents=True, exist_ok=True)
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-binary", "llama-cpp-python", "--no-deps"]
+    pip = python_command("-m", "pip", "download", "--quiet", "--no-binary", "llama-cpp-python", "--no-deps")
     _run([*pip, "-d", str(sources), LLAMA_CPP], log)
     (archive,) = sources.glob("*.tar.gz")
     with tarfile.open(archive) as packed:
@@ -88,7 +88,7 @@ def export_model(setup: PeerSetup, say: Say) -> None:
     log = setup.build_dir / "export.log"
     # In a process of its own: transformers and torch stay out of the one that measures.
     module = "pdserve.benchmark.peers.export_model"
-    _run([sys.executable, "-m", module, str(setup.gguf), str(setup.hf_folder)], log)
+    _run(python_command("-m", module, str(setup.gguf), str(setup.hf_folder)), log)
     done.touch()
 
 
@@ -99,7 +99,7 @@ def write_random_model(setup: PeerSetup, say: Say) -> None:
     say(f"writing {setup.q4km}")
     unfinished = setup.q4km.with_suffix(".part")
     module = "pdserve.benchmark.random_gguf"
-    _run([sys.executable, "-m", module, str(unfinished), "--mix", "Q4_K_M"], setup.build_dir / "export.log")
+    _run(python_command("-m", module, str(unfinished), "--mix", "Q4_K_M"), setup.build_dir / "export.log")
     unfinished.rename(setup.q4km)
 
 

@@ -6,6 +6,8 @@ A completion goes to the prefill server first, for one token and with the reques
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import json
 import sys
 from collections.abc import AsyncIterator, Mapping

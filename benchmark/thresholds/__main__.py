@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import sys
 from statistics import median
 from typing import Annotated

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
+from ...runtime.python import python_command
 from ..options import BackendName
 from ..peers.engines import HOST, Engine, Launch
 from ..peers.layout import PeerSetup
@@ -45,8 +46,8 @@ class Cluster(Engine):
         shape = CLUSTERS.get("auto" if self.contestant == OTHER else self.contestant, threshold)
         where = ("--port", str(ports[0]), "--cpus", ",".join(map(str, setup.cores)))
         model = ("--model-path", self.model_path, "--dtype", self.dtype)
-        argv = (self.python, "-m", "pdserve.server.cli", "up", *shape, *where, *model)
-        return [Launch(self.contestant, argv, f"http://{HOST}:{ports[0]}/health")]
+        argv = python_command("-m", "pdserve.server.cli", "up", *shape, *where, *model, python=self.python)
+        return [Launch(self.contestant, tuple(argv), f"http://{HOST}:{ports[0]}/health")]
 
 
 def make_cluster(contestant: str, other_python: Path | None, model_path: str, dtype: str) -> Cluster:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from ...runtime.python import python_command
 from ...runtime.web.ports import free_ports
 from ..child_processes import says_ok, stop
 from ..errors import ServerError
@@ -125,7 +125,7 @@ class Instance:
 def instance(folder: Path, *flags: str) -> Iterator[Instance]:
     """``pdserve server FLAGS``, on a port of its own; its log lies in ``folder``."""
     [port] = free_ports(1)
-    argv = [sys.executable, "-m", "pdserve.server.cli", "server", "--port", str(port), *flags]
+    argv = python_command("-m", "pdserve.server.cli", "server", "--port", str(port), *flags)
     log = folder / "instance.log"
     with log.open("ab") as output:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)

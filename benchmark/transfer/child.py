@@ -7,6 +7,8 @@ The process to die with, and three descriptors: where commands come and answers 
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import mmap
 import os
 import sys

@@ -6,11 +6,11 @@ import contextlib
 import multiprocessing
 import os
 import subprocess
-import sys
 import tempfile
 from multiprocessing.connection import Connection
 from types import TracebackType
 
+from ...runtime.python import python_command
 from ..errors import BenchError
 from .messages import ANSWERS, Answer, Command, Failed, encode
 from .pools import SharedPools
@@ -36,7 +36,7 @@ class SideProcess:
         passed = (theirs.fileno(), *pools.descriptors)
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve.benchmark.transfer.child", *map(str, (os.getpid(), *passed))],
+            python_command("-m", "pdserve.benchmark.transfer.child", *map(str, (os.getpid(), *passed))),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._said,

@@ -15,9 +15,11 @@ over, 413 for too long a body.
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import asyncio
 import hmac
-import signal
+import logging
 import socket
 import sys
 from collections.abc import Callable
@@ -30,15 +32,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...runtime.child import start_child
+from ...runtime.signals import STOP
 from ...runtime.web.body import BodyTooLarge, read_body
 from ...runtime.web.bounded_protocol import BACKLOG, MAX_HEAD_BYTES, bounded_protocol
-from ...runtime.web.ports import listen
+from ...runtime.web.ports import http_url, listen
 from ...runtime.web.server import ChildServer
 from ..errors import InvalidRegistration, NotRegistered, RegistrationConflict
 from .port_file import announce_port
 from .registration import MAX_REGISTRATION_BYTES, BootstrapError, decode_registration
 from .registry import Registry
 
+log = logging.getLogger(__name__)
 SHUTDOWN_SECONDS = 1
 RETRY_AFTER = {"Retry-After": "1"}
 
@@ -114,7 +118,7 @@ def _unauthorized() -> Response:
 
 
 async def serve(app: Starlette, sock: socket.socket, on_started: Callable[[], None]) -> None:
-    """Answer on ``sock`` until SIGTERM; ``on_started`` is called once it does."""
+    """Answer on ``sock`` until ``STOP``; ``on_started`` is called once it does."""
     config = uvicorn.Config(
         app,
         http=bounded_protocol(),
@@ -127,7 +131,7 @@ async def serve(app: Starlette, sock: socket.socket, on_started: Callable[[], No
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
     server = ChildServer(config, on_started)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, setattr, server, "should_exit", True)
+    asyncio.get_running_loop().add_signal_handler(STOP, setattr, server, "should_exit", True)
     await server.serve(sockets=[sock])
 
 
@@ -141,7 +145,9 @@ def main() -> None:
     except OSError as e:
         place = f"{options.host}:{port}"
         sys.exit(f"can't listen on {place}: {e.strerror}. Choose another --disaggregation-bootstrap-port.")
-    announce_port(ctx.run_dir, sock.getsockname()[1])
+    port = sock.getsockname()[1]
+    announce_port(ctx.run_dir, port)
+    log.info("the bootstrap server listens on %s", http_url(options.host, port))
     asyncio.run(serve(make_app(Registry(), ctx.secret), sock, ctx.report_ready))
 
 

@@ -8,6 +8,8 @@ may be longer than the model's own: what is computed means nothing, and takes as
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import argparse
 import os
 from dataclasses import replace

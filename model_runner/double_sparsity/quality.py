@@ -12,6 +12,8 @@ with the torch engine, on the same weights; compared with attention to all token
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import argparse
 import math
 from collections.abc import Iterator

@@ -9,6 +9,8 @@ that streams choose experts of their own; bench.py's all choose alike. The same 
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import argparse
 import itertools
 import os

@@ -10,6 +10,8 @@ weights.
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import argparse
 import operator
 import os

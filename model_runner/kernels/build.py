@@ -11,6 +11,8 @@ it is tested and measured.
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import argparse
 import fcntl
 import hashlib

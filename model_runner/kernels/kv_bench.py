@@ -8,6 +8,8 @@ level.
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import argparse
 import os
 import statistics

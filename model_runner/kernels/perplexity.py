@@ -14,6 +14,8 @@ Shapes: W tokens of a window, V vocabulary.
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import argparse
 import copy
 import math

@@ -6,6 +6,8 @@ lead of its host. Rank 0 (``model_runner/process.py``) alone knows the scheduler
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import sys
 from typing import NoReturn
 

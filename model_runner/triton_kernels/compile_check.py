@@ -11,6 +11,8 @@ The child reads the requests as JSON and answers in JSON; nothing of it needs a 
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import importlib
 import os
 import re
@@ -23,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from ...runtime.python import python_command
 
 SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Shared memory that a block may have, by compute capability (times ten)."""
@@ -68,7 +72,7 @@ def compile_kernels(requests: Sequence[CompileRequest], timeout: float = 300) ->
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
-            [sys.executable, "-m", __name__],
+            python_command("-m", __name__),
             input=msgspec.json.encode(list(requests)),
             capture_output=True,
             env=environment | {"TRITON_CACHE_DIR": cache},

@@ -30,6 +30,27 @@ def check_port_free(host: str, port: int) -> None:
     listen(host, port, 1).close()
 
 
+def hold_free_port(host: str) -> socket.socket:
+    """A socket that keeps a free port of ``host`` from being given to anybody until a process of ours listens there.
+
+    It doesn't listen itself, so another socket with SO_REUSEADDR, as ``listen`` makes, may. Raises ``OSError``.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def http_url(host: str, port: int) -> str:
+    """The URL of what listens there."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def free_ports(count: int) -> list[int]:
     """Ports of the loopback address that nobody listens on, held open together so that they differ.
 

@@ -11,8 +11,8 @@ make_environment() { # NAME, then what pip is to install; a name ending in ! is 
   local name=$1
   shift
   echo "test-clients: $name"
-  test -x "$folder/$name/bin/python" || "$PYTHON" -m venv "$folder/$name"
-  local pip=("$folder/$name/bin/python" -m pip --quiet --disable-pip-version-check)
+  test -x "$folder/$name/bin/python" || "$PYTHON" -P -m venv "$folder/$name"
+  local pip=("$folder/$name/bin/python" -P -m pip --quiet --disable-pip-version-check)
   local alone=() whole=()
   for word in "$@"; do
     if [[ $word == *! ]]; then alone+=("${word%!}"); else whole+=("$word"); fi

@@ -18,6 +18,9 @@ from pathlib import Path
 import httpx
 import psutil
 
+from pdserve.runtime.python import python_command
+
+from .hostile_folder import hostile_folder
 from .machine import limit
 
 STARTUP_SECONDS = 90.0
@@ -113,11 +116,19 @@ class Launched:
     def start(self) -> None:
         """Launch; doesn't wait."""
         with self.log_path.open("ab") as log:
-            argv = [*self.enter, self.python, "-m", "pdserve.server.cli", *self.args]
+            argv = [*self.enter, *python_command("-m", "pdserve.server.cli", *self.args, python=self.python)]
             if self.groups:
                 enter = "".join(f'echo $$ > "{group}/cgroup.procs" && ' for group in self.groups)
                 argv = ["sh", "-c", f'{enter} exec "$@"', "sh", *argv]
-            self.process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.env)
+            folder = hostile_folder()
+            self.process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=folder.environment(self.env),
+                cwd=folder.path,
+            )
 
     def is_healthy(self) -> bool:
         """Whether /health says 200; fails the test when the process has died."""
@@ -162,6 +173,7 @@ class Launched:
     def stop(self, number: int = signal.SIGTERM) -> int:
         """End it; returns the exit code."""
         assert self.process is not None
+        assert hostile_folder().imported() == []
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:

@@ -25,7 +25,7 @@ def test_each_contestant_is_a_command_that_up_takes(contestant, tmp_path):
     cluster = make_cluster(contestant, Path("/opt/other/bin/python"), "smollm2", "bfloat16")
     [launch] = cluster.launches(PeerSetup(tmp_path, (0, 1)), [4711])
     assert launch.argv[0] == ("/opt/other/bin/python" if contestant == "other" else sys.executable)
-    _, bound, _ = app.parse_args(launch.argv[3:], exit_on_error=False, print_error=False)
+    _, bound, _ = app.parse_args(launch.argv[launch.argv.index("up") :], exit_on_error=False, print_error=False)
     options = bound.arguments["options"]
     instances = (options.prefill, options.decode, options.unified)
     assert instances == {"unified-2": (0, 0, 2), "unified-1": (0, 0, 1)}.get(contestant, (1, 1, 0))

@@ -28,6 +28,7 @@ from pdserve.messages.channel import Receiver, ipc_address
 from pdserve.messages.control import Ready
 from pdserve.runtime.child import ChildSpec
 from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.signals import STOP
 from pdserve.runtime.web.bounded_protocol import MAX_CONNECTIONS
 
 LAYOUT = uniform_layout(page_size=16, num_layers=2, kv_heads=1, head_dim=8, dtype="float32", page_bytes=4096)
@@ -140,11 +141,12 @@ def test_a_lease_runs_out(start, client):
     assert "ran out" in client.get(server.url).json()["error"]
 
 
-def test_sigterm_ends_it_with_exit_code_0_and_ctrl_c_does_not(start, client):
+def test_the_supervisor_ends_it_with_exit_code_0_and_signals_from_outside_do_not(start, client):
     server = start()
-    server.process.send_signal(signal.SIGINT)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        server.process.send_signal(number)
     assert client.get(server.url).status_code == 503
-    server.process.terminate()
+    server.process.send_signal(STOP)
     assert server.process.wait(LIMIT) == 0
 
 

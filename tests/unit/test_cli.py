@@ -157,7 +157,7 @@ def test_a_bad_command_line_is_refused(argv: list[str], says: str, capsys: pytes
         ({"page_size": 24, "chunked_prefill_size": 48}, "power of two"),
         ({"port": 8998, "disaggregation_mode": "prefill"}, "give them different ones"),
         ({"port": 70000}, "--port"),
-        ({"disaggregation_bootstrap_port": 0}, "--disaggregation-bootstrap-port"),
+        ({"disaggregation_bootstrap_port": 0, "disaggregation_mode": "decode"}, "--disaggregation-bootstrap-port is 0"),
         ({"max_running_requests": 0}, "--max-running-requests is 0"),
         ({"max_total_tokens": -5}, "at least one page"),
         ({"mem_fraction_static": 1.0}, "between 0 and 1"),

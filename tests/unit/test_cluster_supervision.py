@@ -22,7 +22,7 @@ server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
 print("serving", flush=True)
 server.serve_forever()
 """
-STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + INSTANCE
+STUBBORN = "import signal; signal.signal(signal.SIGRTMIN, signal.SIG_IGN)" + INSTANCE
 BROKEN = "print('no model'); raise SystemExit(3)"
 
 DRIVER = """
@@ -119,7 +119,7 @@ def test_a_process_that_keeps_dying_ends_the_cluster(up):
     assert cluster.process.wait(limit(10)) == 1
 
 
-def test_a_process_that_ignores_sigterm_is_killed(up):
+def test_a_process_that_does_not_stop_is_killed(up):
     cluster = up(instance=STUBBORN)
     cluster.until("Ctrl-C stops everything")
     stubborn = cluster.child(cluster.ports()[0])

@@ -25,6 +25,7 @@ from pdserve.messages.requests import TokenizeReq
 from pdserve.messages.routes import ToSupervisor, ToTokenizer
 from pdserve.runtime.child import ChildSpec
 from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.signals import STOP
 
 TIMEOUT_MS = 30_000
 
@@ -75,7 +76,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def test_serves_survives_strange_frames_and_ends_on_sigterm(tmp_path: Path) -> None:
+def test_serves_survives_strange_frames_and_ends_when_told(tmp_path: Path) -> None:
     with ring(tmp_path, free_port()) as it, ThreadPoolExecutor() as pool, httpx.Client(timeout=limit(30)) as client:
         [ready] = it.supervisor.recv(TIMEOUT_MS)
         assert isinstance(ready, Ready)
@@ -89,7 +90,8 @@ def test_serves_survives_strange_frames_and_ends_on_sigterm(tmp_path: Path) -> N
 
         waiting = pool.submit(client.post, it.url + "/generate", json={"text": "a"})
         it.next_request()
-        it.process.terminate()
+        it.process.terminate()  # what systemd sends to every process: only the supervisor acts on it
+        it.process.send_signal(STOP)
         assert waiting.result().status_code == 503
         _, log = it.process.communicate(timeout=limit(30))
         assert it.process.returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -22,7 +23,8 @@ def main():
 def test_what_is_imported_is_never_looked_at_and_the_rest_is(tmp_path):
     (tmp_path / "a_process.py").write_text(MODULE)
     argv = [sys.executable, "-m", "pdserve.runtime.start", "a_process", "spec.json"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=limit(60))
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=limit(60))
     assert done.stdout == "False True True ['spec.json']\n", done.stderr
 
 

@@ -1,7 +1,6 @@
 """The tokenizer and detokenizer as the processes that they are."""
 
 import os
-import signal
 import subprocess
 import sys
 
@@ -19,6 +18,7 @@ from pdserve.messages.routes import ToHttp, ToScheduler, ToSupervisor
 from pdserve.messages.sampling import SamplingParams
 from pdserve.runtime.child import ChildSpec
 from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.signals import STOP
 
 MODULES = {"tokenizer": "pdserve.server.tokenizer_process", "detokenizer": "pdserve.detokenizer.process"}
 PATIENCE_MS = int(1000 * limit(20))
@@ -57,7 +57,7 @@ class Child:
 
     def close(self):
         """End the child; returns what it logged."""
-        self.process.send_signal(signal.SIGTERM)
+        self.process.send_signal(STOP)
         _, log = self.process.communicate(timeout=limit(10))
         for receiver in self.receivers.values():
             receiver.close()

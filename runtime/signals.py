@@ -1,0 +1,51 @@
+"""How long-lived processes treat signals.
+
+A signal that was ignored when a process started stays ignored: that is what ``nohup`` and a shell's ``&`` ask for.
+
+Inside an instance the supervisor alone acts on signals from outside, which often reach all of its processes at once:
+Ctrl-C and a closed terminal signal the process group, systemd every process of the service. It ends its processes with
+``STOP``, which nobody else sends. ``pdserve up`` ends its routers and instances with it, too, so that a SIGTERM from
+systemd and the one from ``up`` don't count as two.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable
+from types import FrameType
+
+STOP = signal.SIGRTMIN
+"""An orderly end, asked for by the parent. Sent twice it means the same as once."""
+STRAY = (signal.SIGUSR1,)
+"""Signals that mean something to other programs (log rotation), and would end this one by default."""
+
+
+def unignored(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Return those of ``numbers`` that this process does not ignore."""
+    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def handle_signals(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]
+) -> list[signal.Signals]:
+    """Call ``handler`` for ``STOP`` and for those of ``numbers`` that are not ignored; ignore stray signals.
+
+    Returns the signals that are handled.
+    """
+    handled = [STOP, *unignored(numbers)]
+    for number in handled:
+        signal.signal(number, handler)
+    ignore_stray_signals()
+    return handled
+
+
+def ignore_stray_signals() -> None:
+    """Let signals that are meant for other programs do nothing."""
+    for number in STRAY:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def leave_signals_to_parent() -> None:
+    """Ignore what the parent acts on for this process; ``STOP`` is left."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *STRAY):
+        signal.signal(number, signal.SIG_IGN)
