@@ -6,6 +6,7 @@ imports an entry module is left alone.
 - The current directory leaves the import path, where ``python -m`` puts it: no file beside a model is ever run. What
   Python imports before it runs a module (``importlib``, ``__future__``) can't be helped here; ``python -P`` and the
   script ``pdserve`` never look there.
+- A current directory that was deleted is left.
 - Standard streams that the parent closed are opened on /dev/null. Otherwise the next socket would get their number, and
   log lines would be written into it.
 - Text is UTF-8 whatever the locale is: if the locale says otherwise, Python is started again in its UTF-8 mode.
@@ -33,7 +34,8 @@ def drop_current_directory() -> None:
     """
     try:
         here = os.getcwd()
-    except FileNotFoundError:  # it was deleted, so Python has not added it
+    except FileNotFoundError:  # it was deleted: Python has not added it, and some libraries can't load without one
+        os.chdir("/")
         return
     if getattr(sys.modules.get("__main__"), "__spec__", None) and not sys.flags.safe_path and sys.path[0] == here:
         del sys.path[0]

@@ -44,6 +44,7 @@ from .options import ServerOptions
 from .output import copy_to_stderr
 from .python import python_command
 from .ranks import is_worker
+from .run_dir import run_dir_parent
 from .signals import STOP, handle_signals
 from .web.ports import check_port_free, hold_free_port, http_url
 
@@ -95,7 +96,7 @@ class Supervisor:
     def __post_init__(self) -> None:
         remove_stale_run_dirs()
         # mkdtemp makes the directory with mode 0700: only this user can reach the sockets in it.
-        self.run_dir = Path(tempfile.mkdtemp(prefix=f"{RUN_DIR_PREFIX}{os.getpid()}-"))
+        self.run_dir = Path(tempfile.mkdtemp(prefix=f"{RUN_DIR_PREFIX}{os.getpid()}-", dir=run_dir_parent()))
         self.children: list[Child] = []
         self._ctx: zmq.Context[Any] = zmq.Context()
         self._inbox: Receiver[Any] = Receiver(self._ctx, ipc_address(self.run_dir, "supervisor"), ToSupervisor)
@@ -308,7 +309,7 @@ class Supervisor:
 
 def remove_stale_run_dirs() -> None:
     """Run directories of supervisors that were killed too hard to remove their own."""
-    for path in Path(tempfile.gettempdir()).glob(f"{RUN_DIR_PREFIX}*-*"):
+    for path in run_dir_parent().glob(f"{RUN_DIR_PREFIX}*-*"):
         pid = path.name.removeprefix(RUN_DIR_PREFIX).split("-")[0]
         # Another one that starts at this moment may have removed it.
         with suppress(FileNotFoundError):

@@ -124,7 +124,7 @@ def build(level: Level, sources: Path = SOURCES, name: str = "kernels", *, retry
     if (there := find_library(path)) is not None:
         return there
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         with (path.parent / "lock").open("w") as lock:
             _wait_for(lock)
             if not path.is_file():
@@ -186,6 +186,8 @@ def _compile(compiler: str, level: Level, folder_of_sources: Path, path: Path) -
                 progress.advance(1)
         output = Path(folder) / path.name
         _run((compiler, *flags, "-shared", *objects, "-o", output))
+        # Whatever the umask is: what this user's processes will run, no other may write.
+        output.chmod(output.stat().st_mode & ~0o022)
         os.replace(output, path)
     log.info("built the CPU kernels in %.1f s: %s", time.monotonic() - begin, path)
 

@@ -16,15 +16,12 @@ from ...runtime.machine.memory import host_memory
 from ...runtime.machine.processor import cpu_model
 from ...runtime.machine.topology import read_machine
 from ...runtime.options import ServerOptions
+from ...runtime.run_dir import RUN_DIR_CHARS, SOCKET_PATH_CHARS, run_dir_parent
 from .finding import Finding, ok, problem, warning
 
 GIB = 2**30
 FILES_A_REQUEST = 3
 """A router's: the client's connection, and one to each leg."""
-SOCKET_PATH_CHARS = 107
-"""The longest name of a Unix socket."""
-RUN_DIR_CHARS = len("/pdserve-4194304-abcdefgh/worker_events.ipc")
-"""The longest path of an instance's socket, within the folder for temporary files."""
 LEAST_FREE = 64 << 20
 """Bytes in the folder for temporary files: sockets and small files."""
 
@@ -80,11 +77,11 @@ def look_at_files(limits: tuple[int, int] | None = None) -> Iterator[Finding]:
 
 
 def look_at_run_dir(folder: Path | None = None) -> Iterator[Finding]:
-    """Where the processes of an instance keep their sockets; default: the folder for temporary files."""
+    """Where the processes of an instance keep their sockets; default: where a server would."""
     advice = "Point TMPDIR to a short path on a local disk that can be written to."
     try:
         # Python finds the first folder that can be written to.
-        place = folder or Path(tempfile.gettempdir())
+        place = folder or run_dir_parent()
         with tempfile.TemporaryDirectory(dir=place):
             free = os.statvfs(place)
     except OSError as e:
