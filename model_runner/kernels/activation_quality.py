@@ -14,6 +14,8 @@ Shapes: W tokens of a text, V vocabulary, I inputs of a linear layer.
 
 from __future__ import annotations
 
+from ...runtime import clean_start  # isort: skip  # noqa: F401
+
 import argparse
 import itertools
 from collections.abc import Callable, Iterator, Sequence
