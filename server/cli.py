@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ..runtime import clean_start  # isort: skip  # noqa: F401
 
+import os
 import sys
 from importlib.metadata import version as package_version
 from pathlib import Path
@@ -238,6 +239,12 @@ def _refuse(command: str, error: ValueError) -> int:
 
 def main() -> None:
     """The console script ``pdserve``."""
+    for word in map(os.fsencode, sys.argv[1:]):
+        try:
+            word.decode()
+        except UnicodeDecodeError:  # options go to the processes of an instance as JSON
+            print(f"pdserve: {word!r} is not UTF-8: give files and folders another name", file=sys.stderr)
+            sys.exit(EXIT_USAGE)
     sys.exit(app(result_action="return_value"))
 
 

@@ -24,6 +24,7 @@ from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.run_dir import run_dir_parent
 from pdserve.runtime.supervisor import take_free_ports
 from pdserve.runtime.web.ports import check_port_free, hold_free_port, listen
+from pdserve.server.cli import main
 
 PREPARED = "import sys; sys.argv[0] = 'pdserve'; from pdserve.runtime import clean_start; import json, os, socket; "
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
@@ -140,6 +141,16 @@ def test_text_is_utf_8_in_every_locale(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PREPARED + "print('\\u00e9')"]
     done = subprocess.run(command, env=os.environ | ASCII, capture_output=True, check=True, timeout=limit(60))
     assert done.stdout == b"\\xe9\n"
+
+
+def test_a_word_that_is_not_utf_8_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pdserve", "server", "--model-path", "modèle\udcff"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "is not UTF-8" in capsys.readouterr().err
 
 
 def test_a_current_directory_that_was_deleted_is_left(tmp_path: Path) -> None:
