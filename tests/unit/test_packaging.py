@@ -189,7 +189,7 @@ def stages(dockerfile: Path) -> tuple[str, str]:
 def test_the_image_carries_the_kernels(dockerfile):
     build, final = stages(dockerfile)
     installs = re.search(r"apt-get install .* g\+\+", build)
-    compiles = re.search(rf"python -m {re.escape(MODULE)} --all$", build, flags=re.MULTILINE)
+    compiles = re.search(rf"python3? -P -m {re.escape(MODULE)} --all$", build, flags=re.MULTILINE)
     itself = re.search(r"pip install -c \S+ --no-build-isolation ('\.\[[a-z,]+\]'|\.)", build)
     assert installs
     assert compiles
@@ -197,7 +197,7 @@ def test_the_image_carries_the_kernels(dockerfile):
     assert itself.start() < compiles.start()
     # Into the environment that is copied, which has the same path in both stages.
     [folder] = re.findall(r"^COPY --from=build (\S+) \1$", final, flags=re.MULTILINE)
-    assert re.search(rf"python3? -m venv {folder}\n", build)
+    assert re.search(rf"python3? -P -m venv {folder}\n", build)
 
 
 def test_the_image_for_cpus_has_no_compiler():
