@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from uvicorn.server import ServerState
 
 from pdserve.runtime.web import limited_protocol
 from pdserve.runtime.web.limited_protocol import BODY_SECONDS, HEAD_SECONDS, SEND_SECONDS, LimitedProtocol
-from pdserve.runtime.web.sending import CHECKS
+from pdserve.runtime.web.sending import CHECKS, KERNEL_SEND_BYTES, limit_socket
 
 HEAD = b"POST / HTTP/1.1\r\nhost: a\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
@@ -305,6 +306,19 @@ def test_a_full_buffer_is_watched_while_the_answer_goes_on() -> None:
         assert connection.loop.waiting() == []
 
     with_connection(run)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux alone has it")
+def test_the_kernel_is_told_the_same() -> None:
+    class Connected(Transport):
+        def get_extra_info(self, name: str, default: Any = None) -> Any:
+            return sock if name == "socket" else default
+
+    with socket.socket() as sock:
+        limit_socket(Connected(), 2.5)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2500
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 2 * KERNEL_SEND_BYTES
 
 
 def test_connections_that_wait_for_a_head_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from .connection import Connection
 from .errors import CannotConnect
 
 KEEP_SECONDS = 4.0
-"""How long a connection is kept that nobody uses. Below uvicorn's 5 s, so that a request rarely meets one that is just
-being closed."""
+"""How long a connection is kept that nobody uses. Well below an instance's ``--keep-alive-timeout`` (75 s), so that a
+request rarely meets one that is just being closed; where it does, it is sent again."""
 
 C = TypeVar("C", bound=Connection)
 SocketOptions = Sequence[tuple[int, int, int]]
