@@ -17,9 +17,10 @@ import numpy as np
 from msgspec import UnsetType
 
 from pdserve.messages.base import Message, pack_i32, unpack_i32
+from pdserve.messages.channel import FrameTooLarge, encode
 from pdserve.messages.kv_debug import HashPages, PagesHashed
 from pdserve.messages.outputs import ReqError, ReqTokens, TokenBatch, TokenLogprob
-from pdserve.messages.requests import Bootstrap, GenerateReq, LogprobOptions
+from pdserve.messages.requests import Bootstrap, GenerateReq, LogprobOptions, StopReq
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.worker import ForwardStep, SlotDelta, StepResult, WorkerReady
 from pdserve.model_runner.page_hasher import PageHasher
@@ -142,13 +143,19 @@ def make_generate(
 
 
 class Sent:
-    """A channel's sending end that keeps what was sent."""
+    """A channel's sending end that keeps what was sent. ``limit``: bytes of a message, None: any."""
 
     def __init__(self) -> None:
         self.messages: deque[Message] = deque()
+        self.limit: int | None = None
 
     def send(self, *messages: Message) -> None:
-        """Keep."""
+        """Keep; refuse as ``Sender`` does."""
+        if self.limit is not None:
+            sizes = [len(encode([message])) for message in messages]
+            too_long = [m for m, size in zip(messages, sizes, strict=True) if size > self.limit]
+            if too_long:
+                raise FrameTooLarge(too_long, max(sizes), self.limit)
         self.messages.extend(messages)
 
 
@@ -281,9 +288,13 @@ class SimInstance:
         """Let the scheduler plan, and read what it says."""
         self.now += 0.001
         self.scheduler.run_steps(self.now)
-        self.outbox.flush()
+        self._flush()
         self.scheduler.catch_up()
         self._read()
+
+    def _flush(self) -> None:
+        for rid in self.outbox.flush():
+            self.scheduler.stop(StopReq(rid))
 
     def work(self) -> bool:
         """Let the worker do its oldest message, and look at pages before that; False when it has none."""
@@ -301,7 +312,7 @@ class SimInstance:
             self._hash(message)
         else:
             self.on_command(message)
-        self.outbox.flush()
+        self._flush()
         self._read()
         return True
 

@@ -100,7 +100,7 @@ class TimedSim(SimInstance):
         result = self.worker.run(step)
         result.forward_ms = ms
         self.scheduler.on_step_result(result, self.now)
-        self.outbox.flush()
+        self._flush()
         self._read()
         for rid in self.tokens:
             self.first_token_at.setdefault(rid, self.now)

@@ -12,13 +12,14 @@ from typing import Any
 import httpx
 
 from pdserve.detokenizer.detokenizer import Detokenizer
+from pdserve.detokenizer.process import deliver as deliver_out
 from pdserve.detokenizer.process import route as route_out
 from pdserve.detokenizer.request_decoder import make_decoder_factory
 from pdserve.messages.base import Message
 from pdserve.messages.channel import IPC_FRAME_BYTES, encode
 from pdserve.messages.decode import Codec
 from pdserve.messages.outputs import TextBatch
-from pdserve.messages.requests import AbortReq, ForkedReq, GenerateReq
+from pdserve.messages.requests import AbortReq, ForkedReq, GenerateReq, StopReq
 from pdserve.messages.routes import ToDetokenizer, ToHttp, ToScheduler
 from pdserve.model_files.model_limits import ModelLimits
 from pdserve.model_files.text.byte_table import ByteTable
@@ -26,9 +27,10 @@ from pdserve.model_files.text.text_tokenizer import TextTokenizer
 from pdserve.server.http.app import make_app
 from pdserve.server.http.engine_client import EngineClient
 from pdserve.server.request_tokenizer import RequestTokenizer
+from pdserve.server.tokenizer_process import deliver as deliver_in
 from pdserve.server.tokenizer_process import route as route_in
 from support.machine import limit
-from support.sim import VOCAB, SimInstance, make_options
+from support.sim import VOCAB, Sent, SimInstance, make_options
 
 CONTEXT = 512
 # Printable characters, and the two halves of "é": a character that no single token completes.
@@ -73,18 +75,26 @@ class SimRing(SimInstance):
         self.client = EngineClient(self)
         self.app = make_app(self.options, self.client, epoch="ring")
         self.texts = 0
+        self.limits = {"tokenizer": Sent(), "scheduler": Sent(), "detokenizer": self.to_detokenizer, "http": Sent()}
+        """The sending ends, by who receives: what they refuse ends as it does in an instance."""
         self._to_scheduler: Codec[Any] = Codec(ToScheduler, IPC_FRAME_BYTES)
         self._to_detokenizer: Codec[Any] = Codec(ToDetokenizer, IPC_FRAME_BYTES)
         self._to_http: Codec[Any] = Codec(ToHttp, IPC_FRAME_BYTES)
 
     def send(self, *messages: Message) -> None:
         """The tokenizer's end of the ring."""
-        routed = route_in(self.tokenizer, list(messages))
-        assert not routed.to_http
-        for message in self._to_scheduler.decode(encode(routed.to_scheduler)):
+        self.limits["tokenizer"].send(*messages)
+        scheduler, http = self.limits["scheduler"], self.limits["http"]
+        deliver_in(route_in(self.tokenizer, list(messages)), scheduler, http)
+        self._answer()
+        sent = list(scheduler.messages)
+        scheduler.messages.clear()
+        for message in self._to_scheduler.decode(encode(sent)):
             if isinstance(message, GenerateReq | ForkedReq):
                 for request in message.requests() if isinstance(message, ForkedReq) else [message]:
                     self.scheduler.admit_message(request, self.now)
+            elif isinstance(message, StopReq):
+                self.scheduler.stop(message)
             else:
                 assert isinstance(message, AbortReq)
                 self.scheduler.abort(message)
@@ -92,12 +102,21 @@ class SimRing(SimInstance):
     def _read(self) -> None:
         messages = self._to_detokenizer.decode(encode(list(self.to_detokenizer.messages)))
         super()._read()
-        routed = route_out(self.detokenizer, messages)
-        for stop in routed.to_scheduler:
+        stops = Sent()
+        deliver_out(self.detokenizer, route_out(self.detokenizer, messages), stops, self.limits["http"])
+        for stop in stops.messages:
+            assert isinstance(stop, StopReq)
             self.scheduler.stop(stop)
-        answers = self._to_http.decode(encode(routed.to_http))
+        self._answer()
+
+    def _answer(self) -> None:
+        sent = list(self.limits["http"].messages)
+        self.limits["http"].messages.clear()
+        answers = self._to_http.decode(encode(sent))
         self.texts += sum(len(m.items) for m in answers if isinstance(m, TextBatch))
-        self.client.dispatch(answers)
+        if answers:
+            # As over a channel: no answer comes before the request's own turn has ended.
+            asyncio.get_running_loop().call_soon(self.client.dispatch, answers)
 
     async def _drive(self) -> None:
         while True:

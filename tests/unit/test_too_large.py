@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import zmq
 from support.fake_engine import FakeEngine, with_engine
-from support.sim import SimInstance, make_options
-from support.sim_ring import SimTokenizer
+from support.sim import Sent, SimInstance, make_options
+from support.sim_ring import SimRing, SimTokenizer
 
 from pdserve.detokenizer.detokenizer import Detokenizer
 from pdserve.detokenizer.process import deliver as deliver_text
 from pdserve.detokenizer.process import route as route_text
 from pdserve.detokenizer.request_decoder import make_decoder_factory
 from pdserve.messages.base import Message
-from pdserve.messages.channel import FrameTooLarge, Receiver, Sender, encode, ipc_address
+from pdserve.messages.channel import FrameTooLarge, Receiver, Sender, ipc_address
 from pdserve.messages.control import Ping, Pong
 from pdserve.messages.kv_debug import KVHashes
 from pdserve.messages.outputs import (
@@ -43,19 +43,16 @@ LIMIT = 2000
 LONG = "x" * (LIMIT + 1)
 
 
-class Limited:
+class Limited(Sent):
     """A sending end with a limit, like ``Sender``."""
 
-    def __init__(self, limit: int = LIMIT) -> None:
-        self.limit = limit
-        self.sent: list[Message] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit = LIMIT
 
-    def send(self, *messages: Message) -> None:
-        sizes = [len(encode([message])) for message in messages]
-        too_long = [m for m, size in zip(messages, sizes, strict=True) if size > self.limit]
-        if too_long:
-            raise FrameTooLarge(too_long, max(sizes), self.limit)
-        self.sent += messages
+    @property
+    def sent(self) -> list[Message]:
+        return list(self.messages)
 
 
 def generate(rid: str, tokens: int) -> GenerateReq:
@@ -241,3 +238,31 @@ def test_questions_whose_answers_are_too_large_are_answered() -> None:
         [said] = stand_ins(answer, error)
         assert (type(said), said.id) == (type(answer), 5)
         assert "3000 bytes" in str(getattr(said, "error", None) or said.message)
+
+
+# --- all of them ---
+
+SCORED = {"return_logprob": True, "top_logprobs_num": 4}
+TOO_MUCH = {
+    "tokenizer": {"text": "x" * 450},
+    "scheduler": {"text": "x" * 450},
+    "detokenizer": {"text": "x" * 60, **SCORED, "logprob_start_len": 0},
+    "http": {"text": "x" * 60, **SCORED, "logprob_start_len": 0},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("hop", TOO_MUCH)
+def test_wherever_a_frame_is_too_large_its_requests_end_and_the_next_is_served(hop: str, stream: bool) -> None:
+    ring = SimRing()
+    ring.limits[hop].limit = 800
+    sampling = {"max_new_tokens": 3, "n": 3}
+    small = {"text": "hello", "sampling_params": {"max_new_tokens": 3}}
+    large, beside = ring.post({**TOO_MUCH[hop], "sampling_params": sampling, "stream": stream}, small)
+    assert large.status_code == 413
+    assert "send fewer" in large.json()["error"]["message"]
+    assert beside.status_code == 200
+    assert (ring.client.live_requests, ring.client.held_bytes) == (0, 0)
+    assert (dict(ring.scheduler.reqs), len(ring.detokenizer)) == ({}, 0)
+    [after] = ring.post(small)
+    assert after.json()["output_ids"] == beside.json()["output_ids"]
