@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from ..runtime.web.client.client import header_lines, request_head
+from ..runtime.web.client.client import RESEND_IDLE_SECONDS, header_lines, request_head
 from ..runtime.web.client.connection import Connection, Headers
 from ..runtime.web.client.errors import ClientError, ConnectionGone
 from ..runtime.web.client.pool import Origin, Pool
@@ -127,14 +127,14 @@ class HttpClient:
         try:
             while True:
                 kept = self._pool.take_kept()
-                connection = kept or await self._pool.connect()
+                connection = kept.connection if kept is not None else await self._pool.connect()
                 exchange = _Exchange(connection, sink)
                 try:
                     status = await exchange.run(message)
                     break
                 except ConnectionGone as e:
                     # The server gave up a connection that was idle for long, just when it was wanted: no failure.
-                    if not (e.untouched and kept):
+                    if not e.untouched or kept is None or kept.idle_seconds <= RESEND_IDLE_SECONDS:
                         raise
         except ClientError as e:
             raise RequestError(str(e)) from e

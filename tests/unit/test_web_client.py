@@ -14,7 +14,7 @@ from support.jumping_loop import JumpingLoop, run_jumping
 
 from pdserve.runtime.web.client import client as client_module
 from pdserve.runtime.web.client.answer import Answer
-from pdserve.runtime.web.client.client import HttpClient
+from pdserve.runtime.web.client.client import RESEND_IDLE_SECONDS, HttpClient
 from pdserve.runtime.web.client.errors import BadAnswer, CannotConnect, ConnectionGone
 from pdserve.runtime.web.client.pool import KEEP_SECONDS
 
@@ -153,9 +153,51 @@ def test_a_connection_that_was_given_up_while_idle_is_replaced_once() -> None:
 
     async def body() -> None:
         async with serving(hang_up_later) as (server, client):
-            for _ in range(2):
-                assert (await client.fetch("POST", server.url, "/", b"{}")).body == b"ok"
+            assert (await client.fetch("POST", server.url, "/", b"{}")).body == b"ok"
+            await asyncio.sleep(RESEND_IDLE_SECONDS + 0.5)
+            assert (await client.fetch("POST", server.url, "/", b"{}")).body == b"ok"
             assert [talk.number for talk in server.talks] == [0, 0, 1]
+            # After a shorter time it was no keep-alive timeout, and the request may be what the server died of.
+            await asyncio.sleep(RESEND_IDLE_SECONDS - 0.5)
+            with pytest.raises(ConnectionGone):
+                await client.fetch("POST", server.url, "/", b"{}")
+            assert [talk.number for talk in server.talks] == [0, 0, 1, 1]
+
+    run_jumping(body())
+
+
+@pytest.mark.parametrize("idle", [0.0, RESEND_IDLE_SECONDS - 0.5, RESEND_IDLE_SECONDS + 0.5])
+def test_what_is_to_be_sent_at_most_once_is(idle: float) -> None:
+    """Not over a connection that may just be closed by its server; and where it fails, not again."""
+
+    async def die_of_posts(talk: Talk) -> None:
+        await (say_ok(talk) if talk.head.startswith(b"GET") else hang_up(talk))
+
+    async def hang_up(talk: Talk) -> None:
+        talk.writer.close()
+
+    async def body() -> None:
+        async with serving(die_of_posts) as (server, client):
+            await asyncio.gather(*(client.fetch("GET", server.url, "/") for _ in range(2)))
+            await asyncio.sleep(idle)
+            with pytest.raises(ConnectionGone):
+                await client.send("POST", server.url, "/", b"{}", at_most_once=True)
+            assert [talk.body for talk in server.talks] == [b"", b"", b"{}"]
+            assert (server.talks[-1].number == 2) == (idle > RESEND_IDLE_SECONDS)
+            # The connections that it passed over are still there.
+            await client.fetch("GET", server.url, "/")
+            assert server.talks[-1].number < 2
+
+    run_jumping(body())
+
+
+def test_a_body_in_pieces_is_one_body() -> None:
+    async def body() -> None:
+        async with serving(say_ok) as (server, client):
+            pieces = [memoryview(b"{} ")[:1], b"", b'"a":1}']
+            assert (await client.fetch("POST", server.url, "/", pieces)).body == b"ok"
+            assert server.talks[0].body == b'{"a":1}'
+            assert b"content-length: 7\r\n" in server.talks[0].head
 
     asyncio.run(body())
 
@@ -172,12 +214,13 @@ def test_a_new_connection_that_is_closed_is_a_failure() -> None:
             async with serving(script) as (server, client):
                 for _ in range(before):
                     await client.fetch("GET", server.url, "/")
+                    await asyncio.sleep(RESEND_IDLE_SECONDS + 0.5)
                 with pytest.raises(ConnectionGone) as caught:
                     await client.fetch("GET", server.url, "/")
                 assert caught.value.untouched
                 assert len(server.talks) == requests
 
-    asyncio.run(body())
+    run_jumping(body())
 
 
 def test_an_answer_that_has_begun_is_not_asked_for_again() -> None:

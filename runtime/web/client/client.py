@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -18,6 +18,13 @@ memory."""
 FORBIDDEN_IN_VALUE = re.compile(rb"[\0-\x08\n-\x1f\x7f]")
 FORBIDDEN_IN_TARGET = re.compile(r"[^!-~]")
 
+RESEND_IDLE_SECONDS = 1.0
+"""Idle time above which a kept connection may have been closed by the server's keep-alive timeout.
+
+No server closes connections sooner. One that is lost after a shorter idle time was lost to a crash."""
+
+Body = bytes | Sequence[bytes | memoryview]
+"""A request's body, whole or in pieces. Pieces are sent one after the other and not joined."""
 SentHeaders = Iterable[tuple[bytes, bytes]]
 
 
@@ -54,36 +61,47 @@ class HttpClient:
         method: str,
         url: str,
         path: str,
-        body: bytes = b"",
+        body: Body = b"",
         headers: SentHeaders = (),
         silence: float | None = None,
+        *,
+        at_most_once: bool = False,
     ) -> Answer:
         """Send a request to the server at ``url`` (``http://host:port``) and wait until its answer begins.
 
-        The answer must be closed by whoever gets it. ``silence``: see ``Answer``. Raises ``ClientError``, and
-        ``ValueError`` for a path or header that can't be sent.
+        The caller must close the answer. ``silence``: see ``Answer``. Raises ``ClientError``, and ``ValueError`` for a
+        path or header that can't be sent.
 
-        A kept connection that ends without a word of an answer was most likely given up by the server while it was
-        idle; the request is then sent once more, over a new one. So it may, rarely, have been begun twice: fit for
-        what a server ends when its connection is lost, and for orders that may be given twice.
+        A server may close a kept connection (keep-alive timeout) while a request is on its way to it. If the
+        connection was idle for more than ``RESEND_IDLE_SECONDS`` and ends without a byte of an answer, the request is
+        sent once more, on a new connection. So the server may, rarely, have begun it twice.
+
+        ``at_most_once``: never send the request twice, because it may be what crashed the server. Connections that
+        were idle for that long are not used for it, so a keep-alive timeout can't hit it either.
         """
-        server = self._server(url)
-        message = [request_head(method, path, server.head, header_lines(headers), len(body)), body]
+        server, pieces = self._server(url), [body] if isinstance(body, bytes) else body
+        head = request_head(method, path, server.head, header_lines(headers), sum(map(len, pieces)))
+        message, pool = [head, *pieces], server.pool
         gone: ConnectionGone | None = None
-        if (kept := server.pool.take_kept()) is not None:
+        kept = pool.take_kept()
+        if kept is not None and at_most_once and kept.idle_seconds > RESEND_IDLE_SECONDS:
+            # The connections below it were idle for longer.
+            pool.put_back(kept)
+            kept = None
+        if kept is not None:
             try:
-                return await self._ask(kept, server.pool, message, silence)
+                return await self._ask(kept.connection, pool, message, silence)
             except ConnectionGone as e:
-                if not e.untouched:
+                if not e.untouched or kept.idle_seconds <= RESEND_IDLE_SECONDS:
                     raise
                 gone = e
         try:
-            connection = await server.pool.connect()
+            connection = await pool.connect()
         except CannotConnect as e:
             raise gone or e from None  # what came first says more
-        return await self._ask(connection, server.pool, message, silence)
+        return await self._ask(connection, pool, message, silence)
 
-    async def fetch(self, method: str, url: str, path: str, body: bytes = b"", headers: SentHeaders = ()) -> Whole:
+    async def fetch(self, method: str, url: str, path: str, body: Body = b"", headers: SentHeaders = ()) -> Whole:
         """Ask a question, see ``send``. Raises ``BadAnswer`` above ``MAX_WHOLE_BYTES``."""
         answer = await self.send(method, url, path, body, headers)
         try:
@@ -97,7 +115,11 @@ class HttpClient:
             server.pool.close()
 
     async def _ask(
-        self, connection: Connection, pool: Pool[Connection], message: Iterable[bytes], silence: float | None
+        self,
+        connection: Connection,
+        pool: Pool[Connection],
+        message: Iterable[bytes | memoryview],
+        silence: float | None,
     ) -> Answer:
         answer = Answer(connection, lambda: pool.give_back(connection), silence)
         connection.ask(message, answer)

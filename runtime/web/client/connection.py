@@ -53,7 +53,7 @@ class Connection(asyncio.Protocol):
         """Whether a request can be sent, or, while one is under way, whether another can follow."""
         return self._keeps and self._transport is not None and not self._transport.is_closing()
 
-    def ask(self, message: Iterable[bytes], receiver: Receiver) -> None:
+    def ask(self, message: Iterable[bytes | memoryview], receiver: Receiver) -> None:
         """Send a whole request, head and body, and let ``receiver`` take its answer. ``usable`` must hold."""
         assert self._transport is not None
         assert self._receiver is None, "one request at a time"

@@ -38,6 +38,13 @@ class Origin(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+class Kept(NamedTuple, Generic[C]):
+    """A kept connection, and for how many seconds it was idle."""
+
+    connection: C
+    idle_seconds: float
+
+
 class Pool(Generic[C]):
     """Takes and gives connections to one server. ``make`` makes a new one; ``connect_seconds``: how long that may take.
 
@@ -55,13 +62,18 @@ class Pool(Generic[C]):
         self._idle: deque[tuple[float, C]] = deque()
         self._expiry: asyncio.TimerHandle | None = None
 
-    def take_kept(self) -> C | None:
-        """A connection that was kept; None where there is none."""
+    def take_kept(self) -> Kept[C] | None:
+        """Return the kept connection that was used last, None if there is none that is still open."""
+        now = asyncio.get_running_loop().time()
         while self._idle:
-            connection = self._idle.pop()[1]
+            since, connection = self._idle.pop()
             if connection.usable:
-                return connection
+                return Kept(connection, now - since)
         return None
+
+    def put_back(self, kept: Kept[C]) -> None:
+        """Return a connection that ``take_kept`` gave and that was not used."""
+        self._idle.append((asyncio.get_running_loop().time() - kept.idle_seconds, kept.connection))
 
     async def connect(self) -> C:
         """A new connection; raises ``CannotConnect``."""

@@ -1,0 +1,42 @@
+"""Server-sent events of an answer, put together from pieces of any length."""
+
+from __future__ import annotations
+
+from .errors import BadAnswer
+
+EVENT_ENDS = (b"\n\n", b"\n\r\n")
+"""Both line ends that servers use. The line before the empty one may end in either, too."""
+MAX_EVENT_BYTES = 64 << 20
+"""Longest event. The first one of a long prompt with log-probabilities has some MiB."""
+
+
+class EventBuffer:
+    """Cuts a stream into runs of whole events. Holds the bytes of an event whose end has not come yet.
+
+    Raises ``BadAnswer`` when that event exceeds ``limit`` bytes (default ``MAX_EVENT_BYTES``).
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = MAX_EVENT_BYTES if limit is None else limit
+        self._part = bytearray()
+
+    def whole(self, data: bytes) -> bytes:
+        """Return the events that ``data`` completes, b"" if it completes none."""
+        part = self._part
+        # Nearly always true: an instance writes whole events.
+        if not part and data.endswith(EVENT_ENDS):
+            return data
+        begin = max(0, len(part) - 2)  # an end may come in two pieces; what is before it was searched already
+        part += data
+        end = max(at + len(mark) if (at := part.rfind(mark, begin)) >= 0 else 0 for mark in EVENT_ENDS)
+        whole = bytes(part[:end])
+        del part[:end]
+        if len(part) > self._limit:
+            raise BadAnswer(f"an event of more than {self._limit} bytes")
+        return whole
+
+    def rest(self) -> bytes:
+        """Return what is left at the stream's end, an event without its end; b"" if there is none."""
+        part = bytes(self._part)
+        self._part.clear()
+        return part
