@@ -25,6 +25,7 @@ import math
 from enum import StrEnum
 from typing import Any
 
+from ..messages.error_codes import UNAVAILABLE
 from ..messages.memory import (
     ALL_TAGS,
     MemoryChanged,
@@ -75,7 +76,9 @@ class Occupation:
         self.state = Occupied.HELD
         self.released: list[MemoryTag] = []
         """What is not there."""
-        scheduler.withheld = lambda: Refusal(503, self.refusal, BUSY) if self.refusal is not None else None
+        scheduler.withheld = lambda: (
+            Refusal(503, self.refusal, BUSY, code=UNAVAILABLE) if self.refusal is not None else None
+        )
 
     @property
     def refusal(self) -> str | None:

@@ -36,6 +36,7 @@ from ..messages.control import (
     Transfers,
     TransfersReq,
 )
+from ..messages.error_codes import STARTING
 from ..messages.kv_debug import KVHashes, KVHashesReq, PagesHashed
 from ..messages.memory import MemoryChanged, MemoryReq, MemoryResult, PoolTrimmed, ResizeReq, ResizeResult
 from ..messages.moves import MigrateReq, MigrateResult
@@ -212,7 +213,7 @@ class SchedulerProcess:
         elif scheduler is None:
             if isinstance(message, GenerateReq):
                 text = "the model is still loading; try again in a few seconds"
-                self._outbox.answer(ReqError(message.rid, 503, text, "overloaded_error"))
+                self._outbox.answer(ReqError(message.rid, 503, text, "overloaded_error", code=STARTING))
             elif isinstance(message, ServerInfoReq):
                 self._outbox.answer(ServerInfo(message.id, {"status": "loading"}))
             elif isinstance(message, TransfersReq):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..messages import error_codes
 from ..messages.requests import Bootstrap
 from ..runtime.options import ServerOptions
 from .kv_memory import KVMemory
@@ -26,7 +27,7 @@ class Refusal(NamedTuple):
     retry_after: int = 0
 
 
-DRAINING = Refusal(503, "the instance is draining; send the request to another one", BUSY)
+DRAINING = Refusal(503, "the instance is draining; send the request to another one", BUSY, code=error_codes.DRAINING)
 NO_EXCHANGE = Refusal(
     400,
     "bootstrap_room was given, but this instance exchanges no KV; "
@@ -61,8 +62,14 @@ def refuse_more(living: int, options: ServerOptions, seconds: Callable[[], float
     again = max(1, min(math.ceil(seconds()), MOST_SECONDS))
     text = f"{living} requests are queued or running; try again in {again} s"
     if place >= most_living(options):
-        text += ", and split the batch: by itself it is more than that"
+        return refuse_batch(place + 1, most_living(options))
     return Refusal(429, text, BUSY, code="rate_limit_exceeded", retry_after=again)
+
+
+def refuse_batch(answers: int, most: int) -> Refusal:
+    """Refuse a batch of at least ``answers`` answers, of which no more than ``most`` ever fit."""
+    text = f"the batch asks for {answers} answers or more, and {most} may be queued or running at a time; split it"
+    return Refusal(413, text, "request_too_large", code=error_codes.BATCH_TOO_LARGE)
 
 
 def refuse_rid(rid: str) -> Refusal:

@@ -22,6 +22,7 @@ import msgspec
 
 from ..mem_cache.kv_events import make_event_log
 from ..messages.base import I32, unpack_i32
+from ..messages.error_codes import OVERLOADED
 from ..messages.moves import ReqMoved
 from ..messages.outputs import FinishReason, FinishType, Phase, ReqError, ReqMeta, TokenLogprob
 from ..messages.requests import AbortReq, Bootstrap, GenerateReq, StopReq
@@ -205,14 +206,14 @@ class Scheduler:
         if finish is not None:
             self.outbox.tokens(req, finish, self.meta(req))
 
-    def fail(self, req: Req, status: int, message: str, kind: str = "server_error") -> None:
+    def fail(self, req: Req, status: int, message: str, kind: str = "server_error", code: str | None = None) -> None:
         """The request is over by a fault that is not the client's wish. Nothing for one that has ended."""
         if req.is_ended:
             return
         log.debug("fails with %d: %s", status, message, extra={"rid": req.rid})
         self._tell(req)
         self.leave(req, ReqState.FAILED)
-        self.outbox.error(ReqError(req.rid, status, message, kind, route=req.route_told))
+        self.outbox.error(ReqError(req.rid, status, message, kind, code=code, route=req.route_told))
 
     def leave(self, req: Req, state: ReqState) -> None:
         """Take the request out of every queue, and let go of its memory, silently; a second time is an error."""
@@ -291,7 +292,7 @@ class Scheduler:
         stuck, limit = self.planner.stuck, self.options.disaggregation_queue_timeout
         if stuck is not None and now - stuck.since > limit:
             text = f"hand-overs of other requests held the memory that this one needs for {limit:.0f} s"
-            self.fail(stuck.req, 503, text)
+            self.fail(stuck.req, 503, text, code=OVERLOADED)
             self._cancel(stuck.req, text)
 
     def on_step_result(self, result: StepResult, now: float) -> None:

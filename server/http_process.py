@@ -42,14 +42,14 @@ async def serve(ctx: ChildContext, listener: socket.socket, model: ServedModel) 
     sender = Sender(ctx.zmq_ctx, ctx.address("tokenizer"))
     supervisor = Sender(ctx.zmq_ctx, ctx.address("supervisor"))
     options = ctx.options
-    keys = AnswerKeys(ctx.secret)
     engine = EngineClient(
         sender,
         supervisor,
         options.disaggregation_mode,
         cache_by_key=options.cache_by_key,
-        answer_keys=keys,
+        answer_keys=AnswerKeys(ctx.secret),
         max_logprobs=options.max_logprobs_per_request,
+        max_requests=options.max_queued_requests + options.max_running_requests,
     )
     config = server_config(
         make_app(options, engine, ctx.epoch, model),

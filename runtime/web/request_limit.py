@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ...messages.error_codes import OVERLOADED
 from .path_guard import error_answer
 from .paths import Access, PathTable
 
@@ -27,7 +28,7 @@ class RequestLimit:
             return
         if self.running >= self._limit:
             message = f"this server is working on {self._limit} requests (--max-concurrent-requests); try again later"
-            await error_answer(503, message)(scope, receive, send)
+            await error_answer(503, message, OVERLOADED)(scope, receive, send)
             return
         self.running += 1
         try:

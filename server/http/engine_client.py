@@ -20,6 +20,7 @@ import msgspec
 from ...messages.base import Message
 from ...messages.channel import AsyncReceiver, FrameTooLarge, SendsMessages, UndeclaredMessage
 from ...messages.control import Drained, FlushCacheResult, Pong, RoleResult, ServerInfo, StopAsked, Transfers
+from ...messages.error_codes import BATCH_TOO_LARGE
 from ...messages.kv_debug import KVHashes
 from ...messages.memory import MemoryResult, ResizeResult
 from ...messages.metrics import SchedulerMetrics
@@ -89,7 +90,9 @@ class EngineClient:
         max_request_bytes: int = MAX_REQUEST_BYTES,
         max_held_bytes: int = MAX_HELD_BYTES,
         max_logprobs: int | None = None,
+        max_requests: int | None = None,
     ) -> None:
+        """``max_requests``: how many may be queued and running at a time; a batch of more is refused."""
         self.metrics = RequestMetrics()
         self.scheduler_metrics: SchedulerMetrics | None = None
         """What the scheduler said last, None while it is still loading."""
@@ -108,6 +111,7 @@ class EngineClient:
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._limits: Limits | None = None
         self._ids = itertools.count(1)
+        self._max_requests = max_requests
         self._closed: str | None = None
 
     @property
@@ -143,6 +147,7 @@ class EngineClient:
         already, 503 after ``close``.
         """
         self._check_open()
+        self._check_batch(plans)
         if self._cache_by_key:
             # No key's name holds the character behind it, so that no client can ask for another's prefixes.
             plans = [dataclasses.replace(plan, extra_key=f"{caller.name}\0{plan.extra_key}") for plan in plans]
@@ -194,6 +199,13 @@ class EngineClient:
             self._tokenizer.send(*messages)
         except FrameTooLarge as e:
             raise ApiError(413, explain(e)) from None
+
+    def _check_batch(self, plans: Sequence[PromptPlan]) -> None:
+        """Raise ``ApiError`` 413 for a batch that can never be taken in whole, before any of it is."""
+        answers = sum(plan.n for plan in plans)
+        if self._max_requests is not None and answers > self._max_requests:
+            text = f"the batch asks for {answers} answers, and {self._max_requests} may be queued or running at a time"
+            raise ApiError(413, f"{text}; split it", code=BATCH_TOO_LARGE)
 
     async def adopt(
         self,

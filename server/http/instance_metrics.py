@@ -80,7 +80,7 @@ def add_requests(families: Families, counts: RequestMetrics) -> None:
     families.counter(
         "pdserve_requests_finished_total",
         "Requests of clients that are over, by why.",
-        {(reason,): counts.finished[reason] for reason in REASONS},
+        {(reason,): counts.finished[reason] for reason in {**dict.fromkeys(REASONS), **counts.finished}},
         "reason",
     )
     families.counter(
@@ -92,7 +92,7 @@ def add_requests(families: Families, counts: RequestMetrics) -> None:
     families.counter(
         "pdserve_prefill_legs_finished_total",
         "Prompts computed for other instances that are over, by how.",
-        {(outcome,): counts.legs[outcome] for outcome in LEG_OUTCOMES},
+        {(outcome,): counts.legs[outcome] for outcome in {**dict.fromkeys(LEG_OUTCOMES), **counts.legs}},
         "outcome",
     )
     for name, meaning, histogram in (

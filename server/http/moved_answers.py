@@ -19,6 +19,7 @@ from ...messages.outputs import FinishReason, FinishType, ReqText, TextBatch
 from ...runtime.answer_keys import AnswerKeys
 from ...runtime.web.client.client import HttpClient
 from ...runtime.web.client.errors import ClientError
+from ...runtime.web.client.events import EventBuffer
 from ...runtime.web.moved_answer import TICKET, Ticket
 from .errors import ApiError
 from .plan import PromptPlan
@@ -41,7 +42,29 @@ ERROR = b'{"error"'
 
 OnText = Callable[[TextBatch], None]
 _ITEM = msgspec.json.Decoder(ReqText)
-_ERROR = msgspec.json.Decoder(dict[str, dict[str, object]])
+
+
+class _Error(msgspec.Struct):
+    """The ``error`` object of ``runtime/web/errors.py``."""
+
+    message: str = ""
+    type: str | None = None
+    param: str | None = None
+    code: str | None = None
+    status: int = 502
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: _Error
+
+
+_ERROR = msgspec.json.Decoder(_ErrorAnswer)
+
+
+def _as_api_error(error: _Error) -> ApiError:
+    """The same error, as this instance's own clients are told it."""
+    status = error.status if 400 <= error.status <= 599 else 502
+    return ApiError(status, error.message, param=error.param, kind=error.type, code=error.code)
 
 
 class _Parked(NamedTuple):
@@ -127,10 +150,9 @@ class MovedAnswers:
             try:
                 if answer.status != 200:
                     raise ApiError(502, f"{ticket.url} does not go on with this answer (it said {answer.status})")
-                part = b""
+                events = EventBuffer()
                 while data := await answer.read():
-                    *events, part = (part + data).split(EVENT_END)
-                    for event in events:
+                    for event in events.whole(data).split(EVENT_END):
                         self._take(event, choice.wire_rid, on_text)
             finally:
                 answer.close()
@@ -138,7 +160,11 @@ class MovedAnswers:
                 raise ApiError(502, f"{ticket.url} ended this answer, which it went on with, too early")
         except ApiError as e:
             owner.fail(e)
-        except (ClientError, TimeoutError, msgspec.MsgspecError) as e:
+        except Exception as e:
+            # Everything: what the peer sends may make any decoder fail, nobody awaits this task, and a client whose
+            # answer it reads would wait for ever.
+            if not isinstance(e, (ClientError, TimeoutError, msgspec.MsgspecError)):
+                log.exception("what %s sent of a moved answer can't be read", ticket.url, extra={"rid": choice.rid})
             reason = str(e) or type(e).__name__
             owner.fail(ApiError(502, f"{ticket.url}, where this answer goes on, is gone: {reason}"))
 
@@ -148,9 +174,7 @@ class MovedAnswers:
             return
         content = event.removeprefix(DATA)
         if content.startswith(ERROR):
-            said = _ERROR.decode(content)["error"]
-            status = said.get("status")
-            raise ApiError(status if isinstance(status, int) else 502, str(said.get("message", "")))
+            raise _as_api_error(_ERROR.decode(content).error)
         item = _ITEM.decode(content)
         item.rid = rid
         on_text(TextBatch([item]))

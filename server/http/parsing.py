@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
+from ...messages.error_codes import OVERLOADED
 from ...runtime.web.body import MAX_VALUES, BodyTooLarge, TooManyValues, UploadDropped
 from .errors import ApiError, bad_request
 from .fields import MAX_PROMPTS, TAG, Body, Ignored
@@ -80,7 +81,7 @@ async def parse_body(request: Request, schema: type[B]) -> B:
     except TooManyValues as e:
         raise ApiError(413, str(e)) from None
     except UploadDropped as e:
-        raise ApiError(503, str(e)) from None
+        raise ApiError(503, str(e), code=OVERLOADED) from None
 
 
 def _explain(error: ErrorDetails) -> ApiError:

@@ -32,7 +32,11 @@ ERROR, CLIENT_GONE, HANDED_OVER, MOVED = "error", "client_gone", "handed_over", 
 ERROR_TYPES = ("invalid_request_error", "overloaded_error", "timeout_error", "transfer_error", "server_error")
 """Shown from the start: a series that begins with its first error has no rate to be alarmed by."""
 REASONS = (*(finish.value for finish in FinishType if finish is not FinishType.DECLINED), ERROR, CLIENT_GONE, MOVED)
-LEG_OUTCOMES = (HANDED_OVER, FinishType.DECLINED.value, FinishType.ABORT.value, ERROR, CLIENT_GONE)
+LEG_OUTCOMES = (
+    *(HANDED_OVER, FinishType.DECLINED.value, FinishType.ABORT.value, FinishType.TIMEOUT.value),
+    *(ERROR, CLIENT_GONE, MOVED),
+)
+"""Shown from the start. An outcome beyond them is shown once it was counted."""
 
 
 class RequestMetrics:

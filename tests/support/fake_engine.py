@@ -66,6 +66,7 @@ class FakeEngine:
             mode=self.options.disaggregation_mode,
             cache_by_key=self.options.cache_by_key,
             max_logprobs=self.options.max_logprobs_per_request,
+            max_requests=self.options.max_queued_requests + self.options.max_running_requests,
         )
         self.app: ASGIApp = make_app(self.options, self.client, epoch="e1")
         self.hold = hold

@@ -276,3 +276,17 @@ def test_a_deadline_is_no_reason_to_send_the_same_again() -> None:
             assert (answer.status_code, answer.headers.get("x-should-retry")) == (status, told)
 
     with_engine(run)
+
+
+@pytest.mark.parametrize(("prompts", "n"), [(["a"] * 4, 1), ("a", 4), (["a", "b"], 2)])
+def test_a_batch_that_can_never_be_taken_in_is_refused_before_any_of_it_is(prompts, n) -> None:
+    async def run(engine: FakeEngine) -> None:
+        answer = await engine.post("/generate", {"text": prompts, "sampling_params": {"n": n}})
+        assert answer.status_code == 413
+        error = answer.json()["error"]
+        assert (error["code"], error["type"]) == ("batch_too_large", "request_too_large")
+        assert "retry-after" not in answer.headers
+        assert engine.requests == []
+        assert (await engine.post("/generate", {"text": ["a"] * 3})).status_code == 200
+
+    with_engine(run, max_queued_requests=2, max_running_requests=1)

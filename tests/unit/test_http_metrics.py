@@ -243,3 +243,27 @@ def test_late_news_of_a_request_whose_client_left_counts_nothing() -> None:
         assert sum(finished(page).values()) == 1
 
     with_engine(run, hold=True)
+
+
+def test_every_way_in_which_a_request_or_a_leg_ends_is_shown() -> None:
+    async def run(engine: FakeEngine) -> None:
+        page = await scrape(engine)
+        ends = {"timeout", "abort", "error", "client_gone", "moved"}
+        for reason in (*ends, "stop", "length"):
+            assert page.total("pdserve_requests_finished_total", reason=reason) == 0
+        for outcome in (*ends, "handed_over", "declined"):
+            assert page.total("pdserve_prefill_legs_finished_total", outcome=outcome) == 0
+        leg = {"bootstrap_host": "h", "bootstrap_room": 4}
+        engine.hold = True
+        for number, finish in enumerate(FinishType):
+            asked = asyncio.create_task(engine.post("/generate", {"text": "a", **leg, **TOKENS}))
+            while len(engine.requests) == number:
+                await asyncio.sleep(0)
+            engine.client.dispatch([TextBatch([engine.text(engine.requests[number], "", [], finish)])])
+            assert (await asked).status_code == 200
+        page = await scrape(engine)
+        assert page.total("pdserve_prefill_legs_finished_total") == len(FinishType)
+        for outcome in ("timeout", "stop", "declined", "abort", "handed_over"):
+            assert page.total("pdserve_prefill_legs_finished_total", outcome=outcome) == 1
+
+    with_engine(run, disaggregation_mode="prefill")

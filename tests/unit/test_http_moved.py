@@ -18,6 +18,7 @@ from pdserve.messages.moves import ReqArrived, ReqMoved
 from pdserve.messages.outputs import FinishType, TextBatch
 from pdserve.messages.sampling import SamplingParams
 from pdserve.runtime.answer_keys import AnswerKeys
+from pdserve.runtime.web.client import events
 from pdserve.runtime.web.moved_answer import FOLLOW, MOVED_TYPE, TICKET, Ticket
 from pdserve.server.http import moved_answers
 from pdserve.server.http.errors import ApiError
@@ -358,3 +359,69 @@ def test_a_key_that_was_made_up_is_refused_at_once_and_a_genuine_one_waited_for(
         assert (await waits).choices[0].rid == "x"
 
     asyncio.run(run())
+
+
+class Peer:
+    """A server that answers ``/moved`` with ``sent`` in the place of an instance."""
+
+    def __init__(self, sent: bytes) -> None:
+        self._sent = sent
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n" + self._sent)
+        await writer.drain()
+        writer.close()
+
+
+def answer_from_a_peer(sent: bytes, *, stream: bool = False) -> dict[str, Any]:
+    """The error that a client is told whose answer goes on at a peer that sends this."""
+    error: dict[str, Any] = {}
+
+    @scene
+    async def run(two: Two) -> None:
+        peer = await asyncio.start_server(Peer(sent).answer, "127.0.0.1", 0)
+        async with peer:
+            asked = two.ask(GENERATE, BODIES[GENERATE] | {"stream": stream}, {})
+            await two.old.wait_for(lambda: bool(two.old.requests))
+            two.say(two.old, "x", 0, 2)
+            port = peer.sockets[0].getsockname()[1]
+            two.old.client.dispatch([ReqMoved("x", "epoch", "127.0.0.1", port, KEY)])
+            error.update((await asked).json()["error"])
+
+    run()
+    return error
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"data: \xff\xfe\n\n",
+        b'data: {"error": 1}\n\n',
+        b'data: {"error": {"status": "x"}}\n\n',
+        b"data: 1\n\n",
+        b"data: x",
+        b"x" * 5000,
+    ],
+)
+def test_what_a_peer_sends_that_makes_no_sense_is_an_error_and_no_wait(monkeypatch, sent):
+    monkeypatch.setattr(events, "MAX_EVENT_BYTES", 1000)
+    error = answer_from_a_peer(sent)
+    assert error["status"] == 502
+    assert "this answer" in error["message"]
+
+
+def test_whatever_fails_in_reading_a_peer_reaches_the_client(monkeypatch):
+    class Broken:
+        def decode(self, content: bytes) -> None:
+            raise ValueError("no number of this kind")
+
+    monkeypatch.setattr(moved_answers, "_ITEM", Broken())
+    assert "no number of this kind" in answer_from_a_peer(b"data: {}\n\n")["message"]
+
+
+def test_an_error_of_a_peer_keeps_what_it_says():
+    said = {"message": "too late", "type": "timeout_error", "param": "timeout_s", "code": "late", "status": 408}
+    error = answer_from_a_peer(b"data: " + json.dumps({"error": said}).encode() + b"\n\n")
+    assert error == said | {"message": error["message"]}
+    assert "too late" in error["message"]

@@ -232,7 +232,8 @@ def test_more_requests_than_the_limit_are_refused_and_polls_are_not() -> None:
             await engine.wait_for(lambda: len(engine.requests) == 2)
             refused = await client.post("/generate", json={"text": "a"})
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-            assert refused.json()["error"]["type"] == "overloaded_error"
+            error = refused.json()["error"]
+            assert (error["type"], error["code"]) == ("overloaded_error", "overloaded")
             for path in ("/health", "/livez", "/metrics", "/transfers"):
                 assert (await client.get(path)).status_code == 200
             assert (await client.post("/abort_request", json={"abort_all": True})).status_code == 200

@@ -396,4 +396,5 @@ def test_a_batch_that_can_not_be_taken_in_is_to_be_split():
     assert isinstance(another, ReqError)
     assert isinstance(fourth, ReqError)
     assert (another.status, "split" in another.message) == (429, False)
-    assert (fourth.status, "split the batch" in fourth.message) == (429, True)
+    assert (fourth.status, fourth.code, fourth.kind) == (413, "batch_too_large", "request_too_large")
+    assert "split it" in fourth.message
