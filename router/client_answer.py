@@ -5,7 +5,6 @@ from __future__ import annotations
 import orjson
 from starlette.types import Send
 
-from ..runtime.web.errors import error_body
 from .errors import RouterError
 from .headers import JSON_TYPE, Headers
 
@@ -25,6 +24,8 @@ class ClientAnswer:
         self._send = send
         self.started = False
         self.finished = False
+        self.told_error = False
+        """Whether an error event was passed on after the answer had started."""
         self._opened = False
 
     async def start(self, status: int, headers: Headers) -> None:
@@ -59,13 +60,9 @@ class ClientAnswer:
     async def fail(self, error: RouterError) -> None:
         """Send an error: as the answer, or as an SSE event when the answer has begun."""
         if self._opened:
-            event = orjson.dumps(error_body(error.status, error.message, error.kind))
-            await self.finish(b"data: " + event + b"\n\n" + DONE)
+            await self.finish(b"data: " + orjson.dumps(error.content()) + b"\n\n" + DONE)
             return
-        headers = [JSON_TYPE, *error.headers]
-        if error.status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        await self.whole(error.status, headers, error.body())
+        await self.whole(error.status, [JSON_TYPE, *error.all_headers()], orjson.dumps(error.content()))
 
 
 class ReadyAnswer(ClientAnswer):

@@ -1,25 +1,39 @@
-"""The bodies of clients' requests, as the router reads them."""
+"""The bodies of clients' requests: how they are read, and how much of them the router holds at a time."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 from starlette.requests import Request
 
 from ..runtime.web.body import BodyTooLarge, TooManyValues, UploadDropped, Uploads
-from .errors import BodyTooLargeError, TooManyUploadsError
+from .errors import BodyTooLargeError, TooManyBodiesError
 
 MAX_UPLOADS = 8
 """Bodies of the full length that may be arriving at once."""
 
 
-class ClientBodies:
-    """Reads bodies of up to ``limit`` bytes."""
+SMALL_BYTES = 64 << 10
+"""Bodies up to this length have an eighth of the limit more, so that large ones don't lock them out."""
 
-    def __init__(self, limit: int) -> None:
+
+class ClientBodies:
+    """Reads bodies of up to ``limit`` bytes, and counts those of running requests, up to ``held_limit`` bytes.
+
+    A body is held, once, until its request is over: an instance may hand the request on at any time, and then the next
+    one needs it.
+    """
+
+    def __init__(self, limit: int, held_limit: int) -> None:
         self._limit = limit
+        self._held_limit = held_limit
+        self.held = 0
+        """Bytes of running requests' bodies."""
         self._uploads = Uploads(MAX_UPLOADS * limit)
 
     async def read(self, request: Request) -> bytes:
-        """Raises ``BodyTooLargeError``, ``TooManyUploadsError``, ``ClientDisconnect``."""
+        """Raises ``BodyTooLargeError``, ``TooManyBodiesError``, ``ClientDisconnect``."""
         try:
             return await self._uploads.read(request, self._limit)
         except BodyTooLarge as e:
@@ -27,4 +41,19 @@ class ClientBodies:
         except TooManyValues as e:
             raise BodyTooLargeError(str(e)) from None
         except UploadDropped as e:
-            raise TooManyUploadsError(str(e)) from None
+            raise TooManyBodiesError(str(e)) from None
+
+    @contextlib.contextmanager
+    def hold(self, size: int) -> Iterator[None]:
+        """Count a body of ``size`` bytes as held until the block ends. Raises ``TooManyBodiesError``."""
+        limit = self._held_limit + (self._held_limit // 8 if size <= SMALL_BYTES else 0)
+        if self.held + size > limit:
+            raise TooManyBodiesError(
+                f"running requests hold {self.held} bytes of bodies, the limit is {self._held_limit} "
+                f"(--max-held-body-bytes); send this one again later"
+            )
+        self.held += size
+        try:
+            yield
+        finally:
+            self.held -= size

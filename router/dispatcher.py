@@ -15,32 +15,50 @@ repeated, with a new room and on other instances where there are any, only while
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from ..runtime.cluster_secret import BootstrapSignature, ClusterSecret
-from ..runtime.web.client.client import HttpClient
+from ..runtime.web.client.client import Body, HttpClient
 from ..runtime.web.errors import error_status, without_frames
 from ..runtime.web.moved_answer import FOLLOW, MOVED_EVENT, MOVED_TYPE, TICKET, Ticket, read_ticket
 from .client_answer import ClientAnswer
-from .errors import InstanceAnsweredError, MovedAwayError, NoInstanceError, RouterError, parse_error
+from .errors import (
+    InstanceAnsweredError,
+    InstanceCrashedError,
+    MovedAwayError,
+    NoInstanceError,
+    QuarantinedError,
+    RouterError,
+    parse_error,
+)
 from .fleet import Fleet, Pair, Target
 from .headers import CONTENT_TYPE, Headers, passed_back
+from .health import seconds_to_notice
 from .instance import Answering, Instance
 from .leg import Leg, LegLimits, is_comment
 from .options import RouterOptions
+from .quarantine import WINDOW_SECONDS, Quarantine, digest_of
 from .request_body import RequestBody
+from .retries import RetryBudget, blamed, charge, legs
 
 logger = logging.getLogger(__name__)
 
 RETRY_PAUSE = 0.05
 """Seconds before a retry: time for a dropped leg's abort to arrive, so that the same rid is free again."""
-TOO_MANY = 429
 LINGER = 5.0
 """Seconds that a prefill's leg may stay open after the decode's answer is complete."""
+CRASH_SHOWS = 0.1
+"""Seconds in which a broken connection shows that a pair's hand-over failed because an instance died."""
 ERROR_EVENT = b'data: {"error"'
+"""Not in the middle of a JSON string, where its quotes would be escaped."""
+FIRST_ERROR = re.compile(rb'(?:(?::[^\n]*)?\r?\n)*data: ?(\{"error"[^\n]*)')
+TICKET_REFUSED = (400, 401, 403, 404, 429)
+"""Statuses below 500 with which an instance refuses to go on with an answer. Others are the request's own errors."""
 EVENT_STREAM = b"text/event-stream"
 UNTYPED = (CONTENT_TYPE, b"application/octet-stream")
 UNCACHED = (b"cache-control", b"no-cache")
@@ -49,11 +67,15 @@ CAN_FOLLOW = (FOLLOW, b"1")
 
 @dataclass(frozen=True)
 class RoutedRequest:
-    """A client's request: where it goes, what is passed on of its headers, and its body."""
+    """A client's request: where it goes, what is passed on of its headers, and its body.
+
+    ``is_probe``: the body is the router's own (``/health_generate``), and so never suspected of crashing instances.
+    """
 
     path: str
     headers: Headers
     body: RequestBody
+    is_probe: bool = False
 
 
 class Dispatcher:
@@ -62,11 +84,13 @@ class Dispatcher:
     def __init__(self, fleet: Fleet, client: HttpClient, options: RouterOptions) -> None:
         self._fleet = fleet
         self._client = client
-        self._limits = LegLimits(options.first_byte_timeout, options.idle_timeout)
+        self._options = options
+        # Never sooner than health checks take to find an instance dead.
+        unseen = max(options.first_byte_timeout, seconds_to_notice(options))
+        self._limits = LegLimits(options.first_byte_timeout, options.idle_timeout, unseen)
         secret = ClusterSecret.read(options.cluster_secret_file)
         self._signature = BootstrapSignature(secret) if secret is not None else None
-        self._retries = options.retries
-        self._retry_window = options.retry_window
+        self._quarantine = Quarantine()
         self._lingering: set[asyncio.Task[None]] = set()
 
     async def serve(self, request: RoutedRequest, answer: ClientAnswer) -> None:
@@ -74,12 +98,14 @@ class Dispatcher:
 
         Cancel to drop the request everywhere.
         """
+        await self._check_quarantine(request)
         now = asyncio.get_running_loop().time
-        deadline = now() + self._retry_window
+        deadline = now() + self._options.retry_window
+        budget = RetryBudget(self._options.retries, self._options.retries_after_crash)
         failed: set[Instance] = set()
         tried: set[Instance] = set()
         last_error: RouterError | None = None
-        for left in range(self._retries, -1, -1):
+        while True:
             # The loop's own clock stands still within a turn.
             asked_at = time.monotonic()
             try:
@@ -89,22 +115,18 @@ class Dispatcher:
             self._fleet.pick_seconds.observe(time.monotonic() - asked_at)
             logger.debug("goes to %s", " and ".join(map(str, legs(target))))
             try:
-                # Counted before anything is awaited: the next one to choose shall see it.
-                decodes = target.decode if isinstance(target, Pair) else target
-                with Answering(decodes, request.body.batch_size or 1) as place:
-                    if isinstance(target, Pair):
-                        await self._serve_by_pair(target.prefill, place, request, answer)
-                    else:
-                        await self._serve_alone(place, request, answer)
+                await self._attempt(target, request, answer)
             except RouterError as exc:
                 at_fault = blamed(exc, target)
                 charge(exc, at_fault, asked_at)
+                if isinstance(exc, InstanceCrashedError):
+                    await self._check_quarantine(request)
                 if last_error is None:
                     # Counted from here: a request may have been running for long when its instance dies.
-                    deadline = now() + self._retry_window
+                    deadline = now() + self._options.retry_window
                 elif now() > deadline:
                     raise
-                if answer.started or not exc.retryable or not left:
+                if answer.started or not budget.take(exc):
                     raise
                 failed |= at_fault
                 tried.update(legs(target))
@@ -112,21 +134,66 @@ class Dispatcher:
                     raise
                 last_error = without_frames(exc)
             else:
-                for instance in legs(target):
-                    instance.rest.succeeded()
+                await self._served(target, request, answer)
                 return
             self._fleet.retries[last_error.status] += 1
             logger.warning("%s: %s; trying again", request.path, last_error.message)
             await asyncio.sleep(pause)
 
+    async def _attempt(self, target: Target, request: RoutedRequest, answer: ClientAnswer) -> None:
+        """Send the request to ``target`` and pass its answer on. Raises ``RouterError``."""
+        # Counted before anything is awaited: the next one to choose shall see it.
+        decodes = target.decode if isinstance(target, Pair) else target
+        with Answering(decodes, request.body.batch_size or 1) as place:
+            if isinstance(target, Pair):
+                await self._serve_by_pair(target.prefill, place, request, answer)
+            else:
+                await self._serve_alone(place, request, answer)
+
+    async def _served(self, target: Target, request: RoutedRequest, answer: ClientAnswer) -> None:
+        """Note a success. A stream that ended with an error event is none."""
+        if answer.told_error:
+            return
+        for instance in legs(target):
+            instance.rest.succeeded()
+        if self._quarantine:
+            self._quarantine.clear(await digest_of(request.body.raw))
+
+    async def _check_quarantine(self, request: RoutedRequest) -> None:
+        """Raise ``QuarantinedError`` for a request during which instances died again and again."""
+        if not self._quarantine or request.is_probe:
+            return
+        if not (deaths := self._quarantine.culprits(await digest_of(request.body.raw))):
+            return
+        urls = ", ".join(death.url for death in deaths)
+        logger.error(
+            "%s: request %s is refused: %d instances died while they had it within %g s (%s)",
+            *(request.path, request.body.request_id or "without an id", len(deaths), WINDOW_SECONDS, urls),
+        )
+        raise QuarantinedError(
+            f"{len(deaths)} instances died while they had this request ({urls}); "
+            f"it is not tried again for up to {WINDOW_SECONDS:g} s"
+        )
+
+    @contextlib.asynccontextmanager
+    async def _leg(self, instance: Instance, request: RoutedRequest) -> AsyncIterator[Leg]:
+        """A leg of ``request``. If the instance dies while it has it, the request is suspected of being the cause."""
+        begun_at = time.monotonic()
+        try:
+            async with Leg(self._client, self._fleet, instance, self._limits) as leg:
+                yield leg
+        except InstanceCrashedError:
+            self._quarantine.record(await digest_of(request.body.raw), instance.url, begun_at)
+            raise
+
     def _pause(self, error: RouterError, failed: set[Instance], seconds_left: float) -> float | None:
         """Seconds before the next attempt; None: there should be none.
 
-        Who says when to come again is not asked before that, and who has too much to do not at all.
+        An instance that named a time is not asked before that. One that has too much to do is not asked again.
         """
-        if self._fleet.has_others(failed) or (error.retry_after is None and error.status != TOO_MANY):
+        if self._fleet.has_others(failed) or (error.retry_after is None and not error.is_load):
             return RETRY_PAUSE
-        if error.status == TOO_MANY or error.retry_after is None or error.retry_after > seconds_left:
+        if error.is_load or error.retry_after is None or error.retry_after > seconds_left:
             return None
         return max(RETRY_PAUSE, error.retry_after)
 
@@ -153,20 +220,26 @@ class Dispatcher:
         bodies = request.body.for_pair(instance, self._signature)
         prefill = asyncio.create_task(self._watch_prefill(instance, request, bodies.prefill))
         decode = asyncio.create_task(self._answer_from(place, request, bodies.decode, answer))
+        del bodies
         try:
             await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
-            if prefill.done() and not answer.started and not decode.done():
-                prefill.result()
-            await decode
+            try:
+                if prefill.done() and not answer.started and not decode.done():
+                    prefill.result()
+                await decode
+            except InstanceAnsweredError as exc:
+                if exc.blames_peer and not answer.started:
+                    await raise_crash(prefill, decode)
+                raise
             self._let_linger(prefill)
         finally:
             await drop(decode, *({prefill} - self._lingering))
 
-    async def _watch_prefill(self, instance: Instance, request: RoutedRequest, body: bytes) -> None:
+    async def _watch_prefill(self, instance: Instance, request: RoutedRequest, body: Body) -> None:
         """Run a prefill's leg to its end; what it says is of no interest, only whether it fails."""
         with instance.computing(request.body.prompt_tokens, for_decode=True):
-            async with Leg(self._client, self._fleet, instance, self._limits) as leg:
-                await leg.open("POST", request.path, body, request.headers)
+            async with self._leg(instance, request) as leg:
+                await leg.open(request.path, body, request.headers, streams=False)
                 await leg.discard()
 
     async def _serve_alone(self, place: Answering, request: RoutedRequest, answer: ClientAnswer) -> None:
@@ -179,7 +252,7 @@ class Dispatcher:
         self,
         place: Answering,
         request: RoutedRequest,
-        body: bytes,
+        body: Body,
         answer: ClientAnswer,
         begun: Callable[[], None] = lambda: None,
     ) -> None:
@@ -188,7 +261,7 @@ class Dispatcher:
         Where the instance hands the request on in the middle of it, the rest comes from the one that it names.
         """
         headers = [*request.headers, CAN_FOLLOW]
-        ticket = await self._read_leg(place.instance, request.path, headers, body, answer, begun)
+        ticket = await self._read_leg(place.instance, request, headers, body, answer, begun)
         while ticket is not None:
             follower = self._fleet.named(ticket.epoch, ticket.url)
             if follower is None:
@@ -199,8 +272,11 @@ class Dispatcher:
             place.move(follower)
             ticketed = [*headers, (TICKET, ticket.dump())]
             try:
-                ticket = await self._read_leg(follower, request.path, ticketed, request.body.raw, answer, begun)
+                ticket = await self._read_leg(follower, request, ticketed, request.body.raw, answer, begun)
             except InstanceAnsweredError as e:
+                if e.status < 500 and e.status not in TICKET_REFUSED:
+                    e.blames_nobody = True  # the request's own error, as at any instance
+                    raise
                 raise MovedAwayError(f"{follower}, which was to go on with the request, refused: {e.message}") from e
             except RouterError as e:
                 e.blames_nobody = True  # health checks look at who is to blame
@@ -209,15 +285,15 @@ class Dispatcher:
     async def _read_leg(
         self,
         instance: Instance,
-        path: str,
+        request: RoutedRequest,
         headers: Headers,
-        body: bytes,
+        body: Body,
         answer: ClientAnswer,
         begun: Callable[[], None],
     ) -> Ticket | None:
         """Pass an instance's answer on to its end; or up to where it says that it goes on elsewhere."""
-        async with Leg(self._client, self._fleet, instance, self._limits) as leg:
-            head = await leg.open("POST", path, body, headers)
+        async with self._leg(instance, request) as leg:
+            head = await leg.open(request.path, body, headers, streams=request.body.stream)
             content_type = head.header(CONTENT_TYPE)
             if content_type == MOVED_TYPE:
                 return ticket_in(await leg.read_all(), instance)
@@ -242,6 +318,8 @@ class Dispatcher:
                     raise_first_error(events, instance)
                     begun()
                     await answer.start(head.status, back)
+                if ERROR_EVENT in events:
+                    answer.told_error = True
                 if events:
                     await answer.write(events)
             if ticket is not None:
@@ -269,27 +347,16 @@ class Dispatcher:
         prefill.add_done_callback(ended)
 
 
-def legs(target: Target) -> tuple[Instance, ...]:
-    """The instances that an attempt goes to."""
-    return tuple(target) if isinstance(target, Pair) else (target,)
+async def raise_crash(*tasks: asyncio.Task[None]) -> None:
+    """Raise the ``InstanceCrashedError`` that one of a pair's tasks ends with within ``CRASH_SHOWS`` seconds, if any.
 
-
-def blamed(error: RouterError, target: Target) -> set[Instance]:
-    """Which of the instances that an attempt went to are better avoided by the next one."""
-    if error.blames_nobody:
-        return set()
-    at_fault = {instance for instance in legs(target) if instance.url == error.url}
-    return at_fault if at_fault and not error.blames_peer else set(legs(target))
-
-
-def charge(error: RouterError, at_fault: Iterable[Instance], begun_at: float) -> None:
-    """Put a failed attempt to the account of those ``at_fault``, unless it is the client's fault, or health checks see
-    its cause too."""
-    for instance in at_fault:
-        if error.retry_after is not None:
-            instance.rest.ask(error.retry_after)
-        elif error.status >= 500 and not error.shows_health:
-            instance.rest.failed(begun_at)
+    When an instance dies, its peer may tell of a failed hand-over before the router sees the connection close.
+    """
+    if waiting := [task for task in tasks if not task.done()]:
+        await asyncio.wait(waiting, timeout=CRASH_SHOWS)
+    for task in tasks:
+        if task.done() and not task.cancelled() and isinstance(error := task.exception(), InstanceCrashedError):
+            raise error
 
 
 async def drop(*tasks: asyncio.Task[None]) -> None:
@@ -312,8 +379,7 @@ def ticket_in(said: bytes, instance: Instance) -> Ticket:
 
 def raise_first_error(events: bytes, instance: Instance) -> None:
     """Raise ``InstanceAnsweredError`` when an answer's first SSE event is an error: nothing has been sent to the
-    client yet, so it can still be a status, or a retry."""
-    if not events.startswith(ERROR_EVENT):
-        return
-    first = events.partition(b"\n\n")[0].removeprefix(b"data: ")
-    raise InstanceAnsweredError(error_status(parse_error(first) or {}), first, str(instance), ())
+    client yet, so it can still be a status, or a retry. Comments may come before it in the same read."""
+    if (found := FIRST_ERROR.match(events)) is not None:
+        first = found[1]
+        raise InstanceAnsweredError(error_status(parse_error(first) or {}), first, str(instance), ())

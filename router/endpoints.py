@@ -26,8 +26,10 @@ from .instance import HealthState, Instance, Role
 from .options import RouterOptions
 from .request_body import RequestBody
 
-QUESTION_TIMEOUT = 5.0
-"""Seconds that an instance may take to answer anything but a generation."""
+QUESTION_TIMEOUT = 7.5
+"""Seconds that an instance may take to answer most questions. An instance itself gives up after 5 s, and says why."""
+TEXT_TIMEOUT = 65.0
+"""Seconds for ``/tokenize``, ``/v1/models`` and the like. An instance itself gives up after 30 s, twice at most."""
 RID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
 HEALTH_PROMPT = {"text": "Hi", "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
 
@@ -71,16 +73,19 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = ClientAnswer(send) if self._fixed_body is None else ReadyAnswer(send)
         try:
-            raw = await self._bodies.read(Request(scope, receive))
-            path, raw = (scope["path"], raw) if self._fixed_body is None else ("/generate", self._fixed_body)
-            request_id = Visit.of(scope).request_id
-            request_body = RequestBody.parse(raw, request_id, RID_PREFIXES.get(path, ""))
-            request = RoutedRequest(path, passed_on(scope["headers"]), request_body)
-            await self._serve(request, answer, receive)
+            request = self._request(scope, await self._bodies.read(Request(scope, receive)))
+            with self._bodies.hold(len(request.body.raw)):
+                await self._serve(request, answer, receive)
         except RouterError as exc:
             await answer.fail(without_frames(exc))
         except ClientDisconnect:
             return
+
+    def _request(self, scope: Scope, raw: bytes) -> RoutedRequest:
+        path, request_id, headers = scope["path"], Visit.of(scope).request_id, passed_on(scope["headers"])
+        if self._fixed_body is not None:
+            return RoutedRequest("/generate", headers, RequestBody.parse(self._fixed_body, request_id), is_probe=True)
+        return RoutedRequest(path, headers, RequestBody.parse(raw, request_id, RID_PREFIXES.get(path, "")))
 
     async def _serve(self, request: RoutedRequest, answer: ClientAnswer, receive: Receive) -> None:
         work = asyncio.create_task(self._dispatcher.serve(request, answer))
@@ -114,17 +119,36 @@ class ControlEndpoints:
         return json_response({"status": "alive"})
 
     async def ask_one(self, request: Request) -> Response:
-        """/v1/models, /tokenize and the like: what the first healthy instance says; all serve the same model."""
+        """/v1/models, /tokenize and the like: what the first healthy instance says; all serve the same model.
+
+        An instance that is taken out while it is asked is not waited for: the next one is asked.
+        """
         body = await self._bodies.read(request) if request.method == "POST" else b""
+        with self._bodies.hold(len(body)):
+            return await self._ask_one(request, body)
+
+    async def _ask_one(self, request: Request, body: bytes) -> Response:
         answers_clients = (Role.WORKER, Role.DECODE, Role.PREFILL)
         for instance in sorted(self._fleet.healthy(), key=lambda i: answers_clients.index(i.role)):
-            said = await self.ask(instance, request, body)
-            if said.status:
+            said = await self._ask_while_up(instance, request, body)
+            if said is not None and said.status:
                 return answer_of(said)
-            if said.is_late:
+            if said is not None and said.is_late:
                 # The next one would be held up by the same question.
                 return error_response(InstanceSilentError(said.body))
         return error_response(NoInstanceError("no instance is healthy"))
+
+    async def _ask_while_up(self, instance: Instance, request: Request, body: bytes) -> Said | None:
+        """Ask one question. Return None if the instance is taken out before it answers."""
+        asking = asyncio.create_task(self.ask(instance, request, body, seconds=TEXT_TIMEOUT))
+        try:
+            while not asking.done() and instance.state is not HealthState.UNHEALTHY:
+                changed = asyncio.create_task(self._fleet.wait_change())
+                await asyncio.wait((asking, changed), return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+            return asking.result() if asking.done() else None
+        finally:
+            asking.cancel()
 
     async def server_info(self, request: Request) -> Response:
         """GET /server_info: the router's view of every instance, and each instance's own."""
@@ -234,6 +258,6 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 
 def error_response(error: RouterError) -> Response:
     """An error in the API's shape."""
-    response = json_response(error_body(error.status, error.message, error.kind), error.status)
-    response.raw_headers.extend(error.headers)
+    response = json_response(error.content(), error.status)
+    response.raw_headers.extend(error.all_headers())
     return response

@@ -6,36 +6,50 @@ from typing import Any
 
 import orjson
 
-from ..runtime.web.errors import error_body
+from ..messages.error_codes import ABOUT_INSTANCE, OVERLOADED
+from ..runtime.web.errors import error_body, error_headers
 from .headers import Headers, without_type
+
+TOO_MANY = 429
 
 
 class RouterError(Exception):
-    """A request can't be served. ``retryable``: the same request may well succeed on another instance.
-
-    ``headers``: what goes with the answer, beside its content type. ``url``: of the instance whose leg failed.
-    ``retry_after``: seconds for which that one wants to be left alone. ``blames_peer``: its peer may be the one at
-    fault. ``blames_nobody``: none of those that the attempt went to. ``shows_health``: health checks see the cause,
-    too.
-    """
+    """A request can't be served."""
 
     status = 500
     kind = "server_error"
+    code: str | None = None
+    """The error's ``code`` in the answer, for programs."""
     retryable = False
+    """Whether the same request may well succeed on another instance."""
     headers: Headers = ()
+    """Headers of the answer, beside its content type."""
     url = ""
+    """URL of the instance whose leg failed; set by the leg."""
     retry_after: float | None = None
+    """Seconds for which that instance asked to be left alone."""
+    is_load = False
+    """Whether it only says that the instance has too much to do: nothing is wrong with it."""
     blames_peer = False
+    """Whether the other instance of the pair may be the one at fault."""
     blames_nobody = False
+    """Whether no instance that the attempt went to is at fault."""
     shows_health = False
+    """Whether health checks see the cause, too."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
 
-    def body(self) -> bytes:
-        """The answer's body, JSON."""
-        return orjson.dumps(error_body(self.status, self.message, self.kind))
+    def content(self) -> dict[str, Any]:
+        """The answer's body, JSON-ready: ``{"error": {"message", "type", "param", "code", "status"}}``."""
+        return error_body(self.status, self.message, self.kind, code=self.code)
+
+    def all_headers(self) -> Headers:
+        """``headers``, and those that the API promises for this status where they are missing."""
+        given = {name for name, _ in self.headers}
+        promised = [(name.lower().encode(), value.encode()) for name, value in error_headers(self.status).items()]
+        return [*self.headers, *(header for header in promised if header[0] not in given)]
 
 
 class BadRequestError(RouterError):
@@ -52,11 +66,12 @@ class BodyTooLargeError(RouterError):
     kind = "request_too_large"
 
 
-class TooManyUploadsError(RouterError):
-    """More of large bodies is arriving at once than the router holds."""
+class TooManyBodiesError(RouterError):
+    """The router holds as much of requests' bodies as it may, or as much of large ones is arriving."""
 
     status = 503
     kind = "overloaded_error"
+    code = OVERLOADED
     headers = ((b"retry-after", b"1"),)
 
 
@@ -69,7 +84,7 @@ class NoInstanceError(RouterError):
 
 
 class InstanceGoneError(RouterError):
-    """An instance refused the connection, or dropped it before its answer was complete."""
+    """An instance is not there, or not any more."""
 
     status = 502
     kind = "server_error"
@@ -77,15 +92,35 @@ class InstanceGoneError(RouterError):
     shows_health = True
 
 
+class InstanceUnreachableError(InstanceGoneError):
+    """An instance refused the connection: it was sent nothing, so trying elsewhere can do no harm."""
+
+
+class InstanceCrashedError(InstanceGoneError):
+    """An instance took the request, and died or hung before its answer was complete.
+
+    The request itself may be the cause, so it is tried elsewhere only ``--retries-after-crash`` times.
+    """
+
+
+class QuarantinedError(RouterError):
+    """Instances died again and again while they had this request: it is sent to no other one for a while."""
+
+    status = 502
+    code = "request_crashes_instances"
+    headers = ((b"x-should-retry", b"false"),)
+    blames_nobody = True
+
+
 class InstanceSilentError(RouterError):
     """An instance took the request and then said nothing for too long. Not tried again: the wait was long enough.
 
-    A decode has nothing to say while its prefill computes.
+    The deadline is the router's own, so it says nothing against the instance.
     """
 
     status = 504
     kind = "timeout_error"
-    blames_peer = True
+    blames_nobody = True
 
 
 class MovedAwayError(RouterError):
@@ -97,7 +132,11 @@ class MovedAwayError(RouterError):
 
 
 class InstanceAnsweredError(RouterError):
-    """An instance answered with an error; its own body goes to the client."""
+    """An instance answered with an error; its own ``error`` object goes to the client.
+
+    429, and 503 with ``code`` "overloaded", tell of load. A 503 with ``Retry-After`` is about the instance if its
+    ``code`` says so, or if it has none, as other servers'.
+    """
 
     kind = "server_error"
 
@@ -106,16 +145,20 @@ class InstanceAnsweredError(RouterError):
         super().__init__(str(parsed["message"]) if parsed else f"{where} answered with status {status}")
         self.status = status
         self.headers = without_type(headers)
-        self.retryable = status in (429, 502, 503)
+        self.retryable = status in (TOO_MANY, 502, 503)
+        said = parsed or {}
+        self.kind, self.code = said.get("type", self.kind), said.get("code")
         # What failed between two instances, either may tell.
-        self.blames_peer = parsed is not None and parsed.get("type") == "transfer_error"
-        if status in (429, 503) and not self.blames_peer:
+        self.blames_peer = said.get("type") == "transfer_error"
+        self.is_load = status == TOO_MANY or (status == 503 and self.code == OVERLOADED)
+        is_coded = isinstance(self.code, str)
+        if status == 503 and not self.blames_peer and (not is_coded or self.code in ABOUT_INSTANCE):
             self.retry_after = retry_after(headers)
-        self._answer = answer if parsed else None
+        self._said = parsed
 
-    def body(self) -> bytes:
+    def content(self) -> dict[str, Any]:
         """The instance's own words when they are in the API's error shape, ours otherwise."""
-        return self._answer if self._answer is not None else super().body()
+        return super().content() if self._said is None else {"error": {"status": self.status, **self._said}}
 
 
 def retry_after(headers: Headers) -> float | None:

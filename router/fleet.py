@@ -84,13 +84,24 @@ class Fleet:
         """Healthy instances, of one role or of all."""
         return [i for i in self.instances if i.state is HealthState.HEALTHY and role in (None, i.role)]
 
+    def in_rotation(self, role: Role) -> list[Instance]:
+        """Healthy instances of a role, less those whose circuit breaker is open.
+
+        At most half of them, rounded down, are left out at a time: those whose breakers opened first. So one client's
+        errors never put the load of all on one instance, and the only instance of a role is always there.
+        """
+        healthy = self.healthy(role)
+        opened = sorted((i for i in healthy if i.rest), key=lambda i: i.rest.opened_at)
+        left_out = opened[: len(healthy) // 2]
+        return [i for i in healthy if i not in left_out] if left_out else healthy
+
     def can_serve(self) -> bool:
         """Whether a request that comes now can be sent anywhere."""
         return bool(self.healthy(Role.WORKER) or (self.healthy(Role.PREFILL) and self.healthy(Role.DECODE)))
 
     def has_others(self, failed: Collection[Instance]) -> bool:
-        """Whether somebody who is neither among ``failed`` nor resting can serve."""
-        fresh = {i.role for i in self.healthy() if i not in failed and not i.rest}
+        """Whether instances that are in rotation and not among ``failed`` can serve."""
+        fresh = {role for role in Role for i in self.in_rotation(role) if i not in failed}
         return Role.WORKER in fresh or {Role.PREFILL, Role.DECODE} <= fresh
 
     def named(self, epoch: str, url: str) -> Instance | None:
@@ -112,7 +123,7 @@ class Fleet:
         """
         prefills, decodes, workers = (self.healthy(role) for role in (Role.PREFILL, Role.DECODE, Role.WORKER))
         fresh_prefills, fresh_decodes, fresh_workers = (
-            [i for i in group if i not in failed and not i.rest] for group in (prefills, decodes, workers)
+            [i for i in self.in_rotation(role) if i not in failed] for role in (Role.PREFILL, Role.DECODE, Role.WORKER)
         )
         fresh_prefills, fresh_decodes = (
             [i for i in group if i not in tried] or group for group in (fresh_prefills, fresh_decodes)

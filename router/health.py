@@ -32,6 +32,11 @@ One may only say that it is busy, and when the last instance of its kind is take
 refused connection or a 503 counts at once."""
 
 
+def seconds_to_notice(options: RouterOptions) -> float:
+    """Return how long an instance may be silent before its health checks take it out, in seconds."""
+    return SILENCES * (options.health_check_interval + options.health_check_timeout)
+
+
 class HealthMonitor:
     """Keeps the states of a fleet's instances true."""
 
@@ -92,15 +97,18 @@ class HealthMonitor:
                 answer = await self._client.fetch("GET", instance.url, "/health")
         except ClientError as exc:
             return f"can't be reached ({exc})", False
+        error = {} if answer.status == HTTPStatus.OK else parse_error(answer.body) or {}
+        hangs = error.get("code") == HANGS
+        if not hangs:
+            instance.alive_at = time.monotonic()  # also where it drains: it still answers what it has
         if answer.status == HTTPStatus.OK:
             role = instance.role
             problem = instance.learn(_told(answer.body), answers)
             if instance.role is not role:
                 self._fleet.role_changed()
             return problem, False
-        error = parse_error(answer.body) or {}
         said = f": {error['message']}" if error else ""
-        return f"/health says {answer.status}{said}", error.get("code") == HANGS
+        return f"/health says {answer.status}{said}", hangs
 
 
 def _told(body: bytes) -> Told:

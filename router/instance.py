@@ -111,6 +111,8 @@ class Instance:
     failures: int = 0
     heard_at: float = 0.0
     """When it last sent a part of an answer (``time.monotonic()``)."""
+    alive_at: float = 0.0
+    """When it last answered a health check and did not say that it hangs (``time.monotonic()``)."""
     legs: set[Asked] = field(default_factory=set)
     """Requests that it has, as the router sees it."""
     check_now: asyncio.Event = field(default_factory=asyncio.Event)

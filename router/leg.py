@@ -14,16 +14,22 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from ..runtime.web.client.answer import Answer
-from ..runtime.web.client.client import HttpClient
+from ..runtime.web.client.client import Body, HttpClient
 from ..runtime.web.client.errors import CannotConnect, ClientError, ConnectionGone
-from .errors import InstanceAnsweredError, InstanceGoneError, InstanceSilentError, RouterError
+from ..runtime.web.client.events import EventBuffer
+from .errors import (
+    InstanceAnsweredError,
+    InstanceCrashedError,
+    InstanceGoneError,
+    InstanceSilentError,
+    InstanceUnreachableError,
+    RouterError,
+)
 from .fleet import Fleet
 from .headers import Headers, passed_back
 from .instance import Instance
 
 EVENT_END = b"\n\n"
-EVENT_ENDS = (EVENT_END, b"\n\r\n")
-"""Both that servers use; the line before may end in either, too."""
 
 
 def is_comment(events: bytes) -> bool:
@@ -32,10 +38,14 @@ def is_comment(events: bytes) -> bool:
 
 
 class LegLimits(NamedTuple):
-    """Seconds that an instance may be silent: before its answer begins, and in the middle of it."""
+    """Limits on an instance's silence, in seconds."""
 
     first_byte: float
+    """Time until a streamed answer begins."""
     idle: float
+    """Silence in the middle of an answer."""
+    unseen: float
+    """Time since the instance was last seen alive, while a whole answer is awaited."""
 
 
 class Leg:
@@ -47,11 +57,12 @@ class Leg:
         self._fleet = fleet
         self._limits = limits
         self._answer: Answer | None = None
-        self._part = bytearray()  # of an event whose end has not come yet
+        self._events = EventBuffer()
         self._patience = limits.first_byte
         self._spoke_at = time.monotonic()
         self._task: asyncio.Task[Any] | None = None
         self._given_up = ""
+        self._renewal: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.current_task()
@@ -71,7 +82,7 @@ class Leg:
             self._answer.close()
         # Somebody else may want this task to end, too: then it ends.
         if self._given_up and isinstance(error, asyncio.CancelledError) and self._task and not self._task.uncancel():
-            gone = InstanceGoneError(self._given_up)
+            gone = InstanceCrashedError(self._given_up)
             gone.url = self.instance.url
             raise gone from None
 
@@ -82,25 +93,48 @@ class Leg:
         self._given_up = f"{self.instance} hangs: {reason}"
         self._task.cancel()
 
-    async def open(self, method: str, path: str, body: bytes, headers: Headers) -> Answer:
+    async def open(self, path: str, body: Body, headers: Headers, *, streams: bool) -> Answer:
         """Send the request and wait for the answer's head.
+
+        The head of a stream (``streams``) has to come within ``LegLimits.first_byte`` seconds. The head of a whole
+        answer comes when all of it is computed, which may take hours: there the limit (``LegLimits.unseen``) is on the
+        time since a health check last found the instance alive.
 
         Raises ``InstanceGoneError``, ``InstanceSilentError``, or ``InstanceAnsweredError`` for any status but 2xx.
         """
-        url, idle = self.instance.url, self._limits.idle
+        url, limits = self.instance.url, self._limits
+        patience = limits.first_byte if streams else limits.unseen
         try:
-            async with asyncio.timeout(self._limits.first_byte):
-                self._answer = await self._client.send(method, url, path, body, headers, silence=idle)
+            async with asyncio.timeout(patience) as deadline:
+                if not streams:
+                    self._renew_while_alive(deadline)
+                self._answer = await self._client.send(
+                    "POST", url, path, body, headers, silence=limits.idle, at_most_once=True
+                )
         except TimeoutError:
-            raise self._silent(self._limits.first_byte, "did not begin to answer") from None
+            what = "did not begin to answer" if streams else "did not answer, and no health check,"
+            raise self._silent(patience, what) from None
         except ClientError as exc:
             raise self._gone("before it answered", exc) from exc
+        finally:
+            if self._renewal is not None:
+                self._renewal.cancel()
         self.instance.heard_at = time.monotonic()
         answer = self._answer
         if not 200 <= answer.status < 300:
-            body = await self.read_all()
-            raise InstanceAnsweredError(answer.status, body, str(self.instance), passed_back(answer.headers))
+            said = await self.read_all()
+            raise InstanceAnsweredError(answer.status, said, str(self.instance), passed_back(answer.headers))
         return answer
+
+    def _renew_while_alive(self, deadline: asyncio.Timeout) -> None:
+        """Keep ``deadline`` at ``unseen`` seconds after the instance was last seen alive."""
+        if deadline.expired():
+            return
+        loop, seconds = asyncio.get_running_loop(), self._limits.unseen
+        alive_at = max(self._spoke_at, self.instance.alive_at)
+        deadline.reschedule(loop.time() + max(0.0, alive_at + seconds - time.monotonic()))
+        # Half of it: the instance is seen alive in the meantime, and then the deadline is moved before it passes.
+        self._renewal = loop.call_later(seconds / 2, self._renew_while_alive, deadline)
 
     async def read_all(self) -> bytes:
         """The whole answer. Raises ``InstanceGoneError`` or ``InstanceSilentError``.
@@ -129,15 +163,11 @@ class Leg:
         try:
             while data := await self._begun.read():
                 self._hear(data)
-                # Nearly always true: an instance writes whole events.
-                if not self._part and data.endswith(EVENT_ENDS):
-                    return data
-                if whole := self._cut(data):
+                if whole := self._events.whole(data):
                     return whole
         except (ClientError, TimeoutError) as exc:
             raise self._broken(exc) from exc
-        part = bytes(self._part)
-        self._part.clear()
+        part = self._events.rest()
         return part + EVENT_END if part else b""
 
     def _hear(self, data: bytes) -> None:
@@ -153,33 +183,23 @@ class Leg:
         assert self._answer is not None, "open() comes first"
         return self._answer
 
-    def _cut(self, data: bytes) -> bytes:
-        """The events that ``data`` completes; what is behind them waits for its end."""
-        part = self._part
-        begin = max(0, len(part) - 2)  # an end may have come in two pieces; what is before it was searched already
-        part += data
-        end = max(at + len(mark) if (at := part.rfind(mark, begin)) >= 0 else 0 for mark in EVENT_ENDS)
-        whole = bytes(part[:end])
-        del part[:end]
-        return whole
-
     def _broken(self, exc: ClientError | TimeoutError) -> InstanceGoneError | InstanceSilentError:
         if isinstance(exc, ClientError):
             return self._gone("in the middle of its answer", exc)
         return self._silent(self._limits.idle, "went silent in the middle of its answer")
 
     def _gone(self, when: str, cause: ClientError) -> InstanceGoneError:
+        kind: type[InstanceGoneError] = InstanceCrashedError
         match cause:
             case CannotConnect():
-                message = f"{self.instance} can't be reached"
+                message, kind = f"{self.instance} can't be reached", InstanceUnreachableError
             case ConnectionGone():
                 message = f"{self.instance} closed the connection {when}"
             case _:
                 message = f"{self.instance} does not answer as an HTTP server does"
         self._fleet.report_failure(self.instance, f"{message} ({cause})")
-        return InstanceGoneError(message)
+        return kind(message)
 
     def _silent(self, seconds: float, what: str) -> InstanceSilentError:
-        message = f"{self.instance} {what} within {seconds:g} s"
-        self._fleet.report_failure(self.instance, message)
-        return InstanceSilentError(message)
+        # Not reported as a failure: this is the router's own deadline. Health checks notice an instance that hangs.
+        return InstanceSilentError(f"{self.instance} {what} within {seconds:g} s")

@@ -119,7 +119,7 @@ def add_instances(families: Families, instances: Iterable[Instance]) -> None:
     )
     families.gauge(
         "pdserve_router_instance_resting_seconds",
-        "For how long it is sent requests last: it asked for it, or failed several in a row.",
+        "For how long its circuit breaker is open: it asked to be left alone, or failed several requests in a row.",
         each(lambda i: i.rest.seconds_left),
         *labels,
     )
@@ -128,7 +128,7 @@ def add_instances(families: Families, instances: Iterable[Instance]) -> None:
     )
     families.counter(
         "pdserve_router_instance_failures_total",
-        "Requests that found it gone, or silent.",
+        "Requests that found it gone.",
         each(lambda i: i.failures),
         *labels,
     )

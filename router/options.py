@@ -73,15 +73,24 @@ class RouterOptions:
     connect_timeout
         Seconds that an instance may take to accept a connection.
     first_byte_timeout
-        Seconds that a request may wait for its answer to begin; comments that keep its stream alive are no answer.
+        Seconds that a stream may wait for its answer to begin; comments that keep it alive are no answer. An answer
+        that does not stream may take as long as it needs while health checks find its instance alive: there this is the
+        time since they last did.
     idle_timeout
         Seconds of silence in the middle of an answer, or of nothing but comments, after which it counts as lost.
     retries
-        How often a request is tried again on other instances when the first ones die before they answered.
+        How often a request is sent again to other instances when an attempt fails before the answer has begun. One that
+        could not connect does not count.
+    retries_after_crash
+        How often of these after an instance took the request and died, which the request may have caused. A request
+        during which two instances died within a minute is refused with 502 for the rest of that minute.
     retry_window
         Seconds after its first failure in which a request is tried again, or waits for an instance to come back.
     max_body_bytes
         Longest request body; a longer one is answered with 413.
+    max_held_body_bytes
+        Bytes of bodies that running requests may hold, all together; a request that would need more is answered with
+        503. Bodies of up to 64 KiB may take an eighth more.
     drain_timeout
         Seconds that running answers have to finish after SIGTERM.
     metrics_without_key
@@ -117,8 +126,10 @@ class RouterOptions:
     first_byte_timeout: float = 600.0
     idle_timeout: float = 120.0
     retries: int = 2
+    retries_after_crash: int = 1
     retry_window: float = 1.5
     max_body_bytes: int = 32 * 2**20
+    max_held_body_bytes: int = 2**30
     drain_timeout: float = 30.0
     metrics_without_key: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -147,8 +158,11 @@ class RouterOptions:
             ClusterSecret.read(self.cluster_secret_file)
         except ClusterSecretError as exc:
             raise RouterOptionsError(str(exc)) from None
-        if self.retries < 0:
-            raise RouterOptionsError("--retries must be 0 or more")
+        for name in ("retries", "retries_after_crash"):
+            if getattr(self, name) < 0:
+                raise RouterOptionsError(f"--{name.replace('_', '-')} must be 0 or more")
+        if self.max_held_body_bytes < self.max_body_bytes:
+            raise RouterOptionsError("--max-held-body-bytes must be at least --max-body-bytes")
         for name in (
             "health_check_interval",
             "health_check_timeout",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,15 +24,15 @@ BOOTSTRAP_PREFIX = "bootstrap_"
 MAX_PROMPTS = 4096
 """In one body, as at the instances: the router draws rooms and names for each before an instance sees any."""
 PROMPT_FIELDS = ("input_ids", "prompt", "text")
-CHARS_PER_TOKEN = 4
-"""Of English text, about: enough to tell a long prompt from a short one."""
+BYTES_PER_TOKEN = 4
+"""Bytes of UTF-8 that a token has, about: enough to tell a long prompt from a short one."""
 
 
 class PairBodies(NamedTuple):
-    """What the two legs of a pair are sent."""
+    """What the two legs of a pair are sent, in pieces: both share the client's own bytes."""
 
-    prefill: bytes
-    decode: bytes
+    prefill: Sequence[bytes | memoryview]
+    decode: Sequence[bytes | memoryview]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class RequestBody:
             raw=raw if len(kept) == len(fields) else dump(kept),
             stream=kept.get("stream") is True,
             batch_size=next((size for size in sizes if size is not None), None),
-            prompt_tokens=_tokens(prompt) if prompt else len(raw) // CHARS_PER_TOKEN,
+            prompt_tokens=_tokens(prompt) if prompt else _chat_tokens(kept.get("messages")),
             is_empty=not kept,
             has_rid=kept.get("rid") is not None,
             has_stream_options="stream_options" in kept,
@@ -115,11 +116,13 @@ class RequestBody:
         )
         return PairBodies(self._with(patch | for_prefill), self._with(patch | {"bootstrap_leg": "decode"}))
 
-    def _with(self, patch: dict[str, Any]) -> bytes:
-        """``raw`` with the fields of ``patch`` behind its own, which are not written again: of two fields of a name the
-        parsers of instances take the last one, and a prompt may be 32 MiB long."""
+    def _with(self, patch: dict[str, Any]) -> list[bytes | memoryview]:
+        """Return pieces: ``raw``, and the fields of ``patch`` after its own.
+
+        ``raw`` is not copied: it may be 32 MiB long. Of two fields with one name, instances take the last one.
+        """
         own = memoryview(self.raw)[: self.raw.rindex(b"}")]
-        return b"".join((own, b"" if self.is_empty else b",", orjson.dumps(patch)[1:]))
+        return [own, b"" if self.is_empty else b",", orjson.dumps(patch)[1:]]
 
 
 def dump(fields: dict[str, Any]) -> bytes:
@@ -139,8 +142,20 @@ def _tokens(prompt: Any) -> int:
     return _text_tokens(prompt)
 
 
+def _chat_tokens(messages: Any) -> int:
+    """Tokens of a chat's contents, which are strings or lists of parts."""
+    contents = (
+        [turn.get("content") for turn in messages if isinstance(turn, dict)] if isinstance(messages, list) else []
+    )
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    return sum(_text_tokens(part.get("text") if isinstance(part, dict) else part) for part in parts)
+
+
 def _text_tokens(text: Any) -> int:
-    return len(text) // CHARS_PER_TOKEN + 1 if isinstance(text, str) else 1
+    if not isinstance(text, str):
+        return 1
+    # Bytes, not characters: of Chinese or Japanese, a token has about one character, which has three bytes.
+    return (len(text) if text.isascii() else len(text.encode(errors="replace"))) // BYTES_PER_TOKEN + 1
 
 
 def _batch_size(prompts: Any) -> int | None:

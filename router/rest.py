@@ -1,11 +1,12 @@
-"""When an instance is better spared: it said so itself, or what it was sent fails again and again.
+"""The circuit breaker of one instance: open while the instance asks to be left alone, or fails again and again.
 
-fit ──429 or 503, with Retry-After──▶ resting for as long as it says
- └──FAILURES failures in a row─────▶ resting for 1 s, after the next failure 2 s, 4 s, … LONGEST ──success──▶ fit
+closed ──503 with Retry-After, about the instance itself──▶ open for as long as it says
+   └──``FAILURES`` failures in a row─────▶ open for 1 s, after the next failure 2 s, 4 s, … ──success──▶ closed
 
-Failures of requests that ran beside each other are one: a crash takes all of them. One that rests comes last, and is
-not taken out: where all rest, they are tried all the same. Whether an instance is there at all, its health checks say;
-this is about one that answers them and fails its requests.
+A 429 tells of load and opens no breaker; nor does a deadline of the router's own. Failures of requests that ran beside
+each other are one: a crash takes all of them. The fleet leaves out at most half of a role at a time
+(``Fleet.in_rotation``), and an instance that is left out is still tried where no other can serve. Whether an instance
+is there at all, its health checks say; this is about one that answers them and fails its requests.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class Rest:
         self._failures = 0
         self._failed_at = -1.0
         self._until = 0.0
+        self.opened_at = 0.0
+        """When the breaker opened last."""
 
     @property
     def seconds_left(self) -> float:
@@ -50,7 +53,10 @@ class Rest:
 
     def ask(self, seconds: float) -> None:
         """It asks to be left alone for so long."""
-        self._until = max(self._until, self._clock() + min(seconds, LONGEST))
+        now = self._clock()
+        if self._until <= now:
+            self.opened_at = now
+        self._until = max(self._until, now + min(seconds, LONGEST))
 
     def forget(self) -> None:
         """It was away and came back, perhaps as another process."""

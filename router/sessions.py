@@ -97,7 +97,8 @@ class SessionEndpoints:
         work = asyncio.create_task(self._ask_in_turn(request, body, query))
         left = asyncio.create_task(until_disconnect(request.receive))
         try:
-            await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
+            with self._bodies.hold(len(body)):
+                await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
             return await work if work.done() else Response(status_code=499)
         finally:
             work.cancel()

@@ -47,6 +47,14 @@ class FakeInstance:
         self.flooded = 0
         self.legs = 0
         self.follower = None
+        self.holds = None
+        """Path of a question that is answered only after ``go_on``."""
+        self.dies_of = None
+        """The text of a prompt that kills it, whatever its script."""
+        self.error, self.pieces = None, []
+        """What the scripts ``error`` and ``pieces`` answer with."""
+        self.then = []
+        """Events that are set once it has said that its peer is gone."""
         self._writers = set()
 
     @property
@@ -89,9 +97,13 @@ class FakeInstance:
             seen = Seen(path, headers, json.loads(body))
             self.requests.append(seen)
             self.arrived.set()
-            await getattr(self, "do_" + self.script)(seen, reader, writer)
+            is_fatal = self.dies_of is not None and seen.body.get("text") == self.dies_of
+            await getattr(self, "do_" + ("die" if is_fatal else self.script))(seen, reader, writer)
         else:
             self.questions.append((method, path, body))
+            if path == self.holds:
+                self.arrived.set()
+                await self.go_on.wait()
             if path in self.answers:
                 self.reply(writer, *self.answers[path])
                 await writer.drain()
@@ -161,6 +173,16 @@ class FakeInstance:
             self.chunk(writer, data)
             await writer.drain()
 
+    async def do_error(self, seen, reader, writer):
+        self.reply(writer, self.error["status"], {"error": self.error})
+
+    async def do_pieces(self, seen, reader, writer):
+        self.begin_stream(writer)
+        for data in (*self.pieces, DONE, b""):
+            self.chunk(writer, data)
+            await writer.drain()
+            await self.go_on.wait()  # so that the first is read by itself
+
     async def do_bad_request(self, seen, reader, writer):
         self.reply(writer, 400, {"error": {"message": "temperature: too hot", "type": "invalid_request_error"}})
 
@@ -169,6 +191,9 @@ class FakeInstance:
 
     async def do_full(self, seen, reader, writer):
         self.reply(writer, 429, {"error": {"message": "full", "code": "rate_limit_exceeded"}}, "retry-after: 7\r\n")
+
+    async def do_too_large(self, seen, reader, writer):
+        self.reply(writer, 413, {"error": {"message": "split the batch", "code": "batch_too_large"}})
 
     async def do_soon(self, seen, reader, writer):
         """Not yet; but in a second."""
@@ -197,6 +222,17 @@ class FakeInstance:
 
     async def do_die(self, seen, reader, writer):
         writer.transport.abort()
+
+    async def do_die_when_told(self, seen, reader, writer):
+        await self.go_on.wait()
+        writer.transport.abort()
+
+    async def do_peer_gone(self, seen, reader, writer):
+        """Tells of its peer's death before that shows."""
+        self.reply(writer, 503, {"error": {"message": "the peer is gone", "type": "transfer_error"}})
+        await writer.drain()
+        for event in self.then:
+            event.set()
 
     async def do_die_mid_stream(self, seen, reader, writer):
         self.begin_stream(writer)

@@ -5,7 +5,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
+import httpx
 import psutil
 import pytest
 from support.machine import limit
@@ -25,6 +27,34 @@ server.serve_forever()
 STUBBORN = "import signal; signal.signal(signal.SIGRTMIN, signal.SIG_IGN)" + INSTANCE
 BROKEN = "print('no model'); raise SystemExit(3)"
 
+MORTAL = """
+import http.server, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(b"{}")
+    def do_POST(self):
+        if b"poison" in self.rfile.read(int(self.headers["content-length"])):
+            os._exit(1)
+        self.answer(b'{"text": "good"}')
+    def answer(self, body):
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *args):
+        pass
+server = http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+print("serving", flush=True)
+server.serve_forever()
+"""
+ROUTER = """
+import sys
+from pdserve.router.options import RouterOptions
+from pdserve.router.process import run_router
+port, urls = int(sys.argv[1]), sys.argv[2].split(",")
+sys.exit(run_router(RouterOptions(worker=urls, port=port, health_check_interval=0.1, drain_timeout=0)))
+"""
+
 DRIVER = """
 import sys
 from pdserve.runtime.logs import configure_logging
@@ -35,20 +65,22 @@ from pdserve.runtime.web.ports import free_ports
 from pdserve.server.cluster_plan import ClusterPlan, ProcessPlan
 configure_logging("up", "info")
 cluster.KILL_GRACE = 0.5
-def plan(name, code, port):
-    return ProcessPlan(name, ("-c", code, str(port)), f"http://127.0.0.1:{port}")
-ports = free_ports(2)
-plans = plan("unified-0", sys.argv[1], ports[0]), plan("router", sys.argv[2], ports[1])
-options = ClusterOptions(prefill=0, decode=0, unified=1, drain_timeout=0.0, max_restarts=int(sys.argv[3]))
-sys.exit(Cluster(options, ClusterPlan((plans[0],), plans[1])).run())
+def plan(name, code, port, *more):
+    return ProcessPlan(name, ("-c", code, *map(str, (port, *more))), f"http://127.0.0.1:{port}")
+count = int(sys.argv[4])
+ports = free_ports(count + 1)
+instances = tuple(plan(f"unified-{i}", sys.argv[1], ports[i]) for i in range(count))
+router = plan("router", sys.argv[2], ports[-1], ",".join(instance.url for instance in instances))
+options = ClusterOptions(prefill=0, decode=0, unified=count, drain_timeout=0.0, max_restarts=int(sys.argv[3]))
+sys.exit(Cluster(options, ClusterPlan(instances, router)).run())
 """
 
 
 class Up:
     """A running cluster whose output is read line by line."""
 
-    def __init__(self, instance=INSTANCE, max_restarts=5):
-        argv = [sys.executable, "-u", "-c", DRIVER, instance, INSTANCE, str(max_restarts)]
+    def __init__(self, instance=INSTANCE, max_restarts=5, router=INSTANCE, instances=1):
+        argv = [sys.executable, "-u", "-c", DRIVER, instance, router, str(max_restarts), str(instances)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process = subprocess.Popen(argv, **pipes)
         self.lines = []
@@ -127,3 +159,21 @@ def test_a_process_that_does_not_stop_is_killed(up):
     cluster.until("unified-0 did not end in time: killed")
     assert cluster.process.wait(limit(10)) == 0
     assert not stubborn.is_running()
+
+
+def test_a_request_that_kills_instances_does_not_end_the_cluster(up):
+    """No instance dies twice: after two deaths the router refuses the request for a minute."""
+    cluster = up(MORTAL, max_restarts=1, router=ROUTER, instances=2)
+    cluster.until("Ctrl-C stops everything")
+    with httpx.Client(base_url=f"http://127.0.0.1:{cluster.ports()[-1]}", timeout=limit(20)) as client:
+        for _ in range(12):
+            answer = client.post("/generate", json={"text": "poison"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (502, "request_crashes_instances")
+        deadline = time.monotonic() + limit(20)
+        while (answer := client.post("/generate", json={"text": "a good one"})).status_code == 503:
+            assert time.monotonic() < deadline
+        assert answer.json() == {"text": "good"}
+    cluster.process.send_signal(signal.SIGTERM)
+    cluster.until(r"\[up\] stopped")
+    assert cluster.process.wait(limit(10)) == 0
+    assert sum("it is started again" in line for line in cluster.lines) == 2

@@ -37,7 +37,7 @@ def recorded() -> list[Any]:
 @pytest.mark.parametrize("said", recorded())
 def test_what_a_client_sent_gets_the_answer_that_it_got(said: dict[str, Any]) -> None:
     """Through the router's hands: the decode's leg is what the client is answered from."""
-    raw = RequestBody.parse(json.dumps(said["body"]).encode()).for_pair(PREFILL).decode
+    raw = b"".join(RequestBody.parse(json.dumps(said["body"]).encode()).for_pair(PREFILL).decode)
 
     async def run(engine: FakeEngine) -> int:
         async with engine.http() as client:

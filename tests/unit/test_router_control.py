@@ -6,6 +6,9 @@ import json
 import pytest
 from support.router_rig import generate, scenario
 
+from pdserve.router import endpoints
+from pdserve.server.http import admin, models
+
 
 @scenario(api_key="secret")
 async def test_the_api_key_is_checked_and_passed_on(rig):
@@ -170,3 +173,32 @@ async def test_no_path_leads_to_another_endpoint_of_an_instance(rig):
         writer.close()
     await rig.client.get("/v1/models/a%3Fb")
     assert [path for _, path, _ in w.questions if "health" not in path and "info" not in path] == ["/v1/models/a%3Fb"]
+
+
+def test_the_router_waits_for_longer_than_an_instance_takes_to_give_up():
+    assert endpoints.QUESTION_TIMEOUT > admin.QUESTION_TIMEOUT_SECONDS
+    assert endpoints.TEXT_TIMEOUT > 2 * models.TIMEOUT_SECONDS  # the question, and then the limits
+
+
+@scenario()
+async def test_a_question_about_text_may_take_long_and_one_that_is_taken_out_is_not_waited_for(rig):
+    slow, other = await rig.instance(), await rig.instance()
+    client = await rig.route(worker=[slow, other])
+    slow.holds = "/tokenize"
+    asked: list[float] = []
+    ask = endpoints.ControlEndpoints.ask
+
+    async def watched(self, *args, seconds=0.0, **kwargs):
+        asked.append(seconds)
+        return await ask(self, *args, seconds=seconds, **kwargs)
+
+    endpoints.ControlEndpoints.ask = watched
+    try:
+        asking = asyncio.create_task(client.post("/tokenize", json={"prompt": "a"}))
+        await slow.arrived.wait()
+        slow.health = 503
+        assert (await asking).json()["from"] == other.port
+    finally:
+        endpoints.ControlEndpoints.ask = ask
+        slow.go_on.set()
+    assert asked[0] == endpoints.TEXT_TIMEOUT

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from pdserve.router.fleet import Fleet, Pair
-from pdserve.router.instance import HealthState
+from pdserve.router.instance import HealthState, Role
 from pdserve.router.options import RouterOptions
 from pdserve.router.request_body import RequestBody
 
@@ -70,20 +70,23 @@ def test_pairs_and_workers_share_the_load(at_prefill, at_decode, at_worker, expe
     assert chosen(fleet) == expected
 
 
-def test_who_rests_comes_last():
-    fleet = make_fleet(prefill=2, decode=2, worker=1)
-    p0, p1, d0, d1, w = fleet.instances
+def test_at_most_half_of_a_role_is_out_of_rotation_and_its_only_instance_never():
+    fleet = make_fleet(prefill=2, decode=3, worker=1)
+    p0, p1, d0, d1, d2, w = fleet.instances
     p0.rest.ask(9)
     d1.rest.ask(9)
-    assert {chosen(fleet) for _ in range(4)} == {("prefill1", "decode0")}
-    assert fleet.has_others([])
-    d0.rest.ask(9)
-    assert chosen(fleet) == "worker0"
-    assert not fleet.has_others([w])
-    w.rest.ask(9)
+    assert {chosen(fleet) for _ in range(6)} == {("prefill1", "decode0"), ("prefill1", "decode2")}
+    assert fleet.has_others([w])
+    # The ones that opened their breakers first stay out.
+    for instance in (d0, d2, p1, w):
+        instance.rest.ask(9)
+    assert fleet.in_rotation(Role.DECODE) == [d0, d2]
+    assert fleet.in_rotation(Role.PREFILL) == [p1]
+    assert fleet.in_rotation(Role.WORKER) == [w]
     assert {chosen(fleet)[0] for _ in range(4)} == {"prefill1"}
-    p1.rest.ask(9)
-    assert {chosen(fleet) for _ in range(4)} == {("prefill0", "decode0"), ("prefill1", "decode1")}
+    # Half of those that are there.
+    fleet.set_state(d1, HealthState.UNHEALTHY, "gone")
+    assert fleet.in_rotation(Role.DECODE) == [d2]
 
 
 def test_a_retry_goes_elsewhere_while_there_is_an_elsewhere():

@@ -8,9 +8,17 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from support.jumping_loop import run_jumping
 
 from pdserve.router import leg as leg_module
-from pdserve.router.errors import InstanceAnsweredError, InstanceGoneError, InstanceSilentError, RouterError
+from pdserve.router.errors import (
+    InstanceAnsweredError,
+    InstanceCrashedError,
+    InstanceGoneError,
+    InstanceSilentError,
+    InstanceUnreachableError,
+    RouterError,
+)
 from pdserve.router.fleet import Fleet
 from pdserve.router.instance import HealthState
 from pdserve.router.leg import Leg, LegLimits
@@ -70,8 +78,10 @@ def give_up(since: float, *, leaves: bool = False, body: list[bytes | Exception]
         [instance] = fleet.instances
 
         async def ask() -> None:
-            async with Leg(Client(None if body is None else Mute(body)), fleet, instance, LegLimits(60.0, 7.0)) as leg:
-                await leg.open("POST", "/generate", b"{}", [])
+            async with Leg(
+                Client(None if body is None else Mute(body)), fleet, instance, LegLimits(60.0, 7.0, 60.0)
+            ) as leg:
+                await leg.open("/generate", b"{}", [], streams=True)
                 await leg.next_events()
 
         task = asyncio.create_task(ask())
@@ -117,7 +127,7 @@ class Opened:
         self.fleet.set_state(self.instance, HealthState.HEALTHY, "")
         self.events: list[bytes] = []
         self.error: RouterError | None = None
-        asyncio.run(self._run(Client(outcome), LegLimits(first_byte, 7.0)))
+        asyncio.run(self._run(Client(outcome), LegLimits(first_byte, 7.0, 60.0)))
         assert (self.instance.in_flight, self.instance.requests) == (0, 1)
         if isinstance(outcome, Scripted):
             assert outcome.closed
@@ -126,7 +136,7 @@ class Opened:
         try:
             async with Leg(client, self.fleet, self.instance, limits) as leg:
                 assert self.instance.in_flight == 1
-                await leg.open("POST", "/generate", b"{}", [])
+                await leg.open("/generate", b"{}", [], streams=True)
                 while events := await leg.next_events():
                     self.events.append(events)
         except RouterError as e:
@@ -170,7 +180,8 @@ def test_half_an_event_is_dropped_where_the_answer_breaks_off() -> None:
 )
 def test_a_failure_to_answer_is_told_and_takes_the_instance_out(cause: ClientError, says: str) -> None:
     leg = Opened(cause)
-    assert isinstance(leg.error, InstanceGoneError)
+    expected = InstanceUnreachableError if isinstance(cause, CannotConnect) else InstanceCrashedError
+    assert type(leg.error) is expected
     assert leg.error.message == f"worker http://127.0.0.1:1 {says}"
     assert leg.instance.state is HealthState.UNKNOWN
     assert str(cause) in leg.instance.reason
@@ -184,11 +195,11 @@ def test_a_failure_to_answer_is_told_and_takes_the_instance_out(cause: ClientErr
         (Scripted([A, TimeoutError()]), "went silent in the middle of its answer within 7 s"),
     ],
 )
-def test_silence_is_told_and_takes_the_instance_out(outcome: Answer | None, says: str) -> None:
+def test_silence_is_told_and_says_nothing_against_the_instance(outcome: Answer | None, says: str) -> None:
     leg = Opened(outcome, first_byte=0.01 if outcome is None else 5.0)
     assert isinstance(leg.error, InstanceSilentError)
     assert leg.error.message == f"worker http://127.0.0.1:1 {says}"
-    assert leg.instance.state is HealthState.UNKNOWN
+    assert (leg.instance.state, leg.instance.failures) == (HealthState.HEALTHY, 0)
 
 
 @pytest.mark.parametrize(
@@ -226,3 +237,55 @@ def test_an_answer_that_is_no_success_is_an_error_with_its_headers() -> None:
     assert isinstance(leg.error, InstanceAnsweredError)
     assert (leg.error.status, leg.error.message, leg.error.headers) == (429, "full", [(b"retry-after", b"9")])
     assert leg.instance.state is HealthState.HEALTHY
+
+
+class Slow(HttpClient):
+    """Its answers begin after an hour."""
+
+    def __init__(self) -> None:
+        super().__init__([], 1.0)
+
+    async def send(self, *args: object, **kwargs: object) -> Answer:
+        assert kwargs["at_most_once"]
+        await asyncio.sleep(3600)
+        return Scripted([b"{}"])
+
+
+@pytest.mark.parametrize(
+    ("streams", "alive", "ends_after"), [(False, True, 3600), (False, False, 600), (True, True, 5)]
+)
+def test_a_whole_answer_may_take_as_long_as_its_instance_is_alive(
+    monkeypatch: pytest.MonkeyPatch, streams: bool, alive: bool, ends_after: int
+) -> None:
+    async def body() -> None:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(leg_module, "time", SimpleNamespace(monotonic=loop.time))
+        fleet = Fleet(RouterOptions(worker=["http://127.0.0.1:1"]))
+        [instance] = fleet.instances
+        fleet.set_state(instance, HealthState.HEALTHY, "")
+
+        async def check() -> None:
+            while True:
+                instance.alive_at = loop.time()
+                await asyncio.sleep(1)
+
+        checks = asyncio.create_task(check()) if alive else None
+        begun_at, error = loop.time(), None
+        try:
+            async with Leg(Slow(), fleet, instance, LegLimits(5.0, 7.0, 600.0)) as leg:
+                await leg.open("/generate", b"{}", [], streams=streams)
+        except InstanceSilentError as e:
+            error = e
+        assert loop.time() - begun_at == pytest.approx(ends_after, abs=1)
+        assert (error is None) == (ends_after == 3600)
+        assert (instance.state, instance.failures) == (HealthState.HEALTHY, 0)
+        if checks is not None:
+            checks.cancel()
+
+    run_jumping(body())
+
+
+def test_an_event_that_never_ends_is_not_collected() -> None:
+    leg = Opened(Scripted([A, *[b"x" * (32 << 20)] * 3]))
+    assert leg.events == [A]
+    assert isinstance(leg.error, InstanceCrashedError)

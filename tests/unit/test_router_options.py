@@ -23,6 +23,8 @@ def test_bootstrap_ports_follow_their_urls():
         {"worker": ["http://a/v1"]},
         {"worker": ["http://a:99999"]},
         {"worker": ["http://a"], "retries": -1},
+        {"worker": ["http://a"], "retries_after_crash": -1},
+        {"worker": ["http://a"], "max_held_body_bytes": 2**20},
         {"worker": ["http://a"], "health_check_interval": 0.0},
     ],
 )

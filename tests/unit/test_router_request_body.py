@@ -7,13 +7,18 @@ import pytest
 
 from pdserve.router.errors import BadRequestError
 from pdserve.router.instance import Instance, Role
-from pdserve.router.request_body import RequestBody
+from pdserve.router.request_body import PairBodies, RequestBody
 
 PREFILL = Instance("http://[::1]:30000", Role.PREFILL, 9000)
 
 
+def joined(body):
+    """What the legs of a pair are sent, each in one piece."""
+    return PairBodies(*(b"".join(pieces) for pieces in body.for_pair(PREFILL)))
+
+
 def legs(**fields):
-    bodies = RequestBody.parse(json.dumps(fields).encode()).for_pair(PREFILL)
+    bodies = joined(RequestBody.parse(json.dumps(fields).encode()))
     return json.loads(bodies.prefill), json.loads(bodies.decode)
 
 
@@ -56,7 +61,7 @@ def test_the_prefill_is_not_asked_to_stream():
 )
 def test_a_clients_bytes_are_not_written_again(body):
     """Only what is added stands behind them, and counts where a name stands twice."""
-    bodies = RequestBody.parse(body).for_pair(PREFILL)
+    bodies = joined(RequestBody.parse(body))
     own = body.rstrip()[:-1]
     assert bodies.prefill.startswith(own)
     assert bodies.decode.startswith(own)
@@ -88,7 +93,7 @@ def test_a_clients_own_room_is_replaced_and_its_rid_kept():
 def test_a_clients_bootstrap_fields_reach_nobody(body):
     parsed = RequestBody.parse(body)
     assert json.loads(parsed.raw) == {"text": "a"}
-    for leg in parsed.for_pair(PREFILL):
+    for leg in joined(parsed):
         fields = json.loads(leg)
         assert fields["bootstrap_host"] == "::1"
         assert {name for name in fields if name.startswith("bootstrap_")} == {
@@ -142,7 +147,7 @@ def test_a_prompt_nested_deeply_is_measured_all_the_same():
 def test_drawn_ids_are_those_of_the_api_and_name_the_request(prompt):
     def drawn(**fields):
         body = RequestBody.parse(json.dumps(fields).encode(), "req-7", "cmpl-")
-        bodies = body.for_pair(PREFILL)
+        bodies = joined(body)
         assert json.loads(bodies.prefill)["rid"] == json.loads(bodies.decode)["rid"]
         return json.loads(bodies.decode)["rid"]
 
@@ -154,4 +159,20 @@ def test_drawn_ids_are_those_of_the_api_and_name_the_request(prompt):
 
 def test_no_body_at_all_has_no_fields():
     assert RequestBody.parse(b"") == RequestBody.parse(b"{}")
-    assert json.loads(RequestBody.parse(b"").for_pair(PREFILL).decode)["bootstrap_leg"] == "decode"
+    assert json.loads(joined(RequestBody.parse(b"")).decode)["bootstrap_leg"] == "decode"
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        ({"text": "x" * 400}, 101),
+        ({"text": "\u6f22" * 400}, 301),
+        ({"messages": [{"role": "user", "content": "x" * 400}] * 2}, 202),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\u6f22" * 400}]}]}, 301),
+        ({"messages": "x"}, 0),
+        ({"messages": [7, {"content": None}]}, 1),
+        ({}, 0),
+    ],
+)
+def test_how_long_a_prompt_is_guessed_to_be(fields, tokens):
+    assert RequestBody.parse(json.dumps(fields).encode()).prompt_tokens == tokens

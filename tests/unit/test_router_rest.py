@@ -5,14 +5,15 @@ import time
 import pytest
 from support.router_rig import generate, scenario
 
-from pdserve.router.dispatcher import blamed, charge
 from pdserve.router.errors import InstanceAnsweredError, InstanceGoneError, InstanceSilentError, retry_after
 from pdserve.router.fleet import Pair
 from pdserve.router.instance import Instance, Role
 from pdserve.router.rest import FAILURES, LONGEST, Rest
+from pdserve.router.retries import blamed, charge
 
 TRANSFER = b'{"error": {"message": "the peer is gone", "type": "transfer_error"}}'
 FULL = b'{"error": {"message": "full", "type": "overloaded_error"}}'
+OVERLOADED = b'{"error": {"message": "many uploads", "type": "overloaded_error", "code": "overloaded"}}'
 AFTER_3 = ((b"retry-after", b"3"),)
 
 
@@ -109,10 +110,10 @@ def test_who_is_to_blame():
     between.url = "http://d"
     assert blamed(between, pair) == set(pair)
     assert blamed(gone, pair.prefill) == {pair.prefill}
-    # A decode says nothing while its prefill says nothing.
+    # A deadline is the router's own.
     silent = InstanceSilentError("silent")
     silent.url = "http://d"
-    assert blamed(silent, pair) == set(pair)
+    assert blamed(silent, pair) == set()
 
 
 def test_what_counts_against_an_instance():
@@ -125,29 +126,82 @@ def test_what_counts_against_an_instance():
         return rests
 
     assert charged(InstanceAnsweredError(500, FULL, "", ()))
-    assert charged(InstanceSilentError("silent"))
     assert not charged(InstanceAnsweredError(400, FULL, "", ()))
     assert not charged(InstanceGoneError("gone"))  # its health checks see that too
-    charge(InstanceAnsweredError(429, FULL, "", AFTER_3), [instance], 0.0)
+    assert not charged(InstanceAnsweredError(429, FULL, "", AFTER_3))  # load is no fault
+    assert not charged(InstanceAnsweredError(503, OVERLOADED, "", AFTER_3))
+    charge(InstanceAnsweredError(503, FULL, "", AFTER_3), [instance], 0.0)
     assert 2.9 < instance.rest.seconds_left <= 3.0
 
 
-def test_only_who_has_too_much_to_do_asks_for_time():
+def test_only_a_503_about_the_instance_itself_asks_for_time():
     assert InstanceAnsweredError(503, FULL, "", AFTER_3).retry_after == 3.0
-    assert InstanceAnsweredError(429, FULL, "", AFTER_3).retry_after == 3.0
+    assert InstanceAnsweredError(429, FULL, "", AFTER_3).retry_after is None
+    assert InstanceAnsweredError(503, OVERLOADED, "", AFTER_3).retry_after is None
     assert InstanceAnsweredError(503, TRANSFER, "", AFTER_3).retry_after is None
     assert InstanceAnsweredError(502, FULL, "", AFTER_3).retry_after is None
 
 
 @scenario()
-async def test_a_full_instance_is_left_alone_while_another_is_there(rig):
+async def test_a_full_instance_stays_in_rotation_and_its_requests_are_served_elsewhere(rig):
     full, free = await rig.instance("full"), await rig.instance()
     client = await rig.route(worker=[full, free])
     for _ in range(6):
         assert (await generate(client)).status_code == 200
-    assert (len(full.requests), len(free.requests)) == (1, 6)
+    assert len(full.requests) > 1
+    assert len(free.requests) == 6
+    states = (await client.get("/server_info")).json()["instances"]
+    assert [state["resting_seconds"] for state in states] == [0, 0]
+
+
+@scenario()
+async def test_an_instance_that_asked_to_be_left_alone_is_left_alone(rig):
+    busy, free = await rig.instance("busy"), await rig.instance()
+    client = await rig.route(worker=[busy, free])
+    for _ in range(6):
+        assert (await generate(client)).status_code == 200
+    assert (len(busy.requests), len(free.requests)) == (1, 6)
     states = (await client.get("/server_info")).json()["instances"]
     assert [state["resting_seconds"] > 0 for state in states] == [True, False]
+
+
+@scenario()
+async def test_one_clients_429s_take_no_instance_out_of_rotation(rig):
+    four = [await rig.instance() for _ in range(4)]
+    client = await rig.route(worker=four)
+    for instance in four:
+        instance.script = "full"
+    for _ in range(3):
+        assert (await generate(client)).status_code == 429
+    assert sum(len(instance.requests) for instance in four) == 3 * 2  # each is tried at one other instance
+    for instance in four:
+        instance.script = "ok"
+        instance.requests.clear()
+    for _ in range(40):
+        assert (await generate(client)).status_code == 200
+    assert [len(instance.requests) for instance in four] == [10, 10, 10, 10]
+
+
+@scenario()
+async def test_a_batch_that_is_too_large_is_tried_once(rig):
+    four = [await rig.instance("too_large") for _ in range(4)]
+    client = await rig.route(worker=four)
+    response = await generate(client)
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "batch_too_large")
+    assert sum(len(instance.requests) for instance in four) == 1
+
+
+@scenario()
+async def test_at_most_half_of_a_role_is_out_of_rotation(rig):
+    four = [await rig.instance("busy") for _ in range(4)]
+    client = await rig.route(worker=four)
+    assert (await generate(client)).status_code == 503  # tried at three, which ask to be left alone
+    for instance in four:
+        instance.script = "ok"
+        instance.requests.clear()
+    for _ in range(8):
+        assert (await generate(client)).status_code == 200
+    assert sorted(len(instance.requests) for instance in four) == [0, 0, 4, 4]
 
 
 @scenario()
@@ -168,7 +222,8 @@ async def test_a_full_decode_says_nothing_against_its_prefill(rig):
     client = await rig.route([p], [full, free])
     for _ in range(3):
         assert (await generate(client)).status_code == 200
-    assert (len(full.requests), len(free.requests)) == (1, 3)
+    assert len(free.requests) == 3
+    assert len(p.requests) == 3 + len(full.requests)
 
 
 @scenario()
@@ -199,3 +254,13 @@ async def test_one_that_fails_all_it_is_sent_comes_last_though_it_is_healthy(rig
     await rig.until_states("healthy", "unhealthy")
     # Nobody else is there: better the one that may fail again than nobody.
     assert (await generate(client)).status_code == 500
+
+
+@scenario(first_byte_timeout=0.02)
+async def test_a_deadline_of_the_router_is_no_failure_of_an_instance(rig):
+    p, d = await rig.instance("hang"), await rig.instance("hang")
+    client = await rig.route([p], [d])
+    for _ in range(FAILURES + 1):
+        assert (await generate(client, stream=True)).status_code == 504
+    for instance in (await client.get("/server_info")).json()["instances"]:
+        assert (instance["state"], instance["failures"], instance["resting_seconds"]) == ("healthy", 0, 0)

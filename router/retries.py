@@ -1,0 +1,66 @@
+"""What follows a failed attempt: whether the request is tried again, and what counts against which instance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .errors import InstanceCrashedError, InstanceUnreachableError, RouterError
+from .fleet import Pair, Target
+from .instance import Instance
+
+RETRIES_AFTER_LOAD = 1
+"""A request that one instance has no room for is tried at one other. More would multiply the load that is the cause."""
+
+
+class RetryBudget:
+    """How often one request may still be sent again.
+
+    ``retries``: in all. ``after_crash``: after an instance took the request and died, which the request may have
+    caused. An attempt that could not connect sent nothing and costs nothing; its limit is the retry window.
+    """
+
+    def __init__(self, retries: int, after_crash: int) -> None:
+        self._retries = retries
+        self._after_crash = after_crash
+        self._after_load = RETRIES_AFTER_LOAD
+
+    def take(self, error: RouterError) -> bool:
+        """Return whether the request may be sent again after ``error``, and take that from the budget."""
+        if not error.retryable:
+            return False
+        if isinstance(error, InstanceUnreachableError):
+            return True
+        self._retries -= 1
+        left = self._retries
+        if isinstance(error, InstanceCrashedError):
+            self._after_crash -= 1
+            left = min(left, self._after_crash)
+        if error.is_load:
+            self._after_load -= 1
+            left = min(left, self._after_load)
+        return left >= 0
+
+
+def legs(target: Target) -> tuple[Instance, ...]:
+    """The instances that an attempt goes to."""
+    return tuple(target) if isinstance(target, Pair) else (target,)
+
+
+def blamed(error: RouterError, target: Target) -> set[Instance]:
+    """Return which of the instances that an attempt went to are better avoided by the next one."""
+    if error.blames_nobody:
+        return set()
+    at_fault = {instance for instance in legs(target) if instance.url == error.url}
+    return at_fault if at_fault and not error.blames_peer else set(legs(target))
+
+
+def charge(error: RouterError, at_fault: Iterable[Instance], begun_at: float) -> None:
+    """Tell the circuit breakers of the instances ``at_fault`` of an attempt that failed.
+
+    Not counted: what is the client's fault, what is only load (429), and what health checks see too.
+    """
+    for instance in at_fault:
+        if error.retry_after is not None:
+            instance.rest.ask(error.retry_after)
+        elif error.status >= 500 and not error.shows_health and not error.is_load:
+            instance.rest.failed(begun_at)

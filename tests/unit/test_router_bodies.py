@@ -1,0 +1,88 @@
+"""What the router holds of requests' bodies: each once, all together up to a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import tracemalloc
+
+import pytest
+from support.router_rig import generate, scenario
+
+from pdserve.router.client_bodies import SMALL_BYTES, ClientBodies
+from pdserve.router.errors import TooManyBodiesError
+from pdserve.router.instance import Instance, Role
+from pdserve.router.request_body import RequestBody
+
+MIB = 1 << 20
+PREFILL = Instance("http://127.0.0.1:1", Role.PREFILL, 9001)
+
+
+def held_by_the_router() -> int:
+    """Bytes in blocks of half a MiB and more that the router's own code has allocated and not freed."""
+    ours = [tracemalloc.Filter(True, f"*/{folder}/*.py") for folder in ("router", "runtime/web", "runtime/web/client")]
+    traces = tracemalloc.take_snapshot().filter_traces(ours).traces
+    return sum(trace.size for trace in traces if trace.size > MIB // 2)
+
+
+def test_both_legs_share_the_clients_bytes():
+    body = RequestBody.parse(json.dumps({"text": "x" * MIB}).encode())
+    tracemalloc.start()
+    bodies = body.for_pair(PREFILL)
+    added, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert added < 64 << 10
+    for pieces in bodies:
+        assert json.loads(b"".join(pieces))["text"] == "x" * MIB
+
+
+@pytest.mark.parametrize("by_a_pair", [True, False])
+def test_a_stream_holds_its_body_once(by_a_pair):
+    @scenario()
+    async def run(rig):
+        first, second = await rig.instance("stream_then_hang"), await rig.instance("stream_then_hang")
+        client = await (rig.route([first], [second]) if by_a_pair else rig.route(worker=[first, second]))
+        prompt = "x" * 4 * MIB
+        tracemalloc.start()
+        try:
+            async with client.stream("POST", "/generate", json={"text": prompt, "stream": True}) as response:
+                await anext(response.aiter_raw())
+                assert held_by_the_router() < 1.5 * len(prompt)
+        finally:
+            tracemalloc.stop()
+
+    run()
+
+
+def test_held_bytes_are_limited_and_small_bodies_have_a_reserve():
+    bodies = ClientBodies(MIB, 2 * MIB)
+    with bodies.hold(MIB), bodies.hold(MIB):
+        assert bodies.held == 2 * MIB
+        with pytest.raises(TooManyBodiesError, match="2097152 bytes of bodies"), bodies.hold(SMALL_BYTES + 1):
+            raise AssertionError("it was let in")
+        with contextlib.ExitStack() as small:
+            for _ in range(4):
+                small.enter_context(bodies.hold(SMALL_BYTES))
+            with pytest.raises(TooManyBodiesError):
+                small.enter_context(bodies.hold(1))
+    assert bodies.held == 0
+
+
+@scenario(max_body_bytes=MIB, max_held_body_bytes=MIB)
+async def test_a_body_too_many_is_a_503_until_another_request_is_over(rig):
+    w = await rig.instance("hang")
+    client = await rig.route(worker=[w])
+    first = asyncio.create_task(generate(client, text="x" * (MIB - 1000)))
+    await w.arrived.wait()
+    for path in ("/generate", "/tokenize", "/kv/snapshot"):
+        refused = await client.post(path, json={"text": "x" * SMALL_BYTES})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert refused.headers["retry-after"] == "1"
+    assert (len(w.requests), [path for _, path, _ in w.questions if path != "/server_info"]) == (1, [])
+    w.script = "ok"
+    assert (await generate(client)).status_code == 200
+    first.cancel()
+    await w.requests[0].dropped.wait()
+    while (await generate(client, text="x" * SMALL_BYTES)).status_code != 200:
+        await asyncio.sleep(0)
