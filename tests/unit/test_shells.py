@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from support.machine import limit
 from support.processes import wait_until
@@ -116,6 +117,11 @@ def test_children_s_output_and_signals_to_all_processes_stop_no_supervisor(tmp_p
     with subprocess.Popen(command, stderr=subprocess.PIPE, env=env, process_group=0) as process:
         try:
             wait_until(told.exists, 30, "the child has said everything")
+            [child] = psutil.Process(process.pid).children()
+            told_by_kernel = Path(f"/proc/{child.pid}/status").read_text(encoding="utf-8")
+            ignored = int(re.findall(r"SigIgn:\s*(\w+)", told_by_kernel)[0], 16)
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                assert ignored >> (number - 1) & 1, number
             # The supervisor may not have read that the child is ready; an end without a drain is as good.
             os.killpg(process.pid, signal.SIGTERM)
             assert process.wait(limit(20)) == 0
