@@ -13,6 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+# A file matplotlibrc in the current directory may have changed the settings.
+mpl.rcdefaults()
+
 # Okabe and Ito's palette: told apart by colour-blind readers and in print.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
 DPI = 140

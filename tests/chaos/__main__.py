@@ -26,7 +26,7 @@ NO_LINK = "On one host there is no link between two instances that could be cut;
 def one_backend(backend: str, options: Options, alone: bool) -> tuple[list[Verdict], int]:
     """Run its campaign; what it found, and its exit code."""
     with tempfile.NamedTemporaryFile(prefix="pdserve-chaos-", suffix=".jsonl") as result:
-        argv = [*(inside() if alone else ()), sys.executable, "-m", "chaos.campaign", backend]
+        argv = [*(inside() if alone else ()), sys.executable, "-P", "-m", "chaos.campaign", backend]
         argv += [str(options.faults), str(options.seed), "inside" if alone else "outside", result.name]
         with subprocess.Popen(argv) as child:
             try:

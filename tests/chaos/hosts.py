@@ -110,7 +110,7 @@ def hosts(names: Sequence[str]) -> Iterator[dict[str, Host]]:
 def _host(number: int) -> Iterator[Host]:
     address, cable = f"{NETWORK}.{number + 2}", f"cable{number}"
     # A namespace lives as long as a process in it; this one ends with its input, that is, with the campaign.
-    stay = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
+    stay = [sys.executable, "-P", "-c", "import sys; print(flush=True); sys.stdin.read()"]
     with subprocess.Popen(
         ["unshare", "--net", *stay], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as keeper:

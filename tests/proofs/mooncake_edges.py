@@ -222,7 +222,9 @@ def speed() -> None:
         "import re; t = lambda: re.search(r'SigCgt:\\s+(\\w+)', open('/proc/self/status').read()).group(1); a = t(); "
     )
     code += "import mooncake.engine as m; print(a, '->', t(), end='')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, env=os.environ
+    )
     row("9", "signals caught before and after the import", f"{done.stdout}; stderr {len(done.stderr)} bytes")
     code = "import mooncake.engine as m; e = m.TransferEngine(); e.initialize('127.0.0.1', 'P2PHANDSHAKE', 'tcp', '')"
     plain = {k: v for k, v in os.environ.items() if k not in ENV}
@@ -230,7 +232,9 @@ def speed() -> None:
     with TemporaryDirectory() as logs:
         for extra in ({}, {"GLOG_minloglevel": "2"}, quiet, {**quiet, "MC_LOG_DIR": logs}):
             env = {**plain, "MC_FORCE_TCP": "1", **extra}
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+            done = subprocess.run(
+                [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, env=env
+            )
             found = f"{len(done.stderr.splitlines())} lines on stderr, exit {done.returncode}"
             row("9", f"import and one engine with {', '.join(extra) or 'no log settings'}", found)
     for actor in (receiver, many):
