@@ -64,7 +64,7 @@ mutants: $(STAMP) ## draw mutants of the product's Python code and say which no 
 	@PYTHONPATH=tests $(BIN)/python -P -m mutants $(MUTANTS)
 
 test-hostile: $(STAMP) ## send 10,000 cases of broken and hostile HTTP to a router and an instance; a sample is in make test
-	@$(QUIETLY) $(BIN)/python -m pytest -m slow tests/e2e/test_hostile_http.py
+	@$(QUIETLY) $(BIN)/python -P -m pytest -m slow tests/e2e/test_hostile_http.py
 
 test-clients: $(CLIENTS_STAMP) ## run client libraries, load generators, gateways and Prometheus against a pair (installs them first)
 	@$(QUIETLY) $(BIN)/python -P -m pytest tests/clients
