@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+from support.import_path import with_inherited
 from support.machine import stretched
 from support.processes import Launched, free_ports, wait_until
 from support.scrape import Page
@@ -123,8 +124,7 @@ class Cluster:
 
 def faulty(told: Path) -> dict[str, str]:
     """The environment of a prefill whose writes go wrong as ``told`` says."""
-    path = f"{FAULTY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
-    return {**os.environ, "PYTHONPATH": path, "PDSERVE_CHAOS_WRITES": str(told)}
+    return {**os.environ, "PYTHONPATH": with_inherited(FAULTY), "PDSERVE_CHAOS_WRITES": str(told)}
 
 
 def _is_later(now: tuple[str, int], since: tuple[str, int] | None) -> bool:

@@ -10,6 +10,7 @@ import threading
 import httpx
 import pytest
 from support.fake_cuda_driver import IMPORT_PATH
+from support.import_path import with_inherited
 from support.libraries import is_missing
 from support.machine import limit
 from support.processes import ONE_THREAD, launched, pd_pair, wait_until
@@ -38,7 +39,7 @@ PROMPTS = {
 @pytest.fixture
 def kind(request, monkeypatch):
     if request.param == "cuda_ipc":
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join((IMPORT_PATH, os.environ.get("PYTHONPATH", ""))))
+        monkeypatch.setenv("PYTHONPATH", with_inherited(IMPORT_PATH))
     elif is_missing(request.param):
         pytest.skip(f"{request.param} is not installed here")
     return request.param

@@ -6,6 +6,7 @@ them otherwise has to give the same, on the same processor.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,9 @@ MANY = 200
 SMALL_POOL = ("--max-total-tokens", "1280", "--schedule-conservativeness", "0.01", "--max-running-requests", "32")
 """The longest request is four fifths of it."""
 
-pytestmark = pytest.mark.timeout(600)
+LONGEST_SECONDS = 600.0
+
+pytestmark = pytest.mark.timeout(LONGEST_SECONDS)
 
 
 def requests(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -56,7 +59,7 @@ def answers(server: Launched, bodies: list[dict[str, Any]], at_once: int) -> lis
 def answers_of_a_batch(server: Launched, bodies: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """All arrive at once, however busy the machine is."""
     columns = {key: [body[key] for body in bodies] for key in bodies[0]}
-    response = server.post("/generate", columns)
+    response = server.post("/generate", columns, LONGEST_SECONDS)
     assert response.status_code == 200, response.text
     return [essence(answer) for answer in response.json()]
 
@@ -79,7 +82,11 @@ def kind(request, tiny_args) -> tuple[str, ...]:
     return request.param or (*tiny_args[:-2], "--dtype", "bfloat16")
 
 
-@pytest.fixture(scope="module", params=[REQUESTS, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    # Many take more than ten minutes on two cores: a campaign.
+    params=[REQUESTS, pytest.param(MANY, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+)
 def bodies(request) -> list[dict[str, Any]]:
     return requests(request.param)
 
@@ -93,8 +100,10 @@ def alone(tmp_path_factory, kind, bodies) -> Iterator[list[tuple[Any, ...]]]:
 
 
 def threads(bodies: list[dict[str, Any]]) -> tuple[str, ...]:
-    """All cores' for many; among other tests, a team waits for its slowest at every barrier."""
-    return () if len(bodies) == MANY else ONE_THREAD
+    """All cores for many requests, unless other tests run at the same time: a team of threads waits for its slowest at
+    every barrier.
+    """
+    return () if len(bodies) == MANY and "PYTEST_XDIST_WORKER" not in os.environ else ONE_THREAD
 
 
 def test_in_batches_in_pieces_and_retracted(tmp_path, kind, bodies, alone):

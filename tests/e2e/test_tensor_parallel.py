@@ -4,7 +4,6 @@ sizes, and one death for all.
 
 from __future__ import annotations
 
-import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.import_path import with_inherited
 from support.machine import limit
 from support.processes import ONE_THREAD, Launched, launched, pd_pair, wait_until
 from support.prompts import FOX, FRANCE, STACK
@@ -80,8 +80,7 @@ def test_ranks_with_a_device_each_answer_as_one(
 ) -> None:
     """As on GPUs, whose part devices play that record: a pool each, graphs that hold the exchanges, one step ahead."""
     tests = Path(__file__).parents[1]
-    paths = (tests / "support" / "fake_devices", tests, os.environ.get("PYTHONPATH", ""))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+    monkeypatch.setenv("PYTHONPATH", with_inherited(tests / "support" / "fake_devices", tests))
     graphs = ("--attention-backend", "torch", "--cuda-graph-max-bs", "2", "--context-length", "1024")
     with launched(tmp_path, "two", "server", *model, *TWO, *graphs) as server:
         server.wait_healthy()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from chaos.hosts import inside, why_not
+from support.import_path import with_inherited
 from support.machine import limit
 from support.tiny_model import tiny_args
 
@@ -24,7 +25,7 @@ def test_two_hosts_answer_as_one(engine: str, size: int, tmp_path: Path) -> None
         pytest.skip(f"no network namespaces here: {reason}")
     model = ",".join(tiny_args(tmp_path / "model"))
     argv = [*inside(), sys.executable, "-m", "support.two_hosts", model, engine, str(size), str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))}
+    env = {**os.environ, "PYTHONPATH": with_inherited(TESTS)}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=limit(200), check=False)
     logs = "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(tmp_path.glob("*.log")))
     assert done.returncode == 0, done.stderr + logs

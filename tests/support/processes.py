@@ -151,9 +151,9 @@ class Launched:
         """/server_info."""
         return self.client.get(self.url + "/server_info").raise_for_status().json()
 
-    def post(self, path: str, body: dict) -> httpx.Response:
-        """POST JSON."""
-        return self.client.post(self.url + path, json=body)
+    def post(self, path: str, body: dict, seconds: float = ANSWER_SECONDS) -> httpx.Response:
+        """POST JSON. ``seconds``: within which an idle machine answers."""
+        return self.client.post(self.url + path, json=body, timeout=limit(seconds))
 
     def generate(self, **body) -> dict:
         """/generate, successfully."""

@@ -8,6 +8,7 @@ import signal
 
 import numpy as np
 import pytest
+from support.import_path import with_inherited
 from support.libraries import is_missing
 
 from pdserve.benchmark.errors import BenchOptionsError
@@ -113,8 +114,7 @@ def test_a_backend_that_is_not_installed_is_named_and_left_out(tmp_path, monkeyp
     package = tmp_path / "nixl_cu12"
     package.mkdir()
     package.joinpath("__init__.py").write_text("raise ImportError('nothing here')\n")
-    known = os.environ.get("PYTHONPATH", "")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [known])]))
+    monkeypatch.setenv("PYTHONPATH", with_inherited(tmp_path))
     assert bench("--backends", "shm", "nixl", "--contiguity", "adjacent") == 0
     shown = capfd.readouterr().out
     assert "left out: nixl:" in shown

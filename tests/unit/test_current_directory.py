@@ -59,11 +59,25 @@ def test_the_folder_is_hostile(hostile: HostileFolder) -> None:
 
 
 @pytest.fixture(scope="module")
-def before_us() -> set[str]:
-    """What Python imports for ``-m`` before it runs a line of ours, and ``__future__``, which must come first."""
+def before_us(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """What Python asks for before it runs a line of ours, in ``-m`` and in the ``.pth`` files of an installation, and
+    ``__future__``, which must come first.
+    """
     code = "import runpy, sys; print(*sys.modules)"
     told = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
-    return {"__future__", "sitecustomize", "usercustomize", *told.split()}
+    names = {"__future__", "sitecustomize", "usercustomize", *told.split()}
+    # Others it asks for and does not find anywhere, as _winapi on Linux. Each one that is found here hides the next.
+    while asked := asked_for_at_start(tmp_path_factory.mktemp("start"), names):
+        names |= asked
+    return names
+
+
+def asked_for_at_start(path: Path, known: set[str]) -> set[str]:
+    """Return what Python imports from ``path`` before it runs a line of ours, beside ``known``."""
+    folder = HostileFolder(path, without=known)
+    env = folder.environment() | {"PYTHONPATH": str(path)}
+    subprocess.run([sys.executable, "-P", "-c", ""], cwd=path, env=env, stderr=subprocess.DEVNULL, check=False)
+    return set(folder.imported())
 
 
 def test_a_command_runs_there_as_a_user_types_it(tmp_path: Path, before_us: set[str]) -> None:

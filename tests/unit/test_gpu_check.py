@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import fake_cuda_driver
+from support.import_path import with_inherited
 
 from pdserve.benchmark.gpu_check import peers_part
 from pdserve.benchmark.gpu_check.install import wanted
@@ -77,7 +78,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 def test_what_is_asked_of_the_driver_is_found_with_memory_of_the_host_in_the_gpus_part(monkeypatch, tmp_path) -> None:
     fake_cuda_driver.install(monkeypatch)
     monkeypatch.delitem(sys.modules, "pdserve.benchmark.gpu_check.ipc_check", raising=False)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((fake_cuda_driver.IMPORT_PATH, os.environ.get("PYTHONPATH", ""))))
+    monkeypatch.setenv("PYTHONPATH", with_inherited(fake_cuda_driver.IMPORT_PATH))
     checks = import_module("pdserve.benchmark.gpu_check.ipc_check").checks
     part = Part(Recorder(PartRecord("handovers", True), tmp_path / "record.json"), torch.device("cpu"), True)
     written, killed_writer, killed_owner = (find() for _, find in checks(part))

@@ -243,7 +243,7 @@ def test_ranks_are_processes(tmp_path: Path) -> None:
     nbytes = Engine.make_pool(spec, torch.float32).data.nbytes
     pool_file.write_bytes(bytes(nbytes))
     call = f"from tests.unit.test_kernels_ranks import follow; follow({str(pool_file)!r}, {group.fd})"
-    code = f"import sys; sys.path[:0] = {sys.path!r}; {call}"
+    code = f"import sys; sys.path[:0] = {[str(Path(__file__).parents[2]), *sys.path]!r}; {call}"
     follower = subprocess.Popen([sys.executable, "-c", code], pass_fds=[group.fd], stdout=subprocess.PIPE)
     try:
         assert follower.stdout is not None

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from support.import_path import with_inherited
 from support.machine import limit
 from support.processes import wait_until
 
@@ -111,8 +112,7 @@ def test_children_s_output_and_signals_to_all_processes_stop_no_supervisor(tmp_p
     """4 MiB on stderr, which nobody reads; then what systemd does: SIGTERM to every process."""
     (tmp_path / "talkative.py").write_text(TALKATIVE)
     told = tmp_path / "told"
-    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": paths, "TOLD": str(told)}
+    env = {**os.environ, "PYTHONPATH": with_inherited(tmp_path), "TOLD": str(told)}
     command = [sys.executable, "-c", SUPERVISOR]
     with subprocess.Popen(command, stderr=subprocess.PIPE, env=env, process_group=0) as process:
         try:

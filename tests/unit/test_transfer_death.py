@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 from support import fake_cuda_driver
+from support.import_path import with_inherited
 from support.machine import limit
 from support.staged_pools import pool_group
 
@@ -76,7 +77,7 @@ def kind(request):
 def gpus(monkeypatch):
     """Of which there are none, here and in children."""
     fake_cuda_driver.install(monkeypatch)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((fake_cuda_driver.IMPORT_PATH, os.environ.get("PYTHONPATH", ""))))
+    monkeypatch.setenv("PYTHONPATH", with_inherited(fake_cuda_driver.IMPORT_PATH))
 
 
 class Parent:
