@@ -1,0 +1,160 @@
+"""Every example in README.md and docs/*.md that talks to a server, run against one pair of the default model.
+
+The pair is a router, a prefill and a decode where the examples have them: ports 8000, 30000 and 30001. The commands are
+taken from the pages as they are; only addresses change. What each answers is held to a table, so a new example has to
+say what it answers. ``tests/unit/test_examples.py`` checks all other kinds of examples.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.doc_examples import Command, Kind, commands, kind_of
+from support.machine import limit
+from support.processes import Pair, pd_pair
+
+EXAMPLE_SECONDS = 60.0
+QUESTION = "What is the capital of France?"
+LONG_TEXT = "Once upon a time …"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """The default model. The prefill has what the pages' other examples start it with: sessions, a store, checks."""
+    folder = tmp_path_factory.mktemp("examples")
+    store = ["--enable-hierarchical-cache", "--hicache-storage-backend", "file"]
+    sessions = ["--kv-sessions-dir", str(folder / "sessions"), *store, "--hicache-storage-url", str(folder / "kv")]
+    small = ("--kv-debug", "--max-total-tokens", "4096")
+    with pd_pair(folder, "tcp", *small, prefill_args=sessions) as served:
+        yield served
+
+
+def script(command: Command, pair: Pair) -> str:
+    """The command with what its block sets before it, and with this pair's addresses."""
+    before = [
+        other.text
+        for other in commands()
+        if other.page == command.page
+        and command.line - 3 < other.line < command.line
+        and re.match(r"\w+(='|\(\) )", other.text)
+    ]
+    text = "\n".join([*before, command.text])
+    for port, server in ((8000, pair.router), (30000, pair.prefill), (30001, pair.decode)):
+        text = re.sub(rf"(http://)?(localhost|127\.0\.0\.1|10\.0\.0\.5):{port}\b", server.url, text)
+    bootstrap = pair.prefill.info()["disaggregation"]["bootstrap_port"]
+    text = text.replace("8998", str(bootstrap))
+    if "--url" not in text:
+        text = text.replace("pdserve chat", f"pdserve chat --url {pair.router.url}")
+    return f'set -o pipefail\npdserve() {{ "{sys.executable}" -P -m pdserve.server.cli "$@"; }}\n{text}\n'
+
+
+def run(command: Command, pair: Pair, folder: Path) -> str:
+    """What the example prints; it must succeed."""
+    (folder / "questions.txt").write_text(f"{QUESTION}\n")
+    ran = subprocess.run(
+        ["bash", "-c", script(command, pair)],
+        cwd=folder,
+        input=f"{QUESTION}\n",
+        capture_output=True,
+        text=True,
+        timeout=limit(EXAMPLE_SECONDS),
+    )
+    assert ran.returncode == 0, f"{command.text}\n{ran.stdout}\n{ran.stderr}"
+    return ran.stdout
+
+
+def is_stream_about_paris(out: str, folder: Path) -> None:
+    events = [line.removeprefix("data: ") for line in out.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    last = json.loads(events[-2])
+    assert "Paris" in last["text"]
+    assert 1 < last["meta_info"]["completion_tokens"] <= 32
+    assert last["meta_info"]["timing"]["prefill_ms"] > 0
+
+
+def is_paris(out: str, folder: Path) -> None:
+    answer = json.loads(out)
+    (choice,) = answer["choices"]
+    assert "Paris" in choice["message"]["content"]
+    assert choice["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] <= 64
+
+
+def is_said_paris(out: str, folder: Path) -> None:
+    said = out or (folder / "answers.txt").read_text()
+    assert "Paris" in said
+    assert len(said) < 2000
+
+
+def has_keys(*names: str) -> Callable[[str, Path], None]:
+    def check(out: str, folder: Path) -> None:
+        assert set(names) <= set(json.loads(out))
+
+    return check
+
+
+def are_two_legs(out: str, folder: Path) -> None:
+    legs = [json.loads(found) for found in re.findall(r"\{.*?\}(?=\{\"text\"|$)", out.strip(), re.DOTALL)]
+    assert sorted(leg["meta_info"]["completion_tokens"] for leg in legs) == [1, 32]
+
+
+def session(**expected: Any) -> Callable[[str, Path], None]:
+    def check(out: str, folder: Path) -> None:
+        told = json.loads(out)
+        assert {name: told[name] for name in expected} == expected
+
+    return check
+
+
+def says(*words: str) -> Callable[[str, Path], None]:
+    def check(out: str, folder: Path) -> None:
+        assert all(word in out for word in words), out
+
+    return check
+
+
+def is_empty(out: str, folder: Path) -> None:
+    assert out == ""
+
+
+ANSWERS: dict[str, Callable[[str, Path], None]] = {
+    "curl -N http://127.0.0.1:8000/generate": is_stream_about_paris,
+    "curl http://127.0.0.1:8000/v1/chat/completions": is_paris,
+    "curl http://127.0.0.1:8000/server_info": has_keys("role", "router", "instances"),
+    "curl -s localhost:30000/server_info | jq .kv_debug": has_keys("compared_pages"),
+    "diff <(hashes": is_empty,
+    'curl http://127.0.0.1:30000/generate -d "$BODY" &': are_two_legs,
+    "pdserve chat": is_said_paris,
+    "cat questions.txt | pdserve chat": is_said_paris,
+    "pdserve check --url": says("router", "no problems"),
+    'eval "$(pdserve completion bash)"': is_empty,
+    "curl localhost:30000/kv/snapshot": session(name="report", output_tokens=0),
+    "curl localhost:30000/kv/restore": session(name="report", resumable=True),
+}
+"""How each example's output is looked at, by how its command begins."""
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in commands() if kind_of(c) is Kind.LIVE], ids=lambda c: f"{c.page}:{c.line}"
+)
+def test_examples_answer_what_they_should(command: Command, pair: Pair, tmp_path: Path) -> None:
+    checks = [check for begin, check in ANSWERS.items() if command.text.startswith(begin)]
+    if re.match(r"\w+(='|\(\) )", command.text):
+        checks = [is_empty]
+    assert len(checks) == 1, f"say in ANSWERS what {command.text} answers"
+    checks[0](run(command, pair, tmp_path), tmp_path)
+
+
+def test_generate_without_a_limit_ends_at_128_tokens(pair: Pair) -> None:
+    """``/generate`` stops at 128 tokens unless told otherwise."""
+    answer = pair.router.generate(
+        text="The capital of France is", sampling_params={"temperature": 0, "ignore_eos": True}
+    )
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 128}

@@ -1,0 +1,155 @@
+"""The examples in README.md and docs/*.md: command lines parse, targets exist, JSON and YAML fit their schemas.
+
+Those that talk to a server are run by ``tests/e2e/test_examples.py``. Every example belongs to exactly one kind.
+"""
+
+from __future__ import annotations
+
+import configparser
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import orjson
+import pytest
+from support.doc_examples import (
+    NOT_RUN,
+    PAGES,
+    ROOT,
+    Block,
+    Command,
+    Kind,
+    blocks,
+    commands,
+    inline_commands,
+    kind_of,
+    words,
+)
+
+from pdserve.server.cli import app
+from pdserve.server.http.answers import ErrorAnswer, GenerateAnswer
+
+RUNNERS = {
+    "pdserve.runtime.supervisor": "run_server",
+    "pdserve.router.process": "run_router",
+    "pdserve.server.cluster": "run_cluster",
+    "pdserve.terminal.chat.run": "run_chat",
+    "pdserve.terminal.check.run": "run_check",
+    "pdserve.model_runner.double_sparsity.calibrate": "run_calibrate",
+    "pdserve.benchmark.serve": "run_bench",
+    "pdserve.benchmark.transfer.run": "run_transfer_bench",
+    "pdserve.benchmark.schedule.run": "run_schedule_bench",
+    "pdserve.benchmark.cache.run": "run_cache_bench",
+}
+COMMANDS = commands()
+INLINE = list(dict.fromkeys(command.text for command in inline_commands()))
+ERRORS = {("docs/http-api.md", "error"): ErrorAnswer, ("docs/http-api.md", "text"): GenerateAnswer}
+"""What a JSON example is, by its page and its first key."""
+
+
+@pytest.fixture
+def dry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """The options that commands would have run with, in a folder that has the files which examples name."""
+    options: list[Any] = []
+    for module, function in RUNNERS.items():
+        fake = ModuleType(module)
+        setattr(fake, function, lambda given: options.append(given) or 0)
+        monkeypatch.setitem(sys.modules, module, fake)
+    (tmp_path / "cluster-secret").write_text("0123456789abcdef0123456789abcdef\n")
+    (tmp_path / "cluster-secret").chmod(0o600)
+    monkeypatch.chdir(tmp_path)
+    return options
+
+
+def named(command: Command) -> str:
+    return f"{command.page}:{command.line}"
+
+
+def of_kind(kind: Kind) -> list[Command]:
+    return [command for command in COMMANDS if kind_of(command) is kind]
+
+
+def test_no_page_lost_its_examples() -> None:
+    """The table of what is not run has nothing that is no more there, and there is something to check of each kind."""
+    assert {command.text for command in of_kind(Kind.NOT_RUN)} == set(NOT_RUN)
+    for kind in Kind:
+        assert of_kind(kind) or kind is Kind.NOT_RUN, kind
+    assert len(PAGES) > 15
+
+
+def test_a_block_without_a_language_holds_no_command() -> None:
+    """Else nobody would run it."""
+    lost = [
+        f"{block.page}:{block.line}: {line}"
+        for block in blocks()
+        if not block.language
+        for line in block.text.splitlines()
+        if line.startswith(("pdserve ", "curl ", "make ", "python", "docker ", "pip ", "$ "))
+    ]
+    assert not lost, "name the language of these blocks (console)"
+    assert {block.language for block in blocks()} <= {"", "console", "bash", "ini", "json", "yaml"}, (
+        "say how it is checked"
+    )
+
+
+@pytest.mark.parametrize("command", of_kind(Kind.OPTIONS), ids=named)
+def test_options_are_accepted(dry: list[Any], command: Command) -> None:
+    (argv,) = [one for one in words(command.text.removeprefix("nohup ")) if one[0] == "pdserve"]
+    assert app(argv[1:], result_action="return_value") == 0
+    assert len(dry) == 1
+
+
+@pytest.mark.parametrize("text", INLINE)
+def test_options_in_running_text_are_accepted(dry: list[Any], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = words(text)[0][1:]
+    if argv in (["bench"], ["completion"], ["router"]):
+        assert app.parse_args([*argv, "--help"])[0] is not None  # the name of a command that wants more
+        return
+    assert app(argv, result_action="return_value") in (0, None)
+    assert dry or capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", of_kind(Kind.MAKE), ids=named)
+def test_targets_exist(command: Command) -> None:
+    for argv in words(command.text):
+        asked = subprocess.run(["make", "-n", *argv[1:]], cwd=ROOT, capture_output=True, text=True)
+        assert asked.returncode == 0, asked.stderr
+
+
+@pytest.mark.parametrize("command", of_kind(Kind.PYTHON), ids=named)
+def test_python_examples_run(command: Command, tmp_path: Path) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    save_file({"a.weight": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    python = command.text.replace("python ", f"{sys.executable} -P ", 1)
+    ran = subprocess.run(["bash", "-c", python], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() or any(path.stat().st_size > 32 for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("block", [b for b in blocks() if b.language == "json"], ids=lambda b: f"{b.page}:{b.line}")
+def test_json_fits_its_schema(block: Block) -> None:
+    content = orjson.loads(block.text)
+    ERRORS[block.page, next(iter(content))].model_validate(content)
+
+
+@pytest.mark.parametrize("block", [b for b in blocks() if b.language == "yaml"], ids=lambda b: f"{b.page}:{b.line}")
+def test_yaml_is_a_config(dry: list[Any], block: Block, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(block.text)
+    assert app(["server", "--config", str(tmp_path / "config.yaml")], result_action="return_value") == 0
+    assert len(dry) == 1
+
+
+@pytest.mark.parametrize("block", [b for b in blocks() if b.language == "ini"], ids=lambda b: f"{b.page}:{b.line}")
+def test_a_unit_file_starts_a_command_that_exists(dry: list[Any], block: Block) -> None:
+    unit = configparser.ConfigParser()
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(block.text)
+    program, *argv = shlex.split(unit["Service"]["ExecStart"])
+    assert Path(program).name == "pdserve"
+    assert app(argv, result_action="return_value") == 0
+    assert len(dry) == 1
