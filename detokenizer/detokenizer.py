@@ -43,14 +43,27 @@ class StepText(NamedTuple):
 
 
 class _ReqState:
-    """One request that is being decoded; ``seconds`` spent on it so far."""
+    """One request that is being decoded.
 
-    __slots__ = ("decoder", "seconds", "stop")
+    ``seconds``: time spent on it so far. ``unstoppable``: how many of its next tokens can't complete a stop string.
+    """
 
-    def __init__(self, decoder: RequestDecoder, stop: StopMatcher | None) -> None:
+    __slots__ = ("decoder", "seconds", "stop", "unstoppable")
+
+    def __init__(self, decoder: RequestDecoder, stop: StopMatcher | None, min_tokens: int) -> None:
         self.decoder = decoder
         self.stop = stop
+        self.unstoppable = min_tokens
         self.seconds = 0.0
+
+    def feed(self, text: str) -> Released:
+        """Pass the next token's text through the search for stop strings."""
+        if self.stop is None:
+            return Released(text)
+        if self.unstoppable:
+            self.unstoppable -= 1
+            return self.stop.feed(text, may_match=False)
+        return self.stop.feed(text)
 
 
 class _Piece(NamedTuple):
@@ -115,7 +128,7 @@ class Detokenizer:
     def _start(self, init: DetokenizeInit) -> _ReqState:
         decoder = self._factory.start(unpack_i32(init.prompt_tail), skip_special_tokens=init.skip_special_tokens)
         stop = [s for s in init.stop if s]
-        return _ReqState(decoder, StopMatcher(stop) if stop else None)
+        return _ReqState(decoder, StopMatcher(stop) if stop else None, init.min_tokens)
 
     def _release(self, state: _ReqState, item: ReqTokens, piece: _Piece, started: float) -> ReqText:
         """The item's answer: up to the stop string where one was found, up to its end otherwise."""
@@ -157,7 +170,7 @@ def _read_piece(state: _ReqState, item: ReqTokens) -> _Piece:
     for i in range(shown):
         text = state.decoder.decode(item.token_ids[i : i + 1])
         chars[i] = len(text)
-        released = Released(text) if state.stop is None else state.stop.feed(text)
+        released = state.feed(text)
         texts.append(released.text)
         if released.matched is not None:
             return _Piece("".join(texts), i + 1, released.matched, chars)

@@ -118,6 +118,9 @@ class WindowDecoders(DecoderFactory):
 class WindowDecoder(RequestDecoder):
     """Decodes a sliding window of tokens and gives what is new in its text.
 
+    Tokens that the tokenizer leaves out never enter the window. A run of them would push out the text before it, and
+    the next word would lose its space as if it began a text.
+
     Invariant: the first ``_shown`` characters of the window's text were given before, or belong to the prompt.
     """
 
@@ -126,7 +129,7 @@ class WindowDecoder(RequestDecoder):
     def __init__(self, tokenizer: TextTokenizer, prompt_tail: list[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window = prompt_tail
+        self._window = [token_id for token_id in prompt_tail if not self._is_left_out(token_id)]
         self._shown = self._certain_length(self._text())
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -134,6 +137,8 @@ class WindowDecoder(RequestDecoder):
         return "".join([self._decode_token(token_id) for token_id in token_ids])
 
     def _decode_token(self, token_id: int) -> str:
+        if self._is_left_out(token_id):
+            return ""
         self._window.append(token_id)
         text = self._text()
         end = self._certain_length(text)
@@ -142,12 +147,25 @@ class WindowDecoder(RequestDecoder):
         new = text[self._shown : end]
         self._shown = max(self._shown, end)
         if len(self._window) > WINDOW_TOKENS and self._shown == len(text):
-            self._window = self._window[-CONTEXT_TOKENS:]
-            self._shown = len(self._text())
+            self._shorten(text)
         return new
 
+    def _shorten(self, text: str) -> None:
+        """Cut the window, which reads ``text``, down to the context of the next token."""
+        context = self._window[-CONTEXT_TOKENS:]
+        shown = len(self._read(context))
+        # Behind a context that reads as nothing, the next token would be decoded as the first one of a text.
+        if shown or not text or len(self._window) > MAX_WINDOW_TOKENS:
+            self._window, self._shown = context, shown
+
     def _text(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
+        return self._read(self._window)
+
+    def _read(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+    def _is_left_out(self, token_id: int) -> bool:
+        return self._tokenizer.is_left_out(token_id, skip_special_tokens=self._skip_special_tokens)
 
     @staticmethod
     def _certain_length(text: str) -> int:

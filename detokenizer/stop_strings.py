@@ -29,11 +29,18 @@ class StopMatcher:
         self._patterns = [_Pattern(s) for s in sorted(set(stop), key=len, reverse=True)]
         self._held = ""
 
-    def feed(self, piece: str) -> Released:
-        """Take the next piece of text."""
+    def feed(self, piece: str, *, may_match: bool = True) -> Released:
+        """Take the next piece of text.
+
+        With ``may_match`` False, a stop string that is complete within this piece is passed over. One that begins in it
+        and is complete in a later piece is found there.
+        """
         found = None
         end = len(piece)
         for pattern in self._patterns:
+            if not may_match:
+                pattern.pass_over(piece)
+                continue
             stops_at = pattern.feed(piece, end if found is None else end - 1)
             if stops_at is not None:
                 found, end = pattern, stops_at
@@ -75,6 +82,15 @@ class _Pattern:
             if self.matched == len(self.text):
                 return i + 1
         return None
+
+    def pass_over(self, piece: str) -> None:
+        """Read ``piece``; where the string is complete in it, go on searching for the next one, which may overlap it."""
+        if self.matched == 0 and self.text[0] not in piece:
+            return
+        for character in piece:
+            self.matched = self._advance(self.matched, character)
+            if self.matched == len(self.text):
+                self.matched = self._fallback[-1]
 
     def _advance(self, matched: int, character: str) -> int:
         while matched and self.text[matched] != character:

@@ -190,6 +190,8 @@ class DetokenizeInit(msgspec.Struct, forbid_unknown_fields=True):
     skip_special_tokens: bool
     prompt_tail: bytes
     """The prompt's last few token ids (int32): context that decides how the first output token reads."""
+    min_tokens: int = 0
+    """Output tokens that must be there before a stop string can end the request."""
 
 
 class ReqTokens(msgspec.Struct, array_like=True):

@@ -83,7 +83,8 @@ class Outbox:
         init = prompt = None
         if not req.announced:
             tail = req.token_ids[max(0, req.prompt_len - PROMPT_TAIL) : req.prompt_len].tobytes()
-            init = DetokenizeInit(req.msg.sampling.stop, req.msg.sampling.skip_special_tokens, tail)
+            sampling = req.msg.sampling
+            init = DetokenizeInit(sampling.stop, sampling.skip_special_tokens, tail, sampling.min_new_tokens)
             # A router drops what the prefill of a pair answers: the decode tells the same.
             is_dropped = req.msg.bootstrap is not None and req.msg.bootstrap.leg == "prefill"
             # Whole by now: prompt logprobs are there before the first output token is.

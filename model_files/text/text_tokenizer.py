@@ -32,6 +32,10 @@ class TextTokenizer(ABC):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of the ids; ids without a token are left out."""
 
+    @abstractmethod
+    def is_left_out(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        """Whether ``decode`` reads as if this id were not there, whatever stands around it."""
+
     @property
     @abstractmethod
     def byte_table(self) -> ByteTable | None:
@@ -94,6 +98,14 @@ class FastTokenizer(TextTokenizer):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """See ``TextTokenizer``."""
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def is_left_out(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        """See ``TextTokenizer``."""
+        return (skip_special_tokens and token_id in self._special_ids) or self.backend.id_to_token(token_id) is None
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
 
 def vocabulary_tokens(backend: Tokenizer) -> list[str | None]:

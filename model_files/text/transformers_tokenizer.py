@@ -27,6 +27,7 @@ class PythonTokenizer(TextTokenizer):
     ) -> None:
         super().__init__(eos_ids, special_tokens, chat_template)
         self._tokenizer = tokenizer
+        self._special_ids = frozenset(tokenizer.all_special_ids)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """See ``TextTokenizer``."""
@@ -39,6 +40,10 @@ class PythonTokenizer(TextTokenizer):
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+    def is_left_out(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        """See ``TextTokenizer``."""
+        return skip_special_tokens and token_id in self._special_ids
 
 
 def tokenizer_from_transformers(folder: Path, named: Mapping[str, str], template: str | None) -> TextTokenizer:

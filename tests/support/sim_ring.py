@@ -53,6 +53,10 @@ class SimTokenizer(TextTokenizer):
         """See ``TextTokenizer``."""
         return b"".join(PIECES[i] for i in token_ids).decode(errors="replace")
 
+    def is_left_out(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        """See ``TextTokenizer``."""
+        return False
+
     @property
     def byte_table(self) -> ByteTable:
         """See ``TextTokenizer``."""

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders
-from tokenizers.models import BPE
+from tokenizers.models import BPE, Unigram
 
 from pdserve.detokenizer.request_decoder import ByteDecoders, WindowDecoders, make_decoder_factory
 from pdserve.model_files.text.byte_table import ByteTable, byte_level_alphabet, table_for_decoder
@@ -171,6 +171,58 @@ def test_metaspace_stream_is_the_whole_decoding_behind_the_prompt(token_ids, siz
     assert isinstance(factory, WindowDecoders)
     text = "".join(stream(factory, token_ids, sizes, tail, skip=False))
     assert whole(backend, tail, skip=False) + text == whole(backend, tail + token_ids, skip=False)
+
+
+WORDS = ["▁five", "▁dog", "dog", "▁", "s", "##s", "you</w>", "é", "s</w>", "##.", "▁▁"]
+SPECIALS = [f"<x{i}>" for i in range(4)]
+KINDS = {
+    "metaspace": decoders.Metaspace(),
+    "metaspace that keeps the first space": decoders.Metaspace(prepend_scheme="never"),
+    "sentencepiece": decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    ),
+    "word pieces": decoders.WordPiece(cleanup=False),
+    "suffixes": decoders.BPEDecoder(),
+}
+
+
+def word_tokenizer(kind, model):
+    if model == "unigram":
+        backend = Tokenizer(Unigram([(word, -1.0) for word in WORDS], 0, False))
+    else:
+        backend = Tokenizer(BPE({word: i for i, word in enumerate(WORDS)}, []))
+    backend.decoder = KINDS[kind]
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
+    backend.add_tokens([AddedToken("<added>", special=False, normalized=False)])
+    return fast_tokenizer(backend)
+
+
+word_ids = st.integers(0, len(WORDS) - 1)
+special_runs = st.integers(len(WORDS), len(WORDS) + len(SPECIALS) + 2)  # the last one is no token at all
+output_ids = st.lists(word_ids.map(lambda i: [i]) | st.lists(special_runs, min_size=1, max_size=40), max_size=24).map(
+    lambda runs: [i for run in runs for i in run]
+)
+
+
+@pytest.mark.parametrize(("kind", "model"), [*((kind, "bpe") for kind in KINDS), ("metaspace", "unigram")])
+@settings(max_examples=40)
+@example(token_ids=[0, *range(11, 15), 11, 12, 1], sizes=[1], tail=[], skip=True)
+@example(token_ids=[*range(11, 15), 0, 1], sizes=[1], tail=[1], skip=True)
+@given(token_ids=output_ids, sizes=chunk_sizes, tail=st.lists(word_ids | special_runs, max_size=8), skip=st.booleans())
+def test_a_window_stream_is_the_whole_decoding_whatever_is_skipped(kind, model, token_ids, sizes, tail, skip):
+    tokenizer = word_tokenizer(kind, model)
+    factory = make_decoder_factory(tokenizer)
+    assert isinstance(factory, WindowDecoders)
+    text = "".join(stream(factory, token_ids, sizes, tail, skip))
+    assert whole(tokenizer.backend, tail, skip) + text == whole(tokenizer.backend, tail + token_ids, skip)
+
+
+def test_a_word_keeps_its_space_behind_many_skipped_tokens():
+    tokenizer = word_tokenizer("metaspace", "unigram")
+    five, dog, specials = 0, 1, list(range(len(WORDS), len(WORDS) + len(SPECIALS)))
+    for count in range(40):
+        run = [specials[i % len(specials)] for i in range(count)]
+        assert "".join(stream(WindowDecoders(tokenizer), [five, *run, dog])) == "five dog", count
 
 
 def test_the_first_output_token_keeps_its_space_behind_a_prompt_and_loses_it_alone():

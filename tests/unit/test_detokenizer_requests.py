@@ -114,6 +114,43 @@ def test_a_stop_string_cuts_text_tokens_and_logprobs():
     assert len(d) == 0
 
 
+def stops_at(text, stop, min_tokens, size=1):
+    """Output and how many of its tokens it took; ``size`` tokens an item."""
+    d, shown, count = make_detokenizer(), "", 0
+    init = make_init(stop)
+    init.min_tokens = min_tokens
+    for i in range(0, len(text), size):
+        [out], _ = step(d, item(text[i : i + size], init=init if i == 0 else None, meta=make_meta(0)))
+        shown, count = shown + out.text, count + len(out.token_ids)
+        if out.finish is not None:
+            assert out.finish == FinishReason(FinishType.STOP, stop)
+            return shown, count
+    [out], _ = step(d, item(finish=LENGTH, meta=make_meta(0)))
+    return shown + out.text, count
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("text", "stop", "min_tokens", "shown", "tokens"),
+    [
+        ("abcdefgh", "c", 2, "ab", 3),  # its last token is the one behind the minimum
+        ("abcdefgh", "c", 3, "abcdefgh", 8),  # it is complete with the last token of the minimum
+        ("abcdefgh", "c", 6, "abcdefgh", 8),
+        ("abcabc", "c", 3, "abcab", 6),
+        ("abcdefgh", "cdef", 4, "ab", 6),  # begun within the minimum, complete after it
+        ("aaaaaa", "aa", 3, "aa", 4),  # one match may overlap the one that was passed over
+        ("abcab", "abcabd", 2, "abcab", 5),  # held back until the end
+    ],
+)
+def test_a_stop_string_ends_nothing_before_min_tokens(text, stop, min_tokens, shown, tokens, size):
+    assert stops_at(text, stop, min_tokens, size) == (shown, tokens)
+
+
+def test_min_tokens_of_a_moved_request_count_from_its_first_token():
+    # The instance that goes on with it tells its detokenizer all tokens so far at once.
+    assert stops_at("abcabcabc", "c", 5, size=5) == ("abcab", 6)
+
+
 def test_text_held_back_for_a_stop_string_comes_with_the_finish():
     d = make_detokenizer()
     assert step(d, item("abEN", init=make_init("END"), meta=make_meta(4)))[0][0].text == "ab"

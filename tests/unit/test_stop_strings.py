@@ -50,6 +50,27 @@ def test_any_cutting_gives_what_a_search_of_the_whole_text_gives(text, stop, pla
         assert before < end <= before + len(pieces[index])
 
 
+@given(text_of_ab, text_of_ab, stops)
+def test_a_match_that_ends_where_none_may_is_passed_over(first, rest, stop):
+    """What begins there and ends later counts."""
+    matcher = StopMatcher(stop)
+    shown = "".join(matcher.feed(character, may_match=False).text for character in first)
+    want, matched = first + rest, None
+    for end in range(len(first) + 1, len(want) + 1):
+        ends = [s for s in stop if want[:end].endswith(s)]
+        if ends:
+            matched = max(ends, key=len)
+            want = want[: end - len(matched)]
+            break
+    for character in rest:
+        released = matcher.feed(character)
+        shown += released.text
+        if released.matched is not None:
+            assert (shown, released.matched) == (want, matched)
+            return
+    assert (shown + matcher.flush(), None) == (want, matched)
+
+
 @given(text_of_ab, stops)
 def test_text_shown_early_never_contains_a_beginning_that_could_still_match(text, stop):
     matcher = StopMatcher(stop)
