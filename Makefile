@@ -96,8 +96,9 @@ format: $(STAMP) ## put the code into its format
 bench-peers: $(STAMP) ## measure against vLLM and llama.cpp, in environments of their own, and write docs/benchmarks.md
 	@$(BIN)/python -P -m pdserve.benchmark.peers
 
-docs: $(STAMP) ## write docs/flags.md anew, from the options' declarations
+docs: $(STAMP) ## write docs/flags.md and the fields of docs/http-api.md anew, from the declarations
 	@$(BIN)/python docs/generate_flags.py
+	@$(BIN)/python docs/generate_fields.py
 
 models: $(STAMP) ## measure every model config against transformers and write docs/models.md; CONFIGS="a b": those alone
 	@$(QUIETLY) PYTHONPATH=tests $(BIN)/python -P -m support.models_page $(CONFIGS)

@@ -84,7 +84,7 @@ class _Pattern:
         return None
 
     def pass_over(self, piece: str) -> None:
-        """Read ``piece``; where the string is complete in it, go on searching for the next one, which may overlap it."""
+        """Read ``piece``, and past the string where it is complete: the next one may overlap it."""
         if self.matched == 0 and self.text[0] not in piece:
             return
         for character in piece:

@@ -34,6 +34,7 @@ PASSED_BACK = frozenset(
         b"retry-after",
         b"x-should-retry",
         b"x-request-id",
+        b"x-pdserve-ignored",
     }
 )
 """Of an instance's, those that the client gets. The rest is about the instance's connection, or names its software."""

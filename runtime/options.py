@@ -37,6 +37,9 @@ class ServerOptions:
         one), none (the API's own: temperature 1, nothing cut off).
     chat_template
         File with a Jinja chat template that replaces the model's own.
+    unknown_fields
+        What becomes of a request's fields that no API here knows: warn (ignored, named in the header x-pdserve-ignored
+        of the answer and once in the log), refuse (400, with the nearest name that exists), ignore (silently).
     context_length
         Longest prompt plus output, in tokens; default: the model's own limit.
     host
@@ -334,6 +337,7 @@ class ServerOptions:
     served_model_name: str | None = None
     sampling_defaults: Literal["model", "none"] = "model"
     chat_template: str | None = None
+    unknown_fields: Literal["warn", "refuse", "ignore"] = "warn"
     context_length: int | None = None
     host: str = "127.0.0.1"
     port: int = 30000

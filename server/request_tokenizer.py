@@ -77,6 +77,8 @@ class RequestTokenizer:
     def _check_sampling(self, sampling: SamplingParams) -> None:
         for token_id in sampling.stop_token_ids:
             self._check_id("stop_token_ids", token_id)
+        for token_id in sampling.logit_bias:
+            self._check_id("logit_bias", token_id)
         if len(sampling.stop) > MAX_STOP_STRINGS:
             raise PromptError(
                 "stop", f"{len(sampling.stop)} stop strings are too many; give at most {MAX_STOP_STRINGS}"

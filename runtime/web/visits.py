@@ -43,7 +43,7 @@ class Visit:
     ``rid``: the engine's name of the request, where there is one. ``details``: what whoever serves it has to say in the
     access log, in order. ``has_own_id``: whether the client gave ``request_id``. ``client``: its address, as a log says
     it. ``facts``: of the path, None for one that does not exist. ``is_known``: whether the client may send requests;
-    false until a key was found, where keys are asked for.
+    false until a key was found, where keys are asked for. ``headers``: more of the answer's.
     """
 
     def __init__(self, scope: Scope, client: str = UNKNOWN) -> None:
@@ -62,6 +62,7 @@ class Visit:
         self.streams = False
         self.sent_bytes = 0
         self.details: dict[str, Any] = {}
+        self.headers: list[tuple[bytes, bytes]] = []
 
     @staticmethod
     def of(scope: Scope) -> Visit:
@@ -91,7 +92,7 @@ class Visit:
             self.status = message["status"]
             headers = [(name, value) for name, value in message.get("headers", ()) if name.lower() != HEADER]
             self.streams = any(n == b"content-type" and v.startswith(b"text/event-stream") for n, v in headers)
-            message["headers"] = [*headers, (HEADER, self.request_id.encode("ascii"))]
+            message["headers"] = [*headers, *self.headers, (HEADER, self.request_id.encode("ascii"))]
 
 
 class VisitCounts:

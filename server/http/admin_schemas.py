@@ -7,8 +7,7 @@ from typing import ClassVar
 from pydantic import model_validator
 
 from . import unserved
-from .errors import bad_request
-from .fields import Body
+from .fields import Body, FieldError
 from .unserved import Unserved
 
 
@@ -23,5 +22,5 @@ class AbortBody(Body):
     @model_validator(mode="after")
     def _check_target(self) -> AbortBody:
         if bool(self.rid) == self.abort_all:
-            raise bad_request("rid", 'give either "rid" or "abort_all": true')
+            raise FieldError("rid", 'give either "rid" or "abort_all": true')
         return self

@@ -38,7 +38,7 @@ class ErrorAnswer(Answer):
 class FinishReasonAnswer(Answer):
     """Why an answer ended."""
 
-    type: Literal["stop", "length", "abort", "declined"]
+    type: Literal["stop", "length", "abort", "timeout", "declined"]
     matched: int | str | None = None
     length: int | None = None
     message: str | None = None
@@ -155,7 +155,15 @@ class Usage(Answer):
     prompt_tokens_details: PromptTokensDetails
 
 
-FinishName = Literal["stop", "length", "abort", "declined"]
+FinishName = Literal["stop", "length", "tool_calls", "content_filter"]
+"""OpenAI's, all of them."""
+
+
+class PdserveFinish(Answer):
+    """How an answer ended where OpenAI has no word for it; ``finish_reason`` is "length" then."""
+
+    type: Literal["abort", "timeout", "declined"]
+    message: str
 
 
 class Envelope(Answer):
@@ -185,6 +193,7 @@ class CompletionChoice(Answer):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishName | None
     matched_stop: int | str | None = None
+    pdserve_finish: PdserveFinish | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
 
@@ -232,6 +241,7 @@ class ChatChoice(Answer):
     logprobs: ChatLogprobs | None
     finish_reason: FinishName
     matched_stop: int | str | None
+    pdserve_finish: PdserveFinish | None = None
     token_ids: list[int] | None = None
 
 
@@ -258,6 +268,7 @@ class ChatChunkChoice(Answer):
     logprobs: ChatLogprobs | None
     finish_reason: FinishName | None
     matched_stop: int | str | None = None
+    pdserve_finish: PdserveFinish | None = None
     token_ids: list[int] | None = None
 
 

@@ -66,7 +66,8 @@ from .chat import chat_completions
 from .completions import completions
 from .engine_client import EngineClient
 from .errors import install_error_handlers
-from .fields import Body, Ignored
+from .field_names import FieldNames
+from .fields import Body
 from .generate import generate
 from .generate_schemas import GenerateBody
 from .health import HealthCheck
@@ -154,7 +155,7 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: Se
         gate=BootstrapGate(options),
         health=HealthCheck(engine),
         model=model or ServedModel(options.model_names, options.model_path),
-        ignored=Ignored(),
+        field_names=FieldNames(options.unknown_fields),
         metrics=MetricsPage(InstanceMetrics(options, engine, counts, info).families),
         sessions=Sessions(open_sessions(options)),
         uploads=Uploads(MAX_UPLOADS * MAX_BODY_BYTES, MAX_BODY_VALUES),

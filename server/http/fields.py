@@ -1,53 +1,29 @@
-"""The base of every request body: strict types, and no field that is not known.
+"""The base of every request body, and the types of its fields.
 
-A body is checked in this order: unknown fields (with the nearest known name), fields that are not served, then types
-and ranges. null means "not given" everywhere. Fields that are accepted though nothing comes of them are told to the
-``Ignored`` of the validation's context.
+A body's names are checked first (``field_names.py``), then types and ranges, here. null means "not given" everywhere.
 """
 
 from __future__ import annotations
 
-import difflib
-import logging
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from functools import cache
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from ...messages.decode import shown
-from .errors import bad_request
-from .unserved import IGNORED, Unserved, is_neutral
+from .unserved import Unserved
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 MAX_PROMPTS = 4096
 """In one body, and entries of the lists that go with them."""
 MAX_PROMPT_IDS = 2**20
 """Token ids in one prompt: more than any context holds; the model's own limit is asked later."""
 MAX_LEVELS = 64
-MAX_SHOWN_NAME = 64
-"""Characters of an unknown field's name that its refusal repeats."""
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 TAG = "|"
 """Begins the tag of a union's member: pydantic puts tags into error paths, where they must not pass for field names."""
 ONE, MANY = TAG + "one", TAG + "many"
-
-ELSEWHERE: Mapping[str, str] = {
-    "seed": "sampling_seed",
-    "sampling_seed": "seed",
-    "max_tokens": "max_new_tokens",
-    "max_new_tokens": "max_tokens",
-    "max_length": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "min_new_tokens": "min_tokens",
-    "prompt": "text",
-    "inputs": "text",
-    "text": "prompt",
-    "parameters": "sampling_params",
-    "logprobs": "return_logprob",
-}
-"""What a field is called in a neighbouring API, where the spelling alone would not lead there."""
 
 
 def _one_or_many(value: Any) -> str:
@@ -58,12 +34,19 @@ def _ids_one_or_many(value: Any) -> str:
     return MANY if isinstance(value, list) and value and isinstance(value[0], list) else ONE
 
 
+def _integral(value: Any) -> Any:
+    """10.0 is an integer in JSON Schema, and to the clients that send it. Strings and booleans are none."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= INT64_MAX else value
+
+
 def _check_printable(value: str) -> str:
     if not value.isprintable():
         raise ValueError("must hold printable characters only")
     return value
 
 
+INTEGRAL = BeforeValidator(_integral)
+"""Of an integer's type, behind its range: takes a float without a fraction."""
 OneOrMany = Annotated[
     # Every list here fails fast and has a limit: pydantic would describe each wrong entry of a million first.
     Annotated[T, Tag(ONE)] | Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag(MANY)],
@@ -89,63 +72,55 @@ def check_shallow(value: Any, levels: int = MAX_LEVELS) -> Any:
     return value
 
 
-Shallow = Annotated[dict[str, Any], AfterValidator(check_shallow)]
-"""An object whose inside is not ours to know."""
+def _check_template_args(args: dict[str, Any]) -> dict[str, Any]:
+    if args.get("tools"):
+        raise ValueError('holds "tools", which this server does not serve; write them into the messages')
+    check_shallow(args)
+    return args
 
 
-class Ignored:
-    """Logs each field that is accepted and ignored, once."""
+TemplateArgs = Annotated[dict[str, Any], AfterValidator(_check_template_args)]
+"""Variables for the model's chat template, but for tools: these will be a field of their own."""
 
-    def __init__(self) -> None:
-        self._told: set[str] = set()
 
-    def note(self, path: str) -> None:
-        """A client sent this field. Paths are those of ``unserved.py``, so there are only so many."""
-        if path not in self._told:
-            self._told.add(path)
-            log.info("clients send %s, which is accepted and ignored here", path)
+class FieldError(ValueError):
+    """One field of a body doesn't go with another; raised by validators of the whole body."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class Body(BaseModel):
-    """A request body, or an object inside one (then ``path`` says where, for error messages)."""
+    """A request body, or an object inside one."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    # Names are checked before: what is left of the others here is ignored.
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 
-    path: ClassVar[str] = ""
     may_be_left_out: ClassVar[bool] = False
     """Whether a request without a body asks for something."""
+    refuses_unknown: ClassVar[bool] = False
+    """Whether an unknown field is a 400 whatever ``--unknown-fields`` says: what is left out widens this order."""
     unserved: ClassVar[Unserved] = {}
     belongs: ClassVar[Mapping[str, str]] = {}
     """Fields that are known, but in another object: name → that object."""
 
-    @classmethod
-    def at(cls, name: str) -> str:
-        """The path of field ``name``."""
-        return f"{cls.path}.{name}" if cls.path else name
-
     @model_validator(mode="before")
     @classmethod
-    def _check_names(cls, raw: Any, info: ValidationInfo) -> Any:
+    def _drop_nulls(cls, raw: Any) -> Any:
         if not isinstance(raw, dict):
             return raw
-        for name, value in raw.items():
-            if name in cls.model_fields:
-                continue
-            if name not in cls.unserved:
-                raise bad_request(cls.at(shown(name, MAX_SHOWN_NAME)), f"there is no such field{cls._hint(name)}")
-            neutral = cls.unserved[name]
-            if not is_neutral(value, neutral):
-                raise bad_request(cls.at(name), "this server does not serve this field; leave it out")
-            if neutral is IGNORED and value is not None and isinstance(info.context, Ignored):
-                info.context.note(cls.at(name))
-        return {name: value for name, value in raw.items() if value is not None and name in cls.model_fields}
+        return {name: value for name, value in raw.items() if value is not None}
 
-    @classmethod
-    def _hint(cls, name: str) -> str:
-        if name in cls.belongs:
-            return f'; it belongs in "{cls.belongs[name]}"'
-        known = cls.model_fields.keys()
-        if len(name) > MAX_SHOWN_NAME:
-            return ""
-        near = [other] if (other := ELSEWHERE.get(name)) in known else difflib.get_close_matches(name, known, 1)
-        return f'; did you mean "{near[0]}"?' if near else ""
+
+@cache
+def inner_bodies(schema: type[Body]) -> Mapping[str, type[Body] | None]:
+    """Every field of ``schema``, with the body that it holds itself or in a list; None: it holds something else."""
+    return {name: _body_in(field.annotation) for name, field in schema.model_fields.items()}
+
+
+def _body_in(annotation: Any) -> type[Body] | None:
+    """The body that values of a type hold, if any."""
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return annotation
+    return next((body for arg in get_args(annotation) if (body := _body_in(arg)) is not None), None)

@@ -92,10 +92,10 @@ def plan_generate(
 
 
 SAMPLING_NAMES = {
-    "stop": "sampling_params.stop",
-    "stop_token_ids": "sampling_params.stop_token_ids",
+    **{name: f"sampling_params.{name}" for name in ("stop", "stop_token_ids", "logit_bias")},
     "logprobs": "top_logprobs_num",
 }
+"""Fields that the tokenizer process checks, as clients call them."""
 
 
 class NativeRenderer:

@@ -8,9 +8,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field, model_validator
 
 from . import unserved
-from .errors import bad_request
-from .fields import INT32_MAX, INT64_MAX, INT64_MIN, OneOrMany, TokenIds
-from .request_fields import RequestFields, SamplingFields
+from .fields import INT32_MAX, INTEGRAL, FieldError, OneOrMany, TokenIds
+from .request_fields import Count, RequestFields, SamplingFields, Seed
 from .unserved import Unserved
 
 MAX_TOP_LOGPROBS = 128
@@ -19,20 +18,17 @@ MAX_TOP_LOGPROBS = 128
 class SamplingParamsBody(SamplingFields):
     """``sampling_params`` of ``POST /generate``."""
 
-    path: ClassVar[str] = "sampling_params"
     unserved: ClassVar[Unserved] = unserved.SAMPLING_PARAMS
     belongs: ClassVar[Mapping[str, str]] = {}
 
-    max_new_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 128
-    min_new_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
-    sampling_seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
+    max_new_tokens: Count = 128
+    min_new_tokens: Count = 0
+    sampling_seed: Seed | None = None
 
     @model_validator(mode="after")
     def _check_lengths(self) -> SamplingParamsBody:
         if self.min_new_tokens > self.max_new_tokens:
-            raise bad_request(
-                self.at("min_new_tokens"), f"{self.min_new_tokens} is above max_new_tokens ({self.max_new_tokens})"
-            )
+            raise FieldError("min_new_tokens", f"{self.min_new_tokens} is above max_new_tokens ({self.max_new_tokens})")
         return self
 
 
@@ -52,5 +48,5 @@ class GenerateBody(RequestFields):
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
     incremental: bool | None = None
-    top_logprobs_num: OneOrMany[Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]] = 0
-    logprob_start_len: OneOrMany[Annotated[int, Field(ge=-1, le=INT32_MAX)]] = -1
+    top_logprobs_num: OneOrMany[Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), INTEGRAL]] = 0
+    logprob_start_len: OneOrMany[Annotated[int, Field(ge=-1, le=INT32_MAX), INTEGRAL]] = -1

@@ -13,7 +13,7 @@ from ...messages.base import pack_i32
 from ...messages.kv_debug import HashedGroup, KVHashes, KVHashesReq
 from ...messages.text import Encoded, EncodeReq
 from .errors import ApiError, bad_request, json_response
-from .fields import Body, PromptIds
+from .fields import Body, FieldError, PromptIds
 from .parsing import parse_body
 from .state import HttpState
 from .text_schemas import MAX_CHARACTERS
@@ -32,7 +32,7 @@ class KVHashesBody(Body):
     @model_validator(mode="after")
     def _check_one(self) -> KVHashesBody:
         if (self.text is None) == (self.input_ids is None):
-            raise bad_request("text", 'give exactly one of "text" and "input_ids"')
+            raise FieldError("text", 'give exactly one of "text" and "input_ids"')
         return self
 
 

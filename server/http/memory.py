@@ -27,6 +27,7 @@ class ResumeBody(Body):
     """``POST /resume_memory_occupation``: of what; nothing or [] means all that was given back."""
 
     may_be_left_out: ClassVar[bool] = True
+    refuses_unknown: ClassVar[bool] = True
     tags: Annotated[list[MemoryTag], Field(max_length=len(ALL_TAGS))] = Field(default_factory=list)
 
 

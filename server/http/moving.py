@@ -66,6 +66,7 @@ class DrainBody(Body):
     """``POST /drain``: who goes on with what runs, as HOST:PORT of bootstrap servers; nobody: it is finished here."""
 
     may_be_left_out: ClassVar[bool] = True
+    refuses_unknown: ClassVar[bool] = True
     to: list[str] = Field(default_factory=list)
 
 

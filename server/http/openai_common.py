@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...messages.decode import shown
-from ...messages.outputs import FinishReason, NamedLogprob
+from ...messages.outputs import FinishReason, FinishType, NamedLogprob
 from ...messages.requests import LogprobOptions
 from ...runtime.web.moved_answer import Ticket
 from .engine_response import event
@@ -20,6 +20,16 @@ from .served_model import ServedModel
 from .state import HttpState
 from .submission import Choice
 from .timing import timing_of
+
+FINISH_REASONS = {
+    FinishType.STOP: "stop",
+    FinishType.LENGTH: "length",
+    # The answer is not complete, and of OpenAI's own words only this one tells a client so.
+    FinishType.ABORT: "length",
+    FinishType.TIMEOUT: "length",
+    FinishType.DECLINED: "length",
+}
+"""Clients in languages with enums refuse a whole answer for a ``finish_reason`` that OpenAI doesn't have."""
 
 
 def check_model(asked: str | None, model: ServedModel) -> None:
@@ -126,10 +136,17 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def ending(finish: FinishReason | None) -> dict[str, Any]:
-    """``finish_reason``, and, once there is one, SGLang's ``matched_stop`` (the token id or string that matched)."""
+    """How a choice ended, as fields of it.
+
+    ``finish_reason`` is one of OpenAI's words. ``matched_stop`` is SGLang's: the token id or string that matched.
+    ``pdserve_finish`` is there where OpenAI has no word for it: the true ``type``, and a ``message``.
+    """
     if finish is None:
         return {"finish_reason": None}
-    return {"finish_reason": finish.type.value, "matched_stop": finish.matched}
+    fields: dict[str, Any] = {"finish_reason": FINISH_REASONS[finish.type], "matched_stop": finish.matched}
+    if finish.type.value != fields["finish_reason"]:
+        fields["pdserve_finish"] = {"type": finish.type.value, "message": finish.message}
+    return fields
 
 
 class TokenNames:

@@ -7,21 +7,20 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from . import unserved
-from .errors import bad_request
 from .fields import (
     INT32_MAX,
-    INT64_MAX,
-    INT64_MIN,
+    INTEGRAL,
     MANY,
     MAX_PROMPTS,
     ONE,
     TAG,
     Body,
+    FieldError,
     PromptIdLists,
     PromptIds,
-    Shallow,
+    TemplateArgs,
 )
-from .request_fields import RequestFields, SamplingFields
+from .request_fields import Count, RequestFields, SamplingFields, Seed
 from .unserved import Unserved
 
 MAX_OPENAI_LOGPROBS = 20
@@ -31,13 +30,12 @@ MAX_MESSAGES = 4096
 TEXT, TEXTS, IDS, ID_LISTS = TAG + "text", TAG + "texts", TAG + "ids", TAG + "id_lists"
 DEFAULT_COMPLETION_TOKENS = 16
 
-MaxTokens = Annotated[int, Field(ge=0, le=INT32_MAX)]
+MaxTokens = Annotated[int, Field(ge=1, le=INT32_MAX), INTEGRAL]
 
 
 class StreamOptions(Body):
     """``stream_options``. ``continuous_usage_stats`` puts the usage so far in every chunk."""
 
-    path: ClassVar[str] = "stream_options"
     unserved: ClassVar[Unserved] = unserved.STREAM_OPTIONS
 
     include_usage: bool = False
@@ -50,8 +48,8 @@ class OpenAIBody(RequestFields, SamplingFields):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
+    seed: Seed | None = None
+    min_tokens: Count = 0
     add_special_tokens: bool | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -60,8 +58,8 @@ class OpenAIBody(RequestFields, SamplingFields):
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> OpenAIBody:
-        if self.stream_options is not None and not self.stream:
-            raise bad_request("stream_options", 'has a meaning only with "stream": true')
+        if self.stream_options not in (None, StreamOptions()) and not self.stream:
+            raise FieldError("stream_options", 'has a meaning only with "stream": true')
         return self
 
 
@@ -87,15 +85,22 @@ class CompletionBody(OpenAIBody):
     unserved: ClassVar[Unserved] = unserved.COMPLETION
 
     prompt: Prompt
-    max_tokens: MaxTokens = DEFAULT_COMPLETION_TOKENS
+    max_tokens: Count = DEFAULT_COMPLETION_TOKENS
     echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=MAX_OPENAI_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_OPENAI_LOGPROBS), INTEGRAL] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_false_logprobs(cls, raw: Any) -> Any:
+        # The chat endpoint's word for none.
+        if isinstance(raw, dict) and raw.get("logprobs") is False:
+            return {**raw, "logprobs": None}
+        return raw
 
 
 class TextPart(Body):
     """One part of a message's content."""
 
-    path: ClassVar[str] = "messages.content"
     unserved: ClassVar[Unserved] = unserved.TEXT_PART
 
     type: Literal["text"]
@@ -105,7 +110,6 @@ class TextPart(Body):
 class Message(Body):
     """One turn of a conversation. ``name`` and ``reasoning_content`` are there for the model's template."""
 
-    path: ClassVar[str] = "messages"
     unserved: ClassVar[Unserved] = unserved.CHAT_MESSAGE
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -141,21 +145,21 @@ class ChatBody(OpenAIBody):
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_OPENAI_LOGPROBS)] = 0
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_OPENAI_LOGPROBS), INTEGRAL] = 0
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: Shallow = Field(default_factory=dict)
+    chat_template_kwargs: TemplateArgs = Field(default_factory=dict)
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     """Goes to the model's template, as ``chat_template_kwargs`` do."""
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
-            raise bad_request("top_logprobs", 'needs "logprobs": true')
+            raise FieldError("top_logprobs", 'needs "logprobs": true')
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise bad_request("max_tokens", "differs from max_completion_tokens; give only the latter")
+            raise FieldError("max_tokens", "differs from max_completion_tokens; give only the latter")
         if self.continue_final_message and self.add_generation_prompt:
-            raise bad_request("continue_final_message", "can't go with add_generation_prompt; give one of the two")
+            raise FieldError("continue_final_message", "can't go with add_generation_prompt; give one of the two")
         return self
 
     @property

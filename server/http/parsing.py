@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -11,8 +12,10 @@ from starlette.requests import Request
 
 from ...messages.error_codes import OVERLOADED
 from ...runtime.web.body import MAX_VALUES, BodyTooLarge, TooManyValues, UploadDropped
+from ...runtime.web.visits import Visit
 from .errors import ApiError, bad_request
-from .fields import MAX_PROMPTS, TAG, Body, Ignored
+from .field_names import IGNORED_HEADER
+from .fields import MAX_PROMPTS, TAG, Body, FieldError
 from .large_bodies import LARGE_BYTES, check_amount, parse_in_pieces
 from .state import HttpState
 
@@ -57,25 +60,35 @@ def parse_json(data: bytes, is_large: bool = False) -> dict[str, Any]:
     return content
 
 
-def validate(schema: type[B], content: dict[str, Any], ignored: Ignored | None = None) -> B:
-    """``content`` as a ``schema``; raises ``ApiError`` 400 that names the first offending field.
+def validate(schema: type[B], content: dict[str, Any]) -> B:
+    """``content``, whose names have been checked, as a ``schema``.
 
-    ``ignored`` is told of fields that nothing comes of.
+    Raises ``ApiError`` 400 that names the first offending field.
     """
     try:
-        return schema.model_validate(content, context=ignored)
+        return schema.model_validate(content)
     except ValidationError as e:
         raise _explain(e.errors(include_url=False)[0]) from None
 
 
 async def parse_body(request: Request, schema: type[B]) -> B:
-    """Read, parse and check the body; the content type is not asked for, so that a plain ``curl -d`` works."""
-    state = HttpState.of(request)
+    """Read, parse and check the body; the answer's headers will name what is ignored of it.
+
+    The content type is not asked for, so that a plain ``curl -d`` works.
+    """
+    state, visit = HttpState.of(request), Visit.of(request.scope)
+
+    def read(data: bytes, is_large: bool) -> B:
+        content = parse_json(data, is_large)
+        if ignored := state.field_names.check(schema, content):
+            visit.headers.append((IGNORED_HEADER, ignored))
+        return validate(schema, content)
+
     try:
         body = await state.uploads.read(request, MAX_BODY_BYTES)
         is_large = len(body) > LARGE_BYTES
         with state.uploads.wait(len(body)):
-            return await state.aside.run(is_large, lambda: validate(schema, parse_json(body, is_large), state.ignored))
+            return await state.aside.run(is_large, lambda: read(body, is_large))
     except BodyTooLarge as e:
         raise ApiError(413, f"{e}; split the batch") from None
     except TooManyValues as e:
@@ -85,17 +98,28 @@ async def parse_body(request: Request, schema: type[B]) -> B:
 
 
 def _explain(error: ErrorDetails) -> ApiError:
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, FieldError):
+        return bad_request(_path([*error["loc"], cause.field]), str(cause))
+    path = _path(error["loc"])
+    wanted = WANTED.get(error["type"]) or error["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    if error["type"] == "too_long":
+        wanted = f"holds too many entries, the limit is {error['ctx']['max_length']}"
+    says_all = error["type"] in ("missing", "string_too_short", "too_long") or (
+        cause is not None and isinstance(error["input"], dict | list)
+    )
+    return bad_request(path or None, wanted if says_all else f"{wanted}{_show(error['input'])}")
+
+
+def _path(parts: Sequence[int | str]) -> str:
+    """A field's full name, with the indices of lists."""
     path = ""
-    for part in error["loc"]:
+    for part in parts:
         if isinstance(part, int):
             path += f"[{part}]"
         elif not part.startswith(TAG):
             path += f".{part}" if path else part
-    wanted = WANTED.get(error["type"]) or error["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    if error["type"] == "too_long":
-        wanted = f"holds too many entries, the limit is {error['ctx']['max_length']}"
-    value = "" if error["type"] in ("missing", "string_too_short", "too_long") else _show(error["input"])
-    return bad_request(path or None, f"{wanted}{value}")
+    return path
 
 
 def _show(value: Any) -> str:

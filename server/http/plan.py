@@ -21,6 +21,10 @@ from .request_fields import RequestFields, SamplingFields
 
 V = TypeVar("V")
 MAX_CHOICES = 4096
+RANDOM_SEED = -1
+"""Asks for another seed each time, as in llama.cpp and the clients made for it."""
+ALL_TOKENS = -1
+"""A ``top_k`` that cuts nothing off; a client's 0 means the same."""
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: float32 logits divided by it would overflow."""
 
@@ -79,19 +83,19 @@ def sampling_params(
 ) -> SamplingParams:
     """``fields`` as the engine takes them, with the model's ``defaults`` for those that the client left out.
 
-    A seed is drawn where none is given; 63 bits of it count.
+    A seed is drawn where the client gives none, or -1. Of others, negative ones too, the low 63 bits count.
     """
     left_out = {name: value for name, value in defaults.given.items() if name not in fields.model_fields_set}
     if left_out:
         fields = fields.model_copy(update=left_out)
     return SamplingParams(
-        seed=secrets.randbits(63) if seed is None else seed & INT64_MAX,
+        seed=secrets.randbits(63) if seed is None or seed == RANDOM_SEED else seed & INT64_MAX,
         # The engine always computes a token; PromptPlan.keep_output drops it.
         max_new_tokens=max(max_new, 1),
         min_new_tokens=min_new,
         temperature=fields.temperature if fields.temperature >= GREEDY_BELOW else 0.0,
         top_p=fields.top_p,
-        top_k=fields.top_k,
+        top_k=fields.top_k or ALL_TOKENS,
         min_p=fields.min_p,
         frequency_penalty=fields.frequency_penalty,
         presence_penalty=fields.presence_penalty,

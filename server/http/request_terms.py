@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import TypeVar
 
@@ -12,6 +13,8 @@ from .errors import bad_request
 from .plan import Terms
 from .request_fields import MOST_SECONDS, RequestFields
 
+MAX_USER = 256
+"""Characters of a user's name that are kept as they are."""
 TIMEOUT_HEADER = "x-request-timeout"
 B = TypeVar("B", bound=RequestFields)
 
@@ -36,4 +39,9 @@ def terms_of(body: RequestFields, options: ServerOptions) -> Terms:
         raise bad_request(
             "priority", "this server does not go by priorities; start it with --enable-priority-scheduling, or leave it"
         )
-    return Terms(body.priority, body.timeout_s or 0.0, body.user or "")
+    return Terms(body.priority, body.timeout_s or 0.0, _user(body.user or ""))
+
+
+def _user(name: str) -> str:
+    """``name``, or in the place of a long one its hash: users are only told apart by it."""
+    return name if len(name) <= MAX_USER else hashlib.sha256(name.encode()).hexdigest()

@@ -34,5 +34,5 @@ class ServedModel:
         return self.names[0]
 
     def answers_to(self, asked: str | None) -> bool:
-        """Whether a client that asks for this name means the model."""
-        return asked is None or asked in (ALWAYS, self.path, *self.names)
+        """Whether a client that asks for this name means the model; None and "" name none."""
+        return not asked or asked in (ALWAYS, self.path, *self.names)

@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import AfterValidator, Field, model_validator
 
 from .answers import Answer, Told
-from .errors import bad_request
-from .fields import Body, PromptIds, Rid, Shallow
+from .fields import Body, FieldError, PromptIds, Rid, TemplateArgs
 from .generate_schemas import SamplingParamsBody
 from .openai_schemas import MAX_MESSAGES, Message
 from .session_files import NAME, WANTED_NAME
@@ -36,7 +35,7 @@ class SnapshotBody(Body):
     input_ids: PromptIds | None = None
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: Shallow = Field(default_factory=dict)
+    chat_template_kwargs: TemplateArgs = Field(default_factory=dict)
     sampling_params: SamplingParamsBody = SamplingParamsBody()
     extra_key: Annotated[str, Field(max_length=1024)] = ""
     ttl_s: Annotated[float, Field(gt=0)] | None = None
@@ -49,20 +48,18 @@ class SnapshotBody(Body):
         sources = ("rid", "text", "input_ids", "messages")
         given = [name for name in sources if getattr(self, name) is not None]
         if len(given) != 1:
-            raise bad_request(
-                "rid", f"give exactly one of {', '.join(sources)}; found: {' and '.join(given) or 'none'}"
-            )
+            raise FieldError("rid", f"give exactly one of {', '.join(sources)}; found: {' and '.join(given) or 'none'}")
         useless = self.OF_PROMPTS if given[0] == "rid" else ()
         useless += () if given[0] == "messages" else self.OF_MESSAGES
         for name in useless:
             if name in self.model_fields_set:
-                raise bad_request(
+                raise FieldError(
                     name, f"goes with {'a prompt' if name in self.OF_PROMPTS else 'messages'}; leave it out"
                 )
         if self.input_ids == []:
-            raise bad_request("input_ids", "is empty; a prompt needs at least one token")
+            raise FieldError("input_ids", "is empty; a prompt needs at least one token")
         if self.sampling_params.n != 1:
-            raise bad_request("sampling_params.n", "a session is one answer; leave it out")
+            raise FieldError("sampling_params.n", "a session is one answer; leave it out")
         return self
 
 

@@ -24,7 +24,7 @@ from ...runtime.web.visits import Visit
 from .conversation import read_conversation
 from .engine_response import EngineResponse, watch_disconnect
 from .errors import ApiError, ClientGone, bad_request, json_response
-from .generate import NativeRenderer
+from .generate import SAMPLING_NAMES, NativeRenderer
 from .parsing import parse_body
 from .plan import Prompt, PromptPlan, sampling_params
 from .session_files import Listed, Session, SessionInfo
@@ -73,7 +73,7 @@ async def _save_prompt(request: Request, body: SnapshotBody, ttl: float) -> tupl
             return await _write_down(request, body.name, submission.choices[0].wire_rid, ttl, with_output=False)
     except ApiError as e:
         sent = next(name for name in ("messages", "text", "input_ids") if getattr(body, name) is not None)
-        raise e.renamed({"text": sent, "input_ids": sent}) from None
+        raise e.renamed({"text": sent, "input_ids": sent, **SAMPLING_NAMES}) from None
     except ClientGone:
         raise ApiError(499, "the client has gone") from None
     finally:

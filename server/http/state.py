@@ -12,7 +12,7 @@ from ...runtime.web.body import Uploads
 from ...runtime.web.exposition import MetricsPage
 from .bootstrap_gate import BootstrapGate
 from .engine_client import EngineClient
-from .fields import Ignored
+from .field_names import FieldNames
 from .health import HealthCheck
 from .large_bodies import Aside
 from .served_model import ServedModel
@@ -21,14 +21,14 @@ from .session_folder import Sessions
 
 @dataclass(frozen=True)
 class HttpState:
-    """``started`` is Unix time in whole seconds. ``ignored`` logs fields that nothing comes of."""
+    """``started`` is Unix time in whole seconds. ``field_names`` checks the names of bodies' fields."""
 
     options: ServerOptions
     engine: EngineClient
     gate: BootstrapGate
     health: HealthCheck
     model: ServedModel
-    ignored: Ignored
+    field_names: FieldNames
     metrics: MetricsPage
     uploads: Uploads
     aside: Aside

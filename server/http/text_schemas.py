@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
-from .errors import bad_request
-from .fields import Body, OneOrMany, Shallow, TokenIds
+from .fields import Body, FieldError, OneOrMany, TemplateArgs, TokenIds
 from .openai_schemas import MAX_MESSAGES, Message
 from .unserved import Unserved
 
@@ -28,15 +27,15 @@ class TokenizeBody(Body):
     return_token_strs: bool = False
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: Shallow = Field(default_factory=dict)
+    chat_template_kwargs: TemplateArgs = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise bad_request("prompt", 'give exactly one of "prompt" and "messages"')
+            raise FieldError("prompt", 'give exactly one of "prompt" and "messages"')
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt or [m.text for m in self.messages or ()]
         if (characters := sum(map(len, texts))) > MAX_CHARACTERS:
-            raise bad_request("prompt", f"holds {characters} characters, the limit is {MAX_CHARACTERS}; ask in parts")
+            raise FieldError("prompt", f"holds {characters} characters, the limit is {MAX_CHARACTERS}; ask in parts")
         return self
 
 
@@ -51,5 +50,5 @@ class DetokenizeBody(Body):
     def _check_count(self) -> DetokenizeBody:
         count = sum(len(ids) if isinstance(ids, list) else 1 for ids in self.tokens)
         if count > MAX_IDS:
-            raise bad_request("tokens", f"holds {count} ids, the limit is {MAX_IDS}; ask in parts")
+            raise FieldError("tokens", f"holds {count} ids, the limit is {MAX_IDS}; ask in parts")
         return self

@@ -3,8 +3,10 @@
 Three kinds. *Refused unless neutral*: a field that would change the answer is accepted while it has one of the values
 declared here, which ask for nothing, so that a client that spells out its defaults works; any other value is refused
 by name. Neutral is what is declared, never what is merely falsy. *Tolerated*: what never changes an answer is accepted
-with any value (``ANYTHING``). *Ignored*: what other servers would act on, and clients send to every server; accepted,
-and the log says once which of them came. ``null`` is "not given" everywhere.
+with any value (``ANYTHING``). *Ignored*: what other servers act on without changing what an answer says; accepted, and
+named in the answer's header and once in the log (``field_names.py``). ``null`` is "not given" everywhere.
+
+docs/http-api.md has a table of them, which ``docs/generate_fields.py`` writes.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any, Final
 ANYTHING: Final = (object(),)
 """Neutral values of a field that never changes an answer, such as a label for its sender."""
 IGNORED: Final = (object(),)
-"""The same of a field that a client may expect something of: the log says once that nothing comes of it."""
+"""The same of a field that a client may expect something of: it is told that nothing comes of it."""
 
 Unserved = Mapping[str, tuple[Any, ...]]
 
@@ -54,7 +56,7 @@ GENERATE: Unserved = {
 
 SAMPLING_PARAMS: Unserved = {
     **_STRUCTURE,
-    **_neutral(1, names="stream_interval best_of"),
+    **_neutral(1, names="stream_interval"),
 }
 
 _OPENAI_COMMON: Unserved = {
@@ -70,7 +72,7 @@ _OPENAI_COMMON: Unserved = {
     **_neutral("", names="custom_logit_processor lora_path"),
     **_neutral([], names="guided_choice"),
     **_neutral(names="truncate_prompt_tokens prompt_logprobs data_parallel_rank thinking_token_budget"),
-    **_neutral(1, names="length_penalty best_of stream_interval"),
+    **_neutral(1, names="length_penalty stream_interval"),
     **_neutral({"type": "text"}, names="response_format"),
     **dict.fromkeys(("metadata", "safety_identifier", "request_id"), ANYTHING),
     **dict.fromkeys(("service_tier", "store", "prompt_cache_key", "prompt_cache_retention"), IGNORED),
@@ -81,12 +83,13 @@ COMPLETION: Unserved = {**_OPENAI_COMMON, **_neutral("", names="suffix"), **_neu
 CHAT: Unserved = {
     **_OPENAI_COMMON,
     **_neutral([], names="tools functions documents"),
-    **_neutral({}, names="audio prediction web_search_options reasoning mm_processor_kwargs"),
+    **_neutral({}, names="audio web_search_options reasoning mm_processor_kwargs"),
     **_neutral("", names="chat_template"),
     **_neutral(False, names="echo"),
     **_neutral("none", "auto", names="tool_choice function_call"),
     **_neutral(["text"], names="modalities"),
-    **_neutral("medium", names="verbosity"),
+    # Wishes: of how long the answer is, and of how soon it comes.
+    **dict.fromkeys(("verbosity", "prediction"), IGNORED),
     **dict.fromkeys(("parallel_tool_calls", "separate_reasoning", "stream_reasoning", "include_reasoning"), ANYTHING),
 }
 

@@ -13,11 +13,23 @@ class Delta(msgspec.Struct, frozen=True):
     content: str | None = None
 
 
+class Finish(msgspec.Struct, frozen=True):
+    """How an answer ended where OpenAI's ``finish_reason`` has no word for it."""
+
+    type: str
+
+
 class Choice(msgspec.Struct, frozen=True):
     """``finish_reason`` is there once the answer has ended."""
 
     delta: Delta = Delta()
     finish_reason: str | None = None
+    pdserve_finish: Finish | None = None
+
+    @property
+    def ended_by(self) -> str | None:
+        """Why the answer ended, in the server's own words where it has some; None where it has not."""
+        return self.pdserve_finish.type if self.pdserve_finish is not None else self.finish_reason
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
@@ -73,4 +85,4 @@ class Chunk(msgspec.Struct, frozen=True):
     @property
     def finish_reason(self) -> str | None:
         """Why the answer ended; None where it has not."""
-        return next((choice.finish_reason for choice in self.choices if choice.finish_reason), None)
+        return next((choice.ended_by for choice in self.choices if choice.ended_by), None)

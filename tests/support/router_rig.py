@@ -136,7 +136,7 @@ class FakeInstance:
     async def do_headers(self, seen, reader, writer):
         ours = "X-Request-Id: é \r\nx-accel-buffering: no\r\ncache-control: private\r\n"
         theirs = "server: x\r\ndate: x\r\nconnection: keep-alive\r\nkeep-alive: timeout=9\r\nset-cookie: a=b\r\n"
-        again = "retry-after: 7\r\nx-should-retry: false\r\n"
+        again = "retry-after: 7\r\nx-should-retry: false\r\nx-pdserve-ignored: mirostat\r\n"
         self.reply(writer, seen.body["status"], {"text": "ab"}, f"{ours}{theirs}{again}")
 
     async def do_flood(self, seen, reader, writer):

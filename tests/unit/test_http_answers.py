@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 import orjson
 import pytest
 from pydantic import BaseModel
 from support.fake_engine import FakeEngine, events, with_engine
 
-from pdserve.messages.outputs import ReqError
+from pdserve.messages.outputs import FinishReason, FinishType, ReqError, TextBatch
 from pdserve.server.http.answers import ErrorAnswer, MetricsText
 from pdserve.server.http.app import ORDERS, QUESTIONS, STREAMS
 
@@ -77,6 +79,75 @@ def test_questions(tmp_path: Path) -> None:
                 check(answer, response.json())
 
     with_engine(run, kv_sessions_dir=str(tmp_path))
+
+
+OPENAI_REASONS = {"stop", "length", "tool_calls", "content_filter"}
+NATIVE: dict[FinishType, dict[str, Any]] = {
+    FinishType.STOP: {"type": "stop", "matched": "x"},
+    FinishType.LENGTH: {"type": "length", "length": 1},
+    FinishType.ABORT: {"type": "abort", "message": "why"},
+    FinishType.TIMEOUT: {"type": "timeout", "message": "why"},
+    FinishType.DECLINED: {"type": "declined", "message": "why"},
+}
+
+
+def ended_by(path: str, body: dict[str, Any], finish: FinishType) -> Any:
+    """The answer, or a stream's events, of a request that ends in this way after a token."""
+
+    async def run(engine: FakeEngine) -> httpx.Response:
+        asked = asyncio.create_task(engine.post(path, body))
+        await engine.wait_for(lambda: bool(engine.requests))
+        [request] = engine.requests
+        first, last = engine.text(request, "w0 ", [0]), engine.text(request, "", [], finish)
+        last.finish = FinishReason(finish, "x" if finish is FinishType.STOP else None, "why")
+        engine.client.dispatch([TextBatch([first]), TextBatch([last])])
+        return await asked
+
+    async def on_a_fresh_one() -> httpx.Response:
+        return await run(FakeEngine(hold=True))
+
+    response = asyncio.run(on_a_fresh_one())
+    assert response.status_code == 200, response.text
+    return events(response) if body.get("stream") else response.json()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("finish", FinishType)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_openai_finish_reasons_are_openais_own(path: str, finish: FinishType, stream: bool) -> None:
+    body = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    answer = ended_by(path, {**body, "stream": stream}, finish)
+    for content in answer if stream else [answer]:
+        check(STREAMS[path] if stream else ANSWERS[path], content)
+    [choice] = (answer[-1] if stream else answer)["choices"]
+    assert choice["finish_reason"] in OPENAI_REASONS
+    if finish in (FinishType.STOP, FinishType.LENGTH):
+        assert (choice["finish_reason"], "pdserve_finish" in choice) == (finish.value, False)
+    else:
+        told = {"type": finish.value, "message": "why"}
+        assert (choice["finish_reason"], choice["pdserve_finish"]) == ("length", told)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("finish", FinishType)
+def test_native_finish_reasons_are_sglangs_shape(finish: FinishType, stream: bool) -> None:
+    answer = ended_by("/generate", {"text": "a", "stream": stream}, finish)
+    for content in answer if stream else [answer]:
+        check(STREAMS["/generate"] if stream else ANSWERS["/generate"], content)
+    assert (answer[-1] if stream else answer)["meta_info"]["finish_reason"] == NATIVE[finish]
+
+
+def test_the_page_lists_openais_finish_reasons_and_no_others() -> None:
+    async def run(engine: FakeEngine) -> dict[str, Any]:
+        schemas: dict[str, Any] = (await engine.get("/openapi.json")).json()["components"]["schemas"]
+        return schemas
+
+    schemas = with_engine(run)
+    assert set(schemas["ChatChoice"]["properties"]["finish_reason"]["enum"]) == OPENAI_REASONS
+    for name in ("CompletionChoice", "ChatChunkChoice"):
+        one, null = schemas[name]["properties"]["finish_reason"]["anyOf"]
+        assert (set(one["enum"]), null) == (OPENAI_REASONS, {"type": "null"})
+    assert set(schemas["FinishReasonAnswer"]["properties"]["type"]["enum"]) == {finish.value for finish in FinishType}
 
 
 def test_errors() -> None:

@@ -79,9 +79,9 @@ def test_what_clients_send_is_accepted(fields: dict[str, Any]) -> None:
         ({"length_penalty": True}, "length_penalty"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages.tool_calls"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "a", "contnt": "b"}]}, "messages.contnt"),
+        ({"chat_template_kwargs": {"tools": [{}]}}, "chat_template_kwargs"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"chat_template_kwargs": {"a": DEEP}}, "chat_template_kwargs"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
@@ -103,7 +103,7 @@ def test_a_field_that_is_ignored_is_logged_once(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.INFO):
         with_engine(run)
     lines = [r.getMessage() for r in caplog.records if "ignored" in r.getMessage()]
-    assert [line.split()[2] for line in lines] == ["prompt_cache_key,", "messages.cache_control,"]
+    assert [line.split()[2] for line in lines] == ["messages[].cache_control,", "prompt_cache_key,"]
 
 
 def test_what_asks_for_another_prompt_reaches_the_tokenizer() -> None:

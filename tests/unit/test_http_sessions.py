@@ -304,7 +304,7 @@ def test_in_the_words_of_llama_server(options):
         ("/kv/snapshot", {"name": "a", "rid": "r", "ttl_s": 0}, "ttl_s"),
         ("/kv/snapshot", {"name": "../a", "text": "x"}, "name: has up to 128 letters"),
         ("/kv/restore", {"name": "a/b"}, "name: has up to"),
-        ("/kv/restore", {"filename": "a"}, "filename: there is no such field"),
+        ("/kv/restore", {"filename": "a"}, "name: is required"),
     ],
 )
 def test_what_is_refused_names_its_field(options, path, body, says):

@@ -252,6 +252,15 @@ def test_flags_page_is_up_to_date():
     assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == render(), "run make docs"
 
 
+def test_tables_of_fields_are_up_to_date():
+    render = runpy.run_path(str(ROOT / "docs" / "generate_fields.py"))["render"]
+    page = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
+    assert page == render(), "run make docs"
+    for row in ("| `mirostat`", "| `bootstrap_room` | served"):
+        assert row not in page
+    assert "| `tools` | only `[]` |" in page
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_on_a_page_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")

@@ -24,6 +24,7 @@ def test_headers_that_are_for_the_client_come_back(status):
             b"cache-control": b"private",
             b"retry-after": b"7",
             b"x-should-retry": b"false",
+            b"x-pdserve-ignored": b"mirostat",
         }
 
     run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -16,11 +16,21 @@ from pdserve.server.http.admin_schemas import AbortBody
 from pdserve.server.http.bootstrap_gate import BootstrapGate
 from pdserve.server.http.completions import read_prompts
 from pdserve.server.http.errors import ApiError
+from pdserve.server.http.field_names import FieldNames
 from pdserve.server.http.fields import Body
 from pdserve.server.http.generate import is_batch, plan_generate
 from pdserve.server.http.generate_schemas import GenerateBody, SamplingParamsBody
 from pdserve.server.http.openai_schemas import ChatBody, CompletionBody
-from pdserve.server.http.parsing import parse_json, validate
+from pdserve.server.http.parsing import parse_json
+from pdserve.server.http.parsing import validate as validate_types
+
+B = TypeVar("B", bound=Body)
+
+
+def validate(schema: type[B], body: dict[str, Any]) -> B:
+    """As a server with --unknown-fields refuse does."""
+    FieldNames("refuse").check(schema, body)
+    return validate_types(schema, body)
 
 
 def refusal(schema: type[Body], body: dict[str, Any]) -> ApiError:
@@ -52,7 +62,6 @@ def refusal(schema: type[Body], body: dict[str, Any]) -> ApiError:
         ({"sampling_params": {"temperature": 1e300}}, "sampling_params.temperature", "less than"),
         ({"sampling_params": {"temperature": True}}, "sampling_params.temperature", "must be a number"),
         ({"sampling_params": {"top_p": 0}}, "sampling_params.top_p", "greater than 0"),
-        ({"sampling_params": {"top_k": 0}}, "sampling_params.top_k", "-1 for all"),
         ({"sampling_params": {"top_k": -2}}, "sampling_params.top_k", "-1"),
         ({"sampling_params": {"min_p": 1.5}}, "sampling_params.min_p", "1"),
         ({"sampling_params": {"frequency_penalty": 2.5}}, "sampling_params.frequency_penalty", "2"),
@@ -62,11 +71,14 @@ def refusal(schema: type[Body], body: dict[str, Any]) -> ApiError:
             "greater than or equal to 0.01",
         ),
         ({"sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens", "0"),
-        ({"sampling_params": {"max_new_tokens": 1.0}}, "sampling_params.max_new_tokens", "must be an integer"),
+        ({"sampling_params": {"max_new_tokens": 1.5}}, "sampling_params.max_new_tokens", "must be an integer"),
         ({"sampling_params": {"max_new_tokens": 2**64 - 1}}, "sampling_params.max_new_tokens", "less than"),
         ({"sampling_params": {"min_new_tokens": 129}}, "sampling_params.min_new_tokens", "max_new_tokens (128)"),
+        ({"sampling_params": [{}, {"min_new_tokens": 129}]}, "sampling_params[1].min_new_tokens", "129 is above"),
+        ({"sampling_params": [{}, {"top_K": 1}]}, "sampling_params[1].top_K", 'did you mean "top_k"?'),
+        ({"sampling_params": [{}, {"regex": "a"}]}, "sampling_params[1].regex", "does not serve"),
+        ({"sampling_params": {"best_of": 3, "n": 2}}, "sampling_params.best_of", '"n": 3'),
         ({"sampling_params": {"n": 65}}, "sampling_params.n", "64"),
-        ({"sampling_params": {"stop": ""}}, "sampling_params.stop", "empty"),
         ({"sampling_params": {"stop": ["a"] * 33}}, "sampling_params.stop", "the limit is 32"),
         ({"sampling_params": {"stop_token_ids": [-1]}}, "sampling_params.stop_token_ids[0]", "0"),
         ({"rid": ""}, "rid", "must not be empty"),

@@ -109,6 +109,8 @@ def test_texts_ids_and_chats_that_arrive_together_are_answered_in_order(requests
         ({"chat": chat("a", "bad")}, "messages", "no such role"),
         ({"text": "a", "sampling": {"stop_token_ids": (1, VOCAB)}}, "stop_token_ids", "vocabulary"),
         ({"text": "a", "sampling": {"stop_token_ids": (-1,)}}, "stop_token_ids", "vocabulary"),
+        ({"text": "a", "sampling": {"logit_bias": {1: 0.5, VOCAB: 50.0}}}, "logit_bias", "vocabulary"),
+        ({"chat": chat("a"), "sampling": {"logit_bias": {2**31: 1.0}}}, "logit_bias", "ids go from 0 to 49151"),
         ({"text": "a", "sampling": {"stop": ("x", "")}}, "stop", "1 to"),
         ({"text": "a", "sampling": {"stop": ("x" * 5000,)}}, "stop", "5000"),
         ({"text": "a", "sampling": {"stop": ("x",) * 65}}, "stop", "at most 64"),
@@ -161,6 +163,11 @@ def test_output_is_cut_to_what_the_context_leaves(requests):
     assert (out.sampling.max_new_tokens, out.sampling.min_new_tokens) == (5, 5)
     out = one(requests, input_ids=[1] * (CONTEXT - 1))
     assert out.sampling.max_new_tokens == 1
+
+
+def test_every_id_of_the_vocabulary_may_have_a_bias(requests):
+    bias = {0: 1.0, VOCAB - 1: -1.0}
+    assert one(requests, text="a", sampling={"logit_bias": bias}).sampling.logit_bias == bias
 
 
 def test_stop_ids_are_the_models_own_and_the_requests(requests):
