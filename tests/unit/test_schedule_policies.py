@@ -23,7 +23,7 @@ from pdserve.scheduler.policies.registry import make_policy
 from pdserve.scheduler.req import Req, ReqState, Route
 
 PAGE = 4
-MOST_CALLS = 20_000
+MOST_CALLS = 5_000
 """Limit of the function calls of one step of the order of ten thousand requests: a few for each page that comes or
 goes, not some for each request that waits."""
 
