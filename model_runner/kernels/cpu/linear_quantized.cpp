@@ -6,6 +6,7 @@
 
 #include "quantized_block.h"
 #include "simd.h"
+#include "wide_block.h"
 
 namespace pdserve {
 namespace {
@@ -72,15 +73,24 @@ void quantize_run(const T* from, ActivationDType dtype, QuantizedRun& to) {
   dtype == ActivationDType::kInt16 ? round_to_int16(left, right, amax, to) : round_to_int8(left, right, amax, to);
 }
 
-QuantizedBlock choose(Format format, ActivationDType dtype, int rows) {
+QuantizedBlock choose(Format format, int rows) {
   switch (format) {
     case Format::kQ4_0:
     case Format::kQ4_1:
-    case Format::kIQ4_NL: return choose_four_bits(format, dtype, rows);
+    case Format::kIQ4_NL: return choose_four_bits(format, rows);
     case Format::kQ4_K:
     case Format::kQ5_K:
-    case Format::kQ6_K: return choose_super_blocks(format, dtype, rows);
-    default: return choose_more_bits(format, dtype, rows);
+    case Format::kQ6_K: return choose_super_blocks(format, rows);
+    default: return choose_more_bits(format, rows);
+  }
+}
+
+WideBlock choose_wide(Format format) {
+  switch (format) {
+    case Format::kQ4_K:
+    case Format::kQ5_K:
+    case Format::kQ6_K: return choose_wide_super_blocks(format);
+    default: return choose_wide_simple(format);
   }
 }
 
@@ -97,11 +107,12 @@ void quantize_rows(const T* a, int64_t stride, const QuantizedRows& rows) {
 
 void multiply_quantized_panel(Format format, const QuantizedRows& a, int64_t first, int count, const uint8_t* panel,
                               Stream stream, float* tile) {
+  if (a.dtype == ActivationDType::kInt16) return choose_wide(format)(a, first, count, panel, stream, tile);
   const int blocks = (count + kBlockRows - 1) / kBlockRows;
   for (int block = 0; block < blocks; ++block) {
     const int begin = count * block / blocks, end = count * (block + 1) / blocks;
     const Stream ahead = block == 0 ? stream : Stream{0, Stream::kNone};
-    choose(format, a.dtype, end - begin)(a, first + begin, panel, ahead, tile + begin * kPanel);
+    choose(format, end - begin)(a, first + begin, panel, ahead, tile + begin * kPanel);
   }
 }
 

@@ -1,4 +1,5 @@
-// Blocks of rows times a panel of quantised weights: one template for all formats, unfolded for each by quantized_*.cpp.
+// Blocks of rows of 8-bit activations times a panel of quantised weights: one template for all formats, unfolded for each by
+// quantized_*.cpp; and what turns a panel's bytes into numbers, which products with 16 bits (wide_block.h) share.
 //
 // A column's result is one chain of float32 additions along k, a run at a time, on every processor and in every block.
 #pragma once
@@ -105,7 +106,7 @@ inline void decode(const uint8_t* run, int part, Floats d, Floats m, RunOfColumn
 constexpr int turns(int sums) { return sums > kAccumulators ? 4 : 8; }
 
 // sums[m] += the products of row m's run with the columns.
-template <Format F, ActivationDType A, int Rows>
+template <Format F, int Rows>
 inline void add_runs(Floats* sums, const RunOfColumns& columns, const QuantizedRun* rows) {
   constexpr BlockShape s = block_shape(F);
   constexpr int kShift = s.offset == 8 ? 3 : s.offset == 16 ? 4 : s.offset == 32 ? 5 : 7;
@@ -121,12 +122,7 @@ inline void add_runs(Floats* sums, const RunOfColumns& columns, const QuantizedR
                                              : rows[m].minus_sum - rows[m].minus_half_sum;
       products[m] = s.offset == 0 ? spread(0) : shift_left<kShift>(spread(minus_sum));
     }
-    const Bytes* w = columns.w + h * kPart;
-    if constexpr (A == ActivationDType::kInt16) {
-      dot<kPart, Rows>(products, w, rows->words + h * kPart * 4, sizeof(QuantizedRun));
-    } else {
-      dot<s.bits, kPart, Rows>(products, w, rows->bytes + h * kPart * 4, sizeof(QuantizedRun));
-    }
+    dot<s.bits, kPart, Rows>(products, columns.w + h * kPart, rows->bytes + h * kPart * 4, sizeof(QuantizedRun));
 #pragma GCC unroll 16
     for (int m = 0; m < Rows; ++m) {
       sums[m] = fma(to_floats(products[m]), columns.scale[h] * spread(rows[m].scale), sums[m]);
@@ -136,15 +132,15 @@ inline void add_runs(Floats* sums, const RunOfColumns& columns, const QuantizedR
 }
 
 // The same for any number of rows, in turns of about as many.
-template <Format F, ActivationDType A, int Turns, int Rows>
+template <Format F, int Turns, int Rows>
 inline void add_all_runs(Floats* sums, const RunOfColumns& columns, const QuantizedRun* rows) {
   constexpr int kRounds = (Rows + Turns - 1) / Turns, kFirst = (Rows + kRounds - 1) / kRounds;
-  add_runs<F, A, kFirst>(sums, columns, rows);
-  if constexpr (kFirst < Rows) add_all_runs<F, A, Turns, Rows - kFirst>(sums + kFirst, columns, rows + kFirst);
+  add_runs<F, kFirst>(sums, columns, rows);
+  if constexpr (kFirst < Rows) add_all_runs<F, Turns, Rows - kFirst>(sums + kFirst, columns, rows + kFirst);
 }
 
 // R rows times P parts of kColumns columns, the first of them `part`.
-template <Format F, ActivationDType A, int P, int R>
+template <Format F, int P, int R>
 void multiply_parts(const QuantizedRows& a, int64_t first, const uint8_t* panel, int part, Stream stream, float* tile) {
   constexpr BlockShape s = block_shape(F);
   constexpr int kParts = kPanel / kColumns;
@@ -170,7 +166,7 @@ void multiply_parts(const QuantizedRows& a, int64_t first, const uint8_t* panel,
       for (int p = 0; p < P; ++p) {
         RunOfColumns columns;
         decode<F>(panel, part + p, d[p], minimum[p], columns);
-        add_all_runs<F, A, turns(P * R), R>(sum[p], columns, rows);
+        add_all_runs<F, turns(P * R), R>(sum[p], columns, rows);
       }
     }
   }
@@ -186,11 +182,11 @@ constexpr int kMostSums = kAccumulators * 4 / 3;
 
 // Few rows take the whole panel at once, and memory is read from front to back; with more, a block's sums would not fit
 // into registers, and a part of the columns follows the other.
-template <Format F, ActivationDType A, int R>
+template <Format F, int R>
 void multiply_all_parts(const QuantizedRows& a, int64_t first, const uint8_t* panel, Stream stream, float* tile) {
   constexpr int kParts = kPanel / kColumns, kFit = kMostSums / R;
   constexpr int P = kFit >= kParts ? kParts : kFit >= 2 ? 2 : 1;
-  for (int part = 0; part < kParts; part += P) multiply_parts<F, A, P, R>(a, first, panel, part, stream, tile);
+  for (int part = 0; part < kParts; part += P) multiply_parts<F, P, R>(a, first, panel, part, stream, tile);
 }
 
 using QuantizedBlock = void (*)(const QuantizedRows&, int64_t, const uint8_t*, Stream, float*);
@@ -198,22 +194,20 @@ using QuantizedBlock = void (*)(const QuantizedRows&, int64_t, const uint8_t*, S
 // Most rows of a block.
 constexpr int kBlockRows = kAccumulators < kMaxRows ? kAccumulators : kMaxRows;
 
-template <Format F, ActivationDType A, int... R>
+template <Format F, int... R>
 QuantizedBlock choose_block(int rows, std::integer_sequence<int, R...>) {
-  static constexpr QuantizedBlock blocks[] = {&multiply_all_parts<F, A, R + 1>...};
+  static constexpr QuantizedBlock blocks[] = {&multiply_all_parts<F, R + 1>...};
   return blocks[rows - 1];
 }
 
 template <Format F>
-QuantizedBlock choose_block(ActivationDType dtype, int rows) {
-  constexpr auto all = std::make_integer_sequence<int, kBlockRows>();
-  return dtype == ActivationDType::kInt16 ? choose_block<F, ActivationDType::kInt16>(rows, all)
-                                          : choose_block<F, ActivationDType::kInt8>(rows, all);
+QuantizedBlock choose_block(int rows) {
+  return choose_block<F>(rows, std::make_integer_sequence<int, kBlockRows>());
 }
 
 // The formats of each file.
-QuantizedBlock choose_four_bits(Format format, ActivationDType dtype, int rows);
-QuantizedBlock choose_more_bits(Format format, ActivationDType dtype, int rows);
-QuantizedBlock choose_super_blocks(Format format, ActivationDType dtype, int rows);
+QuantizedBlock choose_four_bits(Format format, int rows);
+QuantizedBlock choose_more_bits(Format format, int rows);
+QuantizedBlock choose_super_blocks(Format format, int rows);
 
 }  // namespace pdserve

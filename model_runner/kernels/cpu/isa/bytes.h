@@ -1,4 +1,7 @@
-// Products of bytes: what the kernels of quantised weights need of an instruction set.
+// Products of bytes and of words: what the kernels of quantised weights need of an instruction set.
+//
+// Weights are widened by an instruction each: words of bytes 0 and 2 of a column (even_bytes), and of bytes 1 and 3. 32
+// products of 255 * 32767 fit into 31 bits: a run of them needs no other sums.
 #pragma once
 
 #if defined(__AVX512BW__)
@@ -8,25 +11,6 @@
 #endif
 
 namespace pdserve {
-
-// sums[m] + the products of `Count` groups of weights with as many times four 16-bit activations of each of `Rows` rows, in
-// whole numbers: exact on every processor. From q[m * stride bytes] on; of each four, bytes 0 and 2 of a column are
-// multiplied with the first two and bytes 1 and 3 with the others, so that weights are widened by an instruction each.
-//
-// 32 * 255 * 32767 < 2^31: there is room for all products of a run.
-template <int Count, int Rows>
-inline void dot(Ints* sums, const Bytes* w, const int16_t* q, int64_t stride) {
-#pragma GCC unroll 8
-  for (int g = 0; g < Count; ++g) {
-    const Words even = even_bytes(w[g]), odd = odd_bytes(w[g]);
-#pragma GCC unroll 16
-    for (int m = 0; m < Rows; ++m) {
-      const int16_t* four = reinterpret_cast<const int16_t*>(reinterpret_cast<const char*>(q) + m * stride) + g * 4;
-      sums[m] = multiply_add(sums[m], even, four);
-      sums[m] = multiply_add(sums[m], odd, four + 2);
-    }
-  }
-}
 
 #if defined(PDSERVE_DOT_PRODUCTS)
 

@@ -10,6 +10,8 @@ namespace pdserve {
 
 constexpr int kColumns = 16;      // of one register
 constexpr int kAccumulators = 12; // registers of sums that leave room for a run's numbers
+constexpr int kWideRows = 6;     // rows that share a word of weights
+constexpr int kWideSums = 24;     // registers of their sums, at most
 
 struct Bytes {
   __m512i v;  // kColumns times four bytes
@@ -74,6 +76,9 @@ inline Bytes four_bytes(const int8_t* q) {
 inline Words multiply(Bytes w, Bytes q) { return {_mm512_maddubs_epi16(w.v, q.v)}; }
 inline Words operator+(Words a, Words b) { return {_mm512_add_epi16(a.v, b.v)}; }
 inline Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Floats load_floats(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline Words load_words(const int16_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void store(int16_t* p, Words x) { _mm512_storeu_si512(p, x.v); }
 // Bytes 0 and 2 of each column as words, and bytes 1 and 3.
 inline Words even_bytes(Bytes x) { return {_mm512_and_si512(x.v, _mm512_set1_epi16(0xff))}; }
 inline Words odd_bytes(Bytes x) { return {_mm512_srli_epi16(x.v, 8)}; }
