@@ -3,7 +3,7 @@
 Compares ways to multiply activations with a GGUF file's own blocks, by the KL divergence of the next token's
 distribution from that of transformers in float32 on the dequantised blocks. Two sets of texts:
 
-- questions: 512 chats of one question each, continued greedily by the reference; at the answer's first tokens
+- questions: 512 chats of one question each, without a system prompt, continued greedily by the reference; at the answer's first tokens
 - text: the windows of ``perplexity.py``; at each token
 
 A way is either the CPU engine, with all that it rounds, or transformers in float32 in which only the inputs of linear
@@ -18,6 +18,7 @@ from ...runtime import clean_start  # isort: skip  # noqa: F401
 
 import argparse
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -67,10 +68,14 @@ class Text(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Mean KL divergence in nats per token, and the share of places where the likeliest token is the reference's."""
+    """Means over the compared places of one set of texts."""
 
+    perplexity: float
+    """The exponential of the mean of -ln p(token)."""
     divergence: float
+    """KL(reference || way), nats per token."""
     agreement: float
+    """Share of places where the likeliest token is the reference's."""
 
 
 def main() -> None:
@@ -81,18 +86,23 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=8, help="tokens of an answer (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=4096, help="of the text (default: %(default)s)")
     parser.add_argument("--window", type=int, default=512, help="tokens of a window (default: %(default)s)")
+    parser.add_argument("--ways", choices=("all", "engine", "rounding"), default="all", help="(default: %(default)s)")
     args = parser.parse_args()
     source, options = resolve_model(args.model_path), ServerOptions(model_path=args.model_path)
     model = transformers_model(source, dequantised(source))
     windows = [Text(ids, 1) for ids in read_windows(options, args.tokens, args.window)]
     sets = {"questions": list(answered(model, questions(options, args.questions), args.answer)), "text": windows}
-    ways = dict(engine_ways(args.model_path, args.window)) | dict(rounded_ways(model))
+    ways = {} if args.ways == "rounding" else dict(engine_ways(args.model_path, args.window))
+    ways |= {} if args.ways == "engine" else dict(rounded_ways(model))
     reference = transformers_way(model)
     for name, texts in sets.items():
         places = sum(len(text.ids) - text.first for text in texts)
-        print(f"\n{name}: {len(texts)} texts, {places} places\n{'':44} {'KL (nats)':>10} {'same token':>11}")
-        for way, score in measure(reference, ways, texts).items():
-            print(f"{way:44} {score.divergence:10.2e} {score.agreement:11.4f}", flush=True)
+        print(f"\n{name}: {len(texts)} texts, {places} places")
+        print(f"{'':44} {'perplexity':>11} {'KL (nats)':>10} {'same token':>11}", flush=True)
+        expected = [places_of(reference, text) for text in texts]
+        for way, compute in {"transformers, float32": reference, **ways}.items():
+            score = measure(compute, texts, expected)
+            print(f"{way:44} {score.perplexity:11.4f} {score.divergence:10.2e} {score.agreement:11.4f}", flush=True)
 
 
 def questions(options: ServerOptions, count: int) -> list[Tensor]:
@@ -100,7 +110,6 @@ def questions(options: ServerOptions, count: int) -> list[Tensor]:
     tokenizer = load_tokenizer(options)
     chosen = itertools.islice(((question, subject) for subject in SUBJECTS for question in QUESTIONS), count)
     chats = [
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         f"<|im_start|>user\n{question.format(subject)}<|im_end|>\n<|im_start|>assistant\n"
         for question, subject in chosen
     ]
@@ -128,11 +137,11 @@ def engine_ways(model_path: str, window: int) -> Iterator[tuple[str, Way]]:
 
 def rounded_ways(model: Any) -> Iterator[tuple[str, Way]]:
     """``model`` with the inputs of its linear layers rounded."""
-    for size in (32, 16, 8, 4):
+    for size in (32, 16, 8):
         yield f"rounding alone: 8 bits, runs of {size}", rounded_way(model, by_runs(8, size))
-    for kept in (1, 2, 4):
+    for kept in (1, 4):
         yield f"rounding alone: 8 bits, {kept} of 32 kept as floats", rounded_way(model, without_largest(8, 32, kept))
-    for bits in (10, 12, 14, 16):
+    for bits in (12, 16):
         yield f"rounding alone: {bits} bits, runs of 32", rounded_way(model, by_runs(bits, 32))
     yield "rounding alone: bfloat16", rounded_way(model, lambda x: x.bfloat16().float())
 
@@ -178,18 +187,21 @@ def rounded_way(model: Any, round_inputs: Callable[[Tensor], Tensor]) -> Way:
     return run
 
 
-def measure(reference: Way, ways: dict[str, Way], texts: Sequence[Text]) -> dict[str, Score]:
-    """The score of each way over ``texts``."""
-    divergences, agreements = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0)
-    for text in texts:
-        places = slice(text.first - 1, len(text.ids) - 1)
-        expected = reference(text.ids)[places].double().log_softmax(-1)
-        for name, way in ways.items():
-            log_p = way(text.ids)[places].double().log_softmax(-1)
-            divergences[name] += float((expected.exp() * (expected - log_p)).sum())
-            agreements[name] += int((expected.argmax(-1) == log_p.argmax(-1)).sum())
-    count = sum(len(text.ids) - text.first for text in texts)
-    return {name: Score(divergences[name] / count, agreements[name] / count) for name in ways}
+def places_of(way: Way, text: Text) -> Tensor:
+    """Logits of the places of ``text`` that are compared, [P, V]."""
+    return way(text.ids)[text.first - 1 : len(text.ids) - 1].clone()
+
+
+def measure(way: Way, texts: Sequence[Text], expected: Sequence[Tensor]) -> Score:
+    """The score of a way over ``texts``; ``expected``: the reference's logits of each."""
+    loss = divergence = agreement = 0.0
+    for text, logits in zip(texts, expected, strict=True):
+        truth, log_p = logits.double().log_softmax(-1), places_of(way, text).double().log_softmax(-1)
+        loss -= float(log_p.gather(-1, text.ids[text.first :, None]).sum())
+        divergence += float((truth.exp() * (truth - log_p)).sum())
+        agreement += float((truth.argmax(-1) == log_p.argmax(-1)).sum())
+    count = sum(len(logits) for logits in expected)
+    return Score(math.exp(loss / count), divergence / count, agreement / count)
 
 
 if __name__ == "__main__":
