@@ -3,7 +3,8 @@
 Compares ways to multiply activations with a GGUF file's own blocks, by the KL divergence of the next token's
 distribution from that of transformers in float32 on the dequantised blocks. Two sets of texts:
 
-- questions: 512 chats of one question each, without a system prompt, continued greedily by the reference; at the answer's first tokens
+- questions: 512 chats of one question each, without a system prompt, continued greedily by the reference; at the
+  answer's first tokens
 - text: the windows of ``perplexity.py``; at each token
 
 A way is either the CPU engine, with all that it rounds, or transformers in float32 in which only the inputs of linear
