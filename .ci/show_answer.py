@@ -51,8 +51,9 @@ def show_timing(meta: dict[str, Any]) -> None:
     print(f"  {'phase':<10}{'instance':<10}{'process':<12}{'ms':>8}")
     for spent in timing["phases"]:
         phase, at, process, milliseconds = spent["phase"], spent["at"], spent["process"], spent["ms"]
-        print(f"  {phase:<10}{at:<10}{process:<12}{milliseconds:>8.1f}   {notes[phase]}")
-    ended = {"length": "at max_new_tokens", "stop": "by itself"}.get(meta["finish_reason"]["type"], "")
+        print(f"  {phase:<10}{at:<10}{process:<12}{milliseconds:>8.1f}   {notes.get(phase, '')}")
+    reason = meta["finish_reason"]["type"]
+    ended = {"length": "at max_new_tokens", "stop": "by itself"}.get(reason, f"by {reason}")
     first = timing["first_token_ms"]
     print(f"  {'total':<32}{timing['total_ms']:>8.1f}   first token after {first:.1f} ms; the answer ended {ended}")
 
