@@ -36,6 +36,7 @@ NOT_PRODUCT = {"tests", "docs", "docker", "build", "dist"}
 SHIPPED = {".py", ".cpp", ".h", ".yaml"}
 FOREIGN_FLAGS = {"--build", "--wait", "--help", "--mix", "--experts", "--chosen", "--inner", "--no-deps"}
 FOREIGN_FLAGS |= {"--no-repack", "--wheels", "--only", "--dry-run", "--cache"}  # llama.cpp's, and of make gpu-check
+FOREIGN_FLAGS |= {"--answer"}  # of model_runner.kernels.activation_quality
 FOREIGN_FLAGS |= {
     "--measure",
     "--channels",
