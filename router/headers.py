@@ -16,14 +16,14 @@ PASSED_ON = frozenset(
         *(b"x-request-id", b"x-request-timeout", b"traceparent", b"tracestate"),
     }
 )
-"""Of the client's, those that an instance gets to see; with an admin key, its own is not among them any more."""
+"""Request headers that are forwarded from the client to the instance."""
 WELL_FORMED = {
     b"traceparent": re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,128})?"),
     b"tracestate": re.compile(rb"[ -~\t]{0,512}"),
 }
-"""Headers that others read and write into their logs, by W3C's Trace Context, which has malformed ones ignored."""
+"""Syntax of the W3C Trace Context headers. Malformed ones are dropped, as the specification demands."""
 MAX_VALUE_BYTES = 8192
-"""Of a passed header: a longer one is dropped, as an instance has little room for a request's head."""
+"""Longest value of a forwarded header. Longer ones are dropped: an instance limits the size of a request's head."""
 CONTENT_TYPE = b"content-type"
 PASSED_BACK = frozenset(
     {
@@ -37,7 +37,7 @@ PASSED_BACK = frozenset(
         b"x-pdserve-ignored",
     }
 )
-"""Of an instance's, those that the client gets. The rest is about the instance's connection, or names its software."""
+"""Response headers forwarded from the instance to the client. The others describe the instance's connection."""
 JSON_TYPE = (CONTENT_TYPE, b"application/json")
 
 
