@@ -169,14 +169,14 @@ class ReqMeta(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PromptReport(msgspec.Struct, array_like=True):
-    """What a client wants to hear of its prompt. ``token_ids``: int32 bytes, empty where not wanted."""
+    """The parts of a prompt that the client asked to get back. ``token_ids``: int32 bytes, empty if not requested."""
 
     token_ids: bytes
     logprobs: list[TokenLogprob] | None
 
 
 class PromptText(msgspec.Struct, array_like=True):
-    """The same for HTTP; ``text`` is what ``token_ids`` read."""
+    """A ``PromptReport`` after detokenization. ``text``: the decoded ``token_ids``."""
 
     text: str
     token_ids: list[int]
@@ -184,7 +184,7 @@ class PromptText(msgspec.Struct, array_like=True):
 
 
 class DetokenizeInit(msgspec.Struct, forbid_unknown_fields=True):
-    """What the detokenizer must know of a request; comes with its first tokens."""
+    """Settings of a request that the detokenizer needs; sent with its first tokens."""
 
     stop: tuple[str, ...]
     skip_special_tokens: bool
