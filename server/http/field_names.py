@@ -43,7 +43,7 @@ MAX_LOGGED = 256
 MAX_NAME = 64
 """Characters of a field's name that are repeated."""
 TOKEN_CHARACTERS = "!#$&'*+-.^_`|~[]"
-"""Beside letters and digits, what a name is shown with as it is; the rest is percent-encoded."""
+"""Characters of a field name, beside letters and digits, that are not percent-encoded in the header and the log."""
 MORE = "..."
 INDEX = re.compile(r"\[[0-9]+\]")
 
@@ -61,11 +61,11 @@ ELSEWHERE: Mapping[str, str] = {
     "parameters": "sampling_params",
     "logprobs": "return_logprob",
 }
-"""What a field is called in a neighbouring API, where the spelling alone would not lead there."""
+"""Names of other APIs and the field that they mean here, if the spelling alone does not suggest it."""
 
 
 class Hint(NamedTuple):
-    """Which field may have been meant: its full name, and the same in a sentence's words."""
+    """A suggestion for an unknown field: the full name of the known field, and the suggestion as a sentence."""
 
     name: str
     words: str
@@ -89,7 +89,7 @@ class IgnoredField(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The same without the indices: wherever in a list a field stands, the log tells it once."""
+        """The field's path without list indices, so that the log names a field once for all items of a list."""
         return INDEX.sub("[]", self.place) + _plain(self.name)
 
 
@@ -136,7 +136,7 @@ class _Search:
         self._refuse = refuse
 
     def object(self, schema: type[Body], content: Mapping[str, Any], place: str) -> None:
-        """Search one object; raises ``ApiError`` where a name is refused."""
+        """Check the names of one JSON object; raises ``ApiError`` if one is refused."""
         if len(content) > MAX_FIELDS:
             raise bad_request(place.rstrip(".") or None, f"has {len(content)} fields, the limit is {MAX_FIELDS}")
         fields = inner_bodies(schema)

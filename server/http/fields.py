@@ -35,7 +35,7 @@ def _ids_one_or_many(value: Any) -> str:
 
 
 def _integral(value: Any) -> Any:
-    """10.0 is an integer in JSON Schema, and to the clients that send it. Strings and booleans are none."""
+    """Take a float without a fraction, as 10.0, for an integer, as JSON Schema does."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= INT64_MAX else value
 
 
@@ -84,7 +84,7 @@ TemplateArgs = Annotated[dict[str, Any], AfterValidator(_check_template_args)]
 
 
 class FieldError(ValueError):
-    """One field of a body doesn't go with another; raised by validators of the whole body."""
+    """Raised by validators of a whole body if two of its fields contradict each other."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -115,7 +115,7 @@ class Body(BaseModel):
 
 @cache
 def inner_bodies(schema: type[Body]) -> Mapping[str, type[Body] | None]:
-    """Every field of ``schema``, with the body that it holds itself or in a list; None: it holds something else."""
+    """Map each field of ``schema`` to its nested schema, or that of its list items; None if it has none."""
     return {name: _body_in(field.annotation) for name, field in schema.model_fields.items()}
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 ANYTHING: Final = (object(),)
 """Neutral values of a field that never changes an answer, such as a label for its sender."""
 IGNORED: Final = (object(),)
-"""The same of a field that a client may expect something of: it is told that nothing comes of it."""
+"""Neutral values of a field without effect here although clients may expect one: the response names it as ignored."""
 
 Unserved = Mapping[str, tuple[Any, ...]]
 
