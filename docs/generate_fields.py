@@ -24,7 +24,7 @@ ABSENT = "–"
 
 
 class Api(NamedTuple):
-    """A column: the bodies whose fields it has, each with what says where in the request they stand."""
+    """A column of the table: schemas of request bodies, each with the prefix of its fields' paths."""
 
     title: str
     bodies: tuple[tuple[type[Body], str], ...]
@@ -59,12 +59,12 @@ def table(apis: tuple[Api, ...]) -> str:
 
 
 def names_of(body: type[Body]) -> Iterator[str]:
-    """Its fields, served or not; those of a router are not for clients."""
+    """Return the column's fields, served or not, without the ones that only routers send."""
     yield from (name for name in (*body.model_fields, *body.unserved) if not name.startswith("bootstrap_"))
 
 
 def cell(api: Api, name: str) -> str:
-    """What becomes of field ``name``."""
+    """Return the table cell that says how field ``name`` is treated."""
     found = [place + fate(body, name) for body, place in api.bodies if name in set(names_of(body))]
     return "; ".join(found) or ABSENT
 
