@@ -40,6 +40,12 @@ def snapshot_midway(server: Launched, name: str, sampling: dict, after: int = 40
     return said.json()
 
 
+def reusable(said: dict) -> int:
+    """How many tokens of a snapshot need not be computed again: its last token is, for the logits."""
+    known = said["prompt_tokens"] + said["output_tokens"]
+    return min(said["kv_tokens"], (known - 1) // 16 * 16)
+
+
 def restored(server: Launched, name: str, **body) -> dict:
     response = server.post("/kv/restore", {"name": name, **body})
     assert response.status_code == 200, response.text
@@ -58,7 +64,9 @@ def test_an_answer_goes_on_after_a_kill_and_at_another_instance(tmp_path, tiny_a
         for said in saved.values():
             known = said["prompt_tokens"] + said["output_tokens"]
             assert said["kv"] == "stored"
-            assert (said["prompt_tokens"], said["kv_tokens"]) == (400, (known - 1) // 16 * 16)
+            assert said["prompt_tokens"] == 400
+            # The step that computes the KV of the last token may be under way already.
+            assert said["kv_tokens"] in ((known - 1) // 16 * 16, known // 16 * 16)
             assert 40 <= said["output_tokens"] < 300
         first.stop(signal.SIGKILL)
     with launched(tmp_path, "first", "server", *flags) as again, launched(tmp_path, "other", "server", *flags) as other:
@@ -70,7 +78,7 @@ def test_an_answer_goes_on_after_a_kill_and_at_another_instance(tmp_path, tiny_a
             }
         found = {name: restored(other, name) for name in saved}
         assert restored(again, "greedy")["output_ids"] == found["greedy"]["output_ids"]
-        assert found["greedy"]["meta_info"]["cached_tokens"] == saved["greedy"]["kv_tokens"]
+        assert found["greedy"]["meta_info"]["cached_tokens"] == reusable(saved["greedy"])
         # The second one finds the prompt of the first; what little is left of its own is computed sooner than fetched.
         assert found["seeded"]["meta_info"]["cached_tokens"] >= 400
         looked = [server.info()["kv_debug"] for server in (again, other)]
@@ -104,7 +112,7 @@ def goes_on_elsewhere(tmp_path: Path, flags: list[str], unified: list[str]) -> N
         other.wait_healthy()
         found = {name: restored(other, name) for name in said}
         details = found["greedy"]["meta_info"]["cached_tokens_details"]
-        assert details == {"device": 0, "host": 0, "storage": said["greedy"]["kv_tokens"]}
+        assert details == {"device": 0, "host": 0, "storage": reusable(said["greedy"])}
         assert found["seeded"]["meta_info"]["cached_tokens"] >= 400  # the prompt is also the other's
         wait_until(lambda: other.info()["invariants"] == "ok", 15, "checked")
     with launched(tmp_path, "plain", "server", *unified) as plain:

@@ -62,10 +62,20 @@ def test_a_conversation_goes_on_from_the_store_at_the_decode(tmp_path, slow_args
         else:
             for server in instances:
                 server.post("/flush_cache", {}).raise_for_status()
-        answers = [ask(pair.router, turn) for turn in turns]
-        assert [answer["output_ids"] for answer in answers] == expected
+        answers = []
+
+        def has_fetched() -> bool:
+            # Whether a fetch is the sooner way is foreseen from measurements: on a busy machine not for every turn.
+            if answers:
+                for server in instances:
+                    server.post("/flush_cache", {}).raise_for_status()
+            now = [ask(pair.router, turn) for turn in turns]
+            assert [answer["output_ids"] for answer in now] == expected
+            answers.extend(now)
+            return pair.decode.info()["disaggregation"]["store_first"]["came"] >= 1
+
+        wait_until(has_fetched, 60, "a fetch from the store came")
         counts = pair.decode.info()["disaggregation"]["store_first"]
-        assert counts["came"] >= 1, counts
         assert counts["tokens"] >= 1488 * counts["came"]
         page = Page(pair.decode.client.get(pair.decode.url + "/metrics").text)
         assert page.total("pdserve_handover_fetches_total", outcome="came") == counts["came"]
