@@ -114,6 +114,7 @@ def test_in_batches_in_pieces_and_retracted(tmp_path, kind, bodies, alone):
         assert server.info()["retractions"] > 0
 
 
+@pytest.mark.slow
 def test_by_a_pair(tmp_path, kind, bodies, alone):
     with pd_pair(tmp_path, "shm", *kind, "--disaggregation-threshold", "always") as pair:
         assert_same(answers(pair.router, bodies, 12), alone)

@@ -89,9 +89,8 @@ def test_ranks_give_back_their_parts(tmp_path, tiny_args) -> None:
             assert ask(server)[0] == before[0]
 
 
-@pytest.mark.parametrize(
-    "backend", ["shm", *(pytest.param(other, marks=pytest.mark.slow) for other in ("tcp", "nixl"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "tcp", "nixl"])
 def test_a_pair_parts_and_finds_itself_again(tmp_path, tiny_args, backend: str) -> None:
     if backend == "nixl":
         pytest.importorskip("nixl_cu12")

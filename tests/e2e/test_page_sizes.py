@@ -16,7 +16,8 @@ def answers(server: Launched) -> list[list[int]]:
     return [server.generate(input_ids=ids, sampling_params=params)["output_ids"] for ids in PROMPTS * 2]
 
 
-@pytest.mark.parametrize("page_size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (64, 128))])
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 64, 128])
 def test_tokens_do_not_depend_on_the_page(tmp_path, tiny_args, page_size: int, usual: list[list[int]]) -> None:
     with pd_pair(tmp_path, "shm", *tiny_args, "--page-size", str(page_size)) as pair:
         assert answers(pair.router) == usual

@@ -32,7 +32,9 @@ def resize(server: Launched, tokens: int, wait_s: float = 10.0) -> dict:
     return told.json()
 
 
-@pytest.mark.parametrize("backend", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
+# The simulated world of tests/unit/test_world.py has resized pools in make test.
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_a_pair_hands_over_while_its_pools_change(tmp_path: Path, backend: str) -> None:
     config = transformers.Gemma3TextConfig(
         **CONFIG | {"num_hidden_layers": 3, "head_dim": 32, "query_pre_attn_scalar": 16, "sliding_window": 40},

@@ -191,6 +191,7 @@ def test_a_prompt_is_computed_once_and_for_all(tmp_path, tiny_args):
         wait_until(lambda: second.info()["invariants"] == "ok", 15, "checked")
 
 
+@pytest.mark.slow
 def test_over_a_pair(tmp_path, tiny_args):
     with pd_pair(tmp_path, "tcp", *args(tiny_args, tmp_path)[len(ONE_THREAD) :]) as pair:
         said = snapshot_midway(pair.router, "a", GREEDY)

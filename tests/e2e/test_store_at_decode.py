@@ -25,14 +25,9 @@ def slow_args(tmp_path_factory) -> list[str]:
     return tiny_model.tiny_args(folder, hidden_size=256, intermediate_size=2048, num_hidden_layers=6)
 
 
-@pytest.mark.parametrize(
-    ("backend", "restarts"),
-    [
-        ("tcp", False),
-        pytest.param("tcp", True, marks=pytest.mark.slow),
-        pytest.param("shm", True, marks=pytest.mark.slow),
-    ],
-)
+# tests/unit/test_store_first.py has the same rules in make test.
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "restarts"), [("tcp", False), ("tcp", True), ("shm", True)])
 def test_a_conversation_goes_on_from_the_store_at_the_decode(tmp_path, slow_args, backend, restarts):
     (tmp_path / "kv").mkdir(mode=0o700)
     (tmp_path / "secret").write_text(secrets.token_urlsafe(32))

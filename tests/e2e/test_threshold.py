@@ -68,6 +68,7 @@ def test_a_number_of_tokens_is_the_border(tmp_path, tiny_args, expected):
         assert answers.total("pdserve_request_transfer_seconds_count") == 2
 
 
+@pytest.mark.slow
 def test_by_itself_it_is_here_or_there_by_who_is_busy(tmp_path, tiny_args, expected):
     auto = ("--disaggregation-threshold", "auto")
     with (

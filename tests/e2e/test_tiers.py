@@ -94,6 +94,7 @@ def test_what_a_store_damaged_is_computed(tmp_path, tiny_args):
         wait_until(lambda: tiers(second)["store"]["bad_pages"] > 0, 10, "it is told")
 
 
+@pytest.mark.slow
 def test_a_store_that_comes_back_is_given_what_it_missed_while_nobody_asks(tmp_path, tiny_args):
     if SERVER is None:
         pytest.skip("redis-server is not installed (Debian: redis-server)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from support.foreign import make_foreign
 from support.model_harness import reference_logits
@@ -22,6 +23,7 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_a_pair_of_them_hands_over(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     model = make_foreign("StableLm", CONFIG)

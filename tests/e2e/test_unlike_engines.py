@@ -39,10 +39,9 @@ def reference(alone: Launched) -> list[list[int]]:
     return outputs(alone)
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode", "page_size"),
-    [("torch", "cpu", "16"), pytest.param("cpu", "torch", "1", marks=pytest.mark.slow)],
-)
+# test_latent_attention.py has a pair of two engines in make test.
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill", "decode", "page_size"), [("torch", "cpu", "16"), ("cpu", "torch", "1")])
 def test_float32_gives_the_tokens_of_one_instance(tmp_path, tiny_args, reference, prefill, decode, page_size) -> None:
     args = (*tiny_args, "--page-size", page_size)
     own = {"prefill_args": ENGINES[prefill], "decode_args": ENGINES[decode]}

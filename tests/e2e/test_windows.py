@@ -51,6 +51,7 @@ def answers(server: Launched) -> list[list[int]]:
         return [answer["output_ids"] for answer in got]
 
 
+@pytest.mark.slow
 def test_a_unified_server_gives_pages_back(served: tuple[Path, list[list[int]]], tmp_path: Path) -> None:
     folder, expected = served
     with launched(
