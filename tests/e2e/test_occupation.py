@@ -46,8 +46,9 @@ def test_an_instance_without_its_memory_says_so_and_answers_as_before_with_it(tm
         assert answer.json()["freed_bytes"] > 0.9 * use["weights"]
         refused = server.post("/generate", {"input_ids": PROMPT})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        # The scheduler's next heartbeat tells HTTP.
+        wait_until(lambda: server.client.get(server.url + "/health").status_code == 503, 5, "/health says so")
         health = server.client.get(server.url + "/health")
-        assert health.status_code == 503
         assert "/resume_memory_occupation takes it again" in health.json()["error"]["message"]
         assert server.info()["memory"]["state"] == "released"
         wait_until(
