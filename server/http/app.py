@@ -79,7 +79,7 @@ from .models import detokenize, get_model, list_models, tokenize
 from .moved_answers import PATH as MOVED_PATH
 from .moving import DrainBody, MigrateBody, RoleBody, drain, migrate, moved, role
 from .openai_schemas import ChatBody, CompletionBody
-from .openapi import Described, make_openapi
+from .openapi import Described, QueryParameter, make_openapi
 from .parsing import MAX_BODY_BYTES, MAX_BODY_VALUES, MAX_UPLOADS
 from .served_model import ServedModel
 from .session_folder import Sessions, open_sessions
@@ -94,7 +94,7 @@ from .session_schemas import (
     SnapshotBody,
 )
 from .sessions import delete_session, list_sessions, restore, snapshot
-from .slots import slot_action
+from .slots import ACTIONS, slot_action
 from .state import HttpState
 from .text_schemas import DetokenizeBody, TokenizeBody
 
@@ -142,6 +142,11 @@ STREAMS: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatChunk,
 }
 """What an event of a stream holds."""
+QUERIES = {
+    SESSION_PATH: (QueryParameter("owner"),),
+    SLOTS_PATH: (QueryParameter("action", ACTIONS, required=True),),
+}
+"""The parameters behind a path's question mark."""
 
 
 def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: ServedModel | None = None) -> ASGIApp:
@@ -164,13 +169,16 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: Se
         version=version("pdserve"),
         started=int(time.time()),
     )
-    described = {"/flush_cache": Described(None, Flushed), SESSION_PATH: Described(None, Deleted)}
+    described = {
+        "/flush_cache": Described(None, Flushed),
+        SESSION_PATH: Described(None, Deleted, query=QUERIES[SESSION_PATH]),
+    }
     for path, endpoint, answer in QUESTIONS:
         app.add_api_route(path, endpoint, methods=["GET"])
         described[path] = Described(None, answer)
     for path, endpoint, body, answer in ORDERS:
         app.add_api_route(path, endpoint, methods=["POST"])
-        described[path] = Described(body, answer, STREAMS.get(path))
+        described[path] = Described(body, answer, STREAMS.get(path), QUERIES.get(path, ()))
     app.add_api_route("/flush_cache", flush_cache, methods=["POST"])
     app.add_api_route(SESSION_PATH, delete_session, methods=["DELETE"])
     # For instances: who has a ticket needs no other key.

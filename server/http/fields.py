@@ -9,7 +9,19 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    Tag,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from .unserved import Unserved
 
@@ -111,6 +123,27 @@ class Body(BaseModel):
         if not isinstance(raw, dict):
             return raw
         return {name: value for name, value in raw.items() if value is not None}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return the schema with what pydantic does not know: null is "not given", unknown fields may be refused."""
+        reference = handler(core_schema)
+        schema = handler.resolve_ref_schema(reference)
+        properties = schema.get("properties", {})
+        for name in properties.keys() - schema.get("required", ()):
+            properties[name] = _or_null(properties[name])
+        if cls.refuses_unknown:
+            schema["additionalProperties"] = False
+        return reference
+
+
+def _or_null(field: JsonSchemaValue) -> JsonSchemaValue:
+    """Return a field's schema that takes null as well."""
+    null = {"type": "null"}
+    if null in field.get("anyOf", ()):
+        return field
+    told: JsonSchemaValue = {name: field[name] for name in ("title", "default") if name in field}
+    return {"anyOf": [{name: value for name, value in field.items() if name not in told}, null], **told}
 
 
 @cache

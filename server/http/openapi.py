@@ -6,7 +6,7 @@ It is put together when somebody asks for it, which costs a start nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from fastapi import FastAPI
@@ -22,12 +22,21 @@ REF = "#/components/schemas/{model}"
 STREAMED = 'With "stream": true, each event but the last, [DONE], holds one of these.'
 
 
+class QueryParameter(NamedTuple):
+    """A parameter behind a path's question mark. ``values``: those that it can have; empty: any."""
+
+    name: str
+    values: tuple[str, ...] = ()
+    required: bool = False
+
+
 class Described(NamedTuple):
-    """One path: the body that it takes, what it answers, and what an event of its stream holds."""
+    """One path: the body that it takes, what it answers, what an event of its stream holds, and its query."""
 
     body: type[Body] | None
     answer: type[BaseModel]
     event: type[BaseModel] | None = None
+    query: Sequence[QueryParameter] = ()
 
 
 def make_openapi(app: FastAPI, described: Mapping[str, Described]) -> Callable[[], dict[str, Any]]:
@@ -38,7 +47,7 @@ def make_openapi(app: FastAPI, described: Mapping[str, Described]) -> Callable[[
             page = get_openapi(title=app.title, version=app.version, routes=app.routes)
             models: list[type[BaseModel]] = [ErrorAnswer]
             for known in described.values():
-                models += [model for model in known if model is not None]
+                models += [model for model in (known.body, known.answer, known.event) if model is not None]
             wanted: list[tuple[Any, Literal["validation", "serialization"]]] = [(m, "validation") for m in models]
             refs, schemas = models_json_schema(wanted, ref_template=REF)
             page["components"] = {"schemas": schemas["$defs"]}
@@ -47,7 +56,10 @@ def make_openapi(app: FastAPI, described: Mapping[str, Described]) -> Callable[[
             named = {path.replace(":path}", "}"): known for path, known in described.items()}
             for path, operations in page["paths"].items():
                 for operation in operations.values():
-                    operation["parameters"] = [_path_parameter(name) for name in PARAMETER.findall(path)]
+                    operation["parameters"] = [
+                        *(_path_parameter(name) for name in PARAMETER.findall(path)),
+                        *map(_query_parameter, named[path].query),
+                    ]
                     _describe(operation, named[path], ref_of)
             app.openapi_schema = page
         return app.openapi_schema
@@ -70,6 +82,13 @@ def _describe(operation: dict[str, Any], path: Described, ref_of: Mapping[Any, d
 
 def _path_parameter(name: str) -> dict[str, Any]:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _query_parameter(parameter: QueryParameter) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    if parameter.values:
+        schema["enum"] = list(parameter.values)
+    return {"name": parameter.name, "in": "query", "required": parameter.required, "schema": schema}
 
 
 def _event(schema: dict[str, Any]) -> dict[str, Any]:

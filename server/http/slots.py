@@ -18,13 +18,14 @@ from .sessions import bring_back, remove, save_request
 from .state import HttpState
 
 SLOT_DIGITS = 9
+ACTIONS = ("save", "restore", "erase")
 
 
 async def slot_action(request: Request) -> Response:
     """Save the request ``id`` as a file, bring a file's KV back, or delete it."""
     sessions, action = HttpState.of(request).sessions, request.query_params.get("action")
     slot, began = request.path_params["id"], time.monotonic()
-    if action not in ("save", "restore", "erase"):
+    if action not in ACTIONS:
         raise bad_request("action", "is save, restore or erase: POST /slots/ID?action=save")
     ttl = sessions.files.limits.ttl
     name = (await parse_body(request, SlotBody)).filename

@@ -1,4 +1,5 @@
-"""Whatever is sent to any path of the OpenAPI page: no answer is a 5xx, and each is as the page says.
+"""Whatever is sent to any path of the OpenAPI page: no answer is a 5xx, each is as the page says, and what the page
+forbids is refused.
 
 schemathesis draws the requests, in an environment of its own. The model is tiny, and must be healthy throughout.
 """
@@ -35,6 +36,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     args = ["--model-path", folder, "--load-format", "dummy", "--tokenizer-path", "smollm2", "--dtype", "float32"]
     # The longest answer that somebody may ask for ends soon.
     args += ["--context-length", "64", "--kv-debug"]
+    # Without them, every path of the sessions is a 501.
+    args += ["--kv-sessions-dir", str(tmp_path_factory.mktemp("sessions"))]
     with pd_pair(tmp_path_factory.mktemp("pair"), "shm", *map(str, args)) as pair:
         yield pair
         pair.assert_all_returned()
@@ -45,6 +48,7 @@ def test_no_request_gets_a_5xx_or_an_answer_that_is_not_on_the_page(tiny: Pair, 
     server = tiny.router if front == "router" else tiny.decode
     checks = (
         "not_a_server_error",
+        "negative_data_rejection",
         "status_code_conformance",
         "content_type_conformance",
         "response_schema_conformance",

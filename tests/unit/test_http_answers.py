@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from support.fake_engine import FakeEngine, events, with_engine
 from pdserve.messages.outputs import FinishReason, FinishType, ReqError, TextBatch
 from pdserve.server.http.answers import ErrorAnswer, MetricsText
 from pdserve.server.http.app import ORDERS, QUESTIONS, STREAMS
+from pdserve.server.http.fields import Body, inner_bodies
 
 LOGPROBS = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
 NATIVE_LOGPROBS = {
@@ -175,6 +177,32 @@ def test_the_openapi_page_shows_them() -> None:
         assert chunk["contentSchema"] == {"$ref": "#/components/schemas/ChatChunk"}
         [name] = page["paths"]["/v1/models/{name}"]["get"]["parameters"]
         assert (name["name"], name["in"], name["required"]) == ("name", "path", True)
+        slot, action = page["paths"]["/slots/{id}"]["post"]["parameters"]
+        assert (slot["in"], action["in"], action["name"], action["required"]) == ("path", "query", "action", True)
+        assert action["schema"] == {"type": "string", "enum": ["save", "restore", "erase"]}
+        _, owner = page["paths"]["/kv/sessions/{name}"]["delete"]["parameters"]
+        assert (owner["in"], owner["name"], owner["required"]) == ("query", "owner", False)
         assert chat["4XX"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorAnswer"}
 
     with_engine(run)
+
+
+def bodies(schema: type[Body]) -> Iterator[type[Body]]:
+    """``schema`` and those inside it."""
+    yield schema
+    for inner in inner_bodies(schema).values():
+        if inner is not None:
+            yield from bodies(inner)
+
+
+@pytest.mark.parametrize("schema", dict.fromkeys(one for _, _, body, _ in ORDERS for one in bodies(body)))
+def test_the_page_says_which_fields_may_be_null_and_whether_others_are_refused(schema: type[Body]) -> None:
+    async def run(engine: FakeEngine) -> dict[str, Any]:
+        schemas: dict[str, Any] = (await engine.get("/openapi.json")).json()["components"]["schemas"]
+        return schemas
+
+    shown = with_engine(run)[schema.__name__]
+    fields = shown.get("properties", {})
+    nullable = {name for name, field in fields.items() if {"type": "null"} in field.get("anyOf", ())}
+    assert nullable == fields.keys() - set(shown.get("required", ()))
+    assert (shown.get("additionalProperties") is False) == schema.refuses_unknown
