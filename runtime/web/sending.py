@@ -2,6 +2,9 @@
 
 Two limits close a connection whose client accepts nothing: a timer here, which sees what waits in this process, and
 TCP_USER_TIMEOUT, which sees what waits in the kernel, also of a host that has vanished.
+
+The timer resets the connection. The kernel's limit, which comes first where a client reads nothing at all, sends it
+nothing: the client learns that its connection is gone when it reads again.
 """
 
 from __future__ import annotations

@@ -6,13 +6,14 @@ Each attack runs beside streams through the router and beside questions for ever
 from __future__ import annotations
 
 import json
-import select
 import socket
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
 
 import httpx
 import psutil
@@ -61,8 +62,8 @@ class Watch:
         self.checks = 0
 
     def __enter__(self) -> Watch:
-        jobs = [self._chat, *(lambda server=server: self._ask(server) for server in vars(self._pair).values())]
-        self._threads = [threading.Thread(target=job) for job in jobs]
+        jobs = [self._chat, *(partial(self._ask, server) for server in vars(self._pair).values())]
+        self._threads = [threading.Thread(target=self._run, args=(job,)) for job in jobs]
         for thread in self._threads:
             thread.start()
         wait_until(lambda: self.tokens and self.checks, 30, "a stream and a check")
@@ -73,6 +74,13 @@ class Watch:
         for thread in self._threads:
             thread.join(limit(300 if self._may_queue else 60))
             assert not thread.is_alive()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        """Run one thread's job. If it dies, the test must fail: it would watch nothing from then on."""
+        try:
+            job()
+        except Exception as error:  # noqa: BLE001  Whatever it is, it ends the watch.
+            self.wrong.append(f"a watching thread died: {error!r}")
 
     def _ask(self, server: Launched) -> None:
         with httpx.Client(base_url=server.url, timeout=limit(60), trust_env=False) as client:
@@ -225,12 +233,25 @@ def test_readers_that_do_not_read(pair: Pair) -> None:
     attacked(pair, attack)
 
 
+ESTABLISHED = "01"
+"""A connection's state in /proc/net/tcp."""
 LONG_TOKEN = 39910
 """76 number signs, in the tokenizer of the tests."""
 
 
+def clients_of(port: int) -> set[int]:
+    """Return the ports of the clients that are connected to the server at ``port``."""
+    rows = (row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:])
+    ends = ((local, remote) for _, local, remote, state, *_ in rows if state == ESTABLISHED)
+    return {int(remote[-4:], 16) for local, remote in ends if int(local[-4:], 16) == port}
+
+
 class NonReaders:
-    """Clients that ask for streams, read nothing of them, and come again when they are disconnected."""
+    """Clients that ask for streams, read nothing of them, and come again when they are disconnected.
+
+    Disconnected means that the server has closed its end. A client that does not read may not learn of that: when the
+    kernel gives up a connection by TCP_USER_TIMEOUT, it sends no reset.
+    """
 
     BODY = json.dumps(
         # Each event holds everything so far, and each token 76 characters: few tokens make more than buffers hold.
@@ -240,16 +261,14 @@ class NonReaders:
 
     def __init__(self, port: int, count: int) -> None:
         self._address = ("127.0.0.1", port)
-        self._poll = select.poll()
         self._sockets: dict[int, socket.socket] = {}
         self._count = count
         self.disconnected = 0
 
     def renew(self) -> None:
         """Replace those that were disconnected."""
-        for fileno, _ in self._poll.poll(0):
-            self._poll.unregister(fileno)
-            self._sockets.pop(fileno).close()
+        for port in self._sockets.keys() - clients_of(self._address[1]):
+            self._sockets.pop(port).close()
             self.disconnected += 1
         while len(self._sockets) < self._count:
             sock = socket.socket()
@@ -258,8 +277,7 @@ class NonReaders:
             sock.connect(self._address)
             head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(self.BODY)}\r\n\r\n".encode()
             sock.sendall(head + self.BODY)
-            self._sockets[sock.fileno()] = sock
-            self._poll.register(sock, select.POLLHUP | select.POLLERR)
+            self._sockets[sock.getsockname()[1]] = sock
 
     def close(self) -> None:
         for sock in self._sockets.values():
@@ -290,8 +308,9 @@ def test_clients_that_never_read(pair: Pair, clients: int, seconds: int, capsys:
     growth = statistics.mean(last) - statistics.mean(middle)
     with capsys.disabled():
         print(f"\nbefore: {told[0]}\nduring: {told[1]}; {during.checks} checks of health")
-        print(f"{readers.disconnected} disconnected; each 20 s: median gap (ms), memory (MiB)")
-        print([round(1000 * statistics.median(part), 1) for part in parts if part])
+        print(f"{readers.disconnected} disconnected; each 20 s: gaps, their median (ms), memory (MiB)")
+        print([len(part) for part in parts])
+        print([round(1000 * statistics.median(part), 1) if part else None for part in parts])
         print([size // MIB for _, size in used[::20]], f"growth {growth / MIB:.1f} MiB")
     assert not before.wrong + during.wrong, "\n".join((before.wrong + during.wrong)[:10])
     assert readers.disconnected > clients
