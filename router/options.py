@@ -18,8 +18,8 @@ class RouterOptionsError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterOptions:
-    """Options of ``pdserve router``.
+class RouterTargets:
+    """The instances that a router starts with.
 
     Parameters
     ----------
@@ -31,38 +31,21 @@ class RouterOptions:
     worker
         URLs of unified instances, which serve whole requests. They share the load with the
         pairs: a request goes to one that has fewer prompt tokens, or then fewer answers, under way.
-    host
-        Address to listen on. Other than a loopback address only when you say so.
-    port
-        Port of the router's HTTP API.
+    """
+
+    prefill: list[str] = field(default_factory=list)
+    decode: list[str] = field(default_factory=list)
+    worker: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingOptions:
+    """How a router treats requests and instances: options of ``pdserve router`` and of ``pdserve up``.
+
+    Parameters
+    ----------
     policy
         How an instance is chosen among the healthy ones, for prefill, decode and unified alike.
-    api_key
-        When set, every request but /health needs "Authorization: Bearer KEY". Every user of the host can read
-        arguments: better in the variable PDSERVE_API_KEY, or in a file.
-    api_key_file
-        File with a key a line, or a name and a key: one for each user, who can't abort what another asked for.
-    admin_key_file
-        File with the key that it takes to flush the caches and to abort what others asked for. Instances that have the
-        same one see it in the place of a client's key, with that key's name; without it, they see the client's own.
-    allowed_hosts
-        Names, with commas in between, that clients may call this server by in their Host header where it listens on a
-        loopback address and asks for no key; * for any. Without it: localhost and loopback addresses.
-    allowed_origins
-        Origins, with commas in between, whose web pages may use this server from a browser, like
-        https://chat.example.org; * for any. Without it: none but its own.
-    trusted_proxies
-        Addresses and networks, with commas in between, of the reverse proxies whose X-Forwarded-For says who a client
-        is, like 10.0.0.7,192.168.0.0/16. It is for logs alone. Without it: none.
-    send_timeout
-        Seconds in which a client has to take some of what it is sent; else its connection is closed and its request
-        ended.
-    keep_alive_timeout
-        Seconds that a client's connection is kept open between requests; longer than a proxy in front keeps its own.
-    max_concurrent_requests
-        Most requests that are served at once; one more is answered with 503. Health checks and metrics don't count.
-    cluster_secret_file
-        File with the secret that instances know this router by, as theirs; needed where they are not on one host.
     health_check_interval
         Seconds between two health checks of a healthy instance; one that is down is asked four times as often.
     health_check_timeout
@@ -91,6 +74,76 @@ class RouterOptions:
     max_held_body_bytes
         Bytes of bodies that running requests may hold, all together; a request that would need more is answered with
         503. Bodies of up to 64 KiB may take an eighth more.
+    """
+
+    policy: Literal["random", "round_robin"] = "round_robin"
+    health_check_interval: float = 1.0
+    health_check_timeout: float = 3.0
+    hang_timeout: float = 15.0
+    connect_timeout: float = 1.0
+    first_byte_timeout: float = 600.0
+    idle_timeout: float = 120.0
+    retries: int = 2
+    retries_after_crash: int = 1
+    retry_window: float = 1.5
+    max_body_bytes: int = 32 * 2**20
+    max_held_body_bytes: int = 2**30
+
+    def check_routing(self) -> None:
+        """Raise ``RouterOptionsError`` for a number that is out of range."""
+        for name in ("retries", "retries_after_crash", "retry_window"):
+            if not getattr(self, name) >= 0:
+                raise RouterOptionsError(f"--{name.replace('_', '-')} must be 0 or more")
+        require_above_zero(
+            self,
+            "health_check_interval",
+            "health_check_timeout",
+            "hang_timeout",
+            "connect_timeout",
+            "first_byte_timeout",
+            "idle_timeout",
+            "max_body_bytes",
+        )
+        if self.max_held_body_bytes < self.max_body_bytes:
+            raise RouterOptionsError("--max-held-body-bytes must be at least --max-body-bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterOptions(RoutingOptions, RouterTargets):
+    """Options of ``pdserve router``.
+
+    Parameters
+    ----------
+    host
+        Address to listen on. Other than a loopback address only when you say so.
+    port
+        Port of the router's HTTP API.
+    api_key
+        When set, every request but /health needs "Authorization: Bearer KEY". Every user of the host can read
+        arguments: better in the variable PDSERVE_API_KEY, or in a file.
+    api_key_file
+        File with a key a line, or a name and a key: one for each user, who can't abort what another asked for.
+    admin_key_file
+        File with the key that it takes to flush the caches and to abort what others asked for. Instances that have the
+        same one see it in the place of a client's key, with that key's name; without it, they see the client's own.
+    allowed_hosts
+        Names, with commas in between, that clients may call this server by in their Host header where it listens on a
+        loopback address and asks for no key; * for any. Without it: localhost and loopback addresses.
+    allowed_origins
+        Origins, with commas in between, whose web pages may use this server from a browser, like
+        https://chat.example.org; * for any. Without it: none but its own.
+    trusted_proxies
+        Addresses and networks, with commas in between, of the reverse proxies whose X-Forwarded-For says who a client
+        is, like 10.0.0.7,192.168.0.0/16. It is for logs alone. Without it: none.
+    send_timeout
+        Seconds in which a client has to take some of what it is sent; else its connection is closed and its request
+        ended.
+    keep_alive_timeout
+        Seconds that a client's connection is kept open between requests; longer than a proxy in front keeps its own.
+    max_concurrent_requests
+        Most requests that are served at once; one more is answered with 503. Health checks and metrics don't count.
+    cluster_secret_file
+        File with the secret that instances know this router by, as theirs; needed where they are not on one host.
     drain_timeout
         Seconds that running answers have to finish after SIGTERM.
     metrics_without_key
@@ -103,12 +156,8 @@ class RouterOptions:
         Log no line for each request that was answered.
     """
 
-    prefill: list[str] = field(default_factory=list)
-    decode: list[str] = field(default_factory=list)
-    worker: list[str] = field(default_factory=list)
     host: str = "127.0.0.1"
     port: int = 8000
-    policy: Literal["random", "round_robin"] = "round_robin"
     api_key: str | None = None
     api_key_file: str | None = None
     admin_key_file: str | None = None
@@ -119,17 +168,6 @@ class RouterOptions:
     keep_alive_timeout: float = 75.0
     max_concurrent_requests: int = 8192
     cluster_secret_file: str | None = None
-    health_check_interval: float = 1.0
-    health_check_timeout: float = 3.0
-    hang_timeout: float = 15.0
-    connect_timeout: float = 1.0
-    first_byte_timeout: float = 600.0
-    idle_timeout: float = 120.0
-    retries: int = 2
-    retries_after_crash: int = 1
-    retry_window: float = 1.5
-    max_body_bytes: int = 32 * 2**20
-    max_held_body_bytes: int = 2**30
     drain_timeout: float = 30.0
     metrics_without_key: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -158,23 +196,15 @@ class RouterOptions:
             ClusterSecret.read(self.cluster_secret_file)
         except ClusterSecretError as exc:
             raise RouterOptionsError(str(exc)) from None
-        for name in ("retries", "retries_after_crash"):
-            if getattr(self, name) < 0:
-                raise RouterOptionsError(f"--{name.replace('_', '-')} must be 0 or more")
-        if self.max_held_body_bytes < self.max_body_bytes:
-            raise RouterOptionsError("--max-held-body-bytes must be at least --max-body-bytes")
-        for name in (
-            "health_check_interval",
-            "health_check_timeout",
-            "hang_timeout",
-            "connect_timeout",
-            "send_timeout",
-            "keep_alive_timeout",
-            "max_concurrent_requests",
-            "max_body_bytes",
-        ):
-            if getattr(self, name) <= 0:
-                raise RouterOptionsError(f"--{name.replace('_', '-')} must be above 0")
+        self.check_routing()
+        require_above_zero(self, "send_timeout", "keep_alive_timeout", "max_concurrent_requests")
+
+
+def require_above_zero(options: RoutingOptions, *names: str) -> None:
+    """Raise ``RouterOptionsError`` unless each of the named options is above 0."""
+    for name in names:
+        if not getattr(options, name) > 0:
+            raise RouterOptionsError(f"--{name.replace('_', '-')} must be above 0")
 
 
 def parse_prefill(tokens: list[str]) -> list[tuple[str, int | None]]:

@@ -1,4 +1,4 @@
-"""The options of a whole cluster on one host: its shape, and, inherited, what every instance is started with."""
+"""The options of a whole cluster on one host: its shape, and, inherited, those of its instances and of its router."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from ..router.options import RouterOptions, RouterOptionsError, RoutingOptions
 from ..runtime.options import DisaggregationMode, ServerOptions
 
 
@@ -15,10 +16,10 @@ class ClusterOptionsError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterOptions(ServerOptions):
-    """Options of ``pdserve up``: those of ``pdserve server`` for every instance, and the cluster's own.
+class ClusterOptions(RoutingOptions, ServerOptions):
+    """Options of ``pdserve up``: those of ``pdserve server`` for every instance, of the router, and the cluster's own.
 
-    What the cluster decides for each instance (its mode, its ports) can't be given.
+    What the cluster decides for each instance (its mode, its ports) and for the router (its targets) can't be given.
 
     Parameters
     ----------
@@ -35,8 +36,6 @@ class ClusterOptions(ServerOptions):
     send_timeout
         Seconds in which a client has to take some of what it is sent; else its connection is closed and its request
         ended. The router has twice as long for what instances send it.
-    policy
-        How the router chooses an instance.
     log_dir
         Folder for one log file a process; default: all to stderr, each line after its process's name.
     max_restarts
@@ -63,7 +62,6 @@ class ClusterOptions(ServerOptions):
     unified: int = 0
     port: int = 8000
     send_timeout: float = 60.0
-    policy: Literal["random", "round_robin"] = "round_robin"
     log_dir: str | None = None
     max_restarts: int = 10
     disaggregation_transfer_backend: Literal["tcp", "shm", "nixl", "mooncake", "cuda_ipc", "fake"] = "shm"
@@ -93,8 +91,17 @@ class ClusterOptions(ServerOptions):
             raise ClusterOptionsError("nothing to start: give --prefill and --decode, or --unified")
         if self.max_restarts < 0:
             raise ClusterOptionsError("--max-restarts must be 0 or more")
+        try:
+            self.check_routing()
+        except RouterOptionsError as exc:
+            raise ClusterOptionsError(str(exc)) from None
 
     def instance_options(self, **changes: Any) -> ServerOptions:
         """The options of one instance: these, with ``changes``."""
         common = {item.name: getattr(self, item.name) for item in fields(ServerOptions)}
         return ServerOptions(**{**common, **changes})
+
+    def router_options(self, **changes: Any) -> RouterOptions:
+        """The router's options: these, with ``changes``, which name its targets."""
+        common = {item.name: getattr(self, item.name) for item in fields(RouterOptions) if item.name not in changes}
+        return RouterOptions(**common, **changes)

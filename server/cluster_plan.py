@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
-from ..router.options import RouterOptions
+from ..router.options import RouterOptions, RouterTargets
 from ..runtime.cpu_list import format_cores, parse_cpus
 from ..runtime.machine.choose_cores import compute_cores, quota_note
 from ..runtime.machine.topology import Machine
@@ -101,28 +101,8 @@ def plan_cluster(options: ClusterOptions, machine: Machine) -> ClusterPlan:
 def plan_router(options: ClusterOptions, targets: dict[DisaggregationMode, list[str]], free_port: int) -> ProcessPlan:
     """The router in front of ``targets``; it takes ``free_port`` when the options don't name one."""
     port = options.port or free_port
-    router = RouterOptions(
-        prefill=targets["prefill"],
-        decode=targets["decode"],
-        worker=targets["unified"],
-        host=options.host,
-        port=port,
-        policy=options.policy,
-        api_key=options.api_key,
-        api_key_file=options.api_key_file,
-        admin_key_file=options.admin_key_file,
-        cluster_secret_file=options.cluster_secret_file,
-        allowed_hosts=options.allowed_hosts,
-        allowed_origins=options.allowed_origins,
-        trusted_proxies=options.trusted_proxies,
-        send_timeout=options.send_timeout,
-        keep_alive_timeout=options.keep_alive_timeout,
-        max_concurrent_requests=options.max_concurrent_requests,
-        drain_timeout=options.drain_timeout,
-        metrics_without_key=options.metrics_without_key,
-        log_level=options.log_level,
-        log_format=options.log_format,
-        disable_access_log=options.disable_access_log,
+    router = options.router_options(
+        prefill=targets["prefill"], decode=targets["decode"], worker=targets["unified"], port=port
     )
     host = LOOPBACK if options.host in ("0.0.0.0", "::") else options.host
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -141,8 +121,8 @@ def instance_flags(options: ServerOptions) -> list[str]:
 
 def router_flags(options: RouterOptions) -> list[str]:
     """The flags that say ``options``; defaults are left out."""
-    lists = {"prefill": options.prefill, "decode": options.decode, "worker": options.worker}
-    flags = [word for name, values in lists.items() if values for word in (f"--{name}", *values)]
+    lists = [item.name for item in fields(RouterTargets)]
+    flags = [word for name in lists if (values := getattr(options, name)) for word in (f"--{name}", *values)]
     single = [item for item in fields(options) if item.name not in lists]
     return flags + [flag for i in single if (flag := _flag(i.name, getattr(options, i.name), i.default))]
 

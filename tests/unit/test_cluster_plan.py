@@ -1,8 +1,11 @@
 """What ``pdserve up`` starts, and with which flags."""
 
+from dataclasses import Field, fields
+from typing import Literal, get_args, get_origin, get_type_hints
+
 import pytest
 
-from pdserve.router.options import RouterOptions
+from pdserve.router.options import RouterOptions, RouterTargets
 from pdserve.runtime.machine.topology import Machine
 from pdserve.runtime.options import ServerOptions
 from pdserve.server.cli import app
@@ -109,6 +112,28 @@ def test_every_process_gets_what_the_cluster_was_asked_for():
     )
 
 
+ROUTER_OPTIONS = [item for item in fields(RouterOptions) if item.name not in {t.name for t in fields(RouterTargets)}]
+
+
+def other_value(item: Field) -> object:
+    """A value of an option that is not its default."""
+    hint = get_type_hints(RouterOptions)[item.name]
+    if get_origin(hint) is Literal:
+        return next(choice for choice in get_args(hint) if choice != item.default)
+    if isinstance(item.default, bool):
+        return not item.default
+    return item.default + 1 if isinstance(item.default, int | float) else "given"
+
+
+@pytest.mark.parametrize("item", ROUTER_OPTIONS, ids=lambda item: item.name)
+def test_router_takes_each_of_its_options_from_the_cluster(item):
+    value = other_value(item)
+    flag = "--" + item.name.replace("_", "-")
+    _, bound, _ = app.parse_args(["up", flag if value is True else f"{flag}={value}"])
+    assert getattr(bound.arguments["options"], item.name) == value
+    assert getattr(understood(plan_cluster(bound.arguments["options"], machine(2)).router), item.name) == value
+
+
 @pytest.mark.parametrize(
     ("options", "nice"),
     [
@@ -136,7 +161,16 @@ def test_threads_beyond_an_instances_cores_leave_it_unbound():
 
 
 @pytest.mark.parametrize(
-    "options", [{"prefill": 0}, {"decode": 0}, {"prefill": 0, "decode": 0}, {"unified": -1}, {"max_restarts": -1}]
+    "options",
+    [
+        {"prefill": 0},
+        {"decode": 0},
+        {"prefill": 0, "decode": 0},
+        {"unified": -1},
+        {"max_restarts": -1},
+        {"retries": -1},
+        {"max_held_body_bytes": 1},
+    ],
 )
 def test_clusters_that_cannot_work_are_refused(options):
     with pytest.raises(ClusterOptionsError):

@@ -25,7 +25,10 @@ def test_bootstrap_ports_follow_their_urls():
         {"worker": ["http://a"], "retries": -1},
         {"worker": ["http://a"], "retries_after_crash": -1},
         {"worker": ["http://a"], "max_held_body_bytes": 2**20},
+        {"worker": ["http://a"], "retry_window": -0.1},
         {"worker": ["http://a"], "health_check_interval": 0.0},
+        {"worker": ["http://a"], "first_byte_timeout": 0.0},
+        {"worker": ["http://a"], "send_timeout": 0.0},
     ],
 )
 def test_what_cannot_work_is_refused(options):
