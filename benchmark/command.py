@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+from ..runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 from .errors import BenchError, BenchOptionsError
 
-EXIT_FAILED, EXIT_USAGE = 1, 2
 PIPE_COLUMNS = 150
 
 

@@ -7,6 +7,7 @@ import sys
 import uvloop
 from rich.console import Console
 
+from ..runtime.exit_codes import EXIT_FAILED
 from .backends import make_backend
 from .errors import BenchError, RequestError, ServerError
 from .http_client import HttpClient
@@ -16,8 +17,6 @@ from .progress import ProgressView
 from .report import print_run, write_json
 from .runner import LoadRunner, RunResult
 from .workload import WorkloadSource
-
-EXIT_FAILED = 1
 
 
 def run_bench(options: BenchOptions) -> int:

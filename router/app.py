@@ -14,19 +14,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from ..runtime.web.auth import ApiKeyAuth
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.errors import error_body
-from ..runtime.web.keys import read_keys
-from ..runtime.web.path_guard import PathGuard
-from ..runtime.web.paths import PathTable, Server
-from ..runtime.web.proxies import TrustedProxies
-from ..runtime.web.request_limit import RequestLimit
-from ..runtime.web.sites import guard_sites
-from ..runtime.web.visits import VisitCounts, VisitLog
+from ..runtime.web.guard import guard
+from ..runtime.web.json_response import json_response
+from ..runtime.web.paths import Server
+from ..runtime.web.visits import CLIENT_GONE, VisitCounts
 from .client_bodies import ClientBodies
 from .dispatcher import Dispatcher
-from .endpoints import HEALTH_PROMPT, ControlEndpoints, GenerationEndpoint, error_response, json_response
+from .endpoints import HEALTH_PROMPT, ControlEndpoints, GenerationEndpoint, error_response
 from .errors import RouterError
 from .fleet import Fleet
 from .health import HealthMonitor
@@ -113,24 +109,7 @@ def make_app(options: RouterOptions, on_fault: Callable[[BaseException], None]) 
         },
         lifespan=lifespan,
     )
-    return guard(app, options, visits, metrics)
-
-
-def guard(app: ASGIApp, options: RouterOptions, visits: VisitCounts, metrics: RouterMetrics) -> ASGIApp:
-    """``app`` behind the access log and every check that comes before a request is read."""
-    keys, table = read_keys(options), PathTable.of(Server.ROUTER)
-    limited = RequestLimit(app, table, options.max_concurrent_requests)
-    is_open = options.metrics_without_key
-    checked = ApiKeyAuth(PathGuard(limited, table), keys, table, metrics_are_open=is_open, is_router=True)
-    guarded = guard_sites(checked, options, table, has_keys=bool(keys.users))
-    return VisitLog(
-        guarded,
-        table,
-        visits,
-        access_log=not options.disable_access_log,
-        proxies=TrustedProxies(options.trusted_proxies),
-        on_end=metrics.visited,
-    )
+    return guard(app, options, Server.ROUTER, visits, metrics.visited)
 
 
 async def answer_router_error(request: Request, exc: Exception) -> Response:
@@ -141,7 +120,7 @@ async def answer_router_error(request: Request, exc: Exception) -> Response:
 
 async def answer_nobody(request: Request, exc: Exception) -> Response:
     """The client left in the middle of its request, which is no fault of ours: no traceback for each that does."""
-    return Response(status_code=499)
+    return Response(status_code=CLIENT_GONE)
 
 
 async def answer_unexpected(request: Request, exc: Exception) -> Response:

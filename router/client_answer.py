@@ -5,11 +5,11 @@ from __future__ import annotations
 import orjson
 from starlette.types import Send
 
+from ..runtime.web.sse import DATA_PREFIX, DONE_EVENT, EVENT_END
 from .errors import RouterError
 from .headers import JSON_TYPE, Headers
 
 READY = b'{"status":"ready"}'
-DONE = b"data: [DONE]\n\n"
 """Ends every stream, after an error too: clients wait for it."""
 
 
@@ -60,7 +60,7 @@ class ClientAnswer:
     async def fail(self, error: RouterError) -> None:
         """Send an error: as the answer, or as an SSE event when the answer has begun."""
         if self._opened:
-            await self.finish(b"data: " + orjson.dumps(error.content()) + b"\n\n" + DONE)
+            await self.finish(DATA_PREFIX + orjson.dumps(error.content()) + EVENT_END + DONE_EVENT)
             return
         await self.whole(error.status, [JSON_TYPE, *error.all_headers()], orjson.dumps(error.content()))
 

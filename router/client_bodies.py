@@ -7,12 +7,8 @@ from collections.abc import Iterator
 
 from starlette.requests import Request
 
-from ..runtime.web.body import BodyTooLarge, TooManyValues, UploadDropped, Uploads
+from ..runtime.web.body import MAX_UPLOADS, BodyTooLarge, TooManyValues, UploadDropped, Uploads
 from .errors import BodyTooLargeError, TooManyBodiesError
-
-MAX_UPLOADS = 8
-"""Bodies of the full length that may be arriving at once."""
-
 
 SMALL_BYTES = 64 << 10
 """Bodies up to this length have an eighth of the limit more, so that large ones don't lock them out."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -15,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from ..runtime.web.client.client import HttpClient
 from ..runtime.web.client.errors import BadAnswer, ClientError
 from ..runtime.web.errors import error_body, without_frames
+from ..runtime.web.json_response import json_response
 from ..runtime.web.visits import Visit
 from .client_answer import ClientAnswer, ReadyAnswer
 from .client_bodies import ClientBodies
@@ -249,11 +249,6 @@ def answer_of(said: Said) -> Response:
     response = json_response(said.body, said.status)
     response.raw_headers.extend(without_type(said.headers))
     return response
-
-
-def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON answer."""
-    return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
 def error_response(error: RouterError) -> Response:

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from ..runtime.options import DEFAULT_BOOTSTRAP_PORT
 from ..runtime.web.ports import is_loopback
-from .options import DEFAULT_BOOTSTRAP_PORT
 from .rest import Rest
 
 logger = logging.getLogger(__name__)

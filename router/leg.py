@@ -17,6 +17,7 @@ from ..runtime.web.client.answer import Answer
 from ..runtime.web.client.client import Body, HttpClient
 from ..runtime.web.client.errors import CannotConnect, ClientError, ConnectionGone
 from ..runtime.web.client.events import EventBuffer
+from ..runtime.web.sse import EVENT_END
 from .errors import (
     InstanceAnsweredError,
     InstanceCrashedError,
@@ -28,8 +29,6 @@ from .errors import (
 from .fleet import Fleet
 from .headers import Headers, passed_back
 from .instance import Instance
-
-EVENT_END = b"\n\n"
 
 
 def is_comment(events: bytes) -> bool:

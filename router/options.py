@@ -10,8 +10,6 @@ from ..runtime.cluster_secret import ClusterSecret, ClusterSecretError
 from ..runtime.web.keys import KeyFileError, read_keys
 from ..runtime.web.proxies import TrustedProxies
 
-DEFAULT_BOOTSTRAP_PORT = 8998
-
 
 class RouterOptionsError(ValueError):
     """An option that can't work; the message says what to write instead."""

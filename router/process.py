@@ -20,6 +20,7 @@ import setproctitle
 import uvicorn
 import uvloop
 
+from ..runtime.exit_codes import EXIT_USAGE
 from ..runtime.logs import configure_logging
 from ..runtime.malloc import return_freed_memory
 from ..runtime.open_files import allow_many_connections
@@ -32,7 +33,6 @@ from .options import RouterOptions, RouterOptionsError, parse_prefill
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
-EXIT_USAGE = 2
 
 
 class RouterServer(uvicorn.Server):

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import orjson
 
 from ..runtime.cluster_secret import BootstrapSignature
+from ..runtime.web.body import MAX_PROMPTS
 from .errors import BadRequestError
 from .instance import Instance
 
 ROOM_BITS = 63
 BOOTSTRAP_PREFIX = "bootstrap_"
 """Of the fields that the router alone sets."""
-MAX_PROMPTS = 4096
-"""In one body, as at the instances: the router draws rooms and names for each before an instance sees any."""
 PROMPT_FIELDS = ("input_ids", "prompt", "text")
 BYTES_PER_TOKEN = 4
 """Bytes of UTF-8 that a token has, about: enough to tell a long prompt from a short one."""

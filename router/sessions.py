@@ -14,9 +14,10 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..runtime.web.json_response import json_response
 from .client_bodies import ClientBodies
 from .dispatcher import drop
-from .endpoints import ControlEndpoints, Said, answer_of, error_response, json_response, until_disconnect
+from .endpoints import ControlEndpoints, Said, answer_of, error_response, until_disconnect
 from .errors import BadRequestError, InstanceSilentError, NoInstanceError
 from .fleet import Fleet
 from .instance import Instance, Role

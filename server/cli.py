@@ -23,6 +23,7 @@ from ..benchmark.transfer.options import TransferBenchOptions
 from ..model_runner.double_sparsity.options import CalibrateOptions, CalibrateOptionsError
 from ..router.options import RouterOptions, RouterOptionsError
 from ..runtime.config_file import apply_config
+from ..runtime.exit_codes import EXIT_USAGE
 from ..runtime.option_checks import OptionError, check_options
 from ..runtime.options import ServerOptions
 from ..runtime.web.ports import LOOPBACK
@@ -30,7 +31,6 @@ from ..terminal.chat.options import ChatOptions, ChatOptionsError
 from ..terminal.check.options import CheckOptions, CheckOptionsError
 from .cluster_options import ClusterOptions, ClusterOptionsError
 
-EXIT_USAGE = 2
 SERVER_DEFAULTS, ROUTER_DEFAULTS, CLUSTER_DEFAULTS = ServerOptions(), RouterOptions(), ClusterOptions()
 BENCH_DEFAULTS, CHAT_DEFAULTS, CHECK_DEFAULTS = BenchOptions(), ChatOptions(), CheckOptions()
 CACHE_DEFAULTS = CacheBenchOptions()

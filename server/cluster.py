@@ -26,6 +26,7 @@ import httpx
 import setproctitle
 
 from ..runtime.cluster_secret import MIN_CHARS
+from ..runtime.exit_codes import EXIT_USAGE
 from ..runtime.logs import configure_logging
 from ..runtime.machine.topology import read_machine
 from ..runtime.signals import STOP, handle_signals
@@ -42,7 +43,6 @@ POLL_INTERVAL = 0.1
 POLL_TIMEOUT = 2.0
 KILL_GRACE = 5.0
 """Seconds that a process has beyond ``drain_timeout`` before it is killed."""
-EXIT_USAGE = 2
 
 
 class ClusterFailedError(Exception):

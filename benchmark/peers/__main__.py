@@ -11,7 +11,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from ..command import EXIT_FAILED, EXIT_USAGE
+from ...runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 from ..errors import PlotsUnavailable
 from ..plots import require_matplotlib
 from .compare import Comparison

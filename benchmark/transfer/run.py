@@ -7,7 +7,8 @@ import sys
 from rich.console import Console
 
 from ...disaggregation.errors import RegionError
-from ..command import EXIT_FAILED, wide_console
+from ...runtime.exit_codes import EXIT_FAILED
+from ..command import wide_console
 from .messages import How
 from .options import TransferBenchOptions
 from .report import print_cases, print_problems, write_json

@@ -8,6 +8,10 @@ from contextlib import contextmanager
 
 from starlette.requests import Request
 
+MAX_PROMPTS = 4096
+"""Prompts in one body, and entries of the lists that go with them."""
+MAX_UPLOADS = 8
+"""Bodies of the full length that may be arriving at once."""
 MAX_VALUES = 2**22
 """Of JSON in one body, by its commas. As many numbers take a parser 0.1 s and 64 MiB; 32 MiB can hold four times that.
 """

@@ -12,10 +12,11 @@ from starlette.responses import Response
 
 from ...messages.control import FlushCacheReq, FlushCacheResult, ServerInfo, ServerInfoReq, Transfers, TransfersReq
 from ...messages.sampling import SamplingParams
+from ...runtime.web.json_response import json_response
 from ...runtime.web.keys import Caller
 from .admin_schemas import AbortBody
 from .engine_response import watch_disconnect
-from .errors import ApiError, ClientGone, json_response
+from .errors import ApiError, ClientGone
 from .parsing import parse_body
 from .plan import Prompt, PromptPlan
 from .state import HttpState

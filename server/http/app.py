@@ -13,16 +13,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ...runtime.options import ServerOptions
-from ...runtime.web.auth import ApiKeyAuth
-from ...runtime.web.body import Uploads
+from ...runtime.web.body import MAX_UPLOADS, Uploads
 from ...runtime.web.exposition import MetricsPage
-from ...runtime.web.keys import read_keys
-from ...runtime.web.path_guard import PathGuard
-from ...runtime.web.paths import PathTable, Server
-from ...runtime.web.proxies import TrustedProxies
-from ...runtime.web.request_limit import RequestLimit
-from ...runtime.web.sites import guard_sites
-from ...runtime.web.visits import VisitCounts, VisitLog
+from ...runtime.web.guard import guard
+from ...runtime.web.paths import Server
+from ...runtime.web.visits import VisitCounts
 from .admin import (
     abort_request,
     flush_cache,
@@ -80,7 +75,7 @@ from .moved_answers import PATH as MOVED_PATH
 from .moving import DrainBody, MigrateBody, RoleBody, drain, migrate, moved, role
 from .openai_schemas import ChatBody, CompletionBody
 from .openapi import Described, QueryParameter, make_openapi
-from .parsing import MAX_BODY_BYTES, MAX_BODY_VALUES, MAX_UPLOADS
+from .parsing import MAX_BODY_BYTES, MAX_BODY_VALUES
 from .served_model import ServedModel
 from .session_folder import Sessions, open_sessions
 from .session_schemas import (
@@ -185,14 +180,4 @@ def make_app(options: ServerOptions, engine: EngineClient, epoch: str, model: Se
     app.add_api_route(MOVED_PATH, moved, methods=["POST"], include_in_schema=False)
     app.openapi = make_openapi(app, described)  # type: ignore[method-assign]
     install_error_handlers(app)
-    return guard(app, options, counts)
-
-
-def guard(app: ASGIApp, options: ServerOptions, counts: VisitCounts) -> ASGIApp:
-    """``app`` behind the access log and every check that comes before a request is read."""
-    keys, table = read_keys(options), PathTable.of(Server.INSTANCE)
-    limited = RequestLimit(app, table, options.max_concurrent_requests)
-    checked = ApiKeyAuth(PathGuard(limited, table), keys, table, metrics_are_open=options.metrics_without_key)
-    guarded = guard_sites(checked, options, table, has_keys=bool(keys.users))
-    proxies = TrustedProxies(options.trusted_proxies)
-    return VisitLog(guarded, table, counts, access_log=not options.disable_access_log, proxies=proxies)
+    return guard(app, options, Server.INSTANCE, counts)

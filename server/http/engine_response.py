@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from ...messages.outputs import FinishType
 from ...runtime.web.keys import Caller
 from ...runtime.web.moved_answer import MOVED_EVENT, MOVED_TYPE, TICKET, Ticket, header
+from ...runtime.web.sse import DATA_PREFIX, DONE_EVENT, EVENT_END
 from ...runtime.web.visits import Visit
 from .engine_client import EngineClient
 from .errors import AnswerMoved, ApiError, ClientGone
@@ -33,8 +34,6 @@ from .tickets import can_follow, ticket_of
 
 log = logging.getLogger(__name__)
 
-DATA_PREFIX, EVENT_END = b"data: ", b"\n\n"
-DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 LARGE_LOGPROBS = 10_000
 """Log-probabilities that take some 10 ms to write."""
@@ -251,4 +250,4 @@ class EngineResponse(Response):
             events = MOVED_EVENT + self._ticket(submission, e) + EVENT_END
             await send({"type": "http.response.body", "body": events, "more_body": False})
             return
-        await send({"type": "http.response.body", "body": events + DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": events + DONE_EVENT, "more_body": False})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -14,6 +13,7 @@ from starlette.responses import Response
 from ...messages.decode import shown
 from ...messages.outputs import ReqError
 from ...runtime.web.errors import error_body, error_headers, error_type
+from ...runtime.web.json_response import json_response
 from ...runtime.web.visits import CLIENT_GONE
 
 
@@ -81,12 +81,6 @@ class ApiError(Exception):
 def bad_request(param: str | None, message: str) -> ApiError:
     """A 400 that names its field: the message is ``param: message``."""
     return ApiError(400, f"{param}: {message}" if param else message, param=param)
-
-
-def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """``content`` as JSON."""
-    body = orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)
-    return Response(body, status, headers, media_type="application/json")
 
 
 async def _on_api_error(_request: Request, error: Exception) -> Response:

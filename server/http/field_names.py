@@ -23,8 +23,9 @@ from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
 from ...messages.decode import shown
+from ...runtime.web.body import MAX_PROMPTS
 from .errors import bad_request
-from .fields import MAX_PROMPTS, Body, inner_bodies
+from .fields import Body, inner_bodies
 from .unserved import IGNORED, is_neutral
 
 log = logging.getLogger(__name__)

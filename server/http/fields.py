@@ -23,11 +23,10 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from ...runtime.web.body import MAX_PROMPTS
 from .unserved import Unserved
 
 T = TypeVar("T")
-MAX_PROMPTS = 4096
-"""In one body, and entries of the lists that go with them."""
 MAX_PROMPT_IDS = 2**20
 """Token ids in one prompt: more than any context holds; the model's own limit is asked later."""
 MAX_LEVELS = 64

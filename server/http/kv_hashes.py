@@ -12,7 +12,8 @@ from starlette.responses import Response
 from ...messages.base import pack_i32
 from ...messages.kv_debug import HashedGroup, KVHashes, KVHashesReq
 from ...messages.text import Encoded, EncodeReq
-from .errors import ApiError, bad_request, json_response
+from ...runtime.web.json_response import json_response
+from .errors import ApiError, bad_request
 from .fields import Body, FieldError, PromptIds
 from .parsing import parse_body
 from .state import HttpState

@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...messages.memory import ALL_TAGS, MemoryReq, MemoryResult, MemoryTag, ResizeReq, ResizeResult
-from .errors import ApiError, json_response
+from ...runtime.web.json_response import json_response
+from .errors import ApiError
 from .fields import INT32_MAX, Body
 from .parsing import parse_body
 from .state import HttpState

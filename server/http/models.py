@@ -8,8 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...messages.text import Decoded, DecodeReq, Encoded, EncodeReq, Limits
+from ...runtime.web.json_response import json_response
 from .conversation import read_conversation
-from .errors import bad_request, json_response
+from .errors import bad_request
 from .openai_common import check_model
 from .parsing import parse_body
 from .state import HttpState

@@ -21,6 +21,7 @@ from ...runtime.web.client.client import HttpClient
 from ...runtime.web.client.errors import ClientError
 from ...runtime.web.client.events import EventBuffer
 from ...runtime.web.moved_answer import TICKET, Ticket
+from ...runtime.web.sse import DATA_PREFIX, DONE_EVENT, EVENT_END
 from .errors import ApiError
 from .plan import PromptPlan
 from .submission import Choice, Kind, Submission
@@ -35,9 +36,6 @@ CONNECT_SECONDS = 5.0
 SILENCE_SECONDS = 60.0
 """Streams say something every 15 s."""
 PATH = "/moved"
-EVENT_END = b"\n\n"
-DATA = b"data: "
-DONE = b"[DONE]"
 ERROR = b'{"error"'
 
 OnText = Callable[[TextBatch], None]
@@ -170,9 +168,9 @@ class MovedAnswers:
 
     @staticmethod
     def _take(event: bytes, rid: str, on_text: OnText) -> None:
-        if not event.startswith(DATA) or event == DATA + DONE:
+        if not event.startswith(DATA_PREFIX) or event + EVENT_END == DONE_EVENT:
             return
-        content = event.removeprefix(DATA)
+        content = event.removeprefix(DATA_PREFIX)
         if content.startswith(ERROR):
             raise _as_api_error(_ERROR.decode(content).error)
         item = _ITEM.decode(content)

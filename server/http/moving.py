@@ -18,9 +18,11 @@ from ...messages.moves import MigrateReq, MigrateResult
 from ...messages.outputs import ReqText
 from ...messages.sampling import SamplingParams
 from ...runtime.cluster_secret import addresses
+from ...runtime.web.json_response import json_response
 from ...runtime.web.keys import Caller
-from .engine_response import DATA_PREFIX, EVENT_END, EngineResponse
-from .errors import ApiError, bad_request, json_response
+from ...runtime.web.sse import DATA_PREFIX, EVENT_END
+from .engine_response import EngineResponse
+from .errors import ApiError, bad_request
 from .fields import Body, Rid
 from .parsing import parse_body
 from .plan import Prompt, PromptPlan

@@ -6,12 +6,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from ...runtime.web.body import MAX_PROMPTS
 from . import unserved
 from .fields import (
     INT32_MAX,
     INTEGRAL,
     MANY,
-    MAX_PROMPTS,
     ONE,
     TAG,
     Body,

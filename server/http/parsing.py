@@ -11,11 +11,11 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from ...messages.error_codes import OVERLOADED
-from ...runtime.web.body import MAX_VALUES, BodyTooLarge, TooManyValues, UploadDropped
+from ...runtime.web.body import MAX_PROMPTS, MAX_VALUES, BodyTooLarge, TooManyValues, UploadDropped
 from ...runtime.web.visits import Visit
 from .errors import ApiError, bad_request
 from .field_names import IGNORED_HEADER
-from .fields import MAX_PROMPTS, TAG, Body, FieldError
+from .fields import TAG, Body, FieldError
 from .large_bodies import LARGE_BYTES, check_amount, parse_in_pieces
 from .state import HttpState
 
@@ -24,8 +24,6 @@ MAX_BODY_BYTES = 33 * 2**20
 """32 MiB, as at a router, and what a router adds for 4,096 prompts: rooms, hosts, a name."""
 MAX_BODY_VALUES = MAX_VALUES + 4 * MAX_PROMPTS
 """With what a router adds, too."""
-MAX_UPLOADS = 8
-"""Bodies of the full length that may be arriving at once."""
 MAX_SHOWN = 60
 
 WANTED = {

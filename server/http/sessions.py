@@ -18,12 +18,13 @@ from starlette.types import Scope
 from ...messages.base import unpack_i32
 from ...messages.sampling import SamplingParams
 from ...messages.sessions import SessionState, SnapshotReq, SnapshotResult
+from ...runtime.web.json_response import json_response
 from ...runtime.web.keys import NAME as KEY_NAME
 from ...runtime.web.keys import Caller
 from ...runtime.web.visits import Visit
 from .conversation import read_conversation
 from .engine_response import EngineResponse, watch_disconnect
-from .errors import ApiError, ClientGone, bad_request, json_response
+from .errors import ApiError, ClientGone, bad_request
 from .generate import SAMPLING_NAMES, NativeRenderer
 from .parsing import parse_body
 from .plan import Prompt, PromptPlan, sampling_params

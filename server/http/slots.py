@@ -10,8 +10,9 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...runtime.web.json_response import json_response
 from ...runtime.web.keys import Caller
-from .errors import bad_request, json_response
+from .errors import bad_request
 from .parsing import parse_body
 from .session_schemas import SlotBody
 from .sessions import bring_back, remove, save_request

@@ -8,6 +8,7 @@ import sys
 from contextlib import closing, suppress
 from typing import Any
 
+from ...runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 from ..access import AccessError, check_server_url, read_api_key
 from .client import ChatClient, ChatError
 from .options import ChatOptions
@@ -15,8 +16,8 @@ from .screen import Screen
 from .session import End, Session
 
 PROMPT = "> "
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
-"""130 is what shells report of a process that Ctrl-C ended."""
+EXIT_INTERRUPTED = 130
+"""What shells report of a process that Ctrl-C ended."""
 
 
 def run_chat(options: ChatOptions) -> int:

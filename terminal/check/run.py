@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from ...runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 from ..access import AccessError, check_server_url, read_api_key
 from .backends import look_at_backends
 from .finding import Finding, Level
@@ -24,7 +25,6 @@ from .probe import Probe, run_probe
 from .server import look_at_server
 from .software import look_at_packages, look_at_python, look_at_torch
 
-EXIT_PROBLEM, EXIT_USAGE = 1, 2
 STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 MODEL_SECONDS = 60.0
 """A big vocabulary takes a while, and so does a folder with many files on a network disk."""
@@ -50,7 +50,7 @@ def run_check(options: CheckOptions) -> int:
         print(as_json(findings))
     else:
         report.sum_up(findings)
-    return EXIT_PROBLEM if any(finding.level is Level.PROBLEM for finding in findings) else 0
+    return EXIT_FAILED if any(finding.level is Level.PROBLEM for finding in findings) else 0
 
 
 def choose_probes(options: CheckOptions) -> Iterator[Probe]:

@@ -9,8 +9,9 @@ import httpx
 import pytest
 
 from pdserve.benchmark.child_processes import says_ok, stop
-from pdserve.benchmark.command import EXIT_FAILED, EXIT_USAGE, exit_code
+from pdserve.benchmark.command import exit_code
 from pdserve.benchmark.errors import BenchError, BenchOptionsError
+from pdserve.runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 
 DEAF = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); sys.stdin.read()"
 

@@ -1,0 +1,61 @@
+"""What every request passes before an endpoint reads it: the same at routers and instances."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from starlette.types import ASGIApp
+
+from .auth import ApiKeyAuth
+from .keys import KeyOptions, read_keys
+from .path_guard import PathGuard
+from .paths import PathTable, Server
+from .proxies import TrustedProxies
+from .request_limit import RequestLimit
+from .sites import SiteOptions, guard_sites
+from .visits import Visit, VisitCounts, VisitLog
+
+
+class GuardOptions(KeyOptions, SiteOptions, Protocol):
+    """The options of a server that say who may ask what, and what is logged of it."""
+
+    @property
+    def max_concurrent_requests(self) -> int: ...
+    @property
+    def metrics_without_key(self) -> bool: ...
+    @property
+    def trusted_proxies(self) -> str | None: ...
+    @property
+    def disable_access_log(self) -> bool: ...
+
+
+def guard(
+    app: ASGIApp,
+    options: GuardOptions,
+    server: Server,
+    counts: VisitCounts,
+    on_end: Callable[[Visit, float], None] | None = None,
+) -> ASGIApp:
+    """Return ``app`` behind the access log and every check that comes before a request is read.
+
+    ``on_end`` is told of each request, and how many seconds it took. Raises ``KeyFileError``, and ``ValueError`` for
+    an address that is none.
+    """
+    keys, table = read_keys(options), PathTable.of(server)
+    limited = RequestLimit(app, table, options.max_concurrent_requests)
+    checked = ApiKeyAuth(
+        PathGuard(limited, table),
+        keys,
+        table,
+        metrics_are_open=options.metrics_without_key,
+        is_router=server is Server.ROUTER,
+    )
+    return VisitLog(
+        guard_sites(checked, options, table, has_keys=bool(keys.users)),
+        table,
+        counts,
+        access_log=not options.disable_access_log,
+        proxies=TrustedProxies(options.trusted_proxies),
+        on_end=on_end,
+    )
