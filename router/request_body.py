@@ -46,14 +46,14 @@ class RequestBody:
     """
 
     raw: bytes
-    stream: bool = False
-    batch_size: int | None = None
-    prompt_tokens: int = 0
-    is_empty: bool = False
-    has_rid: bool = False
-    has_stream_options: bool = False
-    request_id: str = ""
-    rid_prefix: str = ""
+    stream: bool
+    batch_size: int | None
+    prompt_tokens: int
+    is_empty: bool
+    has_rid: bool
+    has_stream_options: bool
+    request_id: str
+    rid_prefix: str
 
     @classmethod
     def parse(cls, raw: bytes, request_id: str = "", rid_prefix: str = "") -> RequestBody:

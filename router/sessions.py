@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..runtime.web.json_response import json_response
+from ..runtime.web.visits import CLIENT_GONE
 from .client_bodies import ClientBodies
 from .dispatcher import drop
 from .endpoints import ControlEndpoints, Said, answer_of, error_response, until_disconnect
@@ -100,7 +101,7 @@ class SessionEndpoints:
         try:
             with self._bodies.hold(len(body)):
                 await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
-            return await work if work.done() else Response(status_code=499)
+            return await work if work.done() else Response(status_code=CLIENT_GONE)
         finally:
             work.cancel()
             await drop(left)

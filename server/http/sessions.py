@@ -21,7 +21,7 @@ from ...messages.sessions import SessionState, SnapshotReq, SnapshotResult
 from ...runtime.web.json_response import json_response
 from ...runtime.web.keys import NAME as KEY_NAME
 from ...runtime.web.keys import Caller
-from ...runtime.web.visits import Visit
+from ...runtime.web.visits import CLIENT_GONE, Visit
 from .conversation import read_conversation
 from .engine_response import EngineResponse, watch_disconnect
 from .errors import ApiError, ClientGone, bad_request
@@ -76,7 +76,7 @@ async def _save_prompt(request: Request, body: SnapshotBody, ttl: float) -> tupl
         sent = next(name for name in ("messages", "text", "input_ids") if getattr(body, name) is not None)
         raise e.renamed({"text": sent, "input_ids": sent, **SAMPLING_NAMES}) from None
     except ClientGone:
-        raise ApiError(499, "the client has gone") from None
+        raise ApiError(CLIENT_GONE, "the client has gone") from None
     finally:
         state.engine.end(submission)
         submission.close()
@@ -204,7 +204,7 @@ async def bring_back(request: Request, owner: str, state: SessionState) -> Choic
             [choice] = await submission.finished()
             return choice
     except ClientGone:
-        raise ApiError(499, "the client has gone") from None
+        raise ApiError(CLIENT_GONE, "the client has gone") from None
     finally:
         engine.end(submission)
         submission.close()

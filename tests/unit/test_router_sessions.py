@@ -61,6 +61,20 @@ async def test_lists_are_one_list_and_a_session_is_deleted_wherever_it_is(rig):
 
 
 @scenario()
+async def test_sessions_of_one_name_are_one_for_each_owner(rig):
+    first, second = await rig.instance(), await rig.instance()
+    client = await rig.route(worker=[first, second])
+    of_x, of_y, of_nobody = {"name": "a", "owner": "x"}, {"name": "a", "owner": "y"}, {"name": "a"}
+    first.answers["/kv/sessions"] = (200, {"sessions": [of_y, of_x]})
+    second.answers["/kv/sessions"] = (200, {"sessions": [of_x, of_nobody]})
+    assert (await client.get("/kv/sessions")).json()["sessions"] == [
+        of_nobody | {"instances": [second.url]},
+        of_x | {"instances": [first.url, second.url]},
+        of_y | {"instances": [first.url]},
+    ]
+
+
+@scenario()
 async def test_the_words_of_llama_server(rig):
     w, other = await rig.instance(), await rig.instance()
     client = await rig.route(worker=[w, other])

@@ -165,6 +165,15 @@ def test_and_until_the_next_look_has():
     assert link.problem(30.0) == ""
 
 
+def test_how_long_a_fetch_takes_is_learned_from_when_it_was_asked_for():
+    link = make_link(HostTier(1000))
+    for now in range(1000, 1200, 4):
+        link.prefetch("r", [name(now + j) for j in range(4)], float(now))
+        [fetch] = asked(link, float(now))
+        link.on_fetched(PagesFetched(fetch.id, 4, 0.1), now + 2.0)
+    assert 1000 < link.fetch_ms(4, 1200.0) < 2000  # 2000, drawn to what is usual
+
+
 # --- what is kept for somebody ---
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import msgspec
 import pytest
@@ -46,8 +47,10 @@ class Child:
         declared = {"supervisor": ToSupervisor, "scheduler": ToScheduler, "http": ToHttp}
         self.receivers = {n: Receiver(self.ctx, ipc_address(run_dir, n), union) for n, union in declared.items()}
         self.sender = Sender(self.ctx, ipc_address(run_dir, name))
+        started = time.monotonic()
         self.process = subprocess.Popen(command(name, run_dir), stderr=subprocess.PIPE, text=True)
         [self.ready] = self.recv("supervisor")
+        self.start_seconds = time.monotonic() - started
 
     def send_raw(self, frame):
         self.sender._socket.send(frame)
@@ -86,7 +89,7 @@ def make_req(rid, **fields):
 def test_tokenizer_process_serves_and_survives_what_is_not_declared(start):
     child = start("tokenizer")
     assert child.ready.name == "tokenizer"
-    assert child.ready.info["load_tokenizer"] > 0
+    assert 0 < child.ready.info["load_tokenizer"] < child.start_seconds
     child.send_raw(b"no message")
     child.sender.send(make_req("a", text="Hello"), make_req("bad", input_ids=[-1]), AbortReq(rid="a"), Ping(id=3))
     generate, *others = child.recv("scheduler")
@@ -101,6 +104,7 @@ def test_tokenizer_process_serves_and_survives_what_is_not_declared(start):
 def test_detokenizer_process_serves_and_survives_what_is_not_declared(start):
     child = start("detokenizer")
     assert child.ready.name == "detokenizer"
+    assert 0 < child.ready.info["load_tokenizer"] < child.start_seconds
     child.send_raw(b"\x91\x81\xa4type\xa3Foo")
     init = DetokenizeInit(stop=("o",), skip_special_tokens=True, prompt_tail=pack_i32([1]))
     child.sender.send(TokenBatch(items=[ReqTokens("a", [19556], init=init)]), Pong(id=3, ready=True))
