@@ -14,6 +14,7 @@ from support.fake_engine import CONTEXT_LENGTH, FakeEngine, events, with_engine
 
 from pdserve.messages.requests import ChatMessage, TokenizeReq
 from pdserve.model_files.sampling_defaults import SamplingDefaults
+from pdserve.server.http import models
 from pdserve.server.http.app import make_app
 from pdserve.server.http.served_model import ServedModel
 
@@ -216,6 +217,20 @@ def test_an_incremental_stream_tells_each_thing_once() -> None:
     assert cumulative[-1]["text"] == "w0 w1 w2 "
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]}), ("/v1/models", None)]
+)
+def test_a_question_about_text_has_a_limit(monkeypatch: pytest.MonkeyPatch, path: str, body: dict | None) -> None:
+    monkeypatch.setattr(models, "TIMEOUT_SECONDS", 0.01)
+
+    async def run(engine: FakeEngine) -> None:
+        answer = await (engine.get(path) if body is None else engine.post(path, body))
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "the tokenizer did not answer within 0.01 s"
+
+    with_engine(run, mute=True)
+
+
 def test_tokenize_and_detokenize() -> None:
     async def run(engine: FakeEngine) -> None:
         one = (await engine.post("/tokenize", {"prompt": "a bcd", "return_token_strs": True})).json()
@@ -226,12 +241,15 @@ def test_tokenize_and_detokenize() -> None:
         assert chat["tokens"] == [2]
         error = (await engine.post("/tokenize", {"prompt": "bad"})).json()["error"]
         assert (error["param"], error["message"]) == ("prompt", "prompt: not encodable")
-        for path, body in (
-            ("/tokenize", {}),
-            ("/tokenize", {"prompt": ["a" * 2**19] * 3}),
-            ("/detokenize", {"tokens": [1] * (2**17 + 1)}),
+        for path, body, status in (
+            ("/tokenize", {}, 400),
+            ("/tokenize", {"prompt": "a" * 2**20}, 200),
+            ("/tokenize", {"prompt": ["a" * 2**19, "a" * 2**19, "a"]}, 400),
+            ("/tokenize", {"messages": [USER | {"content": "a" * (2**20 + 1)}]}, 400),
+            ("/detokenize", {"tokens": [1] * 2**17}, 200),
+            ("/detokenize", {"tokens": [[1] * 2**17, [1]]}, 400),
         ):
-            assert (await engine.post(path, body)).status_code == 400
+            assert (await engine.post(path, body)).status_code == status, (path, status)
         assert (await engine.post("/detokenize", {"tokens": [1, 2]})).json() == {"prompt": "x xx", "text": "x xx"}
         assert (await engine.post("/detokenize", {"tokens": [[1], [2]]})).json()["text"] == ["x", "xx"]
 

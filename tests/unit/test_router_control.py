@@ -202,3 +202,18 @@ async def test_a_question_about_text_may_take_long_and_one_that_is_taken_out_is_
         endpoints.ControlEndpoints.ask = ask
         slow.go_on.set()
     assert asked[0] == endpoints.TEXT_TIMEOUT
+
+
+@scenario()
+async def test_a_question_about_text_that_takes_too_long_is_a_504_and_no_other_instance_is_asked(rig):
+    silent, other = await rig.instance(), await rig.instance()
+    client = await rig.route(worker=[silent, other])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(endpoints, "TEXT_TIMEOUT", 0.05)
+        for path in ("/tokenize", "/detokenize"):
+            silent.holds = path
+            late = await client.post(path, json={"prompt": "a"})
+            assert (late.status_code, late.json()["error"]["type"]) == (504, "timeout_error")
+            assert "no answer within 0.05 s" in late.json()["error"]["message"]
+            assert path not in [asked for _, asked, _ in other.questions]
+    silent.go_on.set()
