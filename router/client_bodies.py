@@ -7,15 +7,21 @@ from collections.abc import Iterator
 
 from starlette.requests import Request
 
+from ..runtime.web.aside import Aside
 from ..runtime.web.body import MAX_UPLOADS, BodyTooLarge, TooManyValues, UploadDropped, Uploads
 from .errors import BodyTooLargeError, TooManyBodiesError
+from .request_body import RequestBody
 
 SMALL_BYTES = 64 << 10
 """Bodies up to this length have an eighth of the limit more, so that large ones don't lock them out."""
 
 
+LARGE_BYTES = 256 << 10
+"""Bodies longer than this are parsed on a thread: a shorter one takes less than a millisecond."""
+
+
 class ClientBodies:
-    """Reads bodies of up to ``limit`` bytes, and counts those of running requests, up to ``held_limit`` bytes.
+    """Reads and parses bodies of up to ``limit`` bytes; counts those of running requests, up to ``held_limit`` bytes.
 
     A body is held, once, until its request is over: an instance may hand the request on at any time, and then the next
     one needs it.
@@ -27,6 +33,7 @@ class ClientBodies:
         self.held = 0
         """Bytes of running requests' bodies."""
         self._uploads = Uploads(MAX_UPLOADS * limit)
+        self._aside = Aside()
 
     async def read(self, request: Request) -> bytes:
         """Raises ``BodyTooLargeError``, ``TooManyBodiesError``, ``ClientDisconnect``."""
@@ -38,6 +45,10 @@ class ClientBodies:
             raise BodyTooLargeError(str(e)) from None
         except UploadDropped as e:
             raise TooManyBodiesError(str(e)) from None
+
+    async def parse(self, raw: bytes, request_id: str = "", rid_prefix: str = "") -> RequestBody:
+        """See ``RequestBody.parse``. The caller holds the body: a large one may wait for others."""
+        return await self._aside.run(len(raw) > LARGE_BYTES, lambda: RequestBody.parse(raw, request_id, rid_prefix))
 
     @contextlib.contextmanager
     def hold(self, size: int) -> Iterator[None]:

@@ -24,7 +24,6 @@ from .fleet import Fleet
 from .headers import Headers, passed_back, passed_on, without_type
 from .instance import HealthState, Instance, Role
 from .options import RouterOptions
-from .request_body import RequestBody
 
 QUESTION_TIMEOUT = 7.5
 """Seconds that an instance may take to answer most questions. An instance itself gives up after 5 s, and says why."""
@@ -73,19 +72,23 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = ClientAnswer(send) if self._fixed_body is None else ReadyAnswer(send)
         try:
-            request = self._request(scope, await self._bodies.read(Request(scope, receive)))
-            with self._bodies.hold(len(request.body.raw)):
+            raw = await self._bodies.read(Request(scope, receive))
+            with self._bodies.hold(len(raw)):
+                request = await self._request(scope, raw)
+                del raw  # where it had bootstrap fields, the request has bytes of its own
                 await self._serve(request, answer, receive)
         except RouterError as exc:
             await answer.fail(without_frames(exc))
         except ClientDisconnect:
             return
 
-    def _request(self, scope: Scope, raw: bytes) -> RoutedRequest:
+    async def _request(self, scope: Scope, raw: bytes) -> RoutedRequest:
         path, request_id, headers = scope["path"], Visit.of(scope).request_id, passed_on(scope["headers"])
         if self._fixed_body is not None:
-            return RoutedRequest("/generate", headers, RequestBody.parse(self._fixed_body, request_id), is_probe=True)
-        return RoutedRequest(path, headers, RequestBody.parse(raw, request_id, RID_PREFIXES.get(path, "")))
+            body = await self._bodies.parse(self._fixed_body, request_id)
+            return RoutedRequest("/generate", headers, body, is_probe=True)
+        body = await self._bodies.parse(raw, request_id, RID_PREFIXES.get(path, ""))
+        return RoutedRequest(path, headers, body)
 
     async def _serve(self, request: RoutedRequest, answer: ClientAnswer, receive: Receive) -> None:
         work = asyncio.create_task(self._dispatcher.serve(request, answer))

@@ -6,12 +6,14 @@ instance would connect to, and tell the secret of its data port.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import orjson
 
 from ..runtime.cluster_secret import BootstrapSignature
@@ -25,6 +27,35 @@ BOOTSTRAP_PREFIX = "bootstrap_"
 PROMPT_FIELDS = ("input_ids", "prompt", "text")
 BYTES_PER_TOKEN = 4
 """Bytes of UTF-8 that a token has, about: enough to tell a long prompt from a short one."""
+MAX_STRINGS = 1 << 17
+"""Maximum number of strings, names of fields among them, in a body whose names must be looked at one by one."""
+STEP = 4 << 20
+"""Bytes that are searched at a time."""
+ABSENT, NULL, TRUE = msgspec.Raw(b""), msgspec.Raw(b"null"), msgspec.Raw(b"true")
+EMPTY = re.compile(rb"\s*\{\s*\}\s*")
+LIST = re.compile(rb"\[\s*([^\s\]])")
+"""Begins a list that is not empty."""
+
+T = TypeVar("T")
+
+
+class _Fields(msgspec.Struct):
+    """What the router looks at in a body.
+
+    Values stay JSON: to build objects of a million numbers takes ten times as long as to skip them.
+    """
+
+    stream: msgspec.Raw = ABSENT
+    stream_options: msgspec.Raw = ABSENT
+    rid: msgspec.Raw = ABSENT
+    input_ids: msgspec.Raw = ABSENT
+    prompt: msgspec.Raw = ABSENT
+    text: msgspec.Raw = ABSENT
+    messages: msgspec.Raw = ABSENT
+
+
+class _AnyList(msgspec.Struct, array_like=True):
+    """A list whose entries are skipped."""
 
 
 class PairBodies(NamedTuple):
@@ -61,28 +92,20 @@ class RequestBody:
 
         No bytes at all are an object without fields, of which an instance says what it lacks.
         """
-        raw = raw or b"{}"
-        try:
-            fields = orjson.loads(raw)
-        except orjson.JSONDecodeError as exc:
-            raise BadRequestError(f"the body is not valid JSON: {exc}") from None
-        if not isinstance(fields, dict):
-            raise BadRequestError("the body must be a JSON object")
-        for name in PROMPT_FIELDS:
-            if (count := _batch_size(fields.get(name)) or 0) > MAX_PROMPTS:
-                raise BadRequestError(f"{name}: {count} prompts in one request, the limit is {MAX_PROMPTS}")
-        kept = {name: value for name, value in fields.items() if not name.startswith(BOOTSTRAP_PREFIX)}
-        sizes = (_batch_size(kept.get(name)) for name in PROMPT_FIELDS)
-        prompt = next((kept[name] for name in PROMPT_FIELDS if kept.get(name)), None)
+        raw = without_bootstrap_fields(raw or b"{}")
+        fields = _decode(raw, _Fields)
+        if not raw.isascii():
+            _check_utf8(raw)
+        prompts = [_Prompt.read(name, getattr(fields, name)) for name in PROMPT_FIELDS]
+        prompt_tokens = next((prompt.tokens for prompt in prompts if prompt.tokens), None)
         return cls(
-            # The common case: instances get the client's own bytes.
-            raw=raw if len(kept) == len(fields) else dump(kept),
-            stream=kept.get("stream") is True,
-            batch_size=next((size for size in sizes if size is not None), None),
-            prompt_tokens=_tokens(prompt) if prompt else _chat_tokens(kept.get("messages")),
-            is_empty=not kept,
-            has_rid=kept.get("rid") is not None,
-            has_stream_options="stream_options" in kept,
+            raw=raw,
+            stream=fields.stream == TRUE,
+            batch_size=next((prompt.batch_size for prompt in prompts if prompt.batch_size is not None), None),
+            prompt_tokens=_chat_tokens(fields.messages) if prompt_tokens is None else prompt_tokens,
+            is_empty=EMPTY.fullmatch(raw) is not None,
+            has_rid=fields.rid not in (ABSENT, NULL),
+            has_stream_options=fields.stream_options != ABSENT,
             request_id=request_id,
             rid_prefix=rid_prefix,
         )
@@ -124,42 +147,99 @@ class RequestBody:
         return [own, b"" if self.is_empty else b",", orjson.dumps(patch)[1:]]
 
 
-def dump(fields: dict[str, Any]) -> bytes:
-    """JSON again; raises ``BadRequestError`` for what was parsed but is nested too deeply to be written."""
+def _decode(data: bytes | msgspec.Raw, kind: type[T]) -> T:
+    """Decode JSON. Raises ``BadRequestError`` for what is none, or no object."""
     try:
-        return orjson.dumps(fields)
-    except orjson.JSONEncodeError as exc:
-        raise BadRequestError(f"the body can't be passed on: {exc}") from None
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError:
+        raise BadRequestError("the body must be a JSON object") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise BadRequestError(f"the body is not valid JSON: {exc}") from None
 
 
-def _tokens(prompt: Any) -> int:
-    if isinstance(prompt, list):
-        # Two levels are all that an instance takes; what is nested deeper, it refuses.
-        if _batch_size(prompt) is None:
-            return len(prompt)
-        return sum(len(item) if isinstance(item, list) else _text_tokens(item) for item in prompt)
-    return _text_tokens(prompt)
+def _check_utf8(raw: bytes) -> None:
+    try:
+        raw.decode()
+    except UnicodeDecodeError as exc:
+        raise BadRequestError(f"the body is not valid JSON: {exc}") from None
 
 
-def _chat_tokens(messages: Any) -> int:
-    """Tokens of a chat's contents, which are strings or lists of parts."""
-    contents = (
-        [turn.get("content") for turn in messages if isinstance(turn, dict)] if isinstance(messages, list) else []
-    )
-    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
-    return sum(_text_tokens(part.get("text") if isinstance(part, dict) else part) for part in parts)
+def without_bootstrap_fields(raw: bytes) -> bytes:
+    """Return ``raw`` less its ``bootstrap_…`` fields; the same object where there are none, which is the common case.
+
+    Raises ``BadRequestError`` for anything but a JSON object.
+    """
+    # A name may be spelled with escapes.
+    if not _contains(raw, BOOTSTRAP_PREFIX.encode()) and not _contains(raw, b"\\u00"):
+        return raw
+    if _strings(raw) > MAX_STRINGS:
+        raise BadRequestError(f"the body holds more than {MAX_STRINGS} strings; send fewer prompts at a time")
+    fields = _decode(raw, dict[str, msgspec.Raw])
+    kept = {name: value for name, value in fields.items() if not name.startswith(BOOTSTRAP_PREFIX)}
+    return raw if len(kept) == len(fields) else msgspec.json.encode(kept)
 
 
-def _text_tokens(text: Any) -> int:
-    if not isinstance(text, str):
-        return 1
-    # Bytes, not characters: of Chinese or Japanese, a token has about one character, which has three bytes.
-    return (len(text) if text.isascii() else len(text.encode(errors="replace"))) // BYTES_PER_TOKEN + 1
+def _contains(data: bytes, part: bytes) -> bool:
+    """Whether ``part`` is in ``data``; looked for in steps, as of some data each takes long."""
+    return any(data.find(part, at, at + STEP + len(part)) >= 0 for at in range(0, len(data), STEP))
 
 
-def _batch_size(prompts: Any) -> int | None:
-    is_batch = isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list)
-    return len(prompts) if is_batch else None
+def _strings(data: bytes) -> int:
+    """Count the strings of JSON. Those that end in a backslash may count half."""
+    return (data.count(b'"') - data.count(b'\\"')) // 2
+
+
+class _Prompt(NamedTuple):
+    """What one of ``PROMPT_FIELDS`` holds. ``tokens`` is 0 where it is not there, or no prompt."""
+
+    batch_size: int | None = None
+    tokens: int = 0
+
+    @classmethod
+    def read(cls, name: str, value: msgspec.Raw) -> _Prompt:
+        """Measure a field without building its values. Raises ``BadRequestError`` for too many prompts."""
+        kind = bytes(memoryview(value)[:1])
+        if kind == b'"':
+            return cls(tokens=_text_tokens(value))
+        data = bytes(value) if kind == b"[" else b""
+        first = LIST.match(data)
+        if first is None:
+            return cls()
+        if first[1] not in (b'"', b"["):
+            return cls(tokens=data.count(b",") + 1)
+        # An upper limit is known before the prompts are: so many of them would take long.
+        are_texts = first[1] == b'"'
+        most = _strings(data) if are_texts else data.count(b"[") - 1
+        size = len(_entries(data, are_texts)) if most <= MAX_PROMPTS else most
+        if size > MAX_PROMPTS:
+            raise BadRequestError(f"{name}: more than {MAX_PROMPTS} prompts in one request")
+        if not size:
+            return cls(tokens=1)  # an instance will say what is wrong with it
+        return cls(size, len(data) // BYTES_PER_TOKEN if are_texts else data.count(b",") + 1)
+
+
+def _entries(data: bytes, are_texts: bool) -> Sequence[Any]:
+    """The prompts of a batch; none where they are not all of one kind."""
+    try:
+        return (
+            msgspec.json.decode(data, type=list[str]) if are_texts else msgspec.json.decode(data, type=list[_AnyList])
+        )
+    except msgspec.ValidationError:
+        return ()
+
+
+def _chat_tokens(messages: msgspec.Raw) -> int:
+    """Tokens of a chat, whose roles and names of fields count as well."""
+    return _text_tokens(messages) if bytes(memoryview(messages)[:1]) == b"[" else 0
+
+
+def _text_tokens(value: msgspec.Raw) -> int:
+    """Tokens of JSON that is text, or holds some.
+
+    By bytes, not by characters: of Chinese or Japanese, a token has about one character, which has three bytes. Clients
+    that write it with escapes send twice as many, and are thought to ask for twice as much.
+    """
+    return (len(memoryview(value)) - 2) // BYTES_PER_TOKEN + 1
 
 
 def draw_room() -> int:

@@ -10,7 +10,6 @@ import asyncio
 import re
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -51,11 +50,9 @@ class SessionEndpoints:
     async def restore(self, request: Request) -> Response:
         """POST /kv/restore: at the first that has the session."""
         body = await self._bodies.read(request)
-        try:
-            fields = orjson.loads(body or b"{}")
-        except orjson.JSONDecodeError as e:
-            raise BadRequestError(f"the body is not valid JSON: {e}") from None
-        if isinstance(fields, dict) and fields.get("stream"):
+        with self._bodies.hold(len(body)):
+            streams = (await self._bodies.parse(body)).stream
+        if streams:
             raise BadRequestError(NO_STREAM)
         return await self._first(request, body)
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ...runtime.options import ServerOptions
+from ...runtime.web.aside import Aside
 from ...runtime.web.body import MAX_UPLOADS, Uploads
 from ...runtime.web.exposition import MetricsPage
 from ...runtime.web.guard import guard
@@ -68,7 +69,6 @@ from .generate_schemas import GenerateBody
 from .health import HealthCheck
 from .instance_metrics import InstanceMetrics
 from .kv_hashes import KVHashesBody, kv_hashes
-from .large_bodies import Aside
 from .memory import ReleaseBody, ResizeBody, ResumeBody, release_memory, resize_pool, resume_memory
 from .models import detokenize, get_model, list_models, tokenize
 from .moved_answers import PATH as MOVED_PATH

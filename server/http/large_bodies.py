@@ -1,23 +1,18 @@
-"""Work on large bodies that must not hold up the event loop: on a thread, and in pieces.
+"""Work on large bodies that must not hold up the event loop: on a thread (``Aside``), and in pieces.
 
-A thread alone does not help: a parser keeps the interpreter to itself until it returns. So a large body is parsed field
-by field, and lists of lists entry by entry; between two pieces the event loop has its turn. A piece is at most one
-prompt. One thread for all: bodies wait for each other, and streams for none of them.
+A large body is parsed field by field, and lists of lists entry by entry; between two pieces the event loop has its
+turn. A piece is at most one prompt.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import orjson
 
 from .errors import ApiError
 
-T = TypeVar("T")
 LARGE_BYTES = 1 << 16
 """A body of this length takes some 0.2 ms to parse, but up to 10 ms to check, with thousands of objects in it."""
 LARGE_BATCH = 256
@@ -30,19 +25,6 @@ MAX_TOKEN_IDS = 1 << 20
 """Maximum number of token ids in one body: to check them takes some 60 ms, in one piece."""
 MAX_TEXT_PARTS = 1 << 14
 """Maximum number of text parts in all messages of one body."""
-
-
-class Aside:
-    """Runs work on a thread of its own, one piece after the other."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "large-bodies")
-
-    async def run(self, is_large: bool, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns. It runs on the thread if ``is_large``, else here."""
-        if not is_large:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 def parse_in_pieces(data: bytes) -> Any:

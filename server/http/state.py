@@ -8,13 +8,13 @@ from typing import cast
 from starlette.requests import Request
 
 from ...runtime.options import ServerOptions
+from ...runtime.web.aside import Aside
 from ...runtime.web.body import Uploads
 from ...runtime.web.exposition import MetricsPage
 from .bootstrap_gate import BootstrapGate
 from .engine_client import EngineClient
 from .field_names import FieldNames
 from .health import HealthCheck
-from .large_bodies import Aside
 from .served_model import ServedModel
 from .session_folder import Sessions
 

@@ -20,10 +20,10 @@ from pdserve.router.metrics import RouterMetrics
 from pdserve.router.options import RouterOptions
 from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.web.auth import ApiKeyAuth
+from pdserve.runtime.web.guard import guard
 from pdserve.runtime.web.keys import Caller, Keys
 from pdserve.runtime.web.paths import PATHS, Access, PathTable, Server
 from pdserve.runtime.web.visits import VisitCounts
-from pdserve.server.http import app as instance_app
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 KEYS = {"none": {}, "wrong": {"authorization": "Bearer x"}, "user": {"x-api-key": "a-key"}}
@@ -56,11 +56,11 @@ class Front:
         self.counts = counts
         self.app: ASGIApp
         if server is Server.INSTANCE:
-            self.app = instance_app.guard(self.seen, ServerOptions(**options), counts)
+            self.app = guard(self.seen, ServerOptions(**options), server, counts)
         else:
             router = RouterOptions(worker=["http://127.0.0.1:1"], **options)
             metrics = RouterMetrics(Fleet(router), counts, ())
-            self.app = router_app.guard(self.seen, router, counts, metrics)
+            self.app = guard(self.seen, router, server, counts, metrics.visited)
 
     def http(self, **headers: str) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(app=self.app)

@@ -17,8 +17,9 @@ from pdserve.messages.requests import Bootstrap, GenerateReq, LogprobOptions, To
 from pdserve.messages.sampling import SamplingParams
 from pdserve.messages.text import Encoded, EncodeReq
 from pdserve.model_files.model_limits import ModelLimits
+from pdserve.runtime.web.aside import Aside
 from pdserve.server.http import engine_response, large_bodies, request_batch
-from pdserve.server.http.large_bodies import MAX_TEXT_PARTS, MAX_TOKEN_IDS, Aside, parse_in_pieces
+from pdserve.server.http.large_bodies import MAX_TEXT_PARTS, MAX_TOKEN_IDS, parse_in_pieces
 from pdserve.server.http.request_batch import SLICE_CHOICES
 from pdserve.server.request_tokenizer import RequestTokenizer
 

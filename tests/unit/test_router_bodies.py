@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 import tracemalloc
 
 import pytest
 from support.router_rig import generate, scenario
 
-from pdserve.router.client_bodies import SMALL_BYTES, ClientBodies
+from pdserve.router.client_bodies import LARGE_BYTES, SMALL_BYTES, ClientBodies
 from pdserve.router.errors import TooManyBodiesError
 from pdserve.router.instance import Instance, Role
 from pdserve.router.request_body import RequestBody
@@ -53,6 +54,24 @@ def test_a_stream_holds_its_body_once(by_a_pair):
             tracemalloc.stop()
 
     run()
+
+
+@scenario()
+async def test_large_bodies_are_parsed_on_a_thread(rig):
+    client = await rig.route(worker=[await rig.instance()])
+    threads: list[str] = []
+    parse = RequestBody.parse
+
+    def watched(*args):
+        threads.append(threading.current_thread().name)
+        return parse(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RequestBody, "parse", watched)
+        for path in ("/generate", "/kv/restore"):
+            for size in (LARGE_BYTES // 2, LARGE_BYTES):
+                assert (await client.post(path, json={"text": "x" * size})).status_code == 200
+    assert [name.startswith("large-bodies") for name in threads] == [False, True, False, True]
 
 
 def test_held_bytes_are_limited_and_small_bodies_have_a_reserve():

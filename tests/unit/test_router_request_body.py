@@ -1,13 +1,14 @@
 """What each leg is sent for a client's body."""
 
 import json
+import tracemalloc
 
 import orjson
 import pytest
 
 from pdserve.router.errors import BadRequestError
 from pdserve.router.instance import Instance, Role
-from pdserve.router.request_body import PairBodies, RequestBody
+from pdserve.router.request_body import STEP, PairBodies, RequestBody
 
 PREFILL = Instance("http://[::1]:30000", Role.PREFILL, 9000)
 
@@ -109,19 +110,21 @@ def test_a_body_without_them_is_passed_on_byte_for_byte():
     assert RequestBody.parse(body).raw is body
 
 
-def test_a_body_too_deep_to_be_written_again_is_the_clients_fault_where_it_has_to_be():
+def test_a_body_that_is_nested_deeply_is_passed_on_until_it_is_nested_too_deeply():
     for begin, middle, end in ((b"[", b"", b"]"), (b'{"a":', b"1", b"}")):
-        deep = b'{"text": ' + begin * 300 + middle + end * 300 + b"}"
+        value = begin * 300 + middle + end * 300
+        deep = b'{"text": ' + value + b"}"
         assert RequestBody.parse(deep).raw is deep
-        with pytest.raises(BadRequestError, match="passed on"):
-            RequestBody.parse(deep[:-1] + b', "bootstrap_host": "evil"}')
+        assert RequestBody.parse(deep[:-1] + b', "bootstrap_host": "evil"}').raw == b'{"text":' + value + b"}"
+        with pytest.raises(BadRequestError, match="not valid JSON"):
+            RequestBody.parse(b'{"text": ' + begin * 5000 + middle + end * 5000 + b"}")
 
 
 @pytest.mark.parametrize("name", ["text", "prompt", "input_ids"])
 def test_too_many_prompts_are_refused_before_they_are_multiplied(name):
     one = [1] if name == "input_ids" else "a"
     assert RequestBody.parse(json.dumps({name: [one] * 4096}).encode()).batch_size == 4096
-    with pytest.raises(BadRequestError, match=f"{name}: 4097 prompts"):
+    with pytest.raises(BadRequestError, match=f"{name}: more than 4096 prompts"):
         RequestBody.parse(json.dumps({name: [one] * 4097}).encode())
 
 
@@ -141,6 +144,72 @@ def test_a_prompts_length_is_guessed(fields, tokens):
 def test_a_prompt_nested_deeply_is_measured_all_the_same():
     deep = b'{"text": ' + b"[" * 250 + b"]" * 250 + b"}"
     assert RequestBody.parse(deep).prompt_tokens == 1
+
+
+IDS = b",".join([b"7"] * 200_000)
+OBJECTS = b",".join([b'{"content":"a"}'] * 50_000)
+NAMES = b",".join(b'"%d":1' % i for i in range(50_000))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"input_ids":[' + IDS + b"]}",
+        b'{"input_ids":[' + b",".join([b"[" + IDS[:399] + b"]"] * 1000) + b"]}",
+        b'{"messages":[' + OBJECTS + b"]}",
+        b'{"text":"a","unknown":[' + OBJECTS + b"]}",
+        b'{"text":"a",' + NAMES + b"}",
+        b'{"bootstrap_host":"evil","input_ids":[' + IDS + b"]}",
+    ],
+    ids=["ids", "lists of ids", "messages", "unknown", "names", "ids and a field that is left out"],
+)
+def test_no_objects_are_built_of_a_bodys_values(body):
+    """They would take ten times as long, in which the event loop can't go on, and several times the memory."""
+    RequestBody.parse(b"{}")
+    tracemalloc.start()
+    try:
+        RequestBody.parse(body)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 3 * len(body)
+
+
+@pytest.mark.parametrize(
+    ("fields", "size", "tokens"),
+    [
+        ({"text": ["a", [1]]}, None, 1),
+        ({"input_ids": [[1], "a"]}, None, 1),
+        ({"input_ids": [], "text": "x" * 40}, None, 11),
+        ({"prompt": None, "text": ["x" * 40, "\\"]}, 2, 12),
+        ({"input_ids": 7, "text": {}}, None, 0),
+    ],
+)
+def test_what_an_instance_will_refuse_is_no_batch(fields, size, tokens):
+    body = RequestBody.parse(json.dumps(fields).encode())
+    assert (body.batch_size, body.prompt_tokens) == (size, tokens)
+
+
+@pytest.mark.parametrize("beyond", range(-12, 3))
+def test_a_name_is_found_wherever_it_stands(beyond):
+    before = b'{"text":"' + b"x" * (STEP + beyond - 11) + b'",'
+    assert b"evil" not in RequestBody.parse(before + b'"bootstrap_host":"evil"}').raw
+    assert b"evil" not in RequestBody.parse(before + b'"bootstrap\\u005fhost":"evil"}').raw
+
+
+def test_names_that_must_be_looked_at_are_limited():
+    many = b",".join(b'"%d":1' % i for i in range(2**17 - 3))
+    assert json.loads(RequestBody.parse(b'{"bootstrap_x":"a",' + many + b"}").raw).keys() == {
+        str(i) for i in range(2**17 - 3)
+    }
+    with pytest.raises(BadRequestError, match="more than 131072 strings"):
+        RequestBody.parse(b'{"bootstrap_x":"a","b":"c",' + many + b"}")
+
+
+@pytest.mark.parametrize("body", [b'{"text":"\xff"}', b'{"other":"\xff"}', b'{"text":"\\ud800"}', b"[1]", b"7", b"{"])
+def test_what_is_no_json_object_is_refused(body):
+    with pytest.raises(BadRequestError):
+        RequestBody.parse(body)
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
@@ -166,11 +235,11 @@ def test_no_body_at_all_has_no_fields():
     ("fields", "tokens"),
     [
         ({"text": "x" * 400}, 101),
-        ({"text": "\u6f22" * 400}, 301),
-        ({"messages": [{"role": "user", "content": "x" * 400}] * 2}, 202),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\u6f22" * 400}]}]}, 301),
+        ({"text": "\u6f22" * 400}, 601),
+        ({"messages": [{"role": "user", "content": "x" * 400}] * 2}, 217),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\u6f22" * 400}]}]}, 615),
         ({"messages": "x"}, 0),
-        ({"messages": [7, {"content": None}]}, 1),
+        ({"messages": [7, {"content": None}]}, 6),
         ({}, 0),
     ],
 )
