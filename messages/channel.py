@@ -71,12 +71,17 @@ def encode(messages: Sequence[Message]) -> bytes:
 
 
 class Sender:
-    """The sending end (PUSH, connects). One thread only, as every ZMQ socket. ``limit``: bytes of a frame."""
+    """The sending end (PUSH, connects). One thread only, as every ZMQ socket. ``limit``: bytes of a frame.
 
-    def __init__(self, ctx: zmq.Context[Any], address: str, limit: int = IPC_FRAME_BYTES) -> None:
+    ``linger_ms``: how long what is queued may take to leave after ``close``; None: ``LINGER_MS``, -1: any time.
+    """
+
+    def __init__(
+        self, ctx: zmq.Context[Any], address: str, limit: int = IPC_FRAME_BYTES, linger_ms: int | None = None
+    ) -> None:
         self._limit = limit
         self._socket = ctx.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._socket.setsockopt(zmq.LINGER, LINGER_MS if linger_ms is None else linger_ms)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.connect(address)
 
@@ -102,7 +107,7 @@ class Sender:
         return frames
 
     def close(self) -> None:
-        """Close; what is still queued has ``LINGER_MS`` to leave."""
+        """Close; what is still queued has ``linger_ms`` to leave."""
         self._socket.close()
 
 

@@ -56,7 +56,9 @@ class ChildContext:
 
     def report_ready(self, info: dict[str, float] | None = None) -> None:
         """Tell the supervisor that this process can serve."""
-        sender = Sender(self.zmq_ctx, self.address("supervisor"))
+        # On a busy machine, to connect can take longer than senders usually linger. A supervisor that never hears of
+        # this process ends the instance at its startup timeout, though it serves. When it is gone, so is this process.
+        sender = Sender(self.zmq_ctx, self.address("supervisor"), linger_ms=-1)
         sender.send(Ready(name=self.name, info=info or {}))
         sender.close()
 

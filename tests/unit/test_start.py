@@ -6,7 +6,15 @@ import os
 import subprocess
 import sys
 
+import zmq
 from support.machine import limit
+
+from pdserve.messages import channel
+from pdserve.messages.channel import Receiver
+from pdserve.messages.control import Ready
+from pdserve.messages.routes import ToSupervisor
+from pdserve.runtime.child import ChildContext
+from pdserve.runtime.options import ServerOptions
 
 MODULE = """
 import gc
@@ -33,3 +41,16 @@ def test_an_import_that_fails_is_no_silence(tmp_path):
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=limit(60))
     assert done.returncode == 1
     assert "No module named 'no_such_process'" in done.stderr
+
+
+def test_a_supervisor_that_listens_late_hears_that_a_process_is_ready(tmp_path, monkeypatch):
+    monkeypatch.setattr(channel, "LINGER_MS", 0)
+    ctx = zmq.Context()
+    child = ChildContext("detokenizer", tmp_path, "epoch", ServerOptions(), "secret", ctx)
+    child.report_ready({"seconds": 1.0})
+    inbox: Receiver = Receiver(ctx, child.address("supervisor"), ToSupervisor)
+    try:
+        assert inbox.recv(int(1000 * limit(10))) == [Ready("detokenizer", {"seconds": 1.0})]
+    finally:
+        inbox.close()
+        ctx.destroy(linger=0)
