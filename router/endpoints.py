@@ -19,7 +19,7 @@ from ..runtime.web.visits import Visit
 from .client_answer import ClientAnswer, ReadyAnswer
 from .client_bodies import ClientBodies
 from .dispatcher import Dispatcher, RoutedRequest, drop
-from .errors import InstanceSilentError, NoInstanceError, RouterError
+from .errors import SUCCESS, InstanceSilentError, NoInstanceError, RouterError
 from .fleet import Fleet
 from .headers import Headers, passed_back, passed_on, without_type
 from .instance import HealthState, Instance, Role
@@ -30,6 +30,8 @@ QUESTION_TIMEOUT = 7.5
 TEXT_TIMEOUT = 65.0
 """Seconds for ``/tokenize``, ``/v1/models`` and the like. An instance itself gives up after 30 s, twice at most."""
 RID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+WRITTEN_LEVELS = 200
+"""Levels of nested JSON that orjson surely writes, also inside an answer of the router's own; it reads 1,024."""
 HEALTH_PROMPT = {"text": "Hi", "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
 
 
@@ -51,6 +53,11 @@ class Said(NamedTuple):
         """A number in the answer, 0 where there is none."""
         value = self.body.get(name) if isinstance(self.body, dict) else None
         return value if isinstance(value, int) else 0
+
+    def entries(self, name: str) -> list[dict[str, Any]]:
+        """The objects in a list of the answer, none where there is no such list."""
+        values = self.body.get(name) if isinstance(self.body, dict) else None
+        return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
     def report(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -166,7 +173,7 @@ class ControlEndpoints:
         told = [said for said in await self.ask_all(request) if said.ok and isinstance(said.body, dict)]
         if not told:
             return error_response(NoInstanceError("no instance tells of its hand-overs"))
-        rooms = [room | {"instance": said.instance.url} for said in told for room in said.body.get("transfers", [])]
+        rooms = [room | {"instance": said.instance.url} for said in told for room in said.entries("transfers")]
         return json_response({"open": sum(said.count("open") for said in told), "transfers": rooms})
 
     async def abort_request(self, request: Request) -> Response:
@@ -220,11 +227,22 @@ class ControlEndpoints:
         except ClientError as exc:
             self._fleet.report_failure(instance, f"can't be reached ({exc})")
             return Said(instance, 0, instance.reason)
-        try:
-            content = orjson.loads(answer.body) if answer.body else None
-        except orjson.JSONDecodeError:
-            content = answer.body.decode(errors="replace")
-        return Said(instance, answer.status, content, passed_back(answer.headers))
+        if answer.status not in SUCCESS and answer.status < 400:
+            text = f"{instance} answered with status {answer.status}, which answers no question"
+            return Said(instance, 502, error_body(502, text))
+        return Said(instance, answer.status, content_of(answer.body), passed_back(answer.headers))
+
+
+def content_of(body: bytes) -> Any:
+    """What an answer holds: JSON that can be written again, or else its text; None if it is empty."""
+    try:
+        content = orjson.loads(body) if body else None
+        # More levels are read than are written. A body with fewer brackets can't have too many.
+        if body.count(b"[") + body.count(b"{") > WRITTEN_LEVELS:
+            orjson.dumps(content)
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        return body.decode(errors="replace")
+    return content
 
 
 async def until_disconnect(receive: Receive) -> None:

@@ -11,6 +11,8 @@ from ..runtime.web.errors import error_body, error_headers
 from .headers import Headers, without_type
 
 TOO_MANY = 429
+SUCCESS = range(200, 204)
+"""Statuses of an instance that go to the client with the answer. Others below 400 come without one."""
 
 
 class RouterError(Exception):
@@ -134,6 +136,7 @@ class MovedAwayError(RouterError):
 class InstanceAnsweredError(RouterError):
     """An instance answered with an error; its own ``error`` object goes to the client.
 
+    A status below 400 (a redirect, say) is no answer to any request of a client's: it becomes a 502.
     429, and 503 with ``code`` "overloaded", tell of load. A 503 with ``Retry-After`` is about the instance if its
     ``code`` says so, or if it has none, as other servers'.
     """
@@ -142,8 +145,8 @@ class InstanceAnsweredError(RouterError):
 
     def __init__(self, status: int, answer: bytes, where: str, headers: Headers) -> None:
         parsed = parse_error(answer)
-        super().__init__(str(parsed["message"]) if parsed else f"{where} answered with status {status}")
-        self.status = status
+        super().__init__(parsed["message"] if parsed else f"{where} answered with status {status}")
+        self.status = status = status if status >= 400 else 502
         self.headers = without_type(headers)
         self.retryable = status in (TOO_MANY, 502, 503)
         said = parsed or {}
@@ -168,10 +171,15 @@ def retry_after(headers: Headers) -> float | None:
 
 
 def parse_error(answer: bytes) -> dict[str, Any] | None:
-    """The ``error`` object of an answer in the API's error shape, None for anything else."""
+    """The ``error`` object of an answer in the API's error shape, None for anything else.
+
+    Lists and objects in it are left out: no API has them there, and one nested too deeply could not be passed on.
+    """
     try:
         parsed = orjson.loads(answer)
     except orjson.JSONDecodeError:
         return None
     error = parsed.get("error") if isinstance(parsed, dict) else None
-    return error if isinstance(error, dict) and "message" in error else None
+    if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+        return None
+    return {name: value for name, value in error.items() if not isinstance(value, dict | list)}

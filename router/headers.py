@@ -42,8 +42,12 @@ JSON_TYPE = (CONTENT_TYPE, b"application/json")
 
 
 def passed_on(headers: Headers) -> Headers:
-    """What an instance gets with a client's request: some of the client's own ``headers``, and the body's type."""
-    return [JSON_TYPE, *(header for header in headers if header[0] in PASSED_ON and _is_fit(*header))]
+    """What an instance gets with a client's request: some of the client's own ``headers``, and the body's type.
+
+    One of each name, the last: an instance refuses a head with too many headers, and closes the connection.
+    """
+    last = {header[0]: header for header in headers if header[0] in PASSED_ON and _is_fit(*header)}
+    return [JSON_TYPE, *last.values()]
 
 
 def _is_fit(name: bytes, value: bytes) -> bool:

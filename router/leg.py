@@ -19,6 +19,7 @@ from ..runtime.web.client.errors import CannotConnect, ClientError, ConnectionGo
 from ..runtime.web.client.events import EventBuffer
 from ..runtime.web.sse import EVENT_END
 from .errors import (
+    SUCCESS,
     InstanceAnsweredError,
     InstanceCrashedError,
     InstanceGoneError,
@@ -99,7 +100,8 @@ class Leg:
         answer comes when all of it is computed, which may take hours: there the limit (``LegLimits.unseen``) is on the
         time since a health check last found the instance alive.
 
-        Raises ``InstanceGoneError``, ``InstanceSilentError``, or ``InstanceAnsweredError`` for any status but 2xx.
+        Raises ``InstanceGoneError``, ``InstanceSilentError``, or ``InstanceAnsweredError`` for a status that is not in
+        ``SUCCESS``.
         """
         url, limits = self.instance.url, self._limits
         patience = limits.first_byte if streams else limits.unseen
@@ -120,7 +122,7 @@ class Leg:
                 self._renewal.cancel()
         self.instance.heard_at = time.monotonic()
         answer = self._answer
-        if not 200 <= answer.status < 300:
+        if answer.status not in SUCCESS:
             said = await self.read_all()
             raise InstanceAnsweredError(answer.status, said, str(self.instance), passed_back(answer.headers))
         return answer

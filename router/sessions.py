@@ -74,8 +74,9 @@ class SessionEndpoints:
             return answer_of(told[0]) if told else error_response(NoInstanceError("no instance can be reached"))
         merged: dict[tuple[str, str], dict[str, Any]] = {}
         for said in good:
-            for session in said.body.get("sessions", []):
-                known = merged.setdefault((session.get("owner", ""), session["name"]), session | {"instances": []})
+            for session in said.entries("sessions"):
+                key = (str(session.get("owner", "")), str(session.get("name", "")))
+                known = merged.setdefault(key, session | {"instances": []})
                 known["instances"].append(said.instance.url)
         return json_response({"sessions": [merged[key] for key in sorted(merged)]})
 

@@ -77,6 +77,10 @@ class TooMuch(Exception):
     """A client exceeded a limit; ends its connection. httptools turns it into its own error."""
 
 
+class NotServed(Exception):
+    """A client asks for what only a proxy does; ends its connection as ``TooMuch`` does."""
+
+
 class Phase(Enum):
     """What a connection is waiting for from its client."""
 
@@ -154,9 +158,6 @@ class LimitedProtocol(HttpToolsProtocol):
             # Each pass takes a request off the data, and the queue of requests has a limit.
             self._feed(head + data[upgrade.args[0] :])
 
-    def _asks_to_upgrade(self) -> bool:
-        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
-
     def on_message_begin(self) -> None:
         self._head_bytes = self._header_count = 0
         self._enter(Phase.HEAD)
@@ -179,7 +180,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._framing_bytes = 0
         self._waiting.pop(self, None)
         self._enter(Phase.BODY)
-        if self._asks_to_upgrade():
+        if self.parser.get_method() == b"CONNECT":
+            # To the parser, what follows belongs to a tunnel.
+            raise NotServed
+        if self.parser.should_upgrade():
             # The parser stops here, and skips the body: see _feed.
             return
         super().on_headers_complete()
@@ -193,7 +197,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._framing_bytes = 0
-        if self._asks_to_upgrade():
+        if self.parser.should_upgrade():
             return
         self._enter(Phase.IDLE)
         super().on_message_complete()

@@ -190,6 +190,7 @@ def test_a_request_may_name_the_whole_url(front: Any) -> None:
         assert (answer.status, is_open) == (200, True)
         for method, target, status in (
             (b"CONNECT", b"localhost:80", 400),
+            (b"CONNECT", b"/livez", 400),
             (b"OPTIONS", b"*", 404),
             (b"OPTIONS", b"/livez", 204),
             (b"GET", b"/LIVEZ", 404),

@@ -143,6 +143,8 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         self._framing_bytes = 0
         self._status = self._parser.get_status_code()
+        if not 100 <= self._status <= 599:
+            raise BadAnswer(f"status {self._status}, which HTTP does not have")
         if self._status < 200:
             # Only news on the way to the answer (100 Continue, 103 Early Hints).
             self._headers.clear()
