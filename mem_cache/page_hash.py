@@ -3,7 +3,8 @@
 ``hash(i) = blake2b(hash(i - 1) + tokens of page i)``, and before the first page stands the hash of whatever else the KV
 depends on: the model's fingerprint, the layout, and the namespace. So equal hash means equal prefix, in every process
 and on every host. A hash that withstands attacks, since prompts are anybody's: who could make two prompts collide would
-be answered from another's.
+be answered from another's. Clients choose namespaces as well, so models, namespaces and pages are hashed in domains of
+their own (BLAKE2's ``person``): no namespace has the hash of a page, whatever its bytes.
 """
 
 from __future__ import annotations
@@ -17,16 +18,23 @@ from ..messages.worker import KVLayout
 
 HASH_BYTES = 16
 TOKEN_BYTES = 4
+MODEL, NAMESPACE, PAGE = b"pdserve-model", b"pdserve-names", b"pdserve-page"
+"""Domains of hashes, at most 16 bytes each. Whoever changes what a hash is made of changes these, too: a page that a
+store has by an old name must not be found by a new one."""
+
+
+def _digest(content: bytes, domain: bytes) -> bytes:
+    return blake2b(content, digest_size=HASH_BYTES, person=domain).digest()
 
 
 def model_seed(fingerprint: str, layout: KVLayout) -> bytes:
     """What the hashes of one model's pages begin with; another layout's bytes mean something else."""
-    return blake2b(fingerprint.encode() + msgspec.json.encode(layout), digest_size=HASH_BYTES).digest()
+    return _digest(fingerprint.encode() + msgspec.json.encode(layout), MODEL)
 
 
 def namespace_seed(seed: bytes, namespace: bytes) -> bytes:
     """The same of one namespace (a request's ``extra_key``)."""
-    return blake2b(seed + namespace, digest_size=HASH_BYTES).digest() if namespace else seed
+    return _digest(seed + namespace, NAMESPACE) if namespace else seed
 
 
 def chain(before: bytes, key: bytes, page_size: int) -> list[bytes]:
@@ -34,7 +42,7 @@ def chain(before: bytes, key: bytes, page_size: int) -> list[bytes]:
     step = page_size * TOKEN_BYTES
     hashes = []
     for at in range(0, len(key), step):
-        before = blake2b(before + key[at : at + step], digest_size=HASH_BYTES).digest()
+        before = blake2b(before + key[at : at + step], digest_size=HASH_BYTES, person=PAGE).digest()
         hashes.append(before)
     return hashes
 
