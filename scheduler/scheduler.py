@@ -463,6 +463,8 @@ class Scheduler:
         """Make room for the KV of a prompt that ran elsewhere, or say why not; nothing is computed of it."""
         if (refusal := self.refusal(msg)) is not None:
             return refusal.message
+        if (length := len(msg.input_ids) // 4) > self.longest:
+            return f"it has {length} tokens, there is room for {self.longest} here"
         self.reqs[msg.rid] = self.planner.came(Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, 1, 1))
         return self.reqs[msg.rid]
 

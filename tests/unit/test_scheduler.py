@@ -16,7 +16,7 @@ from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.outputs import FinishType, ReqError, ReqTokens
 from pdserve.messages.requests import AbortReq, StopReq
 from pdserve.messages.worker import StepResult
-from pdserve.scheduler.req import MAX_BATCH_SECONDS
+from pdserve.scheduler.req import MAX_BATCH_SECONDS, Req
 
 
 def assert_all_returned(sim: SimInstance) -> None:
@@ -403,3 +403,15 @@ def test_forks_of_one_that_ends_with_its_first_token_compute_the_prompt_one_afte
     assert all(sim.tokens[f"a-{i}"] == reference_output(range(50), 1) for i in range(3))
     assert sim.scheduler.counters.prompt_tokens == 50 + 2 * 2
     assert_all_returned(sim)
+
+
+def test_kv_that_comes_back_and_is_longer_than_the_context_is_refused() -> None:
+    """Prefill and decode may have unlike ``--context-length``."""
+    sim = SimInstance(make_options(max_total_tokens=512, handover="on"), context_length=64)
+    refusal = sim.scheduler.admit_gift(make_generate("longer", list(range(65))))
+    assert isinstance(refusal, str)
+    assert "room for 64 here" in refusal
+    assert not sim.scheduler.reqs
+    fits = sim.scheduler.admit_gift(make_generate("fits", list(range(64))))
+    assert isinstance(fits, Req)
+    assert sim.scheduler.admit_landing(fits, [], 64)
