@@ -1,0 +1,62 @@
+"""The scheduler's loop by itself: what leaves first in a turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from support.sim import make_options, make_worker_ready
+
+from pdserve.messages.base import Message
+from pdserve.messages.channel import Receiver, Sender
+from pdserve.messages.control import Ping, Pong
+from pdserve.messages.routes import ToDetokenizer
+from pdserve.runtime.child import ChildContext
+from pdserve.scheduler.process import SchedulerProcess
+from pdserve.scheduler.scheduler import Scheduler
+
+
+class Loop:
+    """A scheduler's process in this one, and the ends of its channels."""
+
+    def __init__(self, folder: Path) -> None:
+        self._zmq_ctx: zmq.Context[Any] = zmq.Context()
+        self._ctx = ChildContext("scheduler", folder, "e1", make_options(), "s", self._zmq_ctx)
+        self.process = SchedulerProcess(self._ctx)
+        self.answers: Receiver[Any] = Receiver(self._zmq_ctx, self._ctx.address("detokenizer"), ToDetokenizer)
+
+    def send(self, channel: str, message: Message) -> None:
+        sender = Sender(self._zmq_ctx, self._ctx.address(channel))
+        sender.send(message)
+        sender.close()
+
+    def close(self) -> None:
+        self._zmq_ctx.destroy(linger=0)
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Loop]:
+    with closing(Loop(tmp_path)) as loop:
+        yield loop
+
+
+def test_answers_leave_before_the_invariants_are_checked(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop.send("worker_events", make_worker_ready(make_options()))
+    loop.process.turn()
+    left: list[object] = []
+
+    def check(scheduler: Scheduler) -> None:
+        while frame := loop.answers.recv(10_000):
+            left.extend(frame)
+            if any(isinstance(message, Pong) for message in frame):
+                break
+
+    monkeypatch.setattr(Scheduler, "check_invariants", check)
+    loop.process._checked_at, loop.process._checked_step = 0.0, -1
+    loop.send("scheduler", Ping(7))
+    loop.process.turn()
+    assert [message for message in left if isinstance(message, Pong)]
