@@ -392,9 +392,17 @@ class KVMemory:
             raise AssertionError(f"request {req.rid} ({req.state}) holds no KV memory")
         return req.hold
 
+    def is_pinned(self, req: Req) -> bool:
+        """Whether another user, a hand-over or a move, keeps the request's memory when the request lets go of it."""
+        return self.hold_of(req).pins > 1
+
     def private_len(self, req: Req) -> int:
-        """Tokens of the request's memory that no other request uses, pinned in the tree and behind that."""
+        """Tokens of memory that come free with the request: those that nobody else uses, pinned in the tree and behind
+        that.
+        """
         hold = self.hold_of(req)
+        if self.is_pinned(req):
+            return 0
         own = itertools.takewhile(lambda node: node.lock_ref <= 1, hold.node.path_up())
         return hold.kv_len - hold.cached_len + sum(node.num_tokens for node in own)
 
@@ -403,7 +411,7 @@ class KVMemory:
         slots = window_pages = 0
         for req in reqs:
             slots += self.pages_up(self.private_len(req))
-            window_pages += self.hold_of(req).window.committed
+            window_pages += 0 if self.is_pinned(req) else self.hold_of(req).window.committed
         return Reserve(slots, window_pages)
 
     def could_admit(self, req: Req, reserve: Reserve, given: Reserve = NO_RESERVE) -> bool:

@@ -245,19 +245,24 @@ class StepPlanner:
         """Returns whether a request that decodes can't, for want of memory."""
         reqs = [r for r in self.running.values() if r.state is ReqState.RUNNING and r.wants_tokens]
         reqs = self._memory.growable(reqs)
+        is_short = False
         while reqs:
             slots = self._memory.grow(reqs)
             if slots is not None:
                 builder.add_decodes(reqs, slots)
-                return False
+                return is_short
             # A lone request fits by construction: what it lacks is held by hand-overs. These end by themselves, but for
             # those whose writer can't be stopped and does not stop; so there is a limit to the wait.
-            if len(reqs) == 1 and len(self.running) == 1:
+            if len(reqs) == 1 and (is_short or len(self.running) == 1):
                 return True
             victim = choose_victim(reqs, self._memory, self.waiting.rank)
             reqs.remove(victim)
-            self._retract(victim, now)
-        return False
+            # A hand-over that reads the victim's pages keeps them: the victim would compute again for nothing. It waits.
+            if self._memory.is_pinned(victim):
+                is_short = True
+            else:
+                self._retract(victim, now)
+        return is_short
 
     def _preempt(self, now: float) -> None:
         """Make room for the first that waits, where those that run are far enough below it and have enough."""
@@ -269,7 +274,9 @@ class StepPlanner:
         below = [
             r
             for r in self.running.values()
-            if r.state is ReqState.RUNNING and self.waiting.rank(r) - rank > self._threshold
+            if r.state is ReqState.RUNNING
+            and self.waiting.rank(r) - rank > self._threshold
+            and not self._memory.is_pinned(r)
         ]
         if not below or not self._memory.could_admit(req, NO_RESERVE, self._memory.gives(below)):
             return
@@ -322,6 +329,8 @@ class StepPlanner:
             if self._memory.must_wait(req, now):
                 continue
             ahead = [*begun, *(r for r in pieces.prefilled if r not in begun)]
+            # Who follows goes at the leader's pace: not at that of one of lower priority.
+            ahead = [r for r in ahead if self.waiting.rank(r) <= self.waiting.rank(req)]
             if ahead and not req.retractions and self.shared_prompts.follows(req, self._memory.prefix_len(req), ahead):
                 self.waiting.set_aside(req)
                 aside += 1

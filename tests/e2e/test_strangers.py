@@ -107,6 +107,8 @@ def run_campaign(pair: Pair, frames: int, seed: int) -> None:
 @pytest.fixture
 def pair(small_pair):
     """One pair for all tests of this file: none of them may harm it."""
+    # On a busy machine a lease may have run out while the test before held all ports.
+    small_pair.router.wait_healthy()
     return small_pair
 
 

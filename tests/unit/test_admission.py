@@ -275,3 +275,31 @@ def test_kv_of_a_peer_that_is_not_verified_is_not_kept():
     memory.hold_of(req).verified = False
     assert memory.kept_len(req) == 0
     sim.settle()
+
+
+# --- requests whose memory a hand-over keeps ---
+
+
+@pytest.mark.parametrize("pinned", [0, 3, 7])
+def test_who_is_being_moved_is_not_retracted_for_nothing(pinned: int) -> None:
+    options = {"max_total_tokens": 256, "chunked_prefill_size": 64, "itl_budget_ms": 0}
+    sim = SimInstance(make_options(**options, schedule_conservativeness=0.0, disable_overlap_schedule=True))
+    rng = random.Random(1)
+    for i in range(8):
+        sim.submit(f"r{i}", [rng.randrange(97) for _ in range(16)], max_new_tokens=60)
+    for _ in range(3):
+        sim.plan()
+        sim.work()
+    scheduler = sim.scheduler
+    moving = [f"r{i}" for i in range(1, 1 + pinned)]
+    holds = [scheduler.memory.pin(scheduler.reqs[rid]) for rid in moving]
+    for _ in range(40):
+        sim.plan()
+        sim.work()
+    assert not any(scheduler.reqs[rid].retractions for rid in moving if rid in scheduler.reqs)
+    assert scheduler.planner.retractions > 0 or pinned == 7
+    for hold in holds:
+        scheduler.memory.unpin(hold)
+    sim.run_until_idle()
+    assert scheduler.planner.retractions
+    assert all(len(sim.tokens[f"r{i}"]) == 60 for i in range(8))

@@ -51,6 +51,33 @@ def assert_all_returned(sim: SimInstance) -> None:
 # --- priorities ---
 
 
+def test_nobody_follows_a_prompt_of_lower_priority() -> None:
+    """Who waits for another's prompt gets on at that one's pace."""
+    options = make_options(
+        **{"page_size": 16, "max_total_tokens": 1 << 16, "max_running_requests": 512, "chunked_prefill_size": 512},
+        itl_budget_ms=0,
+        enable_priority_scheduling=True,
+    )
+    rng = random.Random(1)
+    same = [rng.randrange(97) for _ in range(8000)]
+
+    def steps_until_first_token(prompt: list[int]) -> int:
+        sim = SimInstance(options, context_length=1 << 15)
+        send(sim, "low", [*same, 1], max_new_tokens=1)
+        turn(sim)
+        send(sim, "high", prompt, max_new_tokens=1, priority=100)
+        for steps in range(100):
+            if "high" in sim.tokens:
+                return steps
+            # Nearly all of each step goes to those between the two.
+            send(sim, f"between{steps}", [rng.randrange(97) for _ in range(496)], max_new_tokens=1, priority=50)
+            turn(sim)
+        raise AssertionError("no first token")
+
+    alone = steps_until_first_token([rng.randrange(97) for _ in range(8001)])
+    assert steps_until_first_token([*same, 2]) <= alone
+
+
 @pytest.mark.parametrize("low_first", [False, True])
 @pytest.mark.parametrize("policy", ["priority", "lpm", "srpf"])
 def test_priorities_come_before_the_policy(policy: str, low_first: bool):
