@@ -257,7 +257,7 @@ class StepPlanner:
                 return True
             victim = choose_victim(reqs, self._memory, self.waiting.rank)
             reqs.remove(victim)
-            # A hand-over that reads the victim's pages keeps them: the victim would compute again for nothing. It waits.
+            # A hand-over that reads the victim's pages keeps them: it would compute again for nothing, so it waits.
             if self._memory.is_pinned(victim):
                 is_short = True
             else:
