@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ..runtime import clean_start  # isort: skip  # noqa: F401
 
+import errno
 import os
 import sys
 from importlib.metadata import version as package_version
@@ -23,7 +24,7 @@ from ..benchmark.transfer.options import TransferBenchOptions
 from ..model_runner.double_sparsity.options import CalibrateOptions, CalibrateOptionsError
 from ..router.options import RouterOptions, RouterOptionsError
 from ..runtime.config_file import apply_config
-from ..runtime.exit_codes import EXIT_USAGE
+from ..runtime.exit_codes import EXIT_FAILED, EXIT_USAGE
 from ..runtime.option_checks import OptionError, check_options
 from ..runtime.options import ServerOptions
 from ..runtime.web.ports import LOOPBACK
@@ -245,7 +246,23 @@ def main() -> None:
         except UnicodeDecodeError:  # options go to the processes of an instance as JSON
             print(f"pdserve: {word!r} is not UTF-8: give files and folders another name", file=sys.stderr)
             sys.exit(EXIT_USAGE)
-    sys.exit(app(result_action="return_value"))
+    try:
+        code = app(result_action="return_value")
+        sys.stdout.flush()
+    except OSError as e:
+        if e.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        code = _end_output(e)
+    sys.exit(code)
+
+
+def _end_output(error: OSError) -> int:
+    """Leave an output that takes no more: its reader has gone, as `head` does, or a disk is full; only that is told."""
+    if error.errno != errno.EPIPE:
+        print(f"pdserve: can't write what there is to say: {error.strerror}", file=sys.stderr)
+    # Python would complain once more when it writes the rest at its end.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -196,3 +196,19 @@ def test_a_host_that_is_none_is_refused_clearly() -> None:
         take_free_ports(ServerOptions(port=0, host="192.0.2.1"))
     with pytest.raises(OSError, match="assign"):
         hold_free_port("192.0.2.1")
+
+
+@pytest.mark.parametrize("command", ["version", "completion bash", "--help", "check --help"])
+def test_an_output_that_takes_no_more_ends_a_command_without_a_traceback(command: str) -> None:
+    run = [sys.executable, "-P", "-m", "pdserve.server.cli", *command.split()]
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        gone = subprocess.run(run, stdout=write, stderr=subprocess.PIPE, text=True, timeout=limit(60))
+    finally:
+        os.close(write)
+    assert (gone.returncode, gone.stderr) == (1, "")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(run, stdout=full, stderr=subprocess.PIPE, text=True, timeout=limit(60))
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert "No space left on device" in done.stderr
