@@ -17,6 +17,9 @@ MAX_VALUES = 2**22
 """
 MAX_CONTAINERS = 2**20
 """Of lists and objects, by what they open with, which take a parser ten times as much."""
+MAX_STRINGS = 2**18
+"""Of strings, by their quotes, names of fields among them. An object of a million fields takes a parser half a second.
+"""
 
 
 class BodyTooLarge(Exception):
@@ -31,7 +34,7 @@ class TooManyValues(Exception):
     """The body would be too much for a parser, whatever its length."""
 
     def __init__(self, values: int) -> None:
-        text = f"the body holds more than {values} values, or {MAX_CONTAINERS} lists and objects"
+        text = f"the body holds more than {values} values, {MAX_CONTAINERS} lists and objects, or {MAX_STRINGS} strings"
         super().__init__(f"{text}; send fewer prompts at a time")
 
 
@@ -68,7 +71,7 @@ class Uploads:
         # No parser can be interrupted: whoever streams would wait for it. Counting takes a tenth of the time, or less.
         if len(body) > MAX_CONTAINERS:
             containers = body.count(b"[") + body.count(b"{")
-            if containers > MAX_CONTAINERS or body.count(b",") > self._values:
+            if containers > MAX_CONTAINERS or body.count(b",") > self._values or _has_too_many_strings(body):
                 raise TooManyValues(self._values)
         return body
 
@@ -96,6 +99,12 @@ class Uploads:
         if self.held - ended > self._limit:
             largest = max((u for u in self._sizes if u.when() is None), key=self._sizes.__getitem__)
             largest.reschedule(asyncio.get_running_loop().time())
+
+
+def _has_too_many_strings(body: bytes) -> bool:
+    most = 2 * MAX_STRINGS
+    # Most bodies need no look at the quotes inside of texts, which are escaped.
+    return (quotes := body.count(b'"')) > most and quotes - body.count(b'\\"') > most
 
 
 async def read_body(request: Request, limit: int, on_part: Callable[[int], None] | None = None) -> bytes:

@@ -195,14 +195,17 @@ def _plain(name: str) -> str:
     return encoded if len(encoded) <= MAX_NAME else encoded[:MAX_NAME] + MORE
 
 
-@lru_cache(maxsize=1024)
 def find_hint(schema: type[Body], name: str) -> Hint:
     """Which field of ``schema`` may have been meant by an unknown ``name``."""
+    # A long one must not come into the cache: a client could fill it with names of 32 MiB.
+    return NO_HINT if len(name) > MAX_NAME else _find_hint(schema, name)
+
+
+@lru_cache(maxsize=1024)
+def _find_hint(schema: type[Body], name: str) -> Hint:
     if name in schema.belongs:
         place = schema.belongs[name]
         return Hint(f"{place}.{name}", f'; it belongs in "{place}"')
-    if len(name) > MAX_NAME:
-        return NO_HINT
     known = schema.model_fields.keys()
     near = [other] if (other := ELSEWHERE.get(name)) in known else difflib.get_close_matches(name.lower(), known, 1)
     return Hint(near[0], f'; did you mean "{near[0]}"?') if near else NO_HINT

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+import tracemalloc
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -177,6 +179,20 @@ def test_the_header_is_bounded() -> None:
     long = FieldNames("warn").check(GenerateBody, {f"{i}" + "x" * 60: 1 for i in range(30)})
     assert MAX_HEADER - 100 < len(long) <= MAX_HEADER
     assert FieldNames("warn").check(GenerateBody, {"y" * 10_000: 1}) == b"y" * 64 + b"..."
+
+
+@pytest.mark.parametrize("level", ["warn", "refuse"])
+def test_a_long_name_is_not_kept_when_its_body_is_gone(level: UnknownFields) -> None:
+    size = 1 << 22
+    tracemalloc.start()
+    try:
+        for i in range(3):
+            with suppress(ApiError):
+                FieldNames(level).check(GenerateBody, {f"{i}" * size: 1})
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < size
 
 
 @given(st.dictionaries(st.text(max_size=80), st.integers(), max_size=4), st.integers(0, 3))

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from pdserve.runtime.web.body import MAX_CONTAINERS, MAX_VALUES, BodyTooLarge, TooManyValues, UploadDropped, Uploads
+from pdserve.runtime.web.body import (
+    MAX_CONTAINERS,
+    MAX_STRINGS,
+    MAX_VALUES,
+    BodyTooLarge,
+    TooManyValues,
+    UploadDropped,
+    Uploads,
+)
 
 
 class Client:
@@ -115,11 +123,14 @@ def test_more_values_than_a_parser_should_be_given_at_once_are_refused() -> None
         return await Uploads(2**30).read(Request({"type": "http", "headers": []}, receive), 2**30)
 
     most = b"[" + b"1," * MAX_VALUES + b"1]"
-    assert asyncio.run(read(most)) == most
+    quoting = b'{"text":"' + b'\\"' * (4 * MAX_STRINGS) + b'"}'
+    for good in (most, quoting):
+        assert asyncio.run(read(good)) == good
     for much in (
         b"[" + b"1," * MAX_VALUES + b"1,1]",
         b"[" * (MAX_CONTAINERS + 1),
         b"[" + b"{}," * MAX_CONTAINERS + b"1]",
+        b"{" + b'"name":1,' * MAX_STRINGS + b'"a":1}',
     ):
         with pytest.raises(TooManyValues, match="fewer prompts"):
             asyncio.run(read(much))
