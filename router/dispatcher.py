@@ -56,7 +56,8 @@ CRASH_SHOWS = 0.1
 """Seconds in which a broken connection shows that a pair's hand-over failed because an instance died."""
 ERROR_EVENT = b'data: {"error"'
 """Not in the middle of a JSON string, where its quotes would be escaped."""
-FIRST_ERROR = re.compile(rb'(?:(?::[^\n]*)?\r?\n)*data: ?(\{"error"[^\n]*)')
+FIRST_ERROR = re.compile(rb'(?:(?::[^\r\n]*)?\r?\n)*+data: ?(\{"error"[^\n]*)')
+"""An error event after comments and empty lines. A line matches in one way only, or the time would double with each."""
 TICKET_REFUSED = (400, 401, 403, 404, 429)
 """Statuses below 500 with which an instance refuses to go on with an answer. Others are the request's own errors."""
 EVENT_STREAM = b"text/event-stream"

@@ -106,6 +106,14 @@ def test_headers_that_the_api_promises_are_there_after_an_event_too():
     assert kept.all_headers() == [(b"retry-after", b"9")]
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_many_comments_before_the_first_event_take_no_time(end):
+    comments = (b": ping" + end) * 10_000
+    raise_first_error(comments + b'data: {"text": "a"}' + 2 * end, WORKER)
+    with pytest.raises(InstanceAnsweredError, match="full"):
+        raise_first_error(comments + b'data: {"error": {"message": "full"}}' + 2 * end, WORKER)
+
+
 @pytest.mark.parametrize(
     "events", [EVENT, EVENT + EVENT_OF_IT, b": x\n\n", b'data: {"text": "data: {\\"error\\""}\n\n', b""]
 )
