@@ -11,7 +11,6 @@ import pytest
 import zmq
 from support.sim import make_options, make_worker_ready
 
-from pdserve.messages.base import Message
 from pdserve.messages.channel import Receiver, Sender
 from pdserve.messages.control import Ping, Pong
 from pdserve.messages.routes import ToDetokenizer
@@ -29,10 +28,8 @@ class Loop:
         self.process = SchedulerProcess(self._ctx)
         self.answers: Receiver[Any] = Receiver(self._zmq_ctx, self._ctx.address("detokenizer"), ToDetokenizer)
 
-    def send(self, channel: str, message: Message) -> None:
-        sender = Sender(self._zmq_ctx, self._ctx.address(channel))
-        sender.send(message)
-        sender.close()
+        self.events = Sender(self._zmq_ctx, self._ctx.address("worker_events"))
+        self.inbox = Sender(self._zmq_ctx, self._ctx.address("scheduler"))
 
     def close(self) -> None:
         self._zmq_ctx.destroy(linger=0)
@@ -45,7 +42,7 @@ def loop(tmp_path: Path) -> Iterator[Loop]:
 
 
 def test_answers_leave_before_the_invariants_are_checked(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop.send("worker_events", make_worker_ready(make_options()))
+    loop.events.send(make_worker_ready(make_options()))
     loop.process.turn()
     left: list[object] = []
 
@@ -57,6 +54,6 @@ def test_answers_leave_before_the_invariants_are_checked(loop: Loop, monkeypatch
 
     monkeypatch.setattr(Scheduler, "check_invariants", check)
     loop.process._checked_at, loop.process._checked_step = 0.0, -1
-    loop.send("scheduler", Ping(7))
+    loop.inbox.send(Ping(7))
     loop.process.turn()
     assert [message for message in left if isinstance(message, Pong)]
