@@ -13,7 +13,7 @@ from support.sim import make_options, make_worker_ready
 
 from pdserve.messages.channel import Receiver, Sender
 from pdserve.messages.control import Ping, Pong
-from pdserve.messages.routes import ToDetokenizer
+from pdserve.messages.routes import ToDetokenizer, ToSupervisor
 from pdserve.runtime.child import ChildContext
 from pdserve.scheduler.process import SchedulerProcess
 from pdserve.scheduler.scheduler import Scheduler
@@ -26,6 +26,8 @@ class Loop:
         self._zmq_ctx: zmq.Context[Any] = zmq.Context()
         self._ctx = ChildContext("scheduler", folder, "e1", make_options(), "s", self._zmq_ctx)
         self.process = SchedulerProcess(self._ctx)
+        # Whoever says that it is ready waits until that has left.
+        self.supervisor: Receiver[Any] = Receiver(self._zmq_ctx, self._ctx.address("supervisor"), ToSupervisor)
         self.answers: Receiver[Any] = Receiver(self._zmq_ctx, self._ctx.address("detokenizer"), ToDetokenizer)
 
         self.events = Sender(self._zmq_ctx, self._ctx.address("worker_events"))
