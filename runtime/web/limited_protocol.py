@@ -106,6 +106,8 @@ class LimitedProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _header_count = 0
     _body_bytes = 0
+    _running: RequestResponseCycle | None = None
+    """The request that was started last. ``cycle`` is the one that was read last: others may be queued between them."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -120,6 +122,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._waiting.pop(self, None)
         if self._send_limit is not None:
             self._send_limit.stop()
+        if self._running is not None:
+            # uvicorn tells only the request that was read last.
+            self._running.disconnected = self._running.disconnected or not self._running.response_complete
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -206,6 +212,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(HEAD_TOO_LONG if self._over else NO_REQUEST)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
         # Of a request that was queued the parser has forgotten what its connection header said.
         asks_to_keep = cycle is self.cycle and self.parser.should_keep_alive()
         complete = for_version(cast(ASGIApp, app), cycle, asks_to_keep=asks_to_keep)

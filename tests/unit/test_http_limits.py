@@ -249,6 +249,17 @@ def test_an_error_in_a_body_is_a_400_unless_an_answer_has_begun() -> None:
     with_connection(begun)
 
 
+def test_the_request_that_runs_hears_that_its_client_is_gone_and_not_only_one_queued_behind_it() -> None:
+    async def run(connection: Connection) -> None:
+        await connection.feed(2 * (HEAD + b"content-length: 0\r\n\r\n"), b"")
+        connection.protocol.connection_lost(ConnectionResetError())
+        connection.go_on.set()
+        await asyncio.gather(*connection.protocol.tasks)
+        assert connection.transport.written == b""
+
+    with_connection(run)
+
+
 async def answered_slowly(connection: Connection) -> None:
     """A whole answer that its client has not taken."""
     connection.go_on.set()
