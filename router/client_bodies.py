@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from starlette.requests import Request
 
 from ..runtime.web.aside import Aside
-from ..runtime.web.body import MAX_UPLOADS, BodyTooLarge, TooManyValues, UploadDropped, Uploads
-from .errors import BodyTooLargeError, TooManyBodiesError
+from ..runtime.web.body import MAX_UPLOADS, BodyEncoded, BodyTooLarge, TooManyValues, UploadDropped, Uploads
+from .errors import BodyEncodedError, BodyTooLargeError, TooManyBodiesError
 from .request_body import RequestBody
 
 SMALL_BYTES = 64 << 10
@@ -36,9 +36,11 @@ class ClientBodies:
         self._aside = Aside()
 
     async def read(self, request: Request) -> bytes:
-        """Raises ``BodyTooLargeError``, ``TooManyBodiesError``, ``ClientDisconnect``."""
+        """Raises ``BodyEncodedError``, ``BodyTooLargeError``, ``TooManyBodiesError``, ``ClientDisconnect``."""
         try:
             return await self._uploads.read(request, self._limit)
+        except BodyEncoded as e:
+            raise BodyEncodedError(str(e)) from None
         except BodyTooLarge as e:
             raise BodyTooLargeError(f"{e}, the most that --max-body-bytes allows") from None
         except TooManyValues as e:

@@ -68,6 +68,13 @@ class BodyTooLargeError(RouterError):
     kind = "request_too_large"
 
 
+class BodyEncodedError(RouterError):
+    """The request body is compressed."""
+
+    status = 415
+    kind = "invalid_request_error"
+
+
 class TooManyBodiesError(RouterError):
     """The router holds as much of requests' bodies as it may, or as much of large ones is arriving."""
 

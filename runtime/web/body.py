@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 from starlette.requests import Request
 
+from ...messages.decode import shown
+
 MAX_PROMPTS = 4096
 """Prompts in one body, and entries of the lists that go with them."""
 MAX_UPLOADS = 8
@@ -38,6 +40,13 @@ class TooManyValues(Exception):
         super().__init__(f"{text}; send fewer prompts at a time")
 
 
+class BodyEncoded(Exception):
+    """The body is compressed, and nothing here unpacks it: a short one could hold terabytes."""
+
+    def __init__(self, encoding: str) -> None:
+        super().__init__(f"a body with content-encoding {shown(encoding)!r} is not unpacked here; send it as it is")
+
+
 class UploadDropped(Exception):
     """Too much was arriving at once, and this was the largest body that was not complete."""
 
@@ -59,8 +68,8 @@ class Uploads:
         """Bytes of complete bodies that wait for a parser."""
 
     async def read(self, request: Request, limit: int) -> bytes:
-        """The body's bytes, which are JSON. Raises ``BodyTooLarge`` or ``UploadDropped`` before all are read,
-        ``TooManyValues``, ``ClientDisconnect``."""
+        """The body's bytes, which are JSON. Raises ``BodyEncoded``, ``BodyTooLarge`` or ``UploadDropped`` before all
+        are read, ``TooManyValues``, ``ClientDisconnect``."""
         try:
             async with asyncio.timeout(None) as upload:
                 body = await read_body(request, limit, lambda size: self._grow(upload, size))
@@ -108,10 +117,13 @@ def _has_too_many_strings(body: bytes) -> bool:
 
 
 async def read_body(request: Request, limit: int, on_part: Callable[[int], None] | None = None) -> bytes:
-    """The body's bytes; raises ``BodyTooLarge`` before reading them all, ``ClientDisconnect``.
+    """The body's bytes; raises ``BodyEncoded``, ``BodyTooLarge`` before reading them all, ``ClientDisconnect``.
 
     ``on_part`` is told of each part's length as it comes.
     """
+    encoding = request.headers.get("content-encoding", "").strip()
+    if encoding.lower() not in ("", "identity"):
+        raise BodyEncoded(encoding)
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise BodyTooLarge(limit)

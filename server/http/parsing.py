@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from ...messages.error_codes import OVERLOADED
-from ...runtime.web.body import MAX_PROMPTS, MAX_VALUES, BodyTooLarge, TooManyValues, UploadDropped
+from ...runtime.web.body import MAX_PROMPTS, MAX_VALUES, BodyEncoded, BodyTooLarge, TooManyValues, UploadDropped
 from ...runtime.web.visits import Visit
 from .errors import ApiError, bad_request
 from .field_names import IGNORED_HEADER
@@ -38,6 +38,7 @@ WANTED = {
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",
     "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
     "missing": "is required",
 }
 
@@ -87,6 +88,8 @@ async def parse_body(request: Request, schema: type[B]) -> B:
         is_large = len(body) > LARGE_BYTES
         with state.uploads.wait(len(body)):
             return await state.aside.run(is_large, lambda: read(body, is_large))
+    except BodyEncoded as e:
+        raise ApiError(415, str(e)) from None
     except BodyTooLarge as e:
         raise ApiError(413, f"{e}; split the batch") from None
     except TooManyValues as e:
@@ -103,7 +106,7 @@ def _explain(error: ErrorDetails) -> ApiError:
     wanted = WANTED.get(error["type"]) or error["msg"].removeprefix("Input ").removeprefix("Value error, ")
     if error["type"] == "too_long":
         wanted = f"holds too many entries, the limit is {error['ctx']['max_length']}"
-    says_all = error["type"] in ("missing", "string_too_short", "too_long") or (
+    says_all = error["type"] in ("missing", "string_too_short", "too_short", "too_long") or (
         cause is not None and isinstance(error["input"], dict | list)
     )
     return bad_request(path or None, wanted if says_all else f"{wanted}{_show(error['input'])}")

@@ -203,6 +203,16 @@ def test_a_request_may_name_the_whole_url(front: Any) -> None:
     front(check)
 
 
+def test_a_compressed_body_is_refused_by_name(front: Any) -> None:
+    async def check(port: int) -> None:
+        [answer], _ = await ask(port, post(b"content-encoding: gzip", body=b"\x1f\x8b"))
+        assert (answer.status, b"'gzip'" in answer.body) == (415, True)
+        [answer], _ = await ask(port, post(b"content-encoding: identity"))
+        assert answer.status == 200
+
+    front(check)
+
+
 def test_trailers_are_no_headers(front: Any) -> None:
     async def check(port: int) -> None:
         key = b"authorization: Bearer secret"

@@ -166,6 +166,10 @@ def test_other_bodies_refuse_by_name(schema: type[Body], body: dict[str, Any], p
     assert refusal(schema, body).param == param
 
 
+def test_an_empty_list_of_messages_is_called_empty() -> None:
+    assert str(refusal(ChatBody, {"messages": []})) == "messages: must not be empty"
+
+
 @pytest.mark.parametrize(
     "data",
     [
