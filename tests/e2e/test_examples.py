@@ -1,8 +1,9 @@
-"""Every example in README.md and docs/*.md that talks to a server, run against one pair of the default model.
+"""Every example in README.md and docs/*.md that talks to a server, run against servers of the default model.
 
-The pair is a router, a prefill and a decode where the examples have them: ports 8000, 30000 and 30001. The commands are
-taken from the pages as they are; only addresses change. What each answers is held to a table, so a new example has to
-say what it answers. ``tests/unit/test_examples.py`` checks all other kinds of examples.
+A router, a prefill and a decode stand where the examples have them: at ports 8000, 30000 and 30001. Once more, one
+unified server stands at all three. The commands are taken from the pages as they are; only addresses change. What each
+answers is held to a table, so a new example has to say what it answers. ``tests/unit/test_examples.py`` checks all
+other kinds of examples.
 """
 
 from __future__ import annotations
@@ -18,21 +19,24 @@ from typing import Any
 import pytest
 from support.doc_examples import Command, Kind, commands, kind_of
 from support.machine import limit
-from support.processes import Pair, pd_pair
+from support.processes import ONE_THREAD, Pair, launched, pd_pair
 
 EXAMPLE_SECONDS = 60.0
 QUESTION = "What is the capital of France?"
-LONG_TEXT = "Once upon a time …"
+SMALL = ("--kv-debug", "--max-total-tokens", "4096")
+
+
+def session_args(folder: Path) -> list[str]:
+    """Flags for sessions in ``folder``, and for a store that keeps their KV."""
+    store = ["--enable-hierarchical-cache", "--hicache-storage-backend", "file"]
+    return ["--kv-sessions-dir", str(folder / "sessions"), *store, "--hicache-storage-url", str(folder / "kv")]
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """The default model. The prefill has what the pages' other examples start it with: sessions, a store, checks."""
     folder = tmp_path_factory.mktemp("examples")
-    store = ["--enable-hierarchical-cache", "--hicache-storage-backend", "file"]
-    sessions = ["--kv-sessions-dir", str(folder / "sessions"), *store, "--hicache-storage-url", str(folder / "kv")]
-    small = ("--kv-debug", "--max-total-tokens", "4096")
-    with pd_pair(folder, "tcp", *small, prefill_args=sessions) as served:
+    with pd_pair(folder, "tcp", *SMALL, prefill_args=session_args(folder)) as served:
         yield served
 
 
@@ -48,8 +52,8 @@ def script(command: Command, pair: Pair) -> str:
     text = "\n".join([*before, command.text])
     for port, server in ((8000, pair.router), (30000, pair.prefill), (30001, pair.decode)):
         text = re.sub(rf"(http://)?(localhost|127\.0\.0\.1|10\.0\.0\.5):{port}\b", server.url, text)
-    bootstrap = pair.prefill.info()["disaggregation"]["bootstrap_port"]
-    text = text.replace("8998", str(bootstrap))
+    if "8998" in text:
+        text = text.replace("8998", str(pair.prefill.info()["disaggregation"]["bootstrap_port"]))
     if "--url" not in text:
         text = text.replace("pdserve chat", f"pdserve chat --url {pair.router.url}")
     return f'set -o pipefail\npdserve() {{ "{sys.executable}" -P -m pdserve.server.cli "$@"; }}\n{text}\n'
@@ -139,17 +143,40 @@ ANSWERS: dict[str, Callable[[str, Path], None]] = {
     "curl localhost:30000/kv/restore": session(name="report", resumable=True),
 }
 """How each example's output is looked at, by how its command begins."""
+UNIFIED_ANSWERS = ANSWERS | {
+    "curl http://127.0.0.1:8000/server_info": has_keys("role", "version", "pool"),
+    "pdserve check --url": says("unified", "no problems"),
+}
+EXAMPLES = [command for command in commands() if kind_of(command) is Kind.LIVE]
+PAIR_PAGE = "docs/disaggregation.md"
+"""Its examples need two instances."""
 
 
-@pytest.mark.parametrize(
-    "command", [c for c in commands() if kind_of(c) is Kind.LIVE], ids=lambda c: f"{c.page}:{c.line}"
-)
-def test_examples_answer_what_they_should(command: Command, pair: Pair, tmp_path: Path) -> None:
-    checks = [check for begin, check in ANSWERS.items() if command.text.startswith(begin)]
+def answers_as_it_should(
+    command: Command, pair: Pair, folder: Path, answers: dict[str, Callable[[str, Path], None]]
+) -> None:
+    """Run one example, and check what it prints."""
+    checks = [check for begin, check in answers.items() if command.text.startswith(begin)]
     if re.match(r"\w+(='|\(\) )", command.text):
         checks = [is_empty]
     assert len(checks) == 1, f"say in ANSWERS what {command.text} answers"
-    checks[0](run(command, pair, tmp_path), tmp_path)
+    checks[0](run(command, pair, folder), folder)
+
+
+@pytest.mark.parametrize("command", EXAMPLES, ids=lambda c: f"{c.page}:{c.line}")
+def test_examples_answer_what_they_should(command: Command, pair: Pair, tmp_path: Path) -> None:
+    answers_as_it_should(command, pair, tmp_path, ANSWERS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_examples_answer_what_they_should_through_a_unified_server(tmp_path: Path) -> None:
+    """One test of all: an example that restores a session needs the one that saves it."""
+    with launched(tmp_path, "unified", "server", *ONE_THREAD, *SMALL, *session_args(tmp_path)) as server:
+        server.wait_healthy()
+        for command in EXAMPLES:
+            if command.page != PAIR_PAGE:
+                answers_as_it_should(command, Pair(server, server, server), tmp_path, UNIFIED_ANSWERS)
 
 
 def test_generate_without_a_limit_ends_at_128_tokens(pair: Pair) -> None:
