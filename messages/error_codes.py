@@ -10,5 +10,7 @@ DRAINING = "draining"
 STARTING = "starting"
 UNAVAILABLE = "unavailable"
 """The instance has given its memory back, or takes it again."""
+INSTANCE_FAILED = "instance_failed"
+"""With 503: a process of the instance died while it had the request, which may be the cause."""
 ABOUT_INSTANCE = frozenset((DRAINING, STARTING, UNAVAILABLE))
 """With 503: any request would be refused now, so a router leaves the instance alone for a while."""

@@ -22,6 +22,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+from ..messages.error_codes import INSTANCE_FAILED
 from ..runtime.cluster_secret import BootstrapSignature, ClusterSecret
 from ..runtime.web.client.client import Body, HttpClient
 from ..runtime.web.errors import error_status, without_frames
@@ -34,6 +35,7 @@ from .errors import (
     NoInstanceError,
     QuarantinedError,
     RouterError,
+    error_of,
     parse_error,
 )
 from .fleet import Fleet, Pair, Target
@@ -56,6 +58,8 @@ CRASH_SHOWS = 0.1
 """Seconds in which a broken connection shows that a pair's hand-over failed because an instance died."""
 ERROR_EVENT = b'data: {"error"'
 """Not in the middle of a JSON string, where its quotes would be escaped."""
+FAILED_CODE = f'"code":"{INSTANCE_FAILED}"'.encode()
+"""In an error event: the instance died in the middle of its answer."""
 FIRST_ERROR = re.compile(rb'(?:(?::[^\r\n]*)?\r?\n)*+data: ?(\{"error"[^\n]*)')
 """An error event after comments and empty lines. A line matches in one way only, or the time would double with each."""
 TICKET_REFUSED = (400, 401, 403, 404, 429)
@@ -293,6 +297,7 @@ class Dispatcher:
         begun: Callable[[], None],
     ) -> Ticket | None:
         """Pass an instance's answer on to its end; or up to where it says that it goes on elsewhere."""
+        begun_at = time.monotonic()
         async with self._leg(instance, request) as leg:
             head = await leg.open(request.path, body, headers, streams=request.body.stream)
             content_type = head.header(CONTENT_TYPE)
@@ -321,6 +326,8 @@ class Dispatcher:
                     await answer.start(head.status, back)
                 if ERROR_EVENT in events:
                     answer.told_error = True
+                    if FAILED_CODE in events:
+                        self._quarantine.record(await digest_of(request.body.raw), instance.url, begun_at)
                 if events:
                     await answer.write(events)
             if ticket is not None:
@@ -379,8 +386,8 @@ def ticket_in(said: bytes, instance: Instance) -> Ticket:
 
 
 def raise_first_error(events: bytes, instance: Instance) -> None:
-    """Raise ``InstanceAnsweredError`` when an answer's first SSE event is an error: nothing has been sent to the
-    client yet, so it can still be a status, or a retry. Comments may come before it in the same read."""
+    """Raise ``RouterError`` when an answer's first SSE event is an error: nothing has been sent to the client yet,
+    so it can still be a status, or a retry. Comments may come before it in the same read."""
     if (found := FIRST_ERROR.match(events)) is not None:
         first = found[1]
-        raise InstanceAnsweredError(error_status(parse_error(first) or {}), first, str(instance), ())
+        raise error_of(error_status(parse_error(first) or {}), first, str(instance), ())

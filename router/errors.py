@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from ..messages.error_codes import ABOUT_INSTANCE, OVERLOADED
+from ..messages.error_codes import ABOUT_INSTANCE, INSTANCE_FAILED, OVERLOADED
 from ..runtime.web.errors import error_body, error_headers
 from .headers import Headers, without_type
 
@@ -169,6 +169,14 @@ class InstanceAnsweredError(RouterError):
     def content(self) -> dict[str, Any]:
         """The instance's own words when they are in the API's error shape, ours otherwise."""
         return super().content() if self._said is None else {"error": {"status": self.status, **self._said}}
+
+
+def error_of(status: int, said: bytes, where: str, headers: Headers) -> InstanceAnsweredError | InstanceCrashedError:
+    """Return what an instance's answer with an error is: its own, or the last words of one that died."""
+    answered = InstanceAnsweredError(status, said, where, headers)
+    if status == 503 and answered.code == INSTANCE_FAILED:
+        return InstanceCrashedError(f"{where}: {answered.message}")
+    return answered
 
 
 def retry_after(headers: Headers) -> float | None:

@@ -20,12 +20,12 @@ from ..runtime.web.client.events import EventBuffer
 from ..runtime.web.sse import EVENT_END
 from .errors import (
     SUCCESS,
-    InstanceAnsweredError,
     InstanceCrashedError,
     InstanceGoneError,
     InstanceSilentError,
     InstanceUnreachableError,
     RouterError,
+    error_of,
 )
 from .fleet import Fleet
 from .headers import Headers, passed_back
@@ -124,7 +124,7 @@ class Leg:
         answer = self._answer
         if answer.status not in SUCCESS:
             said = await self.read_all()
-            raise InstanceAnsweredError(answer.status, said, str(self.instance), passed_back(answer.headers))
+            raise self._answered(answer.status, said, passed_back(answer.headers))
         return answer
 
     def _renew_while_alive(self, deadline: asyncio.Timeout) -> None:
@@ -188,6 +188,12 @@ class Leg:
         if isinstance(exc, ClientError):
             return self._gone("in the middle of its answer", exc)
         return self._silent(self._limits.idle, "went silent in the middle of its answer")
+
+    def _answered(self, status: int, said: bytes, headers: Headers) -> RouterError:
+        error = error_of(status, said, str(self.instance), headers)
+        if isinstance(error, InstanceCrashedError):
+            self._fleet.report_failure(self.instance, error.message)
+        return error
 
     def _gone(self, when: str, cause: ClientError) -> InstanceGoneError:
         kind: type[InstanceGoneError] = InstanceCrashedError

@@ -4,8 +4,8 @@ A signal that was ignored when a process started stays ignored: that is what ``n
 
 Inside an instance the supervisor alone acts on signals from outside, which often reach all of its processes at once:
 Ctrl-C and a closed terminal signal the process group, systemd every process of the service. It ends its processes with
-``STOP``, which nobody else sends. ``pdserve up`` ends its routers and instances with it, too, so that a SIGTERM from
-systemd and the one from ``up`` don't count as two.
+``STOP`` (or ``FAILED``), which nobody else sends. ``pdserve up`` ends its routers and instances with it, too, so that a
+SIGTERM from systemd and the one from ``up`` don't count as two.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from types import FrameType
 
 STOP = signal.SIGRTMIN
 """An orderly end, asked for by the parent. Sent twice it means the same as once."""
+FAILED = signal.SIGRTMIN + 1
+"""The same, of an instance of which a process has died: what the others still say tells of that."""
 STRAY = (signal.SIGUSR1,)
 """Signals that mean something to other programs (log rotation), and would end this one by default."""
 

@@ -45,7 +45,7 @@ from .output import copy_to_stderr
 from .python import python_command
 from .ranks import is_worker
 from .run_dir import run_dir_parent
-from .signals import STOP, handle_signals
+from .signals import FAILED, STOP, handle_signals
 from .web.ports import check_port_free, hold_free_port, http_url
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class Supervisor:
         except InstanceFailed as e:
             failure, code, grace = str(e), 1, FAILURE_GRACE
         finally:
-            self._stop_children(grace)
+            self._stop_children(grace, FAILED if failure else STOP)
             self._inbox.close()
             # The children are gone: nothing that is still queued has a reader.
             self._ctx.destroy(linger=0)
@@ -289,10 +289,10 @@ class Supervisor:
             f" ({detail})" if detail else "",
         )
 
-    def _stop_children(self, grace: float) -> None:
+    def _stop_children(self, grace: float, tell_http: int) -> None:
         living = [c for c in reversed(self.children) if c.process.poll() is None]
         for child in living:
-            child.process.send_signal(STOP)
+            child.process.send_signal(tell_http if child.name == "http" else STOP)
         deadline = time.monotonic() + grace
         for child in living:
             try:

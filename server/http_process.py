@@ -16,13 +16,14 @@ import uvloop
 import zmq.asyncio
 
 from ..messages.channel import AsyncReceiver, Sender
+from ..messages.error_codes import INSTANCE_FAILED
 from ..messages.routes import ToHttp
 from ..model_files.errors import ModelError
 from ..runtime.answer_keys import AnswerKeys
 from ..runtime.child import ChildContext, start_child
 from ..runtime.malloc import return_freed_memory
 from ..runtime.open_files import allow_many_connections
-from ..runtime.signals import STOP
+from ..runtime.signals import FAILED, STOP
 from ..runtime.web.ports import listen
 from ..runtime.web.server import ChildServer, server_config
 from .http.app import make_app
@@ -65,11 +66,13 @@ async def serve(ctx: ChildContext, listener: socket.socket, model: ServedModel) 
 
     server = ChildServer(config, started)
 
-    def stop() -> None:
-        engine.close("the instance stops, and this request with it; send it again, to another one where there is one")
+    def stop(what: str, code: str | None) -> None:
+        engine.close(f"{what}, and this request with it; send it again, to another one where there is one", code)
         server.should_exit = True
 
-    asyncio.get_running_loop().add_signal_handler(STOP, stop)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(STOP, stop, "the instance stops", None)
+    loop.add_signal_handler(FAILED, stop, "a process of the instance died: the instance stops", INSTANCE_FAILED)
     receiving = asyncio.create_task(engine.run(receiver))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await asyncio.wait([receiving, serving], return_when=asyncio.FIRST_COMPLETED)

@@ -438,11 +438,11 @@ class EngineClient:
         else:
             self.moved.relay(message, live.choice, live.owner, self._on_text)
 
-    def close(self, reason: str) -> None:
-        """Fail everything that waits, and all that comes later, with a 503."""
+    def close(self, reason: str, code: str | None = None) -> None:
+        """Fail everything that waits, and all that comes later, with a 503. ``code``: of requests under way."""
         self._closed = reason
         for owner in {live.owner for live in self._live.values() if live is not None}:
-            owner.fail(ApiError(503, reason))
+            owner.fail(ApiError(503, reason, code=code))
         for future in self._questions.values():
             if not future.done():
                 future.set_exception(ApiError(503, reason))

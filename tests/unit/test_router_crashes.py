@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import orjson
 import pytest
 from support.router_rig import EVENT, Rig, generate, scenario
 
@@ -165,6 +166,45 @@ async def test_a_pair_that_dies_counts_both_its_legs(rig):
         assert sum(len(instance.requests) for instance in instances) <= 2
     await rig.until_states(*["healthy"] * 6)
     assert (await generate(client)).status_code == 200
+
+
+LAST_WORDS = {"message": "a process died", "type": "server_error", "code": "instance_failed", "status": 503}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_last_words_of_an_instance_count_as_its_death(stream):
+    """Where a process of an instance dies, the others answer what is under way before they stop."""
+
+    @scenario()
+    async def run(rig):
+        four = await fleet_of(rig, 4)
+        client = await rig.route(worker=four)
+        for instance in four:
+            instance.script, instance.error = "error", LAST_WORDS
+        for _ in range(3):
+            refused = await generate(client, stream=stream)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (502, REFUSED)
+        assert sum(len(instance.requests) for instance in four) == 2
+
+    run()
+
+
+@pytest.mark.parametrize("behind", [b"", EVENT])
+def test_the_last_words_in_a_stream_count_as_a_death(behind):
+    @scenario(retries_after_crash=0)
+    async def run(rig):
+        two = await fleet_of(rig, 2)
+        client = await rig.route(worker=two)
+        for instance in two:
+            instance.script, instance.pieces = "pieces", [behind, b"data: %s\n\n" % orjson.dumps({"error": LAST_WORDS})]
+            instance.pieces = [piece for piece in instance.pieces if piece]
+            instance.go_on.set()
+        said = [await generate(client, stream=True) for _ in range(3)]
+        assert ["a process died" in answer.text for answer in said] == [True, bool(behind), False]
+        assert said[2].json()["error"]["code"] == REFUSED
+        assert sum(len(instance.requests) for instance in two) == 2
+
+    run()
 
 
 @pytest.mark.parametrize("dying", ["prefill", "decode"])
