@@ -347,7 +347,9 @@ class StepPlanner:
             candidates.close()
             return None
         self._admitted(req, now)
-        pieces.begin(req)
+        if not pieces.begin(req):
+            candidates.close()
+            return None
         return next(candidates, None) if pieces.may_begin else None
 
     def _admitted(self, req: Req, now: float) -> None:

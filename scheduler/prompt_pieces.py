@@ -20,8 +20,14 @@ class PromptPieces:
 
     @property
     def may_begin(self) -> bool:
-        """Whether there is room for a token of a prompt that has not begun."""
-        return self._budget.fitting(self._room, self._builder.shape, 0, 1) > 0
+        """Whether there is room for a piece of a prompt that has not begun: any at first, a page beside others.
+
+        A prompt that begins takes its memory and leaves the queue: one that gets no piece in return would let the next
+        one begin, and so all of the queue, whatever its order.
+        """
+        page = self._memory.page_size
+        fits = self._budget.fitting(self._room, self._builder.shape, 0, page)
+        return fits >= page or (fits > 0 and not self.prefilled)
 
     def go_on(self, req: Req) -> None:
         """The next piece of a prompt that is in the middle."""
@@ -31,9 +37,10 @@ class PromptPieces:
             self._room.close()
         self._add(req, fits)
 
-    def begin(self, req: Req) -> None:
-        """The first piece of a prompt that has just got its memory."""
+    def begin(self, req: Req) -> bool:
+        """The first piece of a prompt that has just got its memory; False where there is no room for one."""
         self._add(req, self._fitting(req))
+        return bool(self.prefilled) and self.prefilled[-1] is req
 
     def _fitting(self, req: Req) -> int:
         return self._budget.fitting(self._room, self._builder.shape, req.computed, req.remaining)

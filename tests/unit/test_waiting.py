@@ -425,3 +425,48 @@ def test_a_batch_that_can_not_be_taken_in_is_to_be_split():
     assert (another.status, "split" in another.message) == (429, False)
     assert (fourth.status, fourth.code, fourth.kind) == (413, "batch_too_large", "request_too_large")
     assert "split it" in fourth.message
+
+
+# --- a step with little room ---
+
+
+@pytest.mark.parametrize("chunk", [512, -1])
+@pytest.mark.parametrize("length", [500, 512])
+def test_nobody_begins_in_what_a_step_has_left_beside_others(length: int, chunk: int) -> None:
+    """A scrap of less than a page once let the whole queue in, each without a token computed."""
+    options = make_options(
+        **{"page_size": 16, "max_total_tokens": 1 << 17, "max_running_requests": 256, "itl_budget_ms": 0},
+        chunked_prefill_size=chunk,
+        max_prefill_tokens=700,
+    )
+    sim = SimInstance(options, context_length=4096)
+    rng = random.Random(1)
+    same = [rng.randrange(97) for _ in range(length)]
+    sim.submit("first", [rng.randrange(97) for _ in range(length)], max_new_tokens=1)
+    for i in range(100):
+        sim.submit(f"r{i}", same, max_new_tokens=1)
+    for _ in range(3):
+        turn(sim)
+        begun = sim.scheduler.planner.running.values()
+        assert sum(req.computed == 0 for req in begun) <= 1
+    sim.run_until_idle()
+    # What all begin with is computed once; then each lacks its last token.
+    assert sim.scheduler.counters.prompt_tokens < 3 * length + 100 * options.page_size
+    assert_all_returned(sim)
+
+
+def test_a_new_key_is_not_behind_the_whole_queue_of_another() -> None:
+    options = make_options(
+        **{"page_size": 16, "max_total_tokens": 1 << 17, "max_running_requests": 256, "chunked_prefill_size": 512},
+        itl_budget_ms=0,
+        fair_scheduling=True,
+    )
+    sim = SimInstance(options, context_length=4096)
+    rng = random.Random(1)
+    for i in range(200):
+        send(sim, f"a{i}", [rng.randrange(97) for _ in range(500)], max_new_tokens=1, key_name="a")
+    turn(sim)
+    send(sim, "b", [rng.randrange(97) for _ in range(500)], max_new_tokens=1, key_name="b")
+    while "b" not in sim.tokens:
+        turn(sim)
+    assert sum(f"a{i}" in sim.tokens for i in range(200)) < 6
