@@ -150,7 +150,8 @@ class Fleet:
             logger.log(level, "%s is %s: %s", instance, state, reason)
             self._changed.set()
             self._changed = asyncio.Event()
-        if state is HealthState.UNHEALTHY and instance.state is HealthState.HEALTHY:
+        # Also after UNKNOWN, which a request that found it dead leaves behind.
+        if state is HealthState.UNHEALTHY and instance.state is not HealthState.UNHEALTHY:
             self._ask_others(instance)
         if state is HealthState.HEALTHY and instance.state is HealthState.UNHEALTHY:
             instance.rest.forget()

@@ -113,11 +113,15 @@ def test_a_prompt_counts_until_it_is_computed():
     assert (prefill.prompt_tokens, decode.prompt_tokens) == (0, 0)
 
 
-def test_who_is_left_is_asked_again_before_anybody_is_refused():
+@pytest.mark.parametrize("found", ["by a check", "by a request"])
+def test_who_is_left_is_asked_again_before_anybody_is_refused(found):
     """The prefill may be a decode by now, which the router was not told yet."""
     fleet = make_fleet(prefill=2, decode=1)
     *others, gone = fleet.instances
     assert not fleet.undecided()
+    if found == "by a request":
+        fleet.report_failure(gone, "no connection")
+        assert fleet.undecided()
     fleet.set_state(gone, HealthState.UNHEALTHY, "it drains")
     assert chosen(fleet) is None
     assert all(other.check_now.is_set() for other in others)
