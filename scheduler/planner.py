@@ -165,6 +165,8 @@ class StepPlanner:
         req.times.admitted = now
         req.cached_tokens = req.computed
         self.cached_tokens += req.computed
+        if self.waiting.shares is not None:
+            self.waiting.shares.prompt(req.tenant, req.remaining)
         self._take_row(req, req.computed)
 
     def hold_back(self, req: Req) -> None:

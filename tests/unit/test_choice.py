@@ -16,6 +16,7 @@ from pdserve.messages.handover import Declined, Forecast, ForecastRequest, RoomQ
 from pdserve.messages.requests import AbortReq
 from pdserve.runtime.option_checks import OptionError, check_options
 from pdserve.runtime.options import ServerOptions
+from pdserve.scheduler.fairness import FairShares
 from pdserve.scheduler.forecast import NOTHING, Load
 from pdserve.scheduler.outcomes import HALF_LIFE, Line
 from pdserve.scheduler.req import Req, ReqState
@@ -174,6 +175,26 @@ def test_a_prefill_that_is_behind_is_not_waited_for():
     assert pair.prefill.ends["b"].finish.message.startswith("the decode instance computes")
     assert pair.decode.choice.counts().here.prompts >= 1
     assert_all_returned(pair)
+
+
+def test_a_prompt_that_a_decode_computes_after_all_counts_as_its_tenants_share(monkeypatch):
+    charged: list[int] = []
+    prompt = FairShares.prompt
+
+    def charge(shares, tenant, tokens: int) -> None:
+        charged.append(tokens)
+        prompt(shares, tenant, tokens)
+
+    pair = SimPair(disaggregation_threshold="auto", disable_radix_cache=True, fair_scheduling=True)
+    pair.submit("a", range(30), 1, max_new_tokens=4)
+    pair.decode.submit("streams", range(60, 70), max_new_tokens=150)
+    for i in range(6):
+        pair.prefill.submit(f"before{i}", range(100 + i, 130 + i), max_new_tokens=2)
+    monkeypatch.setattr(FairShares, "prompt", charge)
+    pair.submit("b", range(40, 71), 2, max_new_tokens=4)
+    run_until_idle(pair)
+    assert pair.decode.ends["b"].meta.route == "local"
+    assert 31 in charged
 
 
 def test_of_many_that_ask_at_once_each_is_told_of_those_before():
