@@ -148,10 +148,10 @@ class Scheduler:
             return NO_EXCHANGE
         if where is not None and where.refusal and self._route(where) is Route.INCOMING:
             return refuse_peer(where)
-        soon, waiting = self.turns.seconds, self.planner.waiting
+        turns, waiting = self.turns, self.planner.waiting
         if waiting.is_owed_room(msg.key_name, most_living(self.options)):
             return None
-        return refuse_more(len(self.reqs), self.options, lambda: soon(len(waiting) // 2), msg.place)
+        return refuse_more(len(self.reqs), self.options, lambda: turns.seconds(len(waiting) // 2, self.now), msg.place)
 
     def enqueue(self, req: Req, now: float) -> None:
         """The request waits for its turn to compute here."""

@@ -15,6 +15,8 @@ class Turns:
         self._pace = pace
         self._last = 0.0
         self._seconds = 0.0
+        self._prompts_at = -1.0
+        self._prompts_seconds = 0.0
 
     def had(self, count: int, now: float, *, waited: bool) -> None:
         """So many had their turn in a step. ``waited``: others did already at the one before."""
@@ -24,8 +26,13 @@ class Turns:
         if count:
             self._last = now
 
-    def seconds(self, waiting: int) -> float:
+    def seconds(self, waiting: int, now: float) -> float:
         """Until so many that wait have had theirs: as their prompts take, or as turns have come lately (which memory
         and rows decide as well), whichever is longer.
+
+        What the prompts take is added up once for each ``now``: thousands of requests may be refused in one turn of the
+        loop, each of them told this.
         """
-        return max(self._pace.waiting_seconds(), waiting * self._seconds)
+        if now != self._prompts_at:
+            self._prompts_at, self._prompts_seconds = now, self._pace.waiting_seconds()
+        return max(self._prompts_seconds, waiting * self._seconds)

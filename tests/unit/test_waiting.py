@@ -22,6 +22,7 @@ from pdserve.messages.requests import AbortReq
 from pdserve.scheduler import deadlines as deadlines_module
 from pdserve.scheduler import store_link
 from pdserve.scheduler.deadlines import SENDERS_GRACE, Deadlines
+from pdserve.scheduler.pace import PaceMeter
 from pdserve.scheduler.req import Req, ReqState, Route
 from pdserve.scheduler.shared_prompts import LEAST_SHARED, MOST_STANDSTILL, SharedPrompts
 
@@ -470,3 +471,23 @@ def test_a_new_key_is_not_behind_the_whole_queue_of_another() -> None:
     while "b" not in sim.tokens:
         turn(sim)
     assert sum(f"a{i}" in sim.tokens for i in range(200)) < 6
+
+
+def test_many_refused_in_one_turn_add_the_queue_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sim = SimInstance(make_options(max_queued_requests=2, max_running_requests=2))
+    added_up = 0
+    waiting_seconds = PaceMeter.waiting_seconds
+
+    def count(pace: PaceMeter) -> float:
+        nonlocal added_up
+        added_up += 1
+        return waiting_seconds(pace)
+
+    monkeypatch.setattr(PaceMeter, "waiting_seconds", count)
+    for i in range(54):
+        send(sim, f"r{i}", range(20))
+    assert len(sim.scheduler.reqs) == 4
+    assert added_up == 1
+    sim.scheduler.now += 1
+    send(sim, "later", range(20))
+    assert added_up == 2
