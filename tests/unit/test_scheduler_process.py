@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import zmq
-from support.sim import make_options, make_worker_ready
+from support.sim import make_generate, make_options, make_worker_ready
 
 from pdserve.messages.channel import Receiver, Sender
 from pdserve.messages.control import Ping, Pong
 from pdserve.messages.routes import ToDetokenizer, ToSupervisor
 from pdserve.runtime.child import ChildContext
-from pdserve.scheduler.process import SchedulerProcess
+from pdserve.scheduler.process import MESSAGES_A_TURN, SchedulerProcess
 from pdserve.scheduler.scheduler import Scheduler
 
 
@@ -59,3 +59,20 @@ def test_answers_leave_before_the_invariants_are_checked(loop: Loop, monkeypatch
     loop.inbox.send(Ping(7))
     loop.process.turn()
     assert [message for message in left if isinstance(message, Pong)]
+
+
+def test_a_flood_of_requests_is_taken_in_over_several_turns(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn, streams get their tokens and peers their heartbeats, whatever a frame holds."""
+    loop.events.send(make_worker_ready(make_options()))
+    loop.process.turn()
+    names: list[str] = []
+    monkeypatch.setattr(Scheduler, "admit_message", lambda scheduler, msg, now: names.append(msg.rid))
+    flood = [f"r{i}" for i in range(2 * MESSAGES_A_TURN + 10)]
+    loop.inbox.send(*(make_generate(name, [1, 2, 3]) for name in flood))
+    sizes = []
+    while len(names) < len(flood):
+        before = len(names)
+        loop.process.turn()
+        sizes.append(len(names) - before)
+    assert sizes == [MESSAGES_A_TURN, MESSAGES_A_TURN, 10]
+    assert names == flood
