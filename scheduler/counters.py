@@ -50,7 +50,9 @@ class Counters:
     def ended(self, req: Req) -> None:
         """The request is over, its state says how. A hand-over is the end of one leg, and no client's."""
         self.finished += req.state is ReqState.FINISHED and req.route is not Route.OUTGOING
-        self.handed_over += req.state is ReqState.FINISHED and req.route is Route.OUTGOING
+        # The forks of a prompt that is handed over end here, too, and are no hand-overs of their own.
+        is_leg = req.route is Route.OUTGOING and not req.msg.fork_of
+        self.handed_over += req.state is ReqState.FINISHED and is_leg
         # Over here, and going on elsewhere: a leg whose decode computes the prompt, or a running request.
         self.declined += req.state is ReqState.MOVED and req.route is Route.OUTGOING
         self.moved += req.state is ReqState.MOVED and req.route is not Route.OUTGOING

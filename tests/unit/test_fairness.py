@@ -43,6 +43,14 @@ def test_shares_of_keys_count_before_those_of_users():
     assert min((a1, a2, b), key=shares.share) == b
 
 
+def test_a_token_of_output_weighs_as_much_as_two_of_a_prompt() -> None:
+    """A decode step costs more than a token of a piece, and holds memory for longer."""
+    one, other, tenant = FairShares(), FairShares(), Tenant("a", "a")
+    one.output(tenant, 3)
+    other.prompt(tenant, 6)
+    assert one.share(tenant) == other.share(tenant) != (0.0, 0.0)
+
+
 def test_who_was_away_is_no_creditor():
     shares = FairShares()
     busy, idle = Tenant("busy"), Tenant("idle")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 
 import pytest
-from support.sim import Sent, SimInstance, make_options
+from support.sim import Sent, SimInstance, make_generate, make_options
 from support.sim_pair import SimPair, SimSide
 
 from pdserve.messages.metrics import SchedulerMetrics
 from pdserve.messages.outputs import ReqMeta, ReqTokens
 from pdserve.messages.requests import AbortReq
+from pdserve.scheduler.counters import Counters
 from pdserve.scheduler.metrics_report import REPORT_SECONDS, MetricsReport, take_metrics
+from pdserve.scheduler.req import Req, ReqState, Route
 
 
 def metas(side: SimInstance) -> list[ReqMeta]:
@@ -141,3 +143,10 @@ def test_reports_are_few_while_requests_run_and_prompt_when_the_last_one_ends() 
     [ended] = turn(20.0 + 1.9 * REPORT_SECONDS)
     assert ended.prompt_tokens == 8
     assert not any(ended.states.values())
+
+
+@pytest.mark.parametrize(("fork_of", "handed_over"), [("", 1), ("first", 0)])
+def test_forks_that_a_prefill_ends_at_once_are_no_hand_overs(fork_of: str, handed_over: int) -> None:
+    counters = Counters()
+    counters.ended(Req.create(make_generate("a", [1], fork_of=fork_of), Route.OUTGOING, ReqState.FINISHED, 1, 1))
+    assert counters.handed_over == handed_over
