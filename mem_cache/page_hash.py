@@ -28,17 +28,17 @@ def _digest(content: bytes, domain: bytes) -> bytes:
 
 
 def model_seed(fingerprint: str, layout: KVLayout) -> bytes:
-    """What the hashes of one model's pages begin with; another layout's bytes mean something else."""
+    """Return the hash that stands before the first page of a model's prompts. It depends on the KV layout, too."""
     return _digest(fingerprint.encode() + msgspec.json.encode(layout), MODEL)
 
 
 def namespace_seed(seed: bytes, namespace: bytes) -> bytes:
-    """The same of one namespace (a request's ``extra_key``)."""
+    """Return the hash before the first page of prompts in ``namespace`` (a request's ``extra_key``, as bytes)."""
     return _digest(seed + namespace, NAMESPACE) if namespace else seed
 
 
 def chain(before: bytes, key: bytes, page_size: int) -> list[bytes]:
-    """Hashes of the pages of ``key`` (int32 tokens as bytes, whole pages), which follow the page named ``before``."""
+    """Return the hashes of the pages of ``key`` (whole pages of int32 tokens, as bytes), chained to the hash ``before``."""
     step = page_size * TOKEN_BYTES
     hashes = []
     for at in range(0, len(key), step):
@@ -48,7 +48,7 @@ def chain(before: bytes, key: bytes, page_size: int) -> list[bytes]:
 
 
 def prompt_hashes(seed: bytes, tokens: I32, page_size: int, extra_key: str) -> list[bytes]:
-    """Of the whole pages of ``tokens``."""
+    """Return the hashes of the whole pages of a prompt's ``tokens`` in the namespace ``extra_key``."""
     whole = len(tokens) // page_size * page_size
     start = namespace_seed(seed, extra_key.encode(errors="surrogatepass"))
     return chain(start, tokens[:whole].tobytes(), page_size)
