@@ -68,7 +68,7 @@ MAX_SLEEP_MS = 60_000
 FRAMES_A_TURN = 1024
 """Read from one channel before the others, and the peers, have their turn; the poller wakes the loop for the rest."""
 MESSAGES_A_TURN = 256
-"""Of requests and questions: to take a request in costs up to 50 µs, and a frame holds any number of them."""
+"""Maximum number of requests and questions handled per turn: admitting a request takes up to 50 µs."""
 
 
 MakeHandovers = Callable[[Scheduler, zmq.Poller], Handovers]
@@ -89,7 +89,7 @@ class SchedulerProcess:
             Sender(ctx.zmq_ctx, ctx.address("transfer")) if make_handovers is not None else None,
         )
         self._unread: deque[Any] = deque()
-        """Messages whose frame was read, and that had no room in a turn."""
+        """Messages that were read and are handled in a later turn."""
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
         self._poller.register(self._events.socket, zmq.POLLIN)
@@ -163,7 +163,7 @@ class SchedulerProcess:
         return -1
 
     def _next_messages(self) -> list[Any]:
-        """What others of this instance sent, in order; the rest waits for the next turn, which comes at once."""
+        """Return the next messages to handle, in order, at most ``MESSAGES_A_TURN``; the rest waits for the next turn."""
         if len(self._unread) < MESSAGES_A_TURN:
             self._unread += self._drain(self._inbox)
         return [self._unread.popleft() for _ in range(min(len(self._unread), MESSAGES_A_TURN))]
