@@ -28,11 +28,11 @@ from .request_body import RequestBody
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 512
-"""Prompt tokens for decodes at a prefill, beside which it decodes: about a step of them."""
+"""Maximum number of prompt tokens queued at a prefill that may also decode: about one step."""
 CLEARLY_FASTER = 0.75
-"""Of a decode's time for a token: a prefill that needs no more gives more for streams than prompts beside them lose."""
+"""A prefill may decode a request itself if its time per token is at most this fraction of the decode's."""
 MORE_STREAMS = 4
-"""A decode must have so many streams more than the prefill for that: few are not worth a prefill's time."""
+"""And if the decode has at least this many more streams than the prefill."""
 PICK_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
