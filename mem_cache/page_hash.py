@@ -38,7 +38,7 @@ def namespace_seed(seed: bytes, namespace: bytes) -> bytes:
 
 
 def chain(before: bytes, key: bytes, page_size: int) -> list[bytes]:
-    """Return the hashes of the pages of ``key`` (whole pages of int32 tokens, as bytes), chained to the hash ``before``."""
+    """Return the hashes of the pages of ``key`` (whole pages of int32 tokens, as bytes), chained to ``before``."""
     step = page_size * TOKEN_BYTES
     hashes = []
     for at in range(0, len(key), step):

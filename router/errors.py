@@ -172,7 +172,7 @@ class InstanceAnsweredError(RouterError):
 
 
 def error_of(status: int, said: bytes, where: str, headers: Headers) -> InstanceAnsweredError | InstanceCrashedError:
-    """Return the error for an instance's error response: ``InstanceCrashedError`` if it says that a process of it died."""
+    """Return the error for an instance's error response: ``InstanceCrashedError`` if one of its processes died."""
     answered = InstanceAnsweredError(status, said, where, headers)
     if status == 503 and answered.code == INSTANCE_FAILED:
         return InstanceCrashedError(f"{where}: {answered.message}")

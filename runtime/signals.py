@@ -17,7 +17,7 @@ from types import FrameType
 STOP = signal.SIGRTMIN
 """An orderly end, asked for by the parent. Sent twice it means the same as once."""
 FAILED = signal.SIGRTMIN + 1
-"""An orderly end like ``STOP``, because another process of the instance died. HTTP then reports ``instance_failed``."""
+"""An orderly end like ``STOP``, because a process of the instance died: HTTP reports ``instance_failed``."""
 STRAY = (signal.SIGUSR1,)
 """Signals that mean something to other programs (log rotation), and would end this one by default."""
 

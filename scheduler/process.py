@@ -163,7 +163,7 @@ class SchedulerProcess:
         return -1
 
     def _next_messages(self) -> list[Any]:
-        """Return the next messages to handle, in order, at most ``MESSAGES_A_TURN``; the rest waits for the next turn."""
+        """Return the next messages to handle, in order, at most ``MESSAGES_A_TURN``; the rest waits for a turn."""
         if len(self._unread) < MESSAGES_A_TURN:
             self._unread += self._drain(self._inbox)
         return [self._unread.popleft() for _ in range(min(len(self._unread), MESSAGES_A_TURN))]
