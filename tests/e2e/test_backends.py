@@ -13,7 +13,7 @@ from support.fake_cuda_driver import IMPORT_PATH
 from support.import_path import with_inherited
 from support.libraries import is_missing
 from support.machine import limit
-from support.processes import ONE_THREAD, launched, pd_pair, wait_until
+from support.processes import ONE_THREAD, freeze, launched, pd_pair, wait_until
 from support.reader import Reader
 from support.scrape import Page
 
@@ -123,7 +123,7 @@ def test_tokens_are_the_same_through_host_memory_that_no_prompt_fits_into(tmp_pa
 def outlive(pair, expected: list[int]) -> None:
     """Kill the prefill between the first token, which the client has, and its KV, which can't land."""
     worker = pair.decode.family()["worker"]
-    worker.suspend()
+    freeze(worker.pid)
     with httpx.stream(
         "POST",
         pair.router.url + "/generate",

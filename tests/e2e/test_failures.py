@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 from support.machine import limit
-from support.processes import ONE_THREAD, Pair, free_ports, launched, pd_pair, wait_until
+from support.processes import ONE_THREAD, Pair, free_ports, freeze, launched, pd_pair, wait_until
 
 from pdserve.disaggregation.handover.kv_manager import LEASE_SECONDS
 
@@ -161,7 +161,7 @@ def test_frozen_prefill_is_an_error_in_seconds_and_the_pair_heals_by_itself(pair
     assert answers(pair)
     before = len(pair.decode.log())
     scheduler = pair.prefill.family()["scheduler"]
-    scheduler.suspend()
+    freeze(scheduler.pid)
     try:
         asked_at = time.monotonic()
         body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
@@ -192,7 +192,7 @@ def test_a_frozen_prefill_that_holds_memory_is_named_and_others_take_its_place(t
             family = pair.prefill.family()
             named = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": 5}
             body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}, **named}
-            family["worker"].suspend()
+            freeze(family["worker"].pid)
             held: list[httpx.Response] = []
             legs = [
                 threading.Thread(target=pair.prefill.post, args=("/generate", body)),
@@ -203,7 +203,7 @@ def test_a_frozen_prefill_that_holds_memory_is_named_and_others_take_its_place(t
             told = lambda: pair.decode.client.get(pair.decode.url + "/transfers").json()["transfers"]  # noqa: E731
             wait_until(lambda: [t["state"] for t in told()] == ["transferring"], 10, "the prefill may write")
             for process in family.values():
-                process.suspend()
+                freeze(process.pid)
             try:
                 frozen_at = time.monotonic()
                 legs[1].join(limit(10))
@@ -274,7 +274,7 @@ def test_host_that_is_no_host_fails_the_request_and_not_the_decode(pair):
 def test_an_instance_that_cannot_be_found_says_so_until_it_can(pair):
     prefill, before = pair.prefill, len(pair.prefill.log())
     bootstrap = prefill.family()["bootstrap"]
-    bootstrap.suspend()
+    freeze(bootstrap.pid)
     try:
         wait_until(lambda: not prefill.is_healthy(), 3 * LEASE_SECONDS, "/health says no")
         answer = prefill.client.get(prefill.url + "/health")

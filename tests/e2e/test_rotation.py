@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 from support.machine import limit
-from support.processes import ONE_THREAD, Launched, launched, wait_until
+from support.processes import ONE_THREAD, Launched, freeze, launched, wait_until
 from support.scrape import Page
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -67,7 +67,7 @@ def frozen(instances: list[Launched]) -> Iterator[None]:
     """No request goes on at these instances while the block runs, however long it takes. Some may die in it."""
     workers = [instance.family()["worker"] for instance in instances]
     for worker in workers:
-        worker.send_signal(signal.SIGSTOP)
+        freeze(worker.pid)
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.machine import limit
-from support.processes import Launched, pd_pair, wait_until
+from support.processes import Launched, freeze, pd_pair, wait_until
 from support.scrape import Page
 
 SHORT, LONG = 24, 1400
@@ -90,7 +90,7 @@ def test_by_itself_it_is_here_or_there_by_who_is_busy(tmp_path, tiny_args, expec
             stream.result(limit(60))
         # The prefill has prompts to compute and does not get on: what comes now is sooner done by the idle decode.
         worker = pair.prefill.family()["worker"]
-        worker.suspend()
+        freeze(worker.pid)
         try:
             behind = [pool.submit(pair.prefill.generate, **body(prompt(3 + i, LONG), 1)) for i in range(4)]
             wait_until(lambda: pair.prefill.info()["requests"]["total"] == len(behind), 10, "the prompts wait")

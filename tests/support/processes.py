@@ -87,6 +87,24 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str, *, ev
         time.sleep(every)
 
 
+def freeze(pid: int) -> None:
+    """Stop a process by SIGSTOP, until SIGCONT, and return when every thread of it stands still.
+
+    The signal alone is not enough: one thread takes it and stops the others. On a busy machine that is milliseconds
+    later, in which another thread still answers.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    wait_until(lambda: all(_is_stopped(thread) for thread in threads.iterdir()), 30, "every thread stands still")
+
+
+def _is_stopped(thread: Path) -> bool:
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0] in "TZ"
+    except (FileNotFoundError, ProcessLookupError):
+        return True  # it has ended
+
+
 @dataclass
 class Launched:
     """One ``pdserve`` command and its log.

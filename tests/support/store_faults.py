@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .processes import freeze
 from .redis_server import RedisServer
 
 PREFIX = b"pdserve:kv:1:"
@@ -134,7 +135,7 @@ class RedisFaults:
     def _freeze(self) -> Heal:
         process = self.server.process
         assert process is not None
-        process.send_signal(signal.SIGSTOP)
+        freeze(process.pid)
         return lambda: process.send_signal(signal.SIGCONT)
 
     def _limit(self) -> Heal:

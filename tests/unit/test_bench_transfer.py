@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 
 import numpy as np
 import pytest
 from support.import_path import with_inherited
 from support.libraries import is_missing
+from support.processes import freeze
 
 from pdserve.benchmark.errors import BenchOptionsError
 from pdserve.benchmark.transfer.cases import cases_of, pages_of
@@ -134,7 +134,7 @@ def begin():
 
 def test_a_process_that_hangs_is_named_and_killed(pools):
     with SideProcess("the writer of x", pools, limit_seconds=0.2) as side:
-        os.kill(side.process.pid, signal.SIGSTOP)
+        freeze(side.process.pid)
         with pytest.raises(SideError, match=r"the writer of x hangs: no answer to Begin within 0\.2 s"):
             side.ask(begin())
     assert side.process.returncode == -signal.SIGKILL

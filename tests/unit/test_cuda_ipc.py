@@ -8,7 +8,6 @@ import ctypes
 import os
 import queue
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import pytest
 from support import fake_cuda_driver
 from support.handovers import named
 from support.machine import limit
-from support.processes import wait_until
+from support.processes import freeze, wait_until
 from support.staged_pools import direct_group, slabs_of, staged_group
 from support.transfer_child import Child
 
@@ -153,7 +152,7 @@ def test_two_processes_and_both_directions(start):
         owner.submit(SendPages(named(2, epoch="P"), [pack_i32([1])], [pack_i32([8])], True))
         assert owner.next().error is None
         assert (child.pool[8] == ord("D")).all()
-        child.process.send_signal(signal.SIGSTOP)
+        freeze(child.process.pid)
         owner.submit(DisconnectPeer("P", 2))
         assert owner.is_quiet()  # it has what it needs to write
         child.process.kill()

@@ -12,6 +12,7 @@ import pytest
 from support.handovers import named
 from support.libraries import is_missing
 from support.machine import limit
+from support.processes import freeze
 from support.transfer_child import Child
 
 from pdserve.messages.base import pack_i32
@@ -143,7 +144,7 @@ def test_a_killed_receiver_fails_its_rooms_and_no_others(start):
     writer, owner, healthy = start("P"), start("D"), start("E")
     connect(writer, owner)
     connect(writer, healthy, 2)
-    owner.process.send_signal(signal.SIGSTOP)  # so that it is in the middle
+    freeze(owner.process.pid)  # so that it is in the middle
     writer.submit(send(1, ALL, ALL), send(2, ALL, ALL, peer="E"))
     assert writer.next() is not None
     owner.process.kill()
@@ -162,7 +163,7 @@ def test_who_is_parted_with_writes_no_more_and_others_do(start, frozen):
     connect(other, owner, 2)
     write_for_ever(writer)
     if frozen:
-        writer.process.send_signal(signal.SIGSTOP)
+        freeze(writer.process.pid)
     owner.submit(DisconnectPeer("P", 1))
     assert owner.next(10) == PeerLinkDown("P", 1)
     owner.pool[:] = 88

@@ -13,6 +13,7 @@ import pytest
 from support import fake_cuda_driver
 from support.import_path import with_inherited
 from support.machine import limit
+from support.processes import freeze
 from support.staged_pools import pool_group
 
 from pdserve.disaggregation.transfer.backends.registry import make_backend
@@ -109,8 +110,7 @@ class Parent:
         assert self.next() == PeerConnected("child", 1)
 
     def freeze_child(self):
-        os.kill(self.child.pid, signal.SIGSTOP)
-        os.waitpid(self.child.pid, os.WUNTRACED)  # the signal takes a moment
+        freeze(self.child.pid)
 
     def tell(self, line):
         self.child.stdin.write(line + "\n")
