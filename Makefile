@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo run test test-slow test-hostile mutants test-clients chaos gpu-check check lint types format bench-peers docs models wheel clean
+.PHONY: help setup demo run test test-slow test-hostile mutants test-clients chaos campaigns gpu-check check lint types format bench-peers docs models wheel clean
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
 PORT ?= 8000
@@ -75,6 +75,9 @@ $(CLIENTS_STAMP): tests/clients/install.sh $(wildcard tests/clients/*.txt tests/
 
 chaos: $(STAMP) ## kill, freeze and cut off real instances under load, check every answer, and write docs/reliability.md
 	@$(QUIETLY) OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -P -m chaos
+
+campaigns: $(STAMP) ## play simulated campaigns that combine features, by turns; CAMPAIGNS="--seed 1 --minutes 60 --mix NAME --count 20"
+	@PYTHONPATH=tests $(BIN)/python -P -m campaigns $(CAMPAIGNS)
 
 # Not by setup: a machine with a GPU has its own PyTorch, and may have no network.
 gpu-check: ## on a machine with an NVIDIA GPU: check every kernel and the server, measure, write docs/gpu-results.md; GPU_CHECK="--wheels DIR --only kernels --dry-run"

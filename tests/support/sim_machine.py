@@ -64,12 +64,17 @@ def shape_of(step: ForwardStep) -> StepShape:
     return shape
 
 
+def measured_by(curve: Curve) -> list[MeasuredStep]:
+    """Return the steps that a worker of this machine measures before it is ready."""
+    shapes = [StepShape(1, 64), StepShape(8, 512)] + [StepShape().with_piece(0, n) for n in (16, 48, 64, 128)]
+    return [MeasuredStep(*shape, forward_ms=curve(shape)) for shape in shapes]
+
+
 class TimedSim(SimInstance):
     """``gaps``: shape and milliseconds since the result before, of each step that the worker had when that one came."""
 
     def __init__(self, curve: Curve, noise: Noise | None = None, *, measured: bool = True, **options) -> None:
-        shapes = [StepShape(1, 64), StepShape(8, 512)] + [StepShape().with_piece(0, n) for n in (16, 48, 64, 128)]
-        steps = [MeasuredStep(*shape, forward_ms=curve(shape)) for shape in shapes] if measured else []
+        steps = measured_by(curve) if measured else []
         defaults = {
             "page_size": 16,
             "max_total_tokens": 32768,

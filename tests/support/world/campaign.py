@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pdserve.messages.moves import ReqMoved
 from pdserve.messages.outputs import FinishType, ReqError
 from support.sim import NO_WINDOW, VOCAB, SimWindow, make_options, reference_output
+from support.sim_machine import Curve
 from support.world.node import Node
 from support.world.timed import Chance
 from support.world.world import Channel, Violation, World
@@ -55,7 +56,8 @@ class Slot:
 class Campaign:
     """``modes``: one instance for each. ``faults``, ``moves`` of running requests, and pools that get another size
     (``resizes``): how many, on average, for a hundred hand-overs. ``outputs``: how many tokens are asked for.
-    ``options``: of all instances, beyond ``OPTIONS``.
+    ``machine``: see ``Node``; what prompts will take is foreseen from it then. ``options``: of all instances, beyond
+    ``OPTIONS``.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Campaign:
         lets_go: bool = False,
         hostile: bool = False,
         window: SimWindow = NO_WINDOW,
+        machine: Curve | None = None,
         **options: object,
     ) -> None:
         self.rng = random.Random(seed)
@@ -87,7 +90,7 @@ class Campaign:
         self._options = options | ({"max_total_tokens_limit": max(SIZES)} if resizes else {})
         self.moves: Counter[str] = Counter()
         """How they went."""
-        self._lets_go, self._hostile, self._window = lets_go, hostile, window
+        self._lets_go, self._hostile, self._window, self._machine = lets_go, hostile, window, machine
         self._slots = [Slot(mode, 9000 + i) for i, mode in enumerate(modes)]
         self._rids = itertools.count()
         self._rooms: list[int] = []
@@ -136,7 +139,10 @@ class Campaign:
         sealed = bool(self._options.get("return_kv"))
         rules = {"lets_go": self._lets_go, "hostile": self._hostile, "sealed": sealed, "window": self._window}
         whim = lambda req: zlib.crc32(f"{epoch} {req.rid}".encode()) / 1e8  # noqa: E731
-        slot.node = Node(self.world, epoch, slot.bootstrap_port, options, foresees=whim, **rules)
+        foresees = whim if self._machine is None else None
+        slot.node = Node(
+            self.world, epoch, slot.bootstrap_port, options, foresees=foresees, machine=self._machine, **rules
+        )
         self._beat(slot, slot.node)
         self._renew(slot, slot.node)
 
@@ -389,9 +395,15 @@ class Campaign:
                 self.outcomes["moved"] += 1
             elif isinstance(end, ReqError):
                 self.outcomes[f"error {end.status}"] += 1
-                if self._is_calm and not fate:
+                if not self._is_excused(end, fate):
                     raise Violation(f"{epoch}: {rid} failed although nothing went wrong: {end.message}")
             elif end.finish.type is FinishType.ABORT:
                 self.outcomes["aborted"] += 1
+            elif end.finish.type is FinishType.TIMEOUT:
+                self.outcomes["timed out"] += 1
             else:
                 self.outcomes["finished"] += 1
+
+    def _is_excused(self, error: ReqError, fate: str) -> bool:
+        """Return whether a leg to which ``fate`` happened ("" for nothing) may fail with this error."""
+        return not self._is_calm or bool(fate)

@@ -23,8 +23,9 @@ from pdserve.messages.channel import encode
 from pdserve.messages.memory import PoolTrimmed, ResizeReq, ResizeResult, TrimPool
 from pdserve.messages.moves import MigrateReq, MigrateResult, ReqArrived, ReqMoved
 from pdserve.messages.outputs import FinishType, ReqError, ReqTokens, TokenBatch
-from pdserve.messages.requests import AbortReq, Bootstrap
+from pdserve.messages.requests import AbortReq, Bootstrap, GenerateReq
 from pdserve.messages.worker import ForwardStep, PagesVerified, StepResult, TransferEvent
+from pdserve.runtime.options import DisaggregationMode
 from pdserve.scheduler import scheduler as scheduler_module
 from pdserve.scheduler.cost_model import CostModel
 from pdserve.scheduler.forecast import NOTHING, Load, PromptForecast
@@ -34,6 +35,7 @@ from pdserve.scheduler.req import Req
 from pdserve.scheduler.scheduler import Scheduler
 from support.phases import phases_problem
 from support.sim import NO_WINDOW, Sent, SimWindow, SimWorker, make_generate, make_worker_ready
+from support.sim_machine import Curve, measured_by, shape_of
 from support.world.sim_backend import SimBackend, SimRegion
 from support.world.sim_port import SimPort
 from support.world.world import Violation, World
@@ -138,7 +140,8 @@ class Pipe:
 class Node:
     """One life of an instance. Its mode is that of ``options``.
 
-    ``foresees``: how many milliseconds a prompt will take here, None: always none.
+    ``foresees``: how many milliseconds a prompt will take here, None: always none. ``machine``: milliseconds of a step;
+    the cost model then learns from them, as a real one does. None: steps cost nothing, and nothing is learned.
     """
 
     def __init__(
@@ -153,6 +156,7 @@ class Node:
         sealed: bool = False,
         window: SimWindow = NO_WINDOW,
         foresees: Callable[[Req], float] | None = None,
+        machine: Curve | None = None,
     ) -> None:
         self.world = world
         self.epoch = epoch
@@ -163,7 +167,8 @@ class Node:
         self.sim_worker = SimWorker(options, window=window)
         self.backend = SimBackend(world, epoch, self.work, lets_go=lets_go, hostile=hostile)
         regions: list[Any] = [SimRegion(kv) for kv in self.sim_worker.pools()]
-        said = make_worker_ready(options, window=window)
+        self._machine = machine
+        said = make_worker_ready(options, window=window, measured=measured_by(machine) if machine is not None else ())
         groups = [PageGroup.of(group, region) for group, region in zip(said.layout.groups, regions, strict=True)]
         self.engine = TransferEngine(
             *(self.backend, groups, epoch, HOST, self._emit),
@@ -173,8 +178,9 @@ class Node:
         ready = msgspec.structs.replace(said, backend_metadata=self.engine.metadata)
         self._told = Sent()
         outbox = Outbox(Pipe(world, self, "worker"), self._told, Pipe(world, self, "transfer"))
-        # Nothing is foreseen here, and its first fit takes longer than most worlds.
-        with patch.object(scheduler_module, "make_cost_model", lambda worker: COST_MODEL):
+        # Without a machine nothing is foreseen, and the first fit takes longer than most worlds.
+        make = scheduler_module.make_cost_model if machine is not None else lambda worker: COST_MODEL
+        with patch.object(scheduler_module, "make_cost_model", make):
             self.scheduler = Scheduler(options, ready, outbox)
         if foresees is not None:
             self.scheduler.forecast = Whim(self.scheduler, foresees)
@@ -195,6 +201,12 @@ class Node:
         """Whether it hung since its last turn: what it has to say may be older than this turn."""
         self.arrivals: dict[str, float] = {}
         """When requests came, by the clock of their account of phases."""
+        self.waits: dict[str, float] = {}
+        """Seconds from a request's arrival to its first token or, if that comes first, to its end."""
+        self.forks: set[str] = set()
+        """Further answers to a prompt. The prefill leg of a fork ends without a token."""
+        self.turned: Callable[[Node], None] = lambda node: None
+        """Called after each turn of the scheduler's loop."""
         self.open: set[str] = set()
         """Requests that are to end yet."""
         self.manager.start(world.now)
@@ -213,8 +225,11 @@ class Node:
         scheduler.run_steps(now)
         self.manager.flush()
         scheduler.outbox.flush()
+        if self._machine is not None:
+            scheduler.catch_up()
         self._hear()
         self._hung = False
+        self.turned(self)
 
     def submit(self, rid: str, prompt: list[int], room: int, bootstrap_port: int, **kwargs: Any) -> None:
         """A client's leg, whose prefill is behind that bootstrap server."""
@@ -222,9 +237,22 @@ class Node:
         msg = msgspec.structs.replace(
             msg, bootstrap=Bootstrap(HOST, bootstrap_port, room, vouched=self.sealed), arrival=self.world.now
         )
-        self.open.add(rid)
-        self.arrivals[rid] = self.world.now
-        self.scheduler.admit_message(msg, self.world.now)
+        self.admit(msg)
+
+    def admit(self, *messages: GenerateReq) -> None:
+        """Take requests in, several answers to one prompt at once."""
+        for msg in messages:
+            self.open.add(msg.rid)
+            self.arrivals[msg.rid] = self.world.now
+            if msg.fork_of:
+                self.forks.add(msg.rid)
+            self.scheduler.admit_message(msg, self.world.now)
+        self.turn()
+
+    def change_role(self, role: DisaggregationMode) -> None:
+        """Do what ``POST /role`` does."""
+        self.scheduler.planner.budget.role = role
+        self.manager.role_changed()
         self.turn()
 
     def migrate(self, rid: str, bootstrap_port: int) -> None:
@@ -264,7 +292,10 @@ class Node:
         if not self.alive:
             return
         if isinstance(message, ForwardStep):
-            self._emit(self.sim_worker.run(message))
+            result = self.sim_worker.run(message)
+            if self._machine is not None:
+                result.forward_ms = self._machine(shape_of(message))
+            self._emit(result)
             for push in message.pushes:
                 self.engine.submit(push)
             self.work()
@@ -333,12 +364,15 @@ class Node:
             raise Violation(f"{self.epoch}: {item.rid} goes on after its end")
         tokens = self.tokens.setdefault(item.rid, [])
         tokens.extend(item.token_ids)
+        if tokens:
+            self._waits_no_more(item.rid)
         expected = self.world.answers[item.rid]
         if tokens != expected[: len(tokens)]:
             raise Violation(f"{self.epoch}: wrong KV was used for {item.rid}: {tokens}, not {expected}")
         if item.finish is None:
             return
-        wanted = 1 if item.meta is not None and item.meta.route == "outgoing" else len(expected)
+        is_outgoing = item.meta is not None and item.meta.route == "outgoing"
+        wanted = (0 if item.rid in self.forks else 1) if is_outgoing else len(expected)
         room = self.scheduler.memory.max_total_tokens - (item.meta.prompt_tokens if item.meta is not None else 0)
         if item.finish.type is FinishType.LENGTH and len(tokens) != min(wanted, room):
             raise Violation(f"{self.epoch}: {item.rid} ended with {tokens} of {expected}")
@@ -353,7 +387,11 @@ class Node:
         if rid not in self.open:
             raise Violation(f"{self.epoch}: {rid} ended twice")
         self.open.remove(rid)
+        self._waits_no_more(rid)
         self.world.ends[self.epoch, rid] = how
+
+    def _waits_no_more(self, rid: str) -> None:
+        self.waits.setdefault(rid, self.world.now - self.arrivals[rid])
 
     def check(self) -> None:
         """Every page is somebody's, and every pin."""
