@@ -30,7 +30,8 @@ from .window_pages import WindowSpan
 class PrefixMatch(NamedTuple):
     """A cached prefix: its ``slots`` [M] int32 (read-only, M a whole number of pages) and the node that it ends in.
 
-    Valid until the next ``evict``, ``reset``, ``condemn``, ``withdraw`` or ``move_window``, unless held.
+    Valid until the next ``evict``, ``reset``, ``condemn``, ``withdraw``, ``move_window``, ``cache_unfinished_req`` or
+    ``cache_finished_req``, unless held.
     """
 
     slots: I32
@@ -55,9 +56,9 @@ class KVHold:
     ``verified``: whether its KV is what it should be. False while a peer may still write it, and for good where it is
     known to be bad: none of it is shared then. ``window``: which of its pages it uses in the window pool, where there
     is one (``window_pages.py``). ``pins`` and ``left`` are ``KVMemory``'s: how many use it, and the
-    tokens of a request that is over, whose prefix may stay when the last one lets go. ``priority``: of the request,
-    higher is dearer; what it shares or found is worth that much to the eviction policy of that name. ``hashed``: of so
-    many tokens the pages were looked at (``scheduler/kv_debug.py``).
+    tokens of a request that is over, whose prefix may stay when the last one lets go. ``created``: when it began, by
+    the tree's clock. ``priority``: of the request, higher is dearer; what it shares or found is worth that much to the
+    eviction policy of that name. ``hashed``: of so many tokens the pages were looked at (``scheduler/kv_debug.py``).
     """
 
     row: int
@@ -70,6 +71,7 @@ class KVHold:
     window: WindowSpan = field(default_factory=WindowSpan)
     pins: int = 1
     left: I32 | None = None
+    created: int = 0
     priority: int = 0
     hashed: int = 0
 

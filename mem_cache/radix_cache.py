@@ -4,6 +4,9 @@ Life of a node: inserted as a leaf (by ``insert``, or by a request that shares i
 when a prefix parts inside it (the old node stays the lower part, so whoever ends in it still does) → locked while a
 request pins it or a descendant → unlocked leaf → trimmed from its end or evicted; then its parent may be a leaf.
 
+A request shares its prompt piece by piece, and a prompt may have thousands of pieces. As a request moves on, they are
+joined into fewer nodes (``_join_pieces``), so that a walk takes O(log pieces) steps.
+
 What was condemned or withdrawn stays, as far as it is locked, where it is, under a name that no walk follows, until
 nobody pins it: it is *hidden*.
 """
@@ -25,6 +28,9 @@ from .page_hash import chain, namespace_seed
 from .pages import ceil_to_page, floor_to_page, slots_to_pages
 from .req_to_token_pool import ReqToTokenPool
 from .tree_node import NO_SLOTS, TOKEN_BYTES, TreeNode, make_root
+
+SHORT_RUN = 1024
+"""Tokens of a node that is cheap to copy."""
 
 
 class Path(NamedTuple):
@@ -78,6 +84,7 @@ class RadixCache(BasePrefixCache):
         self._listener = listener
         self._events = events
         self._page_bytes = self.page_size * TOKEN_BYTES
+        self._short = ceil_to_page(SHORT_RUN, self.page_size)
         self._root = make_root()
         self._hidden: set[TreeNode] = set()
         self._times_hidden = 0
@@ -121,7 +128,7 @@ class RadixCache(BasePrefixCache):
             raise UnalignedLength(f"{len(tokens)} tokens in {len(slots)} slots, pages of {self.page_size}")
         path = self._walk(self._root, self._key(tokens), extra_key)
         known = path.slots.size
-        self._extend(self._root, path, self._key(tokens), slots, extra_key, priority)
+        self._extend(self._root, path, self._key(tokens), slots, extra_key, priority, self._now)
         self._raise_priority(path.nodes, priority)
         self._touch(path.nodes)
         return known
@@ -150,6 +157,9 @@ class RadixCache(BasePrefixCache):
         goal = ceil_to_page(num_tokens, self.page_size)
         freed: list[I32] = []
         while goal > 0 and (leaf := self._heap.peek()) is not None:
+            # Trimming copies what is left of the key: page by page, that would be quadratic in the length of a run.
+            while leaf.num_tokens > max(2 * goal, self._short):
+                self._split(leaf, floor_to_page(leaf.num_tokens // 2, self.page_size) * TOKEN_BYTES)
             self._tell_leaving(leaf, min(goal, leaf.num_tokens))
             if goal < leaf.num_tokens:
                 freed.append(self._trim(leaf, goal))
@@ -174,7 +184,8 @@ class RadixCache(BasePrefixCache):
         self._lock(path)
         self._raise_priority(path[:-1], priority)
         self.req_to_token.table[row, :matched] = match.slots
-        hold = KVHold(row, extra_key, match.node, cached_len=matched, kv_len=matched, priority=priority)
+        hold = KVHold(row, extra_key, match.node, matched, matched, created=self._now, priority=priority)
+        self._now += 1
         if (windows := self.allocator.windows) is not None:
             first = windows.first_page(matched)
             windows.begin(hold.window, first, self._pages(hold, first, matched // self.page_size))
@@ -193,11 +204,12 @@ class RadixCache(BasePrefixCache):
         key = self._key(tokens[start:end])
         path = self._walk(hold.node, key, hold.extra_key)
         known = path.slots
-        self._extend(hold.node, path, key, row[start:end], hold.extra_key, hold.priority)
+        self._extend(hold.node, path, key, row[start:end], hold.extra_key, hold.priority, hold.created)
         self._raise_priority(path.nodes, hold.priority)
-        self._touch(path.nodes)
         self._lock(path.nodes)
         hold.node, hold.cached_len = path.nodes[-1], end
+        self._touch(list(hold.node.path_up())[-2::-1])
+        self._join_pieces(hold.node)
         if not known.size:
             return None
         ours = row[start : start + known.size]
@@ -399,7 +411,9 @@ class RadixCache(BasePrefixCache):
         upper.children[node.edge] = node
         return upper
 
-    def _extend(self, start: TreeNode, path: Path, key: bytes, slots: I32, extra_key: str, priority: int) -> None:
+    def _extend(
+        self, start: TreeNode, path: Path, key: bytes, slots: I32, extra_key: str, priority: int, created: int
+    ) -> None:
         """Append to ``path``, walked from ``start``, a leaf for what of ``key`` and ``slots`` it does not reach."""
         known = path.slots.size
         if known == len(slots):
@@ -408,7 +422,7 @@ class RadixCache(BasePrefixCache):
         pos = known * TOKEN_BYTES
         own = np.array(slots[known:], dtype=np.int32)
         own.setflags(write=False)
-        leaf = TreeNode(parent, self._edge(parent, key, pos, extra_key), key[pos:], own, self._now)
+        leaf = TreeNode(parent, self._edge(parent, key, pos, extra_key), key[pos:], own, created)
         leaf.priority = priority
         parent.children[leaf.edge] = leaf
         path.nodes.append(leaf)
@@ -418,6 +432,20 @@ class RadixCache(BasePrefixCache):
         if self._events is not None:
             before = self.hashes_of(parent)
             self._events.stored(before[-1] if before else None, self.hashes_of(leaf), leaf.key)
+
+    def _join_pieces(self, lowest: TreeNode) -> None:
+        """Join ``lowest``, which a request has just stored or found, with the pieces before it.
+
+        Longer ones are left alone until there is about as much to join them with. So each token is copied O(log n)
+        times while a prompt grows, and of n pieces O(log n) nodes are left.
+        """
+        above: list[TreeNode] = []
+        node, size = lowest, lowest.num_tokens
+        while (parent := node.parent) is not None and parent.is_piece_before(node) and parent.num_tokens <= 2 * size:
+            above.append(parent)
+            node, size = parent, size + parent.num_tokens
+        if above:
+            lowest.absorb(above)
 
     def _touch(self, nodes: list[TreeNode]) -> None:
         """Note that a path was used just now. Only its last node can be a leaf, so only that can move in the heap."""

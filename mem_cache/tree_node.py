@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -20,8 +21,8 @@ class TreeNode:
     ``key`` is the run's int32 tokens as bytes, because a compare in place is then one ``memcmp``. ``slots``
     [len(key) / 4] is read-only. ``lock_ref`` counts the requests that pin the node, so it never grows from parent
     to child. ``hashes`` are those of its pages (``page_hash.py``), None until asked for. Times are ticks of the tree's
-    own clock. ``priority`` is the highest of the requests that stored or held it. A node without parent is the root, or
-    has left the tree.
+    own clock; ``created`` is when the request began that stored it. ``priority`` is the highest of the requests that
+    stored or held it. A node without parent is the root, or has left the tree.
     """
 
     __slots__ = (
@@ -62,6 +63,33 @@ class TreeNode:
     def is_evictable(self) -> bool:
         """Whether this is an unlocked leaf of the tree."""
         return self.lock_ref == 0 and not self.children and self.parent is not None
+
+    def is_piece_before(self, child: TreeNode) -> bool:
+        """Whether this and ``child`` could be one node: nothing ends or branches off between the two, the same requests
+        pin them, and no eviction policy can tell them apart. Never true of the root.
+        """
+        return (
+            self.parent is not None
+            and len(self.children) == 1
+            and child.parent is self
+            and (self.lock_ref, self.created, self.last_access, self.hit_count, self.priority)
+            == (child.lock_ref, child.created, child.last_access, child.hit_count, child.priority)
+        )
+
+    def absorb(self, above: Sequence[TreeNode]) -> None:
+        """Prepend the runs of ``above`` (the parent, its parent, and so on) to this one; those nodes leave the tree."""
+        top = above[-1]
+        runs = [*reversed(above), self]
+        self.key = b"".join(node.key for node in runs)
+        self.slots = np.concatenate([node.slots for node in runs])
+        self.slots.setflags(write=False)
+        hashes = [node.hashes for node in runs if node.hashes is not None]
+        self.hashes = list(chain.from_iterable(hashes)) if len(hashes) == len(runs) else None
+        self.edge, self.parent = top.edge, top.parent
+        assert self.parent is not None
+        self.parent.children[self.edge] = self
+        for node in above:
+            node.parent, node.children = None, {}
 
     def path_up(self) -> Iterator[TreeNode]:
         """This node and its ancestors, the root (or what is left of the path) last."""

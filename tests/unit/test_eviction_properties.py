@@ -1,7 +1,7 @@
 """Which prefixes are evicted, under every policy, against a tree that searches all its leaves each time.
 
 The slow tree has its own nodes, counters and rules, written from what ``--radix-eviction-policy`` promises; after every
-step both must hold the same pages.
+step both must hold the same pages. It never joins nodes, so joining the pieces of a prompt must not change what goes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.sim import make_generate, make_options
 
 from pdserve.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from pdserve.mem_cache.base_prefix_cache import KVHold
 from pdserve.mem_cache.factory import make_prefix_cache
 from pdserve.mem_cache.req_to_token_pool import ReqToTokenPool
 from pdserve.runtime.options import ServerOptions
@@ -22,7 +23,7 @@ from pdserve.scheduler.kv_memory import KVMemory
 from pdserve.scheduler.memory_terms import NO_RESERVE, PoolSizes
 from pdserve.scheduler.req import Req, ReqState, Route
 
-PAGE, NUM_PAGES, MAX_REQS = 2, 24, 3
+PAGE, NUM_PAGES, MAX_REQS, MAX_PAGES = 2, 24, 3, 32
 Page = tuple[int, ...]
 
 
@@ -66,9 +67,9 @@ class SlowTree:
             found.append(node)
         return found[1:]
 
-    def walk(self, pages):
-        """The nodes that hold the longest known prefix; the last one is cut where it ends."""
-        node, path = self.root, []
+    def walk(self, pages, start=None):
+        """The nodes below ``start`` that hold the longest known prefix; the last one is cut where it ends."""
+        node, path = start or self.root, []
         while pages:
             child = next((c for c in node.children if c.pages[0] == pages[0]), None)
             if child is None:
@@ -105,14 +106,31 @@ class SlowTree:
         self.use(path, priority=priority)
         return known
 
+    def share(self, end, pages, priority, began):
+        """A request that holds the path to ``end`` has computed ``pages`` behind it; returns the new end."""
+        path = self.walk(pages, end)
+        known = sum(len(n.pages) for n in path)
+        if known < len(pages):
+            parent = path[-1] if path else end or self.root
+            leaf = SlowNode(pages[known:], parent, began, 0, priority=priority)
+            parent.children.append(leaf)
+            path.append(leaf)
+        for node in path:
+            node.pins, node.priority = node.pins + 1, max(node.priority, priority)
+        self.use(self.path(path[-1]))
+        return path[-1]
+
+    def path(self, node):
+        return [] if node is self.root else [*self.path(node.parent), node]
+
     def match(self, pages):
         path = self.walk(pages)
         self.use(path, hit=True)
         return path
 
     def pin(self, end, by, priority=0):
-        """``end``: the last node of a path, or nothing."""
-        node = end[0] if end else self.root
+        """``end``: the last node of a path, or None."""
+        node = end or self.root
         while node is not self.root:
             node.pins, node.priority = node.pins + by, max(node.priority, priority)
             node = node.parent
@@ -137,6 +155,16 @@ class SlowTree:
         return found
 
 
+@dataclass
+class Running:
+    """A request in both trees; it holds ``pages``."""
+
+    hold: KVHold
+    end: SlowNode | None
+    pages: list[Page]
+    began: int
+
+
 class Both:
     """The real tree and the slow one, told the same."""
 
@@ -146,7 +174,7 @@ class Both:
         self.table = ReqToTokenPool(MAX_REQS, 64)
         self.cache = make_prefix_cache(ServerOptions(radix_eviction_policy=policy), self.allocator, self.table)
         self.root = self.cache.match_prefix(np.empty(0, dtype=np.int32)).node
-        self.holds = []
+        self.running = []
 
     def evict(self, pages):
         self.cache.evict(pages * PAGE)
@@ -172,18 +200,39 @@ class Both:
         if row is None:
             return
         match = self.cache.match_prefix(tokens(pages))
-        end = self.slow.match(pages)[-1:]
+        path = self.slow.match(pages)
+        end = path[-1] if path else None
         self.slow.pin(end, 1, priority)
-        self.holds.append((self.cache.hold(row, match, "", priority), end))
+        found = pages[: len(match.slots) // PAGE]
+        self.running.append(Running(self.cache.hold(row, match, "", priority), end, found, self.slow.clock))
+        self.slow.clock += 1
+
+    def share(self, which, pages):
+        """A running request computes more, page by page."""
+        if not self.running:
+            return
+        r = self.running[which % len(self.running)]
+        for page in pages[: MAX_PAGES - len(r.pages)]:
+            if not self.allocator.available_size():
+                self.evict(1)
+            row = self.table.table[r.hold.row]
+            slots = self.allocator.alloc_extend(r.hold.kv_len, r.hold.kv_len + PAGE, int(row[r.hold.kv_len - 1]))
+            if slots is None:
+                return
+            row[r.hold.kv_len : r.hold.kv_len + PAGE] = slots
+            r.hold.kv_len += PAGE
+            r.pages = [*r.pages, page]
+            self.cache.cache_unfinished_req(r.hold, tokens(r.pages))
+            r.end = self.slow.share(r.end, [page], r.hold.priority, r.began)
 
     def let_go(self, which):
-        if self.holds:
-            hold, end = self.holds.pop(which % len(self.holds))
-            self.cache.release_req(hold)
-            self.slow.pin(end, -1)
+        if self.running:
+            r = self.running.pop(which % len(self.running))
+            self.cache.release_req(r.hold)
+            self.slow.pin(r.end, -1)
 
     def check(self):
-        self.cache.check_invariants([hold for hold, _ in self.holds])
+        self.cache.check_invariants([r.hold for r in self.running])
         found, paths = set(), {self.root: ()}
         for node in self.root.subtree():
             for child in node.children.values():
@@ -205,6 +254,7 @@ steps = st.lists(
         st.tuples(st.just("put"), prompts, priorities),
         st.tuples(st.just("match"), prompts),
         st.tuples(st.just("hold"), prompts, priorities),
+        st.tuples(st.just("share"), st.integers(0, 2), prompts),
         st.tuples(st.just("let_go"), st.integers(0, 2)),
         st.tuples(st.just("evict"), st.integers(1, 4)),
     ),
