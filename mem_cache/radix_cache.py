@@ -13,7 +13,7 @@ nobody pins it: it is *hidden*.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -238,10 +238,11 @@ class RadixCache(BasePrefixCache):
             if within := self._within(top.slots):
                 self._split(top, within * TOKEN_BYTES)
             if self._listener is not None:
-                for node in top.subtree():
-                    if node.lock_ref == 0 and node not in self._hidden:
+                for node in self._findable(top):
+                    if node.lock_ref == 0:
                         self._listener.leaving(self.hashes_of(node), node.slots[:: self.page_size] // self.page_size)
             self._hide(top)
+        self._heap.sweep()
 
     def _within(self, slots: I32) -> int:
         """How many of ``slots`` (whole pages) come before the first that lies beyond the pool's end."""
@@ -253,9 +254,8 @@ class RadixCache(BasePrefixCache):
     def _hide(self, top: TreeNode) -> None:
         """Let no walk find ``top`` or what is below it; what no request pins goes back."""
         if self._events is not None:
-            for node in top.subtree():
-                if self._hidden_top(node.path_up()) is None:
-                    self._events.removed(self.hashes_of(node))
+            for node in self._findable(top):
+                self._events.removed(self.hashes_of(node))
         parent = top.parent
         assert parent is not None
         del parent.children[top.edge]
@@ -265,6 +265,14 @@ class RadixCache(BasePrefixCache):
         parent.children[top.edge] = top
         self._hidden.add(top)
         self._drop_hidden(top)
+
+    def _findable(self, top: TreeNode) -> Iterator[TreeNode]:
+        """Yield ``top``, which walks can find, and all below it that they can."""
+        stack = [top]
+        while stack:
+            node = stack.pop()
+            stack += [child for child in node.children.values() if child not in self._hidden]
+            yield node
 
     def _hidden_top(self, path: Iterable[TreeNode]) -> TreeNode | None:
         """The topmost hidden node of a path that leads up."""
@@ -284,7 +292,9 @@ class RadixCache(BasePrefixCache):
         ]
         if self._events is not None:
             self._tell_dropped(self._events, tops)
-        return self._drop(tops)
+        dropped = self._drop(tops)
+        self._heap.sweep()
+        return dropped
 
     def _is_loose(self, node: TreeNode, top: TreeNode) -> bool:
         """Whether no request pins it, and its parent stays, or it is ``top``."""
@@ -304,7 +314,6 @@ class RadixCache(BasePrefixCache):
                 node.children = {}
                 self._evictable -= node.num_tokens
                 freed.append(node.slots)
-        self._heap.sweep()
         return self._give_back(freed)
 
     def _usable(self, slots: I32) -> int:

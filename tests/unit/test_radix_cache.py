@@ -280,6 +280,70 @@ def test_what_is_condemned_is_found_by_nobody_and_goes_with_its_last_pin():
     assert s.used() == 0
 
 
+class Removals:
+    """Pages that the tree's events said were removed."""
+
+    def __init__(self):
+        self.hashes = []
+
+    def seed(self):
+        return b"seed"
+
+    def stored(self, parent, hashes, key):
+        pass
+
+    def removed(self, hashes):
+        self.hashes += hashes
+
+    def cleared(self):
+        pass
+
+
+def test_hiding_a_deep_prefix_costs_a_few_looks_at_each_node(monkeypatch):
+    """Also where another one is hidden, which a request pins."""
+    pages = 200
+    s, events = make_setup(num_pages=pages + 4), Removals()
+    s.cache = RadixCache(s.allocator, s.table, events=events)
+    s.put("aaaa")
+    pinned = s.start("aaaa")
+    s.cache.condemn(ids("aaaa"))
+    text = "".join(f"{i:04}" for i in range(pages))
+    s.put(text)
+    for end in range(len(text) - PAGE, 0, -PAGE):
+        s.match(text[:end])
+    looks = 0
+    for name in ("path_up", "subtree"):
+        inner = getattr(TreeNode, name)
+
+        def counted(self, inner=inner):
+            nonlocal looks
+            for node in inner(self):
+                looks += 1
+                yield node
+
+        monkeypatch.setattr(TreeNode, name, counted)
+    s.cache.condemn(ids(text))
+    assert looks <= 4 * pages
+    assert len(set(events.hashes)) == len(events.hashes) == pages + 1
+    assert s.match(text) == []
+    s.cache.check_invariants([pinned])
+
+
+def test_a_smaller_pool_sorts_the_leaves_once(monkeypatch):
+    pages = 100
+    s = make_setup(num_pages=pages)
+    for i in range(pages):
+        s.put(f"{i:04}")
+    sweeps = []
+    inner = EvictionHeap.sweep
+    monkeypatch.setattr(EvictionHeap, "sweep", lambda heap: (sweeps.append(len(heap._entries)), inner(heap)))
+    s.allocator.resize(pages // 2)
+    s.cache.withdraw()
+    assert len(tree(s)) == pages // 2
+    assert sum(sweeps) <= 2 * pages
+    s.cache.check_invariants([])
+
+
 def test_a_prefix_that_is_not_verified_is_shared_by_nobody():
     s = make_setup()
     hold = s.start("aaaabbbb")
