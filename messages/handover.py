@@ -20,7 +20,7 @@ from .base import Epoch, HandoverId, Message, Reason
 from .outputs import CachedBeyond, Timing, TokenLogprob
 from .worker import MAX_GROUPS, MAX_PAGES, KVLayout, SliceChecksum
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 MAX_METADATA_BYTES = 4096
 MAX_TOKENS = (1 << 31) - 1
 MAX_DURATION_MS = 1e9
@@ -213,6 +213,25 @@ class TransferFailed(Message):
     reason: Reason
 
 
+class Withdraw(Message):
+    """Receiver → sender: the pages that I offered are needed for another request. If you have not begun with the
+    prompt, don't; I shall ask again, by a later attempt. Answered by ``Withdrawn``.
+    """
+
+    epoch: Epoch
+    handover: HandoverId
+
+
+class Withdrawn(Message):
+    """Sender → receiver: nothing was, or will be, written for this attempt. Or, if ``begun``, the prompt is being
+    computed, and the KV comes.
+    """
+
+    epoch: Epoch
+    handover: HandoverId
+    begun: bool
+
+
 class Abort(Message):
     """Receiver → sender: stop the hand-over. Answered by ``AbortAck``, also for a room that is not known."""
 
@@ -234,7 +253,7 @@ class Heartbeat(Message):
     epoch: Epoch
 
 
-ToSender = RoomQueued | ForecastRequest | TransferRequest | Abort | Declined
-ToReceiver = Forecast | FirstToken | TransferDone | TransferFailed | AbortAck
+ToSender = RoomQueued | ForecastRequest | TransferRequest | Withdraw | Abort | Declined
+ToReceiver = Forecast | FirstToken | TransferDone | TransferFailed | Withdrawn | AbortAck
 HandoverMessage = ToSender | ToReceiver
 LinkMessage = Hello | Invite | Welcome | Refused | Heartbeat

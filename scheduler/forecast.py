@@ -71,10 +71,10 @@ class PromptForecast:
         running = Load(len(left), sum(left))
         if req.hold is not None:
             return running  # who has memory comes before all that wait for some
-        looked_at = list(itertools.islice(queue.values(), MOST_AHEAD))
+        looked_at = list(itertools.islice(queue.computing(), MOST_AHEAD))
         earlier = queue.ahead_of(req, uncached, (r for r in looked_at if r is not req))
         tokens = sum(r.uncached or r.known_len for r in earlier)
-        others = len(queue) - len(looked_at)  # like these, most likely
+        others = queue.num_computing - len(looked_at)  # like these, most likely
         share = 1 + others / max(1, len(looked_at))
         return running + Load(int(len(earlier) * share), int(tokens * share))
 

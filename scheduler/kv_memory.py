@@ -110,10 +110,10 @@ class KVMemory:
         """The same of any tokens."""
         return self._cache.peek(tokens, extra_key)
 
-    @property
-    def most_window_pages(self) -> int:
-        """What a long request is promised."""
-        return self._windows.most if self._windows is not None else 0
+    def could_promise_one_more(self, req: Req) -> bool:
+        """Whether window pages suffice for the request and a long one besides."""
+        windows = self._windows
+        return windows is None or windows.can_promise(req.most_tokens, windows.most + self.end.window_pages_leaving)
 
     def needs(self, reqs: Iterable[Req]) -> Reserve:
         """What requests take that have no memory yet, none of it found cached."""

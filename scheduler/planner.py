@@ -1,7 +1,7 @@
 """Plans forward passes: which requests compute which tokens next, and where the memory for it comes from.
 
 A step holds one token of every request that decodes, and prompt pieces up to a budget of tokens and time
-(``step_budget.py``): of those that are begun, and of waiting ones in the order of ``waiting.py``; which of the two goes
+(``step_budget.py``): of those that are begun, and of waiting ones in the order of ``claims.py``; which of the two goes
 first, the policy says. A waiting request is admitted when its whole prompt fits in memory, beside the output that is
 foreseen (``admission.py``), so an admitted one never stops half-way. When decoding runs out of slots, the request that
 is cheapest to compute again is retracted (``retraction.py``). With priorities, one that waits may take the memory of
@@ -10,8 +10,7 @@ running ones that are further below it than ``--priority-scheduling-preemption-t
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from typing import NamedTuple
 
 from ..messages.base import pack_i32
@@ -19,10 +18,11 @@ from ..messages.outputs import Phase
 from ..messages.worker import ForwardStep, RowInit, SlotDelta
 from ..runtime.options import ServerOptions
 from .admission import Admission
+from .claims import Claims
 from .cost_model import CostModel
 from .fairness import FairShares
 from .kv_memory import KVMemory
-from .memory_terms import NO_RESERVE, Reserve
+from .memory_terms import NO_RESERVE
 from .policies.registry import make_policy
 from .prompt_pieces import PromptPieces
 from .req import Req, ReqState, Route
@@ -32,9 +32,6 @@ from .step_budget import StepBudget
 from .step_builder import Foresight, InFlightStep, StepBuilder
 from .step_shape import StepShape
 from .waiting import WaitingQueue
-
-MOST_BEFORE = 16
-"""How many that came before are counted: far more than get memory in one turn."""
 
 
 class PlannedStep:
@@ -73,10 +70,10 @@ class StepPlanner:
         self.arriving: dict[str, Req] = {}
         self.budget = StepBudget.of(options, device, model)
         self.admission = Admission(memory, options.schedule_conservativeness)
+        self.claims = Claims(self.waiting, memory, self.admission, self.running)
         self.retractions = 0
         self.preemptions = 0
-        self.turns = 0
-        """How often one that waited has got memory."""
+        self._turns = 0
         self.cached_tokens = 0
         """Prompt tokens that requests found cached which compute the rest here."""
         self.asked_tokens = 0
@@ -130,10 +127,11 @@ class StepPlanner:
         """A request that is alone, or first in line with none running, lacks memory that only hand-overs can hold."""
         first = None
         if nothing and not self.running:
-            first = next((r for r in self.waiting.values() if not (r.pending or self._memory.must_wait(r, now))), None)
+            first = next((r for r in self.claims.eligible(now) if r.route is not Route.INCOMING), None)
         elif nothing and len(self.running) == 1:
             lone = next(iter(self.running.values()))
             first = lone if lone.state is ReqState.RUNNING and lone.wants_tokens and not lone.pending else None
+        self.claims.starved = first if first is not None and first.rid in self.running else None
         if first is None:
             self.stuck = None
         elif self.stuck is None or self.stuck.req is not first:
@@ -154,11 +152,13 @@ class StepPlanner:
         req.state = ReqState.RUNNING if decodes else ReqState.PREFILLING
         req.phases.enter(Phase.DECODE if decodes else Phase.PREFILL, now)
         self.arriving.pop(req.rid, None)
+        self.claims.landed(req.rid)
         self.running[req.rid] = req
 
     def begin(self, req: Req, now: float) -> None:
         """The request has its memory, for KV that does not come: its prompt is computed here."""
         self.arriving.pop(req.rid, None)
+        self.claims.landed(req.rid)
         req.state = ReqState.PREFILLING
         req.phases.enter(Phase.PREFILL, now)
         self.running[req.rid] = req
@@ -180,6 +180,17 @@ class StepPlanner:
         else:
             self.running[req.rid] = req
 
+    def grant_incoming(self, now: float) -> list[Req]:
+        """Give memory for the KV that peers have or compute, to the claims whose turn it is; returns their requests."""
+        granted = self.claims.grant_incoming(now)
+        self._turns += len(granted)
+        return granted
+
+    def take_turns(self) -> int:
+        """How many that waited have got memory since this was last asked."""
+        turns, self._turns = self._turns, 0
+        return turns
+
     def count_lookup(self, req: Req) -> None:
         """The request has just got its memory for the first time, ``computed`` tokens of it from the prefix cache."""
         self.asked_tokens += req.prompt_len
@@ -189,59 +200,31 @@ class StepPlanner:
         """The request is about to be taken in, whichever way it goes; returns it."""
         if self.waiting.shares is not None:
             self.waiting.shares.comes(req.tenant)
+        self.claims.came(req)
         return req
 
     def ended(self, req: Req) -> None:
         """It is over."""
         self.forget(req.rid)
+        self.claims.ended(req.rid)
         self.admission.learn(req)
         if self.waiting.shares is not None:
             self.waiting.shares.goes(req.tenant)
 
     def forget(self, rid: str) -> None:
         """The request is in no queue any more."""
-        self.waiting.remove(rid)
+        self.claims.forget(rid)
         self.running.pop(rid, None)
         self.arriving.pop(rid, None)
 
     def lacks_memory(self, now: float) -> bool:
         """Whether a request has been waiting for some since before this turn, as far as one can tell."""
-        waiting = [*self.waiting.values(), *(r for r in self.arriving.values() if r.hold is None)]
-        return self.stuck is not None or any(0 < r.times.ready < now for r in waiting)
+        return self.stuck is not None or any(0 < r.times.ready < now for r in self.waiting.values())
 
     def decodes_now(self) -> StepShape:
         """What a step of all requests that decode would be."""
         decoding = [r for r in self.running.values() if r.state is ReqState.RUNNING]
         return StepShape(len(decoding), sum(r.computed for r in decoding))
-
-    def room_for(self, req: Req) -> Reserve:
-        """What to keep back for running requests' output, and the request's own, when it is admitted; and for those
-        that came before it, whose KV is to come from elsewhere.
-        """
-        output = self.needed_output(req)
-        # Nobody comes before one that was retracted: it has run already, and newcomers wait for it.
-        before = NO_RESERVE if req.retractions else self._needed_before(req, self.arriving.values())
-        return before._replace(slots=before.slots + output)
-
-    def needed_output(self, req: Req, others: Iterable[Req] = ()) -> int:
-        """Slots that will be needed for the output of the request and of those that hold memory here: who runs,
-        ``others``, and who will run as soon as its KV has landed. 0 where nobody does: one alone always fits. Nor is
-        anything kept for those alone whose KV is to land: their peers may wait for what this request computes.
-        """
-        holders = dict.fromkeys((*self.running.values(), *others))
-        if not holders:
-            return 0
-        holders |= dict.fromkeys(r for r in self.arriving.values() if r.hold is not None)
-        return self.admission.reserve(holders, req)
-
-    def needed_before(self, req: Req) -> Reserve:
-        """What requests need which came before this one and wait to be computed here."""
-        return self._needed_before(req, self.waiting.values())
-
-    def _needed_before(self, req: Req, others: Iterable[Req]) -> Reserve:
-        # Both kinds take memory as they came: else whichever is tried first would leave the other none.
-        earlier = (r for r in others if r.hold is None and r.times.ready and r.times.turn < req.times.turn)
-        return self._memory.needs(itertools.islice(earlier, MOST_BEFORE))
 
     def _plan_decodes(self, builder: StepBuilder, now: float) -> bool:
         """Returns whether a request that decodes can't, for want of memory."""
@@ -269,10 +252,9 @@ class StepPlanner:
     def _preempt(self, now: float) -> None:
         """Make room for the first that waits, where those that run are far enough below it and have enough."""
         # Who waits for a store can't begin: the victims would have it back at once, and give it up again.
-        able = (r for r in self.waiting.order() if not (r.pending or self._memory.must_wait(r, now)))
-        if (req := next(able, None)) is None:
+        if (req := self.claims.first(now)) is None:
             return
-        rank, reserve = self.waiting.rank(req), self.room_for(req)
+        rank, reserve = self.waiting.rank(req), self.claims.reserve(req)
         below = [
             r
             for r in self.running.values()
@@ -287,7 +269,7 @@ class StepPlanner:
             below.remove(victim)
             self.preemptions += 1
             self._retract(victim, now)
-            reserve = self.room_for(req)
+            reserve = self.claims.reserve(req)
 
     def _retract(self, req: Req, now: float) -> None:
         self._memory.give_way(req)
@@ -325,11 +307,7 @@ class StepPlanner:
         if not len(self.waiting) or not pieces.may_begin:
             return
         aside = 0
-        for req in self.waiting.order():
-            if req.pending:  # retracted while its last token was on its way
-                continue
-            if self._memory.must_wait(req, now):
-                continue
+        for req in self.claims.computing(now):
             ahead = [*begun, *(r for r in pieces.prefilled if r not in begun)]
             # Who follows goes at the leader's pace: not at that of one of lower priority.
             ahead = [r for r in ahead if self.waiting.rank(r) <= self.waiting.rank(req)]
@@ -345,7 +323,7 @@ class StepPlanner:
         """Give the request memory and its first piece. Returns the next one, None where there is no memory for this
         one: nobody passes it then.
         """
-        if not self._memory.admit(req, self.room_for(req), prefix_limit=req.longest_reusable_prefix):
+        if not self._memory.admit(req, self.claims.reserve(req), prefix_limit=req.longest_reusable_prefix):
             candidates.close()
             return None
         self._admitted(req, now)
@@ -359,7 +337,7 @@ class StepPlanner:
         req.state = ReqState.PREFILLING
         req.phases.enter(Phase.PREFILL, now)
         self.running[req.rid] = req
-        self.turns += 1
+        self._turns += 1
         if self.waiting.shares is not None and not req.retractions:
             self.waiting.shares.prompt(req.tenant, req.remaining)
         # What a request finds that had its turn before is its own.

@@ -171,6 +171,15 @@ class Scheduler:
         busy = len(self.planner.waiting) or self.planner.running
         return not (busy or self.options.disable_radix_cache or req.wants_input_logprobs)
 
+    def take_back(self, req: Req) -> None:
+        """The peer of an outgoing request that has no memory here yet does not want its KV for now."""
+        self.planner.forget(req.rid)
+        if self.tiers is not None:
+            self.tiers.forget(req.rid)
+        req.state = ReqState.BOOTSTRAPPING
+        req.times.ready = 0.0
+        req.phases.enter(Phase.QUEUE, self.now, at="decode")
+
     def start_over(self, req: Req) -> None:
         """As if the request had not had its turn yet; what it computed of its prompt is cached."""
         self.planner.forget(req.rid)
@@ -253,9 +262,8 @@ class Scheduler:
         self.forks.release(lambda req: self.enqueue(req, now))
         self._move_pages(now)
         while len(self._in_flight) < self._max_in_flight:
-            turns = self.planner.turns
             step = self.planner.plan(now)
-            self.turns.had(self.planner.turns - turns, now, waited=len(self.planner.waiting) > 0)
+            self.turns.had(self.planner.take_turns(), now, waited=len(self.planner.waiting) > 0)
             for req in self.planner.retracted:
                 self._tell(req)
             if self.tiers is not None:
@@ -378,26 +386,6 @@ class Scheduler:
         elif req.has_news:
             self._tell(req)
 
-    def admit_landing(self, req: Req, others: Iterable[Req], length: int, *, looked_up: bool = True) -> bool:
-        """Take memory, not verified, for an incoming request, whose first ``length`` tokens come from a peer; False:
-        not now.
-
-        ``others`` hold some for later output. A retracted request waits for memory longer than any newcomer: it goes
-        first.
-        """
-        planner = self.planner
-        if planner.waiting.any_retracted:
-            return False
-        reserve = planner.needed_before(req)
-        if self.role != "decode":
-            # Who computes for others must be able to: two that have let each other's KV in everywhere would both wait.
-            reserve = reserve._replace(window_pages=reserve.window_pages + self.memory.most_window_pages)
-        reserve = reserve._replace(slots=reserve.slots + planner.needed_output(req, others))
-        admitted = self.memory.admit(req, reserve, prefix_limit=length, verified=False)
-        if admitted and looked_up:
-            planner.count_lookup(req)
-        return admitted
-
     def take_first_token(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
         """An incoming request's first token, ahead of its KV; it may end the request."""
         req.append(token, logprob)
@@ -412,7 +400,7 @@ class Scheduler:
 
     def recompute(self, req: Req, now: float) -> None:
         """An incoming request's KV won't come: what is not known of it is computed here."""
-        self.planner.arriving.pop(req.rid, None)
+        self.planner.forget(req.rid)
         if req.hold is not None:
             self.memory.finish(req)
         req.route, req.computed = Route.LOCAL, 0

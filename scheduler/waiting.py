@@ -1,11 +1,12 @@
-"""Requests that wait for memory and a turn, and in which order they are tried.
+"""Requests that wait for memory, and in which order they are tried.
 
 First by *rank*: with priorities, those of a higher one; without, all have the same. Within a rank those that were
-retracted, as their clients are reading already, and then the others by the policy: in one *lane*, or, with fair shares,
-in one for each tenant, of which that one is next that has had least.
+retracted, as their clients are reading already, and then the others by the policy: in one *lane*, or, with fair
+shares, in one for each tenant, of which that one is next that has had least. Requests whose KV comes from a peer are
+in the same order as those that compute here; who may have memory now is up to ``claims.py``.
 
 A request is queued → (set aside → given back)* → removed. What is set aside (``shared_prompts.py``) waits like all
-others, but is not tried.
+others, and keeps its tenant's lane open, but is not tried.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from ..messages.base import I32
 from .fairness import FairShares, Tenant
 from .policies.base import SchedulePolicy
-from .req import Req
+from .req import Req, Route
 
 FEW = 64
 """Entries of lanes that are gone, beside as many as there are of those that are not."""
@@ -56,6 +57,7 @@ class WaitingQueue:
         self._sign = 1 if low_first else -1
         self._reqs: dict[str, Req] = {}
         self._queued: set[Req] = set()
+        self._incoming = 0
         self._retracted: dict[int, list[Req]] = {}
         self._lanes: dict[_Lane, int] = {}
         self._sizes: dict[_Lane, int] = {}
@@ -79,9 +81,13 @@ class WaitingQueue:
         return iter(self._reqs.values())
 
     @property
-    def any_retracted(self) -> bool:
-        """Whether one that ran already waits."""
-        return bool(self._retracted)
+    def num_computing(self) -> int:
+        """How many of them compute their prompts here."""
+        return len(self._reqs) - self._incoming
+
+    def computing(self) -> Iterator[Req]:
+        """Those of them that compute their prompts here, as they came to wait."""
+        return (req for req in self._reqs.values() if req.route is not Route.INCOMING)
 
     def is_owed_room(self, key: str, room: int) -> bool:
         """Whether one more of this API key is to be taken in, though there are ``room`` requests."""
@@ -94,13 +100,20 @@ class WaitingQueue:
     def add(self, req: Req) -> None:
         """The request waits from now on."""
         self._reqs[req.rid] = req
+        self._incoming += req.route is Route.INCOMING
+        if not req.retractions:
+            self._enter(self._lane(req))
         self._queue(req)
 
     def remove(self, rid: str) -> None:
         """The request waits no longer; nothing to do where it did not."""
         req = self._reqs.pop(rid, None)
-        if req is not None:
-            self._take(req)
+        if req is None:
+            return
+        self._incoming -= req.route is Route.INCOMING
+        self._take(req)
+        if not req.retractions:
+            self._leave(self._lane(req))
 
     def set_aside(self, req: Req) -> None:
         """Don't try the request until it is given back."""
@@ -168,11 +181,7 @@ class WaitingQueue:
         if req.retractions:
             insort(self._retracted.setdefault(self.rank(req), []), req, key=_turn)
             return
-        lane = self._lane(req)
-        if lane not in self._lanes:
-            self._open(lane)
-        self._sizes[lane] += 1
-        self.policy.add(req, self._lanes[lane])
+        self.policy.add(req, self._lanes[self._lane(req)])
 
     def _take(self, req: Req) -> None:
         if req not in self._queued:
@@ -184,8 +193,14 @@ class WaitingQueue:
             if not line:
                 del self._retracted[self.rank(req)]
             return
-        lane = self._lane(req)
         self.policy.remove(req)
+
+    def _enter(self, lane: _Lane) -> None:
+        if lane not in self._lanes:
+            self._open(lane)
+        self._sizes[lane] += 1
+
+    def _leave(self, lane: _Lane) -> None:
         self._sizes[lane] -= 1
         if not self._sizes[lane]:
             del self._lanes[lane], self._sizes[lane]

@@ -26,6 +26,8 @@ from ...messages.handover import (
     TransferDone,
     TransferFailed,
     TransferRequest,
+    Withdraw,
+    Withdrawn,
 )
 from ...messages.metrics import HandoverCounts, MoveCounts
 from ...messages.moves import MigrateReq, MoveCommit, MoveOffer, MoveReady, MoveRefused, MoveTaken
@@ -231,9 +233,10 @@ class KVManager:
             self._peers.on_found(host, port, answer, now)
         self._peers.poll(now)
         self.senders.tick(now)
-        self.receivers.advance(now)
         self.moves_out.advance(now)
         self.moves_in.advance(now)
+        # The others may have given memory back.
+        self.receivers.advance(now)
 
     def flush(self) -> None:
         """Send what this turn has queued for peers."""
@@ -253,7 +256,7 @@ class KVManager:
             "sent": {"rooms": sent.open, "done": sent.done, "failed": sent.failed, "bytes": sent.nbytes}
             | {"push_seconds": round(sent.seconds, 6)},
             "received": {"rooms": received.open, "done": received.done, "failed": received.failed}
-            | {"bytes": received.nbytes},
+            | {"bytes": received.nbytes, "withdrawn": self.receivers.withdrawn},
             "peers": self._peers.info(),
             "refused": self._peers.refused,
             "choices": self._choice.info(),
@@ -305,6 +308,8 @@ class KVManager:
                 self.senders.on_request(peer, message, now)
             case RoomQueued():
                 self.senders.on_queued(peer, message, now)
+            case Withdraw():
+                self.senders.on_withdraw(peer, message, now)
             case Abort():
                 self.senders.on_abort(peer, message, now)
             case ForecastRequest():
@@ -319,6 +324,8 @@ class KVManager:
                 self.receivers.on_done(peer, message)
             case TransferFailed():
                 self.receivers.on_failed(peer, message)
+            case Withdrawn():
+                self.receivers.on_withdrawn(peer, message, now)
             case AbortAck():
                 self.receivers.on_abort_ack(peer, message)
             case MoveOffer():

@@ -6,9 +6,10 @@ A ``KVReceiver`` is one room::
        └────────┴───────────┤             └──────────────┴──▶ DRAINING → (memory freed)
                             └──▶ DECLINED (the prompt is computed here)
 
-LINKING waits for the prefill instance to be connected, QUEUED for memory, PREALLOCATED for the steps that were under
-way when its pages were taken: they may still write to them (see ``scheduler/kv_memory.py``), and a remote writer must
-come after; and, where it depends (``choice.py``), for the prefill's forecast: only with memory is the choice one
+LINKING waits for the prefill instance to be connected. QUEUED waits for memory: ``scheduler/claims.py`` says whose turn
+it is, and which room goes back to QUEUED because its prefill does not begin. PREALLOCATED waits for the steps that were
+under way when its pages were taken: they may still write to them (see ``scheduler/kv_memory.py``), and a remote writer
+must come after; and, where it depends (``choice.py``), for the prefill's forecast: only with memory is the choice one
 between two that can begin; and for what our own store has of the prompt (``store_first.py``). DECLINED is a room whose
 prompt is computed here, until the prefill has been told. DRAINING is a room that ended while the prefill may still
 write: its pages are freed only when the prefill has said that it will not, or its link is down for good. While our own
@@ -42,6 +43,8 @@ from ...messages.handover import (
     TransferDone,
     TransferFailed,
     TransferRequest,
+    Withdraw,
+    Withdrawn,
 )
 from ...messages.metrics import DirectionCounts
 from ...messages.outputs import FinishReason, FinishType, Phase
@@ -57,16 +60,11 @@ from .store_first import StoreFirst
 
 log = logging.getLogger(__name__)
 
-OVERTAKING_SECONDS = 2.0
-"""How long a big prompt that does not fit lets smaller ones pass it."""
-
 CLIENT_GONE = 499
 STUCK_SECONDS = 10.0
 """After so long, memory that a peer holds is somebody's to look after."""
 MOST_UNTOLD = 1024
 """Rooms whose prefill can't be told yet that the prompt is computed here: others find out by their own limit."""
-MOST_OVERTAKEN = 4
-"""How many that do not fit are passed over in one turn: each try costs a walk of the prefix tree."""
 
 
 class KVReceivers:
@@ -87,6 +85,7 @@ class KVReceivers:
         self._limits = limits
         self._peer_at = peer_at
         self._choice = choice
+        self._claims = scheduler.planner.claims
         self.store_first = StoreFirst(scheduler, choice)
         self._attempts = itertools.count(1)
         self._now = 0.0
@@ -94,6 +93,8 @@ class KVReceivers:
         self.done = 0
         self.failed = 0
         self.recomputed = 0
+        self.withdrawn = 0
+        """How often a room gave its memory back because its prefill had not begun."""
         self.bytes_received = 0
 
     def add(self, req: Req, now: float) -> None:
@@ -132,7 +133,8 @@ class KVReceivers:
                 self._tell_declined(receiver, now)
             if receiver.state not in (ReceiverState.DRAINING, ReceiverState.DECLINED) and now > receiver.deadline:
                 self._fail(receiver, 504, too_late(receiver, self._limits))
-        self._preallocate(now)
+        self._take_memory(now)
+        self._ask_back(now)
         for receiver in self._in(ReceiverState.PREALLOCATED):
             self._decide(receiver, now)
             if receiver.state is ReceiverState.PREALLOCATED and receiver.knows_what_to_ask:
@@ -201,36 +203,62 @@ class KVReceivers:
         if peer.gone:
             self._fail(receiver, peer.status, why(peer))
         elif peer.readable:
-            receiver.state, receiver.queued_at = ReceiverState.QUEUED, now
-            receiver.req.times.ready = now
-            receiver.deadline = now + self._limits.queue
-            peer.send(RoomQueued(peer.epoch, receiver.handover))
-
-    def _preallocate(self, now: float) -> None:
-        holders = [
-            r.req
-            for r in self.rooms.values()
-            if r.req.hold is not None and not r.req.is_ended and r.state is not ReceiverState.DECLINED
-        ]
-        misfits = 0
-        for receiver in sorted(self._in(ReceiverState.QUEUED), key=lambda r: r.req.times.turn):
+            receiver.queued_at = now
+            self._queue(receiver, now)
             # What may be computed here must leave something to be computed.
             most = receiver.length if receiver.decided else min(receiver.length, receiver.req.longest_reusable_prefix)
-            if self._scheduler.admit_landing(receiver.req, holders, most, looked_up=receiver.newcomer is None):
-                receiver.state, receiver.req.state = ReceiverState.PREALLOCATED, ReqState.PREALLOCATED
-                receiver.allocated_at = now
-                receiver.fence = self._scheduler.memory.fence()
-                receiver.hold = self._scheduler.memory.pin(receiver.req)
-                receiver.prefix_len = receiver.req.computed
-                # The prefill's queue, too, is between here and the last page.
-                receiver.deadline = now + self._limits.queue + self._limits.transfer
-                holders.append(receiver.req)
-                continue
-            if receiver.newcomer is not None:
-                continue  # it runs elsewhere meanwhile, or is over
-            misfits += 1
-            if misfits > MOST_OVERTAKEN or now - receiver.queued_at > OVERTAKING_SECONDS:
-                return
+            self._claims.add_incoming(receiver.req, most, optional=receiver.newcomer is not None)
+
+    def _queue(self, receiver: KVReceiver, now: float) -> None:
+        receiver.state = ReceiverState.QUEUED
+        if receiver.req.rid in self._scheduler.planner.arriving:
+            receiver.req.times.ready = now  # nobody waits for returned KV
+        receiver.deadline = now + self._limits.queue
+        receiver.peer.send(RoomQueued(receiver.peer.epoch, receiver.handover))
+
+    def _take_memory(self, now: float) -> None:
+        memory = self._scheduler.memory
+        for req in self._scheduler.planner.grant_incoming(now):
+            receiver = self._of(req)
+            assert receiver is not None
+            if receiver.newcomer is None and not receiver.allocated_at:
+                self._scheduler.planner.count_lookup(req)
+            receiver.state, req.state = ReceiverState.PREALLOCATED, ReqState.PREALLOCATED
+            receiver.allocated_at = now
+            receiver.fence, receiver.hold = memory.fence(), memory.pin(req)
+            receiver.prefix_len = req.computed
+            # The prefill's queue, too, is between here and the last page.
+            receiver.deadline = now + self._limits.queue + self._limits.transfer
+
+    def _ask_back(self, now: float) -> None:
+        """Let go of memory that other requests need and no prefill has begun to use."""
+        for req in self._claims.to_revoke(now):
+            receiver = self._of(req)
+            if receiver is not None and receiver.state is ReceiverState.TRANSFERRING and receiver.peer.readable:
+                receiver.peer.send(Withdraw(receiver.peer.epoch, receiver.handover))
+
+    def on_withdrawn(self, peer: Peer, msg: Withdrawn, now: float) -> None:
+        """The prefill has begun, or has not and will wait until it is asked again."""
+        receiver = self._known(peer, msg.handover)
+        if receiver is None or receiver.state is not ReceiverState.TRANSFERRING or receiver.begun:
+            return
+        req, memory = receiver.req, self._scheduler.memory
+        if msg.begun or receiver.newcomer is not None or req.is_ended:
+            self._claims.began(req.rid)
+            return
+        assert receiver.hold is not None
+        self._revoke(receiver)
+        memory.finish(req)
+        memory.unpin(receiver.hold)
+        receiver.hold, receiver.pages, receiver.expects, req.computed = None, [], False, 0
+        # What its own store has was looked at, and who computes the prompt was decided.
+        receiver.store, receiver.decided = StoreStage.OVER, True
+        receiver.handover = HandoverId(self._epoch, receiver.handover.room, next(self._attempts))
+        req.state = ReqState.BOOTSTRAPPING
+        req.phases.enter(Phase.QUEUE, now)
+        self.withdrawn += 1
+        self._queue(receiver, now)
+        self._claims.revoked(req)
 
     def _expect(self, receiver: KVReceiver) -> None:
         """Its KV is to come, for certain: have window pages for it, which may be fresher than the others."""
@@ -255,6 +283,7 @@ class KVReceivers:
         grant = GrantPages(receiver.handover, peer.epoch, receiver.pages, peer.order, self._checksum)
         self._scheduler.outbox.to_transfer(grant)
         receiver.requested_at = now
+        self._claims.requested(req, now)
         req.held = self.store_first.held(receiver)
         peer.send(
             TransferRequest(
@@ -287,6 +316,7 @@ class KVReceivers:
         logprob = msg.logprob if req.msg.logprobs is not None else None
         scores = msg.input_logprobs if req.wants_input_logprobs else None
         receiver.begun = True
+        self._claims.began(req.rid)
         req.times.first_token = now
         take_times(receiver, msg.timing, now)
         req.cached_tokens, req.input_logprobs = min(msg.cached_tokens, req.prompt_len), scores

@@ -37,6 +37,8 @@ from ...messages.handover import (
     TransferDone,
     TransferFailed,
     TransferRequest,
+    Withdraw,
+    Withdrawn,
 )
 from ...messages.metrics import DirectionCounts
 from ...messages.outputs import FinishReason, FinishType, Phase, TokenLogprob
@@ -165,6 +167,11 @@ class KVSenders:
         if handover in self._over:
             return None  # the peer has been told that it is, and may have used the pages for something else since
         sender = self.rooms.get(room)
+        if sender is not None and sender.withdrawn and sender.peer is peer and handover.epoch == peer.epoch:
+            if sender.handover not in (None, handover):
+                assert sender.handover is not None
+                self._note_over(sender.handover)
+            sender.handover, sender.withdrawn = handover, False
         if sender is not None and sender.handover not in (None, handover):
             whose = "in use" if sender.peer is peer else "another decode's"
             self._deny(peer, handover, 409, f"bootstrap_room {room} is {whose}")
@@ -202,6 +209,25 @@ class KVSenders:
         sender.request = msg
         self.foretelling.is_decided(sender)
         self._try_start(sender, now)
+
+    def on_withdraw(self, peer: Peer, msg: Withdraw, now: float) -> None:
+        """A decode needs the memory that it has offered, unless its prompt is begun."""
+        self._now = now
+        sender = self.rooms.get(msg.handover.room)
+        if sender is None or sender.peer is not peer or sender.handover != msg.handover or sender.request is None:
+            return  # it crossed the end of the room, or an abort; the decode is told of these
+        req = sender.req
+        begun = sender.state not in (SenderState.BOOTSTRAPPING, SenderState.QUEUED)
+        begun = begun or (req is not None and (req.hold is not None or req.is_ended))
+        if not begun:
+            sender.state, sender.request, sender.run, sender.withdrawn = SenderState.BOOTSTRAPPING, None, None, True
+            sender.deadline = now + self._limits.bootstrap
+            if req is not None:
+                self._scheduler.take_back(req)
+            else:
+                self._unclaimed.drop(peer, sender.room)
+                self._unclaimed.admit(peer, sender.room, 0)
+        peer.send(Withdrawn(peer.epoch, msg.handover, begun=begun))
 
     def _try_start(self, sender: KVSender, now: float) -> None:
         req, request = sender.req, sender.request

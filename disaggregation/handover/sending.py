@@ -38,8 +38,9 @@ class KVSender:
     """One room. ``run``: which of the prompt's pages were asked for, by group; ``next_page``: the first that is not
     pushed; ``computed``: all of them are, and the peer was told what follows. ``first``: what follows a prompt that is
     done and that nobody has asked for. ``asks``: the decode waits for a forecast, which it gets once. ``looked``: the
-    store was asked what it has, for that. ``foretold``: what it may still want, since it got it. ``failure`` says why
-    the room drains. ``looks``: the last of those at its pages, once it is to be told what they held.
+    store was asked what it has, for that. ``withdrawn``: the decode took back what it had asked for, and
+    will ask again by a later attempt. ``foretold``: what it may still want, since it got it. ``failure`` says why the
+    room drains. ``looks``: the last of those at its pages, once it is to be told what they held.
 
     ``hold``: the request's memory, pinned from its first push to the worker's ``SendEnded``.
     """
@@ -59,6 +60,7 @@ class KVSender:
     first: tuple[int, TokenLogprob | None] | None = None
     asks: bool | None = None
     looked: bool = False
+    withdrawn: bool = False
     foretold: Load = NOTHING
     sent: SendEnded | None = None
     failure: tuple[int, str] | None = None

@@ -42,6 +42,7 @@ class ShortestRemainingFirst(ByRank):
 
         def due(slots: Slots) -> F64:
             matched, length = index.matched[slots], index.length[slots]
+            length = np.maximum(length, matched)
             pairs = (length * length - matched * matched) / 2
             times: F64 = index.turn[slots] + per_token * (length - matched) + per_pair * pairs
             return times

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from ...messages.base import I32
 from ..kv_memory import KVMemory
-from ..req import Req
+from ..req import Req, Route
 
 TOKEN_BYTES = 4
 FIRST_CAPACITY = 64
@@ -44,8 +44,9 @@ class PrefixIndex:
     """See the module. Arrays are [capacity], and mean something at the slots that are ``alive`` (bool).
 
     ``matched``: upper bound of the cached prefix (tokens, whole pages). ``lane``: whose turn it shares. ``turn``:
-    ``ReqTimes.turn``. ``length``: known tokens. ``order`` [N]: slots by position. ``common`` [N]: tokens (whole pages)
-    that a position's prompt begins with alike as the one behind it; the last one's means nothing.
+    ``ReqTimes.turn``. ``length``: known tokens, 0 where a peer computes the prompt. ``order`` [N]: slots by position.
+    ``common`` [N]: tokens (whole pages) that a position's prompt begins with alike as the one behind it; the last one's
+    means nothing.
     """
 
     def __init__(self, memory: KVMemory) -> None:
@@ -88,7 +89,7 @@ class PrefixIndex:
         slot = self._free.pop()
         self._slot_of[req], self._req_at[slot] = slot, req
         self.alive[slot], self.lane[slot], self.turn[slot] = True, lane, req.times.turn
-        self.length[slot] = req.known_len
+        self.length[slot] = req.known_len if req.route is not Route.INCOMING else 0
         # What follows the prompt, of one that came from elsewhere, is in nobody's order.
         self._limit[slot] = min(req.longest_reusable_prefix, req.prompt_len) // self._page * self._page
         self.matched[slot], self._confirmed[slot] = self._cached(req, slot), self._memory.losses

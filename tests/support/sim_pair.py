@@ -26,6 +26,8 @@ from pdserve.messages.handover import (
     TransferDone,
     TransferFailed,
     TransferRequest,
+    Withdraw,
+    Withdrawn,
 )
 from pdserve.messages.metrics import HandoverCounts
 from pdserve.messages.worker import (
@@ -222,6 +224,8 @@ class SimPair:
             senders.on_queued(self.peer, message, self.now)
         elif isinstance(message, Abort):
             senders.on_abort(self.peer, message, self.now)
+        elif isinstance(message, Withdraw):
+            senders.on_withdraw(self.peer, message, self.now)
         elif isinstance(message, ForecastRequest):
             senders.on_forecast_request(self.peer, message, self.now)
         elif isinstance(message, Declined):
@@ -239,6 +243,8 @@ class SimPair:
             receivers.on_failed(self.link, message)
         elif isinstance(message, AbortAck):
             receivers.on_abort_ack(self.link, message)
+        elif isinstance(message, Withdrawn):
+            receivers.on_withdrawn(self.link, message, self.now)
         elif isinstance(message, Forecast):
             receivers.on_forecast(self.link, message)
         self.collect()

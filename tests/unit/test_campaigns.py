@@ -10,18 +10,7 @@ from support.world.world import Violation
 HANDOVERS = 24
 """Of a short campaign."""
 SEED = 1
-ORDER = "memory is given in several orders, and waits can form a circle"
-KNOWN_TO_FAIL: dict[str, str] = {
-    "burst-priorities": ORDER,
-    "burst-priorities-shares-returned-kv": ORDER,
-    "burst-shares": ORDER,
-    "burst-threshold-priorities": ORDER,
-    "burst-three-equals-priorities": ORDER,
-    "burst-lof": ORDER,
-    "burst-random": ORDER,
-    "burst-role-swaps": "two instances that let each other's KV in everywhere wait for each other",
-    "burst-two-equals": "two instances that let each other's KV in everywhere wait for each other",
-}
+KNOWN_TO_FAIL: dict[str, str] = {}
 """Mixes that fail today, with the reason. To be emptied when memory is given in one order."""
 
 

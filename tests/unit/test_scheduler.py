@@ -414,4 +414,6 @@ def test_kv_that_comes_back_and_is_longer_than_the_context_is_refused() -> None:
     assert not sim.scheduler.reqs
     fits = sim.scheduler.admit_gift(make_generate("fits", list(range(64))))
     assert isinstance(fits, Req)
-    assert sim.scheduler.admit_landing(fits, [], 64)
+    planner = sim.scheduler.planner
+    planner.claims.add_incoming(fits, 64, optional=True)
+    assert planner.grant_incoming(0.0) == [fits]

@@ -162,9 +162,7 @@ class MovesOut:
     def _memory_is_wanted(self) -> bool:
         """Whether a request waits for memory here, or one that runs may lack it soon: gifts give way to them."""
         planner, memory = self._scheduler.planner, self._scheduler.memory
-        waits = any(
-            req.hold is None and req.times.ready for req in (*planner.waiting.values(), *planner.arriving.values())
-        )
+        waits = any(req.times.ready for req in planner.waiting.values())
         return waits or memory.obtainable < SPARE_PAGES * self._page_size * max(1, len(planner.running))
 
     def _offer_gift(self, move: Move) -> None:
