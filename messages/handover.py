@@ -20,7 +20,7 @@ from .base import Epoch, HandoverId, Message, Reason
 from .outputs import CachedBeyond, Timing, TokenLogprob
 from .worker import MAX_GROUPS, MAX_PAGES, KVLayout, SliceChecksum
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 MAX_METADATA_BYTES = 4096
 MAX_TOKENS = (1 << 31) - 1
 MAX_DURATION_MS = 1e9
@@ -166,6 +166,16 @@ class Declined(Message):
     handover: HandoverId
 
 
+class Progress(Message):
+    """Sender → receiver: more of the prompt was computed, or more of its KV has landed. Wait on.
+
+    Told every few seconds of a hand-over that takes longer.
+    """
+
+    epoch: Epoch
+    handover: HandoverId
+
+
 class FirstToken(Message):
     """Sender → receiver: the prompt is computed, and this is what follows it; its KV lands when it does.
 
@@ -254,6 +264,6 @@ class Heartbeat(Message):
 
 
 ToSender = RoomQueued | ForecastRequest | TransferRequest | Withdraw | Abort | Declined
-ToReceiver = Forecast | FirstToken | TransferDone | TransferFailed | Withdrawn | AbortAck
+ToReceiver = Forecast | Progress | FirstToken | TransferDone | TransferFailed | Withdrawn | AbortAck
 HandoverMessage = ToSender | ToReceiver
 LinkMessage = Hello | Invite | Welcome | Refused | Heartbeat

@@ -401,6 +401,12 @@ class SendEnded(Message):
     ended: float = 0.0
 
 
+class SendProgress(Message):
+    """Worker → scheduler: more pages of ``handover`` have landed. Told now and then of hand-overs that take seconds."""
+
+    handover: HandoverId
+
+
 class GrantPages(Message):
     """Scheduler → worker: ``peer`` may write these pages of our pools, until the hand-over's are revoked.
 
@@ -451,7 +457,7 @@ ReceiveCommand = AdmitPeer | DisconnectPeer | GrantPages | RevokePages | VerifyP
 TransferCommand = SendCommand | ReceiveCommand
 PeerCommand = AdmitPeer | ConnectPeer | DisconnectPeer
 PeerEvent = PeerAdmitted | PeerConnected | PeerFailed | PeerLinkDown
-TransferEvent = PeerEvent | SendEnded | PagesVerified
+TransferEvent = PeerEvent | SendProgress | SendEnded | PagesVerified
 WorkerCommand = ForwardStep | SendCommand | TierCommand | MemoryCommand | TrimPool | HashPages
 WorkerEvent = WorkerReady | StepResult | TransferEvent | TierEvent | MemoryChanged | PoolTrimmed | PagesHashed
 FollowerCommand = RankSetup | ForwardStep | CaptureGraphs | MemoryCommand | TrimPool

@@ -118,7 +118,7 @@ class ServerOptions:
     disaggregation_bootstrap_timeout
         Seconds that either side waits for the other to turn up for a hand-over.
     disaggregation_transfer_timeout
-        Seconds that a hand-over may take once its prompt is being computed.
+        Seconds that a hand-over may stand still once its prompt is being computed: no page lands, nothing is computed.
     disaggregation_queue_timeout
         Seconds that a hand-over may wait for memory on the decode, or for its turn on the prefill.
     disaggregation_heartbeat_interval

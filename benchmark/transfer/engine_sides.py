@@ -23,6 +23,7 @@ from ...messages.worker import (
     RevokePages,
     SendEnded,
     SendPages,
+    SendProgress,
     SliceChecksum,
     TransferCommand,
     TransferEvent,
@@ -52,7 +53,8 @@ class _Driven:
 
     def _emit(self, event: TransferEvent) -> None:
         # Here, where an instance's engine sends it: what this process does to hear of it is no part of the transfer.
-        self._events.put((time.perf_counter(), event))
+        if not isinstance(event, SendProgress):
+            self._events.put((time.perf_counter(), event))
 
     def submit(self, command: TransferCommand) -> None:
         self._engine.submit(command)

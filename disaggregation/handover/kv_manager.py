@@ -22,6 +22,7 @@ from ...messages.handover import (
     FirstToken,
     Forecast,
     ForecastRequest,
+    Progress,
     RoomQueued,
     TransferDone,
     TransferFailed,
@@ -33,7 +34,15 @@ from ...messages.metrics import HandoverCounts, MoveCounts
 from ...messages.moves import MigrateReq, MoveCommit, MoveOffer, MoveReady, MoveRefused, MoveTaken
 from ...messages.outputs import TokenLogprob
 from ...messages.requests import Bootstrap
-from ...messages.worker import ConnectPeer, PagesVerified, PeerCommand, SendEnded, SendPages, TransferEvent
+from ...messages.worker import (
+    ConnectPeer,
+    PagesVerified,
+    PeerCommand,
+    SendEnded,
+    SendPages,
+    SendProgress,
+    TransferEvent,
+)
 from ...runtime.answer_keys import AnswerKeys
 from ...runtime.options import ServerOptions
 from ...runtime.web.ports import is_loopback, means_this_host
@@ -221,6 +230,9 @@ class KVManager:
             self.moves_out.on_send_ended(event)
         elif isinstance(event, SendEnded):
             self.senders.on_send_ended(event)
+        elif isinstance(event, SendProgress):
+            side = self.moves_out if self.moves_out.knows(event.handover) else self.senders
+            side.on_progress(event)
         elif isinstance(event, PagesVerified):
             self.receivers.on_verified(event, now)
         else:
@@ -318,6 +330,8 @@ class KVManager:
                 self.senders.on_declined(peer, message, now)
             case Forecast():
                 self.receivers.on_forecast(peer, message)
+            case Progress():
+                self.receivers.on_progress(peer, message, now)
             case FirstToken():
                 self.receivers.on_first_token(peer, message, now)
             case TransferDone():

@@ -39,6 +39,7 @@ from ...messages.handover import (
     FirstToken,
     Forecast,
     ForecastRequest,
+    Progress,
     RoomQueued,
     TransferDone,
     TransferFailed,
@@ -227,8 +228,7 @@ class KVReceivers:
             receiver.allocated_at = now
             receiver.fence, receiver.hold = memory.fence(), memory.pin(req)
             receiver.prefix_len = req.computed
-            # The prefill's queue, too, is between here and the last page.
-            receiver.deadline = now + self._limits.queue + self._limits.transfer
+            receiver.deadline = now + self._limits.landing
 
     def _ask_back(self, now: float) -> None:
         """Let go of memory that other requests need and no prefill has begun to use."""
@@ -282,7 +282,7 @@ class KVReceivers:
         receiver.granted, receiver.pages = True, [pack_i32(numbers) for numbers in pages]
         grant = GrantPages(receiver.handover, peer.epoch, receiver.pages, peer.order, self._checksum)
         self._scheduler.outbox.to_transfer(grant)
-        receiver.requested_at = now
+        receiver.requested_at, receiver.deadline = now, now + self._limits.landing
         self._claims.requested(req, now)
         req.held = self.store_first.held(receiver)
         peer.send(
@@ -300,11 +300,18 @@ class KVReceivers:
 
     # --- the prefill answers ---
 
+    def on_progress(self, peer: Peer, msg: Progress, now: float) -> None:
+        """A hand-over that takes long is not stuck, says the prefill."""
+        receiver = self._known(peer, msg.handover)
+        if receiver is not None and receiver.state is ReceiverState.TRANSFERRING:
+            receiver.deadline = now + self._limits.landing
+
     def on_first_token(self, peer: Peer, msg: FirstToken, now: float) -> None:
         """The prompt is computed, says the prefill: what follows it goes out, ahead of the KV."""
         receiver = self._known(peer, msg.handover)
         if receiver is None or receiver.state is not ReceiverState.TRANSFERRING:
             return
+        receiver.deadline = now + self._limits.landing
         if receiver.begun or receiver.newcomer is not None:
             return  # it has one
         req = receiver.req
@@ -335,6 +342,7 @@ class KVReceivers:
             self._fail(receiver, 502, "the prefill instance sent the prompt's KV without a first token")
         elif receiver.state is ReceiverState.TRANSFERRING:
             receiver.state, receiver.there, receiver.checking = ReceiverState.VERIFYING, msg.timing, True
+            receiver.deadline = self._now + self._limits.landing
             receiver.hashes = msg.hashes
             self._revoke(receiver, are_checked=True)  # what changed while it is checked would never be noticed
             check = VerifyPages(receiver.handover, receiver.pages, msg.slices, peer.order, self._checksum)

@@ -33,6 +33,7 @@ from ...messages.handover import (
     Declined,
     FirstToken,
     ForecastRequest,
+    Progress,
     RoomQueued,
     TransferDone,
     TransferFailed,
@@ -42,10 +43,10 @@ from ...messages.handover import (
 )
 from ...messages.metrics import DirectionCounts
 from ...messages.outputs import FinishReason, FinishType, Phase, TokenLogprob
-from ...messages.worker import CancelSend, SendEnded, SendPages
+from ...messages.worker import CancelSend, SendEnded, SendPages, SendProgress
 from ...scheduler.req import Req, ReqState
 from ...scheduler.scheduler import Scheduler
-from ..transfer.outgoing_pages import MIN_AHEAD_BYTES
+from ..transfer.outgoing_pages import MIN_AHEAD_BYTES, PROGRESS_SECONDS
 from .choice import Choice
 from .foretelling import Foretelling
 from .limits import HandoverLimits
@@ -249,6 +250,7 @@ class KVSenders:
         sender.next_page = run.begin
         ahead = sender.state is SenderState.AHEAD
         sender.state, sender.deadline = SenderState.QUEUED, now + self._limits.queue
+        sender.told_at = now
         if not ahead:
             self._scheduler.enqueue(req, now)
             req.phases.mark(now)
@@ -291,8 +293,8 @@ class KVSenders:
         assert sender.request is not None
         assert sender.handover is not None
         assert sender.run is not None
-        if sender.state is SenderState.QUEUED:
-            sender.state, sender.deadline = SenderState.PUSHING, self._now + self._limits.transfer
+        sender.state = SenderState.PUSHING
+        self._advanced(sender)
         run, last = sender.run, req.computed >= req.prompt_len
         end = run.end if last else req.computed // self._page_size
         start = sender.next_page
@@ -319,10 +321,24 @@ class KVSenders:
         assert peer is not None
         assert handover is not None
         sender.computed = True
+        self._advanced(sender)
         timing = timing_for_decode(req, None, self._scheduler.now)
         scores, beyond = req.input_logprobs, req.cached_beyond
         peer.send(FirstToken(peer.epoch, handover, token, req.cached_tokens, timing, logprob, scores, beyond))
         self._finish_if_whole(sender)
+
+    def on_progress(self, event: SendProgress) -> None:
+        """More of a hand-over's pages have landed."""
+        sender = self.rooms.get(event.handover.room)
+        if sender is not None and sender.handover == event.handover and sender.state is SenderState.PUSHING:
+            self._advanced(sender)
+
+    def _advanced(self, sender: KVSender) -> None:
+        """Count the limit of a hand-over from now on, here and at the decode."""
+        sender.deadline = self._now + (self._limits.transfer if sender.computed else self._limits.piece)
+        if self._now - sender.told_at >= PROGRESS_SECONDS and sender.peer is not None and sender.handover is not None:
+            sender.told_at = self._now
+            sender.peer.send(Progress(sender.peer.epoch, sender.handover))
 
     def on_send_ended(self, event: SendEnded) -> None:
         """The worker will not touch this hand-over's pages again."""
@@ -414,7 +430,8 @@ class KVSenders:
             if now < sender.deadline or sender.state is SenderState.DRAINING:
                 continue
             if sender.state is SenderState.PUSHING:
-                self._drain(sender, 504, f"the hand-over took longer than {self._limits.transfer:.0f} s")
+                limit = self._limits.transfer if sender.computed else self._limits.piece
+                self._drain(sender, 504, f"the hand-over made no progress for {limit:.0f} s")
             elif sender.state is SenderState.QUEUED:
                 text = f"the prompt's turn to be computed did not come within {self._limits.queue:.0f} s"
                 self._drain(sender, 504, text)

@@ -178,7 +178,7 @@ def too_late(receiver: KVReceiver, limits: HandoverLimits) -> str:
         return f"the prefill instance {name} was not reached in {waited}"
     if receiver.state is ReceiverState.QUEUED:
         return f"{limits.queue:.0f} s were not enough for other requests to leave memory for the prompt"
-    return f"the hand-over took longer than {limits.queue + limits.transfer:.0f} s"
+    return f"the hand-over made no progress for {limits.landing:.0f} s"
 
 
 def why(peer: Peer) -> str:

@@ -1,4 +1,4 @@
-"""How long a hand-over may take."""
+"""How long a hand-over may wait for something to happen."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ from ...runtime.options import ServerOptions
 
 class HandoverLimits(NamedTuple):
     """Seconds. ``bootstrap``: until both legs know of each other. ``queue``: for memory, and for a turn to compute.
-    ``transfer``: from the first computed piece of the prompt to the last verified page.
+    ``transfer``: without progress, once the prompt has begun to be computed.
     """
 
     bootstrap: float
     queue: float
     transfer: float
+
+    @property
+    def piece(self) -> float:
+        """Seconds from one piece of a prompt to the next: others may pass it, as they may before its first piece."""
+        return max(self.queue, self.transfer)
+
+    @property
+    def landing(self) -> float:
+        """Seconds that a receiver waits for news of a hand-over. More than the sender's own limits: it says why."""
+        return self.queue + self.transfer
 
     @staticmethod
     def of(options: ServerOptions) -> HandoverLimits:

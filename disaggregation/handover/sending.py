@@ -42,7 +42,8 @@ class KVSender:
     will ask again by a later attempt. ``foretold``: what it may still want, since it got it. ``failure`` says why the
     room drains. ``looks``: the last of those at its pages, once it is to be told what they held.
 
-    ``hold``: the request's memory, pinned from its first push to the worker's ``SendEnded``.
+    ``hold``: the request's memory, pinned from its first push to the worker's ``SendEnded``. ``told_at``: when the peer
+    heard of progress last, or asked for the KV.
     """
 
     room: int
@@ -66,6 +67,7 @@ class KVSender:
     failure: tuple[int, str] | None = None
     abort_asked: bool = False
     looks: int | None = None
+    told_at: float = 0.0
 
 
 def timeline_of(req: Req, sent: SendEnded | None, begun: float) -> Timeline:

@@ -1,6 +1,6 @@
 """Pushes KV pages to peers and checks those that landed, beside the model worker's forward passes.
 
-    push … push(last) ─▶ slices, round robin over hand-overs ─▶ all landed ─▶ SendEnded
+    push … push(last) ─▶ slices, round robin over hand-overs ─▶ SendProgress* ─▶ all landed ─▶ SendEnded
     CancelSend ─▶ no new slice; those under way land ─▶ SendEnded(cancelled)
     the link goes down ─▶ PeerLinkDown ─▶ SendEnded(error) for each of the peer's hand-overs
 
@@ -43,6 +43,7 @@ from ...messages.worker import (
     RevokePages,
     SendEnded,
     SendPages,
+    SendProgress,
     TransferCommand,
     TransferEvent,
     VerifyPages,
@@ -53,7 +54,7 @@ from ..errors import BadPages, TransferError
 from .backends.base import Admitted, Completion, ConnectFailed, LinkEvent, LinkUp, TransferBackend
 from .backends.registry import make_backend
 from .landed_pages import LandedPages
-from .outgoing_pages import OutgoingPages
+from .outgoing_pages import PROGRESS_SECONDS, OutgoingPages
 from .page_check import Landed, PageCheck, make_check
 from .page_order import PageConverter
 from .page_pool import pool_of
@@ -457,6 +458,9 @@ class TransferEngine:
             window = self._windows[outgoing.handover.epoch]
             window.slices -= slices
             window.nbytes -= nbytes
+            if self._moved - outgoing.told_at >= PROGRESS_SECONDS:
+                outgoing.told_at = self._moved
+                self._emit(SendProgress(outgoing.handover))
         if outgoing.lost and outgoing.handover.epoch in self._writing:
             # Only the end of the link tells that nothing more is read here or lands there.
             del self._writing[outgoing.handover.epoch]

@@ -22,6 +22,8 @@ MAX_SLICE_PAGES = 1024
 MIN_AHEAD_BYTES = 4 << 20
 """Layers are pushed ahead of the others when as many are there as come to so much. Less is not worth writing a page in
 parts: its neighbours can't be written together with it then."""
+PROGRESS_SECONDS = 5.0
+"""Shortest time between two reports of progress of one hand-over."""
 
 
 @dataclass(slots=True)
@@ -87,7 +89,7 @@ class OutgoingPages:
 
     It is over when it failed, was cancelled, or has its last pages and pushed all; it may end when nothing is under way
     any more. ``whole`` says that the last pages were handed in, ``lost`` that the end of a slice can't be known: then
-    it may end with its link. ``summed``: whether the slices have checksums.
+    it may end with its link. ``summed``: whether the slices have checksums. ``told_at``: when progress was told last.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class OutgoingPages:
         self.error: str | None = None
         self.cancelled = False
         self.lost = False
+        self.told_at = clock()
         self._queues = [_Queue(i, pool) for i, pool in enumerate(pools) if pool is not None]
         self._summed = summed
         self._writes = 0

@@ -22,6 +22,7 @@ from pdserve.messages.handover import (
     FirstToken,
     Forecast,
     ForecastRequest,
+    Progress,
     RoomQueued,
     TransferDone,
     TransferFailed,
@@ -39,6 +40,7 @@ from pdserve.messages.worker import (
     RevokePages,
     SendEnded,
     SendPages,
+    SendProgress,
     SliceChecksum,
     VerifyPages,
 )
@@ -245,6 +247,8 @@ class SimPair:
             receivers.on_abort_ack(self.link, message)
         elif isinstance(message, Withdrawn):
             receivers.on_withdrawn(self.link, message, self.now)
+        elif isinstance(message, Progress):
+            receivers.on_progress(self.link, message, self.now)
         elif isinstance(message, Forecast):
             receivers.on_forecast(self.link, message)
         self.collect()
@@ -288,6 +292,7 @@ class SimPair:
             push.slices.append(self.sum_up(push.counts, group, values))
             push.nbytes += 8 * len(values)
             self.page(self.decode, group, dst)[:] = values + (1 if self.corrupt else 0)
+            self.prefill.senders.on_progress(SendProgress(handover))
         if not push.pages and push.whole:
             del self.pushes[handover]
             self.prefill.senders.on_send_ended(SendEnded(handover, push.slices, push.nbytes, 0.001))

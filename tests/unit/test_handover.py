@@ -239,25 +239,6 @@ def test_lost_link_fails_requests_at_once_and_frees_pages_when_it_is_down():
     assert pair.decode.tokens["b"] == reference_output(range(30), 4)
 
 
-def test_the_time_of_a_transfer_is_counted_from_its_first_piece():
-    pair = SimPair(chunked_prefill_size=8)
-    pair.submit("a", range(40), 1, max_new_tokens=4)
-    until_delivered(pair)
-    deadlines = []
-    while len(pair.prefill.ends) == 0:
-        pair.advance()
-        pair.prefill.plan()
-        pair.prefill.work()
-        pair.now += 0.5
-        if sender := pair.prefill.senders.rooms.get(1):
-            deadlines.append((sender.state, sender.deadline))
-        for name in list(pair.pushes):
-            pair.decode.transfer() if pair.decode.to_transfer.messages else pair.copy(name)
-    pushing = {deadline for state, deadline in deadlines if state is SenderState.PUSHING}
-    assert len(deadlines) > 4
-    assert len(pushing) == 1
-
-
 def test_memory_that_a_peer_does_not_let_go_of_is_somebodys_to_look_after():
     rng = random.Random(1)
     pair = SimPair()
@@ -515,7 +496,7 @@ def test_time_in_the_prefills_queue_is_not_time_of_the_transfer():
     assert pair.prefill.senders.rooms[1].failure is None
     pair.now += 1.1
     pair.advance()
-    assert "took longer" in pair.prefill.senders.rooms[1].failure[1]
+    assert "no progress" in pair.prefill.senders.rooms[1].failure[1]
     run_until_idle(pair)
     assert_all_returned(pair)
 

@@ -27,7 +27,7 @@ from ....mem_cache.base_prefix_cache import KVHold
 from ....mem_cache.page_run import PageRun
 from ....messages.base import REASON_CHARS, HandoverId, pack_i32
 from ....messages.decode import shown
-from ....messages.handover import Abort, AbortAck, TransferDone, TransferFailed, TransferRequest
+from ....messages.handover import Abort, AbortAck, Progress, TransferDone, TransferFailed, TransferRequest
 from ....messages.moves import (
     MigrateReq,
     MigrateResult,
@@ -40,7 +40,7 @@ from ....messages.moves import (
     RunningRequest,
 )
 from ....messages.outputs import Timing
-from ....messages.worker import CancelSend, SendEnded, SendPages
+from ....messages.worker import CancelSend, SendEnded, SendPages, SendProgress
 from ....scheduler.req import Req, ReqState, Route
 from ....scheduler.scheduler import Scheduler
 from ..limits import HandoverLimits
@@ -301,6 +301,13 @@ class MovesOut:
             return "the other instance offers other pages than are needed"
         return None
 
+    def on_progress(self, event: SendProgress) -> None:
+        """More of a move's pages have landed: count its limit from now on, here and at the other instance."""
+        move = self._rooms.get(event.handover.room)
+        if move is not None and move.handover == event.handover and move.state is MoveState.PUSHING:
+            move.deadline = self._now + self._limits.transfer
+            move.peer.send(Progress(move.peer.epoch, event.handover))
+
     def on_send_ended(self, event: SendEnded) -> None:
         """The worker will not touch this hand-over's pages again."""
         move = self._rooms.get(event.handover.room)
@@ -316,7 +323,7 @@ class MovesOut:
             move.peer.send(TransferFailed(move.peer.epoch, event.handover, 502, shown(reason, REASON_CHARS)))
             self._fail(move, reason)
         else:
-            move.state = MoveState.LANDING
+            move.state, move.deadline = MoveState.LANDING, self._now + self._limits.transfer
             timing = Timing(transfer_ms=event.seconds * 1000, transfer_bytes=event.nbytes)
             debug, asked, hashes = self._scheduler.memory.debug, move.asked, b""
             if debug is not None and asked is not None and asked.hashes:
