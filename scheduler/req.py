@@ -152,6 +152,9 @@ class Req:
     """Until the first token is known."""
     restored: bool = False
     """Whether it goes on from a session."""
+    elsewhere: bool = False
+    """Whether another instance has the request yet: it is moving here, or only its KV is. No client of this instance
+    knows of it."""
 
     @staticmethod
     def create(

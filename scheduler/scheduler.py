@@ -209,6 +209,9 @@ class Scheduler:
 
     def end(self, req: Req, state: ReqState, finish: FinishReason | None) -> None:
         """The request is over. ``finish`` is what the client is told; None where somebody else has told it."""
+        if req.elsewhere:
+            self.leave(req, ReqState.MOVED)
+            return
         if state is ReqState.FINISHED and self.handovers is not None and req.route is not Route.OUTGOING:
             self.handovers.finished(req)
         self.leave(req, state)
@@ -220,6 +223,9 @@ class Scheduler:
         if req.is_ended:
             return
         log.debug("fails with %d: %s", status, message, extra={"rid": req.rid})
+        if req.elsewhere:
+            self.leave(req, ReqState.MOVED)
+            return
         self._tell(req)
         self.leave(req, ReqState.FAILED)
         self.outbox.error(ReqError(req.rid, status, message, kind, code=code, route=req.route_told))
@@ -440,6 +446,7 @@ class Scheduler:
             return "it has all of its output"
         news = news_interval(msg, self.options.stream_interval)
         req = Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, max_new_tokens, news, self.now, self.role)
+        req.elsewhere = True
         req.extend(output)
         self.reqs[req.rid] = self.planner.came(req)
         self.deadlines.add(req)
@@ -453,11 +460,13 @@ class Scheduler:
             return refusal.message
         if (length := len(msg.input_ids) // 4) > self.longest:
             return f"it has {length} tokens, there is room for {self.longest} here"
-        self.reqs[msg.rid] = self.planner.came(Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, 1, 1))
-        return self.reqs[msg.rid]
+        req = self.reqs[msg.rid] = self.planner.came(Req.create(msg, Route.INCOMING, ReqState.TRANSFERRING, 1, 1))
+        req.elsewhere = True
+        return req
 
     def start_moved(self, req: Req, now: float) -> None:
         """Go on with a moved request: all of its output is known, and its KV is here as far as it was handed over."""
+        req.elsewhere = False
         req.untold = req.token_ids[req.prompt_len : req.known_len].tolist()
         req.untold_logprobs = list(req.logprobs)
         if req.hold is not None and self.memory.extend(req):
