@@ -112,8 +112,8 @@ class KVManager:
         self._register()
 
     def _register(self) -> None:
-        if self._peers.closed is not None:
-            return
+        if self._peers.closed is not None or self._scheduler.draining:
+            return  # a registration that was withdrawn is refused for ever
         worker = self._scheduler.worker
         registration = Registration(
             epoch=self._epoch,
@@ -151,8 +151,7 @@ class KVManager:
         """See ``Handovers``."""
         if self._peers.closed is not None:
             self._peers.closed = None
-            if not self._scheduler.draining:
-                self._register()
+            self._register()
 
     def problem(self, now: float) -> str | None:
         """See ``Handovers``."""

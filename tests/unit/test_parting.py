@@ -79,6 +79,18 @@ def test_peers_part_and_find_each_other_again(who: str, lets_go: bool) -> None:
             node.check_quiet()
 
 
+def test_an_instance_that_drains_is_not_registered_again_for_a_new_role() -> None:
+    pair = Pair(1, lets_go=False)
+    prefill = pair.nodes["p"]
+    prefill.scheduler.draining = True
+    prefill.manager.withdraw()
+    prefill.change_role("decode")
+    assert prefill.scheduler.role == "decode"
+    assert prefill.network.registration is None
+    with pytest.raises(NotRegistered, match="is draining"):
+        pair.world.registries[HOST, PORTS["p"]].current()
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_who_comes_meanwhile_is_hung_up_on_and_not_for_good(seed: int) -> None:
     """The prefill closes anywhere in the middle of being found, greeted and connected to."""
