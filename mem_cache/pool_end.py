@@ -19,9 +19,9 @@ class PoolEnd:
         self._windows = cache.allocator.windows
         self._holds = holds
         self.announced: Callable[[], int | None] = lambda: None
-        """What the pool is to hold once those are over that need more; None: nobody waits for that. Who comes meanwhile
-        is not to need more, or it could be waited for for ever.
-        """
+        """What the pool is to hold once those are over that need more; None: nobody waits for that."""
+        self.undone: Callable[[], int] = lambda: self._allocator.size
+        """What the pool holds again where that can't be done after all; its present size where it is not under way."""
 
     @property
     def most(self) -> int:
@@ -45,12 +45,6 @@ class PoolEnd:
         if self._windows is None or announced is None:
             return 0
         return max(0, self._windows.num_pages - self._windows.pages_for(announced // self._allocator.page_size))
-
-    def output_room(self, prompt_len: int) -> int:
-        """How long an answer may become that is asked for now; the prompt may be too long for what is announced."""
-        room, size, announced = self._allocator.size - prompt_len, self._allocator.page_size, self.announced()
-        ahead = room if announced is None else announced // size * size - 2 - prompt_len
-        return min(room, ahead) if ahead > 0 else room
 
     def can_move(self, tokens: int) -> bool:
         """Whether what windows were promised fits."""

@@ -110,6 +110,10 @@ class KVMemory:
         """The same of any tokens."""
         return self._cache.peek(tokens, extra_key)
 
+    def may_become(self, req: Req, tokens: int) -> bool:
+        """Whether what the request was promised of windows is enough for so many tokens."""
+        return self._windows is None or req.hold is None or req.hold.window.promised >= self._windows.needs(tokens)
+
     def could_promise_one_more(self, req: Req) -> bool:
         """Whether window pages suffice for the request and a long one besides."""
         windows = self._windows

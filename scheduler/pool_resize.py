@@ -12,6 +12,9 @@ the others go. Nothing moves, so whoever knows pages by their numbers (peers, ot
 From the moment that it begins a smaller pool counts as that: what is handed out lies within its end, what is cached
 beyond is evicted or, where requests use it, found by no others. So the end empties as requests end, however many come.
 Until the worker has let the memory go none of it is handed out again: a peer could have written to it already.
+
+Requests that may become longer than the new pool are waited for before that, but only those that came before the order.
+The others are limited to what the new pool holds when it begins, and have their limits back if it comes to nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from collections.abc import Callable
 
 from ..messages.memory import PoolTrimmed, ResizeReq, ResizeResult, TrimPool
 from ..runtime.machine.memory import Memory, host_memory
-from .req import Route
+from .req import Req, Route
 from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -39,7 +42,10 @@ class PoolResize:
         self._until = math.inf
         self._before = self._memory.max_total_tokens
         self._begun = self._is_trimming = False
+        self._earlier: frozenset[str] = frozenset()
+        """Names of the requests that came before the order."""
         self._memory.end.announced = lambda: None if self._begun else self.aim
+        self._memory.end.undone = self._undone
         if self._before < self._memory.end.most:
             self._trim()  # before it is used: nothing is committed there ahead of use
 
@@ -47,6 +53,10 @@ class PoolResize:
     def aim(self) -> int | None:
         """Tokens that the pool is about to have, None where that is not under way."""
         return None if self._order is None else self._order.max_total_tokens
+
+    def _undone(self) -> int:
+        now = self._memory.max_total_tokens
+        return now if self.aim is None else max(self._before, now)
 
     def seconds_left(self, now: float) -> float:
         """Until ``advance`` has to be called, infinity for never."""
@@ -59,7 +69,7 @@ class PoolResize:
             self._answer(order, *problem)
             return
         self._order, self._until, self._before = order, now + order.wait_s, self._memory.max_total_tokens
-        self._begun = False
+        self._begun, self._earlier = False, frozenset(self._scheduler.reqs)
         self.advance(now)
 
     def advance(self, now: float) -> None:
@@ -70,6 +80,7 @@ class PoolResize:
         is_late = now >= self._until
         why = None if self._begun else self._why_not_yet(order.max_total_tokens, at_once=is_late)
         if why is None and not self._begun:
+            self._limit_outputs(order.max_total_tokens)
             memory.resize(order.max_total_tokens)
             self._begun = True
         if why is None and not memory.end.beyond:
@@ -78,6 +89,7 @@ class PoolResize:
         elif is_late:
             if self._begun:
                 memory.resize(self._before)
+                self._free_outputs()
             self._order, self._until = None, math.inf
             why = why or "requests use pages at the pool's end"
             self._answer(order, 409, f"{why}; try again later, or give it time (wait_s)")
@@ -106,8 +118,9 @@ class PoolResize:
         scheduler, memory = self._scheduler, self._memory
         if tokens >= self._before:
             return None
+        waited_for = (req for req in scheduler.reqs.values() if not self._is_limited(req, tokens))
         # What is handed over becomes longer elsewhere.
-        outputs = ((req, 1 if req.route is Route.OUTGOING else req.max_new_tokens) for req in scheduler.reqs.values())
+        outputs = ((req, 1 if req.route is Route.OUTGOING else req.max_new_tokens) for req in waited_for)
         longest = max((req.prompt_len + output for req, output in outputs), default=0)
         # One that is alone must not run out of pages.
         if longest and memory.pages_up(longest + 2) > tokens:
@@ -117,6 +130,25 @@ class PoolResize:
         if at_once and memory.end.is_held_behind(tokens):
             return "requests use pages at the pool's end"
         return None
+
+    def _room(self, tokens: int) -> int:
+        """Tokens that a request may come to that is alone in a pool of so many."""
+        return tokens // self._memory.page_size * self._memory.page_size - 2
+
+    def _is_limited(self, req: Req, tokens: int) -> bool:
+        """Whether the request is to become no longer than a pool of so many tokens allows, once there is one."""
+        is_later = req.rid not in self._earlier and req.route is not Route.OUTGOING and not req.elsewhere
+        return is_later and req.prompt_len < self._room(tokens)
+
+    def _limit_outputs(self, tokens: int) -> None:
+        for req in list(self._scheduler.reqs.values()) if tokens < self._before else ():
+            if self._is_limited(req, tokens):
+                self._scheduler.limit_output(req, self._room(tokens))
+
+    def _free_outputs(self) -> None:
+        for req in self._scheduler.reqs.values():
+            if self._memory.may_become(req, len(req.token_ids) + 2):
+                req.limit_output(self._before)
 
     def _problem(self, tokens: int) -> tuple[int, str] | None:
         worker, memory, options = self._scheduler.worker, self._memory, self._scheduler.options

@@ -210,6 +210,15 @@ class Req:
         return self.known_len + self.pending
 
     @property
+    def most_output(self) -> int:
+        """Output tokens that it may have where nothing limits them meanwhile: see ``limit_output``."""
+        return len(self.token_ids) - self.prompt_len
+
+    def limit_output(self, tokens: int) -> None:
+        """Let it come to no more than ``tokens``, prompt included, and one of output at least. Undone by a larger limit."""
+        self.max_new_tokens = max(1, min(self.most_output, tokens - self.prompt_len))
+
+    @property
     def most_tokens(self) -> int:
         """Slots that it may come to need: its prompt, its output, and two more that may be computed once too often."""
         return self.prompt_len + self.max_new_tokens + 2

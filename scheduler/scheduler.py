@@ -100,9 +100,10 @@ class Scheduler:
             if route is Route.INCOMING and msg.bootstrap.source:
                 # KV that is what its sender sent need not be right: who did not choose the sender does not share it.
                 msg = msgspec.structs.replace(msg, extra_key=msg.extra_key + msg.bootstrap.source)
-        budget = max(1, min(msg.sampling.max_new_tokens, self.memory.end.output_room(len(msg.input_ids) // 4)))
+        budget = max(1, min(msg.sampling.max_new_tokens, self.memory.end.undone() - len(msg.input_ids) // 4))
         news = news_interval(msg, self.options.stream_interval)
         req = Req.create(msg, route, ReqState.WAITING, budget, news, now, self.role)
+        req.limit_output(self.memory.max_total_tokens)
         self.reqs[req.rid] = self.planner.came(req)
         self.deadlines.add(req)
         self.counters.requests += 1
@@ -217,6 +218,13 @@ class Scheduler:
         self.leave(req, state)
         if finish is not None:
             self.outbox.tokens(req, finish, self.meta(req))
+
+    def limit_output(self, req: Req, tokens: int) -> None:
+        """The request may come to no more than ``tokens``, its prompt included; it ends now where it has as many."""
+        req.limit_output(tokens)
+        if req.output_len >= req.max_new_tokens:
+            self.end(req, ReqState.FINISHED, FinishReason(FinishType.LENGTH))
+            self._cancel(req, "the KV pool has become smaller")
 
     def fail(self, req: Req, status: int, message: str, kind: str = "server_error", code: str | None = None) -> None:
         """The request is over by a fault that is not the client's wish. Nothing for one that has ended."""

@@ -14,6 +14,7 @@ from support.sim_resize import FREED, ResizedSim, ResizedTieredSim
 from pdserve.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from pdserve.mem_cache.window_pages import WindowPages, WindowSpan
 from pdserve.messages.memory import MemoryReq, MemoryResult, ResizeReq, ResizeResult, TrimPool
+from pdserve.messages.requests import AbortReq
 from pdserve.runtime.machine.memory import Memory
 from pdserve.scheduler.occupation import Occupation, Occupied
 from pdserve.scheduler.req import Req, ReqState, Route
@@ -189,7 +190,9 @@ def test_the_end_empties_however_many_requests_come() -> None:
 
 
 def test_answers_that_may_become_long_are_not_waited_for_for_ever() -> None:
-    """There is always one of them; who comes behind the order may become as long as the new pool allows."""
+    """There is always one of them; who comes behind the order may become as long as the new pool allows, once there is
+    one, or ends then.
+    """
     sim = ResizedSim(make_options())
     sim.submit("before", range(20), max_new_tokens=150)
     sim.plan()
@@ -206,7 +209,9 @@ def test_answers_that_may_become_long_are_not_waited_for_for_ever() -> None:
     assert (result.status, result.max_total_tokens) == (200, 120)
     sim.run_until_idle()
     assert sim.tokens["before"] == reference_output(range(20), 150)
-    assert sim.tokens["r0"] == reference_output(range(20), 98)
+    assert [len(sim.tokens[f"r{i}"]) for i in range(count)] == [len(sim.tokens["r0"]), *[98] * (count - 1)]
+    assert sim.tokens["r0"] == reference_output(range(20), len(sim.tokens["r0"]))
+    assert 98 <= len(sim.tokens["r0"]) < 150
     # A prompt that is too long for the new pool has all of the present one.
     sim.submit("long", range(100), max_new_tokens=150)
     sim.plan()
@@ -263,6 +268,58 @@ def test_who_waits_too_long_has_the_pool_of_before() -> None:
     assert (sim.scheduler.memory.end.beyond, sim.resize.aim) == (0, None)
     sim.run_until_idle()
     assert sim.tokens["end"] == reference_output(range(80), 30)
+
+
+LONG_RUNS = "a request that runs may become 170 tokens long; try again later, or give it time (wait_s)"
+
+
+@pytest.mark.parametrize("window", [NO_WINDOW, SimWindow(9, 120)], ids=["one group", "windows"])
+def test_an_order_that_comes_to_nothing_cuts_no_answer_short(window: SimWindow) -> None:
+    """Neither while it waits for requests that may become too long, nor for pages at the pool's end."""
+    sim = ResizedSim(make_options(), window=window)
+    sim.submit("before", range(20), max_new_tokens=150)
+    sim.plan()
+    assert sim.order(120, wait_s=1.0) is None
+    sim.submit("meanwhile", range(40, 50), max_new_tokens=200)
+    for _ in range(130):  # it becomes longer than the new pool
+        sim.now -= 0.001
+        sim.plan()
+        sim.work()
+    assert len(sim.tokens["meanwhile"]) > 108
+    sim.now += 2.0
+    sim.resize.advance(sim.now)
+    assert sim.told() == ResizeResult(3, 409, 256, 256, LONG_RUNS)
+    sim.run_until_idle()
+    assert sim.tokens["meanwhile"] == reference_output(range(40, 50), 200)
+
+
+@pytest.mark.parametrize("window", [NO_WINDOW, SimWindow(9, 120)], ids=["one group", "windows"])
+def test_answers_are_as_long_as_asked_for_where_the_end_does_not_empty(window: SimWindow) -> None:
+    sim = ResizedSim(make_options(), window=window)
+    sim.submit("first", range(100, 220), max_new_tokens=1)
+    sim.run_until_idle()
+    sim.submit("end", range(80), max_new_tokens=36)
+    sim.submit("before", range(30), max_new_tokens=95)
+    sim.plan()
+    sim.work()
+    assert sim.order(120, wait_s=1e6) is None
+    sim.submit("waits", range(40, 50), max_new_tokens=150)
+    sim.scheduler.abort(AbortReq("before"))
+    while sim.scheduler.memory.usage()["total"] == 256:
+        sim.plan()
+        sim.work()
+    assert sim.scheduler.memory.end.beyond
+    sim.submit("shrinks", range(60, 70), max_new_tokens=150)
+    sim.plan()
+    cut = [sim.scheduler.reqs[rid].max_new_tokens for rid in ("waits", "shrinks")]
+    assert cut == [108, 110]
+    sim.now += 2e6
+    sim.resize.advance(sim.now)
+    assert sim.told() == ResizeResult(3, 409, 256, 256, AT_THE_END)
+    sim.run_until_idle()
+    assert sim.tokens["end"] == reference_output(range(80), 36)
+    assert sim.tokens["waits"] == reference_output(range(40, 50), 150)
+    assert sim.tokens["shrinks"] == reference_output(range(60, 70), 150)
 
 
 def test_a_pool_begins_smaller_than_it_may_become() -> None:
