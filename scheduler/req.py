@@ -215,7 +215,7 @@ class Req:
         return len(self.token_ids) - self.prompt_len
 
     def limit_output(self, tokens: int) -> None:
-        """Let it come to no more than ``tokens``, prompt included, and one of output at least. Undone by a larger limit."""
+        """Let it come to ``tokens`` at most, prompt included, but to one of output. A larger limit undoes a smaller."""
         self.max_new_tokens = max(1, min(self.most_output, tokens - self.prompt_len))
 
     @property
