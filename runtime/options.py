@@ -213,8 +213,9 @@ class ServerOptions:
     hicache_storage_timeout
         Seconds of each wait for Redis. A store that fails three times in a row is left alone for a while.
     hicache_storage_prefetch_policy
-        How long a request waits for the third tier: not at all (best_effort), until it has answered (wait_complete, 10
-        s at most), or for 0.25 s and 0.1 s more per 1,000 tokens (timeout).
+        How long a request waits for the third tier, 10 s at most: while that is expected to be sooner than computing
+        (auto), not at all (best_effort), until it has answered (wait_complete), or for 0.25 s and 0.1 s more per 1,000
+        tokens (timeout).
     kv_events_endpoint
         Publish what the prefix cache stores and loses, as vLLM does, at this ZMQ address, such as tcp://127.0.0.1:5557.
         Who can reach it reads the token ids of all prompts: mind that where it is no loopback address.
@@ -403,7 +404,7 @@ class ServerOptions:
     hicache_storage_url: str | None = None
     hicache_storage_size: float = 10.0
     hicache_storage_timeout: float = 2.0
-    hicache_storage_prefetch_policy: Literal["best_effort", "wait_complete", "timeout"] = "timeout"
+    hicache_storage_prefetch_policy: Literal["auto", "best_effort", "wait_complete", "timeout"] = "auto"
     kv_events_endpoint: str | None = None
     kv_events_replay_endpoint: str | None = None
     kv_events_topic: str = ""

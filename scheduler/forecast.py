@@ -57,6 +57,10 @@ class PromptForecast:
         before = self._pieces_ms(req, ahead.tokens, ahead.tokens / max(ahead.prompts, 1) / 2)
         return self._under_way_ms(now) + before + own
 
+    def compute_ms(self, req: Req, tokens: int) -> float:
+        """How long computing so many tokens of the request's prompt would take here, behind nobody else's."""
+        return self._pieces_ms(req, tokens, req.known_len - tokens / 2)
+
     def uncached(self, req: Req) -> int:
         """Tokens of its prompt that would have to be computed here, where a store gives none."""
         cached, tiers = self._memory.prefix_len(req), self._memory.tiers

@@ -163,7 +163,7 @@ class Scheduler:
         req.uncached = req.known_len - cached
         self.planner.waiting.add(req)
         if self.tiers is not None:
-            self.tiers.prefetch(req, cached, now)
+            self.tiers.prefetch(req, cached, now, lambda tokens: self.forecast.compute_ms(req, tokens) / 1000)
 
     def may_compute_ahead(self, req: Req) -> bool:
         """Whether a request that is to be handed over may begin before anybody has asked for it: nobody waits then,

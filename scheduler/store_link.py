@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +43,10 @@ LONGEST_WAIT = 10.0
 STALL_SECONDS = 10.0
 WAIT_BASE, WAIT_PER_KILOTOKEN = 0.25, 0.1
 """Seconds that the policy "timeout" waits."""
+LEAST_WAIT = 0.05
+"""Seconds that the policy "auto" waits for a fetch that should be sooner: a busy machine is late by as much."""
+Worth = Callable[[int], float]
+FOR_EVER: Worth = lambda tokens: LONGEST_WAIT  # noqa: E731
 
 
 class Fetch(NamedTuple):
@@ -71,7 +75,7 @@ class StoreLink:
     ) -> None:
         self.state = StoreState("closed", "")
         self._host, self._counts, self._ids = host, counts, ids
-        self._patience = options.hicache_storage_prefetch_policy
+        self._policy = options.hicache_storage_prefetch_policy
         self._page_size = options.page_size
         self._commands: list[Message] = []
         self._backlog: OrderedDict[bytes, None] = OrderedDict()
@@ -179,9 +183,11 @@ class StoreLink:
 
     # --- to be read ---
 
-    def prefetch(self, rid: str, hashes: list[bytes], now: float, most_wait: float = LONGEST_WAIT) -> None:
-        """The request waits from now on, and nobody here has these, in a row behind what somebody has. ``most_wait``:
-        seconds, should its policy allow more.
+    def prefetch(
+        self, rid: str, hashes: list[bytes], now: float, worth: Worth = FOR_EVER, most_wait: float = LONGEST_WAIT
+    ) -> None:
+        """The request waits from now on, and nobody here has these, in a row behind what somebody has. ``worth``: for
+        how many seconds so many tokens are worth waiting for; ``most_wait``: seconds, whatever the policy allows.
         """
         if rid in self._fetching or not self._answers(now):
             return
@@ -190,7 +196,7 @@ class StoreLink:
             return
         pages = self._host.reserve(len(missing))
         fetch_id = next(self._ids)
-        patience = min(most_wait, self._patience_for(rid, len(pages) * self._page_size))
+        patience = min(most_wait, self._patience_for(rid, len(pages), worth, now))
         missing = missing[: len(pages)]
         self._fetches[fetch_id] = Fetch(rid, missing, pages, now, patience)
         self._fetching[rid] = fetch_id
@@ -204,18 +210,29 @@ class StoreLink:
         """How many host pages may be on their way besides those that are."""
         return self._host.num_pages // 2 - self._host.reserved_pages
 
-    def _patience_for(self, rid: str, tokens: int) -> float:
-        policy = "wait_complete" if rid in self._insistent else self._patience
-        return {"best_effort": 0.0, "wait_complete": LONGEST_WAIT}.get(
-            policy, min(LONGEST_WAIT, WAIT_BASE + WAIT_PER_KILOTOKEN * tokens / 1000)
-        )
+    def _patience_for(self, rid: str, pages: int, worth: Worth, now: float) -> float:
+        """For how many seconds a request waits for so many pages.
+
+        By the policy "auto" while the time that is left is less than computing them takes. A fetch that is overdue is
+        expected to take as long again as it has taken, so it is waited for as long as computing takes, and one that
+        would not be sooner is not waited for at all.
+        """
+        tokens = pages * self._page_size
+        if rid in self._insistent:
+            return LONGEST_WAIT
+        most = min(LONGEST_WAIT, worth(tokens))
+        if self._policy == "auto":
+            is_sooner = self.fetch_ms(pages, now) < worth(tokens) * 1000
+            return max(most, LEAST_WAIT) if is_sooner else 0.0
+        limits = {"best_effort": 0.0, "timeout": WAIT_BASE + WAIT_PER_KILOTOKEN * tokens / 1000}
+        return min(limits.get(self._policy, LONGEST_WAIT), LONGEST_WAIT)
 
     def look(self, rid: str, hashes: list[bytes], now: float) -> None:
         """How many of these does the store have, of which one could fetch as many as there is room for? ``sight`` is
         told. Nothing is asked where nobody would wait for a fetch.
         """
         hashes = hashes[: max(0, self._room())]
-        is_worth_it = self._patience != "best_effort" and len(hashes) * self._page_size >= LEAST_FETCH
+        is_worth_it = self._policy != "best_effort" and len(hashes) * self._page_size >= LEAST_FETCH
         if is_worth_it and self._answers(now) and self._silence(now) < LOOK_SECONDS:
             look_id = next(self._ids)
             self.sight.begin(look_id, rid, now)
@@ -225,7 +242,7 @@ class StoreLink:
         """How long it would take to bring so many, most likely. What it owes for a while it may owe as long again."""
         return self.sight.ms(pages, now) + self._silence(now) * 1000
 
-    def foresee(self, rid: str, now: float) -> tuple[int, float]:
+    def foresee(self, rid: str, now: float, worth: Worth) -> tuple[int, float]:
         """How many tokens a ``prefetch`` for this request will bring, by what the store was seen to have, and for how
         many milliseconds the request will wait for them.
         """
@@ -233,7 +250,7 @@ class StoreLink:
         tokens = pages * self._page_size
         if tokens < LEAST_FETCH:
             return 0, 0.0
-        needed, patience = self.fetch_ms(pages, now), self._patience_for(rid, tokens) * 1000
+        needed, patience = self.fetch_ms(pages, now), self._patience_for(rid, pages, worth, now) * 1000
         return (tokens, needed) if needed <= patience else (0, patience)
 
     def is_fetching(self, rid: str) -> bool:

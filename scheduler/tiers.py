@@ -17,9 +17,9 @@ Where layers have windows (``mem_cache/window_pages.py``) a host page has both: 
 still there, so when it is computed (write_through alone); and of what is loaded, those get window pages that the next
 token sees.
 
-A store (``store_link.py``) is never waited for longer than ``--hicache-storage-prefetch-policy`` says: not at all
-(best_effort), until it has answered (wait_complete), or for a time that grows with what was asked (timeout); and no
-longer than ``LONGEST_WAIT`` in any case.
+A store (``store_link.py``) is waited for as ``--hicache-storage-prefetch-policy`` says: while the time that is left is
+less than computing the same tokens takes (auto), not at all (best_effort), until it has answered (wait_complete), or
+for a time that grows with what was asked (timeout); and no longer than ``LONGEST_WAIT`` in any case.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from ..messages.worker import WorkerReady
 from ..runtime.options import ServerOptions
 from .page_names import PageNames
 from .req import Req
-from .store_link import StoreLink
+from .store_link import FOR_EVER, StoreLink, Worth
 from .tier_counts import NOTHING_BEYOND, TierCounts
 
 SELECTIVE_HITS = 2
@@ -201,11 +201,13 @@ class KVTiers:
 
     # --- store → host ---
 
-    def prefetch(self, req: Req, cached: int, now: float) -> None:
-        """Ask the store for what neither pool nor host have of a request that has just come."""
+    def prefetch(self, req: Req, cached: int, now: float, worth: Worth = FOR_EVER) -> None:
+        """Ask the store for what neither pool nor host have of a request that has just come. ``worth``: seconds that
+        computing so many tokens takes.
+        """
         if self.store is None:
             return
-        self.store.prefetch(req.rid, self._missing(req, cached), now)
+        self.store.prefetch(req.rid, self._missing(req, cached), now, worth)
 
     def look(self, req: Req, cached: int, now: float) -> None:
         """Ask the store how much it has of that; see ``StoreLink.look``."""
@@ -218,7 +220,7 @@ class KVTiers:
         """
         if self.store is None:
             return False
-        self.store.prefetch(req.rid, self._missing(req, cached)[:pages], now, most_wait)
+        self.store.prefetch(req.rid, self._missing(req, cached)[:pages], now, lambda _: most_wait, most_wait)
         return self.store.must_wait(req.rid, now)
 
     def _missing(self, req: Req, cached: int) -> list[bytes]:

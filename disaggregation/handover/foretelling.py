@@ -60,7 +60,7 @@ class Foretelling:
         """How many tokens the store will bring, and the milliseconds that are waited for them."""
         if self._tiers is None or self._tiers.store is None:
             return 0, 0.0
-        return self._tiers.store.foresee(req.rid, now)
+        return self._tiers.store.foresee(req.rid, now, lambda tokens: self._forecast.compute_ms(req, tokens) / 1000)
 
     def is_decided(self, sender: KVSender) -> None:
         """Its decode has chosen, or the room is over."""

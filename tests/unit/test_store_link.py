@@ -70,6 +70,43 @@ def test_what_comes_too_late_for_its_request_is_kept_for_others():
     assert sim.tokens["again"] == reference_output(range(40), 4)
 
 
+@pytest.mark.parametrize(
+    ("compute_s", "answer_after", "is_used"),
+    [
+        pytest.param(5.4, 3.0, True, id="a prompt of 1,500 tokens on a busy machine"),
+        pytest.param(5.4, 6.0, False, id="computing would have been sooner"),
+        pytest.param(0.0, 0.1, False, id="not worth any wait"),
+    ],
+)
+def test_a_fetch_is_waited_for_as_long_as_computing_would_take(compute_s, answer_after, is_used) -> None:
+    before = TieredSim(200)
+    before.submit("first", list(range(40)), max_new_tokens=4)
+    before.settle()
+    sim = TieredSim(200, kept=dict(before.store.kept), hicache_storage_prefetch_policy="auto")
+    sim.compute_ms = compute_s * 1000
+    sim.submit("r", list(range(40)), max_new_tokens=4)
+    asked_at = sim.now
+    while "r" not in sim.ends:
+        sim.plan()
+        sim.work()
+        sim.now += 0.05
+        if sim.now - asked_at >= answer_after:
+            while sim.store_queue:
+                sim.serve_store()
+    assert sim.ends["r"].meta.cached_tokens == (36 if is_used else 0)
+    assert sim.now - asked_at < min(compute_s, answer_after) + 1
+    assert sim.tokens["r"] == reference_output(range(40), 4)
+    sim.settle()
+
+
+def test_a_fetch_that_takes_longer_than_computing_is_not_waited_for(monkeypatch) -> None:
+    link = make_link(HostTier(64), "auto")
+    monkeypatch.setattr(link.sight, "ms", lambda pages, now: 2000.0)
+    for rid, seconds, waits in (("short", 0.5, False), ("long", 30.0, True)):
+        link.prefetch(rid, [name(ord(rid[0]) + i) for i in range(4)], 3.0, lambda tokens, s=seconds: s)
+        assert link.must_wait(rid, 3.0) is waits
+
+
 def test_an_earlier_attempts_answer_is_not_a_later_ones():
     """A request is aborted while the store looks for its pages, and another one comes under its name."""
     host = HostTier(64)
