@@ -4,8 +4,10 @@ of it together.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -159,6 +161,25 @@ def test_conservativeness_is_a_factor():
     assert kept[1] == pytest.approx(2 * kept[0], abs=1)
 
 
+def test_what_a_request_shares_does_not_come_free_with_it():
+    """The one that runs is about to end; what it has alone is then the newcomer's, and what others use is not."""
+    sim = SimInstance(make_options(max_total_tokens=64))
+    sim.submit("a", range(31), max_new_tokens=30)
+    sim.plan()
+    sim.submit("b", range(50, 54), max_new_tokens=24)
+    a, b = sim.scheduler.reqs["a"], sim.scheduler.reqs["b"]
+    admission = Admission(sim.scheduler.memory, 1.0)
+    for _ in range(200):
+        admission.lengths.learn(30, 2)  # so long are the answers of those that ask for 30
+        admission.lengths.learn(12, 12)
+    b.max_new_tokens = 12
+    kept = []
+    for reused in (0, 28):
+        a.reused = reused
+        kept.append(admission.reserve([a], b))
+    assert kept[0] < kept[1]
+
+
 def test_what_was_learned_lets_more_requests_run_at_once():
     """All ask for 60 tokens; where all stop after 3, room for 3 is enough."""
     stops = {}
@@ -221,6 +242,37 @@ def test_the_victim_is_the_cheapest_a_page_and_never_the_oldest():
     assert price(chosen) == min(price(r) for r in reqs.values() if r.rid != "old")
     assert choose_victim(list(reversed(list(reqs.values()))), memory) is chosen
     assert choose_victim([reqs["old"]], memory) is reqs["old"]
+
+
+def test_victims_are_those_of_the_slow_rule_that_counts_users_of_each_page():
+    """Through a while of decoding, as pages fill up: shared ones cost nothing to compute again, and give nothing."""
+    shared = [7] * 40
+    sim = SimInstance(make_options(max_total_tokens=512, chunked_prefill_size=256))
+    prompts = {"old": [1], "a": [*shared, 1], "b": [*shared, 2, 3], "alone": [4, 5], "long": range(60)}
+    for i, (rid, prompt) in enumerate(prompts.items()):
+        sim.submit(rid, prompt, max_new_tokens=40)
+        sim.scheduler.reqs[rid].times.turn = float(i)
+    for _ in range(8):
+        sim.plan()
+        sim.work()
+    memory, page = sim.scheduler.memory, sim.options.page_size
+    chosen = set()
+    for _ in range(20):
+        reqs = running_reqs(sim)
+        pages = {req.rid: memory._pages(memory.hold_of(req), 0, memory.hold_of(req).kv_len).tolist() for req in reqs}
+        users = Counter(itertools.chain(*pages.values()))
+        prices = {}
+        for req in reqs:
+            own = sum(users[number] == 1 for number in pages[req.rid])
+            prices[req.rid] = (req.total_len - page * (len(pages[req.rid]) - own)) / own
+        del prices["old"]
+        victim = choose_victim(reqs, memory).rid
+        assert prices[victim] == pytest.approx(min(prices.values()))
+        chosen.add(victim)
+        sim.plan()
+        sim.work()
+    assert chosen & {"a", "b"}
+    assert chosen & {"alone", "long"}
 
 
 def test_what_the_host_keeps_makes_a_victim_cheap(monkeypatch):

@@ -209,6 +209,31 @@ def test_an_honest_user_gets_its_share_among_names_that_are_new_with_each_reques
     sim.scheduler.check_invariants()
 
 
+def test_prompts_are_charged_when_they_begin_and_cached_tokens_are_not():
+    """All ask for one token of output, so that only their prompts tell them apart."""
+    sim = SimInstance(make_options(fair_scheduling=True, max_running_requests=1))
+
+    def send(rid: str, user: str, prompt: list[int]) -> None:
+        msg = make_generate(rid, prompt, max_new_tokens=1)
+        msg.user = user
+        sim.scheduler.admit_message(msg, sim.now)
+
+    for i in range(2):
+        send(f"long{i}", "long", [i, *range(80)])
+    for i in range(6):
+        send(f"short{i}", "short", [50 + i, *range(10)])
+    sim.run_until_idle()
+    assert list(sim.ends) == ["long0", *(f"short{i}" for i in range(6)), "long1"]
+    # Now that its prompt is cached, the same one costs next to nothing.
+    sim.ends.clear()
+    for i in range(2):
+        send(f"again{i}", "again", [0, *range(80)])
+    for i in range(3):
+        send(f"other{i}", "other", [60 + i, *range(20)])
+    sim.run_until_idle()
+    assert list(sim.ends) == ["again0", "other0", "again1", "other1", "other2"]
+
+
 def test_of_equals_who_has_waited_longest_goes_first():
     sim = SimInstance(make_options(fair_scheduling=True, max_running_requests=1))
     for i, user in enumerate("zyxa"):

@@ -956,3 +956,26 @@ def test_pages_let_go_of_are_offered_when_steps_are_done_that_may_touch_them():
     assert ask_if_it_may(pair)
     run_until_idle(pair)
     assert pair.decode.tokens["a"] == reference_output(range(9), 3)
+
+
+def test_duplicate_pages_are_offered_when_the_step_is_done_that_still_writes_them():
+    """A scored prompt computes again what is cached; its own pages go back as soon as its step is planned."""
+    pair = SimPair()
+    decode = pair.decode
+    decode.submit("first", range(50, 66), max_new_tokens=1)
+    decode.run_until_idle()
+    decode.submit("scored", range(50, 66), max_new_tokens=9, logprobs=(0, 0))
+    free = decode.scheduler.memory.obtainable
+    decode.plan()
+    under_way = decode.scheduler.memory.newest_step
+    assert under_way > decode.scheduler.completed_step
+    assert decode.scheduler.memory.obtainable == free - 16 - 4  # the prompt that is cached, and a page for the output
+    pair.submit("a", range(9), 1, max_new_tokens=3)
+    assert not ask_if_it_may(pair)
+    while decode.work():
+        pass
+    assert decode.scheduler.completed_step >= under_way
+    assert ask_if_it_may(pair)
+    run_until_idle(pair)
+    assert decode.tokens["a"] == reference_output(range(9), 3)
+    assert decode.tokens["scored"] == reference_output(range(50, 66), 9)

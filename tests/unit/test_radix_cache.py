@@ -608,3 +608,30 @@ def test_an_empty_match_can_be_held():
     s.cache.cache_finished_req(hold, ids("aaaa"))
     assert s.match("aaaa") == []
     assert s.match("aaaa", "tenant") == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("how", ["inserted", "found", "computed twice", "computed in a piece"])
+def test_a_shared_prefix_is_worth_as_much_as_the_dearest_request_that_uses_it(how):
+    s = make_setup(radix_eviction_policy="priority")
+    s.put("aaaa")
+    slots = s.allocator.alloc_extend(0, 4, 0)
+    s.cache.insert(ids("bbbb"), slots, priority=3)
+    if how == "inserted":
+        slots = s.allocator.alloc_extend(0, 4, 0)
+        assert s.cache.insert(ids("aaaa"), slots, priority=5) == 4
+        s.allocator.free(slots)
+    else:
+        tokens = ids("aaaa") if how != "computed in a piece" else ids("aaaacccc")
+        match = s.cache.match_prefix(tokens if how == "found" else tokens[:0])
+        hold = s.cache.hold(s.table.alloc(), match, "", priority=5)
+        s.grow(hold, len(tokens))
+        s.cache.cache_unfinished_req(hold, tokens)
+        s.cache.cache_finished_req(hold, tokens)
+        if how == "computed in a piece":
+            assert s.cache.evict(4) == 4  # the end of it, which has no user of less worth, is a leaf of worth 5
+            assert s.match("bbbb") == []
+            assert len(s.match("aaaacccc")) == 8
+            return
+    s.cache.evict(4)
+    assert s.match("bbbb") == []
+    assert len(s.match("aaaa")) == 4

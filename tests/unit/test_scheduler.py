@@ -16,7 +16,8 @@ from pdserve.messages.base import pack_i32, unpack_i32
 from pdserve.messages.outputs import FinishType, ReqError, ReqTokens
 from pdserve.messages.requests import AbortReq, StopReq
 from pdserve.messages.worker import StepResult
-from pdserve.scheduler.req import MAX_BATCH_SECONDS, Req
+from pdserve.scheduler.forks import Forks
+from pdserve.scheduler.req import MAX_BATCH_SECONDS, Req, ReqState, Route
 
 
 def assert_all_returned(sim: SimInstance) -> None:
@@ -377,6 +378,26 @@ def test_a_fork_of_one_that_is_over_begins_at_once():
     sim.submit("a-1", range(10), max_new_tokens=3, fork_of="a-0")
     sim.run_until_idle()
     assert sim.tokens["a-1"] == reference_output(range(10), 3)
+
+
+@pytest.mark.parametrize("when", ["before the fork", "meanwhile"])
+def test_a_fork_does_not_wait_for_one_that_was_retracted(when: str) -> None:
+    """It may wait for memory for long, and has to compute its prompt again itself."""
+    first, fork = (
+        Req.create(make_generate(rid, range(9), fork_of=of), Route.LOCAL, ReqState.WAITING, 8, 1)
+        for rid, of in (("first", ""), ("fork", "first"))
+    )
+    forks, given = Forks({"first": first, "fork": fork}), []
+    if when == "before the fork":
+        first.retractions = 1
+        assert not forks.add(fork)
+        return
+    assert forks.add(fork)
+    forks.release(given.append)
+    assert given == []
+    first.retractions = 1
+    forks.release(given.append)
+    assert given == [fork]
 
 
 def test_a_fork_that_is_held_back_is_not_given_on_by_the_one_that_it_waits_for():

@@ -518,6 +518,24 @@ def test_a_pair_links_again_once_the_receiver_admits_the_writer(pair):
     assert ended.error is None
 
 
+def test_hand_overs_that_failed_with_their_link_may_be_sent_by_the_next_one(pair):
+    """Who connects anew has heard of their end; those that crossed it are dropped."""
+    writer, receiver = pair
+    writer.submit(send(1, [1], [1], last=False), DisconnectPeer("D", 1))
+    events = [writer.next(), writer.next()]
+    assert any(isinstance(event, SendEnded) and event.error for event in events)
+    assert receiver.next() == PeerLinkDown("P", 1)
+    writer.submit(send(1, [2], [2], last=False))  # it crossed that
+    receiver.submit(AdmitPeer("P", 2))
+    assert receiver.next() == PeerAdmitted("P", 2)
+    writer.submit(ConnectPeer("D", 2, receiver.engine.metadata))
+    assert writer.next() == PeerConnected("D", 2)
+    writer.submit(send(1, [1, 2], [3, 4]))
+    ended = writer.next()
+    assert (ended.handover, ended.error, ended.nbytes) == (named(1), None, 2 * PAGE)
+    assert np.array_equal(receiver.pool[[3, 4]], writer.pool[[1, 2]])
+
+
 def test_the_fake_backend_moves_nothing_and_is_always_right(make_node):
     writer, receiver = make_node("fake", "P"), make_node("fake", "D")
     before = receiver.pool.copy()
