@@ -6,6 +6,7 @@ step both must hold the same pages. It never joins nodes, so joining the pieces 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -128,8 +129,8 @@ class SlowTree:
         self.use(path, hit=True)
         return path
 
-    def pin(self, end, by, priority=0):
-        """``end``: the last node of a path, or None."""
+    def pin(self, end, by, priority=-math.inf):
+        """``end``: the last node of a path, or None. Who lets go makes nothing dearer."""
         node = end or self.root
         while node is not self.root:
             node.pins, node.priority = node.pins + by, max(node.priority, priority)
@@ -225,6 +226,13 @@ class Both:
             self.cache.cache_unfinished_req(r.hold, tokens(r.pages))
             r.end = self.slow.share(r.end, [page], r.hold.priority, r.began)
 
+    def follow(self, which, length, stay):
+        """Another request finds what a running one has shared so far; it may end at once."""
+        if self.running:
+            self.hold(self.running[which % len(self.running)].pages[:length], -1)
+            if not stay:
+                self.let_go(len(self.running) - 1)
+
     def let_go(self, which):
         if self.running:
             r = self.running.pop(which % len(self.running))
@@ -255,10 +263,12 @@ steps = st.lists(
         st.tuples(st.just("match"), prompts),
         st.tuples(st.just("hold"), prompts, priorities),
         st.tuples(st.just("share"), st.integers(0, 2), prompts),
+        st.tuples(st.just("follow"), st.integers(0, 2), st.integers(1, 6), st.booleans()),
         st.tuples(st.just("let_go"), st.integers(0, 2)),
         st.tuples(st.just("evict"), st.integers(1, 4)),
     ),
-    max_size=40,
+    min_size=10,
+    max_size=60,
 )
 
 
