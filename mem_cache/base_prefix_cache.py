@@ -59,6 +59,7 @@ class KVHold:
     tokens of a request that is over, whose prefix may stay when the last one lets go. ``created``: when it began, by
     the tree's clock. ``priority``: of the request, higher is dearer; what it shares or found is worth that much to the
     eviction policy of that name. ``hashed``: of so many tokens the pages were looked at (``scheduler/kv_debug.py``).
+    ``page_hashes``: of its first pages, as far as somebody has asked (``page_hash.py``). The request has the same list.
     """
 
     row: int
@@ -74,6 +75,7 @@ class KVHold:
     created: int = 0
     priority: int = 0
     hashed: int = 0
+    page_hashes: list[bytes] = field(default_factory=list)
 
 
 class BasePrefixCache(ABC):

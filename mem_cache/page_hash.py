@@ -9,6 +9,7 @@ their own (BLAKE2's ``person``): no namespace has the hash of a page, whatever i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -49,6 +50,11 @@ def chain(before: bytes, key: bytes, page_size: int) -> list[bytes]:
 
 def prompt_hashes(seed: bytes, tokens: I32, page_size: int, extra_key: str) -> list[bytes]:
     """Return the hashes of the whole pages of a prompt's ``tokens`` in the namespace ``extra_key``."""
-    whole = len(tokens) // page_size * page_size
-    start = namespace_seed(seed, extra_key.encode(errors="surrogatepass"))
-    return chain(start, tokens[:whole].tobytes(), page_size)
+    return further_hashes(seed, tokens, page_size, extra_key, [])
+
+
+def further_hashes(seed: bytes, tokens: I32, page_size: int, extra_key: str, known: Sequence[bytes]) -> list[bytes]:
+    """Return what ``prompt_hashes`` returns, less the hashes of the first pages, which are ``known``."""
+    first, whole = len(known) * page_size, len(tokens) // page_size * page_size
+    before = known[-1] if known else namespace_seed(seed, extra_key.encode(errors="surrogatepass"))
+    return chain(before, tokens[first:whole].tobytes(), page_size)

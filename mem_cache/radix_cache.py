@@ -40,6 +40,18 @@ class Path(NamedTuple):
     slots: I32
 
 
+class Origin(NamedTuple):
+    """Where pages that enter the tree come from: what their node must know of the request that computed them.
+
+    ``hashes``: of all the pages; empty if the tree is to compute those that it needs.
+    """
+
+    extra_key: str
+    priority: int
+    created: int
+    hashes: Sequence[bytes] = ()
+
+
 class TreeListener(Protocol):
     """Who keeps what the tree has elsewhere, too. ``pages`` [N] are the pool's, aligned with ``hashes``."""
 
@@ -128,7 +140,7 @@ class RadixCache(BasePrefixCache):
             raise UnalignedLength(f"{len(tokens)} tokens in {len(slots)} slots, pages of {self.page_size}")
         path = self._walk(self._root, self._key(tokens), extra_key)
         known = path.slots.size
-        self._extend(self._root, path, self._key(tokens), slots, extra_key, priority, self._now)
+        self._extend(self._root, path, self._key(tokens), slots, Origin(extra_key, priority, self._now))
         self._raise_priority(path.nodes, priority)
         self._touch(path.nodes)
         return known
@@ -204,7 +216,8 @@ class RadixCache(BasePrefixCache):
         key = self._key(tokens[start:end])
         path = self._walk(hold.node, key, hold.extra_key)
         known = path.slots
-        self._extend(hold.node, path, key, row[start:end], hold.extra_key, hold.priority, hold.created)
+        origin = Origin(hold.extra_key, hold.priority, hold.created, self._named(hold, start, key))
+        self._extend(hold.node, path, key, row[start:end], origin)
         self._raise_priority(path.nodes, hold.priority)
         self._lock(path.nodes)
         hold.node, hold.cached_len = path.nodes[-1], end
@@ -420,9 +433,7 @@ class RadixCache(BasePrefixCache):
         upper.children[node.edge] = node
         return upper
 
-    def _extend(
-        self, start: TreeNode, path: Path, key: bytes, slots: I32, extra_key: str, priority: int, created: int
-    ) -> None:
+    def _extend(self, start: TreeNode, path: Path, key: bytes, slots: I32, origin: Origin) -> None:
         """Append to ``path``, walked from ``start``, a leaf for what of ``key`` and ``slots`` it does not reach."""
         known = path.slots.size
         if known == len(slots):
@@ -431,8 +442,10 @@ class RadixCache(BasePrefixCache):
         pos = known * TOKEN_BYTES
         own = np.array(slots[known:], dtype=np.int32)
         own.setflags(write=False)
-        leaf = TreeNode(parent, self._edge(parent, key, pos, extra_key), key[pos:], own, created)
-        leaf.priority = priority
+        leaf = TreeNode(parent, self._edge(parent, key, pos, origin.extra_key), key[pos:], own, origin.created)
+        leaf.priority = origin.priority
+        if origin.hashes:
+            leaf.hashes = list(origin.hashes[known // self.page_size :])
         parent.children[leaf.edge] = leaf
         path.nodes.append(leaf)
         self._evictable += leaf.num_tokens
@@ -477,6 +490,18 @@ class RadixCache(BasePrefixCache):
                 self._evictable -= node.num_tokens
                 self._protected += node.num_tokens
             node.lock_ref += 1
+
+    def _named(self, hold: KVHold, start: int, key: bytes) -> Sequence[bytes]:
+        """Return the hashes of the hold's pages of ``key``, which begins at position ``start``: empty unless somebody
+        listens and those of the pages before are known. Remembers them for who asks next.
+        """
+        names, first = hold.page_hashes, start // self.page_size
+        if not names or len(names) < first or not (self._listener or self._events):
+            return ()
+        end = first + len(key) // self._page_bytes
+        if len(names) < end:
+            names += chain(names[-1], key[(len(names) - first) * self._page_bytes :], self.page_size)
+        return names[first:end]
 
     def hashes_of(self, node: TreeNode) -> list[bytes]:
         """Of the node's pages, in order; those of its ancestors are found out, too. Only where somebody listens."""

@@ -175,7 +175,7 @@ class KVDebug:
             return
         hold.hashed = last * size
         pages = row[first * size : last * size : size] // size
-        names = self._names.of(req, last * size)[first:]
+        names = self._names.of(req, last * size, first)
         self._ask(_Question(req, place, first, names, pages, frozenset(brought)), planned=planned)
 
     def landed(
@@ -190,7 +190,7 @@ class KVDebug:
         # A peer says this: what is not as long as it should be says nothing.
         ends = range(size, len(theirs) + 1, size) if size and len(theirs) == size * len(pages) else ()
         told = [self._split(theirs[end - size : end]) for end in ends]
-        names = self._names.of(req, last * self._names.page_size)[first:]
+        names = self._names.of(req, last * self._names.page_size, first)
         self._ask(_Question(req, Place.TRANSFER, first, names, pages, theirs=told, done=done), planned=False)
 
     def _split(self, row: bytes) -> Row:
@@ -199,7 +199,7 @@ class KVDebug:
 
     def told(self, req: Req, first: int, last: int) -> bytes:
         """What pages ``[first, last)`` of the request held when they were computed, as in ``TransferDone``."""
-        return self.told_of(self._names.of(req, last * self._names.page_size)[first:])
+        return self.told_of(self._names.of(req, last * self._names.page_size, first))
 
     def told_of(self, names: Sequence[bytes]) -> bytes:
         """The same of pages by their names; b"" where they are too many."""

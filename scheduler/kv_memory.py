@@ -149,7 +149,7 @@ class KVMemory:
             row = self._table.alloc()
             assert row is not None
             req.hold = self._cache.hold(row, match, req.msg.extra_key, self._worth * req.msg.priority)
-            req.hold.verified = verified
+            req.hold.verified, req.hold.page_hashes = verified, req.page_hashes
             self._holds.add(req.hold)
             if windows is not None:
                 windows.promise(req.hold.window, most)

@@ -145,7 +145,7 @@ class Req:
     input_logprobs: list[TokenLogprob] | None = None
     timing: Timing = field(default_factory=Timing)
     page_hashes: list[bytes] = field(default_factory=list)
-    """Of its first whole pages, as far as somebody has asked (``tiers.py``)."""
+    """Names of its first whole pages, as far as they were asked for (``page_names.py``). Grows in place."""
     uncached: int = 0
     """Tokens to be computed, as it seemed when the request began to wait for that."""
     foreseen: Foreseen | None = None
@@ -305,6 +305,8 @@ class Req:
         self.state = ReqState.BOOTSTRAPPING
         self.phases.enter(Phase.QUEUE, now, at="decode")
         self.known_len, self.computed = self.prompt_len, 0
+        # A name may cover output that is forgotten, and a hold that has gone keeps the old list.
+        self.page_hashes = []
         self.untold, self.untold_logprobs, self.logprobs = [], [], []
         self.times.first_token = 0.0
         self.started_over = True

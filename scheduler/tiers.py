@@ -87,9 +87,9 @@ class KVTiers:
 
     # --- names ---
 
-    def hashes(self, req: Req, limit: int) -> list[bytes]:
-        """Of the request's whole pages within its first ``limit`` tokens."""
-        return self.names.of(req, limit)
+    def hashes(self, req: Req, limit: int, first: int = 0) -> list[bytes]:
+        """See ``PageNames.of``."""
+        return self.names.of(req, limit, first)
 
     def seed(self) -> bytes:
         """What the hashes of the tree's nodes begin with."""
@@ -172,7 +172,7 @@ class KVTiers:
 
     def find(self, req: Req, cached: int, limit: int) -> list[int]:
         """The host pages of what follows the first ``cached`` tokens, within ``limit``. Uses nothing."""
-        return self.host.match(self.hashes(req, limit)[cached // self.page_size :])
+        return self.host.match(self.hashes(req, limit, cached // self.page_size))
 
     def load(
         self, req: Req, cached: int, host_pages: Sequence[int], pool_pages: I32, *, more: bool = False
@@ -225,9 +225,8 @@ class KVTiers:
 
     def _missing(self, req: Req, cached: int) -> list[bytes]:
         """Of a request, ``cached`` tokens of which the pool has, what the host does not have behind them."""
-        hashes = self.hashes(req, req.longest_reusable_prefix)
-        known = cached // self.page_size
-        return hashes[known + len(self.host.match(hashes[known:])) :]
+        hashes = self.hashes(req, req.longest_reusable_prefix, cached // self.page_size)
+        return hashes[len(self.host.match(hashes)) :]
 
     def must_wait(self, req: Req, now: float) -> bool:
         """Whether the request is not to be admitted yet, since more of it may be here soon."""

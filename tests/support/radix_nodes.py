@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
+from pdserve.mem_cache.page_hash import TOKEN_BYTES, prompt_hashes
 from pdserve.mem_cache.radix_cache import RadixCache
 from pdserve.mem_cache.tree_node import TreeNode
 
@@ -17,3 +20,18 @@ def findable(cache: RadixCache, root: TreeNode) -> Iterator[tuple[TreeNode, byte
             if child not in cache._hidden:
                 yield node, edge, child
                 stack.append(child)
+
+
+def require_true_names(cache: RadixCache) -> None:
+    """The names of all pages in the tree, of which nodes remember them, are those of their whole prefixes."""
+    node = cache.match_prefix(np.empty(0, dtype=np.int32)).node
+    root, size = list(node.path_up())[-1], cache.page_size
+    seed = (cache._listener or cache._events).seed()
+    paths: dict[TreeNode, tuple[str, bytes]] = {root: ("", b"")}
+    for parent, edge, child in findable(cache, root):
+        namespace, before = paths[parent]
+        if parent is root:
+            namespace = edge[: -size * TOKEN_BYTES].decode()
+        paths[child] = namespace, before + child.key
+        names = prompt_hashes(seed, np.frombuffer(before + child.key, dtype=np.int32), size, namespace)
+        assert child.hashes in (None, names[len(before) // (size * TOKEN_BYTES) :])

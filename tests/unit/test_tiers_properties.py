@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.radix_nodes import require_true_names
 from support.sim import NO_WINDOW, SimWindow, reference_output
 from support.sim_resize import ResizedTieredSim
 
@@ -204,6 +205,7 @@ class Tiers(RuleBasedStateMachine):
     def is_whole(self):
         if hasattr(self, "sim"):
             self.sim.scheduler.check_invariants()
+            require_true_names(self.sim.scheduler.memory._cache)
             self.check_answers()
             debug = self.sim.scheduler.memory.debug
             assert debug is None or not sum(debug.mismatches.values()), debug.info()
