@@ -54,12 +54,13 @@ class KVHold:
     the row and moves ``kv_len`` on as it allocates. ``live`` turns False when the hold is given back.
 
     ``verified``: whether its KV is what it should be. False while a peer may still write it, and for good where it is
-    known to be bad: none of it is shared then. ``window``: which of its pages it uses in the window pool, where there
-    is one (``window_pages.py``). ``pins`` and ``left`` are ``KVMemory``'s: how many use it, and the
-    tokens of a request that is over, whose prefix may stay when the last one lets go. ``created``: when it began, by
-    the tree's clock. ``priority``: of the request, higher is dearer; what it shares or found is worth that much to the
-    eviction policy of that name. ``hashed``: of so many tokens the pages were looked at (``scheduler/kv_debug.py``).
-    ``page_hashes``: of its first pages, as far as somebody has asked (``page_hash.py``). The request has the same list.
+    known to be bad: none of it is shared then. ``proven``: of how many tokens the KV has given a token, sampled here
+    from finite logits. ``window``: which of its pages it uses in the window pool, where there is one
+    (``window_pages.py``). ``pins`` and ``left`` are ``KVMemory``'s: how many use it, and the tokens of a request that
+    is over, whose prefix may stay when the last one lets go. ``created``: when it began, by the tree's clock.
+    ``priority``: of the request, higher is dearer; what it shares or found is worth that much to the eviction policy of
+    that name. ``hashed``: of so many tokens the pages were looked at (``scheduler/kv_debug.py``). ``page_hashes``: of
+    its first pages, as far as somebody has asked (``page_hash.py``). The request has the same list.
     """
 
     row: int
@@ -72,6 +73,7 @@ class KVHold:
     window: WindowSpan = field(default_factory=WindowSpan)
     pins: int = 1
     left: I32 | None = None
+    proven: int = 0
     created: int = 0
     priority: int = 0
     hashed: int = 0
@@ -154,9 +156,20 @@ class BasePrefixCache(ABC):
         """
 
     @abstractmethod
-    def condemn(self, tokens: I32, extra_key: str = "") -> None:
-        """The KV of ``tokens`` [N] is bad, from whichever page on. No request finds any of it any more, nor what begins
-        with the same page. The pages go back as soon as no request pins them.
+    def prove(self, holds: Iterable[KVHold]) -> None:
+        """Note that all that these share is good, of those whose ``proven`` tells so."""
+
+    @abstractmethod
+    def condemn(self, tokens: I32, extra_key: str = "", hold: KVHold | None = None, start: int | None = None) -> int:
+        """Hide the KV of ``tokens`` [N] from position ``start`` on, which is bad, and all that follows it: no request
+        finds it any more, and the pages go back as soon as no request pins them. ``hold`` is that of the request which
+        was found to have it; without one, what is cached of ``tokens`` is meant.
+
+        ``start`` None: nobody knows where it begins. Then what is proven is kept, since it was good for others, but
+        counts as proven no more: if the next request that begins with it fails as well, it is hidden, too. A failure
+        behind what is hidden already says nothing new.
+
+        Returns how many of the first tokens are kept.
         """
 
     @abstractmethod

@@ -56,8 +56,11 @@ class ChunkCache(BasePrefixCache):
             raise StaleHold(f"{len(tokens)} tokens can't have KV in {hold.kv_len} slots")
         return None
 
-    def condemn(self, tokens: I32, extra_key: str = "") -> None:
-        """Nothing is kept, so nothing can be found."""
+    def prove(self, holds: Iterable[KVHold]) -> None:
+        """Nothing is kept, so nothing need be known of it."""
+
+    def condemn(self, tokens: I32, extra_key: str = "", hold: KVHold | None = None, start: int | None = None) -> int:
+        return 0
 
     def withdraw(self) -> None:
         """Nothing is kept, so nothing can be found."""

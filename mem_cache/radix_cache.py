@@ -233,11 +233,48 @@ class RadixCache(BasePrefixCache):
         row[start : start + known.size] = known
         return Rewrite(start, known)
 
-    def condemn(self, tokens: I32, extra_key: str = "") -> None:
-        key = self._key(tokens)
-        top = self._root.children.get(self._edge(self._root, key, 0, extra_key)) if key else None
-        if top is not None:
-            self._hide(top)
+    def cache_finished_req(self, hold: KVHold, tokens: I32) -> None:
+        # Twice: the last tokens that were computed may not have given one yet, which says nothing of those before.
+        self.prove([hold])
+        self.cache_unfinished_req(hold, tokens)
+        self.prove([hold])
+        self.release_req(hold)
+
+    def prove(self, holds: Iterable[KVHold]) -> None:
+        seen: set[TreeNode] = set()
+        for hold in holds:
+            if not hold.verified or hold.proven < hold.cached_len:
+                continue
+            for node in hold.node.path_up():
+                if node in seen:
+                    break
+                node.proven = True
+                seen.add(node)
+
+    def condemn(self, tokens: I32, extra_key: str = "", hold: KVHold | None = None, start: int | None = None) -> int:
+        if hold is not None:
+            nodes = list(hold.node.path_up())[-2::-1]
+        else:
+            nodes = self._walk(self._root, self._key(tokens), extra_key).nodes
+        hidden = next((i for i, node in enumerate(nodes) if node in self._hidden), None)
+        if hidden is not None:
+            return sum(node.num_tokens for node in nodes[:hidden])
+        kept = 0
+        for node in nodes:
+            if start is not None:
+                good = min(node.num_tokens, floor_to_page(start, self.page_size) - kept)
+            else:
+                good = node.num_tokens if node.proven else 0
+            kept += good
+            if good < node.num_tokens:
+                if good:
+                    self._split(node, good * TOKEN_BYTES)
+                self._hide(node)
+                break
+        if start is None:
+            for node in nodes:
+                node.proven = False
+        return kept
 
     def withdraw(self) -> None:
         tops, stack = [], [self._root]
@@ -423,7 +460,7 @@ class RadixCache(BasePrefixCache):
         num = at // TOKEN_BYTES
         upper = TreeNode(parent, node.edge, node.key[:at], node.slots[:num], node.created)
         upper.lock_ref, upper.last_access, upper.hit_count = node.lock_ref, node.last_access, node.hit_count
-        upper.priority = node.priority
+        upper.priority, upper.proven = node.priority, node.proven
         if node.hashes is not None:
             pages = num // self.page_size
             upper.hashes, node.hashes = node.hashes[:pages], node.hashes[pages:]

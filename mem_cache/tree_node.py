@@ -22,7 +22,8 @@ class TreeNode:
     [len(key) / 4] is read-only. ``lock_ref`` counts the requests that pin the node, so it never grows from parent
     to child. ``hashes`` are those of its pages (``page_hash.py``), None until asked for. Times are ticks of the tree's
     own clock; ``created`` is when the request began that stored it. ``priority`` is the highest of the requests that
-    stored or held it. A node without parent is the root, or has left the tree.
+    stored or held it. ``proven``: a token was sampled from its KV with finite logits, and since then none was not. A
+    node without parent is the root, or has left the tree.
     """
 
     __slots__ = (
@@ -37,6 +38,7 @@ class TreeNode:
         "lock_ref",
         "parent",
         "priority",
+        "proven",
         "slots",
     )
 
@@ -51,6 +53,7 @@ class TreeNode:
         self.last_access = now
         self.hit_count = 0
         self.priority = 0
+        self.proven = False
         self.heap_seq = 0
         self.hashes: list[bytes] | None = None
 
@@ -66,15 +69,18 @@ class TreeNode:
 
     def is_piece_before(self, child: TreeNode) -> bool:
         """Whether this and ``child`` could be one node: nothing ends or branches off between the two, the same requests
-        pin them, and no eviction policy can tell them apart. Never true of the root.
+        pin them, as much is known of their KV, and no eviction policy can tell them apart. Never true of the root.
         """
         return (
             self.parent is not None
             and len(self.children) == 1
             and child.parent is self
-            and (self.lock_ref, self.created, self.last_access, self.hit_count, self.priority)
-            == (child.lock_ref, child.created, child.last_access, child.hit_count, child.priority)
+            and self._traits == child._traits
         )
+
+    @property
+    def _traits(self) -> tuple[int | bool, ...]:
+        return self.lock_ref, self.proven, self.created, self.last_access, self.hit_count, self.priority
 
     def absorb(self, above: Sequence[TreeNode]) -> None:
         """Prepend the runs of ``above`` (the parent, its parent, and so on) to this one; those nodes leave the tree."""

@@ -151,7 +151,7 @@ class KVDebug:
         """Those that wait for the step that is being planned."""
         self._waiting: list[tuple[int, Callable[[], None]]] = []
         self.windows: WindowPages | None = None
-        self.condemn: Callable[[Req], None] = lambda req: None
+        self.condemn: Callable[[Req, int], None] = lambda req, start: None
         """``KVMemory``'s, both."""
         self.namespaces: OrderedDict[str, None] = OrderedDict()
         """Those of the last requests."""
@@ -285,7 +285,7 @@ class KVDebug:
 
     def _compare(self, question: _Question, event: PagesHashed, now: float) -> None:
         wrong: list[str] = []
-        is_right = True
+        first_wrong: int | None = None
         for i, name in enumerate(question.names):
             place, row = question.place_of(name), self._row(event.hashes, i)
             known, differences = self._known(question, i), []
@@ -300,14 +300,15 @@ class KVDebug:
                 self._table.move_to_end(name)
             if known is not None and differences:
                 self.mismatches[place] += len(differences)
-                is_right = is_right and place is Place.PREFILL
+                if first_wrong is None and place is not Place.PREFILL:
+                    first_wrong = question.first + i
                 wrong += [self._line(question.first + i, d, place, known.when) for d in differences]
         if wrong:
-            self._report(question.req.rid, wrong, logging.WARNING if is_right else logging.ERROR)
+            self._report(question.req.rid, wrong, logging.WARNING if first_wrong is None else logging.ERROR)
         if question.done is not None:
-            question.done("" if is_right else "hashes differ", now)
-        elif not is_right:
-            self.condemn(question.req)
+            question.done("" if first_wrong is None else "hashes differ", now)
+        elif first_wrong is not None:
+            self.condemn(question.req, first_wrong * self._names.page_size)
 
     def _row(self, hashes: Sequence[bytes], index: int) -> Row:
         return tuple(

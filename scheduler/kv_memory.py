@@ -381,14 +381,24 @@ class KVMemory:
         self._cache.cache_finished_req(hold, hold.left)
         self._tell_stored(hold, hold.left, before)
 
-    def condemn(self, req: Req) -> None:
-        """What the request computed, or began with, is bad: nobody may find it in the cache, now or later."""
+    def condemn(self, req: Req, start: int | None = None) -> None:
+        """The request's KV is bad from position ``start`` on: nobody may find it in the cache, now or later.
+
+        None: from somewhere on, since its logits are not finite. What has been good for other requests is kept then,
+        see ``BasePrefixCache.condemn``: one prompt that the model can't take must not empty the cache of all that begin
+        like it.
+        """
+        if start is None:
+            if req.condemned:
+                return  # a step that was under way found the same once more
+            req.condemned = True
+        self._cache.prove(self._holds)
         if req.hold is not None:
             req.hold.verified = False
         self.losses += 1
-        self._cache.condemn(req.known_tokens(req.known_len), req.msg.extra_key)
+        kept = self._cache.condemn(req.known_tokens(req.known_len), req.msg.extra_key, req.hold, start)
         if self.tiers is not None:
-            self.tiers.condemned(req)
+            self.tiers.condemned(req, kept)
 
     def hold_of(self, req: Req) -> KVHold:
         """The request's memory; it must have some."""

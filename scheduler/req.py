@@ -146,6 +146,8 @@ class Req:
     timing: Timing = field(default_factory=Timing)
     page_hashes: list[bytes] = field(default_factory=list)
     """Names of its first whole pages, as far as they were asked for (``page_names.py``). Grows in place."""
+    condemned: bool = False
+    """Whether its logits were not finite."""
     uncached: int = 0
     """Tokens to be computed, as it seemed when the request began to wait for that."""
     foreseen: Foreseen | None = None

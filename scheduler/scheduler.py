@@ -369,6 +369,8 @@ class Scheduler:
             self._cancel(req, "logits are not finite")
 
     def _on_token(self, req: Req, token: int, logprob: TokenLogprob | None, now: float) -> None:
+        if req.hold is not None:
+            req.hold.proven = req.known_len
         req.times.first_token = req.times.first_token or now
         # A token that was on its way when its request was retracted ends no phase.
         if req.phases.phase is Phase.PREFILL and req.state is not ReqState.PREFILLING:

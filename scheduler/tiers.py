@@ -131,9 +131,9 @@ class KVTiers:
         """
         self._save(self.hashes(req, len(pages) * self.page_size), pages, self._before)
 
-    def condemned(self, req: Req) -> None:
-        """What the request computed, or began with, is bad, from whichever page on."""
-        hashes = self.hashes(req, req.known_len)
+    def condemned(self, req: Req, kept: int) -> None:
+        """Forget the request's pages, but for those of its first ``kept`` tokens: they are bad, or may be."""
+        hashes = self.hashes(req, req.known_len, kept // self.page_size)
         self.host.drop(hashes)
         if self.store is not None:
             self.store.drop(hashes)

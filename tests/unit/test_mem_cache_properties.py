@@ -80,6 +80,8 @@ class MemCacheMachine(RuleBasedStateMachine):
         self.reqs: list[Running] = []
         self.written: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.cached: set[tuple[str, tuple[int, ...]]] = set()
+        self.proven: set[tuple[str, tuple[int, ...]]] = set()
+        """Cached prefixes that were good for a request, since when no request failed that began so."""
 
     # What a scheduler does, in parts.
 
@@ -176,6 +178,7 @@ class MemCacheMachine(RuleBasedStateMachine):
             if mine := self.pinned_by(req) & lost:
                 req.hidden_from = min(len(prefix) for _, prefix in mine) - self.page_size
         self.cached -= lost
+        self.proven &= self.cached
 
     def share(self, req, tokens, cache_req):
         """``cache_req`` gives the cache what is computed of ``tokens``."""
@@ -256,7 +259,9 @@ class MemCacheMachine(RuleBasedStateMachine):
     def finish(self, req, behind):
         if req in self.reqs:
             tokens = req.tokens[: max(0, req.hold.kv_len - behind)]
+            self.prove(req)
             self.share(req, tokens, self.cache.cache_finished_req)
+            self.prove(req)
             self.reqs.remove(req)
 
     @rule(req=consumes(running))
@@ -294,16 +299,48 @@ class MemCacheMachine(RuleBasedStateMachine):
         assert freed == evictable
         self.after_loss(freed, free)
 
-    @rule(req=running)
-    def condemn(self, req):
+    @rule(req=running, everybody=st.booleans())
+    def sample(self, req, everybody):
+        """All that the request has computed has given it a token. Others hear of it when it ends, or is asked."""
+        if req in self.reqs:
+            req.hold.proven = req.hold.kv_len
+            if everybody:
+                self.cache.prove([r.hold for r in self.reqs])
+                for r in self.reqs:
+                    self.prove(r)
+
+    def prove(self, req):
+        if req.hold.proven >= req.hold.cached_len:
+            self.proven |= self.pinned_by(req)
+
+    @rule(req=running, known=st.sampled_from(["hold", "tokens"]), start=st.none() | st.integers(0, 20))
+    def condemn(self, req, known, start):
         if req not in self.reqs or not self.keep:
             return
-        first, extra_key = tuple(req.tokens[: self.page_size]), req.hold.extra_key
-        lost = {(key, prefix) for key, prefix in self.cached if key == extra_key and prefix[: self.page_size] == first}
-        free, pages = self.allocator.available_size(), {self.tree()[prefix][0] // self.page_size for prefix in lost}
-        self.cache.condemn(i32(req.tokens), extra_key)
+        extra_key, tokens, size = req.hold.extra_key, tuple(req.tokens), self.page_size
+        end = req.hold.cached_len
+        if known == "tokens":
+            ends = range(size, len(tokens) + 1, size)
+            end = max((end for end in ends if (extra_key, tokens[:end]) in self.cached), default=0)
+        path = [(extra_key, tokens[:at]) for at in range(size, end + 1, size)]
+        if start is None:
+            kept = next((i for i, prefix in enumerate(path) if prefix not in self.proven), len(path)) * size
+        else:
+            kept = min(start // size * size, end)
+        lost = set()
+        if known == "hold" and req.hidden_from < end:
+            kept = int(req.hidden_from)
+        else:
+            if kept < end:
+                bad = tokens[: kept + size]
+                lost = {(key, prefix) for key, prefix in self.cached if key == extra_key and prefix[: len(bad)] == bad}
+            if start is None:
+                self.proven -= set(path)
+        free, pages = self.allocator.available_size(), {self.tree()[prefix][0] // size for prefix in lost}
+        hold = req.hold if known == "hold" else None
+        assert self.cache.condemn(i32(tokens), extra_key, hold, start) == kept
         self.lose(lost)
-        assert self.allocator.available_size() == free + len(pages - self.pinned_pages()) * self.page_size
+        assert self.allocator.available_size() == free + len(pages - self.pinned_pages()) * size
 
     @rule(num_pages=st.integers(1, NUM_PAGES))
     def resize(self, num_pages):
@@ -330,6 +367,7 @@ class MemCacheMachine(RuleBasedStateMachine):
         assert self.pinned() <= left <= self.cached
         assert (len(self.cached) - len(left)) * self.page_size == freed
         self.cached = left
+        self.proven &= left
 
     # What must hold after every step.
 

@@ -280,6 +280,79 @@ def test_what_is_condemned_is_found_by_nobody_and_goes_with_its_last_pin():
     assert s.used() == 0
 
 
+def end_well(s, text, proven=None):
+    """A request computes ``text``, and a token was sampled from all of it, or from its ``proven`` first tokens."""
+    hold = s.start(text)
+    hold.proven = len(text) if proven is None else proven
+    s.cache.cache_finished_req(hold, ids(text))
+
+
+def end_badly(s, text):
+    hold = s.start(text)
+    s.cache.cache_unfinished_req(hold, ids(text))
+    hold.verified = False
+    kept = s.cache.condemn(ids(text), hold=hold)
+    s.cache.cache_finished_req(hold, ids(text))
+    s.cache.check_invariants([])
+    return kept
+
+
+def test_what_was_good_for_others_is_condemned_with_the_second_failure_only():
+    s = make_setup()
+    end_well(s, "aaaabbbbcccc")
+    assert end_badly(s, "aaaabbbbdddd") == 8
+    assert len(s.match("aaaabbbbcccc")) == 12
+    assert s.match("aaaabbbbdddd") == list(range(4, 12))
+    end_well(s, "aaaabbbb")
+    assert end_badly(s, "aaaabbbbeeee") == 8
+    # Since the last failure nobody has gone on from it.
+    assert end_badly(s, "aaaaffff") == 0
+    assert (s.match("aaaabbbbcccc"), s.used()) == ([], 0)
+
+
+def test_a_failure_condemns_no_more_than_the_request_computed_itself():
+    s = make_setup(num_pages=12)
+    end_well(s, "aaaabbbbcccc")
+    end_well(s, "ddddeeee")
+    first, second = s.start("aaaabbbbgggg"), s.start("aaaabbbbgggg")
+    for hold in (first, second):
+        s.cache.cache_unfinished_req(hold, ids("aaaabbbbgggg"))
+    # Both fail for the pages that they share, which says nothing of those before: one failure.
+    for hold in (first, second):
+        hold.verified = False
+        assert s.cache.condemn(ids("aaaabbbbgggg"), hold=hold) == 8
+    s.cache.check_invariants([first, second])
+    for hold in (first, second):
+        s.cache.release_req(hold)
+    assert [len(s.match(text)) for text in ("aaaabbbbcccc", "aaaabbbbgggg", "ddddeeee")] == [12, 8, 8]
+    s.cache.check_invariants([])
+
+
+def test_tokens_that_gave_none_yet_are_not_proven():
+    s = make_setup()
+    end_well(s, "aaaabbbbcccc", proven=11)
+    assert end_badly(s, "aaaabbbbccccdddd") == 0
+    first = s.start("aaaabbbb")
+    s.cache.cache_unfinished_req(first, ids("aaaabbbb"))
+    first.proven = 8
+    s.grow(first, 12)
+    s.cache.cache_finished_req(first, ids("aaaabbbbcccc"))
+    assert end_badly(s, "aaaabbbbccccdddd") == 8
+
+
+def test_what_is_bad_from_a_known_page_on_is_kept_up_to_there():
+    s = make_setup()
+    end_well(s, "aaaabbbbcccc")
+    end_well(s, "aaaabbbbdddd")
+    hold = s.start("aaaabbbbcccc")
+    assert s.cache.condemn(ids("aaaabbbbcccc"), hold=hold, start=6) == 4
+    assert [s.match(text) for text in ("aaaabbbbcccc", "aaaabbbbdddd")] == [[4, 5, 6, 7]] * 2
+    s.cache.check_invariants([hold])
+    s.cache.release_req(hold)
+    # It is known where it began, so what comes before stays proven.
+    assert end_badly(s, "aaaaeeee") == 4
+
+
 class Removals:
     """Pages that the tree's events said were removed."""
 
@@ -559,7 +632,7 @@ def test_what_requests_end_in_is_not_joined_with_what_follows():
     s.cache.check_invariants([])
 
 
-@pytest.mark.parametrize("field", ["lock_ref", "created", "last_access", "hit_count", "priority"])
+@pytest.mark.parametrize("field", ["lock_ref", "proven", "created", "last_access", "hit_count", "priority"])
 def test_nodes_that_differ_to_locks_or_policies_are_not_joined(field):
     root = make_root()
     upper = TreeNode(root, b"a", b"a", NO_SLOTS, 1)

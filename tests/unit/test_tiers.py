@@ -195,10 +195,8 @@ def test_a_spoilt_page_is_computed_again(bit):
     assert sim.store.bad == 1
 
 
-def test_condemned_pages_are_nowhere():
-    sim = TieredSim(200)
-    ask(sim, "first", prompt(1))
-    assert sim.store.kept
+def fail(sim: TieredSim, rid: str, tokens: list[int]) -> None:
+    """Ask, and have logits that are not finite, in each step that is sent before the first result is here."""
     original = sim.scheduler.on_step_result
 
     def spoil(result, now):
@@ -206,12 +204,76 @@ def test_condemned_pages_are_nowhere():
         original(result, now)
 
     sim.scheduler.on_step_result = spoil
-    sim.submit("bad", prompt(1), max_new_tokens=4)
+    sim.submit(rid, tokens, max_new_tokens=4)
     sim.settle()
     sim.scheduler.on_step_result = original
+    assert sim.ends[rid].status == 500
+
+
+def test_condemned_pages_are_nowhere():
+    sim = TieredSim(200)
+    fail(sim, "bad", prompt(1))
     assert not sim.store.kept
     assert len(sim.tiers.host) == 0
     assert ask(sim, "again", prompt(1)) == 0
+
+
+def names_of(sim: TieredSim, tokens: list[int]) -> list[bytes]:
+    return prompt_hashes(sim.tiers.seed(), np.array(tokens, dtype=np.int32), 4, "")
+
+
+def test_a_prompt_that_the_model_can_not_take_leaves_others_what_they_share_with_it():
+    sim, system = TieredSim(200), prompt(1)
+    shared = names_of(sim, system)
+    ask(sim, "first", [*system, 1, 2, 3])
+    for i in range(3):
+        bad = system + [50 + i] * 9
+        fail(sim, f"bad-{i}", bad)
+        assert set(shared) <= sim.store.kept.keys()
+        assert len(sim.tiers.host.match(shared)) == 10
+        assert not set(names_of(sim, bad)[10:]) & sim.store.kept.keys()
+        assert ask(sim, f"good-{i}", [*system, 4 + i]) == 40
+
+
+def test_pages_with_which_request_after_request_fails_are_nowhere():
+    """They were good once, so it takes two: perhaps something has written over them since."""
+    sim, system = TieredSim(200), prompt(1)
+    ask(sim, "first", system)
+    fail(sim, "bad", [*system, 1])
+    fail(sim, "bad too", [*system, 2])
+    assert not sim.store.kept
+    assert len(sim.tiers.host) == 0
+    assert ask(sim, "again", system) == 0
+
+
+def test_a_request_that_still_runs_speaks_for_what_it_began_with():
+    sim, system = TieredSim(200), prompt(1)
+    sim.submit("long", system, max_new_tokens=100)
+    while len(sim.tokens.get("long", [])) < 3:
+        sim.plan()
+        sim.work()
+    original, count = sim.scheduler.on_step_result, 0
+    known = {*sim.scheduler.reqs}
+
+    def spoil(result, now):
+        nonlocal count
+        step = sim.scheduler._in_flight[0]
+        result.bad_entries = [i for i, req in enumerate(step.entries) if req.rid not in known]
+        count += len(result.bad_entries)
+        original(result, now)
+
+    sim.scheduler.on_step_result = spoil
+    for i in range(3):
+        sim.submit(f"bad-{i}", [*system, i], max_new_tokens=4)
+        while f"bad-{i}" not in sim.ends:
+            sim.plan()
+            sim.work()
+    assert count >= 3
+    assert "long" not in sim.ends
+    assert sim.scheduler.memory._cache.peek(np.array(system, dtype=np.int32)) == 40
+    sim.scheduler.on_step_result = original
+    sim.settle()
+    assert sim.tokens["long"] == reference_output(system, 100)
 
 
 def test_flushing_forgets_the_host_and_keeps_the_store():
