@@ -50,7 +50,7 @@ class PromptForecast:
         those that came before it, and those ``expected`` that may come yet.
         """
         if req.state in (ReqState.PREFILLING, ReqState.SENDING):
-            uncached = req.remaining if req.state is ReqState.PREFILLING else 0  # what isn't left is under way
+            uncached = req.to_compute if req.state is ReqState.PREFILLING else 0  # what isn't left is under way
         own = self._pieces_ms(req, uncached, req.known_len - uncached / 2)
         ahead = self._ahead_of(req, uncached) + expected
         # Each begins at its own beginning: half of one is how deep a piece is on average.
@@ -71,7 +71,7 @@ class PromptForecast:
     def _ahead_of(self, req: Req, uncached: int) -> Load:
         planner, queue = self._planner, self._planner.waiting
         begun = [r for r in planner.running.values() if r.state is ReqState.PREFILLING and r is not req]
-        left = [r.remaining for r in queue.ahead_of(req, uncached, begun)]
+        left = [r.to_compute for r in queue.ahead_of(req, uncached, begun)]
         running = Load(len(left), sum(left))
         if req.hold is not None:
             return running  # who has memory comes before all that wait for some

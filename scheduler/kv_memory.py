@@ -37,7 +37,7 @@ from ..messages.base import I32, pack_i32
 from ..runtime.options import ServerOptions
 from .kv_debug import KVDebug, Place
 from .memory_terms import NO_RESERVE, Fence, PoolSizes, Reserve, usage
-from .req import Req
+from .req import Loading, Req
 from .tiers import KVTiers
 
 USUAL_PIECE = 512
@@ -168,10 +168,43 @@ class KVMemory:
         # Nothing that is saved meanwhile may be written over what the request is about to read.
         tiers.host.pin(found)
         self._extend(hold, req.known_len)
-        self.load(req, found)
+        # What a peer is to write comes behind what is here, so that is loaded at once.
+        count = tiers.pace.take(len(found), self._parts) if hold.verified else len(found)
+        self.load(req, found[:count])
+        if count < len(found):
+            until = req.computed + (len(found) - count) * self.page_size
+            req.loading = Loading(until, is_hit=not req.times.admitted)
         tiers.host.unpin(found)
         if cached:
             tiers.used(req, self._pages(hold, 0, cached), match.node.hit_count)
+
+    def load_more(self, req: Req) -> int:
+        """Load the next pages of a request whose prefix did not fit into one step; returns the tokens. ``req.loading``
+        is None when that was all, or host memory has no more of it, having had to make room for others.
+        """
+        tiers, loading = self.tiers, req.loading
+        if tiers is None or loading is None:
+            return 0
+        before, size = req.computed, self.page_size
+        count = tiers.pace.take((loading.until - before) // size, self._parts)
+        found = tiers.find(req, before, before + count * size)
+        self.load(req, found, more=True)
+        if len(found) < count or req.computed >= loading.until:
+            req.loading = None
+        return req.computed - before
+
+    @property
+    def _parts(self) -> int:
+        return 1 if self._windows is None else 2
+
+    def copy_ms(self) -> float:
+        """See ``KVTiers.copy_ms``."""
+        return self.tiers.copy_ms() if self.tiers is not None else 0.0
+
+    def limit_loads(self, ms: float) -> None:
+        """Load no more from host memory in this plan than what takes so long."""
+        if self.tiers is not None:
+            self.tiers.pace.limit_loads(ms)
 
     def load(self, req: Req, found: list[int], *, more: bool = False) -> None:
         """Copy these pages of the host behind the request's ``computed`` tokens, where nobody has begun to write."""
@@ -343,7 +376,7 @@ class KVMemory:
         """The request lets go of its memory. What it computed stays cached once nobody else uses the memory either."""
         hold = self.hold_of(req)
         self.look(req, min(req.computed, hold.kv_len), Place.PREFILL, planned=False)
-        req.hold = None
+        req.hold = req.loading = None
         hold.left = req.known_tokens(min(req.computed, hold.kv_len))
         self.unpin(hold)
 

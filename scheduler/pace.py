@@ -71,7 +71,7 @@ class PaceMeter:
 
     def waiting_seconds(self) -> float:
         """What the prompts take that are not computed yet, others' too."""
-        tokens = sum(r.remaining for r in self._planner.running.values() if r.remaining > 1)
+        tokens = sum(r.to_compute for r in self._planner.running.values() if r.remaining > 1)
         tokens += sum(r.uncached or r.known_len for r in self._planner.waiting.computing())
         return tokens / PIECE * self._model.estimate(StepShape().with_piece(0, PIECE)) / 1000
 

@@ -100,8 +100,11 @@ class StepPlanner:
             self._preempt(now)
         stuck = self._plan_decodes(builder, now)
         room = self.budget.room(builder.shape, awaited=stuck or bool(self.arriving))
+        room.add_copies(self._memory.copy_ms())
+        self._memory.limit_loads(room.forward_ms - self._model.estimate(builder.shape))
         pieces = PromptPieces(builder, room, self.budget, self._memory)
         self._plan_prompts(pieces, now)
+        room.add_copies(self._memory.copy_ms())
         prefilled = pieces.prefilled
         self._note_stuck(now, nothing=not len(builder))
         if not len(builder):
@@ -111,8 +114,8 @@ class StepPlanner:
         estimate_ms = self._model.estimate(builder.shape)
         promise = None
         if prefilled and room.is_timed and self.budget.itl is not None:
-            promise = self.budget.itl.promise(estimate_ms, room.limit_ms)
-        foresight = Foresight(builder.shape, estimate_ms, promise)
+            promise = self.budget.itl.promise(estimate_ms + room.copy_ms, room.limit_ms)
+        foresight = Foresight(builder.shape, estimate_ms, promise, room.copy_ms)
         message, in_flight = builder.build(self._step_id, now, self._new_rows, self._slot_deltas, foresight)
         window_pages = self._memory.take_window_changes()
         if window_pages is not None:
@@ -296,7 +299,8 @@ class StepPlanner:
         for req in begun:
             while newcomer is not None and pieces.may_begin and waiting.is_before(newcomer, req):
                 newcomer = self._begin(newcomer, candidates, pieces, now)
-            pieces.go_on(req)
+            if self._is_loaded(req):
+                pieces.go_on(req)
         newcomer = newcomer or next(candidates, None)
         while newcomer is not None and pieces.may_begin:
             newcomer = self._begin(newcomer, candidates, pieces, now)
@@ -332,6 +336,17 @@ class StepPlanner:
             return None
         return next(candidates, None) if pieces.may_begin else None
 
+    def _is_loaded(self, req: Req) -> bool:
+        """Load what there is room for, where host memory has more of the request. Returns whether that was all."""
+        if req.loading is None:
+            return True
+        is_hit, came = req.loading.is_hit, self._memory.load_more(req)
+        if is_hit:
+            req.cached_tokens += came
+            self.cached_tokens += came
+            self.hit_tokens += came
+        return req.loading is None
+
     def _admitted(self, req: Req, now: float) -> None:
         self.waiting.remove(req.rid)
         req.state = ReqState.PREFILLING
@@ -339,14 +354,14 @@ class StepPlanner:
         self.running[req.rid] = req
         self._turns += 1
         if self.waiting.shares is not None and not req.retractions:
-            self.waiting.shares.prompt(req.tenant, req.remaining)
+            self.waiting.shares.prompt(req.tenant, req.to_compute)
         # What a request finds that had its turn before is its own.
         if not req.times.admitted:
             req.times.admitted = now
             req.cached_tokens = req.computed
             self.cached_tokens += req.computed
             self.count_lookup(req)
-        self._take_row(req, req.computed)
+        self._take_row(req, req.computed + req.to_load)
 
     def _take_row(self, req: Req, mapped: int) -> None:
         row = self._memory.hold_of(req).row

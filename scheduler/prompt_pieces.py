@@ -31,6 +31,7 @@ class PromptPieces:
 
     def go_on(self, req: Req) -> None:
         """The next piece of a prompt that is in the middle."""
+        self._room.add_copies(self._memory.copy_ms())
         fits = self._fitting(req)
         if fits <= 0 and self._room.is_timed:
             # Later ones may well be cheaper, deep as this one is in its prompt; they would starve it.
@@ -38,7 +39,12 @@ class PromptPieces:
         self._add(req, fits)
 
     def begin(self, req: Req) -> bool:
-        """The first piece of a prompt that has just got its memory; False where there is no room for one."""
+        """The first piece of a prompt that has just got its memory; False where there is no room for one, or a prefix
+        is loaded before.
+        """
+        self._room.add_copies(self._memory.copy_ms())
+        if req.loading is not None:
+            return False
         self._add(req, self._fitting(req))
         return bool(self.prefilled) and self.prefilled[-1] is req
 

@@ -105,6 +105,15 @@ class Foreseen(NamedTuple):
     at: float
 
 
+class Loading(NamedTuple):
+    """A prefix that host memory has and the pool not yet: ``until`` how many tokens. ``is_hit``: a cache hit, not what
+    the request had itself before.
+    """
+
+    until: int
+    is_hit: bool
+
+
 @dataclass(slots=True, eq=False)
 class Req:
     """See the module. ``hold`` is the memory that the request has, None while it has none."""
@@ -152,6 +161,8 @@ class Req:
     """Tokens to be computed, as it seemed when the request began to wait for that."""
     foreseen: Foreseen | None = None
     """Until the first token is known."""
+    loading: Loading | None = None
+    """What host memory has of it and the pool not yet; None: nothing."""
     restored: bool = False
     """Whether it goes on from a session."""
     elsewhere: bool = False
@@ -229,6 +240,16 @@ class Req:
     def remaining(self) -> int:
         """Tokens to compute before the next one can be sampled; 1 while decoding."""
         return self.total_len - self.computed
+
+    @property
+    def to_load(self) -> int:
+        """Tokens of those that host memory is about to bring."""
+        return max(0, self.loading.until - self.computed) if self.loading is not None else 0
+
+    @property
+    def to_compute(self) -> int:
+        """Tokens of those that are to be computed."""
+        return self.remaining - self.to_load
 
     @property
     def output_len(self) -> int:

@@ -343,14 +343,14 @@ class Scheduler:
 
     def _learn(self, step: InFlightStep, forward_ms: float, now: float) -> None:
         """Hold the outcome of a step against what was foreseen."""
-        shape, estimate_ms, promise = step.foresight
+        shape, estimate_ms, promise, copy_ms = step.foresight
         # What its readers waited: since the result before it, or since it was sent to a worker that had nothing to do.
         gap_ms = (now - max(step.sent_at, self._last_result_at)) * 1000
         self._last_result_at = now
         # The logits of prompt tokens, wanted for their logprobs, cost time of which the shape says nothing.
         if not step.input_logprobs:
             self.cost_model.learn(shape, forward_ms, estimate_ms)
-            self.cost_model.learn_overhead(max(0.0, gap_ms - forward_ms))
+            self.cost_model.learn_overhead(max(0.0, gap_ms - forward_ms - copy_ms))
         if promise is not None and self.planner.budget.itl is not None:
             self.planner.budget.itl.learn(promise, gap_ms)
 

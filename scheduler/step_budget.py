@@ -40,11 +40,18 @@ class StepRoom:
     """The largest estimate that keeps ``limit_ms``."""
     at_least: int = 0
     """Tokens that may be computed whatever they take."""
+    copy_ms: float = 0.0
+    """What copies between the tiers take before the step."""
 
     @property
     def is_timed(self) -> bool:
         """Whether anybody waits for the step."""
         return self.forward_ms < math.inf
+
+    def add_copies(self, ms: float) -> None:
+        """The worker copies pages for so long before the step."""
+        self.copy_ms += ms
+        self.forward_ms -= ms
 
     def close(self) -> None:
         """Nothing more goes in."""

@@ -15,11 +15,15 @@ from .step_shape import StepShape
 
 
 class Foresight(NamedTuple):
-    """What was thought of a step as it was planned. ``promise`` None where no reader of tokens waits for prompts."""
+    """What was thought of a step as it was planned. ``promise`` None where no reader of tokens waits for prompts.
+
+    ``copy_ms``: of copies between the tiers, which the worker does before the step.
+    """
 
     shape: StepShape
     estimate_ms: float
     promise: Promise | None
+    copy_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

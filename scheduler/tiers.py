@@ -50,6 +50,7 @@ from ..messages.tiers import (
 )
 from ..messages.worker import WorkerReady
 from ..runtime.options import ServerOptions
+from .copy_pace import CopyPace
 from .page_names import PageNames
 from .req import Req
 from .store_link import FOR_EVER, StoreLink, Worth
@@ -81,7 +82,9 @@ class KVTiers:
         self._before: list[tuple[int, int, int]] = []
         self._after: list[tuple[int, int, int]] = []
         self._copy_commands: list[Message] = []
-        self._newest_copy = 0
+        self._newest_copy = self._sealed = 0
+        groups = len(worker.layout.groups)
+        self.pace = CopyPace(page_bytes / groups)
         self.copied = 0
         """The newest ``CopyPages`` that the worker has done."""
 
@@ -191,7 +194,7 @@ class KVTiers:
         hashes = req.page_hashes[: first + len(host_pages)]
         self.host.use(hashes)
         brought = self.store.take_brought(hashes[first:]) if self.store is not None else set()
-        if not req.times.admitted:
+        if not req.times.admitted or (req.loading is not None and req.loading.is_hit):
             tokens = len(brought) * self.page_size
             found = CachedBeyond(len(host_pages) * self.page_size - tokens, tokens)
             self.counts.hit(found)
@@ -249,6 +252,10 @@ class KVTiers:
         self._before = []
         return self._take()
 
+    def copy_ms(self) -> float:
+        """What the copies take that were told since this was last asked."""
+        return self.pace.new_ms(self._sealed + len(self._before) + len(self._after))
+
     def take(self, now: float) -> list[Message]:
         """All that it has to be told, with no step planned that was not sent."""
         self.fence()
@@ -263,6 +270,8 @@ class KVTiers:
     def _seal(self, copies: list[tuple[int, int, int]]) -> None:
         if copies:
             self._newest_copy = next(self._ids)
+            self._sealed += len(copies)
+            self.pace.sent(self._newest_copy, len(copies))
             triples = pack_i32(np.array(copies, dtype=np.int32).ravel())
             self._copy_commands.append(CopyPages(self._newest_copy, triples))
 
@@ -275,6 +284,7 @@ class KVTiers:
         if isinstance(event, PagesCopied):
             self.copied = event.id
             self.counts.copy_seconds += event.seconds
+            self.pace.learn(event.id, event.seconds)
             return
         assert self.store is not None
         if isinstance(event, StoreState):

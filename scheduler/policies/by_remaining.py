@@ -91,4 +91,4 @@ class ShortestRemainingFirst(ByRank):
 
 def left_of(req: Req) -> int:
     """Tokens of its prompt that are yet to be computed, as far as is known."""
-    return req.remaining if req.state is ReqState.PREFILLING else req.uncached or req.known_len
+    return req.to_compute if req.state is ReqState.PREFILLING else req.uncached or req.known_len

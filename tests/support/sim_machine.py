@@ -73,7 +73,9 @@ def measured_by(curve: Curve) -> list[MeasuredStep]:
 class TimedSim(SimInstance):
     """``gaps``: shape and milliseconds since the result before, of each step that the worker had when that one came."""
 
-    def __init__(self, curve: Curve, noise: Noise | None = None, *, measured: bool = True, **options) -> None:
+    def __init__(
+        self, curve: Curve, noise: Noise | None = None, *, measured: bool = True, host_pages: int = 0, **options
+    ) -> None:
         steps = measured_by(curve) if measured else []
         defaults = {
             "page_size": 16,
@@ -81,7 +83,7 @@ class TimedSim(SimInstance):
             "max_running_requests": 32,
             "chunked_prefill_size": None,
         }
-        super().__init__(make_options(**(defaults | options)), CONTEXT, steps)
+        super().__init__(make_options(**(defaults | options)), CONTEXT, steps, host_pages=host_pages)
         self.curve, self.noise = curve, noise or Noise()
         self.gaps: list[tuple[StepShape, float]] = []
         self.first_token_at: dict[str, float] = {}

@@ -33,6 +33,7 @@ from pdserve.messages.tiers import PageCopy
 from pdserve.model_runner.tiers.host_pool import HostPool
 from pdserve.scheduler import store_link
 from pdserve.scheduler.kv_memory import KVMemory
+from pdserve.scheduler.planner import StepPlanner
 from pdserve.scheduler.store_link import StoreLink
 from pdserve.scheduler.tiers import KVTiers
 
@@ -73,8 +74,9 @@ class Tiers(RuleBasedStateMachine):
         patience=st.sampled_from(PATIENCE),
         store=st.booleans(),
         windowed=st.booleans(),
+        most_load=st.sampled_from((1, 2, 1000)),
     )
-    def start(self, page_size, host_pages, policy, patience, store, windowed):
+    def start(self, page_size, host_pages, policy, patience, store, windowed, most_load):
         """Windows of 16 tokens go with write_through alone."""
         if self.only_windows:
             policy, windowed = "write_through", True
@@ -88,8 +90,13 @@ class Tiers(RuleBasedStateMachine):
             "hicache_storage_prefetch_policy": patience,
             "kv_debug": host_pages != 16,
         }
-        self.host_pages, self.has_store = host_pages, store
-        self.sim = ResizedTieredSim(host_pages, store=store, window=self.window, **self.options)
+        self.host_pages, self.has_store, self.most_load = host_pages, store, most_load
+        self.begin(None)
+
+    def begin(self, kept):
+        self.sim = ResizedTieredSim(self.host_pages, kept, self.has_store, self.window, **self.options)
+        # As if the streams beside left room for so many pages a step.
+        self.sim.tiers.pace.take = lambda pages, parts: min(pages, self.most_load)
 
     @rule(
         family=st.integers(0, 3),
@@ -197,7 +204,7 @@ class Tiers(RuleBasedStateMachine):
             kept = self.sim.store.kept
             self.asked.clear()
             self.meant.clear()
-            self.sim = ResizedTieredSim(self.host_pages, kept, self.has_store, self.window, **self.options)
+            self.begin(kept)
         else:
             self.sim.store.dead = what == "dies"
 
@@ -286,7 +293,24 @@ def _a_step_too_little_in_a_hash(patch):
 
 def _loads_of_the_wrong_page(patch):
     load = KVTiers.load
-    patch.setattr(KVTiers, "load", lambda self, req, cached, host, pool: load(self, req, cached, host[::-1], pool))
+    patch.setattr(KVTiers, "load", lambda self, req, at, host, *to, **how: load(self, req, at, host[::-1], *to, **how))
+
+
+def _prefixes_that_count_as_loaded_before_they_are(patch):
+    """All that host memory has of a request is taken for what a step has copied of it."""
+
+    def load(self, req, found, *, more=False):
+        load_all(self, req, found, more=more)
+        if req.loading is not None:
+            req.computed, req.loading = req.loading.until, None
+
+    load_all = KVMemory.load
+    patch.setattr(KVMemory, "load", load)
+
+
+def _rows_without_what_is_loaded_later(patch):
+    take_row = StepPlanner._take_row
+    patch.setattr(StepPlanner, "_take_row", lambda self, req, mapped: take_row(self, req, req.computed))
 
 
 def _a_page_that_is_never_given_back(patch):
@@ -334,6 +358,8 @@ MISTAKES = [
     _pages_that_count_as_fetched_before_they_are,
     _a_step_too_little_in_a_hash,
     _loads_of_the_wrong_page,
+    _prefixes_that_count_as_loaded_before_they_are,
+    _rows_without_what_is_loaded_later,
     _a_page_that_is_never_given_back,
     _copies_from_the_pages_before,
 ]
