@@ -8,8 +8,8 @@ import random
 import time
 from collections.abc import Callable
 
-from ..scheduler.cost_model import CostModel
-from ..scheduler.step_shape import StepShape
+from ..scheduler.estimates.cost_model import CostModel
+from ..scheduler.estimates.step_shape import StepShape
 
 STEPS, ROUNDS = 2000, 7
 MICRO = 1e6

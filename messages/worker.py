@@ -105,7 +105,7 @@ PagesByGroup = list[bytes]
 
 
 class MeasuredStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a step took. The counts are those of ``scheduler/step_shape.py``."""
+    """What a step took. The counts are those of ``scheduler/estimates/step_shape.py``."""
 
     decodes: int
     kv_tokens: int

@@ -61,7 +61,7 @@ def server_info(scheduler: Scheduler, epoch: str, verdict: Verdict) -> dict[str,
         "retractions": scheduler.planner.retractions,
         "preemptions": scheduler.planner.preemptions,
         "followers": scheduler.planner.shared_prompts.set_aside,
-        "queue_seconds": round(scheduler.turns.seconds(len(scheduler.planner.waiting), scheduler.now), 3),
+        "queue_seconds": round(scheduler.estimator.queue_seconds(len(scheduler.planner.waiting), scheduler.now), 3),
         "counters": counters.info() | {"cached_tokens": scheduler.planner.cached_tokens},
         "cost_model": _cost_model(scheduler),
         "itl_budget": itl.info() if itl is not None else None,
@@ -73,7 +73,7 @@ def server_info(scheduler: Scheduler, epoch: str, verdict: Verdict) -> dict[str,
 
 def _cost_model(scheduler: Scheduler) -> dict[str, Any]:
     decodes = scheduler.planner.decodes_now()
-    model = scheduler.cost_model
+    model = scheduler.estimator.model
     estimate = {
         "decodes": decodes.decodes,
         "kv_tokens": decodes.kv_tokens,

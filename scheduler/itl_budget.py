@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..messages.metrics import PromiseCounts
-from .cost_model import CostModel
-from .step_shape import StepShape
+from .estimates.cost_model import CostModel
+from .estimates.step_shape import StepShape
 
 STRETCH = 1.5
 FIRST_MARGIN, MAX_MARGIN = 1.25, 1.6

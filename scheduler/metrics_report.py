@@ -68,7 +68,7 @@ def take_metrics(scheduler: Scheduler) -> SchedulerMetrics:
         preemptions=planner.preemptions,
         followers=planner.shared_prompts.set_aside,
         step_seconds=counters.step_seconds.copy(),
-        cost_model_error=scheduler.cost_model.median_error,
+        cost_model_error=scheduler.estimator.model.median_error,
         promises=itl.counts() if itl is not None else None,
         handovers=handovers.counts() if handovers is not None else None,
         tiers=scheduler.tiers.metrics() if scheduler.tiers is not None else None,

@@ -19,7 +19,8 @@ from ..messages.worker import ForwardStep, RowInit, SlotDelta
 from ..runtime.options import ServerOptions
 from .admission import Admission
 from .claims import Claims
-from .cost_model import CostModel
+from .estimates.cost_model import CostModel
+from .estimates.step_shape import StepShape
 from .fairness import FairShares
 from .kv_memory import KVMemory
 from .memory_terms import NO_RESERVE
@@ -30,7 +31,6 @@ from .retraction import choose_victim
 from .shared_prompts import MOST_A_TURN, SharedPrompts
 from .step_budget import StepBudget
 from .step_builder import Foresight, InFlightStep, StepBuilder
-from .step_shape import StepShape
 from .waiting import WaitingQueue
 
 

@@ -320,7 +320,7 @@ class SchedulerProcess:
         identity = Identity(self._ctx.epoch, scheduler.role, host, port)
         # Only who is free to choose may be chosen for what it was not named for.
         is_free = handovers is not None and scheduler.options.disaggregation_threshold == "auto"
-        pace = scheduler.pace.pace(now) if is_free else None
+        pace = scheduler.estimator.pace(now) if is_free else None
         return Pong(ping.id, problem is None, problem or warning or "", identity, pace)
 
     def _kv_problem(self, scheduler: Scheduler, now: float) -> str:

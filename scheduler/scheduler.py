@@ -28,24 +28,22 @@ from ..messages.outputs import FinishReason, FinishType, Phase, ReqError, ReqMet
 from ..messages.requests import AbortReq, Bootstrap, GenerateReq, StopReq
 from ..messages.worker import StepResult, WorkerReady
 from ..runtime.options import DisaggregationMode, ServerOptions
-from .cost_model import make_cost_model
 from .counters import Counters
 from .deadlines import Deadlines
-from .forecast import PromptForecast
+from .estimates.cost_model import make_cost_model
+from .estimates.estimator import Estimator
 from .forks import Forks
 from .handover import Handovers
 from .kv_debug import make_kv_debug
 from .kv_memory import KVMemory
 from .memory_terms import PoolSizes
 from .outbox import Outbox, meta_of, news_interval
-from .pace import PaceMeter
 from .planner import StepPlanner
 from .refusals import DRAINING, NO_EXCHANGE, Refusal, most_living, refuse_more, refuse_peer, refuse_prompt, refuse_rid
 from .req import Req, ReqState, Route
 from .sessions import Sessions
 from .step_builder import InFlightStep
 from .tiers import KVTiers
-from .turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +57,8 @@ class Scheduler:
         self.kv_events = make_event_log(options, worker)
         debug = make_kv_debug(options, worker, self.tiers, outbox)
         self.memory = KVMemory(options, PoolSizes.of(worker), worker.context_length, self.tiers, self.kv_events, debug)
-        self.cost_model = make_cost_model(worker)
-        self.planner = StepPlanner(options, self.memory, worker.device, self.cost_model)
+        cost_model = make_cost_model(worker)
+        self.planner = StepPlanner(options, self.memory, worker.device, cost_model)
         self.reqs: dict[str, Req] = {}
         self.sessions, self.forks = Sessions(self), Forks(self.reqs)
         self.counters = Counters()
@@ -70,10 +68,8 @@ class Scheduler:
         self.withheld: Callable[[], Refusal | None] = lambda: None  # while memory is given back (``occupation.py``)
         self.handovers: Handovers | None = None
         self._in_flight: deque[InFlightStep] = deque()
-        self.forecast = PromptForecast(self.planner, self.memory, self.cost_model, self._in_flight)
-        self.pace = PaceMeter(self.planner, self.cost_model, self.reqs, self.longest)
-        self.turns = Turns(self.pace)
-        self.deadlines, self._last_result_at = Deadlines(), 0.0
+        self.estimator = Estimator(cost_model, self.planner, self.memory, self.reqs, self._in_flight, self.longest)
+        self.deadlines = Deadlines()
         self._max_in_flight = 1 if options.disable_overlap_schedule else 2
 
     @property
@@ -149,10 +145,11 @@ class Scheduler:
             return NO_EXCHANGE
         if where is not None and where.refusal and self._route(where) is Route.INCOMING:
             return refuse_peer(where)
-        turns, waiting = self.turns, self.planner.waiting
+        waiting = self.planner.waiting
         if waiting.is_owed_room(msg.key_name, most_living(self.options)):
             return None
-        return refuse_more(len(self.reqs), self.options, lambda: turns.seconds(len(waiting) // 2, self.now), msg.place)
+        half, estimator = len(waiting) // 2, self.estimator
+        return refuse_more(len(self.reqs), self.options, lambda: estimator.queue_seconds(half, self.now), msg.place)
 
     def enqueue(self, req: Req, now: float) -> None:
         """The request waits for its turn to compute here."""
@@ -163,7 +160,7 @@ class Scheduler:
         req.uncached = req.known_len - cached
         self.planner.waiting.add(req)
         if self.tiers is not None:
-            self.tiers.prefetch(req, cached, now, lambda tokens: self.forecast.compute_ms(req, tokens) / 1000)
+            self.tiers.prefetch(req, cached, now, lambda tokens: self.estimator.compute_ms(req, tokens) / 1000)
 
     def may_compute_ahead(self, req: Req) -> bool:
         """Whether a request that is to be handed over may begin before anybody has asked for it: nobody waits then,
@@ -277,7 +274,7 @@ class Scheduler:
         self._move_pages(now)
         while len(self._in_flight) < self._max_in_flight:
             step = self.planner.plan(now)
-            self.turns.had(self.planner.take_turns(), now, waited=len(self.planner.waiting) > 0)
+            self.estimator.turns_came(self.planner.take_turns(), now)
             for req in self.planner.retracted:
                 self._tell(req)
             if self.tiers is not None:
@@ -325,8 +322,7 @@ class Scheduler:
             raise AssertionError(f"the worker answered step {result.step_id}, step {step.step_id} is due")
         self.completed_step = step.step_id
         self.counters.step_done(step, result.forward_ms)
-        self._learn(step, result.forward_ms, now)
-        self.pace.step_done(step.foresight, result.forward_ms, now)
+        self.estimator.step_done(step, result, now)
         for req, scores in zip(step.input_logprobs, result.input_logprobs, strict=True):
             if req.input_logprobs is not None:
                 req.input_logprobs += scores
@@ -341,22 +337,9 @@ class Scheduler:
                 logprob = result.logprobs[i] if result.logprobs is not None else None
                 self._on_token(req, tokens[i], logprob, now)
 
-    def _learn(self, step: InFlightStep, forward_ms: float, now: float) -> None:
-        """Hold the outcome of a step against what was foreseen."""
-        shape, estimate_ms, promise, copy_ms = step.foresight
-        # What its readers waited: since the result before it, or since it was sent to a worker that had nothing to do.
-        gap_ms = (now - max(step.sent_at, self._last_result_at)) * 1000
-        self._last_result_at = now
-        # The logits of prompt tokens, wanted for their logprobs, cost time of which the shape says nothing.
-        if not step.input_logprobs:
-            self.cost_model.learn(shape, forward_ms, estimate_ms)
-            self.cost_model.learn_overhead(max(0.0, gap_ms - forward_ms - copy_ms))
-        if promise is not None and self.planner.budget.itl is not None:
-            self.planner.budget.itl.learn(promise, gap_ms)
-
     def catch_up(self) -> None:
         """What can wait until a turn's messages have left."""
-        self.cost_model.catch_up()
+        self.estimator.catch_up()
 
     def _fail_bad(self, reqs: Iterable[Req]) -> None:
         for req in reqs:

@@ -16,9 +16,9 @@ import math
 from dataclasses import dataclass
 
 from ..runtime.options import DisaggregationMode, ServerOptions
-from .cost_model import CostModel
+from .estimates.cost_model import CostModel
+from .estimates.step_shape import StepShape
 from .itl_budget import ItlBudget
-from .step_shape import StepShape
 
 ROLES: tuple[DisaggregationMode, ...] = ("unified", "prefill", "decode")
 CPU_CHUNK = 512

@@ -11,7 +11,7 @@ from collections import deque
 from typing import NamedTuple
 
 from ..messages.tiers import PagesFound
-from .outcomes import Line
+from .estimates.outcomes import Line
 
 LOOK_SECONDS = 0.25
 USUAL_BYTES_A_MS = 1_000_000

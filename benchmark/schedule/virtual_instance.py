@@ -16,9 +16,9 @@ from ...messages.requests import GenerateReq
 from ...messages.sampling import SamplingParams
 from ...messages.worker import ForwardStep, KVGroup, KVLayout, MeasuredStep, RowInit, StepResult, WorkerReady
 from ...runtime.options import ServerOptions
+from ...scheduler.estimates.step_shape import StepShape
 from ...scheduler.outbox import Outbox
 from ...scheduler.scheduler import Scheduler
-from ...scheduler.step_shape import StepShape
 from ..errors import BenchError
 from ..prompts import TokenIds
 

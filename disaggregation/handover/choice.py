@@ -2,8 +2,8 @@
 
 ``--disaggregation-threshold`` says which: ``always`` there, ``never``, from a number of tokens on that are not cached
 here, or, by default, where the first token comes sooner. For that the prefill is asked when the decode has memory for
-the prompt: it foresees its own part (``scheduler/forecast.py``), with its queue and what it has cached, as this
-instance does its own. To a prefill's forecast belongs the time that the KV needs behind the first token, as the second
+the prompt: it foresees its own part (``scheduler/estimates/``), with its queue and what it has cached, as this instance
+does its own. To a prefill's forecast belongs the time that the KV needs behind the first token, as the second
 one waits for it. All are corrected by how such forecasts came out lately, each prefill's by its own.
 """
 
@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ...messages.metrics import ChoiceCounts, PlaceCounts
-from ...scheduler.forecast import PromptForecast
-from ...scheduler.outcomes import Line
+from ...scheduler.estimates.estimator import Estimator
+from ...scheduler.estimates.outcomes import Line
 from ...scheduler.req import Foreseen, Req
 
 FIXED = {"auto": 0.0, "always": 0.0, "never": math.inf}
@@ -71,17 +71,17 @@ class _Place:
 class Choice:
     """Decides, and keeps the books. ``asks``: whether a prefill's forecast is needed."""
 
-    def __init__(self, threshold: str, forecast: PromptForecast) -> None:
+    def __init__(self, threshold: str, estimator: Estimator) -> None:
         self.asks = threshold == "auto"
         self._least = FIXED[threshold] if threshold in FIXED else int(threshold)
-        self._forecast = forecast
+        self._estimator = estimator
         self._here, self._there = _Place(), _Place()
         self._own = Line(1.0)
         self._prefills: dict[str, _Prefill] = {}
 
     def is_short(self, req: Req) -> bool:
         """Whether so little of its prompt is to be computed that no other instance is asked."""
-        here = self._least > 0 and self._forecast.uncached(req) < self._least
+        here = self._least > 0 and self._estimator.uncached(req) < self._least
         if here or not self.asks:
             (self._here if here else self._there).counts.prompts += 1
         return here
@@ -94,7 +94,7 @@ class Choice:
         """Whether to compute it here, where ``computed`` tokens of it are cached already, while the prefill of that
         epoch foresees ``there_ms`` and would send so many pages.
         """
-        here_ms = self._forecast.ms(req, req.prompt_len - computed, now)
+        here_ms = self._estimator.first_token_ms(req, req.prompt_len - computed, now)
         here, there = self._own.at(here_ms, now), self._learned(prefill).first_token.at(there_ms, now)
         is_here = here < there + self._learned(prefill).lag.at(pages, now)
         (self._here if is_here else self._there).counts.prompts += 1
@@ -110,7 +110,7 @@ class Choice:
         lag = partial(learned.lag.at, now=now)
         if there_ms is None:
             return Prospects(lambda tokens: math.inf, 0.0, lag)
-        here = lambda tokens: self._own.at(self._forecast.ms(req, tokens, now), now)  # noqa: E731
+        here = lambda tokens: self._own.at(self._estimator.first_token_ms(req, tokens, now), now)  # noqa: E731
         return Prospects(here, learned.first_token.at(there_ms, now), lag)
 
     def learn(self, req: Req, now: float) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ...messages.handover import MAX_DURATION_MS, Forecast
-from ...scheduler.forecast import NOTHING, Load, PromptForecast
+from ...scheduler.estimates.estimator import Estimator
+from ...scheduler.estimates.first_token import NOTHING, Load
 from ...scheduler.req import Req
 from ...scheduler.tiers import KVTiers
 from .sending import KVSender, SenderState
@@ -14,8 +15,8 @@ class Foretelling:
     nobody is before them. What a store has of the prompt need not be computed; it is looked at first.
     """
 
-    def __init__(self, forecast: PromptForecast, tiers: KVTiers | None) -> None:
-        self._forecast = forecast
+    def __init__(self, estimator: Estimator, tiers: KVTiers | None) -> None:
+        self._estimator = estimator
         self._tiers = tiers
         self.expected = NOTHING
         """Of prompts whose decodes have been told, and have neither asked for the KV nor declined."""
@@ -30,16 +31,16 @@ class Foretelling:
         if sender.first is not None:
             ms = 0.0
         elif sender.state is SenderState.AHEAD:
-            ms = self._forecast.ms(req, req.uncached, now)
+            ms = self._estimator.first_token_ms(req, req.uncached, now)
         else:
-            uncached = self._forecast.uncached(req)
-            ms = self._forecast.ms(req, uncached, now, self.expected)
+            uncached = self._estimator.uncached(req)
+            ms = self._estimator.first_token_ms(req, uncached, now, self.expected)
             if self._looks(sender, req, req.prompt_len - uncached, ms, now):
                 return
             brought, fetch_ms = self._brought(req, now)
             if brought or fetch_ms:
                 uncached -= brought
-                ms = fetch_ms + self._forecast.ms(req, uncached, now, self.expected)
+                ms = fetch_ms + self._estimator.first_token_ms(req, uncached, now, self.expected)
             sender.foretold = Load(1, uncached)
             self.expected += sender.foretold
         sender.asks = False
@@ -60,7 +61,7 @@ class Foretelling:
         """How many tokens the store will bring, and the milliseconds that are waited for them."""
         if self._tiers is None or self._tiers.store is None:
             return 0, 0.0
-        return self._tiers.store.foresee(req.rid, now, lambda tokens: self._forecast.compute_ms(req, tokens) / 1000)
+        return self._tiers.store.foresee(req.rid, now, lambda tokens: self._estimator.compute_ms(req, tokens) / 1000)
 
     def is_decided(self, sender: KVSender) -> None:
         """Its decode has chosen, or the room is over."""

@@ -81,7 +81,7 @@ class KVSenders:
         """Rooms whose request ended before a decode came."""
         self._declined = Tombstones()
         """Rooms whose decode computes the prompt itself, before the request came."""
-        self.foretelling = Foretelling(scheduler.forecast, scheduler.tiers)
+        self.foretelling = Foretelling(scheduler.estimator, scheduler.tiers)
         self._over: dict[HandoverId, None] = {}
         """The latest that ended here, or were refused: news of them may still come, and opens nothing."""
         self._now = 0.0

@@ -13,7 +13,7 @@ from ...messages.base import HandoverId
 from ...messages.handover import TransferRequest
 from ...messages.outputs import Phase, Timeline, Timing, TokenLogprob
 from ...messages.worker import SendEnded
-from ...scheduler.forecast import NOTHING, Load
+from ...scheduler.estimates.first_token import NOTHING, Load
 from ...scheduler.req import Req
 from .peer import Peer
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ..cost_model import CostModel
+from ..estimates.cost_model import CostModel
+from ..estimates.step_shape import StepShape
 from ..kv_memory import KVMemory
 from ..req import Req, ReqState
-from ..step_shape import StepShape
 from .by_prefix import F64, ByRank, Ranker
 from .prefix_index import Slots
 

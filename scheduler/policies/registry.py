@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...runtime.options import ServerOptions
-from ..cost_model import CostModel
+from ..estimates.cost_model import CostModel
 from ..kv_memory import KVMemory
 from .base import SchedulePolicy
 from .by_key import FirstComeFirstServed, LongestOutputFirst, Random

@@ -83,7 +83,7 @@ class SimSide(SimInstance):
     def __init__(self, pair: SimPair, mode: str, window: SimWindow, host_pages: int = 0, **changes) -> None:
         super().__init__(make_options(disaggregation_mode=mode, **changes), window=window, host_pages=host_pages)
         self.pair = pair
-        self.choice = Choice(self.options.disaggregation_threshold, self.scheduler.forecast)
+        self.choice = Choice(self.options.disaggregation_threshold, self.scheduler.estimator)
         self.senders = KVSenders(self.scheduler, self.options.page_size, LIMITS, self.choice)
         reach = lambda host, port, now: pair.link if pair.is_closing else pair.open_link()  # noqa: E731
         self.receivers = KVReceivers(self.scheduler, mode, LIMITS, reach, self.choice)

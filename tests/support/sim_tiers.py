@@ -89,7 +89,7 @@ class Tiered(SimInstance):
     def add_tiers(self, host_pages: int, kept: dict[bytes, bytes] | None) -> None:
         """``host_pages`` of the second tier; ``kept``: what the store has from before, None: an empty one."""
         # Simulated steps take no time: nothing that a store brings would be worth waiting for.
-        self.scheduler.forecast.compute_ms = lambda req, tokens: self.compute_ms  # type: ignore[method-assign]
+        self.scheduler.estimator.compute_ms = lambda req, tokens: self.compute_ms  # type: ignore[method-assign]
         page_bytes = self.options.page_size * 8
         self.pools = [pool.view(np.uint8).reshape(-1, page_bytes) for pool in self.worker.pools()]
         self.host = HostPool(host_pages, [AsItIs(page_bytes)] * len(self.pools), None)

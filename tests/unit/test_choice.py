@@ -16,9 +16,9 @@ from pdserve.messages.handover import Declined, Forecast, ForecastRequest, RoomQ
 from pdserve.messages.requests import AbortReq
 from pdserve.runtime.option_checks import OptionError, check_options
 from pdserve.runtime.options import ServerOptions
+from pdserve.scheduler.estimates.first_token import NOTHING, Load
+from pdserve.scheduler.estimates.outcomes import HALF_LIFE, Line
 from pdserve.scheduler.fairness import FairShares
-from pdserve.scheduler.forecast import NOTHING, Load
-from pdserve.scheduler.outcomes import HALF_LIFE, Line
 from pdserve.scheduler.req import Req, ReqState
 
 FAR = 1e6
@@ -333,7 +333,7 @@ def test_an_instance_foresees_what_it_then_takes():
     for step in range(40):
         sim.submit(f"warm{step}", range(step, step + 8), max_new_tokens=1)
     sim.run_until_idle()
-    forecast = sim.scheduler.forecast
+    forecast = sim.scheduler.estimator._first_token
     sim.submit("a", range(200, 232))
     sim.submit("b", range(300, 364))
     a, b = sim.scheduler.reqs["a"], sim.scheduler.reqs["b"]
@@ -358,7 +358,7 @@ def test_whom_the_queue_lets_go_first_counts_and_nobody_else(policy, ahead):
     lengths = {"long": 400, "short": 40, "shortest": 8}
     for number, (rid, length) in enumerate(lengths.items()):
         sim.submit(rid, range(1000 * (number + 1), 1000 * (number + 1) + length))
-    forecast, reqs = sim.scheduler.forecast, sim.scheduler.reqs
+    forecast, reqs = sim.scheduler.estimator._first_token, sim.scheduler.reqs
     for number, rid in enumerate(lengths):
         reqs[rid].times.turn += number * 1e-6
     loads = [forecast._ahead_of(reqs[rid], length).tokens for rid, length in lengths.items()]
@@ -371,7 +371,7 @@ def test_what_the_worker_computes_already_is_not_computed_again():
         sim.submit(f"warm{step}", range(step, step + 8), max_new_tokens=1)
     sim.run_until_idle()
     sim.submit("a", range(200, 232))
-    req, forecast = sim.scheduler.reqs["a"], sim.scheduler.forecast
+    req, forecast = sim.scheduler.reqs["a"], sim.scheduler.estimator._first_token
     waiting = forecast.ms(req, 32, sim.now)
     sim.plan()
     req.state = ReqState.SENDING  # as one that is computed for another instance
@@ -390,7 +390,7 @@ def test_of_thousands_that_wait_all_count():
         sim.submit("last", range(8), max_new_tokens=1, place=number)  # behind them all
         req = sim.scheduler.reqs["last"]
         next(iter(sim.scheduler.planner.waiting.values())).times.turn = req.times.turn + 60  # one of them comes later
-        load = sim.scheduler.forecast._ahead_of(req, 8)
+        load = sim.scheduler.estimator._first_token._ahead_of(req, 8)
         sim.scheduler.abort(AbortReq("last"))
         return load
 

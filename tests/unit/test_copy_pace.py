@@ -81,7 +81,7 @@ def load_with_streams(sim: CopyingSim) -> int:
 
 def test_streams_keep_their_budget_beside_a_long_load(sim: CopyingSim, monkeypatch) -> None:
     overheads: list[float] = []
-    monkeypatch.setattr(sim.scheduler.cost_model, "learn_overhead", overheads.append)
+    monkeypatch.setattr(sim.scheduler.estimator.model, "learn_overhead", overheads.append)
     since = load_with_streams(sim)
     while "long" not in sim.tokens:
         req = sim.scheduler.reqs["long"]

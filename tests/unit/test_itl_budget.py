@@ -9,11 +9,11 @@ import pytest
 from support.sim import make_options, reference_output
 from support.sim_machine import Machine, Noise, TimedSim
 
-from pdserve.scheduler.cost_model import CostModel
+from pdserve.scheduler.estimates.cost_model import CostModel
+from pdserve.scheduler.estimates.step_shape import StepShape
 from pdserve.scheduler.info import Verdict, server_info
 from pdserve.scheduler.itl_budget import STRETCH, ItlBudget, Promise
 from pdserve.scheduler.step_budget import LEAST_PIECE, PATIENCE, StepBudget
-from pdserve.scheduler.step_shape import StepShape
 
 FAST = Machine(read_ms=8, token_ms=0.25, kv_token_ms=3e-4, pair_ms=5e-6, decode_ms=0.05)
 SLOW = Machine(read_ms=31, token_ms=3.7, kv_token_ms=1e-3, pair_ms=2e-5, decode_ms=0.1, jump_at=48, jump_ms=5)

@@ -15,9 +15,9 @@ from pdserve.router.health import _told
 from pdserve.router.instance import Answering, HealthState, Instance, Pace, Role, Told
 from pdserve.router.options import RouterOptions
 from pdserve.router.request_body import RequestBody
-from pdserve.scheduler.pace import MEMORY_SECONDS
+from pdserve.scheduler.estimates.pace import MEMORY_SECONDS
+from pdserve.scheduler.estimates.step_shape import StepShape
 from pdserve.scheduler.step_builder import Foresight
-from pdserve.scheduler.step_shape import StepShape
 
 BODY = RequestBody.parse(b"{}")
 
@@ -157,7 +157,7 @@ def test_more_requests_are_slower():
     sim = instance_of({n: 10.0 + n for n in (1, 2, 4, 8, 16, 24)})
     paces = []
     for count in range(3):
-        paces.append(sim.scheduler.pace.pace(sim.now))
+        paces.append(sim.scheduler.estimator.pace(sim.now))
         sim.submit(f"r{count}", range(8), max_new_tokens=40)
     first, second, third = (told.decode_ms for told in paces)
     assert first < second < third
@@ -167,7 +167,7 @@ def test_more_requests_are_slower():
 
 def test_prompts_that_are_computed_meanwhile_count_and_are_forgotten():
     sim = instance_of(dict.fromkeys((1, 8), 10.0))
-    meter = sim.scheduler.pace
+    meter = sim.scheduler.estimator._pace
     quiet = meter.pace(100.0)
     for i in range(1, 100):  # 30 of each 100 ms
         meter.step_done(Foresight(StepShape(0, 0, 64, 0.0), 30.0, None), 30.0, 100.0 + i / 10)
@@ -179,7 +179,7 @@ def test_prompts_that_are_computed_meanwhile_count_and_are_forgotten():
 
 def test_prompts_leave_streams_what_is_promised():
     sim = instance_of(dict.fromkeys((1, 8), 10.0))
-    meter = sim.scheduler.pace
+    meter = sim.scheduler.estimator._pace
     for i in range(1, 50):  # all the time
         meter.step_done(Foresight(StepShape(0, 0, 512, 0.0), 500.0, None), 500.0, 100.0 + i / 2)
     assert meter.pace(124.5).token_ms == 40.0
@@ -189,16 +189,16 @@ def test_prompts_leave_streams_what_is_promised():
 
 def test_prompts_that_wait_count():
     sim = instance_of(dict.fromkeys((1, 8), 10.0))
-    quiet = sim.scheduler.pace.pace(sim.now)
+    quiet = sim.scheduler.estimator.pace(sim.now)
     for number in range(8):
         sim.submit(f"r{number}", range(100), max_new_tokens=1)
-    loaded = sim.scheduler.pace.pace(sim.now)
+    loaded = sim.scheduler.estimator.pace(sim.now)
     assert loaded.token_ms > loaded.decode_ms > quiet.decode_ms * 0.99
 
 
 def test_what_decodes_alone_take_is_no_prompt_s_time():
     sim = instance_of(dict.fromkeys((1, 8), 10.0))
-    meter = sim.scheduler.pace
+    meter = sim.scheduler.estimator._pace
     quiet = meter.pace(100.0).token_ms
     for i in range(100):
         meter.step_done(Foresight(StepShape(4, 32, 0, 0.0), 10.0, None), 10.0, 100.0 + i / 10)

@@ -93,7 +93,7 @@ def test_orders_by_prefix_are_true_whatever_the_tree_does():
     for trial in range(6):
         memory = make_memory()
         lpm, dfs = LongestPrefixMatch(memory), HeaviestPrefixFirst(memory)
-        srpf = ShortestRemainingFirst(memory, SimInstance().scheduler.cost_model)
+        srpf = ShortestRemainingFirst(memory, SimInstance().scheduler.estimator.model)
         policies = (lpm, dfs, srpf)
         memory.on_stored = lambda *what, policies=policies: [p.stored(*what) for p in policies]
         waiting: list[Req] = []
@@ -139,7 +139,7 @@ def test_ten_thousand_wait_and_the_order_is_true_and_quick(name: str):
     rng = np.random.default_rng(0)
     options = make_options(page_size=16, max_total_tokens=1 << 16, max_running_requests=64, schedule_policy=name)
     memory = KVMemory(options, PoolSizes(1 << 16), 4096)
-    policy = make_policy(options, memory, SimInstance().scheduler.cost_model)
+    policy = make_policy(options, memory, SimInstance().scheduler.estimator.model)
     memory.on_stored = policy.stored
     system = rng.integers(0, 97, 512)
     groups = [np.concatenate([system, rng.integers(0, 97, 256)]) for _ in range(500)]

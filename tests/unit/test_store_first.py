@@ -21,7 +21,7 @@ from pdserve.messages.requests import AbortReq
 from pdserve.messages.tiers import FetchPages, FindPages
 from pdserve.messages.worker import VerifyPages
 from pdserve.scheduler import store_link
-from pdserve.scheduler.forecast import NOTHING, Load
+from pdserve.scheduler.estimates.first_token import NOTHING, Load
 from pdserve.scheduler.kv_memory import KVMemory
 from pdserve.scheduler.req import Req, ReqState
 from pdserve.scheduler.store_sight import LOOK_SECONDS, StoreSight
@@ -92,7 +92,7 @@ class Says:
     def __init__(self, ms_a_token: float = 0.0, ms: float = 0.0) -> None:
         self._ms_a_token, self._ms = ms_a_token, ms
 
-    def ms(self, req: Req, uncached: int, now: float, expected: Load = NOTHING) -> float:
+    def first_token_ms(self, req: Req, uncached: int, now: float, expected: Load = NOTHING) -> float:
         return self._ms + self._ms_a_token * uncached
 
     def uncached(self, req: Req) -> int:
@@ -114,8 +114,8 @@ def stored(prompt=PROMPT) -> dict[bytes, bytes]:
 def make_pair(kept=None, *, here=1.0, there=SLOW, lag_ms=0.0, **changes) -> TieredPair:
     """``here``: ms a token to be computed; ``there``: until the prefill's first token; ``lag_ms``: a page behind it."""
     pair = TieredPair(stored() if kept is None else kept, **({"disaggregation_threshold": "auto"} | changes))
-    pair.decode.choice._forecast = Says(here)
-    pair.prefill.senders.foretelling._forecast = Says(ms=there)
+    pair.decode.choice._estimator = Says(here)
+    pair.prefill.senders.foretelling._estimator = Says(ms=there)
     for _ in range(100 if lag_ms else 0):
         for pages in (4, 40):
             pair.decode.choice.learn_lag("prefill", pages, lag_ms * pages / 1000, now=1.0)
@@ -205,14 +205,14 @@ def test_a_prefill_answers_from_the_store():
 def test_a_prefill_s_forecast_counts_what_its_tiers_have():
     """What the store has it need not compute, nor what is in host memory: of the next request with this prompt."""
     pair = make_pair(disaggregation_threshold="auto", here=SLOW)
-    pair.prefill.senders.foretelling._forecast = pair.prefill.scheduler.forecast
+    pair.prefill.senders.foretelling._estimator = pair.prefill.scheduler.estimator
     asked_of: list[int] = []
 
     def ms(req, uncached, now, expected=NOTHING):
         asked_of.append(uncached)
         return SLOW * (uncached > 2)
 
-    pair.prefill.scheduler.forecast.ms = ms
+    pair.prefill.scheduler.estimator.first_token_ms = ms
     pair.decode.store.kept = {}
     pair.prefill.submit("busy", range(60, 90), max_new_tokens=30)  # or it would begin before it is asked
     pair.prefill.plan()
@@ -389,7 +389,7 @@ def test_pages_that_have_just_landed_are_loaded_from_the_host_behind_their_copy_
     pair = make_pair(there=0.0)
     pair.submit("a", PROMPT, 1, max_new_tokens=3)
     until(pair, lambda: any(isinstance(m, VerifyPages) for m in pair.decode.to_transfer.messages), store=True)
-    pair.prefill.senders.foretelling._forecast = Says(ms=SLOW)
+    pair.prefill.senders.foretelling._estimator = Says(ms=SLOW)
     turn = [*PROMPT, 1, 2, 3, 4, 5]
     pair.submit("b", turn, 2, max_new_tokens=3)
     receivers = pair.decode.receivers

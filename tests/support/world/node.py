@@ -27,8 +27,9 @@ from pdserve.messages.requests import AbortReq, Bootstrap, GenerateReq
 from pdserve.messages.worker import ForwardStep, PagesVerified, StepResult, TransferEvent
 from pdserve.runtime.options import DisaggregationMode
 from pdserve.scheduler import scheduler as scheduler_module
-from pdserve.scheduler.cost_model import CostModel
-from pdserve.scheduler.forecast import NOTHING, Load, PromptForecast
+from pdserve.scheduler.estimates.cost_model import CostModel
+from pdserve.scheduler.estimates.estimator import Estimator
+from pdserve.scheduler.estimates.first_token import NOTHING, Load
 from pdserve.scheduler.outbox import Outbox
 from pdserve.scheduler.pool_resize import PoolResize
 from pdserve.scheduler.req import Req
@@ -108,15 +109,15 @@ class SimNetwork:
         self._node.turn()
 
 
-class Whim(PromptForecast):
-    """Foresees whatever ``foresees`` says."""
+class Whim(Estimator):
+    """Expects whatever ``foresees`` says."""
 
     def __init__(self, scheduler: Scheduler, foresees: Callable[[Req], float]) -> None:
-        super().__init__(scheduler.planner, scheduler.memory, COST_MODEL, ())
+        super().__init__(COST_MODEL, scheduler.planner, scheduler.memory, scheduler.reqs, (), scheduler.longest)
         self._foresees = foresees
 
-    def ms(self, req: Req, uncached: int, now: float, expected: Load = NOTHING) -> float:
-        """See ``PromptForecast``."""
+    def first_token_ms(self, req: Req, uncached: int, now: float, expected: Load = NOTHING) -> float:
+        """See ``Estimator``."""
         return self._foresees(req)
 
 
@@ -183,7 +184,7 @@ class Node:
         with patch.object(scheduler_module, "make_cost_model", make):
             self.scheduler = Scheduler(options, ready, outbox)
         if foresees is not None:
-            self.scheduler.forecast = Whim(self.scheduler, foresees)
+            self.scheduler.estimator = Whim(self.scheduler, foresees)
         self.network = SimNetwork(world, self, bootstrap_port)
         self.network.port.is_sealed = self.sealed = sealed
         network: Any = self.network

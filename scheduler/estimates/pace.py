@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..messages.control import Pace
+from ...messages.control import Pace
+from ..planner import StepPlanner
+from ..req import Req, Route
+from ..step_builder import Foresight
 from .cost_model import CostModel
-from .planner import StepPlanner
-from .req import Req, Route
-from .step_builder import Foresight
 from .step_shape import StepShape
 
 MEMORY_SECONDS = 10.0

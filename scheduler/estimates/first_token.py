@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..kv_memory import KVMemory
+from ..planner import StepPlanner
+from ..req import Req, ReqState
+from ..step_budget import LEAST_PIECE, PATIENCE
+from ..step_builder import InFlightStep
 from .cost_model import CostModel
-from .kv_memory import KVMemory
-from .planner import StepPlanner
-from .req import Req, ReqState
-from .step_budget import LEAST_PIECE, PATIENCE
-from .step_builder import InFlightStep
 
 MOST_AHEAD = 256
 """So many that wait are looked at."""
@@ -34,7 +34,7 @@ class Load:
 NOTHING = Load()
 
 
-class PromptForecast:
+class FirstTokenForecast:
     """Foresees by the plan of the steps (``planner.py``) and their cost, as they would be if nobody else came."""
 
     def __init__(

@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..messages.worker import MeasuredStep, WorkerReady
+from ...messages.worker import MeasuredStep, WorkerReady
 from .non_negative import F64, solve_non_negative
 from .step_shape import StepShape
 
