@@ -25,15 +25,11 @@ from typing import Any, Protocol
 from ...messages.base import REASON_CHARS, Message
 from ...messages.decode import UndeclaredMessage, shown
 from ...messages.handover import (
-    Abort,
-    Declined,
-    ForecastRequest,
     Heartbeat,
     Hello,
     Invite,
     Refused,
-    RoomQueued,
-    TransferRequest,
+    ToSender,
     Welcome,
 )
 from ...messages.moves import MoveCommit, MoveOffer, MoveReady, MoveRefused, MoveTaken
@@ -426,7 +422,7 @@ class Peers:
             return bool(message.handover.epoch == peer.epoch)
         if isinstance(message, MoveRefused):
             return True
-        if isinstance(message, RoomQueued | ForecastRequest | TransferRequest | Abort | Declined):
+        if isinstance(message, ToSender):
             return peer.writable and bool(message.handover.epoch == peer.epoch)
         return peer.readable and bool(message.handover.epoch == self._epoch)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import get_args
 
 import msgspec
 import pytest
@@ -17,7 +18,27 @@ from pdserve.disaggregation.bootstrap.registration import Reached
 from pdserve.disaggregation.handover.greeting import Greeting
 from pdserve.disaggregation.handover.peer import PeerState, Reading, Writing
 from pdserve.disaggregation.handover.peers import WORKER_SECONDS
-from pdserve.messages.handover import Abort, AbortAck, Hello, Invite, RoomQueued, Welcome
+from pdserve.messages.handover import (
+    Abort,
+    AbortAck,
+    Declined,
+    FirstToken,
+    Forecast,
+    ForecastRequest,
+    Hello,
+    Invite,
+    Progress,
+    RoomQueued,
+    ToReceiver,
+    ToSender,
+    TransferDone,
+    TransferFailed,
+    TransferRequest,
+    Welcome,
+    Withdraw,
+    Withdrawn,
+)
+from pdserve.messages.outputs import Timing
 from pdserve.messages.worker import AdmitPeer, ConnectPeer, DisconnectPeer, PeerAdmitted, PeerFailed, PeerLinkDown
 
 
@@ -221,6 +242,36 @@ def test_a_worker_that_does_not_answer_ends_the_link(sides):
     a.turn()
     assert peer.gone
     assert "the workers did not open a link" in peer.reason
+
+
+def test_whatever_is_declared_for_a_hand_over_arrives(sides):
+    a, b = sides
+    peer = a.ask_for(b)
+    until(sides, lambda: peer.readable)
+    name = named(1, epoch="a")
+    asks = [
+        RoomQueued("b", name),
+        ForecastRequest("b", name),
+        TransferRequest("b", name, 4, 0, 0, [b""]),
+        Withdraw("b", name),
+        Abort("b", name, "late"),
+        Declined("b", name),
+    ]
+    answers = [
+        Forecast("a", name, 1.0),
+        Progress("a", name),
+        FirstToken("a", name, 1, 0, Timing()),
+        TransferDone("a", name, [], Timing()),
+        TransferFailed("a", name, 500, "late"),
+        Withdrawn("a", name, begun=False),
+        AbortAck("a", name),
+    ]
+    assert {type(m) for m in asks} == set(get_args(ToSender))
+    assert {type(m) for m in answers} == set(get_args(ToReceiver))
+    peer.unsent += asks
+    next(iter(b.peers._by_connection.values())).unsent += answers
+    until(sides, lambda: len(a.heard) == len(answers) and len(b.heard) == len(asks))
+    assert (b.heard, a.heard) == (asks, answers)
 
 
 def test_what_a_peer_may_not_send_is_dropped(sides):
