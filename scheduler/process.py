@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from ..runtime import clean_start  # isort: skip  # noqa: F401
 
-import gc
 import logging
 import math
 import sys
@@ -47,6 +46,7 @@ from ..messages.routes import ToScheduler, ToSchedulerFromWorker
 from ..messages.sessions import ResumeReq, SessionMessage, SnapshotReq
 from ..messages.tiers import TierEvent
 from ..messages.worker import StepResult, WorkerEvent, WorkerReady
+from ..runtime import collector
 from ..runtime.child import ChildContext, start_child
 from ..runtime.malloc import return_freed_memory
 from .handover import Handovers
@@ -215,9 +215,8 @@ class SchedulerProcess:
             self._kv_feed = KVEventFeed(self._ctx.zmq_ctx, self._ctx.options, self._scheduler.kv_events)
             if self._kv_feed.replay is not None:
                 self._poller.register(self._kv_feed.replay, zmq.POLLIN)
-        # What exists now lives as long as the process: a full collection need not look at it again.
-        gc.collect()
-        gc.freeze()
+        # A request leaves no cycles, and the tree may have as many nodes as the pool has pages.
+        collector.defer_full_collections()
         self._ctx.report_ready(worker.load_seconds)
 
     def _on_message(self, message: Any, now: float) -> None:
@@ -351,6 +350,7 @@ class SchedulerProcess:
             scheduler.check_invariants()
             self._checked_at, self._checked_step = now, scheduler.counters.steps
             self._verdict = Verdict("ok", scheduler.counters.steps)
+            collector.collect_if_due()
 
 
 def main() -> None:

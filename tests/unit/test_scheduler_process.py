@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,9 +15,17 @@ from support.sim import make_generate, make_options, make_worker_ready
 from pdserve.messages.channel import Receiver, Sender
 from pdserve.messages.control import Ping, Pong
 from pdserve.messages.routes import ToDetokenizer, ToSupervisor
+from pdserve.runtime import collector
 from pdserve.runtime.child import ChildContext
 from pdserve.scheduler.process import MESSAGES_A_TURN, SchedulerProcess
 from pdserve.scheduler.scheduler import Scheduler
+
+
+@pytest.fixture(autouse=True)
+def _usual_collector() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.set_threshold(*thresholds)
 
 
 class Loop:
@@ -76,3 +85,31 @@ def test_a_flood_of_requests_is_taken_in_over_several_turns(loop: Loop, monkeypa
         sizes.append(len(names) - before)
     assert sizes == [MESSAGES_A_TURN, MESSAGES_A_TURN, 10]
     assert names == flood
+
+
+def test_no_collection_looks_at_the_whole_tree_while_requests_run(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop.events.send(make_worker_ready(make_options()))
+    loop.process.turn()
+    full: list[int] = []
+    monkeypatch.setattr(gc, "callbacks", [])
+    gc.callbacks.append(lambda phase, info: full.append(1) if (phase, info["generation"]) == ("start", 2) else None)
+    kept: list[list[list[None]]] = [[[]] for _ in range(60_000)]
+    assert gc.get_count()[2] > 10
+    assert not full
+    del kept
+
+
+def test_an_idle_loop_collects_what_busy_ones_left(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop.events.send(make_worker_ready(make_options()))
+    loop.process.turn()
+    collected: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
+    seen = []
+    for count, is_idle in ((collector.IDLE - 1, True), (collector.IDLE, False), (collector.IDLE, True)):
+        monkeypatch.setattr(gc, "get_count", lambda count=count: (0, 0, count))
+        monkeypatch.setattr(Scheduler, "is_idle", is_idle)
+        loop.process._checked_at, loop.process._checked_step = 0.0, -1
+        loop.inbox.send(Ping(7))
+        loop.process.turn()
+        seen.append(len(collected))
+    assert seen == [0, 0, 1]
