@@ -33,22 +33,30 @@ outgoing request: a computing claim that a peer's reservation waits for. Two rul
 1. *Transfer limit.* While outgoing requests live here, a reservation is granted only if it, all other reservations and
    the largest outgoing request fit into the pool together, or if it is the only one.
 2. *Revocation.* The limit can't see an outgoing request that comes later, nor a large local one before it. So a
-   reservation that has made no progress for ``STALL_SECONDS`` is asked back if that makes the first computing claim
+   reservation that has made no progress for its ``patience`` is asked back if that makes the first computing claim
    fit. The sender gives it back unless it has begun, in which case it belongs to (b). The claim is queued again where
-   it was, and yields to the one that it was revoked for until that one has its memory; so do the incoming claims before
-   that one.
+   it was, and yields to the one that it was revoked for until that one has its memory. So do all incoming claims, also
+   where that one fits already and nothing computes here: those before it may lack memory that is kept for the outputs
+   of reservations.
 
 After the revocation nothing but (a), (b) and (c) is between the first computing claim and its memory. So on every
-instance some computing claim always gets memory, hence every outgoing request does, hence every reservation ends. A
-reservation of a lower rank is revoked for any claim, since priorities would not hold otherwise; this can't go in
-circles, because the rank decides.
+instance some computing claim always gets memory, hence every outgoing request does, hence every reservation ends.
+
+Two instances that ask each other at once both give back, and neither gains. So the patience has a part that differs by
+request, and doubles each time that the request gives memory back, which also ends the wait of one that others revoke
+again and again.
+
+A reservation of a lower rank is revoked for any claim after ``STALL_SECONDS``, since priorities would not hold
+otherwise; this can't go in circles, because the rank decides.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+
+import xxhash
 
 from .admission import Admission
 from .kv_memory import KVMemory
@@ -57,20 +65,28 @@ from .req import Req, Route
 from .waiting import WaitingQueue
 
 STALL_SECONDS = 1.0
-"""A reservation whose sender has not begun for so long may be asked back."""
+"""A reservation whose sender has not begun for so long may be asked back, at the soonest."""
+MOST_DOUBLINGS = 4
+"""How often that time doubles, once each time that a request gives its memory back."""
 MOST_PASSED = 64
 """Computing claims that wait for compute budget and are passed in one turn: each costs a look at what it needs."""
+MOST_OPTIONAL = 8
+"""Optional claims that don't fit and are tried in one turn."""
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Memory of an incoming request. ``since``: when its sender was asked for the KV, or last asked to give it back
-    (``time.monotonic()``); infinity before. ``begun``: the sender computes or sends, or did so before it was asked.
-    """
+    """Memory of an incoming request."""
 
     req: Req
     begun: bool
+    """Whether the sender computes or sends, or did so before it was asked."""
+    patience: float
+    """Seconds without progress after which it may be asked back for a claim of its own rank."""
     since: float = math.inf
+    """When its sender was asked for the KV, or to give it back (``time.monotonic()``); infinity before."""
+    asked_back: bool = False
+    """Whether the sender was asked to give it back, and has not answered that it has begun."""
 
 
 class Claims:
@@ -88,6 +104,11 @@ class Claims:
         """Of incoming claims: how many tokens may come from the prefix cache."""
         self._optional: set[str] = set()
         self._yields: dict[str, Req] = {}
+        """Whom a request stands back for whose reservation was asked back."""
+        self._held_for: Req | None = None
+        self._held_until = -math.inf
+        self._revocations: dict[str, int] = {}
+        """How often a request has given its memory back."""
         self._outgoing: dict[str, int] = {}
         """Tokens, in whole pages, of the requests whose prompts are computed for peers."""
         self.starved: Req | None = None
@@ -118,71 +139,74 @@ class Claims:
         self._prefix_limits.pop(rid, None)
         self._optional.discard(rid)
         self._yields.pop(rid, None)
+        self._revocations.pop(rid, None)
 
-    def eligible(self, now: float) -> Iterator[Req]:
+    def eligible(self, now: float, *, computing_only: bool = False) -> Iterator[Req]:
         """Claims that could use memory now, in order. Whoever was returned may be removed before the next is."""
-        for req in self._waiting.order():
+        for req in self._waiting.order(computing_only=computing_only or self._is_held(now)):
             if not (req.pending or self._memory.must_wait(req, now) or self._is_yielding(req)):
                 yield req
 
     def computing(self, now: float) -> Iterator[Req]:
         """Computing claims that may be granted, in order, up to the first incoming claim that lacks memory."""
-        is_limited = False
+        before: set[Req] = set()
         for req in self.eligible(now):
             if req.route is not Route.INCOMING:
+                before.add(req)
                 yield req
-            elif req.rid in self._optional or is_limited:
-                continue
-            elif self._is_within_limit(req):
-                return
-            else:
-                is_limited = True
+            elif req.rid not in self._optional:
+                if self._is_within_limit(req):
+                    return
+                break
+        else:
+            return
+        # Thousands of incoming claims may wait for the limit: one by one they would cost more than a step.
+        yield from (req for req in self.eligible(now, computing_only=True) if req not in before)
 
     def first(self, now: float) -> Req | None:
         """The claim that holds up all others, None where none does."""
-        is_limited = False
-        for req in self.eligible(now):
-            if req.route is not Route.INCOMING:
-                return req
-            if req.rid not in self._optional and not is_limited:
-                if self._is_within_limit(req):
-                    return req
-                is_limited = True
-        return None
+        req = self._first_needed(now)
+        if req is None or req.route is not Route.INCOMING or self._is_within_limit(req):
+            return req
+        return next(self.eligible(now, computing_only=True), None)
 
-    def reserve(self, req: Req) -> Reserve:
+    def _first_needed(self, now: float) -> Req | None:
+        """The first claim that somebody depends on."""
+        return next((req for req in self.eligible(now) if req.rid not in self._optional), None)
+
+    def reserve(self, req: Req, without: Collection[Reservation] = ()) -> Reserve:
         """What must stay obtainable when the request is granted memory: slots for the output of those that run, of
         those whose KV is to come, and its own. Nothing where it is alone, which always fits; nor, for a computing
-        claim, where nobody runs: peers may wait for what it computes.
+        claim, where nobody runs: peers may wait for what it computes. ``without``: as if these were given back.
         """
         holders = dict.fromkeys(self._running.values())
-        if not holders and (req.route is not Route.INCOMING or not self._reservations):
+        reserved = [one.req for one in self._reservations.values() if one not in without]
+        if not holders and (req.route is not Route.INCOMING or not reserved):
             return NO_RESERVE
-        holders |= dict.fromkeys(one.req for one in self._reservations.values())
-        return Reserve(self._admission.reserve(holders, req))
+        return Reserve(self._admission.reserve(holders | dict.fromkeys(reserved), req))
 
     # --- reservations ---
 
     def grant_incoming(self, now: float) -> list[Req]:
         """Give memory, not verified yet, to the incoming claims that may have it now; returns their requests."""
         granted: list[Req] = []
-        if not self._prefix_limits:
+        if self._waiting.num_computing == len(self._waiting):
             return granted
-        passed, left = NO_RESERVE, MOST_PASSED
-        is_limited = False
+        if self.starved is not None:
+            return granted  # what comes free is for that one, which has no claim
+        passed, left, optional_left = NO_RESERVE, MOST_PASSED, MOST_OPTIONAL
         for req in self.eligible(now):
             if req.route is not Route.INCOMING:
-                more = self._memory.needs([req])
-                passed = Reserve(passed.slots + more.slots, passed.window_pages + more.window_pages)
+                passed = passed.plus(self._memory.needs([req]))
                 left -= 1
                 if not left or passed.slots > self._memory.obtainable:
                     break
             elif req.rid in self._optional:
-                if self._grant(req, passed):
+                if optional_left and self._grant(req, passed):
                     granted.append(req)
-            elif is_limited or not self._is_within_limit(req):
-                is_limited = True
-            elif self._grant(req, passed):
+                elif optional_left:
+                    optional_left -= 1
+            elif self._is_within_limit(req) and self._grant(req, passed):
                 granted.append(req)
             else:
                 break
@@ -195,103 +219,138 @@ class Claims:
     def began(self, rid: str) -> None:
         """The sender computes, or sends: what is reserved comes free without anybody else's memory."""
         if (reservation := self._reservations.get(rid)) is not None:
-            reservation.begun = True
+            reservation.begun, reservation.asked_back = True, False
             self._yields.pop(rid, None)
+
+    def is_asked_back(self, rid: str) -> bool:
+        """Whether the sender is to say if it has begun."""
+        reservation = self._reservations.get(rid)
+        return reservation is not None and reservation.asked_back
 
     def landed(self, rid: str) -> None:
         """The request runs here now."""
         self._reservations.pop(rid, None)
 
     def to_revoke(self, now: float) -> list[Req]:
-        """Requests whose reservations are to be asked back now: see rule 2. Each is asked once in ``STALL_SECONDS``."""
-        stalled = [one for one in self._reservations.values() if not one.begun and now - one.since >= STALL_SECONDS]
+        """Requests whose reservations are to be asked back now: see rule 2. Each reservation is asked back once."""
+        stalled = [
+            one
+            for one in self._reservations.values()
+            if not (one.begun or one.asked_back) and now - one.since >= STALL_SECONDS
+        ]
         if not stalled:
             return []
         # The last in order first: it has waited least.
         stalled.sort(key=lambda one: (self._waiting.rank(one.req), one.req.times.turn), reverse=True)
         if self.starved is not None:
-            return self._revoke_for(self.starved, stalled, [], now)
-        before: list[Req] = []
-        for req in self.eligible(now):
-            if req.rid in self._optional:
-                continue
-            computes, rank = req.route is not Route.INCOMING, self._waiting.rank(req)
-            victims: list[Req] = []
-            if computes and self._outgoing:
-                victims = self._revoke_for(req, stalled, before, now)
-            elif not before:
-                lower = [one for one in stalled if self._waiting.rank(one.req) > rank]
-                victims = self._revoke_for(req, lower, before, now)
-            if victims or computes or not self._outgoing:
+            return self._revoke_for(self.starved, stalled, now)
+        first = self._first_needed(now)
+        if first is None:
+            return []
+        if first.route is Route.INCOMING or not self._outgoing:
+            rank = self._waiting.rank(first)
+            victims = self._revoke_for(first, [one for one in stalled if self._waiting.rank(one.req) > rank], now)
+            if victims or not self._outgoing:
                 return victims
-            before.append(req)
-        return []
+        claim = next(self.eligible(now, computing_only=True), None)
+        if claim is None:
+            return []
+        rank = self._waiting.rank(claim)
+        victims = self._revoke_for(claim, [one for one in stalled if self._may_revoke(one, rank, now)], now)
+        if victims or not self._running:
+            self._held_for, self._held_until = claim, now + STALL_SECONDS
+        return victims
 
-    def _revoke_for(self, req: Req, stalled: list[Reservation], before: list[Req], now: float) -> list[Req]:
-        """Of ``stalled`` those that suffice for ``req`` beside what was asked back for it already, none where all do
-        not; they and ``before`` yield to it.
+    def _revoke_for(self, req: Req, stalled: list[Reservation], now: float) -> list[Req]:
+        """Of ``stalled`` those that suffice for ``req`` beside what was asked back for it lately, none where all do
+        not; they yield to it.
         """
-        given = NO_RESERVE
-        for one in self._reservations.values():
-            if self._yields.get(one.req.rid) is req and now - one.since < STALL_SECONDS:
-                given = self._with(given, one)
+        gone = [
+            one
+            for one in self._reservations.values()
+            if one.asked_back and self._yields.get(one.req.rid) is req and now - one.since < STALL_SECONDS
+        ]
         victims: list[Reservation] = []
         candidates = iter(stalled)
-        while not self._fits(req, given):
+        while not self._fits(req, gone):
             if (victim := next(candidates, None)) is None:
                 return []
-            given = self._with(given, victim)
             victims.append(victim)
+            gone.append(victim)
         for one in victims:
-            one.since = now
-        reqs = [one.req for one in victims]
-        if reqs:
-            self._yields |= {other.rid: req for other in (*reqs, *before)}
-        return reqs
+            one.since, one.asked_back = now, True
+            self._yields[one.req.rid] = req
+        return [one.req for one in victims]
 
-    def _with(self, given: Reserve, one: Reservation) -> Reserve:
-        """``given``, and what the reservation would give."""
-        hold = self._memory.hold_of(one.req)
-        slots = self._memory.pages_up(hold.kv_len - one.req.reused)
-        return Reserve(given.slots + slots, given.window_pages + hold.window.committed)
+    def _may_revoke(self, one: Reservation, rank: int, now: float) -> bool:
+        """Whether a stalled reservation may be asked back for a computing claim of that rank."""
+        return self._waiting.rank(one.req) > rank or now - one.since >= one.patience
+
+    def _patience(self, req: Req) -> float:
+        """See ``Reservation.patience``, and "Why nobody waits for ever"."""
+        times = self._revocations.get(req.rid, 0)
+        chance: float = xxhash.xxh3_64_intdigest(f"{times} {req.rid}".encode()) / 2**64
+        return STALL_SECONDS * (1 + chance) * (1 << min(times, MOST_DOUBLINGS))
 
     def revoked(self, req: Req) -> None:
         """The sender has given the reservation back, and its memory is free: the claim is queued again."""
         self._reservations.pop(req.rid, None)
+        self._revocations[req.rid] = self._revocations.get(req.rid, 0) + 1
         self._waiting.add(req)
 
     def _grant(self, req: Req, passed: Reserve) -> bool:
-        reserve = self.reserve(req)
-        reserve = Reserve(reserve.slots + passed.slots, reserve.window_pages + passed.window_pages)
+        reserve = self.reserve(req).plus(passed)
         if not self._memory.admit(req, reserve, prefix_limit=self._prefix_limits[req.rid], verified=False):
             return False
         self._waiting.remove(req.rid)
-        self._reservations[req.rid] = Reservation(req, begun=req.rid in self._optional)
+        self._reservations[req.rid] = Reservation(req, req.rid in self._optional, self._patience(req))
         return True
 
-    def _is_within_limit(self, req: Req) -> bool:
-        """Rule 1."""
+    def _is_within_limit(self, req: Req, without: Collection[Reservation] = ()) -> bool:
+        """Rule 1. ``without``: as if these were given back."""
         if not self._outgoing:
             return True
-        held = [self._memory.hold_of(one.req).kv_len for one in self._reservations.values() if not one.begun]
-        if not held:
+        memory = self._memory
+        others = [one for one in self._reservations.values() if not one.begun and one not in without]
+        if not others:
             return True
-        largest = max(self._outgoing.values())
-        need = self._memory.pages_up(req.known_len)
-        slots = sum(map(self._memory.pages_up, held)) + need + largest
-        return slots <= self._memory.max_total_tokens and self._memory.could_promise_one_more(req)
+        held = sum(memory.pages_up(memory.hold_of(one.req).kv_len) for one in others)
+        slots = held + memory.pages_up(req.known_len) + max(self._outgoing.values())
+        is_within = slots <= memory.max_total_tokens and len(others) + 2 <= memory.num_rows
+        return is_within and memory.could_promise_one_more(req)
 
-    def _fits(self, req: Req, given: Reserve) -> bool:
+    def _fits(self, req: Req, gone: Collection[Reservation]) -> bool:
+        """Whether the request could have memory if the reservations ``gone`` were given back."""
+        memory, given = self._memory, NO_RESERVE
+        for one in gone:
+            hold = memory.hold_of(one.req)
+            slots = memory.pages_up(hold.kv_len - one.req.reused)
+            given = given.plus(Reserve(slots, hold.window.committed, rows=1))
         if req is self.starved:
-            return self._memory.obtainable + given.slots >= self._memory.page_size
-        return self._memory.could_admit(req, NO_RESERVE, given)
+            return memory.obtainable + given.slots >= memory.page_size
+        if req.route is not Route.INCOMING:
+            return memory.could_admit(req, NO_RESERVE, given)
+        return self._is_within_limit(req, gone) and memory.could_admit(req, self.reserve(req, gone), given)
 
     def _is_yielding(self, req: Req) -> bool:
         """Whether the claim stands back for another one, which still lacks memory."""
         other = self._yields.get(req.rid)
         if other is None:
             return False
-        if other is self.starved or (other.hold is None and other.rid in self._waiting):
+        if other is self.starved or self._lacks_memory(other):
             return True
         del self._yields[req.rid]
         return False
+
+    def _is_held(self, now: float) -> bool:
+        """Whether all incoming claims stand back for a computing one that reservations were asked back for."""
+        claim = self._held_for
+        if claim is None:
+            return False
+        if self._lacks_memory(claim) and (now < self._held_until or self._memory.could_admit(claim, NO_RESERVE)):
+            return True
+        self._held_for = None
+        return False
+
+    def _lacks_memory(self, req: Req) -> bool:
+        return req.hold is None and req.rid in self._waiting

@@ -94,6 +94,11 @@ class KVMemory:
         return self._allocator.available_size() + self._cache.evictable_size()
 
     @property
+    def num_rows(self) -> int:
+        """Requests that can have memory at the same time."""
+        return len(self._table.table)
+
+    @property
     def has_windows(self) -> bool:
         """Whether a cached prefix may be of no use because the window before its end is gone."""
         return self._windows is not None
@@ -121,11 +126,12 @@ class KVMemory:
 
     def needs(self, reqs: Iterable[Req]) -> Reserve:
         """What requests take that have no memory yet, none of it found cached."""
-        slots = window_pages = 0
+        slots = window_pages = rows = 0
         for req in reqs:
             slots += self.pages_up(req.known_len)
             window_pages += self._windows.needs(req.most_tokens) if self._windows is not None else 0
-        return Reserve(slots, window_pages)
+            rows += 1
+        return Reserve(slots, window_pages, rows)
 
     def admit(self, req: Req, reserve: Reserve, *, prefix_limit: int, verified: bool = True) -> bool:
         """Take a row, the cached prefix (at most ``prefix_limit`` tokens) and slots for the rest of the known tokens.
@@ -134,7 +140,7 @@ class KVMemory:
         Sets ``req.hold`` and ``req.computed``, which counts what comes from host memory, too. ``verified`` False for KV
         that a peer will write: the hold's own mark turns True when it has been checked.
         """
-        if self._table.available_size() == 0:
+        if self._table.available_size() <= reserve.rows:
             return False
         match = self._cache.match_prefix(req.token_ids[:prefix_limit], req.msg.extra_key)
         cached = len(match.slots)
@@ -455,15 +461,15 @@ class KVMemory:
 
     def gives(self, reqs: Iterable[Req]) -> Reserve:
         """What would come free if these let go of their memory, at least."""
-        slots = window_pages = 0
-        for req in reqs:
-            slots += self.pages_up(self.private_len(req))
-            window_pages += 0 if self.is_pinned(req) else self.hold_of(req).window.committed
-        return Reserve(slots, window_pages)
+        given = NO_RESERVE
+        for req in (req for req in reqs if not self.is_pinned(req)):
+            slots = self.pages_up(self.private_len(req))
+            given = given.plus(Reserve(slots, self.hold_of(req).window.committed, rows=1))
+        return given
 
     def could_admit(self, req: Req, reserve: Reserve, given: Reserve = NO_RESERVE) -> bool:
         """Whether ``admit`` would do, if ``given`` were free besides. Takes nothing; errs to the side of no."""
-        if self._table.available_size() == 0 and not given.slots:
+        if self._table.available_size() + given.rows <= reserve.rows:
             return False
         windows, short = self._windows, reserve.window_pages + self.end.window_pages_leaving - given.window_pages
         if windows is not None and not windows.can_promise(req.most_tokens, short):

@@ -29,10 +29,15 @@ class PoolSizes(NamedTuple):
 
 
 class Reserve(NamedTuple):
-    """What must stay obtainable for others: slots, and pages to be promised behind windows."""
+    """What must stay obtainable for others: slots, pages to be promised behind windows, and request rows."""
 
     slots: int = 0
     window_pages: int = 0
+    rows: int = 0
+
+    def plus(self, other: Reserve) -> Reserve:
+        """Both together."""
+        return Reserve(self.slots + other.slots, self.window_pages + other.window_pages, self.rows + other.rows)
 
 
 NO_RESERVE = Reserve()

@@ -130,7 +130,7 @@ class StepPlanner:
         """A request that is alone, or first in line with none running, lacks memory that only hand-overs can hold."""
         first = None
         if nothing and not self.running:
-            first = next((r for r in self.claims.eligible(now) if r.route is not Route.INCOMING), None)
+            first = next(self.claims.eligible(now, computing_only=True), None)
         elif nothing and len(self.running) == 1:
             lone = next(iter(self.running.values()))
             first = lone if lone.state is ReqState.RUNNING and lone.wants_tokens and not lone.pending else None

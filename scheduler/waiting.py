@@ -128,17 +128,18 @@ class WaitingQueue:
         """``KVMemory.on_stored``."""
         self.policy.stored(extra_key, tokens, start)
 
-    def order(self) -> Iterator[Req]:
-        """Those that are to be tried, the first one first, found as they are asked for.
+    def order(self, *, computing_only: bool = False) -> Iterator[Req]:
+        """Those that are to be tried, the first one first, found as they are asked for. ``computing_only``: without
+        those whose KV comes from a peer.
 
         Who was given may be removed, or set aside, before the next is asked for; nobody may be added.
         """
         for rank in sorted(self._ranks.keys() | self._retracted.keys()):
             yield from list(self._retracted.get(rank, ()))
             if self.shares is not None:
-                yield from self._in_turn(self._turns.get(rank, []), self.shares)
+                yield from self._in_turn(self._turns.get(rank, []), self.shares, computing_only)
             elif (number := self._lanes.get(_Lane(rank, Tenant()))) is not None:
-                yield from self.policy.order(number)
+                yield from self.policy.order(number, computing_only=computing_only)
 
     def ahead_of(self, req: Req, uncached: int, others: Iterable[Req]) -> list[Req]:
         """Of ``others``, who wait or are begun, those that go before ``req``: see the policy. Shares are left out."""
@@ -154,7 +155,7 @@ class WaitingQueue:
             return self.rank(waiting) < self.rank(begun)
         return self.policy.is_before(waiting, begun)
 
-    def _in_turn(self, turns: list[_Turn], shares: FairShares) -> Iterator[Req]:
+    def _in_turn(self, turns: list[_Turn], shares: FairShares, computing_only: bool) -> Iterator[Req]:
         tried: dict[int, Iterator[Req]] = {}
         over: list[_Turn] = []
         try:
@@ -167,7 +168,7 @@ class WaitingQueue:
                     heapq.heapreplace(turns, first._replace(share=share))
                 else:
                     if first.number not in tried:
-                        tried[first.number] = self.policy.order(first.number)
+                        tried[first.number] = self.policy.order(first.number, computing_only=computing_only)
                     if (req := next(tried[first.number], None)) is not None:
                         yield req
                     else:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -240,10 +241,12 @@ class KVReceivers:
     def on_withdrawn(self, peer: Peer, msg: Withdrawn, now: float) -> None:
         """The prefill has begun, or has not and will wait until it is asked again."""
         receiver = self._known(peer, msg.handover)
-        if receiver is None or receiver.state is not ReceiverState.TRANSFERRING or receiver.begun:
+        if receiver is None or receiver.state is not ReceiverState.TRANSFERRING:
             return
         req, memory = receiver.req, self._scheduler.memory
-        if msg.begun or receiver.newcomer is not None or req.is_ended:
+        if receiver.begun or not self._claims.is_asked_back(req.rid):
+            return
+        if msg.begun:
             self._claims.began(req.rid)
             return
         assert receiver.hold is not None
@@ -254,7 +257,9 @@ class KVReceivers:
         # What its own store has was looked at, and who computes the prompt was decided.
         receiver.store, receiver.decided = StoreStage.OVER, True
         receiver.handover = HandoverId(self._epoch, receiver.handover.room, next(self._attempts))
-        req.state = ReqState.BOOTSTRAPPING
+        req.state, req.foreseen = ReqState.BOOTSTRAPPING, None
+        # The prefill had it in its queue, from when it was asked.
+        req.phases.credit(math.inf, 0.0, 0.0, now)
         req.phases.enter(Phase.QUEUE, now)
         self.withdrawn += 1
         self._queue(receiver, now)

@@ -527,8 +527,11 @@ class KVSenders:
             self._given_up.add(sender.room, reason, self._now)
         if sender.abort_asked:
             peer.send(AbortAck(peer.epoch, handover))
-        else:
-            self._deny(peer, handover, status, reason)
+            return
+        self._deny(peer, handover, status, reason)
+        if sender.withdrawn and sender.req is not None and not peer.gone:
+            # The decode has left that attempt, and its next one is on its way.
+            self._left.add(sender.room, reason, self._now)
 
 
 def _told(counts: list[int]) -> str:

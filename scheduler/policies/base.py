@@ -28,8 +28,9 @@ class SchedulePolicy(ABC):
         """The request waits no longer."""
 
     @abstractmethod
-    def order(self, lane: int) -> Iterator[Req]:
-        """Those in ``lane``, the first to be tried first, found as they are asked for.
+    def order(self, lane: int, *, computing_only: bool = False) -> Iterator[Req]:
+        """Those in ``lane``, the first to be tried first, found as they are asked for. ``computing_only``: without
+        those whose KV comes from a peer, as if they did not wait.
 
         Each once. Whoever was given may be removed before the next is asked for; nobody may be added.
         """

@@ -8,7 +8,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..req import Req
+from ..req import Req, Route
 from .base import SchedulePolicy
 
 
@@ -57,10 +57,11 @@ class ByKey(SchedulePolicy):
         if not line.reqs:
             del self._lines[lane]
 
-    def order(self, lane: int) -> Iterator[Req]:
+    def order(self, lane: int, *, computing_only: bool = False) -> Iterator[Req]:
         """See the base class."""
         line = self._lines.get(lane)
-        return iter(list(line.reqs) if line is not None else ())
+        reqs = list(line.reqs) if line is not None else []
+        return (req for req in reqs if not computing_only or req.route is not Route.INCOMING)
 
 
 class FirstComeFirstServed(ByKey):

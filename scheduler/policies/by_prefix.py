@@ -46,11 +46,15 @@ class ByPrefix(SchedulePolicy):
         """See the base class."""
         self.index.stored(extra_key, tokens, start)
 
-    def order(self, lane: int) -> Iterator[Req]:
+    def order(self, lane: int, *, computing_only: bool = False) -> Iterator[Req]:
         """See the base class."""
         # Nothing is looked at before somebody asks: of thousands of lanes a step may get to one.
-        positions = np.flatnonzero(self.index.lane[self.index.order] == lane)
-        slots = self.index.order[positions]
+        index = self.index
+        is_wanted = index.lane[index.order] == lane
+        if computing_only:
+            is_wanted &= index.computes[index.order]
+        positions = np.flatnonzero(is_wanted)
+        slots = index.order[positions]
         left: Flags = np.ones(len(slots), dtype=np.bool_)
         yield from self._taken(slots, left, self.chooser(slots, positions))
 

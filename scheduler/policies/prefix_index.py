@@ -44,9 +44,9 @@ class PrefixIndex:
     """See the module. Arrays are [capacity], and mean something at the slots that are ``alive`` (bool).
 
     ``matched``: upper bound of the cached prefix (tokens, whole pages). ``lane``: whose turn it shares. ``turn``:
-    ``ReqTimes.turn``. ``length``: known tokens, 0 where a peer computes the prompt. ``order`` [N]: slots by position.
-    ``common`` [N]: tokens (whole pages) that a position's prompt begins with alike as the one behind it; the last one's
-    means nothing.
+    ``ReqTimes.turn``. ``computes`` (bool): no peer computes the prompt. ``length``: known tokens, 0 where one does.
+    ``order`` [N]: slots by position. ``common`` [N]: tokens (whole pages) that a position's prompt begins with alike as
+    the one behind it; the last one's means nothing.
     """
 
     def __init__(self, memory: KVMemory) -> None:
@@ -61,6 +61,7 @@ class PrefixIndex:
         self.alive = np.zeros(FIRST_CAPACITY, dtype=np.bool_)
         self.matched = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         self.length = np.zeros(FIRST_CAPACITY, dtype=np.int64)
+        self.computes = np.zeros(FIRST_CAPACITY, dtype=np.bool_)
         self.lane = np.zeros(FIRST_CAPACITY, dtype=np.int64)
         self.turn = np.zeros(FIRST_CAPACITY, dtype=np.float64)
         self._limit = np.zeros(FIRST_CAPACITY, dtype=np.int64)
@@ -89,7 +90,8 @@ class PrefixIndex:
         slot = self._free.pop()
         self._slot_of[req], self._req_at[slot] = slot, req
         self.alive[slot], self.lane[slot], self.turn[slot] = True, lane, req.times.turn
-        self.length[slot] = req.known_len if req.route is not Route.INCOMING else 0
+        self.computes[slot] = req.route is not Route.INCOMING
+        self.length[slot] = req.known_len if self.computes[slot] else 0
         # What follows the prompt, of one that came from elsewhere, is in nobody's order.
         self._limit[slot] = min(req.longest_reusable_prefix, req.prompt_len) // self._page * self._page
         self.matched[slot], self._confirmed[slot] = self._cached(req, slot), self._memory.losses
@@ -184,5 +186,5 @@ class PrefixIndex:
             return np.concatenate([array, np.zeros(size, dtype=array.dtype)])
 
         self.alive, self.matched, self.length = grown(self.alive), grown(self.matched), grown(self.length)
-        self.lane, self.turn = grown(self.lane), grown(self.turn)
+        self.computes, self.lane, self.turn = grown(self.computes), grown(self.lane), grown(self.turn)
         self._limit, self._confirmed = grown(self._limit), grown(self._confirmed)

@@ -5,18 +5,20 @@ what is reserved, and reservations that are asked back.
 from __future__ import annotations
 
 import random
+import zlib
 
 import msgspec
 import pytest
 from support.sim import SimInstance, make_generate, make_options, reference_output
 from support.sim_pair import SimPair, assert_all_returned, run_until_idle
 from support.world.campaign import Campaign
-from support.world.node import HOST
+from support.world.node import HOST, Node
 
 from pdserve.messages.handover import Abort, Withdraw, Withdrawn
-from pdserve.messages.requests import AbortReq, Bootstrap
-from pdserve.scheduler.claims import STALL_SECONDS
-from pdserve.scheduler.req import Req, ReqState, Route
+from pdserve.messages.outputs import Phase
+from pdserve.messages.requests import AbortReq, Bootstrap, GenerateReq
+from pdserve.scheduler.claims import MOST_OPTIONAL, STALL_SECONDS
+from pdserve.scheduler.req import Foreseen, Req, ReqState, Route
 
 
 def submit(pair: SimPair, rid: str, prompt, room: int = 0, *, legs=("prefill", "decode"), outputs: int = 4, **fields):
@@ -204,6 +206,70 @@ def test_instances_that_swap_their_roles_under_load_do_not_wait_for_each_other(s
     Swaps(seed, ("prefill", "decode"), outputs=(2, 4, 8)).run(60, rate=200.0)
 
 
+class BothWays(Campaign):
+    """Two instances that compute for each other. ``exchange``: each asks the other for a prompt, and the prompts' own
+    legs come when ``release`` says.
+    """
+
+    def __init__(self, seed: int, **rules) -> None:
+        super().__init__(seed, ("unified", "unified"), **rules)
+        self.draw = random.Random(seed)
+        self._late: list[tuple[Node, GenerateReq]] = []
+        self.chance.run(self.world.now + 1)
+        self.exchange("warm", 8, 1)  # they connect
+        self.release()
+        self.chance.run(self.world.now + 2)
+
+    def exchange(self, name: str, length: int, outputs: int) -> None:
+        nodes = self._nodes()
+        for decode, prefill in (nodes, nodes[::-1]):
+            rid, prompt = f"{name}-{decode.epoch}", [self.draw.randrange(97) for _ in range(length)]
+            self.world.answers[rid] = reference_output(prompt, outputs)
+            where = Bootstrap(HOST, prefill.network.bootstrap_port, self.draw.getrandbits(62), leg="decode")
+            message = make_generate(rid, prompt, max_new_tokens=outputs)
+            self._late.append((prefill, self._leg_of(message, msgspec.structs.replace(where, leg="prefill"))))
+            self._admit(decode, self._leg_of(message, where))
+        self.chance.run(self.world.now + 0.02)
+
+    def release(self) -> None:
+        for node, message in self._late:
+            self._admit(node, msgspec.structs.replace(message, arrival=self.world.now))
+        self._late = []
+
+    def _leg_of(self, message: GenerateReq, where: Bootstrap) -> GenerateReq:
+        return msgspec.structs.replace(message, bootstrap=where, arrival=self.world.now)
+
+    def _admit(self, node: Node, message: GenerateReq) -> None:
+        self.submitted[node.epoch, message.rid] = ""
+        node.admit(message)
+
+    def seconds(self) -> float:
+        """Until all is over."""
+        since = self.world.now
+        while any(node.open for node in self._nodes()) and self.world.now < since + 60:
+            self.chance.run(self.world.now + 0.1)
+        self._settle()
+        return self.world.now - since
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_two_that_ask_each_other_for_memory_at_once_do_not_go_on_for_ever(seed: int) -> None:
+    """Each has reserved most of its pool for a prompt that waits behind the other's reservation."""
+    c = BothWays(seed, max_total_tokens=192)
+    c.exchange("large", 120, 4)
+    c.release()
+    assert c.seconds() < 10
+    assert sum(node.manager.receivers.withdrawn for node in c._nodes()) >= 1
+
+
+def test_two_whose_next_hand_over_lacks_memory_for_outputs_do_not_wait_for_each_other() -> None:
+    c = BothWays(1, max_total_tokens=144)
+    c.exchange("first", 40, 100)
+    c.exchange("second", 40, 100)
+    c.release()
+    assert c.seconds() < 10
+
+
 # --- reservations ---
 
 
@@ -358,10 +424,11 @@ def test_a_reservation_that_is_alone_may_be_as_large_as_the_pool() -> None:
     assert claims.grant_incoming(0.0) == [large]
 
 
-def make_req(sim: SimInstance, rid: str, length: int, leg: str) -> Req:
+def make_req(sim: SimInstance, rid: str, length: int, leg: str, outputs: int = 4) -> Req:
     """A request that was taken in."""
     route = Route.OUTGOING if leg == "prefill" else Route.INCOMING
-    return Req.create(make_generate(rid, prompt_of(hash(rid) % 50, length)), route, ReqState.BOOTSTRAPPING, 4, 1)
+    message = make_generate(rid, prompt_of(zlib.crc32(rid.encode()) % 50, length), max_new_tokens=outputs)
+    return Req.create(message, route, ReqState.BOOTSTRAPPING, outputs, 1)
 
 
 def test_optional_claims_hold_nobody_up() -> None:
@@ -411,3 +478,213 @@ def test_a_cycle_that_the_limit_could_not_see_is_broken_and_the_revoked_yield(be
     assert memory.admit(first, claims.reserve(first), prefix_limit=0)
     planner.forget(first.rid)
     assert [req.rid for req in claims.eligible(4.0)][:2] == [victims[-1].rid, victims[-2].rid]
+
+
+def test_reservations_do_not_take_the_last_row_from_a_prompt_for_a_peer() -> None:
+    sim = both_ways(max_total_tokens=512, max_running_requests=3)
+    claims = sim.scheduler.planner.claims
+    claims.came(make_req(sim, "outgoing", 20, leg="prefill"))
+    incoming = [make_req(sim, f"in-{i}", 20, leg="decode") for i in range(3)]
+    for i, req in enumerate(incoming):
+        req.times.turn = i
+        claims.add_incoming(req, 0, optional=False)
+    assert claims.grant_incoming(0.0) == incoming[:2]
+
+
+def test_hand_overs_leave_rows_to_local_requests_that_wait_for_compute() -> None:
+    sim = both_ways(max_total_tokens=512, max_running_requests=3)
+    planner = sim.scheduler.planner
+    for i in range(2):
+        local = make_req(sim, f"local-{i}", 20, leg="prefill")
+        local.route, local.times.turn = Route.LOCAL, i
+        planner.waiting.add(local)
+    incoming = [make_req(sim, f"in-{i}", 20, leg="decode") for i in range(2)]
+    for i, req in enumerate(incoming):
+        req.times.turn = 5 + i
+        planner.claims.add_incoming(req, 0, optional=False)
+    assert planner.claims.grant_incoming(0.0) == incoming[:1]
+
+
+def reserve(sim: SimInstance, count: int, length: int = 30) -> list[Req]:
+    """Reservations whose senders were asked at time 1."""
+    claims = sim.scheduler.planner.claims
+    incoming = [make_req(sim, f"in-{i}", length, leg="decode") for i in range(count)]
+    for i, req in enumerate(incoming):
+        req.times.turn = i
+        claims.add_incoming(req, length, optional=False)
+    assert claims.grant_incoming(1.0) == incoming
+    for req in incoming:
+        claims.requested(req, 1.0)
+    return incoming
+
+
+def wait_outgoing(sim: SimInstance, length: int) -> Req:
+    """A prompt for a peer, which came after them."""
+    req = make_req(sim, "outgoing", length, leg="prefill")
+    req.times.turn = 9
+    sim.scheduler.planner.came(req)
+    sim.scheduler.planner.waiting.add(req)
+    return req
+
+
+def test_a_reservation_that_holds_a_row_and_no_memory_of_its_own_is_asked_back_for_the_row() -> None:
+    sim = both_ways(max_total_tokens=512, max_running_requests=1, page_size=4)
+    planner = sim.scheduler.planner
+    cached = make_req(sim, "cached", 32, leg="decode")
+    cached.msg = msgspec.structs.replace(cached.msg, rid="x")
+    first = make_req(sim, "cached", 32, leg="prefill")
+    assert planner.claims._memory.admit(first, planner.claims.reserve(first), prefix_limit=0)
+    first.computed = 32
+    planner.claims._memory.finish(first)
+    planner.claims.add_incoming(cached, 32, optional=False)
+    assert planner.claims.grant_incoming(1.0) == [cached]
+    assert cached.reused == 32
+    planner.claims.requested(cached, 1.0)
+    wait_outgoing(sim, 20)
+    assert planner.claims.to_revoke(1.0 + 2 * STALL_SECONDS) == [cached]
+
+
+def test_a_sender_that_does_not_answer_is_asked_once_and_others_are_asked_then() -> None:
+    sim = both_ways(max_total_tokens=128, schedule_conservativeness=0.01)
+    incoming = reserve(sim, 4)
+    wait_outgoing(sim, 30)
+    claims, asked, now = sim.scheduler.planner.claims, [], 1.0
+    while len(asked) < 4 and now < 20:
+        now += STALL_SECONDS / 2
+        asked += claims.to_revoke(now)
+    assert sorted(req.rid for req in asked) == [req.rid for req in incoming]
+
+
+def test_each_time_that_a_request_gives_memory_back_it_may_keep_it_longer() -> None:
+    sim = both_ways(max_total_tokens=64, schedule_conservativeness=0.01)
+    (victim,) = reserve(sim, 1, 50)
+    planner = sim.scheduler.planner
+    claims, memory, waits = planner.claims, sim.scheduler.memory, []
+    for _ in range(4):
+        outgoing, since = wait_outgoing(sim, 50), 100.0 * len(waits) + 1
+        now = since
+        while not claims.to_revoke(now):
+            now += STALL_SECONDS / 16
+        waits.append(now - since)
+        memory.finish(victim)
+        claims.revoked(victim)
+        planner.ended(outgoing)
+        assert claims.grant_incoming(since + 100) == [victim]
+        claims.requested(victim, since + 100)
+    for times, wait in enumerate(waits):
+        assert STALL_SECONDS * 2**times <= wait <= STALL_SECONDS * 2 ** (times + 1) + STALL_SECONDS / 16
+
+
+def test_incoming_claims_that_lack_memory_for_outputs_yield_to_a_prompt_for_a_peer() -> None:
+    """Nothing runs here, the reservation is to write a long output, and its peer waits for what is computed here."""
+    sim = both_ways(max_total_tokens=144)
+    claims = sim.scheduler.planner.claims
+    holder, second = (make_req(sim, rid, 40, leg="decode", outputs=100) for rid in ("holder", "second"))
+    for turn, req in enumerate((holder, second)):
+        req.times.turn = turn
+        claims.add_incoming(req, 0, optional=False)
+    assert claims.grant_incoming(1.0) == [holder]
+    claims.requested(holder, 1.0)
+    outgoing = wait_outgoing(sim, 20)
+    assert next(claims.computing(1.5), None) is None
+    assert claims.to_revoke(1.0 + STALL_SECONDS) == []
+    assert next(claims.computing(1.0 + STALL_SECONDS), None) is outgoing
+
+
+def test_nothing_is_granted_to_hand_overs_while_the_only_running_request_lacks_a_page() -> None:
+    sim = both_ways(max_total_tokens=128)
+    claims = sim.scheduler.planner.claims
+    incoming = make_req(sim, "incoming", 30, leg="decode")
+    claims.add_incoming(incoming, 0, optional=False)
+    claims.starved = make_req(sim, "lone", 30, leg="prefill")
+    assert claims.grant_incoming(0.0) == []
+    claims.starved = None
+    assert claims.grant_incoming(0.0) == [incoming]
+
+
+def test_few_optional_claims_that_do_not_fit_are_tried_in_a_turn() -> None:
+    sim = both_ways(max_total_tokens=64)
+    claims = sim.scheduler.planner.claims
+    for i in range(100):
+        claims.add_incoming(make_req(sim, f"optional-{i}", 70, leg="decode"), 0, optional=True)
+    tries: list[Req] = []
+    grant = claims._grant
+    claims._grant = lambda req, passed: tries.append(req) or grant(req, passed)  # type: ignore[method-assign]
+    assert claims.grant_incoming(0.0) == []
+    assert len(tries) == MOST_OPTIONAL
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "dfs-weight", "srpf", "lof"])
+def test_computing_claims_pass_incoming_ones_that_the_limit_holds_up_each_once(policy: str) -> None:
+    sim = both_ways(max_total_tokens=128, schedule_policy=policy)
+    reserve(sim, 2)
+    planner, outgoing = sim.scheduler.planner, []
+    for i in range(6):
+        req = make_req(sim, f"w{i}", 60, leg="decode" if i % 2 else "prefill")
+        req.times.turn = 10 + i
+        if i % 2:
+            planner.claims.add_incoming(req, 0, optional=False)
+        else:
+            planner.came(req)
+            planner.waiting.add(req)
+            outgoing.append(req)
+    assert sorted(req.rid for req in planner.claims.computing(2.0)) == [req.rid for req in outgoing]
+    assert planner.claims.first(2.0) in outgoing
+
+
+# --- what a withdrawal leaves ---
+
+
+def withdrawn() -> SimPair:
+    """``r2`` has given its memory back; the news that it is queued anew has not reached the prefill."""
+    pair = asked_back()
+    while pair.to_prefill:
+        pair.deliver_to_prefill()
+    while pair.to_decode:
+        pair.deliver_to_decode()
+    assert states(pair)["r2"] == "QUEUED"
+    return pair
+
+
+def test_what_waits_in_the_prefills_queue_is_no_transfer_though_it_is_withdrawn() -> None:
+    req = withdrawn().decode.scheduler.reqs["r2"]
+    assert req.phases.spent(Phase.TRANSFER) == 0
+    assert req.phases.spent(Phase.QUEUE, "prefill") >= STALL_SECONDS * 1000
+
+
+def test_nothing_is_learned_from_a_forecast_whose_prompt_was_withdrawn() -> None:
+    pair = asked_back()
+    req = pair.decode.scheduler.reqs["r2"]
+    req.foreseen = Foreseen("prefill", 1.0, 1.0, pair.now)
+    while pair.to_prefill:
+        pair.deliver_to_prefill()
+    while pair.to_decode:
+        pair.deliver_to_decode()
+    assert req.foreseen is None
+
+
+def test_an_answer_that_nobody_asked_for_takes_no_memory_back() -> None:
+    pair = reserved(SimPair(max_total_tokens=80))
+    receiver = next(r for r in pair.decode.receivers.rooms.values() if r.req.rid == "r1")
+    pair.to_decode.append(Withdrawn("decode", receiver.handover, begun=False))
+    while pair.to_decode:
+        pair.deliver_to_decode()
+    assert states(pair)["r1"] == "TRANSFERRING"
+    assert pair.decode.receivers.withdrawn == 0
+
+
+def test_a_prefill_whose_client_leaves_between_two_attempts_tells_the_next_one() -> None:
+    """It has the name of the attempt before, which the decode has left."""
+    pair = withdrawn()
+    pair.prefill.scheduler.abort(AbortReq("r2", "gone"))
+    began = pair.now
+    for _ in range(20):
+        pair.advance()
+        while pair.to_prefill:
+            pair.deliver_to_prefill()
+        while pair.to_decode:
+            pair.deliver_to_decode()
+    assert "r2" not in pair.decode.scheduler.reqs
+    assert pair.now - began < 1
+    run_until_idle(pair, random.Random(6))
+    assert_all_returned(pair)
