@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from support.sim import VOCAB, make_generate, reference_output
+from support.sim import VOCAB, reference_output
 from support.world.campaign import Campaign, Slot
 from support.world.node import HOST, Node
-from support.world.world import Violation
 
+from pdserve.messages.outputs import ReqError
 from pdserve.messages.requests import Bootstrap, GenerateReq
+from pdserve.messages.worker import ForwardStep
 
 from .features import Features, Prompts
-from .judges import make_judges
+from .judges import JUDGES
+from .requests import RequestMaker
 
-PRIORITIES = (0, 0, 0, 5, 50)
-KEYS = ("A", "B", "C")
-USERS = ("", "x", "y")
+DRAIN_SECONDS = 20.0
+"""An instance that drains is ended then, whatever is left."""
+LOOK_SECONDS = 0.3
+"""Between two looks at whether it is drained."""
+STOP_SECONDS = 0.3
+"""A stop string is found within this time."""
 
 
 class MixedCampaign(Campaign):
@@ -33,12 +40,11 @@ class MixedCampaign(Campaign):
         self.features = features
         self.prompts = prompts
         self.extra = random.Random(seed * 7 + 1)
-        self._traits: dict[str, dict[str, Any]] = {}
-        """Fields of a request that both of its legs have."""
+        self.events: Counter[str] = Counter()
+        """What happened to instances, beside faults."""
+        self._requests = RequestMaker(features, self.extra)
+        self._judges = [judge(self) for judge in JUDGES]
         super().__init__(seed, modes, **rules)
-        self.judges = make_judges(self)
-        for node in self.nodes:
-            node.turned = self._after_turn
 
     # --- what judges see ---
 
@@ -56,36 +62,34 @@ class MixedCampaign(Campaign):
         """See ``judges.Case``."""
         return [rid for n in self.nodes for rid in n.open if self.submitted.get((n.epoch, rid)) == ""]
 
+    def fate(self, node: Node, rid: str) -> str:
+        """See ``judges.Case``."""
+        return self.submitted[node.epoch, rid]
+
     def longest_wait(self) -> float:
         """Return the longest time from a request's arrival to its first token or its end, in seconds.
 
         Requests to which something was done are left out, and so are instances that have died.
         """
-        return max(
-            (
-                seconds
-                for node in self.nodes
-                for rid, seconds in node.waits.items()
-                if self.submitted.get((node.epoch, rid)) == ""
-            ),
-            default=0.0,
-        )
+        waits = ((node.epoch, rid, seconds) for node in self.nodes for rid, seconds in node.waits.items())
+        return max((seconds for epoch, rid, seconds in waits if self.submitted.get((epoch, rid)) == ""), default=0.0)
 
     def run(self, handovers: int, rate: float = 60.0) -> None:
         """See ``Campaign``."""
         super().run(handovers, rate)
-        for judge in self.judges:
+        for judge in self._judges:
             judge.at_end()
-
-    def _after_turn(self, node: Node) -> None:
-        for judge in self.judges:
-            judge.after_turn(node)
 
     def _start(self, slot: Slot) -> None:
         super()._start(slot)
-        if hasattr(self, "judges"):  # the first instances start before there are any
-            assert slot.node is not None
-            slot.node.turned = self._after_turn
+        assert slot.node is not None
+        slot.node.turned = self._after_turn
+        if self.features.bad_logits:
+            slot.node.spoils = self._spoil
+
+    def _after_turn(self, node: Node) -> None:
+        for judge in self._judges:
+            judge.after_turn(node)
 
     # --- requests ---
 
@@ -99,65 +103,157 @@ class MixedCampaign(Campaign):
         self._prompts.append(prompt)
         return prompt[: kind.longest]
 
-    def _traits_of(self, rid: str) -> dict[str, Any]:
-        """Return the fields of a request, drawn at its first leg."""
-        if rid not in self._traits:
-            drawn: dict[str, Any] = {}
-            if self.features.priorities:
-                drawn |= {
-                    "priority": self.extra.choice(PRIORITIES),
-                    "key_name": self.extra.choice(KEYS),
-                    "user": self.extra.choice(USERS),
-                }
-            self._traits[rid] = drawn
-        return self._traits[rid]
-
     def _leg(
         self, node: Node, rid: str, prompt: list[int], room: int, port: int, max_new_tokens: int, fate: str
     ) -> None:
-        self.submitted[node.epoch, rid] = fate
-        self._legs.setdefault(room, []).append((node.epoch, rid))
         # The router says which leg an instance is meant to be: its role may change before the request arrives.
         leg = "prefill" if node.network.bootstrap_port == port else "decode"
         where = Bootstrap(HOST, port, room, vouched=node.sealed, leg=leg)
-        self._post(node, self._request(rid, prompt, max_new_tokens, where), f"room {room}")
+        messages = self._requests.messages(rid, prompt, max_new_tokens, where)
+        for msg in messages:
+            self.world.answers[msg.rid] = self.world.answers[rid]
+            self.submitted[node.epoch, msg.rid] = fate or self._deadline(msg)
+            self._legs.setdefault(room, []).append((node.epoch, msg.rid))
+        self._post(node, messages, f"room {room}")
+        if leg == "decode":
+            self._may_stop(node, rid)
         if self.extra.random() < self.features.local:
-            self._local(node, f"local-{rid}-{node.epoch}", self._traits_of(rid))
+            self._local(node, f"local-{rid}-{node.epoch}")
 
-    def _local(self, node: Node, rid: str, traits: dict[str, Any]) -> None:
+    def _local(self, node: Node, rid: str) -> None:
         """Send an instance a request that is computed there alone."""
         prompt, max_new_tokens = self._prompt(), self.rng.choice(self._outputs)
         self.world.answers[rid] = reference_output(prompt, max_new_tokens)
-        self._traits[rid] = traits
-        self.submitted[node.epoch, rid] = ""
-        self._post(node, self._request(rid, prompt, max_new_tokens, None), "local")
+        msg = self._requests.local(rid, prompt, max_new_tokens)
+        self.submitted[node.epoch, rid] = self._deadline(msg)
+        self._post(node, [msg], "local")
+        self._may_stop(node, rid)
 
-    def _request(self, rid: str, prompt: list[int], max_new_tokens: int, bootstrap: Bootstrap | None) -> GenerateReq:
-        msg = make_generate(rid, prompt, max_new_tokens=max_new_tokens)
-        return msgspec.structs.replace(msg, bootstrap=bootstrap, **self._traits_of(rid))
+    def _post(self, node: Node, messages: list[GenerateReq], what: str) -> None:
+        rid, room = messages[0].rid, messages[0].bootstrap.room if messages[0].bootstrap is not None else None
 
-    def _post(self, node: Node, msg: GenerateReq, what: str) -> None:
         def arrive() -> None:
-            if node.alive:
-                node.admit(msgspec.structs.replace(msg, arrival=self.world.now))
+            if not node.alive:
+                return
+            if node.scheduler.draining:
+                self._touch(rid, room, "refused by an instance that drains")
+            for msg in messages:
+                for judge in self._judges:
+                    judge.arrives(node, msg)
+            node.admit(*(msgspec.structs.replace(msg, arrival=self.world.now) for msg in messages))
 
-        self.world.post(("client", msg.rid, node.epoch), f"{node.epoch} gets {msg.rid} ({what})", arrive)
+        self.world.post(("client", rid, node.epoch), f"{node.epoch} gets {rid} ({what})", arrive)
+
+    def _may_stop(self, node: Node, rid: str) -> None:
+        if self.extra.random() >= self.features.stops:
+            return
+
+        def post() -> None:
+            self.world.post(("client", rid, node.epoch), f"{node.epoch} finds a stop string in {rid}", stop)
+
+        def stop() -> None:
+            if node.alive:
+                node.stop(rid)
+
+        self.chance.after(self.extra.random() * STOP_SECONDS, post)
+
+    # --- what excuses an error ---
+
+    def _deadline(self, msg: GenerateReq) -> str:
+        return "has a deadline" if msg.timeout_s else ""
+
+    def _touch(self, rid: str, room: int | None, fate: str) -> None:
+        """Something was done to a request that may fail all of its legs."""
+        legs = [leg for leg in self.submitted if leg[1] == rid] if room is None else self._legs[room]
+        self.submitted |= {leg: fate for leg in legs if not self.submitted[leg]}
+
+    def _is_excused(self, error: ReqError, fate: str) -> bool:
+        # Both legs are told the reason.
+        is_spoilt = bool(self.features.bad_logits) and "not finite" in error.message
+        return is_spoilt or super()._is_excused(error, fate)
 
     # --- what happens to instances ---
 
     def _submit(self) -> None:
         super()._submit()
-        if self.extra.random() < self.features.role_swaps:
+        features, extra = self.features, self.extra
+        if extra.random() < features.role_swaps:
             self._swap_roles()
+        for rate, event in (
+            (features.role_changes, self._change_role),
+            (features.flushes, self._flush),
+            (features.drains, self._drain),
+        ):
+            able = [slot for slot in self._slots if slot.node is not None and not slot.leaving]
+            if able and extra.random() < rate:
+                event(extra.choice(able))
 
     def _swap_roles(self) -> None:
         """Each prefill becomes a decode and each decode a prefill, in the middle of whatever they do."""
         for slot in self._slots:
-            if slot.node is None or slot.mode == "unified":
+            if slot.node is not None and slot.mode != "unified":
+                slot.mode = "decode" if slot.mode == "prefill" else "prefill"
+                self._order_role(slot.node, slot.mode)
+
+    def _change_role(self, slot: Slot) -> None:
+        assert slot.node is not None
+        self._order_role(slot.node, self.extra.choice(("unified", "prefill", "decode")))
+
+    def _order_role(self, node: Node, role: Any) -> None:
+        def change() -> None:
+            # An instance that drains has withdrawn, and must not register again.
+            if node.alive and not node.scheduler.draining:
+                node.change_role(role)
+
+        self.events["roles"] += 1
+        self.world.post(("client", "admin", node.epoch), f"{node.epoch} becomes {role}", change)
+
+    def _flush(self, slot: Slot) -> None:
+        assert slot.node is not None
+        self.events["flushes"] += 1
+        slot.node.scheduler.memory.flush()
+
+    def _spoil(self, step: ForwardStep) -> list[int]:
+        entries = len(step.rows) // 4
+        if not entries or self.extra.random() >= self.features.bad_logits:
+            return []
+        self.events["bad logits"] += 1
+        return [self.extra.randrange(entries)]
+
+    def _drain(self, slot: Slot) -> None:
+        node = slot.node
+        assert node is not None
+        self.events["drains"] += 1
+        slot.leaving = True
+        self._touch_rooms(node, is_unlinked, "its peer drains")
+        node.drain([(HOST, other.bootstrap_port) for other in self._slots if other is not slot])
+        self._look_drained(slot, node, self.world.now + DRAIN_SECONDS)
+
+    def _look_drained(self, slot: Slot, node: Node, until: float) -> None:
+        """End an instance that is drained, or late."""
+        if slot.node is not node:
+            return  # it has crashed meanwhile
+        if node.scheduler.reqs and self.world.now < until:
+            self.chance.after(LOOK_SECONDS, functools.partial(self._look_drained, slot, node, until))
+            return
+        self._touch_rooms(node, lambda node, rid: rid in node.open, "its peer has drained")
+        self._crash(slot, node)
+
+    def _touch_rooms(self, node: Node, concerns: Callable[[Node, str], bool], fate: str) -> None:
+        """Something was done to an instance. It may fail the hand-overs that have a leg there, and one that
+        ``concerns`` says of.
+        """
+        lives = {n.epoch: n for n in self.nodes}
+        for room, legs in self._legs.items():
+            if all(epoch != node.epoch for epoch, _ in legs):
                 continue
-            slot.mode = "decode" if slot.mode == "prefill" else "prefill"
-            change = functools.partial(slot.node.change_role, slot.mode)
-            self.world.post(("client", "role", slot.node.epoch), f"{slot.node.epoch} becomes a {slot.mode}", change)
+            if any(concerns(lives[epoch], rid) for epoch, rid in legs if epoch in lives):
+                self._touch("", room, fate)
 
 
-__all__ = ["MixedCampaign", "Violation"]
+def is_unlinked(node: Node, rid: str) -> bool:
+    """Return whether a leg has not found its peer yet: it can't once that has withdrawn its registration."""
+    if (node.epoch, rid) in node.world.ends:
+        return False
+    req = node.scheduler.reqs.get(rid)
+    return req is None or (req.hold is None and not req.times.ready)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .mixes import Mix
+from .instances import Mix
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Tally:
     seconds: float = 0.0
     """Time that it took here."""
     outcomes: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
 
 
@@ -59,6 +60,7 @@ def play(name: str, mix: Mix, seed: int, tally: Tally) -> Failure | None:
     else:
         tally.handovers += report.handovers
         tally.outcomes += report.outcomes
+        tally.events += report.events
         tally.longest_wait = max(tally.longest_wait, report.longest_wait)
     tally.seconds += time.monotonic() - begin
     return failure
@@ -67,7 +69,8 @@ def play(name: str, mix: Mix, seed: int, tally: Tally) -> Failure | None:
 def described(error: Exception) -> str:
     """Return an exception's kind, text and place in one line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {str(error)[:600]}"
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__} at {Path(frame.filename).name}:{frame.lineno}: {str(error)[:600]}{notes}"
 
 
 def table(tallies: Iterable[tuple[str, Tally]]) -> str:

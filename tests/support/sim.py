@@ -22,7 +22,7 @@ from pdserve.messages.kv_debug import HashPages, PagesHashed
 from pdserve.messages.outputs import ReqError, ReqTokens, TokenBatch, TokenLogprob
 from pdserve.messages.requests import Bootstrap, GenerateReq, LogprobOptions, StopReq
 from pdserve.messages.sampling import SamplingParams
-from pdserve.messages.worker import ForwardStep, SlotDelta, StepResult, WorkerReady
+from pdserve.messages.worker import ForwardStep, KVLayout, SlotDelta, StepResult, WorkerReady
 from pdserve.model_runner.page_hasher import PageHasher
 from pdserve.runtime.options import ServerOptions
 from pdserve.scheduler.outbox import Outbox
@@ -206,6 +206,14 @@ class SimWorker:
         """The KV of each group of the layout, by slot."""
         return [self.kv] if self.windowed is None else [self.kv, self.windowed.kv]
 
+    def hashed(self, message: HashPages, layout: KVLayout) -> PagesHashed:
+        """Do what ``PoolHasher`` does."""
+        hashes = []
+        for group, (pages, pool) in enumerate(zip(message.pages, self.pools(), strict=True)):
+            held = pool.view(np.uint8).reshape(-1, self.page_size * 8)
+            hashes.append(PageHasher(layout, group).hash_all(pages, held.__getitem__))
+        return PagesHashed(message.id, hashes)
+
     def run(self, step: ForwardStep) -> StepResult:
         """One forward pass."""
         self.wants_logprobs |= {row.row: row.logprobs is not None for row in step.new_rows}
@@ -317,12 +325,7 @@ class SimInstance:
         return True
 
     def _hash(self, message: HashPages) -> None:
-        """What ``PoolHasher`` does."""
-        hashes = []
-        for group, (pages, pool) in enumerate(zip(message.pages, self.worker.pools(), strict=True)):
-            held = pool.view(np.uint8).reshape(-1, self.options.page_size * 8)
-            hashes.append(PageHasher(self.scheduler.worker.layout, group).hash_all(pages, held.__getitem__))
-        self.scheduler.memory.debug.on_hashed(PagesHashed(message.id, hashes), self.now)
+        self.scheduler.memory.debug.on_hashed(self.worker.hashed(message, self.scheduler.worker.layout), self.now)
 
     def on_command(self, message: Message) -> None:
         """A transfer command; a plain instance sends none."""

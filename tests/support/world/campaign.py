@@ -16,7 +16,7 @@ from pdserve.messages.moves import ReqMoved
 from pdserve.messages.outputs import FinishType, ReqError
 from support.sim import NO_WINDOW, VOCAB, SimWindow, make_options, reference_output
 from support.sim_machine import Curve
-from support.world.node import Node
+from support.world.node import Node, Stopped
 from support.world.timed import Chance
 from support.world.world import Channel, Violation, World
 
@@ -51,13 +51,15 @@ class Slot:
     node: Node | None = None
     lives: int = 0
     frozen_until: dict[str, float] = field(default_factory=dict)
+    leaving: bool = False
+    """Whether its instance drains: no further leg is sent there."""
 
 
 class Campaign:
     """``modes``: one instance for each. ``faults``, ``moves`` of running requests, and pools that get another size
     (``resizes``): how many, on average, for a hundred hand-overs. ``outputs``: how many tokens are asked for.
-    ``machine``: see ``Node``; what prompts will take is foreseen from it then. ``options``: of all instances, beyond
-    ``OPTIONS``.
+    ``mishaps``: whether some legs are lost, some rooms are used twice, and some clients leave. ``machine``: see
+    ``Node``; what prompts will take is foreseen from it then. ``options``: of all instances, beyond ``OPTIONS``.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Campaign:
         moves: float = 0.0,
         resizes: float = 0.0,
         outputs: tuple[int, ...] = (1, 2, 3, 6, 12),
+        mishaps: bool = True,
         lets_go: bool = False,
         hostile: bool = False,
         window: SimWindow = NO_WINDOW,
@@ -87,6 +90,7 @@ class Campaign:
         self._move_rate = moves / 100
         self._resize_rate = resizes / 100
         self._outputs = outputs
+        self._mishaps = mishaps
         self._options = options | ({"max_total_tokens_limit": max(SIZES)} if resizes else {})
         self.moves: Counter[str] = Counter()
         """How they went."""
@@ -134,6 +138,7 @@ class Campaign:
     def _start(self, slot: Slot) -> None:
         slot.lives += 1
         slot.frozen_until.clear()
+        slot.leaving = False
         options = make_options(**(OPTIONS | self._options | {"disaggregation_mode": slot.mode}))
         epoch = f"{slot.mode[0]}{slot.bootstrap_port - 9000}.{slot.lives}"
         sealed = bool(self._options.get("return_kv"))
@@ -178,11 +183,12 @@ class Campaign:
 
     def _submit(self) -> None:
         rng = self.rng
-        senders = [s for s in self._slots if s.node is not None and s.mode != "decode"]
+        able = [s for s in self._slots if s.node is not None and not s.leaving]
+        senders = [s for s in able if s.mode != "decode"]
         if not senders:
             return
         sender = rng.choice(senders)
-        receivers = [s for s in self._slots if s.node is not None and s.mode != "prefill" and s is not sender]
+        receivers = [s for s in able if s.mode != "prefill" and s is not sender]
         if not receivers:
             return
         receiver = rng.choice(receivers)
@@ -192,19 +198,19 @@ class Campaign:
         self.world.answers[rid] = reference_output(prompt, max_new_tokens)
         room = rng.getrandbits(63)
         fate = ""
-        if self._rooms and rng.random() < 0.02:
+        if self._mishaps and self._rooms and rng.random() < 0.02:
             room, fate = rng.choice(self._rooms[-20:]), "a room used twice"
             # Legs meet by the room: those of the one before may find one of these.
             self.submitted |= {leg: fate for leg in self._legs[room] if not self.submitted[leg]}
         self._rooms.append(room)
         legs = [sender, receiver]
-        if rng.random() < 0.03:
+        if self._mishaps and rng.random() < 0.03:
             legs.remove(rng.choice(legs))
             fate = "one leg"
         for slot in legs:
             assert slot.node is not None
             self._leg(slot.node, rid, prompt, room, sender.bootstrap_port, max_new_tokens, fate)
-        if rng.random() < 0.08:
+        if self._mishaps and rng.random() < 0.08:
             slot = rng.choice(legs)
             assert slot.node is not None
             for other in legs:
@@ -393,6 +399,8 @@ class Campaign:
                 self.outcomes["died with its instance"] += 1
             elif isinstance(end, ReqMoved):
                 self.outcomes["moved"] += 1
+            elif isinstance(end, Stopped):
+                self.outcomes["stopped"] += 1
             elif isinstance(end, ReqError):
                 self.outcomes[f"error {end.status}"] += 1
                 if not self._is_excused(end, fate):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import msgspec
@@ -20,10 +20,11 @@ from pdserve.disaggregation.transfer.engine import TransferEngine
 from pdserve.disaggregation.transfer.pages import PageGroup
 from pdserve.messages.base import Message
 from pdserve.messages.channel import encode
+from pdserve.messages.kv_debug import HashPages, PagesHashed
 from pdserve.messages.memory import PoolTrimmed, ResizeReq, ResizeResult, TrimPool
 from pdserve.messages.moves import MigrateReq, MigrateResult, ReqArrived, ReqMoved
 from pdserve.messages.outputs import FinishType, ReqError, ReqTokens, TokenBatch
-from pdserve.messages.requests import AbortReq, Bootstrap, GenerateReq
+from pdserve.messages.requests import AbortReq, Bootstrap, GenerateReq, StopReq
 from pdserve.messages.worker import ForwardStep, PagesVerified, StepResult, TransferEvent
 from pdserve.runtime.options import DisaggregationMode
 from pdserve.scheduler import scheduler as scheduler_module
@@ -35,7 +36,7 @@ from pdserve.scheduler.pool_resize import PoolResize
 from pdserve.scheduler.req import Req
 from pdserve.scheduler.scheduler import Scheduler
 from support.phases import phases_problem
-from support.sim import NO_WINDOW, Sent, SimWindow, SimWorker, make_generate, make_worker_ready
+from support.sim import NO_WINDOW, Sent, SimWindow, SimWorker, logprob_of, make_generate, make_worker_ready
 from support.sim_machine import Curve, measured_by, shape_of
 from support.world.sim_backend import SimBackend, SimRegion
 from support.world.sim_port import SimPort
@@ -43,6 +44,12 @@ from support.world.world import Violation, World
 
 HOST = "127.0.0.1"
 COST_MODEL = CostModel([], 0.0)
+
+
+class Stopped(NamedTuple):
+    """The end of a request in whose output the detokenizer found a stop string."""
+
+    rid: str
 
 
 class SimNetwork:
@@ -204,8 +211,13 @@ class Node:
         """When requests came, by the clock of their account of phases."""
         self.waits: dict[str, float] = {}
         """Seconds from a request's arrival to its first token or, if that comes first, to its end."""
+        self.ended_at: dict[str, float] = {}
         self.forks: set[str] = set()
         """Further answers to a prompt. The prefill leg of a fork ends without a token."""
+        self.scored: set[str] = set()
+        """Requests whose answer has the log-probability of each token."""
+        self.spoils: Callable[[ForwardStep], list[int]] = lambda step: []
+        """Returns the entries of a step whose logits are not finite."""
         self.turned: Callable[[Node], None] = lambda node: None
         """Called after each turn of the scheduler's loop."""
         self.open: set[str] = set()
@@ -247,7 +259,24 @@ class Node:
             self.arrivals[msg.rid] = self.world.now
             if msg.fork_of:
                 self.forks.add(msg.rid)
+            if msg.logprobs is not None:
+                self.scored.add(msg.rid)
             self.scheduler.admit_message(msg, self.world.now)
+        self.turn()
+
+    def stop(self, rid: str) -> None:
+        """Let the detokenizer find a stop string in what was told, if the request is still open."""
+        self.scheduler.now = self.world.now
+        if rid in self.open and self.tokens.get(rid):
+            self.scheduler.stop(StopReq(rid))
+            self._ended(rid, Stopped(rid))
+        self.turn()
+
+    def drain(self, to: list[tuple[str, int]]) -> None:
+        """Do what SIGTERM does: take nothing in, and move what runs to the instances at these bootstrap addresses."""
+        self.scheduler.draining = True
+        self.manager.withdraw()
+        self.manager.move_all(to)
         self.turn()
 
     def change_role(self, role: DisaggregationMode) -> None:
@@ -272,7 +301,7 @@ class Node:
         self.scheduler.abort(AbortReq(rid))
         self.turn()
 
-    def on_event(self, event: StepResult | TransferEvent | PoolTrimmed) -> None:
+    def on_event(self, event: StepResult | TransferEvent | PoolTrimmed | PagesHashed) -> None:
         """News from the worker."""
         if not self.alive:
             return
@@ -281,6 +310,9 @@ class Node:
             self.scheduler.on_step_result(event, self.world.now)
         elif isinstance(event, PoolTrimmed):
             self.pool_resize.on_trimmed(event)
+        elif isinstance(event, PagesHashed):
+            assert self.scheduler.memory.debug is not None
+            self.scheduler.memory.debug.on_hashed(event, self.world.now)
         else:
             self.mismatches += isinstance(event, PagesVerified) and not event.ok
             self.manager.on_transfer_event(event, self.world.now)
@@ -294,6 +326,7 @@ class Node:
             return
         if isinstance(message, ForwardStep):
             result = self.sim_worker.run(message)
+            result.bad_entries = self.spoils(message)
             if self._machine is not None:
                 result.forward_ms = self._machine(shape_of(message))
             self._emit(result)
@@ -302,6 +335,8 @@ class Node:
             self.work()
         elif isinstance(message, TrimPool):
             self._trim(message)
+        elif isinstance(message, HashPages):
+            self._emit(self.sim_worker.hashed(message, self.scheduler.worker.layout))
         else:
             self.engine.submit(message)
             self.work()
@@ -365,6 +400,9 @@ class Node:
             raise Violation(f"{self.epoch}: {item.rid} goes on after its end")
         tokens = self.tokens.setdefault(item.rid, [])
         tokens.extend(item.token_ids)
+        said = item.logprobs if item.logprobs is not None else []
+        if (item.rid in self.scored or said) and said != [logprob_of(token) for token in item.token_ids]:
+            raise Violation(f"{self.epoch}: wrong log-probabilities of {item.token_ids} of {item.rid}: {said}")
         if tokens:
             self._waits_no_more(item.rid)
         expected = self.world.answers[item.rid]
@@ -389,6 +427,7 @@ class Node:
             raise Violation(f"{self.epoch}: {rid} ended twice")
         self.open.remove(rid)
         self._waits_no_more(rid)
+        self.ended_at[rid] = self.world.now
         self.world.ends[self.epoch, rid] = how
 
     def _waits_no_more(self, rid: str) -> None:
