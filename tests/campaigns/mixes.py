@@ -6,6 +6,7 @@
 - One feature by itself, with a pair of roles (``*-pair``) and with equals (``*-equals``), at a bearable load.
 - ``all-*``: every feature at once.
 - ``any``: instances, options, features and load are drawn as well.
+- ``tiers``: one instance with host memory and a store behind its pool, and everything but hand-overs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from .instances import (
     Instances,
     Mix,
 )
+from .tiered import Tiered
 
 LOCAL = Features(local=0.3)
 RANKED = Features(local=0.3, priorities=True)
@@ -120,4 +122,10 @@ def combined(name: str, modes: tuple[str, ...]) -> dict[str, Instances]:
     }
 
 
-MIXES: dict[str, Mix] = {**bursts(), **combined("pair", PAIR), **combined("equals", EQUALS), "any": Drawn()}
+MIXES: dict[str, Mix] = {
+    **bursts(),
+    **combined("pair", PAIR),
+    **combined("equals", EQUALS),
+    "any": Drawn(),
+    "tiers": Tiered(),
+}
