@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -286,3 +287,10 @@ def pd_pair(
         for server in (prefill, decode, router):
             server.wait_healthy()
         yield Pair(prefill, decode, router)
+
+
+def ignored_signals(pid: int) -> set[int]:
+    """The signals that a process ignores."""
+    told = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    bits = int(re.findall(r"SigIgn:\s*(\w+)", told)[0], 16)
+    return {number for number in signal.valid_signals() if bits >> (number - 1) & 1}

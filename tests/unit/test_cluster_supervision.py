@@ -11,6 +11,7 @@ import httpx
 import psutil
 import pytest
 from support.machine import limit
+from support.processes import ignored_signals
 
 INSTANCE = """
 import http.server, sys
@@ -80,7 +81,8 @@ class Up:
     """A running cluster whose output is read line by line."""
 
     def __init__(self, instance=INSTANCE, max_restarts=5, router=INSTANCE, instances=1):
-        argv = [sys.executable, "-u", "-c", DRIVER, instance, router, str(max_restarts), str(instances)]
+        driver = [sys.executable, "-u", "-c", DRIVER, instance, router, str(max_restarts), str(instances)]
+        argv = ["sh", "-c", """trap '' HUP; exec "$0" "$@" """, *driver]  # as nohup does
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process = subprocess.Popen(argv, **pipes)
         self.lines = []
@@ -120,6 +122,7 @@ def up():
 def test_a_dead_process_is_started_again_on_its_port_and_one_signal_ends_all(up):
     cluster = up()
     cluster.until("Ctrl-C stops everything")
+    assert signal.SIGHUP in ignored_signals(cluster.process.pid)
     port = cluster.ports()[0]
     victim = cluster.child(port)
     victim.kill()

@@ -13,7 +13,7 @@ from uvicorn.server import ServerState
 
 from pdserve.runtime.web import limited_protocol
 from pdserve.runtime.web.limited_protocol import BODY_SECONDS, HEAD_SECONDS, SEND_SECONDS, LimitedProtocol
-from pdserve.runtime.web.sending import CHECKS, KERNEL_SEND_BYTES, limit_socket
+from pdserve.runtime.web.sending import CHECKS, KERNEL_SEND_BYTES, RESET_ON_CLOSE, limit_socket
 
 HEAD = b"POST / HTTP/1.1\r\nhost: a\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
@@ -50,8 +50,8 @@ class Loop:
 
 
 class Transport(asyncio.Transport):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, sock: socket.socket | None = None) -> None:
+        super().__init__({"socket": sock})
         self.written = b""
         self.closed = ""
         self.waiting = 0
@@ -82,8 +82,8 @@ class Transport(asyncio.Transport):
 class Connection:
     """One connection to an app that reads its request and then answers when ``go_on`` is set."""
 
-    def __init__(self) -> None:
-        self.loop, self.transport = Loop(), Transport()
+    def __init__(self, sock: socket.socket | None = None) -> None:
+        self.loop, self.transport = Loop(), Transport(sock)
         self.go_on = asyncio.Event()
         config = uvicorn.Config(self._app, interface="asgi3", log_config=None)
         self.protocol = LimitedProtocol(config, ServerState(), {}, self.loop)  # type: ignore[arg-type]
@@ -319,17 +319,45 @@ def test_a_full_buffer_is_watched_while_the_answer_goes_on() -> None:
     with_connection(run)
 
 
+def test_a_client_that_takes_no_error_is_disconnected_too() -> None:
+    async def run(connection: Connection) -> None:
+        connection.transport.waiting = 100
+        await connection.feed(b"no request\r\n\r\n")
+        assert connection.transport.written.startswith(b"HTTP/1.1 400")
+        for _ in range(CHECKS):
+            fire_sending(connection)
+        assert connection.transport.closed == "aborted"
+
+    with_connection(run)
+
+
+def test_a_client_that_takes_nothing_is_reset() -> None:
+    async def run(_: Connection) -> None:
+        with socket.socket() as sock:
+            connection = Connection(sock)
+            await answered_slowly(connection)
+            for _ in range(CHECKS):
+                fire_sending(connection)
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_LINGER, len(RESET_ON_CLOSE)) == RESET_ON_CLOSE
+
+    with_connection(run)
+
+
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux alone has it")
 def test_the_kernel_is_told_the_same() -> None:
-    class Connected(Transport):
-        def get_extra_info(self, name: str, default: Any = None) -> Any:
-            return sock if name == "socket" else default
+    async def run(_: Connection) -> None:
+        with socket.socket() as sock, socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_SEND_BYTES)
+            Connection(sock)
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * SEND_SECONDS
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            # The kernel doubles what it is told, up to a limit of its own.
+            limited = other.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == limited
+            limit_socket(Transport(sock), 2.5)
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2500
 
-    with socket.socket() as sock:
-        limit_socket(Connected(), 2.5)
-        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 2500
-        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 2 * KERNEL_SEND_BYTES
+    with_connection(run)
 
 
 def test_connections_that_wait_for_a_head_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

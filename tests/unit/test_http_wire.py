@@ -18,6 +18,10 @@ from support.machine import limit
 from support.router_rig import FLOOD_EVENTS, Rig
 from support.served_app import serving
 
+from pdserve.router.options import RouterOptions
+from pdserve.runtime.options import ServerOptions
+from pdserve.runtime.web.server import server_config
+
 BODY = b'{"text": "a", "stream": true, "sampling_params": {"max_new_tokens": 2}}'
 TIME_LIMIT = limit(10.0)
 DONE = b"data: [DONE]\n\n"
@@ -233,6 +237,15 @@ def test_an_idle_connection_is_kept_as_long_as_the_option_says(front: Any) -> No
         writer.close()
 
     front(check, keep_alive_timeout=0.05)
+
+
+def test_uvicorn_is_given_the_option_and_not_its_own_five_seconds() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("nobody asks")
+
+    for options in (ServerOptions, RouterOptions):
+        assert server_config(app, options(keep_alive_timeout=33.5)).timeout_keep_alive == 33.5
+        assert options().keep_alive_timeout > 60  # that of most proxies
 
 
 def test_more_requests_than_the_limit_are_refused_and_polls_are_not() -> None:

@@ -16,11 +16,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.fake_engine import FakeEngine, with_engine
 
+from pdserve.router.options import RouterOptions
 from pdserve.runtime.logs import JsonFormatter, TextFormatter
+from pdserve.runtime.options import ServerOptions
 from pdserve.runtime.refusal_log import LINES
 from pdserve.runtime.web import proxies
 from pdserve.runtime.web.moved_answer import TICKET, read_ticket
 from pdserve.runtime.web.proxies import TrustedProxies, parse_address
+from pdserve.runtime.web.server import server_config
 
 FORGED = "x\n23:59:59 I [http:1] FORGED \x1b[2J\r\u202e\u2028"
 TICKET_OF = {
@@ -191,6 +194,7 @@ def test_proxies_may_be_reached_by_ipv6_and_as_ipv4_within_it() -> None:
 
 
 @settings(deadline=None)
+@example("fe80::1%\x1b[2J")
 @given(st.one_of(hostile, st.from_regex(r"[0-9a-f:.%\[\]\n]{0,20}")))
 def test_what_passes_for_an_address_is_printed_as_one(text: str) -> None:
     address = parse_address(text)
@@ -208,3 +212,5 @@ def test_no_server_lets_uvicorn_believe_headers() -> None:
         text = (Path(proxies.__file__).parents[2] / file).read_text()
         assert "server_config(" in text
         assert "uvicorn.Config" not in text
+    for options in (ServerOptions(), RouterOptions()):
+        assert not server_config(FakeEngine().app, options).proxy_headers

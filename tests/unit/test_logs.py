@@ -61,3 +61,25 @@ def test_a_traceback_stays_in_the_object_and_behind_the_line() -> None:
     first, *rest = TextFormatter("p").format(failed).splitlines()
     assert first.endswith("it failed rid=abc")
     assert rest[-1] == "ValueError: broken"
+
+
+FORGED = "x\n12:00:00 I [p] forged\x1b[2J\u2028\x9b"
+
+
+def test_text_stays_on_its_line_whatever_it_says() -> None:
+    for forged in (record(FORGED), record("%s", FORGED), record("it", rid=FORGED)):
+        assert TextFormatter("p").format(forged).isprintable()
+    served = REQUEST_ID.set(FORGED)
+    try:
+        assert TextFormatter("p").format(record("it")).isprintable()
+    finally:
+        REQUEST_ID.reset(served)
+
+
+def test_a_traceback_has_no_control_characters_but_its_line_ends() -> None:
+    try:
+        raise ValueError("\x1b[2J\r\u2028")
+    except ValueError:
+        failed = record("it failed")
+        failed.exc_info = sys.exc_info()
+    assert all(line.isprintable() for line in TextFormatter("p").format(failed).split("\n"))

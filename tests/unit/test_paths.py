@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,12 @@ MAY = {
     Access.METRICS: {"user", "admin"},
     Access.USER: {"user", "admin"},
     Access.ADMIN: {"admin"},
+}
+NOT_THE_USERS = {
+    Access.OPEN: {"/health", "/readyz", "/livez", "/moved"},
+    Access.METRICS: {"/metrics", "/metrics/targets"},
+    Access.ADMIN: {"/transfers", "/flush_cache", "/kv/resize", "/kv/hashes", "/migrate", "/drain", "/role"}
+    | {"/release_memory_occupation", "/resume_memory_occupation"},
 }
 ERROR_FIELDS = {"message", "type", "code", "param", "status"}
 
@@ -86,7 +93,13 @@ def is_error(answer: httpx.Response, status: int) -> bool:
     if answer.request.method == "HEAD":
         return answer.status_code == status
     error = answer.json()["error"]
-    return (answer.status_code, error["status"], error.keys()) == (status, status, ERROR_FIELDS)
+    kind = "permission_error" if status == 403 else "invalid_request_error"  # as OpenAI
+    return (answer.status_code, error["status"], error["type"], error.keys()) == (status, status, kind, ERROR_FIELDS)
+
+
+def test_what_others_see_is_the_admins_and_what_is_open_is_named_here() -> None:
+    for access, paths in NOT_THE_USERS.items():
+        assert {facts.path for facts in PATHS if facts.access is access} == paths
 
 
 def test_who_may_do_what(keys: dict[str, str]) -> None:
@@ -160,6 +173,18 @@ def test_metrics_are_open_where_that_is_asked_for(keys: dict[str, str]) -> None:
             assert (await client.get("/v1/models")).status_code == 401
 
     on_both(check, metrics_without_key=True, **keys)
+
+
+def test_both_log_the_client_that_a_trusted_proxy_tells(caplog: pytest.LogCaptureFixture) -> None:
+    async def check(front: Front) -> None:
+        caplog.clear()
+        async with front.http(**{"x-forwarded-for": "9.9.9.9"}) as client:
+            assert (await client.get("/v1/models")).status_code == 200
+        [line] = [record.getMessage() for record in caplog.records if record.name == "pdserve.access"]
+        assert line.startswith("9.9.9.9 ")
+
+    with caplog.at_level(logging.INFO, "pdserve.access"):
+        on_both(check, trusted_proxies="127.0.0.1")
 
 
 @pytest.mark.parametrize("facts", PATHS, ids=lambda facts: facts.path)

@@ -20,6 +20,7 @@ from pdserve.model_files.model_limits import ModelLimits
 from pdserve.runtime.web.aside import Aside
 from pdserve.server.http import engine_response, large_bodies, request_batch
 from pdserve.server.http.large_bodies import MAX_TEXT_PARTS, MAX_TOKEN_IDS, parse_in_pieces
+from pdserve.server.http.parsing import parse_json
 from pdserve.server.http.request_batch import SLICE_CHOICES
 from pdserve.server.request_tokenizer import RequestTokenizer
 
@@ -224,7 +225,7 @@ def test_lists_of_lists_are_parsed_one_by_one(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(large_bodies.orjson, "loads", record)
     data = orjson.dumps({"input_ids": [list(range(100))] * 50})
-    assert len(parse_in_pieces(data)["input_ids"]) == 50
+    assert len(parse_json(data, is_large=True)["input_ids"]) == 50
     assert max(sizes) < len(data) // 40
 
 

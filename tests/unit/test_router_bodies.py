@@ -38,8 +38,9 @@ def test_both_legs_share_the_clients_bytes():
         assert json.loads(b"".join(pieces))["text"] == "x" * MIB
 
 
+@pytest.mark.parametrize("fields", [{}, {"bootstrap_host": "written anew without it"}])
 @pytest.mark.parametrize("by_a_pair", [True, False])
-def test_a_stream_holds_its_body_once(by_a_pair):
+def test_a_stream_holds_its_body_once(by_a_pair, fields):
     @scenario()
     async def run(rig):
         first, second = await rig.instance("stream_then_hang"), await rig.instance("stream_then_hang")
@@ -47,9 +48,10 @@ def test_a_stream_holds_its_body_once(by_a_pair):
         prompt = "x" * 4 * MIB
         tracemalloc.start()
         try:
-            async with client.stream("POST", "/generate", json={"text": prompt, "stream": True}) as response:
+            async with client.stream("POST", "/generate", json={"text": prompt, "stream": True, **fields}) as response:
                 await anext(response.aiter_raw())
-                assert held_by_the_router() < 1.5 * len(prompt)
+                # What is written anew may be in a block half as long again.
+                assert held_by_the_router() < 1.75 * len(prompt)
         finally:
             tracemalloc.stop()
 

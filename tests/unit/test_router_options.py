@@ -26,9 +26,12 @@ def test_bootstrap_ports_follow_their_urls():
         {"worker": ["http://a"], "retries_after_crash": -1},
         {"worker": ["http://a"], "max_held_body_bytes": 2**20},
         {"worker": ["http://a"], "retry_window": -0.1},
-        {"worker": ["http://a"], "health_check_interval": 0.0},
-        {"worker": ["http://a"], "first_byte_timeout": 0.0},
-        {"worker": ["http://a"], "send_timeout": 0.0},
+        {"worker": ["http://a"], "max_body_bytes": 0},
+        *(
+            {"worker": ["http://a"], name: 0.0}
+            for name in ("health_check_interval", "health_check_timeout", "hang_timeout", "connect_timeout")
+        ),
+        *({"worker": ["http://a"], f"{name}_timeout": 0.0} for name in ("first_byte", "idle", "send", "keep_alive")),
     ],
 )
 def test_what_cannot_work_is_refused(options):

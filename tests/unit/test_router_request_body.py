@@ -245,3 +245,9 @@ def test_no_body_at_all_has_no_fields():
 )
 def test_how_long_a_prompt_is_guessed_to_be(fields, tokens):
     assert RequestBody.parse(json.dumps(fields).encode()).prompt_tokens == tokens
+
+
+def test_text_is_measured_in_bytes():
+    """Chinese has one character to a token, about, and three bytes to a character."""
+    body = json.dumps({"text": "\u6f22" * 400}, ensure_ascii=False).encode()
+    assert RequestBody.parse(body).prompt_tokens == 301
