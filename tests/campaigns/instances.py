@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+from unittest.mock import patch
 
 from support.sim import SimWindow
 from support.sim_machine import Machine
+
+from pdserve.scheduler import claims
+from pdserve.scheduler.claims import STALL_SECONDS
 
 from .features import PLAIN, QUARTERS, Features, Prompts
 from .mixed_campaign import MixedCampaign
@@ -72,10 +76,13 @@ class Instances:
     """Hand-overs a second."""
     rules: dict[str, Any] = field(default_factory=dict)
     """Arguments of ``Campaign``, and options of all instances."""
+    stall_seconds: float = STALL_SECONDS
+    """After how long reservations are asked back: with less than the product's second there are many withdrawals."""
 
     def play(self, seed: int, length: int | None = None) -> Report:
         """See ``Mix``."""
         handovers = length or self.handovers
         campaign = MixedCampaign(seed, self.modes, self.features, self.prompts, **self.rules)
-        campaign.run(handovers, self.rate)
+        with patch.object(claims, "STALL_SECONDS", self.stall_seconds):
+            campaign.run(handovers, self.rate)
         return Report(handovers, campaign.outcomes, campaign.events + campaign.faults, campaign.longest_wait())

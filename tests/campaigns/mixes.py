@@ -122,8 +122,29 @@ def combined(name: str, modes: tuple[str, ...]) -> dict[str, Instances]:
     }
 
 
+def withdrawals() -> dict[str, Instances]:
+    """Return mixes of instances that compute for each other and ask memory back from each other, by name."""
+    ranked = {"enable_priority_scheduling": True, "outputs": LONG_OUTPUTS}
+
+    def mix(features: Features = RANKED, modes: tuple[str, ...] = EQUALS, **rules: Any) -> Instances:
+        return Instances(modes, features, QUARTERS, 60, 300.0, ranked | rules, stall_seconds=0.01)
+
+    swapped = Features(local=0.2, priorities=True, role_swaps=0.1)
+    return {
+        "withdrawals-priorities": mix(),
+        "withdrawals-moves-returned-kv": mix(moves=30, return_kv=True),
+        "withdrawals-role-swaps": mix(swapped, ONE_PAIR),
+        "withdrawals-windows": mix(window=WINDOW),
+        "withdrawals-few-rows": mix(PLAIN, EQUALS[:2], max_running_requests=2),
+        "withdrawals-resizes": mix(resizes=15),
+        "withdrawals-choice": mix(disaggregation_threshold="auto"),
+        "withdrawals-long-outputs": mix(PLAIN, outputs=(30, 60, 100), max_total_tokens=160),
+    }
+
+
 MIXES: dict[str, Mix] = {
     **bursts(),
+    **withdrawals(),
     **combined("pair", PAIR),
     **combined("equals", EQUALS),
     "any": Drawn(),
