@@ -46,7 +46,11 @@ WAIT_BASE, WAIT_PER_KILOTOKEN = 0.25, 0.1
 LEAST_WAIT = 0.05
 """Seconds that the policy "auto" waits for a fetch that should be sooner: a busy machine is late by as much."""
 Worth = Callable[[int], float]
-FOR_EVER: Worth = lambda tokens: LONGEST_WAIT  # noqa: E731
+
+
+def as_long_as_any(tokens: int) -> float:
+    """Whatever the tokens are, they are worth the longest wait."""
+    return LONGEST_WAIT
 
 
 class Fetch(NamedTuple):
@@ -184,7 +188,7 @@ class StoreLink:
     # --- to be read ---
 
     def prefetch(
-        self, rid: str, hashes: list[bytes], now: float, worth: Worth = FOR_EVER, most_wait: float = LONGEST_WAIT
+        self, rid: str, hashes: list[bytes], now: float, worth: Worth = as_long_as_any, most_wait: float = LONGEST_WAIT
     ) -> None:
         """The request waits from now on, and nobody here has these, in a row behind what somebody has. ``worth``: for
         how many seconds so many tokens are worth waiting for; ``most_wait``: seconds, whatever the policy allows.

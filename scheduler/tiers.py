@@ -53,7 +53,7 @@ from ..runtime.options import ServerOptions
 from .copy_pace import CopyPace
 from .page_names import PageNames
 from .req import Req
-from .store_link import FOR_EVER, StoreLink, Worth
+from .store_link import StoreLink, Worth, as_long_as_any
 from .tier_counts import NOTHING_BEYOND, TierCounts
 
 SELECTIVE_HITS = 2
@@ -204,7 +204,7 @@ class KVTiers:
 
     # --- store → host ---
 
-    def prefetch(self, req: Req, cached: int, now: float, worth: Worth = FOR_EVER) -> None:
+    def prefetch(self, req: Req, cached: int, now: float, worth: Worth = as_long_as_any) -> None:
         """Ask the store for what neither pool nor host have of a request that has just come. ``worth``: seconds that
         computing so many tokens takes.
         """
