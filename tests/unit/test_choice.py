@@ -30,7 +30,7 @@ class Fixed:
     def __init__(self, ms: float = 0.0, uncached: int = 0) -> None:
         self.here_ms, self.tokens = ms, uncached
 
-    def ms(self, req: Req, uncached: int, now: float, expected: Load = NOTHING) -> float:
+    def first_token_ms(self, req: Req, uncached: int, now: float, expected: Load = NOTHING) -> float:
         return self.here_ms
 
     def uncached(self, req: Req) -> int:
