@@ -31,7 +31,8 @@ reservations. A cycle of instances that wait for each other has, on each of them
 outgoing request: a computing claim that a peer's reservation waits for. Two rules exclude it:
 
 1. *Transfer limit.* While outgoing requests live here, a reservation is granted only if it, all other reservations and
-   the largest outgoing request fit into the pool together, or if it is the only one.
+   the largest outgoing request fit into the pool together (slots, request rows and window pages), or if it is the only
+   one.
 2. *Revocation.* The limit can't see an outgoing request that comes later, nor a large local one before it. So a
    reservation that has made no progress for its ``patience`` is asked back if that makes the first computing claim
    fit. The sender gives it back unless it has begun, in which case it belongs to (b). The claim is queued again where
@@ -104,8 +105,9 @@ class Claims:
         """Of incoming claims: how many tokens may come from the prefix cache."""
         self._optional: set[str] = set()
         self._yields: dict[str, Req] = {}
-        """Whom a request stands back for whose reservation was asked back."""
+        """For each request whose reservation was asked back: the request that needs the memory."""
         self._held_for: Req | None = None
+        """The computing request for which all incoming claims stand back."""
         self._held_until = -math.inf
         self._revocations: dict[str, int] = {}
         """How often a request has given its memory back."""
@@ -164,14 +166,14 @@ class Claims:
         yield from (req for req in self.eligible(now, computing_only=True) if req not in before)
 
     def first(self, now: float) -> Req | None:
-        """The claim that holds up all others, None where none does."""
+        """Return the request whose claim is to be granted next, None where nothing waits."""
         req = self._first_needed(now)
         if req is None or req.route is not Route.INCOMING or self._is_within_limit(req):
             return req
         return next(self.eligible(now, computing_only=True), None)
 
     def _first_needed(self, now: float) -> Req | None:
-        """The first claim that somebody depends on."""
+        """Return the first eligible request whose claim is not optional."""
         return next((req for req in self.eligible(now) if req.rid not in self._optional), None)
 
     def reserve(self, req: Req, without: Collection[Reservation] = ()) -> Reserve:
@@ -213,7 +215,7 @@ class Claims:
         return granted
 
     def requested(self, req: Req, now: float) -> None:
-        """The sender was asked for the KV."""
+        """Note that the sender was asked for the KV of this reservation."""
         self._reservations[req.rid].since = now
 
     def began(self, rid: str) -> None:
@@ -223,12 +225,12 @@ class Claims:
             self._yields.pop(rid, None)
 
     def is_asked_back(self, rid: str) -> bool:
-        """Whether the sender is to say if it has begun."""
+        """Return whether a request to give this reservation back is unanswered."""
         reservation = self._reservations.get(rid)
         return reservation is not None and reservation.asked_back
 
     def landed(self, rid: str) -> None:
-        """The request runs here now."""
+        """Drop the reservation: the KV has landed, and the request runs here now."""
         self._reservations.pop(rid, None)
 
     def to_revoke(self, now: float) -> list[Req]:
@@ -287,7 +289,7 @@ class Claims:
         return self._waiting.rank(one.req) > rank or now - one.since >= one.patience
 
     def _patience(self, req: Req) -> float:
-        """See ``Reservation.patience``, and "Why nobody waits for ever"."""
+        """Return the next ``Reservation.patience`` of the request, in seconds."""
         times = self._revocations.get(req.rid, 0)
         chance: float = xxhash.xxh3_64_intdigest(f"{times} {req.rid}".encode()) / 2**64
         return STALL_SECONDS * (1 + chance) * (1 << min(times, MOST_DOUBLINGS))
@@ -307,7 +309,10 @@ class Claims:
         return True
 
     def _is_within_limit(self, req: Req, without: Collection[Reservation] = ()) -> bool:
-        """Rule 1. ``without``: as if these were given back."""
+        """Return whether the transfer limit (rule 1 of the module) allows this reservation.
+
+        ``without``: reservations to leave out, as if they were given back.
+        """
         if not self._outgoing:
             return True
         memory = self._memory
