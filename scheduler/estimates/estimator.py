@@ -83,7 +83,7 @@ class Estimator:
     # --- what is learned ---
 
     def turns_came(self, count: int, now: float) -> None:
-        """So many requests got memory since this was last said."""
+        """Note that ``count`` requests were admitted since the last call."""
         self._queue.came(count, now, waited=len(self._planner.waiting) > 0)
 
     def step_done(self, step: InFlightStep, result: StepResult, now: float) -> None:
@@ -102,5 +102,5 @@ class Estimator:
         self._pace.step_done(step.foresight, result.forward_ms, now)
 
     def catch_up(self) -> None:
-        """What can wait until a turn's messages have left."""
+        """Do the learning that can wait until the messages of this turn are sent."""
         self.model.catch_up()

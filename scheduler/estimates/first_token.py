@@ -1,4 +1,7 @@
-"""How long a prompt would take here: what a decode asks its prefill and itself to choose between the two."""
+"""Estimates the time to the first token of a request, if its prompt is computed on this instance.
+
+A decode asks its prefill and itself, and chooses the sooner of the two.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from ..step_builder import InFlightStep
 from .cost_model import CostModel
 
 MOST_AHEAD = 256
-"""So many that wait are looked at."""
+"""Maximum number of waiting requests that an estimate looks at; the rest is extrapolated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Prompts to be computed, and the tokens of them that are."""
+    """An amount of work: a number of prompts and of their tokens that are not computed yet."""
 
     prompts: int = 0
     tokens: int = 0
@@ -35,7 +38,7 @@ NOTHING = Load()
 
 
 class FirstTokenForecast:
-    """Foresees by the plan of the steps (``planner.py``) and their cost, as they would be if nobody else came."""
+    """Estimates from the planner's rules and the cost of steps, as if no other request came."""
 
     def __init__(
         self, planner: StepPlanner, memory: KVMemory, model: CostModel, in_flight: Sequence[InFlightStep]

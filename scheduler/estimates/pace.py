@@ -1,4 +1,4 @@
-"""How fast one more request would decode here: what a router compares instances by."""
+"""Estimates the time per output token that one more request would get here. Routers compare instances by it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .cost_model import CostModel
 from .step_shape import StepShape
 
 MEMORY_SECONDS = 10.0
-"""Prompts come in bursts: over so long their share of the time is averaged."""
+"""Time constant of the average share of time that prompts take, as prompts come in bursts."""
 MOST_SHARE = 0.9
 MORE = 8
-"""So many more requests at once show what each costs."""
+"""Number of additional requests whose estimated cost is divided into the cost of one."""
 PIECE = 256
-"""Prompt tokens that wait are foreseen in pieces of so many."""
+"""Length of the pieces in which the time of waiting prompts is estimated, in tokens."""
 
 
 class PaceMeter:
-    """Watches which share of the time goes into prompts, and foresees the steps of what decodes here.
+    """Measures the share of time that prompts take, and estimates the decode steps.
 
-    ``reqs``: all that live. ``max_tokens``: how long one of them may become.
+    ``reqs``: all live requests. ``max_tokens``: maximum length of a request, in tokens.
     """
 
     def __init__(self, planner: StepPlanner, model: CostModel, reqs: Mapping[str, Req], max_tokens: int) -> None:
