@@ -91,7 +91,7 @@ class VirtualInstance:
         self.now = 1.0
 
     def run(self, jobs: list[Job]) -> None:
-        """Until all are over. Raises ``BenchError`` where one is refused."""
+        """Run until all jobs have ended. Raises ``BenchError`` if one is refused."""
         start = self.now
         todo = deque(jobs)
         while todo or not self.scheduler.is_idle:

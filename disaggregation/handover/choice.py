@@ -36,12 +36,12 @@ class Prospects(NamedTuple):
     lag: Callable[[int], float]
 
     def sooner(self, tokens: int, pages: int) -> float:
-        """By the sooner of the two ways."""
+        """Return the milliseconds to the first token and its KV, on the instance that is sooner."""
         return min(self.here(tokens), self.there + self.lag(pages))
 
 
 class _Prefill:
-    """What was learned of one: its first tokens by its forecasts, and its KV behind them by pages, in milliseconds."""
+    """Corrections learned for one prefill: of its forecasts of first tokens, and of the KV's delay by pages (ms)."""
 
     def __init__(self) -> None:
         self.first_token = Line(1.0)
@@ -49,7 +49,7 @@ class _Prefill:
 
 
 class _Place:
-    """The books on one of the two."""
+    """Statistics of prompts computed in one of the two places."""
 
     def __init__(self) -> None:
         self.counts = PlaceCounts()
@@ -69,7 +69,7 @@ class _Place:
 
 
 class Choice:
-    """Decides, and keeps the books. ``asks``: whether a prefill's forecast is needed."""
+    """Decides which instance computes a prompt. ``asks``: whether that needs the prefill's forecast."""
 
     def __init__(self, threshold: str, estimator: Estimator) -> None:
         self.asks = threshold == "auto"

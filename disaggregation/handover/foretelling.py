@@ -19,7 +19,7 @@ class Foretelling:
         self._estimator = estimator
         self._tiers = tiers
         self.expected = NOTHING
-        """Of prompts whose decodes have been told, and have neither asked for the KV nor declined."""
+        """Work that may still come: prompts with a forecast whose decode has not chosen yet."""
 
     def tell(self, sender: KVSender, now: float) -> None:
         """Answer the decode that asks for ``sender``'s room, if one does and both legs are here; not before the store

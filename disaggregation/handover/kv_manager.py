@@ -260,7 +260,7 @@ class KVManager:
         return max(1, self._interval_ms // LOOKS) if self._peers.active else IDLE_TIMEOUT_MS
 
     def info(self) -> dict[str, Any]:
-        """For /server_info."""
+        """Return the ``disaggregation`` object of ``/server_info``."""
         ports = {"bootstrap_port": self._network.bootstrap_port, "control_port": self._network.port.port}
         sent, received = self.senders.counts(), self.receivers.counts()
         return ports | {
