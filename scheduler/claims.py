@@ -84,8 +84,10 @@ class Reservation:
     """Whether the sender computes or sends, or did so before it was asked."""
     patience: float
     """Seconds without progress after which it may be asked back for a claim of its own rank."""
-    since: float = math.inf
-    """When its sender was asked for the KV, or to give it back (``time.monotonic()``); infinity before."""
+    since: float
+    """When it was granted, its sender was asked for the KV, or to give it back, whichever was last
+    (``time.monotonic()``).
+    """
     asked_back: bool = False
     """Whether the sender was asked to give it back, and has not answered that it has begun."""
 
@@ -204,11 +206,11 @@ class Claims:
                 if not left or passed.slots > self._memory.obtainable:
                     break
             elif req.rid in self._optional:
-                if optional_left and self._grant(req, passed):
+                if optional_left and self._grant(req, passed, now):
                     granted.append(req)
                 elif optional_left:
                     optional_left -= 1
-            elif self._is_within_limit(req) and self._grant(req, passed):
+            elif self._is_within_limit(req) and self._grant(req, passed, now):
                 granted.append(req)
             else:
                 break
@@ -300,12 +302,12 @@ class Claims:
         self._revocations[req.rid] = self._revocations.get(req.rid, 0) + 1
         self._waiting.add(req)
 
-    def _grant(self, req: Req, passed: Reserve) -> bool:
+    def _grant(self, req: Req, passed: Reserve, now: float) -> bool:
         reserve = self.reserve(req).plus(passed)
         if not self._memory.admit(req, reserve, prefix_limit=self._prefix_limits[req.rid], verified=False):
             return False
         self._waiting.remove(req.rid)
-        self._reservations[req.rid] = Reservation(req, req.rid in self._optional, self._patience(req))
+        self._reservations[req.rid] = Reservation(req, req.rid in self._optional, self._patience(req), now)
         return True
 
     def _is_within_limit(self, req: Req, without: Collection[Reservation] = ()) -> bool:

@@ -149,14 +149,16 @@ class KVReceivers:
     def on_forecast(self, peer: Peer, msg: Forecast) -> None:
         """So long it would take there, says the prefill."""
         receiver = self._known(peer, msg.handover)
-        if receiver is not None and not receiver.decided and receiver.state is ReceiverState.PREALLOCATED:
+        # A room that was asked to give its memory back keeps the forecast: a prefill makes one for each room.
+        states = (ReceiverState.QUEUED, ReceiverState.PREALLOCATED)
+        if receiver is not None and not receiver.decided and receiver.state in states:
             receiver.there_ms = msg.ms
 
     def _decide(self, receiver: KVReceiver, now: float) -> None:
         """Who computes the prompt, once it is known what our own store gives of it."""
         if receiver.store is StoreStage.NEW:
             self.store_first.look(receiver, now)
-            if not receiver.decided:
+            if not receiver.decided and receiver.there_ms is None:
                 receiver.peer.send(ForecastRequest(receiver.peer.epoch, receiver.handover))
         if (there_ms := receiver.there_ms) is None and not receiver.decided:
             return
@@ -235,7 +237,12 @@ class KVReceivers:
         """Let go of memory that other requests need and no prefill has begun to use."""
         for req in self._claims.to_revoke(now):
             receiver = self._of(req)
-            if receiver is not None and receiver.state is ReceiverState.TRANSFERRING and receiver.peer.readable:
+            if receiver is None:
+                continue
+            if receiver.state is ReceiverState.PREALLOCATED:  # the prefill does not know its pages
+                self.store_first.start_over(receiver)
+                self._queue_again(receiver, now)
+            elif receiver.state is ReceiverState.TRANSFERRING and receiver.peer.readable:
                 receiver.peer.send(Withdraw(receiver.peer.epoch, receiver.handover))
 
     def on_withdrawn(self, peer: Peer, msg: Withdrawn, now: float) -> None:
@@ -243,24 +250,30 @@ class KVReceivers:
         receiver = self._known(peer, msg.handover)
         if receiver is None or receiver.state is not ReceiverState.TRANSFERRING:
             return
-        req, memory = receiver.req, self._scheduler.memory
+        req = receiver.req
         if receiver.begun or not self._claims.is_asked_back(req.rid):
             return
         if msg.begun:
             self._claims.began(req.rid)
             return
-        assert receiver.hold is not None
         self._revoke(receiver)
-        memory.finish(req)
-        memory.unpin(receiver.hold)
-        receiver.hold, receiver.pages, receiver.expects, req.computed = None, [], False, 0
         # What its own store has was looked at, and who computes the prompt was decided.
         receiver.store, receiver.decided = StoreStage.OVER, True
         receiver.handover = HandoverId(self._epoch, receiver.handover.room, next(self._attempts))
-        req.state, req.foreseen = ReqState.BOOTSTRAPPING, None
+        req.foreseen = None
         # The prefill had it in its queue, from when it was asked.
         req.phases.credit(math.inf, 0.0, 0.0, now)
         req.phases.enter(Phase.QUEUE, now)
+        self._queue_again(receiver, now)
+
+    def _queue_again(self, receiver: KVReceiver, now: float) -> None:
+        """Free the memory of a room that no prefill may write to, and queue its claim."""
+        req, memory = receiver.req, self._scheduler.memory
+        assert receiver.hold is not None
+        memory.finish(req)
+        memory.unpin(receiver.hold)
+        receiver.hold, receiver.pages, receiver.expects, req.computed = None, [], False, 0
+        req.state = ReqState.BOOTSTRAPPING
         self.withdrawn += 1
         self._queue(receiver, now)
         self._claims.revoked(req)

@@ -67,6 +67,12 @@ class StoreFirst:
             self._after_fetch(receiver, now)
         return receiver.store is not StoreStage.OVER
 
+    def start_over(self, receiver: KVReceiver) -> None:
+        """Forget a look or fetch that is under way: the room has lost its memory, and is looked up when it has some."""
+        if receiver.store is not StoreStage.OVER:
+            self._over(receiver)
+            receiver.store = StoreStage.NEW
+
     def held(self, receiver: KVReceiver) -> HeldTokens | None:
         """What the decode has itself of a prompt whose KV it asks for; None without tiers."""
         if self._scheduler.tiers is None:

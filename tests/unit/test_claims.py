@@ -14,7 +14,7 @@ from support.sim_pair import SimPair, assert_all_returned, run_until_idle
 from support.world.campaign import Campaign
 from support.world.node import HOST, Node
 
-from pdserve.messages.handover import Abort, Withdraw, Withdrawn
+from pdserve.messages.handover import Abort, Forecast, Withdraw, Withdrawn
 from pdserve.messages.outputs import Phase
 from pdserve.messages.requests import AbortReq, Bootstrap, GenerateReq
 from pdserve.scheduler.claims import MOST_OPTIONAL, STALL_SECONDS
@@ -370,6 +370,37 @@ def test_memory_is_asked_back_also_where_the_clients_leg_has_not_come() -> None:
     assert_all_returned(pair)
 
 
+@pytest.mark.parametrize("answers", [False, True], ids=["leg missing", "forecast under way"])
+def test_a_reservation_that_waits_for_a_forecast_is_asked_back(answers: bool) -> None:
+    """The prefill makes none before the client's leg is there, and makes one only."""
+    pair = SimPair(max_total_tokens=48, disaggregation_threshold="auto", enable_priority_scheduling=True)
+    submit(pair, "r1", prompt_of(1), room=1, legs=("prefill", "decode") if answers else ("decode",))
+    for _ in range(3):
+        pair.advance()
+        while pair.to_prefill:
+            pair.deliver_to_prefill()
+    assert states(pair) == {"r1": "PREALLOCATED"}
+    submit(pair, "local", prompt_of(2, 40), priority=50)
+    pair.now += STALL_SECONDS
+    pair.advance()
+    assert states(pair) == {"r1": "QUEUED"}
+    pair.decode.scheduler.check_invariants()
+    forecasts = [message for message in pair.to_decode if isinstance(message, Forecast)]
+    assert len(forecasts) == answers
+    while pair.to_prefill or pair.to_decode:
+        (pair.deliver_to_prefill if pair.to_prefill else pair.deliver_to_decode)()
+    assert (pair.decode.receivers.rooms[1].there_ms is not None) == answers
+    for _ in range(20):
+        pair.decode.plan()
+        pair.decode.work()
+    assert "local" in pair.decode.ends
+    if not answers:
+        submit(pair, "r1", prompt_of(1), room=1, legs=("prefill",))
+    run_until_idle(pair)
+    assert pair.decode.tokens["r1"] == reference_output(prompt_of(1), 4)
+    assert_all_returned(pair)
+
+
 def test_what_an_earlier_attempt_was_told_does_nothing_to_the_next() -> None:
     """Its question and the sender's answer name it, and come again."""
     pair = asked_back()
@@ -609,7 +640,7 @@ def test_few_optional_claims_that_do_not_fit_are_tried_in_a_turn() -> None:
         claims.add_incoming(make_req(sim, f"optional-{i}", 70, leg="decode"), 0, optional=True)
     tries: list[Req] = []
     grant = claims._grant
-    claims._grant = lambda req, passed: tries.append(req) or grant(req, passed)  # type: ignore[method-assign]
+    claims._grant = lambda req, *args: tries.append(req) or grant(req, *args)  # type: ignore[method-assign]
     assert claims.grant_incoming(0.0) == []
     assert len(tries) == MOST_OPTIONAL
 
