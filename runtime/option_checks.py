@@ -239,6 +239,11 @@ def _schedule(options: ServerOptions) -> Iterator[str]:
     budget = options.itl_budget_ms
     if budget is not None and not (budget >= 0 and math.isfinite(budget)):
         yield f"--itl-budget-ms is {budget:g}: it is a time in milliseconds, like 40, or 0 for no budget"
+    target = options.ttft_target_ms
+    if target is not None and not (target >= 0 and math.isfinite(target)):
+        yield f"--ttft-target-ms is {target:g}: it is a time in milliseconds, like 3000, or 0 for no target"
+    if target and budget == 0:
+        yield "--ttft-target-ms raises what --itl-budget-ms allows, and that is switched off: drop one of the two"
     if uncut and budget:
         yield "--itl-budget-ms cuts prompts, and --chunked-prefill-size -1 forbids it: drop one of the two"
     if options.schedule_policy in ("lpm", "dfs-weight") and options.disable_radix_cache:

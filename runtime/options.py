@@ -162,12 +162,16 @@ class ServerOptions:
         Time that a step in which requests decode should take with the prompt tokens that ride along, in milliseconds;
         or 1.5 times what the decodes take alone, where that is more. How many tokens that is, is learned while serving.
         0 switches it off, as --chunked-prefill-size -1 does. Default 40 on cpu, 0 on cuda.
+    ttft_target_ms
+        Time to the first token that requests should not exceed, in milliseconds. Where the request that has waited
+        longest is expected to exceed it, a step with prompts may take up to 6 times what one of a single token takes,
+        even if that is more than --itl-budget-ms. 0 switches it off. Default 3000 on cpu, 0 on cuda.
     schedule_policy
         Order of waiting requests: fcfs (first come, first served; prompts of a batch as if 0.1 s apart), srpf (shortest
-        remaining prefill first, between pieces of longer prompts too, none of which waits for what comes later than 8
+        remaining prefill first, between pieces of longer prompts too, none of which waits for what comes later than 20
         times its own time behind it), lpm (longest cached prefix first), dfs-weight (the same depth first, where most
         requests share a prefix), lof (longest output first), random (by random_seed), priority (fcfs within each
-        priority, with --enable-priority-scheduling implied). auto takes srpf in prefill mode, else fcfs.
+        priority, with --enable-priority-scheduling implied). auto takes fcfs in decode mode, else srpf.
     enable_priority_scheduling
         Let the "priority" of requests count before the policy: higher values first, without it 0.
     schedule_low_priority_values_first
@@ -385,6 +389,7 @@ class ServerOptions:
     chunked_prefill_size: int | None = None
     mixed_chunk_size: int | None = None
     itl_budget_ms: float | None = None
+    ttft_target_ms: float | None = None
     schedule_policy: Literal["auto", "fcfs", "srpf", "lpm", "dfs-weight", "lof", "random", "priority"] = "auto"
     enable_priority_scheduling: bool = False
     schedule_low_priority_values_first: bool = False

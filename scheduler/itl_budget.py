@@ -8,6 +8,12 @@ What is promised is the time between two results, which the client sees, and it 
 for half of them as an estimate is. So the limit of the estimate is the promise, divided by a margin, less the time
 between steps. The margin is the factor that one outcome in a hundred exceeds: learned, too, and capped because none
 helps against others who use the processor for long.
+
+Where a step of one token takes as long as that already (a large model, whose weights are read at each step), prompts
+have a third of each step, and the machine reads the weights three times as often as it has to. So with
+``--ttft-target-ms`` a step may take up to ``MOST_STRETCH`` times what one of a single token takes, if first tokens are
+late: the factor follows how many times the target it will have taken the request that has waited longest. More would
+gain little, and nothing where small steps are cheap: there prompts have most of each step anyway.
 """
 
 from __future__ import annotations
@@ -18,10 +24,16 @@ from ..messages.metrics import PromiseCounts
 from .estimates.cost_model import CostModel
 from .estimates.step_shape import StepShape
 
-STRETCH = 1.5
+STRETCH, MOST_STRETCH, STRETCH_GAIN = 1.5, 6.0, 1.1
+"""Times that a step may take: what its decodes alone take; and, up to the second one, what a single token takes. That
+factor moves by at most ``STRETCH_GAIN`` from step to step.
+"""
 FIRST_MARGIN, MAX_MARGIN = 1.25, 1.6
 MARGIN_GAIN, EXCEEDING = 0.05, 0.01
 """Where one outcome in 100 is above the margin, steps up of 0.99 × the gain and steps down of 0.01 × it balance."""
+
+
+SINGLE = StepShape(decodes=1)
 
 
 class Promise(NamedTuple):
@@ -32,10 +44,15 @@ class Promise(NamedTuple):
 
 
 class ItlBudget:
-    """The limit of each step with prompt pieces, and the books on how it was kept."""
+    """The limit of each step with prompt pieces, and the books on how it was kept.
 
-    def __init__(self, budget_ms: float, model: CostModel) -> None:
+    ``ttft_target_ms``: 0 for none. ``stretch``: so many times as long as one of a single token, a step may take anyway.
+    """
+
+    def __init__(self, budget_ms: float, model: CostModel, ttft_target_ms: float = 0.0) -> None:
         self.budget_ms = budget_ms
+        self.ttft_target_ms = ttft_target_ms
+        self.stretch = STRETCH
         self.margin = FIRST_MARGIN
         self._model = model
         self._steps = 0
@@ -47,7 +64,15 @@ class ItlBudget:
 
     def limit_ms(self, decodes: StepShape) -> float:
         """What is promised to these decodes."""
-        return max(self.budget_ms, STRETCH * (self._model.estimate(decodes) + self._model.overhead_ms))
+        estimate, overhead_ms = self._model.estimate, self._model.overhead_ms
+        limit_ms = max(self.budget_ms, STRETCH * (estimate(decodes) + overhead_ms))
+        return max(limit_ms, self.stretch * (estimate(SINGLE) + overhead_ms)) if self.ttft_target_ms else limit_ms
+
+    def relax(self, first_token_ms: float) -> None:
+        """Move the factor towards what suits a request that will have waited so long for its first token."""
+        wanted = STRETCH * max(1.0, first_token_ms / self.ttft_target_ms)
+        wanted = min(wanted, MOST_STRETCH, self.stretch * STRETCH_GAIN)
+        self.stretch = max(wanted, self.stretch / STRETCH_GAIN)
 
     def forward_ms(self, limit_ms: float) -> float:
         """The largest estimate of ``forward_ms`` for a step to be within ``limit_ms``."""
@@ -80,6 +105,8 @@ class ItlBudget:
         over = max(self._over, 1)
         return {
             "budget_ms": self.budget_ms,
+            "ttft_target_ms": self.ttft_target_ms,
+            "stretch": round(self.stretch, 3),
             "margin": round(self.margin, 3),
             "steps": self._steps,
             "steps_over": self._over,

@@ -99,6 +99,11 @@ class KVMemory:
         return len(self._table.table)
 
     @property
+    def free_rows(self) -> int:
+        """How many more requests can have memory now, as far as rows go."""
+        return self._table.available_size()
+
+    @property
     def has_windows(self) -> bool:
         """Whether a cached prefix may be of no use because the window before its end is gone."""
         return self._windows is not None

@@ -10,7 +10,8 @@ running ones that are further below it than ``--priority-scheduling-preemption-t
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import itertools
+from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 from ..messages.base import pack_i32
@@ -22,6 +23,7 @@ from .claims import Claims
 from .estimates.cost_model import CostModel
 from .estimates.step_shape import StepShape
 from .fairness import FairShares
+from .joint_start import JointStart
 from .kv_memory import KVMemory
 from .memory_terms import NO_RESERVE
 from .policies.registry import make_policy
@@ -69,6 +71,7 @@ class StepPlanner:
         self.running: dict[str, Req] = {}
         self.arriving: dict[str, Req] = {}
         self.budget = StepBudget.of(options, device, model)
+        self.joint_start = JointStart(self.budget, model)
         self.admission = Admission(memory, options.schedule_conservativeness)
         self.claims = Claims(self.waiting, memory, self.admission, self.running)
         self.retractions = 0
@@ -293,6 +296,23 @@ class StepPlanner:
             return
         if waiting.has_ranks:
             begun.sort(key=waiting.rank)
+        pieces.holds_last = self.joint_start.holds(pieces.room, self._alike(begun, now), now)
+        self._add_pieces(pieces, begun, now)
+        if pieces.holds_last and not pieces.prefilled:
+            # Nobody else can begin: there is no memory, or a prefix is loaded first.
+            pieces.holds_last = False
+            for req in filter(self._is_loaded, begun):
+                pieces.go_on(req)
+        self.budget.planned(refused=not pieces.prefilled)
+
+    def _alike(self, begun: list[Req], now: float) -> Iterator[Req]:
+        """Prompts that may be computed next, in order: those of the first one's rank."""
+        prompts = itertools.chain(begun, itertools.islice(self.claims.computing(now), self._memory.free_rows))
+        ranked = itertools.groupby(prompts, key=self.waiting.rank)
+        return next(ranked, (0, iter(())))[1]
+
+    def _add_pieces(self, pieces: PromptPieces, begun: list[Req], now: float) -> None:
+        waiting = self.waiting
         candidates = self._candidates(pieces, begun, now)
         # Where nobody that waits passes one that is begun, who is next need not be known before.
         newcomer = next(candidates, None) if begun and (waiting.has_ranks or waiting.policy.may_pass) else None
@@ -304,7 +324,6 @@ class StepPlanner:
         newcomer = newcomer or next(candidates, None)
         while newcomer is not None and pieces.may_begin:
             newcomer = self._begin(newcomer, candidates, pieces, now)
-        self.budget.planned(refused=not pieces.prefilled)
 
     def _candidates(self, pieces: PromptPieces, begun: list[Req], now: float) -> Generator[Req]:
         """Those that wait and can begin; who waits for another's prompt is set aside."""

@@ -9,14 +9,18 @@ from .step_builder import StepBuilder
 
 
 class PromptPieces:
-    """Adds pieces to ``builder`` while ``room`` lasts. ``prefilled``: requests that got one, in order."""
+    """Adds pieces to ``builder`` while ``room`` lasts. ``prefilled``: requests that got one, in order.
+
+    ``holds_last``: leave the last token of each prompt to a later step (``joint_start.py``).
+    """
 
     def __init__(self, builder: StepBuilder, room: StepRoom, budget: StepBudget, memory: KVMemory) -> None:
         self._builder = builder
-        self._room = room
+        self.room = room
         self._budget = budget
         self._memory = memory
         self.prefilled: list[Req] = []
+        self.holds_last = False
 
     @property
     def may_begin(self) -> bool:
@@ -26,34 +30,34 @@ class PromptPieces:
         one begin, and so all of the queue, whatever its order.
         """
         page = self._memory.page_size
-        fits = self._budget.fitting(self._room, self._builder.shape, 0, page)
+        fits = self._budget.fitting(self.room, self._builder.shape, 0, page)
         return fits >= page or (fits > 0 and not self.prefilled)
 
     def go_on(self, req: Req) -> None:
         """The next piece of a prompt that is in the middle."""
-        self._room.add_copies(self._memory.copy_ms())
+        self.room.add_copies(self._memory.copy_ms())
         fits = self._fitting(req)
-        if fits <= 0 and self._room.is_timed:
+        if fits <= 0 and self.room.is_timed:
             # Later ones may well be cheaper, deep as this one is in its prompt; they would starve it.
-            self._room.close()
+            self.room.close()
         self._add(req, fits)
 
     def begin(self, req: Req) -> bool:
         """The first piece of a prompt that has just got its memory; False where there is no room for one, or a prefix
         is loaded before.
         """
-        self._room.add_copies(self._memory.copy_ms())
+        self.room.add_copies(self._memory.copy_ms())
         if req.loading is not None:
             return False
         self._add(req, self._fitting(req))
         return bool(self.prefilled) and self.prefilled[-1] is req
 
     def _fitting(self, req: Req) -> int:
-        return self._budget.fitting(self._room, self._builder.shape, req.computed, req.remaining)
+        return self._budget.fitting(self.room, self._builder.shape, req.computed, req.remaining)
 
     def _add(self, req: Req, fits: int) -> None:
         """Add the request's next piece, of the tokens that fit; none where the step has no room for one."""
-        length = req.remaining
+        length = req.remaining - self.holds_last
         if length > fits:
             if self._budget.may_cut:
                 length = self._piece(req, fits)
@@ -67,7 +71,7 @@ class PromptPieces:
             self._memory.move_window(req, req.computed, req.computed + length)
         slots = self._memory.slots(req, req.computed, req.computed + length)
         self._builder.add_chunk(req, length, slots)
-        self._room.take(length)
+        self.room.take(length)
         self.prefilled.append(req)
         if req.remaining <= 1 and req.pending:
             req.state = ReqState.RUNNING if req.route is not Route.OUTGOING else ReqState.SENDING
@@ -81,6 +85,6 @@ class PromptPieces:
         """
         page = self._memory.page_size
         whole_pages = (req.computed + fits) // page * page - req.computed
-        if whole_pages >= (fits * 3 / 4 if self._room.is_timed else 1):
+        if whole_pages >= (fits * 3 / 4 if self.room.is_timed else 1):
             return whole_pages
         return fits if fits >= page or not self.prefilled else 0

@@ -273,6 +273,7 @@ class Scheduler:
         self.forks.release(lambda req: self.enqueue(req, now))
         self._move_pages(now)
         while len(self._in_flight) < self._max_in_flight:
+            self.estimator.relax_budget(now)
             step = self.planner.plan(now)
             self.estimator.turns_came(self.planner.take_turns(), now)
             for req in self.planner.retracted:

@@ -26,6 +26,7 @@ CPU_MIXED_CHUNK = 128
 DECODE_MIXED_CHUNK = 16
 CHUNK = 2048
 CPU_ITL_BUDGET_MS = 40.0
+CPU_TTFT_TARGET_MS = 3000.0
 LEAST_PIECE = 4
 PATIENCE = 4
 
@@ -78,10 +79,11 @@ class StepBudget:
         *,
         may_cut: bool,
         itl_ms: float,
+        ttft_target_ms: float = 0.0,
     ) -> None:
         self.role: DisaggregationMode = role
         self.may_cut = may_cut
-        self.itl = ItlBudget(itl_ms, model) if itl_ms else None
+        self.itl = ItlBudget(itl_ms, model, ttft_target_ms) if itl_ms else None
         self._model = model
         self._alone, self._mixed = alone, mixed
         self._refused = 0
@@ -102,7 +104,10 @@ class StepBudget:
         if mixed is None and (itl_ms or not on_cpu):
             mixed = chunk
         by_role = {r: min(mixed or _fixed_mixed_chunk(r, options.page_size), chunk, most) for r in ROLES}
-        return cls(model, min(chunk, most), by_role, role, may_cut=True, itl_ms=itl_ms)
+        target_ms = options.ttft_target_ms
+        if target_ms is None:
+            target_ms = CPU_TTFT_TARGET_MS if on_cpu else 0.0
+        return cls(model, min(chunk, most), by_role, role, may_cut=True, itl_ms=itl_ms, ttft_target_ms=target_ms)
 
     def room(self, decodes: StepShape, *, awaited: bool, refused: int | None = None) -> StepRoom:
         """For a step that has these ``decodes`` so far. ``awaited``: others than those wait for it, too.

@@ -70,6 +70,12 @@ class Estimator:
             self._prompts_at, self._prompts_seconds = now, self._pace.waiting_seconds()
         return max(self._prompts_seconds, self._queue.seconds(waiting))
 
+    def relax_budget(self, now: float) -> None:
+        """Raise or lower the limit of steps by how long requests wait for their first tokens (``--ttft-target-ms``)."""
+        itl = self._planner.budget.itl
+        if itl is not None and itl.ttft_target_ms:
+            itl.relax(self._first_token.longest_ms(now))
+
     # --- parts of them ---
 
     def compute_ms(self, req: Req, tokens: int) -> float:

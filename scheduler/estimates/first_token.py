@@ -64,6 +64,19 @@ class FirstTokenForecast:
         """How long computing so many tokens of the request's prompt would take here, behind nobody else's."""
         return self._pieces_ms(req, tokens, req.known_len - tokens / 2)
 
+    def longest_ms(self, now: float) -> float:
+        """Time to the first token of the request that has waited longest for it, if its prompt were next from ``now``
+        on; 0.0 where nobody waits.
+        """
+        begun = (r for r in self._planner.running.values() if r.state is ReqState.PREFILLING)
+        waiting = itertools.islice(self._planner.waiting.computing(), 1)
+        longest = 0.0
+        for req in itertools.chain(begun, waiting):
+            if not req.output_len:
+                left = req.to_compute if req.state is ReqState.PREFILLING else req.uncached or req.known_len
+                longest = max(longest, (now - req.times.arrival) * 1000 + self.compute_ms(req, left))
+        return longest
+
     def uncached(self, req: Req) -> int:
         """Tokens of its prompt that would have to be computed here, where a store gives none."""
         cached, tiers = self._memory.prefix_len(req), self._memory.tiers

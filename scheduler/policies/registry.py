@@ -14,11 +14,12 @@ from .by_remaining import ShortestRemainingFirst
 def make_policy(options: ServerOptions, memory: KVMemory, model: CostModel) -> SchedulePolicy:
     """``priority`` is first come, first served within each priority, which ``WaitingQueue`` sees to.
 
-    ``auto`` goes by the mode that the instance starts in: prompts are all that keeps those of a prefill waiting.
+    ``auto`` goes by the mode that the instance starts in: on a decode, requests wait for memory rather than for the
+    prompts before them.
     """
     name = options.schedule_policy
     if name == "auto":
-        name = "srpf" if options.disaggregation_mode == "prefill" else "fcfs"
+        name = "fcfs" if options.disaggregation_mode == "decode" else "srpf"
     if name == "lpm":
         return LongestPrefixMatch(memory)
     if name == "dfs-weight":

@@ -37,6 +37,15 @@ class Machine:
         return linear + attention + self.decode_ms * shape.decodes
 
 
+@dataclass(frozen=True)
+class AddedUp(Machine):
+    """A machine that reads the weights first and computes then."""
+
+    def __call__(self, shape: StepShape) -> float:
+        """Without noise."""
+        return self.read_ms + super().__call__(shape) - max(self.read_ms - self.token_ms * shape.tokens, 0.0)
+
+
 @dataclass
 class Noise:
     """Times a log-normal factor; and now and then, threefold, beside another process."""

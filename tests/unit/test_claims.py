@@ -422,7 +422,7 @@ def test_what_an_earlier_attempt_was_told_does_nothing_to_the_next() -> None:
 
 def both_ways(**changes) -> SimInstance:
     """An instance that takes hand-overs in both directions."""
-    return SimInstance(make_options(handover="on", **changes))
+    return SimInstance(make_options(**{"handover": "on", "schedule_policy": "fcfs"} | changes))
 
 
 def test_reservations_leave_room_for_the_largest_prompt_that_is_computed_for_a_peer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -153,6 +154,8 @@ def test_a_bad_command_line_is_refused(argv: list[str], says: str, capsys: pytes
         ({"chunked_prefill_size": 0}, "--chunked-prefill-size"),
         ({"chunked_prefill_size": -1, "itl_budget_ms": 40.0}, "--itl-budget-ms cuts prompts"),
         ({"itl_budget_ms": -1.0}, "--itl-budget-ms is -1"),
+        ({"ttft_target_ms": math.nan}, "--ttft-target-ms is nan"),
+        ({"ttft_target_ms": 500.0, "itl_budget_ms": 0.0}, "--ttft-target-ms raises what"),
         ({"page_size": 0}, "power of two"),
         ({"page_size": 24, "chunked_prefill_size": 48}, "power of two"),
         ({"port": 8998, "disaggregation_mode": "prefill"}, "give them different ones"),

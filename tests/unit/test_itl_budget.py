@@ -7,12 +7,12 @@ import math
 import orjson
 import pytest
 from support.sim import make_options, reference_output
-from support.sim_machine import Machine, Noise, TimedSim
+from support.sim_machine import AddedUp, Machine, Noise, TimedSim
 
 from pdserve.scheduler.estimates.cost_model import CostModel
 from pdserve.scheduler.estimates.step_shape import StepShape
 from pdserve.scheduler.info import Verdict, server_info
-from pdserve.scheduler.itl_budget import STRETCH, ItlBudget, Promise
+from pdserve.scheduler.itl_budget import MOST_STRETCH, STRETCH, STRETCH_GAIN, ItlBudget, Promise
 from pdserve.scheduler.step_budget import LEAST_PIECE, PATIENCE, StepBudget
 
 FAST = Machine(read_ms=8, token_ms=0.25, kv_token_ms=3e-4, pair_ms=5e-6, decode_ms=0.05)
@@ -55,7 +55,7 @@ def excess(sim: TimedSim, curve: Machine) -> list[float]:
 @pytest.mark.parametrize("curve", [FAST, SLOW])
 @pytest.mark.parametrize("measured", [True, False])
 def test_gaps_beside_long_prompts_keep_the_promise(curve: Machine, measured: bool) -> None:
-    sim = TimedSim(curve, Noise(spread=0.05), measured=measured)
+    sim = TimedSim(curve, Noise(spread=0.05), measured=measured, ttft_target_ms=0.0)
     serve_mixed(sim)
     over = excess(sim, curve)
     assert len(over) > 20
@@ -95,7 +95,7 @@ def test_tokens_up_to_the_knee_ride_along_for_nothing() -> None:
 
 def test_a_prompt_moves_on_where_not_one_token_keeps_the_promise() -> None:
     cliff = Machine(read_ms=30, token_ms=0.1, jump_at=STREAMS, jump_ms=400)
-    sim = TimedSim(cliff, itl_budget_ms=1.0)
+    sim = TimedSim(cliff, itl_budget_ms=1.0, ttft_target_ms=0.0)
     serve_mixed(sim)
     mixed = [bool(shape.prompt_tokens) for shape, _ in sim.gaps if shape.decodes == STREAMS]
     first = mixed.index(True)
@@ -120,7 +120,7 @@ def test_a_starved_prompt_gets_what_the_estimate_allows_without_its_margin() -> 
 
 def test_a_deep_prompt_is_not_overtaken_by_cheaper_ones() -> None:
     deep = Machine(read_ms=20, token_ms=0.1, pair_ms=0.02)
-    sim = TimedSim(deep, itl_budget_ms=1.0)
+    sim = TimedSim(deep, itl_budget_ms=1.0, ttft_target_ms=0.0, schedule_policy="fcfs")
     start_streams(sim)
     sim.submit("deep", range(900), max_new_tokens=2)
     sim.run_until(lambda: sim.scheduler.reqs["deep"].computed > 600)
@@ -208,3 +208,62 @@ def test_server_info_tells_estimate_and_outcome() -> None:
     assert decodes["estimate_ms"] == pytest.approx(alone, rel=0.1)
     assert info["itl_budget"]["budget_ms"] == BUDGET_MS
     assert info["itl_budget"]["steps"] > 20
+
+
+# --- the target of first tokens ---
+
+HEAVY = AddedUp(read_ms=40, token_ms=1.45, kv_token_ms=2e-3, pair_ms=5e-5, decode_ms=0.3)
+"""A model of a billion parameters on two cores: each step reads all weights, and tokens come on top of that."""
+
+
+def late_prompts(**options) -> TimedSim:
+    sim = TimedSim(HEAVY, Noise(spread=0.05), **options)
+    serve_mixed(sim, tokens=300)
+    return sim
+
+
+def test_steps_may_take_longer_while_first_tokens_are_late() -> None:
+    """Prompts had a third of each step, and the weights were read three times as often as needed."""
+    before, sim = late_prompts(ttft_target_ms=0.0), late_prompts(ttft_target_ms=2000.0)
+    itl = sim.scheduler.planner.budget.itl
+    assert itl.stretch > MOST_STRETCH / STRETCH_GAIN**4  # it sinks since the last of them has its first token
+    firsts = [max(s.first_token_at[f"long{i}"] for i in range(LONG)) for s in (before, sim)]
+    assert firsts[1] < firsts[0] / 1.8
+    # The maximum holds; and once nobody waits, what is usual holds again.
+    longest = [ms for shape, ms in sim.gaps if shape.decodes == STREAMS and shape.prompt_tokens]
+    assert percentile(longest, 0.97) <= 1.02 * MOST_STRETCH * HEAVY(StepShape(decodes=1))
+    sim.run_until(lambda: itl.stretch == STRETCH)
+    assert len(sim.scheduler.reqs) == STREAMS
+
+
+def test_the_limit_moves_step_by_step_and_in_proportion() -> None:
+    itl = ItlBudget(40.0, CostModel(), ttft_target_ms=1000.0)
+    seen = []
+    for first_token_ms in (900.0, 2000.0, 2000.0, 2000.0, 2000.0, 2000.0, 2000.0, 2000.0, 2000.0, 500.0):
+        itl.relax(first_token_ms)
+        seen.append(itl.stretch)
+    assert seen[:3] == [STRETCH, pytest.approx(STRETCH * 1.1), pytest.approx(STRETCH * 1.21)]
+    assert seen[8] == pytest.approx(2 * STRETCH)
+    assert seen[9] == pytest.approx(2 * STRETCH / 1.1)
+    for _ in range(40):
+        itl.relax(1e9)
+    assert itl.stretch == MOST_STRETCH
+
+
+def test_where_small_steps_are_cheap_a_late_first_token_changes_nothing() -> None:
+    fast = Machine(read_ms=5, token_ms=0.25, decode_ms=0.15)
+    for target in (0.0, 1.0):
+        sim = TimedSim(fast, Noise(spread=0.05), ttft_target_ms=target)
+        serve_mixed(sim)
+        assert percentile(excess(sim, fast), 0.97) <= 1.02
+    assert sim.scheduler.planner.budget.itl.stretch > MOST_STRETCH / STRETCH_GAIN**4
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "target_ms"),
+    [("cpu", {}, 3000.0), ("cpu", {"ttft_target_ms": 0.0}, 0.0), ("cuda", {"itl_budget_ms": 10.0}, 0.0)],
+)
+def test_the_target_by_default(device: str, options: dict, target_ms: float) -> None:
+    itl = budget_of(device, **options).itl
+    assert itl is not None
+    assert itl.ttft_target_ms == target_ms

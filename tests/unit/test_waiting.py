@@ -180,7 +180,8 @@ def test_nobody_is_preempted_in_vain():
 
 def flood(fair: bool) -> Counter[str]:
     """One key asks for a hundred answers at once, another one for ten after that: who has had what by half time."""
-    sim = SimInstance(make_options(fair_scheduling=fair, max_running_requests=2, max_total_tokens=512))
+    options = make_options(fair_scheduling=fair, schedule_policy="fcfs", max_running_requests=2, max_total_tokens=512)
+    sim = SimInstance(options)
     for i in range(100):
         send(sim, f"greedy{i}", [i, 1, 2], key_name="greedy", user=f"u{i}")
     for i in range(10):

@@ -1,0 +1,92 @@
+"""Lets prompts that come together begin to decode together, where their first tokens come sooner for it.
+
+While nobody decodes, a step is full of prompt tokens. As soon as one request decodes, the ITL budget leaves the prompts
+behind it a part of each step: half or a third where a step is bound by reading the weights. So of a batch that arrives
+at once, the first few get their first tokens early, and all others wait several times as long as their prompts take.
+
+Here the requests whose prompts would be complete are held back, by the last token of their prompts, while the others
+are computed at full speed. With ``ready`` requests held for as long as the ``others`` take at full speed, and a factor
+``slowdown`` by which these would be slower beside the decodes, the sum of all times to the first token is shorter if
+
+    ready < others × (slowdown - 1)
+
+No gap grows, since none has begun. Nobody is held for prompts that are much longer than its own, nor longer than
+``MOST_SECONDS`` after its arrival.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from .estimates.cost_model import CostModel
+from .estimates.step_shape import StepShape
+from .req import Req, ReqState, Route
+from .step_budget import StepBudget, StepRoom
+
+MOST_SECONDS = 4.0
+"""Nobody is held whose first token would then come so long after its arrival, or later."""
+ALIKE = 4.0
+"""Nobody is held for a prompt of which more than so many times the tokens of its own are left."""
+LEAST_GAIN, MOST_OTHERS = 0.1, 16
+"""Smaller slowdowns are not worth a look at the queue, nor more requests than so many."""
+
+
+class JointStart:
+    """Decides for each step in which nobody decodes whether prompts may be completed in it."""
+
+    def __init__(self, budget: StepBudget, model: CostModel) -> None:
+        self._budget = budget
+        self._model = model
+
+    def holds(self, room: StepRoom, prompts: Iterable[Req], now: float) -> bool:
+        """Whether the step that has this ``room`` should leave the last token of each prompt to a later one.
+
+        ``prompts``: those that are to be computed here, in order, as far as they may have memory.
+        """
+        if self._budget.itl is None or not self._budget.may_cut or room.is_timed:
+            return False
+        alone_ms = self._step_ms(StepShape(), room.tokens)
+        ready: list[Req] = []
+        shortest = total = 0
+        latest = needed = math.inf
+        for req in prompts:
+            if not _will_decode(req):
+                return False
+            left = _left(req)
+            total += left
+            if total <= room.tokens:
+                ready.append(req)
+                shortest = min(shortest or req.total_len, req.total_len)
+                latest = min(latest, req.times.arrival + MOST_SECONDS)
+                continue
+            if needed == math.inf:
+                needed = len(ready) / max(self._slowdown(ready, alone_ms / room.tokens) - 1, LEAST_GAIN)
+            needed -= 1
+            if left > ALIKE * shortest or now + total / room.tokens * alone_ms / 1000 > latest or needed > MOST_OTHERS:
+                return False
+            if needed < 0:
+                return True
+        return False
+
+    def _slowdown(self, ready: list[Req], token_ms: float) -> float:
+        """How many times as long a prompt takes beside the decodes of those that are ``ready``."""
+        decodes = StepShape(len(ready), sum(req.total_len for req in ready))
+        room = self._budget.room(decodes, awaited=False, refused=0)
+        piece = self._budget.fitting(room, decodes, 0, room.tokens)
+        if piece <= 0:
+            return 1e3
+        return self._step_ms(decodes, piece) / piece / token_ms
+
+    def _step_ms(self, decodes: StepShape, tokens: int) -> float:
+        return self._model.estimate(decodes.with_piece(0, tokens)) + self._model.overhead_ms
+
+
+def _left(req: Req) -> int:
+    """Prompt tokens that are not computed yet, as far as is known."""
+    return req.remaining if req.state is ReqState.PREFILLING else req.uncached or req.known_len
+
+
+def _will_decode(req: Req) -> bool:
+    """Whether the request goes on to decode here, and nobody reads its output yet."""
+    return req.route is Route.LOCAL and not req.output_len and req.max_new_tokens > 1
