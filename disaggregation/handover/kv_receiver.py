@@ -217,7 +217,8 @@ class KVReceivers:
         receiver.state = ReceiverState.QUEUED
         if receiver.req.rid in self._scheduler.planner.arriving:
             receiver.req.times.ready = now  # nobody waits for returned KV
-        receiver.deadline = now + self._limits.queue
+        # From the first time: a room that gives its memory back again and again comes to an end, too.
+        receiver.deadline = receiver.queued_at + self._limits.queue
         receiver.peer.send(RoomQueued(receiver.peer.epoch, receiver.handover))
 
     def _take_memory(self, now: float) -> None:

@@ -222,7 +222,6 @@ class KVSenders:
         begun = begun or (req is not None and (req.hold is not None or req.is_ended))
         if not begun:
             sender.state, sender.request, sender.run, sender.withdrawn = SenderState.BOOTSTRAPPING, None, None, True
-            sender.deadline = now + self._limits.bootstrap
             if req is not None:
                 self._scheduler.take_back(req)
             else:

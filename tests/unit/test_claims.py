@@ -9,12 +9,13 @@ import zlib
 
 import msgspec
 import pytest
+from support.handovers import named
 from support.sim import SimInstance, make_generate, make_options, reference_output
-from support.sim_pair import SimPair, assert_all_returned, run_until_idle
+from support.sim_pair import LIMITS, SimPair, assert_all_returned, run_until_idle
 from support.world.campaign import Campaign
 from support.world.node import HOST, Node
 
-from pdserve.messages.handover import Abort, Forecast, Withdraw, Withdrawn
+from pdserve.messages.handover import Abort, Forecast, TransferRequest, Withdraw, Withdrawn
 from pdserve.messages.outputs import Phase
 from pdserve.messages.requests import AbortReq, Bootstrap, GenerateReq
 from pdserve.scheduler.claims import MOST_OPTIONAL, STALL_SECONDS
@@ -719,3 +720,27 @@ def test_a_prefill_whose_client_leaves_between_two_attempts_tells_the_next_one()
     assert pair.now - began < 1
     run_until_idle(pair, random.Random(6))
     assert_all_returned(pair)
+
+
+def test_a_request_that_is_withdrawn_has_no_more_time_to_wait_for_memory() -> None:
+    pair = withdrawn()
+    receiver = pair.decode.receivers.rooms[2]
+    pair.now = receiver.queued_at + LIMITS.queue
+    pair.advance()
+    assert pair.decode.ends["r2"].status == 504
+    run_until_idle(pair)
+    assert_all_returned(pair)
+
+
+def test_a_room_without_a_request_that_is_withdrawn_again_and_again_ends() -> None:
+    pair = SimPair()
+    since, senders = pair.now, pair.prefill.senders
+    for attempt in range(1, 4):
+        name = named(1, attempt, "decode")
+        senders.on_request(pair.peer, TransferRequest("prefill", name, 9, 1, 0, [bytes(12)]), pair.now)
+        assert len(senders.rooms) == 1
+        pair.now = since + attempt * 0.3 * LIMITS.bootstrap
+        senders.on_withdraw(pair.peer, Withdraw("prefill", name), pair.now)
+    pair.now = since + 1.1 * LIMITS.bootstrap
+    senders.tick(pair.now)
+    assert not senders.rooms
