@@ -11,7 +11,7 @@ optional   KV of a request that runs on a peer meanwhile (a move) or has ended t
 All claims are in one order (``waiting.py``): by rank (priority), within a rank retracted requests first, then by fair
 share or policy, then by arrival. An eligible claim that does not fit holds up all claims behind it. Skipped are:
 
-- optional claims that do not fit: nobody depends on them;
+- optional claims that do not fit: nobody depends on them. Only the first few are in the order (``optional_claims.py``);
 - claims that are not *eligible*: the last token of a retracted request is under way, a store is about to bring some of
   the KV, or the claim yields (see 2. below). They hold no memory;
 - for incoming claims alone: computing claims that wait for a step's compute budget and not for memory. What these need
@@ -62,6 +62,7 @@ import xxhash
 from .admission import Admission
 from .kv_memory import KVMemory
 from .memory_terms import NO_RESERVE, Reserve
+from .optional_claims import MOST_OPTIONAL, OptionalClaims
 from .req import Req, Route
 from .waiting import WaitingQueue
 
@@ -71,8 +72,6 @@ MOST_DOUBLINGS = 4
 """How often that time doubles, once each time that a request gives its memory back."""
 MOST_PASSED = 64
 """Computing claims that wait for compute budget and are passed in one turn: each costs a look at what it needs."""
-MOST_OPTIONAL = 8
-"""Optional claims that don't fit and are tried in one turn."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +104,7 @@ class Claims:
         self._reservations: dict[str, Reservation] = {}
         self._prefix_limits: dict[str, int] = {}
         """Of incoming claims: how many tokens may come from the prefix cache."""
-        self._optional: set[str] = set()
+        self._optional = OptionalClaims(waiting)
         self._yields: dict[str, Req] = {}
         """For each request whose reservation was asked back: the request that needs the memory."""
         self._held_for: Req | None = None
@@ -132,16 +131,16 @@ class Claims:
     def add_incoming(self, req: Req, prefix_limit: int, *, optional: bool) -> None:
         """Queue a claim for KV that a peer has or will compute; see ``KVMemory.admit`` for ``prefix_limit``."""
         self._prefix_limits[req.rid] = prefix_limit
-        if optional:
-            self._optional.add(req.rid)
         self._waiting.add(req)
+        if optional:
+            self._optional.add(req)
 
     def forget(self, rid: str) -> None:
         """The request has neither claim nor reservation any more."""
         self._waiting.remove(rid)
         self._reservations.pop(rid, None)
         self._prefix_limits.pop(rid, None)
-        self._optional.discard(rid)
+        self._optional.remove(rid)
         self._yields.pop(rid, None)
         self._revocations.pop(rid, None)
 
@@ -198,7 +197,16 @@ class Claims:
             return granted
         if self.starved is not None:
             return granted  # what comes free is for that one, which has no claim
-        passed, left, optional_left = NO_RESERVE, MOST_PASSED, MOST_OPTIONAL
+        while True:
+            more = list(self._grant_in_order(now))
+            granted += more
+            # Where all optional claims in the order were granted, those that take their places may fit, too.
+            if sum(self._optional.remove(req.rid) for req in more) < MOST_OPTIONAL:
+                return granted
+
+    def _grant_in_order(self, now: float) -> Iterator[Req]:
+        """Grant the incoming claims in the order as far as they fit."""
+        passed, left = NO_RESERVE, MOST_PASSED
         for req in self.eligible(now):
             if req.route is not Route.INCOMING:
                 passed = passed.plus(self._memory.needs([req]))
@@ -206,15 +214,12 @@ class Claims:
                 if not left or passed.slots > self._memory.obtainable:
                     break
             elif req.rid in self._optional:
-                if optional_left and self._grant(req, passed, now):
-                    granted.append(req)
-                elif optional_left:
-                    optional_left -= 1
+                if self._grant(req, passed, now):
+                    yield req
             elif self._is_within_limit(req) and self._grant(req, passed, now):
-                granted.append(req)
+                yield req
             else:
                 break
-        return granted
 
     def requested(self, req: Req, now: float) -> None:
         """Note that the sender was asked for the KV of this reservation."""

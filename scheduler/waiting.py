@@ -5,8 +5,9 @@ retracted, as their clients are reading already, and then the others by the poli
 shares, in one for each tenant, of which that one is next that has had least. Requests whose KV comes from a peer are
 in the same order as those that compute here; who may have memory now is up to ``claims.py``.
 
-A request is queued → (set aside → given back)* → removed. What is set aside (``shared_prompts.py``) waits like all
-others, and keeps its tenant's lane open, but is not tried.
+A request is queued → (set aside, or parked → given back)* → removed. What is set aside (``shared_prompts.py``) waits
+like all others, and keeps its tenant's lane open, but is not tried. What is parked (``optional_claims.py``) is counted
+and no more: it keeps no lane open, so any number of them costs an order nothing.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class WaitingQueue:
         self._sign = 1 if low_first else -1
         self._reqs: dict[str, Req] = {}
         self._queued: set[Req] = set()
+        self._parked: set[Req] = set()
         self._incoming = 0
         self._retracted: dict[int, list[Req]] = {}
         self._lanes: dict[_Lane, int] = {}
@@ -101,9 +103,7 @@ class WaitingQueue:
         """The request waits from now on."""
         self._reqs[req.rid] = req
         self._incoming += req.route is Route.INCOMING
-        if not req.retractions:
-            self._enter(self._lane(req))
-        self._queue(req)
+        self._place(req)
 
     def remove(self, rid: str) -> None:
         """The request waits no longer; nothing to do where it did not."""
@@ -111,9 +111,13 @@ class WaitingQueue:
         if req is None:
             return
         self._incoming -= req.route is Route.INCOMING
-        self._take(req)
-        if not req.retractions:
-            self._leave(self._lane(req))
+        self._unplace(req)
+        self._parked.discard(req)
+
+    def park(self, req: Req) -> None:
+        """Neither try the request nor give its tenant a turn for it until it is given back."""
+        self._unplace(req)
+        self._parked.add(req)
 
     def set_aside(self, req: Req) -> None:
         """Don't try the request until it is given back."""
@@ -121,7 +125,12 @@ class WaitingQueue:
 
     def give_back(self, req: Req) -> None:
         """Try it again, if it still waits."""
-        if self._reqs.get(req.rid) is req and req not in self._queued:
+        if self._reqs.get(req.rid) is not req or req in self._queued:
+            return
+        if req in self._parked:
+            self._parked.remove(req)
+            self._place(req)
+        else:
             self._queue(req)
 
     def stored(self, extra_key: str, tokens: I32, start: int) -> None:
@@ -176,6 +185,16 @@ class WaitingQueue:
         finally:
             for turn in over:
                 heapq.heappush(turns, turn)
+
+    def _place(self, req: Req) -> None:
+        if not req.retractions:
+            self._enter(self._lane(req))
+        self._queue(req)
+
+    def _unplace(self, req: Req) -> None:
+        self._take(req)
+        if not req.retractions and req not in self._parked:
+            self._leave(self._lane(req))
 
     def _queue(self, req: Req) -> None:
         self._queued.add(req)

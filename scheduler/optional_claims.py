@@ -1,0 +1,59 @@
+"""Claims that no request depends on, of which a turn looks at few."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import NamedTuple
+
+from .req import Req
+from .waiting import WaitingQueue
+
+MOST_OPTIONAL = 8
+"""Optional claims that may be in the queue's order, and so are tried in one turn."""
+
+
+class _Place(NamedTuple):
+    """The order among optional claims. ``number`` differs, so requests are not compared."""
+
+    rank: int
+    turn: float
+    number: int
+    req: Req
+
+
+class OptionalClaims:
+    """The optional claims, by rank and then by arrival. The first ``MOST_OPTIONAL`` of them are in the order of the
+    waiting queue. The others are parked there, so that ten thousand cost a turn as much as eight.
+    """
+
+    def __init__(self, waiting: WaitingQueue) -> None:
+        self._waiting = waiting
+        self._places: dict[str, _Place] = {}
+        self._line: list[_Place] = []
+        self._number = 0
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._places
+
+    def add(self, req: Req) -> None:
+        """Note that the claim of a request, which has just been queued, is optional."""
+        self._number += 1
+        place = _Place(self._waiting.rank(req), req.times.turn, self._number, req)
+        self._places[req.rid] = place
+        insort(self._line, place)
+        if len(self._line) > MOST_OPTIONAL:
+            last = self._line[max(MOST_OPTIONAL, bisect_left(self._line, place))]
+            self._waiting.park(last.req)
+
+    def remove(self, rid: str) -> bool:
+        """Return whether there was an optional claim of that name. Another one takes its place in the order, so the
+        order must not be under way.
+        """
+        place = self._places.pop(rid, None)
+        if place is None:
+            return False
+        at = bisect_left(self._line, place)
+        del self._line[at]
+        if at < MOST_OPTIONAL <= len(self._line):
+            self._waiting.give_back(self._line[MOST_OPTIONAL - 1].req)
+        return True
