@@ -20,7 +20,7 @@ from .base import Epoch, HandoverId, Message, Reason
 from .outputs import CachedBeyond, Timing, TokenLogprob
 from .worker import MAX_GROUPS, MAX_PAGES, KVLayout, SliceChecksum
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 MAX_METADATA_BYTES = 4096
 MAX_TOKENS = (1 << 31) - 1
 MAX_DURATION_MS = 1e9
@@ -169,11 +169,13 @@ class Declined(Message):
 class Progress(Message):
     """Sender → receiver: more of the prompt was computed, or more of its KV has landed. Wait on.
 
-    Told every few seconds of a hand-over that takes longer.
+    Told every few seconds of a hand-over that takes longer. ``pages``: whole pages of the prompt that are computed, and
+    pages that have landed, added up. Unless it has grown, the receiver waits no longer than it would have anyway.
     """
 
     epoch: Epoch
     handover: HandoverId
+    pages: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 
 
 class FirstToken(Message):

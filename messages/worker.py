@@ -402,9 +402,12 @@ class SendEnded(Message):
 
 
 class SendProgress(Message):
-    """Worker → scheduler: more pages of ``handover`` have landed. Told now and then of hand-overs that take seconds."""
+    """Worker → scheduler: more pages of ``handover`` have landed, ``nbytes`` in all. Told now and then of hand-overs
+    that take seconds.
+    """
 
     handover: HandoverId
+    nbytes: int
 
 
 class GrantPages(Message):

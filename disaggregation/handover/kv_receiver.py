@@ -274,6 +274,7 @@ class KVReceivers:
         memory.finish(req)
         memory.unpin(receiver.hold)
         receiver.hold, receiver.pages, receiver.expects, req.computed = None, [], False, 0
+        receiver.progress = 0
         req.state = ReqState.BOOTSTRAPPING
         self.withdrawn += 1
         self._queue(receiver, now)
@@ -322,7 +323,9 @@ class KVReceivers:
     def on_progress(self, peer: Peer, msg: Progress, now: float) -> None:
         """A hand-over that takes long is not stuck, says the prefill."""
         receiver = self._known(peer, msg.handover)
-        if receiver is not None and receiver.state is ReceiverState.TRANSFERRING:
+        if receiver is None or receiver.state is not ReceiverState.TRANSFERRING:
+            return
+        if receiver.advances(msg.pages, self._scheduler.memory.page_size):
             receiver.deadline = now + self._limits.landing
 
     def on_first_token(self, peer: Peer, msg: FirstToken, now: float) -> None:
@@ -330,9 +333,9 @@ class KVReceivers:
         receiver = self._known(peer, msg.handover)
         if receiver is None or receiver.state is not ReceiverState.TRANSFERRING:
             return
-        receiver.deadline = now + self._limits.landing
         if receiver.begun or receiver.newcomer is not None:
             return  # it has one
+        receiver.deadline = now + self._limits.landing
         req = receiver.req
         problem = first_token_problem(msg, req, self._vocab_size)
         if problem is not None:

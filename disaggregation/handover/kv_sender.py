@@ -51,7 +51,7 @@ from .choice import Choice
 from .foretelling import Foretelling
 from .limits import HandoverLimits
 from .peer import Peer
-from .sending import KVSender, SenderState, digest_of, timing_for_decode
+from .sending import KVSender, SenderState, digest_of, landed_pages, timing_for_decode
 from .unclaimed_rooms import Tombstones, UnclaimedRooms
 
 log = logging.getLogger(__name__)
@@ -329,15 +329,23 @@ class KVSenders:
     def on_progress(self, event: SendProgress) -> None:
         """More of a hand-over's pages have landed."""
         sender = self.rooms.get(event.handover.room)
-        if sender is not None and sender.handover == event.handover and sender.state is SenderState.PUSHING:
+        if sender is None or sender.handover != event.handover or sender.state is not SenderState.PUSHING:
+            return
+        if event.nbytes > sender.landed:
+            sender.landed = event.nbytes
             self._advanced(sender)
 
     def _advanced(self, sender: KVSender) -> None:
         """Count the limit of a hand-over from now on, here and at the decode."""
         sender.deadline = self._now + (self._limits.transfer if sender.computed else self._limits.piece)
-        if self._now - sender.told_at >= PROGRESS_SECONDS and sender.peer is not None and sender.handover is not None:
-            sender.told_at = self._now
-            sender.peer.send(Progress(sender.peer.epoch, sender.handover))
+        if self._now - sender.told_at < PROGRESS_SECONDS or sender.peer is None or sender.handover is None:
+            return
+        assert sender.req is not None
+        assert sender.run is not None
+        sender.told_at = self._now
+        computed = sender.run.end if sender.computed else sender.req.computed // self._page_size
+        pages = computed + landed_pages(self._scheduler.worker.layout, sender.run, sender.landed)
+        sender.peer.send(Progress(sender.peer.epoch, sender.handover, pages))
 
     def on_send_ended(self, event: SendEnded) -> None:
         """The worker will not touch this hand-over's pages again."""

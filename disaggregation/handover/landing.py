@@ -62,7 +62,7 @@ class KVReceiver:
     was not asked for. ``decided``: who computes the prompt. ``tried_again``: to reach a prefill that is to be told of
     that. ``hold``: the request's memory, pinned as long as anybody may write it. ``length``: of how many tokens the KV
     comes: the prompt's, or those that a ``newcomer`` had when it was offered. ``hashes``: what the prefill says that
-    its pages held.
+    its pages held. ``progress``: the most pages that it has told of, computed and landed, for this attempt.
     """
 
     handover: HandoverId
@@ -91,6 +91,7 @@ class KVReceiver:
     tried_again: bool = False
     hold: KVHold | None = None
     hashes: bytes = b""
+    progress: int = 0
 
     @property
     def knows_what_to_ask(self) -> bool:
@@ -103,6 +104,12 @@ class KVReceiver:
         answer to the same prompt begins in the page of the prompt's last token.
         """
         return self.length - 1 if self.newcomer is None else self.length
+
+    def advances(self, pages: int, size: int) -> bool:
+        """Note that so many pages are computed and landed. Return whether that is progress, which comes to an end."""
+        total = -(-self.length // size) + sum(len(numbers) // 4 for numbers in self.pages)
+        before, self.progress = self.progress, max(self.progress, min(pages, total))
+        return self.progress > before
 
     def whole_pages(self, size: int) -> tuple[int, I32]:
         """Of what came, the pages of the first group that are full, and which of the request's is the first of them."""

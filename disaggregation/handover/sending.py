@@ -12,7 +12,7 @@ from ...mem_cache.page_run import PageRun
 from ...messages.base import HandoverId
 from ...messages.handover import TransferRequest
 from ...messages.outputs import Phase, Timeline, Timing, TokenLogprob
-from ...messages.worker import SendEnded
+from ...messages.worker import KVLayout, SendEnded
 from ...scheduler.estimates.first_token import NOTHING, Load
 from ...scheduler.req import Req
 from .peer import Peer
@@ -42,7 +42,8 @@ class KVSender:
     will ask again by a later attempt. ``foretold``: what it may still want, since it got it. ``failure`` says why the
     room drains. ``looks``: the last of those at its pages, once it is to be told what they held.
 
-    ``hold``: the request's memory, pinned from its first push to the worker's ``SendEnded``. ``told_at``: when the peer
+    ``hold``: the request's memory, pinned from its first push to the worker's ``SendEnded``. ``landed``: bytes, as far
+    as the worker has told. ``told_at``: when the peer
     heard of progress last, or asked for the KV.
     """
 
@@ -67,7 +68,14 @@ class KVSender:
     failure: tuple[int, str] | None = None
     abort_asked: bool = False
     looks: int | None = None
+    landed: int = 0
     told_at: float = 0.0
+
+
+def landed_pages(layout: KVLayout, run: PageRun, nbytes: int) -> int:
+    """Return about how many of the pages of ``run``, of all groups, have landed with ``nbytes`` bytes."""
+    total = sum(count * group.page_bytes for count, group in zip(run.counts, layout.groups, strict=True))
+    return sum(run.counts) * nbytes // max(1, total)
 
 
 def timeline_of(req: Req, sent: SendEnded | None, begun: float) -> Timeline:

@@ -460,7 +460,7 @@ class TransferEngine:
             window.nbytes -= nbytes
             if self._moved - outgoing.told_at >= PROGRESS_SECONDS:
                 outgoing.told_at = self._moved
-                self._emit(SendProgress(outgoing.handover))
+                self._emit(SendProgress(outgoing.handover, outgoing.nbytes))
         if outgoing.lost and outgoing.handover.epoch in self._writing:
             # Only the end of the link tells that nothing more is read here or lands there.
             del self._writing[outgoing.handover.epoch]

@@ -115,6 +115,11 @@ class OutgoingPages:
         self._ended = 0.0
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that have landed."""
+        return self._nbytes
+
+    @property
     def pending(self) -> bool:
         """Whether something is to be pushed, now or when it is computed."""
         return any(queue.chunks for queue in self._queues)

@@ -292,7 +292,7 @@ class SimPair:
             push.slices.append(self.sum_up(push.counts, group, values))
             push.nbytes += 8 * len(values)
             self.page(self.decode, group, dst)[:] = values + (1 if self.corrupt else 0)
-            self.prefill.senders.on_progress(SendProgress(handover))
+            self.prefill.senders.on_progress(SendProgress(handover, push.nbytes))
         if not push.pages and push.whole:
             del self.pushes[handover]
             self.prefill.senders.on_send_ended(SendEnded(handover, push.slices, push.nbytes, 0.001))

@@ -175,7 +175,7 @@ class Stranger:
                 ForecastRequest(epoch, handover),
                 Forecast(epoch, handover, rng.choice([0.0, 1e-300, 1e9])),
                 Declined(epoch, handover),
-                Progress(epoch, handover),
+                Progress(epoch, handover, rng.choice([0, 1, (1 << 31) - 1])),
                 Abort(epoch, handover, rng.choice(["", "no\nnew [forged] line", "x" * 2048])),
                 TransferRequest(
                     epoch, handover, rng.randrange(1 << 31), rng.getrandbits(64), rng.randrange(4096), [pages]

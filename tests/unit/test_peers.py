@@ -259,7 +259,7 @@ def test_whatever_is_declared_for_a_hand_over_arrives(sides):
     ]
     answers = [
         Forecast("a", name, 1.0),
-        Progress("a", name),
+        Progress("a", name, 1),
         FirstToken("a", name, 1, 0, Timing()),
         TransferDone("a", name, [], Timing()),
         TransferFailed("a", name, 500, "late"),

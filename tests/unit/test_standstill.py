@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -11,7 +12,10 @@ from support.world import timed
 from support.world.campaign import Campaign
 from support.world.node import HOST
 
-from pdserve.messages.outputs import ReqError
+from pdserve.disaggregation.transfer.outgoing_pages import PROGRESS_SECONDS
+from pdserve.messages.handover import FirstToken, Progress
+from pdserve.messages.outputs import ReqError, Timing
+from pdserve.messages.worker import SendProgress
 
 SLOW = LIMITS.piece - 1
 """Seconds that one thing takes where no limit is to pass."""
@@ -111,6 +115,60 @@ def test_a_decode_gives_up_a_prefill_that_says_nothing_more():
     assert pair.decode.ends["a"].status == 504
     assert "no progress for 25 s" in pair.decode.ends["a"].message
     assert receiver.state.name == "DRAINING"
+
+
+@pytest.mark.parametrize("pages", [[3], [1 << 30], [1 << 30, (1 << 30) + 1]], ids=["equal", "too many", "more"])
+def test_a_decode_gives_up_a_prefill_that_tells_of_progress_and_makes_none(pages: list[int]) -> None:
+    """The prompt has 16 pages, and as many are to land."""
+    pair = begun(range(64))
+    receiver, since = pair.decode.receivers.rooms[1], pair.now
+    told = itertools.chain(pages, itertools.repeat(pages[-1]))
+    while receiver.state.name == "TRANSFERRING" and pair.now < since + 10 * LIMITS.landing:
+        pair.decode.receivers.on_progress(pair.link, Progress("decode", receiver.handover, next(told)), pair.now)
+        pair.now += LIMITS.landing / 4
+        pair.decode.receivers.advance(pair.now)
+    pair.collect()
+    assert pair.now <= since + 1.5 * LIMITS.landing
+    assert pair.decode.ends["a"].status == 504
+
+
+def test_progress_of_a_prompt_comes_to_an_end() -> None:
+    pair = begun(range(64))
+    receiver = pair.decode.receivers.rooms[1]
+    renewed = [pages for pages in range(100) if receiver.advances(pages, 4)]
+    assert renewed == list(range(1, 33))
+
+
+def test_a_decode_waits_no_longer_for_first_tokens_that_come_again() -> None:
+    pair = begun(range(64))
+    while not pair.prefill.senders.rooms[1].computed:
+        pair.prefill.plan()
+        pair.prefill.work()
+    turns(pair, 3)
+    receiver, since = pair.decode.receivers.rooms[1], pair.now
+    assert receiver.begun
+    again = FirstToken("decode", receiver.handover, 1, 0, Timing())
+    while receiver.state.name == "TRANSFERRING" and pair.now < since + 10 * LIMITS.landing:
+        pair.now += LIMITS.landing / 4
+        pair.decode.receivers.on_first_token(pair.link, again, pair.now)
+        pair.decode.receivers.advance(pair.now)
+    assert pair.now <= since + 1.5 * LIMITS.landing
+
+
+def test_a_prefill_counts_no_progress_of_its_worker_twice() -> None:
+    pair = begun(range(64))
+    (name,) = pair.pushes
+    pair.copy(name)
+    sender = pair.prefill.senders.rooms[1]
+    before = sender.deadline
+    pair.now += PROGRESS_SECONDS
+    pair.prefill.senders.tick(pair.now)
+    pair.prefill.senders.on_progress(SendProgress(name, sender.landed))
+    assert sender.deadline == before
+    assert not pair.peer.unsent
+    pair.copy(name)
+    assert sender.deadline > before
+    assert [message.pages for message in pair.to_decode if isinstance(message, Progress)] == [4 + 2]
 
 
 # --- whole instances ---

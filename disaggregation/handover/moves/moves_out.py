@@ -45,7 +45,7 @@ from ....scheduler.req import Req, ReqState, Route
 from ....scheduler.scheduler import Scheduler
 from ..limits import HandoverLimits
 from ..peer import Peer, PeerState
-from ..sending import digest_of
+from ..sending import digest_of, landed_pages
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ class Move:
 
     ``question``: who asked for it, None where everything is to go. ``kv_len``: of how many tokens the KV goes ahead,
     but for those that are there, as ``asked`` says.
+    ``run``: which pages that are; ``landed``: bytes of them, as far as the worker has told.
     ``offered``: how many tokens were known then. ``frozen_at``: since when the request stands still, 0 while it
     doesn't. ``hold``: its memory, pinned while it is pushed. ``abort_asked``: the peer waits to hear that nothing more
     will be written. ``gift``: the request is over, and only its KV goes.
@@ -102,6 +103,8 @@ class Move:
     handover: HandoverId | None = None
     kv_len: int = 0
     asked: TransferRequest | None = None
+    run: PageRun | None = None
+    landed: int = 0
     offered: int = 0
     hold: KVHold | None = None
     frozen_at: float = 0.0
@@ -282,7 +285,7 @@ class MovesOut:
             self._fail(move, problem)
             return
         move.state, move.deadline = MoveState.PUSHING, self._now + self._limits.transfer
-        move.asked = msg
+        move.asked, move.run = msg, run
         if move.hold is None:
             move.hold = memory.pin(move.req)
         src = [pack_i32(pages) for pages in memory.pages_in(move.hold, run, run.begin, run.end)]
@@ -304,9 +307,13 @@ class MovesOut:
     def on_progress(self, event: SendProgress) -> None:
         """More of a move's pages have landed: count its limit from now on, here and at the other instance."""
         move = self._rooms.get(event.handover.room)
-        if move is not None and move.handover == event.handover and move.state is MoveState.PUSHING:
-            move.deadline = self._now + self._limits.transfer
-            move.peer.send(Progress(move.peer.epoch, event.handover))
+        if move is None or move.handover != event.handover or move.state is not MoveState.PUSHING:
+            return
+        if event.nbytes > move.landed:
+            assert move.run is not None
+            move.landed, move.deadline = event.nbytes, self._now + self._limits.transfer
+            pages = landed_pages(self._scheduler.worker.layout, move.run, move.landed)
+            move.peer.send(Progress(move.peer.epoch, event.handover, pages))
 
     def on_send_ended(self, event: SendEnded) -> None:
         """The worker will not touch this hand-over's pages again."""
