@@ -26,7 +26,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """The files that make up the checkpoint: a folder may hold copies in other shapes beside it."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        if strange := sorted(repr(name) for name in names if Path(name).name != name or name == ".."):
+            raise InvalidWeights(f"{index} names {strange[0]}: files of a checkpoint lie beside its index")
+        return sorted(folder / name for name in names)
     single = folder / "model.safetensors"
     if single.is_file():
         return [single]

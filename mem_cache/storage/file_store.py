@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ...runtime.trusted_path import distrust, make_private_folder
 from .base import PageStore, StoreFull, StoreMisconfigured, StoreUnavailable, StoreUsage
 from .frame import HEADER_BYTES, BadFrame, check, header
 
@@ -56,10 +57,8 @@ class FileStore(PageStore):
         self._bad = self._evicted = 0
         self._counted_at = float("-inf")
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if folder.stat().st_mode & stat.S_IWOTH:
-                raise StoreMisconfigured(f"{folder}: anybody may write there, and so into answers; chmod o-w it")
-            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            make_private_folder(folder)
+            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             self._remove_abandoned()
             files = list(self._files())
         except OSError as e:
@@ -169,8 +168,8 @@ class FileStore(PageStore):
             return self._spoilt(path, 0)  # a link, which nobody here makes
         try:
             state = os.fstat(fd)
-            if not stat.S_ISREG(state.st_mode):
-                raise BadFrame("no file")
+            if not stat.S_ISREG(state.st_mode) or distrust(state):
+                raise BadFrame("no file of ours")
             head = bytearray(HEADER_BYTES)
             got = _read_all(fd, [memoryview(head), page])
             check(bytes(head[:got]), page_hash, page[: max(0, got - HEADER_BYTES)])

@@ -30,6 +30,7 @@ from typing import IO, NamedTuple
 
 from ...runtime.machine.processor import cpu_flags
 from ...runtime.progress import ProgressLog
+from ...runtime.trusted_path import distrust, make_private_folder
 from .failed_build import FailedBuild
 
 log = logging.getLogger(__name__)
@@ -105,8 +106,22 @@ def library_path(level: Level, sources: Path = SOURCES, name: str = "kernels") -
 
 
 def find_library(path: Path) -> Path | None:
-    """The library of ``library_path``, or one of the same name that came with the package; None: not built yet."""
-    return next(filter(Path.is_file, (PREBUILT / path.name, path)), None)
+    """The library of ``library_path``, or one of the same name that came with the package; None: not built yet.
+
+    Raises ``BuildError`` where it, or its folder, belongs to another user or may be written by others: its code would
+    run in this process.
+    """
+    prebuilt = PREBUILT / path.name
+    if prebuilt.is_file():
+        return prebuilt
+    for place in (path.parent, path):
+        try:
+            reason = distrust(place.stat() if place == path.parent else place.lstat())
+        except FileNotFoundError:
+            return None
+        if reason:
+            raise BuildError(f"{place} is not used: {reason}; or remove it, and it is built again")
+    return path if path.is_file() and not path.is_symlink() else None
 
 
 def find_compiler() -> str | None:
@@ -124,7 +139,7 @@ def build(level: Level, sources: Path = SOURCES, name: str = "kernels", *, retry
     if (there := find_library(path)) is not None:
         return there
     try:
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        make_private_folder(path.parent)
         with (path.parent / "lock").open("w") as lock:
             _wait_for(lock)
             if not path.is_file():

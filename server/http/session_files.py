@@ -31,6 +31,7 @@ import msgspec
 from ...mem_cache.storage.frame import HEADER_BYTES, BadFrame, check, header
 from ...messages.decode import UndeclaredMessage, decode
 from ...messages.sessions import SessionState
+from ...runtime.trusted_path import distrust, make_private_folder
 from ...runtime.web.keys import ADMIN
 from ...runtime.web.keys import NAME as KEY_NAME
 
@@ -107,11 +108,9 @@ class SessionFiles:
     """See the module. Raises ``SessionError`` throughout."""
 
     def __init__(self, folder: Path, limits: Limits) -> None:
-        """Raises ``OSError``, and ``PermissionError`` for a folder that anybody may write to."""
+        """Raises ``OSError``, and ``PermissionError`` for a folder that others own or may write to."""
         self._folder, self.limits = folder, limits
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_mode & stat.S_IWOTH:
-            raise PermissionError(errno.EPERM, "anybody may write there, and so into answers; chmod o-w it")
+        make_private_folder(folder)
 
     def save(self, info: SessionInfo, state: SessionState) -> int:
         """Write it down, in the place of an older one of its name; returns the file's bytes. Where that fails, the
@@ -319,7 +318,8 @@ def _read(path: Path, limit: int) -> bytes | None:
         if e.errno in (errno.ELOOP, errno.ENXIO):
             raise BadFrame(NO_FILE) from None
         raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    state = os.fstat(fd)
+    if not stat.S_ISREG(state.st_mode) or distrust(state):
         os.close(fd)
         raise BadFrame(NO_FILE)
     with os.fdopen(fd, "rb") as file:

@@ -32,7 +32,11 @@ def look_at_kernels() -> Iterator[Finding]:
         return
     chosen = f"{level.name} (as {ISA_VARIABLE} says)" if os.environ.get(ISA_VARIABLE) else level.name
     path = library_path(level)
-    there = find_library(path)
+    try:
+        there = find_library(path)
+    except BuildError as e:
+        yield problem("kernels", f"{chosen}: {e}", SLOW)
+        return
     if there is not None:
         try:
             ctypes.CDLL(str(there))
@@ -60,7 +64,8 @@ def can_use_kernels() -> bool:
     """Whether an instance that starts now would compute with them, as far as can be told without a build."""
     try:
         path = library_path(choose_level())
+        is_there = find_library(path) is not None
     except BuildError:
         return False
     compiler = find_compiler()
-    return find_library(path) is not None or (compiler is not None and FailedBuild(path, compiler).recall() is None)
+    return is_there or (compiler is not None and FailedBuild(path, compiler).recall() is None)
