@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 DisaggregationMode = Literal["unified", "prefill", "decode"]
@@ -212,6 +213,8 @@ class ServerOptions:
         or Valkey).
     hicache_storage_url
         The folder, or redis://HOST:PORT/DB. Who may write to it is trusted.
+    hicache_storage_url_file
+        A file that holds --hicache-storage-url, for one with a password: arguments can be read by other users.
     hicache_storage_size
         Most GB that the folder's pages take together; the longest unused go. Redis has a limit of its own (maxmemory).
     hicache_storage_timeout
@@ -407,6 +410,7 @@ class ServerOptions:
     hicache_io_backend: Literal["kernel", "direct"] = "kernel"
     hicache_storage_backend: Literal["file", "redis"] | None = None
     hicache_storage_url: str | None = None
+    hicache_storage_url_file: str | None = None
     hicache_storage_size: float = 10.0
     hicache_storage_timeout: float = 2.0
     hicache_storage_prefetch_policy: Literal["auto", "best_effort", "wait_complete", "timeout"] = "auto"
@@ -480,6 +484,13 @@ class ServerOptions:
     def graph_sizes(self) -> tuple[int, ...]:
         """``cuda_graph_bs``; raises ``ValueError`` where it is no list of numbers."""
         return tuple(int(size) for size in (self.cuda_graph_bs or "").split(",") if size.strip())
+
+    @property
+    def storage_url(self) -> str | None:
+        """What ``hicache_storage_url`` or its file says; raises ``OSError`` where that can't be read."""
+        if self.hicache_storage_url_file is None:
+            return self.hicache_storage_url
+        return Path(self.hicache_storage_url_file).read_text(encoding="utf-8").strip()
 
     @property
     def hands_over(self) -> bool:

@@ -37,8 +37,15 @@ def tier_complaints(options: ServerOptions) -> Iterator[str]:
         yield f"--hicache-folder {options.hicache_folder}: there is no such folder"
     if options.hicache_storage_backend is not None and not options.enable_hierarchical_cache:
         yield "--hicache-storage-backend is the third tier, behind the second: add --enable-hierarchical-cache"
-    if options.hicache_storage_backend is not None and not options.hicache_storage_url:
-        yield "--hicache-storage-backend needs --hicache-storage-url: a folder, or redis://HOST:PORT/DB"
+    if options.hicache_storage_url and options.hicache_storage_url_file:
+        yield "--hicache-storage-url and --hicache-storage-url-file say the same: drop one of the two"
+    try:
+        url = options.storage_url
+    except (OSError, ValueError) as e:
+        yield f"--hicache-storage-url-file {options.hicache_storage_url_file}: {getattr(e, 'strerror', None) or e}"
+    else:
+        if options.hicache_storage_backend is not None and not url:
+            yield "--hicache-storage-backend needs --hicache-storage-url: a folder, or redis://HOST:PORT/DB"
     if not options.enable_hierarchical_cache:
         return
     if options.disable_radix_cache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -9,6 +10,9 @@ import msgspec
 
 from ..mem_cache.errors import InvariantViolation
 from .scheduler import Scheduler
+
+MASK = "***"
+CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
 
 
 class Verdict(NamedTuple):
@@ -67,8 +71,15 @@ def server_info(scheduler: Scheduler, epoch: str, verdict: Verdict) -> dict[str,
         "itl_budget": itl.info() if itl is not None else None,
         "disaggregation": manager.info() if manager is not None else None,
         "load_seconds": worker.load_seconds,
-        "options": msgspec.to_builtins(scheduler.options) | {"api_key": "***" if scheduler.options.api_key else None},
+        "options": {name: _masked(name, value) for name, value in msgspec.to_builtins(scheduler.options).items()},
     }
+
+
+def _masked(name: str, value: Any) -> Any:
+    """An option's value without what is secret: a key, or what a URL has before its host."""
+    if name == "api_key" and value:
+        return MASK
+    return CREDENTIALS.sub(f"{MASK}@", value) if isinstance(value, str) else value
 
 
 def _cost_model(scheduler: Scheduler) -> dict[str, Any]:

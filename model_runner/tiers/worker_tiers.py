@@ -58,7 +58,7 @@ class WorkerTiers:
             try:
                 store = make_store(
                     options.hicache_storage_backend,
-                    options.hicache_storage_url,
+                    options.storage_url,
                     page_bytes,
                     int(options.hicache_storage_size * GB),
                     options.hicache_storage_timeout,

@@ -21,6 +21,16 @@ from .parsing import parse_body
 from .plan import Prompt, PromptPlan
 from .state import HttpState
 
+FOR_USERS = frozenset(
+    (
+        *("status", "role", "version", "model", "fingerprint", "context_length", "vocab_size", "device"),
+        *("weights_dtype", "attention_backend", "kv_layout", "machine", "memory", "pool", "tiers"),
+        *("invariants", "invariants_steps_ago", "requests", "queues", "queue_seconds", "retractions"),
+        *("preemptions", "counters", "cost_model", "itl_budget", "load_seconds", "http"),
+    )
+)
+"""What ``/server_info`` tells who is no admin: not the options, ports, peers and the epoch."""
+
 QUESTION_TIMEOUT_SECONDS = 5.0
 HEALTH_GENERATE_TIMEOUT_SECONDS = 20.0
 
@@ -75,11 +85,16 @@ async def metrics(request: Request) -> Response:
 
 
 async def server_info(request: Request) -> Response:
-    """The scheduler's view (pools, queues, role, peers, invariants, options) and this process's."""
+    """The scheduler's view (pools, queues, role, peers, invariants, options) and this process's; ``FOR_USERS`` of it,
+    where the caller is no admin.
+    """
     state = HttpState.of(request)
     answer = await state.engine.told(lambda id_: ServerInfoReq(id=id_), ServerInfo, QUESTION_TIMEOUT_SECONDS)
     http = {"live_requests": state.engine.live_requests, "started": state.started}
-    return json_response({**answer.info, "version": state.version, "epoch": state.epoch, "http": http})
+    info = {**answer.info, "version": state.version, "epoch": state.epoch, "http": http}
+    if not Caller.of(request.scope).is_admin:
+        info = {name: value for name, value in info.items() if name in FOR_USERS}
+    return json_response(info)
 
 
 async def transfers(request: Request) -> Response:

@@ -127,11 +127,14 @@ def test_what_others_see_is_changed_by_the_admin_alone(files: dict[str, Any]) ->
             assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
             assert "--admin-key-file" in refused.json()["error"]["message"]
             assert (await client.post("/generate", json=ONE)).status_code == 200
-            assert (await client.get("/server_info")).status_code == 200
+            info = (await client.get("/server_info")).json()
+            assert (info["role"], info["pool"]) == ("unified", {"in_use": 0})
+            assert not {"options", "epoch", "disaggregation"} & info.keys()
         assert len(engine.questions) == 1
         async with engine.http(authorization="Bearer the-admin") as client:
             assert (await client.post("/flush_cache")).status_code == 200
             assert (await client.post("/generate", json=ONE)).status_code == 200
+            assert (await client.get("/server_info")).json()["epoch"] == "e1"
 
     with_engine(run, **files)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from support.sim import SimInstance
+from support.sim import SimInstance, make_options
 from support.sim_tiers import TieredSim
 
 from pdserve.mem_cache.errors import InvariantViolation
@@ -52,3 +53,20 @@ def paths(value: object, path: str = "") -> Iterator[str]:
     for name, inner in value.items() if isinstance(value, dict) else ():
         yield f"{path}.{name}"
         yield from paths(inner, f"{path}.{name}")
+
+
+def test_no_option_tells_a_password() -> None:
+    url = "redis://pd:S3cret@10.0.0.9:6379/0"
+    sim = SimInstance(make_options(api_key="a-key", hicache_storage_url=url, kv_events_endpoint="tcp://127.0.0.1:5557"))
+    options = server_info(sim.scheduler, "epoch", Verdict())["options"]
+    assert options["hicache_storage_url"] == "redis://***@10.0.0.9:6379/0"
+    assert (options["api_key"], options["kv_events_endpoint"]) == ("***", "tcp://127.0.0.1:5557")
+    assert not any(secret in str(options) for secret in ("S3cret", "a-key"))
+
+
+def test_the_url_of_a_store_may_stand_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "url"
+    file.write_text("redis://pd:S3cret@10.0.0.9:6379/0\n")
+    options = make_options(hicache_storage_url_file=str(file))
+    assert options.storage_url == "redis://pd:S3cret@10.0.0.9:6379/0"
+    assert make_options(hicache_storage_url="/data/kv").storage_url == "/data/kv"
